@@ -1,0 +1,91 @@
+"""How a host stores parameters: which rank holds which elements of which parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Elements ``[start, stop)`` of a flattened parameter, stored by ``rank`` from ``offset`` of its local storage."""
+
+    rank: int
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPartition:
+    """ZeRO-1/2's storage of one param group: parameters end to end, padded, cut into equal parts.
+
+    ::
+
+        p0 p0 p0 p0 | p0 p1 p1 p1 | p1 p2 __ __        world_size 3, partition_numel 4, 2 elements of padding
+           rank 0        rank 1        rank 2
+
+    A parameter lies in one contiguous fragment on each rank it touches. Offsets are exact integers, so the
+    storage of every rank is known on every rank without a message.
+    """
+
+    world_size: int
+    numels: tuple[int, ...]
+    offsets: tuple[int, ...]  # start of every parameter in the group's flat buffer
+    partition_numel: int
+
+    @classmethod
+    def build(
+        cls, numels: Iterable[int], world_size: int, *, alignment: int = 2, param_alignment: int = 1
+    ) -> FlatPartition:
+        """DeepSpeed's layout: every start on ``param_alignment`` elements, the end on ``alignment * world_size``.
+
+        ``alignment`` is DeepSpeed's ``nccl_start_alignment_factor`` (2), ``param_alignment`` is 1 unless
+        ``zero_optimization.parameter_alignment`` is set.
+        """
+        numels = tuple(numels)
+        padded = [-(-n // param_alignment) * param_alignment for n in numels]
+        ends = list(accumulate(padded))
+        offsets = tuple(end - size for end, size in zip(ends, padded))
+        used = offsets[-1] + numels[-1] if numels else 0
+        unit = alignment * world_size
+        return cls(world_size, numels, offsets, -(-used // unit) * unit // world_size)
+
+    def __post_init__(self) -> None:
+        end = 0
+        for index, (offset, numel) in enumerate(zip(self.offsets, self.numels, strict=True)):
+            if numel < 1:
+                raise ValueError(
+                    f"parameter {index} has {numel} elements; a flat partition holds parameters of at least one"
+                )
+            if offset < end:
+                raise ValueError(f"parameter {index} starts at {offset} but element {end} is next; parameters overlap")
+            end = offset + numel
+        if end > self.world_size * self.partition_numel:
+            raise ValueError(
+                f"parameters end at {end}, beyond {self.world_size} partitions of {self.partition_numel} elements"
+            )
+
+    def fragments(self, index: int) -> tuple[Fragment, ...]:
+        """The fragments of parameter ``index`` in rank order; together they are exactly its elements."""
+        begin, size = self.offsets[index], self.partition_numel
+        end = begin + self.numels[index]
+        parts = []
+        for rank in range(begin // size, (end - 1) // size + 1):
+            low, high = max(begin, rank * size), min(end, (rank + 1) * size)
+            parts.append(Fragment(rank, low - begin, high - begin, low - rank * size))
+        return tuple(parts)
+
+    def fragment(self, index: int, rank: int) -> Fragment | None:
+        """What ``rank`` stores of parameter ``index``, or None."""
+        return next((part for part in self.fragments(index) if part.rank == rank), None)
+
+    def stored_numel(self, rank: int) -> int:
+        """Elements of parameters, without padding, that ``rank`` stores."""
+        low, high = rank * self.partition_numel, (rank + 1) * self.partition_numel
+        return sum(max(0, min(high, o + n) - max(low, o)) for o, n in zip(self.offsets, self.numels))

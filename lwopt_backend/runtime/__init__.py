@@ -1,0 +1,1 @@
+"""The runtime: the only folder that talks to torch.distributed."""

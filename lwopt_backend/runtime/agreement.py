@@ -1,0 +1,59 @@
+"""Nothing is exchanged before all ranks have shown that they decided the same.
+
+A rank that fails, or that decided differently, would otherwise leave the others waiting in a collective. Here every
+rank reports either what it decided or what went wrong, and all of them raise the same error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import TypeVar
+
+from lwopt_backend.runtime.collectives import Collectives
+
+T = TypeVar("T")
+
+
+class RanksDisagree(RuntimeError):
+    """Ranks planned different things; the message names the first difference."""
+
+
+def agree(collectives: Collectives, what: str, decide: Callable[[], tuple[T, Sequence[str]]]) -> T:
+    """Run ``decide`` on every rank, check that all ranks decided alike, and return its first result.
+
+    ``decide`` returns a value and the lines that describe it. Called on all ranks of the group. If it raises on any
+    rank, all ranks raise: that rank its own error, the others one that quotes it. If the lines differ, all ranks raise
+    ``RanksDisagree`` with the first line that does.
+    """
+    error: Exception | None = None
+    value, lines = None, []
+    try:
+        value, lines = decide()
+    except Exception as caught:  # reported to the other ranks first, then raised again below
+        error = caught
+    reports = collectives.gather_objects((digest(lines), repr(error) if error is not None else None))
+    failed = [(rank, text) for rank, (_, text) in enumerate(reports) if text is not None]
+    if error is not None:
+        raise error
+    if failed:
+        rank, text = failed[0]
+        raise RuntimeError(f"{what}: rank {rank} failed with {text}; rank {collectives.rank} stops with it")
+    if len({found for found, _ in reports}) > 1:
+        raise RanksDisagree(f"{what}: {first_difference(collectives.gather_objects(list(lines)))}")
+    return value
+
+
+def digest(lines: Sequence[str]) -> str:
+    """SHA-256 of the lines; equal on all ranks and machines for equal lines, whatever the hash seed."""
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def first_difference(all_lines: Sequence[Sequence[str]]) -> str:
+    """Name the first line on which some rank differs from rank 0."""
+    for number, lines in enumerate(zip_longest(*all_lines)):
+        for rank, line in enumerate(lines):
+            if line != lines[0]:
+                return f"ranks differ from line {number} on: rank 0 has {lines[0]!r}, rank {rank} has {line!r}"
+    return "all lines are equal"
