@@ -1,0 +1,7 @@
+"""Hosts: how layer-wise sharding enters DeepSpeed and FSDP2. Installed as ``lwopt_backend.integrations``."""
+
+if __name__ != "lwopt_backend.integrations":
+    raise ImportError(
+        "import this package as 'lwopt_backend.integrations' (pip install the project first); "
+        f"as {__name__!r} its modules would shadow the hosts they integrate with"
+    )

@@ -1,0 +1,113 @@
+"""The optimizer's options: one pydantic model for ds_config.json and for Python, checked before anything is built.
+
+Names and defaults are torch.optim.Muon's and torch.optim.AdamW's; what is ours stands at the end of each model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError
+
+from lwopt_backend.spelling import nearest, suggestion
+
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+BelowOne = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Options(BaseModel):
+    """Immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class MuonOptions(Options):
+    """torch.optim.Muon's arguments."""
+
+    lr: NonNegative = 1e-3
+    weight_decay: NonNegative = 0.1
+    momentum: BelowOne = 0.95
+    nesterov: StrictBool = True
+    ns_coefficients: tuple[Finite, Finite, Finite] = (3.4445, -4.7750, 2.0315)
+    eps: NonNegative = 1e-7
+    ns_steps: Annotated[int, Field(ge=1, lt=100)] = 5
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
+
+
+class AdamWOptions(Options):
+    """torch.optim.AdamW's arguments."""
+
+    lr: NonNegative = 1e-3
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
+    eps: NonNegative = 1e-8
+    weight_decay: NonNegative = 1e-2
+    amsgrad: StrictBool = False
+
+
+class LayerWiseMuonConfig(MuonOptions):
+    """``optimizer.params`` of ``"type": "LayerWiseMuon"``: Muon's options, AdamW's in a section, and ours.
+
+    - ``include`` / ``exclude``: globs on parameter names that overrule the routing by structure; exclude wins.
+    - ``allow_no_matrix``: a model without a single matrix parameter is an error unless this is set.
+    - ``policy``: who owns a matrix: ``stay`` (the rank that stores most of it), ``balance`` (even work) or ``auto``
+      (whichever has the shorter modelled step).
+    - ``ns_dtype``: dtype of the Newton-Schulz iteration; torch.optim.Muon's is bfloat16.
+    - ``exchange_dtype``: dtype on the wire; ``auto`` is ``ns_dtype``, with which nothing is lost.
+    - ``bucket_numel``: elements of the matrices that share one all-to-all; two such buckets are in flight.
+    - ``report``: print the routing and the plan once, on rank 0.
+    """
+
+    adamw: AdamWOptions = AdamWOptions()
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    allow_no_matrix: StrictBool = False
+    policy: Literal["auto", "stay", "balance"] = "auto"
+    ns_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    exchange_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    bucket_numel: Annotated[int, Field(ge=1)] = 2**24
+    report: StrictBool = True
+
+    @property
+    def wire_dtype(self) -> str:
+        return self.ns_dtype if self.exchange_dtype == "auto" else self.exchange_dtype
+
+
+M = TypeVar("M", bound=Options)
+
+
+def parse(model: type[M], options: Mapping[str, Any], where: str) -> M:
+    """Build ``model`` from ``options``. Raises ValueError that names every wrong key, what was expected and found."""
+    try:
+        return model(**options)
+    except ValidationError as error:
+        problems = [_problem(model, detail) for detail in error.errors()]
+    raise ValueError("\n  ".join([f"{where}: {len(problems)} wrong option(s)", *problems]))
+
+
+def _problem(model: type[Options], detail: Mapping[str, Any]) -> str:
+    location = [str(part) for part in detail["loc"]]
+    key = ".".join(location)
+    if detail["type"] == "extra_forbidden":
+        return f"unknown key {key!r}; {_hint(model, location)}"
+    return f"{key}: {detail['msg'][0].lower()}{detail['msg'][1:]}; found {detail['input']!r}"
+
+
+def _hint(model: type[Options], location: list[str]) -> str:
+    """The nearest known key at this level, or the section that has a key of exactly this name."""
+    *sections, name = location
+    for section in sections:
+        model = _section(model, section)
+    if nearest(name, model.model_fields) is None:
+        for section, field in model.model_fields.items():
+            inner = field.annotation
+            if isinstance(inner, type) and issubclass(inner, Options) and name in inner.model_fields:
+                return f"did you mean '{section}.{name}'?"
+    return suggestion(name, model.model_fields)
+
+
+def _section(model: type[Options], name: str) -> type[Options]:
+    annotation = model.model_fields[name].annotation
+    assert isinstance(annotation, type) and issubclass(annotation, Options)
+    return annotation

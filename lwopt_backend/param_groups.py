@@ -1,0 +1,84 @@
+"""Param groups: every group of the user's is split into a matrix half and an element-wise half."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lwopt_backend.config import AdamWOptions, LayerWiseMuonConfig, MuonOptions, parse
+from lwopt_backend.spelling import nearest
+
+SHARED = ("lr", "weight_decay")  # a group's own value of these is meant for both halves
+
+
+def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+    """``params`` as torch.optim takes it (parameters, or group dictionaries) as a list of groups.
+
+    Raises TypeError for anything else, ValueError for no parameter at all or one that occurs twice.
+    """
+    if isinstance(params, Tensor):
+        raise TypeError("params must be an iterable of parameters or of param groups; found a single tensor")
+    items = list(params)
+    if not items:
+        raise ValueError("params is empty; pass model.parameters() or a list of param groups")
+    if not isinstance(items[0], dict):
+        items = [{"params": items}]
+    groups = [{**group, "params": _listed(group["params"])} for group in items]
+    _check_members(groups)
+    return groups
+
+
+def _listed(params: Any) -> list[Any]:
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+def _check_members(groups: Sequence[Mapping[str, Any]]) -> None:
+    seen: set[int] = set()
+    for number, group in enumerate(groups):
+        for position, param in enumerate(group["params"]):
+            place = f"param group {number}, position {position}"
+            if not isinstance(param, Tensor):
+                raise TypeError(f"{place}: expected a parameter, found a {type(param).__name__}")
+            if id(param) in seen:
+                raise ValueError(f"{place}: this parameter of shape {tuple(param.shape)} was given before")
+            seen.add(id(param))
+
+
+def split(
+    groups: Sequence[Mapping[str, Any]], is_matrix: Mapping[int, bool], config: LayerWiseMuonConfig
+) -> list[dict[str, Any]]:
+    """Each group's matrix half, then its element-wise half, both in the group's order; empty halves are left out.
+
+    ``is_matrix`` tells by ``id(parameter)``; parameters missing from it (frozen ones) are dropped. A group's own
+    ``lr`` and ``weight_decay`` hold for both halves, its other options are read as in the configuration, ``"adamw"``
+    section included; keys that are no option of ours stay in both. How many groups come out depends on the model and
+    the user's groups only, never on the ranks.
+    """
+    halves = []
+    for number, group in enumerate(groups):
+        muon, adamw, extra = _options(group, config, f"param group {number}")
+        params = [p for p in group["params"] if id(p) in is_matrix]
+        matrices = [p for p in params if is_matrix[id(p)]]
+        others = [p for p in params if not is_matrix[id(p)]]
+        halves.append({"params": matrices, **extra, **muon.model_dump(), "rule": "muon", "from_group": number})
+        halves.append({"params": others, **extra, **adamw.model_dump(), "rule": "adamw", "from_group": number})
+    return [half for half in halves if half["params"]]
+
+
+def _options(
+    group: Mapping[str, Any], config: LayerWiseMuonConfig, where: str
+) -> tuple[MuonOptions, AdamWOptions, dict[str, Any]]:
+    """A group's options for its matrix half and its element-wise half, and its keys that are neither."""
+    known = {"params", "adamw", *MuonOptions.model_fields}
+    for key in group:
+        close = nearest(str(key), known, cutoff=0.8)
+        if key not in known and close:
+            raise ValueError(f"{where}: unknown key {key!r}; did you mean {close!r}?")
+    own = {key: value for key, value in group.items() if key in MuonOptions.model_fields}
+    shared = {key: own[key] for key in SHARED if key in own}
+    defaults = {key: getattr(config, key) for key in MuonOptions.model_fields}
+    section = {**config.adamw.model_dump(), **shared, **group.get("adamw", {})}
+    extra = {key: value for key, value in group.items() if key not in known}
+    return parse(MuonOptions, {**defaults, **own}, where), parse(AdamWOptions, section, f"{where}, 'adamw'"), extra

@@ -1,0 +1,73 @@
+"""The rules by name, in one table: options, cost, state, and the class that does the work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lwopt_backend.config import AdamWOptions, MuonOptions, Options
+from lwopt_backend.plan.cost import newton_schulz_flops
+from lwopt_backend.rules import MatrixRule, Muon
+from lwopt_backend.spelling import suggestion
+
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class MatrixEntry:
+    """A rule for whole matrices. ``build`` makes it from a group's options; ``cost`` is its flops on one matrix."""
+
+    name: str
+    options: type[Options]
+    build: Callable[..., MatrixRule]
+    cost: Callable[[tuple[int, int], Mapping[str, Any]], int]
+    new_state: Callable[[Tensor, Mapping[str, Any]], State]
+    work: str  # what the cost counts, for tables
+
+
+@dataclass(frozen=True)
+class ElementwiseEntry:
+    """A torch optimizer for element-wise parameters and the state it keeps per flat tensor."""
+
+    name: str
+    options: type[Options]
+    optimizer: type[torch.optim.Optimizer]
+    new_state: Callable[[Tensor, Mapping[str, Any]], State]
+
+
+def _momentum(flat: Tensor, options: Mapping[str, Any]) -> State:
+    return {"momentum_buffer": torch.zeros_like(flat)}
+
+
+def _adam_moments(flat: Tensor, options: Mapping[str, Any]) -> State:
+    """The state torch.optim.AdamW makes on its first step, made before it, so that a checkpoint never lacks it."""
+    moments = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if options["amsgrad"] else [])
+    return {"step": torch.zeros(()), **{key: torch.zeros_like(flat) for key in moments}}
+
+
+MATRIX_RULES = {
+    "muon": MatrixEntry(
+        name="muon",
+        options=MuonOptions,
+        build=Muon,
+        cost=lambda shape, options: newton_schulz_flops(shape, options["ns_steps"]),
+        new_state=_momentum,
+        work="Newton-Schulz",
+    ),
+}
+
+ELEMENTWISE_RULES = {
+    "adamw": ElementwiseEntry("adamw", AdamWOptions, torch.optim.AdamW, _adam_moments),
+}
+
+
+def rule_named(name: str) -> MatrixEntry | ElementwiseEntry:
+    """The rule of that name, of either kind. Raises ValueError with the nearest known name."""
+    rules: dict[str, MatrixEntry | ElementwiseEntry] = {**MATRIX_RULES, **ELEMENTWISE_RULES}
+    if name not in rules:
+        raise ValueError(f"unknown rule {name!r}; {suggestion(name, rules)}")
+    return rules[name]

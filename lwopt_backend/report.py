@@ -1,0 +1,126 @@
+"""What is printed once at start: which parameter goes where and why, and what each rank will do."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from lwopt_backend.group_plan import GroupPlan
+from lwopt_backend.plan import MatrixPlan, StepTime
+from lwopt_backend.registry import MATRIX_RULES
+from lwopt_backend.routing import Route
+
+WIDTH_WITHOUT_TERMINAL = 140  # a launcher's pipe has no width of its own; 80 columns would cut names
+MOST_RANKS = 16
+
+
+def show(routes: Sequence[Route], groups: Sequence[GroupPlan]) -> None:
+    """Print the routing table and the plan to standard output."""
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL, highlight=False)
+    console.print(routing_headline(routes))
+    console.print(routing_table(routes))
+    for sentence in choices(groups):
+        console.print(sentence)
+    console.print(plan_table(groups))
+
+
+def routing_headline(routes: Sequence[Route]) -> str:
+    """How much of the model the matrix rule trains, in one sentence."""
+    matrices = [r for r in routes if r.kind == "matrix"]
+    trained = [r for r in routes if r.kind != "frozen"]
+    share = sum(math.prod(r.shape) for r in matrices) / max(1, sum(math.prod(r.shape) for r in trained))
+    return f"Routing: {len(matrices)} of {len(trained)} trained parameters are matrices, {share:.1%} of the elements"
+
+
+def routing_table(routes: Sequence[Route]) -> Table:
+    """One row per parameter; layers that differ in their number only share a row."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for r in routes:
+        pattern = re.sub(r"\.\d+(?=\.)", ".*", r.name)
+        shape = " x ".join(map(str, r.shape)) or "scalar"
+        rows.setdefault((pattern, shape, r.kind, r.reason), []).append(r.name)
+    table = Table()
+    for heading in ("parameter", "shape", "rule", "why"):
+        table.add_column(heading, overflow="fold")
+    table.add_column("count", justify="right")
+    for (pattern, *cells), names in rows.items():
+        table.add_row(names[0] if len(names) == 1 else pattern, *cells, str(len(names)))
+    return table
+
+
+def choices(groups: Sequence[GroupPlan]) -> list[str]:
+    """Two sentences per group of matrices: what was planned, and the modelled times the policy was chosen by."""
+    return [f"{_planned(g.rule, g.matrices)} {_modelled(g.matrices)}" for g in groups if g.matrices is not None]
+
+
+def _planned(rule: str, plan: MatrixPlan) -> str:
+    travelling = sum(map(len, plan.buckets))
+    return (
+        f"Plan: {len(plan.atoms)} matrices by {rule}, policy {plan.ownership.policy!r}; {travelling} of them travel, "
+        f"in {len(plan.buckets)} bucket(s); busiest rank over mean {plan.ownership.imbalance:.3f}."
+    )
+
+
+def _modelled(plan: MatrixPlan) -> str:
+    def spell(policy: str, time: StepTime) -> str:
+        work, wire, latency, total = (1e3 * s for s in (time.compute, time.wire, time.latency, time.total))
+        return f"{policy} {total:.3g} ms = {work:.3g} work + {wire:.3g} wire + {latency:.3g} latency"
+
+    return f"Modelled step: {'; '.join(spell(policy, time) for policy, time in plan.modelled)}."
+
+
+def plan_table(groups: Sequence[GroupPlan]) -> Table:
+    """One row per rank: what it owns, how much work that is, the state it keeps, and what travels.
+
+    Beyond 16 ranks only the busiest, the least busy and the first few are shown.
+    """
+    plans = [(group.layout, group.matrices) for group in groups if group.matrices is not None]
+    world_size = groups[0].layout.world_size
+    work = " / ".join(sorted({MATRIX_RULES[g.rule].work for g in groups if g.rule in MATRIX_RULES})) or "matrix"
+    loads = _per_rank([plan.ownership.loads for _, plan in plans], world_size)
+    moved = _per_rank([plan.moved_numel() for _, plan in plans], world_size)
+    sent = _per_rank([plan.wire_bytes() for _, plan in plans], world_size)
+    owned = _per_rank([plan.owned_counts() for _, plan in plans], world_size)
+    state = nbytes(sum(group.state_bytes for group in groups))
+    table = Table()
+    for heading in ("rank", "atoms", f"{work} GFLOP", "of all", "state", "elements that move", "sent a step"):
+        table.add_column(heading, justify="right")
+    for rank in _shown_ranks(loads):
+        stored = sum(layout.stored_numel(rank) for layout, _ in plans)
+        table.add_row(
+            str(rank),
+            str(owned[rank]),
+            f"{loads[rank] / 1e9:.3g}",
+            f"{loads[rank] / max(1, sum(loads)):.1%}",
+            state,
+            f"{moved[rank] / max(1, stored):.2%}",
+            nbytes(sent[rank]),
+        )
+    return table
+
+
+def _per_rank(figures: Sequence[Sequence[int]], world_size: int) -> list[int]:
+    return [sum(figure[rank] for figure in figures) for rank in range(world_size)]
+
+
+def _shown_ranks(loads: Sequence[int]) -> list[int]:
+    ranks = range(len(loads))
+    if len(loads) <= MOST_RANKS:
+        return list(ranks)
+    extremes = {max(ranks, key=loads.__getitem__), min(ranks, key=loads.__getitem__)}
+    return sorted(extremes | set(ranks[: MOST_RANKS - 2]))
+
+
+def nbytes(count: int) -> str:
+    """Bytes in binary units, e.g. ``"1.5 MiB"``."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

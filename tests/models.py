@@ -1,0 +1,38 @@
+"""Small models with shapes that divide by nothing, and what they train on."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+VOCABULARY = 37
+
+
+class UnevenLM(nn.Module):
+    """Embedding, hidden layers of odd sizes (tall, wide, a single row), a norm and an untied head."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(VOCABULARY, 24)
+        self.layers = nn.Sequential(
+            nn.Linear(24, 63), nn.GELU(), nn.Linear(63, 41), nn.GELU(), nn.LayerNorm(41), nn.Linear(41, 24, bias=False)
+        )
+        self.gate = nn.Linear(5, 1)
+        self.lm_head = nn.Linear(24, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """tokens, targets: (rows, time); the mean cross-entropy."""
+        x = self.embedding(tokens)
+        x = x + self.layers(x) * torch.sigmoid(self.gate(x[..., :5]))
+        return nn.functional.cross_entropy(self.lm_head(x).float().flatten(0, 1), targets.flatten())
+
+
+MATRICES = ("layers.0.weight", "layers.2.weight", "layers.5.weight", "gate.weight")
+
+
+def batch(step: int, rows: int, time: int = 9) -> tuple[Tensor, Tensor]:
+    """The global batch of a step: (rows, time) tokens and targets, the same on every rank."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    tokens = torch.randint(VOCABULARY, (rows, time + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]

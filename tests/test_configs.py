@@ -1,0 +1,25 @@
+"""Every configuration that is shipped trains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import RankPool
+from tests.zero import engine_for, train
+
+CONFIGS = sorted((Path(__file__).resolve().parent.parent / "configs").glob("*.json"))
+
+
+def losses_with(settings: dict[str, Any]) -> list[float]:
+    with engine_for(settings) as engine:
+        return train(engine, [0] * 8)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_shipped_configurations_train(ranks: RankPool, path: Path) -> None:
+    for losses in ranks.run(losses_with, json.loads(path.read_text())):
+        assert losses[-1] < losses[0]

@@ -1,0 +1,160 @@
+"""Routing by structure on models people train, and the overrides by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from lwopt_backend.routing import Route, route
+from tests.models import UnevenLM
+
+
+def routes_of(model: nn.Module, **globs: list[str]) -> dict[str, Route]:
+    return {r.name: r for r in route(model, **globs)}
+
+
+def hugging_face(config: transformers.PretrainedConfig) -> nn.Module:
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    return model
+
+
+SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "vocab_size": 512}
+FAMILIES = {
+    "llama": transformers.LlamaConfig(**SMALL, intermediate_size=128, num_key_value_heads=2),
+    "llama-tied": transformers.LlamaConfig(**SMALL, intermediate_size=128, tie_word_embeddings=True),
+    "qwen3": transformers.Qwen3Config(**SMALL, intermediate_size=128, num_key_value_heads=2, head_dim=16),
+    "mistral": transformers.MistralConfig(**SMALL, intermediate_size=128, num_key_value_heads=2),
+    "gpt2": transformers.GPT2Config(n_layer=2, n_head=4, n_embd=64, vocab_size=512, n_positions=64),
+    "gpt-neox": transformers.GPTNeoXConfig(**SMALL, intermediate_size=128),
+    "opt": transformers.OPTConfig(**SMALL, ffn_dim=128, word_embed_proj_dim=32, max_position_embeddings=64),
+    "cohere": transformers.CohereConfig(**SMALL, intermediate_size=128, use_qk_norm=True),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_embeddings_heads_norms_and_biases_of_real_models_stay_elementwise(family: str) -> None:
+    model = hugging_face(FAMILIES[family])
+    routes = routes_of(model)
+    outside = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
+    for name, param in model.named_parameters():
+        position_table = "wpe" in name or "embed_positions" in name
+        hidden = param.ndim == 2 and id(param) not in outside and "norm" not in name and not position_table
+        assert routes[name].kind == ("matrix" if hidden else "elementwise"), routes[name]
+    assert any(r.kind == "matrix" for r in routes.values())
+
+
+def test_a_position_table_as_long_as_the_model_is_wide_claims_no_hidden_layer() -> None:
+    """As GPT-2 medium with its 1024 positions and width 1024; the head is tied, no hidden layer may be taken for it."""
+    config = transformers.GPT2Config(n_layer=2, n_head=4, n_embd=64, n_positions=64)
+    routes = routes_of(hugging_face(config))
+    assert {r.reason for r in routes.values() if len(r.shape) == 2} == {
+        "embedding, tied to lm_head",
+        "embedding",
+        "2-D weight",
+    }
+
+
+class TiedInFunction(nn.Module):
+    """The head is the embedding, used as a function: no linear anywhere. As wide as there are positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(100, 64), nn.Embedding(64, 64)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)) for _ in range(2))
+
+
+def test_a_hidden_layer_inside_a_repeated_block_is_not_taken_for_the_head() -> None:
+    kinds = {r.name: r.kind for r in route(TiedInFunction())}
+    assert [kinds[f"layers.1.{i}.weight"] for i in (0, 2)] == ["matrix", "matrix"]
+
+
+def test_the_last_linear_as_wide_as_the_vocabulary_is_the_head_whatever_its_name() -> None:
+    model = nn.Sequential(
+        nn.Embedding(50, 16), nn.Linear(16, 50), nn.Linear(50, 16), nn.Linear(16, 50), nn.Linear(50, 1)
+    )
+    routes = routes_of(model)
+    assert [routes[f"{i}.weight"].kind for i in range(5)] == [
+        "elementwise",
+        "matrix",
+        "matrix",
+        "elementwise",
+        "matrix",
+    ]
+    assert routes["3.weight"].reason == "output head, as wide as an embedding has rows"
+
+
+class Classifier(nn.Module):
+    """A head named so, at the top; the same name inside a block means something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleDict({"output": nn.Linear(8, 8)}) for _ in range(2))
+        self.head = nn.Linear(8, 3)
+
+
+def test_heads_by_name() -> None:
+    routes = routes_of(Classifier())
+    assert routes["head.weight"].reason == "output head, named 'head'"
+    assert routes["blocks.0.output.weight"].kind == "matrix"
+
+
+def test_everything_not_two_dimensional_and_odd_modules() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv1d(4, 4, 3)
+            self.norm = nn.LayerNorm((4, 6))
+            self.scale = nn.Parameter(torch.ones(()))
+            self.bias = nn.Parameter(torch.ones(3, 3))
+            self.rnn = nn.GRU(4, 5)
+            self.frozen = nn.Linear(4, 4, bias=False).requires_grad_(False)
+            self.empty = nn.Parameter(torch.empty(0, 4))
+
+    routes = routes_of(Odd())
+    assert {name: (r.kind, r.reason) for name, r in routes.items() if not name.startswith("rnn")} == {
+        "conv.weight": ("elementwise", "3-D"),
+        "conv.bias": ("elementwise", "1-D"),
+        "norm.weight": ("elementwise", "norm"),
+        "norm.bias": ("elementwise", "norm"),
+        "scale": ("elementwise", "0-D"),
+        "bias": ("elementwise", "bias"),
+        "frozen.weight": ("frozen", "requires_grad is False"),
+        "empty": ("elementwise", "no elements"),
+    }
+    assert routes["rnn.weight_ih_l0"].kind == "matrix"
+
+
+def test_globs_overrule_structure_and_exclude_wins() -> None:
+    routes = routes_of(UnevenLM(), include=["lm_head.*", "layers.*"], exclude=["layers.2.*"])
+    assert (routes["lm_head.weight"].kind, routes["lm_head.weight"].reason) == ("matrix", "included by 'lm_head.*'")
+    assert (routes["layers.2.weight"].kind, routes["layers.2.weight"].reason) == (
+        "elementwise",
+        "excluded by 'layers.2.*'",
+    )
+    assert routes["layers.0.bias"].kind == "elementwise", "a glob cannot make a matrix of a vector"
+
+
+def test_globs_match_every_name_of_a_tied_parameter() -> None:
+    model = nn.ModuleDict({"embedding": nn.Embedding(10, 4), "out": nn.Linear(4, 10, bias=False)})
+    model["out"].weight = model["embedding"].weight
+    routes = routes_of(model, include=["out.weight"])
+    assert list(routes) == ["embedding.weight"]
+    assert routes["embedding.weight"].reason == "included by 'out.weight'"
+    assert routes["embedding.weight"].aliases == ("out.weight",)
+
+
+@pytest.mark.parametrize(
+    ("globs", "message"),
+    [
+        ({"include": ["*.wieght"]}, r"include: '\*.wieght' matches no parameter name"),
+        ({"exclude": ["gate.weigth"]}, "exclude: 'gate.weigth' matches no parameter name; did you mean 'gate.weight'?"),
+        ({"include": ["*.bias"]}, r"include: '\*.bias' matches only parameters that are not 2-D"),
+    ],
+)
+def test_globs_that_do_nothing_are_errors(globs: dict[str, list[str]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        route(UnevenLM(), **globs)

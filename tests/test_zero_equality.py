@@ -1,0 +1,187 @@
+"""Under DeepSpeed's ZeRO-1/2 every parameter equals that of torch.optim.Muon + torch.optim.AdamW on one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models import UnevenLM
+from tests.ranks import RankPool
+from tests.zero import (
+    ADAMW,
+    MUON,
+    ROWS,
+    Reference,
+    batch_shares,
+    config,
+    engine_for,
+    full_weights,
+    largest_difference,
+    newton_schulz_in_float32,
+    train,
+)
+
+STEPS = 5
+both_sizes = pytest.mark.parametrize("ranks", [2, 4], indirect=True, ids=["2ranks", "4ranks"])
+both_stages = pytest.mark.parametrize("stage", [1, 2])
+
+
+def differ_from_full_batch(stage: int, accumulation: int, clip: float) -> tuple[float, list[tuple[float, float]]]:
+    """Every rank trains on its own rows; the reference sees all of them at once. Norms are pairs (ours, torch's)."""
+    world_size = torch.distributed.get_world_size()
+    rows = ROWS // world_size // accumulation
+    settings = config(
+        stage, accumulation=accumulation, clip=clip, rows=rows, ns_dtype="float32", policy="balance", bucket_numel=2000
+    )
+    reference = Reference()
+    norms = []
+    with engine_for(settings) as engine, newton_schulz_in_float32():
+        for step in range(STEPS):
+            train(engine, range(step, step + 1))
+            norms.append((float(engine.get_global_grad_norm()), *reference.train(range(step, step + 1), clip=clip)))
+        return largest_difference(full_weights(engine), reference.model), norms
+
+
+@both_sizes
+@both_stages
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_parameters_equal_a_single_process_on_the_full_batch(
+    ranks: RankPool, stage: int, accumulation: int, clip: float
+) -> None:
+    for difference, norms in ranks.run(differ_from_full_batch, stage, accumulation, clip):
+        assert difference <= 1e-6
+        assert all(ours == pytest.approx(truth, rel=1e-5) for ours, truth in norms)
+        assert clip == 0.0 or all(truth > clip for _, truth in norms), "the clip must bite to be tested"
+
+
+def differ_bit_for_bit(stage: int, policy: str, accumulation: int) -> tuple[float, int]:
+    """Every rank trains on the same rows, so the averaged gradient has the bits of a single process's."""
+    settings = config(stage, rows=ROWS // accumulation, accumulation=accumulation, policy=policy, bucket_numel=2000)
+    reference = Reference()
+    with engine_for(settings) as engine:
+        train(engine, STEPS, same_rows=True)
+        reference.train(STEPS, parts=accumulation)
+        plan = engine.basic_optimizer._binding.plans[0].matrices
+        return largest_difference(full_weights(engine), reference.model), len(plan.buckets)
+
+
+@both_sizes
+@both_stages
+@pytest.mark.parametrize("policy", ["stay", "balance"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_parameters_have_the_bits_of_torch_muon_given_the_same_gradients(
+    ranks: RankPool, stage: int, policy: str, accumulation: int
+) -> None:
+    for difference, buckets in ranks.run(differ_bit_for_bit, stage, policy, accumulation):
+        assert difference == 0.0
+        assert buckets >= 1, "some matrix must travel to be tested"
+
+
+def train_twice() -> list[bool]:
+    runs = []
+    for _ in range(2):
+        with engine_for(config(2, policy="balance", bucket_numel=2000)) as engine:
+            train(engine, STEPS)
+            runs.append(full_weights(engine))
+    return [torch.equal(runs[0][name], runs[1][name]) for name in runs[0]]
+
+
+@both_sizes
+def test_two_runs_with_one_seed_are_bitwise_equal(ranks: RankPool) -> None:
+    assert all(all(equal) for equal in ranks.run(train_twice))
+
+
+def differ_in_bf16(stage: int, accumulate_in_fp32: bool) -> tuple[str, float]:
+    """The reference keeps fp32 masters beside a bf16 model, as DeepSpeed does."""
+    settings = config(stage, rows=ROWS) | {"bf16": {"enabled": True}}
+    if accumulate_in_fp32:
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    # DeepSpeed rounds the model to bf16 first and takes the master weights from that.
+    masters = Reference(UnevenLM().bfloat16().float())
+    low = UnevenLM().bfloat16()
+    with engine_for(settings) as engine:
+        for step in range(STEPS):
+            train(engine, range(step, step + 1), same_rows=True)
+            train_masters(masters, low, step)
+        kind = type(engine.optimizer).__name__
+        return kind, largest_difference(full_weights(engine), masters.model)
+
+
+def train_masters(masters: Reference, low: torch.nn.Module, step: int) -> None:
+    low(*batch_shares(step, 1)[0]).backward()
+    for master, param in zip(masters.model.parameters(), low.parameters()):
+        master.grad, param.grad = param.grad.float(), None
+    masters.muon.step()
+    masters.adamw.step()
+    with torch.no_grad():
+        for master, param in zip(masters.model.parameters(), low.parameters()):
+            param.copy_(master)
+
+
+@pytest.mark.parametrize(
+    ("stage", "accumulate_in_fp32", "wrapper"),
+    [
+        (1, False, "DeepSpeedZeroOptimizer"),
+        (2, False, "DeepSpeedZeroOptimizer"),
+        (1, True, "BF16_Optimizer"),
+        (2, True, "DeepSpeedZeroOptimizer"),
+    ],
+)
+def test_bf16_training_equals_fp32_masters_on_one_process(
+    ranks: RankPool, stage: int, accumulate_in_fp32: bool, wrapper: str
+) -> None:
+    for kind, difference in ranks.run(differ_in_bf16, stage, accumulate_in_fp32):
+        assert kind == wrapper
+        assert difference == 0.0
+
+
+def differ_with_own_groups() -> tuple[float, list[dict[str, Any]], list[int]]:
+    """Three param groups with their own rates and decays, one so small that a rank stores none of it."""
+    model = UnevenLM()
+    named = dict(model.named_parameters())
+    gate = [named.pop("gate.weight")]
+    decayed = [p for p in named.values() if p.ndim == 2]
+    plain = [p for p in named.values() if p.ndim != 2]
+    groups = [
+        {"params": decayed, "weight_decay": 0.2, "lr": 0.01},
+        {"params": plain, "weight_decay": 0.0},
+        {"params": gate, "lr": 0.005, "adamw": {"lr": 1e-4}},
+    ]
+    reference = UnevenLM()
+    theirs = dict(reference.named_parameters())
+    matrix = [theirs[name] for name in ("layers.0.weight", "layers.2.weight", "layers.5.weight")]
+    outer = [theirs[name] for name in ("embedding.weight", "lm_head.weight")]
+    optimizers = [
+        torch.optim.Muon(matrix, lr=0.01, weight_decay=0.2),
+        torch.optim.AdamW(outer, **{**ADAMW, "lr": 0.01, "weight_decay": 0.2}),
+        torch.optim.AdamW([p for p in theirs.values() if p.ndim != 2], **{**ADAMW, "weight_decay": 0.0}),
+        torch.optim.Muon([theirs["gate.weight"]], lr=0.005, weight_decay=MUON["weight_decay"]),
+    ]
+    with engine_for(config(2, rows=ROWS), model, model_parameters=groups) as engine:
+        train(engine, STEPS, same_rows=True)
+        for step in range(STEPS):
+            reference(*batch_shares(step, 1)[0]).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        kept = [{k: g[k] for k in ("rule", "lr", "weight_decay")} for g in engine.optimizer.param_groups]
+        layout = engine.basic_optimizer._binding.plans[-1].layout
+        stored = [layout.stored_numel(rank) for rank in range(layout.world_size)]
+        return largest_difference(full_weights(engine), reference), kept, stored
+
+
+@both_sizes
+def test_param_groups_keep_their_own_lr_and_weight_decay(ranks: RankPool) -> None:
+    for difference, kept, stored in ranks.run(differ_with_own_groups):
+        assert kept == [
+            {"rule": "muon", "lr": 0.01, "weight_decay": 0.2},
+            {"rule": "adamw", "lr": 0.01, "weight_decay": 0.2},
+            {"rule": "adamw", "lr": 3e-3, "weight_decay": 0.0},
+            {"rule": "muon", "lr": 0.005, "weight_decay": 0.1},
+        ]
+        assert difference == 0.0
+        assert sum(stored) == 5
+        assert len(stored) == 2 or min(stored) == 0, "one of four ranks must store nothing to be tested"

@@ -1,0 +1,244 @@
+"""What cannot work is refused by name when the engine is built, on every rank, and nothing hangs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.pipe import PipelineModule
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lwopt_backend.integrations import deepspeed_zero
+from lwopt_backend.integrations.deepspeed_zero import LayerWiseMuon
+from tests.models import UnevenLM
+from tests.ranks import RankPool
+from tests.zero import ADAMW, MUON, config, engine_for, train
+
+ZERO = {"stage": 2, "reduce_bucket_size": 10_000}
+
+
+def build(settings: dict[str, Any]) -> None:
+    with engine_for(settings):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage is 0; expected 1 or 2"),
+        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage is 3; expected 1 or 2"),
+        (
+            {"zero_optimization": {**ZERO, "offload_optimizer": {"device": "cpu"}}},
+            "zero_optimization.offload_optimizer.device is 'cpu'; set it to 'none'",
+        ),
+        ({"zero_optimization": {**ZERO, "round_robin_gradients": True}}, "round_robin_gradients is on; switch it off"),
+        ({"zero_optimization": {**ZERO, "elastic_checkpoint": True}}, "elastic_checkpoint is on; switch it off"),
+        ({"compile": {"deepcompile": True}}, "compile.deepcompile is on; switch it off"),
+        ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast.dtype is float16"),
+        ({"fp16": {"enabled": True}}, "Type fp16 is not supported on your device"),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_unsupported_settings_are_refused_on_every_rank(ranks: RankPool, changes: dict[str, Any], message: str) -> None:
+    for error in ranks.errors(build, config(2) | changes):
+        assert message in error
+
+
+def build_with_shards() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, num_key_value_heads=2, **sizes))
+    with engine_for(config(2) | {"tensor_parallel": {"autotp_size": 2}}, model):
+        pass
+
+
+def test_tensor_parallel_shards_are_refused_on_every_rank(ranks_to_spoil: RankPool) -> None:
+    for error in ranks_to_spoil.errors(build_with_shards):
+        assert "tensor_parallel.autotp_size is 2: each rank holds a shard" in error
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("lr", -0.1, "lr: input should be greater than or equal to 0; found -0.1"),
+        ("ns_steps", 0, "ns_steps: input should be greater than or equal to 1; found 0"),
+        ("momentum", 1.0, "momentum: input should be less than 1; found 1.0"),
+        ("momentum", -0.5, "momentum: input should be greater than or equal to 0; found -0.5"),
+        ("weight_decy", 0.1, "unknown key 'weight_decy'; did you mean 'weight_decay'?"),
+        ("adamw", {"beta": [0.9, 0.95]}, "unknown key 'adamw.beta'; did you mean 'betas'?"),
+        ("betas", [0.9, 0.95], "unknown key 'betas'; did you mean 'adamw.betas'?"),
+        ("include", ["*.nothing.*"], "include: '*.nothing.*' matches no parameter name"),
+        ("exclude", ["layers.0.wieght"], "exclude: 'layers.0.wieght' matches no parameter name; did you mean"),
+        ("exclude", ["*"], "none of the 11 trained parameters is a matrix"),
+    ],
+)
+def test_wrong_options_are_refused_on_every_rank(ranks: RankPool, option: str, value: Any, message: str) -> None:
+    for error in ranks.errors(build, config(2, **{option: value})):
+        assert message in error
+
+
+def test_a_model_without_matrices_trains_when_asked_for(ranks: RankPool) -> None:
+    ranks.run(build, config(2, exclude=["*"], allow_no_matrix=True))
+
+
+def build_with_experts() -> None:
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = nn.Linear(8, 8)
+            self.experts = MoE(8, nn.Linear(8, 8), num_experts=2, ep_size=2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.experts(self.dense(x))[0]
+
+    model = Mixture()
+    groups = split_params_into_different_moe_groups_for_optimizer({"params": list(model.parameters()), "name": "all"})
+    with engine_for(config(2), model, model_parameters=groups):
+        pass
+
+
+def test_experts_are_refused_on_every_rank(ranks_to_spoil: RankPool) -> None:
+    for error in ranks_to_spoil.errors(build_with_experts):
+        assert "the model has deepspeed.moe layers" in error
+
+
+def build_a_pipeline() -> None:
+    with engine_for(config(1), PipelineModule([nn.Linear(8, 8), nn.Linear(8, 8)], num_stages=2, loss_fn=nn.MSELoss())):
+        pass
+
+
+def test_pipelines_are_refused_on_every_rank(ranks_to_spoil: RankPool) -> None:
+    for error in ranks_to_spoil.errors(build_a_pipeline):
+        assert "the model is a PipelineModule" in error
+
+
+def build_with_deepspeed_tags() -> None:
+    model = UnevenLM()
+    model.lm_head.weight.use_muon = False
+    model.layers[0].weight.use_muon = True
+    with engine_for(config(2), model):
+        pass
+
+
+def test_tags_for_deepspeeds_own_muon_are_refused(ranks: RankPool) -> None:
+    for error in ranks.errors(build_with_deepspeed_tags):
+        assert "1 parameters, the first is 'layers.0.weight', carry use_muon=True" in error
+
+
+def build_with_foreign_parameter() -> None:
+    with engine_for(config(2), model_parameters=[*UnevenLM().parameters()]):
+        pass
+
+
+def test_parameters_of_another_model_are_refused(ranks: RankPool) -> None:
+    for error in ranks.errors(build_with_foreign_parameter):
+        assert "param group 0, position 0: the parameter of shape (37, 24) is not in the model" in error
+
+
+def disagree_on_routing() -> None:
+    settings = config(2)
+    options = settings.pop("optimizer")["params"]
+    options["exclude"] = ["layers.2.*"] if torch.distributed.get_rank() == 1 else []
+    model = UnevenLM()
+    with engine_for(settings, model, optimizer=LayerWiseMuon(model.parameters(), **options)):
+        pass
+
+
+def test_ranks_that_plan_differently_all_stop_and_name_the_first_parameter(ranks: RankPool) -> None:
+    for error in ranks.errors(disagree_on_routing):
+        assert "ranks differ from line 1 on" in error
+        assert "rank 0 has 'layers.2.weight 41x63 float32 muon'" in error
+        assert "rank 1 has 'layers.5.weight" in error
+
+
+def fail_on_one_rank() -> None:
+    settings = config(2)
+    options = settings.pop("optimizer")["params"]
+    options["include"] = ["nowhere"] if torch.distributed.get_rank() == 1 else []
+    model = UnevenLM()
+    with engine_for(settings, model, optimizer=LayerWiseMuon(model.parameters(), **options)):
+        pass
+
+
+def test_a_failure_on_one_rank_stops_the_others_with_its_message(ranks: RankPool) -> None:
+    first, second = ranks.errors(fail_on_one_rank)
+    assert "include: 'nowhere' matches no parameter name" in second
+    assert first.startswith("RuntimeError: LayerWiseMuon: rank 1 failed with ValueError(")
+
+
+def step_after_storage_moved() -> None:
+    with engine_for(config(2)) as engine:
+        if torch.distributed.get_rank() == 1:
+            engine.module.layers[5].weight._hp_mapping.hp_fragment_address.start += 1
+        train(engine, 1)
+
+
+def test_storage_other_than_planned_stops_all_ranks_before_the_first_exchange(ranks: RankPool) -> None:
+    first, second = ranks.errors(step_after_storage_moved)
+    assert second.startswith("RuntimeError: parameter 'layers.5.weight': planned Fragment(rank=1")
+    assert "rank 1 failed" in first
+
+
+def step_without_engine() -> None:
+    LayerWiseMuon(UnevenLM().parameters()).step()
+
+
+def test_an_optimizer_without_an_engine_does_not_step(ranks: RankPool) -> None:
+    for error in ranks.errors(step_without_engine):
+        assert "this LayerWiseMuon has no engine; give it to deepspeed.initialize" in error
+
+
+def announced(settings: dict[str, Any]) -> list[str]:
+    lines: list[str] = []
+    logger, warn = deepspeed_zero.logger, deepspeed_zero.logger.warning
+    logger.warning = lambda message, *args: lines.append(message)
+    try:
+        build(settings)
+    finally:
+        logger.warning = warn
+    return [line for line in lines if "gradient_clipping" in line]
+
+
+def test_deepspeeds_default_clipping_is_announced_once(ranks: RankPool) -> None:
+    settings = config(2)
+    del settings["gradient_clipping"]
+    first, second = ranks.run(announced, settings)
+    assert len(first) == 1
+    assert "clips gradients at its default norm of 1.0; set it to 0" in first[0]
+    assert second == []
+    assert ranks.run(announced, config(2, clip=0.0)) == [[], []]
+
+
+def fp16_with_overflow() -> tuple[bool, bool, list[float]]:
+    """This CPU has no fp16, so the accelerator is told otherwise; DeepSpeed's scaler then overflows at once."""
+    accelerator = deepspeed.accelerator.get_accelerator()
+    accelerator.is_fp16_supported = lambda: True
+    try:
+        settings = config(2, clip=1.0) | {"fp16": {"enabled": True, "initial_scale_power": 40, "hysteresis": 1}}
+        with engine_for(settings) as engine:
+            before = engine.module.layers[0].weight.clone()
+            train(engine, 1)
+            untouched = torch.equal(before, engine.module.layers[0].weight) and not engine.basic_optimizer.state
+            losses = train(engine, [0] * 40)
+            return untouched, bool(engine.skipped_steps), [losses[0], losses[-1]]
+    finally:
+        del accelerator.is_fp16_supported
+
+
+def test_fp16_overflow_skips_the_step_on_all_ranks_and_leaves_the_state_alone(ranks: RankPool) -> None:
+    for untouched, skipped, (first, last) in ranks.run(fp16_with_overflow):
+        assert untouched and skipped and last < first
+
+
+def later_group() -> None:
+    optimizer = LayerWiseMuon(UnevenLM().parameters(), **MUON, adamw=ADAMW)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, 2))]})
+
+
+def test_no_param_group_is_added_later(ranks: RankPool) -> None:
+    for error in ranks.errors(later_group):
+        assert "takes no param group after it was made" in error
