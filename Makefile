@@ -1,0 +1,28 @@
+# make train     set everything up, then train a small GPT with layer-wise Muon under the deepspeed launcher
+# make test      set everything up, then run the tests
+# make compare   train AdamW and LayerWiseMuon on the same batches, after a small sweep of learning rates for each
+#
+# PYTHON=...     the interpreter to start from (default: python3); one that has torch keeps it
+# ARGS="..."     further arguments, e.g. make train ARGS="--steps 50 --data my_text/"
+
+PYTHON ?= python3
+ARGS ?=
+CONFIG ?= configs/zero2_muon.json
+
+.PHONY: train test compare environment clean
+.DEFAULT_GOAL := train
+
+train: environment
+	@"$$(cat .make/python)" scripts/launch.py examples/train_gpt.py --deepspeed --deepspeed_config $(CONFIG) $(ARGS)
+
+compare: environment
+	@"$$(cat .make/python)" examples/compare.py $(ARGS)
+
+test: environment
+	@OMP_NUM_THREADS=1 "$$(cat .make/python)" -m pytest $(ARGS)
+
+environment:
+	@$(PYTHON) scripts/environment.py > /dev/null
+
+clean:
+	rm -rf .venv .make runs
