@@ -14,9 +14,10 @@ SHARED = ("lr", "weight_decay")  # a group's own value of these is meant for bot
 
 
 def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """``params`` as torch.optim takes it (parameters, or group dictionaries) as a list of groups.
+    """``params`` as torch.optim takes it (parameters, named parameters, or group dictionaries) as a list of groups.
 
-    Raises TypeError for anything else, ValueError for no parameter at all or one that occurs twice.
+    Names are not kept, the model's own are used. Raises TypeError for anything else, ValueError for no parameter at all
+    or one that occurs twice.
     """
     if isinstance(params, Tensor):
         raise TypeError("params must be an iterable of parameters or of param groups; found a single tensor")
@@ -31,7 +32,9 @@ def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def _listed(params: Any) -> list[Any]:
-    return [params] if isinstance(params, Tensor) else list(params)
+    if isinstance(params, Tensor):
+        return [params]
+    return [item[1] if isinstance(item, tuple) and len(item) == 2 else item for item in params]
 
 
 def _check_members(groups: Sequence[Mapping[str, Any]]) -> None:

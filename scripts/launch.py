@@ -13,23 +13,31 @@ import shlex
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 CPU_PROCESSES = 2
 
 
-def launch_command(script: list[str]) -> tuple[dict[str, str], list[str]]:
+def launch(script: Sequence[str | Path], *, quiet: bool = False) -> None:
+    """Run ``script`` and its arguments; ``quiet`` keeps its output to the CalledProcessError of a failure."""
+    added, command = launch_command(script)
+    if not quiet:
+        print(" ".join([*(f"{key}={value}" for key, value in added.items()), shlex.join(command)]), flush=True)
+    kept = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} if quiet else {}
+    subprocess.run(command, env={**os.environ, **added}, check=True, **kept)
+
+
+def launch_command(script: Sequence[str | Path]) -> tuple[dict[str, str], list[str]]:
     """The environment variables to add and the command to run."""
     import torch
 
     gpus = torch.cuda.device_count()
-    added = {} if gpus else {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    launcher = Path(sys.executable).parent / "deepspeed"
     processes = gpus or CPU_PROCESSES
+    launcher = [str(Path(sys.executable).parent / "deepspeed"), "--num_accelerators", str(processes)]
     single = ["--single-process"] if processes == 1 else []
-    return added, [
-        str(launcher), "--num_accelerators", str(processes), "--master_port", str(free_port()), *script, *single,
-    ]  # fmt: skip
+    added = {} if gpus else {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    return added, [*launcher, "--master_port", str(free_port()), *map(str, script), *single]
 
 
 def free_port() -> int:
@@ -39,9 +47,10 @@ def free_port() -> int:
 
 
 def main() -> None:
-    added, command = launch_command(sys.argv[1:])
-    print(" ".join([*(f"{key}={value}" for key, value in added.items()), shlex.join(command)]), flush=True)
-    raise SystemExit(subprocess.run(command, env={**os.environ, **added}).returncode)
+    try:
+        launch(sys.argv[1:])
+    except subprocess.CalledProcessError as error:
+        raise SystemExit(error.returncode) from None
 
 
 if __name__ == "__main__":

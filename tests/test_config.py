@@ -92,6 +92,12 @@ def test_params_are_checked(params: Any, error: type[Exception], message: str) -
         as_groups(params)
 
 
+def test_named_parameters_are_taken_like_parameters() -> None:
+    model = torch.nn.Linear(2, 3)
+    (group,) = as_groups(model.named_parameters())
+    assert [id(p) for p in group["params"]] == [id(p) for p in model.parameters()]
+
+
 def test_a_parameter_given_twice_is_an_error() -> None:
     (weight,) = tensors((2, 2))
     with pytest.raises(ValueError, match="param group 1, position 0: this parameter of shape"):

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils import safe_get_full_fp32_param
+from torch import Tensor, nn
 
-from tests.models import UnevenLM
+from tests.models import VOCABULARY, UnevenLM
 from tests.ranks import RankPool
 from tests.zero import (
     ADAMW,
@@ -24,6 +26,7 @@ from tests.zero import (
 )
 
 STEPS = 5
+all_sizes = pytest.mark.parametrize("ranks", [1, 2, 4], indirect=True, ids=["1rank", "2ranks", "4ranks"])
 both_sizes = pytest.mark.parametrize("ranks", [2, 4], indirect=True, ids=["2ranks", "4ranks"])
 both_stages = pytest.mark.parametrize("stage", [1, 2])
 
@@ -68,7 +71,7 @@ def differ_bit_for_bit(stage: int, policy: str, accumulation: int) -> tuple[floa
         return largest_difference(full_weights(engine), reference.model), len(plan.buckets)
 
 
-@both_sizes
+@all_sizes
 @both_stages
 @pytest.mark.parametrize("policy", ["stay", "balance"])
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -77,7 +80,80 @@ def test_parameters_have_the_bits_of_torch_muon_given_the_same_gradients(
 ) -> None:
     for difference, buckets in ranks.run(differ_bit_for_bit, stage, policy, accumulation):
         assert difference == 0.0
-        assert buckets >= 1, "some matrix must travel to be tested"
+        assert buckets >= 1 or ranks.world_size == 1, "some matrix must travel to be tested"
+
+
+def differ_with_zero_options(options: dict[str, Any]) -> tuple[float, int]:
+    settings = config(2, rows=ROWS, policy="balance", bucket_numel=2000)
+    settings["zero_optimization"] |= options
+    reference = Reference()
+    with engine_for(settings) as engine:
+        train(engine, STEPS, same_rows=True)
+        reference.train(STEPS)
+        optimizer = engine.basic_optimizer
+        planned = sum(plan.state_bytes for plan in optimizer._binding.plans)
+        tensors = [tensor for state in optimizer.state.values() for tensor in state.values()]
+        return largest_difference(full_weights(engine), reference.model), planned - sum(t.nbytes for t in tensors)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"overlap_comm": True},
+        {"contiguous_gradients": False},
+        {"reduce_scatter": False},
+        {"parameter_alignment": True},
+        {"reduce_bucket_size": 500},
+    ],
+    ids=str,
+)
+def test_zero_options_change_no_bit_and_state_is_as_large_as_planned(ranks: RankPool, options: dict[str, Any]) -> None:
+    assert ranks.run(differ_with_zero_options, options) == [(0.0, 0), (0.0, 0)]
+
+
+class TiedAndFrozen(nn.Module):
+    """A head tied to the embedding, a frozen layer, a layer that is never used, a matrix used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding = nn.Embedding(VOCABULARY, 20)
+        self.first, self.frozen, self.unused = (nn.Linear(20, 20) for _ in range(3))
+        self.frozen.requires_grad_(False)
+        self.head = nn.Linear(20, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.first(torch.tanh(self.first(self.frozen(self.embedding(tokens)))))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+def differ_when_tied_and_frozen() -> tuple[float, list[str]]:
+    model, reference = TiedAndFrozen(), TiedAndFrozen()
+    muon = torch.optim.Muon([reference.first.weight, reference.unused.weight], **MUON)
+    rest = [reference.embedding.weight, reference.first.bias, reference.unused.bias]
+    adamw = torch.optim.AdamW(rest, **ADAMW)
+    with engine_for(config(2, rows=ROWS), model) as engine:
+        train(engine, STEPS, same_rows=True)
+        for step in range(STEPS):
+            reference(*batch_shares(step, 1)[0]).backward()
+            for unused in reference.unused.parameters():  # ZeRO counts a missing gradient as zero, with decay
+                unused.grad = torch.zeros_like(unused)
+            for optimizer in (muon, adamw):
+                optimizer.step()
+                optimizer.zero_grad()
+        routes = engine.basic_optimizer._binding.grouping.routes
+        trained = {name: param for name, param in engine.module.named_parameters() if param.requires_grad}
+        ours = {name: safe_get_full_fp32_param(param) for name, param in trained.items()}
+        truth = dict(reference.named_parameters())
+        difference = max(float((ours[name] - truth[name]).abs().max()) for name in ours)
+        return difference, [r.name for r in routes if r.kind == "matrix"]
+
+
+def test_tied_frozen_unused_and_twice_used_parameters(ranks: RankPool) -> None:
+    expected = (0.0, ["first.weight", "unused.weight"])
+    assert ranks.run(differ_when_tied_and_frozen) == [expected, expected]
 
 
 def train_twice() -> list[bool]:

@@ -45,23 +45,17 @@ def balance(atoms: Sequence[Atom], layout: FlatPartition) -> Ownership:
     Among equally loaded ranks the one that stores most of the atom wins, then the lowest: fewer elements travel
     and the result does not depend on anything but the input.
     """
-    by_load: dict[int, list[int]] = {0: list(range(layout.world_size))}
-    heap = [0]
     loads = [0] * layout.world_size
     owners = [0] * len(atoms)
+    lightest = [(0, rank) for rank in range(layout.world_size)]  # a heap; an entry is stale once the rank's load grew
     for index in sorted(range(len(atoms)), key=lambda i: (-atoms[i].cost, i)):
-        lightest = heap[0]
-        candidates = by_load[lightest]
-        held = {part.rank: part.numel for part in layout.fragments(index)}
-        owner = max(candidates, key=lambda rank: (held.get(rank, 0), -rank))
-        candidates.remove(owner)
-        if not candidates:
-            del by_load[lightest]
-            heapq.heappop(heap)
+        while loads[lightest[0][1]] != lightest[0][0]:
+            heapq.heappop(lightest)
+        least, owner = lightest[0]
+        holders = [part for part in layout.fragments(index) if loads[part.rank] == least]
+        if holders:
+            owner = max(holders, key=lambda part: (part.numel, -part.rank)).rank
         owners[index] = owner
         loads[owner] += atoms[index].cost
-        if loads[owner] not in by_load:
-            by_load[loads[owner]] = []
-            heapq.heappush(heap, loads[owner])
-        by_load[loads[owner]].append(owner)
+        heapq.heappush(lightest, (loads[owner], owner))
     return Ownership("balance", tuple(owners), tuple(loads))
