@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launcher import ROOT, launch, metrics, try_to_launch
+from tests.launcher import ROOT, TIMEOUT_SECONDS, launch, metrics, try_to_launch
 
 SCRIPT = ROOT / "examples" / "train_gpt.py"
 SMALL = ["--layers", "1", "--width", "32", "--context", "32", "--steps", "6"]
@@ -83,6 +86,20 @@ def test_wrong_arguments_end_with_a_message(tmp_path: Path, more: list[str], mes
     assert finished.returncode != 0 and message in finished.stdout
     assert "Traceback" not in finished.stdout
     assert not (tmp_path / "zero2_muon" / "metrics.jsonl").exists()
+
+
+def test_compare_draws_the_best_of_both_sweeps(tmp_path: Path) -> None:
+    options = ["--adamw-rates", "1e-3", "--muon-rates", "0.02", "--out", str(tmp_path)]
+    command = [sys.executable, str(ROOT / "examples" / "compare.py"), *options, *SMALL]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+    assert finished.returncode == 0, finished.stderr
+    losses = json.loads((tmp_path / "sweep.json").read_text())
+    assert set(losses) == {"adamw-0.001", "muon-0.02"}
+    assert f"AdamW, lr 0.001: validation loss {losses['adamw-0.001']:.4f}" in finished.stdout
+    assert f"LayerWiseMuon, lr 0.02: validation loss {losses['muon-0.02']:.4f}" in finished.stdout
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    first = [metrics(tmp_path / name)[1]["loss"] for name in losses]
+    assert first[0] == first[1], "the same first batch and the same initial weights"
 
 
 PLAIN_SCRIPT = """

@@ -1,0 +1,97 @@
+"""What the README shows is true: its snippets run as printed, its commands exist, its names are the code's."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lwopt_backend.config import AdamWOptions, LayerWiseMuonConfig
+from tests.launcher import ROOT, TIMEOUT_SECONDS
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+FILES = {name: text for _, name, text in BLOCKS if name and "." in name}
+RUNS = [text for language, name, text in BLOCKS if language == "bash" and name == "run"]
+
+
+def shell(command: str, folder: Path) -> str:
+    """Run a snippet in a folder with the README's files, with this environment's programs first."""
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    finished = subprocess.run(
+        command,
+        shell=True,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+    )
+    assert finished.returncode == 0, finished.stdout
+    return finished.stdout
+
+
+@pytest.mark.parametrize("command", RUNS, ids=["train.py", "unmodified script"])
+def test_the_training_snippets_run_as_printed(command: str, tmp_path: Path) -> None:
+    if "--module" in command:  # an unmodified script has no line of ours
+        plain = FILES["train.py"].replace("from lwopt_backend.integrations import deepspeed_zero\n", "")
+        FILES["plain.py"] = plain.replace("deepspeed_zero.register()\n", "")
+        command = command.replace("train.py", "plain.py")
+    output = shell(command, tmp_path)
+    assert re.search(r"loss \d\.\d+ after 20 steps", output)
+    assert "2 of 5 trained parameters" not in output and "1 of 5 trained parameters are matrices" in output
+
+
+def test_the_client_optimizer_snippet_runs_as_printed(tmp_path: Path) -> None:
+    output = shell("deepspeed --num_accelerators 2 client.py", tmp_path)
+    assert "2 of 4 trained parameters are matrices" in output
+
+
+def test_make_commands_exist() -> None:
+    commands = re.findall(r"^make (\w+)$|`make (\w+)[` ]", README, re.MULTILINE)
+    targets = {first or second for first, second in commands}
+    assert targets >= {"train", "test", "compare"}
+    for target in targets:
+        subprocess.run(["make", "--dry-run", target], cwd=ROOT, check=True, capture_output=True)
+
+
+def test_ci_runs_the_readmes_test_command() -> None:
+    assert "make test" in (ROOT / ".ci" / "run").read_text() and "\nmake test\n" in README
+
+
+def test_every_option_is_in_the_options_table_and_every_row_is_an_option() -> None:
+    table = README[README.index("### Options") : README.index("## What is printed")]
+    named = {name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    assert named == set(LayerWiseMuonConfig.model_fields)
+    (adamw,) = re.findall(r"^\| `adamw` .*$", table, re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", adamw)) - {"adamw"} == set(AdamWOptions.model_fields)
+
+
+def test_the_ds_config_entry_is_json_and_names_our_optimizer() -> None:
+    assert json.loads(FILES["ds_config.json"])["optimizer"]["type"] == "LayerWiseMuon"
+
+
+def test_links_and_pictures_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", README):
+        if target.startswith("#"):
+            headings = {
+                re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in re.findall(r"^#+ (.*)$", README, re.M)
+            }
+            assert target[1:] in headings, target
+        else:
+            assert (ROOT / target).exists(), target
+
+
+def test_the_tree_in_the_docs_is_the_tree() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    for path in [*(ROOT / "lwopt_backend").rglob("*.py"), *(ROOT / "integrations").glob("*.py")]:
+        assert path.name == "__init__.py" or path.name in text, path
