@@ -7,7 +7,7 @@ owned elsewhere, travel to their owner and back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from deepspeed.utils.logging import logger
 from torch import Tensor
 
 from lwopt_backend import report
-from lwopt_backend.config import LayerWiseMuonConfig, parse
+from lwopt_backend.config import LayerWiseMuonConfig, MuonOptions, parse
 from lwopt_backend.group_plan import GroupPlan, Member, plan_group
 from lwopt_backend.group_stepper import GroupStepper
 from lwopt_backend.grouping import Grouping, group_parameters
@@ -71,6 +71,7 @@ class LayerWiseMuon(torch.optim.Optimizer):
         trainable = [p for group in self._given for p in group["params"] if p.requires_grad]
         groups = split(self._given, {id(p): p.ndim == 2 for p in trainable}, self.config)
         super().__init__(groups, {})
+        self.defaults = {key: getattr(self.config, key) for key in MuonOptions.model_fields}  # schedulers read them
         self._link(LinkedRates.of(groups, self.config.lr))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -86,6 +87,7 @@ class LayerWiseMuon(torch.optim.Optimizer):
         collectives = TorchCollectives(engine.seq_data_parallel_group)
         self._binding = agree(collectives, type(self).__name__, lambda: self._decide(engine, collectives))
         self._steppers = []
+        self.state.clear()  # an earlier engine's, whose partitions are gone
         self._take_groups(self._binding, engine)
         deepspeed_engine.adopt_torch_scheduler(engine)
         if collectives.rank == 0:
@@ -134,15 +136,13 @@ class LayerWiseMuon(torch.optim.Optimizer):
                 "set it to 0 to switch clipping off"
             )
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self) -> None:  # type: ignore[override]
         """One step of the param groups DeepSpeed shows us: ZeRO one at a time, BF16_Optimizer all. Called on all ranks.
+
+        DeepSpeed calls it, without a closure.
 
         Raises RuntimeError outside an engine, and on every rank if DeepSpeed stores parameters elsewhere than planned.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         if self._binding is None:
             raise RuntimeError("this LayerWiseMuon has no engine; give it to deepspeed.initialize(optimizer=...)")
         if not self._steppers:
@@ -150,7 +150,6 @@ class LayerWiseMuon(torch.optim.Optimizer):
         for group in self.param_groups:
             position = next(i for i, linked in enumerate(self._linked) if linked is group)
             self._steppers[position].step(group, self.state[group["params"][0]])
-        return loss
 
     def _prepare(self, binding: Binding) -> None:
         """Before the first step: check that DeepSpeed stores what was planned, and make the state of every group.
@@ -176,11 +175,15 @@ class LayerWiseMuon(torch.optim.Optimizer):
                     raise RuntimeError(f"parameter {spec.name!r}: planned {planned}, but DeepSpeed stores {found}")
         return []
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("LayerWiseMuon belongs to its engine and cannot be copied or pickled; use state_dict()")
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned. Raises ValueError if it was saved with other parameters or partitions."""
         self._check_loadable(state_dict["param_groups"], state_dict["state"])
         super().load_state_dict(state_dict)
         self._link(self._rates)
+        self._steppers = []  # what was loaded may lack state: it was saved before the first step
 
     def _check_loadable(self, saved: list[dict[str, Any]], state: Mapping[int, Mapping[str, Any]]) -> None:
         theirs, ours = ([group.get("rule", "unknown") for group in groups] for groups in (saved, self.param_groups))

@@ -12,9 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError
 
 from lwopt_backend.spelling import nearest, suggestion
 
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-BelowOne = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
+# Strict: a number in quotes, or true for 1, is a slip that should be seen.
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
+BelowOne = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False, strict=True)]
+Finite = Annotated[float, Field(allow_inf_nan=False, strict=True)]
 
 
 class Options(BaseModel):
@@ -32,7 +33,7 @@ class MuonOptions(Options):
     nesterov: StrictBool = True
     ns_coefficients: tuple[Finite, Finite, Finite] = (3.4445, -4.7750, 2.0315)
     eps: NonNegative = 1e-7
-    ns_steps: Annotated[int, Field(ge=1, lt=100)] = 5
+    ns_steps: Annotated[int, Field(ge=1, lt=100, strict=True)] = 5
     adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
 
 
@@ -66,7 +67,7 @@ class LayerWiseMuonConfig(MuonOptions):
     policy: Literal["auto", "stay", "balance"] = "auto"
     ns_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     exchange_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    bucket_numel: Annotated[int, Field(ge=1)] = 2**24
+    bucket_numel: Annotated[int, Field(ge=1, strict=True)] = 2**24
     report: StrictBool = True
 
     @property

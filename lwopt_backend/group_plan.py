@@ -23,6 +23,7 @@ class GroupPlan:
     rule: str
     specs: tuple[ParamSpec, ...]
     layout: FlatPartition
+    options: tuple[tuple[str, str], ...]
     matrices: MatrixPlan | None
     state_bytes: int  # of the state that one rank keeps; partitions are equally long, so it is the same on all
 
@@ -33,7 +34,9 @@ class GroupPlan:
 
     def lines(self) -> list[str]:
         """What all ranks must have decided alike."""
-        return [spec.line() for spec in self.specs] + (self.matrices.lines() if self.matrices else [])
+        options = ", ".join(f"{key}={value}" for key, value in self.options)
+        members = [spec.line() for spec in self.specs]
+        return [*members, f"options of {self.rule}: {options}", *(self.matrices.lines() if self.matrices else [])]
 
 
 def plan_group(
@@ -56,7 +59,8 @@ def plan_group(
             bucket_numel=config.bucket_numel,
             element_bytes=getattr(torch, config.wire_dtype).itemsize,
         )
-    return GroupPlan(rule, specs, layout, matrices, _state_bytes(group, layout))
+    options = tuple((key, repr(group[key])) for key in rule_named(rule).options.model_fields)
+    return GroupPlan(rule, specs, layout, options, matrices, _state_bytes(group, layout))
 
 
 def _atom(spec: ParamSpec, group: Mapping[str, Any]) -> Atom:

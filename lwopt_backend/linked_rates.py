@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+OWN_RATES = "own_rates"  # a group's key, kept in checkpoints: its rate is taken as it is written
 
 
 class ParamGroup(dict):
@@ -12,8 +15,9 @@ class ParamGroup(dict):
     The matrix rule and AdamW need learning rates that differ by a factor of 10 to 100. Many schedulers write a single
     rate to every group (DeepSpeed's WarmupLR with one ``warmup_max_lr``), which would give AdamW Muon's. So a rate that
     is written to every group in turn is taken as the optimizer's ``lr``, and each group holds it times the ratio it was
-    configured with. A scheduler that has once written different rates knows its groups: from then on every rate is
-    taken as it is written. ``group["lr"]`` is always the rate in use.
+    configured with. A scheduler that has once written rates in another ratio knows its groups: from then on every rate
+    is taken as it is written. So it is from the start where all groups were configured with one rate.
+    ``group["lr"]`` is always the rate in use.
     """
 
     def __init__(self, group: Mapping[str, Any], rates: LinkedRates, index: int) -> None:
@@ -26,6 +30,10 @@ class ParamGroup(dict):
         if key == "lr":
             self._rates.written(self._index, value)
 
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
 
@@ -37,7 +45,6 @@ class LinkedRates:
         self._ratios = tuple(ratios)
         self._groups: list[ParamGroup] = []
         self._round: dict[int, Any] = {}
-        self._per_group = False
 
     @classmethod
     def of(cls, groups: Iterable[Mapping[str, Any]], rate: float) -> LinkedRates:
@@ -46,20 +53,36 @@ class LinkedRates:
 
     def link(self, groups: Iterable[Mapping[str, Any]]) -> list[ParamGroup]:
         """``groups`` as param groups that know each other, in the order of the ratios."""
+        before, self._round = self._groups, {}
         self._groups = [ParamGroup(group, self, index) for index, group in enumerate(groups)]
-        self._round = {}
         assert len(self._groups) == len(self._ratios)
+        if len(set(self._ratios)) == 1 or any(group.get(OWN_RATES) for group in [*before, *self._groups]):
+            self._unlink()
         return self._groups
 
     def written(self, index: int, value: Any) -> None:
         """Take note that ``value`` was written to group ``index``."""
+        if self._groups[index].get(OWN_RATES):
+            return
         if index in self._round:  # the last round was left unfinished: somebody wrote to a single group
             self._round = {}
         self._round[index] = value
         if len(self._round) < len(self._groups):
             return
-        values, self._round = list(self._round.values()), {}
-        self._per_group |= any(value != values[0] for value in values)
-        if not self._per_group:
+        values = [self._round[position] for position in range(len(self._groups))]
+        self._round = {}
+        if all(written == value for written in values):
             for group, ratio in zip(self._groups, self._ratios):
                 dict.__setitem__(group, "lr", value * ratio)
+        elif not self._in_ratio(values):
+            self._unlink()
+
+    def _in_ratio(self, values: Sequence[Any]) -> bool:
+        """Rates scaled together, by hand or by a schedule of factors, say nothing against the ratio."""
+        pairs = list(zip(values, self._ratios))
+        first, ratio = max(pairs, key=lambda pair: pair[1])
+        return all(math.isclose(value * ratio, first * other, rel_tol=1e-6) for value, other in pairs)
+
+    def _unlink(self) -> None:
+        for group in self._groups:
+            dict.__setitem__(group, OWN_RATES, True)

@@ -11,6 +11,8 @@ from lwopt_backend.config import AdamWOptions, LayerWiseMuonConfig, MuonOptions,
 from lwopt_backend.spelling import nearest
 
 SHARED = ("lr", "weight_decay")  # a group's own value of these is meant for both halves
+GROUP_KEYS = frozenset({"params", "adamw", *MuonOptions.model_fields})
+OURS = frozenset({"rule", "from_group", "members"})  # written by us into the halves
 
 
 def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
@@ -24,8 +26,13 @@ def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     items = list(params)
     if not items:
         raise ValueError("params is empty; pass model.parameters() or a list of param groups")
-    if not isinstance(items[0], dict):
+    if not any(isinstance(item, Mapping) for item in items):
         items = [{"params": items}]
+    for number, group in enumerate(items):
+        if not isinstance(group, Mapping):
+            raise TypeError(f"param group {number}: expected a dictionary like the other groups, found {_kind(group)}")
+        if "params" not in group:
+            raise ValueError(f"param group {number}: expected a key 'params', found {', '.join(map(repr, group))}")
     groups = [{**group, "params": _listed(group["params"])} for group in items]
     _check_members(groups)
     return groups
@@ -43,10 +50,14 @@ def _check_members(groups: Sequence[Mapping[str, Any]]) -> None:
         for position, param in enumerate(group["params"]):
             place = f"param group {number}, position {position}"
             if not isinstance(param, Tensor):
-                raise TypeError(f"{place}: expected a parameter, found a {type(param).__name__}")
+                raise TypeError(f"{place}: expected a parameter, found {_kind(param)}")
             if id(param) in seen:
                 raise ValueError(f"{place}: this parameter of shape {tuple(param.shape)} was given before")
             seen.add(id(param))
+
+
+def _kind(value: Any) -> str:
+    return f"a {type(value).__name__}"
 
 
 def split(
@@ -74,14 +85,28 @@ def _options(
     group: Mapping[str, Any], config: LayerWiseMuonConfig, where: str
 ) -> tuple[MuonOptions, AdamWOptions, dict[str, Any]]:
     """A group's options for its matrix half and its element-wise half, and its keys that are neither."""
-    known = {"params", "adamw", *MuonOptions.model_fields}
     for key in group:
-        close = nearest(str(key), known, cutoff=0.8)
-        if key not in known and close:
-            raise ValueError(f"{where}: unknown key {key!r}; did you mean {close!r}?")
+        if key not in GROUP_KEYS:
+            _check_foreign(str(key), where)
+    given = group.get("adamw", {})
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{where}: adamw: expected a section of AdamW's options; found {given!r}")
     own = {key: value for key, value in group.items() if key in MuonOptions.model_fields}
     shared = {key: own[key] for key in SHARED if key in own}
     defaults = {key: getattr(config, key) for key in MuonOptions.model_fields}
-    section = {**config.adamw.model_dump(), **shared, **group.get("adamw", {})}
-    extra = {key: value for key, value in group.items() if key not in known}
+    section = {**config.adamw.model_dump(), **shared, **given}
+    extra = {key: value for key, value in group.items() if key not in GROUP_KEYS}
     return parse(MuonOptions, {**defaults, **own}, where), parse(AdamWOptions, section, f"{where}, 'adamw'"), extra
+
+
+def _check_foreign(key: str, where: str) -> None:
+    """A key that is nobody's option is the user's business; one that looks like an option would do nothing."""
+    close = nearest(key, GROUP_KEYS, cutoff=0.8)
+    if key in AdamWOptions.model_fields:
+        raise ValueError(f"{where}: {key!r} is AdamW's; write it into the group's section 'adamw'")
+    if key in LayerWiseMuonConfig.model_fields:
+        raise ValueError(f"{where}: {key!r} is an option of the whole optimizer, not of a param group")
+    if key in OURS:
+        raise ValueError(f"{where}: {key!r} is a key that this optimizer writes itself; rename yours")
+    if close:
+        raise ValueError(f"{where}: unknown key {key!r}; did you mean {close!r}?")

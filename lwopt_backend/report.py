@@ -22,19 +22,32 @@ MOST_RANKS = 16
 def show(routes: Sequence[Route], groups: Sequence[GroupPlan]) -> None:
     """Print the routing table and the plan to standard output."""
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL, highlight=False)
-    console.print(routing_headline(routes))
+    for sentence in routing_headline(routes):
+        console.print(sentence)
     console.print(routing_table(routes))
     for sentence in choices(groups):
         console.print(sentence)
     console.print(plan_table(groups))
 
 
-def routing_headline(routes: Sequence[Route]) -> str:
-    """How much of the model the matrix rule trains, in one sentence."""
+def routing_headline(routes: Sequence[Route]) -> list[str]:
+    """How much of the model the matrix rule trains; a second sentence if most of the model is stacked matrices."""
     matrices = [r for r in routes if r.kind == "matrix"]
     trained = [r for r in routes if r.kind != "frozen"]
-    share = sum(math.prod(r.shape) for r in matrices) / max(1, sum(math.prod(r.shape) for r in trained))
-    return f"Routing: {len(matrices)} of {len(trained)} trained parameters are matrices, {share:.1%} of the elements"
+    share, stacked = (_share(some, trained) for some in (matrices, [r for r in trained if len(r.shape) > 2]))
+    counts = f"{len(matrices)} of {len(trained)} trained parameters are matrices"
+    sentences = [f"Routing: {counts}, {share:.1%} of the elements"]
+    if stacked > share:
+        sentences.append(
+            f"Note: {stacked:.1%} of the elements lie in parameters of 3 and more dimensions (stacked experts, "
+            "convolutions); AdamW trains those, not the matrix rule."
+        )
+    return sentences
+
+
+def _share(some: Sequence[Route], trained: Sequence[Route]) -> float:
+    """The share of the trained elements that ``some`` hold."""
+    return sum(math.prod(r.shape) for r in some) / max(1, sum(math.prod(r.shape) for r in trained))
 
 
 def routing_table(routes: Sequence[Route]) -> Table:

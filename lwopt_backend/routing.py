@@ -13,16 +13,18 @@ from typing import Literal
 
 from torch import nn
 
+from lwopt_backend.output_heads import EMBEDDINGS, output_heads
 from lwopt_backend.spelling import nearest
 
 Kind = Literal["matrix", "elementwise", "frozen"]
 
-EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-# A module called this is an output head wherever it stands ...
-HEAD_NAMES = frozenset({"lm_head", "embed_out", "unembed", "output_projection", "logits", "to_logits"})
-# ... and one called this is a head unless it stands inside a repeated block, where the word means something else.
-HEAD_NAMES_OUTSIDE_BLOCKS = frozenset({"head", "output", "output_layer", "classifier", "score", "qa_outputs"})
+# Words in the name of a parameter that belongs to a module directly: what it is, whatever its shape.
+BY_WORD = {
+    "bias": "bias",  # a layer's own, a table of relative ones, one row per expert or head
+    **dict.fromkeys(("embedding", "embeddings", "embed", "emb"), "embedding by name"),
+}
+BY_NAME = {"A_log": "one decay per channel and state"}  # of state-space models; used element by element
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +47,9 @@ class _Use:
     module: nn.Module
 
     @property
-    def leaf(self) -> str:
-        return self.module_name.rpartition(".")[2]
+    def key(self) -> str:
+        """The parameter's own name within its module, e.g. ``"weight"``."""
+        return self.name.rpartition(".")[2]
 
 
 def route(model: nn.Module, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[Route]:
@@ -57,14 +60,7 @@ def route(model: nn.Module, include: Sequence[str] = (), exclude: Sequence[str] 
     or an ``include`` that matches nothing with two dimensions.
     """
     uses = _uses(model)
-    embeddings = {
-        id(use.module.weight): use.module
-        for same in uses.values()
-        for use in same
-        if isinstance(use.module, EMBEDDINGS)
-    }
-    blocks = _repeated_blocks(model)
-    head = _vocabulary_head(model, uses, embeddings, blocks)
+    heads = output_heads(model)
     routes = []
     for name, param in model.named_parameters():
         same = uses[id(param)]
@@ -72,7 +68,7 @@ def route(model: nn.Module, include: Sequence[str] = (), exclude: Sequence[str] 
         if not param.requires_grad:
             kind, reason = "frozen", "requires_grad is False"
         else:
-            kind, reason = _by_structure(param, same, id(param) in embeddings, id(param) == head, blocks)
+            kind, reason = _by_structure(param, same, heads.get(id(param)))
             kind, reason = _by_glob(param, names, include, exclude) or (kind, reason)
         routes.append(Route(name, tuple(param.shape), kind, reason, tuple(names[1:])))
     _check_globs("include", include, [r for r in routes if len(r.shape) == 2], routes)
@@ -80,10 +76,8 @@ def route(model: nn.Module, include: Sequence[str] = (), exclude: Sequence[str] 
     return routes
 
 
-def _by_structure(
-    param: nn.Parameter, uses: Sequence[_Use], is_embedding: bool, is_head: bool, blocks: frozenset[str]
-) -> tuple[Kind, str]:
-    if is_embedding:
+def _by_structure(param: nn.Parameter, uses: Sequence[_Use], head: str | None) -> tuple[Kind, str]:
+    if any(isinstance(use.module, EMBEDDINGS) for use in uses):
         tied = [use.module_name for use in uses if not isinstance(use.module, EMBEDDINGS)]
         return "elementwise", f"embedding, tied to {tied[0]}" if tied else "embedding"
     if param.ndim != 2:
@@ -92,12 +86,13 @@ def _by_structure(
         # A norm may have one weight per head and channel (Cohere's does), and every model family brings its own class.
         if isinstance(use.module, NORMS) or type(use.module).__name__.endswith("Norm"):
             return "elementwise", "norm"
-        if use.name.rpartition(".")[2] == "bias":
-            return "elementwise", "bias"
-        if use.leaf in HEAD_NAMES or (use.leaf in HEAD_NAMES_OUTSIDE_BLOCKS and not _inside(use.module_name, blocks)):
-            return "elementwise", f"output head, named {use.leaf!r}"
-    if is_head:
-        return "elementwise", "output head, as wide as an embedding has rows"
+        if use.key in BY_NAME:
+            return "elementwise", BY_NAME[use.key]
+        for word in use.key.split("_"):
+            if word in BY_WORD:
+                return "elementwise", BY_WORD[word]
+    if head is not None:
+        return "elementwise", head
     if param.numel() == 0:
         return "elementwise", "no elements"
     return "matrix", "2-D weight"
@@ -142,43 +137,3 @@ def _uses(model: nn.Module) -> Mapping[int, list[_Use]]:
             name = f"{module_name}.{key}" if module_name else key
             uses.setdefault(id(param), []).append(_Use(name, module_name, module))
     return uses
-
-
-def _vocabulary_head(
-    model: nn.Module, uses: Mapping[int, list[_Use]], embeddings: Mapping[int, nn.Module], blocks: frozenset[str]
-) -> int | None:
-    """The id of the last linear weight with as many outputs as an embedding has rows, or None.
-
-    Not looked for where an embedding is already tied to a linear (that is the head), nor inside a repeated block, where
-    a hidden layer may be as wide as a table of positions is long.
-    """
-    tied = any(isinstance(use.module, nn.Linear) for key in embeddings for use in uses[key])
-    if tied:
-        return None
-    rows = {module.num_embeddings for module in embeddings.values()}
-    wide = [
-        module.weight
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module.out_features in rows and not _inside(name, blocks)
-    ]
-    return id(wide[-1]) if wide else None
-
-
-def _repeated_blocks(model: nn.Module) -> frozenset[str]:
-    """Names of modules that stand in a list beside another of their kind (layers, experts) and have children."""
-    blocks = set()
-    for name, container in model.named_modules():
-        if not isinstance(container, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            continue
-        children = list(container.named_children())
-        kinds = [type(child) for _, child in children]
-        prefix = f"{name}." if name else ""
-        for key, child in children:
-            if kinds.count(type(child)) > 1 and next(child.children(), None) is not None:
-                blocks.add(prefix + key)
-    return frozenset(blocks)
-
-
-def _inside(name: str, blocks: frozenset[str]) -> bool:
-    parts = name.split(".")
-    return any(".".join(parts[:i]) in blocks for i in range(1, len(parts)))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lwopt_backend.config import AdamWOptions, LayerWiseMuonConfig, MuonOptions, parse
-from lwopt_backend.linked_rates import LinkedRates
+from lwopt_backend.grouping import group_parameters
 from lwopt_backend.param_groups import as_groups, split
 from lwopt_backend.registry import rule_named
 
@@ -42,10 +42,14 @@ def test_the_entry_of_the_readme_is_understood() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": "fast"}, "lr: input should be a valid number, unable to parse string as a number; found 'fast'"),
+        ({"lr": "fast"}, "lr: input should be a valid number; found 'fast'"),
         ({"lr": float("nan")}, "lr: input should be a finite number; found nan"),
         ({"nesterov": "yes"}, "nesterov: input should be a valid boolean; found 'yes'"),
+        ({"lr": "2e-2"}, "lr: input should be a valid number; found '2e-2'"),
+        ({"lr": True}, "lr: input should be a valid number; found True"),
         ({"ns_steps": 2.5}, "ns_steps: input should be a valid integer"),
+        ({"ns_steps": 0}, "ns_steps: input should be greater than or equal to 1; found 0"),
+        ({"bucket_numel": 0}, "bucket_numel: input should be greater than or equal to 1; found 0"),
         ({"ns_coefficients": [1.0, 2.0]}, "ns_coefficients.2: field required"),
         ({"adjust_lr_fn": "orignal"}, "adjust_lr_fn: input should be 'original' or 'match_rms_adamw'; found 'orignal'"),
         ({"policy": "spread"}, "policy: input should be 'auto', 'stay' or 'balance'; found 'spread'"),
@@ -61,6 +65,12 @@ def test_wrong_options_say_what_was_expected_and_found(options: dict[str, Any], 
         parse(LayerWiseMuonConfig, options, "LayerWiseMuon")
     assert str(caught.value).startswith("LayerWiseMuon: ") and message in str(caught.value)
     assert "pydantic" not in str(caught.value)
+
+
+def test_what_travels_is_in_the_dtype_of_the_iteration_unless_told() -> None:
+    assert parse(LayerWiseMuonConfig, {"ns_dtype": "float32"}, "").wire_dtype == "float32"
+    assert parse(LayerWiseMuonConfig, {"exchange_dtype": "float32"}, "").wire_dtype == "float32"
+    assert parse(LayerWiseMuonConfig, {}, "").wire_dtype == "bfloat16"
 
 
 def test_all_problems_are_named_at_once() -> None:
@@ -85,6 +95,9 @@ def tensors(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
         (torch.zeros(2), TypeError, "found a single tensor"),
         ([], ValueError, "params is empty"),
         (["weight"], TypeError, "param group 0, position 0: expected a parameter, found a str"),
+        ([{"lr": 1.0}], ValueError, "param group 0: expected a key 'params', found 'lr'"),
+        ([{"params": []}, torch.zeros(2)], TypeError, "param group 1: expected a dictionary .* found a Tensor"),
+        ([torch.zeros(2), {"params": []}], TypeError, "param group 0: expected a dictionary .* found a Tensor"),
     ],
 )
 def test_params_are_checked(params: Any, error: type[Exception], message: str) -> None:
@@ -106,12 +119,13 @@ def test_a_parameter_given_twice_is_an_error() -> None:
 
 def test_groups_are_split_in_halves_and_keep_extra_keys() -> None:
     weight, bias, lone = tensors((2, 3), (3,), (4,))
-    groups = [{"params": [bias, weight], "name": "first", "lr": 0.5}, {"params": [lone], "adamw": {"eps": 1e-6}}]
+    own = {"eps": 1e-6, "lr": 0.1}
+    groups = [{"params": [bias, weight], "name": "first", "lr": 0.5}, {"params": [lone], "lr": 0.5, "adamw": own}]
     halves = split(groups, {id(weight): True, id(bias): False, id(lone): False}, LayerWiseMuonConfig())
     assert [(h["rule"], h["from_group"], len(h["params"])) for h in halves] == [
         ("muon", 0, 1), ("adamw", 0, 1), ("adamw", 1, 1),
     ]  # fmt: skip
-    assert [h["lr"] for h in halves] == [0.5, 0.5, 1e-3]
+    assert [h["lr"] for h in halves] == [0.5, 0.5, 0.1], "a section in the group has the last word"
     assert [h.get("name") for h in halves] == ["first", "first", None]
     assert halves[2]["eps"] == 1e-6
 
@@ -122,6 +136,10 @@ def test_groups_are_split_in_halves_and_keep_extra_keys() -> None:
         ({"weight_decy": 0.1}, "param group 0: unknown key 'weight_decy'; did you mean 'weight_decay'"),
         ({"momentum": 1.5}, "momentum: input should be less than 1"),
         ({"adamw": {"lrr": 1}}, "param group 0, 'adamw': .*"),
+        ({"adamw": 3}, "param group 0: adamw: expected a section of AdamW's options; found 3"),
+        ({"betas": (0.9, 0.99)}, "param group 0: 'betas' is AdamW's; write it into the group's section 'adamw'"),
+        ({"exclude": ["*"]}, "param group 0: 'exclude' is an option of the whole optimizer, not of a param group"),
+        ({"rule": "adamw"}, "param group 0: 'rule' is a key that this optimizer writes itself"),
     ],
 )
 def test_wrong_group_options_are_errors(group: dict[str, Any], message: str) -> None:
@@ -130,38 +148,22 @@ def test_wrong_group_options_are_errors(group: dict[str, Any], message: str) -> 
         split([{"params": [weight], **group}], {id(weight): True}, LayerWiseMuonConfig())
 
 
-def linked(*rates: float) -> list[Any]:
-    groups = [{"lr": rate} for rate in rates]
-    return LinkedRates.of(groups, rates[0]).link(groups)
+def test_parameters_that_are_not_given_or_have_no_elements_are_not_trained() -> None:
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3), "b": torch.nn.Linear(3, 3)})
+    model["a"].empty = torch.nn.Parameter(torch.empty(0, 3))
+    grouping = group_parameters(model, as_groups(model["a"].parameters()), LayerWiseMuonConfig())
+    assert [(r.name, r.kind, r.reason) for r in grouping.routes if r.name.startswith("b")] == [
+        ("b.weight", "frozen", "not given to the optimizer"),
+        ("b.bias", "frozen", "not given to the optimizer"),
+    ]
+    assert [(g["rule"], [tuple(p.shape) for p in g["params"]]) for g in grouping.groups] == [
+        ("muon", [(3, 3)]),
+        ("adamw", [(3,)]),
+    ]
 
 
-def test_one_rate_written_to_all_keeps_the_ratio() -> None:
-    groups = linked(0.02, 0.001, 0.01)
-    for group in groups:
-        group["lr"] = 0.2
-    assert [group["lr"] for group in groups] == pytest.approx([0.2, 0.01, 0.1])
-
-
-def test_rates_written_group_by_group_are_taken_as_they_are_and_for_good() -> None:
-    groups = linked(0.02, 0.001)
-    for rates in ([0.01, 0.0005], [0.004, 0.004]):  # a cosine to the same floor ends in equal rates
-        for group, rate in zip(groups, rates):
-            group["lr"] = rate
-        assert [group["lr"] for group in groups] == rates
-
-
-def test_a_rate_written_to_one_group_changes_that_group_only() -> None:
-    groups = linked(0.02, 0.001)
-    groups[0]["lr"] = 0.5
-    assert [group["lr"] for group in groups] == [0.5, 0.001]
-    for group in groups:
-        group["lr"] = 0.2
-    assert [group["lr"] for group in groups] == pytest.approx([0.2, 0.01])
-
-
-def test_param_groups_are_saved_as_plain_dictionaries() -> None:
-    import copy
-    import pickle
-
-    (group, _) = linked(0.02, 0.001)
-    assert type(pickle.loads(pickle.dumps(group))) is dict and type(copy.deepcopy(group)) is dict
+def test_a_model_whose_only_matrix_is_empty_has_none() -> None:
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.empty(0, 3))
+    with pytest.raises(ValueError, match="none of the 0 trained parameters is a matrix"):
+        group_parameters(model, as_groups(model.parameters()), LayerWiseMuonConfig())

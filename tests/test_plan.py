@@ -6,10 +6,11 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
-from lwopt_backend.plan import MACHINES, Atom, FlatPartition, Fragment, MatrixPlan, plan_matrices
+from lwopt_backend.plan import MACHINES, Atom, FlatPartition, Fragment, Machine, MatrixPlan, plan_matrices
 from lwopt_backend.plan.build import fill_buckets
 from lwopt_backend.plan.cost import newton_schulz_flops
 from lwopt_backend.plan.owners import balance, stay
@@ -47,6 +48,7 @@ def test_parameter_alignment_pads_between_parameters() -> None:
     layout = FlatPartition.build([3, 3], 1, param_alignment=4)
     assert layout.offsets == (0, 4)
     assert layout.partition_numel == 8
+    assert FlatPartition.build([3, 5], 1, param_alignment=8).partition_numel == 14, "nothing is padded after the last"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 64, 1024])
@@ -89,6 +91,34 @@ def test_balance_is_longest_processing_time_first() -> None:
     assert ownership.owners == (0, 1, 1, 0, 1)
     assert ownership.loads == (11, 14)
     assert ownership.imbalance == 14 / 12.5
+
+
+def test_equal_costs_are_dealt_in_the_order_of_the_atoms() -> None:
+    atoms = [Atom(str(i), (1, 1), 5) for i in range(3)]
+    layout = FlatPartition.build([1, 1, 1], 2)  # both partitions hold 2 elements
+    assert balance(atoms, layout).owners == (0, 1, 1), "0 stays, 1 goes to the empty rank, 2 stays where it lies"
+
+
+def test_the_modelled_step_is_the_busiest_rank_on_its_machine() -> None:
+    atoms = [Atom("a", (2, 4), 10), Atom("b", (3, 4), 30)]
+    plan = plan_matrices(
+        atoms,
+        FlatPartition.build([8, 12], 4),  # partitions of 6: a lies on ranks 0 and 1, b on 1, 2 and 3
+        policy="stay",
+        machine=Machine("slow", flops_per_second=10, bytes_per_second=2, latency_seconds=100),
+        bucket_numel=8,
+        element_bytes=2,
+    )
+    assert plan.ownership.owners == (0, 2) and len(plan.buckets) == 2
+    ((_, time),) = plan.modelled
+    # Rank 2 does 30 flops, and sends back what 1 and 3 lent it: 4 + 2 elements. Each bucket goes forth and back.
+    assert (time.compute, time.wire, time.latency) == (3.0, max(plan.wire_bytes()) / 2, 400.0)
+    assert plan.wire_bytes() == [4, 12, 12, 4] and time.total == 409.0
+
+
+def test_ranks_that_differ_in_the_size_of_an_element_on_the_wire_differ_in_their_plan() -> None:
+    plan = plan_of(SHAPES, 2, "stay")
+    assert plan.lines() != replace(plan, element_bytes=4).lines()
 
 
 def test_auto_takes_the_shorter_modelled_step_and_says_both() -> None:

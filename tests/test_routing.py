@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 import torch
 import transformers
 from torch import nn
 
+from lwopt_backend.report import routing_headline
 from lwopt_backend.routing import Route, route
 from tests.models import UnevenLM
 
@@ -100,6 +103,121 @@ def test_heads_by_name() -> None:
     routes = routes_of(Classifier())
     assert routes["head.weight"].reason == "output head, named 'head'"
     assert routes["blocks.0.output.weight"].kind == "matrix"
+
+
+class Several(nn.Module):
+    """What stands outside of layers: several heads, a head with a hidden layer, a pooler, tables of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(50, 16), nn.Embedding(32, 16)
+        self.bag = nn.EmbeddingBag(12, 16)
+        self.pos_emb = nn.Parameter(torch.zeros(8, 16))
+        self.relative_bias_table = nn.Parameter(torch.zeros(9, 2))
+        self.layers = nn.ModuleList([nn.ModuleDict({"output": nn.Linear(16, 16), "head": nn.Linear(16, 50)})])
+        self.pooler = nn.Linear(16, 32)
+        self.predictors = nn.ModuleList([nn.Linear(16, 50), nn.Linear(16, 50)])
+        self.classifier = nn.Sequential(OrderedDict(dense=nn.Linear(16, 16), out_proj=nn.Linear(16, 3)))
+        self.score = nn.Sequential(OrderedDict(dense=nn.Linear(16, 16)))
+        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 3)) for _ in range(2))
+
+
+def test_heads_and_tables_outside_the_layers() -> None:
+    routes = routes_of(Several())
+    assert {name: r.reason for name, r in routes.items() if len(r.shape) == 2} == {
+        "tokens.weight": "embedding",
+        "positions.weight": "embedding",
+        "bag.weight": "embedding",
+        "pos_emb": "embedding by name",
+        "relative_bias_table": "bias",
+        "layers.0.output.weight": "2-D weight",
+        "layers.0.head.weight": "2-D weight",
+        "pooler.weight": "2-D weight",
+        "predictors.0.weight": "output head, as wide as an embedding has rows",
+        "predictors.1.weight": "output head, as wide as an embedding has rows",
+        "classifier.dense.weight": "2-D weight",
+        "classifier.out_proj.weight": "output head, named 'classifier'",
+        "score.dense.weight": "2-D weight",
+        "heads.0.0.weight": "2-D weight",
+        "heads.0.1.weight": "output head, named 'heads'",
+        "heads.1.0.weight": "2-D weight",
+        "heads.1.1.weight": "output head, named 'heads'",
+    }
+
+
+def test_where_the_head_is_tied_no_hidden_layer_is_taken_for_it() -> None:
+    model = nn.ModuleDict({"tokens": nn.Embedding(50, 16), "out": nn.Linear(16, 50, bias=False)})
+    model["last"] = nn.Linear(16, 50, bias=False)
+    model["out"].weight = model["tokens"].weight
+    assert routes_of(model)["last.weight"].kind == "matrix"
+
+
+def test_a_list_of_plain_layers_is_not_a_list_of_blocks() -> None:
+    model = nn.Sequential(nn.Embedding(50, 16), nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 50)))
+    assert routes_of(model)["1.1.weight"].reason == "output head, as wide as an embedding has rows"
+
+
+def test_a_module_used_under_two_names_is_known_by_both() -> None:
+    shared = nn.Linear(16, 16, bias=False)
+    routes = routes_of(nn.ModuleDict({"first": shared, "lm_head": shared}))
+    assert routes["first.weight"].aliases == ("lm_head.weight",)
+    assert routes["first.weight"].reason == "output head, named 'lm_head'"
+
+
+REAL = {
+    "gpt-oss": (
+        transformers.GptOssForCausalLM,
+        transformers.GptOssConfig(**SMALL, intermediate_size=96, num_local_experts=4, num_key_value_heads=2),
+        {"model.layers.0.mlp.experts.down_proj_bias": "bias", "model.layers.0.mlp.router.weight": "2-D weight"},
+    ),
+    "mamba": (
+        transformers.MambaForCausalLM,
+        transformers.MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=512),
+        {
+            "backbone.layers.0.mixer.A_log": "one decay per channel and state",
+            "backbone.layers.0.mixer.out_proj.weight": "2-D weight",
+        },
+    ),
+    "roberta": (
+        transformers.RobertaForSequenceClassification,
+        transformers.RobertaConfig(**SMALL, intermediate_size=96),
+        {
+            "classifier.dense.weight": "2-D weight",
+            "classifier.out_proj.weight": "output head, named 'classifier'",
+        },
+    ),
+    "bert": (
+        transformers.BertForSequenceClassification,
+        transformers.BertConfig(**SMALL, intermediate_size=96, max_position_embeddings=64),
+        {"bert.pooler.dense.weight": "2-D weight", "classifier.weight": "output head, named 'classifier'"},
+    ),
+    "modernbert": (
+        transformers.ModernBertForMaskedLM,
+        transformers.ModernBertConfig(**SMALL, intermediate_size=96, pad_token_id=0),
+        {"head.dense.weight": "2-D weight"},
+    ),
+    "swin": (
+        transformers.SwinForImageClassification,
+        transformers.SwinConfig(embed_dim=8, depths=[1], num_heads=[2], image_size=32, patch_size=2, window_size=4),
+        {"classifier.weight": "output head, named 'classifier'"},
+    ),
+}
+
+
+@pytest.mark.parametrize("family", REAL)
+def test_odd_parameters_of_real_models(family: str) -> None:
+    kind, config, expected = REAL[family]
+    with torch.device("meta"):
+        routes = routes_of(kind(config))
+    assert {name: routes[name].reason for name in expected} == expected
+    assert not [r.name for r in routes.values() if r.kind == "matrix" and "bias" in r.name.rpartition(".")[2]]
+
+
+def test_models_of_stacked_experts_say_how_little_is_a_matrix() -> None:
+    config = transformers.MixtralConfig(**SMALL, intermediate_size=256, num_key_value_heads=2)
+    headline, note = routing_headline(route(hugging_face(config)))
+    assert "elements lie in parameters of 3 and more dimensions (stacked experts" in note
+    assert len(routing_headline(route(UnevenLM()))) == 1
 
 
 def test_everything_not_two_dimensional_and_odd_modules() -> None:

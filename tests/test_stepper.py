@@ -62,6 +62,12 @@ class Waited:
         return self.pending.wait()
 
 
+class Alone:
+    """The collectives of a single rank: there are none."""
+
+    rank, world_size = 0, 1
+
+
 def rule_in(dtype: torch.dtype) -> Muon:
     return Muon(0.02, 0.1, 0.95, True, (3.4445, -4.7750, 2.0315), 1e-7, 5, None, dtype, dtype)
 
@@ -148,6 +154,7 @@ class Spy:
     """A rule that records where the tensors it is given lie."""
 
     seen: list[int]
+    batches: list[int] = field(default_factory=list)
     lr: float = 0.0
     weight_decay: float = 0.0
     state_keys: tuple[str, ...] = ()
@@ -161,10 +168,22 @@ class Spy:
 
     def transform(self, matrices: Tensor) -> Tensor:
         self.seen.append(matrices.untyped_storage().data_ptr())
+        self.batches.append(matrices.size(0) if matrices.ndim == 3 else 1)
         return matrices
 
     def scale(self, shape: tuple[int, int]) -> float:
         return 1.0
+
+
+def test_a_batch_holds_no_more_than_its_size() -> None:
+    plan = plan_of([(4, 4)] * 5 + [(2, 8)] * 2, 1, "stay")
+    for size, expected in [(0, [1] * 7), (35, [2, 2, 1, 2]), (1000, [5, 2])]:
+        stepper = MatrixStepper(plan, Alone(), torch.device("cpu"), batch_numel=size)
+        seen: list[int] = []
+        flat = torch.randn(plan.layout.partition_numel)
+        storage = FlatStorage(plan.layout, 0, Slices(flat, flat.clone(), {}))
+        stepper.step(Spy([], batches=seen), storage)
+        assert seen == expected
 
 
 def count_views() -> tuple[int, int, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import deepspeed
@@ -22,6 +24,9 @@ from tests.zero import ADAMW, MUON, config, engine_for, train
 ZERO = {"stage": 2, "reduce_bucket_size": 10_000}
 
 
+ZENFLOW = {"topk_ratio": 0.1, "update_interval": 2, "full_warm_up_rounds": 0, "overlap_step": False, "offload": False}
+
+
 def build(settings: dict[str, Any]) -> None:
     with engine_for(settings):
         pass
@@ -38,6 +43,15 @@ def build(settings: dict[str, Any]) -> None:
         ),
         ({"zero_optimization": {**ZERO, "round_robin_gradients": True}}, "round_robin_gradients is on; switch it off"),
         ({"zero_optimization": {**ZERO, "elastic_checkpoint": True}}, "elastic_checkpoint is on; switch it off"),
+        (
+            {"zero_optimization": {**ZERO, "offload_param": {"device": "cpu"}}},
+            "zero_optimization.offload_param.device is 'cpu'; set it to 'none'",
+        ),
+        ({"zero_optimization": {**ZERO, "zenflow": ZENFLOW}}, "zero_optimization.zenflow is on; switch it off"),
+        (
+            {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+            "bf16.bf16_master_weights_and_grads is on; switch it off",
+        ),
         ({"compile": {"deepcompile": True}}, "compile.deepcompile is on; switch it off"),
         ({"fp16": {"enabled": True}}, "Type fp16 is not supported on your device"),
     ],
@@ -111,6 +125,19 @@ def test_experts_are_refused_on_every_rank(ranks_to_spoil: RankPool) -> None:
         assert "the model has deepspeed.moe layers" in error
 
 
+def build_with_a_group_of_experts() -> None:
+    model = UnevenLM()
+    with engine_for(
+        config(2), model, model_parameters=[{"params": list(model.parameters()), "moe": True, "name": "e"}]
+    ):
+        pass
+
+
+def test_param_groups_of_experts_are_refused(ranks: RankPool) -> None:
+    for error in ranks.errors(build_with_a_group_of_experts):
+        assert "the model has deepspeed.moe layers" in error
+
+
 def build_a_pipeline() -> None:
     with engine_for(config(1), PipelineModule([nn.Linear(8, 8), nn.Linear(8, 8)], num_stages=2, loss_fn=nn.MSELoss())):
         pass
@@ -158,6 +185,23 @@ def test_ranks_that_plan_differently_all_stop_and_name_the_first_parameter(ranks
         assert "ranks differ from line 1 on" in error
         assert "rank 0 has 'layers.2.weight 41x63 float32 muon'" in error
         assert "rank 1 has 'layers.5.weight" in error
+
+
+def disagree_on_an_option(section: str) -> None:
+    settings = config(2)
+    options = settings.pop("optimizer")["params"]
+    if torch.distributed.get_rank() == 1:
+        options |= {"adamw": {**ADAMW, "weight_decay": 0.3}} if section else {"weight_decay": 0.3}
+    model = UnevenLM()
+    with engine_for(settings, model, optimizer=LayerWiseMuon(model.parameters(), **options)):
+        pass
+
+
+@pytest.mark.parametrize(("section", "rule"), [("", "muon"), ("adamw", "adamw")])
+def test_ranks_with_other_options_all_stop_and_show_both(ranks: RankPool, section: str, rule: str) -> None:
+    for error in ranks.errors(disagree_on_an_option, section):
+        assert f"rank 0 has 'options of {rule}: lr=" in error
+        assert "weight_decay=0.1" in error and "weight_decay=0.3" in error
 
 
 def fail_on_one_rank() -> None:
@@ -218,20 +262,36 @@ def test_deepspeeds_default_clipping_is_announced_once(ranks: RankPool) -> None:
     assert ranks.run(announced, config(2, clip=0.0)) == [[], []]
 
 
-def fp16_with_overflow() -> tuple[bool, bool, list[float]]:
-    """This CPU has no fp16, so the accelerator is told otherwise; DeepSpeed's scaler then overflows at once."""
+@contextlib.contextmanager
+def fp16_supported() -> Iterator[None]:
+    """This CPU has no fp16, so the accelerator is told otherwise."""
     accelerator = deepspeed.accelerator.get_accelerator()
     accelerator.is_fp16_supported = lambda: True
     try:
-        settings = config(2, clip=1.0) | {"fp16": {"enabled": True, "initial_scale_power": 40, "hysteresis": 1}}
-        with engine_for(settings) as engine:
-            before = engine.module.layers[0].weight.clone()
-            train(engine, 1)
-            untouched = torch.equal(before, engine.module.layers[0].weight) and not engine.basic_optimizer.state
-            losses = train(engine, [0] * 40)
-            return untouched, bool(engine.skipped_steps), [losses[0], losses[-1]]
+        yield
     finally:
         del accelerator.is_fp16_supported
+
+
+def build_with_fp16_masters() -> None:
+    with fp16_supported():
+        build(config(2) | {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}})
+
+
+def test_fp16_masters_are_refused(ranks: RankPool) -> None:
+    for error in ranks.errors(build_with_fp16_masters):
+        assert "fp16.fp16_master_weights_and_grads is on; switch it off" in error
+
+
+def fp16_with_overflow() -> tuple[bool, bool, list[float]]:
+    """DeepSpeed's scaler overflows at once."""
+    settings = config(2, clip=1.0) | {"fp16": {"enabled": True, "initial_scale_power": 40, "hysteresis": 1}}
+    with fp16_supported(), engine_for(settings) as engine:
+        before = engine.module.layers[0].weight.clone()
+        train(engine, 1)
+        untouched = torch.equal(before, engine.module.layers[0].weight) and not engine.basic_optimizer.state
+        losses = train(engine, [0] * 40)
+        return untouched, bool(engine.skipped_steps), [losses[0], losses[-1]]
 
 
 def test_fp16_overflow_skips_the_step_on_all_ranks_and_leaves_the_state_alone(ranks: RankPool) -> None:

@@ -1,0 +1,96 @@
+"""Which weights are output heads: named so, or as wide as a vocabulary. A heuristic, so the reason is printed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from torch import nn
+
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+# A module called this is an output head wherever it stands ...
+HEAD_NAMES = frozenset({"lm_head", "embed_out", "unembed", "output_projection", "logits", "to_logits"})
+# ... and one called this is a head unless it stands inside a repeated block, where the word means something else.
+HEAD_NAMES_OUTSIDE_BLOCKS = frozenset(
+    {"head", "heads", "output", "output_layer", "classifier", "score", "qa_outputs"}
+)  # fmt: skip
+# Words that begin like this name tables of positions and of segments, which no head is as wide as on purpose.
+NOT_A_VOCABULARY = re.compile(r"(^|[._])(pos|wpe|type|segment)")
+
+
+def output_heads(model: nn.Module) -> dict[int, str]:
+    """The ids of the output heads' weights, with the reason for each.
+
+    A head that consists of several layers (a classifier with a hidden one) is its last linear; a list of heads is the
+    last linear of each. A head tied to an embedding need not be among them: it is the embedding.
+    """
+    blocks = _repeated_blocks(model)
+    return {**_as_wide_as_a_vocabulary(model, blocks), **_by_name(model, blocks)}
+
+
+def _by_name(model: nn.Module, blocks: frozenset[str]) -> dict[int, str]:
+    heads = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        leaf = name.rpartition(".")[2]
+        if leaf in HEAD_NAMES or (leaf in HEAD_NAMES_OUTSIDE_BLOCKS and not _inside(name, blocks)):
+            heads.update(dict.fromkeys(map(id, _last_weights(module)), f"output head, named {leaf!r}"))
+    return heads
+
+
+def _last_weights(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Of a layer its own parameters, of a list those of each member, of anything else those of its last linear.
+
+    A last linear that keeps the width is a hidden layer before the head proper (ModernBERT's ``head.dense``).
+    """
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        for member in module.children():
+            yield from _last_weights(member)
+        return
+    linears = [inner for inner in module.modules() if isinstance(inner, nn.Linear)]
+    last = linears[-1] if linears else module
+    if last is module or last.in_features != last.out_features:
+        yield from last.parameters(recurse=False)
+
+
+def _as_wide_as_a_vocabulary(model: nn.Module, blocks: frozenset[str]) -> dict[int, str]:
+    """The last linear with as many outputs as an embedding has rows, and its like in the list it stands in.
+
+    Not looked for where an embedding is already tied to a linear (that is the head), nor inside a repeated block, where
+    a hidden layer may happen to be as wide.
+    """
+    named = [(name, m) for name, m in model.named_modules() if isinstance(m, EMBEDDINGS)]
+    tables = {id(table.weight) for _, table in named}
+    linears = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    if any(id(linear.weight) in tables for _, linear in linears):
+        return {}
+    rows = {table.num_embeddings for name, table in named if not NOT_A_VOCABULARY.search(name)}
+    wide = [(name, m) for name, m in linears if m.out_features in rows and not _inside(name, blocks)]
+    if not wide:
+        return {}
+    last, head = wide[-1]
+    container = last.rpartition(".")[0]
+    in_a_list = isinstance(model.get_submodule(container), (nn.ModuleList, nn.ModuleDict))
+    heads = [m for name, m in wide if in_a_list and name.rpartition(".")[0] == container] or [head]
+    return {id(linear.weight): "output head, as wide as an embedding has rows" for linear in heads}
+
+
+def _repeated_blocks(model: nn.Module) -> frozenset[str]:
+    """Names of modules with children that stand in a list of layers, or beside another of their kind (experts)."""
+    blocks = set()
+    for name, container in model.named_modules():
+        if not isinstance(container, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            continue
+        if name.rpartition(".")[2] in HEAD_NAMES | HEAD_NAMES_OUTSIDE_BLOCKS:
+            continue
+        children = list(container.named_children())
+        kinds = [type(child) for _, child in children]
+        for key, child in children:
+            alike = isinstance(container, nn.ModuleList) or kinds.count(type(child)) > 1
+            if alike and next(child.children(), None) is not None:
+                blocks.add(f"{name}.{key}" if name else key)
+    return frozenset(blocks)
+
+
+def _inside(name: str, blocks: frozenset[str]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:i]) in blocks for i in range(1, len(parts)))
