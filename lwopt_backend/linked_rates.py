@@ -44,7 +44,7 @@ class LinkedRates:
     def __init__(self, ratios: Sequence[float]) -> None:
         self._ratios = tuple(ratios)
         self._groups: list[ParamGroup] = []
-        self._round: dict[int, Any] = {}
+        self._round: list[Any] = []  # what was written to the first groups, in their order
 
     @classmethod
     def of(cls, groups: Iterable[Mapping[str, Any]], rate: float) -> LinkedRates:
@@ -53,7 +53,7 @@ class LinkedRates:
 
     def link(self, groups: Iterable[Mapping[str, Any]]) -> list[ParamGroup]:
         """``groups`` as param groups that know each other, in the order of the ratios."""
-        before, self._round = self._groups, {}
+        before, self._round = self._groups, []
         self._groups = [ParamGroup(group, self, index) for index, group in enumerate(groups)]
         assert len(self._groups) == len(self._ratios)
         if len(set(self._ratios)) == 1 or any(group.get(OWN_RATES) for group in [*before, *self._groups]):
@@ -64,13 +64,11 @@ class LinkedRates:
         """Take note that ``value`` was written to group ``index``."""
         if self._groups[index].get(OWN_RATES):
             return
-        if index in self._round:  # the last round was left unfinished: somebody wrote to a single group
-            self._round = {}
-        self._round[index] = value
+        # A schedule writes to the groups in their order; anything else is somebody writing to a single group.
+        self._round = [*self._round, value] if index == len(self._round) else [value] if index == 0 else []
         if len(self._round) < len(self._groups):
             return
-        values = [self._round[position] for position in range(len(self._groups))]
-        self._round = {}
+        values, self._round = self._round, []
         if all(written == value for written in values):
             for group, ratio in zip(self._groups, self._ratios):
                 dict.__setitem__(group, "lr", value * ratio)

@@ -75,7 +75,7 @@ def _as_wide_as_a_vocabulary(model: nn.Module, blocks: frozenset[str]) -> dict[i
 
 
 def _repeated_blocks(model: nn.Module) -> frozenset[str]:
-    """Names of modules with children that stand in a list of layers, or beside another of their kind (experts)."""
+    """Names of modules that stand in a list of layers, or beside another of their kind (experts)."""
     blocks = set()
     for name, container in model.named_modules():
         if not isinstance(container, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
@@ -85,12 +85,12 @@ def _repeated_blocks(model: nn.Module) -> frozenset[str]:
         children = list(container.named_children())
         kinds = [type(child) for _, child in children]
         for key, child in children:
-            alike = isinstance(container, nn.ModuleList) or kinds.count(type(child)) > 1
-            if alike and next(child.children(), None) is not None:
+            if isinstance(container, nn.ModuleList) or kinds.count(type(child)) > 1:
                 blocks.add(f"{name}.{key}" if name else key)
     return frozenset(blocks)
 
 
 def _inside(name: str, blocks: frozenset[str]) -> bool:
+    """Whether the module of that name is part of a block; the block itself is not."""
     parts = name.split(".")
     return any(".".join(parts[:i]) in blocks for i in range(1, len(parts)))

@@ -96,6 +96,13 @@ def test_own_rates_outlast_a_checkpoint() -> None:
     assert write(again, 1e-5, 1e-5) == [1e-5, 1e-5], "nor does a checkpoint of a linked run forget what was seen here"
 
 
+def test_a_rate_written_to_the_last_group_alone_is_not_the_end_of_a_round() -> None:
+    groups = linked(0.02, 3e-4)
+    groups[1]["lr"] = 0.5
+    assert [group["lr"] for group in groups] == [0.02, 0.5]
+    assert write(groups, 0.04, 0.04) == pytest.approx([0.04, 6e-4])
+
+
 def test_a_new_link_begins_a_new_round() -> None:
     rates = LinkedRates([1.0, 0.015])
     rates.link([{"lr": 0.02}, {"lr": 3e-4}])[0]["lr"] = 0.5
