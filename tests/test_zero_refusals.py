@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import deepspeed
@@ -17,6 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lwopt_backend.integrations import deepspeed_zero
 from lwopt_backend.integrations.deepspeed_zero import LayerWiseMuon
+from lwopt_backend.plan import MACHINES
+from lwopt_backend.plan.build import modelled_time
 from tests.models import UnevenLM
 from tests.ranks import RankPool
 from tests.zero import ADAMW, MUON, config, engine_for, train
@@ -230,6 +234,29 @@ def test_storage_other_than_planned_stops_all_ranks_before_the_first_exchange(ra
     first, second = ranks.errors(step_after_storage_moved)
     assert second.startswith("RuntimeError: parameter 'layers.5.weight': planned Fragment(rank=1")
     assert "rank 1 failed" in first
+
+
+def step_with_smaller_partitions_than_planned() -> None:
+    with engine_for(config(2)) as engine:
+        binding = engine.basic_optimizer._binding
+        layout = binding.plans[0].layout
+        binding.plans[0] = replace(binding.plans[0], layout=replace(layout, partition_numel=layout.partition_numel + 2))
+        train(engine, 1)
+
+
+def test_partitions_smaller_than_planned_stop_all_ranks(ranks: RankPool) -> None:
+    for error in ranks.errors(step_with_smaller_partitions_than_planned):
+        assert re.match(r"RuntimeError: muon: planned \d+ elements a rank, found \d+", error)
+
+
+def modelled_on_this_device() -> bool:
+    with engine_for(config(2)) as engine:
+        plan = engine.basic_optimizer._binding.plans[0].matrices
+        return plan.modelled[0][1] == modelled_time(plan, MACHINES["cpu"])
+
+
+def test_policies_are_compared_on_the_kind_of_machine_that_trains(ranks: RankPool) -> None:
+    assert all(ranks.run(modelled_on_this_device))
 
 
 def step_without_engine() -> None:
