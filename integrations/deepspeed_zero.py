@@ -139,9 +139,8 @@ class LayerWiseMuon(torch.optim.Optimizer):
     def step(self) -> None:  # type: ignore[override]
         """One step of the param groups DeepSpeed shows us: ZeRO one at a time, BF16_Optimizer all. Called on all ranks.
 
-        DeepSpeed calls it, without a closure.
-
-        Raises RuntimeError outside an engine, and on every rank if DeepSpeed stores parameters elsewhere than planned.
+        It takes no closure, because DeepSpeed never gives one. Raises RuntimeError outside an engine, and on every rank
+        if DeepSpeed stores parameters elsewhere than planned.
         """
         if self._binding is None:
             raise RuntimeError("this LayerWiseMuon has no engine; give it to deepspeed.initialize(optimizer=...)")

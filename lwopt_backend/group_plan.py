@@ -23,7 +23,7 @@ class GroupPlan:
     rule: str
     specs: tuple[ParamSpec, ...]
     layout: FlatPartition
-    options: tuple[tuple[str, str], ...]
+    options: str  # the rule's, as "lr=0.02, weight_decay=0.1, ..."
     matrices: MatrixPlan | None
     state_bytes: int  # of the state that one rank keeps; partitions are equally long, so it is the same on all
 
@@ -34,9 +34,8 @@ class GroupPlan:
 
     def lines(self) -> list[str]:
         """What all ranks must have decided alike."""
-        options = ", ".join(f"{key}={value}" for key, value in self.options)
         members = [spec.line() for spec in self.specs]
-        return [*members, f"options of {self.rule}: {options}", *(self.matrices.lines() if self.matrices else [])]
+        return [*members, f"options of {self.rule}: {self.options}", *(self.matrices.lines() if self.matrices else [])]
 
 
 def plan_group(
@@ -59,7 +58,7 @@ def plan_group(
             bucket_numel=config.bucket_numel,
             element_bytes=getattr(torch, config.wire_dtype).itemsize,
         )
-    options = tuple((key, repr(group[key])) for key in rule_named(rule).options.model_fields)
+    options = ", ".join(f"{key}={group[key]!r}" for key in rule_named(rule).options.model_fields)
     return GroupPlan(rule, specs, layout, options, matrices, _state_bytes(group, layout))
 
 

@@ -12,8 +12,8 @@ EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 HEAD_NAMES = frozenset({"lm_head", "embed_out", "unembed", "output_projection", "logits", "to_logits"})
 # ... and one called this is a head unless it stands inside a repeated block, where the word means something else.
 HEAD_NAMES_OUTSIDE_BLOCKS = frozenset(
-    {"head", "heads", "output", "output_layer", "classifier", "score", "qa_outputs"}
-)  # fmt: skip
+    {"head", "heads", "output", "output_layer", "classifier", "score", "qa_outputs"},
+)
 # Words that begin like this name tables of positions and of segments, which no head is as wide as on purpose.
 NOT_A_VOCABULARY = re.compile(r"(^|[._])(pos|wpe|type|segment)")
 

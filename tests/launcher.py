@@ -27,9 +27,16 @@ def try_to_launch(
 
     command = [Path(sys.executable).parent / "deepspeed", "--num_accelerators", processes, "--master_port", free_port()]
     command += (["--module", module] if module else []) + list(script)
+    return run_on_cpu([str(part) for part in command], cwd)
+
+
+def run_on_cpu(command: str | list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command, or a shell's command line, with this environment's programs first; output and errors together."""
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     return subprocess.run(
-        [str(part) for part in command],
+        command,
+        shell=isinstance(command, str),
         cwd=cwd,
         env=environment,
         stdout=subprocess.PIPE,

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from lwopt_backend.config import AdamWOptions, LayerWiseMuonConfig
-from tests.launcher import ROOT, TIMEOUT_SECONDS
+from tests.launcher import ROOT, run_on_cpu
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
@@ -24,18 +22,7 @@ def shell(command: str, folder: Path) -> str:
     """Run a snippet in a folder with the README's files, with this environment's programs first."""
     for name, text in FILES.items():
         (folder / name).write_text(text)
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
-    finished = subprocess.run(
-        command,
-        shell=True,
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-    )
+    finished = run_on_cpu(command, folder)
     assert finished.returncode == 0, finished.stdout
     return finished.stdout
 

@@ -175,50 +175,34 @@ def test_parameters_of_another_model_are_refused(ranks: RankPool) -> None:
         assert "param group 0, position 0: the parameter of shape (37, 24) is not in the model" in error
 
 
-def disagree_on_routing() -> None:
+def build_with_other_options_on_rank_1(changes: dict[str, Any]) -> None:
     settings = config(2)
     options = settings.pop("optimizer")["params"]
-    options["exclude"] = ["layers.2.*"] if torch.distributed.get_rank() == 1 else []
+    if torch.distributed.get_rank() == 1:
+        options |= changes
     model = UnevenLM()
     with engine_for(settings, model, optimizer=LayerWiseMuon(model.parameters(), **options)):
         pass
 
 
 def test_ranks_that_plan_differently_all_stop_and_name_the_first_parameter(ranks: RankPool) -> None:
-    for error in ranks.errors(disagree_on_routing):
+    for error in ranks.errors(build_with_other_options_on_rank_1, {"exclude": ["layers.2.*"]}):
         assert "ranks differ from line 1 on" in error
         assert "rank 0 has 'layers.2.weight 41x63 float32 muon'" in error
         assert "rank 1 has 'layers.5.weight" in error
 
 
-def disagree_on_an_option(section: str) -> None:
-    settings = config(2)
-    options = settings.pop("optimizer")["params"]
-    if torch.distributed.get_rank() == 1:
-        options |= {"adamw": {**ADAMW, "weight_decay": 0.3}} if section else {"weight_decay": 0.3}
-    model = UnevenLM()
-    with engine_for(settings, model, optimizer=LayerWiseMuon(model.parameters(), **options)):
-        pass
-
-
-@pytest.mark.parametrize(("section", "rule"), [("", "muon"), ("adamw", "adamw")])
-def test_ranks_with_other_options_all_stop_and_show_both(ranks: RankPool, section: str, rule: str) -> None:
-    for error in ranks.errors(disagree_on_an_option, section):
+@pytest.mark.parametrize(
+    ("changes", "rule"), [({"weight_decay": 0.3}, "muon"), ({"adamw": {**ADAMW, "weight_decay": 0.3}}, "adamw")]
+)
+def test_ranks_with_other_options_all_stop_and_show_both(ranks: RankPool, changes: dict[str, Any], rule: str) -> None:
+    for error in ranks.errors(build_with_other_options_on_rank_1, changes):
         assert f"rank 0 has 'options of {rule}: lr=" in error
         assert "weight_decay=0.1" in error and "weight_decay=0.3" in error
 
 
-def fail_on_one_rank() -> None:
-    settings = config(2)
-    options = settings.pop("optimizer")["params"]
-    options["include"] = ["nowhere"] if torch.distributed.get_rank() == 1 else []
-    model = UnevenLM()
-    with engine_for(settings, model, optimizer=LayerWiseMuon(model.parameters(), **options)):
-        pass
-
-
 def test_a_failure_on_one_rank_stops_the_others_with_its_message(ranks: RankPool) -> None:
-    first, second = ranks.errors(fail_on_one_rank)
+    first, second = ranks.errors(build_with_other_options_on_rank_1, {"include": ["nowhere"]})
     assert "include: 'nowhere' matches no parameter name" in second
     assert first.startswith("RuntimeError: LayerWiseMuon: rank 1 failed with ValueError(")
 
