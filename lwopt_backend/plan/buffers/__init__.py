@@ -1,0 +1,1 @@
+"""Owned buffers: padded and compact layouts of matrices over shards."""

@@ -1,0 +1,112 @@
+"""What a step with a planned buffer costs: bytes per collective, seconds, and the order in which they pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lwopt_backend.plan.buffers.layout import BufferPlan
+from lwopt_backend.plan.cost import CostModel
+from lwopt_backend.plan.machine import Machine, StepTime, all_reduce_seconds, gather_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """Bytes of one element: of a parameter and of a gradient as they travel, of a master copy, of optimizer state."""
+
+    parameter: int = 2
+    gradient: int = 4
+    master: int = 4
+    state: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class BucketTime:
+    """One bucket's way: gradients to the owners, work at the busiest owner, parameters back. Seconds; ``end > start``.
+
+    All gradients are taken to be ready at 0, so nothing hides behind backward. One collective runs at a time; owners
+    work on a bucket as soon as it is there, and a bucket returns when its last owner is done.
+    """
+
+    bucket: int
+    nbytes_reduced: int
+    nbytes_returned: int
+    reduce: tuple[float, float]
+    work: tuple[float, float]
+    back: tuple[float, float]
+
+
+def buffer_step(
+    plan: BufferPlan,
+    machine: Machine,
+    cost: CostModel,
+    *,
+    instances: int = 1,
+    elements: Elements | None = None,
+) -> StepTime:
+    """Modelled seconds of a step, parts added: work of the busiest owner, its wire, latency.
+
+    Reduce-scatter and all-gather of every bucket over the ``plan.shards`` ranks of an instance, which are neighbours;
+    with ``instances`` > 1 an all-reduce of the owned gradients between them. A compact bucket's collectives are the
+    same ones with unequal parts.
+    """
+    elements = elements or Elements()
+    wire = latency = 0.0
+    for numel in plan.bucket_numels:
+        for seconds in _bucket_wire(plan, numel, machine, instances, elements):
+            wire += seconds[0]
+            latency += seconds[1]
+    return StepTime(cost.seconds(max(plan.loads()), machine.flops_per_second), wire, latency)
+
+
+def timeline(
+    plan: BufferPlan,
+    machine: Machine,
+    cost: CostModel,
+    *,
+    instances: int = 1,
+    elements: Elements | None = None,
+) -> list[BucketTime]:
+    """When each bucket is reduced, worked on and returned, overlapped as far as one wire and the owners allow."""
+    elements = elements or Elements()
+    wire_free = 0.0
+    arrivals = []
+    for numel in plan.bucket_numels:
+        reduce, across, _ = _bucket_wire(plan, numel, machine, instances, elements)
+        start = wire_free
+        wire_free += sum(reduce) + sum(across)
+        arrivals.append((start, wire_free))
+    times = []
+    owner_free = [0.0] * plan.shards
+    for bucket, (numel, loads) in enumerate(zip(plan.bucket_numels, plan.bucket_loads())):
+        arrived = arrivals[bucket][1]
+        work = [cost.seconds(load, machine.flops_per_second) for load in loads]
+        begin = min(max(arrived, free) for free, seconds in zip(owner_free, work))
+        owner_free = [max(arrived, free) + seconds for free, seconds in zip(owner_free, work)]
+        done = max(owner_free)
+        back = sum(_bucket_wire(plan, numel, machine, instances, elements)[2])
+        wire_free = max(wire_free, done)
+        times.append(
+            BucketTime(
+                bucket,
+                numel * elements.gradient,
+                numel * elements.parameter,
+                arrivals[bucket],
+                (begin, done),
+                (wire_free, wire_free + back),
+            )
+        )
+        wire_free += back
+    return times
+
+
+Seconds = tuple[float, float]  # on the wire, and of latency
+
+
+def _bucket_wire(
+    plan: BufferPlan, numel: int, machine: Machine, instances: int, elements: Elements
+) -> tuple[Seconds, Seconds, Seconds]:
+    """A bucket's gradients to the owners, summed across instances, and its parameters back."""
+    reduce = gather_seconds(machine, numel * elements.gradient, plan.shards)
+    shard = numel * elements.gradient / plan.shards
+    across = all_reduce_seconds(machine, shard, instances, stride=plan.shards)
+    return reduce, across, gather_seconds(machine, numel * elements.parameter, plan.shards)
