@@ -69,10 +69,10 @@ def route(model: nn.Module, include: Sequence[str] = (), exclude: Sequence[str] 
             kind, reason = "frozen", "requires_grad is False"
         else:
             kind, reason = _by_structure(param, same, heads.get(id(param)))
-            kind, reason = _by_glob(param, names, include, exclude) or (kind, reason)
+            kind, reason = by_glob(param.shape, names, include, exclude) or (kind, reason)
         routes.append(Route(name, tuple(param.shape), kind, reason, tuple(names[1:])))
-    _check_globs("include", include, [r for r in routes if len(r.shape) == 2], routes)
-    _check_globs("exclude", exclude, routes, routes)
+    check_globs("include", include, [r for r in routes if len(r.shape) == 2], routes)
+    check_globs("exclude", exclude, routes, routes)
     return routes
 
 
@@ -98,14 +98,15 @@ def _by_structure(param: nn.Parameter, uses: Sequence[_Use], head: str | None) -
     return "matrix", "2-D weight"
 
 
-def _by_glob(
-    param: nn.Parameter, names: Sequence[str], include: Sequence[str], exclude: Sequence[str]
+def by_glob(
+    shape: Sequence[int], names: Sequence[str], include: Sequence[str], exclude: Sequence[str]
 ) -> tuple[Kind, str] | None:
+    """What the globs say of the parameter with these names, or None; exclude wins."""
     excluded = _first_match(names, exclude)
     if excluded is not None:
         return "elementwise", f"excluded by {excluded!r}"
     included = _first_match(names, include)
-    if included is not None and param.ndim == 2 and param.numel() > 0:
+    if included is not None and len(shape) == 2 and 0 not in shape:
         return "matrix", f"included by {included!r}"
     return None
 
@@ -114,7 +115,8 @@ def _first_match(names: Sequence[str], globs: Sequence[str]) -> str | None:
     return next((glob for glob in globs if any(fnmatchcase(name, glob) for name in names)), None)
 
 
-def _check_globs(option: str, globs: Sequence[str], eligible: Iterable[Route], routes: Iterable[Route]) -> None:
+def check_globs(option: str, globs: Sequence[str], eligible: Iterable[Route], routes: Iterable[Route]) -> None:
+    """Raise ValueError for a glob that matches none of ``eligible``; ``routes`` are all there are."""
     eligible, routes = list(eligible), list(routes)
     for glob in globs:
         if any(_first_match([r.name, *r.aliases], [glob]) for r in eligible):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lwopt_backend.plan.buffers.layout import BufferPlan
@@ -68,34 +69,40 @@ def timeline(
 ) -> list[BucketTime]:
     """When each bucket is reduced, worked on and returned, overlapped as far as one wire and the owners allow."""
     elements = elements or Elements()
-    wire_free = 0.0
-    arrivals = []
+    arrive, back = [], []
     for numel in plan.bucket_numels:
-        reduce, across, _ = _bucket_wire(plan, numel, machine, instances, elements)
-        start = wire_free
-        wire_free += sum(reduce) + sum(across)
-        arrivals.append((start, wire_free))
+        reduce, across, gather = _bucket_wire(plan, numel, machine, instances, elements)
+        arrive.append(sum(reduce) + sum(across))
+        back.append(sum(gather))
+    work = [[cost.seconds(load, machine.flops_per_second) for load in loads] for loads in plan.bucket_loads()]
+    sizes = [(numel * elements.gradient, numel * elements.parameter) for numel in plan.bucket_numels]
+    return schedule(sizes, arrive, work, back)
+
+
+def schedule(
+    sizes: Sequence[tuple[int, int]],
+    arrive: Sequence[float],
+    work: Sequence[Sequence[float]],
+    back: Sequence[float],
+) -> list[BucketTime]:
+    """Bucket by bucket: ``arrive[b]`` seconds on the wire, ``work[b][r]`` at rank r, ``back[b]`` on the wire again.
+
+    What arrives has the wire first, in order; what returns takes it after that, as soon as its last owner is done.
+    """
+    arrivals, wire_free = [], 0.0
+    for seconds in arrive:
+        arrivals.append((wire_free, wire_free + seconds))
+        wire_free += seconds
     times = []
-    owner_free = [0.0] * plan.shards
-    for bucket, (numel, loads) in enumerate(zip(plan.bucket_numels, plan.bucket_loads())):
-        arrived = arrivals[bucket][1]
-        work = [cost.seconds(load, machine.flops_per_second) for load in loads]
-        begin = min(max(arrived, free) for free, seconds in zip(owner_free, work))
-        owner_free = [max(arrived, free) + seconds for free, seconds in zip(owner_free, work)]
-        done = max(owner_free)
-        back = sum(_bucket_wire(plan, numel, machine, instances, elements)[2])
-        wire_free = max(wire_free, done)
-        times.append(
-            BucketTime(
-                bucket,
-                numel * elements.gradient,
-                numel * elements.parameter,
-                arrivals[bucket],
-                (begin, done),
-                (wire_free, wire_free + back),
-            )
-        )
-        wire_free += back
+    owner_free = [0.0] * len(work[0]) if work else []
+    for bucket, (here, loads) in enumerate(zip(arrivals, work)):
+        ends = [max(here[1], free) + seconds for free, seconds in zip(owner_free, loads)]
+        begin = min(end - seconds for end, seconds in zip(ends, loads))
+        owner_free = [end if seconds else free for end, free, seconds in zip(ends, owner_free, loads)]
+        done = max(max(owner_free), here[1])
+        start = max(wire_free, done)
+        wire_free = start + back[bucket]
+        times.append(BucketTime(bucket, *sizes[bucket], here, (begin, done), (start, wire_free)))
     return times
 
 

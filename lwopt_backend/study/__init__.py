@@ -1,0 +1,1 @@
+"""Studies: what a model would cost on a cluster, planned without either."""

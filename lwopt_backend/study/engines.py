@@ -1,0 +1,46 @@
+"""The engines a study knows: which of them train today, and how each plans a buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lwopt_backend.plan.buffers.groups import plan_buffer
+from lwopt_backend.plan.types import Atom
+from lwopt_backend.study.host_storage import FSDP2, ZERO, sharded_part, zero_part
+from lwopt_backend.study.owned import OWNED, owned_part
+from lwopt_backend.study.part import Part, RankMemory, Setting
+
+ENGINES = ("owned", "zero1", "zero2", "zero3", "fsdp2")
+TODAY = ("zero1", "zero2")  # engines that train today; the others are planned for
+
+
+def plan_part(name: str, atoms: Sequence[Atom], ranks: int, setting: Setting) -> Part:
+    """Plan ``atoms`` over ``ranks`` data-parallel ranks for ``setting.engine``. Raises ValueError without atoms."""
+    if not atoms:
+        raise ValueError(f"{name}: there is no matrix to plan")
+    if setting.engine == "owned":
+        grouped = plan_buffer(
+            atoms,
+            ranks,
+            layout=setting.layout,
+            bucket_numel=setting.bucket_numel,
+            machine=setting.machine,
+            cost=setting.cost,
+            group_size=setting.group_size,
+            elements=OWNED,
+        )
+        return owned_part(name, grouped, setting)
+    if setting.engine in ("zero1", "zero2"):
+        return zero_part(name, atoms, ranks, setting)
+    return sharded_part(name, atoms, ranks, setting)
+
+
+def elementwise_memory(numel: int, ranks: int, engine: str) -> RankMemory:
+    """AdamW's parameters: two moments, evenly sharded, as their host holds them."""
+    shard = -(-numel // ranks)
+    e = {"owned": OWNED, "fsdp2": FSDP2}.get(engine, ZERO)
+    whole = engine in ("owned", "zero1", "zero2")
+    gradients = numel if engine in ("owned", "zero1") else shard
+    return RankMemory(
+        (numel if whole else shard) * e.parameter, gradients * e.gradient, shard * e.master, 2 * shard * 4
+    )

@@ -1,0 +1,610 @@
+"""The parameters of a model from shapes, configurations and checkpoints, compared with the model itself."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import pickle
+import random
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from deepspeed.checkpoint import ds_to_universal
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed import checkpoint as dcp
+
+from lwopt_backend.model_shapes import ModelShapes, read_checkpoint, read_hugging_face, read_shapes_json
+from tests.models import MATRICES, UnevenLM
+from tests.ranks import RankPool
+from tests.zero import config, engine_for, train
+
+SMALL = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "hidden_size": 64,
+    "vocab_size": 512,
+    "intermediate_size": 96,
+}
+TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+DEEPSEEK = {
+    "moe_intermediate_size": 32, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
+    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+GPT2 = {"n_layer": 2, "n_head": 4, "n_embd": 64, "vocab_size": 512, "n_positions": 32}
+T5 = {"num_layers": 2, "num_heads": 4, "d_model": 64, "d_kv": 16, "d_ff": 96, "vocab_size": 512}
+FAMILIES: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **TOKENS)),
+    "llama-tied": lambda: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SMALL, **TOKENS, tie_word_embeddings=True)
+    ),
+    "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2, **TOKENS)),
+    "mixtral": lambda: transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**SMALL, **TOKENS, num_key_value_heads=2, num_local_experts=4)
+    ),
+    "deepseek-v3": lambda: transformers.DeepseekV3ForCausalLM(
+        transformers.DeepseekV3Config(**SMALL, **TOKENS, **DEEPSEEK)
+    ),
+    "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SMALL, **TOKENS)),
+    "roberta-classifier": lambda: transformers.RobertaForSequenceClassification(
+        transformers.RobertaConfig(**SMALL, **TOKENS)
+    ),
+    "albert": lambda: transformers.AlbertForMaskedLM(transformers.AlbertConfig(**SMALL, **TOKENS, embedding_size=32)),
+    "t5": lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(**T5)),
+    "cohere": lambda: transformers.CohereForCausalLM(transformers.CohereConfig(**SMALL, **TOKENS, use_qk_norm=True)),
+}
+
+
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(param.shape) for name, param in model.named_parameters()}
+
+
+def read_shapes(shapes: ModelShapes) -> dict[str, tuple[int, ...]]:
+    assert len({r.name for r in shapes.routes}) == len(shapes.routes)
+    return {r.name: r.shape for r in shapes.routes}
+
+
+def kinds(shapes: ModelShapes) -> dict[str, str]:
+    """Of every name, a tied parameter's others too."""
+    return {name: r.kind for r in shapes.routes for name in (r.name, *r.aliases)}
+
+
+def written(path: Path, content: Any) -> Path:
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def save_dcp(state: dict[str, Any], folder: Path, **kwargs: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that there is no process group
+        dcp.save(state, checkpoint_id=folder, no_dist=True, **kwargs)
+
+
+# Shapes that the user lists
+
+
+@pytest.mark.parametrize("form", [list, dict])
+def test_listed_shapes_keep_their_order_and_every_2d_one_is_a_matrix(tmp_path: Path, form: type) -> None:
+    listed = [["z.embedding", [64, 32]], ["a", [3, 3]], ["experts", [4, 8, 8]], ["norm", [32]]]
+    shapes = read_shapes_json(written(tmp_path / "mine.json", form(listed) if form is list else dict(listed)))
+    assert shapes.source == "mine.json" and shapes.notes == ()
+    assert [(r.name, r.shape, r.kind, r.reason) for r in shapes.routes] == [
+        ("z.embedding", (64, 32), "matrix", "listed as a matrix"),
+        ("a", (3, 3), "matrix", "listed as a matrix"),
+        ("experts", (4, 8, 8), "elementwise", "3-D"),
+        ("norm", (32,), "elementwise", "1-D"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", "found no entry"),
+        ("{}", "found no entry"),
+        ("7", "found 7"),
+        ("[[", "not JSON"),
+        ([["a", [1, 2]], ["a", [1, 2]]], r"entry 1 \('a'\): expected a new name, found that of entry 0"),
+        ('{"a": [1, 2], "a": [1, 2]}', r"entry 1 \('a'\): expected a new name"),
+        ([["a", [1, 2]], ["b", [0, 2]]], r"entry 1 \('b'\): expected a shape of positive integers.* found \[0, 2\]"),
+        ([["a", [-1, 2]]], r"found \[-1, 2\]"),
+        ([["a", [2.0, 2]]], r"found \[2.0, 2\]"),
+        ([["a", [True, 2]]], r"found \[True, 2\]"),
+        ([["a", []]], r"found \[\]"),
+        ([["a", 4]], "found 4"),
+        ([["a", 4, 4]], r"entry 0: expected \[\"name\", \[rows, columns\]\], found \['a', 4, 4\]"),
+        ([[4, ["a"]]], "entry 0: expected"),
+        ([{"name": "a", "shape": [1, 2]}], "entry 0: expected .* found {'name': 'a', 'shape': "),
+    ],
+)
+def test_a_wrong_list_is_an_error_that_names_file_entry_and_finding(tmp_path: Path, content: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"mine\.json: .*{message}"):
+        read_shapes_json(written(tmp_path / "mine.json", content))
+
+
+def test_a_list_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"mine\.json: expected .* cannot be read: No such file"):
+        read_shapes_json(tmp_path / "mine.json")
+
+
+# Hugging Face configurations and checkpoints
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[nn.Module, Path]]:
+    """A family's real model, and the folder that transformers saved it to."""
+    made: dict[str, tuple[nn.Module, Path]] = {}
+
+    def save(family: str) -> tuple[nn.Module, Path]:
+        if family not in made:
+            model, folder = FAMILIES[family](), tmp_path_factory.mktemp(family)
+            model.save_pretrained(folder)
+            made[family] = model, folder
+        return made[family]
+
+    return save
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_configuration_gives_the_shapes_of_the_built_model(saved: Any, family: str) -> None:
+    model, folder = saved(family)
+    for path in (folder, folder / "config.json"):
+        shapes = read_hugging_face(path)
+        assert list(read_shapes(shapes).items()) == list(shapes_of(model).items())
+        assert shapes.source == f"config.json of {type(model).__name__}"
+        assert bool(shapes.notes) == any(".experts." in name for name in shapes_of(model))
+    assert any(r.kind == "matrix" for r in shapes.routes)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_routing_by_name_agrees_with_routing_by_modules(saved: Any, family: str) -> None:
+    """On every parameter whose name transformers does not change as it saves; it splits stacked experts."""
+    model, folder = saved(family)
+    checkpoint = read_checkpoint(folder)
+    by_name, by_module = kinds(checkpoint), kinds(read_hugging_face(folder))
+    same = by_name.keys() & by_module.keys()
+    assert {name: by_name[name] for name in same} == {name: by_module[name] for name in same}
+    true = shapes_of(model)
+    assert all(shape == true[name] for name, shape in read_shapes(checkpoint).items() if name in true)
+    apart = {name for name in by_name.keys() - same if "bias" not in name}
+    assert all(".experts." in name or ".gate." in name for name in apart)
+    assert {by_name[name] for name in apart} <= {"matrix"}
+    assert "routed by name" in checkpoint.notes[0] and "alphabetical order" in checkpoint.notes[1]
+
+
+def test_experts_that_transformers_stacks_are_matrices_in_its_checkpoint(saved: Any) -> None:
+    _, folder = saved("deepseek-v3")
+    stacked = read_hugging_face(folder)
+    assert kinds(stacked)["model.layers.1.mlp.experts.gate_up_proj"] == "elementwise"
+    assert "'model.layers.1.mlp.experts.gate_up_proj', which are not matrices" in stacked.notes[0]
+    assert kinds(read_checkpoint(folder))["model.layers.1.mlp.experts.3.gate_proj.weight"] == "matrix"
+
+
+def test_meta_construction_of_the_full_deepseek_v3_allocates_nothing(tmp_path: Path) -> None:
+    transformers.DeepseekV3Config().save_pretrained(tmp_path)
+    shapes = read_hugging_face(tmp_path)
+    routes = {r.name: r for r in shapes.routes}
+    assert round(sum(math.prod(r.shape) for r in shapes.routes) / 1e9) == 671  # as its authors count
+    assert routes["model.layers.60.mlp.experts.down_proj"].shape == (256, 7168, 2048)
+    assert routes["model.layers.60.self_attn.o_proj.weight"].shape == (7168, 128 * 128)
+    assert "DeepseekV3ForCausalLM" in shapes.notes[0] and "names no architecture" in shapes.notes[0]
+
+
+def test_a_configuration_may_ask_for_kernels_quantization_and_code_that_are_not_here(
+    saved: Any, tmp_path: Path
+) -> None:
+    model, folder = saved("llama")
+    content = json.loads((folder / "config.json").read_text()) | {
+        "_attn_implementation": "flash_attention_2",
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        "auto_map": {"AutoModelForCausalLM": "modeling.Llama"},
+    }
+    written(tmp_path / "modeling.py", "raise SystemExit('run')")
+    assert read_shapes(read_hugging_face(written(tmp_path / "config.json", content))) == shapes_of(model)
+
+
+def test_include_and_exclude_reach_both_readers(saved: Any) -> None:
+    _, folder = saved("llama")
+    for read in (read_hugging_face, read_checkpoint):
+        found = kinds(read(folder, include=["lm_head*"], exclude=["*.0.mlp.up_proj.weight"]))
+        assert found["lm_head.weight"] == "matrix"
+        assert found["model.layers.0.mlp.up_proj.weight"] == "elementwise"
+        assert found["model.layers.1.mlp.up_proj.weight"] == "matrix"
+        with pytest.raises(
+            ValueError, match="'lm_haed.weight' matches no parameter name; did you mean 'lm_head.weight'"
+        ):
+            read(folder, include=["lm_haed.weight"])
+
+
+@pytest.mark.parametrize(
+    ("named", "built"),
+    [(["LlamaForNovelists"], "LlamaForCausalLM"), (None, "LlamaForCausalLM"), (["LlamaConfig"], "LlamaForC")],
+)
+def test_without_a_known_architecture_the_causal_model_is_built_and_that_is_said(
+    saved: Any, tmp_path: Path, named: list[str] | None, built: str
+) -> None:
+    content = json.loads((saved("llama")[1] / "config.json").read_text()) | {"architectures": named}
+    shapes = read_hugging_face(written(tmp_path / "config.json", content))
+    assert built in shapes.source and f"built as {built}" in shapes.notes[0]
+    assert (named or ["no architecture"])[0] in shapes.notes[0]
+
+
+def test_an_encoder_decoder_keeps_its_encoder_without_a_named_architecture(tmp_path: Path) -> None:
+    """BART, of which transformers has the decoder alone as a causal model."""
+    layers = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 1), ("ffn_dim", 96))}
+    bart = transformers.BartConfig(d_model=64, vocab_size=512, **layers)
+    bart.save_pretrained(tmp_path)
+    assert read_shapes(read_hugging_face(tmp_path)) == shapes_of(transformers.BartForConditionalGeneration(bart))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "not JSON"),
+        ([], "found list"),
+        ({"hidden_size": 8}, "with a 'model_type', found None"),
+        ({"model_type": "lama"}, "'lama' is not one of transformers .* did you mean 'llama'"),
+        ({"model_type": "own", "auto_map": {"AutoModel": "own.Model"}}, "'own.Model'.* is not run"),
+        ({"model_type": "llama", "hidden_size": "wide"}, "cannot read the 'llama' configuration"),
+        ({"model_type": "llama", "num_attention_heads": 0}, "correct the file"),
+    ],
+)
+def test_a_wrong_configuration_is_an_error_that_says_what_to_do(tmp_path: Path, content: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"config\.json: (.|\n)*{message}"):
+        read_hugging_face(written(tmp_path / "config.json", content))
+
+
+def test_a_folder_without_configuration_and_a_machine_without_transformers_are_errors(
+    saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=r"config\.json: expected a Hugging Face config.json, .* No such file"):
+        read_hugging_face(tmp_path)
+    _, folder = saved("llama")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r'pip install "lwopt-backend\[hf\]"'):
+        read_hugging_face(folder)
+
+
+# Routing by name
+
+
+def test_names_of_released_checkpoints_are_routed_as_they_are_meant(tmp_path: Path) -> None:
+    """DeepSeek-V3's fp8 file has scales, and a further layer that predicts the token after the next one."""
+    expected = {
+        "model.embed_tokens.weight": "embedding by name",
+        "model.layers.0.mlp.up_proj.weight": "2-D weight",
+        "model.layers.0.mlp.up_proj.weight_scale_inv": "scale by name",
+        "model.layers.0.post_attention_layernorm.weight": "1-D",
+        "model.layers.0.self_attn.q_norm.weight": "norm",
+        "model.layers.0.ln_1.weight": "norm",
+        "model.layers.0.attention.output.dense.weight": "2-D weight",
+        "model.layers.0.mixer.A_log": "one decay per channel and state",
+        "model.layers.0.relative_attention_bias.weight": "bias",
+        "model.layers.61.eh_proj.weight": "2-D weight",
+        "model.layers.61.embed_tokens.weight": "embedding by name",
+        "model.layers.61.shared_head.head.weight": "output head, named 'head'",
+        "output_layer.weight": "output head, named 'output_layer'",
+        "classifier.0.weight": "2-D weight",
+        "classifier.3.weight": "output head, named 'classifier'",
+        "cls.decoder.weight": "output head, as wide as an embedding has rows",
+        "wpe.weight": "embedding by name",
+        "embed_proj.weight": "2-D weight",
+        "head.dense.weight": "2-D weight",
+        "model.layers.0.mlp.as_wide_as_the_vocabulary.weight": "2-D weight",
+        "nothing.weight": "no elements",
+        "experts.stacked": "3-D",
+    }
+    shapes = {
+        "model.embed_tokens.weight": (48, 8),
+        "model.layers.61.embed_tokens.weight": (48, 8),
+        "model.layers.61.shared_head.head.weight": (48, 8),
+        "model.layers.0.post_attention_layernorm.weight": (8,),
+        "cls.decoder.weight": (48, 8),
+        "classifier.3.weight": (3, 6),
+        "head.dense.weight": (8, 8),
+        "model.layers.0.mlp.as_wide_as_the_vocabulary.weight": (48, 8),
+        "nothing.weight": (0, 8),
+        "experts.stacked": (2, 6, 8),
+    }
+    save_file({name: torch.zeros(shapes.get(name, (6, 8))) for name in expected}, tmp_path / "model.safetensors")
+    assert {r.name: r.reason for r in read_checkpoint(tmp_path).routes} == expected
+
+
+def test_layers_come_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    save_file({f"layers.{i}.w": torch.zeros(2, 2) for i in (10, 2, 1)}, tmp_path / "a.safetensors")
+    names = [r.name for r in read_checkpoint(tmp_path / "a.safetensors").routes]
+    assert names == ["layers.1.w", "layers.2.w", "layers.10.w"]
+
+
+# Files of tensors
+
+
+def test_safetensors_are_read_from_their_header_alone(tmp_path: Path) -> None:
+    """A terabyte of weights that is not there: only the header was written, the rest is a hole in the file."""
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [2**20, 2**19], "data_offsets": [0, 2**40]}}).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    assert read_shapes(read_checkpoint(path)) == {"w": (2**20, 2**19)}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 4976698672\n", "Git LFS"),
+        (b"", "found 0 bytes"),
+        ((4).to_bytes(8, "little") + b"[[[[", "something else"),
+        ((16).to_bytes(8, "little") + b'{"w": {"d": [] }', "something else"),
+        ((2).to_bytes(8, "little") + b"{}", "no floating-point tensor"),
+    ],
+)
+def test_what_only_ends_in_safetensors_is_an_error(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"model\.safetensors: expected .*{message}"):
+        read_checkpoint(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_shards_make_one_model_and_none_may_be_missing(saved: Any, tmp_path: Path, kind: str) -> None:
+    model, _ = saved("llama")
+    state = model.state_dict()
+    halves = [dict(list(state.items())[:9]), dict(list(state.items())[9:])]
+    files = [f"pytorch_model-{i}-of-2.{kind}" for i in (1, 2)]
+    for half, file in zip(halves, files):
+        (save_file if kind == "safetensors" else torch.save)(half, tmp_path / file)
+    weight_map = {name: file for half, file in zip(halves, files) for name in half}
+    stem = "model.safetensors" if kind == "safetensors" else "pytorch_model.bin"
+    index = written(tmp_path / f"{stem}.index.json", {"weight_map": weight_map})
+    for path in (tmp_path, index):
+        shapes = read_checkpoint(path)
+        assert read_shapes(shapes) == shapes_of(model)
+        assert shapes.source == ("2 safetensors files" if kind == "safetensors" else "2 torch files")
+    written(index, {"weight_map": weight_map | {"extra": files[0]}})
+    with pytest.raises(ValueError, match=f"expected 'extra' in {files[0]}"):
+        read_checkpoint(tmp_path)
+    (tmp_path / files[1]).unlink()
+    with pytest.raises(ValueError, match=f"expected 2 .* found no {files[1]}"):
+        read_checkpoint(tmp_path)
+
+
+def test_an_index_names_tied_weights_by_both_names(tmp_path: Path) -> None:
+    weight = torch.zeros(48, 8)
+    torch.save({"embed.weight": weight, "lm_head.weight": weight}, tmp_path / "a.bin")
+    weight_map = {"embed.weight": "a.bin", "lm_head.weight": "a.bin"}
+    (route,) = read_checkpoint(written(tmp_path / "b.index.json", {"weight_map": weight_map})).routes
+    assert (route.name, route.aliases) == ("embed.weight", ("lm_head.weight",))
+
+
+def test_safetensors_without_an_index_are_one_model_unless_they_repeat_a_name(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2, 3)}, tmp_path / "1.safetensors")
+    save_file({"b": torch.zeros(3, 2)}, tmp_path / "2.safetensors")
+    assert read_shapes(read_checkpoint(tmp_path)) == {"a": (2, 3), "b": (3, 2)}
+    save_file({"a": torch.zeros(2, 3)}, tmp_path / "3.safetensors")
+    with pytest.raises(ValueError, match=r"3\.safetensors: .* found 'a', which is also in 1\.safetensors"):
+        read_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("key", [None, "model", "module", "state_dict", "model_state_dict"])
+def test_a_torch_file_keeps_the_models_order_and_its_optimizer_is_not_listed(tmp_path: Path, key: str | None) -> None:
+    model = UnevenLM()
+    model.register_buffer("steps", torch.zeros(3, 3, dtype=torch.int64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int64)).backward()
+    optimizer.step()
+    state = model.state_dict()
+    torch.save(state if key is None else {"optimizer": optimizer.state_dict(), key: state}, tmp_path / "a.pt")
+    shapes = read_checkpoint(tmp_path / "a.pt")
+    assert list(read_shapes(shapes).items()) == list(shapes_of(model).items())
+    assert {r.name for r in shapes.routes if r.kind == "matrix"} == set(MATRICES)
+    assert len(shapes.notes) == 2 and "left out: 1 tensor(s)" in shapes.notes[1] and "'steps'" in shapes.notes[1]
+
+
+def test_a_torch_files_tied_weights_are_one_parameter(tmp_path: Path) -> None:
+    model = UnevenLM()
+    model.lm_head.weight = model.embedding.weight
+    torch.save(model.state_dict(), tmp_path / "a.pt")
+    shapes = read_checkpoint(tmp_path / "a.pt")
+    assert read_shapes(shapes) == shapes_of(model)
+    assert {r.name: r.aliases for r in shapes.routes if r.aliases} == {"embedding.weight": ("lm_head.weight",)}
+
+
+class Hostile:
+    """Unpickled, it would make a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.mark.parametrize("form", ["torch file", "nested in a torch file", "pickle", "DCP", "nested in DCP"])
+def test_a_hostile_pickle_does_not_run(tmp_path: Path, form: str) -> None:
+    mark, path = tmp_path / "ran", tmp_path / "a.pt"
+    if "torch file" in form:
+        torch.save({"w": torch.zeros(2, 2), "x": Hostile(mark)} if "nested" in form else Hostile(mark), path)
+    elif form == "pickle":
+        path.write_bytes(pickle.dumps(Hostile(mark)))
+    elif form == "DCP":
+        path = tmp_path
+        (path / ".metadata").write_bytes(pickle.dumps(Hostile(mark)))
+    else:
+        path = tmp_path / "dcp"
+        save_dcp({"w": torch.zeros(2, 2)}, path)
+        metadata = dcp.FileSystemReader(path).read_metadata()
+        metadata.storage_data = Hostile(mark)
+        (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    if form == "nested in DCP":
+        assert read_shapes(read_checkpoint(path)) == {"w": (2, 2)}  # nothing in it is run, so nothing speaks against it
+    else:
+        with pytest.raises(ValueError, match="expected .* found"):
+            read_checkpoint(path)
+    assert not mark.exists()
+    pickle.loads(pickle.dumps(Hostile(mark)))
+    assert mark.exists(), "the pickle is not hostile, so this test shows nothing"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"state": {}, "param_groups": []}, "expected a state dict .* found the keys"),
+        ([1, 2], "found an object of list"),
+        (argparse.Namespace(lr=1), "found an object of argparse.Namespace; .* can run code"),
+        (nn.Linear(2, 2), "found an object of torch.nn.modules.linear.Linear"),
+        (None, "torch.save of torch 1.6 or newer, .* found another"),
+    ],
+)
+def test_a_torch_file_without_a_state_dict_is_an_error(tmp_path: Path, content: Any, message: str) -> None:
+    old = {"_use_new_zipfile_serialization": content is not None}
+    torch.save({"w": torch.zeros(2, 2)} if content is None else content, tmp_path / "a.pt", **old)
+    with pytest.raises(ValueError, match=rf"a\.pt: (.|\n)*{message}"):
+        read_checkpoint(tmp_path / "a.pt")
+
+
+# torch.distributed.checkpoint
+
+
+@pytest.mark.parametrize("nesting", ["flat", "model", "app"])
+def test_a_dcp_folder_gives_the_model_and_not_its_optimizer(tmp_path: Path, nesting: str) -> None:
+    model = UnevenLM().bfloat16()
+    model.register_buffer("steps", torch.zeros(3, 3, dtype=torch.int64))
+    moments = {name: {"exp_avg": torch.zeros_like(param)} for name, param in model.named_parameters()}
+    state: dict[str, Any] = {"optim": {"state": moments}, "step": 3}
+    state = state | ({"model": model.state_dict()} if nesting != "flat" else model.state_dict())
+    save_dcp({"app": state} if nesting == "app" else state, tmp_path)
+    shapes = read_checkpoint(tmp_path)
+    assert list(read_shapes(shapes).items()) == list(shapes_of(model).items())
+    assert shapes.source == f"torch.distributed.checkpoint folder {tmp_path.name}"
+    assert "left out: 1 tensor(s)" in shapes.notes[-1]
+
+
+def test_a_dcp_folder_of_flat_names_alone_lists_no_optimizer_state(tmp_path: Path) -> None:
+    """As Megatron writes it: nothing but the names says what is optimizer state."""
+    state = {"layers.w": torch.zeros(4, 6), "optimizer.state.exp_avg.layers.w": torch.zeros(4, 6)}
+    save_dcp(state, tmp_path, planner=dcp.DefaultSavePlanner(flatten_state_dict=False))
+    assert read_shapes(read_checkpoint(tmp_path)) == {"layers.w": (4, 6)}
+
+
+def test_broken_dcp_metadata_is_an_error(tmp_path: Path) -> None:
+    save_dcp({"w": torch.zeros(2, 2)}, tmp_path)
+    metadata = (tmp_path / ".metadata").read_bytes()
+    for broken in (b"", metadata[:-20], pickle.dumps({"w": 1}), pickle.dumps(random.Random())):
+        (tmp_path / ".metadata").write_bytes(broken)
+        with pytest.raises(ValueError, match=r"\.metadata: expected .* found"):
+            read_checkpoint(tmp_path)
+
+
+# DeepSpeed
+
+
+def uneven_with_a_frozen_layer_a_buffer_and_a_tied_head() -> nn.Module:
+    model = UnevenLM()
+    model.gate.requires_grad_(False)
+    model.register_buffer("table", torch.zeros(3, 4))
+    model.lm_head.weight = model.embedding.weight
+    return model
+
+
+def save_deepspeed(folder: str, stage: int) -> None:
+    settings = config(stage)
+    settings["optimizer"] = {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}}
+    model = uneven_with_a_frozen_layer_a_buffer_and_a_tied_head()
+    with engine_for(settings, model, model_parameters=[p for p in model.parameters() if p.requires_grad]) as engine:
+        train(engine, 1)
+        engine.save_checkpoint(folder)
+
+
+def check_uneven(shapes: ModelShapes, *, frozen: set[str]) -> None:
+    model = uneven_with_a_frozen_layer_a_buffer_and_a_tied_head()
+    assert read_shapes(shapes) == shapes_of(model)
+    assert {r.name for r in shapes.routes if r.kind == "frozen"} == frozen
+    assert {r.name for r in shapes.routes if r.kind == "matrix"} == set(MATRICES) - frozen
+    assert {r.name: r.aliases for r in shapes.routes if r.aliases} == {"embedding.weight": ("lm_head.weight",)}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_deepspeed_checkpoint_gives_the_whole_model_at_every_stage(
+    ranks: RankPool, tmp_path: Path, stage: int
+) -> None:
+    ranks.run(save_deepspeed, str(tmp_path), stage)
+    shapes = read_checkpoint(tmp_path)
+    check_uneven(shapes, frozen={"gate.weight", "gate.bias"} if stage else set())  # stage 0 does not say
+    assert [r.name for r in shapes.routes] == list(shapes_of(uneven_with_a_frozen_layer_a_buffer_and_a_tied_head()))
+    assert shapes.source == "DeepSpeed checkpoint global_step1"
+    states = min((tmp_path / "global_step1").glob("*mp_rank_00_model_states.pt"))
+    for path in (tmp_path / "global_step1", states):
+        assert read_checkpoint(path).routes == shapes.routes
+
+
+def convert_to_universal(folder: Path) -> Path:
+    """DeepSpeed's own conversion of the checkpoint in ``folder``; the folder with its ``latest_universal``."""
+    target = folder / "converted" / "universal"
+    options = {"keep_temp_folder": False, "strict": True, "inject_missing_state": True}
+    ds_to_universal.main(
+        argparse.Namespace(
+            input_folder=str(folder / "global_step1"), output_folder=str(target),
+            num_extract_workers=1, num_merge_workers=1, **options,
+        )
+    )  # fmt: skip
+    return target.parent
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_deepspeed_universal_checkpoint_gives_the_whole_model(ranks: RankPool, tmp_path: Path, stage: int) -> None:
+    ranks.run(save_deepspeed, str(tmp_path), stage)
+    folder = convert_to_universal(tmp_path)
+    assert (folder / "universal" / "zero" / "layers.0.weight" / "fp32.pt").is_file()
+    assert read_checkpoint(folder).routes == read_checkpoint(tmp_path).routes
+    for states in (folder / "universal").glob("*model_states.pt"):
+        states.unlink()
+    if stage == 3:  # which writes the parameters flat
+        with pytest.raises(ValueError, match=r"fp32\.pt: expected .* copy the \*_model_states\.pt files"):
+            read_checkpoint(folder)
+        return
+    shapes = read_checkpoint(folder)
+    true = shapes_of(uneven_with_a_frozen_layer_a_buffer_and_a_tied_head())
+    assert {name: shape for name, shape in read_shapes(shapes).items() if name in true} == true
+    assert "universal" in shapes.source and "alphabetical order" in shapes.notes[1]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (["mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"], "the pieces of 2 model-parallel ranks"),
+        (
+            ["mp_rank_00_model_states.pt", "layer_0_expert_0_mp_rank_00_model_states.pt"],
+            "experts in files of their own",
+        ),
+        (["mp_rank_00_model_states.pt"], "as with pipeline parallelism"),
+    ],
+)
+def test_deepspeed_checkpoints_of_pieces_are_refused(tmp_path: Path, files: list[str], message: str) -> None:
+    for file in files:
+        torch.save({"module": None}, tmp_path / file)
+    with pytest.raises(ValueError, match=message):
+        read_checkpoint(tmp_path)
+
+
+def test_a_pointer_to_a_tag_that_is_gone_is_an_error(tmp_path: Path) -> None:
+    written(tmp_path / "latest", "global_step7")
+    with pytest.raises(ValueError, match="latest: expected the name of a folder beside it, found 'global_step7'"):
+        read_checkpoint(tmp_path)
+
+
+# Anything else
+
+
+def test_what_is_no_checkpoint_is_an_error_that_lists_the_formats(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nothing.pt: expected a checkpoint, found nothing there"):
+        read_checkpoint(tmp_path / "nothing.pt")
+    with pytest.raises(ValueError, match="expected a .*safetensors .* DeepSpeed, found a file ending in '.txt'"):
+        read_checkpoint(written(tmp_path / "notes.txt", "7"))
+    with pytest.raises(ValueError, match="expected a .*safetensors .* DeepSpeed, found notes.txt"):
+        read_checkpoint(tmp_path)
