@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from lwopt_backend.plan.buffers.groups import plan_buffer
 from lwopt_backend.plan.types import Atom
-from lwopt_backend.study.host_storage import FSDP2, ZERO, sharded_part, zero_part
-from lwopt_backend.study.owned import OWNED, owned_part
+from lwopt_backend.study.host_storage import fsdp2_elements, sharded_part, zero_part
+from lwopt_backend.study.owned import owned_part
 from lwopt_backend.study.part import Part, RankMemory, Setting
 
 ENGINES = ("owned", "zero1", "zero2", "zero3", "fsdp2")
@@ -27,7 +27,7 @@ def plan_part(name: str, atoms: Sequence[Atom], ranks: int, setting: Setting) ->
             machine=setting.machine,
             cost=setting.cost,
             group_size=setting.group_size,
-            elements=OWNED,
+            elements=setting.elements,
         )
         return owned_part(name, grouped, setting)
     if setting.engine in ("zero1", "zero2"):
@@ -35,12 +35,12 @@ def plan_part(name: str, atoms: Sequence[Atom], ranks: int, setting: Setting) ->
     return sharded_part(name, atoms, ranks, setting)
 
 
-def elementwise_memory(numel: int, ranks: int, engine: str) -> RankMemory:
+def elementwise_memory(numel: int, ranks: int, setting: Setting) -> RankMemory:
     """AdamW's parameters: two moments, evenly sharded, as their host holds them."""
     shard = -(-numel // ranks)
-    e = {"owned": OWNED, "fsdp2": FSDP2}.get(engine, ZERO)
-    whole = engine in ("owned", "zero1", "zero2")
-    gradients = numel if engine in ("owned", "zero1") else shard
+    e = fsdp2_elements() if setting.engine == "fsdp2" else setting.elements
+    whole = setting.engine in ("owned", "zero1", "zero2")
+    gradients = numel if setting.engine in ("owned", "zero1") else shard
     return RankMemory(
-        (numel if whole else shard) * e.parameter, gradients * e.gradient, shard * e.master, 2 * shard * 4
+        (numel if whole else shard) * e.parameter, gradients * e.gradient, shard * e.master, 2 * shard * e.state
     )

@@ -13,13 +13,15 @@ from lwopt_backend.plan.storage import FlatPartition
 from lwopt_backend.plan.types import Atom
 from lwopt_backend.study.part import Collective, Part, RankMemory, Setting, owned_atoms, workspace
 
+PARAMETER_BYTES = 2  # bf16 on the wire, whatever dtype the shards have
 EXCHANGE_BYTES = 2  # bf16, the dtype in which Newton-Schulz begins and ends
 IN_FLIGHT = 2  # exchange buckets at a time
 EXCHANGE_BUCKET = 2**24  # elements of an exchange bucket, the default of ``bucket_numel``
 
-# ZeRO: bf16 parameters and gradients, fp32 masters. FSDP2: the fp32 shards are the masters, bf16 travels.
-ZERO = Elements(parameter=2, gradient=2, master=4, state=4)
-FSDP2 = Elements(parameter=4, gradient=4, master=0, state=4)
+
+def fsdp2_elements() -> Elements:
+    """FSDP2's fp32 shards of parameters are the masters; bf16 travels."""
+    return Elements(parameter=4, gradient=4, master=0, state=4)
 
 
 def zero_part(name: str, atoms: Sequence[Atom], ranks: int, setting: Setting) -> Part:
@@ -36,9 +38,9 @@ def zero_part(name: str, atoms: Sequence[Atom], ranks: int, setting: Setting) ->
     sent = max(plan.wire_bytes())
     moved = [
         Collective("all-to-all to the owners, and back", 2 * len(plan.buckets), sent),
-        *_zero_traffic(setting.engine, layout.partition_numel * ranks, ranks),
+        *_zero_traffic(setting, layout.partition_numel * ranks, ranks),
     ]
-    part, e = layout.partition_numel, ZERO
+    part, e = layout.partition_numel, setting.elements
     gradients = layout.partition_numel * ranks * e.gradient if setting.engine == "zero1" else part * e.gradient
     owned = owned_atoms(atoms, plan.ownership.owners, ranks)
     memory = [
@@ -79,27 +81,28 @@ def _largest_bucket(plan: MatrixPlan, atoms: Sequence[Atom]) -> int:
     return max((sum(atoms[i].numel for i in members) for members in plan.buckets), default=0)
 
 
-def _zero_traffic(engine: str, numel: int, ranks: int) -> list[Collective]:
+def _zero_traffic(setting: Setting, numel: int, ranks: int) -> list[Collective]:
     """DeepSpeed's own: stages 1 and 2 all-reduce gradients and gather parameters."""
     share = (ranks - 1) / ranks
     return [
-        Collective(f"{engine}'s all-reduce of gradients", 1, int(2 * ZERO.gradient * numel * share)),
-        Collective(f"{engine}'s all-gather of parameters", 1, int(ZERO.parameter * numel * share)),
+        Collective(f"{setting.engine}'s all-reduce of gradients", 1, int(2 * setting.gradient_bytes * numel * share)),
+        Collective(f"{setting.engine}'s all-gather of parameters", 1, int(PARAMETER_BYTES * numel * share)),
     ]
 
 
 def sharded_part(name: str, atoms: Sequence[Atom], ranks: int, setting: Setting) -> Part:
     """ZeRO-3 and FSDP2: every matrix is spread over all ranks, so all of them travel to owners and back."""
     plan = plan_compact(atoms, ranks, bucket_numel=setting.bucket_numel or EXCHANGE_BUCKET)
-    e = FSDP2 if setting.engine == "fsdp2" else ZERO
+    e = fsdp2_elements() if setting.engine == "fsdp2" else setting.elements
     shard, share = -(-plan.numel // ranks), (ranks - 1) / ranks
     # A rank sends its piece of every matrix that is not its own, and as an owner all other ranks' pieces of the update.
     exchanged = int((shard + max(plan.owned_numels())) * share * EXCHANGE_BYTES)
-    host = 2 if setting.engine == "fsdp2" else ZERO.parameter
     collectives = (
         Collective("all-to-all to the owners, and back", 2 * len(plan.shard_numels), exchanged),
-        Collective(f"{setting.engine}'s reduce-scatter of gradients", 1, int(plan.numel * e.gradient * share)),
-        Collective(f"{setting.engine}'s all-gathers of parameters", 2, int(2 * plan.numel * host * share)),
+        Collective(
+            f"{setting.engine}'s reduce-scatter of gradients", 1, int(plan.numel * setting.gradient_bytes * share)
+        ),
+        Collective(f"{setting.engine}'s all-gathers of parameters", 2, int(2 * plan.numel * PARAMETER_BYTES * share)),
     )
     owned = owned_atoms(plan.atoms, plan.owners, ranks)
     largest = max(plan.bucket_numels)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from lwopt_backend.plan.buffers.groups import Grouped
-from lwopt_backend.plan.buffers.step import Elements, timeline
+from lwopt_backend.plan.buffers.step import timeline
 from lwopt_backend.study.part import Collective, Part, RankMemory, Setting, owned_atoms, workspace
-
-# bf16 parameters; gradients are summed in fp32, as in Megatron-Core.
-OWNED = Elements(parameter=2, gradient=4, master=4, state=4)
 
 
 def owned_part(name: str, grouped: Grouped, setting: Setting) -> Part:
     """The figures of a planned buffer."""
-    plan, e = grouped.plan, OWNED
+    plan, e = grouped.plan, setting.elements
     numel, shard = plan.numel, plan.buffer_numel // plan.shards
     share = (plan.shards - 1) / plan.shards
     collectives = [

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lwopt_backend.plan.buffers.layout import imbalance
-from lwopt_backend.plan.buffers.step import BucketTime
+from lwopt_backend.plan.buffers.step import BucketTime, Elements
 from lwopt_backend.plan.cost import CostModel, max_min_squared
 from lwopt_backend.plan.machine import Machine, StepTime
 from lwopt_backend.plan.types import Atom
@@ -14,7 +14,11 @@ from lwopt_backend.plan.types import Atom
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a part is planned for. ``group_size`` None lets the planner choose, ``bucket_numel`` None is one bucket."""
+    """What a part is planned for. ``group_size`` None lets the planner choose, ``bucket_numel`` None is one bucket.
+
+    ``gradient_bytes`` are those of an element of a gradient as it is kept and as it travels, the same in every system
+    that is compared: 4 (summed in fp32) or 2 (bf16). Parameters are bf16, their masters and the state fp32.
+    """
 
     engine: str
     layout: str
@@ -22,6 +26,11 @@ class Setting:
     machine: Machine
     cost: CostModel
     group_size: int | None = None
+    gradient_bytes: int = 4
+
+    @property
+    def elements(self) -> Elements:
+        return Elements(parameter=2, gradient=self.gradient_bytes, master=4, state=4)
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ class Stage:
 
     def memory(self) -> list[RankMemory]:
         """Per rank of the stage, of all buffers and of the element-wise parameters."""
-        rest = elementwise_memory(self.elementwise_numel, self.deployment.dp, self.setting.engine)
+        rest = elementwise_memory(self.elementwise_numel, self.deployment.dp, self.setting)
         return [
             sum((part.memory[self.place(part, rank)] for part in self.parts), start=rest) for rank in range(self.ranks)
         ]

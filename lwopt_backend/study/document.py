@@ -1,0 +1,127 @@
+"""A study as plain data: what ``--json`` prints, and what the report and the picture are made from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from lwopt_backend.plan.buffers.layout import imbalance
+from lwopt_backend.plan.cost import max_min_squared
+from lwopt_backend.plan.machine import StepTime
+from lwopt_backend.study.part import Part
+from lwopt_backend.study.study import Stage, Study
+from lwopt_backend.study.what_if import Alternative
+
+SCHEMA = 1
+
+
+def document(study: Study, *, source: str, rows: Sequence[Alternative] = ()) -> dict[str, Any]:
+    """The study as JSON-able data.
+
+    The figures at the top are those of the stage that takes longest, over all its buffers: ``buckets`` (their number),
+    ``buffer_numel``, ``padding_pct``, ``cost_imbalance`` (max over mean of l s^2 per rank), ``flops_imbalance`` (of the
+    cost that was planned for), ``numel_imbalance``, ``owners`` (of ``matrices``, in model order; the rank within its
+    buffer's group), ``group_size`` (of the dense buffer), ``seconds`` (modelled, parts added). Memory is in bytes.
+    """
+    stage = study.worst
+    numel = sum(part.numel for part in stage.parts)
+    buffer_numel = sum(part.buffer_numel for part in stage.parts)
+    body = {
+        "schema": SCHEMA,
+        "source": source,
+        "engine": study.setting.engine,
+        "cost": study.setting.cost.name,
+        "cluster": asdict(study.setting.machine),
+        "deployment": asdict(study.deployment) | {"dp": study.deployment.dp, "expert_dp": study.deployment.expert_dp},
+        "buckets": sum(len(part.bucket_numels) for part in stage.parts),
+        "numel": numel,
+        "buffer_numel": buffer_numel,
+        "padding_pct": 100 * (buffer_numel / numel - 1),
+        "cost_imbalance": imbalance(_per_rank(stage, [_estimates(part) for part in stage.parts])),
+        "flops_imbalance": imbalance(stage.loads()),
+        "numel_imbalance": imbalance(_per_rank(stage, [part.owned_numels for part in stage.parts])),
+        "group_size": stage.parts[0].group_size,
+        "layout": stage.parts[0].layout,
+        "seconds": stage.time.total,
+        "seconds_parts": _seconds(stage.time),
+        "peak_bytes": max(memory.peak for memory in stage.memory()),
+        "stage": stage.index,
+        "stages": [_stage_line(each) for each in study.stages],
+        "parts": [_part(part) for part in stage.parts],
+        "load_per_rank": stage.loads(),
+        "memory_per_rank": [asdict(memory) for memory in stage.memory()],
+        "what_if": [asdict(row) | {"seconds": row.time.total} for row in rows],
+        "matrices": [atom.name for part in stage.parts for atom in part.atoms],
+        "owners": [owner for part in stage.parts for owner in part.owners],
+    }
+    return body | {"digest": plan_digest(study)}
+
+
+def plan_digest(study: Study) -> str:
+    """Identifies who owns what in which bucket, over all stages; equal plans have equal digests on every machine."""
+    content = [
+        [part.name, part.group_size, part.layout, [a.name for a in part.atoms], part.owners, part.buckets]
+        for stage in study.stages
+        for part in stage.parts
+    ]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+
+def _part(part: Part) -> dict[str, Any]:
+    return {
+        "name": part.name,
+        "matrices": len(part.atoms),
+        "ranks": part.ranks,
+        "group_size": part.group_size,
+        "instances": part.ranks // part.group_size,
+        "layout": part.layout,
+        "strategy": part.strategy,
+        "buckets": len(part.bucket_numels),
+        "bucket_numels": list(part.bucket_numels),
+        "bucket_of": list(part.buckets),
+        "numel": part.numel,
+        "buffer_numel": part.buffer_numel,
+        "padding_pct": 100 * part.padding,
+        "cost_imbalance": part.cost_imbalance,
+        "flops_imbalance": part.flops_imbalance,
+        "numel_imbalance": part.numel_imbalance,
+        "seconds": part.time.total,
+        "seconds_parts": _seconds(part.time),
+        "collectives": [asdict(collective) for collective in part.collectives],
+        "timeline": [asdict(bucket) for bucket in part.timeline],
+        "loads": list(part.loads),
+    }
+
+
+def _stage_line(stage: Stage) -> dict[str, Any]:
+    return {
+        "stage": stage.index,
+        "matrices": sum(len(part.atoms) for part in stage.parts),
+        "padding_pct": {part.name: 100 * part.padding for part in stage.parts},
+        "group_size": {part.name: part.group_size for part in stage.parts},
+        "flops_imbalance": imbalance(stage.loads()),
+        "seconds": stage.time.total,
+        "peak_bytes": max(memory.peak for memory in stage.memory()),
+    }
+
+
+def _seconds(time: StepTime) -> dict[str, float]:
+    return {"compute": time.compute, "wire": time.wire, "latency": time.latency}
+
+
+def _estimates(part: Part) -> list[int]:
+    sums = [0] * part.group_size
+    for atom, owner in zip(part.atoms, part.owners):
+        sums[owner] += max_min_squared(atom.shape)
+    return sums
+
+
+def _per_rank(stage: Stage, amounts: Sequence[Sequence[int]]) -> list[int]:
+    """Per rank of the stage, the sum over its buffers of what its shards have."""
+    return [
+        sum(per_shard[stage.place(part, rank)] for part, per_shard in zip(stage.parts, amounts))
+        for rank in range(stage.ranks)
+    ]
