@@ -103,7 +103,7 @@ def plan_table(groups: Sequence[GroupPlan]) -> Table:
     table = Table()
     for heading in ("rank", "atoms", f"{work} GFLOP", "of all", "state", "elements that move", "sent a step"):
         table.add_column(heading, justify="right")
-    for rank in _shown_ranks(loads):
+    for rank in shown_ranks(loads):
         stored = sum(layout.stored_numel(rank) for layout, _ in plans)
         table.add_row(
             str(rank),
@@ -121,7 +121,8 @@ def _per_rank(figures: Sequence[Sequence[int]], world_size: int) -> list[int]:
     return [sum(figure[rank] for figure in figures) for rank in range(world_size)]
 
 
-def _shown_ranks(loads: Sequence[int]) -> list[int]:
+def shown_ranks(loads: Sequence[int]) -> list[int]:
+    """All ranks, or where there are many the first few, the busiest and the least busy."""
     ranks = range(len(loads))
     if len(loads) <= MOST_RANKS:
         return list(ranks)

@@ -13,6 +13,7 @@ Shape = tuple[int, int]
 
 # An H100's dense bf16 rate over its memory bandwidth (989e12 / 3.35e12): flops that pass while one byte is moved.
 FLOPS_PER_BYTE = 295
+FLOPS_PER_ESTIMATE = 24  # Newton-Schulz flops per l s^2: 30 for a square matrix, 20 for a very long one
 GRAM_ASPECT = 1.5  # below it the Gram form saves nothing
 SOAP_FREQUENCY = 10  # steps between two updates of the eigenbases, SOAP's default
 SHAMPOO_FREQUENCY = 100  # steps between two inverse roots, Distributed Shampoo's advice for large models
@@ -83,16 +84,18 @@ def shampoo_flops(shape: Shape) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """What planning balances: ``of(shape)`` in ``unit``."""
+    """What planning balances: ``of(shape)`` in ``unit``: "flops", "ns", or "l s^2" (24 flops each)."""
 
     name: str
-    unit: str  # "flops" or "ns"
+    unit: str
     of: Callable[[Shape], int]
     meaning: str
 
     def seconds(self, cost: int | float, flops_per_second: float) -> float:
         """Seconds that ``cost`` takes on a device that reaches ``flops_per_second``."""
-        return cost / (1e9 if self.unit == "ns" else flops_per_second)
+        if self.unit == "ns":
+            return cost / 1e9
+        return cost * (FLOPS_PER_ESTIMATE if self.unit == "l s^2" else 1) / flops_per_second
 
 
 COSTS: Mapping[str, CostModel] = MappingProxyType(
@@ -102,7 +105,7 @@ COSTS: Mapping[str, CostModel] = MappingProxyType(
             CostModel("newton_schulz", "flops", newton_schulz_flops, "5 (4 s^2 l + 2 s^3), exact"),
             CostModel("batched", "flops", batched_flops, "newton_schulz and its memory traffic, launches shared"),
             CostModel("gram", "flops", gram_flops, "Newton-Schulz on the Gram matrix from aspect 1.5 on"),
-            CostModel("max_min_squared", "flops", max_min_squared, "l s^2, Megatron-Core's estimate"),
+            CostModel("max_min_squared", "l s^2", max_min_squared, "l s^2, Megatron-Core's estimate"),
             CostModel("soap", "flops", soap_flops, "statistics, projections, eigenbases every 10 steps"),
             CostModel("shampoo", "flops", shampoo_flops, "statistics, products, inverse roots every 100 steps"),
         )

@@ -9,6 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# torch 2.13 renamed them and warns about the names that older versions have.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Pending(Protocol):
     """A collective under way; ``wait`` returns when its result may be read on the current stream."""
@@ -46,8 +50,35 @@ class TorchCollectives:
             received, sent, list(receive_splits), list(send_splits), group=self.group, async_op=True
         )
 
+    def reduce_scatter(self, mine: Tensor, sent: Tensor) -> None:
+        """Sum ``sent`` over all ranks; ``mine`` becomes this rank's equal part of the sum."""
+        _reduce_scatter(mine, sent, group=self.group)
+
+    def all_gather(self, received: Tensor, mine: Tensor) -> None:
+        """``received`` becomes all ranks' equally long ``mine``, in rank order."""
+        _all_gather(received, mine, group=self.group)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum ``tensor`` over all ranks, in place."""
+        dist.all_reduce(tensor, group=self.group)
+
+    def barrier(self) -> None:
+        """Return when all ranks are here."""
+        dist.barrier(self.group)
+
     def gather_objects(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.world_size
         with torch.no_grad():
             dist.all_gather_object(values, value, group=self.group)
         return values
+
+
+def join(rank: int, world_size: int, meeting_point: str) -> TorchCollectives:
+    """Make this process one of ``world_size`` ranks that meet over a file; gloo, for trials on one machine."""
+    dist.init_process_group("gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=world_size)
+    return TorchCollectives()
+
+
+def leave() -> None:
+    """End what ``join`` began."""
+    dist.destroy_process_group()

@@ -1,0 +1,5 @@
+"""The command ``lwopt``."""
+
+from lwopt_backend.cli.app import main
+
+__all__ = ["main"]

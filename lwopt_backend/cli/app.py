@@ -1,0 +1,31 @@
+"""The commands, and how their errors are shown."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from lwopt_backend.cli.calibrate_command import calibrate
+from lwopt_backend.cli.plan_command import plan
+from lwopt_backend.cli.simulate_command import simulate
+
+app = typer.Typer(
+    name="lwopt",
+    help="Plan layer-wise sharding before booking a cluster.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (plan, simulate, calibrate):
+    app.command(no_args_is_help=True)(command)
+
+
+def main() -> None:
+    """Run a command; what a user can mend is one line and exit code 2, not a traceback."""
+    try:
+        app()
+    except (ValueError, OSError, ImportError) as error:
+        sys.stdout.flush()
+        typer.secho(f"error: {error}", fg="red", err=True)
+        raise SystemExit(2) from None

@@ -1,0 +1,127 @@
+"""Options that several commands share, and what they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from lwopt_backend.calibrate import default_path
+from lwopt_backend.model_shapes import ModelShapes, read_checkpoint, read_hugging_face, read_shapes_json
+from lwopt_backend.plan.cost import COSTS, CostModel
+from lwopt_backend.plan.cost_table import read_cost_table
+from lwopt_backend.spelling import suggestion
+from lwopt_backend.study.engines import ENGINES
+
+Engine = Enum("Engine", {name: name for name in ENGINES}, type=str)
+Layout = Enum("Layout", {name: name for name in ("padded", "compact", "auto")}, type=str)
+GradDtype = Enum("GradDtype", {"fp32": "fp32", "bf16": "bf16"}, type=str)
+
+MEASURED = "measured"
+OWNED_BUCKET = 40_000_000  # elements, Megatron-Core's default
+MODEL, CLUSTER, PLAN, OUTPUT = "The model", "The cluster", "The plan", "Output"
+
+HuggingFace = Annotated[
+    Path | None,
+    typer.Option("--hf", metavar="PATH", help="A Hugging Face config.json, or its folder.", rich_help_panel=MODEL),
+]
+Checkpoint = Annotated[
+    Path | None,
+    typer.Option(metavar="PATH", help="A checkpoint; only names and shapes are read.", rich_help_panel=MODEL),
+]
+Shapes = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help='JSON of matrices: [["name", [rows, columns]], ...] in model order.', rich_help_panel=MODEL
+    ),
+]
+Include = Annotated[
+    list[str] | None, typer.Option(metavar="GLOB", help="Names that are matrices all the same.", rich_help_panel=MODEL)
+]
+Exclude = Annotated[
+    list[str] | None, typer.Option(metavar="GLOB", help="Names that are not matrices.", rich_help_panel=MODEL)
+]
+Splits = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--split",
+        metavar="GLOB=HOW",
+        help="Plan a parameter as several matrices: GLOB=N equal row blocks, GLOB=rows,rows,... or GLOB=stack.",
+        rich_help_panel=MODEL,
+    ),
+]
+Cluster = Annotated[
+    str, typer.Option(metavar="NAME|FILE", help="A known cluster, or a YAML file of one.", rich_help_panel=CLUSTER)
+]
+Cost = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME|FILE",
+        help=f"What work costs: {', '.join(COSTS)}, or {MEASURED}: the table that `lwopt calibrate` made, or its file.",
+        rich_help_panel=PLAN,
+    ),
+]
+BucketNumel = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|none",
+        help="Least elements of a bucket; none is one bucket. Default: 40000000, and 16777216 for zero and fsdp2.",
+        rich_help_panel=PLAN,
+    ),
+]
+
+
+def read_model(
+    hf: Path | None,
+    checkpoint: Path | None,
+    shapes: Path | None,
+    include: Sequence[str] | None,
+    exclude: Sequence[str] | None,
+) -> ModelShapes:
+    """The model that exactly one of ``hf``, ``checkpoint`` and ``shapes`` names. Raises ValueError otherwise."""
+    given = [name for name, path in (("--hf", hf), ("--checkpoint", checkpoint), ("--shapes", shapes)) if path]
+    if len(given) != 1:
+        raise ValueError(f"give one of --hf, --checkpoint and --shapes; found {' and '.join(given) or 'none'}")
+    include, exclude = tuple(include or ()), tuple(exclude or ())
+    if hf:
+        return read_hugging_face(hf, include, exclude)
+    if checkpoint:
+        return read_checkpoint(checkpoint, include, exclude)
+    if include or exclude:
+        raise ValueError("--include and --exclude choose among a model's parameters; a list of shapes is all matrices")
+    assert shapes
+    return read_shapes_json(shapes)
+
+
+def cost_named(name: str) -> CostModel:
+    """The cost model called ``name``, or the measured table in the file ``name``. Raises ValueError."""
+    if name in COSTS:
+        return COSTS[name]
+    if name == MEASURED:
+        table = read_cost_table(default_path(own_device()))
+    elif Path(name).suffix:
+        table = read_cost_table(Path(name))
+    else:
+        raise ValueError(f"unknown cost {name!r}; {suggestion(name, [*COSTS, MEASURED])} A table's file works as well")
+    # The stepper stacks equal matrices on a GPU and takes them one by one on a CPU.
+    return table.model(stacked=not table.device.startswith("cpu"))
+
+
+def own_device() -> torch.device:
+    """The accelerator of this machine, or its CPU."""
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
+
+
+def bucket_elements(text: str | None, engine: str) -> int | None:
+    """``--bucket-numel`` as a number, or None for one bucket. Raises ValueError."""
+    if text is None:
+        return OWNED_BUCKET if engine == "owned" else 2**24
+    if text.lower() == "none":
+        return None
+    if not text.isdigit() or int(text) < 1:
+        raise ValueError(f"--bucket-numel: expected a number of elements or 'none', found {text!r}")
+    return int(text)

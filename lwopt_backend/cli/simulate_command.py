@@ -1,0 +1,97 @@
+"""``lwopt simulate``: step time and memory of several systems from few ranks to many, by one cost model."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import track
+
+from lwopt_backend.cli import inputs, tables
+from lwopt_backend.report import WIDTH_WITHOUT_TERMINAL
+from lwopt_backend.study.atoms import check_splits, make_atoms, parse_split
+from lwopt_backend.study.cluster import cluster_named
+from lwopt_backend.study.part import Setting
+from lwopt_backend.study.systems import Figure, compare
+
+WORLD_SIZES = "8,16,32,64,128,256,512,1024,2048,4096"
+
+
+def simulate(
+    hf: inputs.HuggingFace = None,
+    checkpoint: inputs.Checkpoint = None,
+    shapes: inputs.Shapes = None,
+    include: inputs.Include = None,
+    exclude: inputs.Exclude = None,
+    split: inputs.Splits = None,
+    world_sizes: Annotated[str, typer.Option(metavar="W,W,...", help="Data-parallel ranks.")] = WORLD_SIZES,
+    cluster: inputs.Cluster = "h100-8x-ib",
+    cost: inputs.Cost = "newton_schulz",
+    bucket_numel: inputs.BucketNumel = None,
+    layout: Annotated[inputs.Layout, typer.Option(help="Of ours.")] = inputs.Layout.auto,
+    grad_dtype: Annotated[inputs.GradDtype, typer.Option(help="Of all systems.")] = inputs.GradDtype.fp32,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, nothing else.")] = False,
+    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a plot.")] = None,
+    validate: Annotated[
+        bool, typer.Option("--validate", help="Run small steps on this machine's cores, beside what the model says.")
+    ] = False,
+) -> None:
+    """Compare ours, Megatron padded and compact, DeepSpeed's Muon, and replication, over the number of ranks."""
+    if validate:
+        _validate()
+        if not (hf or checkpoint or shapes):
+            return
+    model = inputs.read_model(hf, checkpoint, shapes, include, exclude)
+    splits = dict(parse_split(text) for text in split or ())
+    check_splits(model.routes, splits)
+    setting = Setting(
+        "owned",
+        layout.value,
+        inputs.bucket_elements(bucket_numel, "owned"),
+        cluster_named(cluster),
+        inputs.cost_named(cost),
+        gradient_bytes=4 if grad_dtype is inputs.GradDtype.fp32 else 2,
+    )
+    atoms, _ = make_atoms(model.routes, splits, setting.cost)
+    sizes = _world_sizes(world_sizes)
+    figures: list[Figure] = []
+    for size in track(sizes, description="simulating", console=Console(stderr=True), transient=True):
+        figures += compare(atoms, size, setting)
+    if png:
+        from lwopt_backend.pictures import save_systems_png  # matplotlib is an extra, and slow to import
+
+        save_systems_png(figures, png)
+    if as_json:
+        typer.echo(json.dumps([asdict(figure) | {"seconds": figure.time.total} for figure in figures]))
+        return
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(width=WIDTH_WITHOUT_TERMINAL, highlight=False)
+    console.print(f"Model: {model.source}, {len(atoms)} matrices; cluster {setting.machine.name}; modelled, not run")
+    console.print(tables.simulate_table(figures))
+
+
+def _validate() -> None:
+    from lwopt_backend.study.validation import LAYERS, WIDTH, validate  # starts processes that import torch again
+
+    ranks = max(2, min(4, os.cpu_count() or 1))
+    with Console(stderr=True).status(f"running steps on {ranks} processes"):
+        machine, rows = validate(ranks)
+    console = Console(highlight=False)
+    console.print(
+        f"A GPT of {LAYERS} layers, width {WIDTH}, on {ranks} processes of this machine; "
+        f"measured {machine.bytes_per_second / 1e9:.2f} GB/s, {1e6 * machine.latency_seconds:.0f} us a round"
+    )
+    console.print(tables.validation_table(rows))
+
+
+def _world_sizes(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise ValueError(f"--world-sizes: expected numbers of ranks such as 8,64,512; found {text!r}")
+    return sorted({int(part) for part in parts})

@@ -1,0 +1,146 @@
+"""What ``lwopt plan`` and ``lwopt simulate`` print."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from lwopt_backend.plan.buffers.layout import imbalance
+from lwopt_backend.plan.machine import StepTime
+from lwopt_backend.report import nbytes, shown_ranks
+from lwopt_backend.study.part import Part
+from lwopt_backend.study.study import Stage, Study
+from lwopt_backend.study.systems import Figure
+from lwopt_backend.study.validation import Validated
+from lwopt_backend.study.what_if import Alternative
+
+NONE = "–"
+
+
+def headline(study: Study) -> list[str]:
+    """What was planned for, and the choice in one sentence a buffer."""
+    d, stage = study.deployment, study.worst
+    cut = ", ".join(f"{name} {size}" for name, size in (("tp", d.tp), ("pp", d.pp), ("ep", d.ep)) if size > 1)
+    setting = study.setting
+    sentences = [
+        f"Deployment: {d.world_size} ranks{f' ({cut})' if cut else ''}, {d.dp} data-parallel; engine {setting.engine}; "
+        f"cost {setting.cost.name} ({setting.cost.meaning}); cluster {setting.machine.name}"
+    ]
+    if len(study.stages) > 1:
+        sentences.append(f"Shown is stage {stage.index}, the one that takes longest of {len(study.stages)}.")
+    sentences += [_choice(part) for part in stage.parts]
+    return [*sentences, f"Modelled step: {_spell(stage.time)}, nothing overlapped."]
+
+
+def _choice(part: Part) -> str:
+    instances = part.ranks // part.group_size
+    groups = f"owned by all {part.ranks} ranks"
+    if instances > 1:
+        groups = f"owned by groups of {part.group_size}, in {instances} instances of {part.ranks} ranks"
+    buckets = f"{len(part.bucket_numels)} bucket(s)" if part.bucket_numels else "nothing travels"
+    return (
+        f"Plan of the {part.name} matrices: {len(part.atoms)}, {groups}; {part.layout} layout, {buckets}, "
+        f"padding {part.padding:.2%}, busiest rank over mean {part.flops_imbalance:.3f} ({part.strategy})."
+    )
+
+
+def _spell(time: StepTime) -> str:
+    parts = (time.compute, time.wire, time.latency)
+    work, wire, latency = (f"{1e3 * seconds:.3g}" for seconds in parts)
+    return f"{1e3 * time.total:.4g} ms = {work} work + {wire} wire + {latency} latency"
+
+
+def rank_table(stage: Stage) -> Table:
+    """Work and memory of the ranks of a stage; of many, the first, the busiest, the idlest."""
+    loads, memory = stage.loads(), stage.memory()
+    setting = stage.setting
+    table = Table(title="Per rank")
+    for heading in ("rank", "work ms", "parameters", "gradients", "masters", "state", "padding", "transient", "peak"):
+        table.add_column(heading, justify="right")
+    for rank in shown_ranks(loads):
+        held = memory[rank]
+        sizes = (held.parameters, held.gradients, held.masters, held.state, held.padding, held.transient, held.peak)
+        work = 1e3 * setting.cost.seconds(loads[rank], setting.machine.flops_per_second)
+        table.add_row(str(rank), f"{work:.3g}", *map(nbytes, sizes))
+    return table
+
+
+def collective_table(stage: Stage) -> Table:
+    """What travels in a step, from the busiest rank."""
+    table = Table(title="Per step")
+    for heading in ("matrices", "collective"):
+        table.add_column(heading)
+    for heading in ("calls", "bytes a call", "bytes a step"):
+        table.add_column(heading, justify="right")
+    for part in stage.parts:
+        for one in part.collectives:
+            each = nbytes(one.nbytes // one.count) if one.count else NONE
+            table.add_row(part.name, one.what, str(one.count), each, nbytes(one.nbytes))
+    return table
+
+
+def stage_table(study: Study) -> Table:
+    """One row per pipeline stage."""
+    table = Table(title="Stages")
+    for heading in ("stage", "buffer", "matrices", "group", "padding", "busiest / mean", "step ms", "peak"):
+        table.add_column(heading, justify="left" if heading == "buffer" else "right")
+    for stage in study.stages:
+        for index, part in enumerate(stage.parts):
+            step = f"{1e3 * stage.time.total:.4g}" if index == 0 else ""
+            peak = nbytes(max(memory.peak for memory in stage.memory())) if index == 0 else ""
+            cells = (str(len(part.atoms)), str(part.group_size), f"{part.padding:.2%}", f"{imbalance(part.loads):.3f}")
+            table.add_row(str(stage.index) if index == 0 else "", part.name, *cells, step, peak)
+    return table
+
+
+def what_if_table(name: str, rows: Sequence[Alternative]) -> Table:
+    """One row per alternative, the chosen plan first."""
+    table = Table(title=f"What if: the {name} matrices")
+    table.add_column("plan")
+    for heading in ("buckets", "padding", "busiest / mean", "work ms", "wire ms", "step ms", "peak"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        times = (row.time.compute, row.time.wire, row.time.total)
+        table.add_row(
+            row.what,
+            NONE if row.buckets is None else str(row.buckets),
+            NONE if row.padding is None else f"{row.padding:.2%}",
+            NONE if row.flops_imbalance is None else f"{row.flops_imbalance:.3f}",
+            *(f"{1e3 * seconds:.4g}" for seconds in times),
+            NONE if row.memory is None else nbytes(row.memory),
+        )
+    return table
+
+
+def simulate_table(figures: Sequence[Figure]) -> Table:
+    """One row per system and number of ranks."""
+    table = Table()
+    table.add_column("ranks", justify="right")
+    table.add_column("system")
+    for heading in ("work ms", "wire ms", "latency ms", "step ms", "peak", "all work / one process'"):
+        table.add_column(heading, justify="right")
+    table.add_column("how")
+    last = None
+    for figure in figures:
+        if last is not None and last != figure.ranks:
+            table.add_section()
+        time = figure.time
+        cells = (f"{1e3 * seconds:.4g}" for seconds in (time.compute, time.wire, time.latency, time.total))
+        ranks = str(figure.ranks) if last != figure.ranks else ""
+        table.add_row(ranks, figure.system, *cells, nbytes(figure.memory), f"{figure.work_ratio:.3g}", figure.detail)
+        last = figure.ranks
+    return table
+
+
+def validation_table(rows: Sequence[Validated]) -> Table:
+    """Modelled beside measured."""
+    table = Table()
+    table.add_column("system")
+    for heading in ("work ms", "wire ms", "latency ms", "modelled ms", "measured ms", "modelled / measured"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        time = row.modelled
+        seconds = (time.compute, time.wire, time.latency, time.total, row.measured)
+        table.add_row(row.system, *(f"{1e3 * each:.4g}" for each in seconds), f"{row.ratio:.2f}")
+    return table

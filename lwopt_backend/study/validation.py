@@ -1,0 +1,131 @@
+"""How far the model can be trusted: the systems' steps predicted, and run on this machine's own cores."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+
+from lwopt_backend.plan.buffers.layout import BufferPlan
+from lwopt_backend.plan.buffers.megatron import ping_pong
+from lwopt_backend.plan.cost import COSTS, CostModel, newton_schulz_flops
+from lwopt_backend.plan.machine import Machine, StepTime
+from lwopt_backend.plan.storage import FlatPartition
+from lwopt_backend.plan.types import Atom
+from lwopt_backend.runtime.trial import Bucket, Measured, Schedule, run_trial
+from lwopt_backend.study.engines import plan_part
+from lwopt_backend.study.part import Part, Setting, owned_atoms
+from lwopt_backend.study.systems import compare, megatron_plan
+
+LAYERS, WIDTH = 6, 384
+BUCKET_NUMEL = 2_000_000
+PROBES = (50_000, 8_000_000)  # elements of the two gathers that give latency and bandwidth
+REPEATS = 5
+FIRST_GUESS = Machine("this machine", 5e10, 1e9, 3e-4)  # to plan with, before anything is measured
+
+
+@dataclass(frozen=True, slots=True)
+class Validated:
+    """One system's step on this machine: modelled and median measured seconds."""
+
+    system: str
+    modelled: StepTime
+    measured: float
+
+    @property
+    def ratio(self) -> float:
+        return self.modelled.total / self.measured
+
+
+def validate(ranks: int) -> tuple[Machine, list[Validated]]:
+    """Run every system's step on ``ranks`` processes of this machine, and model it by what its parts took alone.
+
+    The model gets three measurements: each shape's Newton-Schulz, and gathers of two sizes for latency and bandwidth
+    (an all-gather's and a reduce-scatter's mean). What is compared is whether they add up to steps. Returns the
+    machine as measured, too.
+    """
+    atoms = gpt_matrices(LAYERS, WIDTH)
+    setting = Setting("owned", "padded", BUCKET_NUMEL, FIRST_GUESS, COSTS["newton_schulz"])
+    schedules = _schedules(atoms, ranks, setting)
+    measured = _run(ranks, schedules)
+    machine = _machine(measured, ranks)
+    cost = CostModel("measured", "ns", lambda shape: round(1e9 * measured.shapes[shape]), "on this machine")
+    costed = [Atom(atom.name, atom.shape, cost.of(atom.shape)) for atom in atoms]
+    modelled = {}
+    for layout in ("padded", "compact"):
+        figures = compare(costed, ranks, Setting("owned", layout, BUCKET_NUMEL, machine, cost, group_size=ranks))
+        modelled |= {f"ours, {layout}" if f.system == "ours" else f.system: f.time for f in figures}
+    return machine, [Validated(name, modelled[name], seconds) for name, seconds in measured.steps.items()]
+
+
+def gpt_matrices(layers: int, width: int) -> list[Atom]:
+    """The matrices of a small GPT, in model order."""
+    d = width
+    shapes = {"qkv": (3 * d, d), "o": (d, d), "up": (4 * d, d), "down": (d, 4 * d)}
+    return [
+        Atom(f"h.{layer}.{name}", shape, newton_schulz_flops(shape))
+        for layer in range(layers)
+        for name, shape in shapes.items()
+    ]
+
+
+def _run(ranks: int, schedules: Sequence[Schedule]) -> Measured:
+    """The schedules on ``ranks`` new processes; rank 0's medians."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(ranks, mp_context=get_context("spawn")) as processes,
+    ):
+        meeting_point = str(Path(folder) / "ranks")
+        arguments = (ranks, meeting_point, schedules, PROBES, REPEATS)
+        running = [processes.submit(run_trial, rank, *arguments) for rank in range(ranks)]
+        return [future.result() for future in running][0]
+
+
+def _machine(measured: Measured, ranks: int) -> Machine:
+    """Latency and bandwidth from the mean of gathers and scatters of two sizes."""
+    small, large = ((gather + scatter) / 2 for gather, scatter in zip(measured.gathers, measured.scatters))
+    sent = [4 * numel * (ranks - 1) / ranks for numel in measured.numels]
+    bandwidth = (sent[1] - sent[0]) / max(large - small, 1e-9)
+    rounds = max(1, (ranks - 1).bit_length())
+    latency = max(0.0, small - sent[0] / bandwidth) / rounds
+    return Machine("this machine", FIRST_GUESS.flops_per_second, bandwidth, latency)
+
+
+def _schedules(atoms: Sequence[Atom], ranks: int, setting: Setting) -> list[Schedule]:
+    numel = sum(atom.numel for atom in atoms)
+    everything = tuple(tuple(atoms) for _ in range(ranks))
+    flat = FlatPartition.build([atom.numel for atom in atoms], ranks)
+    touched: list[list[Atom]] = [[] for _ in range(ranks)]
+    for index, atom in enumerate(atoms):
+        for fragment in flat.fragments(index):
+            touched[fragment.rank].append(atom)
+    dealt = owned_atoms(atoms, ping_pong([atom.numel for atom in atoms], ranks), ranks)
+    parts = {
+        layout: plan_part("dense", atoms, ranks, replace(setting, layout=layout, group_size=ranks))
+        for layout in ("padded", "compact")
+    }
+    return [
+        *(Schedule(f"ours, {layout}", "scatter", _buckets(part, ranks)) for layout, part in parts.items()),
+        Schedule("Megatron padded", "scatter", _buckets(megatron_plan(atoms, ranks, BUCKET_NUMEL), ranks)),
+        Schedule("Megatron compact", "all", _evenly(numel, max(1, numel // BUCKET_NUMEL), dealt)),
+        Schedule("DeepSpeed Muon ZeRO-1", "all", (Bucket(numel, numel, tuple(map(tuple, touched))),)),
+        Schedule("replicated", "all", (Bucket(numel, 0, everything),)),
+    ]
+
+
+def _buckets(plan: Part | BufferPlan, ranks: int) -> tuple[Bucket, ...]:
+    work: list[list[list[Atom]]] = [[[] for _ in range(ranks)] for _ in plan.bucket_numels]
+    for atom, owner, bucket in zip(plan.atoms, plan.owners, plan.buckets):
+        work[bucket][owner].append(atom)
+    return tuple(Bucket(n, n, tuple(map(tuple, here))) for n, here in zip(plan.bucket_numels, work))
+
+
+def _evenly(numel: int, buckets: int, dealt: Sequence[Sequence[Atom]]) -> tuple[Bucket, ...]:
+    """``numel`` in equal buckets; all work with the last one."""
+    nothing: tuple[tuple[Atom, ...], ...] = tuple(() for _ in dealt)
+    sizes = [numel * (i + 1) // buckets - numel * i // buckets for i in range(buckets)]
+    last = tuple(map(tuple, dealt))
+    return tuple(Bucket(n, n, last if i == buckets - 1 else nothing) for i, n in enumerate(sizes))
