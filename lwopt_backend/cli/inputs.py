@@ -106,7 +106,7 @@ def cost_named(name: str) -> CostModel:
     elif Path(name).suffix:
         table = read_cost_table(Path(name))
     else:
-        raise ValueError(f"unknown cost {name!r}; {suggestion(name, [*COSTS, MEASURED])} A table's file works as well")
+        raise ValueError(f"unknown cost {name!r}; {suggestion(name, [*COSTS, MEASURED])} (or give a table's file)")
     # The stepper stacks equal matrices on a GPU and takes them one by one on a CPU.
     return table.model(stacked=not table.device.startswith("cpu"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -11,8 +12,8 @@ from rich.console import Console
 
 from lwopt_backend.cli import inputs, tables
 from lwopt_backend.model_shapes import ModelShapes
-from lwopt_backend.report import WIDTH_WITHOUT_TERMINAL, routing_headline, routing_table
-from lwopt_backend.study.atoms import parse_split
+from lwopt_backend.report import routing_headline, routing_table
+from lwopt_backend.study.atoms import Split, parse_split
 from lwopt_backend.study.cluster import cluster_named
 from lwopt_backend.study.deployment import Deployment
 from lwopt_backend.study.document import document
@@ -20,9 +21,6 @@ from lwopt_backend.study.engines import TODAY
 from lwopt_backend.study.part import Setting
 from lwopt_backend.study.study import EXPERTS, Study, plan_study
 from lwopt_backend.study.what_if import Alternative, alternatives
-
-FEW = 5000  # matrices of a buffer; up to here what-if rows take no time worth asking for
-# ruff: noqa: UP007
 
 
 def plan(
@@ -93,7 +91,7 @@ def plan(
     if as_json:
         typer.echo(json.dumps(content))
     else:
-        _print(model, study, rows, content["digest"])
+        _print(model, study, rows, splits, content["digest"])
 
 
 def _layout(engine: inputs.Engine, layout: inputs.Layout | None) -> str:
@@ -128,10 +126,8 @@ def _draw(content: dict[str, object], html: Path | None, png: Path | None) -> No
         save_plan_png(content, png)
 
 
-def _print(model: ModelShapes, study: Study, rows: list[Alternative], digest: str) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(width=WIDTH_WITHOUT_TERMINAL, highlight=False)
+def _print(model: ModelShapes, study: Study, rows: list[Alternative], splits: Mapping[str, Split], digest: str) -> None:
+    console = tables.terminal()
     console.print(f"Model: {model.source}")
     for sentence in (*model.notes, *routing_headline(study.routes)):
         console.print(sentence)
@@ -139,6 +135,10 @@ def _print(model: ModelShapes, study: Study, rows: list[Alternative], digest: st
     if study.setting.engine not in TODAY:
         console.print(
             f"Note: {study.setting.engine!r} can be planned for, not yet trained with; today: {', '.join(TODAY)}."
+        )
+    if splits:
+        console.print(
+            f"Note: {', '.join(splits)} planned as several matrices; today's engines train what the table above says."
         )
     for sentence in tables.headline(study):
         console.print(sentence)

@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.progress import track
 
 from lwopt_backend.cli import inputs, tables
-from lwopt_backend.report import WIDTH_WITHOUT_TERMINAL
 from lwopt_backend.study.atoms import check_splits, make_atoms, parse_split
 from lwopt_backend.study.cluster import cluster_named
 from lwopt_backend.study.part import Setting
@@ -69,9 +68,7 @@ def simulate(
     if as_json:
         typer.echo(json.dumps([asdict(figure) | {"seconds": figure.time.total} for figure in figures]))
         return
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(width=WIDTH_WITHOUT_TERMINAL, highlight=False)
+    console = tables.terminal()
     console.print(f"Model: {model.source}, {len(atoms)} matrices; cluster {setting.machine.name}; modelled, not run")
     console.print(tables.simulate_table(figures))
 
@@ -82,7 +79,7 @@ def _validate() -> None:
     ranks = max(2, min(4, os.cpu_count() or 1))
     with Console(stderr=True).status(f"running steps on {ranks} processes"):
         machine, rows = validate(ranks)
-    console = Console(highlight=False)
+    console = tables.terminal()
     console.print(
         f"A GPT of {LAYERS} layers, width {WIDTH}, on {ranks} processes of this machine; "
         f"measured {machine.bytes_per_second / 1e9:.2f} GB/s, {1e6 * machine.latency_seconds:.0f} us a round"

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.console import Console
 from rich.table import Table
 
 from lwopt_backend.plan.buffers.layout import imbalance
 from lwopt_backend.plan.machine import StepTime
-from lwopt_backend.report import nbytes, shown_ranks
-from lwopt_backend.study.part import Part
+from lwopt_backend.report import WIDTH_WITHOUT_TERMINAL, nbytes, shown_ranks
+from lwopt_backend.study.part import Part, Setting
 from lwopt_backend.study.study import Stage, Study
 from lwopt_backend.study.systems import Figure
 from lwopt_backend.study.validation import Validated
 from lwopt_backend.study.what_if import Alternative
 
 NONE = "–"
+UNEVEN = 1.25  # busiest rank over mean from which on the reason is given
+
+
+def terminal() -> Console:
+    """Standard output, wide enough for the tables where it is not a terminal."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(width=WIDTH_WITHOUT_TERMINAL, highlight=False)
 
 
 def headline(study: Study) -> list[str]:
@@ -30,7 +38,15 @@ def headline(study: Study) -> list[str]:
     if len(study.stages) > 1:
         sentences.append(f"Shown is stage {stage.index}, the one that takes longest of {len(study.stages)}.")
     sentences += [_choice(part) for part in stage.parts]
-    return [*sentences, f"Modelled step: {_spell(stage.time)}, nothing overlapped."]
+    sentences += [sentence for part in stage.parts if (sentence := _uneven(part, setting))]
+    sentences.append(f"Modelled step: {_spell(stage.time)}, nothing overlapped.")
+    peak, limit = max(memory.peak for memory in stage.memory()), setting.machine.memory_bytes
+    if 0 < limit < peak:
+        sentences.append(
+            f"Does not fit: the fullest rank holds {nbytes(peak)} of parameters, gradients and state, "
+            f"{setting.machine.name} has {nbytes(int(limit))}."
+        )
+    return sentences
 
 
 def _choice(part: Part) -> str:
@@ -42,6 +58,19 @@ def _choice(part: Part) -> str:
     return (
         f"Plan of the {part.name} matrices: {len(part.atoms)}, {groups}; {part.layout} layout, {buckets}, "
         f"padding {part.padding:.2%}, busiest rank over mean {part.flops_imbalance:.3f} ({part.strategy})."
+    )
+
+
+def _uneven(part: Part, setting: Setting) -> str | None:
+    """If one matrix is most of the busiest rank's work and the others wait for it: so, and what would help."""
+    largest = max(part.atoms, key=lambda atom: atom.cost)
+    if part.flops_imbalance < UNEVEN or 2 * largest.cost <= max(part.loads):
+        return None
+    alone = setting.cost.seconds(largest.cost, setting.machine.flops_per_second)
+    return (
+        f"The {part.name} work is uneven: {len(part.atoms)} matrices for {part.group_size} ranks, and one of them, "
+        f"{largest.name!r}, takes {1e3 * alone:.3g} ms alone. No placement changes that; teams of ranks that share a "
+        "matrix do, and so does splitting fused ones (--split)."
     )
 
 
@@ -118,7 +147,7 @@ def simulate_table(figures: Sequence[Figure]) -> Table:
     table = Table()
     table.add_column("ranks", justify="right")
     table.add_column("system")
-    for heading in ("work ms", "wire ms", "latency ms", "step ms", "peak", "all work / one process'"):
+    for heading in ("work ms", "wire ms", "latency ms", "step ms", "peak", "work done / needed"):
         table.add_column(heading, justify="right")
     table.add_column("how")
     last = None

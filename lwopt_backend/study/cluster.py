@@ -34,7 +34,7 @@ def cluster_named(name: str) -> Machine:
         return known[name]
     path = Path(name)
     if path.suffix not in (".yaml", ".yml") and not path.is_file():
-        raise ValueError(f"unknown cluster {name!r}; {suggestion(name, known)} A YAML file of one works as well")
+        raise ValueError(f"unknown cluster {name!r}; {suggestion(name, known)} (or give a YAML file of one)")
     try:
         content = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

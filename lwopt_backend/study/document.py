@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -35,6 +36,7 @@ def document(study: Study, *, source: str, rows: Sequence[Alternative] = ()) -> 
         "engine": study.setting.engine,
         "cost": study.setting.cost.name,
         "cluster": asdict(study.setting.machine),
+        "routing": _routing(study),
         "deployment": asdict(study.deployment) | {"dp": study.deployment.dp, "expert_dp": study.deployment.expert_dp},
         "buckets": sum(len(part.bucket_numels) for part in stage.parts),
         "numel": numel,
@@ -58,6 +60,19 @@ def document(study: Study, *, source: str, rows: Sequence[Alternative] = ()) -> 
         "owners": [owner for part in stage.parts for owner in part.owners],
     }
     return body | {"digest": plan_digest(study)}
+
+
+def _routing(study: Study) -> list[dict[str, Any]]:
+    """Parameters and elements by kind and reason."""
+    sums: dict[tuple[str, str], list[int]] = {}
+    for route in study.routes:
+        counts = sums.setdefault((route.kind, route.reason), [0, 0])
+        counts[0] += 1
+        counts[1] += math.prod(route.shape)
+    return [
+        {"kind": kind, "reason": reason, "parameters": parameters, "numel": numel}
+        for (kind, reason), (parameters, numel) in sums.items()
+    ]
 
 
 def plan_digest(study: Study) -> str:

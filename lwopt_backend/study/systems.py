@@ -127,7 +127,7 @@ def _deepspeed(atoms: Sequence[Atom], ranks: int, setting: Setting, *, stage: in
     fp32 = (e.master + 4) * part  # masters, and the step's copy of the gradients
     memory = e.parameter * numel + gradients + fp32 + e.state * max(momenta) + workspace(atoms)
     ratio = sum(loads) / max(1, sum(atom.cost for atom in atoms))
-    return Figure(f"DeepSpeed Muon ZeRO-{stage}", ranks, time, memory, ratio, "matrices at a cut on both sides")
+    return Figure(f"DeepSpeed Muon ZeRO-{stage}", ranks, time, memory, ratio, "cut matrices twice")
 
 
 def _replicated(atoms: Sequence[Atom], ranks: int, setting: Setting) -> Figure:
@@ -138,6 +138,4 @@ def _replicated(atoms: Sequence[Atom], ranks: int, setting: Setting) -> Figure:
     compute = setting.cost.seconds(total, setting.machine.flops_per_second)
     e = setting.elements
     memory = numel * (e.parameter + e.gradient + e.master + e.state) + workspace(atoms)
-    return Figure(
-        "replicated", ranks, StepTime(compute, wire, latency), memory, float(ranks), "all matrices everywhere"
-    )
+    return Figure("replicated", ranks, StepTime(compute, wire, latency), memory, float(ranks), "all everywhere")

@@ -58,8 +58,9 @@ def alternatives(part: Part, setting: Setting, progress: Progress = lambda what:
 
 
 def _choices(part: Part, setting: Setting) -> list[tuple[str, int]]:
-    """Layouts and group sizes to look at: all ranks, the chosen size, and the next smaller divisors."""
-    smaller = [size for size in range(part.ranks - 1, 0, -1) if part.ranks % size == 0]
+    """Layouts and group sizes to look at: all ranks, the chosen size, and the largest that leave no rank idle."""
+    most = min(part.ranks - 1, len(part.atoms))
+    smaller = [size for size in range(most, 0, -1) if part.ranks % size == 0]
     sizes = dict.fromkeys([part.ranks, part.group_size, *smaller[:OTHER_GROUPS]])
     rows = [(layout, size) for size in sizes for layout in ("padded", "compact")]
     chosen = (part.layout, part.group_size) if setting.engine == "owned" else None

@@ -11,9 +11,12 @@ Cuts = tuple[
 
 FEW = 256  # matrices; up to here longest-first is tried too, it is quick and sometimes better
 HOPELESS = 1.3  # a bucket whose bound is this much above its content is not worth packing
+WASTEFUL = 1.3  # times its content is what a bucket may be that is not dropped
 ROUGH = 0.01  # tolerance of heights that only choose cuts
 EXACT_COUNTS = 48  # up to so many buckets, the number of buckets is a dimension of the search
-HALVINGS = 24
+FINE_ENDS = 12  # every position this near an end is a possible cut: a short last bucket may do without large matrices
+HALVINGS = 24  # of a price, or until the number of buckets is
+NEAR_ENOUGH = 1.02  # times what is asked for
 
 
 class Packer:
@@ -58,15 +61,19 @@ def whole_layers(stream: Stream, buckets: int) -> Cuts:
     return tuple(sorted(cuts))
 
 
-def least_padding(packer: Packer, buckets: int, largest: int) -> Cuts | None:
+def least_padding(packer: Packer, buckets: int, largest: int) -> list[Cuts]:
     """Cuts into at least ``buckets`` buckets of at most ``largest`` elements with padding, of the least total size.
 
-    A shortest path over a grid of possible cuts; None if the grid has no such path.
+    Shortest paths over a grid of possible cuts: among all buckets, where few are asked for, and among those that are
+    not wasteful themselves, which are more even. Empty if the grid has no such path.
     """
     grid = _Grid(packer, buckets, largest)
-    if buckets <= EXACT_COUNTS:
-        return grid.shortest_with(buckets)
-    return grid.shortest_with_price(buckets)
+    if buckets > EXACT_COUNTS:
+        grid.drop_wasteful()
+        return [cuts for cuts in [grid.shortest_with_price(buckets)] if cuts is not None]
+    found = [grid.shortest_with(buckets)]
+    grid.drop_wasteful()
+    return [cuts for cuts in [*found, grid.shortest_with(buckets)] if cuts is not None]
 
 
 class _Grid:
@@ -76,8 +83,9 @@ class _Grid:
         count = len(packer.stream)
         per_bucket = count / buckets
         stride = max(1, int(per_bucket / (32 if buckets <= EXACT_COUNTS else 20)))
-        self.positions = [*range(0, count, stride), count]
-        self.reach = max(2, int(2.5 * per_bucket / stride))  # how many grid steps a bucket spans at most
+        ends = {*range(min(FINE_ENDS, count)), *range(max(0, count - FINE_ENDS), count + 1)}
+        self.positions = sorted({*range(0, count, stride), *ends})
+        self.reach = max(2, int(2.5 * per_bucket / stride)) + FINE_ENDS  # grid steps that a bucket spans at most
         self.packer, self.largest = packer, largest
         self.edges = self._edges()
 
@@ -103,6 +111,18 @@ class _Grid:
             if size <= self.largest:
                 buckets.append((steps, size))
         return buckets
+
+    def drop_wasteful(self) -> None:
+        """Forget buckets that are mostly padding, but where there is nothing better."""
+        lean_of: dict[int, list[tuple[int, int]]] = {}
+        for index, buckets in enumerate(self.edges):
+            if id(buckets) not in lean_of:
+                lean = [b for b in buckets if b[1] <= WASTEFUL * self._numel(index, b[0])]
+                lean_of[id(buckets)] = lean or buckets
+        self.edges = [lean_of[id(buckets)] for buckets in self.edges]
+
+    def _numel(self, index: int, steps: int) -> int:
+        return self.packer.stream.numel(self.positions[index], self.positions[index + steps])
 
     def shortest_with(self, buckets: int) -> Cuts | None:
         """The shortest path of exactly ``buckets`` edges, or of one or two more if that is shorter."""
@@ -146,6 +166,8 @@ class _Grid:
         if len(coarse) - 1 >= buckets:
             return coarse
         for _ in range(HALVINGS):
+            if len(fine) - 1 <= buckets * NEAR_ENOUGH:
+                break
             price = (low + high) // 2
             tried = self._priced(price)
             assert tried is not None

@@ -111,10 +111,10 @@ def _cuts(packer: Packer, reference_cuts: Cuts, largest: int) -> Iterator[tuple[
         yield "whole layers", layers
     seen = {reference_cuts, layers}
     for limit in (largest, int(largest * LARGER_BUCKET)) if buckets <= EXACT_COUNTS else (largest,):
-        ours = least_padding(packer, buckets, limit)
-        if ours is not None and ours not in seen:
-            seen.add(ours)
-            yield "least padding", ours
+        for ours in least_padding(packer, buckets, limit):
+            if ours not in seen:
+                seen.add(ours)
+                yield "least padding", ours
 
 
 def _between(packer: Packer, reference: Candidate) -> Iterator[tuple[str, Placement]]:

@@ -1,0 +1,199 @@
+"""Our planner beside Megatron-Core's, on every cell of its figures: padding, balance, buckets.
+
+    python benchmarks/planner.py                       all 216 cells, about three minutes on two cores
+    python benchmarks/planner.py --models gpt2-124m    some models
+    python benchmarks/planner.py --markdown docs/planner_cells.md --png docs/planner.png
+
+``megatron_planner.csv`` holds what Megatron-Core's own code planned (August 2026): buckets, elements with padding, cost
+imbalance (max over mean of l s^2 per rank), its compact layout's ping-pong owners, a longest-first assignment over the
+whole model, and the lower bound of any. Both layouts are planned over all ranks, as Megatron does: no groups, no teams.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from public_models import MODELS, atoms
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from lwopt_backend.plan.buffers.compact import plan_compact
+from lwopt_backend.plan.buffers.groups import plan_buffer
+from lwopt_backend.plan.buffers.layout import imbalance
+from lwopt_backend.plan.cost import COSTS
+from lwopt_backend.plan.machine import CLUSTERS
+
+FIGURES = Path(__file__).with_name("megatron_planner.csv")
+LOSS, TIE, ONE, BOTH = "loss", "tie", "better on one", "better on both"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Megatron's figures and ours. Percentages and imbalances are rounded as in the file."""
+
+    model: str
+    flavour: str
+    ranks: int
+    bucket: str
+    theirs: tuple[int, float, float]  # buckets, padding %, imbalance
+    ours: tuple[int, float, float]
+    ping_pong: float
+    longest_first: float
+    bound: float
+    compact: float
+    seconds: float
+
+    @property
+    def verdict(self) -> str:
+        """A loss is more padding or less balance, or fewer buckets."""
+        (buckets, padding, uneven), (our_buckets, our_padding, our_uneven) = self.theirs, self.ours
+        if our_padding > padding or our_uneven > uneven or our_buckets < buckets:
+            return LOSS
+        return (TIE, ONE, BOTH)[(our_padding < padding) + (our_uneven < uneven)]
+
+    @property
+    def compact_verdict(self) -> str:
+        """Within 1 % of the bound or of longest-first, or a loss; better than ping-pong or not."""
+        if self.compact > 1.01 * max(self.bound, min(self.longest_first, self.compact)) + 5e-5:
+            return LOSS
+        return BOTH if self.compact < self.ping_pong else TIE
+
+
+def plan_cell(row: dict[str, str]) -> Cell:
+    matrices = atoms(row["model"], row["flavour"])
+    ranks = int(row["world_size"])
+    bucket = None if row["bucket_size"] == "None" else int(row["bucket_size"])
+    start = time.perf_counter()
+    padded = plan_buffer(
+        matrices,
+        ranks,
+        layout="padded",
+        bucket_numel=bucket,
+        machine=CLUSTERS["h100-8x-ib"],
+        cost=COSTS["newton_schulz"],
+        group_size=ranks,
+    ).plan
+    seconds = time.perf_counter() - start
+    compact = plan_compact(matrices, ranks, bucket_numel=bucket)
+    assert not padded.problems() and not compact.problems()
+    return Cell(
+        row["model"],
+        row["flavour"],
+        ranks,
+        row["bucket_size"],
+        (
+            int(row["megatron_buckets"]),
+            float(row["megatron_padding_pct"]),
+            float(row["megatron_cost_imbalance"]),
+        ),
+        (len(padded.shard_numels), round(100 * padded.padding, 2), round(imbalance(padded.estimated_loads()), 4)),
+        float(row["compact_pingpong_cost_imbalance"]),
+        float(row["global_lpt_cost_imbalance"]),
+        float(row["cost_lower_bound"]),
+        round(imbalance(compact.estimated_loads()), 4),
+        seconds,
+    )
+
+
+def summary(cells: Sequence[Cell]) -> Table:
+    table = Table(title="Cells, by model")
+    table.add_column("model")
+    for heading in (BOTH, ONE, TIE, LOSS, "compact: better than ping-pong", "equal", "loss"):
+        table.add_column(heading, justify="right")
+    for model in dict.fromkeys(cell.model for cell in cells):
+        some = [cell for cell in cells if cell.model == model]
+        padded, compact = Counter(c.verdict for c in some), Counter(c.compact_verdict for c in some)
+        counts = [padded[v] for v in (BOTH, ONE, TIE, LOSS)] + [compact[v] for v in (BOTH, TIE, LOSS)]
+        table.add_row(model, *map(str, counts))
+    padded, compact = Counter(c.verdict for c in cells), Counter(c.compact_verdict for c in cells)
+    table.add_section()
+    counts = [padded[v] for v in (BOTH, ONE, TIE, LOSS)] + [compact[v] for v in (BOTH, TIE, LOSS)]
+    table.add_row("all", *map(str, counts))
+    return table
+
+
+HEADINGS = ("model", "flavour", "ranks", "bucket", "Megatron", "ours", "verdict", "ping-pong", "ours, compact", "bound")
+
+
+def cells_of(cell: Cell) -> tuple[str, ...]:
+    def spell(figures: tuple[int, float, float]) -> str:
+        return f"{figures[0]} / {figures[1]:.2f} % / {figures[2]:.4f}"
+
+    size = "one" if cell.bucket == "None" else f"{int(cell.bucket) // 10**6} M"
+    compared = (spell(cell.theirs), spell(cell.ours), cell.verdict)
+    compact = (f"{cell.ping_pong:.4f}", f"{cell.compact:.4f}", f"{cell.bound:.4f}")
+    return (cell.model, cell.flavour, str(cell.ranks), size, *compared, *compact)
+
+
+def write_markdown(cells: Sequence[Cell], path: Path) -> None:
+    lines = ["| " + " | ".join(HEADINGS) + " |", "|" + " --- |" * len(HEADINGS)]
+    lines += ["| " + " | ".join(cells_of(cell)) + " |" for cell in cells]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def draw(cells: Sequence[Cell], path: Path) -> None:
+    """Megatron's figures against ours; a point below the diagonal is a win."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.6), layout="constrained")
+    panels = (("padding, %", 1, "symlog"), ("busiest rank over mean, minus 1, %", 2, "symlog"))
+    for axes, (name, index, scale) in zip(figure.subplots(1, 2), panels):
+        for model in dict.fromkeys(cell.model for cell in cells):
+            some = [cell for cell in cells if cell.model == model]
+            points = [(c.theirs[index], c.ours[index]) for c in some]
+            if index == 2:
+                points = [(100 * (x - 1), 100 * (y - 1)) for x, y in points]
+            axes.plot(*zip(*points), "o", markersize=5, alpha=0.55, markeredgewidth=0, label=model)
+        top = max(axes.get_xlim()[1], axes.get_ylim()[1])
+        axes.plot([0, top], [0, top], color="0.6", linewidth=0.8, zorder=0)
+        axes.set(title=name, xlabel="Megatron-Core", ylabel="lwopt", xscale=scale, yscale=scale)
+        axes.set(xlim=(-0.5, top), ylim=(-0.5, top))
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.get_axes()[0].legend(frameon=False, fontsize=8)
+    figure.suptitle(
+        "Padding and balance on public models, 8 to 1024 ranks: below the line is better than Megatron-Core"
+    )
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=sorted(MODELS), help="default: all that the figures have")
+    parser.add_argument("--processes", type=int, default=None)
+    parser.add_argument("--all-cells", action="store_true", help="print every cell")
+    parser.add_argument("--markdown", type=Path, help="write every cell as a table")
+    parser.add_argument("--png", type=Path, help="draw every cell")
+    options = parser.parse_args()
+    rows = [row for row in csv.DictReader(FIGURES.open()) if not options.models or row["model"] in options.models]
+    if not rows:
+        parser.error(f"the figures have no cell of {', '.join(options.models)}")
+    console = Console(width=150 if not Console().is_terminal else None, highlight=False)
+    with ProcessPoolExecutor(options.processes) as pool:
+        cells = list(track(pool.map(plan_cell, rows), "planning", len(rows), console=Console(stderr=True)))
+    if options.all_cells:
+        table = Table(*HEADINGS)
+        for cell in cells:
+            table.add_row(*cells_of(cell))
+        console.print(table)
+    console.print(summary(cells))
+    slowest = max(cells, key=lambda cell: cell.seconds)
+    where = f"{slowest.model} {slowest.flavour}, {slowest.ranks} ranks"
+    console.print(f"slowest padded plan: {slowest.seconds:.1f} s ({where})")
+    if options.markdown:
+        write_markdown(cells, options.markdown)
+    if options.png:
+        draw(cells, options.png)
+    if any(LOSS in (cell.verdict, cell.compact_verdict) for cell in cells):
+        raise SystemExit("there is a losing cell")
+
+
+if __name__ == "__main__":
+    main()

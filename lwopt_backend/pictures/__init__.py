@@ -1,0 +1,14 @@
+"""Pictures and the HTML report of a study, drawn from its document. They need matplotlib, which is an extra."""
+
+try:
+    import matplotlib  # noqa: F401
+except ImportError as missing:
+    raise ImportError(
+        f'pictures and HTML reports need matplotlib ({missing}); install it with: pip install "lwopt-backend[plots]"'
+    ) from missing
+
+from lwopt_backend.pictures.html_report import save_html
+from lwopt_backend.pictures.plan_picture import draw_plan, save_plan_png
+from lwopt_backend.pictures.systems_picture import draw_systems, save_systems_png
+
+__all__ = ["draw_plan", "draw_systems", "save_html", "save_plan_png", "save_systems_png"]

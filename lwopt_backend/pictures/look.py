@@ -1,0 +1,117 @@
+"""How every picture looks: colours, fonts, panels placed in inches, labels beside the lines they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import matplotlib.style
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+# Okabe and Ito's colours, which the colour-blind can tell apart. The same thing has the same colour in every panel:
+# gradients in memory are those that arrive, work at a rank is what the owners do in the timeline.
+PARAMETERS, GRADIENTS, WORK = "#0072b2", "#e69f00", "#009e73"
+MASTERS, STATE, PADDING, TRANSIENT = "#56b4e9", "#cc79a7", "#a3a9b1", "#d55e00"
+WARNING = "#d1242f"
+# Colours that change in dark mode; a colour of a thing must not equal one of them.
+INK, MUTED, RULE, PAPER = "#1f2328", "#5f6771", "#d0d7de", "#ffffff"
+
+STYLE = {
+    "font.family": ["DejaVu Sans"],
+    "font.size": 9.5,
+    "text.color": INK,
+    "text.parse_math": False,  # names of models may hold dollars
+    "axes.edgecolor": RULE,
+    "axes.labelcolor": MUTED,
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": RULE,
+    "grid.linewidth": 0.6,
+    "xtick.color": RULE,
+    "ytick.color": RULE,
+    "xtick.labelcolor": MUTED,
+    "ytick.labelcolor": MUTED,
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
+    "ytick.major.size": 0,
+    "figure.dpi": 100,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "lwopt",
+}
+OUTDENT = 0.45  # inches from a caption to its axes, room for the scale
+LINE_POINTS = 13.0  # from one label's line to the next
+
+
+def look() -> AbstractContextManager[None]:
+    """Our settings, whatever the user's own are. Every drawing and saving happens within it."""
+    return matplotlib.style.context(["default", STYLE])
+
+
+def panel(figure: Figure, left: float, top: float, width: float, height: float) -> Axes:
+    """Axes at a place in inches, ``top`` counted from the figure's upper edge."""
+    across, down = figure.get_size_inches()
+    return figure.add_axes((left / across, 1 - (top + height) / down, width / across, height / down))
+
+
+def caption(axes: Axes, title: str, below: str, *, outdent: float = OUTDENT) -> None:
+    """A panel's title, and a muted line that says what is shown, beginning ``outdent`` inches left of the axes."""
+    for text, up, kind in (
+        (title, 23, {"weight": "bold", "fontsize": 11}),
+        (below, 9, {"color": MUTED, "fontsize": 9}),
+    ):
+        axes.annotate(text, (0, 1), (-72 * outdent, up), "axes fraction", textcoords="offset points", **kind)
+
+
+@dataclass(frozen=True, slots=True)
+class EndLabel:
+    """Text that belongs at height ``y`` of the right edge of some axes."""
+
+    y: float
+    text: str
+    color: str
+    bold: bool = False
+
+
+def end_labels(axes: Axes, labels: Sequence[EndLabel]) -> None:
+    """Write ``labels`` right of the axes, each as near to its height as the others allow, tied to it by a line.
+
+    The axes' place and limits must be final.
+    """
+    to_axes = axes.transData + axes.transAxes.inverted()
+    found = [(float(to_axes.transform((axes.get_xlim()[1], label.y))[1]), label) for label in labels]
+    found.sort(key=lambda pair: pair[0])
+    box = axes.get_window_extent()
+    point = axes.get_figure().dpi / 72
+    x1, x2, x3, text = (1 + points * point / box.width for points in (1.5, 6, 11, 14))
+    places = spread([height for height, _ in found], LINE_POINTS * point / box.height)
+    for (height, label), y in zip(found, places):
+        tie = {"color": label.color, "linewidth": 2.2 if label.bold else 1.4, "clip_on": False}
+        axes.add_line(Line2D([x1, x2, x3], [height, y, y], transform=axes.transAxes, **tie))
+        weight = "bold" if label.bold else "normal"
+        axes.annotate(label.text, (text, y), None, "axes fraction", va="center_baseline", fontsize=9, weight=weight)
+
+
+def spread(heights: Sequence[float], gap: float) -> list[float]:
+    """Places for ascending ``heights`` in 0...1, at least ``gap`` apart, with the least squared distance to them.
+
+    Isotonic regression of ``heights[i] - i gap``: neighbours out of order are pooled at their mean. Where there is no
+    room for the gap it becomes smaller.
+    """
+    if not heights:
+        return []
+    gap = min(gap, 1 / max(1, len(heights) - 1))
+    pools: list[tuple[float, int]] = []
+    for index, height in enumerate(heights):
+        pool = (height - index * gap, 1)
+        while pools and pools[-1][0] > pool[0]:
+            (mean, size), (other, others) = pool, pools.pop()
+            pool = ((mean * size + other * others) / (size + others), size + others)
+        pools.append(pool)
+    wanted = [mean for mean, size in pools for _ in range(size)]
+    highest = 1 - (len(heights) - 1) * gap
+    return [min(max(height, 0.0), highest) + index * gap for index, height in enumerate(wanted)]

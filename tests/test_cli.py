@@ -1,0 +1,225 @@
+"""The command ``lwopt``, run as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lwopt_backend.cli.app import app, main
+from lwopt_backend.plan.cost import max_min_squared
+
+LAYER = [["q", [256, 256]], ["o", [256, 256]], ["up", [1024, 256]], ["down", [256, 1024]]]
+
+
+@pytest.fixture
+def shapes(tmp_path: Path) -> Path:
+    path = tmp_path / "shapes.json"
+    path.write_text(json.dumps([[f"layers.{i}.{name}", shape] for i in range(6) for name, shape in LAYER]))
+    return path
+
+
+def run(*arguments: object) -> str:
+    """What ``lwopt`` prints to standard output; it must succeed."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def plan(shapes: Path, *arguments: object) -> dict:
+    return json.loads(run("plan", "--shapes", shapes, "--json", *arguments))
+
+
+def command(*arguments: object, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    code = "from lwopt_backend.cli import main; main()"
+    words = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(words, capture_output=True, text=True, env=environment)
+
+
+def test_json_holds_the_plan_and_nothing_else_is_printed(shapes: Path) -> None:
+    found = plan(shapes, "--world-size", 8, "--layout", "padded", "--bucket-numel", "none")
+    names = [f"layers.{i}.{name}" for i in range(6) for name, _ in LAYER]
+    assert found["matrices"] == names
+    assert found["buckets"] == 1 and found["group_size"] == 8 and len(found["owners"]) == 24
+    loads, numels = [0] * 8, [0] * 8
+    for owner, (_, (rows, columns)) in zip(found["owners"], LAYER * 6):
+        loads[owner] += max_min_squared((rows, columns))
+        numels[owner] += rows * columns
+    assert found["cost_imbalance"] == pytest.approx(max(loads) * 8 / sum(loads))
+    assert found["numel_imbalance"] == pytest.approx(max(numels) * 8 / sum(numels))
+    assert found["buffer_numel"] == 8 * max(numels)
+    assert found["padding_pct"] == pytest.approx(100 * (8 * max(numels) / sum(numels) - 1))
+    assert found["seconds"] > 0 and found["flops_imbalance"] >= 1
+
+
+def test_the_same_plan_whatever_the_hash_seed(shapes: Path) -> None:
+    outputs = set()
+    for seed in ("0", "1", "4242"):
+        environment = {"PYTHONHASHSEED": seed, "PATH": "/usr/bin:/bin"}
+        done = command("plan", "--shapes", shapes, "--world-size", 16, "--json", environment=environment)
+        assert done.returncode == 0, done.stderr
+        outputs.add(done.stdout)
+    assert len(outputs) == 1
+
+
+def test_bucket_numel_gives_finer_buckets(shapes: Path) -> None:
+    sizes = [plan(shapes, "--world-size", 2, "--layout", "padded", "--bucket-numel", n)["buckets"] for n in ("none", 1)]
+    assert sizes[0] == 1 and sizes[1] > 3
+
+
+@pytest.mark.parametrize("engine", ["owned", "zero1", "zero2", "zero3", "fsdp2"])
+def test_every_engine_can_be_planned_for(shapes: Path, engine: str) -> None:
+    found = plan(shapes, "--world-size", 4, "--engine", engine)
+    assert found["engine"] == engine
+    assert {c["what"] for c in found["parts"][0]["collectives"]}
+    assert len(found["memory_per_rank"]) == 4 and found["peak_bytes"] > 0
+
+
+@pytest.mark.parametrize("cost", ["newton_schulz", "gram", "batched", "soap", "shampoo", "max_min_squared"])
+def test_every_cost_can_be_planned_for(shapes: Path, cost: str) -> None:
+    found = plan(shapes, "--world-size", 5, "--cost", cost, "--layout", "compact")
+    assert found["cost"] == cost and 1 <= found["flops_imbalance"] < 1.3
+
+
+def test_a_small_model_on_many_ranks_is_owned_by_groups(shapes: Path) -> None:
+    whole = plan(shapes, "--world-size", 512, "--layout", "padded", "--group-size", 512)
+    found = plan(shapes, "--world-size", 512, "--layout", "padded")
+    assert whole["padding_pct"] > 1000
+    assert found["group_size"] < 512 and found["padding_pct"] < 100
+    assert found["peak_bytes"] <= whole["peak_bytes"] and found["seconds"] < whole["seconds"]
+
+
+def test_the_printed_plan(shapes: Path) -> None:
+    printed = run("plan", "--shapes", shapes, "--world-size", 4, "--layout", "padded")
+    for expected in (
+        "24 of 24 trained parameters are matrices",
+        "layers.*.up",
+        "'owned' can be planned for, not yet trained with; today: zero1, zero2",
+        "Plan of the dense matrices: 24, owned by all 4 ranks; padded layout",
+        "reduce-scatter of gradients",
+        "chosen: padded, groups of 4",
+        "Megatron compact",
+        "Modelled step",
+    ):
+        assert expected in printed, expected
+
+
+def test_a_plan_that_does_not_fit_says_so(tmp_path: Path) -> None:
+    large = tmp_path / "large.json"
+    large.write_text(json.dumps([[f"layers.{i}.w", [32768, 32768]] for i in range(16)]))
+    printed = run("plan", "--shapes", large, "--world-size", 8, "--no-what-if")
+    assert "Does not fit: the fullest rank holds" in printed
+    assert "Does not fit" not in run("plan", "--shapes", large, "--world-size", 8, "--no-what-if", "--engine", "fsdp2")
+
+
+def test_experts_and_stages(tmp_path: Path) -> None:
+    moe = tmp_path / "moe.json"
+    layer = [["attn.o", [512, 512]], *([f"moe.experts.{e}.{w}", [256, 512]] for e in range(8) for w in ("up", "down"))]
+    moe.write_text(json.dumps([[f"layers.{i}.{name}", shape] for i in range(4) for name, shape in layer]))
+    found = plan(moe, "--world-size", 32, "--pp", 2, "--ep", 8, "--layout", "padded")
+    assert [(part["name"], part["ranks"]) for part in found["parts"]] == [("dense", 16), ("experts", 2)]
+    assert len(found["stages"]) == 2 and found["stages"][0]["padding_pct"]["experts"] == 0
+    printed = run("plan", "--shapes", moe, "--world-size", 32, "--pp", 2, "--ep", 8, "--layout", "padded")
+    assert "the one that takes longest of 2" in printed and "Plan of the experts matrices" in printed
+
+
+def test_report_and_picture_are_written(shapes: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    html, png = tmp_path / "report.html", tmp_path / "plan.png"
+    run("plan", "--shapes", shapes, "--world-size", 8, "--html", html, "--png", png)
+    assert "<svg" in html.read_text() and "</html>" in html.read_text()
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_model_from_its_configuration(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512}
+    transformers.LlamaConfig(architectures=["LlamaForCausalLM"], num_attention_heads=4, **sizes).save_pretrained(
+        tmp_path
+    )
+    printed = run("plan", "--hf", tmp_path, "--world-size", 2, "--engine", "zero2")
+    assert "14 of 21 trained parameters are matrices" in printed and "output head" in printed
+    excluded = run("plan", "--hf", tmp_path, "--world-size", 2, "--exclude", "*.q_proj.*")
+    assert "12 of 21 trained parameters are matrices" in excluded
+
+
+def test_calibrate_and_plan_by_what_was_measured(shapes: Path, tmp_path: Path) -> None:
+    table = tmp_path / "cost.json"
+    printed = run("calibrate", "--shapes", shapes, "--dtype", "float32", "--output", table)
+    assert "measurements on" in printed
+    measured = {
+        (e["rows"], e["columns"]): e["seconds"] for e in json.loads(table.read_text())["entries"] if e["batch"] == 1
+    }
+    assert set(measured) >= {(256, 256), (256, 1024)}
+    found = plan(shapes, "--world-size", 4, "--cost", table, "--layout", "compact")
+    seconds = [0.0] * 4
+    for owner, (_, (rows, columns)) in zip(found["owners"], LAYER * 6):
+        seconds[owner] += measured[min(rows, columns), max(rows, columns)]
+    assert found["seconds_parts"]["compute"] == pytest.approx(max(seconds), rel=1e-5)
+
+
+def test_simulate_prints_every_system(shapes: Path, tmp_path: Path) -> None:
+    figures = json.loads(run("simulate", "--shapes", shapes, "--world-sizes", "8,64", "--json"))
+    systems = {
+        "ours",
+        "Megatron padded",
+        "Megatron compact",
+        "DeepSpeed Muon ZeRO-1",
+        "DeepSpeed Muon ZeRO-2",
+        "replicated",
+    }
+    assert {figure["system"] for figure in figures} == systems and len(figures) == 12
+    assert next(f for f in figures if f["system"] == "replicated" and f["ranks"] == 64)["work_ratio"] == 64
+    printed = run("simulate", "--shapes", shapes, "--world-sizes", "8", "--layout", "compact")
+    assert all(system in printed for system in systems)
+    pytest.importorskip("matplotlib")
+    run("simulate", "--shapes", shapes, "--world-sizes", "8,16", "--png", tmp_path / "systems.png")
+    assert (tmp_path / "systems.png").read_bytes().startswith(b"\x89PNG")
+
+
+WRONG: list[tuple[Sequence[object], str]] = [
+    (["--world-size", 8], "give one of --hf, --checkpoint and --shapes; found none"),
+    (["--shapes", "S", "--hf", "x", "--world-size", 8], "found --hf and --shapes"),
+    (["--shapes", "missing.json", "--world-size", 8], "missing.json"),
+    (["--shapes", "S", "--world-size", 8, "--cost", "newton_shulz"], "did you mean 'newton_schulz'?"),
+    (["--shapes", "S", "--world-size", 8, "--cluster", "h100-8x"], "did you mean 'h100-8x-ib'?"),
+    (["--shapes", "S", "--world-size", 8, "--group-size", 3], "group size 3 does not divide the 8"),
+    (["--shapes", "S", "--world-size", 8, "--group-size", "x"], "--group-size: expected a number of ranks or 'auto'"),
+    (["--shapes", "S", "--world-size", 8, "--engine", "zero2", "--layout", "padded"], "--layout is for engine 'owned'"),
+    (
+        ["--shapes", "S", "--world-size", 8, "--engine", "fsdp2", "--group-size", 4],
+        "--group-size is for engine 'owned'",
+    ),
+    (["--shapes", "S", "--world-size", 8, "--bucket-numel", "4M"], "--bucket-numel: expected a number of elements or"),
+    (["--shapes", "S", "--world-size", 9, "--pp", 2], "world_size 9 is not a multiple of tp x pp = 1 x 2"),
+    (["--shapes", "S", "--world-size", 8, "--split", "nothing=2"], "'nothing' matches no parameter"),
+    (["--shapes", "S", "--world-size", 8, "--include", "*"], "--include and --exclude choose among a model's"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[message[:40] for _, message in WRONG])
+def test_a_wrong_option_is_one_line_and_exit_code_two(
+    shapes: Path,
+    arguments: Sequence[object],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [str(shapes) if word == "S" else str(word) for word in arguments]
+    monkeypatch.setattr(sys, "argv", ["lwopt", "plan", *words])
+    with pytest.raises(SystemExit) as exit:
+        main()
+    captured = capsys.readouterr()
+    assert exit.value.code == 2
+    assert message in captured.err and captured.out == "" and "Traceback" not in captured.err
+
+
+def test_an_unknown_option_names_the_nearest(shapes: Path) -> None:
+    done = command("plan", "--shapes", shapes, "--world-sizee", 8)
+    assert done.returncode == 2 and "--world-size" in done.stderr and "Traceback" not in done.stderr

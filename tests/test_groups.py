@@ -1,0 +1,327 @@
+"""Groups, teams and the model of a step: formulas by hand, and choices against every other choice there was."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from lwopt_backend.plan import MACHINES, Atom, Machine
+from lwopt_backend.plan.buffers.groups import Grouped, plan_buffer
+from lwopt_backend.plan.buffers.layout import BufferPlan
+from lwopt_backend.plan.buffers.step import BucketTime, Elements, buffer_step, schedule, timeline
+from lwopt_backend.plan.buffers.teams import TeamPlan, plan_teams, team_seconds
+from lwopt_backend.plan.cost import COSTS, CostModel
+from lwopt_backend.plan.machine import CLUSTERS
+from tests.planner_shapes import atoms_of, model
+from tests.test_padded import assert_lawful, planned
+
+FLOPS = COSTS["newton_schulz"]
+H100 = CLUSTERS["h100-8x-ib"]
+GB200 = CLUSTERS["gb200-72x-ib"]
+SIMPLE = Machine("simple", flops_per_second=10, bytes_per_second=2, latency_seconds=100)
+NODES_OF_TWO = replace(SIMPLE, node_size=2, node_bytes_per_second=8)
+ONE_LAYER = list(model("llama3.1-8b")[:7])
+
+
+def grouped(
+    atoms: list[Atom], ranks: int, layout: str = "padded", *, machine: Machine = H100, size: int | None = None
+) -> Grouped:
+    return plan_buffer(
+        atoms, ranks, layout=layout, bucket_numel=40_000_000, machine=machine, cost=FLOPS, group_size=size
+    )
+
+
+def two_buckets(layout: str) -> BufferPlan:
+    """Over two shards: bucket 1 is matrix 0 (64 elements) at shard 1; bucket 0 is 1 (128) and 2 (64) at 0 and 1."""
+    atoms = Atom("a", (8, 8), 30), Atom("b", (8, 16), 50), Atom("c", (8, 8), 40)
+    return BufferPlan(layout, "by hand", atoms, 2, (1, 0, 1), (1, 0, 0), (128, 64))
+
+
+# A step
+
+
+def test_a_padded_step_is_the_busiest_owners_work_and_every_buckets_bytes() -> None:
+    # Work: shards do 50 and 70 flops. Buckets: 2 x 128 and 2 x 64 elements travel, half of them from a rank; 4 bytes a
+    # gradient and 2 a parameter at 2 bytes a second. Four collectives of one round each.
+    time = buffer_step(two_buckets("padded"), SIMPLE, FLOPS)
+    assert (time.compute, time.wire, time.latency) == (7.0, (256 + 128) / 2 * (4 + 2) / 2, 4 * 100.0)
+
+
+def test_a_compact_step_moves_only_the_matrices() -> None:
+    time = buffer_step(two_buckets("compact"), SIMPLE, FLOPS, elements=Elements(parameter=1, gradient=2))
+    assert (time.compute, time.wire, time.latency) == (7.0, (192 + 64) / 2 * (2 + 1) / 2, 400.0)
+
+
+def test_instances_add_an_all_reduce_of_the_owned_gradients() -> None:
+    # Three instances of two ranks: a rank holds half a bucket's gradients, and an all-reduce sends 2 x 2/3 of them in
+    # 2 x 2 rounds.
+    alone = buffer_step(two_buckets("padded"), SIMPLE, FLOPS)
+    time = buffer_step(two_buckets("padded"), SIMPLE, FLOPS, instances=3)
+    assert time.compute == alone.compute
+    assert time.wire - alone.wire == pytest.approx((256 + 128) / 2 * 4 * (4 / 3) / 2)
+    assert time.latency - alone.latency == 2 * 4 * 100
+
+
+def test_neighbours_in_a_node_use_its_links_and_instances_do_not() -> None:
+    inside = buffer_step(two_buckets("padded"), NODES_OF_TWO, FLOPS, instances=3)
+    across = buffer_step(two_buckets("padded"), SIMPLE, FLOPS, instances=3)
+    assert across.wire - inside.wire == pytest.approx((256 + 128) / 2 * 6 * (1 / 2 - 1 / 8))
+
+
+def test_a_single_rank_sends_nothing() -> None:
+    time = buffer_step(planned(ONE_LAYER, 1, None), H100, FLOPS)
+    assert time.wire == time.latency == 0 and time.compute == sum(a.cost for a in ONE_LAYER) / H100.flops_per_second
+
+
+def test_nanoseconds_need_no_rate() -> None:
+    measured = CostModel("measured", "ns", lambda shape: 0, "")
+    assert buffer_step(two_buckets("padded"), SIMPLE, measured).compute == 70e-9
+
+
+# The order in which buckets pass
+
+
+def test_buckets_arrive_in_order_then_return_when_their_last_owner_is_done() -> None:
+    #        wire  | b0 | b1 |         | b0  |    | b1 |
+    #      shard 0           | b0 3    | b1 4     |
+    #      shard 1      | b0 2  |  b1 1 |
+    times = schedule([(1, 2), (3, 4)], arrive=[2, 3], work=[[3, 2], [4, 1]], back=[1, 1])
+    assert times == [
+        BucketTime(0, 1, 2, reduce=(0, 2), work=(2, 5), back=(5, 6)),
+        BucketTime(1, 3, 4, reduce=(2, 5), work=(5, 9), back=(9, 10)),
+    ]
+
+
+@pytest.mark.xfail(strict=True, reason="owners that have nothing in a bucket count as its owners")
+def test_a_buckets_work_is_its_owners_work_alone() -> None:
+    # Shard 0 works on bucket 0 from 1 to 11, shard 1 on bucket 1 from 2 to 3; shard 0 has no part in bucket 1.
+    times = schedule([(0, 0)] * 2, arrive=[1, 1], work=[[10, 0], [0, 1]], back=[1, 1])
+    assert times[1].work == (2, 3)
+    # Shard 1 is still busy with bucket 0 when bucket 1 arrives, and nobody else has a part in bucket 1.
+    times = schedule([(0, 0)] * 2, arrive=[1, 1], work=[[0, 10], [0, 1]], back=[1, 1])
+    assert times[1].work == (11, 12)
+
+
+def assert_one_thing_at_a_time(times: list[BucketTime]) -> None:
+    wire = sorted([time.reduce for time in times] + [time.back for time in times])
+    assert all(earlier[1] <= later[0] + 1e-12 for earlier, later in zip(wire, wire[1:])), "one wire"
+    for time in times:
+        moments = [*time.reduce, *time.work, *time.back]
+        assert all(earlier <= later + 1e-12 for earlier, later in zip(moments, moments[1:]))
+    assert max(time.reduce[1] for time in times) <= min(time.back[0] for time in times), "arrivals go first"
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_any_schedule_keeps_wire_and_owners_in_order(seed: int) -> None:
+    generator = random.Random(seed)
+    buckets, shards = generator.randint(1, 8), generator.randint(1, 5)
+    arrive, back = ([generator.choice([0, 1, 3]) for _ in range(buckets)] for _ in range(2))
+    work = [[generator.choice([0, 0, 1, 4]) for _ in range(shards)] for _ in range(buckets)]
+    times = schedule([(0, 0)] * buckets, arrive, work, back)
+    assert_one_thing_at_a_time(times)
+    end = times[-1].back[1]
+    busiest = max(sum(loads) for loads in zip(*work))
+    assert max(sum(arrive) + sum(back), busiest) <= end <= sum(arrive) + sum(map(max, work)) + sum(back)
+    for rank in range(shards):  # an owner works on one bucket after the other, each after its arrival
+        free = 0
+        for bucket, time in enumerate(times):
+            if work[bucket][rank]:
+                free = max(free, time.reduce[1]) + work[bucket][rank]
+                assert time.work[0] <= free - work[bucket][rank] and free <= time.work[1] <= time.back[0]
+
+
+@pytest.mark.parametrize("layout", ["padded", "compact"])
+@pytest.mark.parametrize(("ranks", "size"), [(16, 16), (32, 8), (8, 1)])
+def test_the_timeline_ends_between_its_longest_part_and_their_sum(layout: str, ranks: int, size: int) -> None:
+    plan = grouped(list(model("gpt2-124m")), ranks, layout, size=size)
+    times = timeline(plan.plan, H100, FLOPS, instances=plan.instances)
+    assert_one_thing_at_a_time(times)
+    parts = buffer_step(plan.plan, H100, FLOPS, instances=plan.instances)
+    end = times[-1].back[1]
+    assert max(parts.compute, parts.wire + parts.latency) <= end * (1 + 1e-9) and end <= parts.total * (1 + 1e-9)
+    on_wire = sum(time.reduce[1] - time.reduce[0] + time.back[1] - time.back[0] for time in times)
+    assert on_wire == pytest.approx(parts.wire + parts.latency)
+    assert sum(time.nbytes_reduced for time in times) == 4 * sum(plan.plan.bucket_numels)
+    assert [time.nbytes_returned for time in times] == [2 * numel for numel in plan.plan.bucket_numels]
+
+
+# Over how many ranks
+
+
+def memory(plan: Grouped, elements: Elements) -> int:
+    """By hand: the buffer's parameters and gradients, and masters and state of the fullest owner."""
+    owned = [0] * plan.group_size
+    for atom, owner in zip(plan.plan.atoms, plan.plan.owners):
+        owned[owner] += atom.numel
+    buffer = plan.plan.buffer_numel * (elements.parameter + elements.gradient)
+    return buffer + max(owned) * (elements.master + elements.state)
+
+
+def test_one_layer_on_128_ranks_is_owned_by_few_of_them_without_much_padding() -> None:
+    chosen, whole = grouped(ONE_LAYER, 128), grouped(ONE_LAYER, 128, size=128)
+    assert whole.plan.padding > 30, "each of 128 ranks has room for an MLP matrix"
+    assert chosen.group_size < 128 and chosen.plan.padding < 0.10
+    assert chosen.group_size * chosen.instances == 128
+    assert_lawful(chosen.plan)
+    assert memory(chosen, Elements()) < 0.1 * memory(whole, Elements())
+    assert max(chosen.plan.loads()) <= max(whole.plan.loads()), "nobody works longer than an MLP matrix takes"
+    assert chosen.time.total < 0.1 * whole.time.total
+
+
+def test_ranks_that_are_all_needed_are_one_group() -> None:
+    plan = grouped(list(model("qwen3-32b", "mcore_fused")), 32)
+    assert (plan.group_size, plan.instances) == (32, 1) and plan.plan.padding < 0.10
+
+
+@pytest.mark.parametrize("layout", ["padded", "compact", "auto"])
+@pytest.mark.parametrize("ranks", [1, 6, 8, 17, 24, 48])
+def test_a_chosen_group_divides_the_ranks_and_needs_no_more_memory(layout: str, ranks: int) -> None:
+    atoms = list(model("gpt2-124m"))
+    chosen = grouped(atoms, ranks, layout)
+    assert chosen.group_size * chosen.instances == ranks
+    assert_lawful(chosen.plan)
+    elements = Elements()
+    assert chosen.memory_bytes(elements) == memory(chosen, elements)
+    whole = grouped(atoms, ranks, chosen.plan.layout, size=ranks)
+    assert memory(chosen, elements) <= memory(whole, elements)
+    assert max(chosen.plan.loads()) <= 2 * max(whole.plan.loads())
+    assert chosen.time == buffer_step(chosen.plan, H100, FLOPS, instances=chosen.instances)
+
+
+@pytest.mark.parametrize("layout", ["padded", "compact", "auto"])
+def test_an_asked_group_size_is_kept(layout: str) -> None:
+    for size in (1, 3, 12):
+        plan = grouped(ONE_LAYER, 12, layout, size=size)
+        assert (plan.group_size, plan.instances) == (size, 12 // size)
+
+
+@pytest.mark.parametrize("size", [0, -4, 5, 24])
+def test_a_group_size_that_does_not_divide_is_named(size: int) -> None:
+    with pytest.raises(ValueError, match=f"group size {size} does not divide the 12 data-parallel ranks"):
+        grouped(ONE_LAYER, 12, size=size)
+
+
+def test_what_can_not_be_planned_is_named() -> None:
+    with pytest.raises(ValueError, match="unknown layout 'dense'; expected 'padded', 'compact' or 'auto'"):
+        grouped(ONE_LAYER, 8, "dense")
+    with pytest.raises(ValueError, match="there is no matrix to plan"):
+        grouped([], 8)
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_auto_is_the_faster_of_both_layouts(ranks: int) -> None:
+    atoms = list(model("gpt2-124m"))
+    padded, compact = grouped(atoms, ranks, "padded"), grouped(atoms, ranks, "compact")
+    assert grouped(atoms, ranks, "auto") == min(padded, compact, key=lambda plan: plan.time.total)
+
+
+def test_elements_on_the_wire_and_in_memory_are_those_asked_for() -> None:
+    elements = Elements(parameter=1, gradient=2, master=8, state=16)
+    plan = plan_buffer(
+        ONE_LAYER, 8, layout="padded", bucket_numel=None, machine=H100, cost=FLOPS, group_size=8, elements=elements
+    )
+    assert plan.memory_bytes(elements) == memory(plan, elements)
+    numel = plan.plan.buffer_numel
+    assert plan.time.wire == pytest.approx(numel * 3 * 7 / 8 / H100.node_bytes_per_second)
+
+
+@pytest.mark.xfail(strict=True, reason="a group that pads little is taken however slow it is")
+@pytest.mark.parametrize("layers", [4, 9])
+def test_a_smaller_group_is_not_slower_than_all_ranks(layers: int) -> None:
+    atoms = atoms_of([(256, 256), (64, 256), (64, 256), (256, 256), (768, 256), (768, 256), (256, 768)] * layers)
+    chosen, whole = (grouped(atoms, 24, machine=MACHINES["cpu"], size=size) for size in (None, 24))
+    assert chosen.time.total <= whole.time.total
+
+
+@pytest.mark.xfail(strict=True, reason="ranks 64 to 127 lie in two domains of 72, but are charged NVLink")
+def test_a_group_that_lies_in_two_nodes_is_charged_the_wire_between_them() -> None:
+    plan = grouped(ONE_LAYER, 128, machine=GB200, size=64)
+    nodes = [{rank // GB200.node_size for rank in range(first, first + 64)} for first in (0, 64)]
+    assert nodes == [{0}, {0, 1}]
+    nbytes = sum(plan.plan.bucket_numels) * (Elements().gradient + Elements().parameter)
+    assert plan.time.wire >= nbytes * 63 / 64 / GB200.bytes_per_second
+
+
+# Teams
+
+
+def rounds(ranks: int) -> int:
+    return math.ceil(math.log2(ranks))
+
+
+def test_a_team_shares_the_flops_and_sums_and_gathers_a_square_each_iteration() -> None:
+    # (4, 6) over two ranks: half of 40 flops at 10 a second; 5 iterations of a 4 x 4 all-reduce (twice half of 32
+    # bytes) and an all-gather (half of them) at 2 bytes a second, in 2 + 1 rounds
+    assert team_seconds(Atom("a", (4, 6), 40), 1, SIMPLE, FLOPS) == 4.0
+    assert team_seconds(Atom("a", (4, 6), 40), 2, SIMPLE, FLOPS) == 2.0 + 5 * ((32 + 16) / 2 + 3 * 100)
+    assert team_seconds(Atom("a", (6, 4), 40), 2, NODES_OF_TWO, FLOPS) == 2.0 + 5 * ((32 + 16) / 8 + 3 * 100)
+
+
+def team_seconds_by_hand(atom: Atom, size: int, machine: Machine) -> float:
+    work = atom.cost / machine.flops_per_second / size
+    square = 2 * min(atom.shape) ** 2
+    wire = 3 * square * (size - 1) / size / machine.node_bytes_per_second
+    return work + (5 * (wire + 3 * rounds(size) * machine.latency_seconds) if size > 1 else 0)
+
+
+def assert_teams(plan: TeamPlan, atoms: list[Atom], ranks: int, machine: Machine) -> None:
+    """Every team is an aligned block of ranks, and a rank's seconds are those of what it takes part in."""
+    busy = [0.0] * ranks
+    for atom, first, size in zip(atoms, plan.first, plan.sizes, strict=True):
+        assert size in (1, plan.team_size) and first % size == 0
+        assert first >= 0 and first + size <= ranks and size <= machine.node_size
+        for rank in range(first, first + size):
+            busy[rank] += team_seconds_by_hand(atom, size, machine)
+    assert plan.seconds == pytest.approx(busy)
+    assert plan.busiest == max(plan.seconds)
+    assert plan.shared == sum(size > 1 for size in plan.sizes)
+
+
+def single_owners(atoms: list[Atom], ranks: int, machine: Machine) -> float:
+    """The busiest rank's seconds where each matrix has one owner, the longest first."""
+    heap = [0.0] * ranks
+    for cost in sorted((atom.cost for atom in atoms), reverse=True):
+        heapq.heapreplace(heap, heap[0] + cost / machine.flops_per_second)
+    return max(heap)
+
+
+@pytest.mark.parametrize("name", ["gpt2-124m", "llama3.1-8b"])
+@pytest.mark.parametrize("ranks", [1, 2, 6, 8, 64, 256, 1024])
+def test_teams_are_lawful_and_never_slower_than_single_owners(name: str, ranks: int) -> None:
+    atoms = list(model(name)[:28])
+    plan = plan_teams(atoms, ranks, machine=H100, cost=FLOPS)
+    assert_teams(plan, atoms, ranks, H100)
+    assert plan.busiest <= single_owners(atoms, ranks, H100) * (1 + 1e-12)
+    work = sum(team_seconds_by_hand(atom, 1, H100) for atom in atoms)
+    assert plan.busiest >= work / ranks * (1 - 1e-12)
+
+
+def test_one_layer_on_128_ranks_is_done_three_times_as_fast_by_teams() -> None:
+    plan = plan_teams(ONE_LAYER, 128, machine=H100, cost=FLOPS)
+    assert plan.team_size == 8 and plan.shared == 5, "all but k and v"
+    largest = max(team_seconds_by_hand(atom, 1, H100) for atom in ONE_LAYER)
+    assert plan.busiest == pytest.approx(max(team_seconds_by_hand(atom, 8, H100) for atom in ONE_LAYER))
+    assert plan.busiest < largest / 3
+
+
+def test_where_there_is_work_for_every_rank_nobody_shares() -> None:
+    atoms = [atom for atom in model("gpt2-124m") if "up" in atom.name]  # twelve equal ones
+    plan = plan_teams(atoms, 4, machine=H100, cost=FLOPS)
+    assert plan.shared == 0 and plan.busiest == pytest.approx(3 * atoms[0].cost / H100.flops_per_second)
+
+
+def test_ranks_without_fast_neighbours_do_not_share() -> None:
+    far = replace(H100, node_size=1)
+    assert plan_teams(ONE_LAYER, 128, machine=far, cost=FLOPS).team_size == 1
+
+
+@pytest.mark.xfail(strict=True, reason="blocks are aligned to the team's size, which need not divide the node's")
+def test_no_team_lies_in_two_nodes() -> None:
+    six = replace(H100, node_size=6)
+    plan = plan_teams(ONE_LAYER, 24, machine=six, cost=FLOPS)
+    for first, size in zip(plan.first, plan.sizes):
+        assert first // 6 == (first + size - 1) // 6

@@ -1,0 +1,540 @@
+"""Pictures and the report show the document's numbers, escape its names, and are the same bytes every time."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.container import BarContainer
+from matplotlib.figure import Figure
+from matplotlib.patches import StepPatch
+from matplotlib.text import Text
+
+from lwopt_backend.pictures.html_report import html_report, save_html
+from lwopt_backend.pictures.look import spread
+from lwopt_backend.pictures.plan_picture import draw_plan, save_plan_png
+from lwopt_backend.pictures.systems_picture import draw_systems, save_systems_png
+from lwopt_backend.pictures.units import byte_unit, digits, one_line, rate, time_unit
+from lwopt_backend.plan.cost import COSTS
+from lwopt_backend.plan.machine import CLUSTERS, StepTime
+from lwopt_backend.routing import Route
+from lwopt_backend.study import systems
+from lwopt_backend.study.deployment import Deployment
+from lwopt_backend.study.document import document
+from lwopt_backend.study.part import Setting
+from lwopt_backend.study.study import plan_study
+from lwopt_backend.study.what_if import alternatives
+
+GIB = 2**30
+KINDS = ("parameters", "gradients", "masters", "state", "padding", "transient")
+HOSTILE = """<img src=x onerror=alert(1)>"'&amp; $\\frac{$"""
+
+
+def layers(count: int, width: int, experts: int = 0) -> list[Route]:
+    shapes = {"q": (width, width), "k": (width // 4, width), "up": (3 * width, width), "down": (width, 3 * width)}
+    named = [(f"layers.{i}.{name}", shape) for i in range(count) for name, shape in shapes.items()]
+    named += [(f"layers.{i}.experts.{e}.up", (width, width)) for i in range(count) for e in range(experts)]
+    return [Route(name, shape, "matrix", "a test's") for name, shape in named]
+
+
+@functools.cache
+def planned(case: str) -> dict[str, Any]:
+    """Documents of real plans; not to be changed."""
+    model, deployment, engine, bucket_numel = {
+        "few": (layers(5, 2048), Deployment(8), "owned", 40_000_000),
+        "many": (layers(12, 1024), Deployment(48), "owned", 10_000_000),
+        "stages": (layers(6, 512, experts=8), Deployment(32, pp=2, ep=4), "owned", 1_000_000),
+        "buckets": (layers(160, 256), Deployment(4), "owned", 700_000),
+        "zero2": (layers(5, 1024), Deployment(8), "zero2", None),
+        "fsdp2": (layers(5, 1024), Deployment(8), "fsdp2", 4_000_000),
+        "one": (layers(1, 64), Deployment(1), "owned", None),
+    }[case]
+    setting = Setting(engine, "padded", bucket_numel, CLUSTERS["h100-8x-ib"], COSTS["newton_schulz"])
+    study = plan_study(model, deployment, setting)
+    rows = [] if case == "buckets" else list(alternatives(study.worst.parts[0], setting))
+    return document(study, source=f"test/{case}", rows=rows)
+
+
+@functools.cache
+def plan_figure(case: str) -> Figure:
+    return draw_plan(planned(case))
+
+
+@functools.cache
+def report(case: str) -> str:
+    return html_report(planned(case))
+
+
+def changed(case: str, **entries: Any) -> dict[str, Any]:
+    return copy.deepcopy(planned(case)) | entries
+
+
+def spans(axes: Axes, label: str) -> list[tuple[float, float]]:
+    """What is drawn under a label, from the left: (bottom, top) of every rank."""
+    for container in axes.containers:
+        if isinstance(container, BarContainer) and container.get_label() == label:
+            return [(bar.get_y(), bar.get_y() + bar.get_height()) for bar in container]
+    steps = next(patch for patch in axes.patches if isinstance(patch, StepPatch) and patch.get_label() == label)
+    values, edges, baseline = steps.get_data()
+    runs = zip(baseline, values, edges[1:] - edges[:-1])
+    return [(bottom, top) for bottom, top, width in runs for _ in range(int(width))]
+
+
+def heights(axes: Axes, label: str) -> list[float]:
+    return [top - bottom for bottom, top in spans(axes, label)]
+
+
+def level(axes: Axes, label: str) -> float | None:
+    """The height of a horizontal line."""
+    return next((float(line.get_ydata()[0]) for line in axes.lines if line.get_label() == label), None)
+
+
+def texts(figure: Figure) -> list[Text]:
+    """What can be read. Matplotlib also keeps labels of ticks beyond the ends of a scale, which it does not draw."""
+    figure.draw_without_rendering()
+    unseen = set()
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        low, high = sorted(axis.get_view_interval())
+        ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
+        unseen |= {tick.label1 for tick in ticks if not (axis.axes.axison and low <= tick.get_loc() <= high)}
+    shown = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()]
+    return [text for text in shown if text not in unseen]
+
+
+def words(figure: Figure) -> str:
+    return "\n".join(text.get_text() for text in texts(figure))
+
+
+@pytest.mark.parametrize("case", ["few", "many", "stages", "zero2"])
+def test_work_panel_shows_every_ranks_load_busiest_first(case: str) -> None:
+    data = planned(case)
+    axes = plan_figure(case).axes[0]
+    loads = data["load_per_rank"]
+    unit = time_unit(data["seconds_parts"]["compute"])
+    busiest = data["seconds_parts"]["compute"] / unit.size
+    expected = [busiest * load / max(loads) for load in sorted(loads, reverse=True)]
+    assert heights(axes, "work") == pytest.approx(expected, rel=1e-12)
+    assert len(set(loads)) > 1, "the case must not be flat"
+    assert level(axes, "busiest") == pytest.approx(busiest)
+    assert level(axes, "mean") == pytest.approx(busiest / data["flops_imbalance"])
+
+
+@pytest.mark.parametrize("case", ["few", "many", "stages", "zero2", "fsdp2"])
+def test_memory_panel_stacks_the_kinds_of_every_rank(case: str) -> None:
+    data = planned(case)
+    axes = plan_figure(case).axes[1]
+    unit = byte_unit(data["peak_bytes"]).size
+    memory = data["memory_per_rank"]
+    shown = [kind for kind in KINDS if any(rank[kind] for rank in memory)]
+    drawn = list(zip(*(heights(axes, kind) for kind in shown)))
+    for kind in shown:
+        assert sorted(heights(axes, kind)) == pytest.approx(sorted(rank[kind] / unit for rank in memory))
+    for below, above in zip([None, *shown], shown):
+        tops = [top for _, top in spans(axes, below)] if below else [0] * len(memory)
+        assert [bottom for bottom, _ in spans(axes, above)] == pytest.approx(tops)
+    totals = sorted(sum(rank[kind] for kind in KINDS) / unit for rank in memory)
+    assert sorted(map(sum, drawn)) == pytest.approx(totals)
+    assert max(map(sum, drawn)) == pytest.approx(data["peak_bytes"] / unit)
+    unseen = {kind for kind in KINDS if kind not in shown}
+    assert not unseen & {thing.get_label() for thing in [*axes.containers, *axes.patches]}
+
+
+def test_bars_stand_above_their_ranks_numbers_in_both_panels() -> None:
+    data = planned("few")
+    work, memory, _ = plan_figure("few").axes
+    ranks = [int(label.get_text()) for label in work.get_xticklabels()]
+    assert sorted(ranks) == list(range(8)) and ranks != list(range(8))
+    assert ranks == [int(label.get_text()) for label in memory.get_xticklabels()]
+    loads = [data["load_per_rank"][rank] for rank in ranks]
+    assert heights(work, "work") == pytest.approx([heights(work, "work")[0] * load / loads[0] for load in loads])
+    state = [data["memory_per_rank"][rank]["state"] / byte_unit(data["peak_bytes"]).size for rank in ranks]
+    assert heights(memory, "state") == pytest.approx(state)
+
+
+def test_the_machines_memory_is_a_line_where_it_is_near_and_exceeding_it_is_a_warning() -> None:
+    peak = planned("few")["peak_bytes"]
+    unit = byte_unit(peak).size
+    for owned, drawn in ((0, None), (0.5 * peak, 0.5 * peak / unit), (2 * peak, 2 * peak / unit), (9 * peak, None)):
+        data = changed("few")
+        data["cluster"]["memory_bytes"] = owned
+        found = level(draw_plan(data).axes[1], "machine")
+        assert found == (drawn if drawn is None else pytest.approx(drawn))
+        assert ('class="card bad"' in html_report(data)) == (0 < owned < peak)
+
+
+@pytest.mark.parametrize("case", ["few", "stages", "fsdp2", "one"])
+def test_timeline_has_a_lane_per_bucket_with_its_three_spans(case: str) -> None:
+    data = planned(case)
+    axes = plan_figure(case).axes[2]
+    buckets = [bucket for part in data["parts"] for bucket in part["timeline"]]
+    unit = time_unit(max(bucket["back"][1] for bucket in buckets)).size
+    for container in axes.containers:
+        drawn = [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in container]
+        expected = [tuple(second / unit for second in bucket[container.get_label()]) for bucket in buckets]
+        assert [edge for span in drawn for edge in span] == pytest.approx([edge for span in expected for edge in span])
+        assert [bar.get_y() + bar.get_height() / 2 for bar in container] == [i + 0.5 for i in range(len(buckets))]
+    assert [container.get_label() for container in axes.containers] == ["reduce", "work", "back"]
+    assert axes.get_ylim()[0] > axes.get_ylim()[1], "the first bucket is on top"
+
+
+def test_many_buckets_share_lanes_that_say_so_and_do_not_hide_each_others_spans() -> None:
+    timeline = planned("buckets")["parts"][0]["timeline"]
+    figure = plan_figure("buckets")
+    containers = figure.axes[2].containers
+    lanes = len(containers[0])
+    share = -(-len(timeline) // 24)
+    assert len(timeline) > 60 and lanes == -(-len(timeline) // share) <= 24
+    for container in containers:
+        name = container.get_label()
+        for lane, bar in enumerate(container):
+            some = timeline[lane * share : (lane + 1) * share]
+            edges = (bar.get_x() * 1e-3, (bar.get_x() + bar.get_width()) * 1e-3)
+            assert edges == pytest.approx((min(b[name][0] for b in some), max(b[name][1] for b in some)))
+    boxes = [[(bar.get_y(), bar.get_y() + bar.get_height()) for bar in container] for container in containers]
+    for above, below in zip(boxes, boxes[1:]):
+        assert all(a[1] <= b[0] + 1e-9 for a, b in zip(above, below))
+    assert f"{share} buckets a lane" in words(figure)
+
+
+def test_without_a_timeline_the_panel_says_why() -> None:
+    figure = plan_figure("zero2")
+    travelling = sum(bucket != -1 for bucket in planned("zero2")["parts"][0]["bucket_of"])
+    assert 0 < travelling < 20
+    assert not figure.axes[2].containers
+    assert f"Of 20 matrices, {travelling} travel to an owner and back" in words(figure)
+
+
+def test_the_same_thing_has_the_same_colour_in_every_panel() -> None:
+    work, memory, buckets = plan_figure("few").axes
+    color = {
+        (number, container.get_label()): container[0].get_facecolor()
+        for number, axes in enumerate((work, memory, buckets))
+        for container in axes.containers
+    }
+    assert color[0, "work"] == color[2, "work"]
+    assert color[1, "gradients"] == color[2, "reduce"]
+    assert color[1, "parameters"] == color[2, "back"]
+    assert len(set(color.values())) == len(color) - 3
+
+
+@pytest.mark.parametrize("case", ["few", "many", "stages", "buckets", "zero2", "fsdp2", "one"])
+def test_headline_holds_the_key_numbers_and_no_text_covers_another(case: str) -> None:
+    data, figure = planned(case), plan_figure(case)
+    shown = words(figure).split("\n")
+    assert data["source"] in shown
+    assert f"{data['flops_imbalance']:.3f}" in shown
+    assert f"{data['padding_pct']:.1f} %" in shown
+    assert time_unit(data["seconds"]).named(data["seconds"]) in shown
+    assert byte_unit(data["peak_bytes"]).named(data["peak_bytes"]) in shown
+    assert_apart(figure)
+
+
+@pytest.mark.parametrize("case", ["few", "many", "stages", "buckets", "zero2"])
+def test_no_text_of_the_reports_pictures_covers_another(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr("lwopt_backend.pictures.html_report.inline_svg", lambda figure, name: figures.append(figure))
+    html_report(planned(case))
+    assert len(figures) == 3
+    for figure in figures:
+        assert_apart(figure)
+
+
+def assert_apart(figure: Figure) -> None:
+    boxes = [(text.get_text(), text.get_window_extent()) for text in texts(figure)]
+    inside = figure.bbox
+    for name, box in boxes:
+        assert inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1, name
+    for (one, box), (other, place) in combinations(boxes, 2):
+        width = min(box.x1, place.x1) - max(box.x0, place.x0)
+        height = min(box.y1, place.y1) - max(box.y0, place.y0)
+        assert width <= 1 or height <= 2.5, f"{one!r} covers {other!r}"
+
+
+@functools.cache
+def compared() -> tuple[systems.Figure, ...]:
+    setting = Setting("owned", "padded", 4_000_000, CLUSTERS["h100-8x-ib"], COSTS["newton_schulz"])
+    atoms = plan_study(layers(6, 1024), Deployment(1), setting).worst.parts[0].atoms
+    return tuple(figure for ranks in (8, 64, 512) for figure in systems.compare(atoms, ranks, setting))
+
+
+def test_systems_are_lines_of_their_seconds_and_bytes() -> None:
+    figure = draw_systems(compared()[::-1])
+    time, memory = figure.axes
+    lines = {line.get_label(): line for line in time.lines if not line.get_label().startswith("_")}
+    assert set(lines) == set(systems.SYSTEMS)
+    for system in systems.SYSTEMS:
+        mine = [each for each in compared() if each.system == system]
+        sizes = next(line for line in memory.lines if line.get_label() == system)
+        assert list(lines[system].get_xdata()) == list(sizes.get_xdata()) == [8, 64, 512]
+        assert list(lines[system].get_ydata()) == pytest.approx([1e3 * each.time.total for each in mine])
+        assert list(sizes.get_ydata()) == pytest.approx([each.memory / GIB for each in mine])
+    broadest = max(lines.values(), key=lambda line: line.get_linewidth())
+    assert broadest.get_label() == "ours"
+    assert {axis.get_xscale() for axis in figure.axes} | {axis.get_yscale() for axis in figure.axes} == {"log"}
+
+
+def test_systems_names_do_not_cover_each_other_even_where_lines_end_together() -> None:
+    assert_apart(draw_systems(compared()))
+    same = [systems.Figure(f"system {i}", ranks, StepTime(1, 1, 1), GIB, 1, "") for i in range(9) for ranks in (8, 16)]
+    figure = draw_systems(same)
+    assert_apart(figure)
+    for number in range(9):
+        assert words(figure).count(f"system {number} ") == 2
+    with pytest.raises(ValueError, match="at least one figure"):
+        draw_systems([])
+
+
+@pytest.mark.parametrize(
+    ("heights", "gap", "places"),
+    [
+        ([], 0.1, []),
+        ([0.2, 0.8], 0.1, [0.2, 0.8]),
+        ([0.5, 0.5], 0.1, [0.45, 0.55]),
+        ([0.0, 0.0, 0.9], 0.2, [0.0, 0.2, 0.9]),
+        ([1.0, 1.0], 0.1, [0.9, 1.0]),
+        ([0.3, 0.4, 0.4, 0.4], 0.1, [0.225, 0.325, 0.425, 0.525]),
+        ([0.5] * 5, 0.5, [0.0, 0.25, 0.5, 0.75, 1.0]),
+    ],
+)
+def test_labels_move_no_further_than_they_must(heights: list[float], gap: float, places: list[float]) -> None:
+    assert spread(heights, gap) == pytest.approx(places)
+
+
+class Page(HTMLParser):
+    """Tables as rows of texts, all tags, all texts; complains about tags that do not match."""
+
+    VOID = ("meta", "br", "img", "link", "input")
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.tables: list[list[list[str]]] = []
+        self.chosen: list[list[str]] = []
+        self.texts: list[str] = []
+        self.feed(html)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+            if dict(attrs).get("class") == "chosen":
+                self.chosen.append(self.tables[-1][-1])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open[-1] == tag, f"</{tag}> in {self.open}"
+        self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+        if self.open and self.open[-1] in ("td", "th"):
+            self.tables[-1][-1][-1] += data
+
+    def table(self, heading: str) -> list[dict[str, str]]:
+        """The rows of the table whose first heading this is."""
+        found = next(table for table in self.tables if table[0][0] == heading)
+        return [dict(zip(found[0], row, strict=True)) for row in found[1:]]
+
+
+@pytest.mark.parametrize("case", ["few", "many", "stages", "buckets", "zero2", "fsdp2", "one"])
+def test_report_is_well_formed_and_needs_nothing_else(case: str) -> None:
+    html = report(case)
+    page = Page(html)
+    addresses = set(re.findall(r"https?://[^\s\"'<>]*", html))
+    assert addresses <= {"http://www.w3.org/2000/svg"}
+    assert {"script", "link", "img", "iframe"}.isdisjoint(tag for tag, _ in page.tags)
+    assert sum(tag == "svg" for tag, _ in page.tags) == 3
+    ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
+    assert len(ids) == len(set(ids))
+    used = {attrs["href"] for tag, attrs in page.tags if tag == "use"} | set(re.findall(r"url\((#[^)]*)\)", html))
+    assert used and used <= {f"#{name}" for name in ids}
+    assert "prefers-color-scheme: dark" in html
+    for color in ("#1f2328", "#5f6771", "#d0d7de"):
+        assert html.count(color) == 1, "colours of light mode appear in the style sheet alone"
+
+
+def test_report_tables_hold_the_documents_numbers() -> None:
+    data = planned("stages")
+    page = Page(report("stages"))
+    by_reason = [
+        {"kind": "matrix", "reason": "2-D", "parameters": 1200, "numel": 3 * 10**9},
+        {"kind": "elementwise", "reason": "a bias", "parameters": 7, "numel": 2500},
+    ]
+    rows = Page(html_report(changed("few", routing=by_reason))).table("rule")
+    assert [list(row.values()) for row in rows] == [
+        ["matrix", "2-D", "1,200", "3,000"],
+        ["elementwise", "a bias", "7", "0.00250"],
+    ]
+    for row, part in zip(page.table("buffer"), data["parts"], strict=True):
+        assert row["buffer"] == part["name"] and row["planned by"] == part["strategy"]
+        assert row["group size"] == str(part["group_size"]) and row["instances"] == str(part["instances"])
+        assert row["padding, %"] == f"{part['padding_pct']:.1f}"
+        assert float(row["step, ms"]) == pytest.approx(1e3 * part["seconds"], rel=5e-3)
+    collectives = [each for part in data["parts"] for each in part["collectives"]]
+    for row, each in zip(page.table("collective"), collectives, strict=True):
+        assert row["collective"] == each["what"] and row["a step"] == str(each["count"])
+        assert float(row["sent by the busiest rank, MiB a step"]) == pytest.approx(each["nbytes"] / 2**20, rel=5e-3)
+    for row, stage in zip(page.table("stage"), data["stages"], strict=True):
+        assert row["stage"] == str(stage["stage"]) and row["matrices"] == str(stage["matrices"])
+        assert row["group size"] == ", ".join(f"{name} {size}" for name, size in stage["group_size"].items())
+        assert float(row["peak memory, MiB"]) == pytest.approx(stage["peak_bytes"] / 2**20, rel=5e-3)
+    assert len(data["stages"]) == 2 and len(data["parts"]) == 2
+
+
+def test_report_compares_what_else_could_be_chosen() -> None:
+    data = planned("few")
+    page = Page(report("few"))
+    bars = [attrs["style"] for tag, attrs in page.tags if tag == "i" and attrs.get("style")]
+    longest = max(each["seconds"] for each in data["what_if"])
+    for number, (row, each) in enumerate(zip(page.table("plan"), data["what_if"], strict=True)):
+        assert row["plan"] == each["what"]
+        assert row["buckets"] == ("–" if each["buckets"] is None else str(each["buckets"]))
+        assert row["padding, %"] == ("–" if each["padding"] is None else f"{100 * each['padding']:.1f}")
+        assert row["work: busiest / mean"] == (f"{each['flops_imbalance']:.3f}" if each["flops_imbalance"] else "–")
+        for name, key in (("work", "compute"), ("wire", "wire"), ("latency", "latency")):
+            assert float(row[f"{name}, ms"]) == pytest.approx(1e3 * each["time"][key], rel=5e-3)
+        assert float(row["step, ms"]) == pytest.approx(1e3 * each["seconds"], rel=5e-3)
+        shares = [float(style.split(":")[1].rstrip("%")) for style in bars[3 * number : 3 * number + 3]]
+        assert sum(shares) == pytest.approx(100 * each["seconds"] / longest, abs=0.02)
+    assert [row[0] for row in page.chosen] == [data["what_if"][0]["what"]]
+    assert any(each["memory"] is None or each["buckets"] is None for each in data["what_if"])
+
+
+def test_report_leaves_out_what_does_not_apply_and_says_how_seconds_are_modelled() -> None:
+    page = Page(html_report(changed("few", what_if=[], routing=[])))
+    assert [table[0][0] for table in page.tables] == ["buffer", "collective"]
+    shown = "".join(page.texts)
+    assert "work + wire + latency, not overlapped" in shown
+    assert "400 TFLOP/s of matrix work per rank, 40 GB/s per rank between nodes, 360 GB/s within a node of 8" in shown
+    assert "20 µs of latency a round, 74.5 GiB of memory" in shown
+    assert planned("few")["digest"] in shown
+
+
+def hostile(data: Any) -> Any:
+    """The same document with markup in every one of its strings, and in the names of buffers."""
+    if isinstance(data, dict):
+        names = ("dense", "experts")
+        return {(key + HOSTILE if key in names else key): hostile(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [hostile(each) for each in data]
+    return data + HOSTILE if isinstance(data, str) else data
+
+
+@pytest.mark.parametrize("case", ["stages", "zero2"])
+def test_markup_and_formulas_in_names_are_text(case: str, tmp_path: Path) -> None:
+    data = hostile(planned(case))
+    page = Page(html_report(data))
+    assert "img" not in {tag for tag, _ in page.tags}
+    assert not any("onerror" in attribute for _, attributes in page.tags for attribute in attributes)
+    assert data["source"] in page.texts and data["source"] + ": plan" in page.texts
+    assert ("for the buffer " + data["parts"][0]["name"] in "".join(page.texts)) == (len(data["parts"]) > 1)
+    assert [row["plan"] for row in page.table("plan")] == [each["what"] for each in data["what_if"]]
+    assert page.table("buffer")[0]["planned by"] == data["parts"][0]["strategy"]
+    save_plan_png(data, tmp_path / "plan.png")
+    assert data["source"] in words(draw_plan(data))
+
+
+def test_names_of_any_length_and_letters_are_one_printable_line(tmp_path: Path, recwarn: Any) -> None:
+    name = "模型/" + "long" * 100 + "\n\x00\ud800 .json"
+    shown = one_line(name, 80)
+    assert len(shown) == 80 and shown.isprintable() and shown.startswith("模型/long") and shown.endswith(" .json")
+    data = changed("few", source=name)
+    assert_apart(draw_plan(data))
+    recwarn.clear()
+    save_plan_png(data, tmp_path / "plan.png")
+    save_html(data, tmp_path / "plan.html")
+    written = (tmp_path / "plan.html").read_text()
+    assert "<h1>模型/long" in written and "long \ufffd\ufffd .json</h1>" in written
+    assert not [warning for warning in recwarn if "Glyph" in str(warning.message)]
+
+
+def test_equal_documents_give_equal_bytes_whatever_the_process_and_the_users_settings(tmp_path: Path) -> None:
+    data = json.loads(json.dumps(planned("stages")))
+    html = html_report(data)
+    assert html == report("stages")
+    with matplotlib.rc_context(
+        {"axes.facecolor": "red", "font.size": 30, "legend.fontsize": 30, "svg.fonttype": "path"}
+    ):
+        assert html == html_report(data)
+        assert matplotlib.rcParams["font.size"] == 30
+    (tmp_path / "document.json").write_text(json.dumps(data))
+    code = (
+        "import json, sys; from lwopt_backend.pictures.html_report import save_html;"
+        "save_html(json.load(open('document.json')), 'plan.html'); assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    environment = os.environ | {"PYTHONHASHSEED": "7"}
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=environment, timeout=60)
+    assert (tmp_path / "plan.html").read_text() == html
+
+
+def savers() -> Iterator[Any]:
+    yield pytest.param(lambda path: save_plan_png(planned("few"), path), b"\x89PNG", id="plan")
+    yield pytest.param(lambda path: save_systems_png(compared(), path), b"\x89PNG", id="systems")
+    yield pytest.param(lambda path: save_html(planned("few"), path), b"<!doctype html>", id="html")
+
+
+@pytest.mark.parametrize(("save", "start"), savers())
+def test_a_file_is_written_whole_or_stays_as_it_was(
+    save: Any, start: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "folder" / "file"
+    save(path)
+    assert path.read_bytes().startswith(start)
+    path.write_bytes(b"old")
+
+    def full(self: Path, content: bytes) -> int:
+        with self.open("wb") as file:
+            file.write(content[:10])
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="no space left"):
+        save(path)
+    monkeypatch.undo()
+    assert path.read_bytes() == b"old" and list(path.parent.iterdir()) == [path]
+    save(str(path))
+    assert path.read_bytes().startswith(start) and list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("module", ["pictures", "pictures.units"])
+def test_without_matplotlib_the_error_says_what_to_install(module: str) -> None:
+    code = f"import sys; sys.modules['matplotlib'] = None; import lwopt_backend.{module}"
+    tried = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert tried.returncode != 0
+    last = tried.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: pictures and HTML reports need matplotlib")
+    assert last.endswith('pip install "lwopt-backend[plots]"')
+
+
+def test_numbers_are_spelled_in_three_digits_and_one_unit() -> None:
+    spelled = {1137.8: "1,138", 27.487: "27.5", 3: "3.00", 0.48: "0.480", 0: "0", 0.00048: "0.000480", 2e-9: "2e-09"}
+    assert {value: digits(value) for value in spelled} == spelled
+    assert digits(None) == "–"
+    assert byte_unit(1.5 * GIB).named(1.5 * GIB) == "1.50 GiB"
+    assert byte_unit(GIB - 1).name == "MiB" and byte_unit(GIB).name == "GiB" and byte_unit(0).name == "KiB"
+    assert [time_unit(seconds).name for seconds in (70, 1e-4, 9e-5, 2e-8)] == ["ms", "ms", "µs", "ns"]
+    assert rate(4e14, "FLOP/s") == "400 TFLOP/s" and rate(2e-5, "s") == "20 µs" and rate(0, "B/s") == "0 µB/s"

@@ -1,0 +1,305 @@
+"""Studies: deployments, splits, memory and bytes by hand, other systems."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lwopt_backend.plan.cost import COSTS
+from lwopt_backend.plan.machine import Machine
+from lwopt_backend.routing import Route
+from lwopt_backend.study.atoms import check_splits, make_atoms, parse_split
+from lwopt_backend.study.cluster import cluster_named
+from lwopt_backend.study.deployment import Deployment, local_experts, stages
+from lwopt_backend.study.document import document, plan_digest
+from lwopt_backend.study.part import RankMemory, Setting
+from lwopt_backend.study.study import plan_study
+from lwopt_backend.study.systems import compare
+from lwopt_backend.study.what_if import alternatives
+
+NS = COSTS["newton_schulz"]
+MACHINE = Machine("test", 1e12, 1e9, 1e-4, node_size=2, node_bytes_per_second=1e10, memory_bytes=8e9)
+OWNED = Setting("owned", "padded", None, MACHINE, NS)
+
+
+def matrix(name: str, *shape: int) -> Route:
+    return Route(name, shape, "matrix" if len(shape) == 2 else "elementwise", "test")
+
+
+def layers(count: int, width: int = 128) -> list[Route]:
+    return [
+        matrix(f"layers.{i}.{name}", *shape)
+        for i in range(count)
+        for name, shape in (("qkv", (3 * width, width)), ("o", (width, width)), ("norm", (width,)))
+    ]
+
+
+def moe(count: int, experts: int) -> list[Route]:
+    return [
+        matrix(f"layers.{i}.{name}", *shape)
+        for i in range(count)
+        for name, shape in [("attn", (256, 256)), ("router", (experts, 256))]
+        + [(f"mlp.experts.{e}.{m}", (512, 256)) for e in range(experts) for m in ("up", "down")]
+    ]
+
+
+# Deployments
+
+
+def test_world_size_counts_all_ranks() -> None:
+    deployment = Deployment(2048, tp=2, pp=16, ep=32)
+    assert (deployment.stage_ranks, deployment.dp, deployment.expert_dp) == (128, 64, 4)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"world_size": 0}, "world_size: expected at least 1, found 0"),
+        ({"world_size": 12, "pp": 5}, "12 is not a multiple of tp x pp = 1 x 5.*60 for 12 data-parallel"),
+        ({"world_size": 128, "pp": 16, "ep": 64}, "ep 64 does not divide the 8 ranks of a pipeline stage"),
+    ],
+)
+def test_numbers_that_do_not_divide_are_refused(numbers: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Deployment(**numbers)
+
+
+def test_stages_are_whole_layers_and_the_earlier_ones_longer() -> None:
+    routes = [matrix("embed", 8, 8), *layers(5), matrix("head", 8, 8)]
+    split = stages(routes, 2)
+    assert [route.name for stage in split for route in stage] == [route.name for route in routes]
+    assert split[0][0].name == "embed" and split[1][-1].name == "head"
+    assert {r.name.split(".")[1] for r in split[0][1:]} == {"0", "1", "2"}
+    with pytest.raises(ValueError, match="pp 6.*only 5 layers"):
+        stages(routes, 6)
+
+
+def test_a_rank_holds_its_share_of_every_layers_experts() -> None:
+    local = local_experts(moe(2, 8), 4, "*.experts.*")
+    assert [r.name for r in local if ".up" in r.name] == [
+        f"layers.{i}.mlp.experts.{e}.up" for i in (0, 1) for e in (0, 1)
+    ]
+    stack = [matrix("layers.0.mlp.experts.w", 8, 16, 32)]
+    assert local_experts(stack, 4, "*.experts.*")[0].shape == (2, 16, 32)
+    with pytest.raises(ValueError, match="ep 3 does not divide the 8 experts"):
+        local_experts(moe(1, 8), 3, "*.experts.*")
+    with pytest.raises(ValueError, match="'layers.0.mlp.experts.w'.*neither one numbered expert"):
+        local_experts(stack, 3, "*.experts.*")
+
+
+def test_dense_and_expert_buffers_have_their_own_ranks_and_every_matrix_is_planned_once() -> None:
+    study = plan_study(moe(4, 8), Deployment(16, pp=2, ep=4), OWNED)
+    first, second = study.stages
+    assert [(p.name, p.ranks, len(p.atoms)) for p in first.parts] == [("dense", 8, 4), ("experts", 2, 8)]
+    names = [atom.name for stage in study.stages for part in stage.parts for atom in part.atoms]
+    assert len(set(names)) == len(names) == 24
+    assert second.parts[0].atoms[0].name == "layers.2.attn"
+    assert first.parts[0].owners == second.parts[0].owners  # equal shapes, one plan
+
+
+def test_a_stages_busiest_rank_is_found_over_both_buffers() -> None:
+    stage = plan_study(moe(4, 8), Deployment(16, pp=2, ep=4), OWNED).worst
+    dense, experts = stage.parts
+    by_hand = [
+        dense.loads[rank % dense.group_size] + experts.loads[rank // 4 % experts.group_size] for rank in range(8)
+    ]
+    assert stage.loads() == by_hand
+    assert stage.time.compute == max(by_hand) / 1e12
+
+
+def test_heavy_dense_shards_lie_where_experts_leave_time() -> None:
+    # Three expert matrices over two ranks: the first expert rank has two of them. Two dense matrices, one larger.
+    routes = [matrix("l.0.a", 256, 256), matrix("l.0.b", 512, 256)]
+    routes += [matrix(f"l.0.experts.{e}.w{k}", 256, 256) for e in range(2) for k in range(3)]
+    stage = plan_study(routes, Deployment(4, ep=2), replace(OWNED, group_size=4)).worst
+    large, small = NS.of((512, 256)), NS.of((256, 256))
+    assert sorted(stage.parts[1].loads) == [small, 2 * small]
+    assert max(stage.loads()) == small + large  # not 2 * small + large
+
+
+# Splits and tensor parallelism
+
+
+def test_split_texts() -> None:
+    assert parse_split("*.qkv=3") == ("*.qkv", 3)
+    assert parse_split("*.qkv=64,16,16") == ("*.qkv", (64, 16, 16))
+    assert parse_split("a=b.w=stack") == ("a=b.w", "stack")
+    for wrong in ("qkv", "=3", "qkv=", "qkv=0", "qkv=3,x"):
+        with pytest.raises(ValueError, match="expected GLOB=N"):
+            parse_split(wrong)
+
+
+def test_a_split_parameter_is_planned_as_its_blocks() -> None:
+    routes = [matrix("l.qkv", 96, 64), matrix("l.experts", 2, 3, 8, 16), matrix("l.norm", 64)]
+    atoms, rest = make_atoms(routes, {"*.qkv": (64, 16, 16), "*.experts": "stack"}, NS)
+    assert [(a.name, a.shape) for a in atoms[:3]] == [
+        ("l.qkv[0:64]", (64, 64)), ("l.qkv[64:80]", (16, 64)), ("l.qkv[80:96]", (16, 64)),
+    ]  # fmt: skip
+    assert len(atoms) == 3 + 6 and all(a.shape == (8, 16) for a in atoms[3:])
+    assert sum(a.numel for a in atoms) == 96 * 64 + 6 * 8 * 16
+    assert [r.name for r in rest] == ["l.norm"]
+    assert all(a.cost == NS.of(a.shape) for a in atoms)
+
+
+@pytest.mark.parametrize(
+    ("splits", "message"),
+    [
+        ({"l.qkv": 5}, "96 rows of 'l.qkv' do not divide into 5"),
+        ({"l.qkv": (64, 16)}, r"blocks of 64\+16 rows do not add up to 96"),
+        ({"l.qkv": "stack"}, "'l.qkv' has shape \\(96, 64\\); a stack has three"),
+        ({"l.stack": 2}, "'l.stack' has shape .* row blocks are for two"),
+    ],
+)
+def test_a_split_that_does_not_fit_is_refused(splits: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_atoms([matrix("l.qkv", 96, 64), matrix("l.stack", 2, 8, 8)], splits, NS)  # type: ignore[arg-type]
+
+
+def test_a_split_that_matches_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="'qvk' matches no parameter; names look like 'l.qkv'"):
+        check_splits([matrix("l.qkv", 96, 64)], {"qvk": 3})
+
+
+def test_tensor_parallel_ranks_store_a_part_and_take_turns_in_the_work() -> None:
+    (atom,), _ = make_atoms([matrix("w", 96, 64)], {}, NS, tp=4)
+    assert atom.shape == (24, 64)
+    assert atom.cost == math.ceil(NS.of((96, 64)) / 4)
+
+
+# Memory, bytes and seconds, by hand
+
+
+def test_owned_memory_and_bytes_of_a_padded_buffer() -> None:
+    # Two equal matrices and one of half their size on two ranks: shards of 1.5, so a quarter of one shard is padding.
+    routes = [matrix("l.0.a", 128, 128), matrix("l.1.b", 128, 128), matrix("l.2.c", 64, 128), matrix("l.2.n", 100)]
+    study = plan_study(routes, Deployment(2), OWNED)
+    (part,) = study.worst.parts
+    large, small = 128 * 128, 64 * 128
+    assert part.buffer_numel == 2 * (large + small) and part.numel == 2 * large + small
+    assert sorted(part.owned_numels) == [large, large + small]
+    fullest = max(study.worst.memory(), key=lambda memory: memory.state)
+    assert fullest == RankMemory(
+        parameters=2 * part.numel + 2 * 100,
+        gradients=4 * part.numel + 4 * 100,
+        masters=4 * (large + small) + 4 * 50,
+        state=4 * (large + small) + 8 * 50,
+        padding=(2 + 4) * small,
+        transient=2 * (3 * large + 3 * large),
+    )
+    assert [(c.what, c.count, c.nbytes) for c in part.collectives] == [
+        ("reduce-scatter of gradients", 1, 4 * (large + small)),
+        ("all-gather of parameters", 1, 2 * (large + small)),
+    ]
+    busiest = NS.of((128, 128)) + NS.of((64, 128))
+    assert part.time.compute == pytest.approx(busiest / 1e12)
+    assert part.time.wire == pytest.approx(6 * (large + small) / 1e10)  # both ranks are in one node
+    assert part.time.latency == pytest.approx(2 * 1e-4)
+
+
+def test_instances_add_an_all_reduce_of_the_owned_gradients() -> None:
+    study = plan_study([matrix("l.0.a", 128, 128)], Deployment(4), replace(OWNED, group_size=1))
+    (part,) = study.worst.parts
+    assert (part.group_size, part.ranks) == (1, 4)
+    across = next(c for c in part.collectives if c.what == "all-reduce across instances")
+    assert across.nbytes == 2 * 4 * 128 * 128 * 3 // 4
+    assert part.time.wire == pytest.approx(across.nbytes / 1e9)
+
+
+def test_zero2_is_what_the_optimizer_plans() -> None:
+    study = plan_study(layers(4), Deployment(2), replace(OWNED, engine="zero2"))
+    (part,) = study.worst.parts
+    half = part.numel // 2
+    assert part.buffer_numel == part.numel
+    memory = study.worst.memory()[0]
+    elementwise = 4 * 128
+    assert memory.parameters == 2 * (part.numel + elementwise)
+    assert memory.masters == 4 * (half + elementwise // 2) and memory.state == 4 * half + 8 * elementwise // 2
+    sent = {c.what: c.nbytes for c in part.collectives}
+    assert sent["zero2's all-reduce of gradients"] == 4 * part.numel
+    assert sent["zero2's all-gather of parameters"] == part.numel
+
+
+@pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
+def test_sharded_engines_exchange_every_matrix(engine: str) -> None:
+    study = plan_study(layers(4), Deployment(4), replace(OWNED, engine=engine))
+    (part,) = study.worst.parts
+    shard = part.numel // 4
+    exchange = part.collectives[0]
+    assert exchange.nbytes == int((shard + max(part.owned_numels)) * 0.75 * 2)
+    assert study.worst.memory()[0].parameters == (4 if engine == "fsdp2" else 2) * (shard + 128)
+
+
+# Other systems
+
+
+def test_other_systems_by_hand() -> None:
+    atoms, _ = make_atoms([matrix(f"l.{i}.w", 128, 128) for i in range(3)], {}, NS)
+    one = NS.of((128, 128))
+    figures = {figure.system: figure for figure in compare(atoms, 2, OWNED)}
+    assert figures["replicated"].time.compute == pytest.approx(3 * one / 1e12)
+    assert figures["replicated"].work_ratio == 2
+    # The second of three matrices lies across the cut of two partitions: both ranks orthogonalize it.
+    assert figures["DeepSpeed Muon ZeRO-1"].time.compute == pytest.approx(2 * one / 1e12)
+    assert figures["DeepSpeed Muon ZeRO-1"].work_ratio == pytest.approx(4 / 3)
+    numel = 3 * 128 * 128
+    assert figures["Megatron compact"].time.wire == pytest.approx((2 * 4 + 2) * numel / 2 / 1e10)
+    assert figures["DeepSpeed Muon ZeRO-2"].memory < figures["DeepSpeed Muon ZeRO-1"].memory
+    assert figures["ours"].time.total <= figures["Megatron padded"].time.total
+
+
+def test_the_chosen_plan_is_the_first_what_if_row_and_its_own_figures() -> None:
+    study = plan_study(layers(6), Deployment(4), OWNED)
+    part = study.worst.parts[0]
+    rows = list(alternatives(part, study.setting))
+    assert rows[0].what == "chosen: padded, groups of 4"
+    assert (rows[0].padding, rows[0].time) == (part.padding, part.time)
+    compact = next(row for row in rows if row.what == "compact, groups of 4")
+    assert compact.padding == 0
+    assert any(row.what.startswith("Megatron padded") for row in rows)
+
+
+# The document
+
+
+def test_the_document_repeats_the_plan() -> None:
+    study = plan_study(layers(6), Deployment(4), OWNED)
+    content = document(study, source="test")
+    part = study.worst.parts[0]
+    assert content["buckets"] == len(part.bucket_numels) == 1
+    assert content["buffer_numel"] == part.buffer_numel
+    assert content["padding_pct"] == pytest.approx(100 * part.padding)
+    assert content["owners"] == list(part.owners) and content["matrices"] == [a.name for a in part.atoms]
+    loads = [0] * 4
+    for atom, owner in zip(part.atoms, content["owners"]):
+        loads[owner] += max(atom.shape) * min(atom.shape) ** 2
+    assert content["cost_imbalance"] == pytest.approx(max(loads) * 4 / sum(loads))
+    assert content["seconds"] == pytest.approx(sum(content["seconds_parts"].values()))
+    assert {kind["kind"]: kind["parameters"] for kind in content["routing"]} == {"matrix": 12, "elementwise": 6}
+
+
+def test_equal_plans_have_equal_digests_and_others_do_not() -> None:
+    digests = [plan_digest(plan_study(layers(6), Deployment(ranks), OWNED)) for ranks in (4, 4, 2)]
+    assert digests[0] == digests[1] != digests[2]
+
+
+# Clusters
+
+
+def test_a_cluster_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "name: mine\nflops_per_second: 1e14\nbytes_per_second: 25e9\nlatency_seconds: 0.00002\nnode_size: 4\n"
+    )
+    machine = cluster_named(str(path))
+    assert machine == Machine("mine", 1e14, 25e9, 2e-5, 4)
+    path.write_text("name: mine\nflops_per_sec: 1\nbytes_per_second: 1\nlatency_seconds: 0\n")
+    with pytest.raises(ValueError, match="(?s)flops_per_sec.*did you mean 'flops_per_second'"):
+        cluster_named(str(path))
+    path.write_text("- a\n")
+    with pytest.raises(ValueError, match="expected a mapping"):
+        cluster_named(str(path))
+    with pytest.raises(ValueError, match="unknown cluster 'h100-8x'; did you mean 'h100-8x-ib'"):
+        cluster_named("h100-8x")
