@@ -51,10 +51,10 @@ def test_json_holds_the_plan_and_nothing_else_is_printed(shapes: Path) -> None:
     for owner, (_, (rows, columns)) in zip(found["owners"], LAYER * 6):
         loads[owner] += max_min_squared((rows, columns))
         numels[owner] += rows * columns
-    assert found["cost_imbalance"] == pytest.approx(max(loads) * 8 / sum(loads))
-    assert found["numel_imbalance"] == pytest.approx(max(numels) * 8 / sum(numels))
+    assert found["cost_imbalance"] == round(max(loads) * 8 / sum(loads), 4)
+    assert found["numel_imbalance"] == round(max(numels) * 8 / sum(numels), 4)
     assert found["buffer_numel"] == 8 * max(numels)
-    assert found["padding_pct"] == pytest.approx(100 * (8 * max(numels) / sum(numels) - 1))
+    assert found["padding_pct"] == round(100 * (8 * max(numels) / sum(numels) - 1), 2)
     assert found["seconds"] > 0 and found["flops_imbalance"] >= 1
 
 

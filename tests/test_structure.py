@@ -52,6 +52,13 @@ def test_runtime_imports_plan_and_rules_only(path: Path) -> None:
         assert within(module, *ours, "torch", *sys.stdlib_module_names), module
 
 
+def test_training_code_does_not_import_what_only_shows_plans() -> None:
+    shown = [f"lwopt_backend.{name}" for name in ("cli", "pictures", "study", "model_shapes", "calibrate")]
+    showing = {path for name in ("cli", "pictures", "study", "model_shapes") for path in files(PACKAGE / name)}
+    for path in {*files(PACKAGE, ROOT / "integrations")} - showing - {PACKAGE / "calibrate.py"}:
+        assert not any(within(module, *shown) for module in imports(path)), path
+
+
 def test_torch_distributed_has_one_door() -> None:
     users = {
         path

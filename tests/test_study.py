@@ -270,12 +270,12 @@ def test_the_document_repeats_the_plan() -> None:
     part = study.worst.parts[0]
     assert content["buckets"] == len(part.bucket_numels) == 1
     assert content["buffer_numel"] == part.buffer_numel
-    assert content["padding_pct"] == pytest.approx(100 * part.padding)
+    assert content["padding_pct"] == round(100 * part.padding, 2)
     assert content["owners"] == list(part.owners) and content["matrices"] == [a.name for a in part.atoms]
     loads = [0] * 4
     for atom, owner in zip(part.atoms, content["owners"]):
         loads[owner] += max(atom.shape) * min(atom.shape) ** 2
-    assert content["cost_imbalance"] == pytest.approx(max(loads) * 4 / sum(loads))
+    assert content["cost_imbalance"] == round(max(loads) * 4 / sum(loads), 4)
     assert content["seconds"] == pytest.approx(sum(content["seconds_parts"].values()))
     assert {kind["kind"]: kind["parameters"] for kind in content["routing"]} == {"matrix": 12, "elementwise": 6}
 

@@ -26,6 +26,7 @@ def document(study: Study, *, source: str, rows: Sequence[Alternative] = ()) -> 
     ``buffer_numel``, ``padding_pct``, ``cost_imbalance`` (max over mean of l s^2 per rank), ``flops_imbalance`` (of the
     cost that was planned for), ``numel_imbalance``, ``owners`` (of ``matrices``, in model order; the rank within its
     buffer's group), ``group_size`` (of the dense buffer), ``seconds`` (modelled, parts added). Memory is in bytes.
+    Percentages have two decimal places and imbalances four; ``buffer_numel``, ``numel`` and ``owners`` are exact.
     """
     stage = study.worst
     numel = sum(part.numel for part in stage.parts)
@@ -41,10 +42,10 @@ def document(study: Study, *, source: str, rows: Sequence[Alternative] = ()) -> 
         "buckets": sum(len(part.bucket_numels) for part in stage.parts),
         "numel": numel,
         "buffer_numel": buffer_numel,
-        "padding_pct": 100 * (buffer_numel / numel - 1),
-        "cost_imbalance": imbalance(_per_rank(stage, [_estimates(part) for part in stage.parts])),
-        "flops_imbalance": imbalance(stage.loads()),
-        "numel_imbalance": imbalance(_per_rank(stage, [part.owned_numels for part in stage.parts])),
+        "padding_pct": _percent(buffer_numel / numel - 1),
+        "cost_imbalance": _ratio(_per_rank(stage, [_estimates(part) for part in stage.parts])),
+        "flops_imbalance": _ratio(stage.loads()),
+        "numel_imbalance": _ratio(_per_rank(stage, [part.owned_numels for part in stage.parts])),
         "group_size": stage.parts[0].group_size,
         "layout": stage.parts[0].layout,
         "seconds": stage.time.total,
@@ -99,10 +100,10 @@ def _part(part: Part) -> dict[str, Any]:
         "bucket_of": list(part.buckets),
         "numel": part.numel,
         "buffer_numel": part.buffer_numel,
-        "padding_pct": 100 * part.padding,
-        "cost_imbalance": part.cost_imbalance,
-        "flops_imbalance": part.flops_imbalance,
-        "numel_imbalance": part.numel_imbalance,
+        "padding_pct": _percent(part.padding),
+        "cost_imbalance": _ratio(_estimates(part)),
+        "flops_imbalance": _ratio(part.loads),
+        "numel_imbalance": _ratio(part.owned_numels),
         "seconds": part.time.total,
         "seconds_parts": _seconds(part.time),
         "collectives": [asdict(collective) for collective in part.collectives],
@@ -115,12 +116,21 @@ def _stage_line(stage: Stage) -> dict[str, Any]:
     return {
         "stage": stage.index,
         "matrices": sum(len(part.atoms) for part in stage.parts),
-        "padding_pct": {part.name: 100 * part.padding for part in stage.parts},
+        "padding_pct": {part.name: _percent(part.padding) for part in stage.parts},
         "group_size": {part.name: part.group_size for part in stage.parts},
-        "flops_imbalance": imbalance(stage.loads()),
+        "flops_imbalance": _ratio(stage.loads()),
         "seconds": stage.time.total,
         "peak_bytes": max(memory.peak for memory in stage.memory()),
     }
+
+
+def _percent(share: float) -> float:
+    return round(100 * share, 2)
+
+
+def _ratio(loads: Sequence[int]) -> float:
+    """Largest over mean, to four places."""
+    return round(imbalance(loads), 4)
 
 
 def _seconds(time: StepTime) -> dict[str, float]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lwopt_backend.plan.buffers.compact import plan_compact
 from lwopt_backend.plan.buffers.layout import BufferPlan
-from lwopt_backend.plan.buffers.step import BucketTime, Elements, schedule
+from lwopt_backend.plan.buffers.step import BucketTime, Elements, bucket_work, schedule
 from lwopt_backend.plan.build import MatrixPlan, plan_matrices
 from lwopt_backend.plan.machine import StepTime, gather_seconds
 from lwopt_backend.plan.storage import FlatPartition
@@ -144,5 +144,5 @@ def _exchange_timeline(plan: BufferPlan, ranks: int, setting: Setting) -> list[B
     machine = setting.machine
     bytes_each = [numel * EXCHANGE_BYTES // ranks for numel in plan.bucket_numels]
     wire = [sum(gather_seconds(machine, nbytes, ranks)) for nbytes in bytes_each]
-    work = [[setting.cost.seconds(load, machine.flops_per_second) for load in loads] for loads in plan.bucket_loads()]
+    work = bucket_work(plan, machine, setting.cost)
     return schedule([(nbytes, nbytes) for nbytes in bytes_each], wire, work, wire)

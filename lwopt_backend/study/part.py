@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lwopt_backend.plan.buffers.layout import imbalance
 from lwopt_backend.plan.buffers.step import BucketTime, Elements
-from lwopt_backend.plan.cost import CostModel, max_min_squared
+from lwopt_backend.plan.cost import CostModel
 from lwopt_backend.plan.machine import Machine, StepTime
 from lwopt_backend.plan.types import Atom
 
@@ -101,18 +101,9 @@ class Part:
         return self.buffer_numel / self.numel - 1 if self.atoms else 0.0
 
     @property
-    def cost_imbalance(self) -> float:
-        """Max over mean of ``l s^2``, the measure of Megatron-Core's planner."""
-        return imbalance(self._per_rank([max_min_squared(atom.shape) for atom in self.atoms]))
-
-    @property
     def flops_imbalance(self) -> float:
         """Max over mean of the cost that was planned for."""
         return imbalance(self.loads)
-
-    @property
-    def numel_imbalance(self) -> float:
-        return imbalance(self.owned_numels)
 
     @property
     def owned_numels(self) -> list[int]:

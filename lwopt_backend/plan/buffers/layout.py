@@ -68,11 +68,11 @@ class BufferPlan:
         """Per shard, the elements it owns."""
         return self._per_shard([atom.numel for atom in self.atoms])
 
-    def bucket_loads(self) -> list[list[int]]:
-        """Per bucket and shard, the cost of what it owns."""
-        table = [[0] * self.shards for _ in self.shard_numels]
+    def bucket_loads(self) -> list[dict[int, int]]:
+        """Per bucket, the cost of what each of its owners has there; a shard that owns nothing of it is left out."""
+        table: list[dict[int, int]] = [{} for _ in self.shard_numels]
         for atom, bucket, owner in zip(self.atoms, self.buckets, self.owners):
-            table[bucket][owner] += atom.cost
+            table[bucket][owner] = table[bucket].get(owner, 0) + atom.cost
         return table
 
     def _per_shard(self, amounts: Sequence[int]) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lwopt_backend.plan.buffers.layout import BufferPlan
@@ -74,15 +74,21 @@ def timeline(
         reduce, across, gather = _bucket_wire(plan, numel, machine, instances, elements)
         arrive.append(sum(reduce) + sum(across))
         back.append(sum(gather))
-    work = [[cost.seconds(load, machine.flops_per_second) for load in loads] for loads in plan.bucket_loads()]
+    work = bucket_work(plan, machine, cost)
     sizes = [(numel * elements.gradient, numel * elements.parameter) for numel in plan.bucket_numels]
     return schedule(sizes, arrive, work, back)
+
+
+def bucket_work(plan: BufferPlan, machine: Machine, cost: CostModel) -> list[dict[int, float]]:
+    """Per bucket, the seconds that each of its owners works on it."""
+    rate = machine.flops_per_second
+    return [{owner: cost.seconds(load, rate) for owner, load in loads.items()} for loads in plan.bucket_loads()]
 
 
 def schedule(
     sizes: Sequence[tuple[int, int]],
     arrive: Sequence[float],
-    work: Sequence[Sequence[float]],
+    work: Sequence[Mapping[int, float]],
     back: Sequence[float],
 ) -> list[BucketTime]:
     """Bucket by bucket: ``arrive[b]`` seconds on the wire, ``work[b][r]`` at rank r, ``back[b]`` on the wire again.
@@ -94,15 +100,15 @@ def schedule(
         arrivals.append((wire_free, wire_free + seconds))
         wire_free += seconds
     times = []
-    owner_free = [0.0] * len(work[0]) if work else []
-    for bucket, (here, loads) in enumerate(zip(arrivals, work)):
-        ends = [max(here[1], free) + seconds for free, seconds in zip(owner_free, loads)]
-        begin = min(end - seconds for end, seconds in zip(ends, loads))
-        owner_free = [end if seconds else free for end, free, seconds in zip(ends, owner_free, loads)]
-        done = max(max(owner_free), here[1])
+    owner_free: dict[int, float] = {}
+    for bucket, (here, owners) in enumerate(zip(arrivals, work)):
+        starts = {owner: max(here[1], owner_free.get(owner, 0.0)) for owner in owners}
+        owner_free |= {owner: starts[owner] + seconds for owner, seconds in owners.items()}
+        done = max(owner_free[owner] for owner in owners)
         start = max(wire_free, done)
         wire_free = start + back[bucket]
-        times.append(BucketTime(bucket, *sizes[bucket], here, (begin, done), (start, wire_free)))
+        worked = (min(starts.values()), done)
+        times.append(BucketTime(bucket, *sizes[bucket], here, worked, (start, wire_free)))
     return times
 
 
