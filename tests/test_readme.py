@@ -8,8 +8,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import typer
 
+from lwopt_backend.cli.app import app
 from lwopt_backend.config import AdamWOptions, LayerWiseMuonConfig
+from lwopt_backend.plan.cost import COSTS
+from lwopt_backend.plan.machine import CLUSTERS
 from tests.launcher import ROOT, run_on_cpu
 
 README = (ROOT / "README.md").read_text()
@@ -43,6 +47,28 @@ def test_the_client_optimizer_snippet_runs_as_printed(tmp_path: Path) -> None:
     assert "2 of 4 trained parameters are matrices" in output
 
 
+PLANNER = (ROOT / "docs" / "planner.md").read_text()
+PLANNER_RUNS = re.findall(r"^```bash run\n(.*?)^```$", PLANNER, re.MULTILINE | re.DOTALL)
+
+
+def test_the_planner_pages_commands_run_as_printed(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    outputs = [run_on_cpu(command, tmp_path) for command in PLANNER_RUNS]
+    assert [done.returncode for done in outputs] == [0, 0], outputs
+    assert "8 of 8 trained parameters are matrices" in outputs[0].stdout and "Megatron compact" in outputs[1].stdout
+    assert {path.name for path in tmp_path.iterdir()} >= {"report.html", "plan.png", "systems.png"}
+
+
+def test_the_planner_page_names_what_there_is() -> None:
+    options = set(re.findall(r"`(--[a-z-]+)", PLANNER))
+    commands = [command for command in typer.main.get_command(app).commands.values()]  # type: ignore[attr-defined]
+    known = {name for command in commands for parameter in command.params for name in parameter.opts}
+    benchmark = {"--markdown", "--png", "--models"}
+    assert options - known - benchmark == set()
+    for name in [*CLUSTERS, *COSTS]:
+        assert f"`{name}`" in PLANNER, name
+
+
 def test_make_commands_exist() -> None:
     commands = re.findall(r"^make (\w+)$|`make (\w+)[` ]", README, re.MULTILINE)
     targets = {first or second for first, second in commands}
@@ -68,14 +94,14 @@ def test_the_ds_config_entry_is_json_and_names_our_optimizer() -> None:
 
 
 def test_links_and_pictures_lead_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)]+)\)", README):
-        if target.startswith("#"):
-            headings = {
-                re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in re.findall(r"^#+ (.*)$", README, re.M)
-            }
-            assert target[1:] in headings, target
-        else:
-            assert (ROOT / target).exists(), target
+    for page in (ROOT / "README.md", ROOT / "docs" / "planner.md"):
+        text = page.read_text()
+        headings = {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in re.findall(r"^#+ (.*)$", text, re.M)}
+        for target in re.findall(r"\]\(([^)]+)\)", text):
+            if target.startswith("#"):
+                assert target[1:] in headings, target
+            else:
+                assert (page.parent / target).exists(), target
 
 
 def test_the_tree_in_the_docs_is_the_tree() -> None:

@@ -8,7 +8,7 @@ from lwopt_backend.plan.buffers.layout import BufferPlan, aligned_shard
 from lwopt_backend.plan.buffers.patterns import pack
 from lwopt_backend.plan.buffers.placement import Placement, place_costliest_first
 from lwopt_backend.plan.buffers.refine import relieve
-from lwopt_backend.plan.buffers.stream import Stream
+from lwopt_backend.plan.buffers.stream import MOST_KINDS, Stream
 from lwopt_backend.plan.buffers.weights import balanced_measures
 from lwopt_backend.plan.types import Atom
 
@@ -42,9 +42,10 @@ def _strategies(stream: Stream, shards: int) -> Iterator[tuple[str, list[int]]]:
         placed = place_costliest_first(stream, cuts, weights, endless, shards)
         relieve(placed, endless)
         yield f"costliest first by {measure}", placed.owners
-        filled = Placement.of(stream, cuts, weights, _by_patterns(stream, weights, shards), shards)
-        relieve(filled, endless)
-        yield f"patterns by {measure}", filled.owners
+        if len(set(weights)) <= MOST_KINDS:
+            filled = Placement.of(stream, cuts, weights, _by_patterns(stream, weights, shards), shards)
+            relieve(filled, endless)
+            yield f"patterns by {measure}", filled.owners
 
 
 def _by_patterns(stream: Stream, weights: Sequence[int], shards: int) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 from lwopt_backend.plan.buffers.patterns import Pattern, height_bound, longest_first, pack
 from lwopt_backend.plan.buffers.stream import Stream
 
@@ -12,6 +14,7 @@ Cuts = tuple[
 FEW = 256  # matrices; up to here longest-first is tried too, it is quick and sometimes better
 HOPELESS = 1.3  # a bucket whose bound is this much above its content is not worth packing
 WASTEFUL = 1.3  # times its content is what a bucket may be that is not dropped
+MOST_PACKED = 12_000  # ranges that are packed to choose cuts; models repeat themselves and have fewer
 ROUGH = 0.01  # tolerance of heights that only choose cuts
 EXACT_COUNTS = 48  # up to so many buckets, the number of buckets is a dimension of the search
 FINE_ENDS = 12  # every position this near an end is a possible cut: a short last bucket may do without large matrices
@@ -39,25 +42,31 @@ class Packer:
         return self._packed[counts]
 
     def height(self, start: int, stop: int) -> int:
-        """Roughly the shard size of positions [start, stop), or a lower bound of it where padding would be hopeless."""
+        """Roughly the shard size of positions [start, stop), or a lower bound of it.
+
+        The bound does where padding would be hopeless, or where too much has been packed already.
+        """
         counts = self.stream.counts(start, stop)
         bound = height_bound(self.sizes, counts, self.shards)
         if bound * self.shards > HOPELESS * self.stream.numel(start, stop):
             return bound
-        if counts not in self._rough:
+        if counts not in self._rough and len(self._rough) < MOST_PACKED:
             height = pack(self.sizes, counts, self.shards, tolerance=ROUGH)[0]
             if sum(counts) <= FEW:
                 height = min(height, longest_first(self.sizes, counts, self.shards)[0])
             self._rough[counts] = height
-        return self._rough[counts]
+        return self._rough.get(counts, bound)
 
 
 def whole_layers(stream: Stream, buckets: int) -> Cuts:
     """Cuts between layers into ``buckets`` buckets of nearly equal size; fewer if there are too few layers."""
     cuts = {0, len(stream)}
+    starts = [stream.numel_before[position] for position in stream.layer_starts]
     for bucket in range(1, buckets):
         target = stream.numel_before[-1] * bucket // buckets
-        cuts |= set(sorted(stream.layer_starts, key=lambda p: abs(stream.numel_before[p] - target))[:1])
+        after = bisect_left(starts, target)
+        near = [i for i in (after - 1, after) if 0 <= i < len(starts)]
+        cuts |= {stream.layer_starts[i] for i in sorted(near, key=lambda i: abs(starts[i] - target))[:1]}
     return tuple(sorted(cuts))
 
 

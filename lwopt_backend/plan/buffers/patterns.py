@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-SEARCH_NODES = 50  # of one bin's search; more finds nothing better on the models this was tried on
+SEARCH_NODES = 50  # of one bin's search after its first filling; more finds nothing better on the models tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,7 @@ class _BinSearch:
     def __init__(self, sizes: Sequence[int], left: Sequence[int], room: int, *, good: int) -> None:
         self.sizes, self.left, self.room, self.good = sizes, left, room, good
         self.nodes = SEARCH_NODES
+        self.filled_once = False
         self.chosen: list[tuple[int, int]] = []
         self.best: list[tuple[int, int]] = []
         self.slack = room + 1
@@ -108,7 +109,7 @@ class _BinSearch:
         return min(self.left[kind], room // self.sizes[kind])
 
     def _done(self) -> bool:
-        return self.slack <= self.good or self.nodes < 0
+        return self.slack <= self.good or (self.filled_once and self.nodes < 0)
 
     def _take(self, kind: int, count: int, room: int) -> None:
         if count:
@@ -118,12 +119,15 @@ class _BinSearch:
             self.chosen.pop()
 
     def _dive(self, kind: int, room: int) -> None:
-        self.nodes -= 1
+        self.nodes -= self.filled_once
         while kind < len(self.left) and not self._most(kind, room):
             kind += 1
         if room < self.slack:
             self.best, self.slack = list(self.chosen), room
-        if kind == len(self.left) or self._done():
+        if kind == len(self.left):
+            self.filled_once = True
+            return
+        if self._done():
             return
         for count in range(self._most(kind, room), -1, -1):
             self._take(kind, count, room)

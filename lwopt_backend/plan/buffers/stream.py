@@ -6,12 +6,13 @@ import math
 import re
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import accumulate
 
 from lwopt_backend.plan.cost import max_min_squared
 from lwopt_backend.plan.types import Atom
 
+MOST_KINDS = 64  # packing tells so many kinds of matrices apart; models have about ten
 ALIGNMENT = 64  # elements; every matrix starts on a multiple, as in Megatron-Core (cuBLASLt wants 128 bytes in bf16)
 
 
@@ -27,11 +28,30 @@ def shard_multiple(world_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What packing sees of a matrix; matrices of one kind are interchangeable."""
+    """What packing sees of a matrix: matrices of one kind are alike to it."""
 
     numel: int  # aligned
     cost: int  # by the cost model that is planned for
     estimate: int  # by Megatron-Core's estimate
+
+
+def _kinds(seen: Sequence[Kind]) -> tuple[list[Kind], array[int]]:
+    """The kinds, largest first, and each matrix's. Where there are too many, a kind is a class of similar sizes.
+
+    A class stands for its largest member in every measure, so what is packed by classes fits.
+    """
+    kinds = sorted(set(seen), key=lambda kind: (-kind.numel, -kind.cost, -kind.estimate))
+    class_of = {kind: index for index, kind in enumerate(kinds)}
+    if len(kinds) > MOST_KINDS:
+        width = math.log(kinds[0].numel / kinds[-1].numel) / MOST_KINDS or 1.0
+        steps = [int(math.log(kinds[0].numel / kind.numel) / width) for kind in kinds]
+        places = {step: index for index, step in enumerate(sorted(set(steps)))}
+        class_of = {kind: places[step] for kind, step in zip(kinds, steps)}
+        members: list[list[Kind]] = [[] for _ in places]
+        for kind in kinds:
+            members[class_of[kind]].append(kind)
+        kinds = [Kind(*(max(measure) for measure in zip(*map(astuple, some)))) for some in members]
+    return kinds, array("H", (class_of[kind] for kind in seen))
 
 
 class Stream:
@@ -43,12 +63,10 @@ class Stream:
 
     def __init__(self, atoms: Sequence[Atom]) -> None:
         seen = [Kind(aligned(a.numel), a.cost, max_min_squared(a.shape)) for a in reversed(atoms)]
-        self.kinds = sorted(set(seen), key=lambda kind: (-kind.numel, -kind.cost, -kind.estimate))
-        index = {kind: i for i, kind in enumerate(self.kinds)}
-        self.kind_of = array("H" if len(index) < 2**16 else "L", (index[kind] for kind in seen))
         self.numels = [kind.numel for kind in seen]
         self.costs = [kind.cost for kind in seen]
         self.estimates = [kind.estimate for kind in seen]
+        self.kinds, self.kind_of = _kinds(seen)
         self.numel_before = list(accumulate(self.numels, initial=0))
         self._counts_before = self._running_counts()
         numbers = [re.search(r"\d+", atom.name) for atom in reversed(atoms)]
