@@ -17,6 +17,7 @@ FLOPS_PER_ESTIMATE = 24  # Newton-Schulz flops per l s^2: 30 for a square matrix
 GRAM_ASPECT = 1.5  # below it the Gram form saves nothing
 SOAP_FREQUENCY = 10  # steps between two updates of the eigenbases, SOAP's default
 SHAMPOO_FREQUENCY = 100  # steps between two inverse roots, Distributed Shampoo's advice for large models
+ADAM_FLOPS = 12  # an element of Adam's step; all there is where both sides are too long
 LARGEST_PRECONDITIONER = 10_000  # a longer side keeps the identity, SOAP's and Distributed Shampoo's usual limit
 
 
@@ -68,7 +69,8 @@ def soap_flops(shape: Shape) -> int:
     """
     rows, columns = shape
     sides = [side for side in shape if side <= LARGEST_PRECONDITIONER]
-    return sum(6 * rows * columns * side + 10 * side**3 // (3 * SOAP_FREQUENCY) for side in sides)
+    adam = ADAM_FLOPS * rows * columns
+    return adam + sum(6 * rows * columns * side + 10 * side**3 // (3 * SOAP_FREQUENCY) for side in sides)
 
 
 def shampoo_flops(shape: Shape) -> int:
@@ -79,7 +81,8 @@ def shampoo_flops(shape: Shape) -> int:
     """
     rows, columns = shape
     sides = [side for side in shape if side <= LARGEST_PRECONDITIONER]
-    return sum(4 * rows * columns * side + 9 * side**3 // SHAMPOO_FREQUENCY for side in sides)
+    adam = ADAM_FLOPS * rows * columns  # the grafted step
+    return adam + sum(4 * rows * columns * side + 9 * side**3 // SHAMPOO_FREQUENCY for side in sides)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,11 @@ class Machine:
     memory_bytes: float = 0.0
 
     def link(self, ranks: int, stride: int = 1) -> float:
-        """Bytes per second that each of ``ranks`` ranks, ``stride`` apart, can send to the others at once."""
-        inside = ranks * stride <= self.node_size
+        """Bytes per second that each of ``ranks`` ranks, ``stride`` apart, can send to the others at once.
+
+        Groups follow one another from rank 0 on: they all lie within nodes only if their extent divides a node.
+        """
+        inside = self.node_size % (ranks * stride) == 0
         return self.node_bytes_per_second if inside and self.node_bytes_per_second else self.bytes_per_second
 
 

@@ -23,8 +23,8 @@ def plan_compact(atoms: Sequence[Atom], shards: int, *, bucket_numel: int | None
     """
     stream = Stream(atoms)
     found = [(strategy, owners, *_largest(stream, owners, shards)) for strategy, owners in _strategies(stream, shards)]
-    least_cost = min(cost for _, _, cost, _, _ in found)
-    least_estimate = min(estimate for _, _, _, estimate, _ in found)
+    least_cost = max(1, min(cost for _, _, cost, _, _ in found))
+    least_estimate = max(1, min(estimate for _, _, _, estimate, _ in found))
 
     def rank(entry: tuple[str, list[int], int, int, int]) -> tuple[float, int, int, int]:
         _, _, cost, estimate, numel = entry
@@ -54,7 +54,8 @@ def _by_patterns(stream: Stream, weights: Sequence[int], shards: int) -> list[in
     for position in reversed(range(len(stream))):
         waiting.setdefault((-weights[position], stream.kind_of[position]), []).append(position)
     kinds = sorted(waiting)
-    _, patterns = pack([-weight for weight, _ in kinds], [len(waiting[kind]) for kind in kinds], shards, tolerance=1e-4)
+    sizes = [max(1, -weight) for weight, _ in kinds]
+    _, patterns = pack(sizes, [len(waiting[kind]) for kind in kinds], shards, tolerance=1e-4)
     owners = [0] * len(stream)
     shard = 0
     for pattern in patterns:

@@ -77,12 +77,15 @@ def least_padding(packer: Packer, buckets: int, largest: int) -> list[Cuts]:
     not wasteful themselves, which are more even. Empty if the grid has no such path.
     """
     grid = _Grid(packer, buckets, largest)
-    if buckets > EXACT_COUNTS:
-        grid.drop_wasteful()
-        return [cuts for cuts in [grid.shortest_with_price(buckets)] if cuts is not None]
-    found = [grid.shortest_with(buckets)]
+    search = grid.shortest_with if buckets <= EXACT_COUNTS else grid.shortest_with_price
+    found = [search(buckets)] if buckets <= EXACT_COUNTS else []
+    edges = grid.edges
     grid.drop_wasteful()
-    return [cuts for cuts in [*found, grid.shortest_with(buckets)] if cuts is not None]
+    found.append(search(buckets))
+    if not any(found):  # too few are lean
+        grid.edges = edges
+        found.append(search(buckets))
+    return [cuts for cuts in found if cuts is not None]
 
 
 class _Grid:
@@ -100,12 +103,12 @@ class _Grid:
 
     def _edges(self) -> list[list[tuple[int, int]]]:
         """Per position, (steps ahead, size of that bucket). Positions that look alike ahead share one list."""
-        seen: dict[bytes, list[tuple[int, int]]] = {}
+        seen: dict[tuple[bytes, tuple[int, ...]], list[tuple[int, int]]] = {}
         edges = []
         stream = self.packer.stream
         for index, position in enumerate(self.positions[:-1]):
             ahead = self.positions[index : index + self.reach + 1]
-            look = stream.kind_of[position : ahead[-1]].tobytes()
+            look = (stream.kind_of[position : ahead[-1]].tobytes(), tuple(stop - position for stop in ahead))
             if look not in seen:
                 seen[look] = self._buckets_from(position, ahead[1:])
             edges.append(seen[look])
@@ -170,6 +173,9 @@ class _Grid:
         """
         low, high = 0, self.largest
         fine, coarse = self._priced(high), self._priced(low)
+        while fine is not None and len(fine) - 1 < buckets and high < self.largest * len(self.positions):
+            high *= 4
+            fine = self._priced(high)
         if fine is None or coarse is None or len(fine) - 1 < buckets:
             return None
         if len(coarse) - 1 >= buckets:

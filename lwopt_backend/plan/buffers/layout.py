@@ -95,7 +95,7 @@ class BufferPlan:
         for atom, bucket, owner in zip(self.atoms, self.buckets, self.owners):
             filled[bucket, owner] = filled.get((bucket, owner), 0) + atom.numel
         for (bucket, owner), numel in filled.items():
-            if numel > self.shard_numels[bucket]:
+            if 0 <= bucket < len(self.shard_numels) and numel > self.shard_numels[bucket]:
                 found.append(f"bucket {bucket}, shard {owner}: {numel} elements in {self.shard_numels[bucket]}")
         return found
 

@@ -50,14 +50,14 @@ def team_seconds(atom: Atom, size: int, machine: Machine, cost: CostModel) -> fl
 
 
 def plan_teams(atoms: Sequence[Atom], ranks: int, *, machine: Machine, cost: CostModel) -> TeamPlan:
-    """The team size, a power of two up to a node, with which the busiest rank is done first; 1 if none helps.
+    """The team size, a power of two that divides a node, with which the busiest rank is done first; 1 if none helps.
 
     Matrices that alone take longer than the mean rank's whole work get teams where a team is faster; the rest single
     owners. The longest go first: a team's to the aligned block of ranks that is free first, the others to the rank
     that is free first.
     """
     sizes = [1]
-    while sizes[-1] * 2 <= min(machine.node_size, ranks) and ranks % (sizes[-1] * 2) == 0:
+    while machine.node_size % (sizes[-1] * 2) == 0 and ranks % (sizes[-1] * 2) == 0:
         sizes.append(sizes[-1] * 2)
     return min((_with_teams(atoms, ranks, size, machine, cost) for size in sizes), key=lambda plan: plan.busiest)
 
