@@ -33,19 +33,20 @@ Progress = Callable[[str], None]
 def alternatives(part: Part, setting: Setting, progress: Progress = lambda what: None) -> Iterator[Alternative]:
     """Rows for ``part`` under owned storage, the chosen plan first. ``progress`` is told what is planned next."""
     yield _row(f"chosen: {part.layout}, groups of {part.group_size}", part)
-    for layout, size in _choices(part, setting):
-        progress(f"{layout}, groups of {size}")
+    for layout, size, bucket_numel in _choices(part, setting):
+        what = f"{layout}, groups of {size}{', one bucket' if bucket_numel != setting.bucket_numel else ''}"
+        progress(what)
         grouped = plan_buffer(
             part.atoms,
             part.ranks,
             layout=layout,
-            bucket_numel=setting.bucket_numel,
+            bucket_numel=bucket_numel,
             machine=setting.machine,
             cost=setting.cost,
             group_size=size,
             elements=setting.elements,
         )
-        yield _row(f"{layout}, groups of {size}", owned_part(part.name, grouped, setting))
+        yield _row(what, owned_part(part.name, grouped, setting))
     progress("teams")
     teams = plan_teams(part.atoms, part.ranks, machine=setting.machine, cost=setting.cost)
     if teams.shared:
@@ -57,14 +58,18 @@ def alternatives(part: Part, setting: Setting, progress: Progress = lambda what:
         yield Alternative(f"{figure.system}: {figure.detail}", None, None, None, figure.time, figure.memory)
 
 
-def _choices(part: Part, setting: Setting) -> list[tuple[str, int]]:
-    """Layouts and group sizes to look at: all ranks, the chosen size, and the largest that leave no rank idle."""
+def _choices(part: Part, setting: Setting) -> list[tuple[str, int, int | None]]:
+    """Layouts, group sizes and bucket sizes to look at.
+
+    Groups of all ranks, the chosen size, and the largest that leave no rank idle; the chosen size with one bucket.
+    """
     most = min(part.ranks - 1, len(part.atoms))
     smaller = [size for size in range(most, 0, -1) if part.ranks % size == 0]
     sizes = dict.fromkeys([part.ranks, part.group_size, *smaller[:OTHER_GROUPS]])
-    rows = [(layout, size) for size in sizes for layout in ("padded", "compact")]
-    chosen = (part.layout, part.group_size) if setting.engine == "owned" else None
-    return [row for row in rows if row != chosen]
+    rows = [(layout, size, setting.bucket_numel) for size in sizes for layout in ("padded", "compact")]
+    rows.append(("padded", part.group_size, None))
+    chosen = (part.layout, part.group_size, setting.bucket_numel) if setting.engine == "owned" else None
+    return [row for row in dict.fromkeys(rows) if row != chosen]
 
 
 def _row(what: str, part: Part) -> Alternative:
