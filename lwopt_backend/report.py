@@ -21,7 +21,9 @@ MOST_RANKS = 16
 
 def show(routes: Sequence[Route], groups: Sequence[GroupPlan]) -> None:
     """Print the routing table and the plan to standard output."""
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL, highlight=False)
+    console = Console(
+        file=sys.stdout, width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL, highlight=False, markup=False
+    )
     for sentence in routing_headline(routes):
         console.print(sentence)
     console.print(routing_table(routes))

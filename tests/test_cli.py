@@ -110,6 +110,15 @@ def test_the_printed_plan(shapes: Path) -> None:
         assert expected in printed, expected
 
 
+def test_names_with_brackets_are_printed_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")  # where the help is not wrapped
+    odd = tmp_path / "odd[red].json"
+    odd.write_text(json.dumps([["layers.0.w[bold]", [64, 64]], ["layers.1.w[/red]", [64, 64]]]))
+    printed = run("plan", "--shapes", odd, "--world-size", 2)
+    assert "odd[red].json" in printed and "w[bold]" in printed and "w[/red]" in printed
+    assert '[["name", [rows, columns]], ...]' in " ".join(run("plan", "--help").split())
+
+
 def test_a_plan_that_does_not_fit_says_so(tmp_path: Path) -> None:
     large = tmp_path / "large.json"
     large.write_text(json.dumps([[f"layers.{i}.w", [32768, 32768]] for i in range(16)]))

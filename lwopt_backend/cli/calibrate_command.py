@@ -40,7 +40,7 @@ def calibrate(
     if not wanted:
         raise ValueError(f"{model.source}: there is no matrix to time")
     on = torch.device(device) if device else inputs.own_device()
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     with Progress(console=Console(stderr=True)) as bar:
         task = bar.add_task("timing", total=None)
 

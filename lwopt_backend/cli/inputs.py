@@ -36,7 +36,9 @@ Checkpoint = Annotated[
 Shapes = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE", help='JSON of matrices: [["name", [rows, columns]], ...] in model order.', rich_help_panel=MODEL
+        metavar="FILE",
+        help=r'JSON of matrices in model order: \[\["name", \[rows, columns]], ...].',
+        rich_help_panel=MODEL,
     ),
 ]
 Include = Annotated[

@@ -21,9 +21,9 @@ UNEVEN = 1.25  # busiest rank over mean from which on the reason is given
 
 
 def terminal() -> Console:
-    """Standard output, wide enough for the tables where it is not a terminal."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(width=WIDTH_WITHOUT_TERMINAL, highlight=False)
+    """Standard output, wide enough for the tables where it is not a terminal. Names are printed as they are."""
+    console = Console(highlight=False, markup=False)
+    return console if console.is_terminal else Console(width=WIDTH_WITHOUT_TERMINAL, highlight=False, markup=False)
 
 
 def headline(study: Study) -> list[str]:
