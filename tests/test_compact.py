@@ -12,6 +12,8 @@ from lwopt_backend.plan import Atom
 from lwopt_backend.plan.buffers.compact import plan_compact
 from lwopt_backend.plan.buffers.layout import BufferPlan, imbalance
 from lwopt_backend.plan.buffers.megatron import ping_pong
+from lwopt_backend.plan.buffers.stream import Stream
+from lwopt_backend.plan.buffers.weights import balanced_measures
 from lwopt_backend.plan.cost import COSTS
 from tests.planner_shapes import EXCERPT, Figures, atoms_of, figures, model
 from tests.test_padded import assert_lawful, estimate, loads
@@ -101,6 +103,16 @@ def test_of_equally_even_plans_the_one_with_the_least_state_on_a_rank_is_taken()
     """Costs and l s^2 are all equal, but two matrices have 100 elements and two have 1000."""
     atoms = [Atom(str(i), shape, 10) for i, shape in enumerate([(10, 10), (10, 10), (1, 1000), (1, 1000)])]
     assert max(plan_compact(atoms, 2, bucket_numel=None).owned_numels()) == 1100
+
+
+def test_in_the_sum_of_both_measures_either_counts_half() -> None:
+    stream = Stream(atoms_of([(64, 64), (64, 640), (128, 64)]))
+    measures = balanced_measures(stream)
+    cost, estimate = sum(stream.costs), sum(stream.estimates)
+    assert list(measures) == ["cost", "estimate", "both"]
+    for both, c, e in zip(measures["both"], stream.costs, stream.estimates):
+        assert both / (2 * cost * estimate) == pytest.approx((c / cost + e / estimate) / 2)
+    assert list(balanced_measures(Stream(atoms_of([(64, 64), (128, 128)])))) == ["cost"], "squares: both are alike"
 
 
 def test_buckets_hold_at_least_their_size_and_close_as_soon_as_they_do() -> None:

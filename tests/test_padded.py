@@ -7,16 +7,19 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from lwopt_backend.plan import Atom
 from lwopt_backend.plan.buffers.compact import plan_compact
-from lwopt_backend.plan.buffers.cuts import Cuts
+from lwopt_backend.plan.buffers.cuts import Cuts, Packer
 from lwopt_backend.plan.buffers.layout import BufferPlan, imbalance
 from lwopt_backend.plan.buffers.megatron import capped_shards, closing_rule
 from lwopt_backend.plan.buffers.padded import plan_padded
+from lwopt_backend.plan.buffers.placement import Placement, deal_bins, place_costliest_first
+from lwopt_backend.plan.buffers.refine import relieve
 from lwopt_backend.plan.buffers.step import buffer_step
 from lwopt_backend.plan.buffers.stream import Stream
 from lwopt_backend.plan.cost import COSTS, newton_schulz_flops
@@ -110,8 +113,11 @@ def assert_no_worse(plan: BufferPlan, reference: BufferPlan) -> None:
 
 @pytest.mark.parametrize("figure", figures(EXCERPT), ids=str)
 def test_the_reference_reproduces_megatrons_own_figures(figure: Figures) -> None:
-    atoms = model(figure.model, figure.flavour)
-    reference = of_megatron(atoms, figure.ranks, figure.bucket_numel)
+    assert_reproduced(figure)
+
+
+def assert_reproduced(figure: Figures) -> None:
+    reference = of_megatron(model(figure.model, figure.flavour), figure.ranks, figure.bucket_numel)
     assert len(reference.shard_numels) == figure.buckets
     assert reference.buffer_numel == figure.buffer_numel
     assert round(imbalance(loads(reference, "estimate")), 4) == figure.imbalance
@@ -140,6 +146,8 @@ def all_figures() -> list[Figures]:
 def test_no_cell_of_the_whole_table_is_lost() -> None:
     seen = set()
     for figure in all_figures():
+        if figure.model != "deepseek-v3" or figure.ranks in (8, 512) and figure.flavour == "mcore_fused":
+            assert_reproduced(figure)
         same = replace(figure, bucket_numel=None)  # Megatron's plan is often that of other bucket sizes
         if figure.model != "deepseek-v3" and same not in seen:
             seen.add(same)
@@ -152,9 +160,17 @@ def test_no_cell_of_the_whole_table_is_lost() -> None:
 def test_deepseek_is_planned_leaner_and_more_evenly_than_by_megatron(ranks: int) -> None:
     cell = ("deepseek-v3", "hf", ranks, 40_000_000)
     (figure,) = (f for f in all_figures() if (f.model, f.flavour, f.ranks, f.bucket_numel) == cell)
+    assert_reproduced(figure)
     plan = assert_no_cell_lost(figure)
     assert plan.buffer_numel < 0.9 * figure.buffer_numel  # 20.3 % and 21.0 % padding became 1.1 % and 3.3 %
     assert imbalance(loads(plan, "estimate")) < 0.95 * figure.imbalance  # 1.165, 1.540 became 1.053, 1.223
+
+
+@pytest.mark.skipif(not ALL_FIGURES.exists(), reason="the whole table of figures is not here")
+def test_one_bucket_of_deepseek_is_leaner_at_megatrons_evenness() -> None:
+    cell = ("deepseek-v3", "hf", 1024, None)
+    (figure,) = (f for f in all_figures() if (f.model, f.flavour, f.ranks, f.bucket_numel) == cell)
+    assert assert_no_cell_lost(figure).padding < 0.0345  # 4.62 % became 3.34 %
 
 
 @pytest.mark.parametrize(
@@ -211,20 +227,115 @@ def test_other_costs_are_balanced_no_worse_than_by_megatron_either(name: str) ->
         assert_no_worse(plan, of_megatron(atoms, ranks, 40_000_000))
 
 
-def test_among_plans_that_gain_as_much_the_faster_is_taken() -> None:
-    """The objective decides: asked for uneven work, the planner gives it as far as Megatron's plan is uneven too."""
+OBJECTIVES = {  # what a hostile user could ask for; the least is taken
+    "fat": lambda plan: 1e30 / plan.buffer_numel,
+    "uneven work": lambda plan: 1e30 / max(plan.loads()),
+    "uneven by Megatron's estimate": lambda plan: 1e30 / max(plan.estimated_loads()),
+    "few large buckets": lambda plan: len(plan.shard_numels) - max(plan.shard_numels) / sum(plan.shard_numels),
+}
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("buffer", ["odd sizes", "primes", "layers", "uneven layers", "one huge matrix"])
+def test_whatever_is_asked_for_the_plan_is_no_worse_than_megatrons(buffer: str, objective: str) -> None:
+    atoms = atoms_of(BUFFERS[buffer])
+    for ranks, buckets in ((2, 5), (3, 4), (4, 12), (7, 2), (8, 1)):
+        bucket_numel = sum(atom.numel for atom in atoms) // buckets
+        plan = plan_padded(atoms, ranks, bucket_numel=bucket_numel, seconds=OBJECTIVES[objective])
+        assert_no_worse(plan, of_megatron(atoms, ranks, bucket_numel))
+
+
+def test_the_objective_decides_among_plans_that_gain_as_much() -> None:
     atoms = model("qwen3-32b", "mcore_fused")
+    reference = of_megatron(atoms, 16, 40_000_000)
+    objectives = OBJECTIVES["fat"], lambda plan: plan.buffer_numel
+    fat, lean = (plan_padded(atoms, 16, bucket_numel=40_000_000, seconds=each) for each in objectives)
+    assert lean.buffer_numel < fat.buffer_numel < reference.buffer_numel
+    assert max(max(loads(plan, "estimate")) for plan in (lean, fat)) < max(loads(reference, "estimate"))
 
-    def leanest(plan: BufferPlan) -> float:
-        return plan.buffer_numel
 
-    def finest(plan: BufferPlan) -> float:
-        return 1 / len(plan.shard_numels)
+def random_placement(seed: int) -> Placement:
+    """Owners drawn at random, over three buckets of up to 10 matrices and up to 5 shards."""
+    generator = random.Random(seed)
+    sizes = [(8 * generator.randint(1, 6), 64) for _ in range(generator.randint(6, 30))]
+    stream, shards = Stream(atoms_of(sizes)), generator.randint(2, 5)
+    cuts = (0, len(sizes) // 3, 2 * len(sizes) // 3, len(sizes))
+    weight_of = [generator.randint(1, 50) if seed % 2 else kind.numel for kind in stream.kinds]
+    weights = [weight_of[kind] for kind in stream.kind_of]
+    return Placement.of(stream, cuts, weights, [generator.randrange(shards) for _ in sizes], shards)
 
-    lean = plan_padded(atoms, 16, bucket_numel=40_000_000, seconds=leanest)
-    assert lean.buffer_numel <= planned(atoms, 16, 40_000_000).buffer_numel
-    fine = plan_padded(atoms, 16, bucket_numel=40_000_000, seconds=finest)
-    assert len(fine.shard_numels) >= len(lean.shard_numels)
+
+def changes(placement: Placement, shard: int) -> Iterator[Placement]:
+    """Every placement that is one trade of ``shard`` away: whole bins, or single matrices, of one bucket."""
+    owners, count = placement.owners, len(placement.loads)
+    for start, stop in zip(placement.cuts, placement.cuts[1:]):
+        mine = [p for p in range(start, stop) if owners[p] == shard]
+        for partner in range(count):
+            theirs = [p for p in range(start, stop) if owners[p] == partner != shard]
+            trades = [(mine, theirs)] + [([p], some) for p in mine for some in ([], *([q] for q in theirs))]
+            for given, taken in trades:
+                after = list(owners)
+                for position in given:
+                    after[position] = partner
+                for position in taken:
+                    after[position] = shard
+                yield Placement.of(placement.stream, placement.cuts, placement.weights, after, count)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_relieving_ends_where_no_trade_helps_the_costliest_shard_and_keeps_the_caps(seed: int) -> None:
+    placement = random_placement(seed)
+    before, caps = max(placement.loads), [height + 512 * (seed % 3) for height in placement.heights]
+    relieve(placement, caps)
+    again = Placement.of(placement.stream, placement.cuts, placement.weights, placement.owners, len(placement.loads))
+    assert (again.loads, again.filled) == (placement.loads, placement.filled), "sums are those of the owners"
+    assert all(height <= cap for height, cap in zip(placement.heights, caps))
+    top = max(placement.loads)
+    assert top <= before
+    costliest = placement.loads.index(top)
+    for other in changes(placement, costliest):
+        fits = all(height <= cap for height, cap in zip(other.heights, caps))
+        changed = [b for a, b in zip(placement.loads, other.loads) if a != b]
+        assert not fits or not changed or max(changed) >= top, "a trade that would have helped"
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_costliest_first_is_the_rule_it_says(seed: int) -> None:
+    """Costliest first, to the least loaded shard with room; without room to the emptiest of the bucket."""
+    model_of = random_placement(seed)
+    stream, cuts, weights, shards = model_of.stream, model_of.cuts, model_of.weights, len(model_of.loads)
+    generator = random.Random(seed)
+    caps = [int(sum(stream.numels[a:b]) / shards * generator.choice([0.9, 1.1, 1.6])) for a, b in zip(cuts, cuts[1:])]
+    bucket_of = [bucket for bucket, (a, b) in enumerate(zip(cuts, cuts[1:])) for _ in range(a, b)]
+    filled, sums = [[0] * shards for _ in caps], [0] * shards
+    owners = [0] * len(stream)
+    order = sorted(range(len(stream)), key=lambda p: (-weights[p], -stream.numels[p], bucket_of[p], p))
+    for p in order:
+        here = filled[bucket_of[p]]
+        room = [r for r in range(shards) if here[r] + stream.numels[p] <= caps[bucket_of[p]]]
+        owner = min(room, key=lambda r: (sums[r], r)) if room else min(range(shards), key=lambda r: (here[r], r))
+        owners[p] = owner
+        here[owner] += stream.numels[p]
+        sums[owner] += weights[p]
+    placed = place_costliest_first(stream, cuts, weights, caps, shards)
+    assert (placed.owners, placed.filled, placed.loads) == (owners, filled, sums)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_dealt_bins_are_as_low_as_packed_and_all_dealt(seed: int) -> None:
+    model_of = random_placement(seed)
+    packer = Packer(model_of.stream, len(model_of.loads))
+    dealt = deal_bins(packer, model_of.cuts, model_of.weights)
+    again = Placement.of(dealt.stream, dealt.cuts, dealt.weights, dealt.owners, len(dealt.loads))
+    assert (again.loads, again.filled) == (dealt.loads, dealt.filled)
+    assert dealt.heights == [packer.pack(start, stop)[0] for start, stop in zip(dealt.cuts, dealt.cuts[1:])]
+
+
+def test_the_heaviest_bin_is_dealt_to_the_least_loaded_shard() -> None:
+    # Two buckets of two bins, of sizes 2 | 1 each: the heavy bin of one is matched with the light bin of the other.
+    stream = Stream(atoms_of([(64, 64), (64, 128)] * 2))
+    dealt = deal_bins(Packer(stream, 2), (0, 2, 4), stream.numels)
+    assert dealt.loads == [3 * 64 * 64] * 2
 
 
 def test_a_single_rank_owns_everything_without_padding() -> None:
@@ -260,7 +371,8 @@ def test_a_pruned_model_of_two_hundred_different_shapes_is_planned(layout: str, 
 
 def two_thousand_random_matrices() -> list[Atom]:
     generator = random.Random(0)
-    kinds = [(64 * generator.randint(1, 64), 64 * generator.randint(1, 64)) for _ in range(25)]
+    kinds = [(64 * generator.randint(1, 64), 64 * generator.randint(1, 64)) for _ in range(20)]
+    kinds += [(128, 1024), (256, 512), (64, 2048), (2048, 1024), (4096, 512)]  # equal sizes, other costs
     shapes = [generator.choice(kinds) for _ in range(2000)]
     return [Atom(f"layers.{i // 7}.{i % 7}", shape, newton_schulz_flops(shape)) for i, shape in enumerate(shapes)]
 

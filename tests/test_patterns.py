@@ -10,7 +10,7 @@ import pytest
 
 from lwopt_backend.plan.buffers.cuts import Cuts, Packer, least_padding, whole_layers
 from lwopt_backend.plan.buffers.patterns import Pattern, fit, height_bound, longest_first, pack
-from lwopt_backend.plan.buffers.stream import Stream
+from lwopt_backend.plan.buffers.stream import MOST_KINDS, Stream
 from tests.planner_shapes import atoms_of, model
 
 Instance = tuple[list[int], list[int], int]  # sizes that fall, how many of each, bins
@@ -126,6 +126,22 @@ def test_what_fits_is_found_and_what_does_not_is_refused() -> None:
     assert missed <= 8, "none when this was written"
 
 
+def test_buffers_of_many_matrices_are_packed_close_to_the_bound() -> None:
+    """4 to 12 sizes, hundreds of items: within 2 % on average, half the excess of longest-first, never 11 %."""
+    generator = random.Random(7)
+    excess, of_longest_first = [], []
+    for _ in range(60):
+        sizes = sorted({64 * generator.randint(1, 200) for _ in range(generator.randint(4, 12))}, reverse=True)
+        counts, bins = [generator.randint(1, 30) for _ in sizes], generator.randint(4, 40)
+        bound = height_bound(sizes, counts, bins)
+        height, patterns = pack(sizes, counts, bins)
+        assert_packs(patterns, (sizes, counts, bins), height)
+        excess.append(height / bound - 1)
+        of_longest_first.append(longest_first(sizes, counts, bins)[0] / bound - 1)
+    assert sum(excess) / 60 < 0.0195 and max(excess) < 0.11
+    assert sum(excess) < 0.55 * sum(of_longest_first)
+
+
 def test_equal_sizes_of_different_kinds_are_packed_as_if_one() -> None:
     assert pack([4, 4, 2, 2], [1, 1, 1, 1], 2)[0] == 6
     assert pack([64] * 3, [5, 5, 2], 4)[0] == 3 * 64
@@ -145,6 +161,17 @@ def test_a_bin_may_hold_more_kinds_than_one_search_looks_at(kinds: int, bins: in
     height, patterns = pack(sizes, [1] * kinds, bins)
     assert_packs(patterns, (sizes, [1] * kinds, bins), height)
     assert height <= 1.05 * height_bound(sizes, [1] * kinds, bins)
+
+
+@pytest.mark.parametrize("smallest", [1, 8, 63])
+def test_a_class_of_kinds_stands_for_its_largest_member(smallest: int) -> None:
+    atoms = atoms_of([(64 * i, 64) for i in range(smallest, smallest + 300)])
+    stream = Stream(atoms)
+    assert len(stream.kinds) <= MOST_KINDS + 1
+    assert [kind.numel for kind in stream.kinds] == sorted((kind.numel for kind in stream.kinds), reverse=True)
+    for atom, kind in zip(reversed(atoms), (stream.kinds[k] for k in stream.kind_of)):
+        assert atom.numel <= kind.numel <= 1.2 * atom.numel and atom.cost <= kind.cost
+    assert stream.counts(0, 300) == tuple(Counter(stream.kind_of)[k] for k in range(len(stream.kinds)))
 
 
 def small_packer(seed: int) -> Packer:

@@ -11,6 +11,7 @@ import pytest
 from lwopt_backend.plan.cost import COSTS
 from lwopt_backend.plan.machine import Machine
 from lwopt_backend.routing import Route
+from lwopt_backend.study import validation
 from lwopt_backend.study.atoms import check_splits, make_atoms, parse_split
 from lwopt_backend.study.cluster import cluster_named
 from lwopt_backend.study.deployment import Deployment, local_experts, stages
@@ -259,6 +260,19 @@ def test_the_chosen_plan_is_the_first_what_if_row_and_its_own_figures() -> None:
     compact = next(row for row in rows if row.what == "compact, groups of 4")
     assert compact.padding == 0
     assert any(row.what.startswith("Megatron padded") for row in rows)
+
+
+def test_the_model_is_put_beside_steps_that_were_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("LAYERS", 2), ("WIDTH", 64), ("REPEATS", 2), ("PROBES", (1000, 100_000))):
+        monkeypatch.setattr(validation, name, value)
+    machine, rows = validation.validate(2)
+    systems = ["ours, padded", "ours, compact", "Megatron padded", "Megatron compact", "DeepSpeed Muon ZeRO-1"]
+    assert [row.system for row in rows] == [*systems, "replicated"]
+    assert machine.bytes_per_second > 0 and all(row.measured > 0 and row.ratio > 0 for row in rows)
+    ours, replicated = rows[0].modelled, rows[-1].modelled
+    assert replicated.compute == pytest.approx(2 * ours.compute, rel=0.01)  # two equal layers, two ranks
+    # All-reduce and no return, 2 x 4 bytes an element; reduce-scatter and all-gather, 4 + 2 bytes.
+    assert replicated.wire == pytest.approx(ours.wire * 8 / 6, rel=0.2)
 
 
 # The document

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -59,38 +60,47 @@ def run_trial(
     collectives = join(rank, world_size, meeting_point)
     try:
         atoms = {atom.shape: atom for s in schedules for b in s.buckets for work in b.work for atom in work}
-
-        def median(action: Callable[[], None]) -> float:
-            return _median(action, collectives, repeats)
-
-        shapes = {shape: median(lambda atom=atom: _work([atom])) for shape, atom in sorted(atoms.items())}
-        gathers = tuple(median(lambda n=n: _gather(collectives, n)) for n in numels)
-        scatters = tuple(median(lambda n=n: _scatter(collectives, n)) for n in numels)
-        steps = {s.system: median(lambda s=s: _step(collectives, s)) for s in schedules}
-        return Measured(shapes, tuple(numels), gathers, scatters, steps)
+        actions: dict[Hashable, Callable[[], None]] = {}
+        actions |= {("shape", shape): partial(_work, [atom]) for shape, atom in sorted(atoms.items())}
+        actions |= {("gather", numel): partial(_gather, collectives, numel) for numel in numels}
+        actions |= {("scatter", numel): partial(_scatter, collectives, numel) for numel in numels}
+        actions |= {("step", s.system): partial(_step, collectives, s) for s in schedules}
+        medians = _medians(actions, collectives, repeats)
+        return Measured(
+            {shape: medians["shape", shape] for shape in atoms},
+            tuple(numels),
+            tuple(medians["gather", numel] for numel in numels),
+            tuple(medians["scatter", numel] for numel in numels),
+            {s.system: medians["step", s.system] for s in schedules},
+        )
     finally:
         leave()
 
 
-def _median(action: Callable[[], None], collectives: TorchCollectives, repeats: int) -> float:
-    """Of the slowest rank's time, after a warm-up."""
-    action()
-    seconds = []
-    for _ in range(repeats):
-        collectives.barrier()
-        start = time.perf_counter()
-        action()
-        seconds.append(max(collectives.gather_objects(time.perf_counter() - start)))
-    return statistics.median(seconds)
+def _medians(
+    actions: Mapping[Hashable, Callable[[], None]], collectives: TorchCollectives, repeats: int
+) -> dict[Hashable, float]:
+    """Medians of the slowest rank's seconds. In rounds of all actions: a machine that slows down does so for all."""
+    seconds: dict[Hashable, list[float]] = {name: [] for name in actions}
+    for _ in range(repeats + 1):
+        for name, action in actions.items():
+            collectives.barrier()
+            start = time.perf_counter()
+            action()
+            seconds[name].append(max(collectives.gather_objects(time.perf_counter() - start)))
+    return {name: statistics.median(times[1:]) for name, times in seconds.items()}  # the first round warms up
 
 
 def _step(collectives: TorchCollectives, schedule: Schedule) -> None:
+    """All reductions, all work, all returns: nothing overlaps, and no rank waits for another's share of a bucket."""
     for bucket in schedule.buckets:
         if schedule.reduce == "all":
             collectives.all_reduce(_buffer(bucket.reduced, collectives.world_size, torch.float32))
         else:
             _scatter(collectives, bucket.reduced)
+    for bucket in schedule.buckets:
         _work(bucket.work[collectives.rank])
+    for bucket in schedule.buckets:
         if bucket.returned:
             _gather(collectives, bucket.returned, torch.bfloat16)
 
@@ -102,14 +112,15 @@ def _work(atoms: Sequence[Atom]) -> None:
 
 def _scatter(collectives: TorchCollectives, numel: int) -> None:
     sent = _buffer(numel, collectives.world_size, torch.float32)
-    collectives.reduce_scatter(torch.empty(sent.numel() // collectives.world_size), sent)
+    collectives.reduce_scatter(_buffer(sent.numel() // collectives.world_size, 1, torch.float32), sent)
 
 
 def _gather(collectives: TorchCollectives, numel: int, dtype: torch.dtype = torch.float32) -> None:
     received = _buffer(numel, collectives.world_size, dtype)
-    collectives.all_gather(received, received[: received.numel() // collectives.world_size].clone())
+    collectives.all_gather(received, _buffer(received.numel() // collectives.world_size, 1, dtype))
 
 
-def _buffer(numel: int, world_size: int, dtype: torch.dtype) -> Tensor:
-    """Zeros, made to divide into equal parts."""
-    return torch.zeros(-(-numel // world_size) * world_size, dtype=dtype)
+@cache
+def _buffer(numel: int, parts: int, dtype: torch.dtype) -> Tensor:
+    """Zeros that divide into ``parts``; kept, as an engine keeps its buffers."""
+    return torch.zeros(-(-numel // parts) * parts, dtype=dtype)

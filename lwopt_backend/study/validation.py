@@ -22,8 +22,8 @@ from lwopt_backend.study.systems import compare, megatron_plan
 
 LAYERS, WIDTH = 6, 384
 BUCKET_NUMEL = 2_000_000
-PROBES = (50_000, 8_000_000)  # elements of the two gathers that give latency and bandwidth
-REPEATS = 5
+PROBES = (50_000, 4_000_000)  # elements of the two gathers that give latency and bandwidth
+REPEATS = 9
 FIRST_GUESS = Machine("this machine", 5e10, 1e9, 3e-4)  # to plan with, before anything is measured
 
 
