@@ -138,6 +138,15 @@ def assert_no_cell_lost(figure: Figures) -> BufferPlan:
     return plan
 
 
+def test_a_bucket_closes_at_its_size_once_nothing_more_fits_into_its_padding() -> None:
+    square = Stream(atoms_of([(64, 64)] * 6))
+    assert closing_rule(square, 1, 2 * 64 * 64) == (0, 2, 4, 6), "as soon as it holds as much as asked for"
+    assert closing_rule(square, 1, 2 * 64 * 64 + 1) == (0, 3, 6)
+    assert closing_rule(square, 2, 2 * 64 * 64 + 1) == (0, 4, 6), "the fourth fits beside the third"
+    assert closing_rule(square, 3, 1) == (0, 3, 6), "a matrix for nine tenths of the shards"
+    assert closing_rule(square, 3, None) == (0, 6)
+
+
 def all_figures() -> list[Figures]:
     return figures(ALL_FIGURES) if ALL_FIGURES.exists() else []
 
@@ -381,7 +390,9 @@ def outcome_of_two_thousand() -> str:
     atoms = two_thousand_random_matrices()
     plans = [planned(atoms, 24, None), planned(atoms[:150], 8, 40_000_000)]
     plans += [plan_compact(atoms, 24, bucket_numel=40_000_000)]
-    return repr([(plan.strategy, plan.owners, plan.buckets, plan.shard_numels) for plan in plans])
+    stream = Stream(atoms)
+    dealt = deal_bins(Packer(stream, 24), (0, 500, len(atoms)), stream.costs)
+    return repr([(plan.strategy, plan.owners, plan.buckets, plan.shard_numels) for plan in plans] + dealt.owners)
 
 
 def outcome_in_fresh_process(hash_seed: str) -> str:

@@ -22,12 +22,14 @@ class Machine:
     node_bytes_per_second: float = 0.0
     memory_bytes: float = 0.0
 
-    def link(self, ranks: int, stride: int = 1) -> float:
+    def link(self, ranks: int, stride: int = 1, of: int | None = None) -> float:
         """Bytes per second that each of ``ranks`` ranks, ``stride`` apart, can send to the others at once.
 
-        Groups follow one another from rank 0 on: they all lie within nodes only if their extent divides a node.
+        Groups follow one another from rank 0 on, ``of`` ranks in all (one group by default). They all lie within nodes
+        if one node holds all of them, or if their extent divides a node.
         """
-        inside = self.node_size % (ranks * stride) == 0
+        extent = ranks * stride
+        inside = (of or extent) <= self.node_size or self.node_size % extent == 0
         return self.node_bytes_per_second if inside and self.node_bytes_per_second else self.bytes_per_second
 
 
@@ -83,14 +85,16 @@ def step_time(machine: Machine, *, flops: int, nbytes: int, collectives: int) ->
     )
 
 
-def gather_seconds(machine: Machine, nbytes: float, ranks: int, *, stride: int = 1) -> tuple[float, float]:
-    """(wire, latency) of an all-gather or reduce-scatter of ``nbytes`` in all over ``ranks`` ranks, ``stride`` apart.
+def gather_seconds(
+    machine: Machine, nbytes: float, ranks: int, *, stride: int = 1, of: int | None = None
+) -> tuple[float, float]:
+    """(wire, latency) of an all-gather or reduce-scatter of ``nbytes`` in all; ranks as in ``Machine.link``.
 
     A rank sends the share (ranks - 1) / ranks of them, in ceil(log2(ranks)) rounds of latency.
     """
     if ranks == 1 or not nbytes:
         return 0.0, 0.0
-    wire = nbytes * (ranks - 1) / ranks / machine.link(ranks, stride)
+    wire = nbytes * (ranks - 1) / ranks / machine.link(ranks, stride, of)
     return wire, machine.latency_seconds * math.ceil(math.log2(ranks))
 
 

@@ -119,7 +119,7 @@ def _smaller(
     """The fastest plan over a smaller group that wastes little, needs no more memory and hardly more work.
 
     No rank may need more memory than with ``whole``. No more work either, if that is possible; else up to
-    ``WORK_ALLOWED`` times as much. ``whole`` where it is faster, or where every group wastes much.
+    ``WORK_ALLOWED`` times as much. Else the fastest that needs no more of either, which may be ``whole``.
     """
     memory = whole.memory_bytes(elements)
     fastest = whole
@@ -133,7 +133,7 @@ def _smaller(
         good = [g for g in tried if g.memory_bytes(elements) <= memory and g.time.compute <= work]
         frugal = [grouped for grouped in good if grouped.plan.padding <= TOLERATED]
         if frugal:
-            return min([whole, *frugal], key=lambda grouped: (grouped.time.total, -grouped.group_size))
+            return min([fastest, *frugal], key=lambda grouped: (grouped.time.total, -grouped.group_size))
         if allowed == WORK_ALLOWED[0]:
             fastest = min([whole, *good], key=lambda grouped: (grouped.time.total, -grouped.group_size))
     return fastest

@@ -119,7 +119,8 @@ def _bucket_wire(
     plan: BufferPlan, numel: int, machine: Machine, instances: int, elements: Elements
 ) -> tuple[Seconds, Seconds, Seconds]:
     """A bucket's gradients to the owners, summed across instances, and its parameters back."""
-    reduce = gather_seconds(machine, numel * elements.gradient, plan.shards)
+    everyone = plan.shards * instances
+    reduce = gather_seconds(machine, numel * elements.gradient, plan.shards, of=everyone)
     shard = numel * elements.gradient / plan.shards
     across = all_reduce_seconds(machine, shard, instances, stride=plan.shards)
-    return reduce, across, gather_seconds(machine, numel * elements.parameter, plan.shards)
+    return reduce, across, gather_seconds(machine, numel * elements.parameter, plan.shards, of=everyone)
