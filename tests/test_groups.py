@@ -72,6 +72,20 @@ def test_neighbours_in_a_node_use_its_links_and_instances_do_not() -> None:
     assert across.wire - inside.wire == pytest.approx((256 + 128) / 2 * 6 * (1 / 2 - 1 / 8))
 
 
+def test_a_group_fills_nodes_or_shares_the_network() -> None:
+    eight = replace(NODES_OF_TWO, node_size=8)  # of 2 bytes a second between nodes, 8 within
+    each, together = (256 + 128) / 2 * (4 + 2), (256 + 128) / 2 * 4  # sent within a group of two, and across groups
+    seconds = {n: buffer_step(two_buckets("padded"), eight, FLOPS, instances=n).wire for n in (1, 2, 4, 8)}
+    assert seconds[1] == each / 8
+    assert seconds[2] == pytest.approx(each / 8 + together * 2 * 1 / 2 / 8), "four ranks of a node"
+    assert seconds[4] == pytest.approx(each / 8 + together * 2 * 3 / 4 / 8), "a node"
+    assert seconds[8] == pytest.approx(each / 8 + together * 2 * 7 / 8 / 2), "two nodes"
+    three = replace(eight, node_size=3)  # ranks 2 and 3 are a group in two nodes
+    assert buffer_step(two_buckets("padded"), three, FLOPS, instances=2).wire == pytest.approx(
+        each / 2 + together * 2 * 1 / 2 / 2
+    )
+
+
 def test_a_single_rank_sends_nothing() -> None:
     time = buffer_step(planned(ONE_LAYER, 1, None), H100, FLOPS)
     assert time.wire == time.latency == 0 and time.compute == sum(a.cost for a in ONE_LAYER) / H100.flops_per_second
@@ -172,6 +186,13 @@ def test_one_layer_on_128_ranks_is_owned_by_few_of_them_without_much_padding() -
     assert memory(chosen, Elements()) < 0.1 * memory(whole, Elements())
     assert max(chosen.plan.loads()) <= max(whole.plan.loads()), "nobody works longer than an MLP matrix takes"
     assert chosen.time.total < 0.1 * whole.time.total
+
+
+def test_idle_ranks_are_reason_enough_for_a_smaller_group_though_nothing_is_padded() -> None:
+    chosen, whole = grouped(ONE_LAYER, 128, "compact"), grouped(ONE_LAYER, 128, "compact", size=128)
+    assert whole.plan.padding == 0 and whole.plan.loads().count(0) == 121
+    assert chosen.group_size == 8 and max(chosen.plan.loads()) == max(whole.plan.loads())
+    assert chosen.time.total < 0.6 * whole.time.total
 
 
 def test_ranks_that_are_all_needed_are_one_group() -> None:
@@ -374,6 +395,13 @@ def test_one_layer_on_128_ranks_is_done_three_times_as_fast_by_teams() -> None:
     largest = max(team_seconds_by_hand(atom, 1, H100) for atom in ONE_LAYER)
     assert plan.busiest == pytest.approx(max(team_seconds_by_hand(atom, 8, H100) for atom in ONE_LAYER))
     assert plan.busiest < largest / 3
+
+
+def test_six_ranks_hold_teams_of_two_and_not_of_four() -> None:
+    atoms = atoms_of([(8192, 8192)] * 2)
+    plan = plan_teams(atoms, 6, machine=H100, cost=FLOPS)
+    assert_teams(plan, atoms, 6, H100)
+    assert plan.team_size == 2 and plan.shared == 2
 
 
 def test_where_there_is_work_for_every_rank_nobody_shares() -> None:
