@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from lwopt_backend.plan.buffers.layout import BufferPlan, aligned_shard
 from lwopt_backend.plan.buffers.megatron import capped_shards, closing_rule, ping_pong
+from lwopt_backend.plan.buffers.placement import Placement
 from lwopt_backend.plan.buffers.step import buffer_step
 from lwopt_backend.plan.buffers.stream import Stream
 from lwopt_backend.plan.machine import StepTime, all_reduce_seconds, gather_seconds
@@ -14,15 +15,6 @@ from lwopt_backend.plan.storage import FlatPartition
 from lwopt_backend.plan.types import Atom
 from lwopt_backend.study.engines import plan_part
 from lwopt_backend.study.part import Setting, workspace
-
-SYSTEMS = (
-    "ours",
-    "Megatron padded",
-    "Megatron compact",
-    "DeepSpeed Muon ZeRO-1",
-    "DeepSpeed Muon ZeRO-2",
-    "replicated",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +56,10 @@ def megatron_plan(atoms: Sequence[Atom], ranks: int, bucket_numel: int | None) -
     stream = Stream(atoms)
     cuts = closing_rule(stream, ranks, bucket_numel)
     owners = capped_shards(stream, cuts, ranks)
-    filled = [[0] * ranks for _ in cuts[1:]]
+    heights = Placement.of(stream, cuts, stream.costs, owners, ranks).heights
     bucket_of = [bucket for bucket, (start, stop) in enumerate(zip(cuts, cuts[1:])) for _ in range(start, stop)]
-    for bucket, owner, numel in zip(bucket_of, owners, stream.numels):
-        filled[bucket][owner] += numel
-    heights = tuple(aligned_shard(max(shards), ranks) for shards in filled)
-    return BufferPlan("padded", "megatron", tuple(atoms), ranks, tuple(owners[::-1]), tuple(bucket_of[::-1]), heights)
+    shards = tuple(aligned_shard(height, ranks) for height in heights)
+    return BufferPlan("padded", "megatron", tuple(atoms), ranks, tuple(owners[::-1]), tuple(bucket_of[::-1]), shards)
 
 
 def _megatron_padded(atoms: Sequence[Atom], ranks: int, setting: Setting) -> Figure:
