@@ -17,6 +17,16 @@ from lwopt_backend.study.engines import plan_part
 from lwopt_backend.study.part import Setting, workspace
 
 
+SYSTEMS = (
+    "ours",
+    "Megatron padded",
+    "Megatron compact",
+    "DeepSpeed Muon ZeRO-1",
+    "DeepSpeed Muon ZeRO-2",
+    "replicated",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Figure:
     """One system on ``ranks`` ranks: modelled seconds of a step, and bytes at its peak, of the worst rank's matrices.
