@@ -47,16 +47,13 @@ class AdamWOptions(Options):
     amsgrad: StrictBool = False
 
 
-class LayerWiseMuonConfig(MuonOptions):
-    """``optimizer.params`` of ``"type": "LayerWiseMuon"``: Muon's options, AdamW's in a section, and ours.
+class LayerWiseConfig(MuonOptions):
+    """Muon's options, AdamW's in a section, and ours that hold for every host.
 
     - ``include`` / ``exclude``: globs on parameter names that overrule the routing by structure; exclude wins.
     - ``allow_no_matrix``: a model without a single matrix parameter is an error unless this is set.
-    - ``policy``: who owns a matrix: ``stay`` (the rank that stores most of it), ``balance`` (even work) or ``auto``
-      (whichever has the shorter modelled step).
     - ``ns_dtype``: dtype of the Newton-Schulz iteration; torch.optim.Muon's is bfloat16.
     - ``exchange_dtype``: dtype on the wire; ``auto`` is ``ns_dtype``, with which nothing is lost.
-    - ``bucket_numel``: elements of the matrices that share one all-to-all; two such buckets are in flight.
     - ``report``: print the routing and the plan once, on rank 0.
     """
 
@@ -64,15 +61,42 @@ class LayerWiseMuonConfig(MuonOptions):
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     allow_no_matrix: StrictBool = False
-    policy: Literal["auto", "stay", "balance"] = "auto"
     ns_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     exchange_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    bucket_numel: Annotated[int, Field(ge=1, strict=True)] = 2**24
     report: StrictBool = True
 
     @property
     def wire_dtype(self) -> str:
         return self.ns_dtype if self.exchange_dtype == "auto" else self.exchange_dtype
+
+
+class LayerWiseMuonConfig(LayerWiseConfig):
+    """``optimizer.params`` of ``"type": "LayerWiseMuon"``, for DeepSpeed's ZeRO.
+
+    - ``policy``: who owns a matrix: ``stay`` (the rank that stores most of it), ``balance`` (even work) or ``auto``
+      (whichever has the shorter modelled step).
+    - ``bucket_numel``: elements of the matrices that share one all-to-all; two such buckets are in flight.
+    """
+
+    policy: Literal["auto", "stay", "balance"] = "auto"
+    bucket_numel: Annotated[int, Field(ge=1, strict=True)] = 2**24
+
+
+class FSDP2Config(LayerWiseConfig):
+    """The options of ``LayerWiseOptimizer`` on FSDP2.
+
+    - ``layout``: how a bucket lies on the wire: ``compact`` (parts as long as needed), ``padded`` (equal parts) or
+      ``auto`` (equal where nothing is padded for it).
+    - ``bucket_matrices``: matrices that share one all-to-all; None is twice the number of ranks. Two such buckets are
+      in flight.
+    - ``bucket_numel``: a bucket never holds more elements than this, unless a single matrix does; None is no limit.
+    - ``state_dtype``: of the optimizer's state: the ``parameter``'s, as torch's optimizers, or ``float32``.
+    """
+
+    layout: Literal["auto", "padded", "compact"] = "auto"
+    bucket_matrices: Annotated[int, Field(ge=1, strict=True)] | None = None
+    bucket_numel: Annotated[int, Field(ge=1, strict=True)] | None = None
+    state_dtype: Literal["parameter", "float32"] = "parameter"
 
 
 M = TypeVar("M", bound=Options)

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lwopt_backend.config import LayerWiseMuonConfig
 from lwopt_backend.group_plan import GroupPlan
-from lwopt_backend.registry import ELEMENTWISE_RULES, MATRIX_RULES, rule_named
-from lwopt_backend.rules import MatrixRule
+from lwopt_backend.registry import ELEMENTWISE_RULES, build_matrix_rule, elementwise_options, rule_named
 from lwopt_backend.runtime.collectives import Collectives
-from lwopt_backend.runtime.elementwise import ElementwiseStepper
+from lwopt_backend.runtime.elementwise import step_elementwise
 from lwopt_backend.runtime.stepper import MatrixStepper
 from lwopt_backend.runtime.storage import FlatStorage, Slices
 
@@ -34,14 +32,9 @@ class GroupStepper:
         self._rank = collectives.rank
         self._config = config
         self._matrices: MatrixStepper | None = None
-        self._elementwise: ElementwiseStepper | None = None
         if plan.matrices is not None:
             batch_numel = 0 if flat.device.type == "cpu" else config.bucket_numel
             self._matrices = MatrixStepper(plan.matrices, collectives, flat.device, batch_numel=batch_numel)
-        else:
-            entry = ELEMENTWISE_RULES[plan.rule]
-            options = {key: group[key] for key in entry.options.model_fields}
-            self._elementwise = ElementwiseStepper(entry.optimizer, flat, options)
 
     def fill_state(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
         """Add the state tensors that a fresh optimizer lacks; what a checkpoint restored is kept."""
@@ -50,17 +43,14 @@ class GroupStepper:
 
     def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
         """One step from ``flat.grad`` with the hyperparameters in ``group``. Called on all ranks of the group."""
-        if self._elementwise is not None:
-            self._elementwise.step(group, state)
-        elif self._matrices is not None:
-            rule = self._rule(group)
-            elements = Slices(self._flat, self._flat.grad, {key: state[key] for key in rule.state_keys})
-            self._matrices.step(rule, FlatStorage(self._plan.layout, self._rank, elements))
-
-    def _rule(self, group: Mapping[str, Any]) -> MatrixRule:
-        entry = MATRIX_RULES[self._plan.rule]
-        return entry.build(
-            **{key: group[key] for key in entry.options.model_fields},
-            ns_dtype=getattr(torch, self._config.ns_dtype),
-            exchange_dtype=getattr(torch, self._config.wire_dtype),
-        )
+        if self._matrices is None:
+            optimizer, options = (
+                ELEMENTWISE_RULES[self._plan.rule].optimizer,
+                elementwise_options(self._plan.rule, group),
+            )
+            step_elementwise(optimizer, options, [Slices(self._flat, self._flat.grad, state)])
+            return
+        rule = build_matrix_rule(self._plan.rule, group, self._config)
+        elements = Slices(self._flat, self._flat.grad, {key: state[key] for key in rule.state_keys})
+        storage = FlatStorage(self._plan.layout, self._rank, elements)
+        self._matrices.step([rule] * len(self._plan.specs), storage)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from lwopt_backend.config import LayerWiseMuonConfig
+from lwopt_backend.config import LayerWiseConfig
 from lwopt_backend.param_groups import split
 from lwopt_backend.routing import Route, route
 
@@ -23,7 +23,7 @@ class Grouping:
     names: Mapping[int, str]
 
 
-def group_parameters(model: nn.Module, given: Sequence[Mapping[str, Any]], config: LayerWiseMuonConfig) -> Grouping:
+def group_parameters(model: nn.Module, given: Sequence[Mapping[str, Any]], config: LayerWiseConfig) -> Grouping:
     """Route ``model``'s parameters and split the ``given`` param groups by rule.
 
     Raises ValueError if a given parameter is not the model's, if a glob matches nothing, or if no parameter is a matrix

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lwopt_backend.config import AdamWOptions, LayerWiseMuonConfig, MuonOptions, parse
+from lwopt_backend.config import AdamWOptions, FSDP2Config, LayerWiseConfig, LayerWiseMuonConfig, MuonOptions, parse
 from lwopt_backend.spelling import nearest
 
 SHARED = ("lr", "weight_decay")  # a group's own value of these is meant for both halves
@@ -61,7 +61,7 @@ def _kind(value: Any) -> str:
 
 
 def split(
-    groups: Sequence[Mapping[str, Any]], is_matrix: Mapping[int, bool], config: LayerWiseMuonConfig
+    groups: Sequence[Mapping[str, Any]], is_matrix: Mapping[int, bool], config: LayerWiseConfig
 ) -> list[dict[str, Any]]:
     """Each group's matrix half, then its element-wise half, both in the group's order; empty halves are left out.
 
@@ -82,7 +82,7 @@ def split(
 
 
 def _options(
-    group: Mapping[str, Any], config: LayerWiseMuonConfig, where: str
+    group: Mapping[str, Any], config: LayerWiseConfig, where: str
 ) -> tuple[MuonOptions, AdamWOptions, dict[str, Any]]:
     """A group's options for its matrix half and its element-wise half, and its keys that are neither."""
     for key in group:
@@ -104,7 +104,7 @@ def _check_foreign(key: str, where: str) -> None:
     close = nearest(key, GROUP_KEYS, cutoff=0.8)
     if key in AdamWOptions.model_fields:
         raise ValueError(f"{where}: {key!r} is AdamW's; write it into the group's section 'adamw'")
-    if key in LayerWiseMuonConfig.model_fields:
+    if any(key in config.model_fields for config in (LayerWiseMuonConfig, FSDP2Config)):
         raise ValueError(f"{where}: {key!r} is an option of the whole optimizer, not of a param group")
     if key in OURS:
         raise ValueError(f"{where}: {key!r} is a key that this optimizer writes itself; rename yours")

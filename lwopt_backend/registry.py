@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lwopt_backend.config import AdamWOptions, MuonOptions, Options
+from lwopt_backend.config import AdamWOptions, LayerWiseConfig, MuonOptions, Options
 from lwopt_backend.plan.cost import newton_schulz_flops
 from lwopt_backend.rules import MatrixRule, Muon
 from lwopt_backend.spelling import suggestion
@@ -71,3 +71,18 @@ def rule_named(name: str) -> MatrixEntry | ElementwiseEntry:
     if name not in rules:
         raise ValueError(f"unknown rule {name!r}; {suggestion(name, rules)}")
     return rules[name]
+
+
+def build_matrix_rule(name: str, group: Mapping[str, Any], config: LayerWiseConfig) -> MatrixRule:
+    """The matrix rule of that name with the hyperparameters that its param group has now."""
+    entry = MATRIX_RULES[name]
+    return entry.build(
+        **{key: group[key] for key in entry.options.model_fields},
+        ns_dtype=getattr(torch, config.ns_dtype),
+        exchange_dtype=getattr(torch, config.wire_dtype),
+    )
+
+
+def elementwise_options(name: str, group: Mapping[str, Any]) -> dict[str, Any]:
+    """What the torch optimizer of that element-wise rule is made with."""
+    return {key: group[key] for key in ELEMENTWISE_RULES[name].options.model_fields}

@@ -21,15 +21,24 @@ MOST_RANKS = 16
 
 def show(routes: Sequence[Route], groups: Sequence[GroupPlan]) -> None:
     """Print the routing table and the plan to standard output."""
-    console = Console(
-        file=sys.stdout, width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL, highlight=False, markup=False
-    )
-    for sentence in routing_headline(routes):
-        console.print(sentence)
-    console.print(routing_table(routes))
+    console = standard_output()
+    show_routing(console, routes)
     for sentence in choices(groups):
         console.print(sentence)
     console.print(plan_table(groups))
+
+
+def standard_output() -> Console:
+    """A console on standard output, wide enough where that is no terminal."""
+    width = None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
+    return Console(file=sys.stdout, width=width, highlight=False, markup=False)
+
+
+def show_routing(console: Console, routes: Sequence[Route]) -> None:
+    """Print which rule trains each parameter, and why."""
+    for sentence in routing_headline(routes):
+        console.print(sentence)
+    console.print(routing_table(routes))
 
 
 def routing_headline(routes: Sequence[Route]) -> list[str]:

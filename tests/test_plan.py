@@ -145,8 +145,8 @@ def test_transfers_bring_every_travelling_element_to_its_owner_and_back(policy: 
                 assert sent == received, "both ends see the same elements in the same order"
                 assert transfers[a].send_splits[b] == transfers[b].receive_splits[a]
         for transfer in transfers:
-            assert transfer.reversed().reversed() == transfer
-            assert transfer.reversed().sends == transfer.receives
+            back = plan.way_back(bucket, transfer.rank)
+            assert (back.sends, back.receives) == (transfer.receives, transfer.sends), "every piece has one holder"
             for segment in transfer.receives:
                 assert plan.ownership.owners[segment.atom] == transfer.rank
                 arrived.setdefault(segment.atom, []).append((segment.start, segment.stop))
@@ -162,8 +162,8 @@ def test_transfers_bring_every_travelling_element_to_its_owner_and_back(policy: 
 def test_bytes_on_the_wire_are_the_transfers_both_ways(policy: str) -> None:
     plan = plan_of(SHAPES, 4, policy)
     for rank, counted in enumerate(plan.wire_bytes()):
-        forth = [plan.transfer(bucket, rank) for bucket in range(len(plan.buckets))]
-        assert counted == 2 * sum(t.wire_numel + t.reversed().wire_numel for t in forth)
+        ways = [way(bucket, rank) for bucket in range(len(plan.buckets)) for way in (plan.transfer, plan.way_back)]
+        assert counted == 2 * sum(way.wire_numel for way in ways)
     assert plan.moved_numel() == [
         sum(plan.transfer(bucket, rank).wire_numel for bucket in range(len(plan.buckets))) for rank in range(4)
     ]

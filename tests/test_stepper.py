@@ -93,7 +93,9 @@ def step_on_ranks(policy: str, dtype: torch.dtype, bucket_numel: int, batch_nume
     state = {"momentum_buffer": torch.zeros_like(value)}
     for step in range(STEPS):
         grad = mine(plan, whole(plan, 1 + step), recorder.rank)
-        stepper.step(rule_in(dtype), FlatStorage(plan.layout, recorder.rank, Slices(value, grad, state)))
+        stepper.step(
+            [rule_in(dtype)] * len(plan.atoms), FlatStorage(plan.layout, recorder.rank, Slices(value, grad, state))
+        )
     recorder.real = None  # a process group does not travel back
     return value, recorder
 
@@ -182,7 +184,7 @@ def test_a_batch_holds_no_more_than_its_size() -> None:
         seen: list[int] = []
         flat = torch.randn(plan.layout.partition_numel)
         storage = FlatStorage(plan.layout, 0, Slices(flat, flat.clone(), {}))
-        stepper.step(Spy([], batches=seen), storage)
+        stepper.step([Spy([], batches=seen)] * len(plan.atoms), storage)
         assert seen == expected
 
 
@@ -192,7 +194,7 @@ def count_views() -> tuple[int, int, int]:
     grad = mine(plan, whole(plan, 1), collectives.rank)
     spy = Spy([])
     storage = FlatStorage(plan.layout, collectives.rank, Slices(torch.zeros_like(grad), grad, {}))
-    MatrixStepper(plan, collectives, torch.device("cpu")).step(spy, storage)
+    MatrixStepper(plan, collectives, torch.device("cpu")).step([spy] * len(plan.atoms), storage)
     views = sum(pointer == grad.untyped_storage().data_ptr() for pointer in spy.seen)
     return views, len(plan.local_atoms(collectives.rank)), len(spy.seen)
 

@@ -4,10 +4,13 @@ Pure functions of names and shapes, standard library only. Every rank computes t
 nothing here reads a tensor, a process group or the clock.
 """
 
-from lwopt_backend.plan.build import MatrixPlan, plan_matrices
+from lwopt_backend.plan.build import plan_matrices
 from lwopt_backend.plan.machine import MACHINES, Machine, StepTime
+from lwopt_backend.plan.matrix_plan import MatrixPlan
+from lwopt_backend.plan.mesh import MeshLayout, Sharding
 from lwopt_backend.plan.owners import POLICIES, Ownership
-from lwopt_backend.plan.storage import FlatPartition, Fragment
+from lwopt_backend.plan.spread import plan_spread
+from lwopt_backend.plan.storage import FlatPartition, Fragment, Layout
 from lwopt_backend.plan.transfer import Segment, Transfer
 from lwopt_backend.plan.types import Atom, ParamSpec
 
@@ -17,12 +20,16 @@ __all__ = [
     "Atom",
     "FlatPartition",
     "Fragment",
+    "Layout",
     "Machine",
     "MatrixPlan",
+    "MeshLayout",
     "Ownership",
     "ParamSpec",
     "Segment",
+    "Sharding",
     "StepTime",
     "Transfer",
     "plan_matrices",
+    "plan_spread",
 ]

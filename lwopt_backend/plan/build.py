@@ -1,74 +1,14 @@
-"""From atoms and their storage to a plan: owners, buckets and transfers of one group of matrices."""
+"""Plans for flat partitions (ZeRO-1/2), where most matrices lie whole on one rank and only the others travel."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from lwopt_backend.plan.machine import Machine, StepTime, step_time
+from lwopt_backend.plan.matrix_plan import MatrixPlan, is_whole
 from lwopt_backend.plan.owners import POLICIES, Ownership, balance, stay
 from lwopt_backend.plan.storage import FlatPartition
-from lwopt_backend.plan.transfer import Transfer, to_owners
 from lwopt_backend.plan.types import Atom
-
-
-@dataclass(frozen=True, slots=True)
-class MatrixPlan:
-    """How one group of matrices is updated: who owns what, and in which buckets the rest travels.
-
-    ``buckets`` hold only atoms that are not whole at their owner; everything else is stepped in place. ``modelled``
-    are the step times that were compared, the chosen policy's first.
-    """
-
-    atoms: tuple[Atom, ...]
-    layout: FlatPartition
-    ownership: Ownership
-    buckets: tuple[tuple[int, ...], ...]
-    element_bytes: int
-    modelled: tuple[tuple[str, StepTime], ...] = ()
-
-    def local_atoms(self, rank: int) -> list[int]:
-        """Atoms that ``rank`` owns and stores whole."""
-        return [i for i, owner in enumerate(self.ownership.owners) if owner == rank and is_whole(self.layout, i, owner)]
-
-    def transfer(self, bucket: int, rank: int) -> Transfer:
-        """Bucket ``bucket``'s way to the owners as ``rank`` sees it; ``.reversed()`` is the way back."""
-        return to_owners(self.buckets[bucket], self.ownership.owners, self.layout, rank)
-
-    def lines(self) -> list[str]:
-        """One line per atom: what all ranks must have decided alike before the first exchange."""
-        return [
-            f"{atom.name} {atom.shape[0]}x{atom.shape[1]} at {offset} of {self.layout.partition_numel} owner {owner}"
-            for atom, offset, owner in zip(self.atoms, self.layout.offsets, self.ownership.owners)
-        ] + [f"buckets {self.buckets} of {self.element_bytes} bytes an element"]
-
-    def owned_counts(self) -> list[int]:
-        """Per rank, how many atoms it owns."""
-        counts = [0] * self.layout.world_size
-        for owner in self.ownership.owners:
-            counts[owner] += 1
-        return counts
-
-    def moved_numel(self) -> list[int]:
-        """Per rank, the elements it stores whose update is computed by another rank."""
-        moved = [0] * self.layout.world_size
-        for bucket in self.buckets:
-            for atom in bucket:
-                for part in self.layout.fragments(atom):
-                    moved[part.rank] += part.numel if part.rank != self.ownership.owners[atom] else 0
-        return moved
-
-    def wire_bytes(self) -> list[int]:
-        """Per rank, the bytes it sends in one step: fragments to owners, and updates back to fragments."""
-        sent = [0] * self.layout.world_size
-        for bucket in self.buckets:
-            for atom in bucket:
-                owner = self.ownership.owners[atom]
-                for part in self.layout.fragments(atom):
-                    if part.rank != owner:
-                        sent[part.rank] += part.numel
-                        sent[owner] += part.numel
-        return [numel * self.element_bytes for numel in sent]
 
 
 def plan_matrices(
@@ -104,12 +44,6 @@ def modelled_time(plan: MatrixPlan, machine: Machine) -> StepTime:
         nbytes=max(plan.wire_bytes()),
         collectives=2 * len(plan.buckets),
     )
-
-
-def is_whole(layout: FlatPartition, atom: int, rank: int) -> bool:
-    """Whether ``rank`` stores every element of ``atom``."""
-    parts = layout.fragments(atom)
-    return len(parts) == 1 and parts[0].rank == rank
 
 
 def fill_buckets(travelling: Sequence[int], atoms: Sequence[Atom], bucket_numel: int) -> tuple[tuple[int, ...], ...]:

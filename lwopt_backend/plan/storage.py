@@ -2,23 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Elements ``[start, stop)`` of a flattened parameter, stored by ``rank`` from ``offset`` of its local storage."""
+    """Elements of a flattened parameter, stored by ``rank`` from ``offset`` of its local storage.
+
+    They are ``runs`` runs of ``stop - start`` elements, ``pitch`` apart, the first of them ``[start, stop)``: one run
+    for a range of the flattened parameter or for whole rows, several for a rectangle.
+    """
 
     rank: int
     start: int
     stop: int
     offset: int
+    runs: int = 1
+    pitch: int = 0
 
     @property
     def numel(self) -> int:
-        return self.stop - self.start
+        return (self.stop - self.start) * self.runs
+
+
+class Layout(Protocol):
+    """Where the parameters of a plan lie. A parameter has at most one fragment on each rank."""
+
+    world_size: int
+
+    def fragments(self, index: int) -> Sequence[Fragment]:
+        """Every rank's fragment of parameter ``index``, in rank order, copies included; empty ones are left out."""
+
+    def fragment(self, index: int, rank: int) -> Fragment | None:
+        """What ``rank`` stores of parameter ``index``, or None."""
+
+    def sources(self, index: int, owner: int) -> Sequence[Fragment]:
+        """The fragments, in rank order, that are sent to ``owner``: together exactly the parameter's elements."""
+
+    def is_source(self, index: int, rank: int, owner: int) -> bool:
+        """Whether the fragment of ``rank`` is among ``sources(index, owner)``, if it has one."""
+
+    def kind(self, index: int) -> Hashable:
+        """Parameters of one kind lie alike."""
+
+    def place(self, index: int) -> str:
+        """Where parameter ``index`` lies, in a spelling that ranks can compare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +115,18 @@ class FlatPartition:
     def fragment(self, index: int, rank: int) -> Fragment | None:
         """What ``rank`` stores of parameter ``index``, or None."""
         return next((part for part in self.fragments(index) if part.rank == rank), None)
+
+    def sources(self, index: int, owner: int) -> tuple[Fragment, ...]:
+        return self.fragments(index)
+
+    def is_source(self, index: int, rank: int, owner: int) -> bool:
+        return True
+
+    def kind(self, index: int) -> int:
+        return index
+
+    def place(self, index: int) -> str:
+        return f"at {self.offsets[index]} of {self.partition_numel}"
 
     def stored_numel(self, rank: int) -> int:
         """Elements of parameters, without padding, that ``rank`` stores."""

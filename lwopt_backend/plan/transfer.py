@@ -5,67 +5,127 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lwopt_backend.plan.storage import FlatPartition
+from lwopt_backend.plan.storage import Fragment, Layout
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Elements ``[start, stop)`` of atom ``atom`` that move between this rank and ``peer``."""
+    """Elements of atom ``atom`` that move between this rank and ``peer``; runs as in ``Fragment``."""
 
     atom: int
     peer: int
     start: int
     stop: int
+    runs: int = 1
+    pitch: int = 0
 
     @property
     def numel(self) -> int:
-        return self.stop - self.start
+        return (self.stop - self.start) * self.runs
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One rank's part of an all-to-all: what it sends and receives, in wire order (by peer, then by atom)."""
+    """One rank's part of an all-to-all: what it sends and receives, in wire order (by peer, then by atom).
+
+    ``split`` is None for parts as long as they need to be, else the elements between every two ranks: parts that are
+    all equally long, padded at their end.
+    """
 
     rank: int
     world_size: int
     sends: tuple[Segment, ...]
     receives: tuple[Segment, ...]
-
-    def reversed(self) -> Transfer:
-        """The way back: what came returns to where it came from."""
-        return Transfer(self.rank, self.world_size, sends=self.receives, receives=self.sends)
+    split: int | None = None
 
     @property
     def send_splits(self) -> list[int]:
-        return _splits(self.sends, self.world_size)
+        return self._splits(self.sends)
 
     @property
     def receive_splits(self) -> list[int]:
-        return _splits(self.receives, self.world_size)
+        return self._splits(self.receives)
+
+    @property
+    def send_offsets(self) -> list[int]:
+        """Where every segment that is sent begins in the buffer."""
+        return self._offsets(self.sends)
+
+    @property
+    def receive_offsets(self) -> list[int]:
+        return self._offsets(self.receives)
 
     @property
     def wire_numel(self) -> int:
-        """Elements this rank puts on the wire; what it keeps for itself is not counted."""
-        return sum(segment.numel for segment in self.sends if segment.peer != self.rank)
+        """Elements this rank puts on the wire, padding included; what it keeps for itself is not counted."""
+        return sum(numel for peer, numel in enumerate(self.send_splits) if peer != self.rank)
+
+    def _splits(self, segments: Sequence[Segment]) -> list[int]:
+        if self.split is not None:
+            return [self.split] * self.world_size
+        splits = [0] * self.world_size
+        for segment in segments:
+            splits[segment.peer] += segment.numel
+        return splits
+
+    def _offsets(self, segments: Sequence[Segment]) -> list[int]:
+        offsets, end, peer = [], 0, -1
+        for segment in segments:
+            if self.split is not None and segment.peer != peer:
+                end, peer = segment.peer * self.split, segment.peer
+            offsets.append(end)
+            end += segment.numel
+        return offsets
 
 
-def _splits(segments: Sequence[Segment], world_size: int) -> list[int]:
-    splits = [0] * world_size
-    for segment in segments:
-        splits[segment.peer] += segment.numel
-    return splits
-
-
-def to_owners(bucket: Sequence[int], owners: Sequence[int], layout: FlatPartition, rank: int) -> Transfer:
-    """The transfer that brings every fragment of the bucket's atoms to the atom's owner, as ``rank`` sees it."""
+def to_owners(
+    bucket: Sequence[int], owners: Sequence[int], layout: Layout, rank: int, split: int | None = None
+) -> Transfer:
+    """The transfer that brings the bucket's atoms, piece by piece, to their owners, as ``rank`` sees it."""
     sends, receives = [], []
     for atom in bucket:
         owner = owners[atom]
-        for part in layout.fragments(atom):
-            if part.rank == rank:
-                sends.append(Segment(atom, owner, part.start, part.stop))
-            if owner == rank:
-                receives.append(Segment(atom, part.rank, part.start, part.stop))
+        part = layout.fragment(atom, rank)
+        if part is not None and layout.is_source(atom, rank, owner):
+            sends.append(_segment(atom, owner, part))
+        if owner == rank:
+            receives += [_segment(atom, part.rank, part) for part in layout.sources(atom, owner)]
+    return _transfer(layout, rank, sends, receives, split)
+
+
+def to_fragments(
+    bucket: Sequence[int], owners: Sequence[int], layout: Layout, rank: int, split: int | None = None
+) -> Transfer:
+    """The way back: from the owners to every rank that stores a piece, copies included."""
+    sends, receives = [], []
+    for atom in bucket:
+        owner = owners[atom]
+        part = layout.fragment(atom, rank)
+        if part is not None:
+            receives.append(_segment(atom, owner, part))
+        if owner == rank:
+            sends += [_segment(atom, part.rank, part) for part in layout.fragments(atom)]
+    return _transfer(layout, rank, sends, receives, split)
+
+
+def equal_split(bucket: Sequence[int], owners: Sequence[int], layout: Layout) -> int:
+    """The most elements that any two ranks exchange: the length of all parts if they are to be equally long.
+
+    A cut gives the first of its parts at least as much as any other, so the rank that holds most of one atom holds most
+    of all of them, and the largest fragments of an owner's atoms add up to what that rank sends to it.
+    """
+    largest: dict[int, int] = {}
+    for atom in bucket:
+        most = max(part.numel for part in layout.fragments(atom))
+        largest[owners[atom]] = largest.get(owners[atom], 0) + most
+    return max(largest.values())
+
+
+def _segment(atom: int, peer: int, part: Fragment) -> Segment:
+    return Segment(atom, peer, part.start, part.stop, part.runs, part.pitch)
+
+
+def _transfer(layout: Layout, rank: int, sends: list[Segment], receives: list[Segment], split: int | None) -> Transfer:
     # A stable sort: within one peer, atoms keep the bucket's order on both sides of the wire.
     key = lambda segment: segment.peer  # noqa: E731
-    return Transfer(rank, layout.world_size, tuple(sorted(sends, key=key)), tuple(sorted(receives, key=key)))
+    return Transfer(rank, layout.world_size, tuple(sorted(sends, key=key)), tuple(sorted(receives, key=key)), split)

@@ -27,22 +27,47 @@ def agree(collectives: Collectives, what: str, decide: Callable[[], tuple[T, Seq
     rank, all ranks raise: that rank its own error, the others one that quotes it. If the lines differ, all ranks raise
     ``RanksDisagree`` with the first line that does.
     """
+
+    def for_one() -> tuple[T, list[Sequence[str]]]:
+        value, lines = decide()
+        return value, [lines]
+
+    return agree_in_all([collectives], what, for_one)
+
+
+def agree_in_all(
+    groups: Sequence[Collectives], what: str, decide: Callable[[], tuple[T, Sequence[Sequence[str]]]]
+) -> T:
+    """``agree`` over several groups that this rank is in; ``decide`` returns the lines of each.
+
+    Every rank goes through all of its groups, in an order they share, before any raises: an error spreads from group
+    to group, and no rank of a later one waits for a rank that has gone.
+    """
     error: Exception | None = None
-    value, lines = None, []
+    value, lines = None, [[] for _ in groups]
     try:
         value, lines = decide()
     except Exception as caught:  # reported to the other ranks first, then raised again below
         error = caught
-    reports = collectives.gather_objects((digest(lines), repr(error) if error is not None else None))
-    failed = [(rank, text) for rank, (_, text) in enumerate(reports) if text is not None]
+    for collectives, of_group in zip(groups, lines, strict=True):
+        error = _exchange_reports(collectives, what, of_group, error) or error
     if error is not None:
         raise error
-    if failed:
-        rank, text = failed[0]
-        raise RuntimeError(f"{what}: rank {rank} failed with {text}; rank {collectives.rank} stops with it")
-    if len({found for found, _ in reports}) > 1:
-        raise RanksDisagree(f"{what}: {first_difference(collectives.gather_objects(list(lines)))}")
     return value
+
+
+def _exchange_reports(
+    collectives: Collectives, what: str, lines: Sequence[str], error: Exception | None
+) -> Exception | None:
+    """What is wrong in this group, if this rank has no error of its own yet."""
+    reports = collectives.gather_objects((digest(lines), repr(error) if error is not None else None))
+    failed = [(rank, text) for rank, (_, text) in enumerate(reports) if text is not None]
+    if error is None and failed:
+        rank, text = failed[0]
+        return RuntimeError(f"{what}: rank {rank} failed with {text}; rank {collectives.rank} stops with it")
+    if not failed and len({found for found, _ in reports}) > 1:
+        return RanksDisagree(f"{what}: {first_difference(collectives.gather_objects(list(lines)))}")
+    return None
 
 
 def digest(lines: Sequence[str]) -> str:

@@ -29,10 +29,16 @@ class Collectives(Protocol):
     def all_to_all(
         self, received: Tensor, sent: Tensor, receive_splits: Sequence[int], send_splits: Sequence[int]
     ) -> Pending:
-        """Start an uneven all-to-all of two flat tensors; splits are in elements, one per rank."""
+        """Start an all-to-all of two flat tensors; splits are in elements, one per rank, or empty for equal parts."""
+
+    def all_reduce_max(self, tensor: Tensor) -> Pending:
+        """Start taking the largest of every element over all ranks, in place."""
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's ``value``, in rank order, on every rank."""
+
+
+_OWN_GROUPS: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
 class TorchCollectives:
@@ -46,9 +52,22 @@ class TorchCollectives:
     def all_to_all(
         self, received: Tensor, sent: Tensor, receive_splits: Sequence[int], send_splits: Sequence[int]
     ) -> Pending:
-        return dist.all_to_all_single(
-            received, sent, list(receive_splits), list(send_splits), group=self.group, async_op=True
-        )
+        into, out = list(receive_splits) or None, list(send_splits) or None
+        return dist.all_to_all_single(received, sent, into, out, group=self.group, async_op=True)
+
+    def all_reduce_max(self, tensor: Tensor) -> Pending:
+        return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group, async_op=True)
+
+    @classmethod
+    def over(cls, ranks: Sequence[int]) -> TorchCollectives:
+        """Over a process group of its own for these global ranks, which all of them call for, and no others have to.
+
+        Made once and kept: a process group is a communicator, threads and memory. Ranks in it count from the lowest.
+        """
+        key = (id(dist.group.WORLD), *sorted(ranks))
+        if key not in _OWN_GROUPS:
+            _OWN_GROUPS[key] = dist.new_group(sorted(ranks), use_local_synchronization=True)
+        return cls(_OWN_GROUPS[key])
 
     def reduce_scatter(self, mine: Tensor, sent: Tensor) -> None:
         """Sum ``sent`` over all ranks; ``mine`` becomes this rank's equal part of the sum."""
@@ -71,6 +90,28 @@ class TorchCollectives:
         with torch.no_grad():
             dist.all_gather_object(values, value, group=self.group)
         return values
+
+
+class Alone:
+    """The collectives of a rank that shares nothing: what it holds is whole, and nothing travels."""
+
+    rank, world_size = 0, 1
+
+    def all_to_all(
+        self, received: Tensor, sent: Tensor, receive_splits: Sequence[int], send_splits: Sequence[int]
+    ) -> Pending:
+        raise AssertionError("a single rank has no bucket to exchange")
+
+    def all_reduce_max(self, tensor: Tensor) -> Pending:
+        return _Done()
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+
+class _Done:
+    def wait(self) -> None:
+        return None
 
 
 def join(rank: int, world_size: int, meeting_point: str) -> TorchCollectives:

@@ -1,11 +1,10 @@
-"""One optimizer step of one group of matrices on one rank.
+"""One optimizer step of one plan's matrices on one rank.
 
 ::
 
-    decay and momentum on everything stored here
-    bucket 0 leaves for its owners
-    for every bucket:     the next bucket leaves        | on the wire
-                          a share of the local matrices | meanwhile
+    bucket 0: momentum, decay; it leaves for its owners
+    for every bucket:     the next bucket, likewise           | on the wire
+                          a share of the local matrices       | meanwhile
                           this bucket has arrived: its owned matrices, whole -> updates leave for the fragments
                           the previous bucket's updates are back: applied
 
@@ -15,116 +14,178 @@ views, one at a time, so the step holds one matrix (or one bucket) of temporarie
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lwopt_backend.plan import MatrixPlan, Segment
 from lwopt_backend.rules import MatrixRule
+from lwopt_backend.runtime.bucket_manager import Arrival, BucketManager
 from lwopt_backend.runtime.collectives import Collectives
-from lwopt_backend.runtime.exchange import Arrival, Exchange
 from lwopt_backend.runtime.storage import Slices, Storage
+
+
+def always(atom: int) -> bool:
+    return True
 
 
 class MatrixStepper:
     """Steps the matrices of one plan. Up to ``batch_numel`` elements of equal shape go through the rule together.
 
     0 is one by one: the same bits as an unsharded optimizer, and faster on a CPU. Batching saves kernel launches on an
-    accelerator.
+    accelerator. ``device`` is where matrices travel and are computed, wherever they are stored.
     """
 
     def __init__(
         self, plan: MatrixPlan, collectives: Collectives, device: torch.device, *, batch_numel: int = 0
     ) -> None:
-        self._plan = plan
-        self._exchange = Exchange(plan, collectives, device)
-        self._local = share_out(plan.local_atoms(collectives.rank), len(self._exchange) + 1)
-        self._owned = [
-            [atom for atom in bucket if plan.ownership.owners[atom] == collectives.rank] for bucket in plan.buckets
-        ]
+        rank = collectives.rank
+        self._atoms = plan.atoms
+        self._buckets = BucketManager(plan, collectives, device)
+        self._local = share_out(plan.local_atoms(rank), len(self._buckets) + 1)
+        self._owned = [[atom for atom in bucket if plan.ownership.owners[atom] == rank] for bucket in plan.buckets]
+        self._held = [[a for a in bucket if plan.layout.fragment(a, rank) is not None] for bucket in plan.buckets]
+        self._first = [bucket[0] for bucket in plan.buckets]
+        self._device = device
         self._batch_numel = batch_numel
 
     @torch.no_grad()
-    def step(self, rule: MatrixRule, storage: Storage) -> None:
-        """Update the weights and the state in ``storage``. Called on all ranks of the group."""
-        whole = storage.whole()
-        rule.accumulate(whole.grad, whole.state)
-        whole.value.mul_(1 - rule.lr * rule.weight_decay)
+    def step(
+        self,
+        rules: Sequence[MatrixRule],
+        storage: Storage,
+        *,
+        active: Callable[[int], bool] = always,
+        departed: Mapping[int, Arrival | None] | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        """Update the weights and the state in ``storage``. Called on all ranks of the group.
 
-        arriving = self._depart(0, rule, storage)
+        ``rules`` holds one rule per matrix; all rules of a plan exchange in one dtype. A matrix that is not ``active``
+        stays as it is; all ranks must say the same of it, except that one may be asked later than another.
+        ``departed`` are buckets whose momentum and decay are done, with their exchange if that has been started.
+        ``meanwhile`` runs while the first bucket is on the wire.
+        """
+        run = _Run(rules, storage, active, departed or {})
+        arriving = self._depart(0, run)
+        if meanwhile is not None:
+            meanwhile()
         returning: Arrival | None = None
-        for bucket in range(len(self._exchange)):
-            following = self._depart(bucket + 1, rule, storage)
-            self._step_local(self._local[bucket], rule, storage)
-            departed = self._update_owned(bucket, arriving, rule)
-            self._apply_returned(returning, rule, storage)
-            returning, arriving = departed, following
-        self._step_local(self._local[-1], rule, storage)
-        self._apply_returned(returning, rule, storage)
+        for bucket in range(len(self._buckets)):
+            following = self._depart(bucket + 1, run)
+            self._step_local(self._local[bucket], run)
+            departed_back = self._update_owned(bucket, arriving, run)
+            self._apply_returned(returning, run)
+            returning, arriving = departed_back, following
+        self._step_local(self._local[-1], run)
+        self._apply_returned(returning, run)
 
-    def _depart(self, bucket: int, rule: MatrixRule, storage: Storage) -> Arrival | None:
-        if bucket >= len(self._exchange):
+    def advance(
+        self, bucket: int, rules: Sequence[MatrixRule], storage: Storage, active: Callable[[int], bool]
+    ) -> None:
+        """Momentum and decay of this rank's pieces of the bucket."""
+        for atom in self._held[bucket]:
+            if active(atom):
+                _advance(rules[atom], storage.part(atom))
+
+    def send(self, bucket: int, rules: Sequence[MatrixRule], direction: Callable[[int], Tensor | None]) -> Arrival:
+        """Start the bucket's way to its owners with what ``direction`` gives for this rank's piece of an atom."""
+        dtype = rules[self._first[bucket]].exchange_dtype
+        return self._buckets.to_owners(bucket, dtype, lambda segment: direction(segment.atom))
+
+    def _depart(self, bucket: int, run: _Run) -> Arrival | None:
+        if bucket >= len(self._buckets):
             return None
+        if bucket not in run.departed:
+            self.advance(bucket, run.rules, run.storage, run.active)
+        return run.departed.get(bucket) or self.send(bucket, run.rules, run.direction)
 
-        def fetch(segment: Segment) -> Tensor:
-            part = storage.part(segment.atom, segment.start, segment.stop)
-            return rule.direction(part.grad, part.state)
-
-        return self._exchange.to_owners(bucket, rule.exchange_dtype, fetch)
-
-    def _update_owned(self, bucket: int, arriving: Arrival | None, rule: MatrixRule) -> Arrival:
+    def _update_owned(self, bucket: int, arriving: Arrival | None, run: _Run) -> Arrival:
         assert arriving is not None
-        atoms = self._plan.atoms
         matrices: dict[int, Tensor] = {}
 
         def deliver(segment: Segment, data: Tensor) -> None:
             if segment.atom not in matrices:
-                matrices[segment.atom] = data.new_empty(atoms[segment.atom].shape)
-            _cut(matrices[segment.atom], segment).copy_(data)
+                matrices[segment.atom] = data.new_empty(self._atoms[segment.atom].shape)
+            target = _cut(matrices[segment.atom], segment)
+            target.copy_(data.view(target.shape))
 
         arriving.wait(deliver)
         updates: dict[int, Tensor] = {}
-        for batch in self._batches(self._owned[bucket]):
-            transformed = _transform(rule, [matrices.pop(atom) for atom in batch])
+        for batch in self._batches([atom for atom in self._owned[bucket] if run.active(atom)], run.rules):
+            transformed = _transform(run.rules[batch[0]], [matrices.pop(atom) for atom in batch])
             updates.update((atom, update.contiguous()) for atom, update in zip(batch, transformed))
-        return self._exchange.to_fragments(bucket, rule.exchange_dtype, lambda s: _cut(updates[s.atom], s))
 
-    def _apply_returned(self, returning: Arrival | None, rule: MatrixRule, storage: Storage) -> None:
+        def fetch(segment: Segment) -> Tensor | None:
+            return _cut(updates[segment.atom], segment) if segment.atom in updates else None
+
+        dtype = run.rules[self._first[bucket]].exchange_dtype
+        return self._buckets.to_fragments(bucket, dtype, fetch)
+
+    def _apply_returned(self, returning: Arrival | None, run: _Run) -> None:
         if returning is not None:
-            returning.wait(lambda segment, update: self._apply(segment, update, rule, storage))
+            returning.wait(lambda segment, update: self._apply(segment.atom, update, run))
 
-    def _step_local(self, atoms: Sequence[int], rule: MatrixRule, storage: Storage) -> None:
-        for batch in self._batches(atoms):
-            segments = [Segment(atom, 0, 0, self._plan.atoms[atom].numel) for atom in batch]
-            parts = [storage.part(s.atom, s.start, s.stop) for s in segments]
-            directions = [_direction(rule, part, self._plan.atoms[s.atom].shape) for s, part in zip(segments, parts)]
-            for segment, update in zip(segments, _transform(rule, directions)):
-                self._apply(segment, update.reshape(-1), rule, storage)
+    def _step_local(self, atoms: Sequence[int], run: _Run) -> None:
+        for batch in self._batches([atom for atom in atoms if run.active(atom)], run.rules):
+            for atom in batch:
+                _advance(run.rules[atom], run.storage.part(atom))
+            directions = [run.direction(atom).view(self._atoms[atom].shape).to(self._device) for atom in batch]
+            for atom, update in zip(batch, _transform(run.rules[batch[0]], directions)):
+                self._apply(atom, update, run)
 
-    def _apply(self, segment: Segment, update: Tensor, rule: MatrixRule, storage: Storage) -> None:
-        part = storage.part(segment.atom, segment.start, segment.stop)
-        part.value.add_(update, alpha=-rule.lr * rule.scale(self._plan.atoms[segment.atom].shape))
+    def _apply(self, atom: int, update: Tensor, run: _Run) -> None:
+        if not run.active(atom):
+            return
+        value, rule = run.storage.part(atom).value, run.rules[atom]
+        update = update.reshape(value.shape).to(value.device)
+        value.add_(update, alpha=-rule.lr * rule.scale(self._atoms[atom].shape))
 
-    def _batches(self, atoms: Sequence[int]) -> Iterator[list[int]]:
-        """Atoms of equal shape together, at most ``batch_numel`` elements at a time."""
-        by_shape: dict[tuple[int, int], list[int]] = {}
+    def _batches(self, atoms: Sequence[int], rules: Sequence[MatrixRule]) -> Iterator[list[int]]:
+        """Atoms of equal shape and rule together, at most ``batch_numel`` elements at a time."""
+        alike: dict[tuple[Any, ...], list[int]] = {}
         for atom in atoms:
-            by_shape.setdefault(self._plan.atoms[atom].shape, []).append(atom)
-        for (rows, columns), alike in by_shape.items():
+            alike.setdefault((self._atoms[atom].shape, id(rules[atom])), []).append(atom)
+        for ((rows, columns), _), members in alike.items():
             size = max(1, self._batch_numel // (rows * columns))
-            for begin in range(0, len(alike), size):
-                yield alike[begin : begin + size]
+            for begin in range(0, len(members), size):
+                yield members[begin : begin + size]
+
+
+class _Run:
+    """What one step is about."""
+
+    def __init__(
+        self,
+        rules: Sequence[MatrixRule],
+        storage: Storage,
+        active: Callable[[int], bool],
+        departed: Mapping[int, Arrival | None],
+    ) -> None:
+        self.rules = rules
+        self.storage = storage
+        self.active = active
+        self.departed = departed
+
+    def direction(self, atom: int) -> Tensor | None:
+        """What the rule's transform needs of this rank's piece; None for a matrix that stays as it is."""
+        if not self.active(atom):
+            return None
+        part = self.storage.part(atom)
+        return self.rules[atom].direction(part.grad, part.state)
+
+
+def _advance(rule: MatrixRule, part: Slices) -> None:
+    rule.accumulate(part.grad, part.state)
+    part.value.mul_(1 - rule.lr * rule.weight_decay)
 
 
 def share_out(items: Sequence[int], shares: int) -> list[list[int]]:
     """Consecutive shares of nearly equal length; some may be empty."""
     bounds = [len(items) * i // shares for i in range(shares + 1)]
     return [list(items[low:high]) for low, high in zip(bounds, bounds[1:])]
-
-
-def _direction(rule: MatrixRule, part: Slices, shape: tuple[int, int]) -> Tensor:
-    return rule.direction(part.grad, part.state).view(shape)
 
 
 def _transform(rule: MatrixRule, matrices: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -134,4 +195,6 @@ def _transform(rule: MatrixRule, matrices: Sequence[Tensor]) -> Sequence[Tensor]
 
 
 def _cut(matrix: Tensor, segment: Segment) -> Tensor:
-    return matrix.view(-1).narrow(0, segment.start, segment.numel)
+    """The segment's elements of a contiguous matrix, as a view of (runs, length)."""
+    begin = matrix.storage_offset() + segment.start
+    return matrix.as_strided((segment.runs, segment.stop - segment.start), (segment.pitch, 1), begin)

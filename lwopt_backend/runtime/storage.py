@@ -12,7 +12,7 @@ from lwopt_backend.plan import FlatPartition
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """The same elements of the weight, the gradient and every state tensor: flat views of equal length."""
+    """The same elements of the weight, the gradient and every state tensor, in equal shapes."""
 
     value: Tensor
     grad: Tensor
@@ -20,13 +20,10 @@ class Slices:
 
 
 class Storage(Protocol):
-    """This rank's part of a group of parameters."""
+    """This rank's part of a set of matrices."""
 
-    def whole(self) -> Slices:
-        """Everything this rank stores of the group, padding included."""
-
-    def part(self, index: int, start: int, stop: int) -> Slices:
-        """Elements ``[start, stop)`` of parameter ``index``, which this rank stores."""
+    def part(self, index: int) -> Slices:
+        """This rank's fragment of matrix ``index``, of which it stores something; elements row by row."""
 
 
 class FlatStorage:
@@ -37,13 +34,10 @@ class FlatStorage:
         self._rank = rank
         self._slices = slices
 
-    def whole(self) -> Slices:
-        return self._slices
-
-    def part(self, index: int, start: int, stop: int) -> Slices:
+    def part(self, index: int) -> Slices:
         held = self._layout.fragment(index, self._rank)
-        assert held is not None and held.start <= start < stop <= held.stop, (index, start, stop, held)
-        begin = held.offset + start - held.start
+        assert held is not None, (index, self._rank)
         flat = self._slices
-        state = {key: tensor.narrow(0, begin, stop - start) for key, tensor in flat.state.items()}
-        return Slices(flat.value.narrow(0, begin, stop - start), flat.grad.narrow(0, begin, stop - start), state)
+        state = {key: tensor.narrow(0, held.offset, held.numel) for key, tensor in flat.state.items()}
+        value, grad = (tensor.narrow(0, held.offset, held.numel) for tensor in (flat.value, flat.grad))
+        return Slices(value, grad, state)

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from lwopt_backend.plan.buffers.compact import plan_compact
 from lwopt_backend.plan.buffers.layout import BufferPlan
 from lwopt_backend.plan.buffers.step import BucketTime, Elements, bucket_work, schedule
-from lwopt_backend.plan.build import MatrixPlan, plan_matrices
+from lwopt_backend.plan.build import plan_matrices
 from lwopt_backend.plan.machine import StepTime, gather_seconds
+from lwopt_backend.plan.matrix_plan import MatrixPlan
 from lwopt_backend.plan.storage import FlatPartition
 from lwopt_backend.plan.types import Atom
 from lwopt_backend.study.part import Collective, Part, RankMemory, Setting, owned_atoms, workspace

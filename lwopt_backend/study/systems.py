@@ -16,7 +16,6 @@ from lwopt_backend.plan.types import Atom
 from lwopt_backend.study.engines import plan_part
 from lwopt_backend.study.part import Setting, workspace
 
-
 SYSTEMS = (
     "ours",
     "Megatron padded",

@@ -1,0 +1,95 @@
+"""Optimizer state of FSDP2 parameters: what may be loaded, and that it keeps its dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lwopt_backend.config import FSDP2Config
+from lwopt_backend.integrations.fsdp2_meshes import describe
+from lwopt_backend.registry import rule_named
+
+
+def new_state(rule: str, like: Tensor, group: Mapping[str, Any], config: FSDP2Config) -> dict[str, Tensor]:
+    """Fresh state for a parameter, laid out as it is and in the dtype that the configuration says."""
+    if config.state_dtype == "float32":
+        like = torch.empty_like(like, dtype=torch.float32)
+    return dict(rule_named(rule).new_state(like, group))
+
+
+def state_bytes(
+    rule: str, shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, Any], config: FSDP2Config
+) -> int:
+    """Bytes of the state of a part of ``shape``; asked of the rule itself, on a tensor without memory."""
+    state = new_state(rule, torch.empty(tuple(shape), dtype=dtype, device="meta"), group, config)
+    return sum(tensor.numel() * tensor.itemsize for tensor in state.values())
+
+
+def check_loadable(
+    state_dict: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    names: Sequence[Sequence[str]],
+    rules: Sequence[str],
+    made: Mapping[Tensor, Mapping[str, Any]],
+) -> None:
+    """Raise ValueError for groups of other rules or sizes, and for state that is missing, foreign or of other shape."""
+    saved = state_dict["param_groups"]
+    ours, theirs = ([len(group["params"]) for group in some] for some in (groups, saved))
+    if ours != theirs:
+        raise ValueError(f"the checkpoint's param groups hold {theirs} parameters, this optimizer's hold {ours}")
+    saved_rules = [group.get("rule", rule) for group, rule in zip(saved, rules)]
+    if saved_rules != list(rules):
+        raise ValueError(
+            f"the checkpoint's param groups follow the rules {saved_rules}, this optimizer's {list(rules)}"
+        )
+    if not state_dict["state"]:
+        return  # saved by an optimizer that had not made its state yet
+    for theirs_group, group, group_names in zip(saved, groups, names):
+        for index, param, name in zip(theirs_group["params"], group["params"], group_names):
+            _check_state(state_dict["state"].get(index), made[param], name, param)
+
+
+def _check_state(found: Mapping[str, Any] | None, expected: Mapping[str, Any], name: str, param: Tensor) -> None:
+    where = f"the checkpoint's state of {describe(name, param)}"
+    keys = sorted(found) if found is not None else []
+    if keys != sorted(expected):
+        raise ValueError(f"{where}: expected {sorted(expected)}, found {keys}")
+    for key, tensor in expected.items():
+        value = found[key]  # type: ignore[index]
+        if not isinstance(value, Tensor):
+            if tensor.ndim == 0:
+                continue  # a counter that was saved as a number
+            raise ValueError(f"{where}, {key!r}: expected a tensor, found {value!r}")
+        if value.shape != tensor.shape or isinstance(value, DTensor) != isinstance(tensor, DTensor):
+            raise ValueError(f"{where}, {key!r}: expected {_kind(tensor)}, found {_kind(value)}")
+        if isinstance(value, DTensor) and value.placements != tensor.placements:
+            raise ValueError(
+                f"{where}, {key!r}: expected placements {tensor.placements}, found {value.placements}; load it with "
+                "torch.distributed.checkpoint, which shards it anew"
+            )
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"a {'DTensor' if isinstance(tensor, DTensor) else 'plain tensor'} of shape {tuple(tensor.shape)}"
+
+
+def restore_dtypes(
+    optimizer: torch.optim.Optimizer, made: Mapping[Tensor, Mapping[str, Any]], state_dict: Mapping[str, Any]
+) -> None:
+    """After ``Optimizer.load_state_dict``, which casts state to the parameter's dtype: back to the state's own."""
+    for saved, group in zip(state_dict["param_groups"], optimizer.param_groups):
+        for index, param in zip(saved["params"], group["params"]):
+            state = optimizer.state.get(param, {})
+            for key, tensor in made.get(param, {}).items():
+                if key not in state:
+                    state[key] = tensor
+                elif not isinstance(state[key], Tensor):
+                    state[key] = torch.as_tensor(state[key], dtype=tensor.dtype)
+                elif state[key].dtype != tensor.dtype:
+                    state[key] = state_dict["state"][index][key].to(device=tensor.device, dtype=tensor.dtype)
+            if state:
+                optimizer.state[param] = state

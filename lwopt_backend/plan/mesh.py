@@ -1,0 +1,122 @@
+"""Parameters over a device mesh, as DTensors hold them: every rank has one rectangle of every parameter, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from lwopt_backend.plan.storage import Fragment
+
+Coordinate = tuple[int, ...]
+Span = tuple[int, int]  # offset, size
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How a parameter of ``shape`` lies over a mesh of ``mesh_shape``.
+
+    ``dims[i]`` is the tensor dimension that mesh dimension i cuts, or None where it holds copies. Mesh dimensions cut
+    from left to right, those that are ``late`` after the others (FSDP2 on a tensor-parallel parameter: DTensor's
+    ``_StridedShard``). A cut is that of ``torch.chunk``: equal parts of ceil(size / parts), the last ones shorter or
+    empty.
+    """
+
+    shape: tuple[int, ...]
+    mesh_shape: tuple[int, ...]
+    dims: tuple[int | None, ...]
+    late: tuple[bool, ...]
+
+    def box(self, coordinate: Coordinate) -> tuple[Span, ...]:
+        """Per tensor dimension, where the part at ``coordinate`` begins and how long it is."""
+        spans = [(0, size) for size in self.shape]
+        for mesh_dim in sorted(range(len(self.dims)), key=lambda i: self.late[i]):
+            dim = self.dims[mesh_dim]
+            if dim is not None:
+                spans[dim] = _chunk(spans[dim], self.mesh_shape[mesh_dim], coordinate[mesh_dim])
+        return tuple(spans)
+
+    def local_shape(self, coordinate: Coordinate) -> tuple[int, ...]:
+        return tuple(size for _, size in self.box(coordinate))
+
+    @property
+    def copied(self) -> tuple[int, ...]:
+        """The mesh dimensions along which the parameter is copied."""
+        return tuple(i for i, dim in enumerate(self.dims) if dim is None)
+
+    def fragment(self, rank: int, coordinate: Coordinate) -> Fragment | None:
+        """The rectangle of a matrix at ``coordinate``, or None if it is empty."""
+        (top, rows), (left, columns) = self.box(coordinate)
+        width = self.shape[1]
+        if rows == 0 or columns == 0:
+            return None
+        start = top * width + left
+        if columns == width or rows == 1:
+            return Fragment(rank, start, start + rows * columns, 0)
+        return Fragment(rank, start, start + columns, 0, rows, width)
+
+    def __str__(self) -> str:
+        cuts = ", ".join(
+            f"{size} copies" if dim is None else f"{size} of dim {dim}{' late' if late else ''}"
+            for size, dim, late in zip(self.mesh_shape, self.dims, self.late)
+        )
+        return f"{'x'.join(map(str, self.shape))} over {cuts}"
+
+
+def _chunk(span: Span, parts: int, index: int) -> Span:
+    begin, size = span
+    length = -(-size // parts)
+    offset = min(length * index, size)
+    return begin + offset, min(length, size - offset)
+
+
+@dataclass(frozen=True)
+class MeshLayout:
+    """Matrices over one device mesh. ``coordinates[rank]`` is where a rank of the exchange group sits in the mesh."""
+
+    coordinates: tuple[Coordinate, ...]
+    shardings: tuple[Sharding, ...]
+    _held: dict[Sharding, dict[int, Fragment]] = field(default_factory=dict, compare=False, repr=False)
+    _sent: dict[tuple[Sharding, Coordinate], tuple[Fragment, ...]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+    @cached_property
+    def world_size(self) -> int:
+        return len(self.coordinates)
+
+    def fragments(self, index: int) -> Sequence[Fragment]:
+        return tuple(self._by_rank(index).values())
+
+    def fragment(self, index: int, rank: int) -> Fragment | None:
+        return self._by_rank(index).get(rank)
+
+    def sources(self, index: int, owner: int) -> tuple[Fragment, ...]:
+        """Of several copies the owner takes the one in its own row of the mesh: the nearest, and its own if whole."""
+        sharding = self.shardings[index]
+        copy = tuple(self.coordinates[owner][i] for i in sharding.copied)
+        if (sharding, copy) not in self._sent:
+            parts = (part for part in self.fragments(index) if self.is_source(index, part.rank, owner))
+            self._sent[sharding, copy] = tuple(parts)
+        return self._sent[sharding, copy]
+
+    def is_source(self, index: int, rank: int, owner: int) -> bool:
+        mine, theirs = self.coordinates[rank], self.coordinates[owner]
+        return all(mine[i] == theirs[i] for i in self.shardings[index].copied)
+
+    def kind(self, index: int) -> Sharding:
+        return self.shardings[index]
+
+    def place(self, index: int) -> str:
+        return str(self.shardings[index])
+
+    def stored_numel(self, rank: int) -> int:
+        """Elements of the matrices that ``rank`` stores."""
+        return sum(part.numel for i in range(len(self.shardings)) if (part := self.fragment(i, rank)) is not None)
+
+    def _by_rank(self, index: int) -> dict[int, Fragment]:
+        sharding = self.shardings[index]
+        if sharding not in self._held:
+            parts = (sharding.fragment(rank, coordinate) for rank, coordinate in enumerate(self.coordinates))
+            self._held[sharding] = {part.rank: part for part in parts if part is not None}
+        return self._held[sharding]

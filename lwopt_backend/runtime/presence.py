@@ -1,0 +1,40 @@
+"""Which parameters have a gradient on any rank: one vector, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lwopt_backend.runtime.collectives import Collectives
+
+
+class Presence:
+    """Starts to agree when made, and is waited for only by who needs the others' word.
+
+    A rank that has a gradient knows that it will be used; one that has not asks whether another has. So where all ranks
+    have all gradients nobody waits. Made on all ranks of the group.
+    """
+
+    def __init__(self, collectives: Collectives, here: Sequence[bool], device: torch.device) -> None:
+        self._here = list(here)
+        self._flags = torch.tensor(self._here, dtype=torch.int32, device=device)
+        self._pending = collectives.all_reduce_max(self._flags) if self._here else None
+        self._anywhere: list[int] | None = None
+
+    def __call__(self, index: int) -> bool:
+        """Whether any rank has a gradient for parameter ``index``."""
+        return self._here[index] or bool(self.anywhere()[index])
+
+    def anywhere(self) -> list[int]:
+        """Per parameter, 1 if any rank has a gradient."""
+        if self._anywhere is None:
+            self.finish()
+            self._anywhere = self._flags.tolist()
+        return self._anywhere
+
+    def finish(self) -> None:
+        """Wait for the collective, whether anybody asked or not."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
