@@ -7,6 +7,7 @@ back.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,17 +16,19 @@ from torch import Tensor, nn
 
 from lwopt_backend.config import FSDP2Config, MuonOptions
 from lwopt_backend.grouping import Grouping, group_parameters
-from lwopt_backend.integrations.fsdp2_meshes import Mesh, mesh_of, meshes_of, reshard, sharding_of
+from lwopt_backend.integrations.fsdp2_attach import Attachment
+from lwopt_backend.integrations.fsdp2_binding import NAME, Exchange, bind, exchange_groups
+from lwopt_backend.integrations.fsdp2_late import StateOnceSharded, check_sharded
+from lwopt_backend.integrations.fsdp2_meshes import reshard
+from lwopt_backend.integrations.fsdp2_norm import hold_different_parameters, total_norm
 from lwopt_backend.integrations.fsdp2_options import fsdp2_config
 from lwopt_backend.integrations.fsdp2_report import show
 from lwopt_backend.integrations.fsdp2_state import check_loadable, new_state, restore_dtypes
-from lwopt_backend.integrations.fsdp2_stepper import Member, MeshStepper, own_group, step_elementwise_group
+from lwopt_backend.integrations.fsdp2_stepper import MeshStepper, step_elementwise_group
 from lwopt_backend.param_groups import as_groups
 from lwopt_backend.registry import ELEMENTWISE_RULES, MATRIX_RULES, build_matrix_rule
+from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime.agreement import agree_in_all
-from lwopt_backend.runtime.collectives import Alone, Collectives
-
-NAME = "LayerWiseOptimizer"
 
 
 class LayerWiseOptimizer(torch.optim.Optimizer):
@@ -46,6 +49,8 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
     matrix, and for placements that are not supported.
     """
 
+    state = StateOnceSharded()
+
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],
@@ -60,9 +65,11 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
     ) -> None:
         module = model if isinstance(model, nn.Module) else nn.ModuleList(model)
         self._steppers: list[MeshStepper] = []
+        self._attachment: Attachment | None = None
         self._bound: list[list[Tensor]] = []
+        self._stated: list[Tensor] = []
         reshard(module)
-        exchange = [] if sharded_later else self._exchange_groups(module.parameters())
+        exchange = [] if sharded_later else exchange_groups(module.parameters())
 
         def decide() -> tuple[tuple[FSDP2Config, Grouping], list[str]]:
             config = fsdp2_config(matrix, lr, elementwise, elementwise_lr, options)
@@ -82,67 +89,27 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         if not sharded_later:
             self._bind(exchange)
 
-    # -- construction
-
-    def _exchange_groups(self, params: Iterable[Tensor]) -> list[tuple[Mesh, Collectives]]:
-        """The meshes of the parameters with their exchange groups, in the order in which all ranks go through them."""
-        meshes = meshes_of(params)
-        if not meshes:
-            raise ValueError(
-                f"{NAME}: no parameter of the model is a DTensor; call fully_shard(model) before, or pass "
-                "sharded_later=True if Accelerate shards it in prepare()"
-            )
-        return [(mesh, own_group(mesh)) for mesh in meshes]
-
-    def _bind(self, exchange: Sequence[tuple[Mesh, Collectives]]) -> None:
+    def _bind(self, exchange: Exchange) -> None:
         """Plan for the parameters that the param groups hold now, and make their state. Called on all ranks."""
-
-        def decide() -> tuple[list[Member], list[list[str]]]:
-            members = self._members()
-            return members, [[m.line() for m in members if mesh_of(m.param) == mesh] for mesh, _ in exchange]
-
-        members = agree_in_all([c for _, c in exchange], NAME, decide)
-        load = 0  # of this rank, in the meshes before
-        steppers = []
-        for mesh, collectives in exchange:
-            own = [member for member in members if mesh_of(member.param) == mesh]
-            loads = collectives.gather_objects(load)
-            stepper = MeshStepper(mesh, collectives, own, self.param_groups, self.config, loads)
-            load = stepper.plan.ownership.loads[collectives.rank]
-            steppers.append(stepper)
-        agree_in_all([c for _, c in exchange], NAME, lambda: (None, [stepper.lines() for stepper in steppers]))
-        plain = [member for member in members if mesh_of(member.param) is None]
-        if plain:
-            steppers.append(MeshStepper(None, Alone(), plain, self.param_groups, self.config, [0]))
-        self._steppers = steppers
+        order = {name: position for position, name in enumerate(self._grouping.names.values())}
+        self._steppers = bind(exchange, self.param_groups, self._names, order, self.config)
         self._bound = [list(group["params"]) for group in self.param_groups]
         self._make_state()
+        self._different = hold_different_parameters(self._steppers)
         if self.config.report and exchange[-1][1].rank == 0:
-            show(self._grouping.routes, steppers)
-
-    def _members(self) -> list[Member]:
-        """The parameters in the model's order. Raises ValueError for a placement that is not supported."""
-        members = []
-        for number, (group, names) in enumerate(zip(self.param_groups, self._names)):
-            for name, param in zip(names, group["params"]):
-                if param.is_meta:
-                    raise ValueError(
-                        f"parameter {name!r} is on the meta device; call model.to_empty(device=...) and initialise it "
-                        "before the optimizer is made"
-                    )
-                members.append(Member(name, param, number, self._rules[number], sharding_of(name, param)))
-        order = {name: position for position, name in enumerate(self._grouping.names.values())}
-        return sorted(members, key=lambda member: order[member.name])
+            show(self._grouping.routes, self._steppers)
 
     def _make_state(self) -> None:
-        """State for every parameter before the first step, so that no checkpoint ever lacks any."""
-        for number, group in enumerate(self.param_groups):
+        """State for every parameter before the first step, so that no checkpoint lacks any; what is there stays."""
+        before, state = self.__dict__["state"], defaultdict(dict)
+        for rule, group in zip(self._rules, self.param_groups):
             for param in group["params"]:
-                self.state[param] = new_state(self._rules[number], param.detach(), group, self.config)
+                state[param] = before.get(param) or new_state(rule, param.detach(), group, self.config)
+        self.state, self._stated = state, list(state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only for the base class's constructor. Raises RuntimeError afterwards: the plan knows no later parameters."""
-        if self._bound:
+        if len(self.param_groups) == len(self._names):
             raise RuntimeError(f"{NAME} takes no param group after it was made; give all groups to the constructor")
         super().add_param_group(param_group)
 
@@ -160,18 +127,72 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._ensure_bound()
-        presences = [stepper.presence() for stepper in self._steppers]
-        rules = {
+        of_groups = self._matrix_rules()
+        rules = [stepper.rules_of(of_groups) for stepper in self._steppers]
+        storages = [stepper.storage(self.state) for stepper in self._steppers]
+        touched: list[Tensor | None] = [None] * len(self._steppers)
+        if self._attachment is not None:
+            parts = zip(self._steppers, rules, storages)
+            touched = [self._attachment.touched(number, *part) for number, part in enumerate(parts)]
+        presences = [stepper.presence(flags) for stepper, flags in zip(self._steppers, touched)]
+        meanwhile: Callable[[], None] | None = lambda: self._step_elementwise(presences)  # noqa: E731
+        for number, (stepper, presence) in enumerate(zip(self._steppers, presences)):
+            departed: Mapping[int, Any] = {}
+            if self._attachment is not None and touched[number] is not None:
+                departed = self._attachment.settle(number, presence.anywhere()[len(stepper.members) :])
+            stepper.step_matrices(rules[number], storages[number], presence, departed, meanwhile)
+            presence.finish()
+            meanwhile = None
+        return loss
+
+    def attach(self, model: nn.Module | Sequence[nn.Module]) -> Attachment:
+        """Begin the exchange of a bucket in the backward pass, as soon as its last gradient has been reduced.
+
+        The result is that of a step without it, bit for bit, whatever happens to the gradients in between: a bucket
+        whose gradients were touched after they had left (clipped, unscaled) is exchanged again, and a few steps are
+        then left alone. Costs the memory of what has been sent and received until the step. Returns a handle whose
+        ``remove()`` takes the hooks off. Called on all ranks. Raises ValueError for a model other than the optimizer's.
+        """
+        module = model if isinstance(model, nn.Module) else nn.ModuleList(model)
+        self._ensure_bound()
+        reshard(module)
+        theirs = {id(param) for param in module.parameters()}
+        for group, names in zip(self.param_groups, self._names):
+            for name, param in zip(names, group["params"]):
+                if id(param) not in theirs:
+                    raise ValueError(f"attach: parameter {name!r} of this optimizer is not the model's")
+        if self._attachment is not None:
+            self._attachment.remove()
+        self._attachment = Attachment(self._steppers, self._matrix_rules, lambda: self.state)
+        return self._attachment
+
+    def _matrix_rules(self) -> dict[int, MatrixRule]:
+        """By param group, the rules with the hyperparameters that the groups have now."""
+        return {
             number: build_matrix_rule(rule, self.param_groups[number], self.config)
             for number, rule in enumerate(self._rules)
             if rule in MATRIX_RULES
         }
-        meanwhile: Callable[[], None] | None = lambda: self._step_elementwise(presences)  # noqa: E731
-        for stepper, presence in zip(self._steppers, presences):
-            stepper.step_matrices(rules, self.state, presence, meanwhile=meanwhile)
-            presence.finish()
-            meanwhile = None
-        return loss
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """``torch.nn.utils.clip_grad_norm_`` over all parameters, also where they lie on several meshes.
+
+        Returns the norm before clipping, a plain tensor that is the same on all ranks. Called on all ranks. With
+        parameters on one mesh it gives the bits of torch's. Parameters on a mesh that leaves out some ranks count once
+        if those have copies, and together with theirs if they have others (experts).
+        """
+        self._ensure_bound()
+        norm = total_norm(self._steppers, self._different, norm_type, error_if_nonfinite, foreach)
+        for stepper in self._steppers:
+            torch.nn.utils.clip_grads_with_norm_([m.param for m in stepper.members], max_norm, norm, foreach=foreach)
+        return norm
 
     def _step_elementwise(self, presences: Sequence[Any]) -> None:
         for number, rule in enumerate(self._rules):
@@ -190,7 +211,8 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             len(a) == len(b) and all(x is y for x, y in zip(a, b)) for a, b in zip(held, self._bound)
         ):
             return
-        self._bind(self._exchange_groups(param for params in held for param in params))
+        check_sharded(param for params in held for param in params)
+        self._bind(exchange_groups(param for params in held for param in params))
 
     # -- checkpoints
 
@@ -199,7 +221,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
 
         State keeps the dtype it was made with, whatever the parameters have; which rule trains what is never loaded.
         """
-        if self._bound:
+        if self.state:
             check_loadable(state_dict, self.param_groups, self._names, self._rules, self.state)
         made = {param: dict(state) for param, state in self.state.items()}
         super().load_state_dict(state_dict)

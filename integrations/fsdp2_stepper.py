@@ -84,31 +84,30 @@ class MeshStepper:
         """What all ranks of the mesh must have decided alike."""
         return [*(member.line() for member in self.members), *self.plan.lines()]
 
-    def presence(self, more: Sequence[bool] = ()) -> Presence:
+    def presence(self, more: Tensor | None = None) -> Presence:
         """Start to agree on which members have a gradient, and on ``more`` flags. Called on all ranks of the mesh."""
         here = [member.param.grad is not None for member in self.members]
-        # Of a plain tensor every rank steps its own copy, with or without the others.
-        return Presence(self.collectives, [*here, *more], self.device)
+        return Presence(self.collectives, here, self.device, more)
 
     def step_matrices(
         self,
-        rules: Mapping[int, MatrixRule],
-        states: States,
+        rules: Sequence[MatrixRule],
+        storage: Shards,
         presence: Presence,
         departed: Mapping[int, Any] | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
-        """One step of the matrices with the ``rules`` of their param groups. Called on all ranks of the mesh."""
+        """One step of the matrices, ``rules`` one for each. Called on all ranks of the mesh."""
         self.stepper.step(
-            self.rules_of(rules),
-            self.storage(states),
+            rules,
+            storage,
             active=lambda atom: presence(self.matrices[atom]),
             departed=departed,
             meanwhile=meanwhile,
         )
 
     def rules_of(self, rules: Mapping[int, MatrixRule]) -> list[MatrixRule]:
-        """One rule per matrix of the plan."""
+        """One rule per matrix of the plan, from the rules of the param groups."""
         return [rules[self.members[index].group] for index in self.matrices]
 
     def storage(self, states: States) -> Shards:

@@ -11,7 +11,7 @@ from torch import nn
 
 from lwopt_backend.config import LayerWiseConfig
 from lwopt_backend.param_groups import split
-from lwopt_backend.routing import Route, route
+from lwopt_backend.routing import Route, named_parameters, route
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def group_parameters(model: nn.Module, given: Sequence[Mapping[str, Any]], confi
     Raises ValueError if a given parameter is not the model's, if a glob matches nothing, or if no parameter is a matrix
     and the configuration does not allow that.
     """
-    names = {id(param): name for name, param in model.named_parameters()}
+    names = {id(param): name for name, param in named_parameters(model)}
     _check_known(given, names)
     wanted = {names[id(param)] for group in given for param in group["params"]}
     routes = [

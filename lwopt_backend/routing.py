@@ -6,7 +6,7 @@ A matrix rule is for the hidden layers' 2-D weights. Embeddings, output heads, n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -25,6 +25,15 @@ BY_WORD = {
     **dict.fromkeys(("embedding", "embeddings", "embed", "emb"), "embedding by name"),
 }
 BY_NAME = {"A_log": "one decay per channel and state"}  # of state-space models; used element by element
+
+
+# What activation checkpointing, torch.compile and FSDP1 put between a module's name and its parameter's.
+WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
+
+
+def plain_name(name: str) -> str:
+    """A parameter's or module's name as it was before anything was wrapped around modules."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +62,7 @@ class _Use:
 
 
 def route(model: nn.Module, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[Route]:
-    """Route every parameter of ``model``, in ``named_parameters()`` order.
+    """Route every parameter of ``model``, in ``named_parameters()`` order, by its plain name.
 
     ``include`` sends 2-D parameters to the matrix rule and ``exclude`` keeps parameters from it, both by glob on the
     parameter's names (a tied parameter has several); exclude wins. Raises ValueError for a glob that matches nothing,
@@ -62,7 +71,7 @@ def route(model: nn.Module, include: Sequence[str] = (), exclude: Sequence[str] 
     uses = _uses(model)
     heads = output_heads(model)
     routes = []
-    for name, param in model.named_parameters():
+    for name, param in named_parameters(model):
         same = uses[id(param)]
         names = [name] + [use.name for use in same if use.name != name]
         if not param.requires_grad:
@@ -131,11 +140,16 @@ def check_globs(option: str, globs: Sequence[str], eligible: Iterable[Route], ro
         raise ValueError(f"{option}: {glob!r} matches no parameter name; {hint}")
 
 
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """``model.named_parameters()`` with plain names."""
+    return ((plain_name(name), param) for name, param in model.named_parameters())
+
+
 def _uses(model: nn.Module) -> Mapping[int, list[_Use]]:
     """Every place each parameter is used in, by the parameter's id; a tied parameter has several."""
     uses: dict[int, list[_Use]] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
         for key, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            name = f"{module_name}.{key}" if module_name else key
-            uses.setdefault(id(param), []).append(_Use(name, module_name, module))
+            name = plain_name(f"{module_name}.{key}" if module_name else key)
+            uses.setdefault(id(param), []).append(_Use(name, name.rpartition(".")[0], module))
     return uses

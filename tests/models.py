@@ -11,15 +11,23 @@ VOCABULARY = 37
 class UnevenLM(nn.Module):
     """Embedding, hidden layers of odd sizes (tall, wide, a single row), a norm and an untied head."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, hidden: tuple[int, int] = (63, 41), tied: bool = False) -> None:
         super().__init__()
         torch.manual_seed(seed)
+        first, second = hidden
         self.embedding = nn.Embedding(VOCABULARY, 24)
         self.layers = nn.Sequential(
-            nn.Linear(24, 63), nn.GELU(), nn.Linear(63, 41), nn.GELU(), nn.LayerNorm(41), nn.Linear(41, 24, bias=False)
+            nn.Linear(24, first),
+            nn.GELU(),
+            nn.Linear(first, second),
+            nn.GELU(),
+            nn.LayerNorm(second),
+            nn.Linear(second, 24, bias=False),
         )
         self.gate = nn.Linear(5, 1)
         self.lm_head = nn.Linear(24, VOCABULARY, bias=False)
+        if tied:
+            self.lm_head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """tokens, targets: (rows, time); the mean cross-entropy."""

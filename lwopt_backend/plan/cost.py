@@ -14,7 +14,7 @@ Shape = tuple[int, int]
 # An H100's dense bf16 rate over its memory bandwidth (989e12 / 3.35e12): flops that pass while one byte is moved.
 FLOPS_PER_BYTE = 295
 FLOPS_PER_ESTIMATE = 24  # Newton-Schulz flops per l s^2: 30 for a square matrix, 20 for a very long one
-GRAM_ASPECT = 1.5  # below it the Gram form saves nothing
+GRAM_ASPECT = 1.5  # there both forms cost the same, whatever the number of steps
 SOAP_FREQUENCY = 10  # steps between two updates of the eigenbases, SOAP's default
 SHAMPOO_FREQUENCY = 100  # steps between two inverse roots, Distributed Shampoo's advice for large models
 ADAM_FLOPS = 12  # an element of Adam's step; all there is where both sides are too long
@@ -42,17 +42,18 @@ def batched_flops(shape: Shape, steps: int = 5) -> int:
     return newton_schulz_flops(shape, steps) + FLOPS_PER_BYTE * traffic
 
 
-def gram_flops(shape: Shape, steps: int = 5) -> int:
-    """Newton-Schulz on the Gram matrix, with one restart, where it is cheaper; else the plain iteration.
+def gram_flops(shape: Shape, steps: int = 5, aspect: float | None = GRAM_ASPECT) -> int:
+    """Newton-Schulz on the Gram matrix where the longer side is at least ``aspect`` times the shorter, else plain.
 
-    Two segments form X X^T and apply the product of their polynomials once (4 s^2 l each). In between a step is four
-    s x s products (8 s^3); a segment's first step saves one of them and its last step two (6 s^3 a segment).
+    Segments of steps (3, then 2 each) form X X^T and apply the product of their polynomials once (4 s^2 l each). In
+    between a step is four s x s products (8 s^3); a segment's first step saves one of them and its last step two
+    (6 s^3 a segment). None: no matrix takes it.
     """
     short, long = sorted(shape)
-    plain = newton_schulz_flops(shape, steps)
-    if steps < 2 or long < GRAM_ASPECT * short:
-        return plain
-    return min(plain, 8 * short * short * long + (8 * steps - 12) * short**3)
+    if aspect is None or long < aspect * short:
+        return newton_schulz_flops(shape, steps)
+    segments = 1 + max(0, steps - 2) // 2
+    return segments * 4 * short * short * long + (8 * steps - 6 * segments) * short**3
 
 
 def max_min_squared(shape: Shape) -> int:

@@ -28,8 +28,8 @@ def plan_spread(
 ) -> MatrixPlan:
     """Plan matrices, given in backward order.
 
-    A bucket closes when it holds ``bucket_matrices`` (by default twice as many as there are ranks), and before it would
-    hold more than ``bucket_numel`` elements. Owners are balanced over everything: ``loads`` is the work that each rank
+    A bucket holds at least ``bucket_matrices`` (by default twice as many as there are ranks), and at most
+    ``bucket_numel`` elements where that is given. Owners are balanced over everything: ``loads`` is the work that each rank
     has elsewhere, and what it was given in one bucket counts in the next. A matrix that one rank stores whole stays
     there. ``exchange_layout`` as in ``bucket_split``. Raises ValueError for an unknown one.
     """
@@ -58,23 +58,21 @@ def plan_spread(
 def cut_buckets(
     atoms: Sequence[Atom], travelling: Sequence[int], matrices: int, numel: int | None
 ) -> tuple[tuple[int, ...], ...]:
-    """Consecutive atoms, ``matrices`` in a bucket; fewer where they would hold more than ``numel`` elements.
+    """Consecutive atoms in buckets of at least ``matrices``, as many buckets as that allows, nearly equal in number.
 
-    A last bucket of less than half as many joins the one before it, where ``numel`` allows.
+    Where one would hold more than ``numel`` elements it closes earlier; an atom of more has a bucket to itself.
     """
+    count = max(1, len(travelling) // matrices)
+    ends = {len(travelling) * (number + 1) // count for number in range(count)}
     buckets: list[list[int]] = []
-    filled = 0
-    for index in travelling:
-        too_large = numel is not None and filled + atoms[index].numel > numel
-        if not buckets or len(buckets[-1]) >= matrices or too_large:
+    closed, filled = True, 0
+    for position, index in enumerate(travelling):
+        if closed or (numel is not None and filled + atoms[index].numel > numel):
             buckets.append([])
             filled = 0
         buckets[-1].append(index)
         filled += atoms[index].numel
-    if len(buckets) > 1 and len(buckets[-1]) < matrices / 2:
-        joined = buckets[-2] + buckets[-1]
-        if numel is None or sum(atoms[index].numel for index in joined) <= numel:
-            buckets[-2:] = [joined]
+        closed = position + 1 in ends
     return tuple(map(tuple, buckets))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from lwopt_backend.runtime.collectives import Collectives
 
@@ -16,10 +17,14 @@ class Presence:
     have all gradients nobody waits. Made on all ranks of the group.
     """
 
-    def __init__(self, collectives: Collectives, here: Sequence[bool], device: torch.device) -> None:
+    def __init__(
+        self, collectives: Collectives, here: Sequence[bool], device: torch.device, more: Tensor | None = None
+    ) -> None:
         self._here = list(here)
         self._flags = torch.tensor(self._here, dtype=torch.int32, device=device)
-        self._pending = collectives.all_reduce_max(self._flags) if self._here else None
+        if more is not None:
+            self._flags = torch.cat([self._flags, more])
+        self._pending = collectives.all_reduce_max(self._flags) if len(self._flags) else None
         self._anywhere: list[int] | None = None
 
     def __call__(self, index: int) -> bool:
@@ -27,7 +32,7 @@ class Presence:
         return self._here[index] or bool(self.anywhere()[index])
 
     def anywhere(self) -> list[int]:
-        """Per parameter, 1 if any rank has a gradient."""
+        """Per parameter, and per flag of ``more`` (int32) after them, 1 if any rank has it."""
         if self._anywhere is None:
             self.finish()
             self._anywhere = self._flags.tolist()

@@ -1,0 +1,75 @@
+"""From param groups of sharded parameters to steppers: one per device mesh, planned in an order that ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lwopt_backend.config import FSDP2Config
+from lwopt_backend.integrations.fsdp2_meshes import Mesh, mesh_of, meshes_of, sharding_of
+from lwopt_backend.integrations.fsdp2_stepper import Member, MeshStepper, own_group
+from lwopt_backend.runtime.agreement import agree_in_all
+from lwopt_backend.runtime.collectives import Alone, Collectives
+
+NAME = "LayerWiseOptimizer"
+Exchange = Sequence[tuple[Mesh, Collectives]]
+
+
+def exchange_groups(params: Iterable[Tensor]) -> list[tuple[Mesh, Collectives]]:
+    """The meshes of the parameters with their exchange groups, in the order in which all ranks go through them.
+
+    Called on all ranks of the meshes. Raises ValueError if no parameter is a DTensor.
+    """
+    meshes = meshes_of(params)
+    if not meshes:
+        raise ValueError(
+            f"{NAME}: no parameter of the model is a DTensor; call fully_shard(model) before, or pass "
+            "sharded_later=True if Accelerate shards it in prepare()"
+        )
+    return [(mesh, own_group(mesh)) for mesh in meshes]
+
+
+def bind(
+    exchange: Exchange,
+    groups: Sequence[Mapping[str, Any]],
+    names: Sequence[Sequence[str]],
+    order: Mapping[str, int],
+    config: FSDP2Config,
+) -> list[MeshStepper]:
+    """Plan for the parameters that ``groups`` hold; ``order`` is the model's. Called on all ranks of the meshes.
+
+    The work that a rank was given on one mesh counts on the next. Plain tensors come last, in a stepper of their own.
+    Raises, on all ranks, what is wrong on any.
+    """
+
+    def decide() -> tuple[list[Member], list[list[str]]]:
+        members = sorted(_members(groups, names), key=lambda member: order[member.name])
+        return members, [[m.line() for m in members if mesh_of(m.param) == mesh] for mesh, _ in exchange]
+
+    collectives = [of_mesh for _, of_mesh in exchange]
+    members = agree_in_all(collectives, NAME, decide)
+    load = 0  # of this rank, on the meshes before
+    steppers = []
+    for mesh, of_mesh in exchange:
+        own = [member for member in members if mesh_of(member.param) == mesh]
+        stepper = MeshStepper(mesh, of_mesh, own, groups, config, of_mesh.gather_objects(load))
+        load = stepper.plan.ownership.loads[of_mesh.rank]
+        steppers.append(stepper)
+    agree_in_all(collectives, NAME, lambda: (None, [stepper.lines() for stepper in steppers]))
+    plain = [member for member in members if mesh_of(member.param) is None]
+    return [*steppers, MeshStepper(None, Alone(), plain, groups, config, [0])] if plain else steppers
+
+
+def _members(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> list[Member]:
+    members = []
+    for number, (group, group_names) in enumerate(zip(groups, names)):
+        for name, param in zip(group_names, group["params"]):
+            if param.is_meta:
+                raise ValueError(
+                    f"parameter {name!r} is on the meta device; call model.to_empty(device=...) and initialise it "
+                    "before the optimizer is made"
+                )
+            members.append(Member(name, param, number, group["rule"], sharding_of(name, param)))
+    return members

@@ -1,0 +1,287 @@
+"""What tests on FSDP2 share: the shardings and modes of the support table, and single-process references."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
+from tests.models import UnevenLM, batch
+
+ROWS = 8  # of the global batch
+EVEN = (64, 40)  # hidden sizes that divide by 2 and 4
+MATRIX_NAMES = {"layers.0.weight", "layers.2.weight", "layers.5.weight", "gate.weight"}
+MUON = {"lr": 0.02, "weight_decay": 0.1}
+ADAMW = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
+
+
+@dataclass
+class Sharded:
+    """A sharded model and how its ranks share a batch: this rank computes part ``part`` of ``parts``."""
+
+    model: nn.Module
+    parts: int
+    part: int
+    plain: tuple[str, ...] = ()  # names of parameters that FSDP2 ignores, whose gradients the test averages itself
+
+
+def mesh_of(*shape: int, names: tuple[str, ...] = ("dp",)) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The hidden layers, also when wrapped for activation checkpointing."""
+    return [layer for layer in model.layers if any(True for _ in layer.parameters())]
+
+
+def fsdp(model: nn.Module, mesh: DeviceMesh, **kwargs: Any) -> None:
+    for layer in layers_of(model):
+        fully_shard(layer, mesh=mesh, **kwargs)
+    fully_shard(model, mesh=mesh, **kwargs)
+
+
+def shard_rows(model: nn.Module, **kwargs: Any) -> Sharded:
+    """Shard(0): uneven rows, [1, N] on one rank, empty shards elsewhere."""
+    world_size = dist.get_world_size()
+    fsdp(model, mesh_of(world_size), **kwargs)
+    return Sharded(model, world_size, dist.get_rank())
+
+
+def shard_hybrid(model: nn.Module, **kwargs: Any) -> Sharded:
+    """HSDP: 2 copies of shards over 2 ranks."""
+    fsdp(model, mesh_of(2, 2, names=("replicate", "shard")), **kwargs)
+    return Sharded(model, 4, dist.get_rank())
+
+
+def columns(param: Tensor) -> Shard | None:
+    return Shard(1) if param.ndim == 2 and param.shape[1] % dist.get_world_size() == 0 else None
+
+
+def shard_columns(model: nn.Module, **kwargs: Any) -> Sharded:
+    """``shard_placement_fn`` with Shard(1) wherever columns divide, Shard(0) elsewhere."""
+    world_size = dist.get_world_size()
+    fsdp(model, mesh_of(world_size), shard_placement_fn=columns, **kwargs)
+    return Sharded(model, world_size, dist.get_rank())
+
+
+def shard_tensor_parallel(model: nn.Module, **kwargs: Any) -> Sharded:
+    """Tensor parallel 2 x FSDP 2: rectangles, a mesh of 4 ranks and one of 2."""
+    mesh = mesh_of(2, 2, names=("dp", "tp"))
+    layers = layers_of(model)
+    inner = [getattr(layer, "_checkpoint_wrapped_module", layer) for layer in layers]
+    parallelize_module(inner[0], mesh["tp"], ColwiseParallel())
+    parallelize_module(inner[1], mesh["tp"], RowwiseParallel())
+    fsdp(model, mesh["dp"], **kwargs)
+    return Sharded(model, 2, mesh.get_local_rank("dp"))
+
+
+def shard_experts(model: nn.Module, **kwargs: Any) -> Sharded:
+    """Expert parallel 2 on 4 ranks: layers.2 is another expert on every second rank, sharded over its own mesh."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+
+    mesh = mesh_of(2, 2, names=("expert_dp", "expert"))
+    dense = mesh_of(4)
+    expert = model.layers[2]
+    expert_mesh = FSDPMeshInfo(mesh["expert_dp"], shard_mesh_dim=0)
+    with torch.no_grad():
+        for param in expert.parameters():
+            param.add_(0.01 * mesh.get_local_rank("expert"))
+    fully_shard(expert, mesh=dense, shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), expert_mesh), **kwargs)
+    for layer in layers_of(model):
+        if layer is not expert:
+            fully_shard(layer, mesh=dense, **kwargs)
+    fully_shard(model, mesh=dense, **kwargs)
+    return Sharded(model, 4, dist.get_rank())
+
+
+def shard_roots(model: nn.Module, **kwargs: Any) -> Sharded:
+    """Two roots side by side, nothing around them; the rest is sharded by a third."""
+    world_size = dist.get_world_size()
+    mesh = mesh_of(world_size)
+    for part in (model.embedding, model.layers, model.gate, model.lm_head):
+        fully_shard(part, mesh=mesh, **kwargs)
+    return Sharded(model, world_size, dist.get_rank())
+
+
+IGNORED = ("layers.2.weight", "gate.bias")
+
+
+def shard_ignoring(model: nn.Module, **kwargs: Any) -> Sharded:
+    """``ignored_params``: a matrix and a bias stay plain tensors."""
+    world_size = dist.get_world_size()
+    ignored = {param for name, param in named(model) if name in IGNORED}
+    if "mp_policy" in kwargs:  # FSDP2 casts what it holds only
+        for param in ignored:
+            param.data = param.data.to(kwargs["mp_policy"].param_dtype)
+    fully_shard(model, mesh=mesh_of(world_size), ignored_params=ignored, **kwargs)
+    return Sharded(model, world_size, dist.get_rank(), IGNORED)
+
+
+SHARDINGS: dict[str, Callable[..., Sharded]] = {
+    "rows": shard_rows,
+    "hybrid": shard_hybrid,
+    "columns": shard_columns,
+    "tensor parallel": shard_tensor_parallel,
+    "expert parallel": shard_experts,
+    "several roots": shard_roots,
+    "ignored_params": shard_ignoring,
+}
+EVEN_ONLY = ("columns", "tensor parallel")
+MODES = (
+    "fp32",
+    "mixed precision",
+    "bf16 parameters",
+    "CPU offload",
+    "accumulation",
+    "activation checkpointing",
+    "meta device",
+    "frozen",
+    "tied",
+    "no gradient",
+    "clipping",
+    "attach",
+    "attach, accumulation",
+    "attach, clipping",
+)
+
+
+def new_model(sharding: str, mode: str) -> UnevenLM:
+    model = UnevenLM(hidden=EVEN if sharding in EVEN_ONLY else (63, 41), tied=mode == "tied")
+    if mode == "frozen":
+        model.layers[5].weight.requires_grad_(False)
+        model.layers[0].bias.requires_grad_(False)
+    if mode == "bf16 parameters":
+        model.to(torch.bfloat16)
+    return model
+
+
+def shard(sharding: str, mode: str) -> Sharded:
+    """The model of ``new_model``, sharded and in the mode's policies."""
+    kwargs: dict[str, Any] = {}
+    if mode == "mixed precision":
+        kwargs["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if mode == "CPU offload":
+        kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    model = new_model(sharding, mode)
+    if mode == "activation checkpointing":
+        for index in (0, 2, 5):
+            model.layers[index] = checkpoint_wrapper(model.layers[index])
+    if mode != "meta device":
+        return SHARDINGS[sharding](model, **kwargs)
+    weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+    return from_meta(SHARDINGS[sharding], model, weights)
+
+
+def from_meta(how: Callable[..., Sharded], model: nn.Module, weights: dict[str, Tensor]) -> Sharded:
+    """Shard without memory, then materialise and fill in the weights."""
+    sharded = how(model.to("meta"))
+    sharded.model.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, param in sharded.model.named_parameters():
+            if isinstance(param, DTensor):
+                full = distribute_like(weights[name], param)
+                param.to_local().copy_(full)
+            else:
+                param.copy_(weights[name])
+    return sharded
+
+
+def distribute_like(full: Tensor, param: DTensor) -> Tensor:
+    """This rank's part of a whole tensor, cut as ``param`` is; by torch's own function, not by ours."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    return full[tuple(slice(begin, begin + size) for begin, size in zip(offset, shape))]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(param) for name, param in named(model)}
+
+
+def named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Names as they were before activation checkpointing wrapped the layers."""
+    return [(name.replace("_checkpoint_wrapped_module.", ""), param) for name, param in model.named_parameters()]
+
+
+class Twin:
+    """The same parameters whole on this process, stepped by torch.optim.Muon and torch.optim.AdamW."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.params = {name: nn.Parameter(whole(param)) for name, param in named(model) if param.requires_grad}
+        matrices = [p for name, p in self.params.items() if name in MATRIX_NAMES]
+        others = [p for name, p in self.params.items() if name not in MATRIX_NAMES]
+        self.optimizers = [torch.optim.Muon(matrices, **MUON), torch.optim.AdamW(others, **ADAMW)]
+
+    def step_with_gradients_of(self, model: nn.Module) -> None:
+        """One step from the reduced gradients of the sharded model."""
+        for name, param in named(model):
+            if param.requires_grad:
+                self.params[name].grad = None if param.grad is None else whole(param.grad)
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def difference(self, model: nn.Module) -> float:
+        """The largest difference of a weight."""
+        found = weights_of(model)
+        return max(float((found[name] - param.detach()).abs().max()) for name, param in self.params.items())
+
+
+def layer_wise(model: nn.Module, **options: Any) -> LayerWiseOptimizer:
+    """Our optimizer with the hyperparameters of ``Twin``."""
+    return LayerWiseOptimizer(
+        model, "muon", MUON["lr"], {"name": "adamw", **ADAMW}, weight_decay=0.1, **{"report": False, **options}
+    )
+
+
+def backward(sharded: Sharded, step: int, mode: str = "fp32") -> float:
+    """The gradients of one global batch, this rank computing its part; its loss."""
+    model, accumulate = sharded.model, "accumulation" in mode
+    tokens, targets = batch(step, ROWS)
+    rows = range(sharded.part, ROWS, sharded.parts)
+    micro = [rows[: len(rows) // 2], rows[len(rows) // 2 :]] if accumulate else [rows]
+    total = 0.0
+    for number, chosen in enumerate(micro):
+        set_sync(model, number == len(micro) - 1)
+        loss = model(tokens[list(chosen)], targets[list(chosen)]) / len(micro)
+        loss.backward()
+        total += loss.item()
+    set_sync(model, True)
+    for name in sharded.plain:
+        param = dict(named(model))[name]
+        if param.grad is not None:
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+    return total
+
+
+def set_sync(model: nn.Module, wanted: bool) -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(wanted, recurse=False)
+
+
+@contextlib.contextmanager
+def attached(optimizer: LayerWiseOptimizer, model: nn.Module) -> Iterator[None]:
+    handle = optimizer.attach(model)
+    try:
+        yield
+    finally:
+        handle.remove()
