@@ -23,7 +23,7 @@ from lwopt_backend.integrations.fsdp2_meshes import reshard
 from lwopt_backend.integrations.fsdp2_norm import hold_different_parameters, total_norm
 from lwopt_backend.integrations.fsdp2_options import fsdp2_config
 from lwopt_backend.integrations.fsdp2_report import show
-from lwopt_backend.integrations.fsdp2_state import check_loadable, new_state, restore_dtypes
+from lwopt_backend.integrations.fsdp2_state import check_loadable, new_state, restore_dtypes, with_shards
 from lwopt_backend.integrations.fsdp2_stepper import MeshStepper, step_elementwise_group
 from lwopt_backend.param_groups import as_groups
 from lwopt_backend.registry import ELEMENTWISE_RULES, MATRIX_RULES, build_matrix_rule
@@ -76,7 +76,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             trained = [param for param in module.parameters() if param.requires_grad]
             given = as_groups(trained if params is None else params)
             grouping = group_parameters(module, given, config)
-            lines = [repr(config), *(f"{r.name} {r.shape} {r.kind}" for r in grouping.routes)]
+            lines = [repr(config.model_copy(update={"report": False})), *(f"{r.name} {r.shape} {r.kind}" for r in grouping.routes)]
             return (config, grouping), [lines for _ in exchange]
 
         self.config, self._grouping = agree_in_all([c for _, c in exchange], NAME, decide)
@@ -219,10 +219,12 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned. Raises ValueError for state that does not fit, before anything is changed.
 
-        State keeps the dtype it was made with, whatever the parameters have; which rule trains what is never loaded.
+        State keeps the dtype it was made with, whatever the parameters have; which rule trains what is never loaded. A
+        whole tensor is cut to this rank's part.
         """
         if self.state:
             check_loadable(state_dict, self.param_groups, self._names, self._rules, self.state)
+            state_dict = with_shards(state_dict, self)
         made = {param: dict(state) for param, state in self.state.items()}
         super().load_state_dict(state_dict)
         for group, rule in zip(self.param_groups, self._rules):

@@ -41,7 +41,8 @@ class Mesh:
         return torch.device(self.device_type, torch.get_device_module(self.device_type).current_device())
 
     def __str__(self) -> str:
-        return f"{'x'.join(map(str, self.shape))} mesh of ranks {_ranges(sorted(self.ranks))}"
+        shape = f"{'x'.join(map(str, self.shape))} " if len(self.shape) > 1 else ""
+        return f"{shape}mesh of ranks {_ranges(sorted(self.ranks))}"
 
 
 def reshard(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lwopt_backend.integrations.fsdp2_meshes import local
+from lwopt_backend.integrations.fsdp2_meshes import gradient, local
 from lwopt_backend.integrations.fsdp2_stepper import Member, MeshStepper
 
 
@@ -47,15 +47,29 @@ def total_norm(
     Per mesh it is ``torch.nn.utils.get_total_norm``, so for a single mesh it is what ``clip_grad_norm_`` gives, bit for
     bit. Plain tensors are taken to be copies. Raises RuntimeError for a norm that is not finite, if asked to.
     """
-    norms = [_norm([m.param for m in stepper.members], norm_type, foreach) for stepper in steppers]
-    if any(_partial(steppers)):
-        norms = _with_other_ranks(steppers, different, norms, norm_type)
-    total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if norm_type == float("inf"):
+        total = _largest_element(steppers)
+    else:
+        norms = [_norm([m.param for m in stepper.members], norm_type, foreach) for stepper in steppers]
+        if any(_partial(steppers)):
+            norms = _with_other_ranks(steppers, different, norms, norm_type)
+        total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {total.item()}; set error_if_nonfinite=False to "
             "clip by it anyway"
         )
+    return total
+
+
+def _largest_element(steppers: Sequence[MeshStepper]) -> Tensor:
+    """The infinity norm. torch's own fails on ranks that hold an empty part, and leaves the others waiting."""
+    grads = [gradient(m.param) for stepper in steppers for m in stepper.members]
+    largest = [grad.abs().max().float() for grad in grads if grad is not None and grad.numel()]
+    everywhere = _largest(steppers)
+    total = torch.stack(largest).max() if largest else torch.zeros(())
+    total = total.to(everywhere.device)
+    everywhere.collectives.all_reduce_max(total).wait()
     return total
 
 

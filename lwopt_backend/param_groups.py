@@ -34,6 +34,8 @@ def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
         if "params" not in group:
             raise ValueError(f"param group {number}: expected a key 'params', found {', '.join(map(repr, group))}")
     groups = [{**group, "params": _listed(group["params"])} for group in items]
+    for group in groups:
+        group.pop("param_names", None)  # torch's, of all parameters; a group is about to be split
     _check_members(groups)
     return groups
 
