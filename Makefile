@@ -1,19 +1,25 @@
-# make train     set everything up, then train a small GPT with layer-wise Muon under the deepspeed launcher
-# make test      set everything up, then run the tests
-# make compare   train AdamW and LayerWiseMuon on the same batches, after a small sweep of learning rates for each
+# make train         set everything up, then train a small GPT with layer-wise Muon under the deepspeed launcher
+# make train-fsdp2   the same training on FSDP2, under torchrun
+# make test          set everything up, then run the tests
+# make compare       train AdamW and LayerWiseMuon on the same batches, after a small sweep of learning rates for each
 #
 # PYTHON=...     the interpreter to start from (default: python3); one that has torch keeps it
+# CONFIG=...     another configuration to train with
 # ARGS="..."     further arguments, e.g. make train ARGS="--steps 50 --data my_text/"
 
 PYTHON ?= python3
 ARGS ?=
-CONFIG ?= configs/zero2_muon.json
+train: CONFIG ?= configs/zero2_muon.json
+train-fsdp2: CONFIG ?= configs/fsdp2_muon.json
 
-.PHONY: train test compare environment clean
+.PHONY: train train-fsdp2 test compare environment clean
 .DEFAULT_GOAL := train
 
 train: environment
 	@"$$(cat .make/python)" scripts/launch.py examples/train_gpt.py --deepspeed --deepspeed_config $(CONFIG) $(ARGS)
+
+train-fsdp2: environment
+	@"$$(cat .make/python)" scripts/launch.py --torchrun examples/train_gpt.py --engine fsdp2 --config $(CONFIG) $(ARGS)
 
 compare: environment
 	@"$$(cat .make/python)" examples/compare.py $(ARGS)

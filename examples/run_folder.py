@@ -1,4 +1,4 @@
-"""A run's folder: metrics.jsonl, loss.png and the checkpoint."""
+"""A run's folder: settings.json, metrics.jsonl, loss.png and the checkpoint."""
 
 from __future__ import annotations
 
@@ -10,20 +10,29 @@ from typing import Any
 
 
 class RunFolder:
-    """Written by one rank only; on the others every method does nothing."""
+    """Written by one rank only; on the others every method that writes does nothing."""
 
     def __init__(self, path: Path, is_writer: bool) -> None:
         self.path = path
         self.checkpoint = path / "checkpoint"
         self._metrics = path / "metrics.jsonl"
+        self._settings = path / "settings.json"
         self._is_writer = is_writer
 
-    def clear(self) -> None:
-        """Begin a new run: an earlier run's metrics go, and its checkpoint can no longer be resumed by mistake."""
+    def begin(self, settings: dict[str, Any]) -> None:
+        """Begin a new run: an earlier run's metrics go, and its checkpoint can no longer be resumed by mistake.
+
+        ``settings`` are what a run that resumes this one must share.
+        """
         if self._is_writer:
             self.path.mkdir(parents=True, exist_ok=True)
             (self.checkpoint / "latest").unlink(missing_ok=True)
             self._metrics.unlink(missing_ok=True)
+            write_whole(self._settings, json.dumps(settings).encode())
+
+    def settings(self) -> dict[str, Any] | None:
+        """Those of the run that is there; None if there is none. On every rank."""
+        return json.loads(self._settings.read_text()) if self._settings.exists() else None
 
     def log(self, row: dict[str, Any]) -> None:
         """Append a row to metrics.jsonl."""

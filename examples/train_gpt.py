@@ -1,8 +1,9 @@
-"""Train a small GPT on real text under the `deepspeed` launcher.
+"""Train a small GPT on real text, with DeepSpeed's ZeRO or with FSDP2: the same model, batches and schedule.
 
     deepspeed --num_accelerators 2 examples/train_gpt.py --deepspeed --deepspeed_config configs/zero2_muon.json
+    torchrun --nproc_per_node 2 examples/train_gpt.py --engine fsdp2 --config configs/fsdp2_muon.json
 
-The only line that is not plain DeepSpeed is ``deepspeed_zero.register()``. Results are written to ``runs/<name>/``:
+What the two differ in is in deepspeed_engine.py and fsdp2_engine.py. Results are written to ``runs/<name>/``:
 metrics.jsonl, loss.png and a checkpoint, from which ``--resume`` continues.
 """
 
@@ -13,21 +14,21 @@ import math
 import os
 import sys
 import time
-import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
+import torch.distributed as dist
+from torch import Tensor, nn
 from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
-import deepspeed
 from corpus import Corpus
 from gpt import GPT, GPTConfig
 from run_folder import RunFolder
-
-from lwopt_backend.integrations import deepspeed_zero
 
 SEED = 1
 WARMUP_STEPS = 20
@@ -35,8 +36,65 @@ FINAL_LR = 0.1  # of the configured rate
 VALIDATION_BATCHES, VALIDATION_ROWS = 8, 16
 
 
+@dataclass(frozen=True)
+class Start:
+    """How a run with an engine is started."""
+
+    launcher: str
+    option: str  # that names the configuration
+    config: str
+
+
+STARTS = {
+    "deepspeed": Start("deepspeed --num_accelerators 2 ...", "deepspeed_config", "configs/zero2_muon.json"),
+    "fsdp2": Start("torchrun --nproc_per_node 2 ...", "config", "configs/fsdp2_muon.json"),
+}
+
+
+class Engine(Protocol):
+    """What the loop needs of DeepSpeed or FSDP2. All methods are called on all ranks.
+
+    - ``train_step``: one optimizer step over ``accumulation`` micro-batches; their mean loss on this rank.
+    - ``grad_norm``: the norm of the last step's gradients over all ranks, before clipping.
+    - ``save``: a checkpoint in a folder; ``load``: the latest one there and its step, or None if there is none.
+    """
+
+    model: nn.Module
+    device: torch.device
+    micro_batch: int
+    accumulation: int
+
+    def learning_rates(self) -> list[float]: ...
+
+    def train_step(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Tensor: ...
+
+    def grad_norm(self) -> float: ...
+
+    def save(self, folder: Path, step: int) -> None: ...
+
+    def load(self, folder: Path) -> int | None: ...
+
+
+def make_engine(args: argparse.Namespace) -> Engine:
+    """The engine of ``--engine``, the only one that is imported, on a model that is the same on every rank."""
+    if args.engine == "fsdp2":
+        from fsdp2_engine import FSDP2Engine as EngineClass
+    else:
+        from deepspeed_engine import DeepSpeedEngine as EngineClass
+
+    def make_model() -> GPT:
+        torch.manual_seed(SEED)
+        return GPT(GPTConfig(layers=args.layers, width=args.width, context=args.context, tied_head=args.tied_head))
+
+    return EngineClass(args, make_model, lambda step: schedule(args.steps, step))
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=list(STARTS), default="deepspeed")
+    parser.add_argument("--deepspeed", action="store_true", help="taken as every DeepSpeed script takes it")
+    parser.add_argument("--deepspeed_config", metavar="FILE", help="configuration of --engine deepspeed")
+    parser.add_argument("--config", metavar="FILE", help="configuration of --engine fsdp2")
     parser.add_argument(
         "--data",
         metavar="FILE_OR_FOLDER",
@@ -54,21 +112,32 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tied-head", action="store_true", help="share the embedding with the output head")
     parser.add_argument("--single-process", action="store_true", help="allow a run on one process")
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
-    return deepspeed.add_config_arguments(parser).parse_args()
+    return parser.parse_args()
 
 
 def check(args: argparse.Namespace) -> None:
     """Refuse what cannot work, before anything is started."""
-    if args.deepspeed_config is None or not os.path.isfile(args.deepspeed_config):
-        raise SystemExit(f"--deepspeed_config {args.deepspeed_config}: no such file; try configs/zero2_muon.json")
+    start = STARTS[args.engine]
+    for engine, other in STARTS.items():
+        if engine != args.engine and getattr(args, other.option) is not None:
+            raise SystemExit(
+                f"--{other.option} is for --engine {engine}; --engine {args.engine} takes --{start.option}"
+            )
+    config = config_file(args)
+    if config is None or not os.path.isfile(config):
+        raise SystemExit(f"--{start.option} {config}: no such file; try {start.config}")
     if int(os.environ.get("WORLD_SIZE", 1)) == 1 and not args.single_process:
         raise SystemExit(
             "one process was started, so nothing would be sharded: on a CPU the launcher starts one unless told "
-            "otherwise; use `deepspeed --num_accelerators 2 ...`, or --single-process if one is what you want"
+            f"otherwise; use `{start.launcher}`, or --single-process if one is what you want"
         )
     for option in ("steps", "save_every", "layers", "width", "context"):
         if getattr(args, option) < 1:
             raise SystemExit(f"--{option.replace('_', '-')}: expected at least 1, found {getattr(args, option)}")
+
+
+def config_file(args: argparse.Namespace) -> str | None:
+    return getattr(args, STARTS[args.engine].option)
 
 
 def schedule(steps: int, step: int) -> float:
@@ -84,22 +153,15 @@ class Training:
     def __init__(self, args: argparse.Namespace, corpus: Corpus) -> None:
         self.args = args
         self.corpus = corpus
-        torch.manual_seed(SEED)
-        model = GPT(GPTConfig(layers=args.layers, width=args.width, context=args.context, tied_head=args.tied_head))
-        self.engine, *_ = deepspeed.initialize(
-            args=args,
-            model=model,
-            model_parameters=model.parameters(),
-            lr_scheduler=lambda optimizer: LambdaLR(optimizer, lambda step: schedule(args.steps, step)),
-        )
-        self.rank, self.world_size = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
-        name = args.name or Path(args.deepspeed_config).stem
+        self.engine = make_engine(args)
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        name = args.name or Path(config_file(args)).stem
         self.folder = RunFolder(Path(args.out) / name, is_writer=self.rank == 0)
 
     def run(self) -> None:
         step = self._begin()
         last = min(self.args.steps, self.args.stop_after or self.args.steps)
-        tokens = self.engine.train_batch_size() * self.args.context
+        tokens = self.engine.micro_batch * self.engine.accumulation * self.world_size * self.args.context
         show = {
             "initial": step,
             "total": self.args.steps,
@@ -110,69 +172,64 @@ class Training:
         bar = tqdm(range(step, last), **show)
         for step in bar:
             started = time.perf_counter()
-            rates = self.engine.get_lr()
-            loss = self._train_step(step)
+            rates = self.engine.learning_rates()
+            loss = self._mean(self.engine.train_step(self._batches(step)))
             speed = tokens / (time.perf_counter() - started)
-            norm = float(self.engine.get_global_grad_norm())
+            norm = self.engine.grad_norm()
             self.folder.log(
                 {"step": step + 1, "loss": loss, "lr": rates, "grad_norm": norm, "tokens_per_s": round(speed)}
             )
             bar.set_postfix(loss=f"{loss:.3f}", lr=f"{rates[0]:.2g}", tokens_per_s=f"{speed:.0f}", refresh=False)
             if (step + 1) % self.args.save_every == 0 or step + 1 == last:
-                self._save(step + 1)
+                self.engine.save(self.folder.checkpoint, step + 1)
         self._end(last)
 
     def _begin(self) -> int:
         """The step to go on from. A new run is validated first, a resumed one has been."""
         if self.args.resume:
-            path, state = self.engine.load_checkpoint(str(self.folder.checkpoint))
-            if path is None:
-                raise SystemExit(f"--resume: no checkpoint in {self.folder.checkpoint}; start the run without --resume")
-            if state["shape"] != self._shape():
-                raise SystemExit(
-                    f"--resume: the checkpoint is of a run with {state['shape']}, this one has {self._shape()}"
-                )
-            self.folder.keep_until(state["step"])
-            return state["step"]
-        self.folder.clear()
+            return self._resume()
+        self.folder.begin(self._settings())
         self.folder.log({"step": 0, "validation_loss": self._validate()})
         return 0
 
-    def _train_step(self, step: int) -> float:
-        """One optimizer step over all micro-batches; the loss averaged over micro-batches and ranks."""
-        micro, accumulation = self.engine.train_micro_batch_size_per_gpu(), self.engine.gradient_accumulation_steps()
-        total = torch.zeros((), device=self.engine.device)
-        for part in range(accumulation):
+    def _resume(self) -> int:
+        saved, wanted = self.folder.settings(), self._settings()
+        if saved not in (None, wanted):
+            raise SystemExit(f"--resume: the checkpoint is of a run with {saved}, this one has {wanted}")
+        step = self.engine.load(self.folder.checkpoint) if saved else None
+        if step is None:
+            raise SystemExit(f"--resume: no checkpoint in {self.folder.checkpoint}; start the run without --resume")
+        self.folder.keep_until(step)
+        return step
+
+    def _batches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's micro-batches of the step's global batch."""
+        micro = self.engine.micro_batch
+        for part in range(self.engine.accumulation):
             first = (part * self.world_size + self.rank) * micro
-            batch = self.corpus.train_batch(step, range(first, first + micro), self.args.context, SEED)
-            loss = self.engine(*(rows.to(self.engine.device) for rows in batch))
-            self.engine.backward(loss)
-            self.engine.step()
-            total += loss.detach() / accumulation
-        return self._mean(total)
+            yield self.corpus.train_batch(step, range(first, first + micro), self.args.context, SEED)
 
     @torch.no_grad()
     def _validate(self) -> float:
-        self.engine.eval()
-        batches = self.corpus.validation_batches(VALIDATION_BATCHES, VALIDATION_ROWS, self.args.context)
+        self.engine.model.eval()
+        batches = list(self.corpus.validation_batches(VALIDATION_BATCHES, VALIDATION_ROWS, self.args.context))
         total = torch.zeros((), device=self.engine.device)
-        for number, batch in enumerate(batches):
-            if number % self.world_size == self.rank:
-                total += self.engine.module(*(rows.to(self.engine.device) for rows in batch))
-        self.engine.train()
+        for first in range(0, VALIDATION_BATCHES, self.world_size):
+            number = first + self.rank
+            # A rank without a batch of its own runs one too, and does not count it: FSDP2 gathers weights on all ranks.
+            batch = batches[min(number, VALIDATION_BATCHES - 1)]
+            loss = self.engine.model(*(rows.to(self.engine.device) for rows in batch))
+            total += loss if number < VALIDATION_BATCHES else 0
+        self.engine.model.train()
         return self._mean(total) * self.world_size / VALIDATION_BATCHES
 
-    def _mean(self, value: torch.Tensor) -> float:
-        deepspeed.comm.all_reduce(value)
+    def _mean(self, value: Tensor) -> float:
+        """Over all ranks."""
+        dist.all_reduce(value)
         return value.item() / self.world_size
 
-    def _save(self, step: int) -> None:
-        self.engine.save_checkpoint(
-            str(self.folder.checkpoint), tag=f"step{step}", client_state={"step": step, "shape": self._shape()}
-        )
-
-    def _shape(self) -> dict[str, int]:
-        return {key: getattr(self.args, key) for key in ("layers", "width", "context", "tied_head", "steps")}
+    def _settings(self) -> dict[str, Any]:
+        return {key: getattr(self.args, key) for key in ("engine", "layers", "width", "context", "tied_head", "steps")}
 
     def _end(self, step: int) -> None:
         self.folder.log({"step": step, "validation_loss": self._validate()})
@@ -186,14 +243,11 @@ def main() -> None:
         corpus = Corpus.load(args.data, args.context)
     except ValueError as error:
         raise SystemExit(str(error)) from None
-    # DeepSpeed 0.19 calls collectives by names that torch 2.13 has renamed; once per process is once too often.
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    deepspeed_zero.register()
-    deepspeed.init_distributed()
-    if deepspeed.comm.get_rank() == 0:
+    if int(os.environ.get("RANK", 0)) == 0:
         train, validation = len(corpus.train), len(corpus.validation)
-        print(f"{train:,} bytes to train on and {validation:,} to validate on, from {corpus.source}")
+        print(f"{train:,} bytes to train on and {validation:,} to validate on, from {corpus.source}", flush=True)
     Training(args, corpus).run()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

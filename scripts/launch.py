@@ -1,6 +1,6 @@
-"""Start a script under the real `deepspeed` launcher with what this machine needs.
+"""Start a script under the real `deepspeed` launcher, or under `torchrun`, with what this machine needs.
 
-    python scripts/launch.py SCRIPT.py [its arguments]
+    python scripts/launch.py [--torchrun] SCRIPT.py [its arguments]
 
 With GPUs, one process per GPU. Without, two processes on gloo and one thread each. The command is printed, so that it
 can be copied and run without this file.
@@ -19,24 +19,28 @@ from pathlib import Path
 CPU_PROCESSES = 2
 
 
-def launch(script: Sequence[str | Path], *, quiet: bool = False) -> None:
+def launch(script: Sequence[str | Path], *, torchrun: bool = False, quiet: bool = False) -> None:
     """Run ``script`` and its arguments; ``quiet`` keeps its output to the CalledProcessError of a failure."""
-    added, command = launch_command(script)
+    added, command = launch_command(script, torchrun)
     if not quiet:
         print(" ".join([*(f"{key}={value}" for key, value in added.items()), shlex.join(command)]), flush=True)
     kept = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} if quiet else {}
     subprocess.run(command, env={**os.environ, **added}, check=True, **kept)
 
 
-def launch_command(script: Sequence[str | Path]) -> tuple[dict[str, str], list[str]]:
+def launch_command(script: Sequence[str | Path], torchrun: bool) -> tuple[dict[str, str], list[str]]:
     """The environment variables to add and the command to run."""
     import torch
 
     gpus = torch.cuda.device_count()
     processes = gpus or CPU_PROCESSES
-    launcher = [str(Path(sys.executable).parent / "deepspeed"), "--num_accelerators", str(processes)]
+    if torchrun:  # by its module: in an environment on top of another one there may be no such program
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
+        added = {} if gpus else {"OMP_NUM_THREADS": "1"}
+    else:
+        launcher = [str(Path(sys.executable).parent / "deepspeed"), "--num_accelerators", str(processes)]
+        added = {} if gpus else {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     single = ["--single-process"] if processes == 1 else []
-    added = {} if gpus else {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     return added, [*launcher, "--master_port", str(free_port()), *map(str, script), *single]
 
 
@@ -47,8 +51,10 @@ def free_port() -> int:
 
 
 def main() -> None:
+    script = sys.argv[1:]
+    torchrun = script[:1] == ["--torchrun"]
     try:
-        launch(sys.argv[1:])
+        launch(script[torchrun:], torchrun=torchrun)
     except subprocess.CalledProcessError as error:
         raise SystemExit(error.returncode) from None
 

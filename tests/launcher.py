@@ -1,4 +1,4 @@
-"""Running scripts under the real `deepspeed` launcher, as a user would."""
+"""Running scripts under the real `deepspeed` launcher and under `torchrun`, as a user would."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_SECONDS = 300
 
 
-def launch(*script: str | Path, processes: int = 2, module: str | None = None, cwd: Path = ROOT) -> str:
-    """Run a script on ``processes`` ranks; its output. Raises AssertionError with the output if it fails."""
-    finished = try_to_launch(*script, processes=processes, module=module, cwd=cwd)
+def launch(*script: str | Path, **how: Any) -> str:
+    """Run a script under ``deepspeed`` as ``try_to_launch`` does; its output. Raises AssertionError if it fails."""
+    finished = try_to_launch(*script, **how)
     assert finished.returncode == 0, finished.stdout
     return finished.stdout
 
@@ -23,6 +23,7 @@ def launch(*script: str | Path, processes: int = 2, module: str | None = None, c
 def try_to_launch(
     *script: str | Path, processes: int = 2, module: str | None = None, cwd: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
+    """Run a script under ``deepspeed`` on ``processes`` ranks."""
     from tests.ranks import free_port
 
     command = [Path(sys.executable).parent / "deepspeed", "--num_accelerators", processes, "--master_port", free_port()]
@@ -30,9 +31,27 @@ def try_to_launch(
     return run_on_cpu([str(part) for part in command], cwd)
 
 
-def run_on_cpu(command: str | list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+def torchrun(*script: str | Path, **how: Any) -> str:
+    """Run a script under ``torchrun`` as ``try_to_torchrun`` does; its output. Raises AssertionError if it fails."""
+    finished = try_to_torchrun(*script, **how)
+    assert finished.returncode == 0, finished.stdout
+    return finished.stdout
+
+
+def try_to_torchrun(
+    *script: str | Path, processes: int = 2, path: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a script under ``torchrun`` on ``processes`` ranks, with modules in ``path`` before all others."""
+    from tests.ranks import free_port
+
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", processes]
+    command += ["--master_port", free_port(), *script]
+    return run_on_cpu([str(part) for part in command], ROOT, **({"PYTHONPATH": str(path)} if path else {}))
+
+
+def run_on_cpu(command: str | list[str], cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a command, or a shell's command line, with this environment's programs first; output and errors together."""
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **variables}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     return subprocess.run(
         command,

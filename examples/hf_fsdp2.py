@@ -1,0 +1,89 @@
+"""Train a small Llama with the Hugging Face Trainer, FSDP2 and LayerWiseOptimizer.
+
+    accelerate launch --config_file configs/accelerate_fsdp2.yaml --num_processes 2 examples/hf_fsdp2.py
+
+On CPUs, with ``--cpu`` at the end. ``torchrun --nproc_per_node 2`` does as well as ``accelerate launch``: the Trainer
+has FSDP's settings here. It takes no ``optimizers=`` under FSDP, so ``create_optimizer`` is overridden. ``--out`` gets
+metrics.jsonl, the Trainer's checkpoints, from which ``--resume`` continues, and at the end the model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from corpus import Corpus
+from hugging_face import ADAMW, MUON, ROWS, SEED, Windows, log, parser, shard_on_cpus_too, small_llama
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
+
+
+class LayerWiseTrainer(Trainer):
+    """A Trainer whose optimizer is LayerWiseOptimizer. ``learning_rate`` and ``weight_decay`` are the matrices'."""
+
+    def __init__(self, *args: Any, ns_dtype: str = "bfloat16", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.ns_dtype = ns_dtype
+
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            self.optimizer = LayerWiseOptimizer(
+                self.model if model is None else model,
+                "muon",
+                lr=self.args.learning_rate,
+                weight_decay=self.args.weight_decay,
+                elementwise={"name": "adamw", **ADAMW},
+                ns_dtype=self.ns_dtype,
+                sharded_later=True,
+            )
+        return self.optimizer
+
+
+class Metrics(TrainerCallback):
+    """Writes what the Trainer logs of a step to metrics.jsonl."""
+
+    def on_log(self, args: TrainingArguments, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if state.is_world_process_zero and "loss" in logs:
+            log(Path(args.output_dir), {"step": state.global_step, **logs})
+
+
+def main() -> None:
+    options = parser(__doc__).parse_args()
+    if options.cpu:
+        shard_on_cpus_too()
+    args = TrainingArguments(
+        output_dir=str(options.out),
+        max_steps=options.steps,
+        per_device_train_batch_size=ROWS,
+        gradient_accumulation_steps=options.accumulation,
+        learning_rate=MUON["lr"],
+        weight_decay=MUON["weight_decay"],
+        lr_scheduler_type="linear",
+        max_grad_norm=options.clip,
+        train_sampling_strategy="sequential",  # the windows are drawn at random already
+        fsdp=True,
+        fsdp_config={"version": 2, "state_dict_type": "SHARDED_STATE_DICT"},
+        save_steps=options.save_every,
+        logging_steps=1,
+        report_to="none",
+        use_cpu=options.cpu,
+        seed=SEED,
+    )
+    windows = options.steps * options.accumulation * ROWS * args.world_size
+    trainer = LayerWiseTrainer(
+        model=small_llama(options.layers, options.width),
+        args=args,
+        train_dataset=Windows(Corpus.load(options.data, options.context), windows, options.context),
+        callbacks=[Metrics()],
+        ns_dtype=options.ns_dtype,
+    )
+    trainer.train(resume_from_checkpoint=str(options.resume) if options.resume else None)
+    weights = trainer.accelerator.get_state_dict(trainer.model)
+    if trainer.is_world_process_zero():
+        trainer.accelerator.unwrap_model(trainer.model).save_pretrained(options.out / "model", state_dict=weights)
+
+
+if __name__ == "__main__":
+    main()
