@@ -22,12 +22,13 @@ from lwopt_backend.integrations.fsdp2_late import StateOnceSharded, check_sharde
 from lwopt_backend.integrations.fsdp2_meshes import reshard
 from lwopt_backend.integrations.fsdp2_norm import hold_different_parameters, total_norm
 from lwopt_backend.integrations.fsdp2_options import fsdp2_config
+from lwopt_backend.integrations.fsdp2_owner_state import take_owner_state, with_owner_keys, with_owner_state
 from lwopt_backend.integrations.fsdp2_report import show
 from lwopt_backend.integrations.fsdp2_state import check_loadable, new_state, restore_dtypes, with_shards
 from lwopt_backend.integrations.fsdp2_stepper import MeshStepper, step_elementwise_group
 from lwopt_backend.param_groups import as_groups
 from lwopt_backend.registry import ELEMENTWISE_RULES, MATRIX_RULES, build_matrix_rule
-from lwopt_backend.rules import MatrixRule
+from lwopt_backend.rules import MatrixRule, OwnerStateRule
 from lwopt_backend.runtime.agreement import agree_in_all
 
 
@@ -76,7 +77,10 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             trained = [param for param in module.parameters() if param.requires_grad]
             given = as_groups(trained if params is None else params)
             grouping = group_parameters(module, given, config)
-            lines = [repr(config.model_copy(update={"report": False})), *(f"{r.name} {r.shape} {r.kind}" for r in grouping.routes)]
+            lines = [
+                repr(config.model_copy(update={"report": False})),
+                *(f"{r.name} {r.shape} {r.kind}" for r in grouping.routes),
+            ]
             return (config, grouping), [lines for _ in exchange]
 
         self.config, self._grouping = agree_in_all([c for _, c in exchange], NAME, decide)
@@ -95,6 +99,9 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         self._steppers = bind(exchange, self.param_groups, self._names, order, self.config)
         self._bound = [list(group["params"]) for group in self.param_groups]
         self._make_state()
+        of_groups = self._matrix_rules()
+        for stepper in self._steppers:
+            stepper.make_owner_state(of_groups, self.state)
         self._different = hold_different_parameters(self._steppers)
         if self.config.report and exchange[-1][1].rank == 0:
             show(self._grouping.routes, self._steppers)
@@ -216,6 +223,17 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
 
     # -- checkpoints
 
+    def _bind_for_owner_state(self) -> None:
+        """Parameters that were sharded late are planned for at the first step; state that owners hold needs owners."""
+        if any(isinstance(rule, OwnerStateRule) for rule in self._matrix_rules().values()):
+            self._ensure_bound()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of every torch optimizer, owner-held state in sharded tensors; if there is any, called on all ranks."""
+        if self.state:
+            self._bind_for_owner_state()
+        return with_owner_state(super().state_dict(), self._steppers, self._bound)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned. Raises ValueError for state that does not fit, before anything is changed.
 
@@ -223,8 +241,11 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         whole tensor is cut to this rank's part.
         """
         if self.state:
-            check_loadable(state_dict, self.param_groups, self._names, self._rules, self.state)
-            state_dict = with_shards(state_dict, self)
+            self._bind_for_owner_state()
+            expected = with_owner_keys(self.state, self._steppers)
+            check_loadable(state_dict, self.param_groups, self._names, self._rules, expected)
+            state_dict = with_shards(state_dict, self.param_groups, expected)
+            state_dict = take_owner_state(state_dict, self._steppers, self._bound)
         made = {param: dict(state) for param, state in self.state.items()}
         super().load_state_dict(state_dict)
         for group, rule in zip(self.param_groups, self._rules):

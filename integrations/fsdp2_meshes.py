@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from lwopt_backend.plan import Sharding
 from lwopt_backend.plan.mesh import Coordinate
@@ -75,14 +76,10 @@ def sharding_of(name: str, param: Tensor) -> Sharding:
     shape = tuple(param.shape)
     if not isinstance(param, DTensor):
         return Sharding(shape, (1,), (None,), (False,))
-    dims, late = [], []
     for placement in param.placements:
-        strided = type(placement).__name__ == "_StridedShard"
-        if not (placement.is_replicate() or strided or isinstance(placement, Shard)):
+        if not (placement.is_replicate() or _is_late(placement) or isinstance(placement, Shard)):
             raise ValueError(f"{describe(name, param)}: expected Shard or Replicate placements only")
-        dims.append(None if placement.is_replicate() else placement.dim % len(shape))
-        late.append(strided)
-    sharding = Sharding(shape, tuple(param.device_mesh.shape), tuple(dims), tuple(late))
+    sharding = placed(param)
     coordinate = param.device_mesh.get_coordinate()
     if coordinate is None:
         raise ValueError(f"{describe(name, param)}: this rank is not in the mesh")
@@ -93,6 +90,17 @@ def sharding_of(name: str, param: Tensor) -> Sharding:
             "this way of sharding is not supported"
         )
     return sharding
+
+
+def placed(tensor: DTensor) -> Sharding:
+    """How a DTensor lies by its placements, whatever this rank's part looks like."""
+    dims = tuple(None if p.is_replicate() else p.dim % max(1, tensor.ndim) for p in tensor.placements)
+    late = tuple(_is_late(p) for p in tensor.placements)
+    return Sharding(tuple(tensor.shape), tuple(tensor.device_mesh.shape), dims, late)
+
+
+def _is_late(placement: Placement) -> bool:
+    return type(placement).__name__ == "_StridedShard"
 
 
 def describe(name: str, param: Tensor) -> str:

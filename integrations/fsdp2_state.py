@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lwopt_backend.config import FSDP2Config
-from lwopt_backend.integrations.fsdp2_meshes import describe, local, sharding_of
+from lwopt_backend.integrations.fsdp2_meshes import describe, placed
 from lwopt_backend.registry import rule_named
 
 
@@ -77,16 +77,18 @@ def _kind(tensor: Tensor) -> str:
     return f"a {'DTensor' if isinstance(tensor, DTensor) else 'plain tensor'} of shape {tuple(tensor.shape)}"
 
 
-def with_shards(state_dict: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """``state_dict`` with whole tensors cut to this rank's part, where the optimizer's state is sharded."""
+def with_shards(
+    state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], expected: Mapping[Tensor, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """``state_dict`` with whole tensors cut to this rank's part, where the expected state is sharded."""
     params = {
         index: param
-        for saved, group in zip(state_dict["param_groups"], optimizer.param_groups)
+        for saved, group in zip(state_dict["param_groups"], groups)
         for index, param in zip(saved["params"], group["params"])
     }
     state = {}
     for index, entry in state_dict["state"].items():
-        made = optimizer.state.get(params.get(index), {})
+        made = expected.get(params.get(index), {})
         state[index] = {key: _cut_like(value, made.get(key)) for key, value in entry.items()}
     return {**state_dict, "state": state}
 
@@ -94,9 +96,10 @@ def with_shards(state_dict: Mapping[str, Any], optimizer: torch.optim.Optimizer)
 def _cut_like(value: Any, made: Any) -> Any:
     if not isinstance(made, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
-    coordinate = made.device_mesh.get_coordinate()
-    box = sharding_of("", made).box(tuple(coordinate))
-    part = value[tuple(slice(begin, begin + size) for begin, size in box)].to(local(made).device).contiguous()
+    box = placed(made).box(tuple(made.device_mesh.get_coordinate()))
+    part = value[tuple(slice(begin, begin + size) for begin, size in box)].contiguous()
+    if not made.is_meta:
+        part = part.to(made.device)
     return DTensor.from_local(
         part, made.device_mesh, made.placements, run_check=False, shape=made.shape, stride=made.stride()
     )

@@ -16,6 +16,7 @@ from lwopt_backend.registry import ELEMENTWISE_RULES, MATRIX_RULES, elementwise_
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime.collectives import Alone, Collectives, TorchCollectives
 from lwopt_backend.runtime.elementwise import step_elementwise
+from lwopt_backend.runtime.owner_state import OwnerState
 from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.stepper import MatrixStepper
 from lwopt_backend.runtime.storage import Slices
@@ -68,7 +69,7 @@ class MeshStepper:
 
     def _plan(self, groups: Sequence[Mapping[str, Any]], loads: Sequence[int]) -> MatrixPlan:
         members = [self.members[index] for index in self.matrices]
-        atoms = [_atom(m, groups[m.group]) for m in members]
+        atoms = [_atom(m, groups[m.group], self.config) for m in members]
         coordinates = self.mesh.coordinates if self.mesh else ((0,),)
         return plan_spread(
             atoms,
@@ -110,6 +111,15 @@ class MeshStepper:
         """One rule per matrix of the plan, from the rules of the param groups."""
         return [rules[self.members[index].group] for index in self.matrices]
 
+    def make_owner_state(self, rules: Mapping[int, MatrixRule], states: States) -> None:
+        """State for the matrices that this rank owns, by rules that keep some there.
+
+        In ``states`` its names stand for it, with tensors that have no memory: a flattened checkpoint is read by them.
+        """
+        held = self.stepper.owner_state = OwnerState(self.plan, self.rules_of(rules), self.collectives, self.device)
+        for (atom, key), like in held.shapes().items():
+            states[self.members[self.matrices[atom]].param][key] = like
+
     def storage(self, states: States) -> Shards:
         return Shards([self.members[index] for index in self.matrices], states)
 
@@ -119,9 +129,9 @@ class MeshStepper:
         return [(self.members[i], piece(self.members[i], states[self.members[i].param])) for i in chosen if presence(i)]
 
 
-def _atom(member: Member, group: Mapping[str, Any]) -> Atom:
+def _atom(member: Member, group: Mapping[str, Any], config: FSDP2Config) -> Atom:
     rows, columns = member.param.shape
-    return Atom(member.name, (rows, columns), MATRIX_RULES[member.rule].cost((rows, columns), group))
+    return Atom(member.name, (rows, columns), MATRIX_RULES[member.rule].cost((rows, columns), group, config))
 
 
 class Shards:
@@ -145,7 +155,7 @@ def piece(member: Member, state: Mapping[str, Any]) -> Slices:
     Raises TypeError for a gradient that is not a dense tensor.
     """
     value = local(member.param)
-    shards = {key: local(tensor) for key, tensor in state.items()}
+    shards = {key: local(tensor) for key, tensor in state.items() if not tensor.is_meta}  # the rest is at the owner
     grad = gradient(member.param)
     if grad is None:
         grad = torch.zeros_like(value)

@@ -16,6 +16,7 @@ from lwopt_backend.spelling import nearest, suggestion
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
 BelowOne = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False, strict=True)]
 Finite = Annotated[float, Field(allow_inf_nan=False, strict=True)]
+Aspect = Annotated[float, Field(ge=1, allow_inf_nan=False, strict=True)]
 
 
 class Options(BaseModel):
@@ -53,6 +54,8 @@ class LayerWiseConfig(MuonOptions):
     - ``include`` / ``exclude``: globs on parameter names that overrule the routing by structure; exclude wins.
     - ``allow_no_matrix``: a model without a single matrix parameter is an error unless this is set.
     - ``ns_dtype``: dtype of the Newton-Schulz iteration; torch.optim.Muon's is bfloat16.
+    - ``gram_aspect``: matrices whose longer side is at least this many times the shorter go through Gram Newton-Schulz:
+      the same polynomial from products of the small side only. None: none do; 1.5 is where it starts to pay.
     - ``exchange_dtype``: dtype on the wire; ``auto`` is ``ns_dtype``, with which nothing is lost.
     - ``report``: print the routing and the plan once, on rank 0.
     """
@@ -62,6 +65,7 @@ class LayerWiseConfig(MuonOptions):
     exclude: tuple[str, ...] = ()
     allow_no_matrix: StrictBool = False
     ns_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    gram_aspect: Aspect | None = None
     exchange_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     report: StrictBool = True
 

@@ -51,7 +51,7 @@ def plan_group(
     matrices = None
     if rule in MATRIX_RULES:
         matrices = plan_matrices(
-            [_atom(spec, group) for spec in specs],
+            [_atom(spec, group, config) for spec in specs],
             layout,
             policy=config.policy,
             machine=machine,
@@ -62,9 +62,9 @@ def plan_group(
     return GroupPlan(rule, specs, layout, options, matrices, _state_bytes(group, layout))
 
 
-def _atom(spec: ParamSpec, group: Mapping[str, Any]) -> Atom:
+def _atom(spec: ParamSpec, group: Mapping[str, Any], config: LayerWiseMuonConfig) -> Atom:
     shape = (spec.shape[0], spec.shape[1])
-    return Atom(spec.name, shape, MATRIX_RULES[spec.rule].cost(shape, group))
+    return Atom(spec.name, shape, MATRIX_RULES[spec.rule].cost(shape, group, config))
 
 
 def _state_bytes(group: Mapping[str, Any], layout: FlatPartition) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.config import AdamWOptions, LayerWiseConfig, MuonOptions, Options
-from lwopt_backend.plan.cost import newton_schulz_flops
+from lwopt_backend.plan.cost import gram_flops
 from lwopt_backend.rules import MatrixRule, Muon
 from lwopt_backend.spelling import suggestion
 
@@ -19,12 +19,15 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class MatrixEntry:
-    """A rule for whole matrices. ``build`` makes it from a group's options; ``cost`` is its flops on one matrix."""
+    """A rule for whole matrices. ``build`` makes it from a group's options; ``cost`` is its flops on one matrix.
+
+    ``cost`` takes the matrix's shape, the group's options, and the configuration of all groups.
+    """
 
     name: str
     options: type[Options]
     build: Callable[..., MatrixRule]
-    cost: Callable[[tuple[int, int], Mapping[str, Any]], int]
+    cost: Callable[[tuple[int, int], Mapping[str, Any], LayerWiseConfig], int]
     new_state: Callable[[Tensor, Mapping[str, Any]], State]
     work: str  # what the cost counts, for tables
 
@@ -49,12 +52,16 @@ def _adam_moments(flat: Tensor, options: Mapping[str, Any]) -> State:
     return {"step": torch.zeros(()), **{key: torch.zeros_like(flat) for key in moments}}
 
 
+def _muon_flops(shape: tuple[int, int], options: Mapping[str, Any], config: LayerWiseConfig) -> int:
+    return gram_flops(shape, options["ns_steps"], config.gram_aspect)
+
+
 MATRIX_RULES = {
     "muon": MatrixEntry(
         name="muon",
         options=MuonOptions,
         build=Muon,
-        cost=lambda shape, options: newton_schulz_flops(shape, options["ns_steps"]),
+        cost=_muon_flops,
         new_state=_momentum,
         work="Newton-Schulz",
     ),
@@ -80,6 +87,7 @@ def build_matrix_rule(name: str, group: Mapping[str, Any], config: LayerWiseConf
         **{key: group[key] for key in entry.options.model_fields},
         ns_dtype=getattr(torch, config.ns_dtype),
         exchange_dtype=getattr(torch, config.wire_dtype),
+        gram_aspect=config.gram_aspect,
     )
 
 

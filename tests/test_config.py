@@ -51,6 +51,8 @@ def test_the_entry_of_the_readme_is_understood() -> None:
         ({"ns_steps": 0}, "ns_steps: input should be greater than or equal to 1; found 0"),
         ({"bucket_numel": 0}, "bucket_numel: input should be greater than or equal to 1; found 0"),
         ({"ns_coefficients": [1.0, 2.0]}, "ns_coefficients.2: field required"),
+        ({"gram_aspect": 0.5}, "gram_aspect: input should be greater than or equal to 1; found 0.5"),
+        ({"gram_aspect": True}, "gram_aspect: input should be a valid number; found True"),
         ({"adjust_lr_fn": "orignal"}, "adjust_lr_fn: input should be 'original' or 'match_rms_adamw'; found 'orignal'"),
         ({"policy": "spread"}, "policy: input should be 'auto', 'stay' or 'balance'; found 'spread'"),
         ({"muon_lr": 0.1, "Momentum": 1}, "2 wrong option"),
@@ -139,6 +141,7 @@ def test_groups_are_split_in_halves_and_keep_extra_keys() -> None:
         ({"adamw": 3}, "param group 0: adamw: expected a section of AdamW's options; found 3"),
         ({"betas": (0.9, 0.99)}, "param group 0: 'betas' is AdamW's; write it into the group's section 'adamw'"),
         ({"exclude": ["*"]}, "param group 0: 'exclude' is an option of the whole optimizer, not of a param group"),
+        ({"gram_aspect": 2}, "param group 0: 'gram_aspect' is an option of the whole optimizer"),
         ({"rule": "adamw"}, "param group 0: 'rule' is a key that this optimizer writes itself"),
     ],
 )

@@ -41,10 +41,10 @@ def train(sharded: Sharded, optimizer: Any, steps: range) -> None:
 
 def whole_state(optimizer: Any) -> dict[str, dict[str, torch.Tensor]]:
     names = [name for group in optimizer._names for name in group]
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    state = optimizer.state_dict()["state"]
     return {
-        name: {k: v.full_tensor() if isinstance(v, DTensor) else v.clone() for k, v in optimizer.state[param].items()}
-        for name, param in zip(names, params)
+        name: {k: v.full_tensor() if isinstance(v, DTensor) else v.clone() for k, v in state[index].items()}
+        for index, name in enumerate(names)
     }
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch.optim import _muon
+from torch.utils.flop_counter import FlopCounterMode
 
-from lwopt_backend.rules import Muon, newton_schulz
+from lwopt_backend.config import LayerWiseConfig, MuonOptions
+from lwopt_backend.registry import MATRIX_RULES, build_matrix_rule
+from lwopt_backend.rules import Muon, gram_newton_schulz, newton_schulz
 
 SIMPLE = (3.4445, -4.7750, 2.0315)
 SHAPES = [(48, 63), (63, 48), (32, 32), (1, 7), (7, 1), (200, 3)]
@@ -65,3 +70,102 @@ def test_momentum_and_direction_leave_their_inputs_alone(nesterov: bool) -> None
     direction = rule.direction(grad, state)
     assert torch.allclose(direction, torch.full((4,), 0.1 * 2.0 + 0.9 * 1.1 if nesterov else 1.1))
     assert torch.equal(grad, torch.full((4,), 2.0))
+
+
+def iterate(
+    function: Callable[..., torch.Tensor], matrices: torch.Tensor, dtype: torch.dtype, steps: int = 5
+) -> torch.Tensor:
+    return function(matrices, steps=steps, coefficients=SIMPLE, eps=1e-7, dtype=dtype)
+
+
+def matrices_of(spectrum: str, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    """fp64 matrices of Gaussians, or with given singular values."""
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    if spectrum == "gaussian":
+        return matrices
+    u, values, v = torch.linalg.svd(matrices, full_matrices=False)
+    count = values.size(-1)
+    spectra = {
+        "even in logarithm to 1e-2": torch.logspace(0, -2, count),
+        "even in logarithm to 1e-6": torch.logspace(0, -6, count),
+        "one large": torch.cat([torch.ones(1), torch.full((count - 1,), 1e-3)]),
+        "half zero": (torch.arange(count) < count // 2).float(),
+    }
+    return u @ torch.diag(spectra[spectrum].double()) @ v
+
+
+SPECTRA = ["gaussian", "even in logarithm to 1e-2", "even in logarithm to 1e-6", "one large", "half zero"]
+LONG = [(48, 192), (192, 48), (31, 47), (200, 3), (7, 1), (1, 1), (3, 24, 40), (2, 40, 24)]
+
+
+@pytest.mark.parametrize("spectrum", SPECTRA)
+@pytest.mark.parametrize("shape", LONG, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_gram_newton_schulz_is_the_same_polynomial(spectrum: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """To rounding, which a step makes up to 3.4 times as large: p(0) is the first coefficient."""
+    matrices = matrices_of(spectrum, shape)
+    kept = matrices.clone()
+    for steps in range(1, 8):
+        plain, gram = (iterate(function, matrices, dtype, steps) for function in (newton_schulz, gram_newton_schulz))
+        assert gram.dtype == dtype and gram.shape == matrices.shape
+        torch.testing.assert_close(gram, plain, rtol=0, atol=2 * torch.finfo(dtype).eps * SIMPLE[0] ** steps)
+    assert torch.equal(matrices, kept)
+
+
+@pytest.mark.parametrize("spectrum", SPECTRA)
+@pytest.mark.parametrize("shape", [(96, 144), (144, 96), (96, 384), (384, 96)], ids=str)
+def test_gram_newton_schulz_in_bf16_keeps_singular_values_in_the_band(spectrum: str, shape: tuple[int, int]) -> None:
+    """No value above what Jordan's coefficients allow; and those that exact steps bring to the band are there."""
+    matrix = matrices_of(spectrum, shape)
+    exact = iterate(newton_schulz, matrix, torch.float64)
+    values = torch.linalg.svdvals(iterate(gram_newton_schulz, matrix, torch.bfloat16).double())
+    assert values.max() < 1.25
+    arrived = int((torch.linalg.svdvals(exact) > 0.65).sum())
+    assert (values[:arrived] > 0.55).all()
+
+
+def test_gram_newton_schulz_takes_any_number_of_batch_dimensions() -> None:
+    matrices = matrices_of("gaussian", (2, 3, 40, 24))
+    one_by_one = [iterate(gram_newton_schulz, matrix, torch.float64) for matrix in matrices.flatten(0, 1)]
+    batched = iterate(gram_newton_schulz, matrices, torch.float64)
+    torch.testing.assert_close(batched, torch.stack(one_by_one).view(2, 3, 40, 24), rtol=0, atol=1e-12)
+
+
+def test_gram_newton_schulz_of_zero_is_zero_and_of_a_tiny_matrix_is_orthogonal() -> None:
+    for shape in [(4, 8), (2, 8, 4)]:
+        assert torch.equal(
+            iterate(gram_newton_schulz, torch.zeros(shape), torch.bfloat16), torch.zeros(shape).bfloat16()
+        )
+    tiny = torch.eye(4, 8) * 1e-6
+    assert torch.linalg.svdvals(iterate(gram_newton_schulz, tiny, torch.float32)).min() > 0.6
+
+
+def muon(gram_aspect: float | None, ns_steps: int = 5) -> tuple[Muon, dict[str, object], LayerWiseConfig]:
+    config = LayerWiseConfig(gram_aspect=gram_aspect, ns_steps=ns_steps)
+    group = {key: getattr(config, key) for key in MuonOptions.model_fields}
+    return build_matrix_rule("muon", group, config), group, config
+
+
+@pytest.mark.parametrize("shape", [(30, 20), (20, 30), (4, 30, 20)], ids=str)
+def test_gram_aspect_decides_by_the_sides_which_iteration_a_matrix_takes(shape: tuple[int, ...]) -> None:
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    plain, gram = (iterate(function, matrices, torch.bfloat16) for function in (newton_schulz, gram_newton_schulz))
+    assert not torch.equal(plain, gram)
+    for aspect, expected in [(None, plain), (1.51, plain), (1.5, gram), (1.0, gram)]:
+        assert torch.equal(muon(aspect)[0].transform(matrices), expected), aspect
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 6, 9])
+@pytest.mark.parametrize("aspect", [None, 1.0, 1.5])
+@pytest.mark.parametrize("shape", [(16, 16), (16, 20), (24, 16), (16, 64), (64, 16)], ids=str)
+def test_the_cost_of_a_matrix_is_the_flops_that_its_transform_runs(
+    shape: tuple[int, int], aspect: float | None, steps: int
+) -> None:
+    rule, group, config = muon(aspect, steps)
+    with FlopCounterMode(display=False) as counter:
+        rule.transform(torch.ones(shape))
+    cost = MATRIX_RULES["muon"].cost(shape, group, config)
+    assert cost == counter.get_total_flops()
+    assert isinstance(cost, int)
+    if aspect == 1.5:
+        assert cost <= MATRIX_RULES["muon"].cost(shape, group, LayerWiseConfig())

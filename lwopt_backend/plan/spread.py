@@ -29,9 +29,9 @@ def plan_spread(
     """Plan matrices, given in backward order.
 
     A bucket holds at least ``bucket_matrices`` (by default twice as many as there are ranks), and at most
-    ``bucket_numel`` elements where that is given. Owners are balanced over everything: ``loads`` is the work that each rank
-    has elsewhere, and what it was given in one bucket counts in the next. A matrix that one rank stores whole stays
-    there. ``exchange_layout`` as in ``bucket_split``. Raises ValueError for an unknown one.
+    ``bucket_numel`` elements where that is given. Owners are balanced over everything: ``loads`` is the work that each
+    rank has elsewhere, and what it was given in one bucket counts in the next. A matrix that one rank stores whole
+    stays there. ``exchange_layout`` as in ``bucket_split``. Raises ValueError for an unknown one.
     """
     if exchange_layout not in LAYOUTS:
         raise ValueError(f"unknown layout {exchange_layout!r}; expected one of {', '.join(LAYOUTS)}")

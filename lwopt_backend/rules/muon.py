@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lwopt_backend.rules.gram_newton_schulz import gram_newton_schulz
 from lwopt_backend.rules.newton_schulz import newton_schulz
 
 
@@ -18,7 +19,8 @@ class Muon:
 
     Momentum is the moving average B <- mu B + (1 - mu) G that torch computes (its docstring writes the sum form).
     ``ns_dtype`` is the dtype of the iteration, ``exchange_dtype`` that of what travels; bfloat16 on the wire loses
-    nothing when the iteration is in bfloat16, because it starts with that cast and ends in that dtype.
+    nothing when the iteration is in bfloat16, because it starts with that cast and ends in that dtype. Matrices whose
+    longer side is at least ``gram_aspect`` times the shorter take the cheaper Gram Newton-Schulz; None: none do.
     """
 
     lr: float
@@ -31,6 +33,7 @@ class Muon:
     adjust_lr_fn: str | None
     ns_dtype: torch.dtype = torch.bfloat16
     exchange_dtype: torch.dtype = torch.bfloat16
+    gram_aspect: float | None = None
     state_keys: tuple[str, ...] = ("momentum_buffer",)
 
     def accumulate(self, grad: Tensor, state: Mapping[str, Tensor]) -> None:
@@ -41,7 +44,10 @@ class Muon:
         return grad.lerp(buffer, self.momentum) if self.nesterov else buffer
 
     def transform(self, matrices: Tensor) -> Tensor:
-        return newton_schulz(
+        short, long = sorted(matrices.shape[-2:])
+        gram = self.gram_aspect is not None and long >= self.gram_aspect * short
+        iterate = gram_newton_schulz if gram else newton_schulz
+        return iterate(
             matrices, steps=self.ns_steps, coefficients=self.ns_coefficients, eps=self.eps, dtype=self.ns_dtype
         )
 

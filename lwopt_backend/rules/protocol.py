@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -33,3 +33,14 @@ class MatrixRule(Protocol):
 
     def scale(self, shape: tuple[int, int]) -> float:
         """The factor on the learning rate for a matrix of this shape."""
+
+
+@runtime_checkable
+class OwnerStateRule(Protocol):
+    """A matrix rule that also keeps state of other shapes at the owner, such as SOAP's and Shampoo's factors."""
+
+    def new_owner_state(self, shape: tuple[int, int], device: torch.device) -> dict[str, Tensor]:
+        """Fresh state for a matrix of ``shape``: contiguous fp32 tensors of at least one dimension, by name."""
+
+    def transform_with(self, matrix: Tensor, state: dict[str, Tensor]) -> Tensor:
+        """``transform`` of one matrix, with its owner-held state, which is changed in place."""

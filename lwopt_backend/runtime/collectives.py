@@ -93,14 +93,15 @@ class TorchCollectives:
 
 
 class Alone:
-    """The collectives of a rank that shares nothing: what it holds is whole, and nothing travels."""
+    """The collectives of a rank that shares nothing: what it sends, it receives."""
 
     rank, world_size = 0, 1
 
     def all_to_all(
         self, received: Tensor, sent: Tensor, receive_splits: Sequence[int], send_splits: Sequence[int]
     ) -> Pending:
-        raise AssertionError("a single rank has no bucket to exchange")
+        received.copy_(sent)
+        return _Done()
 
     def all_reduce_max(self, tensor: Tensor) -> Pending:
         return _Done()

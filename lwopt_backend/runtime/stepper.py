@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.plan import MatrixPlan, Segment
-from lwopt_backend.rules import MatrixRule
+from lwopt_backend.rules import MatrixRule, OwnerStateRule
 from lwopt_backend.runtime.bucket_manager import Arrival, BucketManager
 from lwopt_backend.runtime.collectives import Collectives
+from lwopt_backend.runtime.owner_state import OwnerState
 from lwopt_backend.runtime.storage import Slices, Storage
 
 
@@ -50,6 +51,7 @@ class MatrixStepper:
         self._first = [bucket[0] for bucket in plan.buckets]
         self._device = device
         self._batch_numel = batch_numel
+        self.owner_state: OwnerState | None = None  # made by who steps rules that have some
 
     @torch.no_grad()
     def step(
@@ -115,7 +117,7 @@ class MatrixStepper:
         arriving.wait(deliver)
         updates: dict[int, Tensor] = {}
         for batch in self._batches([atom for atom in self._owned[bucket] if run.active(atom)], run.rules):
-            transformed = _transform(run.rules[batch[0]], [matrices.pop(atom) for atom in batch])
+            transformed = self._transform(run.rules[batch[0]], batch, [matrices.pop(atom) for atom in batch])
             updates.update((atom, update.contiguous()) for atom, update in zip(batch, transformed))
 
         def fetch(segment: Segment) -> Tensor | None:
@@ -133,8 +135,16 @@ class MatrixStepper:
             for atom in batch:
                 _advance(run.rules[atom], run.storage.part(atom))
             directions = [run.direction(atom).view(self._atoms[atom].shape).to(self._device) for atom in batch]
-            for atom, update in zip(batch, _transform(run.rules[batch[0]], directions)):
+            for atom, update in zip(batch, self._transform(run.rules[batch[0]], batch, directions)):
                 self._apply(atom, update, run)
+
+    def _transform(self, rule: MatrixRule, atoms: Sequence[int], matrices: Sequence[Tensor]) -> Sequence[Tensor]:
+        if isinstance(rule, OwnerStateRule):
+            assert self.owner_state is not None
+            return [rule.transform_with(matrix, self.owner_state.of(atom)) for atom, matrix in zip(atoms, matrices)]
+        if len(matrices) == 1:
+            return [rule.transform(matrices[0])]
+        return rule.transform(torch.stack(list(matrices))).unbind(0)
 
     def _apply(self, atom: int, update: Tensor, run: _Run) -> None:
         if not run.active(atom):
@@ -186,12 +196,6 @@ def share_out(items: Sequence[int], shares: int) -> list[list[int]]:
     """Consecutive shares of nearly equal length; some may be empty."""
     bounds = [len(items) * i // shares for i in range(shares + 1)]
     return [list(items[low:high]) for low, high in zip(bounds, bounds[1:])]
-
-
-def _transform(rule: MatrixRule, matrices: Sequence[Tensor]) -> Sequence[Tensor]:
-    if len(matrices) == 1:
-        return [rule.transform(matrices[0])]
-    return rule.transform(torch.stack(list(matrices))).unbind(0)
 
 
 def _cut(matrix: Tensor, segment: Segment) -> Tensor:
