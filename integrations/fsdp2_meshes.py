@@ -115,8 +115,12 @@ def describe(name: str, param: Tensor) -> str:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, sharing its memory; a plain tensor itself."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    if not torch.is_grad_enabled():  # as it is in a step, where this is called for every tensor
+        return tensor.to_local()
     with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        return tensor.to_local()
 
 
 def gradient(param: Tensor) -> Tensor | None:

@@ -69,7 +69,9 @@ class EarlyExchange:
             if missing.intersection(self._buckets[bucket]):
                 flags[bucket] = 1
                 continue
-            self._stepper.advance(bucket, rules, storage, lambda atom: True)
+            for atom in self._stepper.held(bucket):
+                part = storage.part(atom)
+                rules[atom].accumulate(part.grad, part.state)
             self._advanced.add(bucket)
             for segment, sent in arrival.sent():
                 part = storage.part(segment.atom)

@@ -43,6 +43,10 @@ class OwnerState:
                 self._like.append(tensor)
         self._plan = _plan_of(self._keys, self._like, plan) if self._keys else None
 
+    def holds(self, atom: int) -> bool:
+        """Whether there is any state of a matrix that this rank owns; of a batch by one rule, all or none have some."""
+        return atom in self._held
+
     def of(self, atom: int) -> dict[str, Tensor]:
         """The state of a matrix that this rank owns; the rule changes it in place."""
         return self._held[atom]

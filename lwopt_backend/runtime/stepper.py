@@ -2,11 +2,11 @@
 
 ::
 
-    bucket 0: momentum, decay; it leaves for its owners
+    bucket 0: momentum; it leaves for its owners
     for every bucket:     the next bucket, likewise           | on the wire
                           a share of the local matrices       | meanwhile
                           this bucket has arrived: its owned matrices, whole -> updates leave for the fragments
-                          the previous bucket's updates are back: applied
+                          the previous bucket's updates are back: decay, and they are applied
 
 Two buckets are in flight at most. Matrices that lie whole at their owner never enter a buffer: they are updated through
 views, one at a time, so the step holds one matrix (or one bucket) of temporaries.
@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.plan import MatrixPlan, Segment
-from lwopt_backend.rules import MatrixRule, OwnerStateRule
+from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime.bucket_manager import Arrival, BucketManager
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.owner_state import OwnerState
-from lwopt_backend.runtime.storage import Slices, Storage
+from lwopt_backend.runtime.storage import Storage
 
 
 def always(atom: int) -> bool:
@@ -67,7 +67,7 @@ class MatrixStepper:
 
         ``rules`` holds one rule per matrix; all rules of a plan exchange in one dtype. A matrix that is not ``active``
         stays as it is; all ranks must say the same of it, except that one may be asked later than another.
-        ``departed`` are buckets whose momentum and decay are done, with their exchange if that has been started.
+        ``departed`` are buckets whose momentum is done, with their exchange if that has been started.
         ``meanwhile`` runs while the first bucket is on the wire.
         """
         run = _Run(rules, storage, active, departed or {})
@@ -84,13 +84,9 @@ class MatrixStepper:
         self._step_local(self._local[-1], run)
         self._apply_returned(returning, run)
 
-    def advance(
-        self, bucket: int, rules: Sequence[MatrixRule], storage: Storage, active: Callable[[int], bool]
-    ) -> None:
-        """Momentum and decay of this rank's pieces of the bucket."""
-        for atom in self._held[bucket]:
-            if active(atom):
-                _advance(rules[atom], storage.part(atom))
+    def held(self, bucket: int) -> Sequence[int]:
+        """The bucket's atoms of which this rank stores a piece."""
+        return self._held[bucket]
 
     def send(self, bucket: int, rules: Sequence[MatrixRule], direction: Callable[[int], Tensor | None]) -> Arrival:
         """Start the bucket's way to its owners with what ``direction`` gives for this rank's piece of an atom."""
@@ -100,9 +96,21 @@ class MatrixStepper:
     def _depart(self, bucket: int, run: _Run) -> Arrival | None:
         if bucket >= len(self._buckets):
             return None
-        if bucket not in run.departed:
-            self.advance(bucket, run.rules, run.storage, run.active)
-        return run.departed.get(bucket) or self.send(bucket, run.rules, run.direction)
+        if bucket in run.departed:
+            return run.departed[bucket] or self.send(bucket, run.rules, run.direction)
+        advanced = set()
+
+        def advance_and_direct(atom: int) -> Tensor | None:
+            """One matrix after the other, so that its momentum is still in the cache when the direction is taken."""
+            run.advance(atom)
+            advanced.add(atom)
+            return run.direction(atom)
+
+        arrival = self.send(bucket, run.rules, advance_and_direct)
+        for atom in self._held[bucket]:
+            if atom not in advanced:  # a copy, which another rank sends
+                run.advance(atom)
+        return arrival
 
     def _update_owned(self, bucket: int, arriving: Arrival | None, run: _Run) -> Arrival:
         assert arriving is not None
@@ -118,7 +126,7 @@ class MatrixStepper:
         updates: dict[int, Tensor] = {}
         for batch in self._batches([atom for atom in self._owned[bucket] if run.active(atom)], run.rules):
             transformed = self._transform(run.rules[batch[0]], batch, [matrices.pop(atom) for atom in batch])
-            updates.update((atom, update.contiguous()) for atom, update in zip(batch, transformed))
+            updates.update(zip(batch, transformed))
 
         def fetch(segment: Segment) -> Tensor | None:
             return _cut(updates[segment.atom], segment) if segment.atom in updates else None
@@ -133,14 +141,13 @@ class MatrixStepper:
     def _step_local(self, atoms: Sequence[int], run: _Run) -> None:
         for batch in self._batches([atom for atom in atoms if run.active(atom)], run.rules):
             for atom in batch:
-                _advance(run.rules[atom], run.storage.part(atom))
+                run.advance(atom)
             directions = [run.direction(atom).view(self._atoms[atom].shape).to(self._device) for atom in batch]
             for atom, update in zip(batch, self._transform(run.rules[batch[0]], batch, directions)):
                 self._apply(atom, update, run)
 
     def _transform(self, rule: MatrixRule, atoms: Sequence[int], matrices: Sequence[Tensor]) -> Sequence[Tensor]:
-        if isinstance(rule, OwnerStateRule):
-            assert self.owner_state is not None
+        if self.owner_state is not None and self.owner_state.holds(atoms[0]):
             return [rule.transform_with(matrix, self.owner_state.of(atom)) for atom, matrix in zip(atoms, matrices)]
         if len(matrices) == 1:
             return [rule.transform(matrices[0])]
@@ -151,6 +158,7 @@ class MatrixStepper:
             return
         value, rule = run.storage.part(atom).value, run.rules[atom]
         update = update.reshape(value.shape).to(value.device)
+        value.mul_(1 - rule.lr * rule.weight_decay)
         value.add_(update, alpha=-rule.lr * rule.scale(self._atoms[atom].shape))
 
     def _batches(self, atoms: Sequence[int], rules: Sequence[MatrixRule]) -> Iterator[list[int]]:
@@ -179,17 +187,18 @@ class _Run:
         self.active = active
         self.departed = departed
 
+    def advance(self, atom: int) -> None:
+        """Take the gradient of this rank's piece into its state, unless the matrix stays as it is."""
+        if self.active(atom):
+            part = self.storage.part(atom)
+            self.rules[atom].accumulate(part.grad, part.state)
+
     def direction(self, atom: int) -> Tensor | None:
         """What the rule's transform needs of this rank's piece; None for a matrix that stays as it is."""
         if not self.active(atom):
             return None
         part = self.storage.part(atom)
         return self.rules[atom].direction(part.grad, part.state)
-
-
-def _advance(rule: MatrixRule, part: Slices) -> None:
-    rule.accumulate(part.grad, part.state)
-    part.value.mul_(1 - rule.lr * rule.weight_decay)
 
 
 def share_out(items: Sequence[int], shares: int) -> list[list[int]]:
@@ -199,6 +208,11 @@ def share_out(items: Sequence[int], shares: int) -> list[list[int]]:
 
 
 def _cut(matrix: Tensor, segment: Segment) -> Tensor:
-    """The segment's elements of a contiguous matrix, as a view of (runs, length)."""
-    begin = matrix.storage_offset() + segment.start
-    return matrix.as_strided((segment.runs, segment.stop - segment.start), (segment.pitch, 1), begin)
+    """The segment's elements: of whole rows or a rectangle a view, however the matrix lies in memory."""
+    columns, length = matrix.shape[1], segment.stop - segment.start
+    row, column = divmod(segment.start, columns)
+    if segment.runs > 1:
+        return matrix[row : row + segment.runs, column : column + length]
+    if column == 0 and length % columns == 0:
+        return matrix[row : row + length // columns]
+    return matrix.reshape(-1)[segment.start : segment.stop]
