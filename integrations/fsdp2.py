@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,9 +26,9 @@ from lwopt_backend.integrations.fsdp2_options import fsdp2_config
 from lwopt_backend.integrations.fsdp2_owner_state import take_owner_state, with_owner_keys, with_owner_state
 from lwopt_backend.integrations.fsdp2_report import show
 from lwopt_backend.integrations.fsdp2_state import check_loadable, new_state, restore_dtypes, with_shards
-from lwopt_backend.integrations.fsdp2_stepper import MeshStepper, step_elementwise_group
+from lwopt_backend.integrations.fsdp2_stepper import MeshStepper, step_elementwise_groups
 from lwopt_backend.param_groups import as_groups
-from lwopt_backend.registry import ELEMENTWISE_RULES, MATRIX_RULES, build_matrix_rule
+from lwopt_backend.registry import MATRIX_RULES, build_matrix_rule
 from lwopt_backend.rules import MatrixRule, OwnerStateRule
 from lwopt_backend.runtime.agreement import agree_in_all
 
@@ -142,7 +143,9 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             parts = zip(self._steppers, rules, storages)
             touched = [self._attachment.touched(number, *part) for number, part in enumerate(parts)]
         presences = [stepper.presence(flags) for stepper, flags in zip(self._steppers, touched)]
-        meanwhile: Callable[[], None] | None = lambda: self._step_elementwise(presences)  # noqa: E731
+        meanwhile: Callable[[], None] | None = partial(
+            step_elementwise_groups, self.param_groups, self._steppers, presences, self.state
+        )
         for number, (stepper, presence) in enumerate(zip(self._steppers, presences)):
             departed: Mapping[int, Any] = {}
             if self._attachment is not None and touched[number] is not None:
@@ -200,16 +203,6 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         for stepper in self._steppers:
             torch.nn.utils.clip_grads_with_norm_([m.param for m in stepper.members], max_norm, norm, foreach=foreach)
         return norm
-
-    def _step_elementwise(self, presences: Sequence[Any]) -> None:
-        for number, rule in enumerate(self._rules):
-            if rule in ELEMENTWISE_RULES:
-                pieces = [
-                    found
-                    for stepper, presence in zip(self._steppers, presences)
-                    for found in stepper.elementwise(number, self.state, presence)
-                ]
-                step_elementwise_group(rule, self.param_groups[number], pieces)
 
     def _ensure_bound(self) -> None:
         """Plan again if the param groups hold other parameters than were planned for."""

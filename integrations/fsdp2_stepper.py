@@ -123,10 +123,10 @@ class MeshStepper:
     def storage(self, states: States) -> Shards:
         return Shards([self.members[index] for index in self.matrices], states)
 
-    def elementwise(self, group: int, states: States, presence: Presence) -> list[tuple[Member, Slices]]:
+    def elementwise(self, group: int, states: States, presence: Presence) -> list[Slices]:
         """This rank's pieces of the element-wise members of a param group that have a gradient somewhere."""
         chosen = [i for i, m in enumerate(self.members) if m.group == group and m.rule in ELEMENTWISE_RULES]
-        return [(self.members[i], piece(self.members[i], states[self.members[i].param])) for i in chosen if presence(i)]
+        return [piece(self.members[i], states[self.members[i].param]) for i in chosen if presence(i)]
 
 
 def _atom(member: Member, group: Mapping[str, Any], config: FSDP2Config) -> Atom:
@@ -165,20 +165,33 @@ def piece(member: Member, state: Mapping[str, Any]) -> Slices:
     return Slices(value, grad.to(dtype), shards)
 
 
-def step_elementwise_group(rule: str, group: Mapping[str, Any], pieces: Sequence[tuple[Member, Slices]]) -> None:
-    """One step of an element-wise param group on this rank's pieces.
+def step_elementwise_groups(
+    groups: Sequence[Mapping[str, Any]],
+    steppers: Sequence[MeshStepper],
+    presences: Sequence[Presence],
+    states: States,
+) -> None:
+    """One step of every element-wise param group, on this rank's pieces of whatever mesh.
 
     Where the state has a wider dtype than the parameter, the step is computed in the state's and rounded at its end.
     """
-    parts = [part for _, part in pieces]
-    wide = [
-        part if part.value.dtype == part.grad.dtype else Slices(part.value.to(part.grad.dtype), part.grad, part.state)
-        for part in parts
-    ]
-    step_elementwise(ELEMENTWISE_RULES[rule].optimizer, elementwise_options(rule, group), wide)
-    for part, computed in zip(parts, wide):
-        if computed is not part:
-            part.value.copy_(computed.value)
+    for number, group in enumerate(groups):
+        if group["rule"] not in ELEMENTWISE_RULES:
+            continue
+        parts = [
+            part for stepper, here in zip(steppers, presences) for part in stepper.elementwise(number, states, here)
+        ]
+        wide = [
+            part
+            if part.value.dtype == part.grad.dtype
+            else Slices(part.value.to(part.grad.dtype), part.grad, part.state)
+            for part in parts
+        ]
+        optimizer = ELEMENTWISE_RULES[group["rule"]].optimizer
+        step_elementwise(optimizer, elementwise_options(group["rule"], group), wide)
+        for part, computed in zip(parts, wide):
+            if computed is not part:
+                part.value.copy_(computed.value)
 
 
 def own_group(mesh: Mesh) -> Collectives:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lwopt_backend.plan import MeshLayout, Sharding, plan_spread
 from lwopt_backend.plan.cost import COSTS
 from lwopt_backend.plan.machine import Machine
 from lwopt_backend.routing import Route
@@ -234,6 +235,18 @@ def test_sharded_engines_exchange_every_matrix(engine: str) -> None:
 
 
 # Other systems
+
+
+def test_fsdp2_is_planned_as_it_is_trained() -> None:
+    """The command's plan and the optimizer's: the same owners and buckets."""
+    study = plan_study(layers(24), Deployment(4), replace(OWNED, engine="fsdp2", bucket_numel=None))
+    (part,) = study.worst.parts
+    backward = list(reversed(part.atoms))
+    layout = MeshLayout(tuple((r,) for r in range(4)), tuple(Sharding(a.shape, (4,), (0,), (False,)) for a in backward))
+    plan = plan_spread(backward, layout)
+    assert part.owners == tuple(reversed(plan.ownership.owners))
+    assert part.loads == plan.ownership.loads
+    assert [list(part.buckets).count(bucket) for bucket in range(len(plan.buckets))] == [*map(len, plan.buckets)]
 
 
 def test_other_systems_by_hand() -> None:

@@ -71,7 +71,8 @@ BucketNumel = Annotated[
     str | None,
     typer.Option(
         metavar="N|none",
-        help="Least elements of a bucket; none is one bucket. Default: 40000000, and 16777216 for zero and fsdp2.",
+        help="Least elements of a bucket; none is one bucket. Default: 40000000, and 16777216 for zero. For fsdp2 the "
+        "most of a bucket; by default it holds twice as many matrices as there are ranks.",
         rich_help_panel=PLAN,
     ),
 ]
@@ -121,7 +122,7 @@ def own_device() -> torch.device:
 def bucket_elements(text: str | None, engine: str) -> int | None:
     """``--bucket-numel`` as a number, or None for one bucket. Raises ValueError."""
     if text is None:
-        return OWNED_BUCKET if engine == "owned" else 2**24
+        return {"owned": OWNED_BUCKET, "fsdp2": None}.get(engine, 2**24)
     if text.lower() == "none":
         return None
     if not text.isdigit() or int(text) < 1:

@@ -69,16 +69,18 @@ class MatrixPlan:
     def wire_bytes(self) -> list[int]:
         """Per rank, the bytes it sends in one step: fragments to owners, and updates back to fragments."""
         sent = [0] * self.layout.world_size
+        compact: list[int] = []
         for number, bucket in enumerate(self.buckets):
             split = self.split(number)
-            if split is not None:
+            if split is None:
+                compact += bucket
+            else:
                 sent = [numel + 2 * split * (len(sent) - 1) for numel in sent]
-                continue
-            for atom, owner, times in self._alike(bucket):
-                for part in self.layout.sources(atom, owner):
-                    sent[part.rank] += part.numel * times if part.rank != owner else 0
-                for part in self.layout.fragments(atom):
-                    sent[owner] += part.numel * times if part.rank != owner else 0
+        for atom, owner, times in self._alike(compact):
+            for part in self.layout.sources(atom, owner):
+                sent[part.rank] += part.numel * times if part.rank != owner else 0
+            for part in self.layout.fragments(atom):
+                sent[owner] += part.numel * times if part.rank != owner else 0
         return [numel * self.element_bytes for numel in sent]
 
     def _alike(self, atoms: Iterable[int]) -> Iterator[tuple[int, int, int]]:

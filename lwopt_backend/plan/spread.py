@@ -87,7 +87,7 @@ def bucket_split(
     if choice == "compact":
         return None
     split = equal_split(bucket, owners, layout)
-    travels = sum(sum(part.numel for part in layout.sources(atom, owners[atom])) for atom in bucket)
+    travels = sum(atoms[atom].numel for atom in bucket)
     return split if choice == "padded" or split * layout.world_size**2 == travels else None
 
 

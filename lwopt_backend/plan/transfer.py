@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from lwopt_backend.plan.storage import Fragment, Layout
@@ -114,10 +114,13 @@ def equal_split(bucket: Sequence[int], owners: Sequence[int], layout: Layout) ->
     A cut gives the first of its parts at least as much as any other, so the rank that holds most of one atom holds most
     of all of them, and the largest fragments of an owner's atoms add up to what that rank sends to it.
     """
+    most: dict[Hashable, int] = {}
     largest: dict[int, int] = {}
     for atom in bucket:
-        most = max(part.numel for part in layout.fragments(atom))
-        largest[owners[atom]] = largest.get(owners[atom], 0) + most
+        kind = layout.kind(atom)
+        if kind not in most:
+            most[kind] = max(part.numel for part in layout.fragments(atom))
+        largest[owners[atom]] = largest.get(owners[atom], 0) + most[kind]
     return max(largest.values())
 
 

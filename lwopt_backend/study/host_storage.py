@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from lwopt_backend.plan.buffers.compact import plan_compact
-from lwopt_backend.plan.buffers.layout import BufferPlan
+from lwopt_backend.plan.buffers.layout import BufferPlan, aligned_shard
 from lwopt_backend.plan.buffers.step import BucketTime, Elements, bucket_work, schedule
 from lwopt_backend.plan.build import plan_matrices
 from lwopt_backend.plan.machine import StepTime, gather_seconds
 from lwopt_backend.plan.matrix_plan import MatrixPlan
+from lwopt_backend.plan.mesh import MeshLayout, Sharding
+from lwopt_backend.plan.spread import plan_spread
 from lwopt_backend.plan.storage import FlatPartition
 from lwopt_backend.plan.types import Atom
 from lwopt_backend.study.part import Collective, Part, RankMemory, Setting, owned_atoms, workspace
@@ -91,9 +94,34 @@ def _zero_traffic(setting: Setting, numel: int, ranks: int) -> list[Collective]:
     ]
 
 
+def fsdp2_plan(atoms: Sequence[Atom], ranks: int, bucket_numel: int | None) -> BufferPlan:
+    """What ``LayerWiseOptimizer`` plans for ``atoms``, in the model's order, with rows over ``ranks`` ranks."""
+    backward = list(reversed(atoms))
+    shardings = tuple(Sharding(atom.shape, (ranks,), (0,), (False,)) for atom in backward)
+    layout = MeshLayout(tuple((rank,) for rank in range(ranks)), shardings)
+    plan = plan_spread(backward, layout, bucket_numel=bucket_numel)
+    bucket_of = {atom: bucket for bucket, members in enumerate(plan.buckets) for atom in members}
+    buckets = list(accumulate((bucket_of.get(atom, 0) for atom in range(len(backward))), max))
+    fullest = [[0] * ranks for _ in range(max(buckets) + 1)]
+    for atom, owner, bucket in zip(backward, plan.ownership.owners, buckets):
+        fullest[bucket][owner] += atom.numel
+    return BufferPlan(
+        "compact",
+        "balanced over buckets",
+        tuple(atoms),
+        ranks,
+        tuple(reversed(plan.ownership.owners)),
+        tuple(reversed(buckets)),
+        tuple(aligned_shard(max(shards), ranks) for shards in fullest),
+    )
+
+
 def sharded_part(name: str, atoms: Sequence[Atom], ranks: int, setting: Setting) -> Part:
     """ZeRO-3 and FSDP2: every matrix is spread over all ranks, so all of them travel to owners and back."""
-    plan = plan_compact(atoms, ranks, bucket_numel=setting.bucket_numel or EXCHANGE_BUCKET)
+    if setting.engine == "fsdp2":
+        plan = fsdp2_plan(atoms, ranks, setting.bucket_numel)
+    else:
+        plan = plan_compact(atoms, ranks, bucket_numel=setting.bucket_numel or EXCHANGE_BUCKET)
     e = fsdp2_elements() if setting.engine == "fsdp2" else setting.elements
     shard, share = -(-plan.numel // ranks), (ranks - 1) / ranks
     # A rank sends its piece of every matrix that is not its own, and as an owner all other ranks' pieces of the update.
