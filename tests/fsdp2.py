@@ -88,16 +88,19 @@ def shard_tensor_parallel(model: nn.Module, **kwargs: Any) -> Sharded:
 
 def shard_experts(model: nn.Module, **kwargs: Any) -> Sharded:
     """Expert parallel 2 on 4 ranks: layers.2 is another expert on every second rank, sharded over its own mesh."""
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
-
     mesh = mesh_of(2, 2, names=("expert_dp", "expert"))
     dense = mesh_of(4)
     expert = model.layers[2]
-    expert_mesh = FSDPMeshInfo(mesh["expert_dp"], shard_mesh_dim=0)
     with torch.no_grad():
         for param in expert.parameters():
             param.add_(0.01 * mesh.get_local_rank("expert"))
-    fully_shard(expert, mesh=dense, shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), expert_mesh), **kwargs)
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+    except ImportError:  # torch before 2.13: a mesh per module, not per parameter
+        fully_shard(expert, mesh=mesh["expert_dp"], **kwargs)
+    else:
+        placement = ShardPlacementResult(Shard(0), FSDPMeshInfo(mesh["expert_dp"], shard_mesh_dim=0))
+        fully_shard(expert, mesh=dense, shard_placement_fn=lambda param: placement, **kwargs)
     for layer in layers_of(model):
         if layer is not expert:
             fully_shard(layer, mesh=dense, **kwargs)
@@ -106,7 +109,7 @@ def shard_experts(model: nn.Module, **kwargs: Any) -> Sharded:
 
 
 def shard_roots(model: nn.Module, **kwargs: Any) -> Sharded:
-    """Two roots side by side, nothing around them; the rest is sharded by a third."""
+    """Four roots side by side and nothing around them; FSDP2 unties weights that two of them share."""
     world_size = dist.get_world_size()
     mesh = mesh_of(world_size)
     for part in (model.embedding, model.layers, model.gate, model.lm_head):

@@ -23,44 +23,6 @@ from tests.fsdp2 import (
 )
 from tests.models import UnevenLM, batch
 from tests.ranks import RankPool
-from tests.zero import newton_schulz_in_float32
-
-
-def train_on_own_rows(sharding: str, mode: str) -> float:
-    """Every rank computes its part of the batch, one process all of it; Newton-Schulz in fp32 on both sides."""
-    sharded = shard(sharding, mode)
-    optimizer = layer_wise(sharded.model, ns_dtype="float32")
-    twin = Twin(sharded.model)
-    reference = UnevenLM(hidden=(64, 40) if sharding in ("columns", "tensor parallel") else (63, 41))
-    if mode.startswith("attach"):
-        optimizer.attach(sharded.model)
-    with newton_schulz_in_float32():
-        for step in range(5):
-            backward(sharded, step, mode)
-            optimizer.step()
-            optimizer.zero_grad()
-            with torch.no_grad():
-                for name, param in reference.named_parameters():
-                    param.copy_(twin.params[name])
-            loss = reference(*batch(step, 8))
-            for (name, _), grad in zip(
-                reference.named_parameters(), torch.autograd.grad(loss, list(reference.parameters()))
-            ):
-                twin.params[name].grad = grad
-            for inner in twin.optimizers:
-                inner.step()
-    return twin.difference(sharded.model)
-
-
-@pytest.mark.parametrize("ranks", [4], indirect=True, ids=["4ranks"])
-@pytest.mark.parametrize("mode", ["fp32", "accumulation", "CPU offload", "activation checkpointing", "attach"])
-@pytest.mark.parametrize(
-    "sharding", ["rows", "hybrid", "columns", "tensor parallel", "several roots", "ignored_params"]
-)
-def test_ranks_with_their_own_rows_equal_one_process_within_rounding(ranks: RankPool, sharding: str, mode: str) -> None:
-    """Gradients are sums in another order: relative 1e-7, which AdamW's first steps (g / |g|) and Newton-Schulz amplify
-    by up to the condition of small gradients; a step moves a weight by up to 0.03."""
-    assert max(ranks.run(train_on_own_rows, sharding, mode)) < 2e-5
 
 
 def groups_with_their_own_rates() -> tuple[list[tuple[str, float, float]], float]:

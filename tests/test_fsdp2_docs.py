@@ -1,0 +1,58 @@
+"""What docs/fsdp2.md shows is true: its script runs, its table is the tests' table, its options are the code's."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from lwopt_backend.config import FSDP2Config, LayerWiseConfig
+from tests.fsdp2 import MODES, SHARDINGS
+from tests.launcher import ROOT, run_on_cpu
+
+PAGE = (ROOT / "docs" / "fsdp2.md").read_text()
+
+
+def test_the_script_runs_as_printed(tmp_path: Path) -> None:
+    ((name, script),) = re.findall(r"^```python (\S+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    ((command,),) = [re.findall(r"^```bash run\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)]
+    (tmp_path / name).write_text(script)
+    finished = run_on_cpu(command.replace("torchrun", f"{sys.executable} -m torch.distributed.run"), tmp_path)
+    assert finished.returncode == 0, finished.stdout
+    (loss,) = re.findall(r"loss (\d\.\d+) after 40 steps", finished.stdout)
+    assert float(loss) < 2.0
+    assert "Routing: 4 of 11 trained parameters are matrices" in finished.stdout
+
+
+def test_the_support_table_is_the_tests_table() -> None:
+    section = PAGE[PAGE.index("## What works") : PAGE.index("## How a step goes")]
+    header, _, *rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")]
+    assert [cell.strip("| ") for cell in header if cell.strip("| ")] == list(SHARDINGS)
+    assert [row[0] for row in rows] == list(MODES)
+    for mode, *cells in rows:
+        expected = {"~"} if mode == "bf16 parameters" else {"0.0", "untied"}
+        assert len(cells) == len(SHARDINGS) and set(cells) <= expected
+        assert [sharding for sharding, cell in zip(SHARDINGS, cells) if cell == "untied"] == (
+            ["several roots"] if mode == "tied" else []
+        )
+
+
+def test_every_option_is_in_the_table() -> None:
+    table = PAGE[PAGE.index("## Options") : PAGE.index("## Measured")]
+    named = {name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    own = set(FSDP2Config.model_fields) - set(LayerWiseConfig.model_fields)
+    assert named >= own | {"include", "exclude", "allow_no_matrix", "report"}
+    assert named <= {"matrix", "lr", "elementwise", "elementwise_lr", "params", "sharded_later"} | set(
+        FSDP2Config.model_fields
+    )
+
+
+def test_links_lead_somewhere() -> None:
+    for page in (ROOT / "docs" / "fsdp2.md", ROOT / "docs" / "fsdp2_hugging_face.md"):
+        text = page.read_text()
+        headings = {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in re.findall(r"^#+ (.*)$", text, re.M)}
+        for target in re.findall(r"\]\(([^)]+)\)", text):
+            if target.startswith("#"):
+                assert target[1:] in headings, target
+            else:
+                assert (page.parent / target.partition("#")[0]).exists(), target
