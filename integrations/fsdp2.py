@@ -96,6 +96,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
 
     def _bind(self, exchange: Exchange) -> None:
         """Plan for the parameters that the param groups hold now, and make their state. Called on all ranks."""
+        self._names = self._names_of_held()
         order = {name: position for position, name in enumerate(self._grouping.names.values())}
         self._steppers = bind(exchange, self.param_groups, self._names, order, self.config)
         self._bound = [list(group["params"]) for group in self.param_groups]
@@ -104,8 +105,21 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         for stepper in self._steppers:
             stepper.make_owner_state(of_groups, self.state)
         self._different = hold_different_parameters(self._steppers)
+        if self._attachment is not None and self._attachment.is_on:
+            self._attachment.remove()
+            self._attachment = Attachment(self._steppers, self._matrix_rules, lambda: self.state)
         if self.config.report and exchange[-1][1].rank == 0:
             show(self._grouping.routes, self._steppers)
+
+    def _names_of_held(self) -> list[list[str]]:
+        """The parameters' names: by the parameters as they were planned for, or by place if others took their places."""
+        known = {id(p): n for params, names in zip(self._bound, self._names) for p, n in zip(params, names)}
+        held = [group["params"] for group in self.param_groups]
+        if all(id(param) in known for params in held for param in params):
+            return [[known[id(param)] for param in params] for params in held]
+        if [len(params) for params in held] != [len(names) for names in self._names]:
+            raise RuntimeError(f"{NAME}: the param groups hold parameters that it was not made with; make a new one")
+        return self._names
 
     def _make_state(self) -> None:
         """State for every parameter before the first step, so that no checkpoint lacks any; what is there stays."""
@@ -114,6 +128,9 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             for param in group["params"]:
                 state[param] = before.get(param) or new_state(rule, param.detach(), group, self.config)
         self.state, self._stated = state, list(state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(f"{NAME} holds process groups and cannot be copied or pickled; use state_dict()")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only for the base class's constructor. Raises RuntimeError afterwards: the plan knows no later parameters."""
@@ -199,7 +216,8 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         if those have copies, and together with theirs if they have others (experts).
         """
         self._ensure_bound()
-        norm = total_norm(self._steppers, self._different, norm_type, error_if_nonfinite, foreach)
+        presences = [stepper.presence() for stepper in self._steppers]
+        norm = total_norm(self._steppers, presences, self._different, norm_type, error_if_nonfinite, foreach)
         for stepper in self._steppers:
             torch.nn.utils.clip_grads_with_norm_([m.param for m in stepper.members], max_norm, norm, foreach=foreach)
         return norm
@@ -239,8 +257,14 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             check_loadable(state_dict, self.param_groups, self._names, self._rules, expected)
             state_dict = with_shards(state_dict, self.param_groups, expected)
             state_dict = take_owner_state(state_dict, self._steppers, self._bound)
+            if not state_dict["state"]:  # saved before there was any: begin anew
+                self.state = {}
+                self._make_state()
         made = {param: dict(state) for param, state in self.state.items()}
+        options = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         super().load_state_dict(state_dict)
-        for group, rule in zip(self.param_groups, self._rules):
+        for group, before, rule in zip(self.param_groups, options, self._rules):
+            for key in before.keys() - group.keys():  # a checkpoint from before there was this option
+                group[key] = before[key]
             group["rule"] = rule
         restore_dtypes(self, made, state_dict)

@@ -36,11 +36,10 @@ class Attachment:
                     self._handles.append(stepper.members[index].param.register_post_accumulate_grad_hook(hook))
 
     def _hook(self, number: int, stepper: MeshStepper, atom: int) -> Callable[[Tensor], None]:
-        def ready(param: Tensor) -> None:
-            rules = stepper.rules_of(self._rules())
-            self._early[number].ready(atom, rules, stepper.storage(self._states()))
+        def now() -> tuple[Sequence[MatrixRule], Shards]:
+            return stepper.rules_of(self._rules()), stepper.storage(self._states())
 
-        return ready
+        return lambda param: self._early[number].ready(atom, now)
 
     def touched(self, number: int, stepper: MeshStepper, rules: Sequence[MatrixRule], storage: Shards) -> Tensor | None:
         """Per bucket of a stepper, whether what has left is not what the step would send; None where nothing leaves."""
@@ -51,6 +50,10 @@ class Attachment:
 
     def settle(self, number: int, touched: Sequence[int]) -> Mapping[int, Any]:
         return self._early[number].settle(touched) if number in self._early else {}
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self._handles)
 
     def remove(self) -> None:
         for handle in self._handles:

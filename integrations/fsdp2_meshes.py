@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -22,6 +23,7 @@ class Mesh:
     ranks: tuple[int, ...]
     shape: tuple[int, ...]
     device_type: str
+    handle: DeviceMesh = field(compare=False, repr=False)
 
     @property
     def order(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
@@ -58,7 +60,7 @@ def mesh_of(param: Tensor) -> Mesh | None:
     if not isinstance(param, DTensor):
         return None
     ranks = param.device_mesh.mesh
-    return Mesh(tuple(ranks.flatten().tolist()), tuple(ranks.shape), param.device_mesh.device_type)
+    return Mesh(tuple(ranks.flatten().tolist()), tuple(ranks.shape), param.device_mesh.device_type, param.device_mesh)
 
 
 def meshes_of(params: Iterable[Tensor]) -> list[Mesh]:
@@ -83,6 +85,12 @@ def sharding_of(name: str, param: Tensor) -> Sharding:
     coordinate = param.device_mesh.get_coordinate()
     if coordinate is None:
         raise ValueError(f"{describe(name, param)}: this rank is not in the mesh")
+    for dim, place in enumerate(coordinate):
+        if param.device_mesh.get_local_rank(dim) != place:
+            raise ValueError(
+                f"{describe(name, param)}: the mesh's ranks do not ascend along dimension {dim}; this rank is at place "
+                f"{place} of the mesh and {param.device_mesh.get_local_rank(dim)} of its group, and FSDP2 goes by that"
+            )
     planned, found = sharding.local_shape(tuple(coordinate)), tuple(local(param).shape)
     if planned != found:
         raise ValueError(
@@ -123,13 +131,16 @@ def local(tensor: Tensor) -> Tensor:
         return tensor.to_local()
 
 
-def gradient(param: Tensor) -> Tensor | None:
-    """This rank's part of a gradient, laid out as the parameter is; None if there is none."""
+def gradient(name: str, param: Tensor) -> Tensor | None:
+    """This rank's part of a gradient, laid out as the parameter is; None if there is none.
+
+    Raises TypeError for a plain gradient of a DTensor.
+    """
     grad = param.grad
     if grad is None or not isinstance(param, DTensor):
         return grad
     if not isinstance(grad, DTensor):
-        raise TypeError(f"{describe('', param)}: expected a DTensor gradient, found a plain tensor")
+        raise TypeError(f"{describe(name, param)}: expected a DTensor gradient, found a plain tensor")
     if grad.placements != param.placements:  # e.g. still to be summed; the same on all ranks, as it is by the model
         grad = grad.redistribute(param.device_mesh, param.placements)
     return grad.to_local()

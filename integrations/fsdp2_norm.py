@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from lwopt_backend.integrations.fsdp2_meshes import gradient, local
 from lwopt_backend.integrations.fsdp2_stepper import Member, MeshStepper
+from lwopt_backend.runtime.presence import Presence
 
 
 def hold_different_parameters(steppers: Sequence[MeshStepper]) -> list[bool]:
@@ -37,6 +38,7 @@ def hold_different_parameters(steppers: Sequence[MeshStepper]) -> list[bool]:
 
 def total_norm(
     steppers: Sequence[MeshStepper],
+    presences: Sequence[Presence],
     different: Sequence[bool],
     norm_type: float,
     error_if_nonfinite: bool,
@@ -50,7 +52,7 @@ def total_norm(
     if norm_type == float("inf"):
         total = _largest_element(steppers)
     else:
-        norms = [_norm([m.param for m in stepper.members], norm_type, foreach) for stepper in steppers]
+        norms = [_norm(*pair, norm_type, foreach) for pair in zip(steppers, presences)]
         if any(_partial(steppers)):
             norms = _with_other_ranks(steppers, different, norms, norm_type)
         total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
@@ -64,7 +66,7 @@ def total_norm(
 
 def _largest_element(steppers: Sequence[MeshStepper]) -> Tensor:
     """The infinity norm. torch's own fails on ranks that hold an empty part, and leaves the others waiting."""
-    grads = [gradient(m.param) for stepper in steppers for m in stepper.members]
+    grads = [gradient(m.name, m.param) for stepper in steppers for m in stepper.members]
     largest = [grad.abs().max().float() for grad in grads if grad is not None and grad.numel()]
     everywhere = _largest(steppers)
     total = torch.stack(largest).max() if largest else torch.zeros(())
@@ -73,9 +75,14 @@ def _largest_element(steppers: Sequence[MeshStepper]) -> Tensor:
     return total
 
 
-def _norm(params: Sequence[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
-    grads = [param.grad for param in params if param.grad is not None]
-    norm = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach) if grads else torch.tensor(0.0)
+def _norm(stepper: MeshStepper, presence: Presence, norm_type: float, foreach: bool | None) -> Tensor:
+    """Of a stepper's gradients that some rank has; torch's norm is a collective, so all ranks take part with them."""
+    params = [member.param for index, member in enumerate(stepper.members) if presence(index)]
+    presence.finish()
+    grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
+    if not grads:
+        return torch.zeros((), device=stepper.device)
+    norm = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 

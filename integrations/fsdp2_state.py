@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -48,18 +49,25 @@ def check_loadable(
         )
     if not state_dict["state"]:
         return  # saved by an optimizer that had not made its state yet
+    missing = []
     for theirs_group, group, group_names in zip(saved, groups, names):
         for index, param, name in zip(theirs_group["params"], group["params"], group_names):
-            _check_state(state_dict["state"].get(index), made[param], name, param)
+            found = state_dict["state"].get(index)
+            if found:
+                _check_state(found, made[param], name, param)
+            else:
+                missing.append(name)
+    if missing:
+        warnings.warn(f"the checkpoint has no state of {missing}; theirs is left as it is", stacklevel=3)
 
 
-def _check_state(found: Mapping[str, Any] | None, expected: Mapping[str, Any], name: str, param: Tensor) -> None:
+def _check_state(found: Mapping[str, Any], expected: Mapping[str, Any], name: str, param: Tensor) -> None:
     where = f"the checkpoint's state of {describe(name, param)}"
-    keys = sorted(found) if found is not None else []
+    keys = sorted(found)
     if keys != sorted(expected):
         raise ValueError(f"{where}: expected {sorted(expected)}, found {keys}")
     for key, tensor in expected.items():
-        value = found[key]  # type: ignore[index]
+        value = found[key]
         if not isinstance(value, Tensor):
             if tensor.ndim == 0:
                 continue  # a counter that was saved as a number

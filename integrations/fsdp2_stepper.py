@@ -156,12 +156,12 @@ def piece(member: Member, state: Mapping[str, Any]) -> Slices:
     """
     value = local(member.param)
     shards = {key: local(tensor) for key, tensor in state.items() if not tensor.is_meta}  # the rest is at the owner
-    grad = gradient(member.param)
+    grad = gradient(member.name, member.param)
     if grad is None:
         grad = torch.zeros_like(value)
     if grad.layout != torch.strided:
         raise TypeError(f"{describe(member.name, member.param)}: expected a dense gradient, found {grad.layout}")
-    dtype = next((shard.dtype for shard in shards.values() if shard.ndim or not value.ndim), value.dtype)
+    dtype = next((s.dtype for key, s in shards.items() if key != "step" and s.shape == value.shape), value.dtype)
     return Slices(value, grad.to(dtype), shards)
 
 
@@ -196,4 +196,4 @@ def step_elementwise_groups(
 
 def own_group(mesh: Mesh) -> Collectives:
     """The exchange group of a mesh, a communicator of its own. Called on all its ranks."""
-    return TorchCollectives.over(mesh.ranks) if len(mesh.ranks) > 1 else Alone()
+    return TorchCollectives.over(mesh.ranks, mesh.handle.get_all_groups()) if len(mesh.ranks) > 1 else Alone()

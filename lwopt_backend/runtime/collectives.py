@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -38,7 +39,32 @@ class Collectives(Protocol):
         """Every rank's ``value``, in rank order, on every rank."""
 
 
-_OWN_GROUPS: dict[tuple[int, ...], dist.ProcessGroup] = {}
+_OWN_GROUPS: list[tuple[Any, list[int], dist.ProcessGroup]] = []  # the default group, ranks, and the group for them
+
+
+def _even_out(along: Sequence[dist.ProcessGroup]) -> None:
+    """Make the ranks that ``along`` connects know equally many groups.
+
+    torch names a group that only its members make by their ranks and by how many groups this rank knows. If ranks know
+    different numbers of groups they would wait for each other under different names. A group of one takes nothing.
+    """
+    known = dist.distributed_c10d._world.pg_names
+    most = len(known)
+    for group in along:
+        counts: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(counts, most, group=group)
+        most = max(counts)
+    while len(known) < most:
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """What the group waits for its members, where its backend says; None is torch's default."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if getattr(options, "_timeout", None) is not None:
+            return options._timeout
+    return None
 
 
 class TorchCollectives:
@@ -59,15 +85,32 @@ class TorchCollectives:
         return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
     @classmethod
-    def over(cls, ranks: Sequence[int]) -> TorchCollectives:
+    def over(cls, ranks: Sequence[int], along: Sequence[dist.ProcessGroup]) -> TorchCollectives:
         """Over a process group of its own for these global ranks, which all of them call for, and no others have to.
 
-        Made once and kept: a process group is a communicator, threads and memory. Ranks in it count from the lowest.
+        ``along`` are existing groups, one per dimension of the mesh of these ranks, through which all of them reach
+        each other. Made once and kept: a process group is a communicator, threads and memory. Ranks in it count from the
+        lowest. Where NCCL cannot make one without the other ranks, the mesh's only dimension lends its own.
         """
-        key = (id(dist.group.WORLD), *sorted(ranks))
-        if key not in _OWN_GROUPS:
-            _OWN_GROUPS[key] = dist.new_group(sorted(ranks), use_local_synchronization=True)
-        return cls(_OWN_GROUPS[key])
+        ranks = sorted(ranks)
+        for world, members, group in _OWN_GROUPS:
+            if world is dist.group.WORLD and members == ranks:
+                return cls(group)
+        if len(ranks) == dist.get_world_size():
+            group = dist.new_group(ranks, timeout=_timeout(along[0]))
+        elif getattr(dist.group.WORLD, "bound_device_id", None) is not None:
+            # NCCL splits the default group's communicator then, which takes all ranks of it.
+            if len(along) > 1:
+                raise ValueError(
+                    f"no communicator can be made for ranks {ranks}, some of {dist.get_world_size()}: "
+                    "init_process_group was given a device_id; leave it out"
+                )
+            group = along[0]
+        else:
+            _even_out(along)
+            group = dist.new_group(ranks, timeout=_timeout(along[0]), use_local_synchronization=True)
+        _OWN_GROUPS.append((dist.group.WORLD, ranks, group))
+        return cls(group)
 
     def reduce_scatter(self, mine: Tensor, sent: Tensor) -> None:
         """Sum ``sent`` over all ranks; ``mine`` becomes this rank's equal part of the sum."""

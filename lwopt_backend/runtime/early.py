@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -36,10 +36,11 @@ class EarlyExchange:
         self._penalty = 1
 
     @torch.no_grad()
-    def ready(self, atom: int, rules: Sequence[MatrixRule], storage: Storage) -> None:
+    def ready(self, atom: int, now: Callable[[], tuple[Sequence[MatrixRule], Storage]]) -> None:
         """Take note that an atom's gradient is there. Called on all ranks, for the same atoms in the same order.
 
-        A gradient that is ready for the second time belongs to another micro-batch: what has left is stale.
+        ``now`` gives the rules and the storage of this moment; only the last atom of a bucket asks. A gradient that is
+        ready for the second time belongs to another micro-batch: what has left is stale.
         """
         bucket = self._bucket_of.get(atom)
         if bucket is None or self._pause:
@@ -48,6 +49,7 @@ class EarlyExchange:
             self.forget()
         self._waiting[bucket].discard(atom)
         if not self._waiting[bucket]:
+            rules, storage = now()
             self._departed[bucket] = self._stepper.send(
                 bucket, rules, lambda index: preview(rules[index], storage, index)
             )

@@ -156,10 +156,14 @@ class MatrixStepper:
     def _apply(self, atom: int, update: Tensor, run: _Run) -> None:
         if not run.active(atom):
             return
-        value, rule = run.storage.part(atom).value, run.rules[atom]
+        part, rule = run.storage.part(atom), run.rules[atom]
+        # Where the state is wider than the weight, the step is computed in the state's dtype and rounded once.
+        value = part.value if part.value.dtype == part.grad.dtype else part.value.to(part.grad.dtype)
         update = update.reshape(value.shape).to(value.device)
         value.mul_(1 - rule.lr * rule.weight_decay)
         value.add_(update, alpha=-rule.lr * rule.scale(self._atoms[atom].shape))
+        if value is not part.value:
+            part.value.copy_(value)
 
     def _batches(self, atoms: Sequence[int], rules: Sequence[MatrixRule]) -> Iterator[list[int]]:
         """Atoms of equal shape and rule together, at most ``batch_numel`` elements at a time."""
