@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +89,14 @@ def build_matrix_rule(name: str, group: Mapping[str, Any], config: LayerWiseConf
         exchange_dtype=getattr(torch, config.wire_dtype),
         gram_aspect=config.gram_aspect,
     )
+
+
+def build_matrix_rules(
+    rules: Sequence[str], groups: Sequence[Mapping[str, Any]], config: LayerWiseConfig
+) -> dict[int, MatrixRule]:
+    """By a param group's number, its matrix rule with the hyperparameters that the group has now."""
+    named = enumerate(zip(rules, groups))
+    return {number: build_matrix_rule(rule, group, config) for number, (rule, group) in named if rule in MATRIX_RULES}
 
 
 def elementwise_options(name: str, group: Mapping[str, Any]) -> dict[str, Any]:

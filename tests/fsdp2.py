@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,7 @@ class Sharded:
     plain: tuple[str, ...] = ()  # names of parameters that FSDP2 ignores, whose gradients the test averages itself
 
 
+@functools.cache  # a mesh makes process groups, and the pool's ranks live long
 def mesh_of(*shape: int, names: tuple[str, ...] = ("dp",)) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 

@@ -106,5 +106,5 @@ def test_links_and_pictures_lead_somewhere() -> None:
 
 def test_the_tree_in_the_docs_is_the_tree() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
-    for path in [*(ROOT / "lwopt_backend").rglob("*.py"), *(ROOT / "integrations").glob("*.py")]:
+    for path in [*(ROOT / "lwopt_backend").rglob("*.py"), *(ROOT / "integrations").rglob("*.py")]:
         assert path.name == "__init__.py" or path.name in text, path

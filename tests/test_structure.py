@@ -66,7 +66,7 @@ def test_torch_distributed_has_one_door() -> None:
     """Its collectives; FSDP2 and its DTensors are a host, and read where hosts are."""
     for path in set(files(PACKAGE, ROOT / "integrations")) - {PACKAGE / "runtime" / "collectives.py"}:
         used = {module for module in imports(path) if within(module, "torch.distributed")}
-        host = path.parent == ROOT / "integrations" and path.name.startswith("fsdp2")
+        host = path.parent == ROOT / "integrations" / "fsdp2"
         assert not used or (host and all(within(module, *FSDP2) for module in used)), (path, used)
 
 
@@ -85,9 +85,10 @@ def test_importing_the_package_imports_no_host() -> None:
 def test_the_packages_list_is_complete() -> None:
     tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML")
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    folders = {"lwopt_backend": PACKAGE, "lwopt_backend.integrations": ROOT / "integrations"}
-    for init in PACKAGE.rglob("__init__.py"):
-        folders[".".join(init.parent.relative_to(ROOT).parts)] = init.parent
+    folders = {"lwopt_backend": PACKAGE}
+    for init in [*PACKAGE.rglob("__init__.py"), *(ROOT / "integrations").rglob("__init__.py")]:
+        parts = init.parent.relative_to(ROOT).parts
+        folders[".".join(parts if parts[0] == "lwopt_backend" else ("lwopt_backend", *parts))] = init.parent
     assert sorted(listed) == sorted(folders)
     assert all(any(folder.glob("*.py")) for folder in folders.values())
 

@@ -89,8 +89,8 @@ class TorchCollectives:
         """Over a process group of its own for these global ranks, which all of them call for, and no others have to.
 
         ``along`` are existing groups, one per dimension of the mesh of these ranks, through which all of them reach
-        each other. Made once and kept: a process group is a communicator, threads and memory. Ranks in it count from the
-        lowest. Where NCCL cannot make one without the other ranks, the mesh's only dimension lends its own.
+        each other. Made once and kept: a process group is a communicator, threads and memory. Ranks in it count from
+        the lowest. Where NCCL cannot make one without the other ranks, the mesh's only dimension lends its own.
         """
         ranks = sorted(ranks)
         for world, members, group in _OWN_GROUPS:

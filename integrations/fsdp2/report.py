@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from lwopt_backend import report
-from lwopt_backend.integrations.fsdp2_state import state_bytes
-from lwopt_backend.integrations.fsdp2_stepper import MeshStepper
+from lwopt_backend.integrations.fsdp2.state import state_bytes
+from lwopt_backend.integrations.fsdp2.stepper import MeshStepper
 from lwopt_backend.registry import MATRIX_RULES
 from lwopt_backend.routing import Route
 

@@ -17,18 +17,24 @@ from torch import Tensor, nn
 
 from lwopt_backend.config import FSDP2Config, MuonOptions
 from lwopt_backend.grouping import Grouping, group_parameters
-from lwopt_backend.integrations.fsdp2_attach import Attachment
-from lwopt_backend.integrations.fsdp2_binding import NAME, Exchange, bind, exchange_groups
-from lwopt_backend.integrations.fsdp2_late import StateOnceSharded, check_sharded
-from lwopt_backend.integrations.fsdp2_meshes import reshard
-from lwopt_backend.integrations.fsdp2_norm import hold_different_parameters, total_norm
-from lwopt_backend.integrations.fsdp2_options import fsdp2_config
-from lwopt_backend.integrations.fsdp2_owner_state import take_owner_state, with_owner_keys, with_owner_state
-from lwopt_backend.integrations.fsdp2_report import show
-from lwopt_backend.integrations.fsdp2_state import check_loadable, new_state, restore_dtypes, with_shards
-from lwopt_backend.integrations.fsdp2_stepper import MeshStepper, step_elementwise_groups
+from lwopt_backend.integrations.fsdp2.attach import Attachment, check_is_of
+from lwopt_backend.integrations.fsdp2.binding import NAME, Exchange, bind, exchange_groups, names_of
+from lwopt_backend.integrations.fsdp2.late import StateOnceSharded, check_sharded, same
+from lwopt_backend.integrations.fsdp2.meshes import reshard
+from lwopt_backend.integrations.fsdp2.norm import hold_different_parameters, total_norm
+from lwopt_backend.integrations.fsdp2.options import fsdp2_config
+from lwopt_backend.integrations.fsdp2.owner_state import take_owner_state, with_owner_keys, with_owner_state
+from lwopt_backend.integrations.fsdp2.report import show
+from lwopt_backend.integrations.fsdp2.state import (
+    check_loadable,
+    new_state,
+    restore_dtypes,
+    restore_groups,
+    with_shards,
+)
+from lwopt_backend.integrations.fsdp2.stepper import MeshStepper, step_elementwise_groups
 from lwopt_backend.param_groups import as_groups
-from lwopt_backend.registry import MATRIX_RULES, build_matrix_rule
+from lwopt_backend.registry import build_matrix_rules
 from lwopt_backend.rules import MatrixRule, OwnerStateRule
 from lwopt_backend.runtime.agreement import agree_in_all
 
@@ -96,7 +102,8 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
 
     def _bind(self, exchange: Exchange) -> None:
         """Plan for the parameters that the param groups hold now, and make their state. Called on all ranks."""
-        self._names = self._names_of_held()
+        held = [group["params"] for group in self.param_groups]
+        self._names = names_of(held, self._bound, self._names)
         order = {name: position for position, name in enumerate(self._grouping.names.values())}
         self._steppers = bind(exchange, self.param_groups, self._names, order, self.config)
         self._bound = [list(group["params"]) for group in self.param_groups]
@@ -110,16 +117,6 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             self._attachment = Attachment(self._steppers, self._matrix_rules, lambda: self.state)
         if self.config.report and exchange[-1][1].rank == 0:
             show(self._grouping.routes, self._steppers)
-
-    def _names_of_held(self) -> list[list[str]]:
-        """The parameters' names: by the parameters as they were planned for, or by place if others took their places."""
-        known = {id(p): n for params, names in zip(self._bound, self._names) for p, n in zip(params, names)}
-        held = [group["params"] for group in self.param_groups]
-        if all(id(param) in known for params in held for param in params):
-            return [[known[id(param)] for param in params] for params in held]
-        if [len(params) for params in held] != [len(names) for names in self._names]:
-            raise RuntimeError(f"{NAME}: the param groups hold parameters that it was not made with; make a new one")
-        return self._names
 
     def _make_state(self) -> None:
         """State for every parameter before the first step, so that no checkpoint lacks any; what is there stays."""
@@ -137,8 +134,6 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         if len(self.param_groups) == len(self._names):
             raise RuntimeError(f"{NAME} takes no param group after it was made; give all groups to the constructor")
         super().add_param_group(param_group)
-
-    # -- training
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -183,23 +178,14 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         module = model if isinstance(model, nn.Module) else nn.ModuleList(model)
         self._ensure_bound()
         reshard(module)
-        theirs = {id(param) for param in module.parameters()}
-        for group, names in zip(self.param_groups, self._names):
-            for name, param in zip(names, group["params"]):
-                if id(param) not in theirs:
-                    raise ValueError(f"attach: parameter {name!r} of this optimizer is not the model's")
+        check_is_of(module, [group["params"] for group in self.param_groups], self._names)
         if self._attachment is not None:
             self._attachment.remove()
         self._attachment = Attachment(self._steppers, self._matrix_rules, lambda: self.state)
         return self._attachment
 
     def _matrix_rules(self) -> dict[int, MatrixRule]:
-        """By param group, the rules with the hyperparameters that the groups have now."""
-        return {
-            number: build_matrix_rule(rule, self.param_groups[number], self.config)
-            for number, rule in enumerate(self._rules)
-            if rule in MATRIX_RULES
-        }
+        return build_matrix_rules(self._rules, self.param_groups, self.config)
 
     @torch.no_grad()
     def clip_grad_norm_(
@@ -225,14 +211,10 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
     def _ensure_bound(self) -> None:
         """Plan again if the param groups hold other parameters than were planned for."""
         held = [group["params"] for group in self.param_groups]
-        if len(held) == len(self._bound) and all(
-            len(a) == len(b) and all(x is y for x, y in zip(a, b)) for a, b in zip(held, self._bound)
-        ):
+        if len(held) == len(self._bound) and all(map(same, held, self._bound)):
             return
         check_sharded(param for params in held for param in params)
         self._bind(exchange_groups(param for params in held for param in params))
-
-    # -- checkpoints
 
     def _bind_for_owner_state(self) -> None:
         """Parameters that were sharded late are planned for at the first step; state that owners hold needs owners."""
@@ -261,10 +243,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                 self.state = {}
                 self._make_state()
         made = {param: dict(state) for param, state in self.state.items()}
-        options = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        groups = [dict(group) for group in self.param_groups]
         super().load_state_dict(state_dict)
-        for group, before, rule in zip(self.param_groups, options, self._rules):
-            for key in before.keys() - group.keys():  # a checkpoint from before there was this option
-                group[key] = before[key]
-            group["rule"] = rule
+        restore_groups(self, groups, self._rules)
         restore_dtypes(self, made, state_dict)

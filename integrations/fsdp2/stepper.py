@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.config import FSDP2Config
-from lwopt_backend.integrations.fsdp2_meshes import Mesh, describe, gradient, local
+from lwopt_backend.integrations.fsdp2.meshes import Mesh, describe, gradient, local
 from lwopt_backend.plan import Atom, MatrixPlan, MeshLayout, Sharding, plan_spread
 from lwopt_backend.registry import ELEMENTWISE_RULES, MATRIX_RULES, elementwise_options
 from lwopt_backend.rules import MatrixRule

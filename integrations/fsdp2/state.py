@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lwopt_backend.config import FSDP2Config
-from lwopt_backend.integrations.fsdp2_meshes import describe, placed
+from lwopt_backend.integrations.fsdp2.meshes import describe, placed
 from lwopt_backend.registry import rule_named
 
 
@@ -111,6 +111,14 @@ def _cut_like(value: Any, made: Any) -> Any:
     return DTensor.from_local(
         part, made.device_mesh, made.placements, run_check=False, shape=made.shape, stride=made.stride()
     )
+
+
+def restore_groups(optimizer: torch.optim.Optimizer, before: Sequence[Mapping[str, Any]], rules: Sequence[str]) -> None:
+    """After ``Optimizer.load_state_dict``: options that the checkpoint lacks are kept, rules are never loaded."""
+    for group, old, rule in zip(optimizer.param_groups, before, rules):
+        for key in old.keys() - group.keys():
+            group[key] = old[key]
+        group["rule"] = rule
 
 
 def restore_dtypes(

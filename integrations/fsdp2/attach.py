@@ -7,13 +7,22 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lwopt_backend.integrations.fsdp2_stepper import MeshStepper, Shards, States
+from lwopt_backend.integrations.fsdp2.stepper import MeshStepper, Shards, States
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime.early import EarlyExchange
 
 Rules = Callable[[], Mapping[int, MatrixRule]]
+
+
+def check_is_of(module: nn.Module, params: Sequence[Sequence[Tensor]], names: Sequence[Sequence[str]]) -> None:
+    """Raise ValueError for a parameter that is not the module's."""
+    theirs = {id(param) for param in module.parameters()}
+    for group, group_names in zip(params, names):
+        for param, name in zip(group, group_names):
+            if id(param) not in theirs:
+                raise ValueError(f"attach: parameter {name!r} of this optimizer is not the model's")
 
 
 class Attachment:

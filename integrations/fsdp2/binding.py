@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from lwopt_backend.config import FSDP2Config
-from lwopt_backend.integrations.fsdp2_meshes import Mesh, mesh_of, meshes_of, sharding_of
-from lwopt_backend.integrations.fsdp2_stepper import Member, MeshStepper, own_group
+from lwopt_backend.integrations.fsdp2.meshes import Mesh, mesh_of, meshes_of, sharding_of
+from lwopt_backend.integrations.fsdp2.stepper import Member, MeshStepper, own_group
 from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.collectives import Alone, Collectives
 
@@ -60,6 +60,21 @@ def bind(
     agree_in_all(collectives, NAME, lambda: (None, [stepper.lines() for stepper in steppers]))
     plain = [member for member in members if mesh_of(member.param) is None]
     return [*steppers, MeshStepper(None, Alone(), plain, groups, config, [0])] if plain else steppers
+
+
+def names_of(
+    held: Sequence[Sequence[Tensor]], bound: Sequence[Sequence[Tensor]], names: Sequence[Sequence[str]]
+) -> list[list[str]]:
+    """Names of the parameters ``held``: as they were bound under ``names``, or by place if others took their places.
+
+    Raises RuntimeError for parameters that are neither.
+    """
+    known = {id(p): n for params, theirs in zip(bound, names) for p, n in zip(params, theirs)}
+    if all(id(param) in known for params in held for param in params):
+        return [[known[id(param)] for param in params] for params in held]
+    if [len(params) for params in held] != [len(theirs) for theirs in names]:
+        raise RuntimeError(f"{NAME}: the param groups hold parameters that it was not made with; make a new one")
+    return [list(theirs) for theirs in names]
 
 
 def _members(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> list[Member]:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lwopt_backend.integrations.fsdp2_meshes import gradient, local
-from lwopt_backend.integrations.fsdp2_stepper import Member, MeshStepper
+from lwopt_backend.integrations.fsdp2.meshes import gradient, local
+from lwopt_backend.integrations.fsdp2.stepper import Member, MeshStepper
 from lwopt_backend.runtime.presence import Presence
 
 

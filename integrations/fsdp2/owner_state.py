@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lwopt_backend.integrations.fsdp2_meshes import local
-from lwopt_backend.integrations.fsdp2_stepper import MeshStepper
+from lwopt_backend.integrations.fsdp2.meshes import local
+from lwopt_backend.integrations.fsdp2.stepper import MeshStepper
 from lwopt_backend.runtime.owner_state import OwnerState
 
 Groups = Sequence[Sequence[Tensor]]
