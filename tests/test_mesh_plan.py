@@ -7,7 +7,6 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -15,6 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from lwopt_backend.plan import Atom, MatrixPlan, MeshLayout, Sharding, plan_spread
 from lwopt_backend.plan.cost import newton_schulz_flops
 from lwopt_backend.plan.spread import critical_path, cut_buckets
+from tests.fsdp2 import mesh_of
 from tests.ranks import RankPool
 
 SHAPES = [(1, 7), (7, 1), (6, 10), (13, 5), (4, 4), (64, 24)]
@@ -40,7 +40,7 @@ def parts_by_torch() -> list[tuple[str, bool]]:
     """Whether this rank's part is what torch says, for every shape and placement."""
     found = []
     for mesh_shape, all_placements in PLACEMENTS.items():
-        mesh = init_device_mesh("cpu", mesh_shape)
+        mesh = mesh_of(*mesh_shape, names=("outer", "inner")[: len(mesh_shape)])
         for placements, shape in itertools.product(all_placements, SHAPES):
             local, offset = compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
             ours = sharding(shape, mesh_shape, placements)
