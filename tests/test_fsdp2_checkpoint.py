@@ -218,9 +218,9 @@ def load_wrong(case: str) -> None:
     saved = optimizer.state_dict()
     saved["state"] = {index: dict(state) for index, state in saved["state"].items()}
     if case == "key":
-        del saved["state"][0]["momentum_buffer"]
-    if case == "missing":
-        del saved["state"][5]
+        saved["state"][0]["momentum"] = saved["state"][0].pop("momentum_buffer")
+    if case == "a key less":
+        del saved["state"][5]["step"]
     if case == "shape":
         saved["state"][0]["momentum_buffer"] = saved["state"][1]["momentum_buffer"]
     if case == "rules":
@@ -238,8 +238,9 @@ def load_wrong(case: str) -> None:
 
 
 WRONG = {
-    "key": "placements (Shard(dim=0),) on a mesh of ranks 0-1, dimensions ('dp',): expected ['momentum_buffer']",
-    "missing": "expected ['exp_avg', 'exp_avg_sq', 'step'], found []",
+    "key": "placements (Shard(dim=0),) on a mesh of ranks 0-1, dimensions ('dp',): expected ['momentum_buffer'], "
+    "found ['momentum']",
+    "a key less": "expected ['exp_avg', 'exp_avg_sq', 'step'], found ['exp_avg', 'exp_avg_sq']",
     "shape": "'momentum_buffer': expected a DTensor of shape (63, 24), found a DTensor of shape (41, 63)",
     "rules": "follow the rules ['adamw', 'muon'], this optimizer's ['muon', 'adamw']",
     "groups": "hold [3, 7] parameters, this optimizer's hold [4, 7]",

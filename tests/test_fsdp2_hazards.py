@@ -140,6 +140,41 @@ def test_a_parameter_without_dimensions(ranks: RankPool, dtype: torch.dtype) -> 
     assert ranks.run(scalar_parameter, dtype) == [True, True]
 
 
+class Narrow(nn.Module):
+    """Matrices of one column and of one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.column = nn.Linear(1, 9, bias=False)
+        self.row = nn.Linear(9, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.row(self.column(x))
+
+
+def narrow(attach: bool) -> float:
+    model = fully_shard(Narrow(), mesh=mesh_of(dist.get_world_size()))
+    twin_params = [nn.Parameter(param.detach().full_tensor()) for param in model.parameters()]
+    optimizer, twin = LayerWiseOptimizer(model, lr=0.02, report=False), torch.optim.Muon(twin_params, lr=0.02)
+    if attach:
+        optimizer.attach(model)
+    for step in range(3):
+        model(torch.full((4, 1), step + 1.0)).square().sum().backward()
+        for param, twin_param in zip(model.parameters(), twin_params):
+            twin_param.grad = param.grad.full_tensor()
+        optimizer.step()
+        twin.step()
+        optimizer.zero_grad()
+    return max(float((p.detach().full_tensor() - t).abs().max()) for p, t in zip(model.parameters(), twin_params))
+
+
+@pytest.mark.parametrize("ranks", [2, 4], indirect=True, ids=["2ranks", "4ranks"])
+@pytest.mark.parametrize("attach", [False, True])
+def test_matrices_of_one_column_and_of_one_row(ranks: RankPool, attach: bool) -> None:
+    assert ranks.run(narrow, attach) == [0.0] * ranks.world_size
+
+
 def lenient_load(case: str) -> tuple[list[str], bool]:
     """The warnings, and whether a step follows."""
     sharded = shard("rows", "fp32")
