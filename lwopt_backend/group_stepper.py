@@ -44,10 +44,8 @@ class GroupStepper:
     def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
         """One step from ``flat.grad`` with the hyperparameters in ``group``. Called on all ranks of the group."""
         if self._matrices is None:
-            optimizer, options = (
-                ELEMENTWISE_RULES[self._plan.rule].optimizer,
-                elementwise_options(self._plan.rule, group),
-            )
+            optimizer = ELEMENTWISE_RULES[self._plan.rule].optimizer
+            options = elementwise_options(self._plan.rule, group)
             step_elementwise(optimizer, options, [Slices(self._flat, self._flat.grad, state)])
             return
         rule = build_matrix_rule(self._plan.rule, group, self._config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -124,18 +124,11 @@ def test_every_sharding(ranks: RankPool, sharding: str) -> None:
     assert ranks.run(train_beside_one_process, sharding, False) == [0.0] * 4
 
 
-def save(folder: str, sharding: str, kind: str) -> Any:
+def with_the_rule(function: Callable[..., Any], *args: Any) -> Any:
+    """``function`` with the rule in Muon's place."""
     use_the_rule()
     try:
-        return checkpoint.save(folder, sharding, kind)
-    finally:
-        use_muon()
-
-
-def load(folder: str, sharding: str, kind: str) -> Any:
-    use_the_rule()
-    try:
-        return checkpoint.load(folder, sharding, kind)
+        return function(*args)
     finally:
         use_muon()
 
@@ -149,8 +142,8 @@ def test_checkpoints_move_it_to_other_owners(
     rank_pools: dict[int, RankPool], before: int, sharding: str, after: int, other: str, kind: str
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        expected = checkpoint.pool(rank_pools, before).run(save, folder, sharding, kind)[0]
-        for answer in checkpoint.pool(rank_pools, after).run(load, folder, other, kind):
+        expected = checkpoint.pool(rank_pools, before).run(with_the_rule, checkpoint.save, folder, sharding, kind)[0]
+        for answer in checkpoint.pool(rank_pools, after).run(with_the_rule, checkpoint.load, folder, other, kind):
             checkpoint.assert_equal(answer, expected)
 
 

@@ -93,8 +93,11 @@ def test_the_ds_config_entry_is_json_and_names_our_optimizer() -> None:
     assert json.loads(FILES["ds_config.json"])["optimizer"]["type"] == "LayerWiseMuon"
 
 
+PAGES = ("planner", "fsdp2", "fsdp2_hugging_face")
+
+
 def test_links_and_pictures_lead_somewhere() -> None:
-    for page in (ROOT / "README.md", ROOT / "docs" / "planner.md"):
+    for page in (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in PAGES)):
         text = page.read_text()
         headings = {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in re.findall(r"^#+ (.*)$", text, re.M)}
         for target in re.findall(r"\]\(([^)]+)\)", text):

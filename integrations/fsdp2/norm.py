@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor
 
 from lwopt_backend.integrations.fsdp2.meshes import gradient, local
 from lwopt_backend.integrations.fsdp2.stepper import Member, MeshStepper
-from lwopt_backend.runtime.presence import Presence
 
 
 def hold_different_parameters(steppers: Sequence[MeshStepper]) -> list[bool]:
@@ -38,7 +37,6 @@ def hold_different_parameters(steppers: Sequence[MeshStepper]) -> list[bool]:
 
 def total_norm(
     steppers: Sequence[MeshStepper],
-    presences: Sequence[Presence],
     different: Sequence[bool],
     norm_type: float,
     error_if_nonfinite: bool,
@@ -52,7 +50,7 @@ def total_norm(
     if norm_type == float("inf"):
         total = _largest_element(steppers)
     else:
-        norms = [_norm(*pair, norm_type, foreach) for pair in zip(steppers, presences)]
+        norms = [_norm(stepper, norm_type, foreach) for stepper in steppers]
         if any(_partial(steppers)):
             norms = _with_other_ranks(steppers, different, norms, norm_type)
         total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
@@ -75,8 +73,9 @@ def _largest_element(steppers: Sequence[MeshStepper]) -> Tensor:
     return total
 
 
-def _norm(stepper: MeshStepper, presence: Presence, norm_type: float, foreach: bool | None) -> Tensor:
+def _norm(stepper: MeshStepper, norm_type: float, foreach: bool | None) -> Tensor:
     """Of a stepper's gradients that some rank has; torch's norm is a collective, so all ranks take part with them."""
+    presence = stepper.presence()
     params = [member.param for index, member in enumerate(stepper.members) if presence(index)]
     presence.finish()
     grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]

@@ -202,8 +202,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         if those have copies, and together with theirs if they have others (experts).
         """
         self._ensure_bound()
-        presences = [stepper.presence() for stepper in self._steppers]
-        norm = total_norm(self._steppers, presences, self._different, norm_type, error_if_nonfinite, foreach)
+        norm = total_norm(self._steppers, self._different, norm_type, error_if_nonfinite, foreach)
         for stepper in self._steppers:
             torch.nn.utils.clip_grads_with_norm_([m.param for m in stepper.members], max_norm, norm, foreach=foreach)
         return norm

@@ -110,10 +110,6 @@ class MeshLayout:
     def place(self, index: int) -> str:
         return str(self.shardings[index])
 
-    def stored_numel(self, rank: int) -> int:
-        """Elements of the matrices that ``rank`` stores."""
-        return sum(part.numel for i in range(len(self.shardings)) if (part := self.fragment(i, rank)) is not None)
-
     def _by_rank(self, index: int) -> dict[int, Fragment]:
         sharding = self.shardings[index]
         if sharding not in self._held:
