@@ -13,15 +13,17 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.utils import clip_grad_norm_
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from lwopt_backend.plan import FlatPartition, Fragment
 
@@ -66,8 +68,46 @@ def flat_partition(engine: DeepSpeedEngine, params: Sequence[Tensor], world_size
 
 
 def uses_bf16_optimizer(engine: DeepSpeedEngine) -> bool:
-    """Stage 1 with bf16 parameters and fp32 accumulation goes to DeepSpeed's BF16_Optimizer, all else to ZeRO's."""
-    return engine.zero_optimization_stage() == 1 and engine.get_data_types() == (torch.bfloat16, torch.float32)
+    """Whether parameters go to DeepSpeed's BF16_Optimizer, which shards as stage 1 does: stage 1 with bf16 parameters
+    and fp32 accumulation, not offloaded, and bf16 in a pipeline without ZeRO."""
+    stage, dtypes = engine.zero_optimization_stage(), engine.get_data_types()
+    if stage == 0:
+        return bool(engine.pipeline_parallelism) and dtypes[0] == torch.bfloat16
+    return stage == 1 and dtypes == (torch.bfloat16, torch.float32) and not engine.zero_cpu_offload()
+
+
+def sharding_stage(engine: DeepSpeedEngine) -> int:
+    """The ZeRO stage by whose rules parameters are sharded."""
+    return 1 if uses_bf16_optimizer(engine) else engine.zero_optimization_stage()
+
+
+def process_groups(engine: DeepSpeedEngine) -> list[ProcessGroup]:
+    """The groups of ranks that share parameters with this one: first the data-parallel ranks, then those of experts."""
+    experts = engine.expert_data_parallel_group if engine.has_moe_layers else {}
+    groups = [engine.seq_data_parallel_group, *(experts[name] for name in sorted(experts))]
+    return list(dict.fromkeys(groups))
+
+
+def group_ranks(engine: DeepSpeedEngine, group: Mapping[str, Any]) -> ProcessGroup:
+    """The ranks that share a param group: those of its experts, or the data-parallel ones."""
+    if group.get("moe"):
+        return engine.expert_data_parallel_group[group["name"]]
+    return engine.seq_data_parallel_group
+
+
+def sub_group_tensors(param: Tensor) -> list[Tensor]:
+    """This rank's flat fp32 tensors, one per sub-group, of the ZeRO-3 optimizer that has ``param``."""
+    return param._z3_optimizer.fp32_partitioned_groups_flat  # type: ignore[attr-defined]
+
+
+def stored_part(param: Tensor, rank: int, sub_group: int) -> Fragment | None:
+    """What ZeRO-3 says this rank stores of ``param`` in the flat tensor of ``sub_group``."""
+    zero = param._z3_optimizer  # type: ignore[attr-defined]
+    found, offset, size = zero.grad_position[zero.get_param_id(param)]
+    if found != sub_group:
+        raise RuntimeError(f"a parameter of shape {tuple(param.ds_shape)} is in sub-group {found}, not in {sub_group}")
+    start, stop = rank * size, min((rank + 1) * size, param.ds_numel)  # type: ignore[attr-defined]
+    return Fragment(rank, start, stop, offset) if start < stop else None
 
 
 def stored_fragment(param: Tensor, rank: int) -> Fragment | None:
@@ -97,3 +137,20 @@ def adopt_torch_scheduler(engine: DeepSpeedEngine) -> None:
     scheduler_class = getattr(torch.optim.lr_scheduler, name, None)
     if scheduler_class is not None:
         engine.client_lr_scheduler = functools.partial(scheduler_class, **(engine.scheduler_params() or {}))
+
+
+def report_norm(engine: DeepSpeedEngine, optimizer: Any) -> None:
+    """Tell ``optimizer`` the norm at which the engine clips at stage 0, where DeepSpeed itself drops it."""
+
+    def clip_fp32_gradients() -> None:
+        parameters, max_norm = engine.module.parameters(), engine.gradient_clipping()
+        optimizer.norm_before_clipping = clip_grad_norm_(parameters=parameters, max_norm=max_norm, mpu=engine.mpu)
+
+    engine.clip_fp32_gradients = clip_fp32_gradients
+
+
+def grad_norm(engine: DeepSpeedEngine) -> Tensor:
+    """The norm of all gradients at stage 0, where nothing clips."""
+    if engine.mpu is not None or engine.has_moe_layers:
+        return clip_grad_norm_(parameters=engine.module.parameters(), max_norm=math.inf, mpu=engine.mpu)
+    return torch.nn.utils.get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None])

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from lwopt_backend.integrations.deepspeed_engine import uses_bf16_optimizer
+
 
 def reasons_to_refuse(engine: DeepSpeedEngine, param_groups: list[dict[str, Any]]) -> list[str]:
     """Every reason why this engine cannot train with layer-wise matrices, one sentence each; empty if it can."""
@@ -14,10 +16,14 @@ def reasons_to_refuse(engine: DeepSpeedEngine, param_groups: list[dict[str, Any]
 
 
 def _stage(engine: DeepSpeedEngine) -> list[str]:
-    stage = engine.zero_optimization_stage()
-    if stage in (1, 2):
+    dtype = engine.get_data_types()[0]
+    if engine.zero_optimization_stage() > 0 or dtype == torch.float32 or uses_bf16_optimizer(engine):
         return []
-    return [f"zero_optimization.stage is {stage}; expected 1 or 2"]
+    return [
+        f"zero_optimization.stage is 0 and the model is trained in {str(dtype).removeprefix('torch.')}, for which "
+        "DeepSpeed keeps full master weights on every rank and takes a step on zero gradients at start; use stage 1, "
+        "or torch_autocast with fp32 parameters"
+    ]
 
 
 def _parallelism(engine: DeepSpeedEngine, param_groups: list[dict[str, Any]]) -> list[str]:
@@ -42,8 +48,8 @@ def _storage(engine: DeepSpeedEngine) -> list[str]:
     offloads = {"offload_optimizer": engine.zero_offload_optimizer(), "offload_param": engine.zero_offload_param()}
     for key, offload in offloads.items():
         device = "none" if offload is None else getattr(offload.device, "value", offload.device)
-        if device != "none":
-            reasons.append(f"zero_optimization.{key}.device is {device!r}; set it to 'none'")
+        if device not in ("none", "cpu"):
+            reasons.append(f"zero_optimization.{key}.device is {device!r}; set it to 'cpu' or 'none'")
     switches = {
         "zero_optimization.round_robin_gradients": engine.zero_round_robin_gradients(),
         "zero_optimization.elastic_checkpoint": engine.zero_elastic_checkpoint(),

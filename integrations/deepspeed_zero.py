@@ -7,7 +7,7 @@ owned elsewhere, travel to their owner and back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,15 +18,18 @@ from torch import Tensor
 
 from lwopt_backend import report
 from lwopt_backend.config import LayerWiseMuonConfig, MuonOptions, parse
-from lwopt_backend.group_plan import GroupPlan, Member, plan_group
+from lwopt_backend.group_plan import GroupPlan, Member, members_digest, plan_group
 from lwopt_backend.group_stepper import GroupStepper
 from lwopt_backend.grouping import Grouping, group_parameters
 from lwopt_backend.integrations import deepspeed_cpu, deepspeed_engine
 from lwopt_backend.integrations.deepspeed_refusals import reasons_to_refuse
+from lwopt_backend.integrations.deepspeed_storage import Unit, check_as_planned, flat_tensors, units
 from lwopt_backend.linked_rates import LinkedRates
 from lwopt_backend.param_groups import as_groups, split
 from lwopt_backend.plan import MACHINES
-from lwopt_backend.runtime.agreement import agree
+from lwopt_backend.replicated_stepper import ElementwiseReplicas, MatrixReplicas, new_replicated_stepper
+from lwopt_backend.routing import full_shape
+from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 
 
@@ -41,12 +44,16 @@ def register() -> None:
 
 @dataclass(frozen=True)
 class Binding:
-    """What an optimizer knows once an engine has taken it. ``params`` are the model's, group by group."""
+    """What an optimizer knows once an engine has taken it: what is stepped at a time, and its plan."""
 
-    collectives: Collectives
+    engine: DeepSpeedEngine
     grouping: Grouping
+    ranks: list[Collectives]  # every group of ranks that this one shares parameters with
+    units: list[Unit]
     plans: list[GroupPlan]
-    params: list[list[Tensor]]
+
+    def plans_of(self, group: int) -> list[GroupPlan]:
+        return [plan for unit, plan in zip(self.units, self.plans) if unit.group == group]
 
 
 class LayerWiseMuon(torch.optim.Optimizer):
@@ -67,9 +74,11 @@ class LayerWiseMuon(torch.optim.Optimizer):
         self.config = parse(LayerWiseMuonConfig, options, type(self).__name__)
         self._given = as_groups(params)
         self._binding: Binding | None = None
-        self._steppers: list[GroupStepper] = []
+        self._steppers: dict[int, GroupStepper | MatrixReplicas | ElementwiseReplicas] = {}  # by id of their tensor
+        self._global_grad_norm: Any = None  # read by the engine at stage 0
+        self.norm_before_clipping: Any = None  # written by the engine at stage 0
         trainable = [p for group in self._given for p in group["params"] if p.requires_grad]
-        groups = split(self._given, {id(p): p.ndim == 2 for p in trainable}, self.config)
+        groups = split(self._given, {id(p): len(full_shape(p)) == 2 for p in trainable}, self.config)
         super().__init__(groups, {})
         self.defaults = {key: getattr(self.config, key) for key in MuonOptions.model_fields}  # schedulers read them
         self._link(LinkedRates.of(groups, self.config.lr))
@@ -84,28 +93,37 @@ class LayerWiseMuon(torch.optim.Optimizer):
 
     def bind(self, engine: DeepSpeedEngine) -> None:
         """Route, plan and agree for ``engine``, which is about to wrap this optimizer. Called on all ranks."""
-        collectives = TorchCollectives(engine.seq_data_parallel_group)
-        self._binding = agree(collectives, type(self).__name__, lambda: self._decide(engine, collectives))
-        self._steppers = []
+        everybody = [TorchCollectives(group) for group in deepspeed_engine.process_groups(engine)]
+        name = type(self).__name__
+        self._binding = agree_in_all(everybody, name, lambda: self._decide(engine, everybody))
+        self._steppers = {}
         self.state.clear()  # an earlier engine's, whose partitions are gone
+        self._replicated = deepspeed_engine.sharding_stage(engine) == 0
+        if self._replicated:
+            deepspeed_engine.report_norm(engine, self)
         self._take_groups(self._binding, engine)
         deepspeed_engine.adopt_torch_scheduler(engine)
-        if collectives.rank == 0:
+        if everybody[0].rank == 0:
             self._announce(engine, self._binding)
 
-    def _decide(self, engine: DeepSpeedEngine, collectives: Collectives) -> tuple[Binding, list[str]]:
+    def _decide(self, engine: DeepSpeedEngine, everybody: Sequence[Collectives]) -> tuple[Binding, list[list[str]]]:
         reasons = reasons_to_refuse(engine, self._given)
         if reasons:
             raise ValueError("\n  ".join(["LayerWiseMuon cannot train with this configuration:", *reasons]))
         grouping = group_parameters(engine.module, self._given, self.config)
         machine = MACHINES.get(engine.device.type, MACHINES["cuda"])
+        by_group = {ranks.group: ranks for ranks in everybody}
+        ranks = [by_group[deepspeed_engine.group_ranks(engine, group)] for group in grouping.groups]
+        found = units(engine, grouping.groups, ranks)
         plans = []
-        for group in grouping.groups:
-            layout = deepspeed_engine.flat_partition(engine, group["params"], collectives.world_size)
-            members = [_member(p, grouping.names[id(p)]) for p in group["params"]]
-            plans.append(plan_group(group, members, layout, self.config, machine))
-        binding = Binding(collectives, grouping, plans, [group["params"] for group in grouping.groups])
-        return binding, [line for plan in plans for line in plan.lines()]
+        for unit in found:
+            members = [_member(p, grouping.names[id(p)]) for p in unit.params]
+            plans.append(plan_group(grouping.groups[unit.group], members, unit.layout, self.config, machine))
+        lines = [
+            [line for unit, plan in zip(found, plans) if unit.ranks is sharers for line in plan.lines()]
+            for sharers in everybody
+        ]
+        return Binding(engine, grouping, list(everybody), found, plans), lines
 
     def _take_groups(self, binding: Binding, engine: DeepSpeedEngine) -> None:
         """Put the routed groups in place of the provisional ones, keeping what a scheduler already wrote into those."""
@@ -119,7 +137,9 @@ class LayerWiseMuon(torch.optim.Optimizer):
                 f"the lr_scheduler was built on {len(before)} param groups, but routing the model makes {len(groups)}; "
                 "pass a callable instead: lr_scheduler=lambda optimizer: ..."
             )
-        self.param_groups = [{**group, "members": plan.members_digest} for group, plan in zip(groups, binding.plans)]
+        self.param_groups = [
+            {**group, "members": members_digest(binding.plans_of(number))} for number, group in enumerate(groups)
+        ]
         self._link(rates)
 
     def _link(self, rates: LinkedRates) -> None:
@@ -137,7 +157,8 @@ class LayerWiseMuon(torch.optim.Optimizer):
             )
 
     def step(self) -> None:  # type: ignore[override]
-        """One step of the param groups DeepSpeed shows us: ZeRO one at a time, BF16_Optimizer all. Called on all ranks.
+        """One step of what DeepSpeed shows us: everything (stage 0, BF16_Optimizer), a param group (ZeRO-1/2) or a
+        sub-group (ZeRO-3). Called on all ranks.
 
         It takes no closure, because DeepSpeed never gives one. Raises RuntimeError outside an engine, and on every rank
         if DeepSpeed stores parameters elsewhere than planned.
@@ -146,33 +167,38 @@ class LayerWiseMuon(torch.optim.Optimizer):
             raise RuntimeError("this LayerWiseMuon has no engine; give it to deepspeed.initialize(optimizer=...)")
         if not self._steppers:
             self._prepare(self._binding)
+        if self._replicated:
+            clipped, self.norm_before_clipping = self.norm_before_clipping, None
+            self._global_grad_norm = deepspeed_engine.grad_norm(self._binding.engine) if clipped is None else clipped
         for group in self.param_groups:
-            position = next(i for i, linked in enumerate(self._linked) if linked is group)
-            self._steppers[position].step(group, self.state[group["params"][0]])
+            for tensor in group["params"]:
+                if id(tensor) in self._steppers:
+                    self._steppers[id(tensor)].step(group, self.state[tensor])
 
     def _prepare(self, binding: Binding) -> None:
         """Before the first step: check that DeepSpeed stores what was planned, and make the state of every group.
 
         All groups at once: DeepSpeed links every group's state to its parameters after the first one has stepped.
         """
-        agree(binding.collectives, type(self).__name__, lambda: (None, self._check_storage(binding)))
-        for group, plan in zip(self._linked, binding.plans):
-            flat = group["params"][0]
-            stepper = GroupStepper(plan, group, flat, binding.collectives, self.config)
-            stepper.fill_state(group, self.state[flat])
-            self._steppers.append(stepper)
+        keys = agree_in_all(binding.ranks, type(self).__name__, lambda: self._check_storage(binding))
+        for unit, plan, key in zip(binding.units, binding.plans, keys):
+            if self._replicated:
+                stepper = new_replicated_stepper(plan, unit.params, unit.ranks, self.config, binding.engine.device)
+            else:
+                stepper = GroupStepper(plan, key, unit.ranks, self.config, binding.engine.device)
+            stepper.fill_state(self._linked[unit.group], self.state[key])
+            self._steppers[id(key)] = stepper
 
-    def _check_storage(self, binding: Binding) -> list[str]:
-        rank = binding.collectives.rank
-        for group, plan, params in zip(self._linked, binding.plans, binding.params):
-            numel = group["params"][0].numel()
-            if numel != plan.layout.partition_numel:
-                raise RuntimeError(f"{plan.rule}: planned {plan.layout.partition_numel} elements a rank, found {numel}")
-            for index, (spec, param) in enumerate(zip(plan.specs, params)):
-                planned, found = plan.layout.fragment(index, rank), deepspeed_engine.stored_fragment(param, rank)
-                if planned != found:
-                    raise RuntimeError(f"parameter {spec.name!r}: planned {planned}, but DeepSpeed stores {found}")
-        return []
+    def _check_storage(self, binding: Binding) -> tuple[list[Tensor], list[list[str]]]:
+        """The tensor under which each unit's state is kept."""
+        nothing: list[list[str]] = [[] for _ in binding.ranks]
+        if self._replicated:
+            return [unit.params[0] for unit in binding.units], nothing
+        stage = deepspeed_engine.sharding_stage(binding.engine)
+        flats = flat_tensors(binding.engine, binding.units, self._linked)
+        for number, (unit, plan, flat) in enumerate(zip(binding.units, binding.plans, flats, strict=True)):
+            check_as_planned(unit, number, plan, flat, stage)
+        return flats, nothing
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("LayerWiseMuon belongs to its engine and cannot be copied or pickled; use state_dict()")
@@ -182,7 +208,7 @@ class LayerWiseMuon(torch.optim.Optimizer):
         self._check_loadable(state_dict["param_groups"], state_dict["state"])
         super().load_state_dict(state_dict)
         self._link(self._rates)
-        self._steppers = []  # what was loaded may lack state: it was saved before the first step
+        self._steppers = {}  # what was loaded may lack state: it was saved before the first step
 
     def _check_loadable(self, saved: list[dict[str, Any]], state: Mapping[int, Mapping[str, Any]]) -> None:
         theirs, ours = ([group.get("rule", "unknown") for group in groups] for groups in (saved, self.param_groups))
@@ -204,4 +230,4 @@ class LayerWiseMuon(torch.optim.Optimizer):
 
 
 def _member(param: Tensor, name: str) -> Member:
-    return name, tuple(param.shape), str(param.dtype).removeprefix("torch.")
+    return name, full_shape(param), str(param.dtype).removeprefix("torch.")

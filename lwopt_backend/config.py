@@ -80,10 +80,13 @@ class LayerWiseMuonConfig(LayerWiseConfig):
     - ``policy``: who owns a matrix: ``stay`` (the rank that stores most of it), ``balance`` (even work) or ``auto``
       (whichever has the shorter modelled step).
     - ``bucket_numel``: elements of the matrices that share one all-to-all; two such buckets are in flight.
+    - ``ns_device``: where matrices are orthogonalized, also where DeepSpeed keeps the optimizer in the CPU's memory:
+      ``auto`` on the accelerator if there is one, ``cpu`` on the CPU.
     """
 
     policy: Literal["auto", "stay", "balance"] = "auto"
     bucket_numel: Annotated[int, Field(ge=1, strict=True)] = 2**24
+    ns_device: Literal["auto", "cpu"] = "auto"
 
 
 class FSDP2Config(LayerWiseConfig):

@@ -1,10 +1,11 @@
-"""Steps of one planned param group whose pieces lie in one flat tensor on this rank."""
+"""Steps of planned parameters whose pieces lie in one flat tensor on this rank."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lwopt_backend.config import LayerWiseMuonConfig
@@ -17,15 +18,13 @@ from lwopt_backend.runtime.storage import FlatStorage, Slices
 
 
 class GroupStepper:
-    """Steps one group. ``flat`` is this rank's partition of its weights; hyperparameters are read anew every step."""
+    """Steps what ``plan`` is about. ``flat`` is this rank's partition of its weights, ``device`` where matrices travel.
+
+    Hyperparameters are read anew every step.
+    """
 
     def __init__(
-        self,
-        plan: GroupPlan,
-        group: Mapping[str, Any],
-        flat: Tensor,
-        collectives: Collectives,
-        config: LayerWiseMuonConfig,
+        self, plan: GroupPlan, flat: Tensor, collectives: Collectives, config: LayerWiseMuonConfig, device: torch.device
     ) -> None:
         self._plan = plan
         self._flat = flat
@@ -33,8 +32,7 @@ class GroupStepper:
         self._config = config
         self._matrices: MatrixStepper | None = None
         if plan.matrices is not None:
-            batch_numel = 0 if flat.device.type == "cpu" else config.bucket_numel
-            self._matrices = MatrixStepper(plan.matrices, collectives, flat.device, batch_numel=batch_numel)
+            self._matrices = matrix_stepper(plan.matrices, collectives, config, device)
 
     def fill_state(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
         """Add the state tensors that a fresh optimizer lacks; what a checkpoint restored is kept."""
@@ -44,11 +42,22 @@ class GroupStepper:
     def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
         """One step from ``flat.grad`` with the hyperparameters in ``group``. Called on all ranks of the group."""
         if self._matrices is None:
-            optimizer = ELEMENTWISE_RULES[self._plan.rule].optimizer
-            options = elementwise_options(self._plan.rule, group)
-            step_elementwise(optimizer, options, [Slices(self._flat, self._flat.grad, state)])
+            step_flat(self._plan.rule, group, Slices(self._flat, self._flat.grad, state))
             return
         rule = build_matrix_rule(self._plan.rule, group, self._config)
+        layout = self._plan.matrices.layout
         elements = Slices(self._flat, self._flat.grad, {key: state[key] for key in rule.state_keys})
-        storage = FlatStorage(self._plan.layout, self._rank, elements)
-        self._matrices.step([rule] * len(self._plan.specs), storage)
+        storage = FlatStorage(layout, self._rank, elements)
+        self._matrices.step([rule] * len(self._plan.matrices.atoms), storage)
+
+
+def matrix_stepper(plan: Any, collectives: Collectives, config: LayerWiseMuonConfig, device: torch.device) -> Any:
+    """The stepper of ``plan`` whose matrices travel on ``device`` and are computed where the configuration says."""
+    rule_device = torch.device("cpu") if config.ns_device == "cpu" else device
+    batch_numel = 0 if rule_device.type == "cpu" else config.bucket_numel
+    return MatrixStepper(plan, collectives, device, batch_numel=batch_numel, rule_device=rule_device)
+
+
+def step_flat(rule: str, group: Mapping[str, Any], elements: Slices) -> None:
+    """One step of an element-wise rule on flat tensors."""
+    step_elementwise(ELEMENTWISE_RULES[rule].optimizer, elementwise_options(rule, group), [elements])

@@ -103,14 +103,14 @@ def plan_table(groups: Sequence[GroupPlan]) -> Table:
 
     Beyond 16 ranks only the busiest, the least busy and the first few are shown.
     """
-    plans = [(group.layout, group.matrices) for group in groups if group.matrices is not None]
+    plans = [(group.matrices.layout, group.matrices) for group in groups if group.matrices is not None]
     world_size = groups[0].layout.world_size
     work = " / ".join(sorted({MATRIX_RULES[g.rule].work for g in groups if g.rule in MATRIX_RULES})) or "matrix"
     loads = _per_rank([plan.ownership.loads for _, plan in plans], world_size)
     moved = _per_rank([plan.moved_numel() for _, plan in plans], world_size)
     sent = _per_rank([plan.wire_bytes() for _, plan in plans], world_size)
     owned = _per_rank([plan.owned_counts() for _, plan in plans], world_size)
-    state = nbytes(sum(group.state_bytes for group in groups))
+    state = _per_rank([group.state_bytes for group in groups], world_size)
     table = Table()
     for heading in ("rank", "atoms", f"{work} GFLOP", "of all", "state", "elements that move", "sent a step"):
         table.add_column(heading, justify="right")
@@ -121,7 +121,7 @@ def plan_table(groups: Sequence[GroupPlan]) -> Table:
             str(owned[rank]),
             f"{loads[rank] / 1e9:.3g}",
             f"{loads[rank] / max(1, sum(loads)):.1%}",
-            state,
+            nbytes(state[rank]),
             f"{moved[rank] / max(1, stored):.2%}",
             nbytes(sent[rank]),
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from lwopt_backend.output_heads import EMBEDDINGS, output_heads
 from lwopt_backend.spelling import nearest
@@ -77,20 +77,20 @@ def route(model: nn.Module, include: Sequence[str] = (), exclude: Sequence[str] 
         if not param.requires_grad:
             kind, reason = "frozen", "requires_grad is False"
         else:
-            kind, reason = _by_structure(param, same, heads.get(id(param)))
-            kind, reason = by_glob(param.shape, names, include, exclude) or (kind, reason)
-        routes.append(Route(name, tuple(param.shape), kind, reason, tuple(names[1:])))
+            kind, reason = _by_structure(full_shape(param), same, heads.get(id(param)))
+            kind, reason = by_glob(full_shape(param), names, include, exclude) or (kind, reason)
+        routes.append(Route(name, full_shape(param), kind, reason, tuple(names[1:])))
     check_globs("include", include, [r for r in routes if len(r.shape) == 2], routes)
     check_globs("exclude", exclude, routes, routes)
     return routes
 
 
-def _by_structure(param: nn.Parameter, uses: Sequence[_Use], head: str | None) -> tuple[Kind, str]:
+def _by_structure(shape: Sequence[int], uses: Sequence[_Use], head: str | None) -> tuple[Kind, str]:
     if any(isinstance(use.module, EMBEDDINGS) for use in uses):
         tied = [use.module_name for use in uses if not isinstance(use.module, EMBEDDINGS)]
         return "elementwise", f"embedding, tied to {tied[0]}" if tied else "embedding"
-    if param.ndim != 2:
-        return "elementwise", f"{param.ndim}-D"
+    if len(shape) != 2:
+        return "elementwise", f"{len(shape)}-D"
     for use in uses:
         # A norm may have one weight per head and channel (Cohere's does), and every model family brings its own class.
         if isinstance(use.module, NORMS) or type(use.module).__name__.endswith("Norm"):
@@ -102,7 +102,7 @@ def _by_structure(param: nn.Parameter, uses: Sequence[_Use], head: str | None) -
                 return "elementwise", BY_WORD[word]
     if head is not None:
         return "elementwise", head
-    if param.numel() == 0:
+    if 0 in shape:
         return "elementwise", "no elements"
     return "matrix", "2-D weight"
 
@@ -138,6 +138,11 @@ def check_globs(option: str, globs: Sequence[str], eligible: Iterable[Route], ro
         close = nearest(glob, names)
         hint = f"did you mean {close!r}?" if close else f"names look like {names[0]!r}"
         raise ValueError(f"{option}: {glob!r} matches no parameter name; {hint}")
+
+
+def full_shape(param: Tensor) -> tuple[int, ...]:
+    """The parameter's shape, also where DeepSpeed's ZeRO-3 keeps it in parts and shows an empty tensor."""
+    return tuple(getattr(param, "ds_shape", param.shape))
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -28,7 +28,7 @@ from tests.zero import (
 STEPS = 5
 all_sizes = pytest.mark.parametrize("ranks", [1, 2, 4], indirect=True, ids=["1rank", "2ranks", "4ranks"])
 both_sizes = pytest.mark.parametrize("ranks", [2, 4], indirect=True, ids=["2ranks", "4ranks"])
-both_stages = pytest.mark.parametrize("stage", [1, 2])
+all_stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 
 def differ_from_full_batch(stage: int, accumulation: int, clip: float) -> tuple[float, list[tuple[float, float]]]:
@@ -48,7 +48,7 @@ def differ_from_full_batch(stage: int, accumulation: int, clip: float) -> tuple[
 
 
 @both_sizes
-@both_stages
+@all_stages
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 def test_parameters_equal_a_single_process_on_the_full_batch(
@@ -72,8 +72,9 @@ def differ_bit_for_bit(stage: int, policy: str, accumulation: int) -> tuple[floa
 
 
 @all_sizes
-@both_stages
-@pytest.mark.parametrize("policy", ["stay", "balance"])
+@pytest.mark.parametrize(
+    ("stage", "policy"), [(0, "auto"), (1, "stay"), (1, "balance"), (2, "stay"), (2, "balance"), (3, "auto")]
+)
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_parameters_have_the_bits_of_torch_muon_given_the_same_gradients(
     ranks: RankPool, stage: int, policy: str, accumulation: int
@@ -83,33 +84,57 @@ def test_parameters_have_the_bits_of_torch_muon_given_the_same_gradients(
         assert buckets >= 1 or ranks.world_size == 1, "some matrix must travel to be tested"
 
 
-def differ_with_zero_options(options: dict[str, Any]) -> tuple[float, int]:
-    settings = config(2, rows=ROWS, policy="balance", bucket_numel=2000)
+def differ_with_zero_options(stage: int, options: dict[str, Any]) -> tuple[float, int]:
+    settings = config(stage, rows=ROWS, policy="balance", bucket_numel=2000)
     settings["zero_optimization"] |= options
     reference = Reference()
     with engine_for(settings) as engine:
         train(engine, STEPS, same_rows=True)
         reference.train(STEPS)
         optimizer = engine.basic_optimizer
-        planned = sum(plan.state_bytes for plan in optimizer._binding.plans)
+        planned = sum(plan.state_bytes[torch.distributed.get_rank()] for plan in optimizer._binding.plans)
         tensors = [tensor for state in optimizer.state.values() for tensor in state.values()]
         return largest_difference(full_weights(engine), reference.model), planned - sum(t.nbytes for t in tensors)
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("stage", "options"),
     [
-        {},
-        {"overlap_comm": True},
-        {"contiguous_gradients": False},
-        {"reduce_scatter": False},
-        {"parameter_alignment": True},
-        {"reduce_bucket_size": 500},
+        (0, {}),
+        *(
+            (stage, options)
+            for stage in (1, 2)
+            for options in (
+                {},
+                {"overlap_comm": True},
+                {"contiguous_gradients": False},
+                {"reduce_scatter": False},
+                {"parameter_alignment": True},
+                {"reduce_bucket_size": 500},
+            )
+        ),
+        *(
+            (3, options)
+            for options in (
+                {},
+                {"overlap_comm": True},
+                {"contiguous_gradients": False},
+                {"reduce_scatter": False},
+                {"sub_group_size": 1000},
+                {"sub_group_size": 1},
+                {"stage3_param_persistence_threshold": 0},
+                {"stage3_param_persistence_threshold": 1000, "sub_group_size": 1000},
+                {"stage3_prefetch_bucket_size": 0, "stage3_max_live_parameters": 0},
+                {"zero_hpz_partition_size": 2},
+            )
+        ),
     ],
     ids=str,
 )
-def test_zero_options_change_no_bit_and_state_is_as_large_as_planned(ranks: RankPool, options: dict[str, Any]) -> None:
-    assert ranks.run(differ_with_zero_options, options) == [(0.0, 0), (0.0, 0)]
+def test_zero_options_change_no_bit_and_state_is_as_large_as_planned(
+    ranks: RankPool, stage: int, options: dict[str, Any]
+) -> None:
+    assert ranks.run(differ_with_zero_options, stage, options) == [(0.0, 0), (0.0, 0)]
 
 
 class TiedAndFrozen(nn.Module):

@@ -108,7 +108,9 @@ def newton_schulz_in_float32() -> Iterator[None]:
 
 
 def full_weights(engine: Any) -> dict[str, Tensor]:
-    """The fp32 master weights, whole, by name."""
+    """The fp32 master weights, whole, by name; at stage 0 the parameters themselves."""
+    if engine.zero_optimization_stage() == 0:
+        return {name: param.detach().clone() for name, param in engine.module.named_parameters()}
     get: Callable[[Tensor], Tensor] = deepspeed.utils.safe_get_full_fp32_param
     return {name: get(param).clone() for name, param in engine.module.named_parameters()}
 

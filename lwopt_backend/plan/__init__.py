@@ -10,6 +10,7 @@ from lwopt_backend.plan.matrix_plan import MatrixPlan
 from lwopt_backend.plan.mesh import MeshLayout, Sharding
 from lwopt_backend.plan.owners import POLICIES, Ownership
 from lwopt_backend.plan.spread import plan_spread
+from lwopt_backend.plan.spread_storage import ParameterPartition, Replicas
 from lwopt_backend.plan.storage import FlatPartition, Fragment, Layout
 from lwopt_backend.plan.transfer import Segment, Transfer
 from lwopt_backend.plan.types import Atom, ParamSpec
@@ -26,6 +27,8 @@ __all__ = [
     "MeshLayout",
     "Ownership",
     "ParamSpec",
+    "ParameterPartition",
+    "Replicas",
     "Segment",
     "Sharding",
     "StepTime",

@@ -32,6 +32,17 @@ class MatrixPlan:
         """Atoms that ``rank`` owns and stores whole."""
         return [i for i, owner in enumerate(self.ownership.owners) if owner == rank and is_whole(self.layout, i, owner)]
 
+    def keeps_state(self, atom: int, rank: int) -> bool:
+        """Whether ``rank`` keeps the state of a piece of ``atom``."""
+        if self.layout.fragment(atom, rank) is None:
+            return False
+        return self.layout.copies_keep_state or self.ownership.owners[atom] == rank
+
+    def stays(self, bucket: int) -> bool:
+        """Whether the owners of the bucket's atoms store them whole already, so that nothing has to come to them."""
+        owners = ((atom, self.ownership.owners[atom]) for atom in self.buckets[bucket])
+        return all(part.rank == owner for atom, owner in owners for part in self.layout.sources(atom, owner))
+
     def split(self, bucket: int) -> int | None:
         """The length of the equal parts in which the bucket travels, or None for parts as long as needed."""
         return self.splits[bucket] if self.splits else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import ClassVar
 
 from lwopt_backend.plan.storage import Fragment
 
@@ -73,6 +74,8 @@ def _chunk(span: Span, parts: int, index: int) -> Span:
 @dataclass(frozen=True)
 class MeshLayout:
     """Matrices over one device mesh. ``coordinates[rank]`` is where a rank of the exchange group sits in the mesh."""
+
+    copies_keep_state: ClassVar[bool] = True
 
     coordinates: tuple[Coordinate, ...]
     shardings: tuple[Sharding, ...]

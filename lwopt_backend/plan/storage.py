@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,7 @@ class Layout(Protocol):
     """Where the parameters of a plan lie. A parameter has at most one fragment on each rank."""
 
     world_size: int
+    copies_keep_state: bool  # whether every copy's rank keeps the state of its piece, or only the rank that sends it
 
     def fragments(self, index: int) -> Sequence[Fragment]:
         """Every rank's fragment of parameter ``index``, in rank order, copies included; empty ones are left out."""
@@ -64,6 +65,8 @@ class FlatPartition:
     A parameter lies in one contiguous fragment on each rank it touches. Offsets are exact integers, so the
     storage of every rank is known on every rank without a message.
     """
+
+    copies_keep_state: ClassVar[bool] = True
 
     world_size: int
     numels: tuple[int, ...]
@@ -102,15 +105,18 @@ class FlatPartition:
                 f"parameters end at {end}, beyond {self.world_size} partitions of {self.partition_numel} elements"
             )
 
+    def split(self, counts: Sequence[int]) -> FlatPartition:
+        """The same storage of ``counts[i]`` equal consecutive parts of every parameter i."""
+        numels, offsets = [], []
+        for count, numel, offset in zip(counts, self.numels, self.offsets, strict=True):
+            size = numel // count
+            numels += [size] * count
+            offsets += [offset + number * size for number in range(count)]
+        return FlatPartition(self.world_size, tuple(numels), tuple(offsets), self.partition_numel)
+
     def fragments(self, index: int) -> tuple[Fragment, ...]:
         """The fragments of parameter ``index`` in rank order; together they are exactly its elements."""
-        begin, size = self.offsets[index], self.partition_numel
-        end = begin + self.numels[index]
-        parts = []
-        for rank in range(begin // size, (end - 1) // size + 1):
-            low, high = max(begin, rank * size), min(end, (rank + 1) * size)
-            parts.append(Fragment(rank, low - begin, high - begin, low - rank * size))
-        return tuple(parts)
+        return cut(self.offsets[index], self.numels[index], self.partition_numel, 0)
 
     def fragment(self, index: int, rank: int) -> Fragment | None:
         """What ``rank`` stores of parameter ``index``, or None."""
@@ -132,3 +138,13 @@ class FlatPartition:
         """Elements of parameters, without padding, that ``rank`` stores."""
         low, high = rank * self.partition_numel, (rank + 1) * self.partition_numel
         return sum(max(0, min(high, o + n) - max(low, o)) for o, n in zip(self.offsets, self.numels))
+
+
+def cut(begin: int, numel: int, size: int, base: int) -> tuple[Fragment, ...]:
+    """Where ``[begin, begin + numel)`` lies if every rank holds the next ``size`` elements, at its own ``base``."""
+    end = begin + numel
+    parts = []
+    for rank in range(begin // size, (end - 1) // size + 1):
+        low, high = max(begin, rank * size), min(end, (rank + 1) * size)
+        parts.append(Fragment(rank, low - begin, high - begin, base + low - rank * size))
+    return tuple(parts)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.plan import MatrixPlan, Segment, Transfer
-from lwopt_backend.runtime.collectives import Collectives, Pending
+from lwopt_backend.runtime.collectives import Alone, Collectives, Pending
 
 Fetch = Callable[[Segment], Tensor | None]
 Deliver = Callable[[Segment, Tensor], None]
@@ -75,6 +75,7 @@ class BucketManager:
     def __init__(self, plan: MatrixPlan, collectives: Collectives, device: torch.device) -> None:
         self._collectives = collectives
         self._device = device
+        self._stays = [plan.stays(bucket) for bucket in range(len(plan.buckets))]
         self._forth = [Way(plan.transfer(bucket, collectives.rank)) for bucket in range(len(plan.buckets))]
         self._back = [Way(plan.way_back(bucket, collectives.rank)) for bucket in range(len(plan.buckets))]
 
@@ -83,7 +84,8 @@ class BucketManager:
 
     def to_owners(self, bucket: int, dtype: torch.dtype, fetch: Fetch) -> Arrival:
         """Start bringing the bucket's fragments to their owners in ``dtype``. Called on all ranks, bucket by bucket."""
-        return self._forth[bucket].start(self._collectives, dtype, self._device, fetch)
+        collectives = Alone() if self._stays[bucket] else self._collectives
+        return self._forth[bucket].start(collectives, dtype, self._device, fetch)
 
     def to_fragments(self, bucket: int, dtype: torch.dtype, fetch: Fetch) -> Arrival:
         """Start bringing the bucket's updates back to where the fragments came from. Called on all ranks."""

@@ -36,20 +36,28 @@ class MatrixStepper:
     """Steps the matrices of one plan. Up to ``batch_numel`` elements of equal shape go through the rule together.
 
     0 is one by one: the same bits as an unsharded optimizer, and faster on a CPU. Batching saves kernel launches on an
-    accelerator. ``device`` is where matrices travel and are computed, wherever they are stored.
+    accelerator. ``device`` is where matrices travel, wherever they are stored; ``rule_device`` is where the rule runs,
+    by default the same.
     """
 
     def __init__(
-        self, plan: MatrixPlan, collectives: Collectives, device: torch.device, *, batch_numel: int = 0
+        self,
+        plan: MatrixPlan,
+        collectives: Collectives,
+        device: torch.device,
+        *,
+        batch_numel: int = 0,
+        rule_device: torch.device | None = None,
     ) -> None:
         rank = collectives.rank
         self._atoms = plan.atoms
         self._buckets = BucketManager(plan, collectives, device)
         self._local = share_out(plan.local_atoms(rank), len(self._buckets) + 1)
         self._owned = [[atom for atom in bucket if plan.ownership.owners[atom] == rank] for bucket in plan.buckets]
-        self._held = [[a for a in bucket if plan.layout.fragment(a, rank) is not None] for bucket in plan.buckets]
+        self._held = [[a for a in bucket if plan.keeps_state(a, rank)] for bucket in plan.buckets]
         self._first = [bucket[0] for bucket in plan.buckets]
         self._device = device
+        self._rule_device = rule_device or device
         self._batch_numel = batch_numel
         self.owner_state: OwnerState | None = None  # made by who steps rules that have some
 
@@ -85,7 +93,7 @@ class MatrixStepper:
         self._apply_returned(returning, run)
 
     def held(self, bucket: int) -> Sequence[int]:
-        """The bucket's atoms of which this rank stores a piece."""
+        """The bucket's atoms of which this rank stores a piece and its state."""
         return self._held[bucket]
 
     def send(self, bucket: int, rules: Sequence[MatrixRule], direction: Callable[[int], Tensor | None]) -> Arrival:
@@ -142,11 +150,12 @@ class MatrixStepper:
         for batch in self._batches([atom for atom in atoms if run.active(atom)], run.rules):
             for atom in batch:
                 run.advance(atom)
-            directions = [run.direction(atom).view(self._atoms[atom].shape).to(self._device) for atom in batch]
+            directions = [run.direction(atom).view(self._atoms[atom].shape) for atom in batch]
             for atom, update in zip(batch, self._transform(run.rules[batch[0]], batch, directions)):
                 self._apply(atom, update, run)
 
     def _transform(self, rule: MatrixRule, atoms: Sequence[int], matrices: Sequence[Tensor]) -> Sequence[Tensor]:
+        matrices = [matrix.to(self._rule_device) for matrix in matrices]
         if self.owner_state is not None and self.owner_state.holds(atoms[0]):
             return [rule.transform_with(matrix, self.owner_state.of(atom)) for atom, matrix in zip(atoms, matrices)]
         if len(matrices) == 1:

@@ -1,0 +1,98 @@
+"""How DeepSpeed stores the parameters of each stage: what we plan for, and what we find before the first step.
+
+===========================  =====================================  ==========================================
+stage                        stored on every rank                   stepped at a time
+===========================  =====================================  ==========================================
+0                            all parameters, whole                  a param group
+1, 2 (and BF16_Optimizer)    an equal part of each param group      a param group
+3                            an equal part of each parameter        a sub-group: parameters of one param group
+===========================  =====================================  ==========================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor
+
+from lwopt_backend.group_plan import GroupPlan, HostLayout
+from lwopt_backend.integrations import deepspeed_engine
+from lwopt_backend.plan import FlatPartition, ParameterPartition, Replicas
+from lwopt_backend.registry import MATRIX_RULES
+from lwopt_backend.routing import full_shape
+from lwopt_backend.runtime.collectives import Collectives
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that are stepped at a time. ``group`` is the number of their param group, ``ranks`` share them."""
+
+    group: int
+    params: list[Tensor]
+    layout: HostLayout
+    ranks: Collectives
+
+
+def units(engine: DeepSpeedEngine, groups: Sequence[Mapping[str, Any]], ranks: Sequence[Collectives]) -> list[Unit]:
+    """What DeepSpeed will step at a time, in its order. ``ranks[i]`` share param group i."""
+    stage = deepspeed_engine.sharding_stage(engine)
+    found = []
+    for number, (group, sharers) in enumerate(zip(groups, ranks)):
+        params = group["params"]
+        if stage == 3:
+            for part in _sub_groups(params, sharers.world_size, engine.zero_sub_group_size()):
+                layout = ParameterPartition.build(map(_numel, part), sharers.world_size)
+                found.append(Unit(number, part, layout, sharers))
+        elif stage == 0 and group["rule"] in MATRIX_RULES:
+            found.append(Unit(number, params, Replicas(sharers.world_size, tuple(map(_numel, params))), sharers))
+        elif stage == 0:
+            layout = FlatPartition.build(map(_numel, params), sharers.world_size, alignment=1)
+            found.append(Unit(number, params, layout, sharers))
+        else:
+            layout = deepspeed_engine.flat_partition(engine, params, sharers.world_size)
+            found.append(Unit(number, params, layout, sharers))
+    return found
+
+
+def _numel(param: Tensor) -> int:
+    return math.prod(full_shape(param))
+
+
+def _sub_groups(params: Sequence[Tensor], world_size: int, size: int) -> Iterator[list[Tensor]]:
+    """ZeRO-3 closes a sub-group with the parameter whose part brings a rank's elements to ``size``."""
+    part: list[Tensor] = []
+    filled = 0
+    for param in params:
+        part.append(param)
+        filled += -(-_numel(param) // world_size)
+        if filled >= size:
+            yield part
+            part, filled = [], 0
+    if part:
+        yield part
+
+
+def flat_tensors(engine: DeepSpeedEngine, found: Sequence[Unit], groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+    """This rank's flat tensor of every unit, stages 1 to 3."""
+    if deepspeed_engine.sharding_stage(engine) == 3:
+        return deepspeed_engine.sub_group_tensors(found[0].params[0])
+    return [groups[unit.group]["params"][0] for unit in found]
+
+
+def check_as_planned(unit: Unit, number: int, plan: GroupPlan, flat: Tensor, stage: int) -> None:
+    """Raises RuntimeError if DeepSpeed stores this rank's pieces elsewhere than planned."""
+    rank = unit.ranks.rank
+    if flat.numel() != plan.layout.partition_numel:
+        raise RuntimeError(f"{plan.rule}: planned {plan.layout.partition_numel} elements a rank, found {flat.numel()}")
+    for index, (spec, param) in enumerate(zip(plan.specs, unit.params)):
+        planned = plan.layout.fragment(index, rank)
+        if stage == 3:
+            found = deepspeed_engine.stored_part(param, rank, number)
+        else:
+            found = deepspeed_engine.stored_fragment(param, rank)
+        if planned != found:
+            raise RuntimeError(f"parameter {spec.name!r}: planned {planned}, but DeepSpeed stores {found}")

@@ -1,0 +1,159 @@
+"""Steps of planned parameters that every rank stores whole (stage 0): work and state are shared out, weights are not.
+
+Matrices: the owner alone keeps the momentum and computes the update, which goes to all ranks; each applies it to its
+copy. Element-wise parameters: each rank steps its partition of them, and the new values are gathered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lwopt_backend.config import LayerWiseMuonConfig
+from lwopt_backend.group_plan import GroupPlan
+from lwopt_backend.group_stepper import matrix_stepper, step_flat
+from lwopt_backend.plan import FlatPartition
+from lwopt_backend.registry import build_matrix_rule, rule_named
+from lwopt_backend.runtime.collectives import Collectives
+from lwopt_backend.runtime.storage import Slices
+
+
+def new_replicated_stepper(
+    plan: GroupPlan,
+    params: Sequence[Tensor],
+    collectives: Collectives,
+    config: LayerWiseMuonConfig,
+    device: torch.device,
+) -> MatrixReplicas | ElementwiseReplicas:
+    kind = ElementwiseReplicas if plan.matrices is None else MatrixReplicas
+    return kind(plan, params, collectives, config, device)
+
+
+class MatrixReplicas:
+    """Matrices of which each rank keeps the state of its own in one flat tensor, in the order of the plan."""
+
+    def __init__(
+        self,
+        plan: GroupPlan,
+        params: Sequence[Tensor],
+        collectives: Collectives,
+        config: LayerWiseMuonConfig,
+        device: torch.device,
+    ) -> None:
+        assert plan.matrices is not None
+        self._plan = plan
+        self._config = config
+        self._matrices = matrix_stepper(plan.matrices, collectives, config, device)
+        self._device = device
+        counts = [math.prod(spec.shape[:-2]) for spec in plan.specs]
+        self._places = [(param, number) for param, count in zip(params, counts) for number in range(count)]
+        self._bases = owned_bases(plan, collectives.rank)
+        self._state: dict[str, Tensor] = {}
+
+    def fill_state(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
+        """Add the state tensors that a fresh optimizer lacks; what a checkpoint restored is kept."""
+        flat = torch.empty(self._owned_numel(), dtype=torch.float32, device=self._device)
+        for key, tensor in rule_named(self._plan.rule).new_state(flat, group).items():
+            state.setdefault(key, tensor)
+
+    def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
+        """One step from the parameters' gradients, which are equal on all ranks. Called on all ranks."""
+        rule = build_matrix_rule(self._plan.rule, group, self._config)
+        self._state = {key: state[key] for key in rule.state_keys}
+        self._matrices.step([rule] * len(self._plan.matrices.atoms), self)
+
+    def part(self, index: int) -> Slices:
+        """Matrix ``index``; with its state if this rank owns it."""
+        param, number = self._places[index]
+        value, grad = (_slice(tensor, number) for tensor in (param.data, _grad(param)))
+        base = self._bases.get(index)
+        if base is None:
+            return Slices(value, grad, {})
+        state = {key: flat.narrow(0, base, value.numel()).view(value.shape) for key, flat in self._state.items()}
+        return Slices(value, grad, state)
+
+    def _owned_numel(self) -> int:
+        return sum(self._plan.matrices.atoms[index].numel for index in self._bases)
+
+
+class ElementwiseReplicas:
+    """Element-wise parameters end to end, of which each rank steps an equal part."""
+
+    def __init__(
+        self,
+        plan: GroupPlan,
+        params: Sequence[Tensor],
+        collectives: Collectives,
+        config: LayerWiseMuonConfig,
+        device: torch.device,
+    ) -> None:
+        assert isinstance(plan.layout, FlatPartition)
+        self._plan = plan
+        self._layout = plan.layout
+        self._params = params
+        self._collectives = collectives
+        self._device = device
+        self._chunk = max(1, min(config.bucket_numel // collectives.world_size, self._layout.partition_numel))
+
+    def fill_state(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
+        """Add the state tensors that a fresh optimizer lacks; what a checkpoint restored is kept."""
+        for key, tensor in rule_named(self._plan.rule).new_state(self._flat(), group).items():
+            state.setdefault(key, tensor)
+
+    @torch.no_grad()
+    def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
+        """One step from the parameters' gradients, which are equal on all ranks. Called on all ranks."""
+        value, grad = self._flat(), self._flat()
+        for index, param in enumerate(self._params):
+            held = self._layout.fragment(index, self._collectives.rank)
+            if held is not None:
+                for flat, tensor in ((value, param.data), (grad, _grad(param))):
+                    flat.narrow(0, held.offset, held.numel).copy_(tensor.reshape(-1)[held.start : held.stop])
+        step_flat(self._plan.rule, group, Slices(value, grad, state))
+        for begin in range(0, self._layout.partition_numel, self._chunk):
+            self._gather(value.narrow(0, begin, min(self._chunk, self._layout.partition_numel - begin)), begin)
+
+    def _gather(self, mine: Tensor, begin: int) -> None:
+        """Bring all ranks' new values from ``begin`` of their partitions into the parameters."""
+        received = mine.new_empty(mine.numel() * self._collectives.world_size)
+        self._collectives.all_gather(received, mine)
+        for index, param in enumerate(self._params):
+            flat = param.data.view(-1) if param.data.is_contiguous() else param.data.flatten()
+            for part in self._layout.fragments(index):
+                low = max(part.offset, begin)
+                high = min(part.offset + part.numel, begin + mine.numel())
+                if low < high:
+                    source = received.narrow(0, part.rank * mine.numel() + low - begin, high - low)
+                    flat.narrow(0, part.start + low - part.offset, high - low).copy_(source)
+            if not param.data.is_contiguous():
+                param.data.copy_(flat.view(param.shape))
+
+    def _flat(self) -> Tensor:
+        return torch.zeros(self._layout.partition_numel, dtype=torch.float32, device=self._device)
+
+
+def owned_bases(plan: GroupPlan, rank: int) -> dict[int, int]:
+    """Where the state of each matrix that ``rank`` owns begins in its flat state."""
+    assert plan.matrices is not None
+    owned = [index for index, owner in enumerate(plan.matrices.ownership.owners) if owner == rank]
+    ends = accumulate((plan.matrices.atoms[index].numel for index in owned), initial=0)
+    return dict(zip(owned, ends))
+
+
+def _slice(stack: Tensor, number: int) -> Tensor:
+    """Matrix ``number`` of a stack; of a single matrix itself."""
+    position: list[int] = []
+    for size in reversed(stack.shape[:-2]):
+        number, rest = divmod(number, size)
+        position.insert(0, rest)
+    return stack[tuple(position)]
+
+
+def _grad(param: Tensor) -> Tensor:
+    """As in ZeRO, a missing gradient is a zero one."""
+    return torch.zeros_like(param) if param.grad is None else param.grad
