@@ -38,6 +38,12 @@ class Collectives(Protocol):
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's ``value``, in rank order, on every rank."""
 
+    def all_gather(self, received: Tensor, mine: Tensor) -> None:
+        """``received`` becomes all ranks' equally long ``mine``, in rank order."""
+
+    def gather_to_first(self, mine: Tensor) -> list[Tensor] | None:
+        """All ranks' equally long ``mine``, in rank order, on the first rank; None on the others."""
+
 
 _OWN_GROUPS: list[tuple[Any, list[int], dist.ProcessGroup]] = []  # the default group, ranks, and the group for them
 
@@ -117,8 +123,12 @@ class TorchCollectives:
         _reduce_scatter(mine, sent, group=self.group)
 
     def all_gather(self, received: Tensor, mine: Tensor) -> None:
-        """``received`` becomes all ranks' equally long ``mine``, in rank order."""
         _all_gather(received, mine, group=self.group)
+
+    def gather_to_first(self, mine: Tensor) -> list[Tensor] | None:
+        received = [torch.empty_like(mine) for _ in range(self.world_size)] if self.rank == 0 else None
+        dist.gather(mine, received, group=self.group, group_dst=0)
+        return received
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum ``tensor`` over all ranks, in place."""
@@ -151,6 +161,12 @@ class Alone:
 
     def gather_objects(self, value: Any) -> list[Any]:
         return [value]
+
+    def all_gather(self, received: Tensor, mine: Tensor) -> None:
+        received.copy_(mine)
+
+    def gather_to_first(self, mine: Tensor) -> list[Tensor] | None:
+        return [mine]
 
 
 class _Done:

@@ -1,0 +1,94 @@
+"""What is decided when an engine takes the optimizer: routing, groups, what is stepped at a time, and its plans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor
+
+from lwopt_backend.config import LayerWiseMuonConfig
+from lwopt_backend.group_plan import GroupPlan, Member, members_digest, plan_group
+from lwopt_backend.grouping import Grouping, group_parameters
+from lwopt_backend.integrations import deepspeed_engine
+from lwopt_backend.integrations.deepspeed_refusals import reasons_to_refuse
+from lwopt_backend.integrations.deepspeed_storage import Unit, check_as_planned, flat_tensors, units
+from lwopt_backend.plan import MACHINES
+from lwopt_backend.routing import full_shape
+from lwopt_backend.runtime.agreement import agree_in_all
+from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What an optimizer knows once an engine has taken it. ``plans[i]`` is about ``units[i]``."""
+
+    engine: DeepSpeedEngine
+    grouping: Grouping
+    ranks: list[Collectives]  # every group of ranks that this one shares parameters with
+    units: list[Unit]
+    plans: list[GroupPlan]
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank stores all parameters whole."""
+        return deepspeed_engine.sharding_stage(self.engine) == 0
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The param groups, each marked with what identifies its members in a checkpoint."""
+        return [{**group, "members": self._members(number)} for number, group in enumerate(self.grouping.groups)]
+
+    def _members(self, group: int) -> str:
+        return members_digest([plan for unit, plan in zip(self.units, self.plans) if unit.group == group])
+
+    def stored(self, groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+        """Per unit, the tensor that DeepSpeed steps; of replicated parameters the first. Called on all ranks.
+
+        Raises RuntimeError, on every rank, if DeepSpeed stores parameters elsewhere than planned. ``groups`` are the
+        optimizer's param groups.
+        """
+        if self.replicated:
+            return [unit.params[0] for unit in self.units]
+
+        def check() -> tuple[list[Tensor], list[list[str]]]:
+            stage = deepspeed_engine.sharding_stage(self.engine)
+            flats = flat_tensors(self.engine, self.units, groups)
+            for number, (unit, plan, flat) in enumerate(zip(self.units, self.plans, flats, strict=True)):
+                check_as_planned(unit, number, plan, flat, stage)
+            return flats, [[] for _ in self.ranks]
+
+        return agree_in_all(self.ranks, "LayerWiseMuon", check)
+
+
+def bind(engine: DeepSpeedEngine, given: list[dict[str, Any]], config: LayerWiseMuonConfig) -> Binding:
+    """Route, plan and agree. Called on all ranks; raises ValueError on all of them where something cannot work."""
+    ranks = [TorchCollectives(group) for group in deepspeed_engine.process_groups(engine)]
+    return agree_in_all(ranks, "LayerWiseMuon", lambda: _decide(engine, given, config, ranks))
+
+
+def _decide(
+    engine: DeepSpeedEngine, given: list[dict[str, Any]], config: LayerWiseMuonConfig, ranks: list[TorchCollectives]
+) -> tuple[Binding, list[list[str]]]:
+    reasons = reasons_to_refuse(engine, given)
+    if reasons:
+        raise ValueError("\n  ".join(["LayerWiseMuon cannot train with this configuration:", *reasons]))
+    grouping = group_parameters(engine.module, given, config)
+    machine = MACHINES.get(engine.device.type, MACHINES["cuda"])
+    by_group = {sharers.group: sharers for sharers in ranks}
+    of_groups = [by_group[deepspeed_engine.group_ranks(engine, group)] for group in grouping.groups]
+    found = units(engine, grouping.groups, of_groups)
+    plans = []
+    for unit in found:
+        members = [_member(p, grouping.names[id(p)]) for p in unit.params]
+        plans.append(plan_group(grouping.groups[unit.group], members, unit.layout, config, machine))
+    lines = [
+        [line for unit, plan in zip(found, plans) if unit.ranks is sharers for line in plan.lines()]
+        for sharers in ranks
+    ]
+    return Binding(engine, grouping, list(ranks), found, plans), lines
+
+
+def _member(param: Tensor, name: str) -> Member:
+    return name, full_shape(param), str(param.dtype).removeprefix("torch.")

@@ -1,0 +1,79 @@
+"""The optimizer's state in DeepSpeed's checkpoints: what may be loaded, and state of stage 0, which is saved whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lwopt_backend.integrations.deepspeed_binding import Binding
+from lwopt_backend.replicated_state import gather_whole, take_part
+
+Groups = Sequence[Mapping[str, Any]]
+States = Mapping[int, Mapping[str, Any]]  # by the position of their tensor in all param groups
+
+
+def check_groups(saved: Groups, groups: Groups) -> None:
+    """Raises ValueError if ``saved`` param groups have other rules or other members than ``groups``."""
+    theirs, ours = ([group.get("rule", "unknown") for group in some] for some in (saved, groups))
+    if theirs != ours:
+        raise ValueError(f"the checkpoint's param groups follow the rules {theirs}, this optimizer's follow {ours}")
+    for number, (their, our) in enumerate(zip(saved, groups)):
+        if their.get("members") != our.get("members"):
+            raise ValueError(
+                f"param group {number} ({our['rule']}) holds other parameters than in the checkpoint; load it with "
+                "the model, the 'include' and the 'exclude' it was saved with"
+            )
+
+
+def check_partitions(saved: Groups, state: States, groups: Groups) -> None:
+    """Raises ValueError if what was saved lies in other flat tensors than those in ``groups``."""
+    for number, (their, our) in enumerate(zip(saved, groups)):
+        counts = len(their["params"]), len(our["params"])
+        if counts[0] != counts[1]:
+            raise ValueError(
+                f"param group {number}: saved in {counts[0]} flat tensors, found {counts[1]}; load with the "
+                "zero_optimization.sub_group_size it was saved with"
+            )
+    numbered = [(number, tensor) for number, group in enumerate(groups) for tensor in group["params"]]
+    for position, (number, flat) in enumerate(numbered):
+        for key, value in state.get(position, {}).items():
+            if isinstance(value, Tensor) and value.ndim > 0 and value.numel() != flat.numel():
+                raise ValueError(
+                    f"param group {number}: the checkpoint's {key} has {value.numel()} elements for this rank, "
+                    f"which stores {flat.numel()}"
+                )
+
+
+def save_whole(binding: Binding, states: Mapping[Tensor, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Every parameter's state at stage 0, on the first rank; nothing on the others. Called on all ranks."""
+    saved: dict[int, dict[str, Any]] = {}
+    first = 0
+    for unit, plan in zip(binding.units, binding.plans):
+        whole = gather_whole(plan, states.get(unit.params[0], {}), unit.ranks)
+        saved.update((first + i, state) for i, state in enumerate(whole or []) if state)
+        first += len(unit.params)
+    return saved
+
+
+def load_whole(binding: Binding, saved: States) -> dict[Tensor, dict[str, Any]]:
+    """This rank's part of the states that ``save_whole`` returned on the first rank."""
+    states: dict[Tensor, dict[str, Any]] = {}
+    first = 0
+    for unit, plan in zip(binding.units, binding.plans):
+        of_unit = [saved.get(first + index, {}) for index in range(len(unit.params))]
+        _check_shapes(plan.specs, of_unit)
+        if of_unit[0]:
+            states[unit.params[0]] = take_part(plan, of_unit, unit.ranks.rank, binding.engine.device)
+        first += len(unit.params)
+    return states
+
+
+def _check_shapes(specs: Sequence[Any], states: Sequence[Mapping[str, Any]]) -> None:
+    for spec, state in zip(specs, states):
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.ndim > 0 and value.numel() != spec.numel:
+                raise ValueError(
+                    f"parameter {spec.name!r} has shape {spec.shape}, the checkpoint's {key} {tuple(value.shape)}"
+                )
