@@ -12,7 +12,7 @@ from torch import Tensor
 from lwopt_backend.config import LayerWiseMuonConfig
 from lwopt_backend.group_plan import GroupPlan, Member, members_digest, plan_group
 from lwopt_backend.grouping import Grouping, group_parameters
-from lwopt_backend.integrations import deepspeed_engine
+from lwopt_backend.integrations import deepspeed_engine, deepspeed_pipeline
 from lwopt_backend.integrations.deepspeed_refusals import reasons_to_refuse
 from lwopt_backend.integrations.deepspeed_storage import Unit, check_as_planned, flat_tensors, units
 from lwopt_backend.plan import MACHINES
@@ -30,6 +30,7 @@ class Binding:
     ranks: list[Collectives]  # every group of ranks that this one shares parameters with
     units: list[Unit]
     plans: list[GroupPlan]
+    stage: deepspeed_pipeline.Stage | None  # of a pipeline
 
     @property
     def replicated(self) -> bool:
@@ -65,30 +66,40 @@ class Binding:
 def bind(engine: DeepSpeedEngine, given: list[dict[str, Any]], config: LayerWiseMuonConfig) -> Binding:
     """Route, plan and agree. Called on all ranks; raises ValueError on all of them where something cannot work."""
     ranks = [TorchCollectives(group) for group in deepspeed_engine.process_groups(engine)]
-    return agree_in_all(ranks, "LayerWiseMuon", lambda: _decide(engine, given, config, ranks))
+    stage = deepspeed_pipeline.meet(engine, given, config)
+    return agree_in_all(ranks, "LayerWiseMuon", lambda: _decide(engine, given, config, ranks, stage))
 
 
 def _decide(
-    engine: DeepSpeedEngine, given: list[dict[str, Any]], config: LayerWiseMuonConfig, ranks: list[TorchCollectives]
+    engine: DeepSpeedEngine,
+    given: list[dict[str, Any]],
+    config: LayerWiseMuonConfig,
+    ranks: list[TorchCollectives],
+    stage: deepspeed_pipeline.Stage | None,
 ) -> tuple[Binding, list[list[str]]]:
     reasons = reasons_to_refuse(engine, given)
     if reasons:
         raise ValueError("\n  ".join(["LayerWiseMuon cannot train with this configuration:", *reasons]))
-    grouping = group_parameters(engine.module, given, config)
+    if stage is None:
+        grouping = group_parameters(engine.module, given, config, stacks=True)
+    else:
+        grouping = group_parameters(engine.module, given, config, routes=stage.routes, elsewhere=stage.elsewhere)
+        deepspeed_pipeline.check_tied(engine, stage)
+        deepspeed_pipeline.check_groups(engine, stage)
     machine = MACHINES.get(engine.device.type, MACHINES["cuda"])
     by_group = {sharers.group: sharers for sharers in ranks}
     of_groups = [by_group[deepspeed_engine.group_ranks(engine, group)] for group in grouping.groups]
     found = units(engine, grouping.groups, of_groups)
     plans = []
     for unit in found:
-        members = [_member(p, grouping.names[id(p)]) for p in unit.params]
+        members = [_member(p, grouping.names[id(p)], grouping.transposed) for p in unit.params]
         plans.append(plan_group(grouping.groups[unit.group], members, unit.layout, config, machine))
     lines = [
         [line for unit, plan in zip(found, plans) if unit.ranks is sharers for line in plan.lines()]
         for sharers in ranks
     ]
-    return Binding(engine, grouping, list(ranks), found, plans), lines
+    return Binding(engine, grouping, list(ranks), found, plans, stage), lines
 
 
-def _member(param: Tensor, name: str) -> Member:
-    return name, full_shape(param), str(param.dtype).removeprefix("torch.")
+def _member(param: Tensor, name: str, transposed: frozenset[str]) -> Member:
+    return name, full_shape(param), str(param.dtype).removeprefix("torch."), name in transposed

@@ -20,12 +20,11 @@ import deepspeed
 import torch
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.utils import clip_grad_norm_
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
-from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch import Tensor, nn
 
 from lwopt_backend.plan import FlatPartition, Fragment
+from lwopt_backend.runtime.collectives import TorchCollectives
 
 HOOKED = "_do_optimizer_sanity_check"
 
@@ -81,14 +80,33 @@ def sharding_stage(engine: DeepSpeedEngine) -> int:
     return 1 if uses_bf16_optimizer(engine) else engine.zero_optimization_stage()
 
 
-def process_groups(engine: DeepSpeedEngine) -> list[ProcessGroup]:
-    """The groups of ranks that share parameters with this one: first the data-parallel ranks, then those of experts."""
+def uses_auto_ep(engine: DeepSpeedEngine) -> bool:
+    """Whether DeepSpeed has put its own expert layers in place of the model's."""
+    settings = engine._config.expert_parallel_config
+    return settings is not None and settings.enabled
+
+
+def process_groups(engine: DeepSpeedEngine) -> list[Any]:
+    """The groups of ranks that share parameters with this one: first the data-parallel ranks, then those of experts.
+
+    In a pipeline also all ranks (None), which share no parameter, but fail together.
+    """
     experts = engine.expert_data_parallel_group if engine.has_moe_layers else {}
-    groups = [engine.seq_data_parallel_group, *(experts[name] for name in sorted(experts))]
-    return list(dict.fromkeys(groups))
+    world = [None] if engine.pipeline_parallelism else []
+    return list(dict.fromkeys([engine.seq_data_parallel_group, *(experts[name] for name in sorted(experts)), *world]))
 
 
-def group_ranks(engine: DeepSpeedEngine, group: Mapping[str, Any]) -> ProcessGroup:
+def pipeline_group(engine: DeepSpeedEngine) -> Any:
+    """One rank of every pipeline stage, in their order: those through which this rank's micro-batches go."""
+    return engine.mpu.get_pipe_parallel_group()
+
+
+def tied_modules(engine: DeepSpeedEngine) -> Mapping[str, nn.Module]:
+    """The modules of a pipeline that occur in it more than once, by their key."""
+    return dict(engine.module.tied_modules.items())
+
+
+def group_ranks(engine: DeepSpeedEngine, group: Mapping[str, Any]) -> Any:
     """The ranks that share a param group: those of its experts, or the data-parallel ones."""
     if group.get("moe"):
         return engine.expert_data_parallel_group[group["name"]]
@@ -140,17 +158,24 @@ def adopt_torch_scheduler(engine: DeepSpeedEngine) -> None:
 
 
 def report_norm(engine: DeepSpeedEngine, optimizer: Any) -> None:
-    """Tell ``optimizer`` the norm at which the engine clips at stage 0, where DeepSpeed itself drops it."""
+    """Clip at stage 0 by the norm of all gradients, and tell ``optimizer`` that norm, which DeepSpeed drops.
+
+    DeepSpeed's own counts the gradients of a pipeline's first stage only.
+    """
 
     def clip_fp32_gradients() -> None:
-        parameters, max_norm = engine.module.parameters(), engine.gradient_clipping()
-        optimizer.norm_before_clipping = clip_grad_norm_(parameters=parameters, max_norm=max_norm, mpu=engine.mpu)
+        optimizer.norm_before_clipping = norm = grad_norm(engine)
+        torch.nn.utils.clip_grads_with_norm_(engine.module.parameters(), engine.gradient_clipping(), norm)
 
     engine.clip_fp32_gradients = clip_fp32_gradients
 
 
 def grad_norm(engine: DeepSpeedEngine) -> Tensor:
-    """The norm of all gradients at stage 0, where nothing clips."""
-    if engine.mpu is not None or engine.has_moe_layers:
-        return clip_grad_norm_(parameters=engine.module.parameters(), max_norm=math.inf, mpu=engine.mpu)
-    return torch.nn.utils.get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None])
+    """The norm of all gradients at stage 0; in a pipeline of all stages', counting tied weights once."""
+    with_grad = [p for p in engine.module.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in with_grad if not getattr(p, "ds_pipe_replicated", False)])
+    if not engine.pipeline_parallelism:
+        return norm
+    squared = norm.to(engine.device).square()
+    TorchCollectives(pipeline_group(engine)).all_reduce(squared)
+    return squared.sqrt()

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from lwopt_backend.integrations.deepspeed_engine import uses_bf16_optimizer
+from lwopt_backend.integrations.deepspeed_engine import uses_auto_ep, uses_bf16_optimizer
 
 
 def reasons_to_refuse(engine: DeepSpeedEngine, param_groups: list[dict[str, Any]]) -> list[str]:
@@ -17,7 +18,12 @@ def reasons_to_refuse(engine: DeepSpeedEngine, param_groups: list[dict[str, Any]
 
 def _stage(engine: DeepSpeedEngine) -> list[str]:
     dtype = engine.get_data_types()[0]
-    if engine.zero_optimization_stage() > 0 or dtype == torch.float32 or uses_bf16_optimizer(engine):
+    if engine.zero_optimization_stage() == 0 and uses_bf16_optimizer(engine):
+        return [
+            "zero_optimization.stage is 0 and the pipeline is trained in bfloat16, where DeepSpeed saves one rank's part "
+            "of the state and cannot load it again; use stage 1, which shards alike"
+        ]
+    if engine.zero_optimization_stage() > 0 or dtype == torch.float32:
         return []
     return [
         f"zero_optimization.stage is 0 and the model is trained in {str(dtype).removeprefix('torch.')}, for which "
@@ -27,11 +33,9 @@ def _stage(engine: DeepSpeedEngine) -> list[str]:
 
 
 def _parallelism(engine: DeepSpeedEngine, param_groups: list[dict[str, Any]]) -> list[str]:
-    reasons = []
+    reasons = _experts(engine, param_groups)
     if engine.pipeline_parallelism:
-        reasons.append("the model is a PipelineModule; expected a module that is whole on every rank")
-    if engine.has_moe_layers or any(group.get("moe") for group in param_groups):
-        reasons.append("the model has deepspeed.moe layers, whose experts live in process groups of their own")
+        reasons += _pipeline(engine)
     shards = "each rank holds a shard, and the matrix rule needs the matrix; use 1"
     if engine.autotp_size() > 1:
         reasons.append(f"tensor_parallel.autotp_size is {engine.autotp_size()}: {shards}")
@@ -43,6 +47,51 @@ def _parallelism(engine: DeepSpeedEngine, param_groups: list[dict[str, Any]]) ->
     return reasons
 
 
+def _pipeline(engine: DeepSpeedEngine) -> list[str]:
+    reasons = []
+    stage, size = engine.zero_optimization_stage(), engine.mpu.get_slice_parallel_world_size()
+    if stage > 1:
+        reasons.append(f"the model is a PipelineModule and zero_optimization.stage is {stage}; use stage 0 or 1")
+    if engine.has_moe_layers:
+        reasons.append("the model is a PipelineModule with deepspeed.moe layers; use one of the two")
+    if size > 1:
+        reasons.append(
+            f"the pipeline's topology has model parallelism of {size}: each rank holds a shard, and the matrix rule "
+            "needs the matrix; use PipeDataParallelTopology"
+        )
+    return reasons
+
+
+def _experts(engine: DeepSpeedEngine, param_groups: list[dict[str, Any]]) -> list[str]:
+    """Experts are trained where the stage shards them, in param groups of their own, each over the ranks it names."""
+    reasons = []
+    if uses_auto_ep(engine):
+        reasons.append(
+            "expert_parallel.enabled is true (AutoEP), which stacks a layer's experts into one 3-D parameter that the "
+            "matrix rule would not train; build the model with deepspeed.moe.layer.MoE"
+        )
+    stage = engine.zero_optimization_stage()
+    if engine.has_moe_layers and stage not in (1, 2):
+        reasons.append(f"the model has deepspeed.moe layers and zero_optimization.stage is {stage}; use stage 1 or 2")
+    known = sorted(engine.expert_data_parallel_group) if engine.has_moe_layers else []
+    split = "split groups with deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer"
+    for number, group in enumerate(param_groups):
+        experts = [is_moe_param(param) for param in group["params"]]
+        if not group.get("moe"):
+            if any(experts):
+                reasons.append(f"param group {number} has experts' parameters, but not 'moe': True; {split}")
+        elif group.get("name") not in known:
+            names = ", ".join(map(repr, known)) or "none, because it has no deepspeed.moe layers"
+            reasons.append(
+                f"param group {number} has 'moe': True and name {group.get('name')!r}; the model has {names}"
+            )
+        elif not all(experts):
+            reasons.append(f"param group {number} has 'moe': True, but not only experts' parameters; {split}")
+        elif wrong := sorted({param.group_name for param in group["params"]} - {group["name"]}):
+            reasons.append(f"param group {number} is named {group['name']!r}, but has experts of {wrong[0]!r}; {split}")
+    return reasons
+
+
 def _storage(engine: DeepSpeedEngine) -> list[str]:
     reasons = []
     offloads = {"offload_optimizer": engine.zero_offload_optimizer(), "offload_param": engine.zero_offload_param()}
@@ -50,10 +99,17 @@ def _storage(engine: DeepSpeedEngine) -> list[str]:
         device = "none" if offload is None else getattr(offload.device, "value", offload.device)
         if device not in ("none", "cpu"):
             reasons.append(f"zero_optimization.{key}.device is {device!r}; set it to 'cpu' or 'none'")
+    offload = offloads["offload_optimizer"]
+    if offload is not None and offload.ratio < 1:
+        reasons.append(
+            f"zero_optimization.offload_optimizer.ratio is {offload.ratio}; DeepSpeed splits only its own CPU Adam so; "
+            "use 1.0"
+        )
     switches = {
         "zero_optimization.round_robin_gradients": engine.zero_round_robin_gradients(),
         "zero_optimization.elastic_checkpoint": engine.zero_elastic_checkpoint(),
         "zero_optimization.zenflow": engine.zenflow_config() is not None,
+        "zero_optimization.offload_optimizer.super_offload": engine.super_offload(),
         "compile.deepcompile": engine.is_deepcompile_enabled(),
         "bf16.bf16_master_weights_and_grads": engine.bf16_master_weights_and_gradients(),
         "fp16.fp16_master_weights_and_grads": engine.fp16_master_weights_and_gradients(),

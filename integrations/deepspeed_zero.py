@@ -17,8 +17,9 @@ from deepspeed.utils.logging import logger
 from lwopt_backend import report
 from lwopt_backend.config import LayerWiseMuonConfig, MuonOptions, parse
 from lwopt_backend.group_stepper import GroupStepper
-from lwopt_backend.integrations import deepspeed_cpu, deepspeed_engine
+from lwopt_backend.integrations import deepspeed_checkpoints, deepspeed_cpu, deepspeed_engine, deepspeed_tensors
 from lwopt_backend.integrations.deepspeed_binding import Binding, bind
+from lwopt_backend.integrations.deepspeed_pipeline import check_rates
 from lwopt_backend.integrations.deepspeed_state import check_groups, check_partitions, load_whole, save_whole
 from lwopt_backend.linked_rates import LinkedRates
 from lwopt_backend.param_groups import as_groups, split
@@ -79,7 +80,9 @@ class LayerWiseMuon(torch.optim.Optimizer):
             deepspeed_engine.report_norm(engine, self)
         self._take_groups(self._binding, engine)
         deepspeed_engine.adopt_torch_scheduler(engine)
-        if self._binding.ranks[0].rank == 0:
+        deepspeed_checkpoints.guard_loading(engine, self._binding.ranks)
+        deepspeed_tensors.guard_state_keys(engine, self, self._binding.grouping)
+        if engine.global_rank == 0:
             self._announce(engine, self._binding)
 
     def _take_groups(self, binding: Binding, engine: DeepSpeedEngine) -> None:
@@ -105,8 +108,10 @@ class LayerWiseMuon(torch.optim.Optimizer):
         self.param_groups = self._linked = rates.link(self.param_groups)
 
     def _announce(self, engine: DeepSpeedEngine, binding: Binding) -> None:
-        if self.config.report:
+        if self.config.report and binding.stage is None:
             report.show(binding.grouping.routes, binding.plans)
+        elif self.config.report:
+            report.show(binding.stage.all_routes, binding.plans, binding.stage.note)
         clipping = deepspeed_engine.default_clipping(engine)
         if clipping is not None:
             logger.warning(
@@ -125,6 +130,8 @@ class LayerWiseMuon(torch.optim.Optimizer):
             raise RuntimeError("this LayerWiseMuon has no engine; give it to deepspeed.initialize(optimizer=...)")
         if not self._steppers:
             self._prepare(self._binding)
+        if self._binding.stage is not None and self._binding.stage.groups_differ:
+            check_rates(self._binding.stage, self._linked)
         if self._binding.replicated:
             clipped, self.norm_before_clipping = self.norm_before_clipping, None
             self._global_grad_norm = deepspeed_engine.grad_norm(self._binding.engine) if clipped is None else clipped

@@ -25,7 +25,7 @@ from lwopt_backend.plan.build import modelled_time
 from lwopt_backend.registry import MATRIX_RULES, rule_named
 from lwopt_backend.runtime.agreement import digest
 
-Member = tuple[str, tuple[int, ...], str]  # name, shape, dtype
+Member = tuple[str, tuple[int, ...], str, bool]  # name, shape, dtype, whether transposed
 HostLayout = FlatPartition | ParameterPartition | Replicas
 
 
@@ -67,7 +67,7 @@ def plan_group(
     Raises ValueError for a policy that the layout leaves no room for.
     """
     rule = group["rule"]
-    specs = tuple(ParamSpec(name, shape, dtype, rule) for name, shape, dtype in members)
+    specs = tuple(ParamSpec(name, shape, dtype, rule, transposed) for name, shape, dtype, transposed in members)
     matrices = None
     if rule in MATRIX_RULES:
         counts = [math.prod(spec.shape[:-2]) for spec in specs]
@@ -81,8 +81,8 @@ def _atoms(spec: ParamSpec, count: int, group: Mapping[str, Any], config: LayerW
     shape = (spec.shape[-2], spec.shape[-1])
     cost = MATRIX_RULES[spec.rule].cost(shape, group, config)
     if len(spec.shape) == 2:
-        return [Atom(spec.name, shape, cost)]
-    return [Atom(f"{spec.name}[{number}]", shape, cost) for number in range(count)]
+        return [Atom(spec.name, shape, cost, spec.transposed)]
+    return [Atom(f"{spec.name}[{number}]", shape, cost, spec.transposed) for number in range(count)]
 
 
 def _plan_atoms(atoms: Sequence[Atom], layout: HostLayout, config: LayerWiseMuonConfig, machine: Machine) -> MatrixPlan:

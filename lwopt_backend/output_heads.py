@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -18,14 +19,52 @@ HEAD_NAMES_OUTSIDE_BLOCKS = frozenset(
 NOT_A_VOCABULARY = re.compile(r"(^|[._])(pos|wpe|type|segment)")
 
 
-def output_heads(model: nn.Module) -> dict[int, str]:
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """What a model, or the part of it that a pipeline stage has, says about heads as wide as a vocabulary."""
+
+    rows: frozenset[int]  # of its embeddings
+    outputs: frozenset[int]  # of its linears that may be a head
+    tied: bool  # an embedding is a head as well
+
+
+def output_heads(model: nn.Module, rows: frozenset[int] | None = None) -> dict[int, str]:
     """The ids of the output heads' weights, with the reason for each.
 
     A head that consists of several layers (a classifier with a hidden one) is its last linear; a list of heads is the
-    last linear of each. A head tied to an embedding need not be among them: it is the embedding.
+    last linear of each. A head tied to an embedding need not be among them: it is the embedding. ``rows`` are those of
+    the embeddings that heads are compared with, where ``model`` is a part of one: see ``rows_for_heads``.
     """
+    if rows is None:
+        (rows,) = rows_for_heads([widths(model)])
     blocks = _repeated_blocks(model)
-    return {**_as_wide_as_a_vocabulary(model, blocks), **_by_name(model, blocks)}
+    return {**_as_wide_as_a_vocabulary(model, blocks, rows), **_by_name(model, blocks)}
+
+
+def widths(model: nn.Module) -> Widths:
+    """What ``rows_for_heads`` needs to know of a model or of a part of one."""
+    blocks = _repeated_blocks(model)
+    named = [(name, m) for name, m in model.named_modules() if isinstance(m, EMBEDDINGS)]
+    tables = {id(table.weight) for _, table in named}
+    linears = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    return Widths(
+        frozenset(table.num_embeddings for name, table in named if not NOT_A_VOCABULARY.search(name)),
+        frozenset(m.out_features for name, m in linears if not _inside(name, blocks)),
+        any(id(linear.weight) in tables for _, linear in linears),
+    )
+
+
+def rows_for_heads(parts: Sequence[Widths]) -> list[frozenset[int]]:
+    """How many outputs a head may have in each part of a model, in the model's order.
+
+    Heads stand in the last part that has a linear as wide as any part's embedding has rows. They are not looked for
+    where an embedding is already tied to a linear: that is the head.
+    """
+    rows = frozenset().union(*(part.rows for part in parts))
+    last = max((number for number, part in enumerate(parts) if part.outputs & rows), default=None)
+    if last is None or any(part.tied for part in parts):
+        return [frozenset() for _ in parts]
+    return [rows if number == last else frozenset() for number in range(len(parts))]
 
 
 def _by_name(model: nn.Module, blocks: frozenset[str]) -> dict[int, str]:
@@ -52,18 +91,12 @@ def _last_weights(module: nn.Module) -> Iterator[nn.Parameter]:
         yield from last.parameters(recurse=False)
 
 
-def _as_wide_as_a_vocabulary(model: nn.Module, blocks: frozenset[str]) -> dict[int, str]:
+def _as_wide_as_a_vocabulary(model: nn.Module, blocks: frozenset[str], rows: frozenset[int]) -> dict[int, str]:
     """The last linear with as many outputs as an embedding has rows, and its like in the list it stands in.
 
-    Not looked for where an embedding is already tied to a linear (that is the head), nor inside a repeated block, where
-    a hidden layer may happen to be as wide.
+    Not looked for inside a repeated block, where a hidden layer may happen to be as wide.
     """
-    named = [(name, m) for name, m in model.named_modules() if isinstance(m, EMBEDDINGS)]
-    tables = {id(table.weight) for _, table in named}
     linears = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
-    if any(id(linear.weight) in tables for _, linear in linears):
-        return {}
-    rows = {table.num_embeddings for name, table in named if not NOT_A_VOCABULARY.search(name)}
     wide = [(name, m) for name, m in linears if m.out_features in rows and not _inside(name, blocks)]
     if not wide:
         return {}
@@ -78,11 +111,12 @@ def _repeated_blocks(model: nn.Module) -> frozenset[str]:
     """Names of modules that stand in a list of layers, or beside another of their kind (experts)."""
     blocks = set()
     for name, container in model.named_modules():
-        if not isinstance(container, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+        children = list(container.named_children())
+        numbered = any(key.isdigit() for key, _ in children)  # a pipeline stage numbers its layers, too
+        if not numbered and not isinstance(container, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
             continue
         if name.rpartition(".")[2] in HEAD_NAMES | HEAD_NAMES_OUTSIDE_BLOCKS:
             continue
-        children = list(container.named_children())
         kinds = [type(child) for _, child in children]
         for key, child in children:
             if isinstance(container, nn.ModuleList) or kinds.count(type(child)) > 1:

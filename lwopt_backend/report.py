@@ -19,11 +19,11 @@ WIDTH_WITHOUT_TERMINAL = 140  # a launcher's pipe has no width of its own; 80 co
 MOST_RANKS = 16
 
 
-def show(routes: Sequence[Route], groups: Sequence[GroupPlan]) -> None:
-    """Print the routing table and the plan to standard output."""
+def show(routes: Sequence[Route], groups: Sequence[GroupPlan], note: str | None = None) -> None:
+    """Print the routing table, a note and the plan to standard output."""
     console = standard_output()
     show_routing(console, routes)
-    for sentence in choices(groups):
+    for sentence in [*([note] if note else []), *choices(groups)]:
         console.print(sentence)
     console.print(plan_table(groups))
 
@@ -45,7 +45,9 @@ def routing_headline(routes: Sequence[Route]) -> list[str]:
     """How much of the model the matrix rule trains; a second sentence if most of the model is stacked matrices."""
     matrices = [r for r in routes if r.kind == "matrix"]
     trained = [r for r in routes if r.kind != "frozen"]
-    share, stacked = (_share(some, trained) for some in (matrices, [r for r in trained if len(r.shape) > 2]))
+    share, stacked = (
+        _share(some, trained) for some in (matrices, [r for r in trained if len(r.shape) > 2 and r.kind != "matrix"])
+    )
     counts = f"{len(matrices)} of {len(trained)} trained parameters are matrices"
     sentences = [f"Routing: {counts}, {share:.1%} of the elements"]
     if stacked > share:

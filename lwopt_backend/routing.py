@@ -6,6 +6,7 @@ A matrix rule is for the hidden layers' 2-D weights. Embeddings, output heads, n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -38,13 +39,19 @@ def plain_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where one parameter goes and why. ``aliases`` are the other names of a tied parameter."""
+    """Where one parameter goes and why. ``aliases`` are the other names of a tied parameter.
+
+    A ``stack`` holds a matrix in its last two dimensions for every index of the others; a ``transposed`` matrix is
+    stored as (inputs, outputs).
+    """
 
     name: str
     shape: tuple[int, ...]
     kind: Kind
     reason: str
     aliases: tuple[str, ...] = ()
+    stack: bool = False
+    transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +68,31 @@ class _Use:
         return self.name.rpartition(".")[2]
 
 
-def route(model: nn.Module, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[Route]:
+def route(
+    model: nn.Module, include: Sequence[str] = (), exclude: Sequence[str] = (), *, stacks: bool = False
+) -> list[Route]:
     """Route every parameter of ``model``, in ``named_parameters()`` order, by its plain name.
 
-    ``include`` sends 2-D parameters to the matrix rule and ``exclude`` keeps parameters from it, both by glob on the
-    parameter's names (a tied parameter has several); exclude wins. Raises ValueError for a glob that matches nothing,
-    or an ``include`` that matches nothing with two dimensions.
+    With ``stacks`` the experts that a model stacks in one parameter go to the matrix rule, slice by slice; without they
+    are element-wise. ``include`` sends 2-D parameters to the matrix rule and ``exclude`` keeps parameters from it, both
+    by glob on the parameter's names (a tied parameter has several); exclude wins. Raises ValueError for a glob that
+    matches nothing, or an ``include`` that matches nothing with two dimensions.
     """
+    routes = route_part(model, include, exclude, output_heads(model), stacks=stacks)
+    check_all_globs(include, exclude, routes)
+    return routes
+
+
+def route_part(
+    model: nn.Module,
+    include: Sequence[str],
+    exclude: Sequence[str],
+    heads: Mapping[int, str],
+    *,
+    stacks: bool = False,
+) -> list[Route]:
+    """``route`` of a part of a model, whose output heads (ids of weights, reasons) and globs the whole decides."""
     uses = _uses(model)
-    heads = output_heads(model)
     routes = []
     for name, param in named_parameters(model):
         same = uses[id(param)]
@@ -79,10 +102,19 @@ def route(model: nn.Module, include: Sequence[str] = (), exclude: Sequence[str] 
         else:
             kind, reason = _by_structure(full_shape(param), same, heads.get(id(param)))
             kind, reason = by_glob(full_shape(param), names, include, exclude) or (kind, reason)
-        routes.append(Route(name, full_shape(param), kind, reason, tuple(names[1:])))
+        stack, transposed = _is_stack(full_shape(param), same), any(_stored_transposed(use.module) for use in same)
+        if stacks and stack and (kind, reason) == ("elementwise", _dimensions(full_shape(param))):
+            kind, reason = "matrix", stacked(full_shape(param))
+        if kind == "matrix" and transposed:
+            reason = f"{reason}, stored transposed"
+        routes.append(Route(name, full_shape(param), kind, reason, tuple(names[1:]), stack, transposed))
+    return routes
+
+
+def check_all_globs(include: Sequence[str], exclude: Sequence[str], routes: Sequence[Route]) -> None:
+    """Raise ValueError for a glob that matches nothing in a model with these routes."""
     check_globs("include", include, [r for r in routes if len(r.shape) == 2], routes)
     check_globs("exclude", exclude, routes, routes)
-    return routes
 
 
 def _by_structure(shape: Sequence[int], uses: Sequence[_Use], head: str | None) -> tuple[Kind, str]:
@@ -90,7 +122,7 @@ def _by_structure(shape: Sequence[int], uses: Sequence[_Use], head: str | None) 
         tied = [use.module_name for use in uses if not isinstance(use.module, EMBEDDINGS)]
         return "elementwise", f"embedding, tied to {tied[0]}" if tied else "embedding"
     if len(shape) != 2:
-        return "elementwise", f"{len(shape)}-D"
+        return "elementwise", _dimensions(shape)
     for use in uses:
         # A norm may have one weight per head and channel (Cohere's does), and every model family brings its own class.
         if isinstance(use.module, NORMS) or type(use.module).__name__.endswith("Norm"):
@@ -105,6 +137,27 @@ def _by_structure(shape: Sequence[int], uses: Sequence[_Use], head: str | None) 
     if 0 in shape:
         return "elementwise", "no elements"
     return "matrix", "2-D weight"
+
+
+def _dimensions(shape: Sequence[int]) -> str:
+    return f"{len(shape)}-D"
+
+
+def stacked(shape: Sequence[int]) -> str:
+    """The reason of a stack's slices for being matrices."""
+    return f"{math.prod(shape[:-2])} stacked experts"
+
+
+def _is_stack(shape: Sequence[int], uses: Sequence[_Use]) -> bool:
+    """Experts in one parameter: it belongs to a module that is called so, by its class or by its place."""
+    if len(shape) < 3 or 0 in shape:
+        return False
+    return any("expert" in f"{use.module_name.rpartition('.')[2]} {type(use.module).__name__}".lower() for use in uses)
+
+
+def _stored_transposed(module: nn.Module) -> bool:
+    """Hugging Face's Conv1D (GPT-2's linear), and experts whose module says so itself."""
+    return type(module).__name__ == "Conv1D" or getattr(module, "is_transposed", False) is True
 
 
 def by_glob(

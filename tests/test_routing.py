@@ -57,7 +57,7 @@ def test_a_position_table_as_long_as_the_model_is_wide_claims_no_hidden_layer() 
     assert {r.reason for r in routes.values() if len(r.shape) == 2} == {
         "embedding, tied to lm_head",
         "embedding",
-        "2-D weight",
+        "2-D weight, stored transposed",
     }
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lwopt_backend.plan import MeshLayout, Sharding, plan_spread
+from lwopt_backend.config import LayerWiseMuonConfig
+from lwopt_backend.plan import MeshLayout, ParameterPartition, Sharding, plan_spread
 from lwopt_backend.plan.cost import COSTS
 from lwopt_backend.plan.machine import Machine
 from lwopt_backend.routing import Route
@@ -330,3 +331,21 @@ def test_a_cluster_file(tmp_path: Path) -> None:
         cluster_named(str(path))
     with pytest.raises(ValueError, match="unknown cluster 'h100-8x'; did you mean 'h100-8x-ib'"):
         cluster_named("h100-8x")
+
+
+def test_zero3_is_planned_as_it_is_trained() -> None:
+    study = plan_study(layers(24), Deployment(4), replace(OWNED, engine="zero3", bucket_numel=None))
+    (part,) = study.worst.parts
+    layout = ParameterPartition.build([atom.numel for atom in part.atoms], 4)
+    plan = plan_spread(part.atoms, layout, bucket_numel=LayerWiseMuonConfig().bucket_numel)
+    assert (part.owners, part.loads) == (plan.ownership.owners, plan.ownership.loads)
+    assert [list(part.buckets).count(bucket) for bucket in range(len(plan.buckets))] == [*map(len, plan.buckets)]
+
+
+@pytest.mark.parametrize(("engine", "matrices"), [("zero1", 8), ("zero3", 8), ("fsdp2", 2)])
+def test_stacked_experts_are_matrices_where_the_engine_trains_them_so(engine: str, matrices: int) -> None:
+    stack = Route("layers.0.experts.up", (6, 32, 16), "elementwise", "3-D", stack=True)
+    routes = [matrix("layers.0.a", 32, 16), stack, matrix("layers.1.a", 32, 16)]
+    study = plan_study(routes, Deployment(2), replace(OWNED, engine=engine))
+    assert len(study.worst.parts[0].atoms) == matrices
+    assert [r.kind for r in study.routes] == ["matrix", "matrix" if matrices > 2 else "elementwise", "matrix"]

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lwopt_backend.config import FSDP2Config
+from lwopt_backend.grouping import Grouping
 from lwopt_backend.integrations.fsdp2.meshes import Mesh, mesh_of, meshes_of, sharding_of
 from lwopt_backend.integrations.fsdp2.stepper import Member, MeshStepper, own_group
 from lwopt_backend.runtime.agreement import agree_in_all
@@ -35,17 +36,19 @@ def bind(
     exchange: Exchange,
     groups: Sequence[Mapping[str, Any]],
     names: Sequence[Sequence[str]],
-    order: Mapping[str, int],
+    grouping: Grouping,
     config: FSDP2Config,
 ) -> list[MeshStepper]:
-    """Plan for the parameters that ``groups`` hold; ``order`` is the model's. Called on all ranks of the meshes.
+    """Plan for the parameters that ``groups`` hold, in the model's order. Called on all ranks of the meshes.
 
     The work that a rank was given on one mesh counts on the next. Plain tensors come last, in a stepper of their own.
     Raises, on all ranks, what is wrong on any.
     """
 
+    order = {name: position for position, name in enumerate(grouping.names.values())}
+
     def decide() -> tuple[list[Member], list[list[str]]]:
-        members = sorted(_members(groups, names), key=lambda member: order[member.name])
+        members = sorted(_members(groups, names, grouping.transposed), key=lambda member: order[member.name])
         return members, [[m.line() for m in members if mesh_of(m.param) == mesh] for mesh, _ in exchange]
 
     collectives = [of_mesh for _, of_mesh in exchange]
@@ -77,7 +80,9 @@ def names_of(
     return [list(theirs) for theirs in names]
 
 
-def _members(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> list[Member]:
+def _members(
+    groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]], transposed: frozenset[str]
+) -> list[Member]:
     members = []
     for number, (group, group_names) in enumerate(zip(groups, names)):
         for name, param in zip(group_names, group["params"]):
@@ -86,5 +91,5 @@ def _members(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
                     f"parameter {name!r} is on the meta device; call model.to_empty(device=...) and initialise it "
                     "before the optimizer is made"
                 )
-            members.append(Member(name, param, number, group["rule"], sharding_of(name, param)))
+            members.append(Member(name, param, number, group["rule"], sharding_of(name, param), name in transposed))
     return members

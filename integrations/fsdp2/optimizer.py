@@ -104,8 +104,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         """Plan for the parameters that the param groups hold now, and make their state. Called on all ranks."""
         held = [group["params"] for group in self.param_groups]
         self._names = names_of(held, self._bound, self._names)
-        order = {name: position for position, name in enumerate(self._grouping.names.values())}
-        self._steppers = bind(exchange, self.param_groups, self._names, order, self.config)
+        self._steppers = bind(exchange, self.param_groups, self._names, self._grouping, self.config)
         self._bound = [list(group["params"]) for group in self.param_groups]
         self._make_state()
         of_groups = self._matrix_rules()

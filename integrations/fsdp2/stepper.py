@@ -27,13 +27,15 @@ States = Mapping[Tensor, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Member:
-    """A trained parameter: its name, its param group's position and rule, and how it lies over its mesh."""
+    """A trained parameter: its name, its param group's position and rule, how it lies over its mesh, and whether it is
+    a matrix that is stored as (inputs, outputs)."""
 
     name: str
     param: Tensor
     group: int
     rule: str
     sharding: Sharding
+    transposed: bool
 
     def line(self) -> str:
         """What ranks must have decided alike of it."""
@@ -131,7 +133,8 @@ class MeshStepper:
 
 def _atom(member: Member, group: Mapping[str, Any], config: FSDP2Config) -> Atom:
     rows, columns = member.param.shape
-    return Atom(member.name, (rows, columns), MATRIX_RULES[member.rule].cost((rows, columns), group, config))
+    cost = MATRIX_RULES[member.rule].cost((rows, columns), group, config)
+    return Atom(member.name, (rows, columns), cost, member.transposed)
 
 
 class Shards:

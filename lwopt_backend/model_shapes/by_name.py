@@ -30,7 +30,8 @@ def route_by_name(tensors: Sequence[Stored], include: Sequence[str], exclude: Se
         kind, reason = _by_name(tensor, named, widths)
         if kind != "frozen":
             kind, reason = by_glob(tensor.shape, (tensor.name, *tensor.aliases), include, exclude) or (kind, reason)
-        routes.append(Route(tensor.name, tensor.shape, kind, reason, tensor.aliases))
+        stack = len(tensor.shape) > 2 and "expert" in tensor.name.rpartition(".")[0].rpartition(".")[2].lower()
+        routes.append(Route(tensor.name, tensor.shape, kind, reason, tensor.aliases, stack))
     check_globs("include", include, [r for r in routes if len(r.shape) == 2], routes)
     check_globs("exclude", exclude, routes, routes)
     return tuple(routes)

@@ -108,8 +108,9 @@ def _stacked_experts(routes: Sequence[Route]) -> tuple[str, ...]:
     if not stacked:
         return ()
     return (
-        f"transformers stacks the experts of a layer in parameters such as {stacked[0]!r}, which are not matrices; "
-        "for a model that keeps them apart, read a checkpoint, which has them one by one, or list the shapes",
+        f"transformers stacks the experts of a layer in parameters such as {stacked[0]!r}: under DeepSpeed every slice "
+        "is a matrix, elsewhere they are element-wise; for a model that keeps them apart, read a checkpoint, which has "
+        "them one by one, or list the shapes",
     )
 
 

@@ -35,7 +35,7 @@ class OwnerState:
         for atom, (rule, owner) in enumerate(zip(rules, plan.ownership.owners)):
             if not isinstance(rule, OwnerStateRule):
                 continue
-            shape = plan.atoms[atom].shape
+            shape = plan.atoms[atom].rule_shape
             if owner == collectives.rank:
                 self._held[atom] = rule.new_owner_state(shape, device)
             for key, tensor in sorted(rule.new_owner_state(shape, torch.device("meta")).items()):

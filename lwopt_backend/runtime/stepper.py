@@ -156,6 +156,11 @@ class MatrixStepper:
 
     def _transform(self, rule: MatrixRule, atoms: Sequence[int], matrices: Sequence[Tensor]) -> Sequence[Tensor]:
         matrices = [matrix.to(self._rule_device) for matrix in matrices]
+        if not self._atoms[atoms[0]].transposed:
+            return self._run_rule(rule, atoms, matrices)
+        return [update.T for update in self._run_rule(rule, atoms, [matrix.T.contiguous() for matrix in matrices])]
+
+    def _run_rule(self, rule: MatrixRule, atoms: Sequence[int], matrices: Sequence[Tensor]) -> Sequence[Tensor]:
         if self.owner_state is not None and self.owner_state.holds(atoms[0]):
             return [rule.transform_with(matrix, self.owner_state.of(atom)) for atom, matrix in zip(atoms, matrices)]
         if len(matrices) == 1:
@@ -170,17 +175,18 @@ class MatrixStepper:
         value = part.value if part.value.dtype == part.grad.dtype else part.value.to(part.grad.dtype)
         update = update.reshape(value.shape).to(value.device)
         value.mul_(1 - rule.lr * rule.weight_decay)
-        value.add_(update, alpha=-rule.lr * rule.scale(self._atoms[atom].shape))
+        value.add_(update, alpha=-rule.lr * rule.scale(self._atoms[atom].rule_shape))
         if value is not part.value:
             part.value.copy_(value)
 
     def _batches(self, atoms: Sequence[int], rules: Sequence[MatrixRule]) -> Iterator[list[int]]:
-        """Atoms of equal shape and rule together, at most ``batch_numel`` elements at a time."""
+        """Atoms of equal shape, orientation and rule together, at most ``batch_numel`` elements at a time."""
         alike: dict[tuple[Any, ...], list[int]] = {}
         for atom in atoms:
-            alike.setdefault((self._atoms[atom].shape, id(rules[atom])), []).append(atom)
-        for ((rows, columns), _), members in alike.items():
-            size = max(1, self._batch_numel // (rows * columns))
+            key = self._atoms[atom].shape, self._atoms[atom].transposed, id(rules[atom])
+            alike.setdefault(key, []).append(atom)
+        for members in alike.values():
+            size = max(1, self._batch_numel // self._atoms[members[0]].numel)
             for begin in range(0, len(members), size):
                 yield members[begin : begin + size]
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from lwopt_backend.plan.cost import CostModel
 from lwopt_backend.plan.types import Atom
-from lwopt_backend.routing import Route
+from lwopt_backend.routing import Route, stacked
 
 STACK = "stack"
 Split = tuple[int, ...] | int | str  # rows of each block, the number of equal blocks, or STACK: one matrix a slice
@@ -34,6 +35,17 @@ def check_splits(routes: Sequence[Route], splits: Mapping[str, Split]) -> None:
     for glob in splits:
         if not any(fnmatchcase(route.name, glob) for route in routes):
             raise ValueError(f"split: {glob!r} matches no parameter; names look like {routes[0].name!r}")
+
+
+def as_trained(
+    routes: Sequence[Route], splits: Mapping[str, Split], engine: str
+) -> tuple[list[Route], dict[str, Split]]:
+    """Routes and splits as the engine's optimizer has them: under ZeRO stacked experts are matrices, slice by slice."""
+    if not engine.startswith("zero"):
+        return list(routes), dict(splits)
+    stacks = {r.name for r in routes if r.stack and r.reason == f"{len(r.shape)}-D"}
+    trained = [replace(r, kind="matrix", reason=stacked(r.shape)) if r.name in stacks else r for r in routes]
+    return trained, {**splits, **{name: STACK for name in sorted(stacks)}}
 
 
 def make_atoms(

@@ -11,7 +11,7 @@ from lwopt_backend.study.owned import owned_part
 from lwopt_backend.study.part import Part, RankMemory, Setting
 
 ENGINES = ("owned", "zero1", "zero2", "zero3", "fsdp2")
-TODAY = ("zero1", "zero2", "fsdp2")  # engines that train today; the others are planned for
+TODAY = ("zero1", "zero2", "zero3", "fsdp2")  # engines that train today; the others are planned for
 
 
 def plan_part(name: str, atoms: Sequence[Atom], ranks: int, setting: Setting) -> Part:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
-from lwopt_backend.plan.buffers.compact import plan_compact
 from lwopt_backend.plan.buffers.layout import BufferPlan, aligned_shard
 from lwopt_backend.plan.buffers.step import BucketTime, Elements, bucket_work, schedule
 from lwopt_backend.plan.build import plan_matrices
@@ -13,6 +13,7 @@ from lwopt_backend.plan.machine import StepTime, gather_seconds
 from lwopt_backend.plan.matrix_plan import MatrixPlan
 from lwopt_backend.plan.mesh import MeshLayout, Sharding
 from lwopt_backend.plan.spread import plan_spread
+from lwopt_backend.plan.spread_storage import ParameterPartition
 from lwopt_backend.plan.storage import FlatPartition
 from lwopt_backend.plan.types import Atom
 from lwopt_backend.study.part import Collective, Part, RankMemory, Setting, owned_atoms, workspace
@@ -99,21 +100,25 @@ def fsdp2_plan(atoms: Sequence[Atom], ranks: int, bucket_numel: int | None) -> B
     backward = list(reversed(atoms))
     shardings = tuple(Sharding(atom.shape, (ranks,), (0,), (False,)) for atom in backward)
     layout = MeshLayout(tuple((rank,) for rank in range(ranks)), shardings)
-    plan = plan_spread(backward, layout, bucket_numel=bucket_numel)
+    plan = _as_buffer(plan_spread(backward, layout, bucket_numel=bucket_numel), ranks)
+    return replace(plan, atoms=tuple(atoms), owners=tuple(reversed(plan.owners)), buckets=tuple(reversed(plan.buckets)))
+
+
+def zero3_plan(atoms: Sequence[Atom], ranks: int, bucket_numel: int) -> BufferPlan:
+    """What ``LayerWiseMuon`` plans for a sub-group of ZeRO-3 with ``atoms``, in the model's order."""
+    layout = ParameterPartition.build([atom.numel for atom in atoms], ranks)
+    return _as_buffer(plan_spread(atoms, layout, bucket_numel=bucket_numel), ranks)
+
+
+def _as_buffer(plan: MatrixPlan, ranks: int) -> BufferPlan:
+    """The plan as a study reads it; a matrix that does not travel is counted with the bucket before it."""
     bucket_of = {atom: bucket for bucket, members in enumerate(plan.buckets) for atom in members}
-    buckets = list(accumulate((bucket_of.get(atom, 0) for atom in range(len(backward))), max))
+    buckets = tuple(accumulate((bucket_of.get(atom, 0) for atom in range(len(plan.atoms))), max))
     fullest = [[0] * ranks for _ in range(max(buckets) + 1)]
-    for atom, owner, bucket in zip(backward, plan.ownership.owners, buckets):
+    for atom, owner, bucket in zip(plan.atoms, plan.ownership.owners, buckets):
         fullest[bucket][owner] += atom.numel
-    return BufferPlan(
-        "compact",
-        "balanced over buckets",
-        tuple(atoms),
-        ranks,
-        tuple(reversed(plan.ownership.owners)),
-        tuple(reversed(buckets)),
-        tuple(aligned_shard(max(shards), ranks) for shards in fullest),
-    )
+    shards = tuple(aligned_shard(max(numels), ranks) for numels in fullest)
+    return BufferPlan("compact", "balanced over buckets", plan.atoms, ranks, plan.ownership.owners, buckets, shards)
 
 
 def sharded_part(name: str, atoms: Sequence[Atom], ranks: int, setting: Setting) -> Part:
@@ -121,7 +126,7 @@ def sharded_part(name: str, atoms: Sequence[Atom], ranks: int, setting: Setting)
     if setting.engine == "fsdp2":
         plan = fsdp2_plan(atoms, ranks, setting.bucket_numel)
     else:
-        plan = plan_compact(atoms, ranks, bucket_numel=setting.bucket_numel or EXCHANGE_BUCKET)
+        plan = zero3_plan(atoms, ranks, setting.bucket_numel or EXCHANGE_BUCKET)
     e = fsdp2_elements() if setting.engine == "fsdp2" else setting.elements
     shard, share = -(-plan.numel // ranks), (ranks - 1) / ranks
     # A rank sends its piece of every matrix that is not its own, and as an owner all other ranks' pieces of the update.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from lwopt_backend.plan.machine import StepTime
 from lwopt_backend.plan.types import Atom
 from lwopt_backend.routing import Route
-from lwopt_backend.study.atoms import Split, check_splits, make_atoms
+from lwopt_backend.study.atoms import Split, as_trained, check_splits, make_atoms
 from lwopt_backend.study.deployment import Deployment, is_expert, local_experts, stages
 from lwopt_backend.study.engines import elementwise_memory, plan_part
 from lwopt_backend.study.part import Part, RankMemory, Setting
@@ -88,6 +88,7 @@ def plan_study(
     """
     splits = splits or {}
     check_splits(routes, splits)
+    routes, splits = as_trained(routes, splits, setting.engine)
     known: dict[tuple[object, ...], Stage] = {}
     planned = []
     for index, members in enumerate(stages(routes, deployment.pp)):
