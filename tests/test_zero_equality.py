@@ -210,51 +210,6 @@ def test_every_option_of_adamw_is_torchs(ranks: RankPool) -> None:
         assert difference == 0.0 and "max_exp_avg_sq" in keys
 
 
-def differ_in_bf16(stage: int, accumulate_in_fp32: bool) -> tuple[str, float]:
-    """The reference keeps fp32 masters beside a bf16 model, as DeepSpeed does."""
-    settings = config(stage, rows=ROWS) | {"bf16": {"enabled": True}}
-    settings["zero_optimization"]["parameter_alignment"] = True  # which BF16_Optimizer does not know
-    if accumulate_in_fp32:
-        settings["data_types"] = {"grad_accum_dtype": "fp32"}
-    # DeepSpeed rounds the model to bf16 first and takes the master weights from that.
-    masters = Reference(UnevenLM().bfloat16().float())
-    low = UnevenLM().bfloat16()
-    with engine_for(settings) as engine:
-        for step in range(STEPS):
-            train(engine, range(step, step + 1), same_rows=True)
-            train_masters(masters, low, step)
-        kind = type(engine.optimizer).__name__
-        return kind, largest_difference(full_weights(engine), masters.model)
-
-
-def train_masters(masters: Reference, low: torch.nn.Module, step: int) -> None:
-    low(*batch_shares(step, 1)[0]).backward()
-    for master, param in zip(masters.model.parameters(), low.parameters()):
-        master.grad, param.grad = param.grad.float(), None
-    masters.muon.step()
-    masters.adamw.step()
-    with torch.no_grad():
-        for master, param in zip(masters.model.parameters(), low.parameters()):
-            param.copy_(master)
-
-
-@pytest.mark.parametrize(
-    ("stage", "accumulate_in_fp32", "wrapper"),
-    [
-        (1, False, "DeepSpeedZeroOptimizer"),
-        (2, False, "DeepSpeedZeroOptimizer"),
-        (1, True, "BF16_Optimizer"),
-        (2, True, "DeepSpeedZeroOptimizer"),
-    ],
-)
-def test_bf16_training_equals_fp32_masters_on_one_process(
-    ranks: RankPool, stage: int, accumulate_in_fp32: bool, wrapper: str
-) -> None:
-    for kind, difference in ranks.run(differ_in_bf16, stage, accumulate_in_fp32):
-        assert kind == wrapper
-        assert difference == 0.0
-
-
 def differ_with_own_groups() -> tuple[float, list[dict[str, Any]], list[int]]:
     """Three param groups with their own rates and decays, one so small that a rank stores none of it."""
     model = UnevenLM()

@@ -1,0 +1,468 @@
+"""Pipelines: two stages on two data-parallel ranks each train as torch.optim.Muon + AdamW do on the whole model.
+
+Ranks 0 and 1 have the first stage, 2 and 3 the second; a stage plans for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.moe.layer import MoE
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from deepspeed.utils import safe_get_full_fp32_param
+from torch import Tensor, nn
+
+from tests.models import VOCABULARY
+from tests.ranks import RankPool
+from tests.zero import ADAMW, MUON, batch_shares, config, engine_for, newton_schulz_in_float32
+
+RANKS, STAGES, DATA_PARALLEL, STEPS, MICRO_BATCHES = 4, 2, 2, 5, 2
+WIDTH = 24
+MATRICES = ("up.weight", "down.weight", "mix.weight")
+BF16 = {"bf16": {"enabled": True}}
+PRECISIONS = {
+    "fp32, stage 0": (0, {}),
+    "fp32, stage 1": (1, {}),
+    "bf16, stage 1": (1, BF16),
+    "bf16 + fp32, stage 1": (1, {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}),
+}
+all_precisions = pytest.mark.parametrize("precision", PRECISIONS)
+
+
+@pytest.fixture(scope="module")
+def pipeline_ranks() -> Iterator[RankPool]:
+    """Four ranks of this file's own: DeepSpeed keeps the pipeline's groups in globals of the process."""
+    pool = RankPool(RANKS)
+    yield pool
+    pool.remove()
+
+
+class Block(nn.Module):
+    """A hidden layer as wide as the vocabulary, which no head is, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, VOCABULARY)
+        self.down = nn.Linear(VOCABULARY, WIDTH, bias=False)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(self.mix(self.down(torch.tanh(self.up(x)))))
+
+
+class Table(nn.Module):
+    """A tied weight whose class tells nothing: a linear's weight that is looked up and multiplied by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(VOCABULARY, WIDTH))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.weight[tokens]
+
+
+def multiply(module: nn.Module, x: Tensor) -> Tensor:
+    return x @ module.weight.T
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def untied() -> list[Any]:
+    return [
+        LayerSpec(nn.Embedding, VOCABULARY, WIDTH),
+        LayerSpec(Block),
+        LayerSpec(Block),
+        LayerSpec(nn.Linear, WIDTH, VOCABULARY, bias=False),
+    ]
+
+
+def only_an_embedding_first() -> list[Any]:
+    return [LayerSpec(nn.Embedding, VOCABULARY, WIDTH), LayerSpec(nn.Linear, WIDTH, VOCABULARY, bias=False)]
+
+
+def tied(module: type[nn.Module] = nn.Embedding, *sizes: int) -> list[Any]:
+    return [
+        TiedLayerSpec("embed", module, *sizes),
+        LayerSpec(Block),
+        LayerSpec(Block),
+        TiedLayerSpec("embed", module, *sizes, forward_fn=multiply),
+    ]
+
+
+def tied_table() -> list[Any]:
+    return tied(Table)
+
+
+def tied_embedding() -> list[Any]:
+    return tied(nn.Embedding, VOCABULARY, WIDTH)
+
+
+MODELS = {"untied": untied, "tied embedding": tied_embedding, "tied table": tied_table}
+all_models = pytest.mark.parametrize("model", MODELS)
+
+
+def pipeline(layers: list[Any], **kwargs: Any) -> PipelineModule:
+    return PipelineModule(
+        layers, num_stages=STAGES, loss_fn=loss_of, partition_method="uniform", seed_layers=True, base_seed=7, **kwargs
+    )
+
+
+class Whole(nn.Module):
+    """The pipeline's layers on one process, with the pipeline's names and weights."""
+
+    def __init__(self, layers: list[Any], weights: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.tied_modules = nn.ModuleDict()
+        self.calls = []
+        for number, spec in enumerate(layers):
+            if isinstance(spec, TiedLayerSpec):
+                if spec.key not in self.tied_modules:
+                    self.tied_modules[spec.key] = spec.build()
+                self.calls.append((self.tied_modules[spec.key], spec.forward_fn))
+            else:
+                self.add_module(str(number), spec.build())
+                self.calls.append((getattr(self, str(number)), None))
+        self.load_state_dict(weights)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = tokens
+        for module, function in self.calls:
+            x = function(module, x) if function else module(x)
+        return loss_of(x, targets)
+
+
+class Reference:
+    """torch.optim.Muon for the blocks' matrices and torch.optim.AdamW for everything else, on one process."""
+
+    def __init__(self, layers: list[Any], weights: dict[str, Tensor]) -> None:
+        self.model = Whole(layers, weights)
+        named = dict(self.model.named_parameters())
+        matrices = [named.pop(name) for name in list(named) if name.endswith(MATRICES)]
+        self.optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(list(named.values()), **ADAMW)]
+        if matrices:
+            self.optimizers.append(torch.optim.Muon(matrices, **MUON))
+
+    def step(self, grads: dict[str, Tensor] | None = None) -> None:
+        for name, param in self.model.named_parameters():
+            if grads is not None:
+                param.grad = grads[name].clone()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def largest_difference(self, weights: dict[str, Tensor]) -> float:
+        return max(float((weights[name] - p.detach()).abs().max()) for name, p in self.model.named_parameters())
+
+
+def settings_for(precision: str, *, rows: int = 2, **kwargs: Any) -> dict[str, Any]:
+    stage, more = PRECISIONS[precision]
+    settings = config(stage, accumulation=MICRO_BATCHES, rows=rows, bucket_numel=2000, policy="balance", **kwargs)
+    if stage == 0:
+        settings["optimizer"]["params"]["policy"] = "auto"
+    return settings | more
+
+
+def shares_of_this_rank(engine: Any, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+    shares = batch_shares(step, MICRO_BATCHES * DATA_PARALLEL)
+    return iter(shares[engine.grid.get_data_parallel_id() :: DATA_PARALLEL])
+
+
+def train(engine: Any, steps: range) -> None:
+    for step in steps:
+        engine.train_batch(shares_of_this_rank(engine, step))
+
+
+def gathered(mine: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All stages' tensors; fails if ranks that have the same name do not have the same tensor."""
+    of_ranks: list[Any] = [None] * RANKS
+    torch.distributed.all_gather_object(of_ranks, mine)
+    whole: dict[str, Tensor] = {}
+    for of_rank in of_ranks:
+        for name, tensor in of_rank.items():
+            assert torch.equal(whole.setdefault(name, tensor), tensor), f"{name} differs between ranks that have it"
+    return whole
+
+
+def weights_of(engine: Any) -> dict[str, Tensor]:
+    sharded = hasattr(next(engine.module.parameters()), "_hp_mapping")
+    get = safe_get_full_fp32_param if sharded else torch.Tensor.detach
+    return gathered({name: get(param).float().clone() for name, param in engine.module.named_parameters()})
+
+
+def grads_of(engine: Any, units: list[Any], tensors: list[Tensor]) -> dict[str, Tensor]:
+    """The gradients of ``units`` that our optimizer is given in ``tensors``, put together from all ranks' parts."""
+    names = {id(param): name for name, param in engine.module.named_parameters()}
+    found = {}
+    for unit, tensor in zip(units, tensors):
+        if tensor is unit.params[0]:  # stage 0: the parameters themselves
+            found.update((names[id(p)], torch.zeros_like(p) if p.grad is None else p.grad.clone()) for p in unit.params)
+            continue
+        flats = unit.ranks.gather_objects(tensor.grad.clone())
+        for index, param in enumerate(unit.params):
+            whole = torch.empty(param.numel())
+            for part in unit.layout.fragments(index):
+                whole[part.start : part.stop] = flats[part.rank][part.offset : part.offset + part.numel]
+            found[names[id(param)]] = whole.view(param.shape)
+    return found
+
+
+def record_grads(engine: Any) -> dict[str, Tensor]:
+    """A dictionary that holds, after every step, the gradients which that step was given on this rank's stage."""
+    optimizer = engine.basic_optimizer
+    units = optimizer._binding.units
+    recorded: dict[str, Tensor] = {}
+    tensors = [group["params"][0] for group in optimizer.param_groups]
+    step = optimizer.step
+
+    def record_and_step(*args: Any, **kwargs: Any) -> Any:
+        now = [group["params"][0] for group in optimizer.param_groups if group["params"]]
+        chosen = [(unit, t) for unit, t in zip(units, tensors) if any(t is other for other in now)]
+        recorded.update(grads_of(engine, *map(list, zip(*chosen))))
+        return step(*args, **kwargs)
+
+    optimizer.step = record_and_step
+    return recorded
+
+
+def differ_given_the_same_gradients(model: str, settings: dict[str, Any]) -> tuple[float, list[str]]:
+    layers = MODELS[model]()
+    with engine_for(settings, pipeline(layers)) as engine:
+        reference = Reference(layers, weights_of(engine))
+        recorded = record_grads(engine)
+        for step in range(STEPS):
+            train(engine, range(step, step + 1))
+            grads = gathered(recorded)
+            norm = float(torch.nn.utils.get_total_norm(grads.values()))
+            assert float(engine.get_global_grad_norm()) == pytest.approx(norm, rel=1e-3)  # bf16's is summed in bf16
+            reference.step(grads)
+        plans = engine.basic_optimizer._binding.plans
+        matrices = [spec.name for plan in plans if plan.matrices is not None for spec in plan.specs]
+        assert all(plan.matrices.buckets for plan in plans if plan.matrices is not None), "some matrix must travel"
+        return reference.largest_difference(weights_of(engine)), matrices
+
+
+@all_models
+@all_precisions
+def test_every_stage_has_the_bits_of_torch_muon_given_the_same_gradients(
+    pipeline_ranks: RankPool, model: str, precision: str
+) -> None:
+    found = pipeline_ranks.run(differ_given_the_same_gradients, model, settings_for(precision))
+    assert [difference for difference, _ in found] == [0.0] * RANKS
+    first, second = ([f"{block}.{name}" for name in MATRICES] for block in (1, 2))
+    assert [matrices for _, matrices in found] == [first, first, second, second]
+
+
+def differ_from_whole_batch(model: str, settings: dict[str, Any]) -> tuple[float, list[tuple[float, float]]]:
+    """The reference computes its own gradients, of all micro-batches at once; norms are (ours, torch's)."""
+    layers = MODELS[model]()
+    norms = []
+    with engine_for(settings, pipeline(layers)) as engine, newton_schulz_in_float32():
+        reference = Reference(layers, weights_of(engine))
+        for step in range(STEPS):
+            train(engine, range(step, step + 1))
+            reference.model(*batch_shares(step, 1)[0]).backward()
+            clip = settings["gradient_clipping"] or float("inf")
+            truth = torch.nn.utils.clip_grad_norm_(reference.model.parameters(), clip)
+            norms.append((float(engine.get_global_grad_norm()), float(truth)))
+            reference.step()
+        return reference.largest_difference(weights_of(engine)), norms
+
+
+@all_models
+@pytest.mark.parametrize("precision", ["fp32, stage 0", "fp32, stage 1"])
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_parameters_and_norms_equal_a_single_process_on_the_whole_batch(
+    pipeline_ranks: RankPool, model: str, precision: str, clip: float
+) -> None:
+    settings = settings_for(precision, clip=clip, ns_dtype="float32")
+    for difference, norms in pipeline_ranks.run(differ_from_whole_batch, model, settings):
+        assert difference <= 2e-6
+        assert all(ours == pytest.approx(truth, rel=1e-5) for ours, truth in norms)
+        assert clip == 0.0 or all(truth > clip for _, truth in norms), "the clip must bite to be tested"
+
+
+def resumed_in_the_middle(model: str, settings: dict[str, Any], folder: str) -> float:
+    with engine_for(settings, pipeline(MODELS[model]())) as engine:
+        train(engine, range(3))
+        engine.save_checkpoint(folder, tag="middle")
+        train(engine, range(3, STEPS))
+        without_a_break = weights_of(engine)
+    with engine_for(settings, pipeline(MODELS[model]())) as engine:
+        train(engine, range(7, 8))  # what it had before must not matter
+        path, _ = engine.load_checkpoint(folder, tag="middle")
+        assert path is not None and engine.global_steps == 3
+        train(engine, range(3, STEPS))
+        resumed = weights_of(engine)
+    return max(float((without_a_break[name] - weight).abs().max()) for name, weight in resumed.items())
+
+
+@pytest.mark.parametrize("model", ["untied", "tied embedding"])
+@all_precisions
+def test_a_pipelines_checkpoint_resumes_with_the_same_bits(
+    pipeline_ranks: RankPool, model: str, precision: str, tmp_path: Path
+) -> None:
+    found = pipeline_ranks.run(resumed_in_the_middle, model, settings_for(precision), str(tmp_path))
+    assert set(found) == {0.0}
+
+
+def differ_with_an_embedding_stage(settings: dict[str, Any], **kwargs: Any) -> tuple[float, list[str]]:
+    layers = [LayerSpec(nn.Embedding, VOCABULARY, WIDTH), LayerSpec(BlockAndHead)]
+    with engine_for(settings, pipeline(layers), **kwargs) as engine:
+        reference = Reference(layers, weights_of(engine))
+        recorded = record_grads(engine)
+        rates = []
+        for step in range(STEPS):
+            rates.append(engine.basic_optimizer.param_groups[-1]["lr"] / ADAMW["lr"])
+            factor = rates[-1]
+            for optimizer in reference.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = group.setdefault("base_lr", group["lr"]) * factor
+            train(engine, range(step, step + 1))
+            reference.step(gathered(recorded))
+        rules = [group["rule"] for group in engine.basic_optimizer.param_groups]
+        return reference.largest_difference(weights_of(engine)), [*rules, f"{rates[-1]:.2f}"]
+
+
+class BlockAndHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.block(x))
+
+
+def slower_and_slower(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - 0.1 * step)
+
+
+@pytest.mark.parametrize("precision", ["fp32, stage 0", "bf16 + fp32, stage 1"])
+def test_a_stage_without_matrices_trains_and_keeps_to_the_schedule(pipeline_ranks: RankPool, precision: str) -> None:
+    settings = settings_for(precision)
+    found = pipeline_ranks.run(differ_with_an_embedding_stage, settings, lr_scheduler=slower_and_slower)
+    for (difference, facts), expected in zip(found, [["adamw"]] * 2 + [["muon", "adamw"]] * 2):
+        assert difference == 0.0
+        assert facts == [*expected, "0.60"]
+
+
+@pytest.mark.parametrize("precision", ["fp32, stage 0", "bf16 + fp32, stage 1"])
+def test_one_rate_for_all_groups_stops_every_stage_where_one_has_no_matrices(
+    pipeline_ranks: RankPool, precision: str
+) -> None:
+    warmup = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.001, "warmup_max_lr": 0.02, "warmup_num_steps": 3}}
+    settings = settings_for(precision) | {"scheduler": warmup}
+    for error in pipeline_ranks.errors(differ_with_an_embedding_stage, settings):
+        assert re.search(r"schedule made adamw's learning rate \S+ on pipeline stage 0, but \S+ on stage 1", error)
+
+
+@pytest.mark.parametrize("precision", ["fp32, stage 1", "bf16, stage 1"])
+def test_a_stage_without_matrices_is_refused_where_deepspeed_would_wait_forever(
+    pipeline_ranks: RankPool, precision: str
+) -> None:
+    for error in pipeline_ranks.errors(differ_with_an_embedding_stage, settings_for(precision)):
+        assert "pipeline stage 0 has 1 param group(s) and another stage 2: it has no matrices, or nothing else" in error
+
+
+def test_bf16_without_zero_is_refused_in_a_pipeline(pipeline_ranks: RankPool) -> None:
+    for error in pipeline_ranks.errors(build, config(0) | BF16):
+        assert (
+            "zero_optimization.stage is 0 and the pipeline is trained in bfloat16, where DeepSpeed saves one" in error
+        )
+
+
+def build(settings: dict[str, Any], layers: list[Any] | None = None, **kwargs: Any) -> None:
+    with engine_for(settings, pipeline(layers or untied(), **kwargs)):
+        pass
+
+
+def test_no_matrix_is_judged_over_all_stages(pipeline_ranks: RankPool) -> None:
+    for error in pipeline_ranks.errors(build, settings_for("fp32, stage 1"), only_an_embedding_first()):
+        assert "none of the 2 trained parameters is a matrix, so Muon would train nothing" in error
+
+
+def kinds_with(settings: dict[str, Any]) -> dict[str, str]:
+    with engine_for(settings, pipeline(untied())) as engine:
+        return {route.name: route.kind for route in engine.basic_optimizer._binding.stage.all_routes}
+
+
+def test_globs_may_match_on_any_stage_and_must_match_on_one(pipeline_ranks: RankPool) -> None:
+    options = {"exclude": ["1.up.*"], "include": ["3.weight"]}
+    for kinds in pipeline_ranks.run(kinds_with, settings_for("fp32, stage 1", **options)):
+        assert kinds["1.up.weight"] == "elementwise" and kinds["2.up.weight"] == "matrix"
+        assert kinds["3.weight"] == "matrix" and len(kinds) == 16
+    for error in pipeline_ranks.errors(build, settings_for("fp32, stage 1", exclude=["1.upp.*"])):
+        assert "exclude: '1.upp.*' matches no parameter name; did you mean '1.up." in error
+
+
+def test_a_tied_weight_cannot_be_included(pipeline_ranks: RankPool) -> None:
+    for error in pipeline_ranks.errors(build, settings_for("fp32, stage 1", include=["tied_modules.*"]), tied_table()):
+        assert "include: 'tied_modules.embed.weight' is tied between pipeline layers; such weights stay" in error
+
+
+def build_with_a_tag_on_the_second_stage() -> None:
+    model = pipeline(untied())
+    if torch.distributed.get_rank() == 3:
+        next(model.parameters()).use_muon = True
+    with engine_for(settings_for("fp32, stage 1"), model):
+        pass
+
+
+def test_a_failure_on_one_stage_stops_the_others_with_its_message(pipeline_ranks: RankPool) -> None:
+    errors = pipeline_ranks.errors(build_with_a_tag_on_the_second_stage)
+    assert all("carry use_muon=True" in error for error in errors)
+    assert errors[3].startswith("ValueError") and all(error.startswith("RuntimeError") for error in errors[:3])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_pipeline_at_other_stages_is_refused(pipeline_ranks: RankPool, stage: int) -> None:
+    for error in pipeline_ranks.errors(build, config(stage)):
+        assert f"the model is a PipelineModule and zero_optimization.stage is {stage}; use stage 0 or 1" in error
+
+
+def build_with_model_parallelism() -> None:
+    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
+    model = PipelineModule(untied(), topology=topology, loss_fn=loss_of, partition_method="uniform")
+    with engine_for(settings_for("fp32, stage 1"), model):
+        pass
+
+
+def test_a_pipeline_of_shards_is_refused(pipeline_ranks: RankPool) -> None:
+    for error in pipeline_ranks.errors(build_with_model_parallelism):
+        assert "the pipeline's topology has model parallelism of 2: each rank holds a shard" in error
+
+
+def build_with_experts() -> None:
+    layers = [LayerSpec(nn.Linear, 8, 8), LayerSpec(MoE, 8, nn.Linear(8, 8), 2)]
+    with engine_for(settings_for("fp32, stage 1"), pipeline(layers)):
+        pass
+
+
+def test_experts_in_a_pipeline_are_refused(pipeline_ranks: RankPool) -> None:
+    errors = pipeline_ranks.errors(build_with_experts)
+    assert all("the model is a PipelineModule with deepspeed.moe layers; use one of the two" in e for e in errors)
+
+
+def printed_by_a_build(settings: dict[str, Any]) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        build(settings)
+    return printed.getvalue()
+
+
+def test_the_report_shows_the_whole_models_routing_and_whose_plan_it_is(pipeline_ranks: RankPool) -> None:
+    first, *others = pipeline_ranks.run(printed_by_a_build, settings_for("fp32, stage 1", report=True))
+    assert "Routing: 6 of 16 trained parameters are matrices" in first
+    assert re.search(r"3.weight .* output head, as wide as an embedding has rows", first)
+    assert "Pipeline: 2 stages, each planned for by itself; this is the plan of stage 0" in first
+    assert not any("Routing" in other for other in others)
