@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from corpus import Corpus
-from hugging_face import ADAMW, MUON, ROWS, SEED, Windows, log, parser, shard_on_cpus_too, small_llama
+from hugging_face import ADAMW, MUON, ROWS, SEED, Windows, fsdp2_parser, log, shard_on_cpus_too, small_llama
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
@@ -24,7 +24,7 @@ from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
 
 
 def main() -> None:
-    args = parser(__doc__).parse_args()
+    args = fsdp2_parser(__doc__).parse_args()
     if args.cpu:
         shard_on_cpus_too()
     set_seed(SEED)

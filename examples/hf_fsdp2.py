@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from corpus import Corpus
-from hugging_face import ADAMW, MUON, ROWS, SEED, Windows, log, parser, shard_on_cpus_too, small_llama
+from hugging_face import ADAMW, MUON, ROWS, SEED, Windows, fsdp2_parser, log, shard_on_cpus_too, small_llama
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
@@ -50,7 +50,7 @@ class Metrics(TrainerCallback):
 
 
 def main() -> None:
-    options = parser(__doc__).parse_args()
+    options = fsdp2_parser(__doc__).parse_args()
     if options.cpu:
         shard_on_cpus_too()
     args = TrainingArguments(

@@ -1,4 +1,4 @@
-"""What the Hugging Face examples share: a small Llama, its data, the options, and FSDP2 on CPUs."""
+"""What the Hugging Face examples share: small models, their data, the options, and FSDP2 and DeepSpeed on CPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
@@ -36,7 +43,6 @@ def parser(description: str) -> argparse.ArgumentParser:
     options.add_argument("--clip", type=float, default=1.0, help="largest gradient norm")
     options.add_argument("--save-every", type=int, default=20, metavar="STEPS")
     options.add_argument("--resume", type=Path, metavar="CHECKPOINT", help="continue from this folder")
-    options.add_argument("--ns-dtype", default="bfloat16", choices=["bfloat16", "float32"])
     options.add_argument("--layers", type=int, default=2)
     options.add_argument("--width", type=int, default=64)
     options.add_argument("--context", type=int, default=64)
@@ -44,22 +50,69 @@ def parser(description: str) -> argparse.ArgumentParser:
     return options
 
 
+def fsdp2_parser(description: str) -> argparse.ArgumentParser:
+    options = parser(description)
+    options.add_argument("--ns-dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    return options
+
+
+def deepspeed_parser(description: str) -> argparse.ArgumentParser:
+    options = parser(description)
+    options.add_argument("--model", default="llama", help="llama or gpt2, made at random, or a folder with weights")
+    options.add_argument("--gradient-checkpointing", action="store_true", help="recompute activations in backward")
+    options.add_argument("--local_rank", type=int, help="given by the deepspeed launcher; not used")
+    return options
+
+
+def llama_settings(layers: int, width: int) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=256,
+        hidden_size=width,
+        intermediate_size=width * 5 // 2,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+
+
 def small_llama(layers: int, width: int) -> LlamaForCausalLM:
     """A byte-level Llama with random weights, the same on all ranks. Its output head is not tied to its embedding."""
     torch.manual_seed(SEED)
-    return LlamaForCausalLM(
-        LlamaConfig(
+    return LlamaForCausalLM(llama_settings(layers, width))
+
+
+def small_model(name: str, layers: int, width: int) -> PreTrainedModel:
+    """A byte-level model with random weights, the same on all ranks, or the one in a folder that ``name`` names.
+
+    Under ZeRO-3 every rank keeps its part only; random weights are others than without it.
+    """
+    if name == "llama":
+        settings: PreTrainedConfig = llama_settings(layers, width)
+    elif name == "gpt2":
+        settings = GPT2Config(
             vocab_size=256,
-            hidden_size=width,
-            intermediate_size=width * 5 // 2,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=1024,
-            tie_word_embeddings=False,
+            n_positions=1024,
+            n_embd=width,
+            n_layer=layers,
+            n_head=4,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=None,
+            eos_token_id=None,
             use_cache=False,
         )
-    )
+    else:
+        return AutoModelForCausalLM.from_pretrained(name)
+    torch.manual_seed(SEED)
+    model = AutoModelForCausalLM.from_config(settings)
+    # transformers reads it off the class's name; from GPT2LMHeadModel's it does not, and the Trainer then divides the
+    # loss by one token too many per row.
+    model.loss_type = "ForCausalLM"
+    return model
 
 
 class Windows(Dataset[dict[str, Tensor]]):
@@ -104,3 +157,19 @@ def shard_on_cpus_too() -> None:
             self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
     AcceleratorState.__init__ = initialize
+
+
+def deepspeed_on_cpus_too() -> None:
+    """Let Accelerate count DeepSpeed's processes on CPUs. Called before TrainingArguments or Accelerator is made.
+
+    Accelerate 1.15 knows no backend for CPUs under DeepSpeed and then takes each process for the only one: all would
+    read the same rows. Naming the backend is all it needs. Real training needs none of it.
+    """
+    if torch.accelerator.is_available():
+        raise SystemExit("--cpu: DeepSpeed uses this machine's accelerator; hide it, e.g. by CUDA_VISIBLE_DEVICES=''")
+    original = PartialState._prepare_backend
+
+    def prepare(self: PartialState, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None) -> Any:
+        return original(self, cpu, sagemaker_dp, backend or "gloo")
+
+    PartialState._prepare_backend = prepare
