@@ -52,6 +52,12 @@ def install(optimizer_class: type[torch.optim.Optimizer], bind: Callable[[Any, D
     def check(self: DeepSpeedEngine, basic_optimizer: Any) -> Any:
         if isinstance(basic_optimizer, optimizer_class):
             bind(basic_optimizer, self)
+        elif any("from_group" in group for group in getattr(basic_optimizer, "param_groups", ())):
+            raise ValueError(
+                f"{type(basic_optimizer).__name__} was built on the param groups of {optimizer_class.__name__}, which "
+                "would train nothing with it; Accelerate does so to an optimizer object under offload_optimizer: write "
+                'the optimizer into ds_config.json, or set "zero_force_ds_cpu_optimizer": false'
+            )
         return original(self, basic_optimizer)
 
     check._lwopt_binds = optimizer_class  # type: ignore[attr-defined]
@@ -148,13 +154,32 @@ def adopt_torch_scheduler(engine: DeepSpeedEngine) -> None:
 
     DeepSpeed builds a scheduler named in the configuration on its own wrapper, which torch's schedulers refuse
     ("DeepSpeedZeroOptimizer is not an Optimizer"). One given as a callable is built on ours; so it becomes one.
+    Raises ValueError for one that a configuration cannot describe.
     """
     name = engine.scheduler_name()
     if name is None or engine.client_lr_scheduler is not None or hasattr(lr_schedules, name):
         return
     scheduler_class = getattr(torch.optim.lr_scheduler, name, None)
-    if scheduler_class is not None:
-        engine.client_lr_scheduler = functools.partial(scheduler_class, **(engine.scheduler_params() or {}))
+    if scheduler_class is None:
+        return
+    by_callable = f"give it as deepspeed.initialize(lr_scheduler=lambda optimizer: {name}(optimizer, ...))"
+    if name == "ReduceLROnPlateau":
+        raise ValueError(
+            f"scheduler.type is {name!r}, which follows a metric; without one DeepSpeed gives it the batch size, so it "
+            f"would see no progress; {by_callable} and call engine.step(lr_kwargs={{'metrics': loss}})"
+        )
+    params = engine.scheduler_params() or {}
+
+    def build(optimizer: torch.optim.Optimizer) -> Any:
+        try:
+            return scheduler_class(optimizer, **params)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"scheduler.type is {name!r}, but it cannot be built from scheduler.params {params}: {error}; correct "
+                f"them, or {by_callable} if it needs what a configuration cannot hold"
+            ) from error
+
+    engine.client_lr_scheduler = build
 
 
 def report_norm(engine: DeepSpeedEngine, optimizer: Any) -> None:

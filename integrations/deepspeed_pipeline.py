@@ -103,10 +103,10 @@ def check_groups(engine: DeepSpeedEngine, stage: Stage) -> None:
         return
     fewest = min(range(len(counts)), key=counts.__getitem__)
     raise ValueError(
-        f"pipeline stage {fewest} has {counts[fewest]} param group(s) and another stage {max(counts)}: it has no matrices, "
-        "or nothing else, in one of the groups given. ZeRO-1 sums the norm of the gradients over the stages group by "
-        "group, which then wait for each other; choose a partition_method that gives every stage both, or train in fp32 "
-        "at stage 0, or in bf16 with data_types.grad_accum_dtype fp32"
+        f"pipeline stage {fewest} has {counts[fewest]} param group(s) and another stage {max(counts)}: it has no "
+        "matrices, or nothing else, in one of the groups given. ZeRO-1 sums the norm of the gradients over the stages "
+        "group by group, and they would wait for each other; choose a partition_method that gives every stage both, or "
+        "train in fp32 at stage 0, or in bf16 with data_types.grad_accum_dtype fp32"
     )
 
 

@@ -9,6 +9,7 @@ from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from lwopt_backend.integrations.deepspeed_engine import uses_auto_ep, uses_bf16_optimizer
+from lwopt_backend.routing import full_shape
 
 
 def reasons_to_refuse(engine: DeepSpeedEngine, param_groups: list[dict[str, Any]]) -> list[str]:
@@ -20,8 +21,8 @@ def _stage(engine: DeepSpeedEngine) -> list[str]:
     dtype = engine.get_data_types()[0]
     if engine.zero_optimization_stage() == 0 and uses_bf16_optimizer(engine):
         return [
-            "zero_optimization.stage is 0 and the pipeline is trained in bfloat16, where DeepSpeed saves one rank's part "
-            "of the state and cannot load it again; use stage 1, which shards alike"
+            "zero_optimization.stage is 0 and the pipeline is trained in bfloat16, where DeepSpeed saves one rank's "
+            "part of the state and cannot load it again; use stage 1, which shards alike"
         ]
     if engine.zero_optimization_stage() > 0 or dtype == torch.float32:
         return []
@@ -39,11 +40,19 @@ def _parallelism(engine: DeepSpeedEngine, param_groups: list[dict[str, Any]]) ->
     shards = "each rank holds a shard, and the matrix rule needs the matrix; use 1"
     if engine.autotp_size() > 1:
         reasons.append(f"tensor_parallel.autotp_size is {engine.autotp_size()}: {shards}")
-    size = getattr(engine.mpu, "get_model_parallel_world_size", lambda: 1)()
-    if size > 1 and not engine.pipeline_parallelism:  # a pipeline's stages count as model parallel
-        reasons.append(f"mpu.get_model_parallel_world_size() is {size}: {shards}")
-    if engine.sequence_parallel_size > 1:
-        reasons.append(f"the sequence-parallel size is {engine.sequence_parallel_size}; use 1")
+    if engine.mp_world_size > 1 and not engine.pipeline_parallelism:  # a pipeline's stages count as model parallel
+        reasons.append(f"mpu.get_model_parallel_world_size() is {engine.mp_world_size}: {shards}")
+    size = engine.sequence_parallel_size
+    if size > 1 and uses_bf16_optimizer(engine):
+        reasons.append(
+            f"sequence parallelism of {size} with bf16 and fp32 accumulation at stage 1, where DeepSpeed counts "
+            "gradients on the first rank of a sequence only and fails on the others; use stage 2"
+        )
+    if size > 1 and engine.mesh_device is not None:
+        reasons.append(
+            f"sequence parallelism of {size} comes from mesh_param, with which DeepSpeed does not reduce gradients "
+            "over the sequence-parallel ranks; pass an mpu, e.g. deepspeed.runtime.sequence_parallel.parallel_state_sp"
+        )
     return reasons
 
 
@@ -67,8 +76,8 @@ def _experts(engine: DeepSpeedEngine, param_groups: list[dict[str, Any]]) -> lis
     reasons = []
     if uses_auto_ep(engine):
         reasons.append(
-            "expert_parallel.enabled is true (AutoEP), which stacks a layer's experts into one 3-D parameter that the "
-            "matrix rule would not train; build the model with deepspeed.moe.layer.MoE"
+            "expert_parallel.enabled is true (AutoEP), whose expert layers were not tried with layer-wise matrices; "
+            "build the model with deepspeed.moe.layer.MoE"
         )
     stage = engine.zero_optimization_stage()
     if engine.has_moe_layers and stage not in (1, 2):
@@ -104,6 +113,12 @@ def _storage(engine: DeepSpeedEngine) -> list[str]:
         reasons.append(
             f"zero_optimization.offload_optimizer.ratio is {offload.ratio}; DeepSpeed splits only its own CPU Adam so; "
             "use 1.0"
+        )
+    empty = [name for name, param in engine.module.named_parameters() if 0 in full_shape(param)]
+    if engine.zero_optimization_stage() == 3 and empty:
+        reasons.append(
+            f"{len(empty)} parameters, the first is {empty[0]!r}, have no elements, which ZeRO-3 cannot gather; use "
+            "stage 1 or 2, or remove them"
         )
     switches = {
         "zero_optimization.round_robin_gradients": engine.zero_round_robin_gradients(),

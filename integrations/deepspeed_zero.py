@@ -95,10 +95,11 @@ class LayerWiseMuon(torch.optim.Optimizer):
                 {**old, **{key: new[key] for key in ("params", "members")}}
                 for old, new in zip(self.param_groups, groups)
             ]
-        elif isinstance(engine.client_lr_scheduler, torch.optim.lr_scheduler.LRScheduler):
+        elif any("initial_lr" in group for group in self.param_groups):  # torch's schedulers write it
             raise ValueError(
                 f"the lr_scheduler was built on {len(before)} param groups, but routing the model makes {len(groups)}; "
-                "pass a callable instead: lr_scheduler=lambda optimizer: ..."
+                "pass a callable instead, lr_scheduler=lambda optimizer: ..., or under Accelerate make it on the "
+                "optimizer that prepare() returned"
             )
         self.param_groups = groups
         self._link(rates)

@@ -120,10 +120,14 @@ def parse(model: type[M], options: Mapping[str, Any], where: str) -> M:
 
 def _problem(model: type[Options], detail: Mapping[str, Any]) -> str:
     location = [str(part) for part in detail["loc"]]
+    *section, _ = location or [""]
     key = ".".join(location)
     if detail["type"] == "extra_forbidden":
         return f"unknown key {key!r}; {_hint(model, location)}"
-    return f"{key}: {detail['msg'][0].lower()}{detail['msg'][1:]}; found {detail['input']!r}"
+    found = f"{key}: {detail['msg'][0].lower()}{detail['msg'][1:]}; found {detail['input']!r}"
+    if detail["input"] == "auto" and section:
+        return f"{found}, which Hugging Face fills for lr and weight_decay outside of sections only; write a value"
+    return found
 
 
 def _hint(model: type[Options], location: list[str]) -> str:

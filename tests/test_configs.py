@@ -11,7 +11,8 @@ import pytest
 from tests.ranks import RankPool
 from tests.zero import engine_for, train
 
-CONFIGS = sorted((Path(__file__).resolve().parent.parent / "configs").glob("zero*.json"))
+FOLDER = Path(__file__).resolve().parent.parent / "configs"
+CONFIGS = sorted(path for kind in ("stage*.json", "zero*.json") for path in FOLDER.glob(kind))
 
 
 def losses_with(settings: dict[str, Any]) -> list[float]:
@@ -20,6 +21,7 @@ def losses_with(settings: dict[str, Any]) -> list[float]:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_shipped_configurations_train(ranks: RankPool, path: Path) -> None:
-    for losses in ranks.run(losses_with, json.loads(path.read_text())):
+def test_shipped_configurations_train(ranks_to_spoil: RankPool, path: Path) -> None:
+    # DeepSpeed keeps "autocast is on" in a global of the process.
+    for losses in ranks_to_spoil.run(losses_with, json.loads(path.read_text())):
         assert losses[-1] < losses[0]

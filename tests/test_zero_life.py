@@ -18,14 +18,15 @@ from tests.zero import ADAMW, MUON, Reference, config, engine_for, full_weights,
 OPTIONS = {**MUON, "adamw": ADAMW, "report": False}
 
 
-def without_optimizer() -> dict[str, Any]:
-    settings = config(2, rows=8)
+def without_optimizer(stage: int = 2) -> dict[str, Any]:
+    settings = config(stage, rows=8)
     del settings["optimizer"]
     return settings
 
 
-def go_back_to_the_start(folder: str) -> bool:
-    with engine_for(config(2, policy="balance", bucket_numel=2000)) as engine:
+def go_back_to_the_start(stage: int, folder: str) -> bool:
+    policy = "balance" if stage in (1, 2) else "auto"
+    with engine_for(config(stage, policy=policy, bucket_numel=2000)) as engine:
         engine.save_checkpoint(folder)
         train(engine, 3)
         weights = full_weights(engine)
@@ -35,17 +36,18 @@ def go_back_to_the_start(folder: str) -> bool:
         return all(torch.equal(weights[name], again[name]) for name in weights)
 
 
-def test_a_checkpoint_from_before_the_first_step_is_loaded_later(ranks: RankPool, tmp_path: Path) -> None:
-    assert all(ranks.run(go_back_to_the_start, str(tmp_path)))
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_checkpoint_from_before_the_first_step_is_loaded_later(ranks: RankPool, tmp_path: Path, stage: int) -> None:
+    assert all(ranks.run(go_back_to_the_start, stage, str(tmp_path)))
 
 
-def train_in_two_engines(folder: str) -> tuple[float, list[int]]:
+def train_in_two_engines(stage: int, folder: str) -> tuple[float, list[int]]:
     """The second engine starts from the weights the first one left, with fresh state."""
     model, reference = UnevenLM(), Reference()
     optimizer = LayerWiseMuon(model.parameters(), **OPTIONS)
     states = []
     for _ in range(2):
-        with engine_for(without_optimizer(), model, optimizer=optimizer) as engine:
+        with engine_for(without_optimizer(stage), model, optimizer=optimizer) as engine:
             train(engine, 2, same_rows=True)
             states.append(len(optimizer.state))
             engine.save_checkpoint(folder)
@@ -58,8 +60,11 @@ def train_in_two_engines(folder: str) -> tuple[float, list[int]]:
     return difference, states
 
 
-def test_an_optimizer_serves_a_second_engine_when_the_first_is_gone(ranks: RankPool, tmp_path: Path) -> None:
-    for difference, states in ranks.run(train_in_two_engines, str(tmp_path)):
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_optimizer_serves_a_second_engine_when_the_first_is_gone(
+    ranks: RankPool, tmp_path: Path, stage: int
+) -> None:
+    for difference, states in ranks.run(train_in_two_engines, stage, str(tmp_path)):
         assert difference == 0.0
         assert states == [2, 2], "one per group: nothing of the first engine's is kept"
 
@@ -109,7 +114,7 @@ def test_schedules_that_read_the_optimizers_defaults(ranks: RankPool, name: str)
             assert elementwise == pytest.approx(matrix * ADAMW["lr"] / MUON["lr"])
 
 
-def differ_under_one_rate_for_both() -> tuple[float, float]:
+def differ_under_one_rate_for_both(stage: int) -> tuple[float, float]:
     """A group's own ``lr`` holds for both halves, and a schedule on it is what a single process would do."""
     rate = 0.005
     reference = Reference(muon={**MUON, "lr": rate}, adamw={**ADAMW, "lr": rate})
@@ -120,7 +125,7 @@ def differ_under_one_rate_for_both() -> tuple[float, float]:
     def schedule(inner: Any) -> Any:
         return torch.optim.lr_scheduler.CosineAnnealingLR(inner, T_max=8)
 
-    with engine_for(without_optimizer(), model, optimizer=optimizer, lr_scheduler=schedule) as engine:
+    with engine_for(without_optimizer(stage), model, optimizer=optimizer, lr_scheduler=schedule) as engine:
         for step in range(4):
             train(engine, range(step, step + 1), same_rows=True)
             reference.train(range(step, step + 1))
@@ -129,6 +134,7 @@ def differ_under_one_rate_for_both() -> tuple[float, float]:
         return largest_difference(full_weights(engine), reference.model), engine.get_lr()[0] / rate
 
 
-def test_a_group_rate_under_a_schedule_trains_like_a_single_process(ranks: RankPool) -> None:
-    for difference, factor in ranks.run(differ_under_one_rate_for_both):
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_group_rate_under_a_schedule_trains_like_a_single_process(ranks: RankPool, stage: int) -> None:
+    for difference, factor in ranks.run(differ_under_one_rate_for_both, stage):
         assert difference == 0.0 and factor == pytest.approx(0.5)

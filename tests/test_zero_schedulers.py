@@ -6,20 +6,32 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.lr_schedules import WarmupLR
 from torch.optim.lr_scheduler import LambdaLR
 
 from lwopt_backend.integrations.deepspeed_zero import LayerWiseMuon
 from tests.models import UnevenLM
 from tests.ranks import RankPool
-from tests.zero import ADAMW, MUON, Reference, config, engine_for, full_weights, largest_difference, train
+from tests.zero import (
+    ADAMW,
+    MUON,
+    ROWS,
+    Reference,
+    batch_shares,
+    config,
+    engine_for,
+    full_weights,
+    largest_difference,
+    train,
+)
 
 RATIO = ADAMW["lr"] / MUON["lr"]
 STEPS = 6
 
 
-def rates_under(scheduler: dict[str, Any]) -> list[list[float]]:
-    with engine_for(config(2) | {"scheduler": scheduler}) as engine:
+def rates_under(stage: int, scheduler: dict[str, Any]) -> list[list[float]]:
+    with engine_for(config(stage) | {"scheduler": scheduler}) as engine:
         rates = []
         for step in range(STEPS):
             train(engine, range(step, step + 1))
@@ -27,38 +39,97 @@ def rates_under(scheduler: dict[str, Any]) -> list[list[float]]:
         return rates
 
 
-ONE_RATE = {
+def rates_on_one_process(name: str, params: dict[str, Any]) -> list[float]:
+    """What the scheduler makes of a single optimizer that has Muon's rate."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=MUON["lr"])
+    scheduler = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name)
+    schedule = scheduler(optimizer, **params)
+    rates = []
+    for _ in range(STEPS):
+        optimizer.step()
+        schedule.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+SCHEDULES = {
     "WarmupLR": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.02, "warmup_num_steps": 4},
+    "WarmupLR-own": {"warmup_num_steps": 4},  # no warmup_max_lr: DeepSpeed takes each group's own
     "WarmupDecayLR": {"total_num_steps": 8, "warmup_max_lr": 0.02, "warmup_num_steps": 4},
+    "WarmupCosineLR": {"total_num_steps": 8, "warmup_num_steps": 2},
     "LRRangeTest": {"lr_range_test_min_lr": 0.001, "lr_range_test_step_size": 2},
     "OneCycle": {"cycle_min_lr": 0.001, "cycle_max_lr": 0.02, "cycle_first_step_size": 3},
     "OneCycleLR": {"max_lr": 0.02, "total_steps": 10, "cycle_momentum": False},
-}
-OWN_RATES = {
-    "WarmupLR": {"warmup_num_steps": 4},  # no warmup_max_lr: DeepSpeed takes each group's own
-    "WarmupCosineLR": {"total_num_steps": 8, "warmup_num_steps": 2},
-    "CosineAnnealingLR": {"T_max": 10},
+    "CyclicLR": {"base_lr": 0.001, "max_lr": 0.02, "step_size_up": 3, "cycle_momentum": False},
+    "StepLR": {"step_size": 2, "gamma": 0.5},
+    "MultiStepLR": {"milestones": [1, 4], "gamma": 0.5},
+    "ConstantLR": {"factor": 0.5, "total_iters": 3},
+    "LinearLR": {"start_factor": 0.1, "total_iters": 4},
     "ExponentialLR": {"gamma": 0.9},
+    "PolynomialLR": {"total_iters": 8, "power": 2.0},
+    "CosineAnnealingLR": {"T_max": 10},
+    "CosineAnnealingWarmRestarts": {"T_0": 4},
 }
+AT_EVERY_STAGE = ("WarmupLR", "OneCycle", "CosineAnnealingLR")
 
 
 @pytest.mark.parametrize(
-    ("name", "params"), [*ONE_RATE.items(), *OWN_RATES.items()], ids=[*ONE_RATE, *(f"{n}-own" for n in OWN_RATES)]
+    ("stage", "schedule"),
+    [*((2, name) for name in SCHEDULES), *((stage, name) for stage in (0, 1, 3) for name in AT_EVERY_STAGE)],
 )
-def test_schedulers_by_config_keep_the_ratio(ranks: RankPool, name: str, params: dict[str, Any]) -> None:
-    for rates in ranks.run(rates_under, {"type": name, "params": params}):
-        assert len({rate for rate, _ in rates}) > 1, "the schedule must move to be tested"
-        for matrix, elementwise in rates:
-            assert elementwise == pytest.approx(matrix * RATIO)
+def test_schedulers_by_config_keep_the_ratio(ranks: RankPool, stage: int, schedule: str) -> None:
+    name, params = schedule.removesuffix("-own"), SCHEDULES[schedule]
+    expected = rates_on_one_process(name, params)
+    assert len(set(expected)) > 1, "the schedule must move to be tested"
+    for rates in ranks.run(rates_under, stage, {"type": name, "params": params}):
+        assert [matrix for matrix, _ in rates] == pytest.approx(expected)
+        assert [elementwise for _, elementwise in rates] == pytest.approx([rate * RATIO for rate in expected])
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "message"),
+    [
+        ("LambdaLR", {}, "missing 1 required positional argument: 'lr_lambda'"),
+        ("LambdaLR", {"lr_lambda": "lambda step: 0.5"}, "'str' object is not callable"),
+        ("CosineAnnealingLR", {"T_maximum": 10}, "unexpected keyword argument 'T_maximum'"),
+        ("ReduceLROnPlateau", {"factor": 0.5}, "call engine.step(lr_kwargs={'metrics': loss})"),
+    ],
+)
+def test_schedulers_that_a_configuration_cannot_describe_are_refused(
+    ranks: RankPool, name: str, params: dict[str, Any], message: str
+) -> None:
+    for error in ranks.errors(rates_under, 2, {"type": name, "params": params}):
+        assert error.startswith(f"ValueError: scheduler.type is {name!r}")
+        assert message in error and "deepspeed.initialize(lr_scheduler=lambda optimizer:" in error
+
+
+def rates_on_a_plateau() -> list[list[float]]:
+    settings = config(2)
+
+    def schedule(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1)
+
+    with engine_for(settings, lr_scheduler=schedule) as engine:
+        rates = []
+        for metric in (3.0, 2.0, 2.0, 2.0, 1.0):
+            engine.backward(engine(*batch_shares(0, 2)[0]))
+            engine.step(lr_kwargs={"metrics": metric})
+            rates.append(engine.get_lr())
+        return rates
+
+
+def test_a_schedule_on_a_metric_is_given_as_a_callable(ranks: RankPool) -> None:
+    for rates in ranks.run(rates_on_a_plateau):
+        assert rates == [pytest.approx([MUON["lr"] * f, ADAMW["lr"] * f]) for f in (1.0, 1.0, 1.0, 0.5, 0.5)]
 
 
 def test_per_group_rates_are_taken_as_written(ranks: RankPool) -> None:
     params = {"warmup_max_lr": [0.02, 0.001], "warmup_min_lr": [0.01, 0.001], "warmup_num_steps": 4}
-    for rates in ranks.run(rates_under, {"type": "WarmupLR", "params": params}):
+    for rates in ranks.run(rates_under, 2, {"type": "WarmupLR", "params": params}):
         assert rates[-1] == [0.02, 0.001]
 
 
-def differ_under_warmup() -> float:
+def differ_under_warmup(stage: int) -> float:
     """The written rate is the trained one: compared with a reference whose two rates follow the same warm-up."""
     reference = Reference()
     schedulers = [
@@ -66,7 +137,7 @@ def differ_under_warmup() -> float:
         for optimizer, rate in ((reference.muon, MUON["lr"]), (reference.adamw, MUON["lr"] * RATIO))
     ]
     schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": MUON["lr"], "warmup_num_steps": 4}}
-    with engine_for(config(2, rows=8) | {"scheduler": schedule}) as engine:
+    with engine_for(config(stage, rows=ROWS) | {"scheduler": schedule}) as engine:
         for step in range(STEPS):
             train(engine, range(step, step + 1), same_rows=True)
             reference.train(range(step, step + 1))
@@ -75,15 +146,18 @@ def differ_under_warmup() -> float:
         return largest_difference(full_weights(engine), reference.model)
 
 
-def test_one_rate_for_all_trains_like_two_rates_in_their_ratio(ranks: RankPool) -> None:
-    assert max(ranks.run(differ_under_warmup)) <= 1e-7  # the ratio is applied after the schedule, not before: rounding
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one_rate_for_all_trains_like_two_rates_in_their_ratio(ranks: RankPool, stage: int) -> None:
+    assert (
+        max(ranks.run(differ_under_warmup, stage)) <= 1e-7
+    )  # the ratio is applied after the schedule, not before: rounding
 
 
-def rates_with_client_scheduler(how: str) -> list[float]:
+def rates_with_client_scheduler(stage: int, how: str) -> list[float]:
     def half(step: int) -> float:
         return 0.5**step
 
-    settings = config(2)
+    settings = config(stage)
     options = settings.pop("optimizer")["params"]
     model = UnevenLM()
     optimizer: Any = LayerWiseMuon(model.parameters(), **options)
@@ -95,9 +169,10 @@ def rates_with_client_scheduler(how: str) -> list[float]:
         return engine.get_lr()
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("how", ["instances", "callables"])
-def test_client_optimizer_and_scheduler(ranks: RankPool, how: str) -> None:
-    for rates in ranks.run(rates_with_client_scheduler, how):
+def test_client_optimizer_and_scheduler(ranks: RankPool, stage: int, how: str) -> None:
+    for rates in ranks.run(rates_with_client_scheduler, stage, how):
         assert rates == pytest.approx([MUON["lr"] / 4, ADAMW["lr"] / 4])
 
 
