@@ -1,6 +1,7 @@
 # make train         set everything up, then train a small GPT with layer-wise Muon under the deepspeed launcher
 # make train-fsdp2   the same training on FSDP2, under torchrun
-# make test          set everything up, then run the tests
+# make test          set everything up, then run the tests; those about DeepSpeed with the oldest one supported, too
+# make test-oldest   only the latter
 # make compare       train AdamW and LayerWiseMuon on the same batches, after a small sweep of learning rates for each
 #
 # PYTHON=...     the interpreter to start from (default: python3); one that has torch keeps it
@@ -12,7 +13,7 @@ ARGS ?=
 train: CONFIG ?= configs/zero2_muon.json
 train-fsdp2: CONFIG ?= configs/fsdp2_muon.json
 
-.PHONY: train train-fsdp2 test compare environment clean
+.PHONY: train train-fsdp2 test test-oldest compare environment clean
 .DEFAULT_GOAL := train
 
 train: environment
@@ -26,6 +27,12 @@ compare: environment
 
 test: environment
 	@OMP_NUM_THREADS=1 "$$(cat .make/python)" -m pytest $(ARGS)
+ifeq ($(strip $(ARGS)),)
+	@OMP_NUM_THREADS=1 "$$(cat .make/python)" scripts/oldest_deepspeed.py
+endif
+
+test-oldest: environment
+	@OMP_NUM_THREADS=1 "$$(cat .make/python)" scripts/oldest_deepspeed.py $(ARGS)
 
 environment:
 	@$(PYTHON) scripts/environment.py > /dev/null

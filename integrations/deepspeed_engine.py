@@ -1,22 +1,15 @@
-"""What we read of DeepSpeed beyond its documented interface, and the one method we override. Nothing else touches it.
+"""What we read of DeepSpeed's engine and parameters beyond its documented interface, and the methods we replace.
 
-Read from an engine: ``module``, ``param_names``, ``device``, ``seq_data_parallel_group``, ``pipeline_parallelism``,
-``has_moe_layers``, ``client_lr_scheduler``, ``_config._param_dict`` and the accessor methods below. Read from a
-parameter, after ZeRO is set up: ``_hp_mapping`` with ``lp_fragment_address`` and ``hp_fragment_address``. Changed:
-``ZERO_SUPPORTED_OPTIMIZERS`` (our class is added) and ``DeepSpeedEngine._do_optimizer_sanity_check``.
-
-Checked with DeepSpeed 0.19.8.
+Every name is in ``deepspeed_names``, where ``register()`` has it looked up before anything here runs.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import deepspeed
 import torch
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -34,19 +27,14 @@ def install(optimizer_class: type[torch.optim.Optimizer], bind: Callable[[Any, D
 
     The engine asks ``_do_optimizer_sanity_check`` right before it wraps the optimizer; it is the only moment at which
     the module, the parameter names and the configuration are all known and the param groups may still be changed.
-    Calling it again changes nothing. Raises ImportError where DeepSpeed has moved the method.
+    Calling it again changes nothing.
     """
     setattr(torch.optim, optimizer_class.__name__, optimizer_class)
     if optimizer_class not in ZERO_SUPPORTED_OPTIMIZERS:
         ZERO_SUPPORTED_OPTIMIZERS.append(optimizer_class)
-    original = getattr(DeepSpeedEngine, HOOKED, None)
+    original = getattr(DeepSpeedEngine, HOOKED)
     if getattr(original, "_lwopt_binds", None) is not None:
         return
-    if original is None or list(inspect.signature(original).parameters) != ["self", "basic_optimizer"]:
-        raise ImportError(
-            f"DeepSpeed {deepspeed.__version__} has no DeepSpeedEngine.{HOOKED}(self, basic_optimizer); "
-            "install deepspeed==0.19.8, the version this was checked with"
-        )
 
     @functools.wraps(original)
     def check(self: DeepSpeedEngine, basic_optimizer: Any) -> Any:

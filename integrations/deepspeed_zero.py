@@ -17,7 +17,13 @@ from deepspeed.utils.logging import logger
 from lwopt_backend import report
 from lwopt_backend.config import LayerWiseMuonConfig, MuonOptions, parse
 from lwopt_backend.group_stepper import GroupStepper
-from lwopt_backend.integrations import deepspeed_checkpoints, deepspeed_cpu, deepspeed_engine, deepspeed_tensors
+from lwopt_backend.integrations import (
+    deepspeed_check,
+    deepspeed_checkpoints,
+    deepspeed_cpu,
+    deepspeed_engine,
+    deepspeed_tensors,
+)
 from lwopt_backend.integrations.deepspeed_binding import Binding, bind
 from lwopt_backend.integrations.deepspeed_pipeline import check_rates
 from lwopt_backend.integrations.deepspeed_state import check_groups, check_partitions, load_whole, save_whole
@@ -30,8 +36,10 @@ from lwopt_backend.routing import full_shape
 def register() -> None:
     """Make ``"type": "LayerWiseMuon"`` known to ds_config.json. Call it once, before ``deepspeed.initialize``.
 
-    On a CPU it also keeps DeepSpeed from compiling an op that training does not use (``deepspeed_cpu``).
+    On a CPU it also keeps DeepSpeed from compiling an op that training does not use (``deepspeed_cpu``). Raises
+    ImportError for a DeepSpeed that is not supported (``deepspeed_check``).
     """
+    deepspeed_check.check()
     deepspeed_cpu.compile_nothing()
     deepspeed_engine.install(LayerWiseMuon, lambda optimizer, engine: optimizer.bind(engine))
 

@@ -189,10 +189,10 @@ def differ_under_autocast(stage: int) -> tuple[list[str], float, float]:
         return dtypes, largest_difference(ours, reference.model), largest_difference(ours, exact.model)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_autocast_to_bf16_trains_fp32_weights(ranks_to_spoil: RankPool, stage: int) -> None:
-    # DeepSpeed keeps "autocast is on" in a global of the process. It reduces gradients in bf16, the reference does not.
-    for dtypes, difference, to_fp32 in ranks_to_spoil.run(differ_under_autocast, stage):
+def test_autocast_to_bf16_trains_fp32_weights(ranks_to_spoil: RankPool) -> None:
+    # DeepSpeed keeps "autocast is on" in a global of the process. It reduces gradients in bf16, the reference does not;
+    # tests/test_deepspeed_table.py takes its gradients and is exact, at every stage.
+    for dtypes, difference, to_fp32 in ranks_to_spoil.run(differ_under_autocast, 2):
         assert dtypes == ["torch.float32"]
         assert difference <= 5e-3 and to_fp32 > 0.0
 
@@ -230,9 +230,8 @@ def test_16_bit_masters_are_refused(ranks: RankPool, stage: int, precision: str)
         assert f"{precision}.{precision}_master_weights_and_grads is on; switch it off" in error
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_autocast_to_fp16_is_refused_on_every_rank(ranks_to_spoil: RankPool, stage: int) -> None:
-    settings = config(stage) | {"torch_autocast": {"enabled": True, "dtype": "float16"}}
+def test_autocast_to_fp16_is_refused_on_every_rank(ranks_to_spoil: RankPool) -> None:
+    settings = config(2) | {"torch_autocast": {"enabled": True, "dtype": "float16"}}
     for error in ranks_to_spoil.errors(build, settings):
         assert "torch_autocast.dtype is float16" in error
 

@@ -1,0 +1,144 @@
+"""Which DeepSpeed we work with: the versions, and every name of it that we read, call or replace. Pure data.
+
+DeepSpeed documents its configuration and a dozen methods of its engine; the rest moves when it likes. So ``register()``
+has ``deepspeed_check`` compare the installed DeepSpeed with this list before a training run finds out half way.
+A path is looked up in its module. ``Class.name`` is an attribute of the class, or one that some method of it gives to
+its instances; ``param.name`` is one that some function of the module gives to the model's parameters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+OLDEST, BEFORE = "0.19.7", "0.20"  # older ones lack zero_parameter_alignment; make test runs the newest and the oldest
+SUPPORTED = f">={OLDEST},<{BEFORE}"  # pyproject.toml has the same
+
+
+@dataclass(frozen=True)
+class Name:
+    """One name of DeepSpeed. ``parameters`` are those of a function that we replace, or call by keyword."""
+
+    module: str
+    path: str
+    why: str
+    parameters: tuple[str, ...] | None = None
+
+
+def _names(module: str, owner: str, *rows: tuple[str, str] | tuple[str, str, tuple[str, ...]]) -> tuple[Name, ...]:
+    return tuple(Name(module, f"{owner}.{row[0]}" if owner else row[0], *row[1:]) for row in rows)
+
+
+RUNTIME = "deepspeed.runtime"
+LOADING = (
+    *("self", "load_dir", "tag", "load_module_strict", "load_optimizer_states", "load_lr_scheduler_states"),
+    *("load_module_only", "custom_load_fn"),
+)
+LINKED = (
+    ("_link_all_hp_params", "wrapped: it puts new methods on the parameters, which are guarded again", ("self",)),
+    ("_lazy_init_hp_params_optimizer_state", "called before a state is read: it links the states", ("self",)),
+    ("_hp_optimizer_states_linked", "cleared, or after a load the states are never linked again"),
+)
+
+NAMES = (
+    *_names(
+        f"{RUNTIME}.engine",
+        "DeepSpeedEngine",
+        ("_do_optimizer_sanity_check", "replaced: the last call before the wrapping", ("self", "basic_optimizer")),
+        ("_configure_lr_scheduler", "replaced on an engine: the first call after the wrapping", ("self",)),
+        ("clip_fp32_gradients", "replaced at stage 0, where it drops the norm", ("self",)),
+        ("load_checkpoint", "replaced: refuses what cannot be loaded, on all ranks", LOADING),
+        ("client_lr_scheduler", "read and set: a torch scheduler named in the configuration"),
+        ("optimizer", "what our optimizer was wrapped in"),
+        ("device", "the kind of machine that is planned for"),
+        ("global_rank", "who prints"),
+        ("mpu", "model parallel groups"),
+        ("pipeline_parallelism", "whether the model is a PipelineModule"),
+        ("has_moe_layers", "whether the model has experts"),
+        ("seq_data_parallel_group", "the ranks that share the parameters"),
+        ("seq_dp_world_size", "how many share them; compared with a checkpoint's"),
+        ("expert_data_parallel_group", "by name, the ranks that share experts"),
+        ("mp_world_size", "model parallelism, refused above 1"),
+        ("mesh_device", "sequence parallelism by a mesh, refused"),
+        ("sequence_parallel_size", "with which the two above are asked for"),
+        ("autotp_size", "refused above 1"),
+        ("checkpoint_mp_rank", "the name of a checkpoint's file"),
+        ("_get_zero_param_shapes", "the parameters of each group, by name; compared with a checkpoint's", ("self",)),
+        ("_config", "the configuration"),
+        ("get_data_types", "the dtypes of parameters and of accumulated gradients"),
+        ("gradient_clipping", "the norm it clips at"),
+        ("scheduler_name", "the scheduler that the configuration names"),
+        ("scheduler_params", "and its arguments"),
+        ("zero_optimization_stage", "the ZeRO stage"),
+        ("zero_parameter_alignment", "the layout of flat partitions, stages 1 and 2"),
+        ("zero_sub_group_size", "where sub-groups end, stage 3"),
+        ("zero_cpu_offload", "with which stage 1 has no BF16_Optimizer"),
+        ("zero_offload_optimizer", "refused for NVMe"),
+        ("zero_offload_param", "refused for NVMe"),
+        ("zero_round_robin_gradients", "refused"),
+        ("zero_elastic_checkpoint", "refused"),
+        ("zenflow_config", "refused"),
+        ("super_offload", "refused"),
+        ("is_deepcompile_enabled", "refused"),
+        ("bf16_master_weights_and_gradients", "refused"),
+        ("fp16_master_weights_and_gradients", "refused"),
+        ("torch_autocast_enabled", "refused in fp16"),
+        ("torch_autocast_dtype", "refused in fp16"),
+        ("load_universal_checkpoint", "refused"),
+    ),
+    *_names(
+        f"{RUNTIME}.config",
+        "DeepSpeedConfig",
+        ("_param_dict", "whether gradient_clipping was set or is DeepSpeed's default"),
+        ("expert_parallel_config", "AutoEP, refused"),
+    ),
+    Name("deepspeed.module_inject.auto_ep_config", "AutoEPConfig.enabled", "AutoEP, refused"),
+    Name(f"{RUNTIME}.zero.offload_config", "DeepSpeedZeroOffloadOptimizerConfig.device", "refused for NVMe"),
+    Name(f"{RUNTIME}.zero.offload_config", "DeepSpeedZeroOffloadParamConfig.device", "refused for NVMe"),
+    Name(f"{RUNTIME}.zero.utils", "ZERO_SUPPORTED_OPTIMIZERS", "appended to: ZeRO takes no other optimizer"),
+    Name(RUNTIME, "lr_schedules", "which schedulers are DeepSpeed's own"),
+    # Stages 1 and 2, and BF16_Optimizer
+    *_names(f"{RUNTIME}.zero.stage_1_and_2", "DeepSpeedZeroOptimizer", *LINKED),
+    *_names(f"{RUNTIME}.bf16_optimizer", "BF16_Optimizer", *LINKED),
+    *_names(
+        "deepspeed.utils.mixed_precision_linkage",
+        "param",
+        ("_hp_mapping", "where a rank stores a parameter; compared with the plan"),
+        ("get_full_hp_param", "wrapped: safe_get_full_fp32_param and its kin; a wrong key is an error on all ranks"),
+        ("set_full_hp_param", "wrapped, as get_full_hp_param"),
+    ),
+    *_names(
+        "deepspeed.utils.tensor_fragment",
+        "",
+        ("tensor_fragment.lp_fragment_address", "which part of a parameter a rank stores"),
+        ("tensor_fragment.hp_fragment_address", "where in its flat partition"),
+        ("fragment_address.start", "first element"),
+        ("fragment_address.numel", "number of elements"),
+        ("get_full_hp_param", "the method above, with the key by name", ("self", "optim_state_key")),
+        ("set_full_hp_param", "the method above, with the key by name", ("self", "value", "optim_state_key")),
+    ),
+    # Stage 3
+    *_names(
+        f"{RUNTIME}.zero.stage3",
+        "DeepSpeedZeroOptimizer_Stage3",
+        ("fp32_partitioned_groups_flat", "this rank's flat tensors, one per sub-group"),
+        ("grad_position", "[sub-group, offset, elements] of a parameter's part; compared with the plan"),
+        ("get_param_id", "the key of grad_position", ("self", "param")),
+        ("get_full_hp_param", "wrapped, as at stages 1 and 2", ("self", "param", "optim_state_key")),
+        ("set_full_hp_param", "wrapped, as at stages 1 and 2", ("self", "value", "param", "optim_state_key")),
+        ("get_local_fp32_param", "wrapped, as get_full_hp_param", ("self", "param", "optim_state_key")),
+        ("set_local_hp_param", "wrapped, as set_full_hp_param", ("self", "value", "param", "optim_state_key")),
+    ),
+    Name(f"{RUNTIME}.zero.stage3", "param._z3_optimizer", "the optimizer that stores a parameter"),
+    Name(f"{RUNTIME}.zero.partition_parameters", "param.ds_shape", "a parameter's whole shape"),
+    Name(f"{RUNTIME}.zero.partition_parameters", "param.ds_numel", "and its elements"),
+    # Experts and pipelines
+    Name("deepspeed.moe.utils", "is_moe_param", "experts' parameters", ("param",)),
+    Name("deepspeed.moe.experts", "param.group_name", "the name of the experts' groups"),
+    Name(f"{RUNTIME}.pipe.module", "PipelineModule.tied_modules", "modules that several stages have"),
+    Name(f"{RUNTIME}.pipe.module", "param.ds_pipe_replicated", "weights that another stage counts in the norm"),
+    Name(f"{RUNTIME}.pipe.topology", "PipelineParallelGrid.get_pipe_parallel_group", "one rank of each stage"),
+    # On a CPU
+    Name("deepspeed.accelerator", "get_accelerator", "the kind of device"),
+    Name("deepspeed.ops", "__compatible_ops__", "changed: nothing is compiled on a CPU"),
+    Name("deepspeed.utils.logging", "logger", "warnings"),
+)
