@@ -16,7 +16,7 @@ from lwopt_backend.integrations import deepspeed_engine, deepspeed_pipeline
 from lwopt_backend.integrations.deepspeed_refusals import reasons_to_refuse
 from lwopt_backend.integrations.deepspeed_storage import Unit, check_as_planned, flat_tensors, units
 from lwopt_backend.plan import MACHINES
-from lwopt_backend.routing import full_shape
+from lwopt_backend.routing import Route, full_shape
 from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 
@@ -43,6 +43,19 @@ class Binding:
 
     def _members(self, group: int) -> str:
         return members_digest([plan for unit, plan in zip(self.units, self.plans) if unit.group == group])
+
+    def announcement(self) -> tuple[list[Route], dict[str, list[GroupPlan]]]:
+        """What ``report.show`` prints: the whole model's routes, and the plans by who shares them."""
+        plans: dict[str, list[GroupPlan]] = {}
+        for ranks in self.ranks:
+            shared = [plan for unit, plan in zip(self.units, self.plans) if unit.ranks is ranks]
+            experts = any(self.grouping.groups[unit.group].get("moe") for unit in self.units if unit.ranks is ranks)
+            whose = "" if self.stage is None else self.stage.note
+            if experts:
+                whose = f"Experts that {ranks.world_size} ranks share (of each such set, this is the first):"
+            if shared:
+                plans.setdefault(whose, []).extend(shared)
+        return self.grouping.routes if self.stage is None else self.stage.all_routes, plans
 
     def stored(self, groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
         """Per unit, the tensor that DeepSpeed steps; of replicated parameters the first. Called on all ranks.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import deepspeed
 import torch
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.engine import DeepSpeedEngine
+from packaging.version import Version
 
 from lwopt_backend.integrations.deepspeed_engine import uses_auto_ep, uses_bf16_optimizer
 from lwopt_backend.routing import full_shape
@@ -19,6 +21,12 @@ def reasons_to_refuse(engine: DeepSpeedEngine, param_groups: list[dict[str, Any]
 
 def _stage(engine: DeepSpeedEngine) -> list[str]:
     dtype = engine.get_data_types()[0]
+    before_0_19_8 = Version(deepspeed.__version__) < Version("0.19.8")
+    if engine.zero_optimization_stage() == 3 and engine.device.type == "cpu" and before_0_19_8:
+        return [
+            f"zero_optimization.stage is 3 on a CPU, where DeepSpeed {deepspeed.__version__} uses parameters before "
+            "all of them are gathered; pip install 'deepspeed>=0.19.8,<0.20'"
+        ]
     if engine.zero_optimization_stage() == 0 and uses_bf16_optimizer(engine):
         return [
             "zero_optimization.stage is 0 and the pipeline is trained in bfloat16, where DeepSpeed saves one rank's "

@@ -117,10 +117,8 @@ class LayerWiseMuon(torch.optim.Optimizer):
         self.param_groups = self._linked = rates.link(self.param_groups)
 
     def _announce(self, engine: DeepSpeedEngine, binding: Binding) -> None:
-        if self.config.report and binding.stage is None:
-            report.show(binding.grouping.routes, binding.plans)
-        elif self.config.report:
-            report.show(binding.stage.all_routes, binding.plans, binding.stage.note)
+        if self.config.report:
+            report.show(*binding.announcement())
         clipping = deepspeed_engine.default_clipping(engine)
         if clipping is not None:
             logger.warning(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -19,13 +19,17 @@ WIDTH_WITHOUT_TERMINAL = 140  # a launcher's pipe has no width of its own; 80 co
 MOST_RANKS = 16
 
 
-def show(routes: Sequence[Route], groups: Sequence[GroupPlan], note: str | None = None) -> None:
-    """Print the routing table, a note and the plan to standard output."""
+def show(routes: Sequence[Route], plans: Mapping[str, Sequence[GroupPlan]]) -> None:
+    """Print the routing table and the plans to standard output, a table for each set of ranks.
+
+    ``plans`` are by a sentence that says of whom they are, empty where that goes without saying.
+    """
     console = standard_output()
     show_routing(console, routes)
-    for sentence in [*([note] if note else []), *choices(groups)]:
-        console.print(sentence)
-    console.print(plan_table(groups))
+    for whose, groups in plans.items():
+        for sentence in [*([whose] if whose else []), *choices(groups)]:
+            console.print(sentence)
+        console.print(plan_table(groups))
 
 
 def standard_output() -> Console:

@@ -16,6 +16,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from lwopt_backend.integrations import deepspeed_check, deepspeed_zero
 from lwopt_backend.integrations.deepspeed_names import NAMES, OLDEST, SUPPORTED, Name
 from tests.ranks import RankPool
+from tests.zero import config, engine_for
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "integrations").glob("deepspeed_*.py"))
@@ -206,3 +207,16 @@ def test_the_list_has_no_name_that_nothing_uses() -> None:
 def test_no_name_is_listed_twice() -> None:
     paths = [(name.module, name.path) for name in NAMES]
     assert len(paths) == len(set(paths))
+
+
+def build_at_stage_3() -> None:
+    with engine_for(config(3)):
+        pass
+
+
+def test_stage_3_on_a_cpu_is_refused_where_gathering_is_not_waited_for(ranks: RankPool) -> None:
+    if deepspeed.__version__ != "0.19.7":
+        ranks.run(build_at_stage_3)
+        return
+    for error in ranks.errors(build_at_stage_3):
+        assert "zero_optimization.stage is 3 on a CPU, where DeepSpeed 0.19.7 uses parameters before all" in error

@@ -113,7 +113,7 @@ def test_the_cell_says_what_happens(
 
 @pytest.mark.parametrize("row", rows_of("Features"), ids=lambda row: row[0])
 def test_every_feature_names_a_test_that_is_there(row: list[str]) -> None:
-    assert set(row[1:5]) <= {"yes", "refused", "DeepSpeed refuses", "-"}
+    assert set(row[1:5]) <= {"yes", "refused", "DeepSpeed refuses", "see below", "-"}
     names = re.findall(r"`(test_\w+)(?:::(test_\w+))?`", row[5])
     assert names, "no test is named"
     for module, function in names:

@@ -6,6 +6,9 @@ the rest.
 
 from __future__ import annotations
 
+import contextlib
+import io
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -357,3 +360,17 @@ def test_layers_of_different_expert_parallel_sizes_have_ranks_of_their_own(exper
             "wide.experts": {(rank % 2, rank % 2 + 2)},
             "wider.experts": {(rank,)},
         }
+
+
+def printed_by_a_build(settings: dict[str, Any]) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as printed, engine_for(settings, Mixture()):
+        pass
+    return printed.getvalue()
+
+
+def test_the_report_has_a_plan_for_all_ranks_and_one_for_those_that_share_experts(expert_ranks: RankPool) -> None:
+    first, *others = expert_ranks.run(printed_by_a_build, settings_for(2, report=True))
+    shared, experts = first.split("Experts that 2 ranks share")
+    assert "Plan: 2 matrices by muon" in shared and "Plan: 4 matrices by muon" in experts
+    assert [len(re.findall(r"^│ +\d+ │", part, re.MULTILINE)) for part in (shared, experts)] == [4, 2]
+    assert not any("Routing" in other for other in others)
