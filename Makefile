@@ -26,7 +26,7 @@ compare: environment
 	@"$$(cat .make/python)" examples/compare.py $(ARGS)
 
 test: environment
-	@OMP_NUM_THREADS=1 "$$(cat .make/python)" -m pytest $(ARGS)
+	@OMP_NUM_THREADS=1 "$$(cat .make/python)" -m pytest -n 2 --dist loadfile $(ARGS)
 ifeq ($(strip $(ARGS)),)
 	@OMP_NUM_THREADS=1 "$$(cat .make/python)" scripts/oldest_deepspeed.py
 endif

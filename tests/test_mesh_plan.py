@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,16 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from lwopt_backend.plan import Atom, MatrixPlan, MeshLayout, Sharding, plan_spread
+from lwopt_backend.plan import (
+    Atom,
+    Fragment,
+    MatrixPlan,
+    MeshLayout,
+    ParameterPartition,
+    Replicas,
+    Sharding,
+    plan_spread,
+)
 from lwopt_backend.plan.cost import newton_schulz_flops
 from lwopt_backend.plan.spread import critical_path, cut_buckets
 from tests.fsdp2 import mesh_of
@@ -118,7 +128,9 @@ def test_every_element_reaches_its_owner_once_and_every_piece_its_holder(layout:
                 returned = [s for s in back[rank].receives if s.atom == atom]
                 assert len(returned) == (layout.fragment(atom, rank) is not None)
     for rank, counted in enumerate(plan.wire_bytes()):
-        ways = [way(bucket, rank) for bucket in range(len(plan.buckets)) for way in (plan.transfer, plan.way_back)]
+        directions = {1: (plan.way_back,), 2: (plan.transfer, plan.way_back)}
+        buckets = range(len(plan.buckets))
+        ways = [way(bucket, rank) for bucket in buckets for way in directions[plan.trips(bucket)]]
         assert counted == 2 * sum(way.wire_numel for way in ways)
 
 
@@ -206,3 +218,36 @@ def test_many_matrices_on_many_ranks_are_planned_by_kind() -> None:
 def test_an_unknown_layout_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown layout 'dense'; expected one of auto, padded, compact"):
         plan_spread(atoms_of([(4, 4)]), rows_over([(4, 4)], 2), exchange_layout="dense")
+
+
+def replicated(ranks: int) -> Replicas:
+    return Replicas(ranks, tuple(rows * columns for rows, columns in SHAPES))
+
+
+def in_parts(ranks: int) -> ParameterPartition:
+    return ParameterPartition.build([rows * columns for rows, columns in SHAPES], ranks)
+
+
+@pytest.mark.parametrize(("layout", "trips"), [(replicated(3), 1), (in_parts(3), 2), (in_parts(4), 2)], ids=str)
+def test_what_is_everywhere_only_comes_back_and_what_is_in_parts_goes_to_its_owner_too(layout: Any, trips: int) -> None:
+    plan = plan_spread(atoms_of(SHAPES), layout)
+    travelling = [
+        bucket for bucket, members in enumerate(plan.buckets) if any(plan.atoms[i].numel > 4 for i in members)
+    ]
+    assert {plan.trips(bucket) for bucket in travelling} == {trips}
+    for index, atom in enumerate(plan.atoms):
+        owner = plan.ownership.owners[index]
+        covered = [elements(part.start, part.stop, 1, 0) for part in layout.sources(index, owner)]
+        assert sum(map(len, covered)) == len(set().union(*covered)) == atom.numel
+        keepers = [rank for rank in range(layout.world_size) if plan.keeps_state(index, rank)]
+        assert keepers == ([owner] if trips == 1 else [part.rank for part in layout.fragments(index)])
+
+
+def test_parts_of_a_parameter_lie_end_to_end_on_every_rank() -> None:
+    layout = ParameterPartition.build([5, 2], 3)
+    assert layout.partition_numel == 3 and layout.stored_numel(2) == 1
+    assert layout.fragments(0) == (Fragment(0, 0, 2, 0), Fragment(1, 2, 4, 0), Fragment(2, 4, 5, 0))
+    assert layout.fragments(1) == (Fragment(0, 0, 1, 2), Fragment(1, 1, 2, 2))
+    stack = ParameterPartition.build([12], 2).split([3])
+    assert [layout.place(0) for layout in [stack]] == ["from 0 in parts of 6 at 0 of 6"]
+    assert stack.fragments(1) == (Fragment(0, 0, 2, 4), Fragment(1, 2, 4, 0))

@@ -37,12 +37,12 @@ def plan_matrices(
 
 
 def modelled_time(plan: MatrixPlan, machine: Machine) -> StepTime:
-    """Modelled seconds per step: the busiest rank's work, the busiest link's bytes, and two collectives a bucket."""
+    """Modelled seconds per step: the busiest rank's work, the busiest link's bytes, and the buckets' collectives."""
     return step_time(
         machine,
         flops=max(plan.ownership.loads),
         nbytes=max(plan.wire_bytes()),
-        collectives=2 * len(plan.buckets),
+        collectives=sum(map(plan.trips, range(len(plan.buckets)))),
     )
 
 

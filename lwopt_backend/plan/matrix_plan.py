@@ -43,6 +43,10 @@ class MatrixPlan:
         owners = ((atom, self.ownership.owners[atom]) for atom in self.buckets[bucket])
         return all(part.rank == owner for atom, owner in owners for part in self.layout.sources(atom, owner))
 
+    def trips(self, bucket: int) -> int:
+        """How many all-to-alls the bucket takes: to the owners, unless it stays, and back."""
+        return 1 if self.stays(bucket) else 2
+
     def split(self, bucket: int) -> int | None:
         """The length of the equal parts in which the bucket travels, or None for parts as long as needed."""
         return self.splits[bucket] if self.splits else None
@@ -86,7 +90,7 @@ class MatrixPlan:
             if split is None:
                 compact += bucket
             else:
-                sent = [numel + 2 * split * (len(sent) - 1) for numel in sent]
+                sent = [numel + self.trips(number) * split * (len(sent) - 1) for numel in sent]
         for atom, owner, times in self._alike(compact):
             for part in self.layout.sources(atom, owner):
                 sent[part.rank] += part.numel * times if part.rank != owner else 0
