@@ -29,7 +29,7 @@ from lwopt_backend.integrations.deepspeed_pipeline import check_rates
 from lwopt_backend.integrations.deepspeed_state import check_groups, check_partitions, load_whole, save_whole
 from lwopt_backend.linked_rates import LinkedRates
 from lwopt_backend.param_groups import as_groups, split
-from lwopt_backend.replicated_stepper import ElementwiseReplicas, MatrixReplicas, new_replicated_stepper
+from lwopt_backend.replicated_stepper import ReplicatedStepper, new_replicated_stepper
 from lwopt_backend.routing import full_shape
 
 
@@ -62,7 +62,7 @@ class LayerWiseMuon(torch.optim.Optimizer):
         self.config = parse(LayerWiseMuonConfig, options, type(self).__name__)
         self._given = as_groups(params)
         self._binding: Binding | None = None
-        self._steppers: dict[int, GroupStepper | MatrixReplicas | ElementwiseReplicas] = {}  # by id of their tensor
+        self._steppers: dict[int, GroupStepper | ReplicatedStepper] = {}  # by id of their tensor
         self._global_grad_norm: Any = None  # read by the engine at stage 0
         self.norm_before_clipping: Any = None  # written by the engine at stage 0
         trainable = [p for group in self._given for p in group["params"] if p.requires_grad]

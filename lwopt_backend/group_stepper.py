@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lwopt_backend.config import LayerWiseMuonConfig
 from lwopt_backend.group_plan import GroupPlan
+from lwopt_backend.plan import MatrixPlan
 from lwopt_backend.registry import ELEMENTWISE_RULES, build_matrix_rule, elementwise_options, rule_named
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.elementwise import step_elementwise
@@ -51,7 +52,9 @@ class GroupStepper:
         self._matrices.step([rule] * len(self._plan.matrices.atoms), storage)
 
 
-def matrix_stepper(plan: Any, collectives: Collectives, config: LayerWiseMuonConfig, device: torch.device) -> Any:
+def matrix_stepper(
+    plan: MatrixPlan, collectives: Collectives, config: LayerWiseMuonConfig, device: torch.device
+) -> MatrixStepper:
     """The stepper of ``plan`` whose matrices travel on ``device`` and are computed where the configuration says."""
     rule_device = torch.device("cpu") if config.ns_device == "cpu" else device
     batch_numel = 0 if rule_device.type == "cpu" else config.bucket_numel

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lwopt_backend.group_plan import GroupPlan
 from lwopt_backend.plan import FlatPartition
-from lwopt_backend.replicated_stepper import owned_bases
+from lwopt_backend.replicated_stepper import owned_bases, state_numel
 from lwopt_backend.runtime.collectives import Collectives
 
 
@@ -36,7 +36,7 @@ def gather_whole(plan: GroupPlan, state: Mapping[str, Any], ranks: Collectives) 
             for of_param in whole:
                 of_param[key] = value.clone() if isinstance(value, Tensor) else value
             continue
-        padded = value.new_zeros(max(_numel(plan, rank) for rank in range(ranks.world_size)))
+        padded = value.new_zeros(max(state_numel(plan, rank) for rank in range(ranks.world_size)))
         padded[: value.numel()] = value
         flats = ranks.gather_to_first(padded)
         if flats is None:
@@ -57,7 +57,7 @@ def take_part(plan: GroupPlan, saved: Sequence[Mapping[str, Any]], rank: int, de
         if not isinstance(value, Tensor) or value.ndim == 0:
             part[key] = value.clone() if isinstance(value, Tensor) else value
             continue
-        flat = torch.zeros(_numel(plan, rank), dtype=value.dtype)
+        flat = torch.zeros(state_numel(plan, rank), dtype=value.dtype)
         for piece in _pieces(plan, rank):
             source = saved[piece.param][key].reshape(-1)[piece.start : piece.stop]
             flat.narrow(0, piece.offset, source.numel()).copy_(source)
@@ -83,11 +83,3 @@ def _pieces(plan: GroupPlan, rank: int) -> Iterator[Piece]:
             if first in bases:
                 yield Piece(index, start, start + size, bases[first])
             start, first = start + size, first + 1
-
-
-def _numel(plan: GroupPlan, rank: int) -> int:
-    """How long the flat state of ``rank`` is."""
-    if plan.matrices is None:
-        assert isinstance(plan.layout, FlatPartition)
-        return plan.layout.partition_numel
-    return sum(plan.matrices.atoms[index].numel for index in owned_bases(plan, rank))

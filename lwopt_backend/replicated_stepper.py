@@ -29,13 +29,14 @@ def new_replicated_stepper(
     collectives: Collectives,
     config: LayerWiseMuonConfig,
     device: torch.device,
-) -> MatrixReplicas | ElementwiseReplicas:
+) -> ReplicatedStepper:
+    """The stepper of ``plan``, of whichever kind. ``device`` is where matrices travel."""
     kind = ElementwiseReplicas if plan.matrices is None else MatrixReplicas
     return kind(plan, params, collectives, config, device)
 
 
-class MatrixReplicas:
-    """Matrices of which each rank keeps the state of its own in one flat tensor, in the order of the plan."""
+class ReplicatedStepper:
+    """What both kinds have: state in flat tensors, of what this rank steps."""
 
     def __init__(
         self,
@@ -45,21 +46,34 @@ class MatrixReplicas:
         config: LayerWiseMuonConfig,
         device: torch.device,
     ) -> None:
-        assert plan.matrices is not None
         self._plan = plan
+        self._params = params
+        self._collectives = collectives
         self._config = config
-        self._matrices = matrix_stepper(plan.matrices, collectives, config, device)
         self._device = device
-        counts = [math.prod(spec.shape[:-2]) for spec in plan.specs]
-        self._places = [(param, number) for param, count in zip(params, counts) for number in range(count)]
-        self._bases = owned_bases(plan, collectives.rank)
-        self._state: dict[str, Tensor] = {}
 
     def fill_state(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
         """Add the state tensors that a fresh optimizer lacks; what a checkpoint restored is kept."""
-        flat = torch.empty(self._owned_numel(), dtype=torch.float32, device=self._device)
-        for key, tensor in rule_named(self._plan.rule).new_state(flat, group).items():
+        for key, tensor in rule_named(self._plan.rule).new_state(self._flat(), group).items():
             state.setdefault(key, tensor)
+
+    def _flat(self) -> Tensor:
+        """A flat tensor of zeros as long as the state."""
+        numel = state_numel(self._plan, self._collectives.rank)
+        return torch.zeros(numel, dtype=torch.float32, device=self._device)
+
+
+class MatrixReplicas(ReplicatedStepper):
+    """Matrices of which each rank keeps the state of its own in one flat tensor, in the order of the plan."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        assert self._plan.matrices is not None
+        self._matrices = matrix_stepper(self._plan.matrices, self._collectives, self._config, self._device)
+        counts = [math.prod(spec.shape[:-2]) for spec in self._plan.specs]
+        self._places = [(param, number) for param, count in zip(self._params, counts) for number in range(count)]
+        self._bases = owned_bases(self._plan, self._collectives.rank)
+        self._state: dict[str, Tensor] = {}
 
     def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
         """One step from the parameters' gradients, which are equal on all ranks. Called on all ranks."""
@@ -77,33 +91,16 @@ class MatrixReplicas:
         state = {key: flat.narrow(0, base, value.numel()).view(value.shape) for key, flat in self._state.items()}
         return Slices(value, grad, state)
 
-    def _owned_numel(self) -> int:
-        return sum(self._plan.matrices.atoms[index].numel for index in self._bases)
 
-
-class ElementwiseReplicas:
+class ElementwiseReplicas(ReplicatedStepper):
     """Element-wise parameters end to end, of which each rank steps an equal part."""
 
-    def __init__(
-        self,
-        plan: GroupPlan,
-        params: Sequence[Tensor],
-        collectives: Collectives,
-        config: LayerWiseMuonConfig,
-        device: torch.device,
-    ) -> None:
-        assert isinstance(plan.layout, FlatPartition)
-        self._plan = plan
-        self._layout = plan.layout
-        self._params = params
-        self._collectives = collectives
-        self._device = device
-        self._chunk = max(1, min(config.bucket_numel // collectives.world_size, self._layout.partition_numel))
-
-    def fill_state(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-        """Add the state tensors that a fresh optimizer lacks; what a checkpoint restored is kept."""
-        for key, tensor in rule_named(self._plan.rule).new_state(self._flat(), group).items():
-            state.setdefault(key, tensor)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        assert isinstance(self._plan.layout, FlatPartition)
+        self._layout = self._plan.layout
+        share = self._config.bucket_numel // self._collectives.world_size
+        self._chunk = max(1, min(share, self._layout.partition_numel))
 
     @torch.no_grad()
     def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
@@ -133,8 +130,13 @@ class ElementwiseReplicas:
             if not param.data.is_contiguous():
                 param.data.copy_(flat.view(param.shape))
 
-    def _flat(self) -> Tensor:
-        return torch.zeros(self._layout.partition_numel, dtype=torch.float32, device=self._device)
+
+def state_numel(plan: GroupPlan, rank: int) -> int:
+    """How long the flat state of ``rank`` is."""
+    if plan.matrices is None:
+        assert isinstance(plan.layout, FlatPartition)
+        return plan.layout.partition_numel
+    return sum(plan.matrices.atoms[index].numel for index in owned_bases(plan, rank))
 
 
 def owned_bases(plan: GroupPlan, rank: int) -> dict[int, int]:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lwopt_backend.integrations.deepspeed_zero import LayerWiseMuon
 from tests.models import VOCABULARY, UnevenLM
 from tests.ranks import RankPool
-from tests.zero import ADAMW, MUON, ROWS, batch_shares, config, engine_for, newton_schulz_in_float32
+from tests.zero import ADAMW, MUON, ROWS, batch_shares, config, engine_for, gather_named, newton_schulz_in_float32
 
 RANKS, EXPERTS, EXPERT_PARALLEL, STEPS = 4, 4, 2, 5
 WIDTH = 24
@@ -109,13 +109,7 @@ def gathered(engine: Any, get: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
     """``get`` of every parameter, by its name in WholeMixture; fails if ranks that share one do not have the same."""
     rank = torch.distributed.get_rank()
     mine = {whole_name(name, rank): get(param).float().clone() for name, param in engine.module.named_parameters()}
-    of_ranks: list[Any] = [None] * RANKS
-    torch.distributed.all_gather_object(of_ranks, mine)
-    whole: dict[str, Tensor] = {}
-    for of_rank in of_ranks:
-        for name, tensor in of_rank.items():
-            assert torch.equal(whole.setdefault(name, tensor), tensor), f"{name} differs between ranks that share it"
-    return whole
+    return gather_named(mine)
 
 
 class GivenGradients:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from tests.models import VOCABULARY
 from tests.ranks import RankPool
-from tests.zero import ADAMW, MUON, batch_shares, config, engine_for, newton_schulz_in_float32
+from tests.zero import ADAMW, MUON, batch_shares, config, engine_for, gather_named, newton_schulz_in_float32
 
 RANKS, STAGES, DATA_PARALLEL, STEPS, MICRO_BATCHES = 4, 2, 2, 5, 2
 WIDTH = 24
@@ -183,21 +183,10 @@ def train(engine: Any, steps: range) -> None:
         engine.train_batch(shares_of_this_rank(engine, step))
 
 
-def gathered(mine: dict[str, Tensor]) -> dict[str, Tensor]:
-    """All stages' tensors; fails if ranks that have the same name do not have the same tensor."""
-    of_ranks: list[Any] = [None] * RANKS
-    torch.distributed.all_gather_object(of_ranks, mine)
-    whole: dict[str, Tensor] = {}
-    for of_rank in of_ranks:
-        for name, tensor in of_rank.items():
-            assert torch.equal(whole.setdefault(name, tensor), tensor), f"{name} differs between ranks that have it"
-    return whole
-
-
 def weights_of(engine: Any) -> dict[str, Tensor]:
     sharded = hasattr(next(engine.module.parameters()), "_hp_mapping")
     get = safe_get_full_fp32_param if sharded else torch.Tensor.detach
-    return gathered({name: get(param).float().clone() for name, param in engine.module.named_parameters()})
+    return gather_named({name: get(param).float().clone() for name, param in engine.module.named_parameters()})
 
 
 def grads_of(engine: Any, units: list[Any], tensors: list[Tensor]) -> dict[str, Tensor]:
@@ -242,7 +231,7 @@ def differ_given_the_same_gradients(model: str, settings: dict[str, Any]) -> tup
         recorded = record_grads(engine)
         for step in range(STEPS):
             train(engine, range(step, step + 1))
-            grads = gathered(recorded)
+            grads = gather_named(recorded)
             norm = float(torch.nn.utils.get_total_norm(grads.values()))
             assert float(engine.get_global_grad_norm()) == pytest.approx(norm, rel=1e-3)  # bf16's is summed in bf16
             reference.step(grads)
@@ -329,7 +318,7 @@ def differ_with_an_embedding_stage(settings: dict[str, Any], **kwargs: Any) -> t
                 for group in optimizer.param_groups:
                     group["lr"] = group.setdefault("base_lr", group["lr"]) * factor
             train(engine, range(step, step + 1))
-            reference.step(gathered(recorded))
+            reference.step(gather_named(recorded))
         rules = [group["rule"] for group in engine.basic_optimizer.param_groups]
         return reference.largest_difference(weights_of(engine)), [*rules, f"{rates[-1]:.2f}"]
 

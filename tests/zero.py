@@ -117,3 +117,14 @@ def full_weights(engine: Any) -> dict[str, Tensor]:
 
 def largest_difference(ours: dict[str, Tensor], reference: nn.Module) -> float:
     return max(float((ours[name] - param.detach()).abs().max()) for name, param in reference.named_parameters())
+
+
+def gather_named(mine: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All ranks' tensors by name; fails if ranks that have the same name do not have the same tensor."""
+    of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(of_ranks, mine)
+    whole: dict[str, Tensor] = {}
+    for of_rank in of_ranks:
+        for name, tensor in of_rank.items():
+            assert torch.equal(whole.setdefault(name, tensor), tensor), f"{name} differs between ranks that have it"
+    return whole
