@@ -155,6 +155,11 @@ def _is_stack(shape: Sequence[int], uses: Sequence[_Use]) -> bool:
     return any("expert" in f"{use.module_name.rpartition('.')[2]} {type(use.module).__name__}".lower() for use in uses)
 
 
+def named_as_stack(name: str, shape: Sequence[int]) -> bool:
+    """Whether a parameter of that name is a stack of experts, where its module is not at hand."""
+    return len(shape) > 2 and 0 not in shape and "expert" in name.rpartition(".")[0].rpartition(".")[2].lower()
+
+
 def _stored_transposed(module: nn.Module) -> bool:
     """Hugging Face's Conv1D (GPT-2's linear), and experts whose module says so itself."""
     return type(module).__name__ == "Conv1D" or getattr(module, "is_transposed", False) is True

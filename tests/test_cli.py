@@ -81,6 +81,17 @@ def test_every_engine_can_be_planned_for(shapes: Path, engine: str) -> None:
     assert len(found["memory_per_rank"]) == 4 and found["peak_bytes"] > 0
 
 
+@pytest.mark.parametrize(("engine", "matrices"), [("zero3", 5), ("fsdp2", 1)])
+def test_listed_experts_in_a_stack_are_planned_as_the_engine_trains_them(
+    tmp_path: Path, engine: str, matrices: int
+) -> None:
+    listed = tmp_path / "listed.json"
+    listed.write_text(json.dumps([["layers.0.experts.up", [4, 64, 32]], ["layers.0.q", [64, 64]]]))
+    printed = run("plan", "--shapes", listed, "--world-size", 2, "--engine", engine, "--no-what-if")
+    assert f"Plan of the dense matrices: {matrices}," in printed
+    assert ("4 stacked experts" in printed) == (engine == "zero3")
+
+
 @pytest.mark.parametrize("cost", ["newton_schulz", "gram", "batched", "soap", "shampoo", "max_min_squared"])
 def test_every_cost_can_be_planned_for(shapes: Path, cost: str) -> None:
     found = plan(shapes, "--world-size", 5, "--cost", cost, "--layout", "compact")

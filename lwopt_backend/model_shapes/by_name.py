@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from lwopt_backend.model_shapes.types import Stored
 from lwopt_backend.output_heads import HEAD_NAMES, HEAD_NAMES_OUTSIDE_BLOCKS, NOT_A_VOCABULARY
-from lwopt_backend.routing import BY_NAME, BY_WORD, Kind, Route, by_glob, check_globs
+from lwopt_backend.routing import BY_NAME, BY_WORD, Kind, Route, by_glob, check_globs, named_as_stack
 
 # Modules that are embeddings by a name that is not made of BY_WORD's words: GPT-2's two, and T5's and BART's one.
 EMBEDDING_MODULES = frozenset({"wte", "wpe", "shared"})
@@ -30,7 +30,7 @@ def route_by_name(tensors: Sequence[Stored], include: Sequence[str], exclude: Se
         kind, reason = _by_name(tensor, named, widths)
         if kind != "frozen":
             kind, reason = by_glob(tensor.shape, (tensor.name, *tensor.aliases), include, exclude) or (kind, reason)
-        stack = len(tensor.shape) > 2 and "expert" in tensor.name.rpartition(".")[0].rpartition(".")[2].lower()
+        stack = named_as_stack(tensor.name, tensor.shape)
         routes.append(Route(tensor.name, tensor.shape, kind, reason, tensor.aliases, stack))
     check_globs("include", include, [r for r in routes if len(r.shape) == 2], routes)
     check_globs("exclude", exclude, routes, routes)

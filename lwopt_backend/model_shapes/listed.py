@@ -8,7 +8,7 @@ from typing import Any
 
 from lwopt_backend.model_shapes.json_files import read_json
 from lwopt_backend.model_shapes.types import ModelShapes
-from lwopt_backend.routing import Route
+from lwopt_backend.routing import Route, named_as_stack
 
 FORM = '[["name", [rows, columns]], ...] or {"name": [rows, columns], ...}'
 
@@ -34,7 +34,8 @@ def read_shapes_json(path: str | os.PathLike[str]) -> ModelShapes:
             )
         matrix = len(shape) == 2
         reason = "listed as a matrix" if matrix else f"{len(shape)}-D"
-        routes[name] = Route(name, tuple(shape), "matrix" if matrix else "elementwise", reason)
+        stack = named_as_stack(name, shape)
+        routes[name] = Route(name, tuple(shape), "matrix" if matrix else "elementwise", reason, stack=stack)
     return ModelShapes(path.name, tuple(routes.values()))
 
 
