@@ -111,9 +111,7 @@ def _state_bytes(group: Mapping[str, Any], layout: HostLayout, matrices: MatrixP
         numels = [layout.partition_numel] * layout.world_size
     else:
         assert matrices is not None, "element-wise parameters are replicated, but stepped in partitions"
-        numels = [0] * layout.world_size
-        for atom, owner in zip(matrices.atoms, matrices.ownership.owners):
-            numels[owner] += atom.numel
+        numels = matrices.owned_numels()
     return tuple(_state_size(group, numel) for numel in numels)
 
 

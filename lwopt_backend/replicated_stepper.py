@@ -136,7 +136,7 @@ def state_numel(plan: GroupPlan, rank: int) -> int:
     if plan.matrices is None:
         assert isinstance(plan.layout, FlatPartition)
         return plan.layout.partition_numel
-    return sum(plan.matrices.atoms[index].numel for index in owned_bases(plan, rank))
+    return plan.matrices.owned_numels()[rank]
 
 
 def owned_bases(plan: GroupPlan, rank: int) -> dict[int, int]:

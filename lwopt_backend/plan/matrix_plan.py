@@ -40,8 +40,8 @@ class MatrixPlan:
 
     def stays(self, bucket: int) -> bool:
         """Whether the owners of the bucket's atoms store them whole already, so that nothing has to come to them."""
-        owners = ((atom, self.ownership.owners[atom]) for atom in self.buckets[bucket])
-        return all(part.rank == owner for atom, owner in owners for part in self.layout.sources(atom, owner))
+        alike = self._alike(self.buckets[bucket])
+        return all(part.rank == owner for atom, owner, _ in alike for part in self.layout.sources(atom, owner))
 
     def trips(self, bucket: int) -> int:
         """How many all-to-alls the bucket takes: to the owners, unless it stays, and back."""
@@ -72,6 +72,13 @@ class MatrixPlan:
         for owner in self.ownership.owners:
             counts[owner] += 1
         return counts
+
+    def owned_numels(self) -> list[int]:
+        """Per rank, the elements of the atoms it owns."""
+        numels = [0] * self.layout.world_size
+        for atom, owner in zip(self.atoms, self.ownership.owners):
+            numels[owner] += atom.numel
+        return numels
 
     def moved_numel(self) -> list[int]:
         """Per rank, the elements it stores whose update is computed by another rank."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from lwopt_backend.plan.buffers.compact import plan_compact
 from lwopt_backend.plan.matrix_plan import MatrixPlan, is_whole
@@ -38,11 +38,14 @@ def plan_spread(
     world_size = layout.world_size
     loads = list(loads or [0] * world_size)
     owners = [-1] * len(atoms)
+    holders: dict[Hashable, list[int]] = {}
     for index, atom in enumerate(atoms):
-        holders = layout.fragments(index)
-        if len(holders) == 1:
-            owners[index] = holders[0].rank
-            loads[holders[0].rank] += atom.cost
+        kind = layout.kind(index)
+        if kind not in holders:
+            holders[kind] = [part.rank for part in layout.fragments(index)]
+        if len(holders[kind]) == 1:
+            owners[index] = holders[kind][0]
+            loads[owners[index]] += atom.cost
     travelling = [index for index, owner in enumerate(owners) if owner < 0]
     buckets = cut_buckets(atoms, travelling, bucket_matrices or MATRICES_A_RANK * world_size, bucket_numel)
     best = min(_candidates(atoms, buckets, loads), key=lambda found: critical_path(atoms, buckets, found, loads))

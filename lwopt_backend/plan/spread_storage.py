@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import ClassVar
 
-from lwopt_backend.plan.storage import Fragment, cut
+from lwopt_backend.plan.storage import Fragment, Partition
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class ParameterPartition:
+class ParameterPartition(Partition):
     """ZeRO-3's storage: every parameter is padded and cut into equal parts, and a rank's parts lie end to end.
 
     ::
@@ -30,8 +30,6 @@ class ParameterPartition:
         p1    | p1    | __           rank 0 stores p0 p0 p1, rank 1 p0 p0 p1, rank 2 p0 __ __
 
     """
-
-    copies_keep_state: ClassVar[bool] = True
 
     world_size: int
     places: tuple[Place, ...]
@@ -56,18 +54,9 @@ class ParameterPartition:
             places += [Place(place.begin + n * size, size, place.part, place.base) for n in range(count)]
         return ParameterPartition(self.world_size, tuple(places), self.partition_numel)
 
-    def fragments(self, index: int) -> tuple[Fragment, ...]:
+    def span(self, index: int) -> tuple[int, int, int, int]:
         place = self.places[index]
-        return cut(place.begin, place.numel, place.part, place.base)
-
-    def fragment(self, index: int, rank: int) -> Fragment | None:
-        return next((part for part in self.fragments(index) if part.rank == rank), None)
-
-    def sources(self, index: int, owner: int) -> tuple[Fragment, ...]:
-        return self.fragments(index)
-
-    def is_source(self, index: int, rank: int, owner: int) -> bool:
-        return True
+        return place.begin, place.numel, place.part, place.base
 
     def kind(self, index: int) -> tuple[int, int, int]:
         place = self.places[index]

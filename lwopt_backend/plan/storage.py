@@ -53,8 +53,37 @@ class Layout(Protocol):
         """Where parameter ``index`` lies, in a spelling that ranks can compare."""
 
 
+class Partition:
+    """Storage in which a rank holds one contiguous range of a parameter, from every ``size`` elements the next rank."""
+
+    __slots__ = ()
+    copies_keep_state: ClassVar[bool] = True
+
+    def span(self, index: int) -> tuple[int, int, int, int]:
+        """Of parameter ``index``: where it begins in what is cut, its elements, a rank's ``size`` and base."""
+        raise NotImplementedError
+
+    def fragments(self, index: int) -> tuple[Fragment, ...]:
+        """The fragments of parameter ``index`` in rank order; together they are exactly its elements."""
+        begin, numel, size, _ = self.span(index)
+        ranks = range(begin // size, (begin + numel - 1) // size + 1)
+        return tuple(part for rank in ranks if (part := self.fragment(index, rank)) is not None)
+
+    def fragment(self, index: int, rank: int) -> Fragment | None:
+        """What ``rank`` stores of parameter ``index``, or None."""
+        begin, numel, size, base = self.span(index)
+        low, high = max(begin, rank * size), min(begin + numel, (rank + 1) * size)
+        return Fragment(rank, low - begin, high - begin, base + low - rank * size) if low < high else None
+
+    def sources(self, index: int, owner: int) -> tuple[Fragment, ...]:
+        return self.fragments(index)
+
+    def is_source(self, index: int, rank: int, owner: int) -> bool:
+        return True
+
+
 @dataclass(frozen=True, slots=True)
-class FlatPartition:
+class FlatPartition(Partition):
     """ZeRO-1/2's storage of one param group: parameters end to end, padded, cut into equal parts.
 
     ::
@@ -65,8 +94,6 @@ class FlatPartition:
     A parameter lies in one contiguous fragment on each rank it touches. Offsets are exact integers, so the
     storage of every rank is known on every rank without a message.
     """
-
-    copies_keep_state: ClassVar[bool] = True
 
     world_size: int
     numels: tuple[int, ...]
@@ -114,19 +141,8 @@ class FlatPartition:
             offsets += [offset + number * size for number in range(count)]
         return FlatPartition(self.world_size, tuple(numels), tuple(offsets), self.partition_numel)
 
-    def fragments(self, index: int) -> tuple[Fragment, ...]:
-        """The fragments of parameter ``index`` in rank order; together they are exactly its elements."""
-        return cut(self.offsets[index], self.numels[index], self.partition_numel, 0)
-
-    def fragment(self, index: int, rank: int) -> Fragment | None:
-        """What ``rank`` stores of parameter ``index``, or None."""
-        return next((part for part in self.fragments(index) if part.rank == rank), None)
-
-    def sources(self, index: int, owner: int) -> tuple[Fragment, ...]:
-        return self.fragments(index)
-
-    def is_source(self, index: int, rank: int, owner: int) -> bool:
-        return True
+    def span(self, index: int) -> tuple[int, int, int, int]:
+        return self.offsets[index], self.numels[index], self.partition_numel, 0
 
     def kind(self, index: int) -> int:
         return index
@@ -138,13 +154,3 @@ class FlatPartition:
         """Elements of parameters, without padding, that ``rank`` stores."""
         low, high = rank * self.partition_numel, (rank + 1) * self.partition_numel
         return sum(max(0, min(high, o + n) - max(low, o)) for o, n in zip(self.offsets, self.numels))
-
-
-def cut(begin: int, numel: int, size: int, base: int) -> tuple[Fragment, ...]:
-    """Where ``[begin, begin + numel)`` lies if every rank holds the next ``size`` elements, at its own ``base``."""
-    end = begin + numel
-    parts = []
-    for rank in range(begin // size, (end - 1) // size + 1):
-        low, high = max(begin, rank * size), min(end, (rank + 1) * size)
-        parts.append(Fragment(rank, low - begin, high - begin, base + low - rank * size))
-    return tuple(parts)
