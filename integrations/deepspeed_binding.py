@@ -18,7 +18,8 @@ from lwopt_backend.integrations.deepspeed_storage import Unit, check_as_planned,
 from lwopt_backend.plan import MACHINES
 from lwopt_backend.routing import Route, full_shape
 from lwopt_backend.runtime.agreement import agree_in_all
-from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
+from lwopt_backend.runtime.collectives import TorchCollectives
+from lwopt_backend.runtime.ranks import Collectives
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from lwopt_backend.runtime.agreement import agree_in_all
-from lwopt_backend.runtime.collectives import Collectives
+from lwopt_backend.runtime.ranks import Collectives
 
 NAME = "LayerWiseMuon"
 

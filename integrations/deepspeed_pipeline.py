@@ -21,7 +21,8 @@ from lwopt_backend.grouping import route_given
 from lwopt_backend.integrations import deepspeed_engine
 from lwopt_backend.output_heads import EMBEDDINGS, output_heads, rows_for_heads, widths
 from lwopt_backend.routing import Route, named_parameters
-from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
+from lwopt_backend.runtime.collectives import TorchCollectives
+from lwopt_backend.runtime.ranks import Collectives
 
 
 @dataclass(frozen=True)

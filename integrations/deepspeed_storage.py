@@ -24,7 +24,7 @@ from lwopt_backend.integrations import deepspeed_engine
 from lwopt_backend.plan import FlatPartition, ParameterPartition, Replicas
 from lwopt_backend.registry import MATRIX_RULES
 from lwopt_backend.routing import full_shape
-from lwopt_backend.runtime.collectives import Collectives
+from lwopt_backend.runtime.ranks import Collectives
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,34 @@ class FSDP2Config(LayerWiseConfig):
     state_dtype: Literal["parameter", "float32"] = "parameter"
 
 
+class OwnedConfig(LayerWiseConfig):
+    """The options of ``lwopt_backend.LayerWiseOptimizer``, which owns the buffers of parameters and gradients.
+
+    - ``layout``: of every bucket: ``padded`` (equal parts, fixed-size collectives), ``compact`` (no padding, parts as
+      long as needed) or ``auto`` (the shorter modelled step; says which and why).
+    - ``bucket_mb``: a bucket is closed once it has so many MiB of gradients.
+    - ``group_size``: ranks that own together; the others are instances of them that hold the same. None: chosen by the
+      planner, all ranks unless there are too few matrices for them.
+    - ``grad_dtype``: of gradients until they are at their owners: the ``parameter``'s, or ``float32``.
+    - ``keep_full_grads``: the mean gradients are on all ranks after backward, in ``param.grad``, at the memory that
+      takes; otherwise only owners have them.
+    - ``overlap_grad_reduce``: buckets leave during backward as they fill, rather than at the step.
+    - ``overlap_param_gather``: parameters return while the next forward pass runs, each module waiting for its own.
+    - ``step_in_backward``: a bucket is updated in backward as soon as it is there; gradients cannot be clipped then.
+    - ``bus_alignment``: padded buckets end on 2^16 elements, which NCCL moves at full bandwidth.
+    """
+
+    layout: Literal["auto", "padded", "compact"] = "auto"
+    bucket_mb: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] = 64.0
+    group_size: Annotated[int, Field(ge=1, strict=True)] | None = None
+    grad_dtype: Literal["parameter", "float32"] = "parameter"
+    keep_full_grads: StrictBool = False
+    overlap_grad_reduce: StrictBool = True
+    overlap_param_gather: StrictBool = False
+    step_in_backward: StrictBool = False
+    bus_alignment: StrictBool = False
+
+
 M = TypeVar("M", bound=Options)
 
 

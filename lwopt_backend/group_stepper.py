@@ -12,8 +12,8 @@ from lwopt_backend.config import LayerWiseMuonConfig
 from lwopt_backend.group_plan import GroupPlan
 from lwopt_backend.plan import MatrixPlan
 from lwopt_backend.registry import ELEMENTWISE_RULES, build_matrix_rule, elementwise_options, rule_named
-from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.elementwise import step_elementwise
+from lwopt_backend.runtime.ranks import Collectives
 from lwopt_backend.runtime.stepper import MatrixStepper
 from lwopt_backend.runtime.storage import FlatStorage, Slices
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from lwopt_backend.group_plan import GroupPlan
 from lwopt_backend.plan import FlatPartition
 from lwopt_backend.replicated_stepper import owned_bases, state_numel
-from lwopt_backend.runtime.collectives import Collectives
+from lwopt_backend.runtime.ranks import Collectives
 
 
 @dataclass(frozen=True, slots=True)

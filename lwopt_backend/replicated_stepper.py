@@ -19,7 +19,7 @@ from lwopt_backend.group_plan import GroupPlan
 from lwopt_backend.group_stepper import matrix_stepper, step_flat
 from lwopt_backend.plan import FlatPartition
 from lwopt_backend.registry import build_matrix_rule, rule_named
-from lwopt_backend.runtime.collectives import Collectives
+from lwopt_backend.runtime.ranks import Collectives
 from lwopt_backend.runtime.storage import Slices
 
 

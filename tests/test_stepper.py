@@ -12,7 +12,8 @@ from torch import Tensor
 
 from lwopt_backend.plan import MatrixPlan
 from lwopt_backend.rules import Muon
-from lwopt_backend.runtime.collectives import Pending, TorchCollectives
+from lwopt_backend.runtime.collectives import TorchCollectives
+from lwopt_backend.runtime.ranks import Pending
 from lwopt_backend.runtime.stepper import MatrixStepper
 from lwopt_backend.runtime.storage import FlatStorage, Slices
 from tests.ranks import RankPool

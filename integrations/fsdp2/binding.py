@@ -12,7 +12,7 @@ from lwopt_backend.grouping import Grouping
 from lwopt_backend.integrations.fsdp2.meshes import Mesh, mesh_of, meshes_of, sharding_of
 from lwopt_backend.integrations.fsdp2.stepper import Member, MeshStepper, own_group
 from lwopt_backend.runtime.agreement import agree_in_all
-from lwopt_backend.runtime.collectives import Alone, Collectives
+from lwopt_backend.runtime.ranks import Alone, Collectives
 
 NAME = "LayerWiseOptimizer"
 Exchange = Sequence[tuple[Mesh, Collectives]]

@@ -22,7 +22,6 @@ from lwopt_backend.integrations.fsdp2.binding import NAME, Exchange, bind, excha
 from lwopt_backend.integrations.fsdp2.late import StateOnceSharded, check_sharded, same
 from lwopt_backend.integrations.fsdp2.meshes import reshard
 from lwopt_backend.integrations.fsdp2.norm import hold_different_parameters, total_norm
-from lwopt_backend.integrations.fsdp2.options import fsdp2_config
 from lwopt_backend.integrations.fsdp2.owner_state import take_owner_state, with_owner_keys, with_owner_state
 from lwopt_backend.integrations.fsdp2.report import show
 from lwopt_backend.integrations.fsdp2.state import (
@@ -35,6 +34,7 @@ from lwopt_backend.integrations.fsdp2.state import (
 from lwopt_backend.integrations.fsdp2.stepper import MeshStepper, step_elementwise_groups
 from lwopt_backend.param_groups import as_groups
 from lwopt_backend.registry import build_matrix_rules
+from lwopt_backend.rule_arguments import config_of
 from lwopt_backend.rules import MatrixRule, OwnerStateRule
 from lwopt_backend.runtime.agreement import agree_in_all
 
@@ -80,7 +80,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         exchange = [] if sharded_later else exchange_groups(module.parameters())
 
         def decide() -> tuple[tuple[FSDP2Config, Grouping], list[str]]:
-            config = fsdp2_config(matrix, lr, elementwise, elementwise_lr, options)
+            config = config_of(FSDP2Config, matrix, lr, elementwise, elementwise_lr, options)
             trained = [param for param in module.parameters() if param.requires_grad]
             given = as_groups(trained if params is None else params)
             grouping = group_parameters(module, given, config)

@@ -14,10 +14,11 @@ from lwopt_backend.integrations.fsdp2.meshes import Mesh, describe, gradient, lo
 from lwopt_backend.plan import Atom, MatrixPlan, MeshLayout, Sharding, plan_spread
 from lwopt_backend.registry import ELEMENTWISE_RULES, MATRIX_RULES, elementwise_options
 from lwopt_backend.rules import MatrixRule
-from lwopt_backend.runtime.collectives import Alone, Collectives, TorchCollectives
+from lwopt_backend.runtime.collectives import TorchCollectives
 from lwopt_backend.runtime.elementwise import step_elementwise
 from lwopt_backend.runtime.owner_state import OwnerState
 from lwopt_backend.runtime.presence import Presence
+from lwopt_backend.runtime.ranks import Alone, Collectives
 from lwopt_backend.runtime.stepper import MatrixStepper
 from lwopt_backend.runtime.storage import Slices
 

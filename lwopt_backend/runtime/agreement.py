@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import TypeVar
 
-from lwopt_backend.runtime.collectives import Collectives
+from lwopt_backend.runtime.ranks import Collectives
 
 T = TypeVar("T")
 

@@ -1,92 +1,240 @@
-"""The buckets of a plan on one rank: their layout on the wire, their buffers, their way to the owners and back."""
+"""The bucket manager: it owns the long-lived buffers of parameters and the way of their gradients.
+
+::
+
+    backward      gradients fill the buckets; a full bucket leaves for its owners at once, in the buckets' order
+    end of it     buckets that are not full leave as they are: a missing gradient is zero
+    step          bucket by bucket: arrived? -> updated by its owners -> parameters leave for all ranks
+
+Every rank starts the same collectives in the same order, whatever gradients it has: buckets leave in the order of the
+plan, and every backward pass that reduces makes all of them leave exactly once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from lwopt_backend.plan import MatrixPlan, Segment, Transfer
-from lwopt_backend.runtime.collectives import Alone, Collectives, Pending
+from lwopt_backend.plan.buffers.arrangement import Bucket
+from lwopt_backend.runtime.bucket_buffers import BucketBuffers, Sharers
+from lwopt_backend.runtime.ledger import Ledger
 
-Fetch = Callable[[Segment], Tensor | None]
-Deliver = Callable[[Segment, Tensor], None]
-
-
-class Arrival:
-    """An all-to-all under way. ``wait`` hands every received segment to ``deliver``, as a flat tensor."""
-
-    def __init__(self, way: Way, received: Tensor, sent: Tensor, pending: Pending) -> None:
-        self._way = way
-        self._received = received
-        self._sent = sent  # kept alive until the transport has read it
-        self._pending = pending
-
-    def wait(self, deliver: Deliver) -> None:
-        self.discard()
-        for segment, begin in zip(self._way.transfer.receives, self._way.receive_offsets):
-            deliver(segment, self._received.narrow(0, begin, segment.numel))
-
-    def discard(self) -> None:
-        """Wait, and leave what came where it is: nobody frees a buffer that the transport still writes into."""
-        self._pending.wait()
-        if self._received.is_cuda:  # it may have left from another stream, that of the backward pass
-            stream = torch.cuda.current_stream(self._received.device)
-            self._received.record_stream(stream)
-            self._sent.record_stream(stream)
-
-    def sent(self) -> list[tuple[Segment, Tensor]]:
-        """What this rank sent, segment by segment, as flat tensors."""
-        places = zip(self._way.transfer.sends, self._way.send_offsets)
-        return [(segment, self._sent.narrow(0, begin, segment.numel)) for segment, begin in places]
-
-
-class Way:
-    """One bucket's transfer in one direction, with its splits and offsets worked out once."""
-
-    def __init__(self, transfer: Transfer) -> None:
-        self.transfer = transfer
-        self.send_splits, self.receive_splits = transfer.send_splits, transfer.receive_splits
-        self.send_offsets, self.receive_offsets = transfer.send_offsets, transfer.receive_offsets
-
-    def start(self, collectives: Collectives, dtype: torch.dtype, device: torch.device, fetch: Fetch) -> Arrival:
-        """Pack what ``fetch`` gives, in any shape of the segment's size, and send it. None is not packed."""
-        sent = torch.empty(sum(self.send_splits), dtype=dtype, device=device)
-        received = torch.empty(sum(self.receive_splits), dtype=dtype, device=device)
-        for segment, begin in zip(self.transfer.sends, self.send_offsets):
-            piece = fetch(segment)
-            if piece is not None:
-                sent.narrow(0, begin, segment.numel).view(piece.shape).copy_(piece)
-        even = self.transfer.split is not None
-        splits: tuple[Sequence[int], Sequence[int]] = ((), ()) if even else (self.receive_splits, self.send_splits)
-        return Arrival(self, received, sent, collectives.all_to_all(received, sent, *splits))
+IN_FLIGHT = 2  # buckets on their way to the owners; more would hold more memory and hide nothing further
+TAG = 7_300_000  # of messages between two ranks; far from those that programs number themselves
 
 
 class BucketManager:
-    """One plan's buckets on one rank, each in the layout that the plan chose for it.
+    """Buckets of ``params``, named ``names``, in the order in which backward completes them. ``sharers[i]`` are those
+    of ``buckets[i]``.
 
-    ::
-
-        compact, 3 ranks     | to 0 | to 1       | to 2 |          as long as needed, uneven all-to-all
-        padded               | to 0 . . . | to 1       | to 2 . . . |   equally long, plain all-to-all
+    Made on all ranks. The parameters become views of the buckets' buffers.
     """
 
-    def __init__(self, plan: MatrixPlan, collectives: Collectives, device: torch.device) -> None:
-        self._collectives = collectives
-        self._device = device
-        self._stays = [plan.stays(bucket) for bucket in range(len(plan.buckets))]
-        self._forth = [Way(plan.transfer(bucket, collectives.rank)) for bucket in range(len(plan.buckets))]
-        self._back = [Way(plan.way_back(bucket, collectives.rank)) for bucket in range(len(plan.buckets))]
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        sharers: Sequence[Sharers],
+        params: Sequence[Tensor],
+        names: Sequence[str],
+        *,
+        grad_dtype: torch.dtype | None = None,
+        keep_full: bool = False,
+        overlap: bool = True,
+    ) -> None:
+        self.params = params
+        self.names = names
+        self.ledger = Ledger()
+        self.buckets = [
+            BucketBuffers(
+                bucket,
+                params,
+                of_bucket,
+                grad_dtype or params[bucket.slots[0].param].dtype,
+                self.ledger,
+                keep_full=keep_full,
+                tag=TAG + number,
+            )
+            for number, (bucket, of_bucket) in enumerate(zip(buckets, sharers, strict=True))
+        ]
+        self.places = [param.data_ptr() for param in params]
+        self.bucket_of = {slot.param: n for n, bucket in enumerate(buckets) for slot in bucket.slots}
+        self._touched = [False] * len(params)  # which have had a gradient on this rank since they were dropped
+        self.on_launch: Callable[[int], None] = lambda number: None  # told of every bucket that leaves
+        self._keep_full = keep_full
+        self._overlap = overlap
+        self._reducing = True
+        self._left_behind = False  # gradients of a pass that did not reduce
+        self.passes = 0  # that reduced, since the last step
+        self._begin()
 
-    def __len__(self) -> int:
-        return len(self._forth)
+    def _begin(self) -> None:
+        self._waiting = [{slot.param for slot in bucket.bucket.slots} for bucket in self.buckets]
+        self._next = 0
+        self._open = False  # gradients of a pass that reduces are here and have not all left
 
-    def to_owners(self, bucket: int, dtype: torch.dtype, fetch: Fetch) -> Arrival:
-        """Start bringing the bucket's fragments to their owners in ``dtype``. Called on all ranks, bucket by bucket."""
-        collectives = Alone() if self._stays[bucket] else self._collectives
-        return self._forth[bucket].start(collectives, dtype, self._device, fetch)
+    # Backward
 
-    def to_fragments(self, bucket: int, dtype: torch.dtype, fetch: Fetch) -> Arrival:
-        """Start bringing the bucket's updates back to where the fragments came from. Called on all ranks."""
-        return self._back[bucket].start(self._collectives, dtype, self._device, fetch)
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it gradients stay on this rank, to be reduced together with those of a later backward pass."""
+        before, self._reducing = self._reducing, False
+        self._left_behind = True
+        try:
+            yield
+        finally:
+            self._reducing = before
+
+    def begin_backward(self) -> None:
+        """A backward pass begins."""
+        self._open = self._open or self._reducing
+
+    def arrived(self, index: int) -> None:
+        """Take the gradient that parameter ``index`` has now. Raises RuntimeError if its bucket has left already."""
+        number = self.bucket_of[index]
+        if self._reducing and number < self._next:
+            raise RuntimeError(
+                f"parameter {self.names[index]!r} got another gradient in one backward pass after bucket {number} had "
+                "left with its first: it is used in several reentrant checkpoints; use checkpoint(..., "
+                "use_reentrant=False), or overlap_grad_reduce=False"
+            )
+        if self.buckets[number].stale:
+            raise RuntimeError(
+                f"parameter {self.names[index]!r} was used before its new value had come, because its module was not "
+                "called; call optimizer.synchronize() before the forward pass, or switch overlap_param_gather off"
+            )
+        self._touched[index] = True
+        with torch.no_grad():
+            self.buckets[number].take(index)
+        if not self._reducing:
+            return
+        self._open = True
+        self._waiting[number].discard(index)
+        while self._overlap and self._next < len(self.buckets) and not self._waiting[self._next]:
+            self._launch_next()
+        if self._next == len(self.buckets):
+            self._end_pass()
+
+    def end_backward(self) -> None:
+        """All gradients of a backward pass are there: what has not left yet leaves. Called on all ranks."""
+        if self._open and self._overlap:
+            self._launch_rest()
+
+    def _launch_rest(self) -> None:
+        while self._next < len(self.buckets):
+            self._launch_next()
+        self._end_pass()
+
+    def _launch_next(self) -> None:
+        number = self._next
+        self._next += 1
+        if number >= IN_FLIGHT:
+            self._arrive(number - IN_FLIGHT)
+        with torch.no_grad(), self._named(number, "gradients to their owners"):
+            self._arrive(number)  # that of an earlier pass
+            self.buckets[number].launch()
+        self.on_launch(number)
+
+    def _end_pass(self) -> None:
+        self._begin()
+        self.passes += 1
+        self._left_behind = False
+        if self._keep_full:
+            for number, bucket in enumerate(self.buckets):
+                self._settle(number)
+                with torch.no_grad(), self._named(number, "gradients to all ranks"):
+                    bucket.spread_gradients()
+
+    def _arrive(self, number: int) -> None:
+        with torch.no_grad(), self._named(number, "gradients to their owners"):
+            if self.buckets[number].under_way:
+                self.buckets[number].arrive()
+
+    def _settle(self, number: int) -> None:
+        self._arrive(number)
+        with torch.no_grad(), self._named(number, "gradients across instances"):
+            self.buckets[number].settle()
+
+    # Step
+
+    def finish(self) -> None:
+        """Make sure that every bucket has left since the last step, with what there is. Called on all ranks.
+
+        A rank that had no backward pass takes part with zeros.
+        """
+        if self._open or self._left_behind or not self.passes:
+            self._launch_rest()
+
+    def has_gradient(self, index: int) -> bool:
+        """Whether this rank has had a gradient for a parameter since they were dropped."""
+        return self.params[index].grad is not None if self._keep_full else self._touched[index]
+
+    def take_changed(self) -> None:
+        """Take gradients that the user has put in place of ours (``keep_full``)."""
+        if self._keep_full:
+            for bucket in self.buckets:
+                bucket.take_changed()
+
+    def settled(self) -> Iterator[BucketBuffers]:
+        """Buckets in order, each once its mean gradients are at their owners. Called on all ranks, after ``finish``."""
+        for number, bucket in enumerate(self.buckets):
+            self._settle(number)
+            yield bucket
+
+    def here(self) -> Iterator[tuple[int, BucketBuffers]]:
+        """The buckets whose mean gradients have come to this rank, settled."""
+        for number, bucket in enumerate(self.buckets):
+            if bucket.is_here:
+                self._settle(number)
+                yield number, bucket
+
+    def stepped(self) -> None:
+        """A step is over, and has used the gradients up; those that are kept everywhere stay to be looked at."""
+        if self._keep_full:
+            self.passes = 0
+        else:
+            self.drop_gradients()
+
+    def send_values(self, number: int) -> None:
+        """Start bringing a bucket's new parameters to all ranks. Called on all ranks, bucket by bucket."""
+        with torch.no_grad(), self._named(number, "parameters to all ranks"):
+            self.buckets[number].send_values()
+
+    def receive_values(self, numbers: Sequence[int] | None = None) -> None:
+        """Return when the parameters of these buckets, or of all, are there."""
+        for number in range(len(self.buckets)) if numbers is None else numbers:
+            if self.buckets[number].stale:
+                with torch.no_grad(), self._named(number, "parameters to all ranks"):
+                    self.buckets[number].receive_values()
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients."""
+        for number, bucket in enumerate(self.buckets):
+            with self._named(number, "gradients to their owners"):
+                bucket.drop_gradients()
+        for param in self.params:
+            param.grad = None
+        self._touched = [False] * len(self.params)
+        self._left_behind = False
+        self.passes = 0
+        self._begin()
+
+    @property
+    def has_unused_gradients(self) -> bool:
+        """Whether gradients have left for their owners since the last step. The same on all ranks."""
+        return self.passes > 0 or self._open
+
+    @contextmanager
+    def _named(self, number: int, what: str) -> Iterator[None]:
+        """Say of a transport's error which bucket and which way it was."""
+        try:
+            yield
+        except RuntimeError as error:
+            bucket = self.buckets[number].bucket
+            first = self.names[bucket.slots[0].param]
+            raise RuntimeError(
+                f"bucket {number} ({bucket.kind}, {len(bucket.slots)} parameters, the first is {first!r}): bringing "
+                f"its {what} failed; another rank has ended, hangs, or ran other backward passes. {error}"
+            ) from error

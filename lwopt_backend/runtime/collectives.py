@@ -4,45 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lwopt_backend.runtime.ranks import Alone, PartCollectives, Pending
+
 # torch 2.13 renamed them and warns about the names that older versions have.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-class Pending(Protocol):
-    """A collective under way; ``wait`` returns when its result may be read on the current stream."""
-
-    def wait(self) -> object: ...
-
-
-class Collectives(Protocol):
-    """What the runtime needs from a group of ranks. Every method is called by all ranks, in the same order."""
-
-    rank: int
-    world_size: int
-
-    def all_to_all(
-        self, received: Tensor, sent: Tensor, receive_splits: Sequence[int], send_splits: Sequence[int]
-    ) -> Pending:
-        """Start an all-to-all of two flat tensors; splits are in elements, one per rank, or empty for equal parts."""
-
-    def all_reduce_max(self, tensor: Tensor) -> Pending:
-        """Start taking the largest of every element over all ranks, in place."""
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's ``value``, in rank order, on every rank."""
-
-    def all_gather(self, received: Tensor, mine: Tensor) -> None:
-        """``received`` becomes all ranks' equally long ``mine``, in rank order."""
-
-    def gather_to_first(self, mine: Tensor) -> list[Tensor] | None:
-        """All ranks' equally long ``mine``, in rank order, on the first rank; None on the others."""
 
 
 _OWN_GROUPS: list[tuple[Any, list[int], dist.ProcessGroup]] = []  # the default group, ranks, and the group for them
@@ -80,6 +52,15 @@ class TorchCollectives:
         self.group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
+        self.direct = dist.get_backend(group) == "gloo"
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        return self.group or dist.group.WORLD
+
+    def ranks(self) -> list[int]:
+        """The global ranks of the group, in its order."""
+        return dist.get_process_group_ranks(self.process_group)
 
     def all_to_all(
         self, received: Tensor, sent: Tensor, receive_splits: Sequence[int], send_splits: Sequence[int]
@@ -134,6 +115,29 @@ class TorchCollectives:
         """Sum ``tensor`` over all ranks, in place."""
         dist.all_reduce(tensor, group=self.group)
 
+    def exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int
+    ) -> Pending:
+        works = [dist.irecv(into, group=self.group, group_src=rank, tag=tag) for rank, into in receives]
+        works += [dist.isend(part, group=self.group, group_dst=rank, tag=tag) for rank, part in sends]
+        return _All(works)
+
+    def reduce_scatter_parts(self, mine: Tensor, parts: Sequence[Tensor], whole: Tensor | None) -> Pending:
+        if whole is not None:
+            return _reduce_scatter(mine, whole, group=self.group, async_op=True)
+        return dist.reduce_scatter(mine, list(parts), group=self.group, async_op=True)
+
+    def all_gather_parts(self, parts: Sequence[Tensor], whole: Tensor | None) -> Pending:
+        if whole is not None:
+            return _all_gather(whole, parts[self.rank], group=self.group, async_op=True)
+        return dist.all_gather(list(parts), parts[self.rank], group=self.group, async_op=True)
+
+    def start_all_reduce(self, tensor: Tensor) -> Pending:
+        return dist.all_reduce(tensor, group=self.group, async_op=True)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        dist.broadcast(tensor, group=self.group, group_src=0)
+
     def barrier(self) -> None:
         """Return when all ranks are here."""
         dist.barrier(self.group)
@@ -145,33 +149,20 @@ class TorchCollectives:
         return values
 
 
-class Alone:
-    """The collectives of a rank that shares nothing: what it sends, it receives."""
+class _All:
+    """Several collectives as one."""
 
-    rank, world_size = 0, 1
+    def __init__(self, works: Sequence[Pending]) -> None:
+        self._works = works
 
-    def all_to_all(
-        self, received: Tensor, sent: Tensor, receive_splits: Sequence[int], send_splits: Sequence[int]
-    ) -> Pending:
-        received.copy_(sent)
-        return _Done()
-
-    def all_reduce_max(self, tensor: Tensor) -> Pending:
-        return _Done()
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        return [value]
-
-    def all_gather(self, received: Tensor, mine: Tensor) -> None:
-        received.copy_(mine)
-
-    def gather_to_first(self, mine: Tensor) -> list[Tensor] | None:
-        return [mine]
-
-
-class _Done:
     def wait(self) -> None:
-        return None
+        for work in self._works:
+            work.wait()
+
+
+def ranks_of(group: dist.ProcessGroup | None = None) -> PartCollectives:
+    """Over a process group, by default of all ranks; of this process alone where torch.distributed is not in use."""
+    return TorchCollectives(group) if group is not None or dist.is_initialized() else Alone()
 
 
 def join(rank: int, world_size: int, meeting_point: str) -> TorchCollectives:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.rules import MatrixRule
-from lwopt_backend.runtime.bucket_manager import Arrival
+from lwopt_backend.runtime.exchange import Arrival
 from lwopt_backend.runtime.stepper import MatrixStepper
 from lwopt_backend.runtime.storage import Storage
 

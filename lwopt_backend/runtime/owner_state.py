@@ -11,8 +11,8 @@ from lwopt_backend.plan import Atom, MatrixPlan, MeshLayout, Segment, Sharding
 from lwopt_backend.plan.owners import Ownership
 from lwopt_backend.plan.spread import cut_buckets
 from lwopt_backend.rules import MatrixRule, OwnerStateRule
-from lwopt_backend.runtime.bucket_manager import BucketManager
-from lwopt_backend.runtime.collectives import Collectives
+from lwopt_backend.runtime.exchange import ExchangeBuckets
+from lwopt_backend.runtime.ranks import Collectives
 
 BUCKET_NUMEL = 2**24  # elements of state that travel together when it is saved or loaded
 
@@ -60,7 +60,7 @@ class OwnerState:
         if self._plan is None:
             return {}
         parts = self._empty_parts()
-        manager = BucketManager(self._plan, self._collectives, self._device)
+        manager = ExchangeBuckets(self._plan, self._collectives, self._device)
 
         def fetch(segment: Segment) -> Tensor:
             atom, key = self._keys[segment.atom]
@@ -77,7 +77,7 @@ class OwnerState:
         """Bring what ``shards`` returned, on these or other ranks, to the owners. Called on all ranks of the plan."""
         if self._plan is None:
             return
-        manager = BucketManager(self._plan, self._collectives, self._device)
+        manager = ExchangeBuckets(self._plan, self._collectives, self._device)
 
         def deliver(segment: Segment, data: Tensor) -> None:
             atom, key = self._keys[segment.atom]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lwopt_backend.runtime.collectives import Collectives
+from lwopt_backend.runtime.ranks import Collectives
 
 
 class Presence:

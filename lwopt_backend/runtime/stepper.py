@@ -14,18 +14,18 @@ views, one at a time, so the step holds one matrix (or one bucket) of temporarie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from lwopt_backend.plan import MatrixPlan, Segment
 from lwopt_backend.rules import MatrixRule
-from lwopt_backend.runtime.bucket_manager import Arrival, BucketManager
-from lwopt_backend.runtime.collectives import Collectives
+from lwopt_backend.runtime.exchange import Arrival, ExchangeBuckets
 from lwopt_backend.runtime.owner_state import OwnerState
+from lwopt_backend.runtime.ranks import Collectives
 from lwopt_backend.runtime.storage import Storage
+from lwopt_backend.runtime.whole import WholeMatrices, apply_update
 
 
 def always(atom: int) -> bool:
@@ -51,15 +51,20 @@ class MatrixStepper:
     ) -> None:
         rank = collectives.rank
         self._atoms = plan.atoms
-        self._buckets = BucketManager(plan, collectives, device)
+        self._buckets = ExchangeBuckets(plan, collectives, device)
         self._local = share_out(plan.local_atoms(rank), len(self._buckets) + 1)
         self._owned = [[atom for atom in bucket if plan.ownership.owners[atom] == rank] for bucket in plan.buckets]
         self._held = [[a for a in bucket if plan.keeps_state(a, rank)] for bucket in plan.buckets]
         self._first = [bucket[0] for bucket in plan.buckets]
-        self._device = device
-        self._rule_device = rule_device or device
-        self._batch_numel = batch_numel
-        self.owner_state: OwnerState | None = None  # made by who steps rules that have some
+        self._whole = WholeMatrices(plan.atoms, rule_device or device, batch_numel=batch_numel)
+
+    @property
+    def owner_state(self) -> OwnerState | None:
+        return self._whole.owner_state
+
+    @owner_state.setter
+    def owner_state(self, held: OwnerState | None) -> None:
+        self._whole.owner_state = held
 
     @torch.no_grad()
     def step(
@@ -85,11 +90,11 @@ class MatrixStepper:
         returning: Arrival | None = None
         for bucket in range(len(self._buckets)):
             following = self._depart(bucket + 1, run)
-            self._step_local(self._local[bucket], run)
+            self._whole.step(run.active_of(self._local[bucket]), rules, storage)
             departed_back = self._update_owned(bucket, arriving, run)
             self._apply_returned(returning, run)
             returning, arriving = departed_back, following
-        self._step_local(self._local[-1], run)
+        self._whole.step(run.active_of(self._local[-1]), rules, storage)
         self._apply_returned(returning, run)
 
     def held(self, bucket: int) -> Sequence[int]:
@@ -132,8 +137,8 @@ class MatrixStepper:
 
         arriving.wait(deliver)
         updates: dict[int, Tensor] = {}
-        for batch in self._batches([atom for atom in self._owned[bucket] if run.active(atom)], run.rules):
-            transformed = self._transform(run.rules[batch[0]], batch, [matrices.pop(atom) for atom in batch])
+        for batch in self._whole.batches(run.active_of(self._owned[bucket]), run.rules):
+            transformed = self._whole.transform(run.rules[batch[0]], batch, [matrices.pop(atom) for atom in batch])
             updates.update(zip(batch, transformed))
 
         def fetch(segment: Segment) -> Tensor | None:
@@ -146,49 +151,9 @@ class MatrixStepper:
         if returning is not None:
             returning.wait(lambda segment, update: self._apply(segment.atom, update, run))
 
-    def _step_local(self, atoms: Sequence[int], run: _Run) -> None:
-        for batch in self._batches([atom for atom in atoms if run.active(atom)], run.rules):
-            for atom in batch:
-                run.advance(atom)
-            directions = [run.direction(atom).view(self._atoms[atom].shape) for atom in batch]
-            for atom, update in zip(batch, self._transform(run.rules[batch[0]], batch, directions)):
-                self._apply(atom, update, run)
-
-    def _transform(self, rule: MatrixRule, atoms: Sequence[int], matrices: Sequence[Tensor]) -> Sequence[Tensor]:
-        matrices = [matrix.to(self._rule_device) for matrix in matrices]
-        if not self._atoms[atoms[0]].transposed:
-            return self._run_rule(rule, atoms, matrices)
-        return [update.T for update in self._run_rule(rule, atoms, [matrix.T.contiguous() for matrix in matrices])]
-
-    def _run_rule(self, rule: MatrixRule, atoms: Sequence[int], matrices: Sequence[Tensor]) -> Sequence[Tensor]:
-        if self.owner_state is not None and self.owner_state.holds(atoms[0]):
-            return [rule.transform_with(matrix, self.owner_state.of(atom)) for atom, matrix in zip(atoms, matrices)]
-        if len(matrices) == 1:
-            return [rule.transform(matrices[0])]
-        return rule.transform(torch.stack(list(matrices))).unbind(0)
-
     def _apply(self, atom: int, update: Tensor, run: _Run) -> None:
-        if not run.active(atom):
-            return
-        part, rule = run.storage.part(atom), run.rules[atom]
-        # Where the state is wider than the weight, the step is computed in the state's dtype and rounded once.
-        value = part.value if part.value.dtype == part.grad.dtype else part.value.to(part.grad.dtype)
-        update = update.reshape(value.shape).to(value.device)
-        value.mul_(1 - rule.lr * rule.weight_decay)
-        value.add_(update, alpha=-rule.lr * rule.scale(self._atoms[atom].rule_shape))
-        if value is not part.value:
-            part.value.copy_(value)
-
-    def _batches(self, atoms: Sequence[int], rules: Sequence[MatrixRule]) -> Iterator[list[int]]:
-        """Atoms of equal shape, orientation and rule together, at most ``batch_numel`` elements at a time."""
-        alike: dict[tuple[Any, ...], list[int]] = {}
-        for atom in atoms:
-            key = self._atoms[atom].shape, self._atoms[atom].transposed, id(rules[atom])
-            alike.setdefault(key, []).append(atom)
-        for members in alike.values():
-            size = max(1, self._batch_numel // self._atoms[members[0]].numel)
-            for begin in range(0, len(members), size):
-                yield members[begin : begin + size]
+        if run.active(atom):
+            apply_update(run.storage.part(atom), update, run.rules[atom], self._atoms[atom])
 
 
 class _Run:
@@ -205,6 +170,9 @@ class _Run:
         self.storage = storage
         self.active = active
         self.departed = departed
+
+    def active_of(self, atoms: Sequence[int]) -> list[int]:
+        return [atom for atom in atoms if self.active(atom)]
 
     def advance(self, atom: int) -> None:
         """Take the gradient of this rank's piece into its state, unless the matrix stays as it is."""

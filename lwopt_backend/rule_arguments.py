@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-from lwopt_backend.config import FSDP2Config, parse
+from lwopt_backend.config import LayerWiseConfig, parse
 from lwopt_backend.registry import ELEMENTWISE_RULES, MATRIX_RULES
 from lwopt_backend.spelling import suggestion
 
 NAME = "LayerWiseOptimizer"
+C = TypeVar("C", bound=LayerWiseConfig)
 
 
-def fsdp2_config(
+def config_of(
+    model: type[C],
     matrix: str | Mapping[str, Any],
     lr: float | None,
     elementwise: str | Mapping[str, Any],
     elementwise_lr: float | None,
     options: Mapping[str, Any],
-) -> FSDP2Config:
+) -> C:
     """Raises ValueError for an unknown rule or option, for a wrong value, and for an option that is given twice."""
     _, of_matrix = _rule("matrix", matrix, MATRIX_RULES)
     name, of_elements = _rule("elementwise", elementwise, ELEMENTWISE_RULES)
@@ -27,7 +29,7 @@ def fsdp2_config(
     merged = _merge(_merge(dict(options), of_matrix, "matrix"), rates, "lr")
     section = dict(merged.pop("adamw", {}))
     section = _merge(_merge(section, of_elements, "elementwise"), element_rates, "elementwise_lr")
-    return parse(FSDP2Config, {**merged, name: section}, NAME)
+    return parse(model, {**merged, name: section}, NAME)
 
 
 def _rule(argument: str, given: str | Mapping[str, Any], known: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

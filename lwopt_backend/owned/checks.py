@@ -1,0 +1,90 @@
+"""Models that owned storage cannot train, and models that were changed behind its back: refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from lwopt_backend.config import OwnedConfig
+from lwopt_backend.grouping import Grouping
+from lwopt_backend.routing import named_parameters
+from lwopt_backend.rule_arguments import NAME
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def check_model(model: nn.Module) -> None:
+    """Raises TypeError or ValueError for a model whose parameters cannot become views of our buffers."""
+    for name, module in model.named_modules():
+        if isinstance(module, (DistributedDataParallel, DataParallel)):
+            place = f"its module {name!r} is" if name else "it is"
+            raise TypeError(
+                f"{NAME} reduces gradients itself and takes a plain module, but {place} wrapped in "
+                f"{type(module).__name__}; pass the module inside, model.module"
+            )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ValueError(f"{NAME}: {name!r} makes sparse gradients, which no buffer holds; set sparse=False")
+    devices: dict[torch.device, str] = {}
+    for name, param in named_parameters(model):
+        if hasattr(param, "device_mesh"):
+            raise TypeError(
+                f"{NAME}: parameter {name!r} is a DTensor; for fully_shard models use "
+                "lwopt_backend.integrations.fsdp2.LayerWiseOptimizer"
+            )
+        if not param.requires_grad:
+            continue
+        if param.dtype not in DTYPES:
+            raise TypeError(
+                f"{NAME}: parameter {name!r} is stored in {_spell(param.dtype)}; expected float32, bfloat16, "
+                "float16 or float64 (computing in fp8 over bfloat16 parameters works)"
+            )
+        if param.device.type == "meta":
+            raise ValueError(f"{NAME}: parameter {name!r} is on the meta device and has no values yet; materialize it")
+        devices.setdefault(param.device, name)
+    if len(devices) > 1:
+        places = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+        raise ValueError(f"{NAME}: parameters are on several devices, {places}; move the model to one")
+
+
+def changes(model: nn.Module, names: Sequence[str], params: Sequence[Tensor], places: Sequence[int]) -> list[str]:
+    """What happened to the model since its parameters became views, in sentences; empty if nothing did."""
+    ours = {id(param) for param in params}
+    now = {id(param) for param in model.parameters()}
+    fix = "make the optimizer after the last such change"
+    for name, param, place in zip(names, params, places):
+        if id(param) not in now:
+            return [f"parameter {name!r} is no longer in the model, it was replaced; {fix}"]
+        if param.data_ptr() != place:
+            return [f"parameter {name!r} was moved or got other data (model.to(), param.data = ...); {fix}"]
+    for name, param in named_parameters(model):
+        if id(param) not in ours and param.requires_grad and param.numel():
+            return [
+                f"parameter {name!r} is trained now (requires_grad was set, or it is new), but was not when the "
+                f"optimizer was made, so nobody reduces or applies its gradient; {fix}"
+            ]
+    return []
+
+
+def check_options(
+    config: OwnedConfig, grouping: Grouping, expert_params: Sequence[str], expert_process_group: Any
+) -> None:
+    """Raises ValueError for options that exclude each other, or do not fit the parameters."""
+    if bool(expert_params) != (expert_process_group is not None):
+        raise ValueError(f"{NAME}: expert_params and expert_process_group belong together; give both or neither")
+    by_name = {grouping.names[id(p)]: p for group in grouping.groups for p in group["params"]}
+    narrow = [name for name, p in by_name.items() if p.dtype.itemsize < 4]
+    if config.keep_full_grads and config.grad_dtype == "float32" and narrow:
+        raise ValueError(
+            f"{NAME}: keep_full_grads puts gradients into param.grad, which has the parameter's dtype, but grad_dtype "
+            f"is 'float32' and {narrow[0]!r} is narrower; leave one of both"
+        )
+    if config.step_in_backward and (config.keep_full_grads or not config.overlap_grad_reduce):
+        raise ValueError(f"{NAME}: step_in_backward needs overlap_grad_reduce, and no keep_full_grads")
+
+
+def _spell(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,159 @@
+"""Owned storage put together: members, plans, buffers, steps. What hosts build their optimizers on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lwopt_backend.config import LayerWiseConfig
+from lwopt_backend.grouping import Grouping
+from lwopt_backend.owned.gradients import OwnedGradients
+from lwopt_backend.owned.members import Member, members_of, plan_members, renumbered
+from lwopt_backend.owned.sharing import share
+from lwopt_backend.owned.stepper import OwnedStepper
+from lwopt_backend.plan.buffers.owned import OwnedPlan
+from lwopt_backend.runtime.agreement import agree_in_all
+from lwopt_backend.runtime.bucket_buffers import Sharers
+from lwopt_backend.runtime.bucket_manager import BucketManager
+from lwopt_backend.runtime.presence import Presence
+from lwopt_backend.runtime.ranks import PartCollectives
+
+WHAT = "owned storage"
+
+
+@dataclass(frozen=True)
+class Share:
+    """Parameters that the ranks of one process group share. ``takes`` says which, by name; the first takes the rest.
+
+    ``group_size`` as in ``OwnedConfig``. Gradients are means: sums over these ranks by ``divisor``.
+    """
+
+    ranks: PartCollectives
+    divisor: float
+    group_size: int | None
+    takes: Callable[[str], bool] | None = None
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What one process group shares: its members by number, their plan, and the groups that carry it out."""
+
+    numbers: tuple[int, ...]
+    plan: OwnedPlan
+    sharers: Sharers
+
+
+class OwnedCore:
+    """The buffers of a model's trained parameters, and their steps. Made on all ranks of all ``shares``.
+
+    Raises ValueError, on all of them, if they do not plan alike.
+    """
+
+    def __init__(
+        self,
+        grouping: Grouping,
+        shares: Sequence[Share],
+        config: LayerWiseConfig,
+        *,
+        layout: str,
+        bucket_mb: float,
+        grad_dtype: torch.dtype | None = None,
+        keep_full: bool = False,
+        overlap: bool = True,
+        bus_alignment: bool = False,
+    ) -> None:
+        self.members = members_of(grouping)
+        self.config = config
+
+        def decide() -> tuple[list[tuple[tuple[int, ...], OwnedPlan]], list[list[str]]]:
+            planned = []
+            for numbers, shared in zip(_divide(self.members, shares), shares):
+                plan = plan_members(
+                    [self.members[number] for number in numbers],
+                    grouping.groups,
+                    shared.ranks.world_size,
+                    config,
+                    layout=layout,
+                    bucket_mb=bucket_mb,
+                    group_size=shared.group_size,
+                    grad_dtype=grad_dtype,
+                    direct=shared.ranks.direct,
+                    bus_alignment=bus_alignment,
+                )
+                planned.append((numbers, plan))
+            return planned, [_lines([self.members[n] for n in numbers], plan) for numbers, plan in planned]
+
+        planned = agree_in_all([shared.ranks for shared in shares], WHAT, decide)
+        self.holdings = [
+            Holdings(numbers, plan, share(shared.ranks, plan, shared.divisor))
+            for (numbers, plan), shared in zip(planned, shares)
+        ]
+        buckets = [
+            (renumbered(bucket, held.numbers), held.sharers) for held in self.holdings for bucket in held.plan.buckets
+        ]
+        buckets.sort(key=lambda pair: -min(slot.param for slot in pair[0].slots))
+        self.manager = BucketManager(
+            [bucket for bucket, _ in buckets],
+            [sharers for _, sharers in buckets],
+            [member.param for member in self.members],
+            [member.name for member in self.members],
+            grad_dtype=grad_dtype,
+            keep_full=keep_full,
+            overlap=overlap,
+        )
+        for bucket in self.manager.buckets:
+            bucket.sharers.everyone.broadcast(bucket.values)
+            bucket.refresh_masters()
+        self.stepper = OwnedStepper(self.members, grouping.groups, self.manager, config)
+        self.gradients = OwnedGradients(self.manager, self.holdings[0].sharers)
+
+    def presences(self, more: torch.Tensor) -> list[Presence]:
+        """Which members have a gradient on any rank, per holdings; ``more`` are flags of all ranks of the first."""
+        device = self.members[0].param.device
+        found = []
+        for number, held in enumerate(self.holdings):
+            here = [self.manager.has_gradient(member) for member in held.numbers]
+            found.append(Presence(held.sharers.everyone, here, device, None if number else more))
+        return found
+
+    def step(self, groups: Sequence[Mapping[str, Any]], presences: Sequence[Presence]) -> None:
+        """Update what this rank owns and start the parameters' return. Called on all ranks."""
+        of_member = {
+            number: (presence, place)
+            for held, presence in zip(self.holdings, presences)
+            for place, number in enumerate(held.numbers)
+        }
+
+        def active(number: int) -> bool:
+            presence, place = of_member[number]
+            return presence(place)
+
+        self.stepper.step(groups, active)
+        for presence in presences:
+            presence.finish()
+        self.manager.stepped()
+
+
+def _divide(members: Sequence[Member], shares: Sequence[Share]) -> list[tuple[int, ...]]:
+    """Which members each share has, by number. Raises ValueError for one that has none."""
+    parts: list[list[int]] = [[] for _ in shares]
+    for number, member in enumerate(members):
+        claims = [i for i, shared in enumerate(shares) if shared.takes is not None and shared.takes(member.name)]
+        parts[claims[0] if claims else 0].append(number)
+    for shared, part in zip(shares, parts):
+        if not part:
+            raise ValueError(
+                "no trained parameter is left for the dense ranks"
+                if shared.takes is None
+                else f"no trained parameter is named like the experts; names look like {members[0].name!r}"
+            )
+    return [tuple(part) for part in parts]
+
+
+def _lines(members: Sequence[Member], plan: OwnedPlan) -> list[str]:
+    """What all ranks that share ``members`` must have decided alike."""
+    shapes = [f"{m.name} {tuple(m.param.shape)} {m.dtype} {m.rule} group {m.group}" for m in members]
+    return [*shapes, *plan.lines()]

@@ -1,0 +1,236 @@
+"""Layer-wise matrix optimizers in plain PyTorch: ``LayerWiseOptimizer(model)`` in place of DDP and an optimizer.
+
+Every rank runs the whole model on its share of a batch. The optimizer reduces gradients during backward to the ranks
+that own them, each matrix is updated by its owner once, and new parameters return to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lwopt_backend.config import MuonOptions, OwnedConfig
+from lwopt_backend.grouping import Grouping, group_parameters
+from lwopt_backend.owned.backward import Backward
+from lwopt_backend.owned.checks import check_model, check_options
+from lwopt_backend.owned.core import Holdings, OwnedCore, Share
+from lwopt_backend.owned.memory import RankMemory, rank_memory
+from lwopt_backend.owned.model_hooks import tell_when_loaded, wait_in_forward
+from lwopt_backend.owned.report import show
+from lwopt_backend.param_groups import as_groups
+from lwopt_backend.plan.buffers.owned import OwnedPlan
+from lwopt_backend.routing import check_globs
+from lwopt_backend.rule_arguments import NAME, config_of
+from lwopt_backend.runtime.agreement import agree_in_all
+from lwopt_backend.runtime.collectives import ranks_of
+
+
+class LayerWiseOptimizer(torch.optim.Optimizer):
+    """A matrix rule for the model's matrices and an element-wise rule for the rest, data-parallel.
+
+    - ``model``: the module, as it is; not wrapped in DDP, which this replaces. Its parameters and buffers become those
+      of the group's first rank.
+    - ``matrix``, ``lr``: the matrix rule and its learning rate; torch.optim.Muon's other arguments by their names.
+    - ``elementwise``, ``elementwise_lr``: the rule of everything else and its rate. Either rule may be given as a
+      mapping with its options: ``elementwise={"name": "adamw", "lr": 3e-4, "betas": (0.9, 0.95)}``.
+    - ``process_group``: the data-parallel ranks; by default all. Without torch.distributed this process trains alone.
+    - ``expert_params``, ``expert_process_group``, ``expert_group_size``: globs of the parameters that only some of the
+      ranks share, those ranks, and how many of them own together. Their gradients, too, are means over
+      ``process_group``.
+    - ``params``: param groups as torch.optim takes them, each with its own ``lr``, ``weight_decay`` and section
+      ``"adamw"``; by default all trainable parameters in one group.
+    - further options: those of ``OwnedConfig``.
+
+    ``param_groups`` holds, for each group given, a matrix half and an element-wise half. After backward ``param.grad``
+    is None, unless ``keep_full_grads``: the owners have the mean gradients. ``step`` uses them up. Everything here is
+    called on all ranks. Raises TypeError or ValueError, on all of them, for a model or options that cannot work.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        matrix: str | Mapping[str, Any] = "muon",
+        lr: float | None = None,
+        elementwise: str | Mapping[str, Any] = "adamw",
+        elementwise_lr: float | None = None,
+        *,
+        process_group: Any = None,
+        params: Iterable[Any] | None = None,
+        expert_params: Sequence[str] = (),
+        expert_process_group: Any = None,
+        expert_group_size: int | None = None,
+        **options: Any,
+    ) -> None:
+        everyone = ranks_of(process_group)
+
+        def decide() -> tuple[tuple[OwnedConfig, Grouping], list[list[str]]]:
+            check_model(model)
+            config = config_of(OwnedConfig, matrix, lr, elementwise, elementwise_lr, options)
+            trained = [param for param in model.parameters() if param.requires_grad]
+            grouping = group_parameters(model, as_groups(trained if params is None else params), config, stacks=True)
+            check_globs("expert_params", expert_params, grouping.routes, grouping.routes)
+            check_options(config, grouping, expert_params, expert_process_group)
+            return (config, grouping), [[repr(config.model_copy(update={"report": False}))]]
+
+        self.config, self._grouping = agree_in_all([everyone], NAME, decide)
+        shares = [Share(everyone, everyone.world_size, self.config.group_size)]
+        if expert_params:
+            globs = tuple(expert_params)
+            experts = ranks_of(expert_process_group)
+            takes = lambda name: any(fnmatchcase(name, glob) for glob in globs)  # noqa: E731
+            shares.append(Share(experts, everyone.world_size, expert_group_size, takes))
+        self._grad_dtype = torch.float32 if self.config.grad_dtype == "float32" else None
+        self.core = OwnedCore(
+            self._grouping,
+            shares,
+            self.config,
+            layout=self.config.layout,
+            bucket_mb=self.config.bucket_mb,
+            grad_dtype=self._grad_dtype,
+            keep_full=self.config.keep_full_grads,
+            overlap=self.config.overlap_grad_reduce,
+            bus_alignment=self.config.bus_alignment,
+        )
+        for buffer in model.buffers():
+            everyone.broadcast(buffer)
+        super().__init__(self._grouping.groups, {})
+        self.defaults = {key: getattr(self.config, key) for key in MuonOptions.model_fields}  # schedulers read them
+        self._model = model
+        self._manager = self.core.manager
+        self._backward = Backward(self.core, model)
+        self._loaded = False
+        tell_when_loaded(model, self._take_loaded)
+        if self.config.overlap_param_gather:
+            wait_in_forward(model, self._manager)
+        if self.config.step_in_backward:
+            self._manager.on_launch = self._step_arrived
+        if self.config.report and everyone.rank == 0:
+            show(self._grouping.routes, self._announcement())
+
+    # The loop
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within it backward passes accumulate on this rank; the next one outside reduces what they left."""
+        return self._manager.no_sync()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """``torch.nn.utils.clip_grad_norm_`` over all mean gradients; the norm before clipping, equal on all ranks."""
+        if self.config.step_in_backward:
+            raise RuntimeError("with step_in_backward gradients are used before their norm is known; leave one of both")
+        norm = self.grad_norm(norm_type=norm_type)
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise RuntimeError(
+                f"the total norm of order {norm_type} of the gradients is {norm.item()}; set error_if_nonfinite=False "
+                "to clip by it anyway"
+            )
+        self.core.gradients.scale(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    def grad_norm(self, names: str | Sequence[str] = "*", norm_type: float = 2.0) -> Tensor:
+        """The norm of the mean gradients of the parameters whose names match a glob, in fp32."""
+        self._backward.finish()
+        return self.core.gradients.norm(norm_type, self._picked(names))
+
+    def count_zeros(self, names: str | Sequence[str] = "*") -> int:
+        """How many elements of the mean gradients are exactly zero."""
+        self._backward.finish()
+        return self.core.gradients.count_zeros(self._picked(names))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step from the gradients of the backward passes since the last one; the closure's result.
+
+        A parameter that has no gradient on any rank is left alone, state included; where only some ranks have one, the
+        others count as zero. Raises RuntimeError, on all ranks, if a backward pass ended in an exception on one, if the
+        model's parameters were replaced, or if some are trained now that were not when the optimizer was made.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        presences = self._backward.finish()
+        if self._loaded:
+            self.refresh_masters()
+        self._manager.receive_values()
+        self.core.step(self.param_groups, presences)
+        self._backward.stepped()
+        if not self.config.overlap_param_gather:
+            self._manager.receive_values()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, those of an interrupted backward pass included."""
+        self._backward.discard()
+
+    def synchronize(self) -> None:
+        """Return when the parameters of the last step are on this rank (``overlap_param_gather``)."""
+        self._manager.receive_values()
+
+    def refresh_masters(self) -> None:
+        """Take the parameters' values into the fp32 masters of 16-bit parameters, after they were changed by hand."""
+        self._manager.receive_values()
+        for bucket in self._manager.buckets:
+            bucket.refresh_masters()
+        self._loaded = False
+
+    def _take_loaded(self) -> None:
+        self._loaded = True
+
+    def _picked(self, names: str | Sequence[str]) -> Callable[[int], bool]:
+        globs = [names] if isinstance(names, str) else list(names)
+        check_globs("names", globs, self._grouping.routes, self._grouping.routes)
+        members = self.core.members
+        picked = {n for n, member in enumerate(members) if any(fnmatchcase(member.name, glob) for glob in globs)}
+        return lambda number: number in picked
+
+    def _step_arrived(self, number: int) -> None:
+        if number in self.core.stepper.updated:
+            raise RuntimeError(
+                f"{NAME}: step_in_backward has used the gradients of bucket {number} already; it takes one backward "
+                "pass per step: accumulate under no_sync()"
+            )
+        self.core.stepper.step_arrived(self.param_groups)
+
+    # What it holds
+
+    def memory_report(self) -> list[RankMemory]:
+        """Per rank of the process group, the bytes it holds for this optimizer."""
+        mine = RankMemory(transient=self._manager.ledger.most_held)
+        for held in self.core.holdings:
+            mine += self._memory(held)[held.sharers.instance.rank]
+        return self.core.holdings[0].sharers.everyone.gather_objects(mine)
+
+    def traffic(self) -> dict[str, int]:
+        """Bytes that this rank has sent so far, by what they were."""
+        return dict(self._manager.ledger.sent)
+
+    def _memory(self, held: Holdings) -> list[RankMemory]:
+        members = [self.core.members[number] for number in held.numbers]
+        return rank_memory(
+            held.plan,
+            members,
+            self.param_groups,
+            grad_dtype=self._grad_dtype,
+            keep_full=self.config.keep_full_grads,
+        )
+
+    def _announcement(self) -> list[tuple[str, OwnedPlan, list[RankMemory]]]:
+        sets = zip(("the data-parallel ranks", "the ranks that share experts"), self.core.holdings)
+        return [
+            (f"{held.sharers.everyone.world_size} of {whose}", held.plan, self._memory(held)) for whose, held in sets
+        ]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only for the base class's constructor. Raises RuntimeError afterwards: the plan knows no later parameters."""
+        if len(self.param_groups) == len(self._grouping.groups):
+            raise RuntimeError(f"{NAME} takes no param group after it was made; give all groups to the constructor")
+        super().add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(f"{NAME} holds buffers and process groups and cannot be copied or pickled")

@@ -1,0 +1,49 @@
+"""What is printed when owned storage is made: the routing, the layout and why, and what each rank owns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from lwopt_backend import report
+from lwopt_backend.owned.memory import RankMemory
+from lwopt_backend.plan.buffers.owned import OwnedPlan
+from lwopt_backend.routing import Route
+
+
+def show(routes: Sequence[Route], plans: Sequence[tuple[str, OwnedPlan, Sequence[RankMemory]]]) -> None:
+    """Print the routing table and, for each set of ranks, whose it is, its layout and a row per rank of an instance."""
+    console = report.standard_output()
+    report.show_routing(console, routes)
+    for whose, plan, memory in plans:
+        kinds = [bucket.kind for bucket in plan.buckets]
+        counts = f"{kinds.count('matrix')} matrix and {kinds.count('elementwise')} element-wise bucket(s)"
+        console.print(f"Storage: owned by {whose}; {counts}, {plan.padding} elements of padding.")
+        for sentence in plan.choices:
+            console.print(sentence)
+        console.print(plan_table(plan, memory))
+
+
+def plan_table(plan: OwnedPlan, memory: Sequence[RankMemory]) -> Table:
+    """One row per rank: what it owns, how much work that is, what it holds between steps and sends in one."""
+    table = Table()
+    for heading in ("rank", "storage", "matrices", "GFLOP", "of all", "parameters", "masters", "state", "sent a step"):
+        table.add_column(heading, justify="right")
+    owned = [
+        sum(1 for b in plan.buckets if b.kind == "matrix" for _ in b.pieces(rank)) for rank in range(plan.group_size)
+    ]
+    for rank in report.shown_ranks(plan.loads):
+        held = memory[rank]
+        table.add_row(
+            str(rank),
+            "owned",
+            str(owned[rank]),
+            f"{plan.loads[rank] / 1e9:.3g}",
+            f"{plan.loads[rank] / max(1, sum(plan.loads)):.1%}",
+            report.nbytes(held.parameters + held.padding),
+            report.nbytes(held.masters),
+            report.nbytes(held.state),
+            report.nbytes(held.sent),
+        )
+    return table

@@ -1,0 +1,202 @@
+"""From parameters to buckets: which layout, over how many ranks, in which order.
+
+Matrix buckets come from the planner (``groups.py``); element-wise ones are cut in backward order. Buckets are ordered
+as backward completes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from lwopt_backend.plan.buffers.arrangement import Bucket, BucketLayout, arrange_elementwise, arrange_matrices
+from lwopt_backend.plan.buffers.groups import Grouped, plan_buffer
+from lwopt_backend.plan.buffers.layout import BufferPlan
+from lwopt_backend.plan.buffers.step import Elements
+from lwopt_backend.plan.cost import CostModel
+from lwopt_backend.plan.machine import Machine, StepTime, gather_seconds
+from lwopt_backend.plan.types import Atom
+
+# A compact bucket's parts differ in length: one reduce and one broadcast per owner, in one group of calls. What that
+# costs beyond a fixed-size collective is taken to be one more latency.
+UNEVEN_LATENCIES = 1
+LAYOUTS = ("auto", "padded", "compact")
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedParam:
+    """A parameter as planning sees it. ``atom`` is None for an element-wise one; ``tied`` has several uses."""
+
+    name: str
+    numel: int
+    dtype: str
+    atom: Atom | None
+    tied: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How to plan. ``bucket_numel`` is the least size of a bucket, ``bus_multiple`` what a padded one ends on."""
+
+    layout: str
+    bucket_numel: int
+    machine: Machine
+    cost: CostModel
+    elements: Elements
+    direct: bool = False  # parts go straight to their owners, so uneven ones cost nothing
+    bus_multiple: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedPlan:
+    """``buckets`` over ``group_size`` ranks, repeated in ``instances``; slots name parameters by their position.
+
+    ``loads`` is the work of each rank of an instance. ``choices`` says in sentences what was chosen and why.
+    """
+
+    group_size: int
+    instances: int
+    buckets: tuple[Bucket, ...]
+    loads: tuple[int, ...]
+    choices: tuple[str, ...]
+
+    @property
+    def padding(self) -> int:
+        return sum(bucket.padding for bucket in self.buckets)
+
+    def lines(self) -> list[str]:
+        """What all ranks must have decided alike."""
+        return [f"{self.instances} instances of {self.group_size}", *(bucket.line() for bucket in self.buckets)]
+
+
+def plan_owned(params: Sequence[OwnedParam], ranks: int, setting: Setting, group_size: int | None) -> OwnedPlan:
+    """Plan ``params``, in model order, over ``ranks`` ranks. ``group_size`` None lets the planner choose it.
+
+    Raises ValueError for an unknown layout or a group size that does not divide the ranks.
+    """
+    if setting.layout not in LAYOUTS:
+        raise ValueError(f"unknown layout {setting.layout!r}; expected 'auto', 'padded' or 'compact'")
+    if group_size is not None and (group_size < 1 or ranks % group_size):
+        raise ValueError(f"group size {group_size} does not divide the {ranks} data-parallel ranks; expected a divisor")
+    by_dtype: dict[str, list[int]] = {}
+    for index, param in enumerate(params):
+        if param.atom is not None:
+            by_dtype.setdefault(param.dtype, []).append(index)
+    if by_dtype and group_size is None:
+        largest = max(by_dtype.values(), key=lambda some: sum(params[i].numel for i in some))
+        atoms = [params[i].atom for i in largest]
+        group_size = _planned(atoms, ranks, setting, setting.layout, None).group_size
+    size = group_size or ranks
+    buckets: list[Bucket] = []
+    loads, choices = [0] * size, []
+    for dtype, members in by_dtype.items():
+        found, plan, why = _matrix_buckets([params[i].atom for i in members], members, dtype, ranks, size, setting)
+        buckets += found
+        choices.append(why)
+        loads = [load + more for load, more in zip(loads, plan.loads())]
+    layout = _elementwise_layout(buckets, setting)
+    for dtype, members in _elementwise(params, setting.bucket_numel):
+        sizes = [(i, params[i].numel) for i in members]
+        buckets.append(arrange_elementwise(sizes, size, layout, dtype, multiple=setting.bus_multiple))
+    buckets.sort(key=lambda bucket: -min(slot.param for slot in bucket.slots))
+    if size < ranks:
+        choices.append(f"{ranks // size} instances of {size} ranks; gradients are summed across them once per bucket.")
+    return OwnedPlan(size, ranks // size, tuple(buckets), tuple(loads), tuple(choices))
+
+
+def _planned(atoms: Sequence[Atom], ranks: int, setting: Setting, layout: str, group_size: int | None) -> Grouped:
+    return plan_buffer(
+        atoms,
+        ranks,
+        layout=layout,
+        bucket_numel=setting.bucket_numel,
+        machine=setting.machine,
+        cost=setting.cost,
+        group_size=group_size,
+        elements=setting.elements,
+    )
+
+
+def _matrix_buckets(
+    atoms: Sequence[Atom], members: Sequence[int], dtype: str, ranks: int, size: int, setting: Setting
+) -> tuple[list[Bucket], BufferPlan, str]:
+    """The buckets of one dtype's matrices. ``auto``: both planners' owners, each bucket in its leaner layout."""
+    fixed = setting.layout if setting.layout != "auto" else None
+    candidates = []
+    for planner in ("padded", "compact") if fixed is None else (fixed,):
+        plan = _planned(atoms, ranks, setting, planner, size).plan
+        padded = arrange_matrices(plan, members, "padded", dtype, multiple=setting.bus_multiple)
+        compact = arrange_matrices(plan, members, "compact", dtype)
+        pairs = zip(padded, compact)
+        buckets = [_faster(pair, setting) if fixed is None else pair[fixed == "compact"] for pair in pairs]
+        time = sum((_wire(bucket, setting) for bucket in buckets), StepTime(0, 0, 0))
+        work = setting.cost.seconds(max(plan.loads()), setting.machine.flops_per_second)
+        candidates.append((replace(time, compute=work), planner, buckets, plan))
+    best = min(candidates, key=lambda candidate: candidate[0].total)
+    return best[2], best[3], _why(candidates, best, dtype)
+
+
+def _faster(pair: tuple[Bucket, Bucket], setting: Setting) -> Bucket:
+    """Of one bucket padded and compact, the one that takes less time; the padded one on a tie, if it pads nothing."""
+    padded, compact = pair
+    slower = _wire(padded, setting).total > _wire(compact, setting).total
+    return compact if slower or (setting.direct and padded.padding) else padded
+
+
+def _wire(bucket: Bucket, setting: Setting) -> StepTime:
+    """Gradients to the owners and parameters back."""
+    ranks = len(bucket.parts)
+    wire = latency = 0.0
+    for nbytes in (setting.elements.gradient, setting.elements.parameter):
+        seconds = gather_seconds(setting.machine, bucket.numel * nbytes, ranks)
+        wire += seconds[0]
+        latency += seconds[1] * (1 if bucket.even or setting.direct else 1 + UNEVEN_LATENCIES)
+    return StepTime(0.0, wire, latency)
+
+
+def _elementwise_layout(matrices: Sequence[Bucket], setting: Setting) -> BucketLayout:
+    """As asked for; ``auto`` avoids padding where uneven parts cost nothing, else takes fixed-size collectives."""
+    if setting.layout != "auto":
+        return setting.layout  # type: ignore[return-value]
+    return "compact" if setting.direct else "padded"
+
+
+def _elementwise(params: Sequence[OwnedParam], bucket_numel: int) -> Iterable[tuple[str, list[int]]]:
+    """Element-wise parameters in backward order, by dtype, closed at ``bucket_numel``; a tied one has its own bucket.
+
+    A tied weight's gradient is complete when backward reaches its first use, and would hold up its neighbours.
+    """
+    open_buckets: dict[str, list[int]] = {}
+    filled: dict[str, int] = {}
+    for index in reversed(range(len(params))):
+        param = params[index]
+        if param.atom is not None:
+            continue
+        if param.tied:
+            yield param.dtype, [index]
+            continue
+        open_buckets.setdefault(param.dtype, []).append(index)
+        filled[param.dtype] = filled.get(param.dtype, 0) + param.numel
+        if filled[param.dtype] >= bucket_numel:
+            yield param.dtype, open_buckets.pop(param.dtype)
+            filled[param.dtype] = 0
+    yield from open_buckets.items()
+
+
+def _why(candidates: Sequence[tuple], best: tuple, dtype: str) -> str:
+    time, planner, buckets, plan = best
+    kinds = [bucket.layout for bucket in buckets]
+    counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in ("padded", "compact") if kind in kinds)
+    numel = sum(bucket.numel for bucket in buckets)
+    padding = sum(bucket.padding for bucket in buckets) / max(1, numel - sum(bucket.padding for bucket in buckets))
+    seconds = "; ".join(
+        f"{name} owners {1e3 * each.total:.3g} ms = {1e3 * each.compute:.3g} work + {1e3 * each.wire:.3g} wire + "
+        f"{1e3 * each.latency:.3g} latency"
+        for each, name, *_ in candidates
+    )
+    loads = plan.loads()
+    even = max(loads) * len(loads) / max(1, sum(loads))
+    return (
+        f"Layout: {len(plan.atoms)} {dtype} matrices in {len(buckets)} bucket(s), {counts}, {padding:.1%} padding, "
+        f"busiest rank over mean {even:.3f}. Modelled step: {seconds}."
+    )

@@ -1,0 +1,92 @@
+"""The buckets of a plan on one rank: their layout on the wire, their buffers, their way to the owners and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from lwopt_backend.plan import MatrixPlan, Segment, Transfer
+from lwopt_backend.runtime.ranks import Alone, Collectives, Pending
+
+Fetch = Callable[[Segment], Tensor | None]
+Deliver = Callable[[Segment, Tensor], None]
+
+
+class Arrival:
+    """An all-to-all under way. ``wait`` hands every received segment to ``deliver``, as a flat tensor."""
+
+    def __init__(self, way: Way, received: Tensor, sent: Tensor, pending: Pending) -> None:
+        self._way = way
+        self._received = received
+        self._sent = sent  # kept alive until the transport has read it
+        self._pending = pending
+
+    def wait(self, deliver: Deliver) -> None:
+        self.discard()
+        for segment, begin in zip(self._way.transfer.receives, self._way.receive_offsets):
+            deliver(segment, self._received.narrow(0, begin, segment.numel))
+
+    def discard(self) -> None:
+        """Wait, and leave what came where it is: nobody frees a buffer that the transport still writes into."""
+        self._pending.wait()
+        if self._received.is_cuda:  # it may have left from another stream, that of the backward pass
+            stream = torch.cuda.current_stream(self._received.device)
+            self._received.record_stream(stream)
+            self._sent.record_stream(stream)
+
+    def sent(self) -> list[tuple[Segment, Tensor]]:
+        """What this rank sent, segment by segment, as flat tensors."""
+        places = zip(self._way.transfer.sends, self._way.send_offsets)
+        return [(segment, self._sent.narrow(0, begin, segment.numel)) for segment, begin in places]
+
+
+class Way:
+    """One bucket's transfer in one direction, with its splits and offsets worked out once."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        self.transfer = transfer
+        self.send_splits, self.receive_splits = transfer.send_splits, transfer.receive_splits
+        self.send_offsets, self.receive_offsets = transfer.send_offsets, transfer.receive_offsets
+
+    def start(self, collectives: Collectives, dtype: torch.dtype, device: torch.device, fetch: Fetch) -> Arrival:
+        """Pack what ``fetch`` gives, in any shape of the segment's size, and send it. None is not packed."""
+        sent = torch.empty(sum(self.send_splits), dtype=dtype, device=device)
+        received = torch.empty(sum(self.receive_splits), dtype=dtype, device=device)
+        for segment, begin in zip(self.transfer.sends, self.send_offsets):
+            piece = fetch(segment)
+            if piece is not None:
+                sent.narrow(0, begin, segment.numel).view(piece.shape).copy_(piece)
+        even = self.transfer.split is not None
+        splits: tuple[Sequence[int], Sequence[int]] = ((), ()) if even else (self.receive_splits, self.send_splits)
+        return Arrival(self, received, sent, collectives.all_to_all(received, sent, *splits))
+
+
+class ExchangeBuckets:
+    """One plan's buckets on one rank, each in the layout that the plan chose for it.
+
+    ::
+
+        compact, 3 ranks     | to 0 | to 1       | to 2 |          as long as needed, uneven all-to-all
+        padded               | to 0 . . . | to 1       | to 2 . . . |   equally long, plain all-to-all
+    """
+
+    def __init__(self, plan: MatrixPlan, collectives: Collectives, device: torch.device) -> None:
+        self._collectives = collectives
+        self._device = device
+        self._stays = [plan.stays(bucket) for bucket in range(len(plan.buckets))]
+        self._forth = [Way(plan.transfer(bucket, collectives.rank)) for bucket in range(len(plan.buckets))]
+        self._back = [Way(plan.way_back(bucket, collectives.rank)) for bucket in range(len(plan.buckets))]
+
+    def __len__(self) -> int:
+        return len(self._forth)
+
+    def to_owners(self, bucket: int, dtype: torch.dtype, fetch: Fetch) -> Arrival:
+        """Start bringing the bucket's fragments to their owners in ``dtype``. Called on all ranks, bucket by bucket."""
+        collectives = Alone() if self._stays[bucket] else self._collectives
+        return self._forth[bucket].start(collectives, dtype, self._device, fetch)
+
+    def to_fragments(self, bucket: int, dtype: torch.dtype, fetch: Fetch) -> Arrival:
+        """Start bringing the bucket's updates back to where the fragments came from. Called on all ranks."""
+        return self._back[bucket].start(self._collectives, dtype, self._device, fetch)

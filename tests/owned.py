@@ -1,0 +1,95 @@
+"""What tests of owned storage share: a training loop, and a single-process reference whose sums are exact."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lwopt_backend import LayerWiseOptimizer
+from tests.models import UnevenLM, batch
+from tests.zero import ADAMW, MUON, Reference
+
+ROWS = 24  # of the global batch; divides into 1 to 4 ranks and 1 or 2 micro-batches
+BUCKET_MB = 0.004  # several buckets of the small model
+
+
+def exact_sums(model: nn.Module) -> nn.Module:
+    """Round every gradient to multiples of 2^-14, so that sums of a few are exact in fp32, in whatever order."""
+    for param in model.parameters():
+        if param.requires_grad:
+            param.register_hook(lambda grad: (grad * 2**14).round() / 2**14)
+    return model
+
+
+def optimizer_for(model: nn.Module, **options: Any) -> LayerWiseOptimizer:
+    settings = {"bucket_mb": BUCKET_MB, "report": False, **options}
+    elementwise = {"name": "adamw", **ADAMW}
+    return LayerWiseOptimizer(model, **MUON, elementwise=elementwise, **settings)
+
+
+def shares(step: int, count: int) -> list[tuple[Tensor, Tensor]]:
+    tokens, targets = batch(step, ROWS)
+    return list(zip(tokens.chunk(count), targets.chunk(count)))
+
+
+def train(
+    model: nn.Module,
+    optimizer: LayerWiseOptimizer,
+    steps: int | range,
+    *,
+    accumulation: int = 1,
+    clip: float | None = None,
+    sync_each: bool = False,
+) -> list[float]:
+    """The usual loop, every rank on its rows. Micro-batches accumulate locally, or are all reduced (``sync_each``)."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    losses = []
+    for step in range(steps) if isinstance(steps, int) else steps:
+        parts = shares(step, world_size * accumulation)
+        for number in range(accumulation):
+            last = number == accumulation - 1
+            with contextlib.nullcontext() if last or sync_each else optimizer.no_sync():
+                loss = model(*parts[number * world_size + rank])
+                loss.backward()
+                losses.append(loss.item())
+        if clip is not None:
+            optimizer.clip_grad_norm_(clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    return losses
+
+
+def reference(
+    world_size: int,
+    steps: int,
+    *,
+    accumulation: int = 1,
+    clip: float | None = None,
+    model: Callable[[], nn.Module] = UnevenLM,
+) -> nn.Module:
+    """torch.optim.Muon and AdamW on one process: sums over all ranks' micro-batches, divided by the ranks."""
+    single = Reference(exact_sums(model()))
+    for step in range(steps):
+        for tokens, targets in shares(step, world_size * accumulation):
+            single.model(tokens, targets).backward()
+        grads = [param for param in single.model.parameters() if param.grad is not None]
+        for param in grads:
+            param.grad.div_(world_size)
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(grads, clip)
+        for optimizer in (single.muon, single.adamw):
+            optimizer.step()
+            optimizer.zero_grad()
+    return single.model
+
+
+def difference(ours: nn.Module, theirs: nn.Module) -> float:
+    """The largest difference of any parameter."""
+    other = dict(theirs.named_parameters())
+    return max(float((param.detach() - other[name].detach()).abs().max()) for name, param in ours.named_parameters())
