@@ -75,8 +75,9 @@ def weights_on_real_gradients(layout: str, **options: Any) -> dict[str, torch.Te
 
 @pytest.mark.parametrize("ranks", [3, 4], indirect=True)
 def test_layouts_equal_each_other_on_gradients_as_they_are(ranks: RankPool) -> None:
-    """Whatever the sums round to: owners add in rank order, wherever their part of a bucket lies."""
-    padded, compact, auto = (ranks.run(weights_on_real_gradients, layout)[0] for layout in LAYOUTS)
+    """Whatever the sums round to: owners of one instance add in rank order, wherever their part of a bucket lies."""
+    size = {"group_size": ranks.world_size}
+    padded, compact, auto = (ranks.run(weights_on_real_gradients, layout, **size)[0] for layout in LAYOUTS)
     for name, tensor in padded.items():
         assert torch.equal(tensor, compact[name]) and torch.equal(tensor, auto[name]), name
 

@@ -16,10 +16,10 @@ from lwopt_backend.owned.sharing import share
 from lwopt_backend.owned.stepper import OwnedStepper
 from lwopt_backend.plan.buffers.owned import OwnedPlan
 from lwopt_backend.runtime.agreement import agree_in_all
-from lwopt_backend.runtime.bucket_buffers import Sharers
 from lwopt_backend.runtime.bucket_manager import BucketManager
 from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.ranks import PartCollectives
+from lwopt_backend.runtime.sharers import Sharers
 
 WHAT = "owned storage"
 

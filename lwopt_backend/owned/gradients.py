@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lwopt_backend.runtime.bucket_buffers import BucketBuffers, Sharers
+from lwopt_backend.runtime.bucket_buffers import BucketBuffers
 from lwopt_backend.runtime.bucket_manager import BucketManager
+from lwopt_backend.runtime.sharers import Sharers
 
 
 class OwnedGradients:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from lwopt_backend.plan.buffers.owned import OwnedPlan
-from lwopt_backend.runtime.bucket_buffers import Sharers
 from lwopt_backend.runtime.collectives import TorchCollectives
 from lwopt_backend.runtime.ranks import Alone, PartCollectives
+from lwopt_backend.runtime.sharers import Sharers
 
 
 def share(everyone: PartCollectives, plan: OwnedPlan, divisor: float) -> Sharers:

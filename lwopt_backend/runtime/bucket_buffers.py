@@ -18,22 +18,7 @@ from torch import Tensor
 from lwopt_backend.plan.buffers.arrangement import Bucket, Piece
 from lwopt_backend.runtime.ledger import Ledger
 from lwopt_backend.runtime.parts import PartsPending, reduce_parts, return_parts
-from lwopt_backend.runtime.ranks import PartCollectives
-
-
-class Sharers:
-    """The ranks that share some parameters: ``instance`` owns them, ``replicas`` are this rank's likes elsewhere.
-
-    ``everyone`` are the ranks of all instances. A mean gradient is the sum over ``divisor``.
-    """
-
-    def __init__(
-        self, everyone: PartCollectives, instance: PartCollectives, replicas: PartCollectives | None, divisor: float
-    ) -> None:
-        self.everyone = everyone
-        self.instance = instance
-        self.replicas = replicas
-        self.divisor = divisor
+from lwopt_backend.runtime.sharers import Sharers
 
 
 class BucketBuffers:

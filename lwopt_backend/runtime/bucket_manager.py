@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.plan.buffers.arrangement import Bucket
-from lwopt_backend.runtime.bucket_buffers import BucketBuffers, Sharers
+from lwopt_backend.runtime.bucket_buffers import BucketBuffers
 from lwopt_backend.runtime.ledger import Ledger
+from lwopt_backend.runtime.sharers import Sharers
 
 IN_FLIGHT = 2  # buckets on their way to the owners; more would hold more memory and hide nothing further
 TAG = 7_300_000  # of messages between two ranks; far from those that programs number themselves
