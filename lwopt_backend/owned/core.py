@@ -15,7 +15,7 @@ from lwopt_backend.owned.members import Member, members_of, plan_members, renumb
 from lwopt_backend.owned.sharing import share
 from lwopt_backend.owned.stepper import OwnedStepper
 from lwopt_backend.plan.buffers.owned import OwnedPlan
-from lwopt_backend.runtime.agreement import agree_in_all
+from lwopt_backend.runtime.agreement import agree, agree_in_all
 from lwopt_backend.runtime.bucket_manager import BucketManager
 from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.ranks import PartCollectives
@@ -68,28 +68,41 @@ class OwnedCore:
         self.members = members_of(grouping)
         self.config = config
 
-        def decide() -> tuple[list[tuple[tuple[int, ...], OwnedPlan]], list[list[str]]]:
-            planned = []
-            for numbers, shared in zip(_divide(self.members, shares), shares):
-                plan = plan_members(
-                    [self.members[number] for number in numbers],
-                    grouping.groups,
-                    shared.ranks.world_size,
-                    config,
-                    layout=layout,
-                    bucket_mb=bucket_mb,
-                    group_size=shared.group_size,
-                    grad_dtype=grad_dtype,
-                    direct=shared.ranks.direct,
-                    bus_alignment=bus_alignment,
-                )
-                planned.append((numbers, plan))
-            return planned, [_lines([self.members[n] for n in numbers], plan) for numbers, plan in planned]
+        ranks = [shared.ranks for shared in shares]
+        parts = agree_in_all(ranks, WHAT, lambda: (_divide(self.members, shares), [[] for _ in shares]))
 
-        planned = agree_in_all([shared.ranks for shared in shares], WHAT, decide)
+        def planned(number: int, base: Sequence[int] | None = None) -> OwnedPlan:
+            members, shared = [self.members[n] for n in parts[number]], shares[number]
+            return plan_members(
+                members,
+                grouping.groups,
+                shared.ranks.world_size,
+                config,
+                layout=layout,
+                bucket_mb=bucket_mb,
+                group_size=shared.group_size,
+                grad_dtype=grad_dtype,
+                direct=shared.ranks.direct,
+                bus_alignment=bus_alignment,
+                base=base,
+            )
+
+        def plan_experts() -> tuple[list[OwnedPlan], list[list[str]]]:
+            plans = [planned(number) for number in range(1, len(shares))]
+            return plans, [[], *(self._lines(part, plan) for part, plan in zip(parts[1:], plans))]
+
+        def plan_dense() -> tuple[OwnedPlan, list[str]]:
+            plan = planned(0, base)
+            return plan, self._lines(parts[0], plan)
+
+        # Experts' owners have little choice; the dense matrices then go where there is least to do.
+        experts = agree_in_all(ranks, WHAT, plan_experts)
+        mine = sum(plan.loads[s.ranks.rank % plan.group_size] for plan, s in zip(experts, shares[1:]))
+        base = shares[0].ranks.gather_objects(mine) if experts else None
+        plans = [agree(shares[0].ranks, WHAT, plan_dense), *experts]
         self.holdings = [
-            Holdings(numbers, plan, share(shared.ranks, plan, shared.divisor))
-            for (numbers, plan), shared in zip(planned, shares)
+            Holdings(part, plan, share(shared.ranks, plan, shared.divisor))
+            for part, plan, shared in zip(parts, plans, shares)
         ]
         buckets = [
             (renumbered(bucket, held.numbers), held.sharers) for held in self.holdings for bucket in held.plan.buckets
@@ -109,6 +122,12 @@ class OwnedCore:
             bucket.refresh_masters()
         self.stepper = OwnedStepper(self.members, grouping.groups, self.manager, config)
         self.gradients = OwnedGradients(self.manager, self.holdings[0].sharers)
+
+    def _lines(self, part: Sequence[int], plan: OwnedPlan) -> list[str]:
+        """What all ranks that share these members must have decided alike."""
+        members = [self.members[number] for number in part]
+        shapes = [f"{m.name} {tuple(m.param.shape)} {m.dtype} {m.rule} group {m.group}" for m in members]
+        return [*shapes, *plan.lines()]
 
     def presences(self, more: torch.Tensor) -> list[Presence]:
         """Which members have a gradient on any rank, per holdings; ``more`` are flags of all ranks of the first."""
@@ -151,9 +170,3 @@ def _divide(members: Sequence[Member], shares: Sequence[Share]) -> list[tuple[in
                 else f"no trained parameter is named like the experts; names look like {members[0].name!r}"
             )
     return [tuple(part) for part in parts]
-
-
-def _lines(members: Sequence[Member], plan: OwnedPlan) -> list[str]:
-    """What all ranks that share ``members`` must have decided alike."""
-    shapes = [f"{m.name} {tuple(m.param.shape)} {m.dtype} {m.rule} group {m.group}" for m in members]
-    return [*shapes, *plan.lines()]

@@ -76,8 +76,12 @@ def plan_members(
     grad_dtype: torch.dtype | None,
     direct: bool,
     bus_alignment: bool,
+    base: Sequence[int] | None = None,
 ) -> OwnedPlan:
-    """Plan ``members`` over ``ranks`` ranks. Every rank computes the same; slots name members by their position."""
+    """Plan ``members`` over ``ranks`` ranks. Every rank computes the same; slots name members by their position.
+
+    ``base`` is the work that each rank has anyway.
+    """
     params = [_owned_param(member, groups[member.group], config) for member in members]
     dtype = members[0].param.dtype
     gradient = (grad_dtype or dtype).itemsize
@@ -91,7 +95,7 @@ def plan_members(
         direct=direct,
         bus_multiple=BUS_MULTIPLE if bus_alignment else 1,
     )
-    return plan_owned(params, ranks, setting, group_size)
+    return plan_owned(params, ranks, setting, group_size, base)
 
 
 def _owned_param(member: Member, group: Mapping[str, Any], config: LayerWiseConfig) -> OwnedParam:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from lwopt_backend.plan.buffers.arrangement import Bucket, BucketLayout, arrange_elementwise, arrange_matrices
 from lwopt_backend.plan.buffers.groups import Grouped, plan_buffer
+from lwopt_backend.plan.buffers.joint import on_top_of
 from lwopt_backend.plan.buffers.layout import BufferPlan
 from lwopt_backend.plan.buffers.step import Elements
 from lwopt_backend.plan.cost import CostModel
@@ -69,10 +70,17 @@ class OwnedPlan:
         return [f"{self.instances} instances of {self.group_size}", *(bucket.line() for bucket in self.buckets)]
 
 
-def plan_owned(params: Sequence[OwnedParam], ranks: int, setting: Setting, group_size: int | None) -> OwnedPlan:
+def plan_owned(
+    params: Sequence[OwnedParam],
+    ranks: int,
+    setting: Setting,
+    group_size: int | None,
+    base: Sequence[int] | None = None,
+) -> OwnedPlan:
     """Plan ``params``, in model order, over ``ranks`` ranks. ``group_size`` None lets the planner choose it.
 
-    Raises ValueError for an unknown layout or a group size that does not divide the ranks.
+    ``base`` is the work that each of the ranks has anyway. Raises ValueError for an unknown layout or a group size that
+    does not divide the ranks.
     """
     if setting.layout not in LAYOUTS:
         raise ValueError(f"unknown layout {setting.layout!r}; expected 'auto', 'padded' or 'compact'")
@@ -82,15 +90,21 @@ def plan_owned(params: Sequence[OwnedParam], ranks: int, setting: Setting, group
     for index, param in enumerate(params):
         if param.atom is not None:
             by_dtype.setdefault(param.dtype, []).append(index)
+    proposals = []
     if by_dtype and group_size is None:
         largest = max(by_dtype.values(), key=lambda some: sum(params[i].numel for i in some))
         atoms = [params[i].atom for i in largest]
-        group_size = _planned(atoms, ranks, setting, setting.layout, None).group_size
+        grouped = _planned(atoms, ranks, setting, setting.layout, None)
+        group_size = grouped.group_size
+        proposals = _proposals(atoms, ranks, setting, grouped)
     size = group_size or ranks
+    of_place = [max((base or [0] * ranks)[place::size]) for place in range(size)]  # the busiest instance's
     buckets: list[Bucket] = []
     loads, choices = [0] * size, []
     for dtype, members in by_dtype.items():
-        found, plan, why = _matrix_buckets([params[i].atom for i in members], members, dtype, ranks, size, setting)
+        before = [work + load for work, load in zip(of_place, loads)]
+        atoms = [params[i].atom for i in members]
+        found, plan, why = _matrix_buckets(atoms, members, dtype, ranks, size, setting, before)
         buckets += found
         choices.append(why)
         loads = [load + more for load, more in zip(loads, plan.loads())]
@@ -101,7 +115,7 @@ def plan_owned(params: Sequence[OwnedParam], ranks: int, setting: Setting, group
     buckets.sort(key=lambda bucket: -min(slot.param for slot in bucket.slots))
     if size < ranks:
         choices.append(f"{ranks // size} instances of {size} ranks; gradients are summed across them once per bucket.")
-    return OwnedPlan(size, ranks // size, tuple(buckets), tuple(loads), tuple(choices))
+    return OwnedPlan(size, ranks // size, tuple(buckets), tuple(loads), (*choices, *proposals))
 
 
 def _planned(atoms: Sequence[Atom], ranks: int, setting: Setting, layout: str, group_size: int | None) -> Grouped:
@@ -117,20 +131,38 @@ def _planned(atoms: Sequence[Atom], ranks: int, setting: Setting, layout: str, g
     )
 
 
+def _proposals(atoms: Sequence[Atom], ranks: int, setting: Setting, chosen: Grouped) -> list[str]:
+    """Where ranks are left without a matrix: what instances that leave none would cost."""
+    if chosen.group_size <= len(atoms):
+        return []
+    size = max(size for size in range(1, len(atoms) + 1) if ranks % size == 0)
+    other = _planned(atoms, ranks, setting, setting.layout, size)
+    return [
+        f"{chosen.group_size - len(atoms)} of {chosen.group_size} ranks own no matrix. group_size={size} would leave "
+        f"none without: modelled step {1e3 * other.time.total:.3g} ms instead of {1e3 * chosen.time.total:.3g} ms."
+    ]
+
+
 def _matrix_buckets(
-    atoms: Sequence[Atom], members: Sequence[int], dtype: str, ranks: int, size: int, setting: Setting
+    atoms: Sequence[Atom],
+    members: Sequence[int],
+    dtype: str,
+    ranks: int,
+    size: int,
+    setting: Setting,
+    before: Sequence[int],
 ) -> tuple[list[Bucket], BufferPlan, str]:
     """The buckets of one dtype's matrices. ``auto``: both planners' owners, each bucket in its leaner layout."""
     fixed = setting.layout if setting.layout != "auto" else None
     candidates = []
     for planner in ("padded", "compact") if fixed is None else (fixed,):
-        plan = _planned(atoms, ranks, setting, planner, size).plan
+        plan = on_top_of(_planned(atoms, ranks, setting, planner, size).plan, before)
         padded = arrange_matrices(plan, members, "padded", dtype, multiple=setting.bus_multiple)
         compact = arrange_matrices(plan, members, "compact", dtype)
         pairs = zip(padded, compact)
         buckets = [_faster(pair, setting) if fixed is None else pair[fixed == "compact"] for pair in pairs]
         time = sum((_wire(bucket, setting) for bucket in buckets), StepTime(0, 0, 0))
-        work = setting.cost.seconds(max(plan.loads()), setting.machine.flops_per_second)
+        work = setting.cost.seconds(max(map(sum, zip(before, plan.loads()))), setting.machine.flops_per_second)
         candidates.append((replace(time, compute=work), planner, buckets, plan))
     best = min(candidates, key=lambda candidate: candidate[0].total)
     return best[2], best[3], _why(candidates, best, dtype)

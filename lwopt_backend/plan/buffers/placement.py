@@ -76,14 +76,20 @@ def _bins(packer: Packer, start: int, stop: int) -> list[list[int]]:
 
 
 def place_costliest_first(
-    stream: Stream, cuts: Cuts, weights: Sequence[int], caps: Sequence[int], shards: int
+    stream: Stream,
+    cuts: Cuts,
+    weights: Sequence[int],
+    caps: Sequence[int],
+    shards: int,
+    base: Sequence[int] | None = None,
 ) -> Placement:
     """All buckets' matrices, the costliest first, to the least loaded shard with room under its bucket's cap.
 
-    Where no shard has room the emptiest one of the bucket takes it, above the cap.
+    Where no shard has room the emptiest one of the bucket takes it, above the cap. ``base`` is the weight that shards
+    have before.
     """
     owners = [0] * len(stream)
-    loads = [0] * shards
+    loads = list(base or [0] * shards)
     filled = [[0] * shards for _ in caps]
     for bucket, numel, run in _runs(stream, cuts, weights):
         here, cap = filled[bucket], caps[bucket]

@@ -1,0 +1,182 @@
+"""Plans of owned storage, as pure data: where parameters lie, whose they are, which layout."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from lwopt_backend.plan import MACHINES, Atom
+from lwopt_backend.plan.buffers.arrangement import Bucket, Slot
+from lwopt_backend.plan.buffers.compact import plan_compact
+from lwopt_backend.plan.buffers.joint import on_top_of
+from lwopt_backend.plan.buffers.owned import LAYOUTS, OwnedParam, OwnedPlan, Setting, plan_owned
+from lwopt_backend.plan.buffers.step import Elements
+from lwopt_backend.plan.cost import COSTS, newton_schulz_flops
+
+SETTING = Setting("auto", 100_000, MACHINES["cuda"], COSTS["newton_schulz"], Elements(2, 2, 4, 4))
+
+
+def matrix(name: str, rows: int, columns: int, dtype: str = "bfloat16") -> OwnedParam:
+    return OwnedParam(name, rows * columns, dtype, Atom(name, (rows, columns), newton_schulz_flops((rows, columns))))
+
+
+def vector(name: str, numel: int, dtype: str = "bfloat16", tied: bool = False) -> OwnedParam:
+    return OwnedParam(name, numel, dtype, None, tied)
+
+
+def gpt(layers: int = 4, width: int = 96, odd: int = 0) -> list[OwnedParam]:
+    params = [vector("embedding", 1000 * width, tied=True)]
+    for layer in range(layers):
+        params += [
+            vector(f"h.{layer}.norm", width),
+            matrix(f"h.{layer}.qkv", 3 * width, width),
+            matrix(f"h.{layer}.out", width, width + odd),
+            matrix(f"h.{layer}.up", 4 * width, width),
+            matrix(f"h.{layer}.down", width + odd, 4 * width),
+        ]
+    return params
+
+
+def random_params(seed: int) -> list[OwnedParam]:
+    draw = random.Random(seed)
+    params = []
+    for number in range(draw.randint(1, 40)):
+        dtype = draw.choice(["bfloat16", "bfloat16", "float32"])
+        if draw.random() < 0.5:
+            params.append(matrix(f"p{number}", draw.randint(1, 300), draw.randint(1, 300), dtype))
+        else:
+            params.append(vector(f"p{number}", draw.randint(1, 5000), dtype, tied=draw.random() < 0.1))
+    return params
+
+
+def check(plan: OwnedPlan, params: list[OwnedParam]) -> None:
+    """Every parameter once, whole at one owner if it is a matrix, and every element with exactly one owner."""
+    assert sorted(slot.param for bucket in plan.buckets for slot in bucket.slots) == list(range(len(params)))
+    for bucket in plan.buckets:
+        assert len(bucket.parts) == plan.group_size
+        assert {params[slot.param].dtype for slot in bucket.slots} == {bucket.dtype}
+        assert {params[slot.param].atom is not None for slot in bucket.slots} == {bucket.kind == "matrix"}
+        pieces = [piece for rank in range(plan.group_size) for piece in bucket.pieces(rank)]
+        assert sum(piece.numel for piece in pieces) == sum(slot.numel for slot in bucket.slots)
+        if bucket.kind == "matrix":
+            assert all((piece.start, piece.stop) == (0, params[piece.param].numel) for piece in pieces)
+        if any(params[slot.param].tied for slot in bucket.slots):
+            assert len(bucket.slots) == 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("seed", range(12))
+def test_every_element_has_one_owner(seed: int, layout: str) -> None:
+    params = random_params(seed)
+    for ranks, group_size in ((1, None), (3, None), (4, 2), (6, 1), (8, None)):
+        check(plan_owned(params, ranks, replace(SETTING, layout=layout), group_size), params)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_compact_has_no_padding_at_all(seed: int) -> None:
+    for ranks in (1, 3, 8):
+        assert plan_owned(random_params(seed), ranks, replace(SETTING, layout="compact"), ranks).padding == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_padded_parameters_and_parts_start_on_64_and_buckets_end_on_what_ranks_and_128_divide(ranks: int) -> None:
+    plan = plan_owned(gpt(odd=1), ranks, replace(SETTING, layout="padded"), ranks)
+    for bucket in plan.buckets:
+        assert bucket.even and bucket.numel % ranks == 0 and bucket.numel % 128 == 0
+        assert all(start % 64 == 0 for start, _ in bucket.parts)
+        if bucket.kind == "matrix":
+            assert all(slot.offset % 64 == 0 for slot in bucket.slots)
+    wide = plan_owned(gpt(odd=1), ranks, replace(SETTING, layout="padded", bus_multiple=2**16), ranks)
+    assert all(bucket.even and bucket.numel % 2**16 == 0 for bucket in wide.buckets)
+
+
+def test_compact_keeps_the_alignment_of_all_but_parameters_of_odd_sizes() -> None:
+    plan = plan_owned(gpt(odd=0), 4, replace(SETTING, layout="compact"), 4)
+    assert all(slot.offset % 64 == 0 for bucket in plan.buckets for slot in bucket.slots if bucket.kind == "matrix")
+
+
+@pytest.mark.parametrize("machine", ["cpu", "cuda"])
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
+def test_auto_moves_and_pads_no_more_than_the_better_layout(ranks: int, direct: bool, machine: str) -> None:
+    """By bytes where parts travel directly; otherwise by modelled time, of which latency is a part."""
+    setting = replace(SETTING, machine=MACHINES[machine], direct=direct)
+    numels = {}
+    for layout in LAYOUTS:
+        plan = plan_owned(gpt(odd=1), ranks, replace(setting, layout=layout), ranks)
+        numels[layout] = sum(bucket.numel for bucket in plan.buckets)
+    if direct:
+        assert numels["auto"] == min(numels.values())
+    assert numels["auto"] <= max(numels["padded"], numels["compact"])
+
+
+def test_auto_says_what_it_chose_and_why() -> None:
+    (sentence,) = plan_owned(gpt(), 4, SETTING, 4).choices
+    assert "16 bfloat16 matrices" in sentence and "padded owners" in sentence and "compact owners" in sentence
+
+
+def test_padded_buffers_over_more_ranks_than_matrices_are_planned_as_instances() -> None:
+    setting = replace(SETTING, layout="padded")
+    plan = plan_owned(gpt(layers=1), 64, setting, None)
+    assert plan.group_size < 64 and plan.group_size * plan.instances == 64
+    assert any("instances" in sentence for sentence in plan.choices)
+    assert plan_owned(gpt(layers=1), 64, setting, 64).instances == 1
+
+
+def test_instances_are_proposed_where_ranks_own_no_matrix() -> None:
+    sentences = plan_owned(gpt(layers=1), 64, replace(SETTING, layout="compact"), None).choices
+    assert any("60 of 64 ranks own no matrix. group_size=4 would leave none" in sentence for sentence in sentences)
+    assert not any("own no matrix" in sentence for sentence in plan_owned(gpt(), 16, SETTING, None).choices)
+
+
+def test_buckets_come_in_the_order_in_which_backward_completes_them() -> None:
+    plan = plan_owned(gpt(), 4, SETTING, 4)
+    firsts = [min(slot.param for slot in bucket.slots) for bucket in plan.buckets]
+    assert firsts == sorted(firsts, reverse=True) and firsts[-1] == 0
+
+
+@pytest.mark.parametrize(("ranks", "group_size", "layout"), [(4, 3, "auto"), (4, 0, "auto"), (4, 2, "sparse")])
+def test_what_cannot_be_planned_is_named(ranks: int, group_size: int, layout: str) -> None:
+    with pytest.raises(ValueError, match="does not divide the 4|unknown layout 'sparse'"):
+        plan_owned(gpt(), ranks, replace(SETTING, layout=layout), group_size)
+
+
+@pytest.mark.parametrize(
+    ("slots", "parts", "numel"),
+    [
+        ([Slot(0, 0, 5), Slot(1, 4, 3)], [(0, 8)], 8),
+        ([Slot(0, 6, 5)], [(0, 8)], 8),
+        ([Slot(0, 0, 5)], [(0, 4), (5, 8)], 8),
+        ([Slot(0, 0, 5)], [(0, 4), (4, 7)], 8),
+    ],
+)
+def test_a_bucket_proves_itself(slots: list[Slot], parts: list[tuple[int, int]], numel: int) -> None:
+    with pytest.raises(ValueError, match="overlaps another|not a partition"):
+        Bucket("matrix", "padded", "float32", tuple(slots), tuple(parts), numel)
+
+
+@pytest.mark.parametrize("layout", ["padded", "compact"])
+def test_matrices_go_where_there_is_least_to_do(layout: str) -> None:
+    """Ranks 0 and 1 have as much work as half of the dense matrices; a plan that knows of it gives them less."""
+    setting = replace(SETTING, layout=layout)
+    total = sum(plan_owned(gpt(layers=8), 4, setting, 4).loads)
+    base = [total // 4, total // 4, 0, 0]
+    blind, aware = plan_owned(gpt(layers=8), 4, setting, 4), plan_owned(gpt(layers=8), 4, setting, 4, base)
+    largest = [max(work + load for work, load in zip(base, plan.loads)) for plan in (blind, aware)]
+    assert sum(aware.loads) == total and aware.padding <= blind.padding
+    assert largest[1] < largest[0]
+    if layout == "compact":
+        assert largest[1] <= 1.05 * (total + sum(base)) / 4
+
+
+def test_what_is_on_top_is_never_worse_than_the_plan_alone() -> None:
+    for seed in range(20):
+        draw = random.Random(seed)
+        atoms = [param.atom for param in random_params(seed) if param.atom is not None] or [Atom("a", (2, 2), 5)]
+        plan = plan_compact(atoms, 4, bucket_numel=20_000)
+        base = [draw.randint(0, sum(atom.cost for atom in atoms)) for _ in range(4)]
+        better = on_top_of(plan, base)
+        assert not better.problems()
+        assert max(map(sum, zip(base, better.loads()))) <= max(map(sum, zip(base, plan.loads())))
