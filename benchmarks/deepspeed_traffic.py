@@ -58,6 +58,10 @@ class Watch(TorchDispatchMode):
             return others * nbytes(args[1]) // n
         if name == "broadcast":
             return others * sum(nbytes(tensor) for tensor in args[0]) if args[2] == self.rank else 0
+        if name == "send":
+            return sum(nbytes(tensor) for tensor in args[0])
+        if name == "recv":
+            return 0
         if name == "alltoall_base":
             sent, splits = args[1], args[4]
             return nbytes(sent) - (splits[self.rank] * sent.itemsize if splits else nbytes(sent) // n)
