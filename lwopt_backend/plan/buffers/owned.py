@@ -53,6 +53,7 @@ class OwnedPlan:
     """``buckets`` over ``group_size`` ranks, repeated in ``instances``; slots name parameters by their position.
 
     ``loads`` is the work of each rank of an instance. ``choices`` says in sentences what was chosen and why.
+    ``modelled`` is a step's work, and its wire within an instance, not overlapped.
     """
 
     group_size: int
@@ -60,6 +61,7 @@ class OwnedPlan:
     buckets: tuple[Bucket, ...]
     loads: tuple[int, ...]
     choices: tuple[str, ...]
+    modelled: StepTime
 
     @property
     def padding(self) -> int:
@@ -115,7 +117,9 @@ def plan_owned(
     buckets.sort(key=lambda bucket: -min(slot.param for slot in bucket.slots))
     if size < ranks:
         choices.append(f"{ranks // size} instances of {size} ranks; gradients are summed across them once per bucket.")
-    return OwnedPlan(size, ranks // size, tuple(buckets), tuple(loads), (*choices, *proposals))
+    work = setting.cost.seconds(max(map(sum, zip(of_place, loads))), setting.machine.flops_per_second)
+    modelled = sum((_wire(bucket, setting) for bucket in buckets), StepTime(work, 0, 0))
+    return OwnedPlan(size, ranks // size, tuple(buckets), tuple(loads), (*choices, *proposals), modelled)
 
 
 def _planned(atoms: Sequence[Atom], ranks: int, setting: Setting, layout: str, group_size: int | None) -> Grouped:
