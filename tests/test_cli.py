@@ -111,7 +111,6 @@ def test_the_printed_plan(shapes: Path) -> None:
     for expected in (
         "24 of 24 trained parameters are matrices",
         "layers.*.up",
-        "'owned' can be planned for, not yet trained with; today: zero1, zero2, zero3, fsdp2",
         "Plan of the dense matrices: 24, owned by all 4 ranks; padded layout",
         "reduce-scatter of gradients",
         "chosen: padded, groups of 4",

@@ -17,7 +17,6 @@ from lwopt_backend.study.atoms import Split, parse_split
 from lwopt_backend.study.cluster import cluster_named
 from lwopt_backend.study.deployment import Deployment
 from lwopt_backend.study.document import document
-from lwopt_backend.study.engines import TODAY
 from lwopt_backend.study.part import Setting
 from lwopt_backend.study.study import EXPERTS, Study, plan_study
 from lwopt_backend.study.what_if import Alternative, alternatives
@@ -132,10 +131,6 @@ def _print(model: ModelShapes, study: Study, rows: list[Alternative], splits: Ma
     for sentence in (*model.notes, *routing_headline(study.routes)):
         console.print(sentence)
     console.print(routing_table(study.routes))
-    if study.setting.engine not in TODAY:
-        console.print(
-            f"Note: {study.setting.engine!r} can be planned for, not yet trained with; today: {', '.join(TODAY)}."
-        )
     if splits:
         console.print(
             f"Note: {', '.join(splits)} planned as several matrices; today's engines train what the table above says."

@@ -1,4 +1,4 @@
-"""The engines a study knows: which of them train today, and how each plans a buffer."""
+"""The engines a study knows, and how each plans a buffer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from lwopt_backend.study.owned import owned_part
 from lwopt_backend.study.part import Part, RankMemory, Setting
 
 ENGINES = ("owned", "zero1", "zero2", "zero3", "fsdp2")
-TODAY = ("zero1", "zero2", "zero3", "fsdp2")  # engines that train today; the others are planned for
 
 
 def plan_part(name: str, atoms: Sequence[Atom], ranks: int, setting: Setting) -> Part:
