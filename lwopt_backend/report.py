@@ -118,12 +118,14 @@ def plan_table(groups: Sequence[GroupPlan]) -> Table:
     owned = _per_rank([plan.owned_counts() for _, plan in plans], world_size)
     state = _per_rank([group.state_bytes for group in groups], world_size)
     table = Table()
-    for heading in ("rank", "atoms", f"{work} GFLOP", "of all", "state", "elements that move", "sent a step"):
+    headings = ("rank", "storage", "atoms", f"{work} GFLOP", "of all", "state", "elements that move", "sent a step")
+    for heading in headings:
         table.add_column(heading, justify="right")
     for rank in shown_ranks(loads):
         stored = sum(layout.stored_numel(rank) for layout, _ in plans)
         table.add_row(
             str(rank),
+            "zero",
             str(owned[rank]),
             f"{loads[rank] / 1e9:.3g}",
             f"{loads[rank] / max(1, sum(loads)):.1%}",

@@ -1,0 +1,73 @@
+"""The collectives that NCCL takes, on gloo: reduce-scatter and all-gather, of equal parts and of unequal ones."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from lwopt_backend.runtime.collectives import TorchCollectives
+from lwopt_backend.runtime.ranks import Pending
+from tests.models import UnevenLM
+from tests.owned import difference, exact_sums, optimizer_for, reference, train
+from tests.ranks import RankPool
+
+
+@contextlib.contextmanager
+def not_from_rank_to_rank() -> Iterator[dict[str, int]]:
+    """Groups that are not ``direct``, as NCCL's; counts collectives. gloo lacks one, which broadcasts replace."""
+    calls: dict[str, int] = {}
+    before = TorchCollectives.__init__, TorchCollectives.reduce_scatter_parts, TorchCollectives.all_gather_parts
+
+    def init(self: TorchCollectives, group: Any = None) -> None:
+        before[0](self, group)
+        self.direct = False
+
+    def reduce_scatter(self: TorchCollectives, mine: Tensor, parts: Sequence[Tensor], whole: Tensor | None) -> Pending:
+        name = "reduce_scatter uneven" if whole is None else "reduce_scatter_tensor"
+        calls[name] = calls.get(name, 0) + 1
+        return before[1](self, mine, parts, whole)
+
+    def all_gather(self: TorchCollectives, parts: Sequence[Tensor], whole: Tensor | None) -> Pending:
+        name = "all_gather uneven" if whole is None else "all_gather_into_tensor"
+        calls[name] = calls.get(name, 0) + 1
+        if whole is not None:
+            return before[2](self, parts, whole)
+        for rank, part in enumerate(parts):
+            dist.broadcast(part, group=self.group, group_src=rank)
+        return dist.barrier(self.group, async_op=True)
+
+    TorchCollectives.__init__ = init  # type: ignore[method-assign]
+    TorchCollectives.reduce_scatter_parts = reduce_scatter  # type: ignore[method-assign]
+    TorchCollectives.all_gather_parts = all_gather  # type: ignore[method-assign]
+    try:
+        yield calls
+    finally:
+        (
+            TorchCollectives.__init__,  # type: ignore[method-assign]
+            TorchCollectives.reduce_scatter_parts,  # type: ignore[method-assign]
+            TorchCollectives.all_gather_parts,  # type: ignore[method-assign]
+        ) = before
+
+
+def trained(layout: str, **options: Any) -> tuple[float, dict[str, int]]:
+    with not_from_rank_to_rank() as calls:
+        model = exact_sums(UnevenLM())
+        train(model, optimizer_for(model, layout=layout, **options), 4, accumulation=2)
+    return difference(model, reference(dist.get_world_size(), 4, accumulation=2)), calls
+
+
+@pytest.mark.parametrize("options", [{}, {"group_size": 2}, {"keep_full_grads": True}], ids=str)
+@pytest.mark.parametrize("layout", ["padded", "compact", "auto"])
+@pytest.mark.parametrize("ranks", [2, 4], indirect=True)
+def test_collectives_of_parts_equal_one_process(ranks: RankPool, layout: str, options: dict[str, Any]) -> None:
+    for off, calls in ranks.run(trained, layout, **options):
+        assert off == 0.0
+        if layout == "padded":
+            assert set(calls) == {"reduce_scatter_tensor", "all_gather_into_tensor"}
+        if layout == "compact":
+            assert "reduce_scatter uneven" in calls and "all_gather uneven" in calls
