@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,23 +21,30 @@ from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.ranks import Collectives
 
 NAME = "LayerWiseMuon"
+MARK = "lwopt.owned"  # the key by which a checkpoint says that it is one of owned storage
+CANNOT_CONVERT = (
+    'Another number of ranks needs DeepSpeed\'s universal format ("checkpoint": {"load_universal": true}), and this '
+    "version cannot convert a checkpoint to it yet"
+)
+Check = Callable[[str, "str | None", bool], list[str]]
 
 
 @dataclass(frozen=True)
 class Saved:
     """What a checkpoint says of itself. ``groups`` has the parameters' names, one list per param group of the optimizer
-    (stages 1 and 2) or per sub-group (stage 3); it is None at stage 0."""
+    (stages 1 and 2) or per sub-group (stage 3); it is None at stage 0. ``owned`` is what one of owned storage says."""
 
     world_size: int
     groups: list[list[str]] | None
+    owned: Mapping[str, Any] | None = None
 
 
-def guard_loading(engine: DeepSpeedEngine, ranks: Sequence[Collectives]) -> None:
+def guard_loading(engine: DeepSpeedEngine, ranks: Sequence[Collectives], check_loading: Check) -> None:
     """Make ``engine.load_checkpoint`` check first. ``ranks`` are the groups that share parameters with this rank.
 
-    Called once for an engine, on all ranks. From then on its ``load_checkpoint`` raises on every rank if it would on
-    one: ValueError for a checkpoint of another world size, ZeRO stage or optimizer. One that does not exist is left to
-    DeepSpeed, which warns and returns (None, None).
+    Called once for an engine, on all ranks. From then on its ``load_checkpoint`` raises on every rank if
+    ``check_loading`` does on one. It is given the folder, the tag, and whether the optimizer's state is asked for, and
+    returns what all ranks must see alike.
     """
     load = engine.load_checkpoint
     signature = inspect.signature(load)
@@ -50,7 +57,7 @@ def guard_loading(engine: DeepSpeedEngine, ranks: Sequence[Collectives]) -> None
         with_state = choice["load_optimizer_states"] and not choice["load_module_only"]
 
         def check() -> tuple[None, list[list[str]]]:
-            return None, [_check(engine, choice["load_dir"], choice["tag"], with_state)] * len(ranks)
+            return None, [check_loading(choice["load_dir"], choice["tag"], with_state)] * len(ranks)
 
         agree_in_all(ranks, NAME, check)
         if engine.zero_optimization_stage() == 3:
@@ -61,68 +68,88 @@ def guard_loading(engine: DeepSpeedEngine, ranks: Sequence[Collectives]) -> None
     engine.load_checkpoint = load_checkpoint
 
 
-def _check(engine: DeepSpeedEngine, load_dir: str, tag: str | None, with_state: bool) -> list[str]:
-    """Raises ValueError if the checkpoint cannot be loaded; what all ranks must see alike."""
+def check(engine: DeepSpeedEngine, load_dir: str, tag: str | None, with_state: bool) -> list[str]:
+    """Raises ValueError for a checkpoint of another world size, ZeRO stage, storage or optimizer; what all ranks must
+    see alike. One that does not exist is left to DeepSpeed, which warns and returns (None, None)."""
     if engine.load_universal_checkpoint():
         raise ValueError(
             "checkpoint.load_universal is on, and LayerWiseMuon cannot load universal checkpoints yet; switch it off "
             "and load DeepSpeed's own checkpoint on as many ranks as it was saved on"
         )
-    latest = _latest(load_dir)
-    if tag is None and latest is None:
+    named = latest(load_dir)
+    if tag is None and named is None:
         return ["no checkpoint"]
-    folder = Path(load_dir) / str(latest if tag is None else tag)
+    folder = Path(load_dir) / str(named if tag is None else tag)
     stage = engine.zero_optimization_stage()
-    saved = _read(folder, engine)
+    saved = read(folder, engine, with_state)
+    if with_state and saved.owned is not None:
+        raise ValueError(
+            f'the checkpoint {str(folder)!r} was saved with "storage": "owned"; load it with that, or its weights '
+            "alone, with load_optimizer_states=False"
+        )
     if with_state and (saved.groups is None) != (stage == 0):
-        raise _wrong_stage(folder, "0" if saved.groups is None else "1 or 2", stage)
-    _check_world_size(folder, saved.world_size, engine, with_state)
-    if stage == 3 and not with_state and folder.name != latest:
+        raise wrong_stage(folder, "0" if saved.groups is None else "1 or 2", stage)
+    check_world_size(folder, saved.world_size, engine, with_state, CANNOT_CONVERT)
+    if stage == 3 and not with_state and folder.name != named:
         raise ValueError(
             f"only the weights of tag {folder.name!r} are asked for, but at stage 3 DeepSpeed takes them from the tag "
-            f"that the file 'latest' names, here {latest!r}; write {folder.name!r} into that file"
+            f"that the file 'latest' names, here {named!r}; write {folder.name!r} into that file"
         )
     if with_state and saved.groups is not None:
         _check_groups(saved.groups, [list(group) for group in engine._get_zero_param_shapes()])
     return [f"{folder.name}, saved on {saved.world_size} ranks"]
 
 
-def _check_world_size(folder: Path, saved_on: int, engine: DeepSpeedEngine, with_state: bool) -> None:
+def check_world_size(folder: Path, saved_on: int, engine: DeepSpeedEngine, with_state: bool, advice: str) -> None:
+    """Raises ValueError, with ``advice`` in it, if the checkpoint can only be loaded on as many ranks as saved it."""
     stage, here = engine.zero_optimization_stage(), engine.seq_dp_world_size
     weights_can_be_loaded = stage < 3 or here <= saved_on  # at stage 3 every rank reads a file of its own
     if stage == 0 or here == saved_on or (not with_state and weights_can_be_loaded):
         return
     raise ValueError(
         f"the checkpoint {str(folder)!r} was saved on {saved_on} data-parallel ranks and is loaded on {here}; load it "
-        f"on {saved_on}. Another number of ranks needs DeepSpeed's universal format "
-        '("checkpoint": {"load_universal": true}), and this version cannot convert a checkpoint to it yet'
+        f"on {saved_on}. {advice}"
         + ("; the weights alone can be loaded, with load_optimizer_states=False" if weights_can_be_loaded else "")
     )
 
 
-def _latest(load_dir: str) -> str | None:
-    file = Path(load_dir) / "latest"
+def latest(load_dir: str, name: str = "latest") -> str | None:
+    """The tag that the file of that name holds."""
+    file = Path(load_dir) / name
     return file.read_text().strip() if file.is_file() else None
 
 
-def _read(folder: Path, engine: DeepSpeedEngine) -> Saved:
-    """What the file of this rank's model-parallel part says."""
+def read(folder: Path, engine: DeepSpeedEngine, with_state: bool) -> Saved:
+    """What the file of this rank's model-parallel part says, and if its state is asked for, that of its optimizer."""
     stage = engine.zero_optimization_stage()
     name = f"mp_rank_{engine.checkpoint_mp_rank:02d}_model_states.pt"
     by_rank = f"zero_pp_rank_0_{name}"
     file, other = (folder / by_rank, folder / name) if stage == 3 else (folder / name, folder / by_rank)
     if not file.is_file():
         if other.is_file():
-            raise _wrong_stage(folder, "0, 1 or 2" if stage == 3 else "3", stage)
+            raise wrong_stage(folder, "0, 1 or 2" if stage == 3 else "3", stage)
         raise ValueError(f"the checkpoint {str(folder)!r} has no file {file.name!r}, so there is nothing to load")
-    # On meta no weights are kept, and since pytorch#170619 none are read. Client states may be any objects; DeepSpeed
-    # unpickles the same file next.
-    states: Mapping[str, Any] = torch.load(file, map_location="meta", weights_only=False)
+    states = _without_tensors(file)
     shapes = states.get("param_shapes")
-    return Saved(states["dp_world_size"], None if shapes is None else [list(group) for group in shapes])
+    optimizer = states.get("optimizer")
+    if with_state and shapes is not None and stage in (1, 2) and states["dp_world_size"] == engine.seq_dp_world_size:
+        of_rank = Path(engine._get_zero_ckpt_name(str(folder.parent), folder.name))
+        if not of_rank.is_file():
+            raise ValueError(
+                f"the checkpoint {str(folder)!r} has no file {of_rank.name!r}; load it in the precision it was saved in"
+            )
+        optimizer = _without_tensors(of_rank)["optimizer_state_dict"]
+    owned = optimizer.get(MARK) if isinstance(optimizer, Mapping) else None
+    return Saved(states["dp_world_size"], None if shapes is None else [list(group) for group in shapes], owned)
 
 
-def _wrong_stage(folder: Path, saved_at: str, stage: int) -> ValueError:
+def _without_tensors(file: Path) -> Mapping[str, Any]:
+    """On meta no weights are kept, and since pytorch#170619 none are read. Client states may be any objects; DeepSpeed
+    unpickles the same file next."""
+    return torch.load(file, map_location="meta", weights_only=False)
+
+
+def wrong_stage(folder: Path, saved_at: str, stage: int) -> ValueError:
     return ValueError(
         f"the checkpoint {str(folder)!r} was saved at ZeRO stage {saved_at} and is loaded at stage {stage}; load it "
         "at the stage it was saved at (1 and 2 can load each other's)"

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+from deepspeed.utils.logging import logger
 from torch import Tensor, nn
 
 from lwopt_backend.plan import FlatPartition, Fragment
@@ -26,8 +28,9 @@ def install(optimizer_class: type[torch.optim.Optimizer], bind: Callable[[Any, D
     """Make ``optimizer_class`` a name ds_config.json knows, and call ``bind(optimizer, engine)`` for its instances.
 
     The engine asks ``_do_optimizer_sanity_check`` right before it wraps the optimizer; it is the only moment at which
-    the module, the parameter names and the configuration are all known and the param groups may still be changed.
-    Calling it again changes nothing.
+    the module, the parameter names and the configuration are all known and the param groups may still be changed. What
+    it returns says how to wrap; None leaves the optimizer as it is, which is right for one that is a ZeRO optimizer
+    itself. Calling it again changes nothing.
     """
     setattr(torch.optim, optimizer_class.__name__, optimizer_class)
     if optimizer_class not in ZERO_SUPPORTED_OPTIMIZERS:
@@ -40,6 +43,8 @@ def install(optimizer_class: type[torch.optim.Optimizer], bind: Callable[[Any, D
     def check(self: DeepSpeedEngine, basic_optimizer: Any) -> Any:
         if isinstance(basic_optimizer, optimizer_class):
             bind(basic_optimizer, self)
+            if isinstance(basic_optimizer, ZeROOptimizer):
+                return None
         elif any("from_group" in group for group in getattr(basic_optimizer, "param_groups", ())):
             raise ValueError(
                 f"{type(basic_optimizer).__name__} was built on the param groups of {optimizer_class.__name__}, which "
@@ -131,10 +136,30 @@ def stored_fragment(param: Tensor, rank: int) -> Fragment | None:
     return Fragment(rank, inside.start, inside.start + inside.numel, stored.start)
 
 
-def default_clipping(engine: DeepSpeedEngine) -> float | None:
-    """The norm DeepSpeed clips at because the configuration says nothing, or None."""
+def leave_clipping_to_optimizer(engine: DeepSpeedEngine) -> None:
+    """At stage 0 the engine clips fp32 gradients itself, those that its parameters have."""
+    engine.clip_fp32_gradients = lambda: None
+
+
+def checks_overflow(engine: DeepSpeedEngine) -> bool:
+    """Whether gradients that are not finite are to be dropped."""
+    return not engine.bfloat16_enabled() or engine._config.bfloat16_config.check_grad_overflow
+
+
+def zero_settings(engine: DeepSpeedEngine) -> dict[str, Any]:
+    """What the configuration says in zero_optimization, without DeepSpeed's defaults."""
+    settings = dict(engine._config._param_dict)
+    return dict(settings.get("zero_optimization", {}))
+
+
+def warn_of_default_clipping(engine: DeepSpeedEngine) -> None:
+    """Say so where gradients are clipped because the configuration says nothing."""
     norm = engine.gradient_clipping()
-    return None if "gradient_clipping" in engine._config._param_dict or not norm else norm
+    if norm and "gradient_clipping" not in engine._config._param_dict:
+        logger.warning(
+            f"gradient_clipping is not set, so DeepSpeed clips gradients at its default norm of {norm}; set it to 0 to "
+            "switch clipping off"
+        )
 
 
 def adopt_torch_scheduler(engine: DeepSpeedEngine) -> None:

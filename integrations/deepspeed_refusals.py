@@ -45,22 +45,35 @@ def _parallelism(engine: DeepSpeedEngine, param_groups: list[dict[str, Any]]) ->
     reasons = _experts(engine, param_groups)
     if engine.pipeline_parallelism:
         reasons += _pipeline(engine)
-    shards = "each rank holds a shard, and the matrix rule needs the matrix; use 1"
-    if engine.autotp_size() > 1:
-        reasons.append(f"tensor_parallel.autotp_size is {engine.autotp_size()}: {shards}")
-    if engine.mp_world_size > 1 and not engine.pipeline_parallelism:  # a pipeline's stages count as model parallel
-        reasons.append(f"mpu.get_model_parallel_world_size() is {engine.mp_world_size}: {shards}")
+    reasons += forms_of_sharding(engine)
     size = engine.sequence_parallel_size
     if size > 1 and uses_bf16_optimizer(engine):
         reasons.append(
             f"sequence parallelism of {size} with bf16 and fp32 accumulation at stage 1, where DeepSpeed counts "
             "gradients on the first rank of a sequence only and fails on the others; use stage 2"
         )
-    if size > 1 and engine.mesh_device is not None:
-        reasons.append(
-            f"sequence parallelism of {size} comes from mesh_param, with which DeepSpeed does not reduce gradients "
-            "over the sequence-parallel ranks; pass an mpu, e.g. deepspeed.runtime.sequence_parallel.parallel_state_sp"
-        )
+    return [*reasons, *sequence_parallel_by_mesh(engine)]
+
+
+def sequence_parallel_by_mesh(engine: DeepSpeedEngine) -> list[str]:
+    """Sequence parallelism whose gradients do not add up."""
+    size = engine.sequence_parallel_size
+    if size == 1 or engine.mesh_device is None:
+        return []
+    return [
+        f"sequence parallelism of {size} comes from mesh_param, with which DeepSpeed does not reduce gradients "
+        "over the sequence-parallel ranks; pass an mpu, e.g. deepspeed.runtime.sequence_parallel.parallel_state_sp"
+    ]
+
+
+def forms_of_sharding(engine: DeepSpeedEngine) -> list[str]:
+    """What cuts a layer's matrices over ranks."""
+    reasons = []
+    shards = "each rank holds a shard, and the matrix rule needs the matrix; use 1"
+    if engine.autotp_size() > 1:
+        reasons.append(f"tensor_parallel.autotp_size is {engine.autotp_size()}: {shards}")
+    if engine.mp_world_size > 1 and not engine.pipeline_parallelism:  # a pipeline's stages count as model parallel
+        reasons.append(f"mpu.get_model_parallel_world_size() is {engine.mp_world_size}: {shards}")
     return reasons
 
 
@@ -128,6 +141,11 @@ def _storage(engine: DeepSpeedEngine) -> list[str]:
             f"{len(empty)} parameters, the first is {empty[0]!r}, have no elements, which ZeRO-3 cannot gather; use "
             "stage 1 or 2, or remove them"
         )
+    return [*reasons, *switched_on(engine)]
+
+
+def switched_on(engine: DeepSpeedEngine) -> list[str]:
+    """Switches that must be off."""
     switches = {
         "zero_optimization.round_robin_gradients": engine.zero_round_robin_gradients(),
         "zero_optimization.elastic_checkpoint": engine.zero_elastic_checkpoint(),
@@ -137,7 +155,7 @@ def _storage(engine: DeepSpeedEngine) -> list[str]:
         "bf16.bf16_master_weights_and_grads": engine.bf16_master_weights_and_gradients(),
         "fp16.fp16_master_weights_and_grads": engine.fp16_master_weights_and_gradients(),
     }
-    reasons += [f"{key} is on; switch it off" for key, on in switches.items() if on]
+    reasons = [f"{key} is on; switch it off" for key, on in switches.items() if on]
     if engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16:
         # torch's GradScaler skips the step on the ranks whose own fragment overflowed; the others would wait for them.
         reasons.append("torch_autocast.dtype is float16, with which ranks may skip a step one by one; use bfloat16")

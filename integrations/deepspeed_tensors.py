@@ -44,7 +44,7 @@ def guard_state_keys(engine: DeepSpeedEngine, optimizer: torch.optim.Optimizer, 
     not keep is a ValueError on every rank that asks, a state that no step has made yet a RuntimeError. At stage 0
     DeepSpeed returns None for every key, and still does.
     """
-    kept = _kept_states(grouping)
+    kept = kept_states(grouping)
     configure = engine._configure_lr_scheduler  # the first method called after the optimizer was wrapped
 
     @functools.wraps(configure)
@@ -55,7 +55,7 @@ def guard_state_keys(engine: DeepSpeedEngine, optimizer: torch.optim.Optimizer, 
     engine._configure_lr_scheduler = configure_lr_scheduler
 
 
-def _kept_states(grouping: Grouping) -> dict[int, Kept]:
+def kept_states(grouping: Grouping) -> dict[int, Kept]:
     """By a parameter's id, what the optimizer keeps for it."""
     kept = {}
     for group in grouping.groups:
@@ -66,16 +66,21 @@ def _kept_states(grouping: Grouping) -> dict[int, Kept]:
     return kept
 
 
+def check_key(found: Kept, key: str | None) -> None:
+    """Raises ValueError if a parameter has no state ``key``; None asks for the weights."""
+    if key is not None and key not in found.keys:
+        raise ValueError(
+            f"parameter {found.name!r} has no optimizer state {key!r}; its rule, {found.rule!r}, keeps "
+            f"{', '.join(map(repr, found.keys))}"
+        )
+
+
 def _guard(wrapper: Any, optimizer: torch.optim.Optimizer, kept: dict[int, Kept]) -> None:
     def check(param: Tensor, key: str | None) -> None:
         if key is None or id(param) not in kept:  # the weights are asked for, or a frozen parameter
             return
         found = kept[id(param)]
-        if key not in found.keys:
-            raise ValueError(
-                f"parameter {found.name!r} has no optimizer state {key!r}; its rule, {found.rule!r}, keeps "
-                f"{', '.join(map(repr, found.keys))}"
-            )
+        check_key(found, key)
         if not any(optimizer.state.values()):
             raise RuntimeError(f"parameter {found.name!r} has no {key!r} yet; the first step makes it")
 

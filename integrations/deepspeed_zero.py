@@ -1,8 +1,8 @@
-"""Layer-wise Muon inside DeepSpeed (host storage): ``"type": "LayerWiseMuon"`` in ds_config.json.
+"""Layer-wise Muon inside DeepSpeed: ``"type": "LayerWiseMuon"`` in ds_config.json.
 
-DeepSpeed keeps what is its own: sharding, master weights, gradient reduction, clipping, loss scaling, checkpoints. Our
-optimizer is the inner one. It steps on what each rank stores; matrices that are cut, or owned elsewhere, travel to
-their owner and back.
+With the storage of ZeRO, which this file is about, DeepSpeed keeps what is its own: sharding, master weights, gradient
+reduction, clipping, loss scaling, checkpoints. Our optimizer is the inner one. It steps on what each rank stores;
+matrices that are cut, or owned elsewhere, travel to their owner and back. ``deepspeed_owned`` is the other storage.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.utils.logging import logger
 
 from lwopt_backend import report
 from lwopt_backend.config import LayerWiseMuonConfig, MuonOptions, parse
@@ -57,9 +56,16 @@ class LayerWiseMuon(torch.optim.Optimizer):
     or a configuration that cannot work.
     """
 
+    def __new__(cls, params: Iterable[Any], **options: Any) -> LayerWiseMuon:
+        if cls is LayerWiseMuon and options.get("storage") == "owned":
+            from lwopt_backend.integrations.deepspeed_owned import OwnedLayerWiseMuon  # which builds on this module
+
+            cls = OwnedLayerWiseMuon
+        return super().__new__(cls)
+
     def __init__(self, params: Iterable[Any], **options: Any) -> None:
         register()
-        self.config = parse(LayerWiseMuonConfig, options, type(self).__name__)
+        self.config = parse(LayerWiseMuonConfig, options, LayerWiseMuon.__name__)
         self._given = as_groups(params)
         self._binding: Binding | None = None
         self._steppers: dict[int, GroupStepper | ReplicatedStepper] = {}  # by id of their tensor
@@ -86,16 +92,19 @@ class LayerWiseMuon(torch.optim.Optimizer):
         self.state.clear()  # an earlier engine's, whose partitions are gone
         if self._binding.replicated:
             deepspeed_engine.report_norm(engine, self)
-        self._take_groups(self._binding, engine)
+        self._take_groups(self._binding.groups())
         deepspeed_engine.adopt_torch_scheduler(engine)
-        deepspeed_checkpoints.guard_loading(engine, self._binding.ranks)
+        deepspeed_checkpoints.guard_loading(
+            engine, self._binding.ranks, lambda *asked: deepspeed_checkpoints.check(engine, *asked)
+        )
         deepspeed_tensors.guard_state_keys(engine, self, self._binding.grouping)
         if engine.global_rank == 0:
-            self._announce(engine, self._binding)
+            if self.config.report:
+                report.show(*self._binding.announcement())
+            deepspeed_engine.warn_of_default_clipping(engine)
 
-    def _take_groups(self, binding: Binding, engine: DeepSpeedEngine) -> None:
+    def _take_groups(self, groups: list[dict[str, Any]]) -> None:
         """Put the routed groups in place of the provisional ones, keeping what a scheduler already wrote into those."""
-        groups = binding.groups()
         rates = LinkedRates.of(groups, self.config.lr)
         before, after = ([(g["from_group"], g["rule"]) for g in some] for some in (self.param_groups, groups))
         if before == after:
@@ -115,16 +124,6 @@ class LayerWiseMuon(torch.optim.Optimizer):
     def _link(self, rates: LinkedRates) -> None:
         self._rates = rates
         self.param_groups = self._linked = rates.link(self.param_groups)
-
-    def _announce(self, engine: DeepSpeedEngine, binding: Binding) -> None:
-        if self.config.report:
-            report.show(*binding.announcement())
-        clipping = deepspeed_engine.default_clipping(engine)
-        if clipping is not None:
-            logger.warning(
-                f"gradient_clipping is not set, so DeepSpeed clips gradients at its default norm of {clipping}; "
-                "set it to 0 to switch clipping off"
-            )
 
     def step(self) -> None:  # type: ignore[override]
         """One step of what DeepSpeed shows us: everything (stage 0, BF16_Optimizer), a param group (ZeRO-1/2) or a

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
 
 from lwopt_backend.spelling import nearest, suggestion
 
@@ -82,11 +82,29 @@ class LayerWiseMuonConfig(LayerWiseConfig):
     - ``bucket_numel``: elements of the matrices that share one all-to-all; two such buckets are in flight.
     - ``ns_device``: where matrices are orthogonalized, also where DeepSpeed keeps the optimizer in the CPU's memory:
       ``auto`` on the accelerator if there is one, ``cpu`` on the CPU.
+    - ``storage``: who holds parameters, gradients and state: ``zero``, DeepSpeed's optimizers, to which the three
+      options above belong; or ``owned``, we ourselves (stages 0 to 2), to which those below belong.
+    - ``layout``, ``bucket_mb``, ``group_size``: as in ``OwnedConfig``.
     """
 
     policy: Literal["auto", "stay", "balance"] = "auto"
     bucket_numel: Annotated[int, Field(ge=1, strict=True)] = 2**24
     ns_device: Literal["auto", "cpu"] = "auto"
+    storage: Literal["zero", "owned"] = "zero"
+    layout: Literal["auto", "padded", "compact"] = "auto"
+    bucket_mb: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] = 64.0
+    group_size: Annotated[int, Field(ge=1, strict=True)] | None = None
+
+    @model_validator(mode="after")
+    def _options_of_the_storage(self) -> LayerWiseMuonConfig:
+        of = {"zero": ("policy", "bucket_numel", "ns_device"), "owned": ("layout", "bucket_mb", "group_size")}
+        other = "owned" if self.storage == "zero" else "zero"
+        wrong = [key for key in of[other] if key in self.model_fields_set]
+        if wrong:
+            raise ValueError(
+                f'{", ".join(map(repr, wrong))}: only for "storage": "{other}", but the storage is {self.storage!r}'
+            )
+        return self
 
 
 class FSDP2Config(LayerWiseConfig):
@@ -150,6 +168,8 @@ def _problem(model: type[Options], detail: Mapping[str, Any]) -> str:
     location = [str(part) for part in detail["loc"]]
     *section, _ = location or [""]
     key = ".".join(location)
+    if detail["type"] == "value_error":
+        return str(detail["ctx"]["error"])
     if detail["type"] == "extra_forbidden":
         return f"unknown key {key!r}; {_hint(model, location)}"
     found = f"{key}: {detail['msg'][0].lower()}{detail['msg'][1:]}; found {detail['input']!r}"

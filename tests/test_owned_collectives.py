@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -21,11 +22,10 @@ from tests.ranks import RankPool
 def not_from_rank_to_rank() -> Iterator[dict[str, int]]:
     """Groups that are not ``direct``, as NCCL's; counts collectives. gloo lacks one, which broadcasts replace."""
     calls: dict[str, int] = {}
-    before = TorchCollectives.__init__, TorchCollectives.reduce_scatter_parts, TorchCollectives.all_gather_parts
+    before = TorchCollectives.direct, TorchCollectives.reduce_scatter_parts, TorchCollectives.all_gather_parts
 
-    def init(self: TorchCollectives, group: Any = None) -> None:
-        before[0](self, group)
-        self.direct = False
+    def direct(self: TorchCollectives, device: torch.device) -> bool:
+        return False
 
     def reduce_scatter(self: TorchCollectives, mine: Tensor, parts: Sequence[Tensor], whole: Tensor | None) -> Pending:
         name = "reduce_scatter uneven" if whole is None else "reduce_scatter_tensor"
@@ -41,14 +41,14 @@ def not_from_rank_to_rank() -> Iterator[dict[str, int]]:
             dist.broadcast(part, group=self.group, group_src=rank)
         return dist.barrier(self.group, async_op=True)
 
-    TorchCollectives.__init__ = init  # type: ignore[method-assign]
+    TorchCollectives.direct = direct  # type: ignore[method-assign]
     TorchCollectives.reduce_scatter_parts = reduce_scatter  # type: ignore[method-assign]
     TorchCollectives.all_gather_parts = all_gather  # type: ignore[method-assign]
     try:
         yield calls
     finally:
         (
-            TorchCollectives.__init__,  # type: ignore[method-assign]
+            TorchCollectives.direct,  # type: ignore[method-assign]
             TorchCollectives.reduce_scatter_parts,  # type: ignore[method-assign]
             TorchCollectives.all_gather_parts,  # type: ignore[method-assign]
         ) = before
@@ -71,3 +71,16 @@ def test_collectives_of_parts_equal_one_process(ranks: RankPool, layout: str, op
             assert set(calls) == {"reduce_scatter_tensor", "all_gather_into_tensor"}
         if layout == "compact":
             assert "reduce_scatter uneven" in calls and "all_gather uneven" in calls
+
+
+def direct_of_unknown_device() -> str:
+    """gloo serves CPU tensors from rank to rank; tensors elsewhere would be read as if they were in its memory."""
+    try:
+        TorchCollectives().direct(torch.device("cuda"))
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def test_gloo_is_refused_for_other_devices(ranks: RankPool) -> None:
+    assert all("cuda" in error for error in ranks.run(direct_of_unknown_device))

@@ -12,7 +12,7 @@ from deepspeed.module_inject import auto_ep
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from lwopt_backend.integrations import deepspeed_zero
+from lwopt_backend.integrations import deepspeed_engine
 from lwopt_backend.integrations.deepspeed_zero import LayerWiseMuon
 from lwopt_backend.plan import MACHINES
 from lwopt_backend.plan.build import modelled_time
@@ -237,7 +237,7 @@ def test_an_optimizer_without_an_engine_does_not_step(ranks: RankPool) -> None:
 
 def announced(settings: dict[str, Any]) -> list[str]:
     lines: list[str] = []
-    logger, warn = deepspeed_zero.logger, deepspeed_zero.logger.warning
+    logger, warn = deepspeed_engine.logger, deepspeed_engine.logger.warning
     logger.warning = lambda message, *args: lines.append(message)
     try:
         build(settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,41 +14,50 @@ from lwopt_backend.config import OwnedConfig
 from lwopt_backend.grouping import Grouping
 from lwopt_backend.routing import named_parameters
 from lwopt_backend.rule_arguments import NAME
+from lwopt_backend.runtime.backward import is_followed
 
+FSDP2 = "for fully_shard models use lwopt_backend.integrations.fsdp2.LayerWiseOptimizer"
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def check_model(model: nn.Module) -> None:
-    """Raises TypeError or ValueError for a model whose parameters cannot become views of our buffers."""
+def check_model(model: nn.Module, caller: str = NAME) -> None:
+    """Raises TypeError or ValueError for a model whose parameters cannot become views of ``caller``'s buffers."""
     for name, module in model.named_modules():
         if isinstance(module, (DistributedDataParallel, DataParallel)):
             place = f"its module {name!r} is" if name else "it is"
             raise TypeError(
-                f"{NAME} reduces gradients itself and takes a plain module, but {place} wrapped in "
+                f"{caller} reduces gradients itself and takes a plain module, but {place} wrapped in "
                 f"{type(module).__name__}; pass the module inside, model.module"
             )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise ValueError(f"{NAME}: {name!r} makes sparse gradients, which no buffer holds; set sparse=False")
+            raise ValueError(f"{caller}: {name!r} makes sparse gradients, which no buffer holds; set sparse=False")
     devices: dict[torch.device, str] = {}
     for name, param in named_parameters(model):
         if hasattr(param, "device_mesh"):
-            raise TypeError(
-                f"{NAME}: parameter {name!r} is a DTensor; for fully_shard models use "
-                "lwopt_backend.integrations.fsdp2.LayerWiseOptimizer"
-            )
+            raise TypeError(f"{caller}: parameter {name!r} is a DTensor; {FSDP2}")
         if not param.requires_grad:
             continue
+        if is_followed(param) and _still_followed(param):
+            raise ValueError(
+                f"{caller}: parameter {name!r} belongs to an earlier optimizer of ours, which is still in use; remove "
+                "every reference to that one first (del optimizer)"
+            )
         if param.dtype not in DTYPES:
             raise TypeError(
-                f"{NAME}: parameter {name!r} is stored in {_spell(param.dtype)}; expected float32, bfloat16, "
+                f"{caller}: parameter {name!r} is stored in {_spell(param.dtype)}; expected float32, bfloat16, "
                 "float16 or float64 (computing in fp8 over bfloat16 parameters works)"
             )
         if param.device.type == "meta":
-            raise ValueError(f"{NAME}: parameter {name!r} is on the meta device and has no values yet; materialize it")
+            raise ValueError(
+                f"{caller}: parameter {name!r} is on the meta device and has no values yet; materialize it"
+            )
         devices.setdefault(param.device, name)
+    for name, module in model.named_modules():
+        if getattr(module, "_is_fsdp_managed_module", False):
+            raise TypeError(f"{caller}: {name or 'the model'!r} is sharded by FullyShardedDataParallel; {FSDP2}")
     if len(devices) > 1:
         places = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
-        raise ValueError(f"{NAME}: parameters are on several devices, {places}; move the model to one")
+        raise ValueError(f"{caller}: parameters are on several devices, {places}; move the model to one")
 
 
 def changes(model: nn.Module, names: Sequence[str], params: Sequence[Tensor], places: Sequence[int]) -> list[str]:
@@ -84,6 +94,12 @@ def check_options(
         )
     if config.step_in_backward and (config.keep_full_grads or not config.overlap_grad_reduce):
         raise ValueError(f"{NAME}: step_in_backward needs overlap_grad_reduce, and no keep_full_grads")
+
+
+def _still_followed(param: Tensor) -> bool:
+    """``is_followed``, once optimizers are gone that only cycles of references hold."""
+    gc.collect()
+    return is_followed(param)
 
 
 def _spell(dtype: torch.dtype) -> str:

@@ -82,7 +82,7 @@ class OwnedCore:
                 bucket_mb=bucket_mb,
                 group_size=shared.group_size,
                 grad_dtype=grad_dtype,
-                direct=shared.ranks.direct,
+                direct=shared.ranks.direct(members[0].param.device),
                 bus_alignment=bus_alignment,
                 base=base,
             )

@@ -8,19 +8,23 @@ from typing import Any
 
 import torch
 
+from lwopt_backend.config import OwnedConfig
+from lwopt_backend.owned.core import Holdings, OwnedCore
 from lwopt_backend.owned.members import Member
 from lwopt_backend.plan.buffers.arrangement import Bucket
 from lwopt_backend.plan.buffers.owned import OwnedPlan
 from lwopt_backend.registry import rule_named
+from lwopt_backend.runtime.ledger import all_reduce_nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
     """Bytes of one rank. ``parameters`` to ``padding`` are held between a backward pass and its step.
 
-    ``gradients`` are gone after the step; ``padding`` is that of parameters and gradients. ``transient`` is the most
-    that was held on top of them at once, so far, on this rank (0 of others). ``sent`` is what a step with one backward
-    pass sends.
+    ``gradients`` are gone after the step unless all ranks keep them; ``padding`` is that of parameters and gradients.
+    ``transient`` is what backward passes needed on top of all of these, so far: ``long_lived + transient`` is the most
+    there was at once. What rules work with, matrix by matrix, and a flag per parameter are not counted. ``sent`` is
+    what a step with one backward pass sends.
     """
 
     parameters: int = 0
@@ -37,6 +41,24 @@ class RankMemory:
 
     def __add__(self, other: RankMemory) -> RankMemory:
         return RankMemory(*(getattr(self, f) + getattr(other, f) for f in self.__slots__))
+
+
+def memory_of_all(core: OwnedCore, groups: Sequence[Mapping[str, Any]], config: OwnedConfig) -> list[RankMemory]:
+    """What every rank holds, transient included. Called on all ranks."""
+    kept = sum(bucket.grad_nbytes for bucket in core.manager.buckets)
+    mine = RankMemory(transient=max(0, core.manager.ledger.most_held - kept))
+    for held in core.holdings:
+        mine += memory_of(core, held, groups, config)[held.sharers.instance.rank]
+    return core.holdings[0].sharers.everyone.gather_objects(mine)
+
+
+def memory_of(
+    core: OwnedCore, held: Holdings, groups: Sequence[Mapping[str, Any]], config: OwnedConfig
+) -> list[RankMemory]:
+    """What each rank of an instance holds of what ``held`` shares."""
+    members = [core.members[number] for number in held.numbers]
+    grad_dtype = torch.float32 if config.grad_dtype == "float32" else None
+    return rank_memory(held.plan, members, groups, grad_dtype=grad_dtype, keep_full=config.keep_full_grads)
 
 
 def rank_memory(
@@ -80,12 +102,14 @@ def _of_bucket(
         flat = torch.empty(piece.numel, dtype=owned_dtype, device="meta")
         tensors = rule_named(member.rule).new_state(flat, groups[member.group]).values()
         state += sum(tensor.numel() * tensor.itemsize for tensor in tensors)
-    across = 2 * (stop - start) * owned_dtype.itemsize * (plan.instances - 1) // plan.instances
+    gathered = bucket.return_numels()[rank]
+    sent = bucket.reduce_numels()[rank] * wire + gathered * (dtype.itemsize + (wire if keep_full else 0))
+    sent += all_reduce_nbytes((stop - start) * owned_dtype.itemsize, plan.instances)
     return RankMemory(
         parameters=filled * dtype.itemsize,
         gradients=gradients,
         masters=owned * owned_dtype.itemsize if owned_dtype != dtype else 0,
         state=state,
         padding=bucket.padding * dtype.itemsize + padding,
-        sent=bucket.reduce_numels()[rank] * wire + bucket.return_numels()[rank] * dtype.itemsize + across,
+        sent=sent,
     )

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
+from functools import partial
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +21,13 @@ from lwopt_backend.config import MuonOptions, OwnedConfig
 from lwopt_backend.grouping import Grouping, group_parameters
 from lwopt_backend.owned.backward import Backward
 from lwopt_backend.owned.checks import check_model, check_options
-from lwopt_backend.owned.core import Holdings, OwnedCore, Share
-from lwopt_backend.owned.memory import RankMemory, rank_memory
+from lwopt_backend.owned.core import OwnedCore, Share
+from lwopt_backend.owned.memory import RankMemory, memory_of, memory_of_all
 from lwopt_backend.owned.model_hooks import tell_when_loaded, wait_in_forward
 from lwopt_backend.owned.report import show
+from lwopt_backend.owned.state import load_state_dict_into, state_dict_of
+from lwopt_backend.owned.state_loading import load
+from lwopt_backend.owned.state_saving import save
 from lwopt_backend.param_groups import as_groups
 from lwopt_backend.plan.buffers.owned import OwnedPlan
 from lwopt_backend.routing import check_globs
@@ -84,14 +90,13 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             experts = ranks_of(expert_process_group)
             takes = lambda name: any(fnmatchcase(name, glob) for glob in globs)  # noqa: E731
             shares.append(Share(experts, everyone.world_size, expert_group_size, takes))
-        self._grad_dtype = torch.float32 if self.config.grad_dtype == "float32" else None
         self.core = OwnedCore(
             self._grouping,
             shares,
             self.config,
             layout=self.config.layout,
             bucket_mb=self.config.bucket_mb,
-            grad_dtype=self._grad_dtype,
+            grad_dtype=torch.float32 if self.config.grad_dtype == "float32" else None,
             keep_full=self.config.keep_full_grads,
             overlap=self.config.overlap_grad_reduce,
             bus_alignment=self.config.bus_alignment,
@@ -197,34 +202,40 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             )
         self.core.stepper.step_arrived(self.param_groups)
 
+    # Checkpoints
+
+    def save_state_dict(self, path: str | PathLike[str]) -> None:
+        """Write optimizer state into a folder of its own, for any ranks and layout; the model saves its weights."""
+        save(self.core, self.param_groups, Path(path))
+
+    def load_state_dict_from(self, path: str | PathLike[str]) -> None:
+        """Read what this rank owns of what ``save_state_dict`` wrote; before or after the model's weights."""
+        load(self.core, self.param_groups, Path(path))
+        self._loaded = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's own part of the state, for the same rank under the same plan; else use ``save_state_dict``."""
+        return state_dict_of(self, self.core)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take this rank's ``state_dict``. Raises ValueError, on all ranks, if it is another's or of another plan."""
+        load_state_dict_into(self, self.core, state_dict)
+        self._loaded = True
+
     # What it holds
 
     def memory_report(self) -> list[RankMemory]:
         """Per rank of the process group, the bytes it holds for this optimizer."""
-        mine = RankMemory(transient=self._manager.ledger.most_held)
-        for held in self.core.holdings:
-            mine += self._memory(held)[held.sharers.instance.rank]
-        return self.core.holdings[0].sharers.everyone.gather_objects(mine)
+        return memory_of_all(self.core, self.param_groups, self.config)
 
     def traffic(self) -> dict[str, int]:
-        """Bytes that this rank has sent so far, by what they were."""
+        """Bytes that this rank has sent so far, by what they were; flags and norms, a few per parameter, not."""
         return dict(self._manager.ledger.sent)
-
-    def _memory(self, held: Holdings) -> list[RankMemory]:
-        members = [self.core.members[number] for number in held.numbers]
-        return rank_memory(
-            held.plan,
-            members,
-            self.param_groups,
-            grad_dtype=self._grad_dtype,
-            keep_full=self.config.keep_full_grads,
-        )
 
     def _announcement(self) -> list[tuple[str, OwnedPlan, list[RankMemory]]]:
         sets = zip(("the data-parallel ranks", "the ranks that share experts"), self.core.holdings)
-        return [
-            (f"{held.sharers.everyone.world_size} of {whose}", held.plan, self._memory(held)) for whose, held in sets
-        ]
+        memory = partial(memory_of, self.core, groups=self.param_groups, config=self.config)
+        return [(f"{held.sharers.everyone.world_size} of {whose}", held.plan, memory(held)) for whose, held in sets]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only for the base class's constructor. Raises RuntimeError afterwards: the plan knows no later parameters."""

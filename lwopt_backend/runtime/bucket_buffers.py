@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.plan.buffers.arrangement import Bucket, Piece
+from lwopt_backend.runtime import parts
 from lwopt_backend.runtime.ledger import Ledger
-from lwopt_backend.runtime.parts import PartsPending, reduce_parts, return_parts
 from lwopt_backend.runtime.sharers import Sharers
 
 
@@ -49,9 +49,9 @@ class BucketBuffers:
         self._slots = {slot.param: slot for slot in bucket.slots}
         self._shapes = {slot.param: params[slot.param].shape for slot in bucket.slots}
         self._arrived: set[int] = set()
-        self._way: PartsPending | None = None
-        self._across: tuple[object, Tensor] | None = None
-        self._back: PartsPending | None = None
+        self._way: parts.PartsPending | None = None
+        self._across: parts.PartsPending | None = None
+        self._back: parts.PartsPending | None = None
         first = params[bucket.slots[0].param]
         self.values = torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
         for slot in bucket.slots:
@@ -62,17 +62,22 @@ class BucketBuffers:
         self.owned_dtype = torch.float32 if first.dtype.itemsize < 4 else first.dtype
         self.masters: Tensor | None = None
         if self.owned_dtype != first.dtype:
-            self.masters = torch.empty(self.owned_numel, dtype=self.owned_dtype, device=first.device)
+            numel = sum(piece.numel for piece in self.pieces)
+            self.masters = torch.full((numel,), torch.nan, dtype=self.owned_dtype, device=first.device)
         self.full: Tensor | None = None
         if keep_full:
-            self.full = torch.zeros(bucket.numel, dtype=grad_dtype, device=first.device)
+            self.full = ledger.empty(bucket.numel, grad_dtype, first.device).zero_()
         self.mine: Tensor | None = None
         self._averaged = False
         self.refresh_masters()
 
     @property
-    def owned_numel(self) -> int:
-        return sum(piece.numel for piece in self.pieces)
+    def grad_nbytes(self) -> int:
+        """Bytes of the gradients that are there between a backward pass and its step."""
+        if self._keep_full:
+            return self.bucket.numel * self._grad_dtype.itemsize
+        start, stop = self.bucket.parts[self.sharers.instance.rank]
+        return (stop - start) * self.owned_dtype.itemsize
 
     def view(self, buffer: Tensor, param: int) -> Tensor:
         """Parameter ``param``'s elements of a buffer laid out as this bucket."""
@@ -102,10 +107,14 @@ class BucketBuffers:
         return [self.mine] if self.mine is not None else []
 
     def refresh_masters(self) -> None:
-        """Take the parameters' values into the masters."""
+        """Take the parameters' values into the masters, but for elements whose master rounds to just that value.
+
+        So weights and optimizer state may be loaded in either order, and masters keep their precision.
+        """
         if self.masters is not None:
             for piece, master in zip(self.pieces, self.owned_values()):
-                master.copy_(self.values.narrow(0, piece.offset, piece.numel))
+                value = self.values.narrow(0, piece.offset, piece.numel)
+                master.copy_(value)
 
     def publish_masters(self) -> None:
         """Round the masters into this rank's part of the parameters."""
@@ -122,7 +131,7 @@ class BucketBuffers:
             self._take_kept(param, view)
             return
         assert param.grad is not None
-        view.add_(param.grad) if index in self._arrived else view.copy_(param.grad)
+        parts.add(view, param.grad, self._ledger) if index in self._arrived else view.copy_(param.grad)
         self._arrived.add(index)
         param.grad = None
 
@@ -151,8 +160,8 @@ class BucketBuffers:
         for index in self._slots.keys() - here:
             self.view(full, index).zero_()
         if self.bucket.padding and not self._keep_full:
-            self._zero_padding(full)
-        self._way = reduce_parts(full, self.bucket, ranks, self._ledger, self.tag, keep=self._keep_full)
+            parts.zero_padding(full, self.bucket)
+        self._way = parts.reduce_parts(full, self.bucket, ranks, self._ledger, self.tag, keep=self._keep_full)
         if not self._keep_full:
             self.full = None
             self._arrived = set()
@@ -164,17 +173,15 @@ class BucketBuffers:
     def arrive(self) -> None:
         """Wait for what ``launch`` started, and add it to what this rank has of earlier backward passes."""
         assert self._way is not None
-        came = self._way.sum(self.owned_dtype)
-        self._way = None
+        came, self._way = self._way.sum(self.owned_dtype), None
         if self.sharers.replicas is not None:
             self._settle_across()
-            self._ledger.sent["across instances"] += came.numel() * came.itemsize
-            self._across = (self.sharers.replicas.start_all_reduce(came), came)
+            self._across = parts.reduce_across(came, self.sharers.replicas, self._ledger)
         else:
             self._add(came)
 
     def settle(self) -> None:
-        """Make ``mine`` the mean gradient. Called on all ranks, after ``arrive``."""
+        """Make what arrived the mean gradient. Called on all ranks, after ``arrive``."""
         self._settle_across()
         if self.mine is not None and not self._averaged:
             self.mine.div_(self.sharers.divisor)
@@ -182,27 +189,29 @@ class BucketBuffers:
 
     def _settle_across(self) -> None:
         if self._across is not None:
-            pending, came = self._across
-            pending.wait()  # type: ignore[attr-defined]
-            self._across = None
+            came, self._across = self._across.sum(self.owned_dtype), None
             self._add(came)
 
     def _add(self, came: Tensor) -> None:
-        if self.mine is None or self._keep_full:
+        if self._keep_full:
+            assert self.full is not None
+            parts.split(self.full, self.bucket)[self.sharers.instance.rank].copy_(came.div_(self.sharers.divisor))
+            self._ledger.free(came)
+        elif self.mine is None:
             self.mine, self._averaged = came, False
         else:
             self.mine.add_(came.div_(self.sharers.divisor) if self._averaged else came)
+            self._ledger.free(came)
 
     def spread_gradients(self) -> None:
         """Bring the mean gradients to all ranks (``keep_full``). Called on all ranks."""
-        assert self.full is not None and self.mine is not None
-        start, stop = self.bucket.parts[self.sharers.instance.rank]
-        self.full[start:stop].copy_(self.mine)
-        self.mine = None
-        return_parts(self.full, self.bucket, self.sharers.instance, self._ledger, self.tag, "gradients").wait()
+        assert self.full is not None
+        parts.return_parts(self.full, self.bucket, self.sharers.instance, self._ledger, self.tag, "gradients").wait()
 
     def drop_owned_gradients(self) -> None:
         """Forget the reduced gradients, which have been used."""
+        if self.mine is not None:
+            self._ledger.free(self.mine)
         self.mine = None
         self._averaged = False
 
@@ -213,30 +222,21 @@ class BucketBuffers:
 
     def drop_gradients(self) -> None:
         """Forget all gradients, those on their way included."""
-        if self._way is not None:
-            self._way.discard()
-            self._way = None
-        if self._across is not None:
-            self._across[0].wait()  # type: ignore[attr-defined]
-            self._across = None
+        for way in (self._way, self._across):
+            if way is not None:
+                way.discard()
+        self._way = self._across = None
         self.drop_owned_gradients()
         self._arrived = set()
         if not self._keep_full and self.full is not None:
             self._ledger.free(self.full)
             self.full = None
 
-    def _zero_padding(self, buffer: Tensor) -> None:
-        end = 0
-        for slot in sorted(self._slots.values(), key=lambda slot: slot.offset):
-            buffer[end : slot.offset].zero_()
-            end = slot.offset + slot.numel
-        buffer[end:].zero_()
-
     # Parameters
 
     def send_values(self) -> None:
         """Start bringing this rank's part of the parameters to all ranks, and theirs here. Called on all ranks."""
-        self._back = return_parts(self.values, self.bucket, self.sharers.instance, self._ledger, self.tag)
+        self._back = parts.return_parts(self.values, self.bucket, self.sharers.instance, self._ledger, self.tag)
 
     def receive_values(self) -> None:
         """Return when the parameters are all ranks'."""

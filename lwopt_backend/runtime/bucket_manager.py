@@ -12,14 +12,17 @@ plan, and every backward pass that reduces makes all of them leave exactly once.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 import torch
 from torch import Tensor
 
 from lwopt_backend.plan.buffers.arrangement import Bucket
 from lwopt_backend.runtime.bucket_buffers import BucketBuffers
+from lwopt_backend.runtime.failures import failing, left_already, read_too_early
+from lwopt_backend.runtime.kept_gradients import show_everywhere
 from lwopt_backend.runtime.ledger import Ledger
 from lwopt_backend.runtime.sharers import Sharers
 
@@ -28,8 +31,7 @@ TAG = 7_300_000  # of messages between two ranks; far from those that programs n
 
 
 class BucketManager:
-    """Buckets of ``params``, named ``names``, in the order in which backward completes them. ``sharers[i]`` are those
-    of ``buckets[i]``.
+    """Buckets of ``params``, named ``names``, in backward's order; ``sharers[i]`` are those of ``buckets[i]``.
 
     Made on all ranks. The parameters become views of the buckets' buffers.
     """
@@ -64,8 +66,8 @@ class BucketManager:
         self.bucket_of = {slot.param: n for n, bucket in enumerate(buckets) for slot in bucket.slots}
         self._touched = [False] * len(params)  # which have had a gradient on this rank since they were dropped
         self.on_launch: Callable[[int], None] = lambda number: None  # told of every bucket that leaves
-        self._keep_full = keep_full
-        self._overlap = overlap
+        self.reduces: Callable[[], bool] | None = None  # a host that knows it says whether the next pass reduces
+        self._keep_full, self._overlap = keep_full, overlap
         self._reducing = True
         self._left_behind = False  # gradients of a pass that did not reduce
         self.passes = 0  # that reduced, since the last step
@@ -90,22 +92,18 @@ class BucketManager:
 
     def begin_backward(self) -> None:
         """A backward pass begins."""
+        if self.reduces is not None:
+            self._reducing = self.reduces()
+            self._left_behind = self._left_behind or not self._reducing
         self._open = self._open or self._reducing
 
     def arrived(self, index: int) -> None:
         """Take the gradient that parameter ``index`` has now. Raises RuntimeError if its bucket has left already."""
         number = self.bucket_of[index]
         if self._reducing and number < self._next:
-            raise RuntimeError(
-                f"parameter {self.names[index]!r} got another gradient in one backward pass after bucket {number} had "
-                "left with its first: it is used in several reentrant checkpoints; use checkpoint(..., "
-                "use_reentrant=False), or overlap_grad_reduce=False"
-            )
+            raise left_already(self.names[index], number)
         if self.buckets[number].stale:
-            raise RuntimeError(
-                f"parameter {self.names[index]!r} was used before its new value had come, because its module was not "
-                "called; call optimizer.synchronize() before the forward pass, or switch overlap_param_gather off"
-            )
+            raise read_too_early(self.names[index])
         self._touched[index] = True
         with torch.no_grad():
             self.buckets[number].take(index)
@@ -143,10 +141,10 @@ class BucketManager:
         self.passes += 1
         self._left_behind = False
         if self._keep_full:
-            for number, bucket in enumerate(self.buckets):
-                self._settle(number)
+            for number, bucket in enumerate(self.settled()):
                 with torch.no_grad(), self._named(number, "gradients to all ranks"):
                     bucket.spread_gradients()
+            show_everywhere(self.buckets, self.params)
 
     def _arrive(self, number: int) -> None:
         with torch.no_grad(), self._named(number, "gradients to their owners"):
@@ -160,17 +158,21 @@ class BucketManager:
 
     # Step
 
-    def finish(self) -> None:
-        """Make sure that every bucket has left since the last step, with what there is. Called on all ranks.
+    def finish(self, passes: int = 1) -> None:
+        """Make sure that every bucket has left so often since the last step, with what there is. Called on all ranks.
 
-        A rank that had no backward pass takes part with zeros.
+        A rank that had fewer backward passes than the others takes part with zeros.
         """
-        if self._open or self._left_behind or not self.passes:
+        if self._open or self._left_behind or self.passes < passes:
             self._launch_rest()
 
     def has_gradient(self, index: int) -> bool:
         """Whether this rank has had a gradient for a parameter since they were dropped."""
         return self.params[index].grad is not None if self._keep_full else self._touched[index]
+
+    def assigned(self, index: int) -> None:
+        """A parameter has got a gradient at its owner by hand."""
+        self._touched[index] = True
 
     def take_changed(self) -> None:
         """Take gradients that the user has put in place of ours (``keep_full``)."""
@@ -222,20 +224,27 @@ class BucketManager:
         self.passes = 0
         self._begin()
 
+    def __del__(self) -> None:
+        """Nothing stays on its way: a transport whose buffers are gone hangs. At the process's end nobody cares."""
+        with suppress(RuntimeError):
+            for bucket in getattr(self, "buckets", ()) if not sys.is_finalizing() else ():
+                bucket.receive_values()
+                bucket.drop_gradients()
+
     @property
     def has_unused_gradients(self) -> bool:
-        """Whether gradients have left for their owners since the last step. The same on all ranks."""
-        return self.passes > 0 or self._open
+        """Whether there was a backward pass since the last step, or ``no_sync``. The same on all ranks that had one."""
+        return self.passes > 0 or self._open or self._left_behind
 
-    @contextmanager
-    def _named(self, number: int, what: str) -> Iterator[None]:
-        """Say of a transport's error which bucket and which way it was."""
-        try:
-            yield
-        except RuntimeError as error:
-            bucket = self.buckets[number].bucket
-            first = self.names[bucket.slots[0].param]
-            raise RuntimeError(
-                f"bucket {number} ({bucket.kind}, {len(bucket.slots)} parameters, the first is {first!r}): bringing "
-                f"its {what} failed; another rank has ended, hangs, or ran other backward passes. {error}"
-            ) from error
+    @property
+    def all_left(self) -> bool:
+        """Whether all gradients since the last step, and some, have left for their owners."""
+        return self.passes > 0 and not self._open and not self._left_behind
+
+    def label(self, number: int) -> str:
+        """A bucket's number, kind and first parameter, for errors."""
+        kind, slots = self.buckets[number].bucket.kind, self.buckets[number].bucket.slots
+        return f"bucket {number} ({kind}, {len(slots)} parameters, the first is {self.names[slots[0].param]!r})"
+
+    def _named(self, number: int, what: str) -> AbstractContextManager[None]:
+        return failing(lambda: f"{self.label(number)}: bringing its {what}")

@@ -52,7 +52,6 @@ class TorchCollectives:
         self.group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        self.direct = dist.get_backend(group) == "gloo"
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -61,6 +60,12 @@ class TorchCollectives:
     def ranks(self) -> list[int]:
         """The global ranks of the group, in its order."""
         return dist.get_process_group_ranks(self.process_group)
+
+    def direct(self, device: torch.device) -> bool:
+        backend = self.process_group._get_backend(device).name()
+        if backend == "gloo" and device.type != "cpu":
+            raise ValueError(f"parameters are on {device}, for which the process group has gloo; use NCCL there")
+        return backend == "gloo"
 
     def all_to_all(
         self, received: Tensor, sent: Tensor, receive_splits: Sequence[int], send_splits: Sequence[int]

@@ -13,47 +13,73 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.plan.buffers.arrangement import Bucket
-from lwopt_backend.runtime.ledger import Ledger
+from lwopt_backend.runtime.ledger import Ledger, all_reduce_nbytes
 from lwopt_backend.runtime.ranks import PartCollectives, Pending
+
+WIDENED_NUMEL = 2**16  # elements that are widened at a time to be added
 
 
 class PartsPending:
-    """A buffer under way. ``received[r]`` is what rank r has of this rank's part, or there is one, the sum."""
+    """A buffer under way. ``received[r]`` is what rank r has of this rank's part, or there is one, the sum.
+
+    ``held`` are the ledger's tensors among them and beside them; until it is done the transport reads and writes there.
+    """
 
     def __init__(
-        self,
-        pending: Pending,
-        received: Sequence[Tensor],
-        held: Sequence[Tensor],
-        ledger: Ledger | None,
+        self, pending: Pending, received: Sequence[Tensor], held: Sequence[Tensor], ledger: Ledger | None
     ) -> None:
         self._pending = pending
         self._received = received
-        self._held = held  # freed when it is done; until then the transport reads and writes there
+        self._held = held
         self._ledger = ledger
 
     def wait(self) -> None:
         self._pending.wait()
 
     def sum(self, dtype: torch.dtype) -> Tensor:
-        """Wait; this rank's part, summed over all ranks, in a tensor of its own."""
+        """Wait; this rank's part, summed over all ranks in their order, in a tensor of the ledger's for the caller.
+
+        Where the dtype allows it that is one of the tensors that came: of the first two, whose sum is the same either
+        way. One that only looks into a buffer is copied, it would keep all of it.
+        """
+        assert self._ledger is not None
         self.wait()
-        total = self._received[0].to(dtype, copy=True)
-        for other in self._received[1:]:
-            total.add_(other)
-        self._free()
+        whole = [part for part in self._received[:2] if part.dtype == dtype and any(part is t for t in self._held)]
+        if whole:
+            total = whole[0]
+            others = [part for part in self._received if part is not total]
+        else:
+            first, *others = self._received
+            total = self._ledger.empty(first.numel(), dtype, first.device).copy_(first)
+        for other in others:
+            add(total, other, self._ledger)
+        self._free(total)
         return total
 
     def discard(self) -> None:
         """Wait, and forget what came."""
         self.wait()
-        self._free()
+        self._free(None)
 
-    def _free(self) -> None:
-        if self._ledger is not None:
-            for tensor in self._held:
+    def _free(self, kept: Tensor | None) -> None:
+        for tensor in self._held:
+            if tensor is not kept:
+                assert self._ledger is not None
                 self._ledger.free(tensor)
         self._received, self._held = (), ()
+
+
+def add(total: Tensor, other: Tensor, ledger: Ledger) -> None:
+    """Add ``other``, which may be narrower; PyTorch would widen all of it at once in memory that nobody counts."""
+    if total.dtype == other.dtype:
+        total.add_(other)
+        return
+    flat, narrow = total.view(-1), other.reshape(-1)
+    wide = ledger.empty(min(flat.numel(), WIDENED_NUMEL), total.dtype, total.device)
+    for begin in range(0, flat.numel(), WIDENED_NUMEL):
+        strip = narrow[begin : begin + WIDENED_NUMEL]
+        flat[begin : begin + WIDENED_NUMEL].add_(wide[: strip.numel()].copy_(strip))
+    ledger.free(wide)
 
 
 def split(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
@@ -61,15 +87,24 @@ def split(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
     return [buffer[start:stop] for start, stop in bucket.parts]
 
 
+def zero_padding(buffer: Tensor, bucket: Bucket) -> None:
+    """Zero what no parameter has of a buffer."""
+    end = 0
+    for slot in sorted(bucket.slots, key=lambda slot: slot.offset):
+        buffer[end : slot.offset].zero_()
+        end = slot.offset + slot.numel
+    buffer[end:].zero_()
+
+
 def reduce_parts(
     buffer: Tensor, bucket: Bucket, ranks: PartCollectives, ledger: Ledger, tag: int, *, keep: bool = False
 ) -> PartsPending:
-    """Start bringing every rank's ``buffer`` to the parts' owners. It is given up to the ledger unless ``keep``."""
+    """Start bringing every rank's ``buffer`` to the parts' owners. It is given up unless ``keep``."""
     parts = split(buffer, bucket)
-    mine = parts[ranks.rank]
+    mine = parts[ranks.rank] if ranks.world_size > 1 else buffer
     held = [] if keep else [buffer]
     ledger.sent["gradients"] += bucket.reduce_numels()[ranks.rank] * buffer.itemsize
-    if not ranks.direct:
+    if not ranks.direct(buffer.device):
         total = ledger.empty(mine.numel(), buffer.dtype, buffer.device)
         pending = ranks.reduce_scatter_parts(total, parts, buffer if bucket.even else None)
         return PartsPending(pending, [total], [*held, total], ledger)
@@ -84,6 +119,12 @@ def reduce_parts(
     return PartsPending(pending, in_order, [*held, *received.values()], ledger)
 
 
+def reduce_across(part: Tensor, replicas: PartCollectives, ledger: Ledger) -> PartsPending:
+    """Start summing an owner's part, a tensor of the ledger's, over the owners of the same part elsewhere."""
+    ledger.sent["across instances"] += all_reduce_nbytes(part.numel() * part.itemsize, replicas.world_size)
+    return PartsPending(replicas.start_all_reduce(part), [part], [part], ledger)
+
+
 def return_parts(
     buffer: Tensor, bucket: Bucket, ranks: PartCollectives, ledger: Ledger, tag: int, what: str = "parameters"
 ) -> PartsPending:
@@ -91,7 +132,7 @@ def return_parts(
     parts = split(buffer, bucket)
     mine = parts[ranks.rank]
     ledger.sent[what] += bucket.return_numels()[ranks.rank] * buffer.itemsize
-    if not ranks.direct:
+    if not ranks.direct(buffer.device):
         return PartsPending(ranks.all_gather_parts(parts, buffer if bucket.even else None), (), (), None)
     others = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
     pending = ranks.exchange(

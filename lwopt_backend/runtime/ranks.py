@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -39,13 +40,14 @@ class Collectives(Protocol):
 
 
 class PartCollectives(Collectives, Protocol):
-    """What buffers whose parts belong to ranks need beside it. All but ``broadcast`` only start.
+    """What buffers whose parts belong to ranks need beside it. All but ``broadcast`` only start."""
 
-    ``direct`` says that parts travel best from rank to rank. gloo's reduce-scatter is an all-reduce inside, which moves
-    twice the bytes, and it has no all-gather of unequal parts.
-    """
+    def direct(self, device: torch.device) -> bool:
+        """Whether parts on such a device travel best from rank to rank.
 
-    direct: bool
+        gloo's reduce-scatter is an all-reduce inside, which moves twice the bytes, and it has no all-gather of unequal
+        parts. Raises ValueError for a device that gloo cannot serve so.
+        """
 
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int
@@ -69,7 +71,9 @@ class Alone:
     """The collectives of a rank that shares nothing: what it sends, it receives."""
 
     rank, world_size = 0, 1
-    direct = True
+
+    def direct(self, device: torch.device) -> bool:
+        return True
 
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int

@@ -1,0 +1,114 @@
+"""Which checkpoints owned storage may load, found out on all ranks before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from lwopt_backend.integrations.deepspeed_checkpoints import (
+    MARK,
+    Saved,
+    check_world_size,
+    latest,
+    read,
+    wrong_stage,
+)
+from lwopt_backend.integrations.deepspeed_owned_state import Groups, empty_state, mark
+from lwopt_backend.integrations.deepspeed_owned_universal import Universal
+from lwopt_backend.owned.core import OwnedCore
+
+CONVERT = (
+    "Another number of ranks or another layout needs DeepSpeed's universal format: convert the folder with python -m "
+    "deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder ... --output_folder ..., and set "
+    '"checkpoint": {"load_universal": true}'
+)
+
+
+def check(engine: DeepSpeedEngine, core: OwnedCore, load_dir: str, tag: str | None, with_state: bool) -> list[str]:
+    """Raises ValueError if DeepSpeed's own checkpoint cannot be loaded; what all ranks must see alike."""
+    found = latest(load_dir) if tag is None else tag
+    if found is None:
+        return ["no checkpoint"]
+    folder = Path(load_dir) / str(found)
+    stage = engine.zero_optimization_stage()
+    saved = read(folder, engine, with_state)
+    if with_state and (saved.groups is None) != (stage == 0):
+        raise wrong_stage(folder, "0" if saved.groups is None else "1 or 2", stage)
+    check_world_size(folder, saved.world_size, engine, with_state, CONVERT)
+    if with_state:
+        _check_storage(folder, saved.owned)
+        _check_members(folder, saved, core)
+        if stage > 0:
+            _check_pieces(folder, saved.owned or {}, core)
+    return [f"{folder.name}, saved on {saved.world_size} ranks"]
+
+
+def universal_folder(load_dir: str, tag: str | None) -> Path:
+    """Raises ValueError if there is no universal checkpoint."""
+    found = latest(load_dir, "latest_universal") if tag is None else tag
+    if found is None or not (Path(load_dir) / str(found) / "zero" / "optimizer_state.pt").is_file():
+        where = Path(load_dir) / ("latest_universal" if found is None else str(found))
+        raise ValueError(
+            f"checkpoint.load_universal is on, but {str(where)!r} leads to no universal checkpoint (no file "
+            "zero/optimizer_state.pt); switch it off, or convert the checkpoint first, with DeepSpeed's ds_to_universal"
+        )
+    return Path(load_dir) / str(found)
+
+
+def check_universal(core: OwnedCore, groups: Groups, folder: Path, with_state: bool) -> list[str]:
+    """Raises ValueError if the universal checkpoint cannot be loaded; what all ranks must see alike."""
+    if not with_state:
+        raise ValueError(
+            "checkpoint.load_universal is on, with which DeepSpeed loads weights and states together; leave "
+            "load_optimizer_states on and load_module_only off"
+        )
+    source = Universal(folder)
+    common = source.common()
+    _check_storage(folder, common.get(MARK))
+    _check_members(folder, Saved(0, None, common[MARK]), core)
+    for member in core.members:
+        for key in ("fp32", *empty_state(member, groups)):
+            if not source.file(member.name, key).is_file():
+                raise ValueError(
+                    f"the universal checkpoint {str(folder)!r} has no {key!r} of parameter {member.name!r}; "
+                    "ds_to_universal takes no other states along than exp_avg and exp_avg_sq"
+                )
+    return [str(folder.name)]
+
+
+def _check_storage(folder: Path, owned: Mapping[str, Any] | None) -> None:
+    if owned is None:
+        raise ValueError(
+            f'the checkpoint {str(folder)!r} was not saved with "storage": "owned", which holds the optimizer\'s state '
+            "in other pieces; load it with the storage it was saved with, or its weights alone, with "
+            "load_optimizer_states=False"
+        )
+
+
+def _check_members(folder: Path, saved: Saved, core: OwnedCore) -> None:
+    theirs, ours = (saved.owned or {})["members"], mark(core)["members"]
+    advice = "load it with the model, the param groups, the 'include' and the 'exclude' it was saved with"
+    for their, our in zip([*theirs, None], [*ours, None]):
+        if their != our:
+            raise ValueError(
+                f"the checkpoint {str(folder)!r} holds other parameters: {_spell(our)} here, {_spell(their)} there; "
+                f"{advice}"
+            )
+
+
+def _check_pieces(folder: Path, owned: Mapping[str, Any], core: OwnedCore) -> None:
+    theirs, ours = owned["pieces"], mark(core)["pieces"]
+    for name in ours.keys() | theirs.keys():
+        if theirs.get(name) != ours.get(name):
+            here, there = (f"elements {x[0]} to {x[1]}" if x else "nothing" for x in (ours.get(name), theirs.get(name)))
+            raise ValueError(
+                f"the checkpoint {str(folder)!r} is laid out otherwise: of parameter {name!r} this rank owns {here}, "
+                f"there it owned {there}; load with the layout, bucket_mb and group_size it was saved with. {CONVERT}"
+            )
+
+
+def _spell(member: tuple[str, tuple[int, ...], str] | None) -> str:
+    return "no further parameter" if member is None else f"{member[0]!r} {member[1]} by {member[2]}"

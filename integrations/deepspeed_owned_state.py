@@ -1,0 +1,193 @@
+"""Owned storage in DeepSpeed's checkpoints.
+
+At stages 1 and 2 every rank writes what it owns, a group per parameter: laid end to end over the ranks, the pieces of a
+group are the parameter, whatever the layout. So DeepSpeed's own tools read it: ``zero_to_fp32``, ``ds_to_universal``.
+At stage 0 the first rank writes everything, whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from deepspeed.utils.tensor_fragment import fragment_address
+from torch import Tensor
+
+from lwopt_backend.owned.core import OwnedCore
+from lwopt_backend.owned.members import Member
+from lwopt_backend.plan.buffers.arrangement import Piece
+from lwopt_backend.registry import rule_named
+from lwopt_backend.runtime.bucket_buffers import BucketBuffers
+
+Groups = Sequence[Mapping[str, Any]]
+
+
+def mark(core: OwnedCore) -> dict[str, Any]:
+    """What a checkpoint says of itself: its parameters, and which pieces of them this rank owns."""
+    pieces = {core.members[piece.param].name: (piece.start, piece.stop) for piece, _ in owned_pieces(core).values()}
+    return {"members": [(m.name, tuple(m.param.shape), m.rule) for m in core.members], "pieces": pieces}
+
+
+def owned_pieces(core: OwnedCore) -> dict[int, tuple[Piece, Tensor]]:
+    """By a member's number, the piece of it that this rank owns, and its values as they are stepped, flat."""
+    buckets = core.manager.buckets
+    return {p.param: (p, value) for bucket in buckets for p, value in zip(bucket.pieces, bucket.owned_values())}
+
+
+def saved_groups(core: OwnedCore, groups: Groups) -> list[dict[str, Any]]:
+    """The param groups with names in place of parameters."""
+    names = {id(member.param): member.name for member in core.members}
+    return [{**group, "params": [names[id(p)] for p in group["params"]]} for group in groups]
+
+
+def save_parts(core: OwnedCore, groups: Groups) -> dict[str, Any]:
+    """What this rank owns, under the keys that DeepSpeed's tools read. Of several instances the first one saves."""
+    mine = {} if _is_copy(core) else owned_pieces(core)
+    weights, states, places = [], {}, []
+    for number, member in enumerate(core.members):
+        value = mine[number][1] if number in mine else torch.empty(0)
+        state = core.stepper.state[number] if number in mine else empty_state(member, groups)
+        weights.append(value.detach().clone())
+        states[number] = _readable(state)
+        places.append({member.name: fragment_address(numel=value.numel(), start=0)} if number in mine else {})
+    count = len(core.members)
+    return {
+        "base_optimizer_state": {"state": states, "param_groups": saved_groups(core, groups)},
+        "single_partition_of_fp32_groups": weights,
+        "param_slice_mappings": places,
+        "group_paddings": [0] * count,
+        "partition_count": [core.holdings[0].sharers.everyone.world_size] * count,
+    }
+
+
+def _is_copy(core: OwnedCore) -> bool:
+    """Whether another instance owns the same as this rank, and is the one that saves."""
+    replicas = core.holdings[0].sharers.replicas
+    return replicas is not None and replicas.rank > 0
+
+
+def empty_state(member: Member, groups: Groups) -> dict[str, Tensor]:
+    """The state of a piece without elements: its keys, and which of them are numbers."""
+    return rule_named(member.rule).new_state(torch.empty(0), groups[member.group])
+
+
+def _readable(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """With the two keys that ``ds_to_universal`` asks of every optimizer; they take no space."""
+    if "exp_avg" in state:
+        return dict(state)
+    (first, *_) = (tensor for tensor in state.values() if tensor.ndim > 0)
+    return {**state, "exp_avg": first, "exp_avg_sq": torch.zeros(1).expand(first.numel())}
+
+
+def save_whole(core: OwnedCore, groups: Groups) -> dict[str, Any]:
+    """All weights and states by name, on the first rank. Called on all ranks."""
+    kept = [empty_state(member, groups) for member in core.members]
+    weights: dict[str, Tensor] = {}
+    states: dict[str, dict[str, Tensor]] = {member.name: {} for member in core.members}
+    for bucket in core.manager.buckets:
+        for number, tensor in _gather(core, bucket, bucket.owned_values()):
+            weights[core.members[number].name] = tensor
+        for key in sorted({key for slot in bucket.bucket.slots for key, t in kept[slot.param].items() if t.ndim}):
+            mine = [core.stepper.state[piece.param].get(key) for piece in bucket.pieces]
+            for number, tensor in _gather(core, bucket, mine):
+                if key in kept[number]:
+                    states[core.members[number].name][key] = tensor
+    for key in sorted({key for state in kept for key, tensor in state.items() if not tensor.ndim}):
+        for number, value in enumerate(_scalars(core, key)):
+            if key in kept[number]:
+                states[core.members[number].name][key] = value
+    if core.holdings[0].sharers.everyone.rank > 0:
+        return {}
+    return {"weights": weights, "state": states, "param_groups": saved_groups(core, groups)}
+
+
+def _gather(core: OwnedCore, bucket: BucketBuffers, mine: Sequence[Tensor | None]) -> Iterator[tuple[int, Tensor]]:
+    """By a member's number, what the ranks have of it in one tensor, on the first rank. ``mine`` is by piece."""
+    everyone = bucket.sharers.everyone
+    buffer = torch.zeros(bucket.bucket.numel, dtype=bucket.owned_dtype, device=bucket.values.device)
+    for piece, tensor in zip(bucket.pieces, mine):
+        if tensor is not None and not _is_copy(core):
+            buffer.narrow(0, piece.offset, piece.numel).copy_(tensor)
+    everyone.start_all_reduce(buffer).wait()
+    if everyone.rank == 0:
+        for slot in bucket.bucket.slots:
+            yield slot.param, bucket.view(buffer, slot.param).to("cpu", copy=True)
+
+
+def _scalars(core: OwnedCore, key: str) -> list[Tensor]:
+    """A state that is one number, of every member; all ranks that own a piece have the same."""
+    found = torch.zeros(len(core.members), device=core.manager.params[0].device)
+    for number, state in core.stepper.state.items():
+        if key in state:
+            found[number] = state[key]
+    core.holdings[0].sharers.everyone.all_reduce_max(found).wait()
+    return [value.clone() for value in found.cpu()]
+
+
+class Source(Protocol):
+    """Where weights and states are loaded from. Tensors are flat, as long as the piece."""
+
+    of_first_instance: bool  # it has nothing for other instances
+
+    def weights(self, member: Member, number: int, piece: Piece) -> Tensor: ...
+
+    def state(self, member: Member, number: int, piece: Piece, key: str) -> Tensor: ...
+
+
+class Parts:
+    """What ``save_parts`` returned on this rank."""
+
+    of_first_instance = True
+
+    def __init__(self, saved: Mapping[str, Any]) -> None:
+        self._weights = saved["single_partition_of_fp32_groups"]
+        self._state = saved["base_optimizer_state"]["state"]
+
+    def weights(self, member: Member, number: int, piece: Piece) -> Tensor:
+        return self._weights[number]
+
+    def state(self, member: Member, number: int, piece: Piece, key: str) -> Tensor:
+        return self._state[number][key]
+
+
+class Whole:
+    """What ``save_whole`` returned on the first rank."""
+
+    of_first_instance = False
+
+    def __init__(self, saved: Mapping[str, Any]) -> None:
+        self._weights = saved["weights"]
+        self._state = saved["state"]
+
+    def weights(self, member: Member, number: int, piece: Piece) -> Tensor:
+        return part(self._weights[member.name], piece)
+
+    def state(self, member: Member, number: int, piece: Piece, key: str) -> Tensor:
+        return part(self._state[member.name][key], piece)
+
+
+def part(whole: Tensor, piece: Piece) -> Tensor:
+    """The piece of a tensor that is as large as the parameter; a scalar as it is."""
+    return whole.reshape(-1)[piece.start : piece.stop] if whole.ndim else whole
+
+
+@torch.no_grad()
+def load(core: OwnedCore, source: Source, *, weights: bool = True, state: bool = True) -> None:
+    """Take weights, into masters and parameters, and states from ``source``. Called on all ranks."""
+    copies = source.of_first_instance and _is_copy(core)
+    for number, bucket in enumerate(core.manager.buckets):
+        for piece, value in zip(bucket.pieces, bucket.owned_values()):
+            member, of_piece = core.members[piece.param], core.stepper.state[piece.param]
+            loaded = [(value, source.weights(member, piece.param, piece))] if weights and not copies else []
+            if state and not copies:
+                loaded += [(mine, source.state(member, piece.param, piece, key)) for key, mine in of_piece.items()]
+            for mine, theirs in loaded:
+                mine.copy_(theirs)
+            if source.of_first_instance and bucket.sharers.replicas is not None:
+                for mine in [value] * weights + list(of_piece.values()) * state:
+                    bucket.sharers.replicas.broadcast(mine)
+        if weights:
+            bucket.publish_masters()
+            core.manager.send_values(number)
+    core.manager.receive_values()

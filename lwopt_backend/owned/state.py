@@ -1,0 +1,140 @@
+"""The state that a rank owns, piece by piece, and torch's ``state_dict`` of it.
+
+A ``state_dict`` is this rank's own part and fits nowhere else. ``state_saving`` writes what any ranks can load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lwopt_backend.owned.core import OwnedCore
+from lwopt_backend.runtime.agreement import agree, digest
+
+MASTER = "master"  # the key of fp32 masters, beside those of the rule's state
+DECIDED = frozenset({"params", "rule", "from_group"})  # keys of a param group that no checkpoint changes
+Groups = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class StatePiece:
+    """Elements [start, stop) of a flattened parameter on the rank that owns them.
+
+    ``tensors`` are those that are stepped, by key: each of as many elements, or a counter without dimensions.
+    """
+
+    member: int
+    start: int
+    stop: int
+    tensors: dict[str, Tensor]
+
+
+def state_pieces(core: OwnedCore, *, first_instance: bool = False) -> list[StatePiece]:
+    """What this rank owns; with ``first_instance`` only what is not the same as on a rank of an earlier instance."""
+    found = []
+    for bucket in core.manager.buckets:
+        replicas = bucket.sharers.replicas
+        if first_instance and replicas is not None and replicas.rank > 0:
+            continue
+        for piece, value in zip(bucket.pieces, bucket.owned_values()):
+            masters = {} if bucket.masters is None else {MASTER: value}
+            found.append(
+                StatePiece(piece.param, piece.start, piece.stop, {**core.stepper.state[piece.param], **masters})
+            )
+    return found
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A param group's hyperparameters, and whatever else somebody has put there."""
+    return {key: value for key, value in group.items() if key not in DECIDED}
+
+
+def check_between_steps(core: OwnedCore) -> None:
+    """Raises RuntimeError if a part of the state is a step ahead of the rest."""
+    if core.stepper.updated:
+        raise RuntimeError(
+            "step_in_backward has stepped some buckets already; save or load optimizer state after step()"
+        )
+
+
+def state_dict_of(optimizer: torch.optim.Optimizer, core: OwnedCore) -> dict[str, Any]:
+    """This rank's own state by parameter name, in flat tensors that are not copied; param groups name parameters."""
+    check_between_steps(core)
+    for hook in optimizer._optimizer_state_dict_pre_hooks.values():
+        hook(optimizer)
+    state = {core.members[piece.member].name: piece.tensors for piece in state_pieces(core)}
+    groups = _named_groups(core, optimizer.param_groups)
+    state_dict = {"state": state, "param_groups": groups, "plan": _fingerprint(core)}
+    for hook in optimizer._optimizer_state_dict_post_hooks.values():
+        state_dict = hook(optimizer, state_dict) or state_dict
+    return state_dict
+
+
+def load_state_dict_into(optimizer: torch.optim.Optimizer, core: OwnedCore, state_dict: Mapping[str, Any]) -> None:
+    """Take what ``state_dict_of`` returned on this rank under the same plan. Called on all ranks.
+
+    Raises ValueError, on all of them and before anything is changed, for anything else.
+    """
+    groups = optimizer.param_groups
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        state_dict = hook(optimizer, state_dict) or state_dict
+    agree(core.holdings[0].sharers.everyone, "load_state_dict", lambda: (_check(core, groups, state_dict), []))
+    for piece in state_pieces(core):
+        for key, tensor in piece.tensors.items():
+            tensor.copy_(state_dict["state"][core.members[piece.member].name][key])
+    for group, saved in zip(groups, state_dict["param_groups"]):
+        group.update(options_of(saved))
+    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        hook(optimizer)
+
+
+def _named_groups(core: OwnedCore, groups: Groups) -> list[dict[str, Any]]:
+    members: list[list[str]] = [[] for _ in groups]
+    for member in core.members:
+        members[member.group].append(member.name)
+    return [{**group, "params": names} for group, names in zip(groups, members)]
+
+
+def _fingerprint(core: OwnedCore) -> str:
+    """Equal for equal parameters, rules and plans on the same rank of an instance."""
+    lines = []
+    for held in core.holdings:
+        members = [core.members[number] for number in held.numbers]
+        lines += [f"{m.name} {tuple(m.param.shape)} {m.dtype} {m.rule}" for m in members]
+        lines += [*held.plan.lines(), f"rank {held.sharers.instance.rank}"]
+    return digest(lines)
+
+
+def _check(core: OwnedCore, groups: Groups, state_dict: Mapping[str, Any]) -> None:
+    check_between_steps(core)
+    missing = [key for key in ("state", "param_groups", "plan") if key not in state_dict]
+    if missing or state_dict["plan"] != _fingerprint(core):
+        what = f"has no {missing[0]!r}" if missing else "was made by another rank, or under another plan"
+        raise ValueError(
+            f"this state_dict {what}; it holds one rank's own part and can only be loaded there, by as many ranks with "
+            "the same layout, group size and bucket size. To change any of these, save with "
+            "optimizer.save_state_dict(folder) and load with optimizer.load_state_dict_from(folder)"
+        )
+    ours, theirs = (
+        [group["params"] for group in some] for some in (_named_groups(core, groups), state_dict["param_groups"])
+    )
+    if ours != theirs:
+        raise ValueError(f"the state_dict's param groups hold {theirs}, this optimizer's hold {ours}")
+    for piece in state_pieces(core):
+        name = core.members[piece.member].name
+        found = state_dict["state"].get(name, {})
+        for key, tensor in piece.tensors.items():
+            check_tensor(f"the state_dict's {key!r} of {name!r}", found.get(key), tensor.shape, tensor.dtype)
+
+
+def check_tensor(what: str, found: Any, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """Raises ValueError unless ``found`` is a tensor of this shape and dtype."""
+    if not isinstance(found, Tensor):
+        raise ValueError(f"{what}: expected a tensor, found {found!r}")
+    if tuple(found.shape) != tuple(shape) or found.dtype != dtype:
+        expected, is_there = (f"{tuple(s)} of {d}" for s, d in ((shape, dtype), (found.shape, found.dtype)))
+        raise ValueError(f"{what}: expected shape {expected}, found {is_there}")

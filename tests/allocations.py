@@ -1,0 +1,80 @@
+"""What is really held: live tensors as the garbage collector sees them, and the CPU allocator's own events."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """Within it ``live_bytes`` sees only what was made since; that makes it quick, in processes that imported much."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def live_bytes(*, collect: bool = True) -> int:
+    """Bytes of the storages of all tensors that parameters, state and gradients may be, each counted once."""
+    if collect:
+        gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), Tensor) and thing.device.type != "meta" and thing.dtype in FLOATS:
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def come_to_be(expected: int, before: int = 0) -> int:
+    """``live_bytes`` since ``before``; threads of a transport may keep what they have sent for a moment longer."""
+    for _ in range(50):
+        found = live_bytes() - before
+        if found == expected:
+            break
+        time.sleep(0.02)
+    return found
+
+
+@dataclass(frozen=True)
+class Allocations:
+    """Bytes that a call had at most on top of what there was, and that it left."""
+
+    peak: int
+    left: int
+
+
+def allocations(function: Callable[[], Any], *, at_least: int = 0) -> Allocations:
+    """What a call allocates and frees on this thread, with the garbage collector off.
+
+    What is smaller than ``at_least`` does not count: tensors that PyTorch makes of numbers, and flags, which a
+    transport's thread may free.
+    """
+    gc.collect()
+    gc.disable()
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            function()
+    finally:
+        gc.enable()
+    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [event for event in events if abs(event.nbytes()) >= at_least]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return Allocations(peak, held)
