@@ -96,7 +96,7 @@ def announce(binding: OwnedBinding, core: OwnedCore) -> None:
     (held,) = core.holdings
     members = [core.members[number] for number in held.numbers]
     memory = rank_memory(held.plan, members, binding.grouping.groups, grad_dtype=binding.grad_dtype, keep_full=False)
-    show(binding.grouping.routes, [(f"{binding.ranks.world_size} data-parallel ranks", held.plan, memory)])
+    show(binding.grouping.routes, core, [memory])
     idle = without_effect(binding.engine)
     if idle:
         report.standard_output().print(f"Without effect on owned storage: {', '.join(idle)}.")

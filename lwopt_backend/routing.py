@@ -7,7 +7,7 @@ A matrix rule is for the hidden layers' 2-D weights. Embeddings, output heads, n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -180,6 +180,11 @@ def by_glob(
 
 def _first_match(names: Sequence[str], globs: Sequence[str]) -> str | None:
     return next((glob for glob in globs if any(fnmatchcase(name, glob) for name in names)), None)
+
+
+def named_like(globs: Sequence[str]) -> Callable[[str], bool]:
+    """Whether a name matches any of the globs."""
+    return lambda name: _first_match([name], globs) is not None
 
 
 def check_globs(option: str, globs: Sequence[str], eligible: Iterable[Route], routes: Iterable[Route]) -> None:

@@ -23,7 +23,7 @@ def test_the_script_runs_as_printed(tmp_path: Path) -> None:
     (loss,) = re.findall(r"loss (\d\.\d+) after 40 steps", finished.stdout)
     assert float(loss) < 2.0
     assert "Routing: 4 of 11 trained parameters are matrices" in finished.stdout
-    assert "Storage: owned by 2 of the data-parallel ranks" in finished.stdout and "Layout: 4 " in finished.stdout
+    assert "Storage: owned by 2 data-parallel ranks" in finished.stdout and "Layout: 4 " in finished.stdout
 
 
 def test_every_option_is_in_the_table_with_its_default() -> None:

@@ -160,4 +160,4 @@ def test_grad_scaler_works_on_kept_gradients(ranks: RankPool) -> None:
 
 def test_grad_scaler_on_gradients_that_are_not_kept_is_an_error(ranks: RankPool) -> None:
     """It finds none to unscale; going on with scaled ones would be silent."""
-    assert all("Error" in error for error in ranks.errors(scaled_difference, False))
+    assert all("set keep_full_grads" in error for error in ranks.errors(scaled_difference, False))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from lwopt_backend.config import LayerWiseConfig
 from lwopt_backend.grouping import Grouping
@@ -170,3 +171,10 @@ def _divide(members: Sequence[Member], shares: Sequence[Share]) -> list[tuple[in
                 else f"no trained parameter is named like the experts; names look like {members[0].name!r}"
             )
     return [tuple(part) for part in parts]
+
+
+def broadcast_buffers(model: nn.Module, shares: Sequence[Share]) -> None:
+    """Buffers become those of the first rank that shares them, as in DDP; experts have theirs. Called on all ranks."""
+    for name, buffer in model.named_buffers():
+        claims = [shared for shared in shares if shared.takes is not None and shared.takes(name)]
+        (claims or shares)[0].ranks.broadcast(buffer)

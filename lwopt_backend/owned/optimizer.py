@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from fnmatch import fnmatchcase
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from lwopt_backend.config import MuonOptions, OwnedConfig
 from lwopt_backend.grouping import Grouping, group_parameters
 from lwopt_backend.owned.backward import Backward
 from lwopt_backend.owned.checks import check_model, check_options
-from lwopt_backend.owned.core import OwnedCore, Share
+from lwopt_backend.owned.core import OwnedCore, Share, broadcast_buffers
 from lwopt_backend.owned.memory import RankMemory, memory_of, memory_of_all
 from lwopt_backend.owned.model_hooks import tell_when_loaded, wait_in_forward
 from lwopt_backend.owned.report import show
@@ -29,8 +27,7 @@ from lwopt_backend.owned.state import load_state_dict_into, state_dict_of
 from lwopt_backend.owned.state_loading import load
 from lwopt_backend.owned.state_saving import save
 from lwopt_backend.param_groups import as_groups
-from lwopt_backend.plan.buffers.owned import OwnedPlan
-from lwopt_backend.routing import check_globs
+from lwopt_backend.routing import check_globs, named_like
 from lwopt_backend.rule_arguments import NAME, config_of
 from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.collectives import ranks_of
@@ -86,10 +83,8 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         self.config, self._grouping = agree_in_all([everyone], NAME, decide)
         shares = [Share(everyone, everyone.world_size, self.config.group_size)]
         if expert_params:
-            globs = tuple(expert_params)
             experts = ranks_of(expert_process_group)
-            takes = lambda name: any(fnmatchcase(name, glob) for glob in globs)  # noqa: E731
-            shares.append(Share(experts, everyone.world_size, expert_group_size, takes))
+            shares.append(Share(experts, everyone.world_size, expert_group_size, named_like(expert_params)))
         self.core = OwnedCore(
             self._grouping,
             shares,
@@ -101,8 +96,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             overlap=self.config.overlap_grad_reduce,
             bus_alignment=self.config.bus_alignment,
         )
-        for buffer in model.buffers():
-            everyone.broadcast(buffer)
+        broadcast_buffers(model, shares)
         super().__init__(self._grouping.groups, {})
         self.defaults = {key: getattr(self.config, key) for key in MuonOptions.model_fields}  # schedulers read them
         self._model = model
@@ -115,7 +109,8 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         if self.config.step_in_backward:
             self._manager.on_launch = self._step_arrived
         if self.config.report and everyone.rank == 0:
-            show(self._grouping.routes, self._announcement())
+            memory = [memory_of(self.core, held, self.param_groups, self.config) for held in self.core.holdings]
+            show(self._grouping.routes, self.core, memory)
 
     # The loop
 
@@ -126,8 +121,6 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """``torch.nn.utils.clip_grad_norm_`` over all mean gradients; the norm before clipping, equal on all ranks."""
-        if self.config.step_in_backward:
-            raise RuntimeError("with step_in_backward gradients are used before their norm is known; leave one of both")
         norm = self.grad_norm(norm_type=norm_type)
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(
@@ -139,12 +132,12 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
 
     def grad_norm(self, names: str | Sequence[str] = "*", norm_type: float = 2.0) -> Tensor:
         """The norm of the mean gradients of the parameters whose names match a glob, in fp32."""
-        self._backward.finish()
+        self._finish_backward()
         return self.core.gradients.norm(norm_type, self._picked(names))
 
     def count_zeros(self, names: str | Sequence[str] = "*") -> int:
         """How many elements of the mean gradients are exactly zero."""
-        self._backward.finish()
+        self._finish_backward()
         return self.core.gradients.count_zeros(self._picked(names))
 
     @torch.no_grad()
@@ -187,12 +180,17 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
     def _take_loaded(self) -> None:
         self._loaded = True
 
+    def _finish_backward(self) -> None:
+        """All gradients are at their owners, to be looked at."""
+        if self.config.step_in_backward:
+            raise RuntimeError("with step_in_backward gradients are used before their norm is known; leave one of both")
+        self._backward.finish()
+
     def _picked(self, names: str | Sequence[str]) -> Callable[[int], bool]:
         globs = [names] if isinstance(names, str) else list(names)
         check_globs("names", globs, self._grouping.routes, self._grouping.routes)
-        members = self.core.members
-        picked = {n for n, member in enumerate(members) if any(fnmatchcase(member.name, glob) for glob in globs)}
-        return lambda number: number in picked
+        like = named_like(globs)
+        return lambda number: like(self.core.members[number].name)
 
     def _step_arrived(self, number: int) -> None:
         if number in self.core.stepper.updated:
@@ -232,16 +230,18 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         """Bytes that this rank has sent so far, by what they were; flags and norms, a few per parameter, not."""
         return dict(self._manager.ledger.sent)
 
-    def _announcement(self) -> list[tuple[str, OwnedPlan, list[RankMemory]]]:
-        sets = zip(("the data-parallel ranks", "the ranks that share experts"), self.core.holdings)
-        memory = partial(memory_of, self.core, groups=self.param_groups, config=self.config)
-        return [(f"{held.sharers.everyone.world_size} of {whose}", held.plan, memory(held)) for whose, held in sets]
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only for the base class's constructor. Raises RuntimeError afterwards: the plan knows no later parameters."""
         if len(self.param_groups) == len(self._grouping.groups):
             raise RuntimeError(f"{NAME} takes no param group after it was made; give all groups to the constructor")
         super().add_param_group(param_group)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Read by torch.amp.GradScaler. Raises RuntimeError without kept gradients, for it looks at ``param.grad``."""
+        if not self.config.keep_full_grads:
+            raise RuntimeError(f"{NAME}: GradScaler unscales param.grad, which only owners have; set keep_full_grads")
+        return False
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(f"{NAME} holds buffers and process groups and cannot be copied or pickled")

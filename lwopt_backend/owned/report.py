@@ -7,22 +7,28 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from lwopt_backend import report
+from lwopt_backend.owned.core import OwnedCore
 from lwopt_backend.owned.memory import RankMemory
 from lwopt_backend.plan.buffers.owned import OwnedPlan
 from lwopt_backend.routing import Route
 
 
-def show(routes: Sequence[Route], plans: Sequence[tuple[str, OwnedPlan, Sequence[RankMemory]]]) -> None:
-    """Print the routing table and, for each set of ranks, whose it is, its layout and a row per rank of an instance."""
+def show(routes: Sequence[Route], core: OwnedCore, memory: Sequence[Sequence[RankMemory]]) -> None:
+    """Print the routing table and, for each set of ranks, its layout and a row per rank of an instance.
+
+    ``memory`` is what these hold, for each of the core's holdings.
+    """
     console = report.standard_output()
     report.show_routing(console, routes)
-    for whose, plan, memory in plans:
+    for number, (held, of_ranks) in enumerate(zip(core.holdings, memory)):
+        plan = held.plan
+        whose = f"{held.sharers.everyone.world_size} {'ranks that share experts' if number else 'data-parallel ranks'}"
         kinds = [bucket.kind for bucket in plan.buckets]
         counts = f"{kinds.count('matrix')} matrix and {kinds.count('elementwise')} element-wise bucket(s)"
         console.print(f"Storage: owned by {whose}; {counts}, {plan.padding} elements of padding.")
         for sentence in plan.choices:
             console.print(sentence)
-        console.print(plan_table(plan, memory))
+        console.print(plan_table(plan, of_ranks))
 
 
 def plan_table(plan: OwnedPlan, memory: Sequence[RankMemory]) -> Table:

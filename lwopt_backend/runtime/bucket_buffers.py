@@ -114,7 +114,7 @@ class BucketBuffers:
         if self.masters is not None:
             for piece, master in zip(self.pieces, self.owned_values()):
                 value = self.values.narrow(0, piece.offset, piece.numel)
-                master.copy_(value)
+                torch.where(value == master.to(value.dtype), master, value.to(master.dtype), out=master)
 
     def publish_masters(self) -> None:
         """Round the masters into this rank's part of the parameters."""
