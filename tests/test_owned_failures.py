@@ -451,7 +451,7 @@ def test_the_others_end_with_an_error_that_says_where(
 
 def one_rank_runs_more_passes(bucket_mb: float) -> None:
     model = Branches()
-    group = dist.new_group(timeout=timedelta(seconds=2))
+    group = dist.new_group(timeout=timedelta(seconds=8))  # in which it also has to be made, on a busy machine
     optimizer = optimizer_for(model, process_group=group, bucket_mb=bucket_mb)
     for _ in range(2 if dist.get_rank() == 1 else 1):
         one_pass(model, None, 0, dist.get_rank())
