@@ -119,7 +119,8 @@ def run_rank(rank: int, shapes: Shapes, rounds: int, folder: str, messages: Any)
     dist.all_gather_object(gathered, figures)
     if rank == 0:
         messages.put(summarize(gathered))
-    dist.destroy_process_group()
+    dist.barrier()
+    os._exit(0)  # taking down gloo's groups, which DDP and DeepSpeed still hold, now and then waits for ranks that went
 
 
 def count_traffic(system: System, shapes: Shapes, found: Figures) -> None:
