@@ -95,8 +95,9 @@ def announce(binding: OwnedBinding, core: OwnedCore) -> None:
     """Print the routing, the plan, and what the configuration says in vain."""
     (held,) = core.holdings
     members = [core.members[number] for number in held.numbers]
-    memory = rank_memory(held.plan, members, binding.grouping.groups, grad_dtype=binding.grad_dtype, keep_full=False)
-    show(binding.grouping.routes, core, [memory])
+    options = {"grad_dtype": binding.grad_dtype, "keep_full": False}
+    groups = binding.grouping.groups
+    show(binding.grouping.routes, core, lambda held, rank: rank_memory(held.plan, rank, members, groups, **options))
     idle = without_effect(binding.engine)
     if idle:
         report.standard_output().print(f"Without effect on owned storage: {', '.join(idle)}.")

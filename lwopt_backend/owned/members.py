@@ -18,6 +18,7 @@ from lwopt_backend.plan.buffers.owned import OwnedParam, OwnedPlan, Setting, pla
 from lwopt_backend.plan.buffers.step import Elements
 from lwopt_backend.plan.cost import COSTS
 from lwopt_backend.registry import MATRIX_RULES
+from lwopt_backend.runtime.storage import owned_dtype
 
 BUS_MULTIPLE = 2**16  # elements; NCCL reaches its full bus bandwidth on multiples of it
 
@@ -85,7 +86,7 @@ def plan_members(
     params = [_owned_param(member, groups[member.group], config) for member in members]
     dtype = members[0].param.dtype
     gradient = (grad_dtype or dtype).itemsize
-    masters = 0 if dtype.itemsize >= 4 else 4
+    masters = 0 if owned_dtype(dtype) == dtype else owned_dtype(dtype).itemsize
     setting = Setting(
         layout,
         max(1, int(bucket_mb * 2**20 / gradient)),

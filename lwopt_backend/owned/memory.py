@@ -15,6 +15,7 @@ from lwopt_backend.plan.buffers.arrangement import Bucket
 from lwopt_backend.plan.buffers.owned import OwnedPlan
 from lwopt_backend.registry import rule_named
 from lwopt_backend.runtime.ledger import all_reduce_nbytes
+from lwopt_backend.runtime.storage import owned_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,32 +49,31 @@ def memory_of_all(core: OwnedCore, groups: Sequence[Mapping[str, Any]], config: 
     kept = sum(bucket.grad_nbytes for bucket in core.manager.buckets)
     mine = RankMemory(transient=max(0, core.manager.ledger.most_held - kept))
     for held in core.holdings:
-        mine += memory_of(core, held, groups, config)[held.sharers.instance.rank]
+        mine += memory_of(core, groups, config, held, held.sharers.instance.rank)
     return core.holdings[0].sharers.everyone.gather_objects(mine)
 
 
 def memory_of(
-    core: OwnedCore, held: Holdings, groups: Sequence[Mapping[str, Any]], config: OwnedConfig
-) -> list[RankMemory]:
-    """What each rank of an instance holds of what ``held`` shares."""
+    core: OwnedCore, groups: Sequence[Mapping[str, Any]], config: OwnedConfig, held: Holdings, rank: int
+) -> RankMemory:
+    """What ``rank`` of an instance holds of what ``held`` shares."""
     members = [core.members[number] for number in held.numbers]
     grad_dtype = torch.float32 if config.grad_dtype == "float32" else None
-    return rank_memory(held.plan, members, groups, grad_dtype=grad_dtype, keep_full=config.keep_full_grads)
+    return rank_memory(held.plan, rank, members, groups, grad_dtype=grad_dtype, keep_full=config.keep_full_grads)
 
 
 def rank_memory(
     plan: OwnedPlan,
+    rank: int,
     members: Sequence[Member],
     groups: Sequence[Mapping[str, Any]],
     *,
     grad_dtype: torch.dtype | None,
     keep_full: bool,
-) -> list[RankMemory]:
-    """Per rank of an instance, what it holds of ``members``, which the plan's slots name by position."""
-    return [
-        sum((_of_bucket(b, rank, plan, members, groups, grad_dtype, keep_full) for b in plan.buckets), RankMemory())
-        for rank in range(plan.group_size)
-    ]
+) -> RankMemory:
+    """What ``rank`` of an instance holds of ``members``, which the plan's slots name by position."""
+    buckets = (_of_bucket(b, rank, plan, members, groups, grad_dtype, keep_full) for b in plan.buckets)
+    return sum(buckets, RankMemory())
 
 
 def _of_bucket(
@@ -86,7 +86,7 @@ def _of_bucket(
     keep_full: bool,
 ) -> RankMemory:
     dtype = members[bucket.slots[0].param].param.dtype
-    owned_dtype = torch.float32 if dtype.itemsize < 4 else dtype
+    stepped = owned_dtype(dtype)
     wire = (grad_dtype or dtype).itemsize
     filled = bucket.numel - bucket.padding
     pieces = list(bucket.pieces(rank))
@@ -95,20 +95,20 @@ def _of_bucket(
     if keep_full:
         gradients, padding = filled * wire, bucket.padding * wire
     else:
-        gradients, padding = owned * owned_dtype.itemsize, (stop - start - owned) * owned_dtype.itemsize
+        gradients, padding = owned * stepped.itemsize, (stop - start - owned) * stepped.itemsize
     state = 0
     for piece in pieces:
         member = members[piece.param]
-        flat = torch.empty(piece.numel, dtype=owned_dtype, device="meta")
+        flat = torch.empty(piece.numel, dtype=stepped, device="meta")
         tensors = rule_named(member.rule).new_state(flat, groups[member.group]).values()
         state += sum(tensor.numel() * tensor.itemsize for tensor in tensors)
     gathered = bucket.return_numels()[rank]
     sent = bucket.reduce_numels()[rank] * wire + gathered * (dtype.itemsize + (wire if keep_full else 0))
-    sent += all_reduce_nbytes((stop - start) * owned_dtype.itemsize, plan.instances)
+    sent += all_reduce_nbytes((stop - start) * stepped.itemsize, plan.instances)
     return RankMemory(
         parameters=filled * dtype.itemsize,
         gradients=gradients,
-        masters=owned * owned_dtype.itemsize if owned_dtype != dtype else 0,
+        masters=owned * stepped.itemsize if stepped != dtype else 0,
         state=state,
         padding=bucket.padding * dtype.itemsize + padding,
         sent=sent,

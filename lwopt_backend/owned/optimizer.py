@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -109,8 +110,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         if self.config.step_in_backward:
             self._manager.on_launch = self._step_arrived
         if self.config.report and everyone.rank == 0:
-            memory = [memory_of(self.core, held, self.param_groups, self.config) for held in self.core.holdings]
-            show(self._grouping.routes, self.core, memory)
+            show(self._grouping.routes, self.core, partial(memory_of, self.core, self.param_groups, self.config))
 
     # The loop
 

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from rich.table import Table
 
 from lwopt_backend import report
-from lwopt_backend.owned.core import OwnedCore
+from lwopt_backend.owned.core import Holdings, OwnedCore
 from lwopt_backend.owned.memory import RankMemory
 from lwopt_backend.plan.buffers.owned import OwnedPlan
 from lwopt_backend.routing import Route
 
 
-def show(routes: Sequence[Route], core: OwnedCore, memory: Sequence[Sequence[RankMemory]]) -> None:
+def show(routes: Sequence[Route], core: OwnedCore, memory: Callable[[Holdings, int], RankMemory]) -> None:
     """Print the routing table and, for each set of ranks, its layout and a row per rank of an instance.
 
-    ``memory`` is what these hold, for each of the core's holdings.
+    ``memory`` tells what a rank of an instance holds; it is asked for those that are shown.
     """
     console = report.standard_output()
     report.show_routing(console, routes)
-    for number, (held, of_ranks) in enumerate(zip(core.holdings, memory)):
+    for number, held in enumerate(core.holdings):
         plan = held.plan
         whose = f"{held.sharers.everyone.world_size} {'ranks that share experts' if number else 'data-parallel ranks'}"
         kinds = [bucket.kind for bucket in plan.buckets]
@@ -28,23 +29,21 @@ def show(routes: Sequence[Route], core: OwnedCore, memory: Sequence[Sequence[Ran
         console.print(f"Storage: owned by {whose}; {counts}, {plan.padding} elements of padding.")
         for sentence in plan.choices:
             console.print(sentence)
-        console.print(plan_table(plan, of_ranks))
+        console.print(plan_table(plan, partial(memory, held)))
 
 
-def plan_table(plan: OwnedPlan, memory: Sequence[RankMemory]) -> Table:
+def plan_table(plan: OwnedPlan, memory: Callable[[int], RankMemory]) -> Table:
     """One row per rank: what it owns, how much work that is, what it holds between steps and sends in one."""
     table = Table()
     for heading in ("rank", "storage", "matrices", "GFLOP", "of all", "parameters", "masters", "state", "sent a step"):
         table.add_column(heading, justify="right")
-    owned = [
-        sum(1 for b in plan.buckets if b.kind == "matrix" for _ in b.pieces(rank)) for rank in range(plan.group_size)
-    ]
     for rank in report.shown_ranks(plan.loads):
-        held = memory[rank]
+        held = memory(rank)
+        owned = sum(1 for bucket in plan.buckets if bucket.kind == "matrix" for _ in bucket.pieces(rank))
         table.add_row(
             str(rank),
             "owned",
-            str(owned[rank]),
+            str(owned),
             f"{plan.loads[rank] / 1e9:.3g}",
             f"{plan.loads[rank] / max(1, sum(plan.loads)):.1%}",
             report.nbytes(held.parameters + held.padding),

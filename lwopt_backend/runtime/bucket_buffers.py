@@ -19,6 +19,7 @@ from lwopt_backend.plan.buffers.arrangement import Bucket, Piece
 from lwopt_backend.runtime import parts
 from lwopt_backend.runtime.ledger import Ledger
 from lwopt_backend.runtime.sharers import Sharers
+from lwopt_backend.runtime.storage import owned_dtype
 
 
 class BucketBuffers:
@@ -47,7 +48,6 @@ class BucketBuffers:
         self._keep_full = keep_full
         self._params = {slot.param: params[slot.param] for slot in bucket.slots}
         self._slots = {slot.param: slot for slot in bucket.slots}
-        self._shapes = {slot.param: params[slot.param].shape for slot in bucket.slots}
         self._arrived: set[int] = set()
         self._way: parts.PartsPending | None = None
         self._across: parts.PartsPending | None = None
@@ -59,7 +59,7 @@ class BucketBuffers:
             view.copy_(params[slot.param].data)
             params[slot.param].data = view
         self.pieces: list[Piece] = list(bucket.pieces(sharers.instance.rank))
-        self.owned_dtype = torch.float32 if first.dtype.itemsize < 4 else first.dtype
+        self.owned_dtype = owned_dtype(first.dtype)
         self.masters: Tensor | None = None
         if self.owned_dtype != first.dtype:
             numel = sum(piece.numel for piece in self.pieces)
@@ -82,7 +82,7 @@ class BucketBuffers:
     def view(self, buffer: Tensor, param: int) -> Tensor:
         """Parameter ``param``'s elements of a buffer laid out as this bucket."""
         slot = self._slots[param]
-        return buffer.narrow(0, slot.offset, slot.numel).view(self._shapes[param])
+        return buffer.narrow(0, slot.offset, slot.numel).view(self._params[param].shape)
 
     def owned_values(self) -> list[Tensor]:
         """What is stepped, piece by piece, flat: masters, or where there are none the parameters themselves."""

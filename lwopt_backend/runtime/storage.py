@@ -5,9 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from lwopt_backend.plan import FlatPartition
+
+
+def owned_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which an owner steps parameters of ``dtype``: fp32, if they are narrower, in masters; else their own."""
+    return torch.float32 if dtype.itemsize < 4 else dtype
 
 
 @dataclass(frozen=True, slots=True)
