@@ -134,6 +134,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, folder: str)
     deepspeed_zero.register()
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     deepspeed.utils.logger.setLevel("WARNING")
+    linear = torch.nn.functional.linear
     while True:
         try:
             function, args, kwargs = pipe.recv()
@@ -143,3 +144,4 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, folder: str)
             pipe.send((True, function(*args, **kwargs)))
         except BaseException as error:
             pipe.send((False, (f"{type(error).__name__}: {error}", traceback.format_exc())))
+        torch.nn.functional.linear = linear  # ZeRO-3 leaves its own there, which rounds bf16 otherwise
