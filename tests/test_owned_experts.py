@@ -221,6 +221,8 @@ def test_experts_that_are_not_named_are_an_error_on_every_rank(ranks: RankPool) 
     assert all(map(named, ranks.errors(wrong_experts, ("expert.*",))))
     assert all(map(named, ranks.errors(wrong_experts, ())))
     assert all(map(named, ranks.errors(not_told_of_experts)))
+    assert all("no expert_params say whose" in error for error in ranks.errors(size_of_no_experts))
+    assert all("is not in the process group given, which has ranks [" in error for error in ranks.errors(not_a_member))
 
 
 def wrong_experts(globs: tuple[str, ...]) -> None:
@@ -231,3 +233,12 @@ def wrong_experts(globs: tuple[str, ...]) -> None:
 def not_told_of_experts() -> None:
     """Ranks have parameters of other names, so they cannot share all of them."""
     optimizer_for(sharded()[0])
+
+
+def size_of_no_experts() -> None:
+    optimizer_for(sharded()[0], expert_group_size=2)
+
+
+def not_a_member() -> None:
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    optimizer_for(sharded()[0], process_group=groups[dist.get_rank() - 1])

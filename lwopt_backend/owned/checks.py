@@ -80,11 +80,17 @@ def changes(model: nn.Module, names: Sequence[str], params: Sequence[Tensor], pl
 
 
 def check_options(
-    config: OwnedConfig, grouping: Grouping, expert_params: Sequence[str], expert_process_group: Any
+    config: OwnedConfig,
+    grouping: Grouping,
+    expert_params: Sequence[str],
+    expert_process_group: Any,
+    expert_group_size: int | None,
 ) -> None:
     """Raises ValueError for options that exclude each other, or do not fit the parameters."""
     if bool(expert_params) != (expert_process_group is not None):
         raise ValueError(f"{NAME}: expert_params and expert_process_group belong together; give both or neither")
+    if expert_group_size is not None and not expert_params:
+        raise ValueError(f"{NAME}: expert_group_size is {expert_group_size}, but no expert_params say whose; name them")
     by_name = {grouping.names[id(p)]: p for group in grouping.groups for p in group["params"]}
     narrow = [name for name, p in by_name.items() if p.dtype.itemsize < 4]
     if config.keep_full_grads and config.grad_dtype == "float32" and narrow:

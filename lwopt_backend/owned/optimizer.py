@@ -78,7 +78,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             trained = [param for param in model.parameters() if param.requires_grad]
             grouping = group_parameters(model, as_groups(trained if params is None else params), config, stacks=True)
             check_globs("expert_params", expert_params, grouping.routes, grouping.routes)
-            check_options(config, grouping, expert_params, expert_process_group)
+            check_options(config, grouping, expert_params, expert_process_group, expert_group_size)
             return (config, grouping), [[repr(config.model_copy(update={"report": False}))]]
 
         self.config, self._grouping = agree_in_all([everyone], NAME, decide)

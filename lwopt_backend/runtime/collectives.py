@@ -166,7 +166,15 @@ class _All:
 
 
 def ranks_of(group: dist.ProcessGroup | None = None) -> PartCollectives:
-    """Over a process group, by default of all ranks; of this process alone where torch.distributed is not in use."""
+    """Over a process group, by default of all ranks; of this process alone where torch.distributed is not in use.
+
+    Raises ValueError on a rank that the group does not have.
+    """
+    if group is not None and dist.get_rank(group) < 0:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the process group given, which has ranks "
+            f"{dist.get_process_group_ranks(group)}; make the optimizer on these only"
+        )
     return TorchCollectives(group) if group is not None or dist.is_initialized() else Alone()
 
 
