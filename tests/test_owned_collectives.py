@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lwopt_backend.runtime.collectives import TorchCollectives
+from lwopt_backend.runtime.maximum import largest_of_all
 from lwopt_backend.runtime.ranks import Pending
 from tests.models import UnevenLM
 from tests.owned import difference, exact_sums, optimizer_for, reference, train
@@ -84,3 +86,16 @@ def direct_of_unknown_device() -> str:
 
 def test_gloo_is_refused_for_other_devices(ranks: RankPool) -> None:
     assert all("cuda" in error for error in ranks.run(direct_of_unknown_device))
+
+
+def largest_with_a_nan_on(rank: int) -> float:
+    mine = float("nan") if dist.get_rank() == rank else float(dist.get_rank())
+    return float(largest_of_all(TorchCollectives(), torch.tensor(mine)))
+
+
+@pytest.mark.parametrize("ranks", [3], indirect=True)
+def test_the_largest_of_all_ranks_is_nan_whichever_rank_has_one(ranks: RankPool) -> None:
+    """gloo's own maximum compares with it and goes on."""
+    assert ranks.run(largest_with_a_nan_on, -1) == [2.0] * 3
+    for rank in range(3):
+        assert all(map(math.isnan, ranks.run(largest_with_a_nan_on, rank)))

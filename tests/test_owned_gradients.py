@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -112,3 +113,23 @@ def a_glob_that_matches_nothing() -> None:
 def test_a_glob_that_matches_nothing_is_an_error(ranks: RankPool) -> None:
     for error in ranks.errors(a_glob_that_matches_nothing):
         assert "'layer.*'" in error and "layers." in error, error
+
+
+def norms_with_a_nan_on(rank: int) -> tuple[float, float]:
+    """Of order infinity and 2, where one rank's gradient has a NaN."""
+    model = with_zeros(False)
+    optimizer = optimizer_for(model, bucket_mb=BUCKET_MB)
+    model(*shares(0, dist.get_world_size())[dist.get_rank()]).backward()
+    optimizer.grad_norm()
+    if dist.get_rank() == rank:
+        grads = [grad for bucket in optimizer.core.manager.buckets for grad in bucket.owned_grads()]
+        grads[0][0] = float("nan")
+    found = float(optimizer.grad_norm(norm_type=float("inf"))), float(optimizer.grad_norm())
+    optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [3], indirect=True)
+def test_no_norm_hides_a_nan(ranks: RankPool) -> None:
+    for rank in range(3):
+        assert all(math.isnan(norm) for norms in ranks.run(norms_with_a_nan_on, rank) for norm in norms)

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from lwopt_backend.integrations.fsdp2.meshes import gradient, local
 from lwopt_backend.integrations.fsdp2.stepper import Member, MeshStepper
+from lwopt_backend.runtime.maximum import largest_of_all
 
 
 def hold_different_parameters(steppers: Sequence[MeshStepper]) -> list[bool]:
@@ -68,9 +69,7 @@ def _largest_element(steppers: Sequence[MeshStepper]) -> Tensor:
     largest = [grad.abs().max().float() for grad in grads if grad is not None and grad.numel()]
     everywhere = _largest(steppers)
     total = torch.stack(largest).max() if largest else torch.zeros(())
-    total = total.to(everywhere.device)
-    everywhere.collectives.all_reduce_max(total).wait()
-    return total
+    return largest_of_all(everywhere.collectives, total.to(everywhere.device))
 
 
 def _norm(stepper: MeshStepper, norm_type: float, foreach: bool | None) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lwopt_backend.runtime.bucket_buffers import BucketBuffers
 from lwopt_backend.runtime.bucket_manager import BucketManager
+from lwopt_backend.runtime.maximum import largest_of_all
 from lwopt_backend.runtime.sharers import Sharers
 
 
@@ -31,8 +32,7 @@ class OwnedGradients:
         if norm_type == float("inf"):
             largest = [g.abs().max() for _, g in self._owned(pick)]
             total = torch.stack(largest).max().float() if largest else torch.zeros((), device=self._device())
-            self._widest.everyone.all_reduce_max(total).wait()
-            return total
+            return largest_of_all(self._widest.everyone, total)
 
         def power(grad: Tensor) -> Tensor:
             return torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64) ** norm_type
