@@ -222,7 +222,11 @@ def test_experts_that_are_not_named_are_an_error_on_every_rank(ranks: RankPool) 
     assert all(map(named, ranks.errors(wrong_experts, ())))
     assert all(map(named, ranks.errors(not_told_of_experts)))
     assert all("no expert_params say whose" in error for error in ranks.errors(size_of_no_experts))
-    assert all("is not in the process group given, which has ranks [" in error for error in ranks.errors(not_a_member))
+    outside = "is not in the process group given; make the optimizer on the group's ranks only"
+    assert all(f"rank {rank} {outside}" in error for rank, error in enumerate(ranks.errors(not_a_member)))
+    first, *others = ranks.errors(first_rank_outside_its_experts)
+    assert f"rank 0 {outside}" in first
+    assert all("rank 0 failed with ValueError(" in error and outside in error for error in others)
 
 
 def wrong_experts(globs: tuple[str, ...]) -> None:
@@ -242,3 +246,10 @@ def size_of_no_experts() -> None:
 def not_a_member() -> None:
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     optimizer_for(sharded()[0], process_group=groups[dist.get_rank() - 1])
+
+
+def first_rank_outside_its_experts() -> None:
+    model, shared = sharded()
+    if dist.get_rank() == 0:
+        shared = dist.GroupMember.NON_GROUP_MEMBER
+    optimizer_for(model, expert_params=["experts.*"], expert_process_group=shared)

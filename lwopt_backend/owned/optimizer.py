@@ -72,20 +72,20 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
     ) -> None:
         everyone = ranks_of(process_group)
 
-        def decide() -> tuple[tuple[OwnedConfig, Grouping], list[list[str]]]:
+        def decide() -> tuple[tuple[OwnedConfig, Grouping, list[Share]], list[list[str]]]:
             check_model(model)
             config = config_of(OwnedConfig, matrix, lr, elementwise, elementwise_lr, options)
             trained = [param for param in model.parameters() if param.requires_grad]
             grouping = group_parameters(model, as_groups(trained if params is None else params), config, stacks=True)
             check_globs("expert_params", expert_params, grouping.routes, grouping.routes)
             check_options(config, grouping, expert_params, expert_process_group, expert_group_size)
-            return (config, grouping), [[repr(config.model_copy(update={"report": False}))]]
+            shares = [Share(everyone, everyone.world_size, config.group_size)]
+            if expert_params:
+                experts = ranks_of(expert_process_group)
+                shares.append(Share(experts, everyone.world_size, expert_group_size, named_like(expert_params)))
+            return (config, grouping, shares), [[repr(config.model_copy(update={"report": False}))]]
 
-        self.config, self._grouping = agree_in_all([everyone], NAME, decide)
-        shares = [Share(everyone, everyone.world_size, self.config.group_size)]
-        if expert_params:
-            experts = ranks_of(expert_process_group)
-            shares.append(Share(experts, everyone.world_size, expert_group_size, named_like(expert_params)))
+        self.config, self._grouping, shares = agree_in_all([everyone], NAME, decide)
         self.core = OwnedCore(
             self._grouping,
             shares,

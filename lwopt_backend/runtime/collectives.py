@@ -172,8 +172,7 @@ def ranks_of(group: dist.ProcessGroup | None = None) -> PartCollectives:
     """
     if group is not None and dist.get_rank(group) < 0:
         raise ValueError(
-            f"rank {dist.get_rank()} is not in the process group given, which has ranks "
-            f"{dist.get_process_group_ranks(group)}; make the optimizer on these only"
+            f"rank {dist.get_rank()} is not in the process group given; make the optimizer on the group's ranks only"
         )
     return TorchCollectives(group) if group is not None or dist.is_initialized() else Alone()
 
