@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -228,6 +229,23 @@ def infinite_norm() -> None:
 def test_a_norm_that_is_not_finite_is_an_error_on_every_rank_if_asked_for(ranks: RankPool) -> None:
     for error in ranks.errors(infinite_norm):
         assert error.startswith("RuntimeError: the total norm of order 2.0 of the gradients is")
+
+
+def norms_with_a_nan_on(rank: int) -> tuple[float, float]:
+    """Of order infinity and 2, where one rank's part of a gradient has a NaN."""
+    sharded = shard("rows", "fp32")
+    optimizer = layer_wise(sharded.model)
+    backward(sharded, 0)
+    if dist.get_rank() == rank:
+        with torch.no_grad():
+            sharded.model.lm_head.weight.grad.to_local().fill_(float("nan"))
+    return tuple(float(optimizer.clip_grad_norm_(1e9, norm_type=order)) for order in (float("inf"), 2.0))
+
+
+@pytest.mark.parametrize("ranks", [3], indirect=True)
+def test_no_norm_hides_a_nan(ranks: RankPool) -> None:
+    for rank in range(3):
+        assert all(math.isnan(norm) for norms in ranks.run(norms_with_a_nan_on, rank) for norm in norms)
 
 
 def report(capture: bool = True) -> str:
