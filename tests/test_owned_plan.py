@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -10,8 +11,10 @@ import pytest
 from lwopt_backend.plan import MACHINES, Atom
 from lwopt_backend.plan.buffers.arrangement import Bucket, Slot
 from lwopt_backend.plan.buffers.compact import plan_compact
+from lwopt_backend.plan.buffers.cut import Cuttable, arrange_cut
 from lwopt_backend.plan.buffers.joint import on_top_of
-from lwopt_backend.plan.buffers.owned import LAYOUTS, OwnedParam, OwnedPlan, Setting, plan_owned
+from lwopt_backend.plan.buffers.owned import LAYOUTS, OwnedPlan, plan_owned
+from lwopt_backend.plan.buffers.setting import OwnedParam, Setting
 from lwopt_backend.plan.buffers.step import Elements
 from lwopt_backend.plan.cost import COSTS, newton_schulz_flops
 
@@ -180,3 +183,51 @@ def test_what_is_on_top_is_never_worse_than_the_plan_alone() -> None:
         better = on_top_of(plan, base)
         assert not better.problems()
         assert max(map(sum, zip(base, better.loads()))) <= max(map(sum, zip(base, plan.loads())))
+
+
+# Parameters with several matrices
+
+
+def stack(name: str, count: int, rows: int, columns: int) -> OwnedParam:
+    cost = newton_schulz_flops((rows, columns))
+    whole = Atom(name, (count * rows, columns), count * cost)
+    parts = ((rows * columns, cost),) * count
+    return OwnedParam(name, count * rows * columns, "bfloat16", whole, parts=parts)
+
+
+@pytest.mark.parametrize(("count", "ranks"), [(8, 4), (7, 4), (3, 4), (16, 3), (5, 1)])
+@pytest.mark.parametrize("layout", ["auto", "compact"])
+def test_a_stack_has_several_owners_and_stays_in_one_piece(count: int, ranks: int, layout: str) -> None:
+    params = [matrix("before", 64, 64), stack("experts", count, 2048, 1536), matrix("after", 64, 64)]
+    plan = plan_owned(params, ranks, replace(SETTING, layout=layout), ranks)
+    pieces = [p for b in plan.buckets for rank in range(ranks) for p in b.pieces(rank) if p.param == 1]
+    size = 2048 * 1536
+    assert all(piece.start % size == 0 and piece.stop % size == 0 for piece in pieces)
+    assert [piece.stop for piece in pieces][:-1] == [piece.start for piece in pieces][1:], "in rank order, end to end"
+    most = -(-count // ranks)
+    assert max(piece.numel for piece in pieces) == most * size or ranks == 1
+    (bucket,) = [b for b in plan.buckets for slot in b.slots if slot.param == 1]
+    assert bucket.padding == 0 and bucket.even == (count % ranks == 0)
+    assert max(plan.loads) < count * params[1].parts[0][1] or ranks == 1
+
+
+def test_a_padded_layout_keeps_a_stack_whole() -> None:
+    params = [stack("experts", 8, 128, 96)]
+    plan = plan_owned(params, 4, replace(SETTING, layout="padded"), 4)
+    assert len([piece for b in plan.buckets for rank in range(4) for piece in b.pieces(rank)]) == 1
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_consecutive_matrices_are_cut_as_evenly_as_can_be(seed: int) -> None:
+    draw = random.Random(seed)
+    ranks = draw.randint(1, 4)
+    parts = tuple((draw.choice([64, 128, 192]), draw.randint(1, 50)) for _ in range(draw.randint(1, 8)))
+    before = [draw.randint(0, 60) for _ in range(ranks)]
+    bucket, added = arrange_cut([Cuttable(0, parts)], before, "bfloat16")
+    best = min(
+        max(load + sum(cost for _, cost in parts[a:b]) for load, a, b in zip(before, bounds, bounds[1:]))
+        for cuts in itertools.combinations_with_replacement(range(len(parts) + 1), ranks - 1)
+        for bounds in [(0, *cuts, len(parts))]
+    )
+    assert max(map(sum, zip(before, added))) == max(best, max(before))
+    assert bucket.parts[0][0] == 0 and bucket.parts[-1][1] == bucket.numel == sum(numel for numel, _ in parts)

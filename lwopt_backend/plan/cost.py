@@ -18,6 +18,7 @@ GRAM_ASPECT = 1.5  # there both forms cost the same, whatever the number of step
 SOAP_FREQUENCY = 10  # steps between two updates of the eigenbases, SOAP's default
 SHAMPOO_FREQUENCY = 100  # steps between two inverse roots, Distributed Shampoo's advice for large models
 ADAM_FLOPS = 12  # an element of Adam's step; all there is where both sides are too long
+SECOND_MOMENT_FLOPS = 9  # an element: square, average (3), root and sum, division, norm (2), product
 LARGEST_PRECONDITIONER = 10_000  # a longer side keeps the identity, SOAP's and Distributed Shampoo's usual limit
 
 
@@ -42,17 +43,18 @@ def batched_flops(shape: Shape, steps: int = 5) -> int:
     return newton_schulz_flops(shape, steps) + FLOPS_PER_BYTE * traffic
 
 
-def gram_flops(shape: Shape, steps: int = 5, aspect: float | None = GRAM_ASPECT) -> int:
+def gram_flops(shape: Shape, steps: int = 5, aspect: float | None = GRAM_ASPECT, segments: int | None = None) -> int:
     """Newton-Schulz on the Gram matrix where the longer side is at least ``aspect`` times the shorter, else plain.
 
-    Segments of steps (3, then 2 each) form X X^T and apply the product of their polynomials once (4 s^2 l each). In
-    between a step is four s x s products (8 s^3); a segment's first step saves one of them and its last step two
-    (6 s^3 a segment). None: no matrix takes it.
+    Segments of steps form X X^T and apply the product of their polynomials once (4 s^2 l each). In between a step is
+    four s x s products (8 s^3); a segment's first step saves one of them and its last step two (6 s^3 a segment). By
+    default segments are as many as with Jordan's coefficients: of 3 steps, then 2 each. ``aspect`` None: no matrix
+    takes it.
     """
     short, long = sorted(shape)
     if aspect is None or long < aspect * short:
         return newton_schulz_flops(shape, steps)
-    segments = 1 + max(0, steps - 2) // 2
+    segments = 1 + max(0, steps - 2) // 2 if segments is None else segments
     return segments * 4 * short * short * long + (8 * steps - 6 * segments) * short**3
 
 
@@ -62,28 +64,27 @@ def max_min_squared(shape: Shape) -> int:
     return long * short * short
 
 
-def soap_flops(shape: Shape) -> int:
+def soap_flops(shape: Shape, frequency: int = SOAP_FREQUENCY, largest: int = LARGEST_PRECONDITIONER) -> int:
     """One SOAP step (Vyas et al. 2024, algorithm 3): both statistics, two projections and the way back.
 
     A preconditioned side of size k costs 2 m n k for its statistic and for either direction of the projection, and
-    10/3 k^3 for one power iteration with QR every ``SOAP_FREQUENCY`` steps.
+    10/3 k^3 for one power iteration with QR every ``frequency`` steps. Sides over ``largest`` keep the identity.
     """
     rows, columns = shape
-    sides = [side for side in shape if side <= LARGEST_PRECONDITIONER]
+    sides = [side for side in shape if side <= largest]
     adam = ADAM_FLOPS * rows * columns
-    return adam + sum(6 * rows * columns * side + 10 * side**3 // (3 * SOAP_FREQUENCY) for side in sides)
+    return adam + sum(6 * rows * columns * side + 10 * side**3 // (3 * frequency) for side in sides)
 
 
-def shampoo_flops(shape: Shape) -> int:
+def shampoo_flops(shape: Shape, frequency: int = SHAMPOO_FREQUENCY, largest: int = LARGEST_PRECONDITIONER) -> int:
     """One Shampoo step (Gupta et al. 2018): both statistics, both products, and the inverse roots' share.
 
-    An inverse root by a symmetric eigendecomposition is 9 k^3 (Golub and Van Loan, 8.3) every ``SHAMPOO_FREQUENCY``
-    steps.
+    An inverse root by a symmetric eigendecomposition is 9 k^3 (Golub and Van Loan, 8.3) every ``frequency`` steps.
     """
     rows, columns = shape
-    sides = [side for side in shape if side <= LARGEST_PRECONDITIONER]
+    sides = [side for side in shape if side <= largest]
     adam = ADAM_FLOPS * rows * columns  # the grafted step
-    return adam + sum(4 * rows * columns * side + 9 * side**3 // SHAMPOO_FREQUENCY for side in sides)
+    return adam + sum(4 * rows * columns * side + 9 * side**3 // frequency for side in sides)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ class MatrixPlan:
     element_bytes: int
     modelled: tuple[tuple[str, StepTime], ...] = ()
     splits: tuple[int | None, ...] = ()  # per bucket: None for compact, else the length of its equal parts
+    tensors: int = 1  # that travel to the owner: the direction, or the gradient and the weight
 
     def local_atoms(self, rank: int) -> list[int]:
         """Atoms that ``rank`` owns and stores whole."""
@@ -45,7 +46,7 @@ class MatrixPlan:
 
     def trips(self, bucket: int) -> int:
         """How many all-to-alls the bucket takes: to the owners, unless it stays, and back."""
-        return 1 if self.stays(bucket) else 2
+        return 1 if self.stays(bucket) else 1 + self.tensors
 
     def split(self, bucket: int) -> int | None:
         """The length of the equal parts in which the bucket travels, or None for parts as long as needed."""
@@ -64,7 +65,7 @@ class MatrixPlan:
         return [
             f"{atom.name} {atom.shape[0]}x{atom.shape[1]} {self.layout.place(index)} owner {owner}"
             for index, (atom, owner) in enumerate(zip(self.atoms, self.ownership.owners))
-        ] + [f"buckets {self.buckets} in parts {self.splits} of {self.element_bytes} bytes an element"]
+        ] + [f"buckets {self.buckets} in parts {self.splits} of {self.tensors} x {self.element_bytes} bytes an element"]
 
     def owned_counts(self) -> list[int]:
         """Per rank, how many atoms it owns."""
@@ -100,7 +101,7 @@ class MatrixPlan:
                 sent = [numel + self.trips(number) * split * (len(sent) - 1) for numel in sent]
         for atom, owner, times in self._alike(compact):
             for part in self.layout.sources(atom, owner):
-                sent[part.rank] += part.numel * times if part.rank != owner else 0
+                sent[part.rank] += part.numel * times * self.tensors if part.rank != owner else 0
             for part in self.layout.fragments(atom):
                 sent[owner] += part.numel * times if part.rank != owner else 0
         return [numel * self.element_bytes for numel in sent]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
+from lwopt_backend.plan.block_views import Span, box_views, rectangle
+from lwopt_backend.plan.blocks import Block
 from lwopt_backend.plan.storage import Fragment
 
 Coordinate = tuple[int, ...]
-Span = tuple[int, int]  # offset, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +23,14 @@ class Sharding:
     ``dims[i]`` is the tensor dimension that mesh dimension i cuts, or None where it holds copies. Mesh dimensions cut
     from left to right, those that are ``late`` after the others (FSDP2 on a tensor-parallel parameter: DTensor's
     ``_StridedShard``). A cut is that of ``torch.chunk``: equal parts of ceil(size / parts), the last ones shorter or
-    empty.
+    empty. With a ``block`` the matrix is that block of the parameter, without it is the parameter.
     """
 
     shape: tuple[int, ...]
     mesh_shape: tuple[int, ...]
     dims: tuple[int | None, ...]
     late: tuple[bool, ...]
+    block: Block | None = None
 
     def box(self, coordinate: Coordinate) -> tuple[Span, ...]:
         """Per tensor dimension, where the part at ``coordinate`` begins and how long it is."""
@@ -46,9 +50,14 @@ class Sharding:
         return tuple(i for i, dim in enumerate(self.dims) if dim is None)
 
     def fragment(self, rank: int, coordinate: Coordinate) -> Fragment | None:
-        """The rectangle of a matrix at ``coordinate``, or None if it is empty."""
-        (top, rows), (left, columns) = self.box(coordinate)
-        width = self.shape[1]
+        """The rectangle of the matrix at ``coordinate``, or None if it is empty."""
+        if self.block is None:
+            held, width = self.box(coordinate), self.shape[1]
+        else:
+            held, width = rectangle(self.block, self.shape, self.box(coordinate)), self.block.columns.size
+        if held is None:
+            return None
+        (top, rows), (left, columns) = held
         if rows == 0 or columns == 0:
             return None
         start = top * width + left
@@ -56,12 +65,27 @@ class Sharding:
             return Fragment(rank, start, start + rows * columns, 0)
         return Fragment(rank, start, start + columns, 0, rows, width)
 
+    def check(self, param: str) -> None:
+        """Raises ValueError, the same on every rank, for a block of ``param`` of which a part has no views."""
+        if self.block is None:
+            return
+        parts = [range(size) if dim is not None else range(1) for size, dim in zip(self.mesh_shape, self.dims)]
+        strides = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
+        for coordinate in itertools.product(*parts):
+            try:
+                box_views(self.block, self.shape, self.box(coordinate), strides)
+            except ValueError as error:
+                raise ValueError(
+                    f"parameter {param!r}, block {self.block.name!r}: sharded as {self}, {error}; shard another "
+                    f"dimension of it, or keep its matrices undivided with atoms: {{{param!r}: 'whole'}}"
+                ) from None
+
     def __str__(self) -> str:
         cuts = ", ".join(
             f"{size} copies" if dim is None else f"{size} of dim {dim}{' late' if late else ''}"
             for size, dim, late in zip(self.mesh_shape, self.dims, self.late)
         )
-        return f"{'x'.join(map(str, self.shape))} over {cuts}"
+        return f"{'x'.join(map(str, self.shape))} over {cuts}{f', {self.block}' if self.block else ''}"
 
 
 def _chunk(span: Span, parts: int, index: int) -> Span:

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lwopt_backend.plan.storage import FlatPartition
+from lwopt_backend.plan.storage import Layout
 from lwopt_backend.plan.types import Atom
 
 POLICIES = ("auto", "stay", "balance")
@@ -27,7 +27,7 @@ class Ownership:
         return max(self.loads) * len(self.loads) / total if total else 1.0
 
 
-def stay(atoms: Sequence[Atom], layout: FlatPartition) -> Ownership:
+def stay(atoms: Sequence[Atom], layout: Layout) -> Ownership:
     """Every atom is owned by the rank that already stores most of it (the lowest such rank on a tie).
 
     Moves the fewest elements possible: an atom that lies whole in one partition does not travel at all.
@@ -39,7 +39,7 @@ def stay(atoms: Sequence[Atom], layout: FlatPartition) -> Ownership:
     return Ownership("stay", owners, tuple(loads))
 
 
-def balance(atoms: Sequence[Atom], layout: FlatPartition) -> Ownership:
+def balance(atoms: Sequence[Atom], layout: Layout) -> Ownership:
     """Longest processing time first: the costliest atom goes to the least loaded rank (Graham 1969, within 4/3).
 
     Among equally loaded ranks the one that stores most of the atom wins, then the lowest: fewer elements travel

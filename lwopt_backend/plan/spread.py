@@ -22,6 +22,7 @@ def plan_spread(
     *,
     exchange_layout: str = "auto",
     element_bytes: int = 2,
+    tensors: int = 1,
     bucket_matrices: int | None = None,
     bucket_numel: int | None = None,
     loads: Sequence[int] | None = None,
@@ -55,7 +56,7 @@ def plan_spread(
     ownership = Ownership("balance", tuple(owners), tuple(loads))
     assert all(is_whole(layout, i, owners[i]) for i in range(len(atoms)) if i not in best)
     splits = tuple(bucket_split(exchange_layout, bucket, atoms, owners, layout) for bucket in buckets)
-    return MatrixPlan(tuple(atoms), layout, ownership, buckets, element_bytes, splits=splits)
+    return MatrixPlan(tuple(atoms), layout, ownership, buckets, element_bytes, splits=splits, tensors=tensors)
 
 
 def cut_buckets(

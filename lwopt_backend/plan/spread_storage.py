@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import ClassVar
@@ -46,14 +46,6 @@ class ParameterPartition(Partition):
         places = tuple(Place(0, numel, part, base) for numel, part, base in zip(numels, parts, bases))
         return cls(world_size, places, bases[-1])
 
-    def split(self, counts: Sequence[int]) -> ParameterPartition:
-        """The same storage of ``counts[i]`` equal consecutive parts of every parameter i."""
-        places = []
-        for count, place in zip(counts, self.places, strict=True):
-            size = place.numel // count
-            places += [Place(place.begin + n * size, size, place.part, place.base) for n in range(count)]
-        return ParameterPartition(self.world_size, tuple(places), self.partition_numel)
-
     def span(self, index: int) -> tuple[int, int, int, int]:
         place = self.places[index]
         return place.begin, place.numel, place.part, place.base
@@ -80,11 +72,6 @@ class Replicas:
 
     world_size: int
     numels: tuple[int, ...]
-
-    def split(self, counts: Sequence[int]) -> Replicas:
-        """The same storage of ``counts[i]`` equal consecutive parts of every parameter i."""
-        pairs = zip(counts, self.numels, strict=True)
-        return Replicas(self.world_size, tuple(numel // count for count, numel in pairs for _ in range(count)))
 
     def fragments(self, index: int) -> tuple[Fragment, ...]:
         return tuple(Fragment(rank, 0, self.numels[index], 0) for rank in range(self.world_size))

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import ClassVar, Protocol
 
+from lwopt_backend.plan.block_views import View
+
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
@@ -75,6 +77,11 @@ class Partition:
         low, high = max(begin, rank * size), min(begin + numel, (rank + 1) * size)
         return Fragment(rank, low - begin, high - begin, base + low - rank * size) if low < high else None
 
+    def views(self, index: int, rank: int) -> tuple[View, ...]:
+        """Where in the flat tensor of ``rank`` its fragment of parameter ``index`` lies; none if it has none."""
+        held = self.fragment(index, rank)
+        return () if held is None else (View(held.offset, (held.numel,), (1,)),)
+
     def sources(self, index: int, owner: int) -> tuple[Fragment, ...]:
         return self.fragments(index)
 
@@ -131,15 +138,6 @@ class FlatPartition(Partition):
             raise ValueError(
                 f"parameters end at {end}, beyond {self.world_size} partitions of {self.partition_numel} elements"
             )
-
-    def split(self, counts: Sequence[int]) -> FlatPartition:
-        """The same storage of ``counts[i]`` equal consecutive parts of every parameter i."""
-        numels, offsets = [], []
-        for count, numel, offset in zip(counts, self.numels, self.offsets, strict=True):
-            size = numel // count
-            numels += [size] * count
-            offsets += [offset + number * size for number in range(count)]
-        return FlatPartition(self.world_size, tuple(numels), tuple(offsets), self.partition_numel)
 
     def span(self, index: int) -> tuple[int, int, int, int]:
         return self.offsets[index], self.numels[index], self.partition_numel, 0

@@ -109,19 +109,16 @@ def to_fragments(
 
 
 def equal_split(bucket: Sequence[int], owners: Sequence[int], layout: Layout) -> int:
-    """The most elements that any two ranks exchange: the length of all parts if they are to be equally long.
-
-    A cut gives the first of its parts at least as much as any other, so the rank that holds most of one atom holds most
-    of all of them, and the largest fragments of an owner's atoms add up to what that rank sends to it.
-    """
-    most: dict[Hashable, int] = {}
-    largest: dict[int, int] = {}
+    """The most elements that any two ranks exchange: the length of all parts if they are to be equally long."""
+    alike: dict[tuple[Hashable, int], list[int]] = {}
     for atom in bucket:
-        kind = layout.kind(atom)
-        if kind not in most:
-            most[kind] = max(part.numel for part in layout.fragments(atom))
-        largest[owners[atom]] = largest.get(owners[atom], 0) + most[kind]
-    return max(largest.values())
+        alike.setdefault((layout.kind(atom), owners[atom]), []).append(atom)
+    exchanged: dict[tuple[int, int], int] = {}
+    for (_, owner), atoms in alike.items():
+        for part in layout.fragments(atoms[0]):
+            pair = owner, part.rank
+            exchanged[pair] = exchanged.get(pair, 0) + part.numel * len(atoms)
+    return max(exchanged.values())
 
 
 def _segment(atom: int, peer: int, part: Fragment) -> Segment:

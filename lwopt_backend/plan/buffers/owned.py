@@ -10,42 +10,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from lwopt_backend.plan.buffers.arrangement import Bucket, BucketLayout, arrange_elementwise, arrange_matrices
+from lwopt_backend.plan.buffers.cut import cut_buckets
 from lwopt_backend.plan.buffers.groups import Grouped, plan_buffer
 from lwopt_backend.plan.buffers.joint import on_top_of
 from lwopt_backend.plan.buffers.layout import BufferPlan
-from lwopt_backend.plan.buffers.step import Elements
-from lwopt_backend.plan.cost import CostModel
-from lwopt_backend.plan.machine import Machine, StepTime, gather_seconds
+from lwopt_backend.plan.buffers.setting import OwnedParam, Setting
+from lwopt_backend.plan.machine import StepTime, gather_seconds
 from lwopt_backend.plan.types import Atom
 
 # A compact bucket's parts differ in length: one reduce and one broadcast per owner, in one group of calls. What that
 # costs beyond a fixed-size collective is taken to be one more latency.
 UNEVEN_LATENCIES = 1
 LAYOUTS = ("auto", "padded", "compact")
-
-
-@dataclass(frozen=True, slots=True)
-class OwnedParam:
-    """A parameter as planning sees it. ``atom`` is None for an element-wise one; ``tied`` has several uses."""
-
-    name: str
-    numel: int
-    dtype: str
-    atom: Atom | None
-    tied: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """How to plan. ``bucket_numel`` is the least size of a bucket, ``bus_multiple`` what a padded one ends on."""
-
-    layout: str
-    bucket_numel: int
-    machine: Machine
-    cost: CostModel
-    elements: Elements
-    direct: bool = False  # parts go straight to their owners, so uneven ones cost nothing
-    bus_multiple: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +60,29 @@ def plan_owned(
     ``base`` is the work that each of the ranks has anyway. Raises ValueError for an unknown layout or a group size that
     does not divide the ranks.
     """
+    if any(param.parts for param in params) and setting.layout != "padded":
+        plans = [_plan(params, ranks, setting, group_size, base, cut=cut) for cut in (False, True)]
+        return min(plans, key=lambda plan: plan.modelled.total)
+    return _plan(params, ranks, setting, group_size, base, cut=False)
+
+
+def _plan(
+    params: Sequence[OwnedParam],
+    ranks: int,
+    setting: Setting,
+    group_size: int | None,
+    base: Sequence[int] | None,
+    *,
+    cut: bool,
+) -> OwnedPlan:
+    """``plan_owned``; with ``cut`` the matrices in one parameter may have different owners."""
     if setting.layout not in LAYOUTS:
         raise ValueError(f"unknown layout {setting.layout!r}; expected 'auto', 'padded' or 'compact'")
     if group_size is not None and (group_size < 1 or ranks % group_size):
         raise ValueError(f"group size {group_size} does not divide the {ranks} data-parallel ranks; expected a divisor")
     by_dtype: dict[str, list[int]] = {}
     for index, param in enumerate(params):
-        if param.atom is not None:
+        if param.atom is not None and not (cut and param.parts):
             by_dtype.setdefault(param.dtype, []).append(index)
     proposals = []
     if by_dtype and group_size is None:
@@ -101,8 +93,7 @@ def plan_owned(
         proposals = _proposals(atoms, ranks, setting, grouped)
     size = group_size or ranks
     of_place = [max((base or [0] * ranks)[place::size]) for place in range(size)]  # the busiest instance's
-    buckets: list[Bucket] = []
-    loads, choices = [0] * size, []
+    buckets, loads, choices = cut_buckets(params, setting.bucket_numel, of_place) if cut else ([], [0] * size, [])
     for dtype, members in by_dtype.items():
         before = [work + load for work, load in zip(of_place, loads)]
         atoms = [params[i].atom for i in members]
