@@ -2,58 +2,98 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from lwopt_backend.rules.coefficients import Coefficients
 from lwopt_backend.rules.gram_newton_schulz import gram_newton_schulz
 from lwopt_backend.rules.newton_schulz import newton_schulz
+from lwopt_backend.rules.protocol import MatrixRule
+from lwopt_backend.rules.scales import SCALES
 
 
-@dataclass(frozen=True, slots=True)
-class Muon:
+@dataclass
+class Muon(MatrixRule):
     """torch.optim.Muon's update as a matrix rule; its state is one ``momentum_buffer`` per element.
 
-    Momentum is the moving average B <- mu B + (1 - mu) G that torch computes (its docstring writes the sum form).
-    ``ns_dtype`` is the dtype of the iteration, ``exchange_dtype`` that of what travels; bfloat16 on the wire loses
-    nothing when the iteration is in bfloat16, because it starts with that cast and ends in that dtype. Matrices whose
-    longer side is at least ``gram_aspect`` times the shorter take the cheaper Gram Newton-Schulz; None: none do.
+    - ``momentum_form``: "ema" is B <- mu B + (1 - mu) G, which torch computes (its docstring writes the other); "sum"
+      is B <- mu B + G. One is the other times 1 - mu, in the buffer too, so their checkpoints are not interchangeable.
+    - ``ns_dtype``: of the iteration and of what travels: bfloat16 on the wire loses nothing when the iteration is in
+      bfloat16, because it starts with that cast and ends in that dtype.
+    - ``gram_aspect``: matrices whose longer side is at least so many times the shorter take the cheaper Gram
+      Newton-Schulz, with ``gram_restarts``; None: none do.
+    - ``weight_decay_form``: "decoupled" takes ``lr * weight_decay`` of the weight off, "cautious" only of elements that
+      the update moves towards zero ("Cautious Weight Decay", arXiv 2510.12402), "coupled" adds ``weight_decay`` of the
+      weight to the gradient. All go by the learning rate without the factor by shape.
     """
 
     lr: float
     weight_decay: float
     momentum: float
     nesterov: bool
-    ns_coefficients: tuple[float, float, float]
+    ns_coefficients: Coefficients
     eps: float
     ns_steps: int
     adjust_lr_fn: str | None
-    ns_dtype: torch.dtype = torch.bfloat16
-    exchange_dtype: torch.dtype = torch.bfloat16
+    ns_dtype: str = "bfloat16"
     gram_aspect: float | None = None
-    state_keys: tuple[str, ...] = ("momentum_buffer",)
+    gram_restarts: Sequence[int] | None = None
+    momentum_form: str = "ema"
+    weight_decay_form: str = "decoupled"
+    extra_scale_factor: float = 1.0
+    state_keys: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+
+    def __post_init__(self) -> None:
+        self.exchange_dtype = self.iterates_in
+
+    @property
+    def iterates_in(self) -> torch.dtype:
+        return getattr(torch, self.ns_dtype)
+
+    def gradient(self, grad: Tensor, value: Tensor) -> Tensor:
+        if self.weight_decay_form != "coupled" or not self.weight_decay:
+            return grad
+        return grad.add(value.to(grad.dtype), alpha=self.weight_decay)
 
     def accumulate(self, grad: Tensor, state: Mapping[str, Tensor]) -> None:
-        state["momentum_buffer"].lerp_(grad, 1 - self.momentum)
+        if self.momentum_form == "ema":
+            state["momentum_buffer"].lerp_(grad, 1 - self.momentum)
+        else:
+            state["momentum_buffer"].mul_(self.momentum).add_(grad)
 
     def direction(self, grad: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         buffer = state["momentum_buffer"]
-        return grad.lerp(buffer, self.momentum) if self.nesterov else buffer
+        if not self.nesterov:
+            return buffer
+        if self.momentum_form == "ema":
+            return grad.lerp(buffer, self.momentum)
+        return grad.add(buffer, alpha=self.momentum)
 
     def transform(self, matrices: Tensor) -> Tensor:
+        options = {
+            "steps": self.ns_steps,
+            "coefficients": self.ns_coefficients,
+            "eps": self.eps,
+            "dtype": self.iterates_in,
+        }
         short, long = sorted(matrices.shape[-2:])
-        gram = self.gram_aspect is not None and long >= self.gram_aspect * short
-        iterate = gram_newton_schulz if gram else newton_schulz
-        return iterate(
-            matrices, steps=self.ns_steps, coefficients=self.ns_coefficients, eps=self.eps, dtype=self.ns_dtype
-        )
+        if self.gram_aspect is not None and long >= self.gram_aspect * short:
+            return gram_newton_schulz(matrices, **options, restarts=self.gram_restarts)
+        return newton_schulz(matrices, **options)
 
     def scale(self, shape: tuple[int, int]) -> float:
-        """sqrt(max(1, rows / columns)) for "original" (Jordan); "match_rms_adamw" is 0.2 sqrt(max(rows, columns))."""
-        rows, columns = shape
-        if self.adjust_lr_fn == "match_rms_adamw":  # Moonshot, "Muon is Scalable for LLM Training", arXiv 2502.16982
-            return 0.2 * math.sqrt(max(rows, columns))
-        return math.sqrt(max(1, rows / columns))
+        return SCALES[self.adjust_lr_fn or "original"](*shape) * self.extra_scale_factor
+
+    def apply(self, value: Tensor, update: Tensor, shape: tuple[int, int]) -> None:
+        if self.weight_decay_form == "decoupled":
+            super().apply(value, update, shape)
+            return
+        if self.weight_decay_form == "cautious":
+            # Signs, because the product of two small numbers may be zero. Zero counts as towards zero.
+            aligned = value.sign().mul_(update.sign()) >= 0
+            value.mul_(torch.where(aligned, 1 - self.lr * self.weight_decay, 1.0))
+        value.add_(update, alpha=-self.lr * self.scale(shape))

@@ -1,46 +1,82 @@
-"""What the runtime asks of a matrix rule."""
+"""What a matrix rule is: the mathematics of an update, cut where sharding cuts it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 
-class MatrixRule(Protocol):
-    """An optimizer for whole matrices, cut where sharding cuts it.
+class MatrixRule:
+    """An optimizer for whole matrices. Subclass it, as a dataclass whose fields are the rule's options.
 
-    ``accumulate`` and ``direction`` are element-wise and run on whatever fragment a rank stores; ``transform`` needs
-    the whole matrix and runs once, at its owner. The weight then moves by ``-lr * scale(shape) * transform(direction)``
-    after the decoupled decay ``value *= 1 - lr * weight_decay``.
+    A step goes through these methods, in this order. Those that are *element-wise* run on whatever piece of the matrix
+    a rank stores, the others on the whole matrix, once, at its owner::
+
+        grad = gradient(grad, value)       element-wise
+        accumulate(grad, state)            element-wise, in place
+        direction(grad, state)             element-wise; this is what travels
+        transform(directions)              whole: (..., rows, columns) to the same shape, rows are outputs
+        apply(value, update, shape)        element-wise, in place
+
+    What is written here is decoupled decay and a step of ``-lr * scale(shape)`` along ``transform``'s result.
+    ``shape`` is always the whole matrix's (rows, columns).
     """
 
     lr: float
-    weight_decay: float
-    state_keys: tuple[str, ...]
-    exchange_dtype: torch.dtype
+    state_keys: ClassVar[tuple[str, ...]] = ()  # of the state that lies where the weight's elements do, in its shape
+    exchange_dtype: torch.dtype = torch.float32  # of what travels
+
+    def gradient(self, grad: Tensor, value: Tensor) -> Tensor:
+        """The gradient that the rule goes by; neither argument is changed."""
+        return grad
 
     def accumulate(self, grad: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Take ``grad`` into the element-wise ``state`` (same shape, in place)."""
+        """Take ``grad`` into the element-wise ``state``, in place."""
 
     def direction(self, grad: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        """The tensor ``transform`` needs, element by element, in ``grad``'s shape; neither argument is changed."""
+        """What ``transform`` needs, in ``grad``'s shape; neither argument is changed."""
+        return grad
 
     def transform(self, matrices: Tensor) -> Tensor:
-        """(..., rows, columns) to the same shape: the update direction of each matrix. The input is not changed."""
+        """The update direction of each matrix. The input is not changed."""
+        raise NotImplementedError(f"{type(self).__name__} has no transform")
 
     def scale(self, shape: tuple[int, int]) -> float:
         """The factor on the learning rate for a matrix of this shape."""
+        return 1.0
+
+    def apply(self, value: Tensor, update: Tensor, shape: tuple[int, int]) -> None:
+        """Decay a piece of the weight, and move it by the same piece of ``transform``'s result."""
+        decay = getattr(self, "weight_decay", 0.0)
+        value.mul_(1 - self.lr * decay)
+        value.add_(update, alpha=-self.lr * self.scale(shape))
 
 
-@runtime_checkable
-class OwnerStateRule(Protocol):
-    """A matrix rule that also keeps state of other shapes at the owner, such as SOAP's and Shampoo's factors."""
+class OwnerStateRule(MatrixRule):
+    """A matrix rule that also keeps state at the owner alone, of whatever shapes: one matrix's second moments by rows.
 
-    def new_owner_state(self, shape: tuple[int, int], device: torch.device) -> dict[str, Tensor]:
-        """Fresh state for a matrix of ``shape``: contiguous fp32 tensors of at least one dimension, by name."""
+    ``transform_with`` takes the place of ``transform``, one matrix at a time.
+    """
 
-    def transform_with(self, matrix: Tensor, state: dict[str, Tensor]) -> Tensor:
-        """``transform`` of one matrix, with its owner-held state, which is changed in place."""
+    def new_owner_state(self, shape: tuple[int, int], device: torch.device) -> dict[str, Any]:
+        """Fresh state for a matrix of ``shape``: tensors by name."""
+        raise NotImplementedError(f"{type(self).__name__} has no owner state")
+
+    def transform_with(self, matrix: Tensor, state: dict[str, Any]) -> Tensor:
+        """``transform`` of one matrix, with its state, which is changed in place."""
+        raise NotImplementedError(f"{type(self).__name__} has no transform")
+
+
+class WeightRule(MatrixRule):
+    """A rule that takes the whole weight and the whole gradient and changes the weight itself.
+
+    Both come to the owner in fp32, and the new weight returns. All state is the owner's: anything that ``torch.save``
+    writes, in nested dictionaries and lists; which of it there is shows after the first step.
+    """
+
+    def step(self, value: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
+        """One step of a matrix in fp32, in place. ``state`` is empty before the first."""
+        raise NotImplementedError(f"{type(self).__name__} has no step")

@@ -1,0 +1,67 @@
+"""QK-clip: query and key weights of heads whose attention logits grow too large are shrunk (MuonClip, Kimi K2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class QKFactors(NamedTuple):
+    """What the rows of each head's projections are multiplied by; the first two are also for their biases."""
+
+    query: Tensor  # (heads,)
+    key: Tensor  # (key heads,)
+    rotary_query: Tensor  # (heads,): rows of MLA's query whose keys all heads share
+
+
+def qk_clip_factors(
+    max_logits: Tensor, threshold: float = 100.0, *, key_heads: int | None = None, query_share: float = 0.5
+) -> QKFactors:
+    """Factors that bring a head's largest logit S, where it is over the threshold t, down to t.
+
+    gamma = min(1, t / S) is split over both sides: gamma^query_share for the query, the rest for the key, half each in
+    "Kimi K2: Open Agentic Intelligence", arXiv 2507.20534, section 2.1. A key that several heads share stays as it is
+    and the queries take all of gamma, which is what the paper does with MLA's rotary part: only so a head is clipped
+    without the others noticing. So with fewer ``key_heads`` than heads (grouped queries) all key factors are one.
+
+    - ``max_logits``: (heads,), of each head the largest q k / sqrt(d) before the softmax over everything since the last
+      step: batches, accumulated ones too, and data-parallel ranks. Every rank must pass the same.
+    - Returns factors in fp32, where ``max_logits`` is. A head within the threshold has one exactly; a logit that is
+      not finite gives NaN, because a step that saw one should have been skipped.
+
+    Applied after the update; momentum stays as it is. Raises ValueError for a wrong shape, threshold or share.
+    """
+    if max_logits.ndim != 1 or not len(max_logits):
+        raise ValueError(f"max_logits: expected one per head, (heads,); found shape {tuple(max_logits.shape)}")
+    if not threshold > 0 or not 0 <= query_share <= 1:
+        raise ValueError(
+            f"expected a threshold over 0 and a query_share in [0, 1]; found {threshold!r} and {query_share!r}"
+        )
+    heads = len(max_logits)
+    key_heads = heads if key_heads is None else key_heads
+    if key_heads < 1 or heads % key_heads:
+        raise ValueError(f"key_heads: expected a divisor of the {heads} heads in max_logits; found {key_heads}")
+    logits = max_logits.detach().float()
+    gamma = threshold / torch.where(logits.isfinite(), logits, torch.nan).clamp(min=threshold)
+    if key_heads < heads:
+        return QKFactors(gamma, torch.ones_like(gamma[:key_heads]), gamma)
+    return QKFactors(gamma**query_share, gamma ** (1 - query_share), gamma)
+
+
+def row_factors(parts: Sequence[tuple[int, Tensor | None]]) -> Tensor:
+    """One factor per row of a projection, (rows,), whose rows lie head by head.
+
+    ``parts`` are the rows of one head in their order: how many, and their factors by head; None: they stay. For
+    attention with d rows a head: ``[(d, factors.query)]`` for the query's projection, ``[(d, factors.key)]`` for the
+    key's; for MLA's ``[(nope, factors.query), (rope, factors.rotary_query)]`` and ``[(nope, factors.key), (v, None)]``.
+
+    Raises ValueError where there are no factors, or not equally many.
+    """
+    given = [factors for _, factors in parts if factors is not None]
+    if not given or any(factors.shape != given[0].shape for factors in given):
+        raise ValueError(f"parts: expected factors of equally many heads; found {[tuple(f.shape) for f in given]}")
+    columns = [(torch.ones_like(given[0]) if f is None else f)[:, None].expand(-1, count) for count, f in parts]
+    return torch.cat(columns, dim=1).reshape(-1)

@@ -1,0 +1,60 @@
+"""What NorMuon and AdaMuon share: a second moment of the orthogonalized update, which divides it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lwopt_backend.rules.muon import Muon
+from lwopt_backend.rules.protocol import OwnerStateRule
+
+LEAST_NORM = 1e-8  # of the divided update, so that a zero matrix stays zero
+ADAMW_RMS = 0.2  # the usual root mean square of AdamW's updates, "Muon is Scalable for LLM Training", arXiv 2502.16982
+
+
+@dataclass
+class SecondMomentMuon(Muon, OwnerStateRule):
+    """Muon whose update O is divided, element by element, by the root of a moving average v of O's squares.
+
+    v <- beta2 v + (1 - beta2) mean(O^2), in fp32 at the owner alone; ``mean_squares`` says over what. Then O becomes
+    O / (sqrt(v) + second_moment_eps), and ``update_norm`` decides its length, by norms of the whole matrix: the owner
+    has it, whereas on shards of a matrix these would be other norms.
+
+    - "match_rms": the root mean square of its elements is 0.2, whatever the shape; there is no factor by shape then.
+    - "preserve": the Frobenius norm that O had before the division; the factor by shape is Muon's.
+    - "none": whatever the division gave; the factor by shape is Muon's.
+
+    No bias correction of v: the first two cancel it, and where others have the third they have none either.
+    """
+
+    beta2: float = 0.95
+    second_moment_eps: float = 1e-8
+    update_norm: str = "match_rms"
+
+    def mean_squares(self, update: Tensor) -> Tensor:
+        """What v averages over time, of a matrix's update; of v's shape."""
+        raise NotImplementedError(f"{type(self).__name__} has no mean_squares")
+
+    def second_moment_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """v's shape, for a matrix of ``shape``."""
+        raise NotImplementedError(f"{type(self).__name__} has no second_moment_shape")
+
+    def new_owner_state(self, shape: tuple[int, int], device: torch.device) -> dict[str, Any]:
+        return {"second_moment": torch.zeros(self.second_moment_shape(shape), device=device)}
+
+    def transform_with(self, matrix: Tensor, state: dict[str, Any]) -> Tensor:
+        """Returned in the dtype that travels, so that a matrix that need not travel takes the same step."""
+        update = self.transform(matrix).float()
+        moment = state["second_moment"].lerp_(self.mean_squares(update), 1 - self.beta2)
+        divided = update / moment.sqrt().add_(self.second_moment_eps)
+        if self.update_norm == "match_rms":
+            divided *= divided.numel() ** 0.5 / divided.norm().clamp(min=LEAST_NORM)
+        elif self.update_norm == "preserve":
+            divided *= update.norm() / divided.norm().clamp(min=LEAST_NORM)
+        return divided.to(self.exchange_dtype)
+
+    def scale(self, shape: tuple[int, int]) -> float:
+        return ADAMW_RMS * self.extra_scale_factor if self.update_norm == "match_rms" else super().scale(shape)

@@ -1,0 +1,76 @@
+"""Rules on whole matrices in one process, as the steppers drive them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lwopt_backend.config import HostConfig
+from lwopt_backend.options import parse
+from lwopt_backend.registry import MATRIX_RULES, build_matrix_rule
+from lwopt_backend.rules import MatrixRule, OwnerStateRule
+
+SHAPES = [(48, 63), (63, 48), (32, 32), (1, 7), (7, 1), (200, 3)]
+
+
+def rule_of(name: str, **options: Any) -> MatrixRule:
+    """A registered rule with its defaults and these options."""
+    checked = parse(MATRIX_RULES[name].model({}, name), options, name)
+    return build_matrix_rule({"rule": name, **checked.model_dump()}, HostConfig())
+
+
+def random(shape: tuple[int, ...], seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Trained:
+    """One matrix and its state under a rule."""
+
+    def __init__(self, rule: MatrixRule, value: Tensor) -> None:
+        self.rule = rule
+        self.value = value.clone()
+        self.state = {key: torch.zeros_like(value) for key in rule.state_keys}
+        self.owner_state: dict[str, Any] = {}
+        if isinstance(rule, OwnerStateRule):
+            self.owner_state = rule.new_owner_state(tuple(value.shape), value.device)
+
+    def update(self, grad: Tensor) -> Tensor:
+        """What the owner sends back for ``grad``."""
+        grad = self.rule.gradient(grad, self.value)
+        self.rule.accumulate(grad, self.state)
+        direction = self.rule.direction(grad, self.state).to(self.rule.exchange_dtype)
+        if isinstance(self.rule, OwnerStateRule):
+            return self.rule.transform_with(direction, self.owner_state)
+        return self.rule.transform(direction)
+
+    def step(self, grad: Tensor) -> Tensor:
+        """The new weight."""
+        self.rule.apply(self.value, self.update(grad), tuple(self.value.shape))
+        return self.value
+
+
+def gradients(shape: tuple[int, ...], steps: int = 4) -> Sequence[Tensor]:
+    return [random(shape, 100 + step) for step in range(steps)]
+
+
+def trained(rule: MatrixRule, shape: tuple[int, ...], steps: int = 4) -> Tensor:
+    """A random matrix after some steps."""
+    matrix = Trained(rule, random(shape, 1))
+    for grad in gradients(shape, steps):
+        matrix.step(grad)
+    return matrix.value
+
+
+def trained_by(
+    optimizer: type[torch.optim.Optimizer], shape: tuple[int, ...], *, grouped: bool, **options: Any
+) -> Tensor:
+    """The same matrix after the same steps of someone else's optimizer; ``grouped``: its groups say ``use_muon``."""
+    param = torch.nn.Parameter(random(shape, 1))
+    made = optimizer([{"params": [param], "use_muon": True}] if grouped else [param], **options)
+    for grad in gradients(shape):
+        param.grad = grad.clone()
+        made.step()
+    return param.detach()
