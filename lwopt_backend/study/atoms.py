@@ -37,15 +37,11 @@ def check_splits(routes: Sequence[Route], splits: Mapping[str, Split]) -> None:
             raise ValueError(f"split: {glob!r} matches no parameter; names look like {routes[0].name!r}")
 
 
-def as_trained(
-    routes: Sequence[Route], splits: Mapping[str, Split], engine: str
-) -> tuple[list[Route], dict[str, Split]]:
-    """Routes and splits as the engine's optimizer has them: under ZeRO stacked experts are matrices, slice by slice."""
-    if not engine.startswith("zero"):
-        return list(routes), dict(splits)
-    stacks = {r.name for r in routes if r.stack and r.reason == f"{len(r.shape)}-D"}
+def as_trained(routes: Sequence[Route], splits: Mapping[str, Split]) -> tuple[list[Route], dict[str, Split]]:
+    """Routes and splits as our optimizers have them: stacked experts are matrices, slice by slice."""
+    stacks = {r.name: r for r in routes if r.stack and r.reason == f"{len(r.shape)}-D"}
     trained = [replace(r, kind="matrix", reason=stacked(r.shape)) if r.name in stacks else r for r in routes]
-    return trained, {**splits, **{name: STACK for name in sorted(stacks)}}
+    return trained, {**splits, **{name: STACK for name in sorted(stacks) if not stacks[name].parts}}
 
 
 def make_atoms(
@@ -65,7 +61,7 @@ def make_atoms(
         if route.kind == "frozen" or (route.kind != "matrix" and (glob is None or len(route.shape) < 3)):
             rest.append(route)
             continue
-        blocks = [(route.name, route.shape)] if glob is None else _blocks(route, splits[glob])
+        blocks = route.parts or [(route.name, route.shape)] if glob is None else _blocks(route, splits[glob])
         for name, (rows, columns) in blocks:
             whole = cost.of((rows, columns))
             atoms.append(Atom(name, _part(rows, columns, tp), -(-whole // tp)))

@@ -8,7 +8,7 @@ from typing import Annotated
 import yaml
 from pydantic import Field
 
-from lwopt_backend.config import Options, parse
+from lwopt_backend.options import Options, parse
 from lwopt_backend.plan.machine import CLUSTERS, MACHINES, Machine
 from lwopt_backend.spelling import suggestion
 

@@ -88,7 +88,7 @@ def plan_study(
     """
     splits = splits or {}
     check_splits(routes, splits)
-    routes, splits = as_trained(routes, splits, setting.engine)
+    routes, splits = as_trained(routes, splits)
     known: dict[tuple[object, ...], Stage] = {}
     planned = []
     for index, members in enumerate(stages(routes, deployment.pp)):

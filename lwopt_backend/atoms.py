@@ -1,0 +1,116 @@
+"""Which matrices are in each parameter: one, the slices of a stack, or the blocks of a fused weight, and why.
+
+Settings by glob come first, then what the model's modules are known to do (``fused_weights``). Everything else is as it
+lies: a parameter of two dimensions is one matrix, one of more is a stack of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from lwopt_backend.atom_settings import AtomSettings, blocks_of
+from lwopt_backend.fused_weights import fused_weights
+from lwopt_backend.plan.block_cover import check_cover
+from lwopt_backend.plan.blocks import Block, Grid, Parts, divided, matrices_of
+from lwopt_backend.routing import Route, named_parameters
+from lwopt_backend.spelling import nearest
+
+SHOWN = 4  # names of parts that are printed
+
+
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """The matrices of one parameter, together exactly its elements. ``reason`` is empty for a plain matrix."""
+
+    blocks: tuple[Block, ...]
+    reason: str = ""
+
+
+def divide(
+    model: nn.Module,
+    routes: Sequence[Route],
+    settings: AtomSettings | None = None,
+    *,
+    elsewhere: Sequence[Route] = (),
+) -> dict[str, Divided]:
+    """The matrices of every parameter among ``routes`` that goes to the matrix rule, by its name.
+
+    ``routes`` are those of all parameters of ``model``; if it is a part of one, those of the other parts are
+    ``elsewhere``. Reads the model and changes nothing; the same on all ranks. Raises ValueError for a glob that matches
+    no matrix parameter, and for sizes that do not add up.
+    """
+    settings = settings or AtomSettings()
+    matrices = [route for route in routes if route.kind == "matrix"]
+    _check_globs(settings, [*routes, *elsewhere])
+    params = {name: param for name, param in named_parameters(model)}
+    by_id = {id(params[route.name]): route for route in routes}
+    fused = fused_weights(model, lambda param: _sizes(by_id.get(id(param))))
+    reversed_kernels = {id(m.weight) for m in model.modules() if isinstance(m, nn.modules.conv._ConvTransposeNd)}
+    found = {}
+    for route in matrices:
+        setting = settings.of([route.name, *route.aliases])
+        if setting is not None and setting[1] == "flatten" and id(params[route.name]) in reversed_kernels:
+            raise ValueError(
+                f"atoms {setting[0]!r}: {route.name!r} is of a transposed convolution, whose outputs are not its first "
+                "dimension; it cannot be flattened"
+            )
+        found[route.name] = _divided(route, settings, fused.get(id(params[route.name])))
+        check_cover(route.name, found[route.name].blocks)
+    return found
+
+
+def _divided(route: Route, settings: AtomSettings, fused: tuple[Parts, str] | None) -> Divided:
+    shape, setting = route.shape, settings.of([route.name, *route.aliases])
+    if setting is not None:
+        blocks = blocks_of(route.name, shape, route.transposed, *setting)
+        return Divided(blocks, f"{_described(blocks)}, set by atoms {setting[0]!r}")
+    if fused is not None:
+        parts, module = fused
+        blocks = divided(Grid.of(shape, len(shape) - 2), parts, transposed=route.transposed)
+        return Divided(blocks, f"{_described(blocks)}, as {module} has them")
+    blocks = matrices_of(shape)
+    return Divided(blocks, _described(blocks) if len(shape) > 2 else "")
+
+
+def _described(blocks: Sequence[Block]) -> str:
+    """E.g. ``"q, k, v"``, ``"head0, head1, ... head11"``, ``"8 slices of gate, up"``."""
+    slices = blocks[0].grid.slices
+    names = [block.name.removeprefix("[0]").removeprefix(".") for block in blocks if block.slice == 0]
+    shown = names if len(names) <= SHOWN else [*names[: SHOWN - 2], f"... {names[-1]}"]
+    parts = ", ".join(shown)
+    if slices == 1:
+        return parts or "one matrix"
+    return f"{slices} slices of {parts}" if parts else f"{slices} slices"
+
+
+def _sizes(route: Route | None) -> tuple[int, int] | None:
+    """Outputs and inputs."""
+    if route is None or len(route.shape) < 2:
+        return None
+    rows, columns = route.shape[-2:]
+    return (columns, rows) if route.transposed else (rows, columns)
+
+
+def _check_globs(settings: AtomSettings, routes: Sequence[Route]) -> None:
+    for glob, _ in settings.by_glob:
+        if any(route.kind == "matrix" and _matches(route, glob) for route in routes):
+            continue
+        others = [route for route in routes if _matches(route, glob)]
+        if others:
+            route = others[0]
+            raise ValueError(
+                f"atoms: {glob!r} matches only parameters that no matrix rule updates, such as {route.name!r} "
+                f"({route.kind}: {route.reason}); leave it out, or include the parameter"
+            )
+        names = [name for route in routes for name in (route.name, *route.aliases)]
+        close = nearest(glob, names)
+        hint = f"did you mean {close!r}?" if close else f"names look like {(names or ['nothing'])[0]!r}"
+        raise ValueError(f"atoms: {glob!r} matches no parameter name; {hint}")
+
+
+def _matches(route: Route, glob: str) -> bool:
+    return any(fnmatchcase(name, glob) for name in (route.name, *route.aliases))

@@ -1,0 +1,193 @@
+"""How each family of Hugging Face's models lays out its fused weights: q, k and v, or gate and up.
+
+Read from the modelling code of transformers 5.23, class by class. ``taken`` and the sizes that a layout gives are
+compared with the weights themselves in ``fused_weights``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Outputs = tuple[tuple[str, ...], tuple[int, ...], int]  # names and sizes of the parts, and in how many groups they come
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """``weight`` of a module is laid out as ``layout`` says of it; ``out`` takes what part number ``taken`` leads to.
+
+    ``layout`` is given the module and the inputs of ``out``.
+    """
+
+    weight: str
+    out: str
+    layout: Callable[[Any, int], Outputs | None]
+    taken: int = 0
+
+
+# Layouts of q, k and v
+
+
+def thirds(module: Any, width: int) -> Outputs:
+    return ("q", "k", "v"), (width,) * 3, 1
+
+
+def _thirds_or_cross(module: Any, width: int) -> Outputs:
+    return (("k", "v"), (width,) * 2, 1) if module.is_cross_attention else thirds(module, width)
+
+
+def _by_head(size: str) -> Callable[[Any, int], Outputs]:
+    """q, k and v of one head after the other; the module's attribute ``size`` is that of a head."""
+    return lambda module, width: (("q", "k", "v"), (getattr(module, size),) * 3, width // getattr(module, size))
+
+
+def _fewer_keys(module: Any, width: int) -> Outputs:
+    size = module.num_key_value_heads * module.head_dim
+    return ("q", "k", "v"), (width, size, size), 1
+
+
+def _exaone_vision(module: Any, width: int) -> Outputs:
+    return ("q", "k", "v"), (module.q_dim, module.kv_dim, module.kv_dim), 1
+
+
+def _big_code(module: Any, width: int) -> Outputs | None:
+    if module.is_cross_attention:
+        return None
+    if module.multi_query:
+        return ("q", "k", "v"), (module.embed_dim, module.kv_dim, module.kv_dim), 1
+    return _by_head("head_dim")(module, width)
+
+
+def _falcon(module: Any, width: int) -> Outputs:
+    size = module.head_dim
+    if module.new_decoder_architecture:
+        queries = module.num_heads // module.num_kv_heads
+        return ("q", "k", "v"), (queries * size, size, size), module.num_kv_heads
+    if module.multi_query:
+        return ("q", "k", "v"), (width, size, size), 1
+    return _by_head("head_dim")(module, width)
+
+
+def _code_gen(module: Any, width: int) -> Outputs:
+    """In four groups, one for each of the cores that it was trained on, and v before k."""
+    return ("q", "v", "k"), (width // 4,) * 3, 4
+
+
+def _query_and_gate(module: Any, width: int) -> Outputs:
+    return ("q", "gate"), (module.head_dim,) * 2, width // module.head_dim
+
+
+def _delta_net_qkvz(module: Any, width: int) -> Outputs:
+    keys, values = module.head_k_dim, module.num_v_heads // module.num_k_heads * module.head_v_dim
+    return ("q", "k", "v", "z"), (keys, keys, values, values), module.num_k_heads
+
+
+def _delta_net_qkv(module: Any, width: int) -> Outputs:
+    return ("q", "k", "v"), (module.key_dim, module.key_dim, module.value_dim), 1
+
+
+# Layouts of gate (what goes through the activation) and up
+
+
+def _gate_up(module: Any, width: int) -> Outputs:
+    return ("gate", "up"), (width,) * 2, 1
+
+
+def _up_gate(module: Any, width: int) -> Outputs:
+    return ("up", "gate"), (width,) * 2, 1
+
+
+def experts(module: Any, width: int) -> Outputs | None:
+    """Experts say how gate and up lie, and what their gate makes of four outputs must agree."""
+    if not module.has_gate:
+        return None
+    with torch.enable_grad():
+        outputs = torch.tensor([[0.5, 0.6, 0.7, 0.8]], requires_grad=True)
+        try:
+            (used,) = torch.autograd.grad(module._apply_gate(outputs)[0, 0], outputs)
+        except RuntimeError:  # an activation that has tensors of its own, elsewhere
+            return None
+    expected = [True, False, True, False] if module.is_concatenated else [True, True, False, False]
+    if (used[0] != 0).tolist() != expected:
+        return None
+    return _gate_up(module, width) if module.is_concatenated else (("gate", "up"), (1, 1), width)
+
+
+def _each(fused: Fused, *classes: str) -> Iterator[tuple[str, tuple[Fused, ...]]]:
+    return ((name, (fused,)) for name in classes)
+
+
+# By family and class, as in ``transformers.models.<family>.modeling_<family>.<class>``
+TABLE: Mapping[str, tuple[Fused, ...]] = dict(
+    [
+        *_each(
+            Fused("c_attn", "c_proj", _thirds_or_cross),
+            *(
+                "gpt2.GPT2Attention",
+                "imagegpt.ImageGPTAttention",
+                "decision_transformer.DecisionTransformerGPT2Attention",
+            ),
+        ),
+        *_each(Fused("c_attn", "c_proj", thirds), "openai.Attention"),
+        *_each(Fused("c_attn", "c_proj", _big_code), "gpt_bigcode.GPTBigCodeAttention"),
+        *_each(
+            Fused("query_key_value", "dense", _by_head("head_size")),
+            *("gpt_neox.GPTNeoXAttention", "gpt_neox_japanese.GPTNeoXJapaneseAttention"),
+        ),
+        *_each(
+            Fused("query_key_value", "dense", _by_head("head_dim")),
+            *("bloom.BloomAttention", "persimmon.PersimmonAttention"),
+        ),
+        *_each(Fused("query_key_value", "dense", _falcon), "falcon.FalconAttention"),
+        *_each(Fused("qkv_proj", "out_proj", _by_head("head_dim")), "minimax.MiniMaxLightningAttention"),
+        *_each(Fused("qkv_proj", "out_proj", _code_gen), "codegen.CodeGenAttention"),
+        *_each(
+            Fused("qkv_proj", "o_proj", _fewer_keys), "phi3.Phi3Attention", "phi4_multimodal.Phi4MultimodalAttention"
+        ),
+        *_each(Fused("Wqkv", "out_proj", thirds), "mpt.MptAttention"),
+        *_each(Fused("Wqkv", "out_proj", _fewer_keys), "dbrx.DbrxAttention"),
+        *_each(Fused("Wqkv", "Wo", thirds), "modernbert.ModernBertAttention"),
+        *_each(Fused("att_proj", "out_proj", thirds), "bark.BarkSelfAttention"),
+        *_each(
+            Fused("qkv", "projection", thirds),
+            *("blip.BlipAttention", "blip_2.Blip2Attention", "instructblip.InstructBlipAttention"),
+            "instructblipvideo.InstructBlipVideoAttention",
+        ),
+        *_each(
+            Fused("qkv", "proj", thirds),
+            *("florence2.Florence2VisionChannelAttention", "florence2.Florence2VisionWindowAttention"),
+            *("glm4v.Glm4vVisionAttention", "glm4v_moe.Glm4vMoeVisionAttention", "got_ocr2.GotOcr2VisionAttention"),
+            *("hiera.HieraMaskUnitAttention", "mgp_str.MgpstrAttention", "qwen2_vl.VisionAttention"),
+            *("qwen2_5_vl.Qwen2_5_VLVisionAttention", "qwen3_5.Qwen3_5VisionAttention"),
+            *("qwen3_5_moe.Qwen3_5MoeVisionAttention", "qwen3_omni_moe.Qwen3OmniMoeVisionAttention"),
+            *("qwen3_vl.Qwen3VLVisionAttention", "qwen3_vl_moe.Qwen3VLMoeVisionAttention", "sam.SamVisionAttention"),
+            *("sam2.Sam2MultiScaleAttention", "sam_hq.SamHQVisionAttention", "seggpt.SegGptAttention"),
+            *("ernie4_5_vl_moe.Ernie4_5_VLMoeVisionAttention", "vitdet.VitDetAttention"),
+        ),
+        *_each(Fused("qkv", "proj", _exaone_vision), "exaone4_5.Exaone4_5_VisionAttention"),
+        *_each(
+            Fused("q_proj", "o_proj", _query_and_gate),
+            *("qwen3_next.Qwen3NextAttention", "qwen3_5.Qwen3_5Attention", "qwen3_5_moe.Qwen3_5MoeAttention"),
+        ),
+        *_each(Fused("in_proj_qkvz", "out_proj", _delta_net_qkvz, taken=2), "qwen3_next.Qwen3NextGatedDeltaNet"),
+        *_each(
+            Fused("in_proj_qkv", "out_proj", _delta_net_qkv, taken=2),
+            *("qwen3_5.Qwen3_5GatedDeltaNet", "qwen3_5_moe.Qwen3_5MoeGatedDeltaNet"),
+        ),
+        *_each(
+            Fused("gate_up_proj", "down_proj", _gate_up),
+            *("phi3.Phi3MLP", "phi4_multimodal.Phi4MultimodalMLP", "glm.GlmMLP", "glm4.Glm4MLP", "glm4v.Glm4vTextMLP"),
+            *("dia.DiaMLP", "zamba2.Zamba2MLP", "llama4.Llama4TextExperts"),
+        ),
+        *_each(Fused("gate_up_proj", "down_proj", _up_gate), "phi4_multimodal.Phi4MultimodalAudioMLP"),
+        *_each(
+            Fused("input_linear", "output_linear", _gate_up),
+            *("granitemoehybrid.GraniteMoeHybridMLP", "granitemoeshared.GraniteMoeSharedMLP", "jetmoe.JetMoeMoE"),
+        ),
+        *_each(Fused("Wi", "Wo", _gate_up), "modernbert.ModernBertMLP", "modernbert_decoder.ModernBertDecoderMLP"),
+        *_each(Fused("fc1", "fc2", _up_gate), "moonshine.MoonshineDecoderMLP"),
+    ]
+)

@@ -1,0 +1,131 @@
+"""A model with several matrices in a parameter, and what trains them on one process as parameters of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.models import VOCABULARY
+from tests.zero import ADAMW, MUON, Reference
+
+WIDTH = 24
+
+
+class Conv1D(nn.Module):
+    """Hugging Face's: a linear whose weight is stored as (inputs, outputs)."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs) / inputs**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class Experts(nn.Module):
+    def __init__(self, count: int, outputs: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(count, outputs, WIDTH) / WIDTH**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("btw,eow->bto", x, self.up).tanh()
+
+
+class FusedLM(nn.Module):
+    """q, k and v in blocks and by group, gate and up, experts in a stack, a convolution."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.qkv = nn.Linear(WIDTH, 40)
+        self.grouped = nn.Linear(WIDTH, 32, bias=False)
+        self.down = nn.Linear(32, WIDTH, bias=False)
+        self.gate_up = Conv1D(WIDTH, 46)
+        self.out = nn.Linear(23, WIDTH)
+        self.experts = Experts(3, 10)
+        self.mix = nn.Linear(10, WIDTH, bias=False)
+        self.conv = nn.Conv1d(WIDTH, 12, 3, padding=1)
+        self.lm_head = nn.Linear(12, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        qkv = self.qkv(x)
+        x = x + qkv[..., :WIDTH] * qkv[..., WIDTH:].mean(-1, keepdim=True).tanh()
+        x = x + self.down(self.grouped(x).tanh())
+        gate, up = self.gate_up(x).chunk(2, -1)
+        x = x + self.out(gate.sigmoid() * up)
+        x = x + self.mix(self.experts(x))
+        x = self.conv(x.mT).mT
+        return nn.functional.cross_entropy(self.lm_head(x).float().flatten(0, 1), targets.flatten())
+
+
+ATOMS: dict[str, Any] = {
+    "qkv.weight": {"qkv": [24, 8, 8]},
+    "grouped.weight": {"qkv": [8, 4, 4], "groups": 2},
+    "gate_up.weight": {"gate_up": "halves"},
+    "conv.weight": "flatten",
+}
+MATRICES = (
+    *(f"{name}.weight" for name in ("qkv", "grouped", "down", "gate_up", "out", "mix", "conv")),
+    "experts.up",
+)
+
+
+def _rows(*rows: range) -> Callable[[Tensor], Tensor]:
+    index = torch.tensor([row for some in rows for row in some])
+    return lambda tensor: tensor[index]
+
+
+# By hand: which elements of a parameter are a matrix of (outputs, inputs), to read.
+BLOCKS: dict[str, list[Callable[[Tensor], Tensor]]] = {
+    "qkv.weight": [_rows(range(0, 24)), _rows(range(24, 32)), _rows(range(32, 40))],
+    "grouped.weight": [
+        _rows(range(0, 8), range(16, 24)),
+        _rows(range(8, 12), range(24, 28)),
+        _rows(range(12, 16), range(28, 32)),
+    ],
+    "gate_up.weight": [lambda tensor: tensor[:, :23].T, lambda tensor: tensor[:, 23:].T],
+    "experts.up": [lambda tensor, i=i: tensor[i] for i in range(3)],
+    "conv.weight": [lambda tensor: tensor.reshape(12, 72)],
+}
+
+
+class Separate:
+    """torch.optim.Muon on every matrix as a parameter of its own."""
+
+    def __init__(self, named: dict[str, Tensor], **options: Any) -> None:
+        self.pieces = [
+            (param, read, nn.Parameter(read(param.detach()).clone().contiguous()))
+            for name, param in named.items()
+            for read in BLOCKS.get(name, [lambda tensor: tensor])
+        ]
+        self.params = list(named.values())
+        self.muon = torch.optim.Muon([piece for *_, piece in self.pieces], **options)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for param, read, piece in self.pieces:
+            piece.copy_(read(param))
+            piece.grad = read(param.grad).clone().contiguous()
+        self.muon.step()
+        for param, read, piece in self.pieces:
+            places = read(torch.arange(param.numel()).view(param.shape)).reshape(-1)
+            param.view(-1)[places] = piece.reshape(-1)
+
+    def zero_grad(self) -> None:
+        for param in self.params:
+            param.grad = None
+
+
+class FusedReference(Reference):
+    """One process."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self.model = model or FusedLM()
+        named = dict(self.model.named_parameters())
+        self.muon = Separate({name: named.pop(name) for name in MATRICES}, **MUON)
+        self.adamw = torch.optim.AdamW(list(named.values()), **ADAMW)
