@@ -1,0 +1,244 @@
+"""What tests of several modules share: a vision encoder and a language model on ranks of their own, and both on one."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
+from tests.models import MATRICES, UnevenLM, batch
+from tests.owned import exact_sums
+from tests.zero import ADAMW, MUON
+
+ROWS = 24  # of the global batch; divides into micro-batches for 1 to 4 ranks
+PIXELS = 10
+NAMES = ("vision", "language")
+MATRICES_OF = {"vision": ("layers.0.weight", "layers.2.weight"), "language": MATRICES}
+
+
+class Vision(nn.Module):
+    """(rows, PIXELS) images become (rows, 24) features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.layers = nn.Sequential(nn.Linear(PIXELS, 31), nn.GELU(), nn.Linear(31, 24))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.layers(images)
+
+
+class Language(UnevenLM):
+    """A language model that sees a feature in front of each row's tokens; the mean cross-entropy of its rows."""
+
+    def forward(self, tokens: Tensor, targets: Tensor, seen: Tensor) -> Tensor:
+        x = self.embedding(tokens) + seen.unsqueeze(1)
+        x = x + self.layers(x) * torch.sigmoid(self.gate(x[..., :5]))
+        return nn.functional.cross_entropy(self.lm_head(x).flatten(0, 1), targets.flatten())
+
+
+def images_of(step: int) -> Tensor:
+    return torch.randn(ROWS, PIXELS, generator=torch.Generator().manual_seed(step))
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which ranks have which module; each computes an equal part of the rows, in its module's order of ranks."""
+
+    vision: tuple[int, ...]
+    language: tuple[int, ...]
+
+    def ranks(self, module: str) -> tuple[int, ...]:
+        return getattr(self, module)
+
+    def rows(self, module: str, rank: int, rows: int) -> slice:
+        ranks = self.ranks(module)
+        size = rows // len(ranks)
+        return slice(ranks.index(rank) * size, (ranks.index(rank) + 1) * size)
+
+    def moves(self, rows: int) -> list[tuple[int, int, int, int]]:
+        """(vision's rank, language's rank, start, stop): rows that both compute."""
+        found = []
+        for v in self.vision:
+            for to in self.language:
+                one, other = self.rows("vision", v, rows), self.rows("language", to, rows)
+                start, stop = max(one.start, other.start), min(one.stop, other.stop)
+                if start < stop:
+                    found.append((v, to, start, stop))
+        return found
+
+
+TWO_AND_TWO = Split((0, 1), (2, 3))
+ONE_AND_TWO = Split((0,), (1, 2))  # the fourth rank has nothing
+ONE_AND_THREE = Split((0,), (1, 2, 3))
+OVERLAPPING = Split((0, 1, 2), (1, 2, 3))
+EVERYWHERE = Split((0, 1, 2, 3), (0, 1, 2, 3))
+ON_ONE = Split((0,), (0,))
+
+
+@functools.cache
+def group_of(ranks: tuple[int, ...], module: str) -> Any:
+    """A process group of its own for each module; called on all ranks."""
+    group = dist.new_group(list(ranks))
+    return group if dist.get_rank() in ranks else None
+
+
+def send_rows(moves: Sequence[tuple[int, int, int, int]], mine: Tensor, first: int, into: Tensor, place: int) -> None:
+    """Bring rows from (rank, ...) to (..., rank, ...). ``first`` and ``place`` are the first rows of both tensors."""
+    me = dist.get_rank()
+    works = []
+    for source, to, start, stop in moves:
+        if source == me == to:
+            into[start - place : stop - place] = mine[start - first : stop - first]
+        elif source == me:
+            works.append(dist.isend(mine[start - first : stop - first].contiguous(), to))
+        elif to == me:
+            works.append(dist.irecv(into[start - place : stop - place], source))
+    for work in works:
+        work.wait()
+
+
+def backward(
+    split: Split, modules: dict[str, nn.Module], step: int, part: int = 0, parts: int = 1, scale: float = 1.0
+) -> None:
+    """Forward and backward of one micro-batch through the modules that this rank has."""
+    me, rows = dist.get_rank(), ROWS // parts
+    micro = slice(part * rows, (part + 1) * rows)
+    moves, back = split.moves(rows), [(to, v, a, b) for v, to, a, b in split.moves(rows)]
+    out, seen = torch.zeros(0, 24), torch.zeros(0, 24)
+    first = place = 0
+    if "vision" in modules:
+        own = split.rows("vision", me, rows)
+        out, first = modules["vision"](images_of(step)[micro][own]), own.start
+    if "language" in modules:
+        own = split.rows("language", me, rows)
+        seen, place = torch.zeros(own.stop - own.start, 24), own.start
+    send_rows(moves, out.detach(), first, seen, place)
+    grad = torch.zeros_like(out)
+    if "language" in modules:
+        tokens, targets = (t[micro][own] for t in batch(step, ROWS))
+        seen.requires_grad_()
+        (scale * modules["language"](tokens, targets, seen)).backward()
+    send_rows(back, seen if seen.grad is None else seen.grad, place, grad, first)
+    if "vision" in modules:
+        out.backward(grad * (len(split.vision) / len(split.language)))
+
+
+def modules_of(split: Split, *, exact: bool = True) -> dict[str, nn.Module]:
+    """This rank's modules, with gradients whose sums are exact or as they are."""
+    make = {"vision": Vision, "language": Language}
+    here = {name: make[name]() for name in NAMES if dist.get_rank() in split.ranks(name)}
+    return {name: exact_sums(module) if exact else module for name, module in here.items()}
+
+
+def owned(module: nn.Module, group: Any, **options: Any) -> LayerWiseOptimizer:
+    settings = {"bucket_mb": 0.004, "report": False, "process_group": group, **options}
+    return LayerWiseOptimizer(module, **MUON, elementwise={"name": "adamw", **ADAMW}, **settings)
+
+
+def optimizers_of(split: Split, modules: dict[str, nn.Module], **options: Any) -> ModuleOptimizers:
+    """Owned storage for each module on its ranks; called on all ranks."""
+    groups = {name: group_of(split.ranks(name), name) for name in NAMES}
+    return ModuleOptimizers({n: owned(modules[n], groups[n], **options) if n in modules else None for n in NAMES})
+
+
+def train(
+    split: Split,
+    modules: dict[str, nn.Module],
+    optimizers: ModuleOptimizers,
+    steps: range,
+    *,
+    accumulation: int = 1,
+    clip: float | None = None,
+    before_step: Callable[[int], None] = lambda step: None,
+) -> list[tuple[bool, float]]:
+    """The usual loop; of every step whether all ranks stepped, and the norm that clipped."""
+    found = []
+    for step in steps:
+        for part in range(accumulation):
+            with optimizers.no_sync() if part < accumulation - 1 else contextlib.nullcontext():
+                backward(split, modules, step, part, accumulation)
+        norm = 0.0 if clip is None else optimizers.clip_grad_norm_(clip).item()
+        before_step(step)
+        found.append((optimizers.step(), norm))
+        optimizers.zero_grad()
+    return found
+
+
+class OneProcess:
+    """Both modules on one process, with torch.optim.Muon and AdamW, computing the rows of each rank in turn."""
+
+    def __init__(self, *, exact: bool = True, vision: Callable[[list[Tensor]], torch.optim.Optimizer] | None = None):
+        """``vision`` makes another optimizer of all of that module's parameters."""
+        self.modules: dict[str, nn.Module] = {"vision": Vision(), "language": Language()}
+        matrices, others = [], []
+        for name, module in self.modules.items():
+            if exact:
+                exact_sums(module)
+            for of_param, param in module.named_parameters():
+                if name == "language" or vision is None:
+                    (matrices if of_param in MATRICES_OF[name] else others).append(param)
+        self.optimizers = [torch.optim.Muon(matrices, **MUON), torch.optim.AdamW(others, **ADAMW)]
+        if vision is not None:
+            self.optimizers.append(vision(list(self.modules["vision"].parameters())))
+
+    def gradients(self, split: Split, step: int, accumulation: int = 1) -> None:
+        """Mean gradients of a global batch."""
+        rows = ROWS // accumulation
+        for part in range(accumulation):
+            micro = slice(part * rows, (part + 1) * rows)
+            images, (tokens, targets) = images_of(step)[micro], batch(step, ROWS)
+            outs = [self.modules["vision"](images[split.rows("vision", rank, rows)]) for rank in split.vision]
+            seen, grads = torch.cat(outs).detach(), []
+            for rank in split.language:
+                own = split.rows("language", rank, rows)
+                here = seen[own].clone().requires_grad_()
+                self.modules["language"](tokens[micro][own], targets[micro][own], here).backward()
+                grads.append(here.grad)
+            grad = torch.cat(grads) * (len(split.vision) / len(split.language))
+            for rank, out in zip(split.vision, outs):
+                out.backward(grad[split.rows("vision", rank, rows)])
+        for name, module in self.modules.items():
+            for param in module.parameters():
+                if param.grad is not None:
+                    param.grad.div_(len(split.ranks(name)))
+
+    def norm(self, *names: str) -> float:
+        grads = [p.grad for name in names or NAMES for p in self.modules[name].parameters() if p.grad is not None]
+        return torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in grads]).double()).item()
+
+    def scale(self, factor: float, *names: str) -> None:
+        for name in names or NAMES:
+            for param in self.modules[name].parameters():
+                if param.grad is not None:
+                    param.grad.mul_(factor)
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def difference(self, modules: dict[str, nn.Module]) -> float:
+        """The largest difference of a parameter of the modules that this rank has."""
+        worst = 0.0
+        for name, module in modules.items():
+            theirs = dict(self.modules[name].named_parameters())
+            for of_param, param in module.named_parameters():
+                worst = max(worst, float((param - theirs[of_param]).detach().abs().max()))
+        return worst
+
+
+def factor_of(norm: float, max_norm: float) -> float:
+    """What torch.nn.utils.clip_grad_norm_ multiplies by."""
+    return torch.clamp(max_norm / (torch.tensor(norm, dtype=torch.float32) + 1e-6), max=1.0).item()
