@@ -9,7 +9,8 @@ from typing import Any
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
-from lwopt_backend.config import LayerWiseMuonConfig
+from lwopt_backend.chosen import Rules
+from lwopt_backend.config import ZeROConfig
 from lwopt_backend.group_plan import GroupPlan, Member, members_digest, plan_group
 from lwopt_backend.grouping import Grouping, group_parameters
 from lwopt_backend.integrations import deepspeed_engine, deepspeed_pipeline
@@ -45,8 +46,8 @@ class Binding:
     def _members(self, group: int) -> str:
         return members_digest([plan for unit, plan in zip(self.units, self.plans) if unit.group == group])
 
-    def announcement(self) -> tuple[list[Route], dict[str, list[GroupPlan]]]:
-        """What ``report.show`` prints: the whole model's routes, and the plans by who shares them."""
+    def announcement(self) -> tuple[list[Route], dict[str, list[GroupPlan]], list[dict[str, Any]]]:
+        """What ``report.show`` prints: the whole model's routes, the plans by who shares them, and the param groups."""
         plans: dict[str, list[GroupPlan]] = {}
         for ranks in self.ranks:
             shared = [plan for unit, plan in zip(self.units, self.plans) if unit.ranks is ranks]
@@ -56,7 +57,9 @@ class Binding:
                 whose = f"Experts that {ranks.world_size} ranks share (of each such set, this is the first):"
             if shared:
                 plans.setdefault(whose, []).extend(shared)
-        return self.grouping.routes if self.stage is None else self.stage.all_routes, plans
+        own = {route.name: route for route in self.grouping.routes}
+        everyone = self.grouping.routes if self.stage is None else self.stage.all_routes
+        return [own.get(route.name, route) for route in everyone], plans, self.grouping.groups
 
     def stored(self, groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
         """Per unit, the tensor that DeepSpeed steps; of replicated parameters the first. Called on all ranks.
@@ -77,17 +80,18 @@ class Binding:
         return agree_in_all(self.ranks, "LayerWiseMuon", check)
 
 
-def bind(engine: DeepSpeedEngine, given: list[dict[str, Any]], config: LayerWiseMuonConfig) -> Binding:
+def bind(engine: DeepSpeedEngine, given: list[dict[str, Any]], rules: Rules, config: ZeROConfig) -> Binding:
     """Route, plan and agree. Called on all ranks; raises ValueError on all of them where something cannot work."""
     ranks = [TorchCollectives(group) for group in deepspeed_engine.process_groups(engine)]
-    stage = deepspeed_pipeline.meet(engine, given, config)
-    return agree_in_all(ranks, "LayerWiseMuon", lambda: _decide(engine, given, config, ranks, stage))
+    stage = deepspeed_pipeline.meet(engine, given, rules, config)
+    return agree_in_all(ranks, "LayerWiseMuon", lambda: _decide(engine, given, rules, config, ranks, stage))
 
 
 def _decide(
     engine: DeepSpeedEngine,
     given: list[dict[str, Any]],
-    config: LayerWiseMuonConfig,
+    rules: Rules,
+    config: ZeROConfig,
     ranks: list[TorchCollectives],
     stage: deepspeed_pipeline.Stage | None,
 ) -> tuple[Binding, list[list[str]]]:
@@ -95,9 +99,9 @@ def _decide(
     if reasons:
         raise ValueError("\n  ".join(["LayerWiseMuon cannot train with this configuration:", *reasons]))
     if stage is None:
-        grouping = group_parameters(engine.module, given, config, stacks=True)
+        grouping = group_parameters(engine.module, given, rules, config, stacks=True)
     else:
-        grouping = group_parameters(engine.module, given, config, routes=stage.routes, elsewhere=stage.elsewhere)
+        grouping = group_parameters(engine.module, given, rules, config, routes=stage.routes, elsewhere=stage.elsewhere)
         deepspeed_pipeline.check_tied(engine, stage)
         deepspeed_pipeline.check_groups(engine, stage)
     machine = MACHINES.get(engine.device.type, MACHINES["cuda"])
@@ -106,7 +110,7 @@ def _decide(
     found = units(engine, grouping.groups, of_groups)
     plans = []
     for unit in found:
-        members = [_member(p, grouping.names[id(p)], grouping.transposed) for p in unit.params]
+        members = [_member(p, grouping) for p in unit.params]
         plans.append(plan_group(grouping.groups[unit.group], members, unit.layout, config, machine))
     lines = [
         [line for unit, plan in zip(found, plans) if unit.ranks is sharers for line in plan.lines()]
@@ -115,5 +119,7 @@ def _decide(
     return Binding(engine, grouping, list(ranks), found, plans, stage), lines
 
 
-def _member(param: Tensor, name: str, transposed: frozenset[str]) -> Member:
-    return name, full_shape(param), str(param.dtype).removeprefix("torch."), name in transposed
+def _member(param: Tensor, grouping: Grouping) -> Member:
+    name = grouping.names[id(param)]
+    dtype, blocks = str(param.dtype).removeprefix("torch."), grouping.matrices_in(name)
+    return name, full_shape(param), dtype, name in grouping.transposed, blocks

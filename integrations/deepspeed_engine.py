@@ -24,36 +24,37 @@ from lwopt_backend.runtime.collectives import TorchCollectives
 HOOKED = "_do_optimizer_sanity_check"
 
 
-def install(optimizer_class: type[torch.optim.Optimizer], bind: Callable[[Any, DeepSpeedEngine], None]) -> None:
-    """Make ``optimizer_class`` a name ds_config.json knows, and call ``bind(optimizer, engine)`` for its instances.
+def install(classes: tuple[type[torch.optim.Optimizer], ...], bind: Callable[[Any, DeepSpeedEngine], None]) -> None:
+    """Make ``classes`` names that ds_config.json knows, and call ``bind(optimizer, engine)`` for their instances.
 
     The engine asks ``_do_optimizer_sanity_check`` right before it wraps the optimizer; it is the only moment at which
     the module, the parameter names and the configuration are all known and the param groups may still be changed. What
     it returns says how to wrap; None leaves the optimizer as it is, which is right for one that is a ZeRO optimizer
     itself. Calling it again changes nothing.
     """
-    setattr(torch.optim, optimizer_class.__name__, optimizer_class)
-    if optimizer_class not in ZERO_SUPPORTED_OPTIMIZERS:
-        ZERO_SUPPORTED_OPTIMIZERS.append(optimizer_class)
+    for optimizer_class in classes:
+        setattr(torch.optim, optimizer_class.__name__, optimizer_class)
+        if optimizer_class not in ZERO_SUPPORTED_OPTIMIZERS:
+            ZERO_SUPPORTED_OPTIMIZERS.append(optimizer_class)
     original = getattr(DeepSpeedEngine, HOOKED)
     if getattr(original, "_lwopt_binds", None) is not None:
         return
 
     @functools.wraps(original)
     def check(self: DeepSpeedEngine, basic_optimizer: Any) -> Any:
-        if isinstance(basic_optimizer, optimizer_class):
+        if isinstance(basic_optimizer, classes):
             bind(basic_optimizer, self)
             if isinstance(basic_optimizer, ZeROOptimizer):
                 return None
         elif any("from_group" in group for group in getattr(basic_optimizer, "param_groups", ())):
             raise ValueError(
-                f"{type(basic_optimizer).__name__} was built on the param groups of {optimizer_class.__name__}, which "
+                f"{type(basic_optimizer).__name__} was built on the param groups of {classes[0].__name__}, which "
                 "would train nothing with it; Accelerate does so to an optimizer object under offload_optimizer: write "
                 'the optimizer into ds_config.json, or set "zero_force_ds_cpu_optimizer": false'
             )
         return original(self, basic_optimizer)
 
-    check._lwopt_binds = optimizer_class  # type: ignore[attr-defined]
+    check._lwopt_binds = classes  # type: ignore[attr-defined]
     setattr(DeepSpeedEngine, HOOKED, check)
 
 

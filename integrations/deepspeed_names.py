@@ -49,6 +49,7 @@ NAMES = (
         ("load_checkpoint", "replaced: refuses what cannot be loaded, on all ranks", LOADING),
         ("client_lr_scheduler", "read and set: a torch scheduler named in the configuration"),
         ("optimizer", "what our optimizer was wrapped in"),
+        ("basic_optimizer", "our optimizer itself"),
         ("device", "the kind of machine that is planned for"),
         ("global_rank", "who prints"),
         ("mpu", "model parallel groups"),

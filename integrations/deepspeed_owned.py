@@ -20,14 +20,14 @@ from lwopt_backend.integrations.deepspeed_owned_binding import NAME, OwnedBindin
 from lwopt_backend.integrations.deepspeed_owned_checkpoint import OwnedCheckpoint
 from lwopt_backend.integrations.deepspeed_owned_scaling import GradientScaling, loss_scaler
 from lwopt_backend.integrations.deepspeed_owned_tensors import OwnedTensors, no_offload
-from lwopt_backend.integrations.deepspeed_zero import LayerWiseMuon
+from lwopt_backend.integrations.deepspeed_zero import LayerWise, LayerWiseMuon
 from lwopt_backend.owned.backward import Backward
 from lwopt_backend.owned.core import OwnedCore
 from lwopt_backend.owned.model_hooks import tell_when_loaded
 
 
-class OwnedLayerWiseMuon(LayerWiseMuon, ZeROOptimizer):
-    """What ``LayerWiseMuon(params, storage="owned")`` is. It is a ZeRO optimizer, which the engine asks to scale losses
+class OwnedLayerWise(LayerWise, ZeROOptimizer):
+    """What ``LayerWise(params, storage="owned")`` is. It is a ZeRO optimizer, which the engine asks to scale losses
     and tells of backward passes.
 
     ``param_groups`` hold the model's parameters, ``state`` has, for those of which this rank owns a piece, the state of
@@ -53,14 +53,14 @@ class OwnedLayerWiseMuon(LayerWiseMuon, ZeROOptimizer):
     def bind(self, engine: DeepSpeedEngine) -> None:
         """Refuse, route, plan and make the buffers for ``engine``, whose optimizer this is. Called on all ranks."""
         self.destroy()
-        binding = bind(engine, self._given, self.config)
+        binding = bind(engine, self._given, self.rules, self.config)
         self._take_groups(binding.groups())
         deepspeed_engine.adopt_torch_scheduler(engine)
         self._stage = engine.zero_optimization_stage()
         self._scaling, self.loss_scaler = GradientScaling.of(engine), loss_scaler(engine)
         self.dynamic_loss_scale = self.loss_scaler.dynamic
         self.core = build_core(binding, self.config)
-        self._owned = binding
+        self._owned, self.row_scaling = binding, self.core.row_scaling
         self._follow(binding, self.core)
         self._tensors = OwnedTensors(self.core, binding.grouping)
         self._tensors.attach()
@@ -157,6 +157,7 @@ class OwnedLayerWiseMuon(LayerWiseMuon, ZeROOptimizer):
             self.core.manager.receive_values()
         else:
             self.core.manager.drop_gradients()
+            self.row_scaling.clear()
         self._backward.stepped()
         self._reductions = 0
 
@@ -235,3 +236,7 @@ class OwnedLayerWiseMuon(LayerWiseMuon, ZeROOptimizer):
     def round_robin_bit16_groups(self) -> list[list[Tensor]]:
         """The parameters in the order in which a checkpoint has them, one to a group."""
         return [[member.param] for member in self.core.members]
+
+
+class OwnedLayerWiseMuon(OwnedLayerWise, LayerWiseMuon):
+    """What ``LayerWiseMuon(params, storage="owned")`` is."""

@@ -10,7 +10,8 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from lwopt_backend import report
-from lwopt_backend.config import LayerWiseMuonConfig
+from lwopt_backend.chosen import Rules
+from lwopt_backend.config import ZeROConfig
 from lwopt_backend.grouping import Grouping, group_parameters
 from lwopt_backend.integrations import deepspeed_engine
 from lwopt_backend.integrations.deepspeed_owned_refusals import reasons_to_refuse, without_effect
@@ -59,7 +60,7 @@ class OwnedBinding:
         ]
 
 
-def bind(engine: DeepSpeedEngine, given: list[dict[str, Any]], config: LayerWiseMuonConfig) -> OwnedBinding:
+def bind(engine: DeepSpeedEngine, given: list[dict[str, Any]], rules: Rules, config: ZeROConfig) -> OwnedBinding:
     """Refuse, route and agree. Called on all ranks; raises ValueError on all of them where something cannot work."""
     ranks = [TorchCollectives(group) for group in deepspeed_engine.process_groups(engine)]
 
@@ -70,14 +71,14 @@ def bind(engine: DeepSpeedEngine, given: list[dict[str, Any]], config: LayerWise
                 "\n  ".join([f"{NAME} with owned storage cannot train with this configuration:", *reasons])
             )
         check_model(engine.module, NAME)
-        grouping = group_parameters(engine.module, given, config, stacks=True)
-        options = repr(config.model_copy(update={"report": False}))
-        return OwnedBinding(engine, grouping, ranks[0]), [[options]] * len(ranks)
+        grouping = group_parameters(engine.module, given, rules, config, stacks=True)
+        options = [repr(rules), repr(config.model_copy(update={"report": False}))]
+        return OwnedBinding(engine, grouping, ranks[0]), [options] * len(ranks)
 
     return agree_in_all(ranks, NAME, decide)
 
 
-def build_core(binding: OwnedBinding, config: LayerWiseMuonConfig) -> OwnedCore:
+def build_core(binding: OwnedBinding, config: ZeROConfig) -> OwnedCore:
     """The buffers of the model's parameters, which become views of them. Called on all ranks."""
     overlap = deepspeed_engine.zero_settings(binding.engine).get("overlap_comm")
     return OwnedCore(
@@ -97,7 +98,12 @@ def announce(binding: OwnedBinding, core: OwnedCore) -> None:
     members = [core.members[number] for number in held.numbers]
     options = {"grad_dtype": binding.grad_dtype, "keep_full": False}
     groups = binding.grouping.groups
-    show(binding.grouping.routes, core, lambda held, rank: rank_memory(held.plan, rank, members, groups, **options))
+    show(
+        binding.grouping.routes,
+        core,
+        groups,
+        lambda held, rank: rank_memory(held.plan, rank, members, groups, **options),
+    )
     idle = without_effect(binding.engine)
     if idle:
         report.standard_output().print(f"Without effect on owned storage: {', '.join(idle)}.")

@@ -19,6 +19,8 @@ from lwopt_backend.integrations.deepspeed_checkpoints import (
 from lwopt_backend.integrations.deepspeed_owned_state import Groups, empty_state, mark
 from lwopt_backend.integrations.deepspeed_owned_universal import Universal
 from lwopt_backend.owned.core import OwnedCore
+from lwopt_backend.registry import build_matrix_rules
+from lwopt_backend.runtime.owner_state import keeps_state
 
 CONVERT = (
     "Another number of ranks or another layout needs DeepSpeed's universal format: convert the folder with python -m "
@@ -65,6 +67,12 @@ def check_universal(core: OwnedCore, groups: Groups, folder: Path, with_state: b
             "checkpoint.load_universal is on, with which DeepSpeed loads weights and states together; leave "
             "load_optimizer_states on and load_module_only off"
         )
+    for number, rule in build_matrix_rules(groups, core.config).items():
+        if keeps_state(rule):
+            raise ValueError(
+                f"the rule {groups[number]['rule']!r} keeps state that is not as large as the parameter, which "
+                "ds_to_universal does not take along; load the checkpoint as it was saved, on as many ranks"
+            )
     source = Universal(folder)
     common = source.common()
     _check_storage(folder, common.get(MARK))
@@ -90,7 +98,7 @@ def _check_storage(folder: Path, owned: Mapping[str, Any] | None) -> None:
 
 def _check_members(folder: Path, saved: Saved, core: OwnedCore) -> None:
     theirs, ours = (saved.owned or {})["members"], mark(core)["members"]
-    advice = "load it with the model, the param groups, the 'include' and the 'exclude' it was saved with"
+    advice = "load it with the model, the param groups, the 'include', 'exclude' and 'atoms' it was saved with"
     for their, our in zip([*theirs, None], [*ours, None]):
         if their != our:
             raise ValueError(
@@ -110,5 +118,8 @@ def _check_pieces(folder: Path, owned: Mapping[str, Any], core: OwnedCore) -> No
             )
 
 
-def _spell(member: tuple[str, tuple[int, ...], str] | None) -> str:
-    return "no further parameter" if member is None else f"{member[0]!r} {member[1]} by {member[2]}"
+def _spell(member: tuple[str, tuple[int, ...], str, list[str]] | None) -> str:
+    if member is None:
+        return "no further parameter"
+    name, shape, rule, matrices = member
+    return f"{name!r} {shape} by {rule}" + (f" as the matrices {matrices}" if len(matrices) > 1 else "")

@@ -17,8 +17,10 @@ from torch import Tensor
 from lwopt_backend.owned.core import OwnedCore
 from lwopt_backend.owned.members import Member
 from lwopt_backend.plan.buffers.arrangement import Piece
-from lwopt_backend.registry import rule_named
+from lwopt_backend.registry import new_state
+from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.bucket_buffers import BucketBuffers
+from lwopt_backend.runtime.owner_state import CHECKPOINT_KEY
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -26,7 +28,8 @@ Groups = Sequence[Mapping[str, Any]]
 def mark(core: OwnedCore) -> dict[str, Any]:
     """What a checkpoint says of itself: its parameters, and which pieces of them this rank owns."""
     pieces = {core.members[piece.param].name: (piece.start, piece.stop) for piece, _ in owned_pieces(core).values()}
-    return {"members": [(m.name, tuple(m.param.shape), m.rule) for m in core.members], "pieces": pieces}
+    members = [(m.name, tuple(m.param.shape), m.rule, list(map(str, m.blocks))) for m in core.members]
+    return {"members": members, "pieces": pieces}
 
 
 def owned_pieces(core: OwnedCore) -> dict[int, tuple[Piece, Tensor]]:
@@ -41,6 +44,18 @@ def saved_groups(core: OwnedCore, groups: Groups) -> list[dict[str, Any]]:
     return [{**group, "params": [names[id(p)] for p in group["params"]]} for group in groups]
 
 
+def owner_states(core: OwnedCore) -> dict[str, dict[int, dict[str, Any]]]:
+    """What rules keep on this rank beside tensors of the parameter's size, by parameter and matrix."""
+    found = {core.members[number].name: core.stepper.owner_states(number) for number in owned_pieces(core)}
+    return {name: {place: nested.plain(s) for place, s in states.items()} for name, states in found.items() if states}
+
+
+def take_owner_states(core: OwnedCore, saved: Mapping[str, dict[int, dict[str, Any]]]) -> None:
+    """Take over what ``owner_states`` returned on the ranks that own these pieces."""
+    for number in owned_pieces(core):
+        core.stepper.take_owner_states(number, saved.get(core.members[number].name, {}))
+
+
 def save_parts(core: OwnedCore, groups: Groups) -> dict[str, Any]:
     """What this rank owns, under the keys that DeepSpeed's tools read. Of several instances the first one saves."""
     mine = {} if _is_copy(core) else owned_pieces(core)
@@ -49,7 +64,7 @@ def save_parts(core: OwnedCore, groups: Groups) -> dict[str, Any]:
         value = mine[number][1] if number in mine else torch.empty(0)
         state = core.stepper.state[number] if number in mine else empty_state(member, groups)
         weights.append(value.detach().clone())
-        states[number] = _readable(state)
+        states[number] = _readable(state, value.numel())
         places.append({member.name: fragment_address(numel=value.numel(), start=0)} if number in mine else {})
     count = len(core.members)
     return {
@@ -58,6 +73,7 @@ def save_parts(core: OwnedCore, groups: Groups) -> dict[str, Any]:
         "param_slice_mappings": places,
         "group_paddings": [0] * count,
         "partition_count": [core.holdings[0].sharers.everyone.world_size] * count,
+        CHECKPOINT_KEY: owner_states(core),
     }
 
 
@@ -69,14 +85,14 @@ def _is_copy(core: OwnedCore) -> bool:
 
 def empty_state(member: Member, groups: Groups) -> dict[str, Tensor]:
     """The state of a piece without elements: its keys, and which of them are numbers."""
-    return rule_named(member.rule).new_state(torch.empty(0), groups[member.group])
+    return new_state(torch.empty(0), groups[member.group])
 
 
-def _readable(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _readable(state: Mapping[str, Tensor], numel: int) -> dict[str, Tensor]:
     """With the two keys that ``ds_to_universal`` asks of every optimizer; they take no space."""
     if "exp_avg" in state:
         return dict(state)
-    (first, *_) = (tensor for tensor in state.values() if tensor.ndim > 0)
+    first = next((tensor for tensor in state.values() if tensor.ndim > 0), torch.zeros(1).expand(numel))
     return {**state, "exp_avg": first, "exp_avg_sq": torch.zeros(1).expand(first.numel())}
 
 
@@ -97,9 +113,14 @@ def save_whole(core: OwnedCore, groups: Groups) -> dict[str, Any]:
         for number, value in enumerate(_scalars(core, key)):
             if key in kept[number]:
                 states[core.members[number].name][key] = value
-    if core.holdings[0].sharers.everyone.rank > 0:
+    of_ranks = core.holdings[0].sharers.everyone.gather_objects_to_first(owner_states(core))
+    if of_ranks is None:
         return {}
-    return {"weights": weights, "state": states, "param_groups": saved_groups(core, groups)}
+    owner: dict[str, dict[int, dict[str, Any]]] = {}
+    for of_rank in of_ranks:
+        for name, found in of_rank.items():
+            owner.setdefault(name, {}).update(found)
+    return {"weights": weights, "state": states, "param_groups": saved_groups(core, groups), CHECKPOINT_KEY: owner}
 
 
 def _gather(core: OwnedCore, bucket: BucketBuffers, mine: Sequence[Tensor | None]) -> Iterator[tuple[int, Tensor]]:
@@ -134,6 +155,8 @@ class Source(Protocol):
 
     def state(self, member: Member, number: int, piece: Piece, key: str) -> Tensor: ...
 
+    def owner(self) -> Mapping[str, dict[int, dict[str, Any]]]: ...
+
 
 class Parts:
     """What ``save_parts`` returned on this rank."""
@@ -143,12 +166,16 @@ class Parts:
     def __init__(self, saved: Mapping[str, Any]) -> None:
         self._weights = saved["single_partition_of_fp32_groups"]
         self._state = saved["base_optimizer_state"]["state"]
+        self._owner = saved.get(CHECKPOINT_KEY, {})
 
     def weights(self, member: Member, number: int, piece: Piece) -> Tensor:
         return self._weights[number]
 
     def state(self, member: Member, number: int, piece: Piece, key: str) -> Tensor:
         return self._state[number][key]
+
+    def owner(self) -> Mapping[str, dict[int, dict[str, Any]]]:
+        return self._owner
 
 
 class Whole:
@@ -159,12 +186,16 @@ class Whole:
     def __init__(self, saved: Mapping[str, Any]) -> None:
         self._weights = saved["weights"]
         self._state = saved["state"]
+        self._owner = saved.get(CHECKPOINT_KEY, {})
 
     def weights(self, member: Member, number: int, piece: Piece) -> Tensor:
         return part(self._weights[member.name], piece)
 
     def state(self, member: Member, number: int, piece: Piece, key: str) -> Tensor:
         return part(self._state[member.name][key], piece)
+
+    def owner(self) -> Mapping[str, dict[int, dict[str, Any]]]:
+        return self._owner
 
 
 def part(whole: Tensor, piece: Piece) -> Tensor:
@@ -176,6 +207,8 @@ def part(whole: Tensor, piece: Piece) -> Tensor:
 def load(core: OwnedCore, source: Source, *, weights: bool = True, state: bool = True) -> None:
     """Take weights, into masters and parameters, and states from ``source``. Called on all ranks."""
     copies = source.of_first_instance and _is_copy(core)
+    if state:
+        take_owner_states(core, source.owner())
     for number, bucket in enumerate(core.manager.buckets):
         for piece, value in zip(bucket.pieces, bucket.owned_values()):
             member, of_piece = core.members[piece.param], core.stepper.state[piece.param]

@@ -41,6 +41,9 @@ class Universal:
     def state(self, member: Member, number: int, piece: Piece, key: str) -> Tensor:
         return self._read(member, key, piece)
 
+    def owner(self) -> dict[str, dict[int, dict[str, Any]]]:
+        return {}
+
     def _read(self, member: Member, key: str, piece: Piece) -> Tensor:
         # DeepSpeed's converter writes dictionaries, but for "step".
         saved = torch.load(self.file(member.name, key), map_location="cpu", weights_only=False, mmap=True)

@@ -16,10 +16,12 @@ from typing import Any
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
-from lwopt_backend.config import LayerWiseMuonConfig
+from lwopt_backend.chosen import Rules
+from lwopt_backend.config import ZeROConfig
 from lwopt_backend.grouping import route_given
 from lwopt_backend.integrations import deepspeed_engine
 from lwopt_backend.output_heads import EMBEDDINGS, output_heads, rows_for_heads, widths
+from lwopt_backend.param_groups import overrides_of
 from lwopt_backend.routing import Route, named_parameters
 from lwopt_backend.runtime.collectives import TorchCollectives
 from lwopt_backend.runtime.ranks import Collectives
@@ -56,7 +58,7 @@ class Stage:
         )
 
 
-def meet(engine: DeepSpeedEngine, given: Sequence[Mapping[str, Any]], config: LayerWiseMuonConfig) -> Stage | None:
+def meet(engine: DeepSpeedEngine, given: Sequence[Mapping[str, Any]], rules: Rules, config: ZeROConfig) -> Stage | None:
     """Route this stage's parameters with what the other stages say; None if the model is no pipeline.
 
     Called on all ranks. Raises nothing, so that no rank leaves the others waiting.
@@ -69,20 +71,26 @@ def meet(engine: DeepSpeedEngine, given: Sequence[Mapping[str, Any]], config: La
     mine = replace(mine, tied=mine.tied or any(isinstance(m, EMBEDDINGS) for m in _inside(tied.values())))
     rows = rows_for_heads(ranks.gather_objects(mine))[ranks.rank]
     reasons = {id(p): f"tied between pipeline layers as {key!r}" for key, m in tied.items() for p in m.parameters()}
-    routes = route_given(engine.module, given, config, {**output_heads(engine.module, rows), **reasons}, stacks=True)
-    of_stages = ranks.gather_objects((routes, _groups(engine.module, given, routes)))
+    heads = {**output_heads(engine.module, rows), **reasons}
+    routes = route_given(engine.module, given, rules, config, heads, stacks=True)
+    of_stages = ranks.gather_objects((routes, _groups(engine.module, given, routes, rules)))
     elsewhere = [route for i, (some, _) in enumerate(of_stages) if i != ranks.rank for route in some]
     return Stage(ranks, routes, elsewhere, [groups for _, groups in of_stages])
 
 
 def _groups(
-    model: nn.Module, given: Sequence[Mapping[str, Any]], routes: Sequence[Route]
-) -> tuple[tuple[int, str], ...]:
+    model: nn.Module, given: Sequence[Mapping[str, Any]], routes: Sequence[Route], rules: Rules
+) -> tuple[tuple[int, str, tuple[int, ...]], ...]:
     """The param groups that will be made of the ``given`` ones."""
     names = {id(param): name for name, param in named_parameters(model)}
     kinds = {route.name: route.kind for route in routes if math.prod(route.shape) > 0}
-    of_params = {(number, kinds.get(names.get(id(p)))) for number, group in enumerate(given) for p in group["params"]}
-    return tuple(sorted((number, kind) for number, kind in of_params if kind in ("matrix", "elementwise")))
+    named = ((number, names.get(id(p))) for number, group in enumerate(given) for p in group["params"])
+    of_params = {
+        (number, kinds[name], overrides_of(name, kinds[name], rules))
+        for number, name in named
+        if name is not None and kinds.get(name) in ("matrix", "elementwise")
+    }
+    return tuple(sorted(of_params))
 
 
 def _inside(modules: Iterable[nn.Module]) -> Iterable[nn.Module]:
@@ -131,5 +139,5 @@ def check_rates(stage: Stage, groups: Sequence[Mapping[str, Any]]) -> None:
                     )
 
 
-def _key(group: Mapping[str, Any]) -> tuple[int, str]:
-    return group["from_group"], group["rule"]
+def _key(group: Mapping[str, Any]) -> tuple[int, str, tuple[int, ...]]:
+    return group["from_group"], group["rule"], tuple(group["overrides"])

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from lwopt_backend.group_stepper import GroupStepper
 from lwopt_backend.integrations.deepspeed_binding import Binding
 from lwopt_backend.replicated_state import gather_whole, take_part
+from lwopt_backend.replicated_stepper import ReplicatedStepper
+from lwopt_backend.runtime.owner_state import brought_here
 
 Groups = Sequence[Mapping[str, Any]]
+Stepper = GroupStepper | ReplicatedStepper
 States = Mapping[int, Mapping[str, Any]]  # by the position of their tensor in all param groups
 
 
@@ -23,7 +27,7 @@ def check_groups(saved: Groups, groups: Groups) -> None:
         if their.get("members") != our.get("members"):
             raise ValueError(
                 f"param group {number} ({our['rule']}) holds other parameters than in the checkpoint; load it with "
-                "the model, the 'include' and the 'exclude' it was saved with"
+                "the model, the 'include', 'exclude' and 'atoms' it was saved with"
             )
 
 
@@ -55,6 +59,28 @@ def save_whole(binding: Binding, states: Mapping[Tensor, Mapping[str, Any]]) -> 
         saved.update((first + i, state) for i, state in enumerate(whole or []) if state)
         first += len(unit.params)
     return saved
+
+
+def owner_states(steppers: Iterable[Stepper]) -> dict[str, dict[str, Any]]:
+    """What owners keep of the matrices of this rank, by name."""
+    return {k: v for s in steppers if s.matrices for k, v in s.matrices.owner_state.by_name().items()}
+
+
+def gather_named(binding: Binding, held: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """All ranks' states by name, on the first rank of every group. Called on all ranks."""
+    found: dict[str, dict[str, Any]] = {}
+    for ranks in binding.ranks:
+        for part in ranks.gather_objects_to_first(held) or []:
+            found.update(part)
+    return found
+
+
+def take_owner_states(binding: Binding, steppers: Sequence[Stepper], saved: Mapping[str, dict[str, Any]]) -> None:
+    """Bring what ``owner_states`` returned, on any ranks, to the owners that there are now. Called on all ranks."""
+    for unit, plan, stepper in zip(binding.units, binding.plans, steppers):
+        if stepper.matrices is not None and plan.matrices is not None:
+            names = [plan.matrices.atoms[atom].name for atom in stepper.matrices.owned]
+            stepper.matrices.owner_state.take(stepper.matrices.owned, brought_here(saved, names, unit.ranks))
 
 
 def load_whole(binding: Binding, saved: States) -> dict[Tensor, dict[str, Any]]:

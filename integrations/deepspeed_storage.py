@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from lwopt_backend.integrations import deepspeed_engine
 from lwopt_backend.plan import FlatPartition, ParameterPartition, Replicas
 from lwopt_backend.registry import MATRIX_RULES
 from lwopt_backend.routing import full_shape
+from lwopt_backend.row_scaling import RowScaling
 from lwopt_backend.runtime.ranks import Collectives
 
 
@@ -96,3 +98,16 @@ def check_as_planned(unit: Unit, number: int, plan: GroupPlan, flat: Tensor, sta
             found = deepspeed_engine.stored_fragment(param, rank)
         if planned != found:
             raise RuntimeError(f"parameter {spec.name!r}: planned {planned}, but DeepSpeed stores {found}")
+
+
+@torch.no_grad()
+def scale_rows(unit: Unit, plan: GroupPlan, flat: Tensor, row_scaling: RowScaling) -> None:
+    """Apply the factors that were set for a step to what this rank stores of a unit, and forget them."""
+    for index, (spec, param) in enumerate(zip(plan.specs, unit.params)):
+        if flat is unit.params[0]:  # stage 0, where every rank stores all parameters
+            row_scaling.scale_box(spec.name, param.data, [(0, size) for size in param.shape])
+            continue
+        held = plan.layout.fragment(index, unit.ranks.rank)
+        if held is not None:
+            row_scaling.scale_range(spec.name, flat.narrow(0, held.offset, held.numel), held.start)
+    row_scaling.forget(spec.name for spec in plan.specs)

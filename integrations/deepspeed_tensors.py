@@ -18,7 +18,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from lwopt_backend.grouping import Grouping
-from lwopt_backend.registry import rule_named
+from lwopt_backend.registry import new_state
 
 OF_PARAMETERS = ("get_full_hp_param", "set_full_hp_param")  # stages 1 and 2 put these methods on every parameter
 OF_OPTIMIZER = (*OF_PARAMETERS, "get_local_fp32_param", "set_local_hp_param")  # stage 3 asks its optimizer
@@ -59,7 +59,7 @@ def kept_states(grouping: Grouping) -> dict[int, Kept]:
     """By a parameter's id, what the optimizer keeps for it."""
     kept = {}
     for group in grouping.groups:
-        state = rule_named(group["rule"]).new_state(torch.empty(1, device="meta"), group)
+        state = new_state(torch.empty(1, device="meta"), group)
         keys = tuple(key for key, tensor in state.items() if tensor.ndim > 0)
         for param in group["params"]:
             kept[id(param)] = Kept(param, grouping.names[id(param)], group["rule"], keys)

@@ -1,4 +1,4 @@
-"""Layer-wise Muon inside DeepSpeed: ``"type": "LayerWiseMuon"`` in ds_config.json.
+"""Layer-wise optimizers inside DeepSpeed: ``"type": "LayerWise"`` or ``"LayerWiseMuon"`` in ds_config.json.
 
 With the storage of ZeRO, which this file is about, DeepSpeed keeps what is its own: sharding, master weights, gradient
 reduction, clipping, loss scaling, checkpoints. Our optimizer is the inner one. It steps on what each rank stores;
@@ -12,9 +12,12 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor
 
 from lwopt_backend import report
-from lwopt_backend.config import LayerWiseMuonConfig, MuonOptions, parse
+from lwopt_backend.chosen import Rules, settings_of
+from lwopt_backend.config import ZeROConfig
+from lwopt_backend.group_plan import GroupPlan
 from lwopt_backend.group_stepper import GroupStepper
 from lwopt_backend.integrations import (
     deepspeed_check,
@@ -25,30 +28,43 @@ from lwopt_backend.integrations import (
 )
 from lwopt_backend.integrations.deepspeed_binding import Binding, bind
 from lwopt_backend.integrations.deepspeed_pipeline import check_rates
-from lwopt_backend.integrations.deepspeed_state import check_groups, check_partitions, load_whole, save_whole
+from lwopt_backend.integrations.deepspeed_state import (
+    check_groups,
+    check_partitions,
+    gather_named,
+    load_whole,
+    owner_states,
+    save_whole,
+    take_owner_states,
+)
+from lwopt_backend.integrations.deepspeed_storage import Unit, scale_rows
 from lwopt_backend.linked_rates import LinkedRates
+from lwopt_backend.muon_config import muon_settings
 from lwopt_backend.param_groups import as_groups, split
+from lwopt_backend.registry import build_matrix_rules
 from lwopt_backend.replicated_stepper import ReplicatedStepper, new_replicated_stepper
 from lwopt_backend.routing import full_shape
+from lwopt_backend.runtime.owner_state import CHECKPOINT_KEY, keeps_state
 
 
 def register() -> None:
-    """Make ``"type": "LayerWiseMuon"`` known to ds_config.json. Call it once, before ``deepspeed.initialize``.
+    """Make both types known to ds_config.json. Call it once, before ``deepspeed.initialize``.
 
     On a CPU it also keeps DeepSpeed from compiling an op that training does not use (``deepspeed_cpu``). Raises
     ImportError for a DeepSpeed that is not supported (``deepspeed_check``).
     """
     deepspeed_check.check()
     deepspeed_cpu.compile_nothing()
-    deepspeed_engine.install(LayerWiseMuon, lambda optimizer, engine: optimizer.bind(engine))
+    deepspeed_engine.install((LayerWise, LayerWiseMuon), lambda optimizer, engine: optimizer.bind(engine))
 
 
-class LayerWiseMuon(torch.optim.Optimizer):
-    """Muon for matrices, AdamW for the rest, with each matrix updated whole by one data-parallel rank.
+class LayerWise(torch.optim.Optimizer):
+    """A rule for matrices and a rule for the rest, with each matrix updated whole by one data-parallel rank.
 
     ``params`` is what every torch optimizer takes: parameters, or groups with their own ``lr`` and ``weight_decay``.
-    The options are those of ``LayerWiseMuonConfig``: torch.optim.Muon's arguments, an ``adamw`` section with
-    torch.optim.AdamW's, and ours. ``param_groups`` holds, for each group given, a matrix half and an element-wise half.
+    The options are the sections ``matrix`` and ``elementwise``, each a rule's name or its options with ``name``; the
+    list ``overrides``, of such sections for ``params`` by glob; and those of ``ZeROConfig``. ``param_groups`` holds,
+    for each group given, a part for its matrices and one for the others, and more where overrides differ.
 
     Made from ds_config.json, given to ``deepspeed.initialize(optimizer=...)``, or by a callable given there. Parameters
     are routed when the engine takes the optimizer, because only then is the model known; until then a group is split by
@@ -56,38 +72,48 @@ class LayerWiseMuon(torch.optim.Optimizer):
     or a configuration that cannot work.
     """
 
-    def __new__(cls, params: Iterable[Any], **options: Any) -> LayerWiseMuon:
-        if cls is LayerWiseMuon and options.get("storage") == "owned":
-            from lwopt_backend.integrations.deepspeed_owned import OwnedLayerWiseMuon  # which builds on this module
+    name = "LayerWise"
 
-            cls = OwnedLayerWiseMuon
+    def __new__(cls, params: Iterable[Any], **options: Any) -> LayerWise:
+        if cls in (LayerWise, LayerWiseMuon) and options.get("storage") == "owned":
+            from lwopt_backend.integrations import deepspeed_owned  # which builds on this module
+
+            cls = deepspeed_owned.OwnedLayerWise if cls is LayerWise else deepspeed_owned.OwnedLayerWiseMuon
         return super().__new__(cls)
 
     def __init__(self, params: Iterable[Any], **options: Any) -> None:
         register()
-        self.config = parse(LayerWiseMuonConfig, options, LayerWiseMuon.__name__)
+        self.rules, self.config = self.settings(options)
         self._given = as_groups(params)
         self._binding: Binding | None = None
         self._steppers: dict[int, GroupStepper | ReplicatedStepper] = {}  # by id of their tensor
+        self._units: dict[int, tuple[Unit, GroupPlan]] = {}  # by the same id
+        self._owner_state: dict[str, dict[str, Any]] = {}  # loaded, by a matrix's name, until the steppers are made
         self._global_grad_norm: Any = None  # read by the engine at stage 0
         self.norm_before_clipping: Any = None  # written by the engine at stage 0
         trainable = [p for group in self._given for p in group["params"] if p.requires_grad]
-        groups = split(self._given, {id(p): len(full_shape(p)) == 2 for p in trainable}, self.config)
+        groups = split(self._given, {id(p): len(full_shape(p)) == 2 for p in trainable}, self.rules)
         super().__init__(groups, {})
-        self.defaults = {key: getattr(self.config, key) for key in MuonOptions.model_fields}  # schedulers read them
-        self._link(LinkedRates.of(groups, self.config.lr))
+        self.defaults = self.rules.matrix.options.model_dump()  # schedulers read them
+        self._link(LinkedRates.of(groups, self.rules.matrix.lr))
+
+    @classmethod
+    def settings(cls, options: dict[str, Any]) -> tuple[Rules, ZeROConfig]:
+        """Raises ValueError for wrong options, naming each."""
+        return settings_of(ZeROConfig, options, cls.name)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only for the base class's constructor. Raises RuntimeError afterwards: the plan knows no later parameters."""
         if hasattr(self, "_linked"):
             raise RuntimeError(
-                "LayerWiseMuon takes no param group after it was made; give all groups to the constructor"
+                f"{self.name} takes no param group after it was made; give all groups to the constructor"
             )
         super().add_param_group(param_group)
 
     def bind(self, engine: DeepSpeedEngine) -> None:
         """Route, plan and agree for ``engine``, which is about to wrap this optimizer. Called on all ranks."""
-        self._binding = bind(engine, self._given, self.config)
+        self._binding = bind(engine, self._given, self.rules, self.config)
+        self.row_scaling = self._binding.grouping.row_scaling()
         self._steppers = {}
         self.state.clear()  # an earlier engine's, whose partitions are gone
         if self._binding.replicated:
@@ -105,7 +131,7 @@ class LayerWiseMuon(torch.optim.Optimizer):
 
     def _take_groups(self, groups: list[dict[str, Any]]) -> None:
         """Put the routed groups in place of the provisional ones, keeping what a scheduler already wrote into those."""
-        rates = LinkedRates.of(groups, self.config.lr)
+        rates = LinkedRates.of(groups, self.rules.matrix.lr)
         before, after = ([(g["from_group"], g["rule"]) for g in some] for some in (self.param_groups, groups))
         if before == after:
             groups = [
@@ -133,7 +159,7 @@ class LayerWiseMuon(torch.optim.Optimizer):
         if DeepSpeed stores parameters elsewhere than planned.
         """
         if self._binding is None:
-            raise RuntimeError("this LayerWiseMuon has no engine; give it to deepspeed.initialize(optimizer=...)")
+            raise RuntimeError(f"this {self.name} has no engine; give it to deepspeed.initialize(optimizer=...)")
         if not self._steppers:
             self._prepare(self._binding)
         if self._binding.stage is not None and self._binding.stage.groups_differ:
@@ -145,6 +171,19 @@ class LayerWiseMuon(torch.optim.Optimizer):
             for tensor in group["params"]:
                 if id(tensor) in self._steppers:
                     self._steppers[id(tensor)].step(group, self.state[tensor])
+                    if self.row_scaling:
+                        scale_rows(*self._units[id(tensor)], tensor, self.row_scaling)
+
+    @property
+    def _keeps_owner_state(self) -> bool:
+        return any(map(keeps_state, build_matrix_rules(self.param_groups, self.config).values()))
+
+    def prepared(self) -> tuple[Binding, list[Tensor]]:
+        """The binding and every unit's tensor, whose state is made if no step has been. Called on all ranks."""
+        assert self._binding is not None
+        if not self._steppers:
+            self._prepare(self._binding)
+        return self._binding, self._binding.stored(self._linked)
 
     def _prepare(self, binding: Binding) -> None:
         """Before the first step: check that DeepSpeed stores what was planned, and make the state of every group.
@@ -159,16 +198,24 @@ class LayerWiseMuon(torch.optim.Optimizer):
                 stepper = GroupStepper(plan, tensor, unit.ranks, self.config, device)
             stepper.fill_state(self._linked[unit.group], self.state[tensor])
             self._steppers[id(tensor)] = stepper
+            self._units[id(tensor)] = unit, plan
+        if self._keeps_owner_state:
+            take_owner_states(binding, list(self._steppers.values()), self._owner_state)
+            self._owner_state = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("LayerWiseMuon belongs to its engine and cannot be copied or pickled; use state_dict()")
+        raise TypeError(f"{self.name} belongs to its engine and cannot be copied or pickled; use state_dict()")
 
     def state_dict(self) -> dict[str, Any]:
         """What torch's optimizers return. At stage 0, where DeepSpeed saves one rank's, the first rank's has every
         parameter's state whole, and it must be called on all ranks."""
         state_dict = super().state_dict()
-        if self._binding is not None and self._binding.replicated:
+        whole = self._binding is not None and self._binding.replicated
+        if whole:
             state_dict["state"] = save_whole(self._binding, self.state)
+        if self._binding is not None and self._keeps_owner_state:
+            held = owner_states(self._steppers.values()) if self._steppers else self._owner_state
+            state_dict[CHECKPOINT_KEY] = gather_named(self._binding, held) if whole else held
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -184,3 +231,15 @@ class LayerWiseMuon(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
         self._link(self._rates)
         self._steppers = {}  # what was loaded may lack state: it was saved before the first step
+        self._owner_state = state_dict.get(CHECKPOINT_KEY, {})
+
+
+class LayerWiseMuon(LayerWise):
+    """Muon for matrices, AdamW for the rest. Short for ``LayerWise``: the options of ``LayerWiseMuonConfig`` are
+    torch.optim.Muon's arguments, an ``adamw`` section with torch.optim.AdamW's, and ours, all in one."""
+
+    name = "LayerWiseMuon"
+
+    @classmethod
+    def settings(cls, options: dict[str, Any]) -> tuple[Rules, ZeROConfig]:
+        return muon_settings(options, cls.name)

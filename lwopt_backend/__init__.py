@@ -1,18 +1,45 @@
 """Layer-wise sharding for matrix optimizers: each whole matrix is updated once, by one data-parallel rank."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lwopt_backend.modules.optimizer import ModuleOptimizers
+    from lwopt_backend.options import Options
     from lwopt_backend.owned.optimizer import LayerWiseOptimizer
+    from lwopt_backend.qk_clip import Heads, QKClip
+    from lwopt_backend.registry import register_elementwise, register_rule
+    from lwopt_backend.rules import MatrixRule, OwnerStateRule, WeightRule
 
 __version__ = "0.1.0"
-__all__ = ["LayerWiseOptimizer"]
+_PLACES = {
+    "Heads": "qk_clip",
+    "LayerWiseOptimizer": "owned.optimizer",
+    "MatrixRule": "rules",
+    "ModuleOptimizers": "modules.optimizer",
+    "Options": "options",
+    "OwnerStateRule": "rules",
+    "QKClip": "qk_clip",
+    "WeightRule": "rules",
+    "register_elementwise": "registry",
+    "register_rule": "registry",
+}
+__all__ = [
+    "Heads",
+    "LayerWiseOptimizer",
+    "MatrixRule",
+    "ModuleOptimizers",
+    "Options",
+    "OwnerStateRule",
+    "QKClip",
+    "WeightRule",
+    "register_elementwise",
+    "register_rule",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """``LayerWiseOptimizer`` brings torch with it, which planning does without; so it is imported when asked for."""
-    if name == "LayerWiseOptimizer":
-        from lwopt_backend.owned.optimizer import LayerWiseOptimizer
-
-        return LayerWiseOptimizer
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """These bring torch with them, which planning does without; so they are imported when asked for."""
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)

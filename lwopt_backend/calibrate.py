@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from lwopt_backend.config import MuonOptions
 from lwopt_backend.plan.cost import Shape, newton_schulz_flops
 from lwopt_backend.plan.cost_table import RULE, CostTable
+from lwopt_backend.rule_options import MuonOptions
 from lwopt_backend.rules import newton_schulz
 
 STACK_NUMEL = 2**24  # elements of a stack at most: the default bucket_numel, the stepper's limit

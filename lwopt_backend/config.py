@@ -1,102 +1,81 @@
-"""The optimizer's options: one pydantic model for ds_config.json and for Python, checked before anything is built.
-
-Names and defaults are torch.optim.Muon's and torch.optim.AdamW's; what is ours stands at the end of each model.
-"""
+"""The options that hold for a whole optimizer, by host. Those of the rules are in ``rule_options``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
+from pydantic import AfterValidator, StrictBool, model_validator
 
-from lwopt_backend.spelling import nearest, suggestion
+from lwopt_backend.atom_settings import AtomSettings
+from lwopt_backend.options import Count, Options, Positive, option
 
-# Strict: a number in quotes, or true for 1, is a slip that should be seen.
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
-BelowOne = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False, strict=True)]
-Finite = Annotated[float, Field(allow_inf_nan=False, strict=True)]
-Aspect = Annotated[float, Field(ge=1, allow_inf_nan=False, strict=True)]
-
-
-class Options(BaseModel):
-    """Immutable, and an unknown key is an error."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class MuonOptions(Options):
-    """torch.optim.Muon's arguments."""
-
-    lr: NonNegative = 1e-3
-    weight_decay: NonNegative = 0.1
-    momentum: BelowOne = 0.95
-    nesterov: StrictBool = True
-    ns_coefficients: tuple[Finite, Finite, Finite] = (3.4445, -4.7750, 2.0315)
-    eps: NonNegative = 1e-7
-    ns_steps: Annotated[int, Field(ge=1, lt=100, strict=True)] = 5
-    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
+OURS = "this package"
+MEGATRON = "Megatron-Core"
+OWNED_LAYOUT = (
+    "of every bucket: 'padded' (equal parts, fixed-size collectives), 'compact' (no padding, parts as long as needed) "
+    "or 'auto' (the shorter modelled step; says which and why)"
+)
+BUCKET_MB = "a bucket is closed once it has so many MiB of gradients"
+GROUP_SIZE = (
+    "ranks that own together; the others are instances of them that hold the same. None: chosen by the planner, all "
+    "ranks unless there are too few matrices for them"
+)
 
 
-class AdamWOptions(Options):
-    """torch.optim.AdamW's arguments."""
-
-    lr: NonNegative = 1e-3
-    betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
-    eps: NonNegative = 1e-8
-    weight_decay: NonNegative = 1e-2
-    amsgrad: StrictBool = False
+def _checked_atoms(atoms: dict[str, Any]) -> dict[str, Any]:
+    AtomSettings.parse(atoms)
+    return atoms
 
 
-class LayerWiseConfig(MuonOptions):
-    """Muon's options, AdamW's in a section, and ours that hold for every host.
+class HostConfig(Options):
+    """What every host has."""
 
-    - ``include`` / ``exclude``: globs on parameter names that overrule the routing by structure; exclude wins.
-    - ``allow_no_matrix``: a model without a single matrix parameter is an error unless this is set.
-    - ``ns_dtype``: dtype of the Newton-Schulz iteration; torch.optim.Muon's is bfloat16.
-    - ``gram_aspect``: matrices whose longer side is at least this many times the shorter go through Gram Newton-Schulz:
-      the same polynomial from products of the small side only. None: none do; 1.5 is where it starts to pay.
-    - ``exchange_dtype``: dtype on the wire; ``auto`` is ``ns_dtype``, with which nothing is lost.
-    - ``report``: print the routing and the plan once, on rank 0.
-    """
-
-    adamw: AdamWOptions = AdamWOptions()
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    allow_no_matrix: StrictBool = False
-    ns_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    gram_aspect: Aspect | None = None
-    exchange_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    report: StrictBool = True
-
-    @property
-    def wire_dtype(self) -> str:
-        return self.ns_dtype if self.exchange_dtype == "auto" else self.exchange_dtype
+    include: tuple[str, ...] = option(
+        (), "globs on names of parameters that are matrices, whatever the routing by structure says", OURS
+    )
+    exclude: tuple[str, ...] = option((), "globs on names of parameters that are none; wins over include", OURS)
+    atoms: Annotated[dict[str, Any], AfterValidator(_checked_atoms)] = option(
+        {}, "by glob, which matrices are in a parameter, where that is not found out: a division, or a word", OURS
+    )
+    allow_no_matrix: StrictBool = option(
+        False, "a model without a single matrix parameter is an error unless this is set", OURS
+    )
+    exchange_dtype: Literal["auto", "bfloat16", "float32"] = option(
+        "auto", "dtype on the wire; 'auto' is the rule's, with which nothing is lost", OURS
+    )
+    report: StrictBool = option(True, "print the routing and the plan once, on rank 0", OURS)
 
 
-class LayerWiseMuonConfig(LayerWiseConfig):
-    """``optimizer.params`` of ``"type": "LayerWiseMuon"``, for DeepSpeed's ZeRO.
+class ZeROConfig(HostConfig):
+    """For DeepSpeed. ``storage`` tells which of the others may be given."""
 
-    - ``policy``: who owns a matrix: ``stay`` (the rank that stores most of it), ``balance`` (even work) or ``auto``
-      (whichever has the shorter modelled step).
-    - ``bucket_numel``: elements of the matrices that share one all-to-all; two such buckets are in flight.
-    - ``ns_device``: where matrices are orthogonalized, also where DeepSpeed keeps the optimizer in the CPU's memory:
-      ``auto`` on the accelerator if there is one, ``cpu`` on the CPU.
-    - ``storage``: who holds parameters, gradients and state: ``zero``, DeepSpeed's optimizers, to which the three
-      options above belong; or ``owned``, we ourselves (stages 0 to 2), to which those below belong.
-    - ``layout``, ``bucket_mb``, ``group_size``: as in ``OwnedConfig``.
-    """
-
-    policy: Literal["auto", "stay", "balance"] = "auto"
-    bucket_numel: Annotated[int, Field(ge=1, strict=True)] = 2**24
-    ns_device: Literal["auto", "cpu"] = "auto"
-    storage: Literal["zero", "owned"] = "zero"
-    layout: Literal["auto", "padded", "compact"] = "auto"
-    bucket_mb: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] = 64.0
-    group_size: Annotated[int, Field(ge=1, strict=True)] | None = None
+    policy: Literal["auto", "stay", "balance"] = option(
+        "auto",
+        "who owns a matrix: 'stay' (the rank that stores most of it), 'balance' (even work) or 'auto' (whichever has "
+        "the shorter modelled step)",
+        OURS,
+    )
+    bucket_numel: Count = option(
+        2**24, "elements of the matrices that share one all-to-all; two such buckets are in flight", OURS
+    )
+    ns_device: Literal["auto", "cpu"] = option(
+        "auto",
+        "where matrices are updated, also where DeepSpeed keeps the optimizer in the CPU's memory: 'auto' on the "
+        "accelerator if there is one, 'cpu' on the CPU",
+        OURS,
+    )
+    storage: Literal["zero", "owned"] = option(
+        "zero",
+        "who holds parameters, gradients and state: 'zero', DeepSpeed's optimizers, to which policy, bucket_numel and "
+        "ns_device belong; or 'owned', we ourselves (stages 0 to 2), to which layout, bucket_mb and group_size belong",
+        OURS,
+    )
+    layout: Literal["auto", "padded", "compact"] = option("auto", OWNED_LAYOUT, OURS)
+    bucket_mb: Positive = option(64.0, BUCKET_MB, OURS)
+    group_size: Count | None = option(None, GROUP_SIZE, OURS)
 
     @model_validator(mode="after")
-    def _options_of_the_storage(self) -> LayerWiseMuonConfig:
+    def _options_of_the_storage(self) -> ZeROConfig:
         of = {"zero": ("policy", "bucket_numel", "ns_device"), "owned": ("layout", "bucket_mb", "group_size")}
         other = "owned" if self.storage == "zero" else "zero"
         wrong = [key for key in of[other] if key in self.model_fields_set]
@@ -107,91 +86,54 @@ class LayerWiseMuonConfig(LayerWiseConfig):
         return self
 
 
-class FSDP2Config(LayerWiseConfig):
-    """The options of ``LayerWiseOptimizer`` on FSDP2.
+class FSDP2Config(HostConfig):
+    """For ``LayerWiseOptimizer`` on FSDP2."""
 
-    - ``layout``: how a bucket lies on the wire: ``compact`` (parts as long as needed), ``padded`` (equal parts) or
-      ``auto`` (equal where nothing is padded for it).
-    - ``bucket_matrices``: matrices that share one all-to-all; None is twice the number of ranks. Two such buckets are
-      in flight.
-    - ``bucket_numel``: a bucket never holds more elements than this, unless a single matrix does; None is no limit.
-    - ``state_dtype``: of the optimizer's state: the ``parameter``'s, as torch's optimizers, or ``float32``.
-    """
-
-    layout: Literal["auto", "padded", "compact"] = "auto"
-    bucket_matrices: Annotated[int, Field(ge=1, strict=True)] | None = None
-    bucket_numel: Annotated[int, Field(ge=1, strict=True)] | None = None
-    state_dtype: Literal["parameter", "float32"] = "parameter"
-
-
-class OwnedConfig(LayerWiseConfig):
-    """The options of ``lwopt_backend.LayerWiseOptimizer``, which owns the buffers of parameters and gradients.
-
-    - ``layout``: of every bucket: ``padded`` (equal parts, fixed-size collectives), ``compact`` (no padding, parts as
-      long as needed) or ``auto`` (the shorter modelled step; says which and why).
-    - ``bucket_mb``: a bucket is closed once it has so many MiB of gradients.
-    - ``group_size``: ranks that own together; the others are instances of them that hold the same. None: chosen by the
-      planner, all ranks unless there are too few matrices for them.
-    - ``grad_dtype``: of gradients until they are at their owners: the ``parameter``'s, or ``float32``.
-    - ``keep_full_grads``: the mean gradients are on all ranks after backward, in ``param.grad``, at the memory that
-      takes; otherwise only owners have them.
-    - ``overlap_grad_reduce``: buckets leave during backward as they fill, rather than at the step.
-    - ``overlap_param_gather``: parameters return while the next forward pass runs, each module waiting for its own.
-    - ``step_in_backward``: a bucket is updated in backward as soon as it is there; gradients cannot be clipped then.
-    - ``bus_alignment``: padded buckets end on 2^16 elements, which NCCL moves at full bandwidth.
-    """
-
-    layout: Literal["auto", "padded", "compact"] = "auto"
-    bucket_mb: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] = 64.0
-    group_size: Annotated[int, Field(ge=1, strict=True)] | None = None
-    grad_dtype: Literal["parameter", "float32"] = "parameter"
-    keep_full_grads: StrictBool = False
-    overlap_grad_reduce: StrictBool = True
-    overlap_param_gather: StrictBool = False
-    step_in_backward: StrictBool = False
-    bus_alignment: StrictBool = False
+    layout: Literal["auto", "padded", "compact"] = option(
+        "auto",
+        "how a bucket lies on the wire: 'compact' (parts as long as needed), 'padded' (equal parts) or 'auto' (equal "
+        "where nothing is padded for it)",
+        OURS,
+    )
+    bucket_matrices: Count | None = option(
+        None,
+        "matrices that share one all-to-all; None: twice the number of ranks. Two such buckets are in flight",
+        OURS,
+    )
+    bucket_numel: Count | None = option(
+        None, "a bucket never holds more elements than this, unless a single matrix does; None: no limit", OURS
+    )
+    state_dtype: Literal["parameter", "float32"] = option(
+        "parameter", "of the optimizer's state: the parameter's, as torch's optimizers, or 'float32'", OURS
+    )
 
 
-M = TypeVar("M", bound=Options)
+class OwnedConfig(HostConfig):
+    """For ``lwopt_backend.LayerWiseOptimizer``, which owns the buffers of parameters and gradients."""
 
-
-def parse(model: type[M], options: Mapping[str, Any], where: str) -> M:
-    """Build ``model`` from ``options``. Raises ValueError that names every wrong key, what was expected and found."""
-    try:
-        return model(**options)
-    except ValidationError as error:
-        problems = [_problem(model, detail) for detail in error.errors()]
-    raise ValueError("\n  ".join([f"{where}: {len(problems)} wrong option(s)", *problems]))
-
-
-def _problem(model: type[Options], detail: Mapping[str, Any]) -> str:
-    location = [str(part) for part in detail["loc"]]
-    *section, _ = location or [""]
-    key = ".".join(location)
-    if detail["type"] == "value_error":
-        return str(detail["ctx"]["error"])
-    if detail["type"] == "extra_forbidden":
-        return f"unknown key {key!r}; {_hint(model, location)}"
-    found = f"{key}: {detail['msg'][0].lower()}{detail['msg'][1:]}; found {detail['input']!r}"
-    if detail["input"] == "auto" and section:
-        return f"{found}, which Hugging Face fills for lr and weight_decay outside of sections only; write a value"
-    return found
-
-
-def _hint(model: type[Options], location: list[str]) -> str:
-    """The nearest known key at this level, or the section that has a key of exactly this name."""
-    *sections, name = location
-    for section in sections:
-        model = _section(model, section)
-    if nearest(name, model.model_fields) is None:
-        for section, field in model.model_fields.items():
-            inner = field.annotation
-            if isinstance(inner, type) and issubclass(inner, Options) and name in inner.model_fields:
-                return f"did you mean '{section}.{name}'?"
-    return suggestion(name, model.model_fields)
-
-
-def _section(model: type[Options], name: str) -> type[Options]:
-    annotation = model.model_fields[name].annotation
-    assert isinstance(annotation, type) and issubclass(annotation, Options)
-    return annotation
+    layout: Literal["auto", "padded", "compact"] = option("auto", OWNED_LAYOUT, OURS)
+    bucket_mb: Positive = option(64.0, BUCKET_MB, OURS)
+    group_size: Count | None = option(None, GROUP_SIZE, OURS)
+    grad_dtype: Literal["parameter", "float32"] = option(
+        "parameter", "of gradients until they are at their owners: the parameter's, or 'float32'", OURS
+    )
+    keep_full_grads: StrictBool = option(
+        False,
+        "the mean gradients are on all ranks after backward, in param.grad, at the memory that takes; otherwise only "
+        "owners have them",
+        OURS,
+    )
+    overlap_grad_reduce: StrictBool = option(
+        True, "buckets leave during backward as they fill, rather than at the step", MEGATRON
+    )
+    overlap_param_gather: StrictBool = option(
+        False, "parameters return while the next forward pass runs, each module waiting for its own", MEGATRON
+    )
+    step_in_backward: StrictBool = option(
+        False, "a bucket is updated in backward as soon as it is there; gradients cannot be clipped then", OURS
+    )
+    bus_alignment: StrictBool = option(
+        False,
+        "padded buckets end on 2^16 elements, which NCCL moves at full bandwidth",
+        f"{MEGATRON}'s pad_buckets_for_high_nccl_busbw",
+    )

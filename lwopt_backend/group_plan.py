@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from lwopt_backend.config import LayerWiseMuonConfig
+from lwopt_backend.config import ZeROConfig
 from lwopt_backend.plan import (
     Atom,
     FlatPartition,
@@ -21,11 +20,14 @@ from lwopt_backend.plan import (
     plan_matrices,
     plan_spread,
 )
+from lwopt_backend.plan.block_storage import BlockPartition, BlockReplicas, in_blocks
+from lwopt_backend.plan.blocks import Block
 from lwopt_backend.plan.build import modelled_time
-from lwopt_backend.registry import MATRIX_RULES, rule_named
+from lwopt_backend.registry import MATRIX_RULES, arguments, build_matrix_rule, cost_of, new_state, wire_of
+from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime.agreement import digest
 
-Member = tuple[str, tuple[int, ...], str, bool]  # name, shape, dtype, whether transposed
+Member = tuple[str, tuple[int, ...], str, bool, tuple[Block, ...]]  # name, shape, dtype, whether transposed, matrices
 HostLayout = FlatPartition | ParameterPartition | Replicas
 
 
@@ -42,6 +44,7 @@ class GroupPlan:
     options: str  # the rule's, as "lr=0.02, weight_decay=0.1, ..."
     matrices: MatrixPlan | None
     state_bytes: tuple[int, ...]  # of the state that each rank keeps
+    blocks: tuple[tuple[Block, ...], ...]  # the matrices in each parameter, in the order of the atoms
 
     def lines(self) -> list[str]:
         """What all ranks must have decided alike."""
@@ -50,58 +53,78 @@ class GroupPlan:
 
 
 def members_digest(plans: Sequence[GroupPlan]) -> str:
-    """Identifies a param group's parameters, their shapes and their rule; the same at every world size."""
-    return digest([f"{spec.name} {spec.shape} {spec.rule}" for plan in plans for spec in plan.specs])[:16]
+    """Identifies a param group's parameters, their shapes and their rule; the same at every world size.
+
+    And which matrices are in them, where there are several: state that owners keep is by matrix.
+    """
+    lines = [
+        f"{spec.name} {spec.shape} {spec.rule}{'' if len(blocks) < 2 else list(map(str, blocks))}"
+        for plan in plans
+        for spec, blocks in zip(plan.specs, plan.blocks)
+    ]
+    return digest(lines)[:16]
 
 
 def plan_group(
     group: Mapping[str, Any],
     members: Sequence[Member],
     layout: HostLayout,
-    config: LayerWiseMuonConfig,
+    config: ZeROConfig,
     machine: Machine,
 ) -> GroupPlan:
     """Plan parameters ``members`` of a param group with options ``group``; they lie in ``layout`` in that order.
 
-    A matrix parameter of more than two dimensions is a stack of matrices: its last two dimensions are a matrix each.
     Raises ValueError for a policy that the layout leaves no room for.
     """
     rule = group["rule"]
-    specs = tuple(ParamSpec(name, shape, dtype, rule, transposed) for name, shape, dtype, transposed in members)
+    specs = tuple(ParamSpec(name, shape, dtype, rule, transposed) for name, shape, dtype, transposed, _ in members)
     matrices = None
     if rule in MATRIX_RULES:
-        counts = [math.prod(spec.shape[:-2]) for spec in specs]
-        atoms = [atom for spec, count in zip(specs, counts) for atom in _atoms(spec, count, group, config)]
-        matrices = _plan_atoms(atoms, layout.split(counts), config, machine)
-    options = ", ".join(f"{key}={group[key]!r}" for key in rule_named(rule).options.model_fields)
-    return GroupPlan(rule, specs, layout, options, matrices, _state_bytes(group, layout, matrices))
+        blocks = [blocks for *_, blocks in members]
+        atoms = [
+            Atom(block.of(spec.name), block.shape, cost_of(block.shape, group), spec.transposed)
+            for spec, of_param in zip(specs, blocks)
+            for block in of_param
+        ]
+        whole = all(len(of_param) == 1 for of_param in blocks)
+        of_atoms = layout if whole else in_blocks(layout, blocks)
+        matrices = _plan_atoms(atoms, of_atoms, build_matrix_rule(group, config), config, machine)
+    options = ", ".join(f"{key}={value}" for key, value in arguments(group).items())
+    return GroupPlan(
+        rule,
+        specs,
+        layout,
+        options,
+        matrices,
+        _state_bytes(group, layout, matrices),
+        tuple(blocks for *_, blocks in members),
+    )
 
 
-def _atoms(spec: ParamSpec, count: int, group: Mapping[str, Any], config: LayerWiseMuonConfig) -> list[Atom]:
-    shape = (spec.shape[-2], spec.shape[-1])
-    cost = MATRIX_RULES[spec.rule].cost(shape, group, config)
-    if len(spec.shape) == 2:
-        return [Atom(spec.name, shape, cost, spec.transposed)]
-    return [Atom(f"{spec.name}[{number}]", shape, cost, spec.transposed) for number in range(count)]
-
-
-def _plan_atoms(atoms: Sequence[Atom], layout: HostLayout, config: LayerWiseMuonConfig, machine: Machine) -> MatrixPlan:
+def _plan_atoms(
+    atoms: Sequence[Atom],
+    layout: HostLayout | BlockPartition | BlockReplicas,
+    matrix_rule: MatrixRule,
+    config: ZeROConfig,
+    machine: Machine,
+) -> MatrixPlan:
     """Where matrices lie whole on one rank or nearly so, by the policy; where all ranks hold of all, by work."""
-    element_bytes = getattr(torch, config.wire_dtype).itemsize
-    if isinstance(layout, FlatPartition):
+    wire = wire_of(matrix_rule)
+    stored = layout.storage if isinstance(layout, (BlockPartition, BlockReplicas)) else layout
+    if isinstance(stored, FlatPartition):
         return plan_matrices(
             atoms,
             layout,
             policy=config.policy,
             machine=machine,
             bucket_numel=config.bucket_numel,
-            element_bytes=element_bytes,
+            **wire,
         )
     if config.policy == "stay" and layout.world_size > 1:
         raise ValueError(
             "policy is 'stay', but here every rank stores a part or a copy of every matrix; use 'balance' or 'auto'"
         )
-    plan = plan_spread(atoms, layout, element_bytes=element_bytes, bucket_numel=config.bucket_numel)
+    plan = plan_spread(atoms, layout, bucket_numel=config.bucket_numel, **wire)
     return replace(plan, modelled=((plan.ownership.policy, modelled_time(plan, machine)),))
 
 
@@ -117,4 +140,4 @@ def _state_bytes(group: Mapping[str, Any], layout: HostLayout, matrices: MatrixP
 
 def _state_size(group: Mapping[str, Any], numel: int) -> int:
     flat = torch.empty(numel, dtype=torch.float32, device="meta")
-    return sum(tensor.numel() * tensor.itemsize for tensor in rule_named(group["rule"]).new_state(flat, group).values())
+    return sum(tensor.numel() * tensor.itemsize for tensor in new_state(flat, group).values())

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lwopt_backend.config import LayerWiseMuonConfig
+from lwopt_backend.config import ZeROConfig
+from lwopt_backend.elementwise_groups import ElementwiseGroups
 from lwopt_backend.group_plan import GroupPlan
 from lwopt_backend.plan import MatrixPlan
-from lwopt_backend.registry import ELEMENTWISE_RULES, build_matrix_rule, elementwise_options, rule_named
-from lwopt_backend.runtime.elementwise import step_elementwise
+from lwopt_backend.registry import build_matrix_rule, new_state
 from lwopt_backend.runtime.ranks import Collectives
 from lwopt_backend.runtime.stepper import MatrixStepper
 from lwopt_backend.runtime.storage import FlatStorage, Slices
@@ -25,27 +25,33 @@ class GroupStepper:
     """
 
     def __init__(
-        self, plan: GroupPlan, flat: Tensor, collectives: Collectives, config: LayerWiseMuonConfig, device: torch.device
+        self, plan: GroupPlan, flat: Tensor, collectives: Collectives, config: ZeROConfig, device: torch.device
     ) -> None:
         self._plan = plan
         self._flat = flat
         self._rank = collectives.rank
         self._config = config
         self._matrices: MatrixStepper | None = None
+        self._elementwise = ElementwiseGroups()
         if plan.matrices is not None:
             self._matrices = matrix_stepper(plan.matrices, collectives, config, device)
 
+    @property
+    def matrices(self) -> MatrixStepper | None:
+        """The stepper of a matrix rule's parameters."""
+        return self._matrices
+
     def fill_state(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
         """Add the state tensors that a fresh optimizer lacks; what a checkpoint restored is kept."""
-        for key, tensor in rule_named(self._plan.rule).new_state(self._flat, group).items():
+        for key, tensor in new_state(self._flat, group).items():
             state.setdefault(key, tensor)
 
     def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
         """One step from ``flat.grad`` with the hyperparameters in ``group``. Called on all ranks of the group."""
         if self._matrices is None:
-            step_flat(self._plan.rule, group, Slices(self._flat, self._flat.grad, state))
+            self._elementwise.step(0, group, [Slices(self._flat, self._flat.grad, state)])
             return
-        rule = build_matrix_rule(self._plan.rule, group, self._config)
+        rule = build_matrix_rule(group, self._config)
         layout = self._plan.matrices.layout
         elements = Slices(self._flat, self._flat.grad, {key: state[key] for key in rule.state_keys})
         storage = FlatStorage(layout, self._rank, elements)
@@ -53,14 +59,9 @@ class GroupStepper:
 
 
 def matrix_stepper(
-    plan: MatrixPlan, collectives: Collectives, config: LayerWiseMuonConfig, device: torch.device
+    plan: MatrixPlan, collectives: Collectives, config: ZeROConfig, device: torch.device
 ) -> MatrixStepper:
     """The stepper of ``plan`` whose matrices travel on ``device`` and are computed where the configuration says."""
     rule_device = torch.device("cpu") if config.ns_device == "cpu" else device
     batch_numel = 0 if rule_device.type == "cpu" else config.bucket_numel
     return MatrixStepper(plan, collectives, device, batch_numel=batch_numel, rule_device=rule_device)
-
-
-def step_flat(rule: str, group: Mapping[str, Any], elements: Slices) -> None:
-    """One step of an element-wise rule on flat tensors."""
-    step_elementwise(ELEMENTWISE_RULES[rule].optimizer, elementwise_options(rule, group), [elements])

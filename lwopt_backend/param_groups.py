@@ -1,4 +1,4 @@
-"""Param groups: every group of the user's is split into a matrix half and an element-wise half."""
+"""Param groups: every group of the user's is split by rule, and by the overrides that its parameters have."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from lwopt_backend.config import AdamWOptions, FSDP2Config, LayerWiseConfig, LayerWiseMuonConfig, MuonOptions, parse
+from lwopt_backend.chosen import Choice, Rules
+from lwopt_backend.config import FSDP2Config, OwnedConfig, ZeROConfig
+from lwopt_backend.routing import named_like
 from lwopt_backend.spelling import nearest
 
 SHARED = ("lr", "weight_decay")  # a group's own value of these is meant for both halves
-GROUP_KEYS = frozenset({"params", "adamw", *MuonOptions.model_fields})
-OURS = frozenset({"rule", "from_group", "members"})  # written by us into the halves
+OURS = frozenset({"rule", "from_group", "overrides", "members"})  # written by us into the parts
 
 
 def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
@@ -63,52 +64,104 @@ def _kind(value: Any) -> str:
 
 
 def split(
-    groups: Sequence[Mapping[str, Any]], is_matrix: Mapping[int, bool], config: LayerWiseConfig
+    groups: Sequence[Mapping[str, Any]],
+    is_matrix: Mapping[int, bool],
+    rules: Rules,
+    names: Mapping[int, str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Each group's matrix half, then its element-wise half, both in the group's order; empty halves are left out.
+    """Each group's matrices, then its element-wise parameters, both in the group's order; empty parts are left out.
 
-    ``is_matrix`` tells by ``id(parameter)``; parameters missing from it (frozen ones) are dropped. A group's own
-    ``lr`` and ``weight_decay`` hold for both halves, its other options are read as in the configuration, ``"adamw"``
-    section included; keys that are no option of ours stay in both. How many groups come out depends on the model and
-    the user's groups only, never on the ranks.
+    ``is_matrix`` tells by ``id(parameter)``; parameters missing from it (frozen ones) are dropped. Parameters with
+    other overrides are parts of their own; ``names``, by id, say which those are. A group's own ``lr`` and
+    ``weight_decay`` hold for all its parts, its other options are the matrix rule's, those in the section
+    ``"elementwise"`` or of that rule's name the other's; overrides come last. Keys that are no option stay in all
+    parts. How many come out depends on the model and the user's groups only, never on the ranks.
     """
-    halves = []
+    parts = []
     for number, group in enumerate(groups):
-        muon, adamw, extra = _options(group, config, f"param group {number}")
-        params = [p for p in group["params"] if id(p) in is_matrix]
-        matrices = [p for p in params if is_matrix[id(p)]]
-        others = [p for p in params if not is_matrix[id(p)]]
-        halves.append({"params": matrices, **extra, **muon.model_dump(), "rule": "muon", "from_group": number})
-        halves.append({"params": others, **extra, **adamw.model_dump(), "rule": "adamw", "from_group": number})
-    return [half for half in halves if half["params"]]
+        matrix, elementwise, extra = _options(group, rules, f"param group {number}")
+        for kind, choice in (("matrix", matrix), ("elementwise", elementwise)):
+            wanted = [p for p in group["params"] if is_matrix.get(id(p)) == (kind == "matrix")]
+            by_overrides: dict[tuple[int, ...], list[Any]] = {}
+            for param in wanted:
+                which = () if names is None else overrides_of(names[id(param)], kind, rules)
+                by_overrides.setdefault(which, []).append(param)
+            for which, params in sorted(by_overrides.items()):
+                changed = _overridden(choice, kind, which, rules)
+                marks = {"rule": changed.rule, "from_group": number, "overrides": list(which)}
+                parts.append({"params": params, **extra, **changed.options.model_dump(), **marks})
+    return parts
 
 
-def _options(
-    group: Mapping[str, Any], config: LayerWiseConfig, where: str
-) -> tuple[MuonOptions, AdamWOptions, dict[str, Any]]:
-    """A group's options for its matrix half and its element-wise half, and its keys that are neither."""
-    for key in group:
-        if key not in GROUP_KEYS:
-            _check_foreign(str(key), where)
-    given = group.get("adamw", {})
-    if not isinstance(given, Mapping):
-        raise ValueError(f"{where}: adamw: expected a section of AdamW's options; found {given!r}")
-    own = {key: value for key, value in group.items() if key in MuonOptions.model_fields}
-    shared = {key: own[key] for key in SHARED if key in own}
-    defaults = {key: getattr(config, key) for key in MuonOptions.model_fields}
-    section = {**config.adamw.model_dump(), **shared, **given}
-    extra = {key: value for key, value in group.items() if key not in GROUP_KEYS}
-    return parse(MuonOptions, {**defaults, **own}, where), parse(AdamWOptions, section, f"{where}, 'adamw'"), extra
+def overrides_of(name: str, kind: str, rules: Rules) -> tuple[int, ...]:
+    """Which overrides say something of the rule of a parameter."""
+    return tuple(
+        number
+        for number, override in enumerate(rules.overrides)
+        if getattr(override, kind) and named_like(override.params)(name)
+    )
 
 
-def _check_foreign(key: str, where: str) -> None:
+def _overridden(choice: Choice, kind: str, which: Sequence[int], rules: Rules) -> Choice:
+    for number in which:
+        choice = choice.changed(getattr(rules.overrides[number], kind), f"overrides[{number}]: {kind}")
+    return choice
+
+
+def _options(group: Mapping[str, Any], rules: Rules, where: str) -> tuple[Choice, Choice, dict[str, Any]]:
+    """A group's rules with its own options, and its keys that are none."""
+    matrix, elementwise = rules.matrix, rules.elementwise
+    fields = type(matrix.options).model_fields
+    sections = {"matrix": {}, "elementwise": {}}
+    extra = {}
+    for key, value in group.items():
+        kind = "elementwise" if key == elementwise.rule else key
+        if kind in sections:
+            if not isinstance(value, Mapping):
+                raise ValueError(f"{where}: {key}: expected a section of options; found {value!r}")
+            sections[kind].update(value)
+        elif key in fields:
+            sections["matrix"].setdefault(key, value)
+        elif key != "params":
+            _check_foreign(str(key), rules, where)
+            extra[key] = value
+    known = type(elementwise.options).model_fields
+    shared = {key: group[key] for key in SHARED if key in group and key in known}
+    section = f"{where}, {elementwise.rule!r}"
+    return (
+        matrix.changed(sections["matrix"], where),
+        elementwise.changed({**shared, **sections["elementwise"]}, section),
+        extra,
+    )
+
+
+def _check_foreign(key: str, rules: Rules, where: str) -> None:
     """A key that is nobody's option is the user's business; one that looks like an option would do nothing."""
-    close = nearest(key, GROUP_KEYS, cutoff=0.8)
-    if key in AdamWOptions.model_fields:
-        raise ValueError(f"{where}: {key!r} is AdamW's; write it into the group's section 'adamw'")
-    if any(key in config.model_fields for config in (LayerWiseMuonConfig, FSDP2Config)):
+    known = {"params", "matrix", "elementwise", rules.elementwise.rule, *type(rules.matrix.options).model_fields}
+    close = nearest(key, known, cutoff=0.8)
+    if key in type(rules.elementwise.options).model_fields:
+        name = rules.elementwise.rule
+        raise ValueError(f"{where}: {key!r} is an option of {name!r}; write it into the group's section {name!r}")
+    if any(key in config.model_fields for config in (ZeROConfig, FSDP2Config, OwnedConfig)):
         raise ValueError(f"{where}: {key!r} is an option of the whole optimizer, not of a param group")
     if key in OURS:
         raise ValueError(f"{where}: {key!r} is a key that this optimizer writes itself; rename yours")
     if close:
         raise ValueError(f"{where}: unknown key {key!r}; did you mean {close!r}?")
+
+
+def check_overrides(rules: Rules, names: Mapping[str, bool]) -> None:
+    """Raises ValueError for an override that changes nothing. ``names`` of all parameters: whether it is a matrix."""
+    for number, override in enumerate(rules.overrides):
+        like = named_like(override.params)
+        matching = [is_matrix for name, is_matrix in names.items() if like(name)]
+        where = f"overrides[{number}]: {', '.join(map(repr, override.params))}"
+        for glob in override.params:
+            if not any(map(named_like([glob]), names)):
+                close = nearest(glob, names)
+                hint = f"did you mean {close!r}?" if close else f"names look like {next(iter(names), None)!r}"
+                raise ValueError(f"overrides[{number}]: {glob!r} matches no trained parameter; {hint}")
+        for kind, wanted in (("matrix", True), ("elementwise", False)):
+            if getattr(override, kind) and wanted not in matching:
+                other = "elementwise" if wanted else "matrix"
+                raise ValueError(f"{where} have options in {kind!r}, but all that match are trained by {other!r}")

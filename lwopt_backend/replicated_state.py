@@ -5,6 +5,7 @@ So it can be loaded with another number of ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,18 +15,24 @@ from torch import Tensor
 
 from lwopt_backend.group_plan import GroupPlan
 from lwopt_backend.plan import FlatPartition
+from lwopt_backend.plan.block_views import View, range_views
 from lwopt_backend.replicated_stepper import owned_bases, state_numel
 from lwopt_backend.runtime.ranks import Collectives
+from lwopt_backend.runtime.views import flat_views
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements ``[start, stop)`` of parameter ``param``, whose state begins at ``offset`` of a rank's flat state."""
+    """Elements of parameter ``param``, by a view of it flattened; their state begins at ``offset`` of a rank's."""
 
     param: int
-    start: int
-    stop: int
+    view: View
     offset: int
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The piece of a tensor that is as large as the parameter and contiguous."""
+        (found,) = flat_views(whole.view(-1), [self.view])
+        return found
 
 
 def gather_whole(plan: GroupPlan, state: Mapping[str, Any], ranks: Collectives) -> list[dict[str, Any]] | None:
@@ -45,8 +52,8 @@ def gather_whole(plan: GroupPlan, state: Mapping[str, Any], ranks: Collectives) 
             of_param[key] = torch.empty(spec.shape, dtype=value.dtype)
         for rank, flat in enumerate(flats):
             for piece in _pieces(plan, rank):
-                target = whole[piece.param][key].view(-1)[piece.start : piece.stop]
-                target.copy_(flat.narrow(0, piece.offset, target.numel()))
+                target = piece.of(whole[piece.param][key])
+                target.copy_(flat.narrow(0, piece.offset, target.numel()).view(target.shape))
     return whole if ranks.rank == 0 else None
 
 
@@ -59,8 +66,8 @@ def take_part(plan: GroupPlan, saved: Sequence[Mapping[str, Any]], rank: int, de
             continue
         flat = torch.zeros(state_numel(plan, rank), dtype=value.dtype)
         for piece in _pieces(plan, rank):
-            source = saved[piece.param][key].reshape(-1)[piece.start : piece.stop]
-            flat.narrow(0, piece.offset, source.numel()).copy_(source)
+            source = piece.of(saved[piece.param][key].contiguous())
+            flat.narrow(0, piece.offset, source.numel()).view(source.shape).copy_(source)
         part[key] = flat.to(device)
     return part
 
@@ -72,14 +79,12 @@ def _pieces(plan: GroupPlan, rank: int) -> Iterator[Piece]:
         for index in range(len(plan.specs)):
             held = plan.layout.fragment(index, rank)
             if held is not None:
-                yield Piece(index, held.start, held.stop, held.offset)
+                yield Piece(index, View(held.start, (held.numel,), (1,)), held.offset)
         return
     bases = owned_bases(plan, rank)
-    first = 0
-    for index, spec in enumerate(plan.specs):
-        start = 0
-        while start < spec.numel:
-            size = plan.matrices.atoms[first].numel
-            if first in bases:
-                yield Piece(index, start, start + size, bases[first])
-            start, first = start + size, first + 1
+    blocks = [(index, block) for index, of_param in enumerate(plan.blocks) for block in of_param]
+    for atom, (index, block) in enumerate(blocks):
+        offset = bases.get(atom)
+        for view in range_views(block, 0, plan.specs[index].numel, 0) if offset is not None else ():
+            yield Piece(index, view, offset)
+            offset += math.prod(view.sizes)

@@ -6,7 +6,6 @@ copy. Element-wise parameters: each rank steps its partition of them, and the ne
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -14,20 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lwopt_backend.config import LayerWiseMuonConfig
+from lwopt_backend.config import ZeROConfig
+from lwopt_backend.elementwise_groups import ElementwiseGroups
 from lwopt_backend.group_plan import GroupPlan
-from lwopt_backend.group_stepper import matrix_stepper, step_flat
+from lwopt_backend.group_stepper import matrix_stepper
 from lwopt_backend.plan import FlatPartition
-from lwopt_backend.registry import build_matrix_rule, rule_named
+from lwopt_backend.registry import build_matrix_rule, new_state
 from lwopt_backend.runtime.ranks import Collectives
+from lwopt_backend.runtime.stepper import MatrixStepper
 from lwopt_backend.runtime.storage import Slices
+from lwopt_backend.runtime.views import local_views
 
 
 def new_replicated_stepper(
     plan: GroupPlan,
     params: Sequence[Tensor],
     collectives: Collectives,
-    config: LayerWiseMuonConfig,
+    config: ZeROConfig,
     device: torch.device,
 ) -> ReplicatedStepper:
     """The stepper of ``plan``, of whichever kind. ``device`` is where matrices travel."""
@@ -43,7 +45,7 @@ class ReplicatedStepper:
         plan: GroupPlan,
         params: Sequence[Tensor],
         collectives: Collectives,
-        config: LayerWiseMuonConfig,
+        config: ZeROConfig,
         device: torch.device,
     ) -> None:
         self._plan = plan
@@ -52,9 +54,14 @@ class ReplicatedStepper:
         self._config = config
         self._device = device
 
+    @property
+    def matrices(self) -> MatrixStepper | None:
+        """The stepper of a matrix rule's parameters."""
+        return None
+
     def fill_state(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
         """Add the state tensors that a fresh optimizer lacks; what a checkpoint restored is kept."""
-        for key, tensor in rule_named(self._plan.rule).new_state(self._flat(), group).items():
+        for key, tensor in new_state(self._flat(), group).items():
             state.setdefault(key, tensor)
 
     def _flat(self) -> Tensor:
@@ -70,26 +77,34 @@ class MatrixReplicas(ReplicatedStepper):
         super().__init__(*args)
         assert self._plan.matrices is not None
         self._matrices = matrix_stepper(self._plan.matrices, self._collectives, self._config, self._device)
-        counts = [math.prod(spec.shape[:-2]) for spec in self._plan.specs]
-        self._places = [(param, number) for param, count in zip(self._params, counts) for number in range(count)]
+        self._places = [(param, block) for param, blocks in zip(self._params, self._plan.blocks) for block in blocks]
         self._bases = owned_bases(self._plan, self._collectives.rank)
         self._state: dict[str, Tensor] = {}
 
+    @property
+    def matrices(self) -> MatrixStepper | None:
+        return self._matrices
+
     def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
         """One step from the parameters' gradients, which are equal on all ranks. Called on all ranks."""
-        rule = build_matrix_rule(self._plan.rule, group, self._config)
+        rule = build_matrix_rule(group, self._config)
         self._state = {key: state[key] for key in rule.state_keys}
         self._matrices.step([rule] * len(self._plan.matrices.atoms), self)
 
-    def part(self, index: int) -> Slices:
+    def parts(self, index: int) -> Sequence[Slices]:
         """Matrix ``index``; with its state if this rank owns it."""
-        param, number = self._places[index]
-        value, grad = (_slice(tensor, number) for tensor in (param.data, _grad(param)))
+        param, block = self._places[index]
+        box = [(0, size) for size in param.shape]
+        values, grads = (local_views(t, block, param.shape, box) for t in (param.data, _grad(param)))
         base = self._bases.get(index)
         if base is None:
-            return Slices(value, grad, {})
-        state = {key: flat.narrow(0, base, value.numel()).view(value.shape) for key, flat in self._state.items()}
-        return Slices(value, grad, state)
+            return [Slices(value, grad, {}) for value, grad in zip(values, grads)]
+        found = []
+        for value, grad in zip(values, grads):
+            state = {key: flat.narrow(0, base, value.numel()).view(value.shape) for key, flat in self._state.items()}
+            found.append(Slices(value, grad, state))
+            base += value.numel()
+        return found
 
 
 class ElementwiseReplicas(ReplicatedStepper):
@@ -101,6 +116,7 @@ class ElementwiseReplicas(ReplicatedStepper):
         self._layout = self._plan.layout
         share = self._config.bucket_numel // self._collectives.world_size
         self._chunk = max(1, min(share, self._layout.partition_numel))
+        self._elementwise = ElementwiseGroups()
 
     @torch.no_grad()
     def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
@@ -111,7 +127,7 @@ class ElementwiseReplicas(ReplicatedStepper):
             if held is not None:
                 for flat, tensor in ((value, param.data), (grad, _grad(param))):
                     flat.narrow(0, held.offset, held.numel).copy_(tensor.reshape(-1)[held.start : held.stop])
-        step_flat(self._plan.rule, group, Slices(value, grad, state))
+        self._elementwise.step(0, group, [Slices(value, grad, state)])
         for begin in range(0, self._layout.partition_numel, self._chunk):
             self._gather(value.narrow(0, begin, min(self._chunk, self._layout.partition_numel - begin)), begin)
 
@@ -145,15 +161,6 @@ def owned_bases(plan: GroupPlan, rank: int) -> dict[int, int]:
     owned = [index for index, owner in enumerate(plan.matrices.ownership.owners) if owner == rank]
     ends = accumulate((plan.matrices.atoms[index].numel for index in owned), initial=0)
     return dict(zip(owned, ends))
-
-
-def _slice(stack: Tensor, number: int) -> Tensor:
-    """Matrix ``number`` of a stack; of a single matrix itself."""
-    position: list[int] = []
-    for size in reversed(stack.shape[:-2]):
-        number, rest = divmod(number, size)
-        position.insert(0, rest)
-    return stack[tuple(position)]
 
 
 def _grad(param: Tensor) -> Tensor:

@@ -6,26 +6,30 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from lwopt_backend.group_plan import GroupPlan
 from lwopt_backend.plan import MatrixPlan, StepTime
-from lwopt_backend.registry import MATRIX_RULES
+from lwopt_backend.registry import MATRIX_RULES, rules_with_owner_state
 from lwopt_backend.routing import Route
 
 WIDTH_WITHOUT_TERMINAL = 140  # a launcher's pipe has no width of its own; 80 columns would cut names
 MOST_RANKS = 16
 
 
-def show(routes: Sequence[Route], plans: Mapping[str, Sequence[GroupPlan]]) -> None:
+def show(
+    routes: Sequence[Route], plans: Mapping[str, Sequence[GroupPlan]], groups: Sequence[Mapping[str, Any]]
+) -> None:
     """Print the routing table and the plans to standard output, a table for each set of ranks.
 
-    ``plans`` are by a sentence that says of whom they are, empty where that goes without saying.
+    ``plans`` are by a sentence that says of whom they are, empty where that goes without saying; ``groups`` are the
+    param groups.
     """
     console = standard_output()
-    show_routing(console, routes)
+    show_routing(console, routes, groups)
     for whose, groups in plans.items():
         for sentence in [*([whose] if whose else []), *choices(groups)]:
             console.print(sentence)
@@ -38,11 +42,17 @@ def standard_output() -> Console:
     return Console(file=sys.stdout, width=width, highlight=False, markup=False)
 
 
-def show_routing(console: Console, routes: Sequence[Route]) -> None:
-    """Print which rule trains each parameter, and why."""
+def show_routing(console: Console, routes: Sequence[Route], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Print which rule trains each parameter, and why; and whose state the tables that follow do not count."""
     for sentence in routing_headline(routes):
         console.print(sentence)
     console.print(routing_table(routes))
+    rules = rules_with_owner_state(groups)
+    if rules:
+        console.print(
+            f"Note: what {' and '.join(rules)} keep{'' if rules[1:] else 's'} at the owners alone comes with the first "
+            "step; 'state' below does not count it."
+        )
 
 
 def routing_headline(routes: Sequence[Route]) -> list[str]:
@@ -57,7 +67,7 @@ def routing_headline(routes: Sequence[Route]) -> list[str]:
     if stacked > share:
         sentences.append(
             f"Note: {stacked:.1%} of the elements lie in parameters of 3 and more dimensions (stacked experts, "
-            "convolutions); AdamW trains those, not the matrix rule."
+            "convolutions); the element-wise rule trains those."
         )
     return sentences
 
@@ -73,7 +83,7 @@ def routing_table(routes: Sequence[Route]) -> Table:
     for r in routes:
         pattern = re.sub(r"\.\d+(?=\.)", ".*", r.name)
         shape = " x ".join(map(str, r.shape)) or "scalar"
-        rows.setdefault((pattern, shape, r.kind, r.reason), []).append(r.name)
+        rows.setdefault((pattern, shape, f"{r.kind}: {r.rule}" if r.rule else r.kind, r.reason), []).append(r.name)
     table = Table()
     for heading in ("parameter", "shape", "rule", "why"):
         table.add_column(heading, overflow="fold")

@@ -14,6 +14,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from lwopt_backend.atom_settings import AtomSettings
 from lwopt_backend.output_heads import EMBEDDINGS, output_heads
 from lwopt_backend.spelling import nearest
 
@@ -42,7 +43,8 @@ class Route:
     """Where one parameter goes and why. ``aliases`` are the other names of a tied parameter.
 
     A ``stack`` holds a matrix in its last two dimensions for every index of the others; a ``transposed`` matrix is
-    stored as (inputs, outputs).
+    stored as (inputs, outputs). ``parts`` are names and shapes of the matrices in it, where they were looked for and
+    are several. ``rule`` is the name of the one that trains it, once that is known.
     """
 
     name: str
@@ -52,6 +54,8 @@ class Route:
     aliases: tuple[str, ...] = ()
     stack: bool = False
     transposed: bool = False
+    parts: tuple[tuple[str, tuple[int, int]], ...] = ()
+    rule: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +94,12 @@ def route_part(
     heads: Mapping[int, str],
     *,
     stacks: bool = False,
+    atoms: AtomSettings | None = None,
 ) -> list[Route]:
-    """``route`` of a part of a model, whose output heads (ids of weights, reasons) and globs the whole decides."""
+    """``route`` of a part of a model, whose output heads (ids of weights, reasons) and globs the whole decides.
+
+    ``atoms`` may make a matrix of what has more than two dimensions, where no glob excludes it.
+    """
     uses = _uses(model)
     routes = []
     for name, param in named_parameters(model):
@@ -105,6 +113,9 @@ def route_part(
         stack, transposed = _is_stack(full_shape(param), same), any(_stored_transposed(use.module) for use in same)
         if stacks and stack and (kind, reason) == ("elementwise", _dimensions(full_shape(param))):
             kind, reason = "matrix", stacked(full_shape(param))
+        set_so = atoms.makes_matrix(names, full_shape(param)) if atoms is not None else None
+        if set_so is not None and kind == "elementwise" and _first_match(names, exclude) is None:
+            kind, reason = "matrix", set_so
         if kind == "matrix" and transposed:
             reason = f"{reason}, stored transposed"
         routes.append(Route(name, full_shape(param), kind, reason, tuple(names[1:]), stack, transposed))
@@ -161,8 +172,8 @@ def named_as_stack(name: str, shape: Sequence[int]) -> bool:
 
 
 def _stored_transposed(module: nn.Module) -> bool:
-    """Hugging Face's Conv1D (GPT-2's linear), and experts whose module says so itself."""
-    return type(module).__name__ == "Conv1D" or getattr(module, "is_transposed", False) is True
+    """Hugging Face's Conv1D (GPT-2's linear), Llama 4's experts, and experts whose module says so itself."""
+    return type(module).__name__ in ("Conv1D", "Llama4TextExperts") or getattr(module, "is_transposed", False) is True
 
 
 def by_glob(

@@ -219,6 +219,13 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: whole(param) for name, param in named(model)}
 
 
+def copy_gradients(sharded: nn.Module, single: nn.Module) -> None:
+    """Give a model on one process the whole gradients that FSDP2 has reduced."""
+    theirs = dict(single.named_parameters())
+    for name, param in named(sharded):
+        theirs[name].grad = None if param.grad is None else whole(param.grad).clone()
+
+
 def named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Names as they were before activation checkpointing wrapped the layers."""
     return [(name.replace("_checkpoint_wrapped_module.", ""), param) for name, param in model.named_parameters()]

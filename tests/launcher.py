@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,16 @@ def run_on_cpu(command: str | list[str], cwd: Path, **variables: str) -> subproc
         text=True,
         timeout=TIMEOUT_SECONDS,
     )
+
+
+def run_page(page: str, folder: Path) -> str:
+    """Run the one script of a page by the command that it gives; its output. Raises AssertionError if it fails."""
+    ((name, script),) = re.findall(r"^```python (\S+)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (command,) = re.findall(r"^```bash run\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (folder / name).write_text(script)
+    finished = run_on_cpu(command.replace("torchrun", f"{sys.executable} -m torch.distributed.run"), folder)
+    assert finished.returncode == 0, finished.stdout
+    return finished.stdout
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -27,7 +27,8 @@ def exact_sums(model: nn.Module) -> nn.Module:
 
 
 def optimizer_for(model: nn.Module, **options: Any) -> LayerWiseOptimizer:
-    settings = {"bucket_mb": BUCKET_MB, "report": False, **options}
+    # torch.optim.Muon, the reference, takes fused weights whole.
+    settings = {"bucket_mb": BUCKET_MB, "report": False, "atoms": {"*": "whole"}, **options}
     elementwise = {"name": "adamw", **ADAMW}
     return LayerWiseOptimizer(model, **MUON, elementwise=elementwise, **settings)
 
@@ -76,17 +77,24 @@ def reference(
     """torch.optim.Muon and AdamW on one process: sums over all ranks' micro-batches, divided by the ranks."""
     single = Reference(exact_sums(model()))
     for step in range(steps):
-        for tokens, targets in shares(step, world_size * accumulation):
-            single.model(tokens, targets).backward()
-        grads = [param for param in single.model.parameters() if param.grad is not None]
-        for param in grads:
-            param.grad.div_(world_size)
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(grads, clip)
-        for optimizer in (single.muon, single.adamw):
-            optimizer.step()
-            optimizer.zero_grad()
+        step_alone(single, step, world_size, accumulation=accumulation, clip=clip)
     return single.model
+
+
+def step_alone(
+    single: Reference, step: int, world_size: int, *, accumulation: int = 1, clip: float | None = None
+) -> None:
+    """One step of a reference on what ``world_size`` ranks would get in ``train``."""
+    for tokens, targets in shares(step, world_size * accumulation):
+        single.model(tokens, targets).backward()
+    grads = [param for param in single.model.parameters() if param.grad is not None]
+    for param in grads:
+        param.grad.div_(world_size)
+    if clip is not None:
+        torch.nn.utils.clip_grad_norm_(grads, clip)
+    for optimizer in (single.muon, single.adamw):
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def difference(ours: nn.Module, theirs: nn.Module) -> float:

@@ -7,11 +7,16 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from lwopt_backend.atom_settings import Division
 from lwopt_backend.cli.app import app, main
+from lwopt_backend.cli.docstrings import argument_meanings, meanings_in
+from lwopt_backend.config import FSDP2Config, OwnedConfig, ZeROConfig
 from lwopt_backend.plan.cost import max_min_squared
 
 LAYER = [["q", [256, 256]], ["o", [256, 256]], ["up", [1024, 256]], ["down", [256, 1024]]]
@@ -81,15 +86,12 @@ def test_every_engine_can_be_planned_for(shapes: Path, engine: str) -> None:
     assert len(found["memory_per_rank"]) == 4 and found["peak_bytes"] > 0
 
 
-@pytest.mark.parametrize(("engine", "matrices"), [("zero3", 5), ("fsdp2", 1)])
-def test_listed_experts_in_a_stack_are_planned_as_the_engine_trains_them(
-    tmp_path: Path, engine: str, matrices: int
-) -> None:
+@pytest.mark.parametrize("engine", ["zero3", "fsdp2", "owned"])
+def test_listed_experts_in_a_stack_are_planned_as_they_are_trained(tmp_path: Path, engine: str) -> None:
     listed = tmp_path / "listed.json"
     listed.write_text(json.dumps([["layers.0.experts.up", [4, 64, 32]], ["layers.0.q", [64, 64]]]))
     printed = run("plan", "--shapes", listed, "--world-size", 2, "--engine", engine, "--no-what-if")
-    assert f"Plan of the dense matrices: {matrices}," in printed
-    assert ("4 stacked experts" in printed) == (engine == "zero3")
+    assert "Plan of the dense matrices: 5," in printed and "4 stacked experts" in printed
 
 
 @pytest.mark.parametrize("cost", ["newton_schulz", "gram", "batched", "soap", "shampoo", "max_min_squared"])
@@ -242,3 +244,195 @@ def test_a_wrong_option_is_one_line_and_exit_code_two(
 def test_an_unknown_option_names_the_nearest(shapes: Path) -> None:
     done = command("plan", "--shapes", shapes, "--world-sizee", 8)
     assert done.returncode == 2 and "--world-size" in done.stderr and "Traceback" not in done.stderr
+
+
+# lwopt rules
+
+
+def test_every_option_of_every_rule_has_a_default_a_meaning_and_a_source() -> None:
+    rules = {(rule["name"], rule["for"]): rule for rule in json.loads(run("rules", "--json"))["rules"]}
+    for (name, _), rule in rules.items():
+        assert rule["source"] and (rule["options"] or "expected 'class'" in rule["note"]), name
+        for option in rule["options"]:
+            assert all(option[key] for key in ("name", "default", "meaning", "source")), (name, option)
+            assert "of the class" not in option["meaning"], (name, option)
+    momentum = next(o for o in rules["muon", "matrices"]["options"] if o["name"] == "momentum")
+    assert (momentum["default"], momentum["source"]) == ("0.95", "torch.optim.Muon")
+    assert "second_moment (rows x 1) at the owner" in rules["normuon", "matrices"]["state"]
+    assert {name for name, kind in rules if kind == "everything else"} >= {"adamw", "lion", "sgd", "torch_optimizer"}
+    every = {("soap", "matrices"), ("shampoo", "matrices"), ("lion", "everything else"), ("sgd", "everything else")}
+    assert all(rules[key]["options"] for key in every)
+    precondition = next(o for o in rules["soap", "matrices"]["options"] if o["name"] == "precondition_frequency")
+    assert precondition["meaning"] == "Number of steps between eigenbasis updates."
+
+
+def test_every_option_of_every_host_is_listed_with_a_default_a_meaning_and_a_source() -> None:
+    listed = json.loads(run("rules", "--json"))
+    hosts = {host["name"]: {option["name"]: option for option in host["options"]} for host in listed["hosts"]}
+    sections = {"matrix", "elementwise", "overrides"}
+    models = {"DeepSpeed": ZeROConfig, "FSDP2": FSDP2Config, "plain PyTorch": OwnedConfig}
+    assert {name: set(options) for name, options in hosts.items()} == {
+        name: sections | set(model.model_fields) for name, model in models.items()
+    }
+    for options in (*(host["options"] for host in listed["hosts"]), listed["atoms"]):
+        for option in options:
+            assert all(option[key] for key in ("name", "default", "meaning", "source")), option
+            assert "of the class" not in option["meaning"], option
+    assert hosts["DeepSpeed"]["bucket_numel"]["default"] == "16777216"
+    assert hosts["FSDP2"]["elementwise"]["default"] == '"adamw"'
+    assert {option["name"] for option in listed["atoms"]} == set(Division.model_fields)
+
+
+def test_the_tables_of_the_hosts_come_after_the_rules() -> None:
+    lines = [line.strip() for line in run("rules").splitlines()]
+    titles = [f"on {host}, for the whole optimizer" for host in ("DeepSpeed", "FSDP2", "plain PyTorch")]
+    places = [lines.index(title) for title in ("sgd, for everything else", *titles, "a division in atoms")]
+    assert places == sorted(places)
+    for place, option in zip(places[1:], ("ns_device", "state_dtype", "bus_alignment", "split_sizes")):
+        assert any(line.startswith(f"│ {option} ") for line in lines[place:]), option
+
+
+def test_a_rule_by_name_and_the_arguments_of_a_class() -> None:
+    text = run("rules", "muon")
+    assert "ns_coefficients" in text and "adamuon" not in text and "FSDP2" not in text
+    listed = json.loads(run("rules", "torch_optimizer", "--class", "torch.optim.RMSprop", "--json"))
+    (rule,) = listed["rules"]
+    meanings = {option["name"]: option["meaning"] for option in rule["options"]}
+    assert meanings["alpha"] == "smoothing constant" and "path" in meanings["class"] and "centered" in meanings
+    assert listed["hosts"] == listed["atoms"] == []
+
+
+class Demanding(torch.optim.SGD):
+    """It has an argument without a default.
+
+    Args:
+        momentum: share of the past
+    """
+
+    def __init__(self, params: Any, momentum: float, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr, momentum=momentum)
+
+
+def test_a_class_with_an_argument_that_must_be_given_is_described() -> None:
+    (rule,) = json.loads(run("rules", "torch_optimizer", "--class", "tests.test_cli.Demanding", "--json"))["rules"]
+    options = {option["name"]: (option["default"], option["meaning"]) for option in rule["options"]}
+    assert options["momentum"] == ("required", "share of the past") and options["lr"] == ("0.1", "learning rate")
+
+
+def test_a_class_that_only_matrices_may_have_says_why_not_for_the_rest() -> None:
+    rules = json.loads(run("rules", "--class", "pytorch_optimizer.Lamb", "--json"))["rules"]
+    of = {rule["for"]: rule for rule in rules if rule["name"] == "torch_optimizer"}
+    assert of["matrices"]["options"] and not of["matrices"]["note"]
+    assert "pytorch_optimizer.Lamb is not element-wise" in of["everything else"]["note"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("muon", "--class", "torch.optim.SGD"), "--class is for 'torch_optimizer'; the options of 'muon' are known"),
+        (("--class", "torch.optim.Adm"), "torch.optim has no 'Adm'; did you mean 'Adam'?"),
+    ],
+    ids=["a rule with options of its own", "no such class"],
+)
+def test_a_wrong_class_is_one_line(words: tuple[str, ...], message: str) -> None:
+    found = command("rules", *words)
+    assert found.returncode == 2 and message in found.stderr and "Traceback" not in found.stderr
+
+
+GOOGLE = """Short.
+
+Args:
+    params (iterable): what to train
+    lr (float, Tensor, optional): learning rate (default: 1e-3)
+    betas (Tuple[float, float], optional): of the averages
+        of gradients. (default: (0.9, 0.999))
+    centered (bool, optional) : if ``True``, see :ref:`this <that>`_ and `None`.
+    *rest: others
+        note: this is no argument
+    silent:
+
+Returns:
+    loss: no argument either
+"""
+REST = """Short.
+
+:param params: PARAMETERS. what to train.
+:param lr: float. learning rate.
+:param float eps: added
+    to the root.
+:returns: nothing
+:type lr: float
+"""
+
+
+@pytest.mark.parametrize(
+    ("docstring", "expected"),
+    [
+        (
+            GOOGLE,
+            {
+                "params": "what to train",
+                "lr": "learning rate",
+                "betas": "of the averages of gradients.",
+                "centered": "if True, see this and None.",
+                "rest": "others note: this is no argument",
+            },
+        ),
+        (REST, {"params": "PARAMETERS. what to train.", "lr": "float. learning rate.", "eps": "added to the root."}),
+        ("lr: no section, so no argument", {}),
+        ("", {}),
+    ],
+    ids=["Google", "ReST", "neither", "empty"],
+)
+def test_docstrings_are_read_in_both_styles(docstring: str, expected: dict[str, str]) -> None:
+    assert meanings_in(docstring) == expected
+    indented = "\n".join(f"    {line}" if line else line for line in docstring.splitlines()).lstrip()
+    assert meanings_in(indented) == expected, "as it is written in a class"
+
+
+def test_the_nearest_class_has_the_word_and_its_bases_the_rest() -> None:
+    class Base:
+        """:param lr: the base's.
+
+        :param eps: the base's.
+        """
+
+        def __init__(self) -> None:
+            """Args:
+                momentum: of the constructor
+
+            Returns:
+                nothing: no argument
+            """
+
+    class Derived(Base):
+        """:param lr: its own."""
+
+        def __init__(self) -> None:
+            """Args:
+            dampening: of its constructor
+            """
+
+    assert argument_meanings(Derived) == {
+        "lr": "its own.",
+        "eps": "the base's.",
+        "momentum": "of the constructor",
+        "dampening": "of its constructor",
+    }
+
+
+def test_a_module_that_registers_a_rule_can_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "my_rules.py").write_text(
+        "from dataclasses import dataclass\nfrom lwopt_backend import MatrixRule, register_rule\n"
+        "@dataclass\nclass Mine(MatrixRule):\n    lr: float = 0.5\n"
+        "register_rule('mine', Mine)\n"
+    )
+    code = "from lwopt_backend.cli import main; main()"
+    words = [sys.executable, "-c", code, "rules", "mine", "--import", "my_rules"]
+    found = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
+    assert found.returncode == 0 and "0.5" in found.stdout, found.stderr
+
+
+def test_an_unknown_rule_is_one_line_that_names_the_nearest() -> None:
+    found = command("rules", "moun")
+    assert found.returncode == 2 and "unknown rule 'moun'; did you mean 'muon'?" in found.stderr

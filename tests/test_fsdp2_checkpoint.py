@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -61,10 +63,10 @@ def options_of(kind: str) -> StateDictOptions:
     )
 
 
-def save(folder: str, sharding: str, kind: str) -> dict[str, Any]:
+def save(folder: str, sharding: str, kind: str, make: Callable[[nn.Module], Any] = layer_wise) -> dict[str, Any]:
     """Train and save; then train on, for comparison."""
     sharded = shard(sharding, "fp32")
-    optimizer = layer_wise(sharded.model)
+    optimizer = make(sharded.model)
     train(sharded, optimizer, range(SAVED_AFTER))
     options = options_of(kind)
     model_state = get_model_state_dict(sharded.model, options=options)
@@ -82,14 +84,14 @@ def save(folder: str, sharding: str, kind: str) -> dict[str, Any]:
     return results(sharded, optimizer)
 
 
-def load(folder: str, sharding: str, kind: str) -> dict[str, Any]:
+def load(folder: str, sharding: str, kind: str, make: Callable[[nn.Module], Any] = layer_wise) -> dict[str, Any]:
     """Load into a fresh model and optimizer, with other hyperparameters, and train on."""
     sharded = shard(sharding, "fp32")
     with torch.no_grad():
         for param in sharded.model.parameters():
             param.add_(1.0)
-    optimizer = layer_wise(sharded.model)
-    optimizer.param_groups[0]["lr"] = 0.5
+    optimizer = make(sharded.model)
+    rate, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], 0.5
     options = options_of(kind)
     if kind == "flat full":  # torch 2.13 cannot shard a flat one while loading, not for its own AdamW either
         state = torch.load(Path(folder) / "full.pt")
@@ -106,7 +108,7 @@ def load(folder: str, sharding: str, kind: str) -> dict[str, Any]:
     if kind != "flat full":
         set_model_state_dict(sharded.model, state["model"], options=options)
     set_optimizer_state_dict(sharded.model, optimizer, state["optimizer"], options=options)
-    assert optimizer.param_groups[0]["lr"] == 0.02
+    assert optimizer.param_groups[0]["lr"] == rate
     train(sharded, optimizer, range(SAVED_AFTER, SAVED_AFTER + STEPS))
     return results(sharded, optimizer)
 

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
-from lwopt_backend.config import FSDP2Config, LayerWiseConfig
+from lwopt_backend.config import FSDP2Config
 from tests.fsdp2 import MODES, SHARDINGS
-from tests.launcher import ROOT, run_on_cpu
+from tests.launcher import ROOT, run_page
 
 PAGE = (ROOT / "docs" / "fsdp2.md").read_text()
 
 
 def test_the_script_runs_as_printed(tmp_path: Path) -> None:
-    ((name, script),) = re.findall(r"^```python (\S+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    ((command,),) = [re.findall(r"^```bash run\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)]
-    (tmp_path / name).write_text(script)
-    finished = run_on_cpu(command.replace("torchrun", f"{sys.executable} -m torch.distributed.run"), tmp_path)
-    assert finished.returncode == 0, finished.stdout
-    (loss,) = re.findall(r"loss (\d\.\d+) after 40 steps", finished.stdout)
+    printed = run_page(PAGE, tmp_path)
+    (loss,) = re.findall(r"loss (\d\.\d+) after 40 steps", printed)
     assert float(loss) < 2.0
-    assert "Routing: 4 of 11 trained parameters are matrices" in finished.stdout
+    assert "Routing: 4 of 11 trained parameters are matrices" in printed
 
 
 def test_the_support_table_is_the_tests_table() -> None:
@@ -40,8 +35,5 @@ def test_the_support_table_is_the_tests_table() -> None:
 def test_every_option_is_in_the_table() -> None:
     table = PAGE[PAGE.index("## Options") : PAGE.index("## Measured")]
     named = {name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
-    own = set(FSDP2Config.model_fields) - set(LayerWiseConfig.model_fields)
-    assert named >= own | {"include", "exclude", "allow_no_matrix", "report"}
-    assert named <= {"matrix", "lr", "elementwise", "elementwise_lr", "params", "sharded_later"} | set(
-        FSDP2Config.model_fields
-    )
+    arguments = {"matrix", "lr", "elementwise", "elementwise_lr", "overrides", "params", "sharded_later"}
+    assert named == arguments | set(FSDP2Config.model_fields)

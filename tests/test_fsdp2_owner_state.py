@@ -14,14 +14,15 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.tensor import DTensor
 
 from lwopt_backend import registry
-from lwopt_backend.rules import Muon
+from lwopt_backend.rule_options import MuonOptions
+from lwopt_backend.rules import Muon, OwnerStateRule
 from tests import test_fsdp2_checkpoint as checkpoint
 from tests.fsdp2 import Sharded, backward, layer_wise, named, shard, weights_of
 from tests.ranks import RankPool
 
 
-@dataclass(frozen=True, slots=True)
-class Whitened(Muon):
+@dataclass
+class Whitened(OwnerStateRule, Muon):
     """A rule with factors as SOAP has them: of two shapes, and one number, none of them the parameter's."""
 
     def new_owner_state(self, shape: tuple[int, int], device: torch.device) -> dict[str, Tensor]:
@@ -48,7 +49,7 @@ KEYS = {"count", "diagonal", "left", "right"}
 
 def build(**options: Any) -> Whitened:
     """What travels keeps the dtype in which this rule computes."""
-    return Whitened(**{**options, "exchange_dtype": torch.float32})
+    return Whitened(**{**options, "ns_dtype": "float32"})
 
 
 def use_the_rule() -> None:
@@ -65,9 +66,7 @@ class OneProcess:
     def __init__(self, model: torch.nn.Module) -> None:
         self.weights = {n: w for n, w in weights_of(model).items() if n in checkpoint_matrices()}
         self.momentum = {name: torch.zeros_like(w) for name, w in self.weights.items()}
-        self.rule = Whitened(
-            0.02, 0.1, 0.95, True, (3.4445, -4.7750, 2.0315), 1e-7, 5, None, exchange_dtype=torch.float32
-        )
+        self.rule = build(**MuonOptions(lr=0.02, weight_decay=0.1).model_dump())
         self.state = {n: self.rule.new_owner_state(tuple(w.shape), w.device) for n, w in self.weights.items()}
 
     @torch.no_grad()

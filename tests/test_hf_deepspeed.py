@@ -76,7 +76,8 @@ def written_config(name: str, folder: Path, stage: int = 2, **params: Any) -> Pa
     """A shipped configuration at ``stage`` and with Newton-Schulz in fp32, in ``folder``."""
     settings = json.loads((ROOT / "configs" / name).read_text())
     settings["zero_optimization"]["stage"] = stage
-    settings["optimizer"]["params"].update({"ns_dtype": "float32", **params})
+    # torch.optim.Muon, which runs are compared with, takes GPT-2's fused weights whole.
+    settings["optimizer"]["params"].update({"ns_dtype": "float32", "atoms": {"*": "whole"}, **params})
     path = folder / name
     path.write_text(json.dumps(settings))
     return path
@@ -380,7 +381,8 @@ def test_the_pages_links_lead_somewhere_and_its_snippets_are_python() -> None:
 
 
 def test_the_pages_optimizer_entry_is_complete() -> None:
-    from lwopt_backend.config import LayerWiseMuonConfig, parse
+    from lwopt_backend.muon_config import LayerWiseMuonConfig
+    from lwopt_backend.options import parse
 
     (entry,) = re.findall(r"^```json\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     params = json.loads(f"{{{entry}}}")["optimizer"]["params"]

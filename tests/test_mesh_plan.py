@@ -22,6 +22,8 @@ from lwopt_backend.plan import (
     Sharding,
     plan_spread,
 )
+from lwopt_backend.plan.block_storage import in_blocks
+from lwopt_backend.plan.blocks import matrices_of
 from lwopt_backend.plan.cost import newton_schulz_flops
 from lwopt_backend.plan.spread import critical_path, cut_buckets
 from tests.fsdp2 import mesh_of
@@ -248,6 +250,5 @@ def test_parts_of_a_parameter_lie_end_to_end_on_every_rank() -> None:
     assert layout.partition_numel == 3 and layout.stored_numel(2) == 1
     assert layout.fragments(0) == (Fragment(0, 0, 2, 0), Fragment(1, 2, 4, 0), Fragment(2, 4, 5, 0))
     assert layout.fragments(1) == (Fragment(0, 0, 1, 2), Fragment(1, 1, 2, 2))
-    stack = ParameterPartition.build([12], 2).split([3])
-    assert [layout.place(0) for layout in [stack]] == ["from 0 in parts of 6 at 0 of 6"]
+    stack = in_blocks(ParameterPartition.build([12], 2), [matrices_of((3, 2, 2))])
     assert stack.fragments(1) == (Fragment(0, 0, 2, 4), Fragment(1, 2, 4, 0))

@@ -11,9 +11,10 @@ import pytest
 import typer
 
 from lwopt_backend.cli.app import app
-from lwopt_backend.config import AdamWOptions, LayerWiseMuonConfig
+from lwopt_backend.muon_config import LayerWiseMuonConfig
 from lwopt_backend.plan.cost import COSTS
 from lwopt_backend.plan.machine import CLUSTERS
+from lwopt_backend.rule_options import AdamWOptions
 from tests.launcher import ROOT, run_on_cpu
 
 README = (ROOT / "README.md").read_text()
@@ -93,7 +94,7 @@ def test_the_ds_config_entry_is_json_and_names_our_optimizer() -> None:
     assert json.loads(FILES["ds_config.json"])["optimizer"]["type"] == "LayerWiseMuon"
 
 
-PAGES = ("planner", "fsdp2", "fsdp2_hugging_face", "owned")
+PAGES = ("planner", "fsdp2", "fsdp2_hugging_face", "owned", "optimizers", "rules", "modules", "migration")
 
 
 def test_links_and_pictures_lead_somewhere() -> None:

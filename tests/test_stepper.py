@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.plan import MatrixPlan
-from lwopt_backend.rules import Muon
+from lwopt_backend.rule_options import MuonOptions
+from lwopt_backend.rules import MatrixRule, Muon
 from lwopt_backend.runtime.collectives import TorchCollectives
 from lwopt_backend.runtime.ranks import Pending
 from lwopt_backend.runtime.stepper import MatrixStepper
@@ -70,7 +71,8 @@ class Alone:
 
 
 def rule_in(dtype: torch.dtype) -> Muon:
-    return Muon(0.02, 0.1, 0.95, True, (3.4445, -4.7750, 2.0315), 1e-7, 5, None, dtype, dtype)
+    options = MuonOptions(lr=0.02, weight_decay=0.1, ns_dtype=str(dtype).removeprefix("torch."))
+    return Muon(**options.model_dump())
 
 
 def whole(plan: MatrixPlan, seed: int) -> Tensor:
@@ -152,30 +154,18 @@ def test_batched_steps_equal_single_ones_within_rounding(ranks: RankPool) -> Non
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
 
-@dataclass(frozen=True)
-class Spy:
+@dataclass
+class Spy(MatrixRule):
     """A rule that records where the tensors it is given lie."""
 
     seen: list[int]
     batches: list[int] = field(default_factory=list)
     lr: float = 0.0
-    weight_decay: float = 0.0
-    state_keys: tuple[str, ...] = ()
-    exchange_dtype: torch.dtype = torch.float32
-
-    def accumulate(self, grad: Tensor, state: Any) -> None:
-        pass
-
-    def direction(self, grad: Tensor, state: Any) -> Tensor:
-        return grad
 
     def transform(self, matrices: Tensor) -> Tensor:
         self.seen.append(matrices.untyped_storage().data_ptr())
         self.batches.append(matrices.size(0) if matrices.ndim == 3 else 1)
         return matrices
-
-    def scale(self, shape: tuple[int, int]) -> float:
-        return 1.0
 
 
 def test_a_batch_holds_no_more_than_its_size() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lwopt_backend.config import LayerWiseMuonConfig
+from lwopt_backend.config import ZeROConfig
 from lwopt_backend.plan import MeshLayout, ParameterPartition, Sharding, plan_spread
 from lwopt_backend.plan.cost import COSTS
 from lwopt_backend.plan.machine import Machine
@@ -337,15 +337,16 @@ def test_zero3_is_planned_as_it_is_trained() -> None:
     study = plan_study(layers(24), Deployment(4), replace(OWNED, engine="zero3", bucket_numel=None))
     (part,) = study.worst.parts
     layout = ParameterPartition.build([atom.numel for atom in part.atoms], 4)
-    plan = plan_spread(part.atoms, layout, bucket_numel=LayerWiseMuonConfig().bucket_numel)
+    plan = plan_spread(part.atoms, layout, bucket_numel=ZeROConfig().bucket_numel)
     assert (part.owners, part.loads) == (plan.ownership.owners, plan.ownership.loads)
     assert [list(part.buckets).count(bucket) for bucket in range(len(plan.buckets))] == [*map(len, plan.buckets)]
 
 
-@pytest.mark.parametrize(("engine", "matrices"), [("zero1", 8), ("zero3", 8), ("fsdp2", 2)])
-def test_stacked_experts_are_matrices_where_the_engine_trains_them_so(engine: str, matrices: int) -> None:
-    stack = Route("layers.0.experts.up", (6, 32, 16), "elementwise", "3-D", stack=True)
+@pytest.mark.parametrize("engine", ["zero1", "zero3", "fsdp2", "owned"])
+@pytest.mark.parametrize(("parts", "matrices"), [((), 8), (tuple((f"e[{i}]", (16, 16)) for i in range(12)), 14)])
+def test_stacked_experts_are_matrices_slice_by_slice_or_as_found(engine: str, parts: tuple, matrices: int) -> None:
+    stack = Route("layers.0.experts.up", (6, 32, 16), "elementwise", "3-D", stack=True, parts=parts)
     routes = [matrix("layers.0.a", 32, 16), stack, matrix("layers.1.a", 32, 16)]
     study = plan_study(routes, Deployment(2), replace(OWNED, engine=engine))
     assert len(study.worst.parts[0].atoms) == matrices
-    assert [r.kind for r in study.routes] == ["matrix", "matrix" if matrices > 2 else "elementwise", "matrix"]
+    assert [r.kind for r in study.routes] == ["matrix"] * 3

@@ -135,9 +135,9 @@ def test_the_gradient_is_clipped_and_not_the_orthogonalized_update(ranks: RankPo
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_gradient_of_norm_1e_6_is_orthogonalized_all_the_same(ranks: RankPool, stage: int) -> None:
-    """What is orthogonalized then has a norm below ``eps``, by which torch.optim.Muon divides it; we equal that."""
+    """What is orthogonalized then has a norm below ``eps``, by which torch.optim.Muon divides it, so that the iteration
+    starts from almost nothing; ours is as large as without clipping, but for the rounding of the momentum."""
     for unclipped, clipped in ranks.run(compare, stage, "fp32", [0.0, 1e-6]):
         assert clipped["moments"]["momentum_buffer"] < 1e-7
-        for name, size in clipped["updates"].items():  # five iterations bring singular values near one, not to it
-            assert 0.7 < size / unclipped["updates"][name] < 1.5
-        assert clipped["difference"] <= 1e-7
+        for name, size in clipped["updates"].items():
+            assert size == pytest.approx(unclipped["updates"][name], rel=1e-3)

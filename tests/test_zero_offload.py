@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lwopt_backend.plan import FlatPartition
 from lwopt_backend.runtime.stepper import MatrixStepper
 from tests.ranks import RankPool
 from tests.zero import ROWS, config, engine_for, full_weights, train
@@ -126,10 +125,3 @@ def test_offload_that_does_not_work_is_refused_by_name(
     settings["zero_optimization"] |= offload
     for error in ranks.errors(build, settings):
         assert error.startswith("ValueError") and f"zero_optimization.{message}" in error
-
-
-def test_a_partition_can_be_split_into_the_matrices_of_its_stacks() -> None:
-    whole = FlatPartition.build([12, 30, 5], 2)
-    parts = whole.split([1, 3, 1])
-    assert parts.numels == (12, 10, 10, 10, 5) and parts.offsets == (0, 12, 22, 32, 42)
-    assert parts.partition_numel == whole.partition_numel

@@ -378,7 +378,7 @@ def build(settings: dict[str, Any], layers: list[Any] | None = None, **kwargs: A
 
 def test_no_matrix_is_judged_over_all_stages(pipeline_ranks: RankPool) -> None:
     for error in pipeline_ranks.errors(build, settings_for("fp32, stage 1"), only_an_embedding_first()):
-        assert "none of the 2 trained parameters is a matrix, so Muon would train nothing" in error
+        assert "none of the 2 trained parameters is a matrix, so 'muon' would train nothing" in error
 
 
 def kinds_with(settings: dict[str, Any]) -> dict[str, str]:

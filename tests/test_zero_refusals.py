@@ -279,4 +279,4 @@ def build_adamw_on_our_groups() -> None:
 
 def test_another_optimizer_on_our_param_groups_is_refused(ranks: RankPool) -> None:
     for error in ranks.errors(build_adamw_on_our_groups):
-        assert error.startswith("ValueError: AdamW was built on the param groups of LayerWiseMuon")
+        assert error.startswith("ValueError: AdamW was built on the param groups of LayerWise, ")

@@ -10,7 +10,9 @@ from torch import Tensor
 from lwopt_backend.config import FSDP2Config
 from lwopt_backend.grouping import Grouping
 from lwopt_backend.integrations.fsdp2.meshes import Mesh, mesh_of, meshes_of, sharding_of
-from lwopt_backend.integrations.fsdp2.stepper import Member, MeshStepper, own_group
+from lwopt_backend.integrations.fsdp2.stepper import Member, MeshStepper, own_group, sharding_in
+from lwopt_backend.registry import build_matrix_rules, wire_of
+from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.ranks import Alone, Collectives
 
@@ -48,21 +50,38 @@ def bind(
     order = {name: position for position, name in enumerate(grouping.names.values())}
 
     def decide() -> tuple[list[Member], list[list[str]]]:
-        members = sorted(_members(groups, names, grouping.transposed), key=lambda member: order[member.name])
+        members = sorted(_members(groups, names, grouping), key=lambda member: order[member.name])
         return members, [[m.line() for m in members if mesh_of(m.param) == mesh] for mesh, _ in exchange]
 
     collectives = [of_mesh for _, of_mesh in exchange]
     members = agree_in_all(collectives, NAME, decide)
+    rules = build_matrix_rules(groups, config)
     load = 0  # of this rank, on the meshes before
     steppers = []
-    for mesh, of_mesh in exchange:
-        own = [member for member in members if mesh_of(member.param) == mesh]
-        stepper = MeshStepper(mesh, of_mesh, own, groups, config, of_mesh.gather_objects(load))
-        load = stepper.plan.ownership.loads[of_mesh.rank]
-        steppers.append(stepper)
-    agree_in_all(collectives, NAME, lambda: (None, [stepper.lines() for stepper in steppers]))
+    lines: list[list[str]] = [[] for _ in exchange]
+    for number, (mesh, of_mesh) in enumerate(exchange):
+        for own in _by_wire([member for member in members if mesh_of(member.param) == mesh], rules):
+            stepper = MeshStepper(mesh, of_mesh, own, groups, rules, config, of_mesh.gather_objects(load))
+            load = stepper.plan.ownership.loads[of_mesh.rank]
+            steppers.append(stepper)
+            lines[number] += stepper.lines()
+    agree_in_all(collectives, NAME, lambda: (None, lines))
     plain = [member for member in members if mesh_of(member.param) is None]
-    return [*steppers, MeshStepper(None, Alone(), plain, groups, config, [0])] if plain else steppers
+    alone = [MeshStepper(None, Alone(), own, groups, rules, config, [0]) for own in _by_wire(plain, rules)]
+    return [*steppers, *alone]
+
+
+def _by_wire(members: Sequence[Member], rules: Mapping[int, MatrixRule]) -> list[list[Member]]:
+    """Matrices whose rules exchange alike; element-wise members are with the first of them."""
+    found: dict[tuple[int, ...], list[Member]] = {}
+    for member in members:
+        if member.group in rules:
+            found.setdefault(tuple(wire_of(rules[member.group]).values()), []).append(member)
+    if not found:
+        return [list(members)] if members else []
+    first = next(iter(found.values()))
+    kept = {id(member) for member in first} | {id(member) for member in members if member.group not in rules}
+    return [[m for m in members if id(m) in kept], *list(found.values())[1:]]
 
 
 def names_of(
@@ -80,9 +99,7 @@ def names_of(
     return [list(theirs) for theirs in names]
 
 
-def _members(
-    groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]], transposed: frozenset[str]
-) -> list[Member]:
+def _members(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]], grouping: Grouping) -> list[Member]:
     members = []
     for number, (group, group_names) in enumerate(zip(groups, names)):
         for name, param in zip(group_names, group["params"]):
@@ -91,5 +108,9 @@ def _members(
                     f"parameter {name!r} is on the meta device; call model.to_empty(device=...) and initialise it "
                     "before the optimizer is made"
                 )
-            members.append(Member(name, param, number, group["rule"], sharding_of(name, param), name in transposed))
+            blocks = grouping.matrices_in(name)
+            sharding = sharding_of(name, param)
+            for block in blocks:
+                sharding_in(sharding, block).check(name)
+            members.append(Member(name, param, number, group["rule"], sharding, name in grouping.transposed, blocks))
     return members

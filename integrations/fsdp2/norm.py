@@ -1,7 +1,8 @@
-"""The norm of all gradients of a model whose parameters lie on several meshes, or on none."""
+"""Norms, zeros and scaling of all gradients of a model whose parameters lie on several meshes, or on none."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +12,58 @@ from torch.distributed.tensor import DTensor
 from lwopt_backend.integrations.fsdp2.meshes import gradient, local
 from lwopt_backend.integrations.fsdp2.stepper import Member, MeshStepper
 from lwopt_backend.runtime.maximum import largest_of_all
+from lwopt_backend.runtime.ranks import Collectives
+
+
+class MeshGradients:
+    """The gradients of ``steppers``, of which ``different`` says what ``hold_different_parameters`` found.
+
+    ``place`` is this rank's and the number of ranks of the largest mesh, on all of which the methods are called.
+    """
+
+    def __init__(self, steppers: Sequence[MeshStepper], different: Sequence[bool]) -> None:
+        self._steppers = steppers
+        self._different = different
+        ranks = _largest(steppers).collectives
+        self.place = ranks.rank, ranks.world_size
+
+    def params(self) -> list[tuple[str, Tensor]]:
+        """All parameters with their names."""
+        return [(member.name, member.param) for stepper in self._steppers for member in stepper.members]
+
+    @property
+    def collectives(self) -> list[Collectives]:
+        """Those of the meshes, in the order in which all ranks go through them."""
+        return [stepper.collectives for stepper in self._steppers]
+
+    @property
+    def holds_different(self) -> bool:
+        """Whether ranks have different parameters (experts) under one name."""
+        return any(self._different)
+
+    def norm(self, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None) -> Tensor:
+        """``total_norm``."""
+        return total_norm(self._steppers, self._different, norm_type, error_if_nonfinite, foreach)
+
+    def count_zeros(self) -> int:
+        """How many elements are exactly zero, each counted once; where no gradient is, all are."""
+        counts = [_zeros(stepper) for stepper in self._steppers]
+        if any(_partial(self._steppers)):
+            counts = _with_other_ranks(self._steppers, self._different, counts, 1.0)
+        return round(sum(count.item() for count in counts))
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients."""
+        for _, param in self.params():
+            if param.grad is not None:
+                param.grad.mul_(factor)
+
+    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None) -> Tensor:
+        """``torch.nn.utils.clip_grad_norm_``; the norm before."""
+        norm = self.norm(norm_type, error_if_nonfinite, foreach)
+        for stepper in self._steppers:
+            torch.nn.utils.clip_grads_with_norm_([m.param for m in stepper.members], max_norm, norm, foreach=foreach)
+        return norm
 
 
 def hold_different_parameters(steppers: Sequence[MeshStepper]) -> list[bool]:
@@ -82,6 +135,20 @@ def _norm(stepper: MeshStepper, norm_type: float, foreach: bool | None) -> Tenso
         return torch.zeros((), device=stepper.device)
     norm = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _zeros(stepper: MeshStepper) -> Tensor:
+    """How many zeros a stepper's gradients have on all ranks of its mesh, of several copies one counted."""
+    count = 0.0
+    for member in stepper.members:
+        grad = gradient(member.name, member.param)
+        found = local(member.param).numel() - (0 if grad is None else int(torch.count_nonzero(grad)))
+        copies = 1
+        if isinstance(member.param, DTensor):
+            dims = zip(member.param.placements, member.param.device_mesh.shape)
+            copies = math.prod(size for placement, size in dims if placement.is_replicate())
+        count += found / copies
+    return torch.tensor(sum(stepper.collectives.gather_objects(count)), dtype=torch.float64)
 
 
 def _with_other_ranks(

@@ -9,20 +9,27 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lwopt_backend.config import FSDP2Config, MuonOptions
+from lwopt_backend.chosen import Rules, arguments_of
+from lwopt_backend.config import FSDP2Config
+from lwopt_backend.elementwise_groups import ElementwiseGroups
 from lwopt_backend.grouping import Grouping, group_parameters
 from lwopt_backend.integrations.fsdp2.attach import Attachment, check_is_of
 from lwopt_backend.integrations.fsdp2.binding import NAME, Exchange, bind, exchange_groups, names_of
 from lwopt_backend.integrations.fsdp2.late import StateOnceSharded, check_sharded, same
 from lwopt_backend.integrations.fsdp2.meshes import reshard
-from lwopt_backend.integrations.fsdp2.norm import hold_different_parameters, total_norm
-from lwopt_backend.integrations.fsdp2.owner_state import take_owner_state, with_owner_keys, with_owner_state
+from lwopt_backend.integrations.fsdp2.norm import MeshGradients, hold_different_parameters
+from lwopt_backend.integrations.fsdp2.owner_state import (
+    Of,
+    owner_shards,
+    take_owner_state,
+    with_owner_keys,
+    with_owner_state,
+)
 from lwopt_backend.integrations.fsdp2.report import show
 from lwopt_backend.integrations.fsdp2.state import (
     check_loadable,
@@ -31,12 +38,13 @@ from lwopt_backend.integrations.fsdp2.state import (
     restore_groups,
     with_shards,
 )
-from lwopt_backend.integrations.fsdp2.stepper import MeshStepper, step_elementwise_groups
+from lwopt_backend.integrations.fsdp2.stepper import MeshStepper
+from lwopt_backend.integrations.fsdp2.stepping import step_all
 from lwopt_backend.param_groups import as_groups
 from lwopt_backend.registry import build_matrix_rules
-from lwopt_backend.rule_arguments import config_of
-from lwopt_backend.rules import MatrixRule, OwnerStateRule
+from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime.agreement import agree_in_all
+from lwopt_backend.runtime.owner_state import keeps_state
 
 
 class LayerWiseOptimizer(torch.optim.Optimizer):
@@ -68,35 +76,40 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         elementwise_lr: float | None = None,
         *,
         params: Iterable[Any] | None = None,
+        overrides: Iterable[Mapping[str, Any]] = (),
         sharded_later: bool = False,
         **options: Any,
     ) -> None:
         module = model if isinstance(model, nn.Module) else nn.ModuleList(model)
         self._steppers: list[MeshStepper] = []
+        self._elementwise = ElementwiseGroups()
         self._attachment: Attachment | None = None
         self._bound: list[list[Tensor]] = []
         self._stated: list[Tensor] = []
         reshard(module)
         exchange = [] if sharded_later else exchange_groups(module.parameters())
 
-        def decide() -> tuple[tuple[FSDP2Config, Grouping], list[str]]:
-            config = config_of(FSDP2Config, matrix, lr, elementwise, elementwise_lr, options)
+        def decide() -> tuple[tuple[Rules, FSDP2Config, Grouping], list[str]]:
+            rules, config = arguments_of(FSDP2Config, matrix, lr, elementwise, elementwise_lr, overrides, options, NAME)
             trained = [param for param in module.parameters() if param.requires_grad]
             given = as_groups(trained if params is None else params)
-            grouping = group_parameters(module, given, config)
+            grouping = group_parameters(module, given, rules, config, stacks=True)
             lines = [
+                repr(rules),
                 repr(config.model_copy(update={"report": False})),
                 *(f"{r.name} {r.shape} {r.kind}" for r in grouping.routes),
             ]
-            return (config, grouping), [lines for _ in exchange]
+            return (rules, config, grouping), [lines for _ in exchange]
 
-        self.config, self._grouping = agree_in_all([c for _, c in exchange], NAME, decide)
+        rules, self.config, self._grouping = agree_in_all([c for _, c in exchange], NAME, decide)
+        self.row_scaling = self._grouping.row_scaling()
         names = self._grouping.names
         self._names = [[names[id(p)] for p in group["params"]] for group in self._grouping.groups]
         self._rules = [group["rule"] for group in self._grouping.groups]
-        groups = [{k: v for k, v in group.items() if k != "from_group"} for group in self._grouping.groups]
+        marks = ("from_group", "overrides")
+        groups = [{k: v for k, v in group.items() if k not in marks} for group in self._grouping.groups]
         super().__init__(groups, {})
-        self.defaults = {key: getattr(self.config, key) for key in MuonOptions.model_fields}  # schedulers read them
+        self.defaults = rules.matrix.options.model_dump()  # schedulers read them
         if not sharded_later:
             self._bind(exchange)
 
@@ -107,9 +120,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         self._steppers = bind(exchange, self.param_groups, self._names, self._grouping, self.config)
         self._bound = [list(group["params"]) for group in self.param_groups]
         self._make_state()
-        of_groups = self._matrix_rules()
-        for stepper in self._steppers:
-            stepper.make_owner_state(of_groups, self.state)
+        self._owner_shards()  # its names are read from ``state``
         self._different = hold_different_parameters(self._steppers)
         if self._attachment is not None and self._attachment.is_on:
             self._attachment.remove()
@@ -120,9 +131,9 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
     def _make_state(self) -> None:
         """State for every parameter before the first step, so that no checkpoint lacks any; what is there stays."""
         before, state = self.__dict__["state"], defaultdict(dict)
-        for rule, group in zip(self._rules, self.param_groups):
+        for group in self.param_groups:
             for param in group["params"]:
-                state[param] = before.get(param) or new_state(rule, param.detach(), group, self.config)
+                state[param] = before.get(param) or new_state(param.detach(), group, self.config)
         self.state, self._stated = state, list(state)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -146,24 +157,8 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._ensure_bound()
-        of_groups = self._matrix_rules()
-        rules = [stepper.rules_of(of_groups) for stepper in self._steppers]
-        storages = [stepper.storage(self.state) for stepper in self._steppers]
-        touched: list[Tensor | None] = [None] * len(self._steppers)
-        if self._attachment is not None:
-            parts = zip(self._steppers, rules, storages)
-            touched = [self._attachment.touched(number, *part) for number, part in enumerate(parts)]
-        presences = [stepper.presence(flags) for stepper, flags in zip(self._steppers, touched)]
-        meanwhile: Callable[[], None] | None = partial(
-            step_elementwise_groups, self.param_groups, self._steppers, presences, self.state
-        )
-        for number, (stepper, presence) in enumerate(zip(self._steppers, presences)):
-            departed: Mapping[int, Any] = {}
-            if self._attachment is not None and touched[number] is not None:
-                departed = self._attachment.settle(number, presence.anywhere()[len(stepper.members) :])
-            stepper.step_matrices(rules[number], storages[number], presence, departed, meanwhile)
-            presence.finish()
-            meanwhile = None
+        rules, kept = self._matrix_rules(), (self._elementwise, self.state)
+        step_all(self._steppers, self.param_groups, rules, *kept, self._attachment, self.row_scaling)
         return loss
 
     def attach(self, model: nn.Module | Sequence[nn.Module]) -> Attachment:
@@ -184,15 +179,11 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         return self._attachment
 
     def _matrix_rules(self) -> dict[int, MatrixRule]:
-        return build_matrix_rules(self._rules, self.param_groups, self.config)
+        return build_matrix_rules(self.param_groups, self.config)
 
     @torch.no_grad()
     def clip_grad_norm_(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Tensor:
         """``torch.nn.utils.clip_grad_norm_`` over all parameters, also where they lie on several meshes.
 
@@ -200,11 +191,13 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         parameters on one mesh it gives the bits of torch's. Parameters on a mesh that leaves out some ranks count once
         if those have copies, and together with theirs if they have others (experts).
         """
+        return self.gradients.clip(max_norm, norm_type, error_if_nonfinite, foreach)
+
+    @property
+    def gradients(self) -> MeshGradients:
+        """Norms, zero counts and scaling of all gradients; ``ModuleOptimizers`` asks for them."""
         self._ensure_bound()
-        norm = total_norm(self._steppers, self._different, norm_type, error_if_nonfinite, foreach)
-        for stepper in self._steppers:
-            torch.nn.utils.clip_grads_with_norm_([m.param for m in stepper.members], max_norm, norm, foreach=foreach)
-        return norm
+        return MeshGradients(self._steppers, self._different)
 
     def _ensure_bound(self) -> None:
         """Plan again if the param groups hold other parameters than were planned for."""
@@ -214,16 +207,21 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         check_sharded(param for params in held for param in params)
         self._bind(exchange_groups(param for params in held for param in params))
 
-    def _bind_for_owner_state(self) -> None:
-        """Parameters that were sharded late are planned for at the first step; state that owners hold needs owners."""
-        if any(isinstance(rule, OwnerStateRule) for rule in self._matrix_rules().values()):
-            self._ensure_bound()
+    def _owner_shards(self) -> Of:
+        """What owners hold, if rules keep state there; then called on all ranks.
+
+        Parameters that were sharded late are planned for at the first step; state that owners hold needs owners.
+        """
+        rules = self._matrix_rules()
+        if not any(map(keeps_state, rules.values())):
+            return []
+        self._ensure_bound()
+        return owner_shards(self._steppers, rules, self.state)
 
     def state_dict(self) -> dict[str, Any]:
         """As of every torch optimizer, owner-held state in sharded tensors; if there is any, called on all ranks."""
-        if self.state:
-            self._bind_for_owner_state()
-        return with_owner_state(super().state_dict(), self._steppers, self._bound)
+        shards = self._owner_shards() if self.state else []
+        return with_owner_state(super().state_dict(), shards, self._bound)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned. Raises ValueError for state that does not fit, before anything is changed.
@@ -232,11 +230,11 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         whole tensor is cut to this rank's part.
         """
         if self.state:
-            self._bind_for_owner_state()
-            expected = with_owner_keys(self.state, self._steppers)
+            shards = self._owner_shards()
+            expected = with_owner_keys(self.state, shards)
             check_loadable(state_dict, self.param_groups, self._names, self._rules, expected)
             state_dict = with_shards(state_dict, self.param_groups, expected)
-            state_dict = take_owner_state(state_dict, self._steppers, self._bound)
+            state_dict = take_owner_state(state_dict, shards, self._bound)
             if not state_dict["state"]:  # saved before there was any: begin anew
                 self.state = {}
                 self._make_state()

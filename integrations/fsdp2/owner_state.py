@@ -11,52 +11,79 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lwopt_backend.integrations.fsdp2.meshes import local
 from lwopt_backend.integrations.fsdp2.stepper import MeshStepper
-from lwopt_backend.runtime.owner_state import OwnerState
+from lwopt_backend.rules import MatrixRule
+from lwopt_backend.runtime.owner_shards import Key, OwnerShards
 
 Groups = Sequence[Sequence[Tensor]]
+Of = list[tuple[MeshStepper, OwnerShards]]
 
 
-def with_owner_state(state_dict: dict[str, Any], steppers: Sequence[MeshStepper], groups: Groups) -> dict[str, Any]:
-    """``state_dict`` with what the owners of ``groups``' matrices hold. Called on all ranks if they hold anything."""
+def owner_shards(
+    steppers: Sequence[MeshStepper], rules: Mapping[int, MatrixRule], states: Mapping[Tensor, dict[str, Any]]
+) -> Of:
+    """What the owners of each stepper's matrices keep. Called on all ranks of the meshes.
+
+    In ``states`` its names stand for it, with tensors that have no memory: a flattened checkpoint is read by them.
+    """
+    shards = [
+        (s, OwnerShards(s.plan, s.rules_of(rules), s.stepper.owner_state, s.collectives, s.device)) for s in steppers
+    ]
+    for state in states.values():
+        for name in [name for name, tensor in state.items() if tensor.is_meta]:
+            del state[name]
+    for param, name, like in _entries(shards):
+        states[param][name] = like
+    return shards
+
+
+def with_owner_state(state_dict: dict[str, Any], shards: Of, groups: Groups) -> dict[str, Any]:
+    """``state_dict`` with what the owners of ``groups``' matrices hold. Called on all ranks of the meshes."""
     state = dict(state_dict["state"])
     index_of = _indices(state_dict, groups)
-    for stepper, held in _holders(steppers):
-        for (atom, key), (shape, part) in held.shards().items():
-            param = _param(stepper, atom)
+    for stepper, held in shards:
+        for key, (shape, part) in held.save().items():
+            param = _param(stepper, key)
             index = index_of[id(param)]
-            state[index] = {**state[index], key: _as_dtensor(part, shape, param)}
+            state[index] = {**state.get(index, {}), _name(stepper, key): _as_dtensor(part, shape, param)}
     return {**state_dict, "state": state}
 
 
-def take_owner_state(state_dict: Mapping[str, Any], steppers: Sequence[MeshStepper], groups: Groups) -> dict[str, Any]:
-    """``state_dict`` without what owners hold, which is brought to them. Called on all ranks if they hold anything."""
+def take_owner_state(state_dict: Mapping[str, Any], shards: Of, groups: Groups) -> dict[str, Any]:
+    """``state_dict`` without what owners hold, which is brought to them. Called on all ranks of the meshes."""
     state = {index: dict(entry) for index, entry in state_dict["state"].items()}
     index_of = _indices(state_dict, groups)
-    for stepper, held in _holders(steppers):
-        places = [(atom, key, state.get(index_of[id(_param(stepper, atom))], {})) for atom, key in held.shapes()]
-        if places and all(key in entry for _, key, entry in places):
-            held.load({(atom, key): local(entry.pop(key)) for atom, key, entry in places})
+    for stepper, held in shards:
+        keys = [(entry.atom, entry.key) for entry in held.entries]
+        places = [(key, _name(stepper, key), state.get(index_of[id(_param(stepper, key))], {})) for key in keys]
+        if places and all(name in entry for _, name, entry in places):
+            held.load({key: local(entry.pop(name)) for key, name, entry in places})
     return {**state_dict, "state": state}
 
 
-def with_owner_keys(
-    states: Mapping[Tensor, Mapping[str, Any]], steppers: Sequence[MeshStepper]
-) -> dict[Tensor, dict[str, Any]]:
+def _entries(shards: Of) -> Iterator[tuple[Tensor, str, Tensor]]:
+    """By parameter and name, tensors without memory of the shape and dtype that owner-held state has."""
+    for stepper, held in shards:
+        for entry in held.entries:
+            key = (entry.atom, entry.key)
+            yield _param(stepper, key), _name(stepper, key), torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+
+
+def with_owner_keys(states: Mapping[Tensor, Mapping[str, Any]], shards: Of) -> dict[Tensor, dict[str, Any]]:
     """What state each parameter should have in a checkpoint: its own, and of owner-held tensors their shapes."""
     expected = {param: dict(state) for param, state in states.items()}
-    for stepper, held in _holders(steppers):
-        for (atom, key), like in held.shapes().items():
-            param = _param(stepper, atom)
-            expected[param][key] = _as_dtensor(like, like.shape, param)
+    for param, name, like in _entries(shards):
+        expected[param][name] = _as_dtensor(like, like.shape, param)
     return expected
 
 
-def _holders(steppers: Sequence[MeshStepper]) -> Iterator[tuple[MeshStepper, OwnerState]]:
-    return ((s, s.stepper.owner_state) for s in steppers if s.stepper.owner_state is not None)
+def _param(stepper: MeshStepper, key: Key) -> Tensor:
+    return stepper.members[stepper.matrices[key[0]]].param
 
 
-def _param(stepper: MeshStepper, atom: int) -> Tensor:
-    return stepper.members[stepper.matrices[atom]].param
+def _name(stepper: MeshStepper, key: Key) -> str:
+    """Unique among a parameter's: of several matrices in it, which one's."""
+    name = stepper.blocks[key[0]].name
+    return f"{name}.{key[1]}" if name else key[1]
 
 
 def _indices(state_dict: Mapping[str, Any], groups: Groups) -> dict[int, Any]:
@@ -65,10 +92,12 @@ def _indices(state_dict: Mapping[str, Any], groups: Groups) -> dict[int, Any]:
     return {id(param): index for param, index in zip((p for group in groups for p in group), saved)}
 
 
-def _as_dtensor(part: Tensor, shape: torch.Size, param: Tensor) -> Tensor:
+def _as_dtensor(part: Tensor, shape: Sequence[int], param: Tensor) -> Tensor:
     """This rank's rows as a DTensor of the whole ``shape``; of a plain parameter the rows are all there are."""
     if not isinstance(param, DTensor):
         return part
-    placements = [Replicate() if p.is_replicate() else Shard(0) for p in param.placements]
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(part, param.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+    placements = [Replicate() if p.is_replicate() or 0 in shape else Shard(0) for p in param.placements]
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    return DTensor.from_local(
+        part, param.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )

@@ -16,7 +16,7 @@ from lwopt_backend.routing import Route
 def show(routes: Sequence[Route], steppers: Sequence[MeshStepper]) -> None:
     """Print the routing table and one plan table per mesh to standard output."""
     console = report.standard_output()
-    report.show_routing(console, routes)
+    report.show_routing(console, routes, steppers[0].groups)
     for stepper in steppers:
         console.print(_sentence(stepper))
         if stepper.mesh is not None:
@@ -61,6 +61,6 @@ def _state_bytes(stepper: MeshStepper, place: int) -> int:
     """What a rank keeps, worked out from shapes, for any rank."""
     coordinate = stepper.mesh.coordinates[place]
     return sum(
-        state_bytes(m.rule, m.sharding.local_shape(coordinate), m.param.dtype, stepper.groups[m.group], stepper.config)
+        state_bytes(m.sharding.local_shape(coordinate), m.param.dtype, stepper.groups[m.group], stepper.config)
         for m in stepper.members
     )

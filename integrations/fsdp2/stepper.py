@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,15 +12,17 @@ from torch import Tensor
 from lwopt_backend.config import FSDP2Config
 from lwopt_backend.integrations.fsdp2.meshes import Mesh, describe, gradient, local
 from lwopt_backend.plan import Atom, MatrixPlan, MeshLayout, Sharding, plan_spread
-from lwopt_backend.registry import ELEMENTWISE_RULES, MATRIX_RULES, elementwise_options
+from lwopt_backend.plan.blocks import Block
+from lwopt_backend.plan.mesh import Coordinate
+from lwopt_backend.registry import ELEMENTWISE_RULES, cost_of, wire_of
+from lwopt_backend.row_scaling import RowScaling
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime.collectives import TorchCollectives
-from lwopt_backend.runtime.elementwise import step_elementwise
-from lwopt_backend.runtime.owner_state import OwnerState
 from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.ranks import Alone, Collectives
 from lwopt_backend.runtime.stepper import MatrixStepper
 from lwopt_backend.runtime.storage import Slices
+from lwopt_backend.runtime.views import local_views
 
 BATCH_NUMEL = 2**26  # elements that an accelerator takes through a rule at once
 States = Mapping[Tensor, dict[str, Any]]
@@ -28,8 +30,8 @@ States = Mapping[Tensor, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Member:
-    """A trained parameter: its name, its param group's position and rule, how it lies over its mesh, and whether it is
-    a matrix that is stored as (inputs, outputs)."""
+    """A trained parameter: its name, its param group's position and rule, how it lies over its mesh, whether it is
+    stored as (inputs, outputs), and the matrices in it."""
 
     name: str
     param: Tensor
@@ -37,6 +39,7 @@ class Member:
     rule: str
     sharding: Sharding
     transposed: bool
+    blocks: tuple[Block, ...] = ()
 
     def line(self) -> str:
         """What ranks must have decided alike of it."""
@@ -46,7 +49,8 @@ class Member:
 class MeshStepper:
     """``members`` of one ``mesh``, or the plain tensors, of which every rank steps its own copy, where it is None.
 
-    ``loads`` are the flops that each rank of the mesh has elsewhere. Made on all ranks of the mesh.
+    Their ``rules``, by param group, exchange alike. ``loads`` are the flops that each rank of the mesh has elsewhere.
+    Made on all ranks of the mesh.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class MeshStepper:
         collectives: Collectives,
         members: Sequence[Member],
         groups: Sequence[Mapping[str, Any]],
+        rules: Mapping[int, MatrixRule],
         config: FSDP2Config,
         loads: Sequence[int],
     ) -> None:
@@ -64,24 +69,32 @@ class MeshStepper:
         self.groups = groups
         self.config = config
         # Backward computes the last layers' gradients first, so these are sent first.
-        self.matrices = [i for i in reversed(range(len(members))) if members[i].rule in MATRIX_RULES]
-        self.plan = self._plan(groups, loads)
+        pairs = [(i, block) for i in reversed(range(len(members))) for block in members[i].blocks]
+        self.matrices = [i for i, _ in pairs]  # by atom, the member it is in
+        self.blocks = [block for _, block in pairs]
+        self.plan = self._plan(groups, rules, loads)
         self.device = mesh.device if mesh else (local(members[0].param).device if members else torch.device("cpu"))
         batch = 0 if self.device.type == "cpu" else BATCH_NUMEL
         self.stepper = MatrixStepper(self.plan, collectives, self.device, batch_numel=batch)
 
-    def _plan(self, groups: Sequence[Mapping[str, Any]], loads: Sequence[int]) -> MatrixPlan:
+    def _plan(
+        self, groups: Sequence[Mapping[str, Any]], rules: Mapping[int, MatrixRule], loads: Sequence[int]
+    ) -> MatrixPlan:
         members = [self.members[index] for index in self.matrices]
-        atoms = [_atom(m, groups[m.group], self.config) for m in members]
+        wire = wire_of(rules[members[0].group]) if members else {}
+        atoms = [
+            Atom(block.of(m.name), block.shape, cost_of(block.shape, groups[m.group]), m.transposed)
+            for m, block in zip(members, self.blocks)
+        ]
         coordinates = self.mesh.coordinates if self.mesh else ((0,),)
         return plan_spread(
             atoms,
-            MeshLayout(coordinates, tuple(m.sharding for m in members)),
+            MeshLayout(coordinates, tuple(sharding_in(m.sharding, block) for m, block in zip(members, self.blocks))),
             exchange_layout=self.config.layout,
-            element_bytes=getattr(torch, self.config.wire_dtype).itemsize,
             bucket_matrices=self.config.bucket_matrices,
             bucket_numel=self.config.bucket_numel,
             loads=loads,
+            **wire,
         )
 
     def lines(self) -> list[str]:
@@ -114,17 +127,15 @@ class MeshStepper:
         """One rule per matrix of the plan, from the rules of the param groups."""
         return [rules[self.members[index].group] for index in self.matrices]
 
-    def make_owner_state(self, rules: Mapping[int, MatrixRule], states: States) -> None:
-        """State for the matrices that this rank owns, by rules that keep some there.
-
-        In ``states`` its names stand for it, with tensors that have no memory: a flattened checkpoint is read by them.
-        """
-        held = self.stepper.owner_state = OwnerState(self.plan, self.rules_of(rules), self.collectives, self.device)
-        for (atom, key), like in held.shapes().items():
-            states[self.members[self.matrices[atom]].param][key] = like
-
     def storage(self, states: States) -> Shards:
-        return Shards([self.members[index] for index in self.matrices], states)
+        coordinate = self.mesh.coordinates[self.collectives.rank] if self.mesh else (0,)
+        return Shards([self.members[index] for index in self.matrices], self.blocks, coordinate, states)
+
+    def scale_rows(self, row_scaling: RowScaling) -> None:
+        """Apply the factors that were set for a step to this rank's parts."""
+        coordinate = self.mesh.coordinates[self.collectives.rank] if self.mesh else (0,)
+        for member in self.members:
+            row_scaling.scale_box(member.name, local(member.param), member.sharding.box(coordinate))
 
     def elementwise(self, group: int, states: States, presence: Presence) -> list[Slices]:
         """This rank's pieces of the element-wise members of a param group that have a gradient somewhere."""
@@ -132,25 +143,41 @@ class MeshStepper:
         return [piece(self.members[i], states[self.members[i].param]) for i in chosen if presence(i)]
 
 
-def _atom(member: Member, group: Mapping[str, Any], config: FSDP2Config) -> Atom:
-    rows, columns = member.param.shape
-    cost = MATRIX_RULES[member.rule].cost((rows, columns), group, config)
-    return Atom(member.name, (rows, columns), cost, member.transposed)
+def sharding_in(sharding: Sharding, block: Block) -> Sharding:
+    """How one matrix in a parameter lies, of which ``sharding`` tells how it lies itself."""
+    return sharding if block.is_everything and len(sharding.shape) == 2 else replace(sharding, block=block)
 
 
 class Shards:
     """This rank's pieces of the matrices, looked up once a step."""
 
-    def __init__(self, members: Sequence[Member], states: States) -> None:
+    def __init__(
+        self, members: Sequence[Member], blocks: Sequence[Block], coordinate: Coordinate, states: States
+    ) -> None:
         self._members = members
+        self._blocks = blocks
+        self._coordinate = coordinate
         self._states = states
-        self._pieces: dict[int, Slices] = {}
+        self._whole: dict[str, Slices] = {}  # this rank's part of a member, by its name
+        self._pieces: dict[int, list[Slices]] = {}
 
-    def part(self, index: int) -> Slices:
+    def parts(self, index: int) -> Sequence[Slices]:
         if index not in self._pieces:
-            member = self._members[index]
-            self._pieces[index] = piece(member, self._states[member.param])
+            self._pieces[index] = self._parts(self._members[index], self._blocks[index])
         return self._pieces[index]
+
+    def _parts(self, member: Member, block: Block) -> list[Slices]:
+        if member.name not in self._whole:
+            self._whole[member.name] = piece(member, self._states[member.param])
+        whole, sharding = self._whole[member.name], member.sharding
+        if block.is_everything and len(sharding.shape) == 2:
+            return [whole]
+        box = sharding.box(self._coordinate)
+        tensors = whole.value, whole.grad, *whole.state.values()
+        values, grads, *states = (local_views(tensor, block, sharding.shape, box) for tensor in tensors)
+        return [
+            Slices(value, grad, dict(zip(whole.state, state))) for value, grad, *state in zip(values, grads, *states)
+        ]
 
 
 def piece(member: Member, state: Mapping[str, Any]) -> Slices:
@@ -167,35 +194,6 @@ def piece(member: Member, state: Mapping[str, Any]) -> Slices:
         raise TypeError(f"{describe(member.name, member.param)}: expected a dense gradient, found {grad.layout}")
     dtype = next((s.dtype for key, s in shards.items() if key != "step" and s.shape == value.shape), value.dtype)
     return Slices(value, grad.to(dtype), shards)
-
-
-def step_elementwise_groups(
-    groups: Sequence[Mapping[str, Any]],
-    steppers: Sequence[MeshStepper],
-    presences: Sequence[Presence],
-    states: States,
-) -> None:
-    """One step of every element-wise param group, on this rank's pieces of whatever mesh.
-
-    Where the state has a wider dtype than the parameter, the step is computed in the state's and rounded at its end.
-    """
-    for number, group in enumerate(groups):
-        if group["rule"] not in ELEMENTWISE_RULES:
-            continue
-        parts = [
-            part for stepper, here in zip(steppers, presences) for part in stepper.elementwise(number, states, here)
-        ]
-        wide = [
-            part
-            if part.value.dtype == part.grad.dtype
-            else Slices(part.value.to(part.grad.dtype), part.grad, part.state)
-            for part in parts
-        ]
-        optimizer = ELEMENTWISE_RULES[group["rule"]].optimizer
-        step_elementwise(optimizer, elementwise_options(group["rule"], group), wide)
-        for part, computed in zip(parts, wide):
-            if computed is not part:
-                part.value.copy_(computed.value)
 
 
 def own_group(mesh: Mesh) -> Collectives:

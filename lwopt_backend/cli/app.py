@@ -8,6 +8,7 @@ import typer
 
 from lwopt_backend.cli.calibrate_command import calibrate
 from lwopt_backend.cli.plan_command import plan
+from lwopt_backend.cli.rules_command import rules
 from lwopt_backend.cli.simulate_command import simulate
 
 app = typer.Typer(
@@ -19,6 +20,7 @@ app = typer.Typer(
 )
 for command in (plan, simulate, calibrate):
     app.command(no_args_is_help=True)(command)
+app.command()(rules)
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,8 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from lwopt_backend.atoms import Divided, divide
 from lwopt_backend.model_shapes.json_files import read_json
 from lwopt_backend.model_shapes.types import ModelShapes
+from lwopt_backend.plan.blocks import matrices_of
 from lwopt_backend.routing import Route, route
 from lwopt_backend.spelling import nearest
 
@@ -37,8 +40,19 @@ def read_hugging_face(
     transformers = _transformers(path)
     config = _config(path, written, transformers)
     model_class, notes = _model_class(path, config, transformers)
-    routes = tuple(route(_build(path, model_class, config, transformers), include, exclude))
+    model = _build(path, model_class, config, transformers)
+    divided = divide(model, route(model, include, exclude, stacks=True))
+    routes = tuple(_with_parts(r, divided.get(r.name)) for r in route(model, include, exclude))
     return ModelShapes(f"{path.name} of {model_class.__name__}", routes, (*notes, *_stacked_experts(routes)))
+
+
+def _with_parts(found: Route, matrices: Divided | None) -> Route:
+    """The route with the matrices that training finds in the parameter."""
+    if matrices is None or len(matrices.blocks) < 2:
+        return found
+    parts = tuple((block.of(found.name), block.shape) for block in matrices.blocks)
+    told = found.kind == "matrix" and matrices.blocks != matrices_of(found.shape)
+    return replace(found, parts=parts, reason=f"{found.reason}: {matrices.reason}" if told else found.reason)
 
 
 def _transformers(path: Path) -> ModuleType:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lwopt_backend.owned.checks import changes
+from lwopt_backend.owned.checks import NAME, changes
 from lwopt_backend.owned.core import OwnedCore
-from lwopt_backend.rule_arguments import NAME
 from lwopt_backend.runtime.backward import BackwardPasses
 from lwopt_backend.runtime.failures import failing
 from lwopt_backend.runtime.presence import Presence

@@ -13,9 +13,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from lwopt_backend.config import OwnedConfig
 from lwopt_backend.grouping import Grouping
 from lwopt_backend.routing import named_parameters
-from lwopt_backend.rule_arguments import NAME
 from lwopt_backend.runtime.backward import is_followed
 
+NAME = "LayerWiseOptimizer"
 FSDP2 = "for fully_shard models use lwopt_backend.integrations.fsdp2.LayerWiseOptimizer"
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lwopt_backend.config import LayerWiseConfig
+from lwopt_backend.config import HostConfig
 from lwopt_backend.grouping import Grouping
 from lwopt_backend.owned.gradients import OwnedGradients
 from lwopt_backend.owned.members import Member, members_of, plan_members, renumbered
@@ -57,7 +57,7 @@ class OwnedCore:
         self,
         grouping: Grouping,
         shares: Sequence[Share],
-        config: LayerWiseConfig,
+        config: HostConfig,
         *,
         layout: str,
         bucket_mb: float,
@@ -78,7 +78,6 @@ class OwnedCore:
                 members,
                 grouping.groups,
                 shared.ranks.world_size,
-                config,
                 layout=layout,
                 bucket_mb=bucket_mb,
                 group_size=shared.group_size,
@@ -121,7 +120,8 @@ class OwnedCore:
         for bucket in self.manager.buckets:
             bucket.sharers.everyone.broadcast(bucket.values)
             bucket.refresh_masters()
-        self.stepper = OwnedStepper(self.members, grouping.groups, self.manager, config)
+        self.row_scaling = grouping.row_scaling()
+        self.stepper = OwnedStepper(self.members, grouping.groups, self.manager, config, self.row_scaling)
         self.gradients = OwnedGradients(self.manager, self.holdings[0].sharers)
 
     def _lines(self, part: Sequence[int], plan: OwnedPlan) -> list[str]:

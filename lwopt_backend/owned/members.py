@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lwopt_backend.config import LayerWiseConfig
 from lwopt_backend.grouping import Grouping
 from lwopt_backend.plan import MACHINES, Atom
+from lwopt_backend.plan.blocks import Block, end_to_end
 from lwopt_backend.plan.buffers.arrangement import Bucket
-from lwopt_backend.plan.buffers.owned import OwnedParam, OwnedPlan, Setting, plan_owned
+from lwopt_backend.plan.buffers.owned import OwnedPlan, plan_owned
+from lwopt_backend.plan.buffers.setting import OwnedParam, Setting
 from lwopt_backend.plan.buffers.step import Elements
 from lwopt_backend.plan.cost import COSTS
-from lwopt_backend.registry import MATRIX_RULES
+from lwopt_backend.registry import MATRIX_RULES, cost_of
 from lwopt_backend.runtime.storage import owned_dtype
 
 BUS_MULTIPLE = 2**16  # elements; NCCL reaches its full bus bandwidth on multiples of it
@@ -25,7 +25,7 @@ BUS_MULTIPLE = 2**16  # elements; NCCL reaches its full bus bandwidth on multipl
 
 @dataclass(frozen=True)
 class Member:
-    """One trained parameter. ``group`` is the number of its param group; a stack has several matrices in it."""
+    """One trained parameter. ``group`` is the number of its param group, ``blocks`` are the matrices in it."""
 
     name: str
     param: Tensor
@@ -33,6 +33,7 @@ class Member:
     rule: str
     transposed: bool
     tied: bool
+    blocks: tuple[Block, ...] = ()
 
     @property
     def is_matrix(self) -> bool:
@@ -42,15 +43,12 @@ class Member:
     def dtype(self) -> str:
         return str(self.param.dtype).removeprefix("torch.")
 
-    def atoms(self, group: Mapping[str, Any], config: LayerWiseConfig) -> list[Atom]:
-        """The parameter's matrices; none of an element-wise one. The last two dimensions are a matrix each."""
-        if not self.is_matrix:
-            return []
-        *lead, rows, columns = self.param.shape
-        cost = MATRIX_RULES[self.rule].cost((rows, columns), group, config)
-        count = math.prod(lead)
-        names = [f"{self.name}[{number}]" for number in range(count)] if lead else [self.name]
-        return [Atom(name, (rows, columns), cost, self.transposed) for name in names]
+    def atoms(self, group: Mapping[str, Any]) -> list[Atom]:
+        """The parameter's matrices; none of an element-wise one."""
+        return [
+            Atom(block.of(self.name), block.shape, cost_of(block.shape, group), self.transposed)
+            for block in self.blocks
+        ]
 
 
 def members_of(grouping: Grouping) -> list[Member]:
@@ -62,14 +60,16 @@ def members_of(grouping: Grouping) -> list[Member]:
         for param in group["params"]
     }
     order = [route.name for route in grouping.routes if route.name in found]
-    return [Member(name, *found[name], name in grouping.transposed, name in tied) for name in order]
+    return [
+        Member(name, *found[name], name in grouping.transposed, name in tied, grouping.matrices_in(name))
+        for name in order
+    ]
 
 
 def plan_members(
     members: Sequence[Member],
     groups: Sequence[Mapping[str, Any]],
     ranks: int,
-    config: LayerWiseConfig,
     *,
     layout: str,
     bucket_mb: float,
@@ -83,7 +83,7 @@ def plan_members(
 
     ``base`` is the work that each rank has anyway.
     """
-    params = [_owned_param(member, groups[member.group], config) for member in members]
+    params = [_owned_param(member, groups[member.group]) for member in members]
     dtype = members[0].param.dtype
     gradient = (grad_dtype or dtype).itemsize
     masters = 0 if owned_dtype(dtype) == dtype else owned_dtype(dtype).itemsize
@@ -99,14 +99,16 @@ def plan_members(
     return plan_owned(params, ranks, setting, group_size, base)
 
 
-def _owned_param(member: Member, group: Mapping[str, Any], config: LayerWiseConfig) -> OwnedParam:
-    """A stack is planned as one: it has to stay in one piece to be a view."""
-    atoms = member.atoms(group, config)
+def _owned_param(member: Member, group: Mapping[str, Any]) -> OwnedParam:
+    """A parameter stays in one piece, to be a view; it may be cut where its matrices lie one after the other."""
+    atoms = member.atoms(group)
     whole = None
     if atoms:
-        rows, columns = atoms[0].shape
-        whole = Atom(member.name, (rows * len(atoms), columns), sum(atom.cost for atom in atoms))
-    return OwnedParam(member.name, member.param.numel(), member.dtype, whole, member.tied)
+        rows = max(1, member.param.shape[0])
+        shape = (rows, member.param.numel() // rows)
+        whole = Atom(member.name, shape, sum(atom.cost for atom in atoms))
+    parts = tuple((atom.numel, atom.cost) for atom in atoms) if len(atoms) > 1 and end_to_end(member.blocks) else ()
+    return OwnedParam(member.name, member.param.numel(), member.dtype, whole, member.tied, parts)
 
 
 def renumbered(bucket: Bucket, numbers: Sequence[int]) -> Bucket:

@@ -13,7 +13,7 @@ from lwopt_backend.owned.core import Holdings, OwnedCore
 from lwopt_backend.owned.members import Member
 from lwopt_backend.plan.buffers.arrangement import Bucket
 from lwopt_backend.plan.buffers.owned import OwnedPlan
-from lwopt_backend.registry import rule_named
+from lwopt_backend.registry import new_state
 from lwopt_backend.runtime.ledger import all_reduce_nbytes
 from lwopt_backend.runtime.storage import owned_dtype
 
@@ -47,7 +47,7 @@ class RankMemory:
 def memory_of_all(core: OwnedCore, groups: Sequence[Mapping[str, Any]], config: OwnedConfig) -> list[RankMemory]:
     """What every rank holds, transient included. Called on all ranks."""
     kept = sum(bucket.grad_nbytes for bucket in core.manager.buckets)
-    mine = RankMemory(transient=max(0, core.manager.ledger.most_held - kept))
+    mine = RankMemory(transient=max(0, core.manager.ledger.most_held - kept), state=core.stepper.owner_nbytes())
     for held in core.holdings:
         mine += memory_of(core, groups, config, held, held.sharers.instance.rank)
     return core.holdings[0].sharers.everyone.gather_objects(mine)
@@ -100,7 +100,7 @@ def _of_bucket(
     for piece in pieces:
         member = members[piece.param]
         flat = torch.empty(piece.numel, dtype=stepped, device="meta")
-        tensors = rule_named(member.rule).new_state(flat, groups[member.group]).values()
+        tensors = new_state(flat, groups[member.group]).values()
         state += sum(tensor.numel() * tensor.itemsize for tensor in tensors)
     gathered = bucket.return_numels()[rank]
     sent = bucket.reduce_numels()[rank] * wire + gathered * (dtype.itemsize + (wire if keep_full else 0))

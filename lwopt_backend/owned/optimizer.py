@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lwopt_backend.config import MuonOptions, OwnedConfig
+from lwopt_backend.chosen import Rules, arguments_of
+from lwopt_backend.config import OwnedConfig
 from lwopt_backend.grouping import Grouping, group_parameters
 from lwopt_backend.owned.backward import Backward
-from lwopt_backend.owned.checks import check_model, check_options
+from lwopt_backend.owned.checks import NAME, check_model, check_options
 from lwopt_backend.owned.core import OwnedCore, Share, broadcast_buffers
 from lwopt_backend.owned.memory import RankMemory, memory_of, memory_of_all
 from lwopt_backend.owned.model_hooks import tell_when_loaded, wait_in_forward
@@ -29,7 +30,6 @@ from lwopt_backend.owned.state_loading import load
 from lwopt_backend.owned.state_saving import save
 from lwopt_backend.param_groups import as_groups
 from lwopt_backend.routing import check_globs, named_like
-from lwopt_backend.rule_arguments import NAME, config_of
 from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.collectives import ranks_of
 
@@ -65,6 +65,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         *,
         process_group: Any = None,
         params: Iterable[Any] | None = None,
+        overrides: Iterable[Mapping[str, Any]] = (),
         expert_params: Sequence[str] = (),
         expert_process_group: Any = None,
         expert_group_size: int | None = None,
@@ -72,20 +73,21 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
     ) -> None:
         everyone = ranks_of(process_group)
 
-        def decide() -> tuple[tuple[OwnedConfig, Grouping, list[Share]], list[list[str]]]:
+        def decide() -> tuple[tuple[Rules, OwnedConfig, Grouping, list[Share]], list[list[str]]]:
             check_model(model)
-            config = config_of(OwnedConfig, matrix, lr, elementwise, elementwise_lr, options)
-            trained = [param for param in model.parameters() if param.requires_grad]
-            grouping = group_parameters(model, as_groups(trained if params is None else params), config, stacks=True)
+            rules, config = arguments_of(OwnedConfig, matrix, lr, elementwise, elementwise_lr, overrides, options, NAME)
+            taken = as_groups([p for p in model.parameters() if p.requires_grad] if params is None else params)
+            grouping = group_parameters(model, taken, rules, config, stacks=True)
             check_globs("expert_params", expert_params, grouping.routes, grouping.routes)
             check_options(config, grouping, expert_params, expert_process_group, expert_group_size)
             shares = [Share(everyone, everyone.world_size, config.group_size)]
             if expert_params:
                 experts = ranks_of(expert_process_group)
                 shares.append(Share(experts, everyone.world_size, expert_group_size, named_like(expert_params)))
-            return (config, grouping, shares), [[repr(config.model_copy(update={"report": False}))]]
+            said = [[repr(rules), repr(config.model_copy(update={"report": False}))]]
+            return (rules, config, grouping, shares), said
 
-        self.config, self._grouping, shares = agree_in_all([everyone], NAME, decide)
+        rules, self.config, self._grouping, shares = agree_in_all([everyone], NAME, decide)
         self.core = OwnedCore(
             self._grouping,
             shares,
@@ -99,9 +101,9 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         )
         broadcast_buffers(model, shares)
         super().__init__(self._grouping.groups, {})
-        self.defaults = {key: getattr(self.config, key) for key in MuonOptions.model_fields}  # schedulers read them
+        self.defaults = rules.matrix.options.model_dump()  # schedulers read them
         self._model = model
-        self._manager = self.core.manager
+        self._manager, self.row_scaling = self.core.manager, self.core.row_scaling
         self._backward = Backward(self.core, model)
         self._loaded = False
         tell_when_loaded(model, self._take_loaded)
@@ -110,7 +112,8 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         if self.config.step_in_backward:
             self._manager.on_launch = self._step_arrived
         if self.config.report and everyone.rank == 0:
-            show(self._grouping.routes, self.core, partial(memory_of, self.core, self.param_groups, self.config))
+            memory = partial(memory_of, self.core, self.param_groups, self.config)
+            show(self._grouping.routes, self.core, self.param_groups, memory)
 
     # The loop
 

@@ -16,6 +16,7 @@ from lwopt_backend.owned.core import OwnedCore
 from lwopt_backend.runtime.agreement import agree, digest
 
 MASTER = "master"  # the key of fp32 masters, beside those of the rule's state
+OWNER = "owner"  # the key of what a rule keeps beside tensors of the parameter's size, in a state_dict
 DECIDED = frozenset({"params", "rule", "from_group"})  # keys of a param group that no checkpoint changes
 Groups = Sequence[dict[str, Any]]
 
@@ -25,12 +26,14 @@ class StatePiece:
     """Elements [start, stop) of a flattened parameter on the rank that owns them.
 
     ``tensors`` are those that are stepped, by key: each of as many elements, or a counter without dimensions.
+    ``owner`` is what the rule keeps beside them, by a matrix's place in the parameter.
     """
 
     member: int
     start: int
     stop: int
     tensors: dict[str, Tensor]
+    owner: dict[int, dict[str, Any]]
 
 
 def state_pieces(core: OwnedCore, *, first_instance: bool = False) -> list[StatePiece]:
@@ -42,10 +45,15 @@ def state_pieces(core: OwnedCore, *, first_instance: bool = False) -> list[State
             continue
         for piece, value in zip(bucket.pieces, bucket.owned_values()):
             masters = {} if bucket.masters is None else {MASTER: value}
-            found.append(
-                StatePiece(piece.param, piece.start, piece.stop, {**core.stepper.state[piece.param], **masters})
-            )
+            tensors = {**core.stepper.state[piece.param], **masters}
+            owner = core.stepper.owner_states(piece.param)
+            found.append(StatePiece(piece.param, piece.start, piece.stop, tensors, owner))
     return found
+
+
+def matrices_of(core: OwnedCore, member: int) -> list[str]:
+    """Which matrices are in a parameter, for comparison; state beside tensors of its size is by matrix."""
+    return [str(block) for block in core.members[member].blocks]
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,7 +74,10 @@ def state_dict_of(optimizer: torch.optim.Optimizer, core: OwnedCore) -> dict[str
     check_between_steps(core)
     for hook in optimizer._optimizer_state_dict_pre_hooks.values():
         hook(optimizer)
-    state = {core.members[piece.member].name: piece.tensors for piece in state_pieces(core)}
+    state = {
+        core.members[piece.member].name: {**piece.tensors, **({OWNER: piece.owner} if piece.owner else {})}
+        for piece in state_pieces(core)
+    }
     groups = _named_groups(core, optimizer.param_groups)
     state_dict = {"state": state, "param_groups": groups, "plan": _fingerprint(core)}
     for hook in optimizer._optimizer_state_dict_post_hooks.values():
@@ -86,6 +97,9 @@ def load_state_dict_into(optimizer: torch.optim.Optimizer, core: OwnedCore, stat
     for piece in state_pieces(core):
         for key, tensor in piece.tensors.items():
             tensor.copy_(state_dict["state"][core.members[piece.member].name][key])
+        core.stepper.take_owner_states(
+            piece.member, state_dict["state"][core.members[piece.member].name].get(OWNER, {})
+        )
     for group, saved in zip(groups, state_dict["param_groups"]):
         group.update(options_of(saved))
     for hook in optimizer._optimizer_load_state_dict_post_hooks.values():

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.owned.core import OwnedCore
-from lwopt_backend.owned.state import Groups, StatePiece, check_between_steps, check_tensor, options_of, state_pieces
+from lwopt_backend.owned.state import (
+    Groups,
+    StatePiece,
+    check_between_steps,
+    check_tensor,
+    matrices_of,
+    options_of,
+    state_pieces,
+)
 from lwopt_backend.owned.state_files import check_files, open_file
 from lwopt_backend.owned.state_index import Index, read_index
 from lwopt_backend.owned.state_names import Names, group_key, names_of
@@ -47,13 +55,16 @@ def load(core: OwnedCore, groups: Groups, folder: Path) -> None:
         check_files(folder, index, [*reads, index.options])
         counters: dict[tuple[str, str], Tensor] = {}
         for name, wanted in reads.items():
-            _check_pieces(folder, name, wanted, counters)
+            _check_pieces(core, folder, name, wanted, counters)
         options = _options_for(core, groups, names, index, open_file(folder, index.options)["options"])
         return (index, options), [index.save]
 
     def take() -> tuple[None, list[str]]:
+        owner: dict[int, dict[int, dict[str, Any]]] = {}
         for name, wanted in _reads(core, names, index).items():
-            _copy_pieces(folder, name, wanted)
+            _copy_pieces(folder, name, wanted, owner)
+        for number, states in owner.items():
+            core.stepper.take_owner_states(number, states)
         return None, []
 
     index, options = agree(everyone, WHAT, check)
@@ -87,13 +98,21 @@ def _reads(core: OwnedCore, names: Names, index: Index) -> dict[str, list[Read]]
     return reads
 
 
-def _check_pieces(folder: Path, name: str, reads: Sequence[Read], counters: dict[tuple[str, str], Tensor]) -> None:
+def _check_pieces(
+    core: OwnedCore, folder: Path, name: str, reads: Sequence[Read], counters: dict[tuple[str, str], Tensor]
+) -> None:
     """Raises ValueError unless a file holds what the index says, in the form that this optimizer's state has."""
     pieces = open_file(folder, name)["pieces"]
     for read in reads:
         where, entry = f"{folder / name}: {read.key!r}", pieces.get(read.key)
         if entry is None or (entry["start"], entry["stop"]) != (read.start, read.stop):
             raise ValueError(f"{where}: elements [{read.start}, {read.stop}) are not there, where the index puts them")
+        ours = matrices_of(core, read.piece.member)
+        if entry.get("owner") and entry["matrices"] != ours:
+            raise ValueError(
+                f"{where}: its state is of the matrices {entry['matrices']}, here the parameter has {ours}; load it "
+                "with the 'atoms' it was saved with"
+            )
         saved, expected = entry["tensors"], read.piece.tensors
         if sorted(saved) != sorted(expected):
             raise ValueError(f"{where}: expected state {sorted(expected)}, found {sorted(saved)}")
@@ -106,9 +125,11 @@ def _check_pieces(folder: Path, name: str, reads: Sequence[Read], counters: dict
                     raise ValueError(f"{where}, {key!r}: found {saved[key].item()}, and {first.item()} in another file")
 
 
-def _copy_pieces(folder: Path, name: str, reads: Sequence[Read]) -> None:
+def _copy_pieces(folder: Path, name: str, reads: Sequence[Read], owner: dict[int, dict[int, dict[str, Any]]]) -> None:
+    """``owner`` is filled with what rules keep beside tensors of the parameter's size, by member and matrix."""
     pieces = open_file(folder, name)["pieces"]
     for read in reads:
+        owner.setdefault(read.piece.member, {}).update(pieces[read.key].get("owner", {}))
         piece, saved = read.piece, pieces[read.key]["tensors"]
         low, high = max(read.start, piece.start), min(read.stop, piece.stop)
         for key, tensor in piece.tensors.items():

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from lwopt_backend.owned.core import OwnedCore
-from lwopt_backend.owned.state import Groups, check_between_steps, state_pieces
+from lwopt_backend.owned.state import Groups, check_between_steps, matrices_of, state_pieces
 from lwopt_backend.owned.state_files import check_files, file_name, remove_others, write_whole
 from lwopt_backend.owned.state_index import INDEX, Index
 from lwopt_backend.owned.state_names import Names, common_options, names_of
+from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.agreement import agree
 
 WHAT = "save_state_dict"
@@ -38,7 +39,10 @@ def save(core: OwnedCore, groups: Groups, folder: Path) -> None:
         pieces = {}
         for piece in state_pieces(core, first_instance=True):
             key = names.keys[piece.member]
-            pieces[key] = {"start": piece.start, "stop": piece.stop, "tensors": piece.tensors}
+            owner = {place: nested.plain(state) for place, state in piece.owner.items()}
+            pieces[key] = {"start": piece.start, "stop": piece.stop, "tensors": piece.tensors, "owner": owner}
+            if owner:
+                pieces[key]["matrices"] = matrices_of(core, piece.member)
             written[key] = (piece.start, piece.stop)
         if not pieces and everyone.rank > 0:
             return 0, []

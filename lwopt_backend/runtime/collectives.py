@@ -153,6 +153,12 @@ class TorchCollectives:
             dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def gather_objects_to_first(self, value: Any) -> list[Any] | None:
+        values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        with torch.no_grad():
+            dist.gather_object(value, values, group=self.group, group_dst=0)
+        return values
+
 
 class _All:
     """Several collectives as one."""

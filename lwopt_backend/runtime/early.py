@@ -10,7 +10,8 @@ from torch import Tensor
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime.exchange import Arrival
 from lwopt_backend.runtime.stepper import MatrixStepper
-from lwopt_backend.runtime.storage import Storage
+from lwopt_backend.runtime.storage import Slices, Storage
+from lwopt_backend.runtime.whole import advance, directed, joined
 
 LONGEST_PAUSE = 32  # steps
 
@@ -72,12 +73,11 @@ class EarlyExchange:
                 flags[bucket] = 1
                 continue
             for atom in self._stepper.held(bucket):
-                part = storage.part(atom)
-                rules[atom].accumulate(part.grad, part.state)
+                advance(rules[atom], storage.parts(atom))
             self._advanced.add(bucket)
             for segment, sent in arrival.sent():
-                part = storage.part(segment.atom)
-                now = rules[segment.atom].direction(part.grad, part.state).to(sent.device, sent.dtype).reshape(-1)
+                now = joined(directed(rules[segment.atom], storage.parts(segment.atom)))
+                now = now.to(sent.device, sent.dtype).reshape(-1)
                 flags[bucket] |= (_bits(now) != _bits(sent)).any()
         return flags
 
@@ -100,10 +100,12 @@ class EarlyExchange:
 
 def preview(rule: MatrixRule, storage: Storage, atom: int) -> Tensor:
     """The direction after this gradient, with the state left as it is."""
-    part = storage.part(atom)
-    state = {key: tensor.clone() for key, tensor in part.state.items()}
-    rule.accumulate(part.grad, state)
-    return rule.direction(part.grad, state)
+    pieces = [
+        Slices(part.value, part.grad, {key: tensor.clone() for key, tensor in part.state.items()})
+        for part in storage.parts(atom)
+    ]
+    advance(rule, pieces)
+    return joined(directed(rule, pieces))
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -38,6 +38,9 @@ class Collectives(Protocol):
     def gather_to_first(self, mine: Tensor) -> list[Tensor] | None:
         """All ranks' equally long ``mine``, in rank order, on the first rank; None on the others."""
 
+    def gather_objects_to_first(self, value: Any) -> list[Any] | None:
+        """Every rank's ``value``, in rank order, on the first rank; None on the others."""
+
 
 class PartCollectives(Collectives, Protocol):
     """What buffers whose parts belong to ranks need beside it. All but ``broadcast`` only start."""
@@ -117,6 +120,9 @@ class Alone:
 
     def gather_to_first(self, mine: Tensor) -> list[Tensor] | None:
         return [mine]
+
+    def gather_objects_to_first(self, value: Any) -> list[Any] | None:
+        return [value]
 
 
 class _Done:

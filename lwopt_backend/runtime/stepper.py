@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.plan import MatrixPlan, Segment
-from lwopt_backend.rules import MatrixRule
+from lwopt_backend.rules import MatrixRule, WeightRule
 from lwopt_backend.runtime.exchange import Arrival, ExchangeBuckets
 from lwopt_backend.runtime.owner_state import OwnerState
 from lwopt_backend.runtime.ranks import Collectives
 from lwopt_backend.runtime.storage import Storage
-from lwopt_backend.runtime.whole import WholeMatrices, apply_update
+from lwopt_backend.runtime.whole import WholeMatrices, advance, apply_update, directed, joined, put
 
 
 def always(atom: int) -> bool:
@@ -56,15 +56,18 @@ class MatrixStepper:
         self._owned = [[atom for atom in bucket if plan.ownership.owners[atom] == rank] for bucket in plan.buckets]
         self._held = [[a for a in bucket if plan.keeps_state(a, rank)] for bucket in plan.buckets]
         self._first = [bucket[0] for bucket in plan.buckets]
+        self._mine = [atom for atom, owner in enumerate(plan.ownership.owners) if owner == rank]
         self._whole = WholeMatrices(plan.atoms, rule_device or device, batch_numel=batch_numel)
 
     @property
-    def owner_state(self) -> OwnerState | None:
-        return self._whole.owner_state
+    def owned(self) -> list[int]:
+        """The atoms that this rank updates."""
+        return self._mine
 
-    @owner_state.setter
-    def owner_state(self, held: OwnerState | None) -> None:
-        self._whole.owner_state = held
+    @property
+    def owner_state(self) -> OwnerState:
+        """What this rank keeps of the matrices it owns."""
+        return self._whole.owner_state
 
     @torch.no_grad()
     def step(
@@ -106,9 +109,16 @@ class MatrixStepper:
         dtype = rules[self._first[bucket]].exchange_dtype
         return self._buckets.to_owners(bucket, dtype, lambda segment: direction(segment.atom))
 
-    def _depart(self, bucket: int, run: _Run) -> Arrival | None:
+    def _depart(self, bucket: int, run: _Run) -> list[Arrival]:
+        """What is on its way to the bucket's owners: directions, and where the rule changes weights itself those."""
         if bucket >= len(self._buckets):
-            return None
+            return []
+        arrivals = [self._depart_directions(bucket, run)]
+        if isinstance(run.rules[self._first[bucket]], WeightRule):
+            arrivals.append(self.send(bucket, run.rules, run.value))
+        return arrivals
+
+    def _depart_directions(self, bucket: int, run: _Run) -> Arrival:
         if bucket in run.departed:
             return run.departed[bucket] or self.send(bucket, run.rules, run.direction)
         advanced = set()
@@ -125,8 +135,27 @@ class MatrixStepper:
                 run.advance(atom)
         return arrival
 
-    def _update_owned(self, bucket: int, arriving: Arrival | None, run: _Run) -> Arrival:
-        assert arriving is not None
+    def _update_owned(self, bucket: int, arriving: Sequence[Arrival], run: _Run) -> Arrival:
+        directions, *weights = (self._whole_of(arrival) for arrival in arriving)
+        updates: dict[int, Tensor] = {}
+        for batch in self._whole.batches(run.active_of(self._owned[bucket]), run.rules):
+            rule = run.rules[batch[0]]
+            if isinstance(rule, WeightRule):
+                for atom in batch:
+                    grad, weight = directions.pop(atom), weights[0].pop(atom)
+                    updates[atom] = self._whole.step_weight(rule, atom, weight, grad)
+            else:
+                transformed = self._whole.transform(rule, batch, [directions.pop(atom) for atom in batch])
+                updates.update(zip(batch, transformed))
+
+        def fetch(segment: Segment) -> Tensor | None:
+            return _cut(updates[segment.atom], segment) if segment.atom in updates else None
+
+        dtype = run.rules[self._first[bucket]].exchange_dtype
+        return self._buckets.to_fragments(bucket, dtype, fetch)
+
+    def _whole_of(self, arrival: Arrival) -> dict[int, Tensor]:
+        """The matrices that arrive here, by atom."""
         matrices: dict[int, Tensor] = {}
 
         def deliver(segment: Segment, data: Tensor) -> None:
@@ -135,25 +164,21 @@ class MatrixStepper:
             target = _cut(matrices[segment.atom], segment)
             target.copy_(data.view(target.shape))
 
-        arriving.wait(deliver)
-        updates: dict[int, Tensor] = {}
-        for batch in self._whole.batches(run.active_of(self._owned[bucket]), run.rules):
-            transformed = self._whole.transform(run.rules[batch[0]], batch, [matrices.pop(atom) for atom in batch])
-            updates.update(zip(batch, transformed))
-
-        def fetch(segment: Segment) -> Tensor | None:
-            return _cut(updates[segment.atom], segment) if segment.atom in updates else None
-
-        dtype = run.rules[self._first[bucket]].exchange_dtype
-        return self._buckets.to_fragments(bucket, dtype, fetch)
+        arrival.wait(deliver)
+        return matrices
 
     def _apply_returned(self, returning: Arrival | None, run: _Run) -> None:
         if returning is not None:
             returning.wait(lambda segment, update: self._apply(segment.atom, update, run))
 
     def _apply(self, atom: int, update: Tensor, run: _Run) -> None:
-        if run.active(atom):
-            apply_update(run.storage.part(atom), update, run.rules[atom], self._atoms[atom])
+        if not run.active(atom):
+            return
+        pieces = run.storage.parts(atom)
+        if isinstance(run.rules[atom], WeightRule):
+            put(pieces, update)
+        else:
+            apply_update(pieces, update, run.rules[atom], self._atoms[atom])
 
 
 class _Run:
@@ -177,15 +202,17 @@ class _Run:
     def advance(self, atom: int) -> None:
         """Take the gradient of this rank's piece into its state, unless the matrix stays as it is."""
         if self.active(atom):
-            part = self.storage.part(atom)
-            self.rules[atom].accumulate(part.grad, part.state)
+            advance(self.rules[atom], self.storage.parts(atom))
 
     def direction(self, atom: int) -> Tensor | None:
         """What the rule's transform needs of this rank's piece; None for a matrix that stays as it is."""
         if not self.active(atom):
             return None
-        part = self.storage.part(atom)
-        return self.rules[atom].direction(part.grad, part.state)
+        return joined(directed(self.rules[atom], self.storage.parts(atom)))
+
+    def value(self, atom: int) -> Tensor | None:
+        """This rank's piece of the weight; None for a matrix that stays as it is."""
+        return joined([part.value for part in self.storage.parts(atom)]) if self.active(atom) else None
 
 
 def share_out(items: Sequence[int], shares: int) -> list[list[int]]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from lwopt_backend.plan import FlatPartition
+from lwopt_backend.plan.block_views import View
+from lwopt_backend.runtime.views import flat_views
 
 
 def owned_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -28,22 +30,31 @@ class Slices:
 class Storage(Protocol):
     """This rank's part of a set of matrices."""
 
-    def part(self, index: int) -> Slices:
-        """This rank's fragment of matrix ``index``, of which it stores something; elements row by row."""
+    def parts(self, index: int) -> Sequence[Slices]:
+        """This rank's fragment of matrix ``index``, of which it stores something, in one or several views.
+
+        Their elements, one view after the other, are the fragment's row by row.
+        """
+
+
+class FlatLayout(Protocol):
+    """Storage of a rank in one flat tensor."""
+
+    def views(self, index: int, rank: int) -> Sequence[View]:
+        """Where in it the rank's fragment of matrix ``index`` lies, in order."""
 
 
 class FlatStorage:
     """One flat partition per group, as ZeRO-1/2 keep it: views into it, nothing is copied."""
 
-    def __init__(self, layout: FlatPartition, rank: int, slices: Slices) -> None:
+    def __init__(self, layout: FlatLayout, rank: int, slices: Slices) -> None:
         self._layout = layout
         self._rank = rank
         self._slices = slices
 
-    def part(self, index: int) -> Slices:
-        held = self._layout.fragment(index, self._rank)
-        assert held is not None, (index, self._rank)
-        flat = self._slices
-        state = {key: tensor.narrow(0, held.offset, held.numel) for key, tensor in flat.state.items()}
-        value, grad = (tensor.narrow(0, held.offset, held.numel) for tensor in (flat.value, flat.grad))
-        return Slices(value, grad, state)
+    def parts(self, index: int) -> Sequence[Slices]:
+        views, flat = self._layout.views(index, self._rank), self._slices
+        values, grads, *states = (flat_views(t, views) for t in (flat.value, flat.grad, *flat.state.values()))
+        return [
+            Slices(value, grad, dict(zip(flat.state, state))) for value, grad, *state in zip(values, grads, *states)
+        ]

@@ -1,4 +1,4 @@
-"""Steps of matrices that lie whole on this rank."""
+"""Steps of matrices that lie whole on this rank, and what a rule is asked on the pieces of those that do not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.plan import Atom
-from lwopt_backend.rules import MatrixRule
+from lwopt_backend.rules import MatrixRule, OwnerStateRule, WeightRule
+from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.owner_state import OwnerState
 from lwopt_backend.runtime.storage import Slices, Storage
 
@@ -17,39 +18,62 @@ from lwopt_backend.runtime.storage import Slices, Storage
 class WholeMatrices:
     """Runs rules on whole matrices among ``atoms``; up to ``batch_numel`` elements of equal shape go through together.
 
-    ``rule_device`` is where the rule runs, wherever the matrices lie.
+    ``rule_device`` is where the rule runs, wherever the matrices lie, and where ``owner_state`` is kept.
     """
 
     def __init__(self, atoms: Sequence[Atom], rule_device: torch.device, *, batch_numel: int = 0) -> None:
         self._atoms = atoms
         self._rule_device = rule_device
         self._batch_numel = batch_numel
-        self.owner_state: OwnerState | None = None  # made by who steps rules that have some
+        self.owner_state = OwnerState(atoms, rule_device)
 
     @torch.no_grad()
     def step(self, atoms: Sequence[int], rules: Sequence[MatrixRule], storage: Storage) -> None:
         """Update the weights and the state of ``atoms``, of which ``storage`` has all elements."""
         for batch in self.batches(atoms, rules):
-            parts = [storage.part(atom) for atom in batch]
+            parts = [storage.parts(atom) for atom in batch]
+            rule = rules[batch[0]]
+            if isinstance(rule, WeightRule):
+                for atom, pieces in zip(batch, parts):
+                    value, grad = (self._matrix(atom, some) for some in (_values(pieces), _grads(pieces)))
+                    put(pieces, self.step_weight(rule, atom, value, grad))
+                continue
             directions = []
-            for atom, part in zip(batch, parts):
-                rules[atom].accumulate(part.grad, part.state)
-                directions.append(rules[atom].direction(part.grad, part.state).view(self._atoms[atom].shape))
-            for atom, part, update in zip(batch, parts, self.transform(rules[batch[0]], batch, directions)):
-                apply_update(part, update, rules[atom], self._atoms[atom])
+            for atom, pieces in zip(batch, parts):
+                advance(rules[atom], pieces)
+                directions.append(self._matrix(atom, directed(rules[atom], pieces)))
+            for atom, pieces, update in zip(batch, parts, self.transform(rule, batch, directions)):
+                apply_update(pieces, update, rules[atom], self._atoms[atom])
+
+    def _matrix(self, atom: int, pieces: Sequence[Tensor]) -> Tensor:
+        """All pieces of an atom as one matrix; a single contiguous piece as it lies."""
+        return joined(pieces).reshape(self._atoms[atom].shape).contiguous()
 
     def transform(self, rule: MatrixRule, atoms: Sequence[int], matrices: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The update of each matrix, in the shape in which it is stored."""
         matrices = [matrix.to(self._rule_device) for matrix in matrices]
         if not self._atoms[atoms[0]].transposed:
             return self._run_rule(rule, atoms, matrices)
         return [update.T for update in self._run_rule(rule, atoms, [matrix.T.contiguous() for matrix in matrices])]
 
     def _run_rule(self, rule: MatrixRule, atoms: Sequence[int], matrices: Sequence[Tensor]) -> Sequence[Tensor]:
-        if self.owner_state is not None and self.owner_state.holds(atoms[0]):
-            return [rule.transform_with(matrix, self.owner_state.of(atom)) for atom, matrix in zip(atoms, matrices)]
+        if isinstance(rule, OwnerStateRule):
+            return [rule.transform_with(m, self.owner_state.of(atom, rule)) for atom, m in zip(atoms, matrices)]
         if len(matrices) == 1:
             return [rule.transform(matrices[0])]
         return rule.transform(torch.stack(list(matrices))).unbind(0)
+
+    def step_weight(self, rule: WeightRule, atom: int, value: Tensor, grad: Tensor) -> Tensor:
+        """The new weight of a matrix, in the shape in which it is stored; ``value`` may be changed."""
+        value, grad = (tensor.to(self._rule_device, torch.float32) for tensor in (value, grad))
+        transposed, state = self._atoms[atom].transposed, self.owner_state.of(atom, rule)
+        if transposed:
+            value, grad = value.T.contiguous(), grad.T.contiguous()
+        first = not state
+        rule.step(value, grad, state)
+        if first:
+            nested.check(state)
+        return value.T if transposed else value
 
     def batches(self, atoms: Sequence[int], rules: Sequence[MatrixRule]) -> Iterator[list[int]]:
         """Atoms of equal shape, orientation and rule together, at most ``batch_numel`` elements at a time."""
@@ -63,12 +87,51 @@ class WholeMatrices:
                 yield members[begin : begin + size]
 
 
-def apply_update(part: Slices, update: Tensor, rule: MatrixRule, atom: Atom) -> None:
-    """Decay a piece of a weight and move it by the same piece of its matrix's update."""
-    # Where the state is wider than the weight, the step is computed in the state's dtype and rounded once.
-    value = part.value if part.value.dtype == part.grad.dtype else part.value.to(part.grad.dtype)
-    update = update.reshape(value.shape).to(value.device)
-    value.mul_(1 - rule.lr * rule.weight_decay)
-    value.add_(update, alpha=-rule.lr * rule.scale(atom.rule_shape))
-    if value is not part.value:
-        part.value.copy_(value)
+# On the pieces of a matrix that this rank stores, in their order
+
+
+def advance(rule: MatrixRule, pieces: Sequence[Slices]) -> None:
+    """Take the gradient into the element-wise state."""
+    for part in pieces:
+        rule.accumulate(rule.gradient(part.grad, part.value), part.state)
+
+
+def directed(rule: MatrixRule, pieces: Sequence[Slices]) -> list[Tensor]:
+    """What the rule's ``transform`` needs of these pieces."""
+    return [rule.direction(rule.gradient(part.grad, part.value), part.state) for part in pieces]
+
+
+def joined(pieces: Sequence[Tensor]) -> Tensor:
+    """The pieces' elements in their order: a single piece in its shape, several end to end."""
+    return pieces[0] if len(pieces) == 1 else torch.cat([piece.reshape(-1) for piece in pieces])
+
+
+def apply_update(pieces: Sequence[Slices], update: Tensor, rule: MatrixRule, atom: Atom) -> None:
+    """Decay pieces of a weight and move them by the same pieces of their matrix's update."""
+    for part, moved in zip(pieces, _cut_like(pieces, update)):
+        # Where the state is wider than the weight, the step is computed in the state's dtype and rounded once.
+        value = part.value if part.value.dtype == part.grad.dtype else part.value.to(part.grad.dtype)
+        rule.apply(value, moved.to(value.device), atom.rule_shape)
+        if value is not part.value:
+            part.value.copy_(value)
+
+
+def put(pieces: Sequence[Slices], weight: Tensor) -> None:
+    """Make pieces of a weight those of ``weight``."""
+    for part, new in zip(pieces, _cut_like(pieces, weight)):
+        part.value.copy_(new)
+
+
+def _cut_like(pieces: Sequence[Slices], whole: Tensor) -> list[Tensor]:
+    if len(pieces) == 1:
+        return [whole.reshape(pieces[0].value.shape)]
+    flats = whole.reshape(-1).split([part.value.numel() for part in pieces])
+    return [flat.view(part.value.shape) for flat, part in zip(flats, pieces)]
+
+
+def _values(pieces: Sequence[Slices]) -> list[Tensor]:
+    return [part.value for part in pieces]
+
+
+def _grads(pieces: Sequence[Slices]) -> list[Tensor]:
+    return [part.grad for part in pieces]

@@ -1,0 +1,207 @@
+"""Optimizer classes tried on a few numbers, on every rank and before anything is trained with them.
+
+Whatever a class keeps must be in the state of its parameter, or be counted in its param group: that is what checkpoints
+hold and what other ranks can go on with. A class that trains otherwise when everything else is made anew is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lwopt_backend.optimizer_classes import class_named
+from lwopt_backend.rules.torch_optimizer import TorchOptimizer
+from lwopt_backend.runtime import nested
+from lwopt_backend.runtime.elementwise import Counters, ElementwiseStepper
+from lwopt_backend.runtime.storage import Slices
+
+STEPS = 8
+LOWER_FROM, LOWER_BY = 3, 10  # from this step on the learning rate is so much lower, as under a schedule
+REGISTER = "Register it with register_elementwise(..., new_state=...)"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ElementwiseState:
+    """The state that an optimizer keeps of an element-wise parameter: all zeros at first.
+
+    ``like`` are the keys of tensors as large as the parameter, ``steps`` those of tensors without dimensions.
+    """
+
+    like: tuple[str, ...]
+    steps: tuple[str, ...]
+    counters: Counters
+    steps_on_device: bool = False  # as fused implementations want it
+
+    def new(self, flat: Tensor) -> dict[str, Tensor]:
+        """Fresh state of the elements of ``flat``."""
+        kinds = {**self.counters.state, **dict(self.counters.group.values())}
+        device = flat.device if self.steps_on_device else "cpu"
+        state = {key: torch.zeros((), device=device) for key in self.steps}
+        state.update({k: torch.zeros((), dtype=torch.float32 if t is float else torch.int64) for k, t in kinds.items()})
+        return {**state, **{key: torch.zeros_like(flat) for key in self.like}}
+
+
+_MATRICES: set[str] = set()
+_ELEMENTWISE: dict[str, ElementwiseState] = {}
+
+
+def try_matrix(path: str, arguments: Mapping[str, Any]) -> None:
+    """Raises ValueError for an optimizer that cannot be the rule of matrices."""
+    key = _key(path, arguments)
+    if key not in _MATRICES:
+        _on_some_device(lambda device: _try_matrix(path, arguments, device))
+        _MATRICES.add(key)
+
+
+def _try_matrix(path: str, arguments: Mapping[str, Any], device: str) -> None:
+    value, grads = _numbers(device, 3, 2)
+    whole, _, _ = _plain(path, arguments, value, grads)
+    with _as_sentence(path):
+        states: dict[str, Any] = {}
+        ours = value.clone()
+        with _seeded():
+            for step, grad in enumerate(grads):
+                rule = TorchOptimizer(class_named(path), **_arguments(arguments, step))
+                rule.step(ours, grad.clone(), states)
+                states = copy.deepcopy(states)
+                nested.check(states)
+    _check_same(path, ours, whole)
+
+
+def elementwise_state(path: str, arguments: Mapping[str, Any]) -> ElementwiseState:
+    """What an optimizer keeps of an element-wise parameter.
+
+    Raises ValueError for an optimizer whose update of some elements depends on others, which ranks that hold parts of a
+    parameter could not tell; for one whose fresh state is not zeros; and for one that would lose some of it.
+    """
+    key = _key(path, arguments)
+    if key not in _ELEMENTWISE:
+        _ELEMENTWISE[key] = _on_some_device(lambda device: _found_out(path, arguments, device))
+    return _ELEMENTWISE[key]
+
+
+def _found_out(path: str, arguments: Mapping[str, Any], device: str) -> ElementwiseState:
+    value, grads = _numbers(device, 6)
+    whole, state, counted = _plain(path, arguments, value, grads)
+    halves = [_plain(path, arguments, value[i : i + 3], [grad[i : i + 3] for grad in grads])[0] for i in (0, 3)]
+    matrix = _plain(path, arguments, value.view(3, 2), [grad.view(3, 2) for grad in grads])[0]
+    if not (_same(torch.cat(halves), whole) and _same(matrix.flatten(), whole)):
+        raise ValueError(
+            f"{path} is not element-wise: its update of some elements depends on the others, which other ranks hold, "
+            "or on the shape; use it as the matrix rule, or another one here"
+        )
+    fused = bool(arguments.get("fused") or arguments.get("capturable"))
+    found = replace(_form(path, state, counted, value), steps_on_device=fused)
+    ours, kept = value.clone(), found.new(value)
+    first = None
+    with _as_sentence(path), _seeded():
+        for step, grad in enumerate(grads):
+            stepper = ElementwiseStepper(class_named(path), found.counters)
+            stepper.step(_arguments(arguments, step), [Slices(ours, grad.clone(), kept)])
+            first = ours.clone() if first is None else first
+    if not _same(first, _plain(path, arguments, value, grads[:1])[0]):
+        raise ValueError(f"{path}: its state does not begin with zeros. {REGISTER}")
+    _check_same(path, ours, whole)
+    return found
+
+
+def _form(path: str, state: Mapping[str, Any], counted: Mapping[str, Any], value: Tensor) -> ElementwiseState:
+    """Of what an optimizer has after some steps."""
+    like = tuple(k for k, v in state.items() if isinstance(v, Tensor) and v.shape == value.shape)
+    steps = tuple(k for k, v in state.items() if isinstance(v, Tensor) and v.ndim == 0)
+    rest = {k: v for k, v in state.items() if k not in (*like, *steps) and v is not None}
+    for where, entries in (("state", rest), ("param group", counted)):
+        odd = [key for key, entry in entries.items() if type(entry) not in (int, float)]
+        if odd:
+            raise ValueError(
+                f"{path}: its {where} keeps {type(entries[odd[0]]).__name__} {odd[0]!r}; expected tensors as large as "
+                f"the parameter, and numbers. {REGISTER}"
+            )
+    taken = {*like, *steps, *rest}
+    group = {key: (f"group_{key}" if key in taken else key, type(entry)) for key, entry in counted.items()}
+    return ElementwiseState(like, steps, Counters({key: type(entry) for key, entry in rest.items()}, group))
+
+
+def _plain(
+    path: str, arguments: Mapping[str, Any], value: Tensor, grads: Sequence[Tensor]
+) -> tuple[Tensor, dict[str, Any], dict[str, Any]]:
+    """Some steps as anybody would take them: the value, the state, and what changed in the param group."""
+    with _as_sentence(path), _seeded():
+        storage = value.clone()
+        param = nn.Parameter(storage)
+        inner = class_named(path)([param], **_arguments(arguments, 0))
+        (group,) = inner.param_groups
+        before = {key: repr(entry) for key, entry in group.items()}
+        for step, grad in enumerate(grads):
+            if step == LOWER_FROM:
+                group.update({k: v for k, v in _arguments(arguments, step).items() if k == "lr" and k in group})
+            param.grad = grad.clone()
+            inner.step()
+        counted = {k: v for k, v in group.items() if k not in ("params", *arguments) and before.get(k) != repr(v)}
+        return param.detach(), dict(inner.state.get(param, {})), counted
+
+
+def _arguments(arguments: Mapping[str, Any], step: int) -> dict[str, Any]:
+    lr = arguments.get("lr")
+    lower = {"lr": lr / LOWER_BY} if step >= LOWER_FROM and isinstance(lr, (int, float)) else {}
+    return {**arguments, **lower}
+
+
+def _numbers(device: str, *shape: int) -> tuple[Tensor, list[Tensor]]:
+    """A value and gradients of that shape, of six elements."""
+    numbers = torch.Generator().manual_seed(0)
+    value, *grads = torch.randn((1 + STEPS, 3, 2), generator=numbers).to(device)
+    # One is nearly orthogonal to the value, row by row: some optimizers project matrices then.
+    grads[0] = torch.stack([-value[:, 1], value[:, 0]], dim=1) + 0.05 * value
+    return value.reshape(shape), [grad.reshape(shape) for grad in grads]
+
+
+def _on_some_device(trial: Callable[[str], T]) -> T:
+    """On the CPU; or, for what only runs there, on the accelerator."""
+    if torch.accelerator.is_available():
+        try:
+            return trial("cpu")
+        except ValueError:
+            return trial(str(torch.accelerator.current_accelerator()))
+    return trial("cpu")
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """But for a last bit: DeepSpeed's CPUAdam multiplies powers up, and computes them anew after a checkpoint."""
+    return torch.allclose(one, other, rtol=2e-6, atol=2e-7)
+
+
+def _check_same(path: str, ours: Tensor, whole: Tensor) -> None:
+    if not _same(ours, whole):
+        raise ValueError(
+            f"{path} trains otherwise when made anew between steps, as after a checkpoint, or under a schedule: it "
+            "keeps something outside of state[parameter] and of what it counts in its param group, or goes by other "
+            "arguments than it is given; expected all of it there"
+        )
+
+
+def _key(path: str, arguments: Mapping[str, Any]) -> str:
+    return f"{path} {sorted(arguments.items(), key=str)!r}"
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+@contextmanager
+def _as_sentence(path: str) -> Iterator[None]:
+    """Whatever an optimizer raises, as a ValueError that names it."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{path} fails on a few numbers: {error or type(error).__name__}") from error

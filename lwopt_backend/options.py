@@ -1,0 +1,75 @@
+"""What all options are made of: a pydantic model whose errors name the key, what was expected and what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from lwopt_backend.spelling import nearest, suggestion
+
+# Strict: a number in quotes, or true for 1, is a slip that should be seen.
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
+BelowOne = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False, strict=True)]
+Finite = Annotated[float, Field(allow_inf_nan=False, strict=True)]
+Aspect = Annotated[float, Field(ge=1, allow_inf_nan=False, strict=True)]
+Count = Annotated[int, Field(ge=1, strict=True)]
+Steps = Annotated[int, Field(ge=1, lt=100, strict=True)]
+
+
+class Options(BaseModel):
+    """Immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def option(default: Any, meaning: str, source: str) -> Any:
+    """A field of an options model, with what ``lwopt rules`` says of it."""
+    return Field(default, description=meaning, json_schema_extra={"source": source})
+
+
+M = TypeVar("M", bound=Options)
+
+
+def parse(model: type[M], options: Mapping[str, Any], where: str) -> M:
+    """Build ``model`` from ``options``. Raises ValueError that names every wrong key, what was expected and found."""
+    try:
+        return model(**options)
+    except ValidationError as error:
+        problems = [_problem(model, detail) for detail in error.errors()]
+    raise ValueError("\n  ".join([f"{where}: {len(problems)} wrong option(s)", *problems]))
+
+
+def _problem(model: type[Options], detail: Mapping[str, Any]) -> str:
+    location = [str(part) for part in detail["loc"]]
+    *section, _ = location or [""]
+    key = ".".join(location)
+    if detail["type"] == "value_error":
+        return str(detail["ctx"]["error"])
+    if detail["type"] == "extra_forbidden":
+        return f"unknown key {key!r}; {_hint(model, location)}"
+    found = f"{key}: {detail['msg'][0].lower()}{detail['msg'][1:]}; found {detail['input']!r}"
+    if detail["input"] == "auto" and section:
+        return f"{found}, which Hugging Face fills for lr and weight_decay outside of sections only; write a value"
+    return found
+
+
+def _hint(model: type[Options], location: list[str]) -> str:
+    """The nearest known key at this level, or the section that has a key of exactly this name."""
+    *sections, name = location
+    for section in sections:
+        model = _section(model, section)
+    if nearest(name, model.model_fields) is None:
+        for section, field in model.model_fields.items():
+            inner = field.annotation
+            if isinstance(inner, type) and issubclass(inner, Options) and name in inner.model_fields:
+                return f"did you mean '{section}.{name}'?"
+    return suggestion(name, model.model_fields)
+
+
+def _section(model: type[Options], name: str) -> type[Options]:
+    annotation = model.model_fields[name].annotation
+    assert isinstance(annotation, type) and issubclass(annotation, Options)
+    return annotation

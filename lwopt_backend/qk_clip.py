@@ -1,0 +1,144 @@
+"""MuonClip's QK-clip on sharded weights: after a step, heads whose attention logits grew too large are shrunk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lwopt_backend.row_scaling import RowScaling
+from lwopt_backend.rules.qk_clip import qk_clip_factors, row_factors
+from lwopt_backend.spelling import suggestion
+
+QUERY, KEY = "q", "k"  # names of the matrices in a fused weight
+
+
+@dataclass(frozen=True)
+class Heads:
+    """One attention layer, by the names of its parameters.
+
+    ``query`` and ``key`` may be one fused weight, if its matrices are called ``"q"`` and ``"k"`` in the routing table.
+    ``heads`` is the number of query heads, ``key_heads`` of key heads where that is less; rows lie head by head.
+    """
+
+    query: str
+    key: str
+    heads: int
+    key_heads: int | None = None
+    query_bias: str | None = None
+    key_bias: str | None = None
+
+
+class QKClip:
+    """``clip = QKClip(optimizer, {"0": Heads(...), ...}, threshold=100.0)``; ``clip(max_logits)`` before every step.
+
+    ``optimizer`` is any of ours, DeepSpeed's ``engine.basic_optimizer`` among them (with owned storage
+    ``engine.optimizer``). Made on all ranks that step the layers. Formula and limits:
+    ``rules.qk_clip.qk_clip_factors``. Raises TypeError for another optimizer; ValueError for parameters that are not
+    trained, whose outputs do not divide into heads, or of which query and key cannot be told apart.
+    """
+
+    def __init__(
+        self, optimizer: Any, layers: Mapping[str, Heads], threshold: float = 100.0, query_share: float = 0.5
+    ) -> None:
+        if not isinstance(getattr(optimizer, "row_scaling", None), RowScaling):
+            raise TypeError(
+                "QKClip: expected an optimizer of this package: a LayerWiseOptimizer, or on DeepSpeed, after "
+                "deepspeed.initialize, engine.basic_optimizer (with owned storage engine.optimizer); found "
+                f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+            )
+        self._optimizer = optimizer
+        self._layers = dict(layers)
+        self._options = {"threshold": threshold, "query_share": query_share}
+        for layer, heads in self._layers.items():
+            self._check_apart(layer, heads)
+            self._factors(layer, torch.ones(heads.heads))
+
+    def __call__(self, max_logits: Mapping[str, Tensor]) -> None:
+        """Let the next step clip by ``max_logits``: by layer, of each head the largest logit since the last step.
+
+        Every rank must give the same, the largest over all of them. Layers left out are not clipped. Raises ValueError
+        for an unknown layer, and for logits that are no tensor of shape (heads,).
+        """
+        if not isinstance(max_logits, Mapping):
+            raise ValueError(
+                "max_logits: expected a mapping of layers to tensors of shape (heads,); found "
+                f"a {type(max_logits).__name__}"
+            )
+        factors: dict[str, Tensor] = {}
+        for layer, logits in max_logits.items():
+            if layer not in self._layers:
+                raise ValueError(f"unknown layer {layer!r}; {suggestion(layer, self._layers)}")
+            for name, found in self._factors(layer, logits).items():
+                factors[name] = found * factors[name] if name in factors else found
+        self._optimizer.row_scaling.set(factors)
+
+    def _check_apart(self, layer: str, of: Heads) -> None:
+        """What is query and key at once would be scaled by both factors, in all of its outputs."""
+        scaling = self._optimizer.row_scaling
+        for weight, bias in ((of.query, of.query_bias), (of.key, of.key_bias)):
+            outputs = scaling.outputs(weight)
+            if bias is not None and scaling.outputs(bias) != outputs:
+                raise ValueError(
+                    f"layer {layer!r}: expected a bias of {outputs} outputs, as {weight!r} has; found {bias!r} with "
+                    f"{scaling.outputs(bias)}"
+                )
+        if of.query != of.key and of.query_bias is not None and of.query_bias == of.key_bias:
+            raise ValueError(
+                f"layer {layer!r}: {of.query_bias!r} is query_bias and key_bias, but query and key are two weights, "
+                f"{of.query!r} and {of.key!r}; expected a bias of each"
+            )
+        names = [block.name for block in scaling.matrices_in(of.query)]
+        if of.query == of.key and not {QUERY, KEY} <= set(names):
+            inside = ", ".join(map(repr, names)) if any(names) else "a single matrix"
+            raise ValueError(
+                f"layer {layer!r}: {of.query!r} is query and key; expected matrices 'q' and 'k' in it, found "
+                f"{inside if names else 'none, because no matrix rule updates it'}; divide it with the option "
+                f'"atoms": {{"{of.query}": {{"qkv": [outputs of q, of k, of v]}}}}'
+            )
+
+    def _factors(self, layer: str, logits: Tensor) -> dict[str, Tensor]:
+        of = self._layers[layer]
+        if not isinstance(logits, Tensor) or logits.shape != (of.heads,):
+            found = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+            raise ValueError(
+                f"layer {layer!r}: expected max_logits as a tensor of shape {(of.heads,)}, one per head; found {found}"
+            )
+        try:
+            by_head = qk_clip_factors(logits, key_heads=of.key_heads, **self._options)
+        except ValueError as error:
+            raise ValueError(f"layer {layer!r}: {error}") from error
+        factors: dict[str, Tensor] = {}
+        for side, part, weight, bias in (
+            (by_head.query, QUERY, of.query, of.query_bias),
+            (by_head.key, KEY, of.key, of.key_bias),
+        ):
+            for name in (weight, bias):
+                if name is not None:
+                    spread = self._spread(layer, name, weight if name == bias else name, part, side)
+                    factors[name] = factors[name] * spread if name in factors else spread
+        return factors
+
+    def _spread(self, layer: str, name: str, weight: str, part: str, by_head: Tensor) -> Tensor:
+        """One factor per output of a parameter: a projection of its own, or one that is fused with others."""
+        outputs = self._optimizer.row_scaling.outputs(name)
+        places = self._places(weight, part, outputs)
+        if len(places) % len(by_head):
+            raise ValueError(
+                f"layer {layer!r}: {name!r} has {len(places)} outputs for {part!r}, which do not divide into "
+                f"{len(by_head)} heads"
+            )
+        factors = torch.ones(outputs, device=by_head.device)
+        factors[places.to(by_head.device)] = row_factors([(len(places) // len(by_head), by_head)])
+        return factors
+
+    def _places(self, weight: str, part: str, outputs: int) -> Tensor:
+        """Which outputs of a weight are the query's or the key's."""
+        for block in self._optimizer.row_scaling.matrices_in(weight):
+            if block.name == part:
+                stripes = block.columns if block.rows.size == block.grid.rows else block.rows
+                return torch.tensor([stripes.at(place) for place in range(stripes.size)])
+        return torch.arange(outputs)

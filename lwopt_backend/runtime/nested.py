@@ -1,0 +1,125 @@
+"""State of any shape - dictionaries and lists of tensors and numbers - as named tensors and a description, and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+
+def leaves(state: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor and every number, as a tensor, by its path: ``"state.GG.0"``.
+
+    Raises TypeError for anything that a checkpoint cannot hold, with its path.
+    """
+    if isinstance(state, Tensor):
+        yield path, state.detach()
+    elif type(state) in NUMBERS:
+        yield path, torch.tensor(state, dtype=NUMBERS[type(state)])
+    elif isinstance(state, (dict, list, tuple)):
+        pairs = state.items() if isinstance(state, dict) else enumerate(state)
+        for key, value in pairs:
+            yield from leaves(value, f"{path}.{key}" if path else str(key))
+    elif not (state is None or isinstance(state, str)):
+        raise TypeError(
+            f"the optimizer's state has a {type(state).__name__} at {path!r}, which checkpoints do not hold; expected "
+            "tensors, numbers, strings, None, and dictionaries, lists and tuples of them"
+        )
+
+
+def check(state: Any) -> None:
+    """Raises TypeError as ``leaves``."""
+    for _ in leaves(state):
+        pass
+
+
+def structure(state: Any) -> Any:
+    """What ``rebuild`` needs beside the leaves; JSON can hold it, in as many characters for other values.
+
+    Of a tensor that is the order of its dimensions in memory, on which the bits of a matrix product depend.
+    """
+    if isinstance(state, Tensor):
+        return f"tensor {_order(state)}"
+    if type(state) in NUMBERS:
+        return type(state).__name__
+    if isinstance(state, dict):
+        return ["dict", [[key, structure(value)] for key, value in state.items()]]
+    if isinstance(state, (list, tuple)):
+        return ["tuple" if isinstance(state, tuple) else "list", [structure(value) for value in state]]
+    return ["value", state]
+
+
+def rebuild(described: Any, found: dict[str, Tensor], path: str = "") -> Any:
+    """The state that had this ``structure``, from its leaves. Raises KeyError for one that is missing."""
+    if isinstance(described, str) and described.startswith("tensor"):
+        return _ordered(found[path], described.split(" ")[1])
+    if isinstance(described, str):
+        return found[path].item()
+    kind, content = described
+    if kind == "value":
+        return content
+
+    def inner(key: Any, part: Any) -> Any:
+        return rebuild(part, found, f"{path}.{key}" if path else str(key))
+
+    if kind == "dict":
+        return {key: inner(key, part) for key, part in content}
+    parts = [inner(number, part) for number, part in enumerate(content)]
+    return tuple(parts) if kind == "tuple" else parts
+
+
+def _order(tensor: Tensor) -> str:
+    """Its dimensions from the slowest to the fastest, e.g. "10" of a matrix stored by columns."""
+    dims = sorted(range(tensor.ndim), key=lambda dim: -tensor.stride(dim))
+    return "".join(map(str, dims if tensor.permute(dims).is_contiguous() else range(tensor.ndim)))
+
+
+def _ordered(tensor: Tensor, order: str) -> Tensor:
+    dims = [int(dim) for dim in order]
+    return tensor.permute(dims).contiguous().permute([dims.index(dim) for dim in range(len(dims))])
+
+
+def is_plain(state: dict[str, Any]) -> bool:
+    """Whether a state is tensors by name, of at least one dimension, that need no description."""
+    return all(isinstance(key, str) and isinstance(value, Tensor) and value.ndim for key, value in state.items())
+
+
+def described(state: dict[str, Any]) -> Tensor:
+    """``structure`` as bytes in a tensor."""
+    return torch.tensor(list(json.dumps(structure(state)).encode()), dtype=torch.uint8)
+
+
+def description(stored: Tensor) -> Any:
+    """What ``described`` stored."""
+    return json.loads(bytes(stored.tolist()))
+
+
+def plain(state: Any) -> Any:
+    """The same in plain containers, which ``torch.load(weights_only=True)`` reads. Raises TypeError as ``leaves``."""
+    check(state)
+    return _plain(state)
+
+
+def _plain(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _plain(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return tuple(map(_plain, state)) if isinstance(state, tuple) else list(map(_plain, state))
+    return state
+
+
+def to_device(state: Any, device: torch.device | str) -> Any:
+    """The same with copies of the tensors on ``device``."""
+    if isinstance(state, Tensor):  # a counter stays in the CPU's memory, where optimizers read it
+        return state.detach().to(device if state.ndim else state.device, copy=True)
+    if isinstance(state, dict):
+        return {key: to_device(value, device) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        moved = [to_device(value, device) for value in state]
+        return tuple(moved) if isinstance(state, tuple) else moved
+    return state

@@ -1,0 +1,171 @@
+"""Owner-held state in a checkpoint of sharded tensors: cut by rows over the mesh, as parameters are, and back.
+
+So it is complete whoever asks for it, and can be loaded by other ranks with other owners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lwopt_backend.plan import Atom, MatrixPlan, MeshLayout, Segment, Sharding
+from lwopt_backend.plan.owners import Ownership
+from lwopt_backend.plan.spread import cut_buckets
+from lwopt_backend.rules import MatrixRule
+from lwopt_backend.runtime import nested
+from lwopt_backend.runtime.exchange import Arrival, ExchangeBuckets
+from lwopt_backend.runtime.owner_state import OwnerState, keeps_state
+from lwopt_backend.runtime.ranks import Collectives
+
+BUCKET_BYTES = 2**26  # of state that travel together when it is saved or loaded
+STRUCTURE, STEPPED = "structure", "stepped"  # beside the tensors, of state that is more than tensors by name
+Key = tuple[int, str]  # atom, and the path of a tensor in its state
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a matrix's state."""
+
+    atom: int
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+class OwnerShards:
+    """The state that owners keep of one plan's matrices, as every rank of it sees it. Made on all of them."""
+
+    def __init__(
+        self,
+        plan: MatrixPlan,
+        rules: Sequence[MatrixRule],
+        held: OwnerState,
+        collectives: Collectives,
+        device: torch.device,
+    ) -> None:
+        self._held = held
+        self._collectives = collectives
+        self._device = device
+        self._owned = [
+            atom
+            for atom, (rule, owner) in enumerate(zip(rules, plan.ownership.owners))
+            if owner == collectives.rank and keeps_state(rule)
+        ]
+        self.entries: list[Entry] = []
+        if not any(map(keeps_state, rules)):
+            return
+        held.make(self._owned, rules)
+        mine = [
+            Entry(atom, key, tuple(tensor.shape), tensor.dtype)
+            for atom in self._owned
+            for key, tensor in self._tensors(atom).items()
+        ]
+        self.entries = sorted(
+            (entry for of_rank in collectives.gather_objects(mine) for entry in of_rank),
+            key=lambda entry: (entry.atom, entry.key),
+        )
+        self._moving = [entry for entry in self.entries if entry.numel]
+        self._plan = _plan_of(self._moving, plan)
+
+    def _tensors(self, atom: int) -> dict[str, Tensor]:
+        """A matrix's state as tensors of at least one dimension."""
+        state = self._held.expected(atom)
+        found = {key: tensor.reshape(tensor.shape or (1,)) for key, tensor in nested.leaves(state)}
+        if not nested.is_plain(state):
+            found[STRUCTURE] = nested.described(state)
+            found[STEPPED] = torch.tensor([self._held.is_real(atom)])
+        return found
+
+    def save(self) -> dict[Key, tuple[torch.Size, Tensor]]:
+        """Per atom and key the whole shape and this rank's rows. Called on all ranks of the plan."""
+        tensors = {(atom, key): t.to(self._device) for atom in self._owned for key, t in self._tensors(atom).items()}
+        parts = [torch.empty(self._bytes_here(i), dtype=torch.uint8, device=self._device) for i in self._places()]
+
+        def fetch(segment: Segment) -> Tensor:
+            entry = self._moving[segment.atom]
+            return _bytes(tensors[entry.atom, entry.key])[segment.start : segment.stop]
+
+        for arrival in self._exchange(lambda buckets, b: buckets.to_fragments(b, torch.uint8, fetch)):
+            arrival.wait(lambda segment, data: parts[segment.atom].copy_(data))
+        found = {}
+        for entry, part in zip(self._moving, parts):
+            rows = part.view(entry.dtype) if part.numel() else part.new_empty(0, dtype=entry.dtype)
+            found[entry.atom, entry.key] = (torch.Size(entry.shape), rows.view(-1, *entry.shape[1:]))
+        for entry in self.entries:
+            if not entry.numel:
+                empty = torch.empty(entry.shape, dtype=entry.dtype, device=self._device)
+                found[entry.atom, entry.key] = (torch.Size(entry.shape), empty)
+        return found
+
+    def load(self, shards: Mapping[Key, Tensor]) -> None:
+        """Bring what ``save`` returned, on these or other ranks, to the owners. Called on all ranks of the plan."""
+        arrived: dict[Key, Tensor] = {
+            (entry.atom, entry.key): torch.empty(entry.shape, dtype=entry.dtype, device=self._device)
+            for entry in self.entries
+            if entry.atom in self._owned
+        }
+
+        def fetch(segment: Segment) -> Tensor:
+            entry = self._moving[segment.atom]
+            return _bytes(shards[entry.atom, entry.key].to(self._device, entry.dtype))
+
+        def deliver(segment: Segment, data: Tensor) -> None:
+            entry = self._moving[segment.atom]
+            _bytes(arrived[entry.atom, entry.key])[segment.start : segment.stop].copy_(data)
+
+        for arrival in self._exchange(lambda buckets, b: buckets.to_owners(b, torch.uint8, fetch)):
+            arrival.wait(deliver)
+        for atom in self._owned:
+            self._put(atom, {key: tensor for (of, key), tensor in arrived.items() if of == atom})
+
+    def _put(self, atom: int, found: dict[str, Tensor]) -> None:
+        stepped, described = found.pop(STEPPED, None), found.pop(STRUCTURE, None)
+        if stepped is not None and not stepped.item():
+            self._held.forget(atom)
+        elif described is None:
+            self._held.put(atom, found)
+        else:
+            before = dict(nested.leaves(self._held.expected(atom)))
+            shaped = {key: t.reshape(before[key].shape) if key in before else t for key, t in found.items()}
+            self._held.put(atom, nested.rebuild(nested.description(described.cpu()), shaped))
+
+    def _places(self) -> range:
+        return range(len(self._moving))
+
+    def _bytes_here(self, index: int) -> int:
+        held = self._plan.layout.fragment(index, self._collectives.rank)
+        return held.numel if held is not None else 0
+
+    def _exchange(self, start: Callable[[ExchangeBuckets, int], Arrival]) -> list[Arrival]:
+        if not self.entries:
+            return []
+        buckets = ExchangeBuckets(self._plan, self._collectives, self._device)
+        return [start(buckets, bucket) for bucket in range(len(buckets))]
+
+
+def _plan_of(entries: Sequence[Entry], plan: MatrixPlan) -> MatrixPlan:
+    """Each tensor as a matrix of bytes with its parent's owner, cut by rows wherever the parameter is cut at all."""
+    layout = plan.layout
+    assert isinstance(layout, MeshLayout)
+    atoms, shardings, owners = [], [], []
+    for entry in entries:
+        shape = (entry.shape[0], entry.numel // entry.shape[0] * entry.dtype.itemsize)
+        parent = layout.shardings[entry.atom]
+        atoms.append(Atom(f"{plan.atoms[entry.atom].name}.{entry.key}", shape, 0))
+        dims = tuple(None if dim is None else 0 for dim in parent.dims)
+        shardings.append(Sharding(shape, parent.mesh_shape, dims, (False,) * len(dims)))
+        owners.append(plan.ownership.owners[entry.atom])
+    buckets = cut_buckets(atoms, range(len(atoms)), max(1, len(atoms)), BUCKET_BYTES)
+    ownership = Ownership("parent's", tuple(owners), (0,) * layout.world_size)
+    return MatrixPlan(tuple(atoms), MeshLayout(layout.coordinates, tuple(shardings)), ownership, buckets, 1)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)

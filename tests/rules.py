@@ -1,0 +1,98 @@
+"""What tests of rules on engines share: the rules, and training with them on one process, on whole parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytorch_optimizer
+import torch
+from torch import Tensor, nn
+
+from lwopt_backend.config import HostConfig
+from lwopt_backend.optimizer_classes import class_named
+from lwopt_backend.registry import ELEMENTWISE_RULES, build_matrix_rule, options_of
+from lwopt_backend.rules import MatrixRule, OwnerStateRule
+from tests.models import MATRICES, UnevenLM
+from tests.zero import ADAMW, Reference
+
+MUON = {"lr": 0.02, "weight_decay": 0.1}
+SECTIONS: dict[str, dict[str, Any]] = {
+    "muon": {"name": "muon", **MUON},
+    "sum, coupled": {"name": "muon", **MUON, "momentum_form": "sum", "weight_decay_form": "coupled"},
+    "cautious, spectral": {"name": "muon", "lr": 1e-3, "weight_decay_form": "cautious", "adjust_lr_fn": "spectral"},
+    "polar express": {"name": "muon", **MUON, "ns_coefficients": "polar_express", "nesterov": False},
+    "gram": {"name": "muon", **MUON, "gram_aspect": 1.0, "ns_dtype": "float32"},
+    "normuon": {"name": "normuon", **MUON},
+    "adamuon": {"name": "adamuon", **MUON},
+    "soap": {"name": "soap", "lr": 3e-3, "precondition_frequency": 2},
+    "shampoo": {"name": "shampoo", "lr": 1e-2, "momentum": 0.9},
+    "a class": {"name": "torch_optimizer", "class": "torch.optim.RMSprop", "lr": 1e-3, "momentum": 0.9},
+}
+# What one process runs instead, on all matrices in one optimizer.
+CLASSES: dict[str, type[torch.optim.Optimizer]] = {
+    "soap": pytorch_optimizer.SOAP,
+    "shampoo": pytorch_optimizer.Shampoo,
+    "torch_optimizer": torch.optim.RMSprop,
+}
+ELEMENTWISE: dict[str, dict[str, Any]] = {
+    "adamw": {"name": "adamw", **ADAMW},
+    "lion": {"name": "lion", "lr": 1e-3, "weight_decay": 0.1},
+    "sgd": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
+    "a class": {"name": "torch_optimizer", "class": "torch.optim.RMSprop", "lr": 1e-3},
+    "counts in its group": {"name": "torch_optimizer", "class": "pytorch_optimizer.AdaBelief", "lr": 1e-2},
+    "adamw, foreach": {"name": "adamw", **ADAMW, "foreach": True},
+    "adamw, fused": {"name": "adamw", **ADAMW, "fused": True},
+}
+
+
+class PlainRule:
+    """A matrix rule on whole matrices, one by one."""
+
+    def __init__(self, params: list[Tensor], section: dict[str, Any]) -> None:
+        options = {key: value for key, value in section.items() if key != "name"}
+        group = {"rule": section["name"], **options_of(section["name"], options, "test").model_dump()}
+        self.rule: MatrixRule = build_matrix_rule(group, HostConfig())
+        self.params = params
+        self.state = [{key: torch.zeros_like(p) for key in self.rule.state_keys} for p in params]
+        keeps = isinstance(self.rule, OwnerStateRule)
+        self.owned = [self.rule.new_owner_state(tuple(p.shape), p.device) if keeps else None for p in params]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for param, state, owned in zip(self.params, self.state, self.owned):
+            if param.grad is None:
+                continue
+            grad = self.rule.gradient(param.grad, param)
+            self.rule.accumulate(grad, state)
+            direction = self.rule.direction(grad, state)
+            update = self.rule.transform(direction) if owned is None else self.rule.transform_with(direction, owned)
+            self.rule.apply(param, update, tuple(param.shape))
+
+    def zero_grad(self) -> None:
+        for param in self.params:
+            param.grad = None
+
+
+def matrix_optimizer(params: list[Tensor], section: dict[str, Any]) -> Any:
+    """The rule of a section on one process: an optimizer's own class, or the rule on whole matrices."""
+    if section["name"] not in CLASSES:
+        return PlainRule(params, section)
+    options = {key: value for key, value in section.items() if key not in ("name", "class")}
+    return CLASSES[section["name"]](params, **options)
+
+
+def elementwise_optimizer(params: list[Tensor], section: dict[str, Any]) -> torch.optim.Optimizer:
+    options = {key: value for key, value in section.items() if key not in ("name", "class")}
+    if "class" in section:
+        return class_named(section["class"])(params, **options)
+    return ELEMENTWISE_RULES[section["name"]].optimizer(options)(params, **options)
+
+
+class RuleReference(Reference):
+    """A whole model on one process, trained by a matrix rule and an element-wise one."""
+
+    def __init__(self, matrix: str, elementwise: str = "adamw", model: nn.Module | None = None) -> None:
+        self.model = model or UnevenLM()
+        named = dict(self.model.named_parameters())
+        self.muon = matrix_optimizer([named.pop(name) for name in MATRICES], SECTIONS[matrix])
+        self.adamw = elementwise_optimizer(list(named.values()), ELEMENTWISE[elementwise])

@@ -1,0 +1,259 @@
+"""Optimizers by their class: what is accepted, and that nothing they keep is lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lwopt_backend import LayerWiseOptimizer
+from lwopt_backend.optimizer_trials import elementwise_state
+from lwopt_backend.registry import options_of
+from lwopt_backend.runtime.elementwise import ElementwiseStepper
+from lwopt_backend.runtime.storage import Slices
+
+
+class Own(torch.optim.SGD):
+    """What the classes here have in common: they scale the gradient by something that grows."""
+
+    def scaled_step(self, factor: float) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data.add_(param.grad, alpha=-group["lr"] * factor)
+
+    def state_of_first(self) -> dict[str, Any]:
+        return self.state[self.param_groups[0]["params"][0]]
+
+
+class Forgetful(Own):
+    """Keeps a tensor where no checkpoint looks."""
+
+    def step(self, closure: Any = None) -> None:
+        self.velocity = self.param_groups[0]["params"][0].grad.clone()
+        super().step()
+
+
+class Opaque(Own):
+    """Keeps an object that no checkpoint holds."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.state_of_first()["helper"] = object()
+
+
+class History(Own):
+    """Changes an attribute in place."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.history: list[int] = []
+
+    def step(self, closure: Any = None) -> None:
+        self.history.append(1)
+        self.scaled_step(len(self.history))
+
+
+class TensorInGroup(Own):
+    """Changes a tensor of its param group in place."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.param_groups[0]["count"] = torch.zeros(())
+
+    def step(self, closure: Any = None) -> None:
+        self.param_groups[0]["count"] += 1
+        self.scaled_step(float(self.param_groups[0]["count"]))
+
+
+class OwnSchedule(Own):
+    """Lowers its own learning rate."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+
+    def step(self, closure: Any = None) -> None:
+        self.scaled_step(1.0)
+        self.param_groups[0]["lr"] *= 0.9
+
+
+class FromTheStart(Own):
+    """Goes by the learning rate that it was made with."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.first_lr = lr
+
+    def step(self, closure: Any = None) -> None:
+        self.scaled_step(self.param_groups[0]["lr"] / self.first_lr)
+
+
+class Late(Own):
+    """Begins to keep something in an attribute at its third step."""
+
+    factor = 1.0
+
+    def step(self, closure: Any = None) -> None:
+        count = self.state_of_first()["count"] = self.state_of_first().get("count", 0) + 1
+        if count >= 3:
+            self.factor += 1.0
+        self.scaled_step(self.factor)
+
+
+class NeedsClosure(Own):
+    def step(self, closure: Any) -> None:
+        closure()
+
+
+LOST = "trains otherwise when made anew between steps, as after a checkpoint, or under a schedule"
+REFUSED = [
+    (Forgetful, "Forgetful keeps something in its attribute 'velocity'; expected all of it in state"),
+    (Opaque, "the optimizer's state has a object at 'state.helper', which checkpoints do not hold"),
+    (History, LOST),
+    (TensorInGroup, LOST),
+    (OwnSchedule, LOST),
+    (FromTheStart, LOST),
+    (Late, LOST),
+    (NeedsClosure, "missing 1 required positional argument: 'closure'"),
+]
+
+
+@pytest.mark.parametrize(("cls", "message"), REFUSED, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_class_for_matrices_that_would_lose_something_is_refused_when_it_is_named(cls: type, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        LayerWiseOptimizer(nn.Linear(3, 2), {"name": "torch_optimizer", "class": cls, "lr": 0.1}, report=False)
+    assert message in str(caught.value)
+    assert f"{__name__}.{cls.__name__}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (Opaque, "its state keeps object 'helper'"),
+        (History, LOST),
+        (TensorInGroup, "its param group keeps Tensor 'count'"),
+        (OwnSchedule, LOST),
+        (FromTheStart, LOST),
+        (NeedsClosure, "missing 1 required positional argument: 'closure'"),
+        ("pytorch_optimizer.Lamb", "pytorch_optimizer.Lamb is not element-wise"),
+        ("pytorch_optimizer.AdamP", "pytorch_optimizer.AdamP is not element-wise"),
+        ("pytorch_optimizer.SM3", "pytorch_optimizer.SM3 is not element-wise"),
+        ("torch.optim.NAdam", "torch.optim.NAdam: its state does not begin with zeros"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_class_for_everything_else_likewise(cls: Any, message: str) -> None:
+    section = {"name": "torch_optimizer", "class": cls}
+    with pytest.raises(ValueError) as caught:
+        LayerWiseOptimizer(nn.Linear(3, 2), elementwise=section, lr=0.1, report=False)
+    assert message in str(caught.value)
+
+
+class Keywords(torch.optim.AdamW):
+    """Takes the arguments of its base class."""
+
+    def __init__(self, params: Any, scale: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(params, **kwargs)
+
+
+def test_a_class_with_keywords_has_its_own_arguments_and_those_of_its_base() -> None:
+    given = {"class": Keywords, "lr": 0.5, "scale": 2.0, "weight_decay": 0.0}
+    options = options_of("torch_optimizer", given, "here").model_dump()
+    assert options["lr"] == 0.5 and options["scale"] == 2.0 and options["amsgrad"] is False
+    with pytest.raises(ValueError, match="unknown key 'weigth_decay'; did you mean 'weight_decay'"):
+        options_of("torch_optimizer", {"class": Keywords, "weigth_decay": 0.1}, "here")
+
+
+class WithoutRate(torch.optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        pass
+
+
+def test_a_class_without_a_learning_rate_is_refused() -> None:
+    with pytest.raises(ValueError, match="'torch_optimizer' has no option 'lr', which schedules write to every"):
+        options_of("torch_optimizer", {"class": WithoutRate}, "here")
+
+
+def test_a_class_inside_something_else_is_refused() -> None:
+    class Inside(torch.optim.SGD):
+        pass
+
+    with pytest.raises(ValueError, match="Inside is defined inside something else; expected one at the top of a"):
+        options_of("torch_optimizer", {"class": Inside}, "here")
+
+
+# What an element-wise optimizer counts
+
+
+class CountsForOne(Own):
+    """Counts steps in the state of the last parameter only, as DeepSpeed's FusedAdam; and in its group."""
+
+    def step(self, closure: Any = None) -> None:
+        (group,) = self.param_groups
+        group["calls"] = group.get("calls", 0) + 1
+        for param in group["params"]:
+            state = self.state[param]
+            state.setdefault("step", 0)
+        state["step"] += 1
+        self.scaled_step(state["step"] + group["calls"])
+
+
+def test_counters_are_those_of_a_parameter_however_its_parts_are_stepped() -> None:
+    path = f"{__name__}.{CountsForOne.__name__}"
+    found = elementwise_state(path, {"lr": 0.1})
+    grads = [torch.tensor([1.0, 2.0, 3.0]) * (i + 1) for i in range(4)]
+
+    def trained(calls: list[list[int]]) -> tuple[Tensor, list[dict[str, Tensor]]]:
+        value = torch.zeros(3)
+        states = [found.new(value[i : i + 1]) for i in range(3)]
+        stepper = ElementwiseStepper(CountsForOne, found.counters)
+        for grad in grads:
+            for together in calls:
+                stepper.step({"lr": 0.1}, [Slices(value[i : i + 1], grad[i : i + 1], states[i]) for i in together])
+        return value, states
+
+    whole, _ = trained([[0, 1, 2]])
+    apart, states = trained([[2], [0, 1]])
+    assert torch.equal(whole, apart)
+    assert [(int(s["step"]), int(s["calls"])) for s in states] == [(4, 4)] * 3
+
+
+def test_parts_that_counted_differently_go_by_their_own_count() -> None:
+    """A parameter that had no gradient in some steps is younger than the others."""
+    found = elementwise_state(f"{__name__}.{CountsForOne.__name__}", {"lr": 0.1})
+    values = [torch.zeros(1), torch.zeros(1)]
+    states = [found.new(value) for value in values]
+    stepper = ElementwiseStepper(CountsForOne, found.counters)
+    for present in ([0], [0, 1], [0, 1]):
+        stepper.step({"lr": 1.0}, [Slices(values[i], torch.ones(1), states[i]) for i in present])
+    assert [int(state["step"]) for state in states] == [3, 2]
+    assert [float(value) for value in values] == [-(2 + 4 + 6), -(2 + 4)]
+
+
+class PutsAnother(torch.optim.Optimizer):
+    """Puts new tensors in place of those in its state."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                before = self.state[param].get("total", torch.zeros_like(param))
+                self.state[param]["total"] = before + param.grad
+                param.sub_(self.state[param]["total"], alpha=group["lr"])
+
+
+def test_tensors_that_are_put_in_place_of_others_reach_where_state_is_stored() -> None:
+    found = elementwise_state(f"{__name__}.{PutsAnother.__name__}", {"lr": 0.1})
+    stored = torch.zeros(4)
+    stepper = ElementwiseStepper(PutsAnother, found.counters)
+    for _ in range(3):
+        stepper.step({"lr": 0.1}, [Slices(torch.zeros(2), torch.ones(2), {"total": stored[1:3]})])
+    assert stored.tolist() == [0.0, 3.0, 3.0, 0.0]
