@@ -107,15 +107,15 @@ def test_it_trains_and_routes_the_llamas_matrices(run: tuple[list[Any], str, Pat
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.3
     assert output.count("Routing: 14 of 21 trained parameters are matrices") == 1
     assert output.count("14 matrices and 7 element-wise parameters on a mesh of ranks 0-1") == 1
-    rules = dict(re.findall(r"│ (\S+) +│ [^│]+ │ (\w+) +│", output))
+    rules = dict(re.findall(r"│ (\S+) +│ [^│]+ │ (\w+: \w+) +│", output))
     assert {name: rule for name, rule in rules.items() if not name.endswith("_proj.weight")} == {
-        "model.embed_tokens.weight": "elementwise",
-        "model.layers.*.input_layernorm.weight": "elementwise",
-        "model.layers.*.post_attention_layernorm.weight": "elementwise",
-        "model.norm.weight": "elementwise",
-        "lm_head.weight": "elementwise",
+        "model.embed_tokens.weight": "elementwise: adamw",
+        "model.layers.*.input_layernorm.weight": "elementwise: adamw",
+        "model.layers.*.post_attention_layernorm.weight": "elementwise: adamw",
+        "model.norm.weight": "elementwise: adamw",
+        "lm_head.weight": "elementwise: adamw",
     }
-    assert {rule for name, rule in rules.items() if name.endswith("_proj.weight")} == {"matrix"}
+    assert {rule for name, rule in rules.items() if name.endswith("_proj.weight")} == {"matrix: muon"}
 
 
 def test_it_equals_torch_optim_on_one_process(run: tuple[list[Any], str, Path, str], reference: Any) -> None:

@@ -197,6 +197,7 @@ def wire_bytes(layout: str) -> tuple[list[tuple[int, int]], int]:
         idle, began = loopback_sent(), time.monotonic()
         time.sleep(0.1)
         start, took = loopback_sent(), time.monotonic()
+        dist.barrier()  # on a busy machine others would be sending before this rank has looked
         step()
         counted.append((loopback_sent() - start, int((start - idle) / (took - began) * (time.monotonic() - took))))
     return counted, (sum(optimizer.traffic().values()) - before) // 6
