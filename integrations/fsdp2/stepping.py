@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from lwopt_backend.runtime.storage import Slices
 
 def step_all(
     steppers: Sequence[MeshStepper],
-    groups: Sequence[MutableMapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
     rules: Mapping[int, MatrixRule],
     optimizers: ElementwiseGroups,
     states: States,
@@ -51,7 +51,7 @@ def step_all(
 
 def _step_elementwise(
     optimizers: ElementwiseGroups,
-    groups: Sequence[MutableMapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
     steppers: Sequence[MeshStepper],
     presences: Sequence[Presence],
     states: States,

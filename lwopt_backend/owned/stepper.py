@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from lwopt_backend.runtime.views import flat_views
 from lwopt_backend.runtime.whole import WholeMatrices
 
 BATCH_NUMEL = 2**24  # elements of equal matrices that go through the rule together on an accelerator
-Groups = Sequence[MutableMapping[str, Any]]
+Groups = Sequence[Mapping[str, Any]]
 
 
 class OwnedStepper:
