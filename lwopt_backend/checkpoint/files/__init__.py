@@ -1,0 +1,1 @@
+"""Files and folders beneath all formats: read lazily and without running anything, written whole or not."""

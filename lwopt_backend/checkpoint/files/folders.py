@@ -1,0 +1,239 @@
+"""Folders that are written whole or not at all, and the small files that point to them.
+
+A folder is filled under a temporary name beside its own, flushed to the disk, and renamed. One that is replaced changes
+places with the new one and is removed then; where the file system cannot exchange two names it is moved aside first,
+and ``recover`` brings it back if the program ended right then. So what is found under the folder's name is always the
+old state or the new one. Temporary names begin with a dot and end in ``.lwopt-new`` or ``.lwopt-old``; no pointer may
+name one. Pointers (``latest``, ``latest_universal``) are written last, and in the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from lwopt_backend.checkpoint.contents import CheckpointError
+
+NEW, OLD = ".lwopt-new", ".lwopt-old"
+RENAME_EXCHANGE = 2  # linux/fs.h
+AT_FDCWD = -100  # fcntl.h
+
+
+def write_folder(
+    target: Path,
+    fill: Callable[[Path], None],
+    *,
+    force: bool = False,
+    pointers: Mapping[str, str] | None = None,
+) -> None:
+    """Make ``target`` a folder with what ``fill`` writes into an empty one; then write ``pointers`` beside it.
+
+    Pointers are texts by file name, in the order in which they are written. Raises CheckpointError for a target that is
+    there, unless ``force`` is set, and for a name that leads elsewhere; whatever ``fill`` raises. ``target`` is then
+    as it was, and nothing of the new folder is left.
+    """
+    for name in (target.name, *(pointers or {})):
+        check_name(name, "a folder's or a pointer's name")
+    recover(target)
+    if not force:
+        refuse_existing(target)
+    missing = [folder for folder in (target.parent, *target.parent.parents) if not folder.exists()]
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for name in (target.name, *(pointers or {})):
+            for path in _left_over(target.with_name(name)):
+                _remove(path)
+        new = _aside(target, NEW)
+        new.mkdir()
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be made: {error}") from error
+    try:
+        fill(new)
+        _flush_tree(new)
+        if not force:
+            refuse_existing(target)  # somebody else may have been faster
+        _put_in_place(new, target)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        _remove_empty(missing)
+        raise
+    shutil.rmtree(new, ignore_errors=True)  # after an exchange it is the old one
+    for name, text in (pointers or {}).items():
+        write_pointer(target.with_name(name), text)
+
+
+def refuse_existing(target: Path) -> None:
+    """Raises CheckpointError if there is something under that name."""
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target} is there already; choose another name, or replace it with --force")
+
+
+def write_pointer(path: Path, text: str) -> None:
+    """Make ``path`` a file with ``text``; at no moment is there a part of it."""
+    new = _aside(path, NEW)
+    try:
+        with new.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+        _flush(path.parent)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def read_pointer(path: Path) -> Path:
+    """The folder beside a pointer that it names. Raises CheckpointError if that is none, or is not beside it."""
+    try:
+        name = path.read_bytes()[:4096].decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; give the folder that it should name") from error
+    check_name(name, str(path))
+    found = path.with_name(name)
+    if not found.is_dir():
+        raise CheckpointError(
+            f"{path}: expected the name of a folder beside it, found {name!r}; give the folder of one step"
+        )
+    return found
+
+
+def check_name(name: str, where: str) -> None:
+    """Raises CheckpointError unless a name that was read somewhere stays in the folder that it is used in."""
+    if not name or name in (".", "..") or any(sign in name for sign in ("/", "\\", "\0")) or is_temporary(name):
+        raise CheckpointError(
+            f"{where}: expected the name of one file or folder, found {name!r}, which leads elsewhere; do not use this "
+            "checkpoint unless you know who made it"
+        )
+
+
+def is_temporary(name: str) -> bool:
+    """Whether it is the name of something unfinished, or about to be removed."""
+    return name.startswith(".") and name.endswith((NEW, OLD))
+
+
+def recover(target: Path) -> None:
+    """Bring back the folder that was moved aside by a program that ended before the new one was in its place."""
+    if os.path.lexists(target) or not target.parent.is_dir():
+        return
+    for path in _left_over(target):
+        if path.name.endswith(OLD):
+            path.rename(target)
+            _flush(target.parent)
+            return
+
+
+def recover_within(folder: Path) -> None:
+    """``recover`` for everything that was moved aside in a folder."""
+    for path in folder.iterdir():
+        if is_temporary(path.name) and path.name.endswith(OLD) and path.name.count(".") > 4:
+            recover(path.with_name(path.name.rsplit(".", 4)[0].removeprefix(".")))
+
+
+def _put_in_place(new: Path, target: Path) -> None:
+    if not os.path.lexists(target):
+        new.rename(target)
+        _flush(target.parent)
+        return
+    if not exchange(new, target):
+        old = _aside(target, OLD)
+        target.rename(old)
+        try:
+            new.rename(target)
+        except OSError:
+            old.rename(target)
+            raise
+        new = old
+    _flush(target.parent)
+    _remove(new)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Give two paths each other's name, at once; False where system or file system cannot."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM):
+        return False
+    raise OSError(number, os.strerror(number), str(other))
+
+
+def _aside(target: Path, ending: str) -> Path:
+    return target.with_name(f".{target.name}.{_here()}.{os.getpid()}.{secrets.token_hex(4)}{ending}")
+
+
+def _here() -> str:
+    return socket.gethostname().replace(".", "-") or "host"
+
+
+def _is_running(path: Path) -> bool:
+    """Whether the program that made a temporary path may still be at work; one on another machine may."""
+    *_, host, process, _, _ = path.name.split(".")
+    if host != _here():
+        return True
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, ValueError):
+        return True
+    return True
+
+
+def _left_over(target: Path) -> list[Path]:
+    """What programs that have ended in the middle left of this target."""
+    return [
+        path
+        for path in target.parent.iterdir()
+        if is_temporary(path.name) and path.name.rsplit(".", 4)[0] == f".{target.name}" and not _is_running(path)
+    ]
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    """From the innermost on, up to one that has something in it."""
+    with contextlib.suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
+
+
+def _flush_tree(folder: Path) -> None:
+    for place, _, files in os.walk(folder, topdown=False):
+        for name in files:
+            _flush(Path(place, name))
+        _flush(Path(place))
+
+
+def start_flush(file: BinaryIO) -> None:
+    """Have the disk begin with what was written to a file, so that little is left to wait for when it is flushed.
+
+    Linux starts writing what it is told that nobody needs (mm/fadvise.c); elsewhere it may be nothing.
+    """
+    file.flush()
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _flush(path: Path) -> None:
+    """Have the disk hold a file's bytes, or a folder's names."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

@@ -1,0 +1,100 @@
+"""Writes what ``torch.load`` reads, without having all tensors in memory: the counterpart of ``files.torch_files``."""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import struct
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lwopt_backend.checkpoint.files.folders import start_flush
+from lwopt_backend.checkpoint.files.parallel import in_order
+from lwopt_backend.checkpoint.lazy import LazyTensor, held
+
+ALIGNMENT = 64  # bytes, so that files can be mapped into memory
+FORMAT_VERSION = b"3\n"  # of PyTorch's archives: kProducedFileFormatVersion
+PADDING = 0x4246  # "FB", the header's field that PyTorch pads with
+_PADDING = struct.Struct("<HH")
+_ZIP64 = struct.Struct("<HHQQ")
+
+
+class _Storage:
+    """Stands for a tensor's bytes while the rest is pickled."""
+
+    def __init__(self, tensor: LazyTensor, key: str) -> None:
+        self.tensor = tensor
+        self.key = key
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors, lazy ones too, as torch does: by a reference to a record of the file."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=2)
+        self.storages: list[_Storage] = []
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            value = held(value, "")
+        if not isinstance(value, LazyTensor):
+            return NotImplemented
+        storage = _Storage(value, str(len(self.storages)))
+        self.storages.append(storage)
+        place = (storage, 0, torch.Size(value.shape), tuple(_strides(value.shape)), False, OrderedDict())
+        return torch._utils._rebuild_tensor_v2, place
+
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, _Storage):
+            return None
+        kind = getattr(torch, torch.storage._dtype_to_storage_type_map()[value.tensor.dtype])
+        return "storage", kind, value.key, "cpu", value.tensor.numel
+
+
+def save(content: Any, path: Path, workers: int = 1) -> None:
+    """Write ``content``, in which tensors may be lazy: ``workers`` blocks of them, or whole ones where ranges cannot be
+    read, are in memory. They become contiguous.
+
+    The file is one that ``torch.load`` reads: an archive of stored records, each at a multiple of ``ALIGNMENT`` bytes,
+    as PyTorch's own (torch/serialization.py, ``_save``; caffe2/serialize/inline_container.cc).
+    """
+    pickled = io.BytesIO()
+    pickler = _Pickler(pickled)
+    pickler.dump(content)
+    small = {"data.pkl": pickled.getvalue(), "byteorder": sys.byteorder.encode(), "version": FORMAT_VERSION}
+    with path.open("wb") as file, zipfile.ZipFile(file, "w") as archive:
+        for name, data in small.items():
+            _write(archive, f"archive/{name}", len(data), [data])
+        for storage in pickler.storages:
+            blocks = map(_bytes, in_order(storage.tensor.block_reads(), workers))
+            _write(archive, f"archive/data/{storage.key}", storage.tensor.nbytes, blocks)
+            start_flush(file)
+
+
+def _write(archive: zipfile.ZipFile, name: str, nbytes: int, blocks: Iterable[bytes | memoryview]) -> None:
+    """A record; its checksum is made block by block, while the processor's cache has it."""
+    record = zipfile.ZipInfo(name)
+    large = nbytes >= zipfile.ZIP64_LIMIT
+    header = zipfile.sizeFileHeader + len(name) + (_ZIP64.size if large else 0) + _PADDING.size
+    padding = -(archive.start_dir + header) % ALIGNMENT
+    record.extra = _PADDING.pack(PADDING, padding) + bytes(padding)
+    with archive.open(record, "w", force_zip64=large) as writing:
+        for block in blocks:
+            writing.write(block)
+
+
+def _bytes(block: Tensor) -> memoryview:
+    return memoryview(block.view(-1).view(torch.uint8).numpy())
+
+
+def _strides(shape: tuple[int, ...]) -> Iterator[int]:
+    for dim in range(len(shape)):
+        yield math.prod(max(size, 1) for size in shape[dim + 1 :])
