@@ -1,0 +1,148 @@
+"""The parameters in Megatron's torch_dist keys: layers and experts that are stacked into one tensor, gate and up apart.
+
+decoder.layers.mlp.linear_fc1.weight (L, F, H)                    layers that are alike
+decoder.layers.3.mlp.linear_fc1.weight (F, H)                     layers that differ
+decoder.layers.mlp.experts.experts.linear_fc1.weight (L, E, F, H) experts in them
+decoder.layers.3.mlp.experts.experts.linear_fc1.weight (E, F, H)
+decoder.layers.3.mlp.experts.experts.1.linear_fc1.weight_w, ..._v every tensor by itself; gate and up apart
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lwopt_backend.checkpoint.contents import CheckpointError
+from lwopt_backend.checkpoint.dcp.files import DcpFolder
+from lwopt_backend.checkpoint.lazy import LazyTensor, end_to_end
+from lwopt_backend.checkpoint.megatron.names import local_spec
+from lwopt_backend.checkpoint.megatron.order import module_order
+
+_STACKED_LAYERS = re.compile(r"^(.*?\blayers)\.(?!\d+\.)")
+_EXPERTS = re.compile(r"\.mlp\.experts\.experts\.(\d+\.)?")
+_HALF = re.compile(r"(.+\.(?:weight|bias)\d*)_([wv])")
+_ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A tensor of a folder as the model has it. Up to 0.15 the optimizer's may lie in another order: cut along
+    each axis into ``fragments``, and what is in each is flat; its saved shape is (*fragments, elements in each)."""
+
+    folder: DcpFolder
+    key: str
+    shape: tuple[int, ...]
+    fragments: tuple[int, ...] | None = None
+
+    def at(self, place: Sequence[int]) -> LazyTensor:
+        """What is at ``place`` along the first axes, which is all that is read of it; () is everything."""
+        place = tuple(place)
+        shape = self.shape[len(place) :]
+        if self.fragments is None:
+            offsets = place + (0,) * len(shape)
+            return self.folder.box(self.key, offsets, (1,) * len(place) + shape, shape)
+        inner = [size // count for size, count in zip(self.shape, self.fragments)]
+        outer = tuple(index // size for index, size in zip(place, inner))
+        counts = (1,) * len(place) + self.fragments[len(place) :]
+        saved = self.folder.tensors[self.key].shape
+        flat = self.folder.box(
+            self.key, outer + (0,) * (len(saved) - len(place)), (*counts, saved[-1]), (*counts, saved[-1])
+        )
+
+        def put_together(tensor: Tensor) -> Tensor:
+            axes = len(inner)
+            tensor = tensor.view(*counts, *inner).permute(*(i for n in range(axes) for i in (n, axes + n)))
+            tensor = tensor.reshape([count * size for count, size in zip(counts, inner)])
+            return tensor[tuple(index % size for index, size in zip(place, inner))]
+
+        return flat.mapped(put_together, shape)
+
+
+def stack(folder: DcpFolder, key: str) -> Stack:
+    """The tensor ``key``. Raises CheckpointError if it is in pieces that do not make up its shape."""
+    saved = folder.tensors[key].shape
+    original = folder.extra.get(key, {}).get(_ORIGINAL_SHAPE)
+    if original is None:
+        return Stack(folder, key, saved)
+    shape, fragments = tuple(map(int, original)), saved[:-1]
+    pieces = [size // count for size, count in zip(shape, fragments) if count and size % count == 0]
+    if len(fragments) != len(shape) or len(pieces) != len(shape) or torch.Size(pieces).numel() != saved[-1]:
+        raise CheckpointError(f"{key} in {folder.path}: expected pieces of shape {shape}, found {saved}; copy it again")
+    return Stack(folder, key, shape, fragments)
+
+
+def parameters(folder: DcpFolder, keys: Mapping[str, str]) -> dict[str, LazyTensor]:
+    """Whole parameters by local-spec names, from ``keys``: the folder's keys by names as torch_dist has them.
+
+    Raises CheckpointError for a name that is none of a GPT model's, and for one that is there twice.
+    """
+    found: dict[str, LazyTensor] = {}
+    for fused, key in keys.items():
+        of_key = stack(folder, key)
+        for name, place in _unstacked(fused, of_key.shape, f"{key} in {folder.path}"):
+            if name in found:
+                raise CheckpointError(f"{key} in {folder.path}: {name} is there twice, also as {found[name].where}")
+            found[name] = of_key.at(place)
+    return with_gate_and_up(found)
+
+
+def ordered(names: Iterable[str], arguments: Mapping[str, Any]) -> list[str]:
+    """Names in the order of the model's modules, or as they are, if the place of one is not known."""
+    names = list(names)
+    try:
+        return module_order(names, arguments)
+    except CheckpointError:  # only who takes flat buffers apart must know it
+        return names
+
+
+def whole_name(name: str) -> str:
+    """The local-spec name of a parameter, also of its gate or up alone."""
+    half = _HALF.fullmatch(name)
+    return local_spec(half[1] if half else name)
+
+
+def with_gate_and_up(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """The same with ``<name>_w`` and ``<name>_v`` put together as ``<name>``, and names as the local spec has them."""
+    halves: dict[str, dict[str, LazyTensor]] = {}
+    found: dict[str, LazyTensor] = {}
+    for name, tensor in tensors.items():
+        half = _HALF.fullmatch(name)
+        if half is not None:
+            halves.setdefault(half[1], {})[half[2]] = tensor
+        else:
+            found[local_spec(name)] = tensor
+    for name, of_name in halves.items():
+        if len(of_name) == 1 or local_spec(name) in found:
+            (has, tensor), *_ = of_name.items()
+            raise CheckpointError(
+                f"{tensor.where}: expected {name}_w (gate) and {name}_v (up) and nothing else of it, found only the "
+                f"one that ends in _{has}, or {name} too; copy the checkpoint again"
+            )
+        parts = [of_name["w"], of_name["v"]]
+        shape = (parts[0].shape[0] + parts[1].shape[0], *parts[0].shape[1:])
+        found[local_spec(name)] = end_to_end(parts, shape)
+    return found
+
+
+def _unstacked(name: str, shape: Sequence[int], where: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The names in a tensor, each with its place along the first axes."""
+    layers, experts = _STACKED_LAYERS.search(name), _EXPERTS.search(name)
+    stacked = [found is not None for found in (layers, experts)]
+    stacked[1] = experts is not None and experts[1] is None
+    if len(shape) <= sum(stacked):
+        raise CheckpointError(f"{where}: expected a stack of layers or experts, found shape {tuple(shape)}")
+    for place in itertools.product(*(range(size) for size in shape[: sum(stacked)])):
+        numbers = list(place)
+        one = name
+        if layers is not None:
+            one = f"{layers[1]}.{numbers.pop(0)}.{one[layers.end() :]}"
+        if experts is not None:
+            number = f"{numbers.pop(0)}." if stacked[1] else experts[1]
+            one = _EXPERTS.sub(f".mlp.experts.local_experts.{number}", one)
+        yield one, place
