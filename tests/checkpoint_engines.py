@@ -1,0 +1,171 @@
+"""What tests of checkpoints under DeepSpeed share: engines of every stage and optimizer, and what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lwopt_backend.checkpoint.contents import Checkpoint
+from tests.models import MATRICES, UnevenLM
+from tests.zero import ADAMW, MUON, ROWS, config, engine_for, train
+
+FROZEN = "layers.4.weight"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+States = dict[str, dict[str, Tensor]]
+
+
+class Buffered(UnevenLM):
+    """With a buffer that counts forward passes, and one that is not saved."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.register_buffer("passes", torch.zeros(2))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        self.passes += 1
+        return super().forward(tokens, targets)
+
+
+def settings_for(optimizer: str, stage: int, precision: str = "fp32") -> dict[str, Any]:
+    """A ds_config: "adamw" is torch's in DeepSpeed, "deepspeed muon" DeepSpeed's, "host" and "owned" are ours."""
+    settings = config(stage, rows=ROWS // dist.get_world_size())
+    if optimizer == "owned":
+        settings["optimizer"]["params"].update(storage="owned", bucket_mb=0.01)
+        settings["zero_optimization"] = {"stage": stage}
+    if optimizer == "adamw":
+        settings["optimizer"] = {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}}
+    if optimizer == "deepspeed muon":
+        settings["optimizer"] = {"type": "Muon", "params": {**MUON, "torch_adam": True, "ns_method": "standard"}}
+        settings["zero_optimization"]["reduce_scatter"] = False
+    if precision != "fp32":
+        settings["bf16"] = {"enabled": True}
+    if precision == "bf16+fp32":
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    return settings
+
+
+def scheduled(settings: dict[str, Any]) -> dict[str, Any]:
+    params = {"warmup_max_lr": 3e-3, "warmup_num_steps": 8}
+    return {**settings, "scheduler": {"type": "WarmupLR", "params": params}}
+
+
+def save(
+    folder: str,
+    settings: dict[str, Any] | tuple[str, int, str],
+    *,
+    model: Callable[[], nn.Module] = UnevenLM,
+    frozen: tuple[str, ...] = (),
+    steps: int = 3,
+    further: int = 0,
+) -> dict[str, Any]:
+    """Train and save; what was saved as the engine has it, and the losses of ``further`` steps from there."""
+    settings = settings_for(*settings) if isinstance(settings, tuple) else settings
+    torch._dynamo.config.disable = True  # DeepSpeed's Muon is compiled at its first step, which takes minutes
+    made = model()
+    for name in frozen:
+        made.get_parameter(name).requires_grad_(False)
+    with engine_for(settings, made) as engine:
+        train(engine, steps)
+        engine.save_checkpoint(folder, client_state={"rows": 3})
+        found = held(engine)
+        found["losses"] = train(engine, range(steps, steps + further))
+        return found
+
+
+def held(engine: Any) -> dict[str, Any]:
+    """Whole fp32 weights and states by parameter, buffers, counters."""
+    return {
+        "weights": full_weights_of(engine),
+        "states": states_of(engine),
+        "buffers": {name: buffer.clone() for name, buffer in engine.module.named_buffers()},
+        "steps": engine.global_steps,
+        "rates": list(engine.get_lr()),
+    }
+
+
+def full_weights_of(engine: Any) -> dict[str, Tensor]:
+    trained = {name: param for name, param in engine.module.named_parameters() if param.requires_grad}
+    if engine.zero_optimization_stage() == 0 and not hasattr(engine.optimizer, "core"):
+        return {name: master.detach().clone() for name, master in zip(trained, _of_stage_0(engine))}
+    get = deepspeed.utils.safe_get_full_fp32_param
+    return {name: get(param).clone() for name, param in trained.items()}
+
+
+def _of_stage_0(engine: Any) -> list[Tensor]:
+    """What torch's optimizer steps: the trained parameters, or masters of them, in their order."""
+    if hasattr(engine.optimizer, "fp32_groups"):
+        return [master for group in engine.optimizer.fp32_groups for master in group]
+    return [param for param in engine.module.parameters() if param.requires_grad]
+
+
+def states_of(engine: Any) -> States:
+    """By what the optimizer keeps of each parameter: momentum if it is a matrix that Muon trains, else moments."""
+    get = deepspeed.utils.safe_get_full_optimizer_state
+    if engine.optimizer_name() == "muon" and engine.zero_optimization_stage() < 3:
+        return _states_of_their_muon(engine)
+    if engine.zero_optimization_stage() == 0 and not hasattr(engine.optimizer, "core"):
+        if engine.optimizer_name() == "LayerWiseMuon":  # every rank has the state of what it owns
+            return {}
+        names = [name for name, param in engine.module.named_parameters() if param.requires_grad]
+        state = engine.basic_optimizer.state
+        return {n: {k: state[p][k].clone() for k in MOMENTS} for n, p in zip(names, _of_stage_0(engine))}
+    found: States = {}
+    for name, param in engine.module.named_parameters():
+        if param.requires_grad:
+            matrix = is_matrix(engine, name) or getattr(param, "use_muon", False)
+            found[name] = {key: get(param, key).clone() for key in (("momentum_buffer",) if matrix else MOMENTS)}
+    return found
+
+
+def is_matrix(engine: Any, name: str) -> bool:
+    """Whether one of our rules for matrices trains it."""
+    return name in MATRICES and engine.optimizer_name() == "LayerWiseMuon"
+
+
+def _states_of_their_muon(engine: Any) -> States:
+    """DeepSpeed's Muon at ZeRO 1 and 2: whole momentum on the ranks that store a part, moments in parts."""
+    outer, inner = engine.optimizer, engine.optimizer.optimizer
+    names = {id(param): name for name, param in engine.module.named_parameters()}
+    mine: list[tuple[str, str, Tensor]] = []
+    partitions = getattr(outer, "params_in_partition", None) or [[] for _ in inner.param_groups]
+    for group, params in zip(inner.param_groups, partitions):
+        state, begin = inner.state[group["params"][0]], 0
+        for param in params:
+            if group["use_muon"]:
+                flat = state["momentum_buffer"][begin : begin + param.numel()]
+                mine.append((names[id(param)], "momentum_buffer", flat.view(param.shape).clone()))
+            else:
+                place = param._hp_mapping.get_hp_fragment_address()
+                mine += [(names[id(param)], k, state[k].narrow(0, place.start, place.numel).clone()) for k in MOMENTS]
+            begin += param.numel()
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, mine)
+    pieces: dict[str, dict[str, list[Tensor]]] = {}
+    for name, key, tensor in (entry for of_rank in of_ranks for entry in of_rank):
+        pieces.setdefault(name, {}).setdefault(key, []).append(tensor)
+    found: States = {}
+    for name, param in engine.module.named_parameters():
+        for key, parts in pieces[name].items():
+            whole = parts[0] if key == "momentum_buffer" else torch.cat([part.flatten() for part in parts])
+            assert key in MOMENTS or all(torch.equal(whole, part) for part in parts)
+            found.setdefault(name, {})[key] = whole.view(param.shape)
+    return found
+
+
+def assert_holds(checkpoint: Checkpoint, truth: dict[str, Any]) -> None:
+    """The checkpoint's fp32 weights and states are those that the engine held, and no others."""
+    trained = {name: param for name, param in checkpoint.params.items() if param.states}
+    assert set(trained) == set(truth["weights"])
+    for name, param in trained.items():
+        expected = {"fp32": truth["weights"][name], **truth["states"][name]}
+        assert set(param.states) == set(expected), name
+        for key, tensor in param.states.items():
+            found = tensor.read()
+            assert tuple(found.shape) == tensor.shape == tuple(expected[key].shape), (name, key)
+            assert found.dtype == tensor.dtype and torch.equal(found.float(), expected[key].float().cpu()), (name, key)
