@@ -25,6 +25,7 @@ from lwopt_backend.integrations.fsdp2.meshes import reshard
 from lwopt_backend.integrations.fsdp2.norm import MeshGradients, hold_different_parameters
 from lwopt_backend.integrations.fsdp2.owner_state import (
     Of,
+    check_matrices,
     owner_shards,
     take_owner_state,
     with_owner_keys,
@@ -232,6 +233,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         if self.state:
             shards = self._owner_shards()
             expected = with_owner_keys(self.state, shards)
+            check_matrices(state_dict, shards, self._bound)
             check_loadable(state_dict, self.param_groups, self._names, self._rules, expected)
             state_dict = with_shards(state_dict, self.param_groups, expected)
             state_dict = take_owner_state(state_dict, shards, self._bound)

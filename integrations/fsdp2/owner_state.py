@@ -1,4 +1,8 @@
-"""Owner-held state in an optimizer's state dict: DTensors, cut by rows over the parameter's mesh."""
+"""Owner-held state in an optimizer's state dict: DTensors, cut by rows over the parameter's mesh.
+
+Of several matrices in a parameter they are named by their place in it, ``"[1].GG.0"``. Which elements these are stands
+beside them where the parameter's shape does not tell: of q, k and v, say.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lwopt_backend.integrations.fsdp2.meshes import local
 from lwopt_backend.integrations.fsdp2.stepper import MeshStepper
+from lwopt_backend.plan.blocks import matrices_of
 from lwopt_backend.rules import MatrixRule
-from lwopt_backend.runtime.owner_shards import Key, OwnerShards
+from lwopt_backend.runtime import nested
+from lwopt_backend.runtime.owner_shards import MATRICES, Key, OwnerShards
 
 Groups = Sequence[Sequence[Tensor]]
 Of = list[tuple[MeshStepper, OwnerShards]]
@@ -33,6 +39,8 @@ def owner_shards(
             del state[name]
     for param, name, like in _entries(shards):
         states[param][name] = like
+    for param, elements in _elements(shards):
+        states[param][MATRICES] = nested.described(elements).to("meta")
     return shards
 
 
@@ -45,6 +53,8 @@ def with_owner_state(state_dict: dict[str, Any], shards: Of, groups: Groups) -> 
             param = _param(stepper, key)
             index = index_of[id(param)]
             state[index] = {**state.get(index, {}), _name(stepper, key): _as_dtensor(part, shape, param)}
+    for param, elements in _elements(shards):
+        state[index_of[id(param)]][MATRICES] = nested.described(elements)
     return {**state_dict, "state": state}
 
 
@@ -52,12 +62,28 @@ def take_owner_state(state_dict: Mapping[str, Any], shards: Of, groups: Groups) 
     """``state_dict`` without what owners hold, which is brought to them. Called on all ranks of the meshes."""
     state = {index: dict(entry) for index, entry in state_dict["state"].items()}
     index_of = _indices(state_dict, groups)
+    for param, _ in _elements(shards):
+        state.get(index_of[id(param)], {}).pop(MATRICES, None)
     for stepper, held in shards:
         keys = [(entry.atom, entry.key) for entry in held.entries]
         places = [(key, _name(stepper, key), state.get(index_of[id(_param(stepper, key))], {})) for key in keys]
         if places and all(name in entry for _, name, entry in places):
             held.load({key: local(entry.pop(name)) for key, name, entry in places})
     return {**state_dict, "state": state}
+
+
+def check_matrices(state_dict: Mapping[str, Any], shards: Of, groups: Groups) -> None:
+    """Raises ValueError for owners' state of other matrices than there are here."""
+    index_of = _indices(state_dict, groups)
+    for param, elements in _elements(shards):
+        index = index_of.get(id(param))
+        saved = state_dict["state"].get(index, {}).get(MATRICES)
+        found = elements if saved is None else nested.rebuild(nested.description(saved.cpu()), {})
+        if found != elements:
+            raise ValueError(
+                f"the checkpoint's state of parameter {index!r} is of the matrices {found}, expected those that there "
+                f"are here, {elements}; load it with the 'atoms' it was saved with"
+            )
 
 
 def _entries(shards: Of) -> Iterator[tuple[Tensor, str, Tensor]]:
@@ -73,7 +99,18 @@ def with_owner_keys(states: Mapping[Tensor, Mapping[str, Any]], shards: Of) -> d
     expected = {param: dict(state) for param, state in states.items()}
     for param, name, like in _entries(shards):
         expected[param][name] = _as_dtensor(like, like.shape, param)
+    for param, elements in _elements(shards):
+        expected[param][MATRICES] = nested.described(elements)
     return expected
+
+
+def _elements(shards: Of) -> Iterator[tuple[Tensor, list[str]]]:
+    """By parameter with owner-held state, which elements its matrices are, where its shape does not tell."""
+    for stepper, held in shards:
+        for number in sorted({stepper.matrices[entry.atom] for entry in held.entries}):
+            member = stepper.members[number]
+            if member.blocks != matrices_of(member.sharding.shape):
+                yield member.param, list(map(str, member.blocks))
 
 
 def _param(stepper: MeshStepper, key: Key) -> Tensor:
@@ -82,8 +119,9 @@ def _param(stepper: MeshStepper, key: Key) -> Tensor:
 
 def _name(stepper: MeshStepper, key: Key) -> str:
     """Unique among a parameter's: of several matrices in it, which one's."""
-    name = stepper.blocks[key[0]].name
-    return f"{name}.{key[1]}" if name else key[1]
+    atom, path = key
+    several = len(stepper.members[stepper.matrices[atom]].blocks) > 1
+    return f"[{stepper.places[atom]}].{path}" if several else path
 
 
 def _indices(state_dict: Mapping[str, Any], groups: Groups) -> dict[int, Any]:

@@ -72,6 +72,7 @@ class MeshStepper:
         pairs = [(i, block) for i in reversed(range(len(members))) for block in members[i].blocks]
         self.matrices = [i for i, _ in pairs]  # by atom, the member it is in
         self.blocks = [block for _, block in pairs]
+        self.places = [place for i in reversed(range(len(members))) for place in range(len(members[i].blocks))]
         self.plan = self._plan(groups, rules, loads)
         self.device = mesh.device if mesh else (local(members[0].param).device if members else torch.device("cpu"))
         batch = 0 if self.device.type == "cpu" else BATCH_NUMEL

@@ -22,6 +22,7 @@ from lwopt_backend.runtime.ranks import Collectives
 
 BUCKET_BYTES = 2**26  # of state that travel together when it is saved or loaded
 STRUCTURE, STEPPED = "structure", "stepped"  # beside the tensors, of state that is more than tensors by name
+MATRICES = "matrices"  # beside them all, of a parameter with other matrices than its shape tells: which elements
 Key = tuple[int, str]  # atom, and the path of a tensor in its state
 
 

@@ -1,0 +1,119 @@
+"""Writes what torch.distributed.checkpoint loads into an FSDP2 model and its optimizer; see ``dcp``:
+
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    torch.distributed.checkpoint.load(state, checkpoint_id=folder)
+
+Every tensor is whole in the file; loading cuts it for whatever mesh there is. Options of StateDictOptions are the
+default ones, so the optimizer's state is nested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, Param
+from lwopt_backend.checkpoint.dcp import saving as dcp_saving
+from lwopt_backend.checkpoint.dcp.saving import Boxes
+from lwopt_backend.checkpoint.lazy import LazyTensor, held
+from lwopt_backend.plan.blocks import matrices_of
+from lwopt_backend.runtime import nested
+from lwopt_backend.runtime.owner_shards import MATRICES, STEPPED, STRUCTURE
+
+
+def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:
+    """Fill ``folder``, which is empty. ``workers`` tensors, or what owners keep of as many matrices, are in memory.
+
+    Weights are the master weights where there are any: FSDP2's parameters are the masters themselves, and loading
+    rounds them to those that are not. Beside ``model`` and ``optimizer`` are ``iteration``, ``samples``,
+    ``scheduler``, ``arguments`` and what the user's own program saved along, as far as there is any of it. Raises
+    CheckpointError for a parameter whose group is not known, and for owners' state of parts of a fused parameter where
+    the checkpoint does not tell which rows they are (``arguments["matrices"]``).
+    """
+    tensors: dict[tuple[Any, ...], LazyTensor] = {}
+    for name, param in checkpoint.params.items():
+        tensors["model", name] = param.best
+        for key, tensor in _states(name, param, (checkpoint.arguments.get(MATRICES) or {}).get(name)):
+            tensors["optimizer", "state", name, key] = tensor
+    tensors.update({("model", name): checkpoint.params[of].best for name, of in checkpoint.tied.items()})
+    tensors.update({("model", name): buffer for name, buffer in checkpoint.buffers.items()})
+    rest = _rest(checkpoint)
+    if groups := _groups(checkpoint):
+        rest["optimizer"] = {"param_groups": groups}
+    flat, paths = flatten_state_dict(rest)
+    if checkpoint.arguments:  # in one piece: nobody loads them into an object of theirs
+        flat["arguments"], paths["arguments"] = dict(checkpoint.arguments), ("arguments",)
+    keys = {".".join(path): path for path in tensors}
+    boxes = {
+        key: Boxes(tensors[path].shape, {(0,) * len(tensors[path].shape): tensors[path]}) for key, path in keys.items()
+    }
+    dcp_saving.save(folder, boxes, flat, {**keys, **paths}, workers=workers)
+
+
+def _states(name: str, param: Param, matrices: Sequence[str] | None) -> Iterator[tuple[str, LazyTensor]]:
+    """``matrices``: which elements the parameter's matrices are, where that is known."""
+    for key, tensor in param.states.items():
+        if key != MASTER:
+            yield key, tensor
+    if param.step is not None:
+        yield "step", held(torch.tensor(float(param.step)), f"step of {name}")
+    by_shape = list(map(str, matrices_of(param.shape))) if param.owner_states else []
+    known = by_shape if matrices is None else list(matrices)
+    if param.owner_states and known != by_shape:
+        yield MATRICES, held(nested.described(known), f"matrices of {name}")
+    for place in param.owner_states:
+        if place >= len(known):
+            raise CheckpointError(
+                f"{name}: the owner of its matrix number {place} keeps state of a part of a fused parameter, and the "
+                "checkpoint does not tell which rows it is: resume on the engine that wrote it"
+            )
+        prefix = f"[{place}]." if len(known) > 1 else ""
+        for key, tensor in _of_owner(param, place).items():
+            yield f"{prefix}{key}", _later(param, place, key, tensor, f"{prefix}{key} of {name}")
+
+
+def _of_owner(param: Param, place: int) -> dict[str, Tensor]:
+    """As ``OwnerShards`` saves it: tensors of at least one dimension, and what form they had."""
+    state = dict(param.owner_states[place])
+    found = {key: tensor.reshape(tensor.shape or (1,)) for key, tensor in nested.leaves(state)}
+    if not nested.is_plain(state):
+        found[STRUCTURE] = nested.described(state)
+        found[STEPPED] = torch.tensor([True])
+    return found
+
+
+def _later(param: Param, place: int, key: str, like: Tensor, where: str) -> LazyTensor:
+    """One of an owner's tensors, which is read again when it is written."""
+    return LazyTensor(tuple(like.shape), like.dtype, lambda: _of_owner(param, place)[key].contiguous(), where)
+
+
+def _rest(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What is no tensor and not the optimizer's."""
+    more = {
+        "iteration": checkpoint.iteration,
+        "samples": checkpoint.samples,
+        "scheduler": checkpoint.scheduler,
+        "names": None if checkpoint.names == "model" else checkpoint.names,
+    }
+    return {**{key: value for key, value in more.items() if value is not None}, **checkpoint.client}
+
+
+def _groups(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """Param groups with the names of their parameters, as ``get_optimizer_state_dict`` has them."""
+    members: dict[int, list[str]] = {}
+    for name, param in checkpoint.params.items():
+        if param.group is not None:
+            members.setdefault(param.group, []).append(name)
+        elif set(param.states) - {MASTER} or param.owner_states:
+            raise CheckpointError(
+                f"{param.best.where}: which of the {len(checkpoint.groups)} param groups has {name} is not known, and "
+                "the optimizer cannot load its state without; convert from a checkpoint that tells it"
+            )
+    count = max([len(checkpoint.groups), *(number + 1 for number in members)])
+    given: list[Mapping[str, Any]] = [*checkpoint.groups, *({} for _ in range(count - len(checkpoint.groups)))]
+    return [{**group, "params": members.get(number, [])} for number, group in enumerate(given)]

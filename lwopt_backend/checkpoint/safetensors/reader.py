@@ -1,0 +1,144 @@
+"""Reads weights that lie in a folder as safetensors, as ``safetensors.writer`` and Hugging Face's libraries write them.
+
+    model.safetensors, or files that model.safetensors.index.json names    weights and buffers
+    config.json, where there is one                                       how the model was built
+
+The format has no checksums: what a damaged file shows is that its header does not fit its size. It has no optimizer
+state either. Format: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, Param
+from lwopt_backend.checkpoint.files import torch_files
+from lwopt_backend.checkpoint.files.folders import check_name
+from lwopt_backend.checkpoint.lazy import LazyTensor
+from lwopt_backend.checkpoint.safetensors.writer import DTYPES, INDEX
+
+ONE_FILE, CONFIG = "model.safetensors", "config.json"
+MOST_HEADER_BYTES = 100_000_000  # the format's own limit
+_DTYPES = {word: dtype for dtype, word in DTYPES.items()}
+
+
+def recognises(path: Path) -> bool:
+    """Whether there is one file with the usual name, or an index of several."""
+    return (path / ONE_FILE).is_file() or (path / INDEX).is_file()
+
+
+def read(path: Path) -> Checkpoint:
+    """The weights in a folder, without state. Raises CheckpointError for what is damaged, missing or not listed."""
+    tensors = _indexed(path) if (path / INDEX).is_file() else load(path / ONE_FILE)
+    config = _json(path / CONFIG) if (path / CONFIG).is_file() else {}
+    return Checkpoint(
+        format="safetensors",
+        version="",
+        names="model",
+        params={name: Param(tensor) for name, tensor in tensors.items() if tensor.dtype.is_floating_point},
+        arguments=config,
+        buffers={name: tensor for name, tensor in tensors.items() if not tensor.dtype.is_floating_point},
+    )
+
+
+def load(path: Path) -> dict[str, LazyTensor]:
+    """The tensors of one file, each read when it is needed. Raises CheckpointError unless header and size agree."""
+    try:
+        nbytes = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if nbytes < 8 or length > min(nbytes - 8, MOST_HEADER_BYTES):
+                raise CheckpointError(
+                    f"{path} is damaged: its {nbytes} bytes do not begin with a header's length; copy it again"
+                )
+            header = file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; copy all files of {path.parent}") from error
+    try:
+        entries = _object(header)
+        entries.pop("__metadata__", None)
+        found = {name: _tensor(path, name, entry, 8 + length) for name, entry in entries.items()}
+        _check_places(entries, nbytes - 8 - length)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        what = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{path} is damaged: its header is wrong ({what}); copy it again") from error
+    return found
+
+
+def _tensor(path: Path, name: str, entry: Mapping[str, Any], start: int) -> LazyTensor:
+    """One of a header's entries; ``start`` is where tensors begin. Raises ValueError, TypeError, KeyError."""
+    if entry["dtype"] not in _DTYPES:
+        raise ValueError(f"{name!r} has the unknown dtype {entry['dtype']!r}")
+    dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+    begin, end = entry["data_offsets"]
+    if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
+        raise ValueError(f"shape and place of {name!r} are {entry['shape']} and {entry['data_offsets']}")
+    if end - begin != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{name!r} has {end - begin} bytes, but {entry['dtype']} of shape {list(shape)}")
+    where = f"{name} in {path}"
+
+    def part(first: int, sizes: tuple[int, ...]) -> Tensor:
+        strides = tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+        return torch_files.read_strided(path, start + begin + first * dtype.itemsize, sizes, strides, dtype, where)
+
+    return LazyTensor(shape, dtype, lambda: part(0, shape), where, lambda first, stop: part(first, (stop - first,)))
+
+
+def _check_places(entries: Mapping[str, Mapping[str, Any]], nbytes: int) -> None:
+    """Raises ValueError unless tensors follow each other without a gap up to the end of the file."""
+    at = 0
+    for begin, end in sorted(tuple(entry["data_offsets"]) for entry in entries.values()):
+        if begin != at:
+            raise ValueError(f"a tensor begins at byte {begin}, but the one before it ends at {at}")
+        at = end
+    if at != nbytes:
+        raise ValueError(f"tensors take {at} bytes, but the file has {nbytes} for them")
+
+
+def _indexed(path: Path) -> dict[str, LazyTensor]:
+    """The tensors of all files, in the index' order."""
+    places = _json(path / INDEX).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise CheckpointError(f"{path / INDEX}: expected files by tensors' names under 'weight_map'; copy it again")
+    found: dict[str, LazyTensor] = {}
+    for file in dict.fromkeys(places.values()):
+        check_name(file, f"{path / INDEX}")
+        of_file = load(path / file)
+        listed = {name for name, place in places.items() if place == file}
+        if different := sorted(listed ^ set(of_file)):
+            where = "its header" if different[0] in listed else INDEX
+            raise CheckpointError(
+                f"{path / file}: {different[0]!r} is missing in {where}; the files are of different checkpoints"
+            )
+        found |= of_file
+    return {name: found[name] for name in places}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        return _object(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; copy it again") from error
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    found = json.loads(text, object_pairs_hook=_once)
+    if not isinstance(found, dict):
+        raise ValueError(f"expected an object in JSON, found {type(found).__name__}")
+    return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return found
