@@ -1,0 +1,232 @@
+"""What must hold before anything is written: a checkpoint that is not whole, or not what it says, is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from lwopt_backend.checkpoint.bits import infinite, same, unequal
+from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, Param
+from lwopt_backend.checkpoint.files.parallel import in_order
+from lwopt_backend.checkpoint.lazy import LazyTensor
+from lwopt_backend.checkpoint.names import CORE, FAMILIES
+
+SHOWN = 20  # problems that are listed
+
+
+class Refused(CheckpointError):
+    """A checkpoint with ``problems``, a sentence each, and ``advice`` on all of them, which may be empty."""
+
+    def __init__(self, problems: Sequence[str], advice: str) -> None:
+        more = f"\n  ... and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        listed = "\n  ".join(problems[:SHOWN])
+        super().__init__(
+            f"{len(problems)} problem(s), so that nothing is written:\n  {listed}{more}" + f"\n{advice}" * bool(advice)
+        )
+        self.problems, self.advice = tuple(problems), advice
+
+
+def check(checkpoint: Checkpoint, vocab_size: int | None = None, workers: int = 1) -> list[str]:
+    """Notes on what was checked; every tensor is read once, ``workers`` parameters at a time.
+
+    Raises Refused, which lists what is wrong: states that are missing or of another shape than their parameter;
+    master weights that do not round to the saved weights, bit for bit; replicas that differ; a ``vocab_size`` beyond
+    the rows of the embedding, or short of rows that were trained.
+    """
+    problems = [*_missing(checkpoint), *_misshapen(checkpoint), *_vocabulary(checkpoint, vocab_size)]
+    notes = _notes(checkpoint)
+    wrong: dict[str, int] = {}
+    masters = 0
+    looks = (partial(_values, name, param) for name, param in checkpoint.params.items())
+    for param, (found, counts) in zip(checkpoint.params.values(), in_order(looks, workers)):
+        masters += _has_both(param)
+        problems += found
+        wrong.update({what: count for what, count in counts.items() if count})
+    for what, one, other in checkpoint.replicas:
+        problems += _differing(what, one, other)
+    if problems:
+        raise Refused(problems, _advice(checkpoint, problems))
+    if masters:
+        notes.append(f"All {masters} master weights round to the saved weights, bit for bit.")
+    if checkpoint.replicas:
+        notes.append(f"All {len(checkpoint.replicas)} replicas are equal.")
+    return [*notes, _finite(wrong)]
+
+
+# States
+
+
+def _missing(checkpoint: Checkpoint) -> Iterator[str]:
+    """Parameters with a part of the states that others of the same param group have, or with none of them.
+
+    Where groups are not known the others are all. A state that only some rules have is none that others lack: what
+    counts are others that have all of a parameter's states, and more. Rules may keep all of theirs in owner_states.
+    """
+    trained = {name: param for name, param in checkpoint.params.items() if not _frozen(checkpoint, param)}
+    kinds: dict[int | None, dict[frozenset[str], str]] = {}
+    for name, param in trained.items():
+        kinds.setdefault(param.group, {}).setdefault(_kind(param), name)
+    with_master = next((name for name, param in trained.items() if MASTER in param.states), None)
+    for name, param in trained.items():
+        have = _kind(param)
+        larger = [kind for kind in kinds[param.group] if have < kind and not param.owner_states]
+        if larger and not have:
+            known = " or ".join(sorted(" and ".join(sorted(kind)) for kind in larger))
+            yield f"{name!r} has no optimizer state, while others have {known}"
+        elif larger:
+            fuller = min(larger, key=lambda kind: (len(kind), sorted(kind)))
+            lacks = " and ".join(sorted(fuller - have))
+            yield f"{name!r} has no {lacks}, which {kinds[param.group][fuller]!r} has"
+        needs_master = param.weight is None or _is_low(param.weight)
+        if with_master is not None and needs_master and MASTER not in param.states:
+            yield f"{name!r} has no master weight ({MASTER}), which {with_master!r} has"
+
+
+def _kind(param: Param) -> frozenset[str]:
+    return frozenset(param.states) - {MASTER}
+
+
+def _is_low(weight: LazyTensor) -> bool:
+    return weight.dtype.is_floating_point and weight.dtype.itemsize < 4
+
+
+def _frozen(checkpoint: Checkpoint, param: Param) -> bool:
+    """No state at all and in no group, where others are in one."""
+    grouped = any(other.group is not None for other in checkpoint.params.values())
+    return not param.states and param.weight is not None and param.group is None and grouped
+
+
+def _misshapen(checkpoint: Checkpoint) -> Iterator[str]:
+    for name, param in checkpoint.params.items():
+        for key, state in param.states.items():
+            if state.shape != param.shape:
+                yield f"{key} of {name!r} has shape {state.shape}, but the parameter {param.shape} ({state.where})"
+
+
+def _notes(checkpoint: Checkpoint) -> list[str]:
+    params = checkpoint.params
+    frozen = [name for name, param in params.items() if _frozen(checkpoint, param)]
+    if not any(param.states for param in params.values()):
+        return ["There is no optimizer state, only weights."]
+    return [f"{len(frozen)} parameter(s) without a param group have no state, such as {frozen[0]!r}."] if frozen else []
+
+
+# Values
+
+
+def _values(name: str, param: Param) -> tuple[list[str], dict[str, int]]:
+    """What is wrong with a parameter's values, and how many of each tensor's are infinite or no numbers."""
+    counts: dict[str, int] = {}
+    both = _has_both(param)
+    problems = _unrounded(name, param, counts) if both else []
+    for key, tensor in {"weight": param.weight, **param.states}.items():
+        if tensor is not None and not (both and key in ("weight", MASTER)):
+            counts[f"{key} of {name!r}"] = sum(map(infinite, tensor.blocks()))
+    return problems, counts
+
+
+def _has_both(param: Param) -> bool:
+    master = param.states.get(MASTER)
+    return param.weight is not None and master is not None and master.shape == param.weight.shape
+
+
+def _unrounded(name: str, param: Param, counts: dict[str, int]) -> list[str]:
+    """A problem if a master weight, rounded to nearest even, is not the weight; NaN is equal to NaN."""
+    weight, master = param.weight, param.states[MASTER]
+    assert weight is not None
+    count, start, first = 0, 0, None
+    odd = [0, 0]
+    for saved, full in zip(weight.blocks(), master.blocks(), strict=True):
+        odd = [odd[0] + infinite(saved), odd[1] + infinite(full)]
+        rounded = full.to(weight.dtype)
+        if not same(rounded, saved):
+            differs = unequal(rounded, saved)
+            count += int(differs.sum())
+            if first is None and count:
+                at = int(differs.to(torch.uint8).argmax())
+                first = f"element {start + at} is {full[at].item()!r}, but the weight {saved[at].item()!r}"
+        start += saved.numel()
+    counts.update({f"weight of {name!r}": odd[0], f"{MASTER} of {name!r}": odd[1]})
+    if not count:
+        return []
+    return [
+        f"master weight of {name!r} does not round to the saved {weight.dtype} weight in {count} of {weight.numel} "
+        f"elements ({first}; {master.where})"
+    ]
+
+
+def _differing(what: str, one: LazyTensor, other: LazyTensor) -> list[str]:
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        found = f"{one.dtype} of shape {one.shape} and {other.dtype} of shape {other.shape}"
+        return [f"replicas of {what} differ: {found} ({one.where}, {other.where})"]
+    count = sum(
+        0 if same(*pair) else int(unequal(*pair).sum()) for pair in zip(one.blocks(), other.blocks(), strict=True)
+    )
+    if not count:
+        return []
+    return [f"replicas of {what} differ in {count} of {one.numel} elements ({one.where}, {other.where})"]
+
+
+def _finite(wrong: Mapping[str, int]) -> str:
+    if not wrong:
+        return "All values are finite."
+    listed = ", ".join(f"{count} in {what}" for what, count in list(wrong.items())[:SHOWN])
+    more = f" and others in {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+    return f"{sum(wrong.values())} values are infinite or no numbers: {listed}{more}."
+
+
+# Vocabulary
+
+
+def _vocabulary(checkpoint: Checkpoint, size: int | None) -> Iterator[str]:
+    """Rows of padding are never looked up, so that an embedding of its own gets no gradients for them.
+
+    Of one that is also the output layer all rows get gradients, and nothing can be told.
+    """
+    if size is None:
+        return
+    embedding, head = (
+        _spelled(checkpoint.names, name) for name in ("embedding.word_embeddings.weight", "output_layer.weight")
+    )
+    for name in (embedding, head):
+        if name in checkpoint.params and checkpoint.params[name].shape[0] < size:
+            rows = checkpoint.params[name].shape[0]
+            yield f"{name!r} has {rows} rows, fewer than the vocabulary of {size} that was given; give the model's own"
+    if embedding not in checkpoint.params or head not in checkpoint.params:
+        return
+    param = checkpoint.params[embedding]
+    for key in ("momentum_buffer", "exp_avg", "exp_avg_sq"):
+        state = param.states.get(key)
+        if state is None or state.shape != param.shape or state.shape[0] <= size:
+            continue
+        width = state.numel // state.shape[0]
+        beyond = state.piece(size * width, state.numel).read().view(-1, width)
+        rows = [size + int(row) for row in beyond.any(dim=1).nonzero()]
+        if rows:
+            yield (
+                f"{len(rows)} row(s) of {embedding!r} beyond the given vocabulary of {size} were trained, such "
+                f"as row {rows[0]} ({state.where} is not zero there); give at least {rows[-1] + 1}"
+            )
+            return
+
+
+def _spelled(names: str, name: str) -> str:
+    """A name of Megatron-core's in the vocabulary ``names``, where that is a family's with one for it."""
+    if names == CORE or names not in FAMILIES:
+        return name
+    rules = [rule for rule in FAMILIES[names].rules if rule.sources and rule.sources[0].text == name]
+    return next((rule.targets[0].text for rule in rules if rule.only != "tied"), name)
+
+
+def _advice(checkpoint: Checkpoint, problems: Sequence[str]) -> str:
+    if not checkpoint.format.startswith("megatron") or not any("does not round" in problem for problem in problems):
+        return ""
+    return (
+        "The optimizer state is not that of these weights. Megatron-LM up to 0.19.1 writes such checkpoints with "
+        "--dist-ckpt-optim-fully-reshardable and several gradient buckets (--overlap-grad-reduce), and loads them "
+        "silently; other states are wrong there too. Take a checkpoint that was saved without that option. The "
+        "weights are good: to begin with these and a new optimizer, load them in Megatron with --no-load-optim, save "
+        "again without that option, and convert that"
+    )

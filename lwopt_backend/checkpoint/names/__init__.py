@@ -1,0 +1,68 @@
+"""Name maps: one table per family, the user's own as JSON, applied to a checkpoint in either direction."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError
+from lwopt_backend.checkpoint.names import (
+    hf_gpt2,
+    hf_llama,
+    hf_mixtral,
+    hf_moe_stacked,
+    hf_qwen_moe,
+    megatron_core,
+    megatron_deepspeed,
+)
+from lwopt_backend.checkpoint.names.applying import apply
+from lwopt_backend.checkpoint.names.numbers import Numbers
+from lwopt_backend.checkpoint.names.rules import NameMap, read_map
+from lwopt_backend.spelling import suggestion
+
+__all__ = ["CORE", "FAMILIES", "NameMap", "Numbers", "apply", "find", "translate"]
+
+CORE = megatron_core.MAP.source
+
+FAMILIES: Mapping[str, NameMap] = {
+    module.MAP.target: module.MAP
+    for module in (
+        *(megatron_core, megatron_deepspeed),
+        *(hf_llama, hf_mixtral, hf_qwen_moe, hf_moe_stacked, hf_gpt2),
+    )
+}
+
+
+def find(name: str) -> NameMap:
+    """A family's map by its name, or the user's by the path of a .json file. Raises CheckpointError for another."""
+    if name in FAMILIES:
+        return FAMILIES[name]
+    if name.endswith(".json"):
+        return read_map(Path(name), FAMILIES)
+    raise CheckpointError(f"unknown names {name!r}; {suggestion(name, FAMILIES)}, or give the path of a .json file")
+
+
+def translate(
+    checkpoint: Checkpoint, target: str, numbers: Numbers | None = None, *, source: str | None = None
+) -> Checkpoint:
+    """The checkpoint under the names of ``target``, a family or a .json file, from those it has.
+
+    ``source`` says in which vocabulary its names are, where the checkpoint itself does not know ("model"). From one
+    family to another goes through Megatron-core's names. Raises CheckpointError; see ``apply``.
+    """
+    into = find(target)
+    if source is not None:
+        checkpoint = dataclasses.replace(checkpoint, names=find(source).target)
+    back = find(source) if source is not None else FAMILIES.get(checkpoint.names)
+    if checkpoint.names == into.target != into.source and not _vocabulary(numbers):
+        return checkpoint
+    if back is not None and checkpoint.names not in (CORE, into.source):
+        checkpoint = apply(back.inverse(), checkpoint, numbers)
+        if into.source == into.target:
+            return checkpoint
+    return apply(into, checkpoint, numbers)
+
+
+def _vocabulary(numbers: Numbers | None) -> bool:
+    return numbers is not None and (numbers.vocab_size, numbers.vocab_multiple) != (None, None)

@@ -1,0 +1,224 @@
+"""What rules do to tensors: split, join, permute, transpose, and pad or cut the vocabulary. All without reading them.
+
+Nothing here computes with elements, so that the same is right for a weight and for every state of its shape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lwopt_backend.checkpoint.contents import CheckpointError
+from lwopt_backend.checkpoint.lazy import LazyTensor, end_to_end, joined
+from lwopt_backend.checkpoint.names.numbers import QKV, Numbers, qkv_of_fused, qkv_of_parts
+
+Tensors = Sequence[LazyTensor]
+OperationName = Literal[
+    "split_qkv",
+    "join_qkv",
+    "qkv_blocks",
+    "qkv_groups",
+    "qkv_to_layout",
+    "qkv_from_layout",
+    "split_gate_up",
+    "join_gate_up",
+    "transpose",
+    "vocabulary",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """Makes ``gives`` tensors of ``takes``; ``back`` is the name of the operation that undoes it."""
+
+    takes: int
+    gives: int
+    run: Callable[[Tensors, Numbers], list[LazyTensor]]
+    back: OperationName
+
+
+# q, k and v
+
+
+def _split_qkv(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
+    """Megatron's rows, group by group q, k, v, as three: all q, all k, all v."""
+    fused = tensors[0]
+    return _taken(fused, qkv_of_fused(numbers, fused.shape[0], fused.where))
+
+
+def _taken(fused: LazyTensor, qkv: QKV) -> list[LazyTensor]:
+    total, parts, start = sum(qkv.sizes), [], 0
+    for size in qkv.sizes:
+        ranges = [(g * total + start, g * total + start + size) for g in range(qkv.groups)]
+        parts.append(_gathered(fused, ranges))
+        start += size
+    return parts
+
+
+def _join_qkv(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
+    q, k, v = tensors
+    _check_alike(tensors, first_dimension=False)
+    if k.shape != v.shape:
+        raise CheckpointError(f"{k.where} has shape {k.shape}, but {v.where} has {v.shape}; k and v must be alike")
+    return [_interleaved(tensors, qkv_of_parts(numbers, q.shape[0], k.shape[0], q.where).groups)]
+
+
+def _interleaved(tensors: Tensors, groups: int) -> LazyTensor:
+    rows = sum(part.shape[0] for part in tensors)
+
+    def function(parts: list[Tensor]) -> Tensor:
+        return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
+
+    return joined(tensors, function, (rows, *tensors[0].shape[1:]))
+
+
+def _qkv_blocks(tensors: Tensors, numbers: Numbers, ranks: int = 1) -> list[LazyTensor]:
+    """Group by group q, k, v as all q, all k, all v; for each of ``ranks`` again."""
+    fused = tensors[0]
+    qkv = qkv_of_fused(numbers, fused.shape[0], fused.where)
+    if qkv.groups % ranks:
+        raise CheckpointError(f"{fused.where}: {qkv.groups} query groups do not divide among qkv_ranks {ranks}")
+    return [_regrouped(fused, qkv, ranks)]
+
+
+def _qkv_groups(tensors: Tensors, numbers: Numbers, ranks: int = 1) -> list[LazyTensor]:
+    fused = tensors[0]
+    qkv = qkv_of_fused(numbers, fused.shape[0], fused.where)
+    if qkv.groups % ranks:
+        raise CheckpointError(f"{fused.where}: {qkv.groups} query groups do not divide among qkv_ranks {ranks}")
+    share = qkv.groups // ranks
+    return [_regrouped(fused, QKV(ranks, qkv.queries * share, qkv.channels * share), qkv.groups)]
+
+
+def _regrouped(fused: LazyTensor, qkv: QKV, groups: int) -> LazyTensor:
+    """Rows that lie as ``qkv`` says, in so many groups instead."""
+
+    def function(whole: Tensor) -> Tensor:
+        parts = whole.unflatten(0, (qkv.groups, -1)).split(qkv.sizes, dim=1)
+        parts = [part.flatten(0, 1).unflatten(0, (groups, -1)) for part in parts]
+        return torch.cat(parts, dim=1).flatten(0, 1)
+
+    return fused.mapped(function, fused.shape)
+
+
+def _qkv_to_layout(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
+    """As the option ``qkv_layout`` says, which has no default."""
+    return list(tensors) if _grouped(tensors, numbers) else _qkv_blocks(tensors, numbers, numbers.qkv_ranks)
+
+
+def _qkv_from_layout(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
+    return list(tensors) if _grouped(tensors, numbers) else _qkv_groups(tensors, numbers, numbers.qkv_ranks)
+
+
+def _grouped(tensors: Tensors, numbers: Numbers) -> bool:
+    if numbers.qkv_layout is None:
+        raise CheckpointError(
+            f"{tensors[0].where}: how q, k and v lie in Megatron-DeepSpeed's query_key_value depends on its commit, "
+            "and cannot be told from the file; say qkv_layout 'groups' (as its converter from Hugging Face writes it) "
+            "or 'blocks' (as its current forward slices it)"
+        )
+    return numbers.qkv_layout == "groups"
+
+
+# Gate and up, transposition, vocabulary
+
+
+def _split_gate_up(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
+    fused = tensors[0]
+    rows = fused.shape[0]
+    if rows % 2:
+        raise CheckpointError(f"{fused.where}: {rows} rows are no gate and up of equal size; is this model gated?")
+    return [_gathered(fused, [(0, rows // 2)]), _gathered(fused, [(rows // 2, rows)])]
+
+
+def _join_gate_up(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
+    gate = tensors[0]
+    _check_alike(tensors)
+    return [end_to_end(tensors, (2 * gate.shape[0], *gate.shape[1:]))]
+
+
+def _transpose(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
+    """A matrix, or each of a stack; a bias stays."""
+    tensor = tensors[0]
+    if len(tensor.shape) < 2:
+        return [tensor]
+    *outer, rows, columns = tensor.shape
+    return [tensor.mapped(lambda whole: whole.transpose(-2, -1), (*outer, columns, rows))]
+
+
+def _vocabulary(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
+    """The first ``vocab_size`` rows, then rows of zeros up to ``vocab_multiple``."""
+    tensor, (rows, *inner) = tensors[0], tensors[0].shape
+    kept = numbers.vocab_size or rows
+    if kept > rows:
+        raise CheckpointError(
+            f"{tensor.where} has {rows} rows, fewer than the vocabulary of {kept} that was given; give the model's own"
+        )
+    if kept < rows:
+        tensor = _gathered(tensor, [(0, kept)])
+    multiple = numbers.vocab_multiple or 1
+    missing = -kept % multiple
+    if missing:
+        tensor = tensor.mapped(
+            lambda part: torch.cat([part, part.new_zeros(missing, *inner)]), (kept + missing, *inner)
+        )
+    return [tensor]
+
+
+OPERATIONS: Mapping[OperationName, Operation] = {
+    "split_qkv": Operation(1, 3, _split_qkv, "join_qkv"),
+    "join_qkv": Operation(3, 1, _join_qkv, "split_qkv"),
+    "qkv_blocks": Operation(1, 1, _qkv_blocks, "qkv_groups"),
+    "qkv_groups": Operation(1, 1, _qkv_groups, "qkv_blocks"),
+    "qkv_to_layout": Operation(1, 1, _qkv_to_layout, "qkv_from_layout"),
+    "qkv_from_layout": Operation(1, 1, _qkv_from_layout, "qkv_to_layout"),
+    "split_gate_up": Operation(1, 2, _split_gate_up, "join_gate_up"),
+    "join_gate_up": Operation(2, 1, _join_gate_up, "split_gate_up"),
+    "transpose": Operation(1, 1, _transpose, "transpose"),
+    "vocabulary": Operation(1, 1, _vocabulary, "vocabulary"),
+}
+
+
+# Stacks
+
+
+def stacked(tensors: Tensors, sizes: Sequence[int]) -> LazyTensor:
+    """In one, with these leading dimensions; the last of them varies first in ``tensors``."""
+    _check_alike(tensors)
+    shape = (*sizes, *tensors[0].shape)
+    return end_to_end(tensors, shape)
+
+
+def unstacked(tensor: LazyTensor, leading: int) -> list[LazyTensor]:
+    """The slices of so many leading dimensions, each of which reads no more than itself where the file allows it."""
+    shape = tensor.shape[leading:]
+    size = math.prod(shape)
+    starts = [number * size for number in range(math.prod(tensor.shape[:leading]))]
+    return [tensor.piece(start, start + size).view(shape) for start in starts]
+
+
+def _gathered(tensor: LazyTensor, ranges: Sequence[tuple[int, int]]) -> LazyTensor:
+    """Rows of these ranges, one after the other; only they are read where the file allows it."""
+    inner = tensor.shape[1:]
+    shape, width = (sum(stop - start for start, stop in ranges), *inner), math.prod(inner)
+    if tensor.read_range is None:
+        return tensor.mapped(lambda whole: torch.cat([whole[start:stop] for start, stop in ranges]), shape)
+    pieces = [tensor.piece(start * width, stop * width) for start, stop in ranges]
+    return end_to_end(pieces, shape)
+
+
+def _check_alike(tensors: Tensors, first_dimension: bool = True) -> None:
+    """Raises CheckpointError unless these can lie in one tensor."""
+    first = tensors[0]
+    skipped = 0 if first_dimension else 1
+    for other in tensors[1:]:
+        if (other.dtype, other.shape[skipped:]) != (first.dtype, first.shape[skipped:]):
+            raise CheckpointError(
+                f"{first.where} is {first.dtype} of shape {first.shape}, but {other.where} is {other.dtype} of shape "
+                f"{other.shape}; they cannot be joined"
+            )

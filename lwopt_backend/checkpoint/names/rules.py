@@ -1,0 +1,198 @@
+"""Name maps as data: rules from names to names with what is done to the tensors; the way back follows from them."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import StrictBool
+
+from lwopt_backend.checkpoint.contents import CheckpointError
+from lwopt_backend.checkpoint.names.numbers import OURS, Numbers
+from lwopt_backend.checkpoint.names.operations import OPERATIONS
+from lwopt_backend.checkpoint.names.patterns import Pattern
+from lwopt_backend.options import Options, option, parse
+from lwopt_backend.spelling import suggestion
+
+LAYERS = "layers"  # in a pattern not a field, but how many there are: ``{layers+2}.weight``
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``sources``, by ``do``, become ``targets``; without targets they are dropped.
+
+    A number that only sources have is stacked over, after ``do``; one that only targets have is unstacked, before it.
+    The stack's dimensions lead, in the order of the numbers in the name. Raises ValueError for a rule that makes no
+    sense.
+
+    - ``optional``: nothing is wrong if there is no such name; else every layer must have it.
+    - ``only``: only for models whose output layer is tied to the embedding, or is not; ignored on the way back.
+    """
+
+    sources: tuple[Pattern, ...]
+    targets: tuple[Pattern, ...]
+    do: tuple[str, ...] = ()
+    optional: bool = False
+    only: Literal["tied", "untied"] | None = None
+
+    def __post_init__(self) -> None:
+        count = len(self.sources)
+        for name in self.do:
+            if name not in OPERATIONS:
+                raise ValueError(f"{self}: unknown operation {name!r}; {suggestion(name, OPERATIONS)}")
+            if count != OPERATIONS[name].takes:
+                raise ValueError(f"{self}: {name!r} takes {OPERATIONS[name].takes} tensors, but there are {count}")
+            count = OPERATIONS[name].gives
+        if self.sources and self.targets and count != len(self.targets):
+            raise ValueError(f"{self}: {count} tensors, but {len(self.targets)} names for them")
+        if self.do and not (self.sources and self.targets):
+            raise ValueError(f"{self}: what is dropped needs no operations")
+        if self.sources and self.targets:
+            self._check_fields()
+
+    def _check_fields(self) -> None:
+        for side in (self.sources, self.targets):
+            if any(fields_of(pattern) != fields_of(side[0]) for pattern in side):
+                raise ValueError(f"{self}: all names of one side must have the same fields, in the same order")
+        if self.stacked_over and self.unstacked_over:
+            raise ValueError(f"{self}: {self.stacked_over} is only in the source, {self.unstacked_over} in the target")
+        for name in (*self.stacked_over, *self.unstacked_over):
+            if name == "*" or "|" in name:
+                raise ValueError(f"{self}: only numbers can be stacked over, not {{{name}}}")
+
+    @functools.cached_property
+    def stacked_over(self) -> tuple[str, ...]:
+        return _only_in(self.sources, self.targets)
+
+    @functools.cached_property
+    def unstacked_over(self) -> tuple[str, ...]:
+        return _only_in(self.targets, self.sources)
+
+    def inverse(self) -> Rule:
+        back = tuple(OPERATIONS[name].back for name in reversed(self.do))
+        return Rule(self.targets, self.sources, back, self.optional)
+
+    def __str__(self) -> str:
+        sides = [" + ".join(pattern.text for pattern in side) or "nothing" for side in (self.sources, self.targets)]
+        return f"rule {sides[0]} -> {sides[1]}"
+
+
+def fields_of(pattern: Pattern) -> tuple[str, ...]:
+    return tuple(name for name in pattern.fields if name != LAYERS)
+
+
+def _only_in(side: tuple[Pattern, ...], other: tuple[Pattern, ...]) -> tuple[str, ...]:
+    """Fields of the one side that the other has not, where there is another."""
+    if not side or not other:
+        return ()
+    return tuple(name for name in fields_of(side[0]) if name not in fields_of(other[0]))
+
+
+@dataclass(frozen=True)
+class NameMap:
+    """From the vocabulary ``source`` to ``target``; the first rule that fits a name counts.
+
+    - ``aliases``: other spellings of the source's names; ``target_aliases``: of the target's, used on the way back.
+    - ``refused``: values of Megatron's arguments under which the other side's weights would mean something else,
+      and why.
+    - ``numbers``: used where none is given.
+    """
+
+    source: str
+    target: str
+    rules: tuple[Rule, ...]
+    aliases: tuple[tuple[Pattern, Pattern], ...] = ()
+    target_aliases: tuple[tuple[Pattern, Pattern], ...] = ()
+    refused: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    numbers: Numbers = Numbers()
+
+    def inverse(self) -> NameMap:
+        rules = tuple(rule.inverse() for rule in self.rules)
+        return replace(
+            self,
+            **{"source": self.target, "target": self.source, "rules": rules},
+            **{"aliases": self.target_aliases, "target_aliases": self.aliases},
+        )
+
+
+def rule(source: str | Sequence[str], target: str | Sequence[str], *do: str, **options: Any) -> Rule:
+    """As tables write it; ``options`` are Rule's."""
+    return Rule(_patterns(source), _patterns(target), do, **options)
+
+
+def renamed(pairs: Mapping[str, str]) -> tuple[Rule, ...]:
+    """Rules for names that may be there and are only spelled differently."""
+    return tuple(rule(source, target, optional=True) for source, target in pairs.items())
+
+
+def aliases(pairs: Mapping[str, str]) -> tuple[tuple[Pattern, Pattern], ...]:
+    return tuple((Pattern(alias), Pattern(name)) for alias, name in pairs.items())
+
+
+def _patterns(names: str | Iterable[str]) -> tuple[Pattern, ...]:
+    return (Pattern(names),) if isinstance(names, str) else tuple(map(Pattern, names))
+
+
+# The user's own
+
+
+class RuleEntry(Options):
+    """One rule of a file: see ``Rule``."""
+
+    source: str | tuple[str, ...] = option(..., "name or names, with fields", OURS)
+    target: str | tuple[str, ...] = option(..., "name or names; [] drops the source", OURS)
+    do: tuple[str, ...] = option((), f"in order, any of {', '.join(OPERATIONS)}", OURS)
+    optional: StrictBool = option(False, "nothing is wrong if there is no such name", OURS)
+
+
+class MapFile(Options):
+    """A name map as a file: see ``NameMap``."""
+
+    source: str = option("megatron-core", "vocabulary of the names on the left", OURS)
+    target: str = option(..., "vocabulary of the names on the right; any word", OURS)
+    family: str | None = option(
+        None,
+        "a table whose rules come after these, but for those of the same sources; source is then the table's",
+        OURS,
+    )
+    numbers: dict[str, Any] = option({}, "heads, query_groups, ... where the checkpoint does not say", OURS)
+    aliases: dict[str, str] = option({}, "other spellings of names on the left", OURS)
+    rules: tuple[dict[str, Any], ...] = option((), "in order; the first that fits a name counts", OURS)
+
+
+def read_map(path: Path, families: Mapping[str, NameMap]) -> NameMap:
+    """A user's JSON file. Raises CheckpointError that names every wrong key, what was expected and what was found."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError(f"expected an object with 'target' and 'rules'; found {type(found).__name__}")
+        return _built(parse(MapFile, found, "name map"), families)
+    except (OSError, ValueError) as error:  # also what json and pydantic raise
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def _built(file: MapFile, families: Mapping[str, NameMap]) -> NameMap:
+    if file.family is not None and file.family not in families:
+        raise ValueError(f"unknown family {file.family!r}; {suggestion(file.family, families)}")
+    if file.target == file.source:
+        raise ValueError(f"source and target are both {file.source!r}; call the target's vocabulary something else")
+    base = families[file.family] if file.family else NameMap(file.source, file.target, ())
+    if base.source != file.source:
+        raise ValueError(f"family {file.family!r} is for {base.source!r}, but source is {file.source!r}")
+    entries = [parse(RuleEntry, entry, f"rule {number}") for number, entry in enumerate(file.rules)]
+    rules = tuple(rule(e.source, e.target, *e.do, optional=e.optional) for e in entries)
+    if not rules + base.rules:
+        raise ValueError("no rules, and no family that has some")
+    replaced = {own.sources for own in rules if own.sources}
+    others = tuple(of_family for of_family in base.rules if of_family.sources not in replaced)
+    return replace(
+        base,
+        target=file.target,
+        rules=rules + others,
+        aliases=aliases(file.aliases) + base.aliases,
+        numbers=parse(Numbers, file.numbers, "numbers"),
+    )
