@@ -7,6 +7,9 @@ import sys
 import typer
 
 from lwopt_backend.cli.calibrate_command import calibrate
+from lwopt_backend.cli.convert_command import convert
+from lwopt_backend.cli.diff_command import diff
+from lwopt_backend.cli.inspect_command import inspect
 from lwopt_backend.cli.plan_command import plan
 from lwopt_backend.cli.rules_command import rules
 from lwopt_backend.cli.simulate_command import simulate
@@ -18,7 +21,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (plan, simulate, calibrate):
+for command in (plan, simulate, calibrate, convert, inspect, diff):
     app.command(no_args_is_help=True)(command)
 app.command()(rules)
 

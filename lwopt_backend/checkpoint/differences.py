@@ -1,0 +1,140 @@
+"""Two checkpoints, tensor by tensor, whatever their formats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lwopt_backend.checkpoint.bits import same, unequal
+from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, Param
+from lwopt_backend.checkpoint.lazy import BLOCK, LazyTensor
+
+WEIGHT, STEP, OWNER, BUFFER = "weight", "step", "owner", "buffer"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A tensor ``key`` of parameter ``name``, or its counter: ``what`` differs in words, empty if nothing does.
+
+    ``elements`` differ, by at most ``largest``, where shapes are the same.
+    """
+
+    name: str
+    key: str
+    what: str = ""
+    elements: int = 0
+    largest: float = 0.0
+
+
+def differences(a: Checkpoint, b: Checkpoint, weights_only: bool = False) -> Iterator[Compared]:
+    """Every tensor, counter and buffer of both. Parts of two tensors are in memory at a time.
+
+    Tensors are equal if they are, bit for bit, after one is made as wide as the other; NaN equals NaN. Formats keep
+    weights in one or two forms, so these are compared in both: ``weight`` as the narrower one has it, made from the
+    master weight where a checkpoint has no other; ``fp32`` as the wider one has it, if it has master weights. So a
+    bf16 weight beside an fp32 master equals the fp32 weight of an FSDP2 checkpoint.
+    """
+    for name in {**a.params, **b.params}:
+        ours, theirs = _found(a, name), _found(b, name)
+        if ours is None or theirs is None:
+            yield Compared(name, "", _only(theirs is None))
+        elif name not in a.params or name not in b.params:
+            yield _compared(name, WEIGHT, ours.best, theirs.best)
+        else:
+            yield from _of_param(name, ours, theirs, weights_only)
+    for name in {**a.buffers, **b.buffers}:
+        yield _pair(name, BUFFER, a.buffers.get(name), b.buffers.get(name))
+
+
+def _found(checkpoint: Checkpoint, name: str) -> Param | None:
+    """By its own name, or by one under which another parameter is used once more."""
+    return checkpoint.params.get(name) or checkpoint.params.get(checkpoint.tied.get(name, ""))
+
+
+def _of_param(name: str, a: Param, b: Param, weights_only: bool) -> Iterator[Compared]:
+    if a.weight is not None or b.weight is not None:
+        ours, theirs = a.weight or a.best, b.weight or b.best
+        if ours.dtype.is_floating_point and theirs.dtype.is_floating_point:
+            narrow = min(ours.dtype, theirs.dtype, key=lambda dtype: dtype.itemsize)
+            if narrow.itemsize < max(ours.dtype.itemsize, theirs.dtype.itemsize):
+                ours, theirs = ours.to(narrow), theirs.to(narrow)
+        yield _compared(name, WEIGHT, ours, theirs)
+    if weights_only:
+        return
+    if MASTER in a.states or MASTER in b.states or a.best.dtype != b.best.dtype:
+        found = _compared(name, MASTER, a.best, b.best)
+        lacking = [side for side, param in (("A", a), ("B", b)) if MASTER not in param.states]
+        why = f"; {lacking[0]} has no master weight" if found.what and len(lacking) == 1 else ""
+        yield Compared(name, MASTER, found.what + why, found.elements, found.largest)
+    for key in {**a.states, **b.states}:
+        if key != MASTER:
+            yield _pair(name, key, a.states.get(key), b.states.get(key))
+    if (a.step, b.step) != (None, None):
+        steps = [("no number" if step is None else f"{step:g}") for step in (a.step, b.step)]
+        yield Compared(name, STEP, "" if a.step == b.step else f"{steps[0]} in A, {steps[1]} in B")
+    yield from _of_owners(name, _leaves(a.owner_states), _leaves(b.owner_states))
+
+
+def _of_owners(name: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[Compared]:
+    """What a rule's owners keep: tensors, and numbers or words."""
+    for key in {**ours, **theirs}:
+        if key not in ours or key not in theirs:
+            yield Compared(name, key, _only(key in ours))
+            continue
+        one, other = ours[key], theirs[key]
+        if isinstance(one, Tensor) and isinstance(other, Tensor):
+            yield _values(name, key, one, other)
+        else:
+            same = type(one) is type(other) and one == other
+            yield Compared(name, key, "" if same else f"{one!r} in A, {other!r} in B")
+
+
+def _leaves(found: Any, key: str = OWNER) -> dict[str, Any]:
+    """What is in dictionaries, lists and tuples, by where it is."""
+    pairs = found.items() if isinstance(found, Mapping) else enumerate(found) if isinstance(found, list | tuple) else ()
+    if not isinstance(found, Mapping | list | tuple):
+        return {key: found}
+    return {place: leaf for at, value in pairs for place, leaf in _leaves(value, f"{key}.{at}").items()}
+
+
+def _pair(name: str, key: str, a: LazyTensor | None, b: LazyTensor | None) -> Compared:
+    if a is None or b is None:
+        return Compared(name, key, _only(b is None))
+    return _compared(name, key, a, b)
+
+
+def _only(in_a: bool) -> str:
+    return f"only in {'A' if in_a else 'B'}"
+
+
+def _compared(name: str, key: str, a: LazyTensor, b: LazyTensor) -> Compared:
+    if a.shape != b.shape:
+        return Compared(name, key, f"shape {list(a.shape)} in A, {list(b.shape)} in B")
+    return _counted(name, key, a.numel, zip(a.blocks(), b.blocks(), strict=True))
+
+
+def _values(name: str, key: str, a: Tensor, b: Tensor) -> Compared:
+    if a.shape != b.shape:
+        return Compared(name, key, f"shape {list(a.shape)} in A, {list(b.shape)} in B")
+    return _counted(name, key, a.numel(), zip(a.reshape(-1).split(BLOCK), b.reshape(-1).split(BLOCK)))
+
+
+def _counted(name: str, key: str, numel: int, pairs: Iterable[tuple[Tensor, Tensor]]) -> Compared:
+    count, largest = 0, 0.0
+    for ours, theirs in pairs:
+        wide = ours.dtype if ours.dtype == theirs.dtype else torch.promote_types(ours.dtype, theirs.dtype)
+        ours, theirs = ours.to(wide), theirs.to(wide)
+        if same(ours, theirs):
+            continue
+        differs = unequal(ours, theirs)
+        found = int(differs.sum())
+        if found:
+            apart = (ours[differs].double() - theirs[differs].double()).abs()
+            largest = max(largest, float(apart.nan_to_num(nan=float("inf"), posinf=float("inf")).max()))
+        count += found
+    what = f"{count:,} of {numel:,} elements differ" if count else ""
+    return Compared(name, key, what, count, largest)

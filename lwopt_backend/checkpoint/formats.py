@@ -1,0 +1,89 @@
+"""The formats that are read, and how one is told from another."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError
+from lwopt_backend.checkpoint.dcp import reader as dcp
+from lwopt_backend.checkpoint.deepspeed import universal_reader as deepspeed_universal
+from lwopt_backend.checkpoint.deepspeed import zero_reader as deepspeed_zero
+from lwopt_backend.checkpoint.megatron import dist_reader as megatron_dist
+from lwopt_backend.checkpoint.megatron import fsdp_reader as megatron_fsdp
+from lwopt_backend.checkpoint.megatron import torch_reader as megatron_torch
+from lwopt_backend.checkpoint.owned import reader as owned
+from lwopt_backend.checkpoint.safetensors import reader as safetensors_folder
+from lwopt_backend.spelling import suggestion
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A format by name: whether a folder looks like it, and what is in it."""
+
+    name: str
+    meaning: str
+    recognises: Callable[[Path], bool]
+    read: Callable[[Path], Checkpoint]
+
+
+def _reader(name: str, meaning: str, module: ModuleType) -> Reader:
+    return Reader(name, meaning, module.recognises, module.read)
+
+
+# In the order in which a folder is asked about: what Megatron writes also looks like any checkpoint of torch's, and
+# weights may lie beside any optimizer's state.
+READERS = {
+    reader.name: reader
+    for reader in (
+        _reader("megatron-torch", "Megatron's --ckpt-format torch", megatron_torch),
+        _reader("megatron-dist", "Megatron's torch_dist", megatron_dist),
+        _reader("megatron-fsdp", "Megatron's fsdp_dtensor", megatron_fsdp),
+        _reader("universal", "DeepSpeed's universal format", deepspeed_universal),
+        _reader("deepspeed", "DeepSpeed's own files, stages 0 to 3", deepspeed_zero),
+        _reader("owned", "the optimizer state of owned storage", owned),
+        _reader("dcp", "torch.distributed.checkpoint, of FSDP2", dcp),
+        _reader("safetensors", "weights as safetensors", safetensors_folder),
+    )
+}
+
+
+def find(path: Path, format: str = AUTO) -> Reader:
+    """The reader of a folder: that of ``format``, or the first that recognises it.
+
+    Raises CheckpointError if there is none, and for a link in the folder that leads out of it; in Hugging Face's cache
+    all files of a model are such links.
+    """
+    if format != AUTO and format not in READERS:
+        raise CheckpointError(f"unknown format {format!r}; {suggestion(format, (AUTO, *READERS))}")
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path} is {'no folder' if path.exists() else 'not there'}; expected a checkpoint's folder"
+        )
+    found = READERS.get(format) or next((reader for reader in READERS.values() if reader.recognises(path)), None)
+    if found is None:
+        known = "; ".join(f"{reader.name} ({reader.meaning})" for reader in READERS.values())
+        raise CheckpointError(f"{path} is no checkpoint that is known; known are {known}")
+    if found.name != "safetensors":
+        _check_links(path)
+    return found
+
+
+def read(path: Path, format: str = AUTO) -> Checkpoint:
+    """What is in a checkpoint's folder. Raises CheckpointError."""
+    return find(path, format).read(path)
+
+
+def _check_links(folder: Path) -> None:
+    root = folder.resolve()
+    for path in folder.rglob("*"):
+        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
+            raise CheckpointError(
+                f"{path} is a link that leads out of the folder, to {os.readlink(path)}; put what it leads to in its "
+                "place, if you know who made it"
+            )

@@ -1,0 +1,74 @@
+"""The command ``lwopt`` as its users run it, in this process: starting one takes seconds."""
+
+from __future__ import annotations
+
+import io
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+from lwopt_backend.cli.app import main
+from tests.megatron_dist import Setup, truth, write
+from tests.megatron_torch import Setup as TorchSetup
+from tests.megatron_torch import Writer
+
+SAMPLES = Path(__file__).parents[1].parent / "shared" / "megatron"
+GENUINE = sorted(path.name for path in SAMPLES.glob("[!B]*") if path.is_dir())
+BAD = SAMPLES / "BAD_t16_do_adam_dp2_torchdist_full_3buckets"
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a command ended, and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+def lwopt(*arguments: object) -> Run:
+    """Run ``lwopt`` with these arguments, as its entry point does."""
+    out, err = io.StringIO(), io.StringIO()
+    code = 0
+    with mock.patch.object(sys, "argv", ["lwopt", *map(str, arguments)]), redirect_stdout(out), redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    return Run(code, out.getvalue(), err.getvalue())
+
+
+def succeeds(*arguments: object) -> str:
+    """What it prints to standard output; it must succeed and say nothing else."""
+    run = lwopt(*arguments)
+    assert (run.code, run.err) == (0, ""), run
+    return run.out
+
+
+def refused(*arguments: object) -> str:
+    """What it says; it must fail, in plain words, and print nothing to standard output."""
+    run = lwopt(*arguments)
+    assert run.code == 2 and not run.out and "Traceback" not in run.err, run
+    return run.err
+
+
+def torch_dist(folder: Path, muon: bool = True, **options: object) -> Path:
+    """A small checkpoint of Megatron's in ``folder``."""
+    setup = Setup(muon=muon, **options)  # type: ignore[arg-type]
+    write(folder / "iter_0000007", setup, truth(muon, setup.experts, setup.tied))
+    (folder / "latest_checkpointed_iteration.txt").write_text("7")
+    return folder
+
+
+def torch_format(folder: Path, **options: object) -> Path:
+    """The same in its older format, of two ranks that each have a part of Muon's state."""
+    given = {"optimizer": "layer_wise", "dp": 2, **options}
+    Writer(TorchSetup(**given)).write(folder)  # type: ignore[arg-type]
+    return folder
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Every file in a folder, hidden ones too."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
