@@ -22,9 +22,9 @@ from lwopt_backend.runtime.ranks import Collectives
 
 NAME = "LayerWiseMuon"
 MARK = "lwopt.owned"  # the key by which a checkpoint says that it is one of owned storage
-CANNOT_CONVERT = (
-    'Another number of ranks needs DeepSpeed\'s universal format ("checkpoint": {"load_universal": true}), and this '
-    "version cannot convert a checkpoint to it yet"
+CONVERT = (
+    "Another number of ranks needs DeepSpeed's universal format: convert the folder with lwopt convert --to universal, "
+    'and set "checkpoint": {"load_universal": true}'
 )
 Check = Callable[[str, "str | None", bool], list[str]]
 
@@ -71,11 +71,6 @@ def guard_loading(engine: DeepSpeedEngine, ranks: Sequence[Collectives], check_l
 def check(engine: DeepSpeedEngine, load_dir: str, tag: str | None, with_state: bool) -> list[str]:
     """Raises ValueError for a checkpoint of another world size, ZeRO stage, storage or optimizer; what all ranks must
     see alike. One that does not exist is left to DeepSpeed, which warns and returns (None, None)."""
-    if engine.load_universal_checkpoint():
-        raise ValueError(
-            "checkpoint.load_universal is on, and LayerWiseMuon cannot load universal checkpoints yet; switch it off "
-            "and load DeepSpeed's own checkpoint on as many ranks as it was saved on"
-        )
     named = latest(load_dir)
     if tag is None and named is None:
         return ["no checkpoint"]
@@ -89,7 +84,7 @@ def check(engine: DeepSpeedEngine, load_dir: str, tag: str | None, with_state: b
         )
     if with_state and (saved.groups is None) != (stage == 0):
         raise wrong_stage(folder, "0" if saved.groups is None else "1 or 2", stage)
-    check_world_size(folder, saved.world_size, engine, with_state, CANNOT_CONVERT)
+    check_world_size(folder, saved.world_size, engine, with_state, CONVERT)
     if stage == 3 and not with_state and folder.name != named:
         raise ValueError(
             f"only the weights of tag {folder.name!r} are asked for, but at stage 3 DeepSpeed takes them from the tag "

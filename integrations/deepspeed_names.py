@@ -38,6 +38,7 @@ LINKED = (
     ("_lazy_init_hp_params_optimizer_state", "called before a state is read: it links the states", ("self",)),
     ("_hp_optimizer_states_linked", "cleared, or after a load the states are never linked again"),
 )
+PUBLISHED = (("update_lp_params", "called after a load: the parameters take over the master weights", ("self",)),)
 
 NAMES = (
     *_names(
@@ -46,7 +47,12 @@ NAMES = (
         ("_do_optimizer_sanity_check", "replaced: the last call before the wrapping", ("self", "basic_optimizer")),
         ("_configure_lr_scheduler", "replaced on an engine: the first call after the wrapping", ("self",)),
         ("clip_fp32_gradients", "replaced at stage 0, where it drops the norm", ("self",)),
-        ("load_checkpoint", "replaced: refuses what cannot be loaded, on all ranks", LOADING),
+        ("load_checkpoint", "replaced: refuses what cannot be loaded, on all ranks; loads universal ones", LOADING),
+        ("lr_scheduler", "its state is loaded"),
+        ("global_steps", "set from a universal checkpoint"),
+        ("global_samples", "set from a universal checkpoint"),
+        ("skipped_steps", "set from a universal checkpoint"),
+        ("train_batch_size", "samples of a step, where a checkpoint does not count them"),
         ("client_lr_scheduler", "read and set: a torch scheduler named in the configuration"),
         ("optimizer", "what our optimizer was wrapped in"),
         ("basic_optimizer", "our optimizer itself"),
@@ -84,7 +90,7 @@ NAMES = (
         ("fp16_master_weights_and_gradients", "refused"),
         ("torch_autocast_enabled", "refused in fp16"),
         ("torch_autocast_dtype", "refused in fp16"),
-        ("load_universal_checkpoint", "refused by ZeRO's storage"),
+        ("load_universal_checkpoint", "whether load_checkpoint loads universal ones"),
         ("_get_zero_ckpt_name", "this rank's file of a checkpoint", ("self", "checkpoints_path", "tag")),
         # Owned storage
         ("inside_no_sync_ctxt", "whether a backward pass reduces"),
@@ -127,8 +133,8 @@ NAMES = (
     Name(f"{RUNTIME}.zero.utils", "ZERO_SUPPORTED_OPTIMIZERS", "appended to: ZeRO takes no other optimizer"),
     Name(RUNTIME, "lr_schedules", "which schedulers are DeepSpeed's own"),
     # Stages 1 and 2, and BF16_Optimizer
-    *_names(f"{RUNTIME}.zero.stage_1_and_2", "DeepSpeedZeroOptimizer", *LINKED),
-    *_names(f"{RUNTIME}.bf16_optimizer", "BF16_Optimizer", *LINKED),
+    *_names(f"{RUNTIME}.zero.stage_1_and_2", "DeepSpeedZeroOptimizer", *LINKED, *PUBLISHED),
+    *_names(f"{RUNTIME}.bf16_optimizer", "BF16_Optimizer", *LINKED, *PUBLISHED),
     *_names(
         "deepspeed.utils.mixed_precision_linkage",
         "param",
@@ -154,6 +160,12 @@ NAMES = (
         f"{RUNTIME}.zero.stage3",
         "DeepSpeedZeroOptimizer_Stage3",
         ("fp32_partitioned_groups_flat", "this rank's flat tensors, one per sub-group"),
+        (
+            "_reassign_or_swap_out_partitioned_parameters",
+            "called after a load: a sub-group's parameters take over the master weights",
+        ),
+        ("checkpoint_event_prologue", "called before that: parameters that are kept whole are cut again", ("self",)),
+        ("checkpoint_event_epilogue", "called after it: they are gathered", ("self",)),
         ("grad_position", "[sub-group, offset, elements] of a parameter's part; compared with the plan"),
         ("get_param_id", "the key of grad_position", ("self", "param")),
         ("get_full_hp_param", "wrapped, as at stages 1 and 2", ("self", "param", "optim_state_key")),
@@ -164,6 +176,7 @@ NAMES = (
     Name(f"{RUNTIME}.zero.stage3", "param._z3_optimizer", "the optimizer that stores a parameter"),
     Name(f"{RUNTIME}.zero.partition_parameters", "param.ds_shape", "a parameter's whole shape"),
     Name(f"{RUNTIME}.zero.partition_parameters", "param.ds_numel", "and its elements"),
+    Name(f"{RUNTIME}.zero.partition_parameters", "GatheredParameters", "frozen parameters are loaded whole"),
     # Owned storage: our optimizer is the engine's, and what DeepSpeed's are
     Name(f"{RUNTIME}.base_optimizer", "ZeROOptimizer", "its base: the engine scales losses for no other"),
     Name(

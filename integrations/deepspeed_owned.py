@@ -6,7 +6,7 @@ masters and checkpoints are ours. What the engine asks of its optimizer is in th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from lwopt_backend.integrations import deepspeed_engine
-from lwopt_backend.integrations.deepspeed_checkpoints import guard_loading
 from lwopt_backend.integrations.deepspeed_owned_binding import NAME, OwnedBinding, announce, bind, build_core
 from lwopt_backend.integrations.deepspeed_owned_checkpoint import OwnedCheckpoint
 from lwopt_backend.integrations.deepspeed_owned_scaling import GradientScaling, loss_scaler
@@ -67,7 +66,7 @@ class OwnedLayerWise(LayerWise, ZeROOptimizer):
         for number, state in self.core.stepper.state.items():
             self.state[self.core.members[number].param] = state
         self._checkpoint = OwnedCheckpoint(binding, self.core)
-        guard_loading(engine, [binding.ranks], lambda *asked: self._checkpoint.check(self.param_groups, *asked))
+        self._checkpoint.prepare_loading(self)
         if self._stage == 0:
             deepspeed_engine.leave_clipping_to_optimizer(engine)
         else:
@@ -213,8 +212,8 @@ class OwnedLayerWise(LayerWise, ZeROOptimizer):
         load_serial: Any = None,
         param_shapes: Any = None,
     ) -> None:
-        """Load what ``state_dict`` returned on this rank (``state_dict_list``: on all), or the universal checkpoint
-        that ``engine.load_checkpoint`` was asked for. Called on all ranks. Raises ValueError for other param groups."""
+        """Load what ``state_dict`` returned on this rank (``state_dict_list``: on all). Called on all ranks. Raises
+        ValueError for other param groups."""
         if self._owned is None:
             super().load_state_dict(state_dict)
             return
@@ -229,8 +228,10 @@ class OwnedLayerWise(LayerWise, ZeROOptimizer):
             self.refresh_fp32_params()
         self._loaded = False
 
-    def update_lp_params(self) -> None:
-        """After a universal checkpoint was loaded, with which parameters have come to all ranks."""
+    def take_loaded(self, options: Sequence[dict[str, Any]], held: dict[str, dict[str, Any]]) -> None:
+        """Go on with hyperparameters by param group, after weights, states and masters were loaded."""
+        super().take_loaded(options, held)
+        self._loaded = self.overflow = False
 
     @property
     def round_robin_bit16_groups(self) -> list[list[Tensor]]:

@@ -9,23 +9,18 @@ from typing import Any
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from lwopt_backend.integrations.deepspeed_checkpoints import (
-    MARK,
     Saved,
     check_world_size,
     latest,
     read,
     wrong_stage,
 )
-from lwopt_backend.integrations.deepspeed_owned_state import Groups, empty_state, mark
-from lwopt_backend.integrations.deepspeed_owned_universal import Universal
+from lwopt_backend.integrations.deepspeed_owned_state import mark
 from lwopt_backend.owned.core import OwnedCore
-from lwopt_backend.registry import build_matrix_rules
-from lwopt_backend.runtime.owner_state import keeps_state
 
 CONVERT = (
-    "Another number of ranks or another layout needs DeepSpeed's universal format: convert the folder with python -m "
-    "deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder ... --output_folder ..., and set "
-    '"checkpoint": {"load_universal": true}'
+    "Another number of ranks or another layout needs DeepSpeed's universal format: convert the folder with lwopt "
+    'convert SRC DST --to universal, and set "checkpoint": {"load_universal": true}'
 )
 
 
@@ -48,50 +43,12 @@ def check(engine: DeepSpeedEngine, core: OwnedCore, load_dir: str, tag: str | No
     return [f"{folder.name}, saved on {saved.world_size} ranks"]
 
 
-def universal_folder(load_dir: str, tag: str | None) -> Path:
-    """Raises ValueError if there is no universal checkpoint."""
-    found = latest(load_dir, "latest_universal") if tag is None else tag
-    if found is None or not (Path(load_dir) / str(found) / "zero" / "optimizer_state.pt").is_file():
-        where = Path(load_dir) / ("latest_universal" if found is None else str(found))
-        raise ValueError(
-            f"checkpoint.load_universal is on, but {str(where)!r} leads to no universal checkpoint (no file "
-            "zero/optimizer_state.pt); switch it off, or convert the checkpoint first, with DeepSpeed's ds_to_universal"
-        )
-    return Path(load_dir) / str(found)
-
-
-def check_universal(core: OwnedCore, groups: Groups, folder: Path, with_state: bool) -> list[str]:
-    """Raises ValueError if the universal checkpoint cannot be loaded; what all ranks must see alike."""
-    if not with_state:
-        raise ValueError(
-            "checkpoint.load_universal is on, with which DeepSpeed loads weights and states together; leave "
-            "load_optimizer_states on and load_module_only off"
-        )
-    for number, rule in build_matrix_rules(groups, core.config).items():
-        if keeps_state(rule):
-            raise ValueError(
-                f"the rule {groups[number]['rule']!r} keeps state that is not as large as the parameter, which "
-                "ds_to_universal does not take along; load the checkpoint as it was saved, on as many ranks"
-            )
-    source = Universal(folder)
-    common = source.common()
-    _check_storage(folder, common.get(MARK))
-    _check_members(folder, Saved(0, None, common[MARK]), core)
-    for member in core.members:
-        for key in ("fp32", *empty_state(member, groups)):
-            if not source.file(member.name, key).is_file():
-                raise ValueError(
-                    f"the universal checkpoint {str(folder)!r} has no {key!r} of parameter {member.name!r}; "
-                    "ds_to_universal takes no other states along than exp_avg and exp_avg_sq"
-                )
-    return [str(folder.name)]
-
-
 def _check_storage(folder: Path, owned: Mapping[str, Any] | None) -> None:
     if owned is None:
         raise ValueError(
             f'the checkpoint {str(folder)!r} was not saved with "storage": "owned", which holds the optimizer\'s state '
-            "in other pieces; load it with the storage it was saved with, or its weights alone, with "
+            "in other pieces; load it with the storage it was saved with, convert it with lwopt convert SRC DST --to "
+            'universal and set "checkpoint": {"load_universal": true}, or load its weights alone, with '
             "load_optimizer_states=False"
         )
 

@@ -204,23 +204,45 @@ def part(whole: Tensor, piece: Piece) -> Tensor:
 
 
 @torch.no_grad()
-def load(core: OwnedCore, source: Source, *, weights: bool = True, state: bool = True) -> None:
-    """Take weights, into masters and parameters, and states from ``source``. Called on all ranks."""
-    copies = source.of_first_instance and _is_copy(core)
+def put(core: OwnedCore, source: Source, *, weights: bool, state: bool) -> None:
+    """Take what this rank owns of weights, into masters, and of states from ``source``."""
     if state:
         take_owner_states(core, source.owner())
-    for number, bucket in enumerate(core.manager.buckets):
+    if source.of_first_instance and _is_copy(core):
+        return
+    for bucket in core.manager.buckets:
         for piece, value in zip(bucket.pieces, bucket.owned_values()):
-            member, of_piece = core.members[piece.param], core.stepper.state[piece.param]
-            loaded = [(value, source.weights(member, piece.param, piece))] if weights and not copies else []
-            if state and not copies:
-                loaded += [(mine, source.state(member, piece.param, piece, key)) for key, mine in of_piece.items()]
-            for mine, theirs in loaded:
-                mine.copy_(theirs)
-            if source.of_first_instance and bucket.sharers.replicas is not None:
-                for mine in [value] * weights + list(of_piece.values()) * state:
-                    bucket.sharers.replicas.broadcast(mine)
-        if weights:
-            bucket.publish_masters()
-            core.manager.send_values(number)
+            member = core.members[piece.param]
+            if weights:
+                value.copy_(source.weights(member, piece.param, piece))
+            if state:
+                for key, mine in core.stepper.state[piece.param].items():
+                    mine.copy_(source.state(member, piece.param, piece, key))
+
+
+@torch.no_grad()
+def share(core: OwnedCore, *, weights: bool, state: bool) -> None:
+    """Bring what the first instance has to the others. Called on all ranks."""
+    for bucket in core.manager.buckets:
+        if bucket.sharers.replicas is None:
+            continue
+        for piece, value in zip(bucket.pieces, bucket.owned_values()):
+            for mine in [value] * weights + list(core.stepper.state[piece.param].values()) * state:
+                bucket.sharers.replicas.broadcast(mine)
+
+
+def publish(core: OwnedCore) -> None:
+    """Bring the owners' weights into all ranks' parameters. Called on all ranks."""
+    for number, bucket in enumerate(core.manager.buckets):
+        bucket.publish_masters()
+        core.manager.send_values(number)
     core.manager.receive_values()
+
+
+def load(core: OwnedCore, source: Source, *, weights: bool = True, state: bool = True) -> None:
+    """Take weights, into masters and parameters, and states from ``source``. Called on all ranks."""
+    put(core, source, weights=weights, state=state)
+    if source.of_first_instance:
+        share(core, weights=weights, state=state)
+    if weights:
+        publish(core)

@@ -1,50 +1,65 @@
-"""DeepSpeed's universal checkpoints: a folder per parameter with a file per state, for any number of ranks."""
+"""Universal checkpoints in engines with owned storage: an owner takes its pieces of whole tensors."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lwopt_backend.integrations.deepspeed_owned_state import part
+from lwopt_backend.integrations.deepspeed_owned_state import publish, put
+from lwopt_backend.integrations.deepspeed_universal_choice import STEP, Choice, Stepped, Trained
+from lwopt_backend.owned.core import OwnedCore
 from lwopt_backend.owned.members import Member
 from lwopt_backend.plan.buffers.arrangement import Piece
+from lwopt_backend.runtime.ranks import Collectives
 
 
-class Universal:
-    """The folder of a universal checkpoint's tag."""
+class OwnedStorage:
+    """What an engine owns of the parameters that ``optimizer``, which is ours, trains, in ``core``."""
+
+    def __init__(self, optimizer: Any, core: OwnedCore, ranks: Collectives) -> None:
+        self._optimizer = optimizer
+        self._core = core
+        self.ranks: Sequence[Collectives] = [ranks]
+
+    def groups(self) -> Sequence[Mapping[str, Any]]:
+        return self._optimizer.param_groups
+
+    def stepped(self) -> list[Stepped]:
+        """Every parameter by itself: each has a count of its own."""
+        return [
+            Stepped(member.group, member.rule, (Trained(member.name, tuple(member.param.shape), member.blocks),))
+            for member in self._core.members
+        ]
+
+    def put(self, choice: Choice, with_state: bool) -> None:
+        """Weights, into masters where there are, states, and what rules keep beside them."""
+        put(self._core, _Universal(choice), weights=True, state=with_state)
+
+    def finish(self, choice: Choice, with_state: bool) -> None:
+        """Weights go to all ranks."""
+        publish(self._core)
+        self._optimizer.take_loaded(choice.options, {})
+
+
+class _Universal:
+    """What goes into an engine, piece by piece; of every instance, as each reads for itself."""
 
     of_first_instance = False
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def common(self) -> dict[str, Any]:
-        """What is not cut into pieces: param groups, the loss scaler, what the checkpoint says of itself."""
-        return torch.load(self.folder / "zero" / "optimizer_state.pt", map_location="cpu", weights_only=False)
-
-    def module(self, model_parallel_rank: int) -> dict[str, Any]:
-        """The state of the whole module, frozen parameters and buffers included."""
-        file = self.folder / f"mp_rank_{model_parallel_rank:02d}_model_states.pt"
-        return torch.load(file, map_location="cpu", weights_only=False)["module"]
-
-    def file(self, name: str, key: str) -> Path:
-        """Where a parameter's state is; a momentum may be there as what ``ds_to_universal`` takes along."""
-        found = self.folder / "zero" / name / f"{key}.pt"
-        return found if found.is_file() or key != "momentum_buffer" else found.with_name("exp_avg.pt")
+    def __init__(self, choice: Choice) -> None:
+        self._params = choice.params
 
     def weights(self, member: Member, number: int, piece: Piece) -> Tensor:
-        return self._read(member, "fp32", piece)
+        return self._params[member.name].best.piece(piece.start, piece.stop).read()
 
     def state(self, member: Member, number: int, piece: Piece, key: str) -> Tensor:
-        return self._read(member, key, piece)
+        param = self._params[member.name]
+        if key == STEP:
+            return torch.tensor(param.step)
+        return param.states[key].piece(piece.start, piece.stop).read()
 
-    def owner(self) -> dict[str, dict[int, dict[str, Any]]]:
-        return {}
-
-    def _read(self, member: Member, key: str, piece: Piece) -> Tensor:
-        # DeepSpeed's converter writes dictionaries, but for "step".
-        saved = torch.load(self.file(member.name, key), map_location="cpu", weights_only=False, mmap=True)
-        return part(torch.as_tensor(saved["param"] if isinstance(saved, dict) else saved), piece)
+    def owner(self) -> Mapping[str, Mapping[int, Mapping[str, Any]]]:
+        return {name: param.owner_states for name, param in self._params.items()}

@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
+from lwopt_backend.checkpoint.deepspeed.owners import MATRICES
 from lwopt_backend.group_stepper import GroupStepper
 from lwopt_backend.integrations.deepspeed_binding import Binding
 from lwopt_backend.replicated_state import gather_whole, take_part
 from lwopt_backend.replicated_stepper import ReplicatedStepper
-from lwopt_backend.runtime.owner_state import brought_here
+from lwopt_backend.runtime.owner_state import CHECKPOINT_KEY, brought_here
 
 Groups = Sequence[Mapping[str, Any]]
 Stepper = GroupStepper | ReplicatedStepper
@@ -66,7 +67,22 @@ def owner_states(steppers: Iterable[Stepper]) -> dict[str, dict[str, Any]]:
     return {k: v for s in steppers if s.matrices for k, v in s.matrices.owner_state.by_name().items()}
 
 
-def gather_named(binding: Binding, held: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def save_matrices(binding: Binding, held: Mapping[str, dict[str, Any]] | None) -> dict[str, Any]:
+    """By parameter, its matrices' names and which elements they are, in the order of their places; and what owners keep
+    of them by name, if they keep anything: this rank's, which ``held`` is, or if parameters are replicated that of all
+    ranks, on the first. Called on all ranks."""
+    matrices = {
+        spec.name: [(block.of(spec.name), str(block)) for block in blocks]
+        for plan in binding.plans
+        for spec, blocks in zip(plan.specs, plan.blocks)
+        if blocks
+    }
+    if held is None:
+        return {MATRICES: matrices}
+    return {MATRICES: matrices, CHECKPOINT_KEY: _gather_named(binding, held) if binding.replicated else held}
+
+
+def _gather_named(binding: Binding, held: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """All ranks' states by name, on the first rank of every group. Called on all ranks."""
     found: dict[str, dict[str, Any]] = {}
     for ranks in binding.ranks:

@@ -7,7 +7,7 @@ matrices that are cut, or owned elsewhere, travel to their owner and back. ``dee
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,19 +21,19 @@ from lwopt_backend.group_plan import GroupPlan
 from lwopt_backend.group_stepper import GroupStepper
 from lwopt_backend.integrations import (
     deepspeed_check,
-    deepspeed_checkpoints,
     deepspeed_cpu,
     deepspeed_engine,
     deepspeed_tensors,
+    deepspeed_universal_zero,
 )
 from lwopt_backend.integrations.deepspeed_binding import Binding, bind
 from lwopt_backend.integrations.deepspeed_pipeline import check_rates
 from lwopt_backend.integrations.deepspeed_state import (
     check_groups,
     check_partitions,
-    gather_named,
     load_whole,
     owner_states,
+    save_matrices,
     save_whole,
     take_owner_states,
 )
@@ -120,9 +120,7 @@ class LayerWise(torch.optim.Optimizer):
             deepspeed_engine.report_norm(engine, self)
         self._take_groups(self._binding.groups())
         deepspeed_engine.adopt_torch_scheduler(engine)
-        deepspeed_checkpoints.guard_loading(
-            engine, self._binding.ranks, lambda *asked: deepspeed_checkpoints.check(engine, *asked)
-        )
+        deepspeed_universal_zero.prepare_loading(engine, self, self._binding.ranks)
         deepspeed_tensors.guard_state_keys(engine, self, self._binding.grouping)
         if engine.global_rank == 0:
             if self.config.report:
@@ -203,6 +201,13 @@ class LayerWise(torch.optim.Optimizer):
             take_owner_states(binding, list(self._steppers.values()), self._owner_state)
             self._owner_state = {}
 
+    def take_loaded(self, options: Sequence[dict[str, Any]], held: dict[str, dict[str, Any]]) -> None:
+        """Go on with hyperparameters by param group and owners' states by matrix. After ``prepared``, on all ranks."""
+        self.param_groups = [{**group, **new} for group, new in zip(self.param_groups, options, strict=True)]
+        self._link(self._rates)
+        if self._binding is not None and self._keeps_owner_state:
+            take_owner_states(self._binding, list(self._steppers.values()), held)
+
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(f"{self.name} belongs to its engine and cannot be copied or pickled; use state_dict()")
 
@@ -210,12 +215,11 @@ class LayerWise(torch.optim.Optimizer):
         """What torch's optimizers return. At stage 0, where DeepSpeed saves one rank's, the first rank's has every
         parameter's state whole, and it must be called on all ranks."""
         state_dict = super().state_dict()
-        whole = self._binding is not None and self._binding.replicated
-        if whole:
+        if self._binding is not None and self._binding.replicated:
             state_dict["state"] = save_whole(self._binding, self.state)
-        if self._binding is not None and self._keeps_owner_state:
+        if self._binding is not None:
             held = owner_states(self._steppers.values()) if self._steppers else self._owner_state
-            state_dict[CHECKPOINT_KEY] = gather_named(self._binding, held) if whole else held
+            state_dict.update(save_matrices(self._binding, held if self._keeps_owner_state else None))
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

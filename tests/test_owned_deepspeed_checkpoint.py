@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import Tensor
 
+from lwopt_backend.checkpoint import convert as conversion
+from lwopt_backend.checkpoint import formats
 from tests.models import UnevenLM
 from tests.owned_deepspeed import config, engine_on_any_cpu, in_precision, train
 from tests.ranks import RankPool
@@ -144,7 +147,15 @@ def pool_of(rank_pools: dict[int, RankPool], world_size: int) -> RankPool:
 
 
 def convert(folder: Path) -> str:
-    """DeepSpeed's own converter; the folder of the result."""
+    """With our converter; the folder of the result."""
+    into = folder / "ours"
+    checkpoint = formats.read(folder / "step3")
+    conversion.write(checkpoint, "universal", conversion.Place(into / "step3", {"latest_universal": "step3"}))
+    return str(into)
+
+
+def convert_as_deepspeed_does(folder: Path) -> str:
+    """With DeepSpeed's own converter; the folder of the result."""
     into = folder / "universal"
     ds_to_universal.main(
         argparse.Namespace(
@@ -176,13 +187,14 @@ def test_universal_checkpoints_go_anywhere(
 ) -> None:
     """To other numbers of ranks, stages, layouts and instances. Added up in fp32, micro-batches are alike at all."""
     before, after = pool_of(rank_pools, 2).run(save_and_go_on, str(tmp_path), saved_at, precision, saved_in)[0]
-    folder = convert(tmp_path)
-    for world_size, stage, layout, group_size in TARGETS:
+    for (world_size, stage, layout, group_size), folder in itertools.product(
+        TARGETS, (convert(tmp_path), convert_as_deepspeed_does(tmp_path))
+    ):
         options = {"layout": layout, "group_size": group_size}
         there = pool_of(rank_pools, world_size).run(load_and_go_on, folder, stage, precision, options, True)[0]
         for ours, theirs in zip((before, after), there):
             same = compared(without_samples(ours), without_samples(theirs))
-            assert same == dict.fromkeys(same, True), (world_size, stage, layout, group_size)
+            assert same == dict.fromkeys(same, True), (world_size, stage, layout, group_size, folder)
 
 
 class WithMore(UnevenLM):
@@ -216,7 +228,8 @@ def test_universal_checkpoints_bring_frozen_parameters_and_buffers(
     rank_pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
     pool_of(rank_pools, 2).run(save_with_more, str(tmp_path))
-    assert pool_of(rank_pools, 1).run(load_with_more, convert(tmp_path)) == [(4.0, 1.0)]
+    for folder in (convert(tmp_path), convert_as_deepspeed_does(tmp_path)):
+        assert pool_of(rank_pools, 1).run(load_with_more, folder) == [(4.0, 1.0)]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

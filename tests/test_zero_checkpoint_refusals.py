@@ -83,13 +83,6 @@ def test_weights_alone_are_loaded_at_another_world_size(
         assert all(torch.equal(weight, saved[name]) for name, weight in weights.items())
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_universal_checkpoints_are_refused(ranks: RankPool, tmp_path: Path, stage: int) -> None:
-    settings = {**config(stage), "checkpoint": {"load_universal": True}}
-    for error in ranks.errors(refused, str(tmp_path), settings):
-        assert error.startswith("ValueError: checkpoint.load_universal is on, and LayerWiseMuon cannot load universal")
-
-
 @pytest.mark.parametrize(
     ("saved", "loaded", "named"), [(0, 2, "0"), (0, 3, "0, 1 or 2"), (2, 0, "1 or 2"), (2, 3, "0, 1 or 2"), (3, 1, "3")]
 )
