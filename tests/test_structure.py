@@ -60,14 +60,15 @@ def test_training_code_does_not_import_what_only_shows_plans() -> None:
 
 
 FSDP2 = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.device_mesh")
+FILES = ("torch.distributed.checkpoint",)
 
 
 def test_torch_distributed_has_one_door() -> None:
-    """Its collectives; FSDP2 and its DTensors are a host, and read where hosts are."""
+    """Its collectives; FSDP2 and its DTensors are a host, read where hosts are; checkpoints' files need no ranks."""
     for path in set(files(PACKAGE, ROOT / "integrations")) - {PACKAGE / "runtime" / "collectives.py"}:
         used = {module for module in imports(path) if within(module, "torch.distributed")}
-        host = path.parent == ROOT / "integrations" / "fsdp2"
-        assert not used or (host and all(within(module, *FSDP2) for module in used)), (path, used)
+        allowed = {ROOT / "integrations" / "fsdp2": FSDP2, PACKAGE / "checkpoint" / "dcp": FILES}.get(path.parent, ())
+        assert all(within(module, *allowed) for module in used), (path, used)
 
 
 def test_nobody_imports_the_integrations_but_themselves() -> None:

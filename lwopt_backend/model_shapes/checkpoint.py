@@ -6,14 +6,15 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from torch import Tensor
-
+from lwopt_backend.checkpoint.dcp.files import METADATA
+from lwopt_backend.checkpoint.lazy import LazyTensor
 from lwopt_backend.model_shapes.by_name import route_by_name
-from lwopt_backend.model_shapes.dcp_folder import METADATA, read_dcp_folder
+from lwopt_backend.model_shapes.dcp_folder import read_dcp_folder
 from lwopt_backend.model_shapes.deepspeed_folder import is_deepspeed_folder, read_deepspeed_folder, read_model_states
 from lwopt_backend.model_shapes.json_files import read_json
+from lwopt_backend.model_shapes.megatron_folder import read_megatron_folder
 from lwopt_backend.model_shapes.safetensors_files import read_safetensors
-from lwopt_backend.model_shapes.torch_files import load_on_meta, state_dict_in, stored_tensors
+from lwopt_backend.model_shapes.torch_files import load_without_elements, state_dict_in, stored_tensors
 from lwopt_backend.model_shapes.types import NOT_IN_MODEL_ORDER, Contents, ModelShapes, Stored, in_natural_order
 
 INDEX = ".index.json"
@@ -27,7 +28,7 @@ HUGGING_FACE = (
 )
 READABLE = (
     "a *.safetensors or torch.save file, a *.index.json of several, a Hugging Face folder, a folder by "
-    "torch.distributed.checkpoint or by DeepSpeed"
+    "torch.distributed.checkpoint, by Megatron or by DeepSpeed"
 )
 BY_NAME = "routed by name and shape only: a checkpoint has no modules; correct it with include and exclude"
 
@@ -74,6 +75,9 @@ def _read(path: Path) -> Contents:
 
 
 def _read_folder(folder: Path) -> Contents:
+    by_megatron = read_megatron_folder(folder)
+    if by_megatron is not None:
+        return by_megatron
     if (folder / METADATA).is_file():
         return read_dcp_folder(folder)
     if is_deepspeed_folder(folder):
@@ -89,10 +93,10 @@ def _read_folder(folder: Path) -> Contents:
 
 
 def _read_torch(path: Path) -> tuple[Stored, ...]:
-    saved = load_on_meta(path)
+    saved = load_without_elements(path)
     if isinstance(saved, dict) and {"module", "param_shapes", "ds_version"} <= saved.keys():
         return read_model_states(saved, path)
-    return tuple(stored_tensors(state_dict_in(saved, path, Tensor)))
+    return tuple(stored_tensors(state_dict_in(saved, path, LazyTensor)))
 
 
 def _read_index(path: Path) -> Contents:

@@ -11,62 +11,34 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from lwopt_backend.model_shapes.torch_files import load_on_meta, stored_tensors
+from lwopt_backend.checkpoint.deepspeed.folder import MODEL, model_files, names_in, tag_of
+from lwopt_backend.checkpoint.lazy import LazyTensor
+from lwopt_backend.model_shapes.torch_files import load_without_elements, stored, stored_tensors
 from lwopt_backend.model_shapes.types import NOT_IN_MODEL_ORDER, Contents, Stored, in_natural_order
 
 POINTERS = ("latest", "latest_universal")
-MODEL_STATES = "*mp_rank_*_model_states.pt"
 
 
 def is_deepspeed_folder(folder: Path) -> bool:
     """Whether it is a tag, or a folder of tags."""
     return (
         any((folder / pointer).is_file() for pointer in POINTERS)
-        or any(folder.glob(MODEL_STATES))
+        or any(map(MODEL.fullmatch, names_in(folder)))
         or any(folder.glob("zero/*/fp32.pt"))
     )
 
 
 def read_deepspeed_folder(folder: Path) -> Contents:
     """The parameters of the newest tag, in the module's order. Raises ValueError for pieces of model parallelism."""
-    tag = _tag(folder)
-    files = sorted(tag.glob(MODEL_STATES))
-    apart = [file.name for file in files if "expert" in file.name]
-    if apart:
-        raise ValueError(
-            f"{tag}: expected one file with the whole model, found experts in files of their own ({apart[0]}); list "
-            "the shapes in a JSON file"
-        )
-    pieces = {re.search(r"mp_rank_(\d+)", file.name)[1] for file in files}  # type: ignore[index]  # MODEL_STATES has it
-    if len(pieces) == 1:
-        whole = min(files, key=lambda file: (len(file.name), file.name))  # data-parallel rank 0: the lowest number
-        return Contents(f"DeepSpeed checkpoint {tag.name}", read_model_states(load_on_meta(whole), whole))
-    if (tag / "zero").is_dir():
-        return Contents(f"DeepSpeed universal checkpoint {tag.name}", _universal(tag), (NOT_IN_MODEL_ORDER,))
-    found = f"the pieces of {len(pieces)} model-parallel ranks" if pieces else "none"
-    raise ValueError(
-        f"{tag}: expected a file mp_rank_00_model_states.pt with the whole model, found {found}; "
-        "convert the checkpoint with deepspeed's ds_to_universal, or list the shapes in a JSON file"
-    )
-
-
-def _tag(folder: Path) -> Path:
-    pointer = next((folder / name for name in POINTERS if (folder / name).is_file()), None)
-    if pointer is None:
-        return folder
-    tag = folder / pointer.read_text(encoding="utf-8", errors="replace").strip()
-    if not tag.is_dir():
-        raise ValueError(
-            f"{pointer}: expected the name of a folder beside it, found {tag.name!r}; give the tag's folder"
-        )
-    return tag
+    tag = tag_of(folder, next((name for name in POINTERS if (folder / name).is_file()), POINTERS[0]))
+    if any(map(MODEL.fullmatch, names_in(tag))) or not (tag / "zero").is_dir():
+        first, *_ = model_files(tag)
+        return Contents(f"DeepSpeed checkpoint {tag.name}", read_model_states(load_without_elements(first), first))
+    return Contents(f"DeepSpeed universal checkpoint {tag.name}", _universal(tag), (NOT_IN_MODEL_ORDER,))
 
 
 def read_model_states(saved: Any, where: Path) -> tuple[Stored, ...]:
@@ -80,7 +52,7 @@ def read_model_states(saved: Any, where: Path) -> tuple[Stored, ...]:
     groups = saved.get("param_shapes")  # one mapping per param group; None at stage 0
     trained = {name: shape for group in groups or () for name, shape in group.items()}
     shapes = {**trained, **(saved.get("frozen_param_shapes") or {})}
-    tensors = stored_tensors({name: t for name, t in saved["module"].items() if isinstance(t, Tensor)})
+    tensors = stored_tensors({name: t for name, t in saved["module"].items() if isinstance(t, LazyTensor)})
     return tuple(
         Stored(
             t.name,
@@ -97,12 +69,12 @@ def read_model_states(saved: Any, where: Path) -> tuple[Stored, ...]:
 def _universal(tag: Path) -> tuple[Stored, ...]:
     tensors = []
     for file in tag.glob("zero/*/fp32.pt"):
-        saved = load_on_meta(file)
+        saved = load_without_elements(file)
         param = saved.get("param") if isinstance(saved, Mapping) else None
-        if not isinstance(param, Tensor):
+        if not isinstance(param, LazyTensor):
             raise ValueError(
                 f"{file}: expected a parameter with its shape under 'param', found {type(saved).__name__}, as stage 3 "
                 "writes it, flat; copy the *_model_states.pt files beside the folder zero, they hold the shapes"
             )
-        tensors.append(Stored(file.parent.name, tuple(param.shape), param.is_floating_point()))
+        tensors.append(stored(file.parent.name, param))
     return in_natural_order(tensors)

@@ -1,17 +1,14 @@
-"""Names and shapes of files by torch.save, loaded on the meta device and without running what a pickle may hold."""
+"""Names and shapes of files by torch.save, of which no weights are read."""
 
 from __future__ import annotations
 
-import pickle
-import re
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-from torch import Tensor
-
+from lwopt_backend.checkpoint.files import torch_files
+from lwopt_backend.checkpoint.lazy import LazyTensor
 from lwopt_backend.model_shapes.types import Stored
 
 # Keys under which training scripts, DeepSpeed, Lightning and torch's examples keep the model's state dict.
@@ -22,32 +19,14 @@ SAVE_AGAIN = "torch.save(model.state_dict(), path)"
 T = TypeVar("T")
 
 
-def load_on_meta(path: Path) -> Any:
-    """What was saved, with tensors that have no elements. Raises ValueError, also for more than plain data.
-
-    None of the weights are read since pytorch#170619 (December 2025); an older torch reads them, one at a time, and
-    lets them go. ``mmap=True`` would spare it that, but Linux does not map so a file that is larger than the memory.
-    """
+def load_without_elements(path: Path) -> Any:
+    """What was saved, with a LazyTensor for every tensor. Raises ValueError."""
     if not zipfile.is_zipfile(path):  # the format before torch 1.6 would be loaded whole
         raise ValueError(
             f"{path}: expected a file by torch.save of torch 1.6 or newer, which is a zip archive, found another; "
             "download it again, or load and save it with a newer torch"
         )
-    try:
-        return torch.load(path, map_location="meta", weights_only=True)
-    except pickle.UnpicklingError as error:
-        culprit = re.search(r"GLOBAL (\S+)", str(error))
-        found = f"an object of {culprit[1]}" if culprit else "something else"
-        raise ValueError(
-            f"{path}: expected tensors and plain data, found {found}; such a file is not loaded, because that can run "
-            f"code. Save the weights alone: {SAVE_AGAIN}"
-        ) from error
-    except Exception as error:  # whatever a truncated or foreign file makes of the reader
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(
-            f"{path}: expected a file by torch.save, found something else ({type(error).__name__}: {reason}); "
-            "download it again"
-        ) from error
+    return torch_files.load(path)
 
 
 def state_dict_in(saved: Any, where: Path, leaf: type[T]) -> dict[str, T]:
@@ -72,15 +51,15 @@ def state_dict_in(saved: Any, where: Path, leaf: type[T]) -> dict[str, T]:
     return named
 
 
-def stored_tensors(named: Mapping[str, Tensor]) -> list[Stored]:
+def stored_tensors(named: Mapping[str, LazyTensor]) -> list[Stored]:
     """One entry per tensor; names that share their elements (tied weights) share an entry, under the first of them."""
-    names: dict[tuple[Any, ...], list[str]] = {}
+    names: dict[Any, list[str]] = {}
     for name, tensor in named.items():
-        # Where in its file; not known of a tensor without elements, nor with an older torch.
-        start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None) if tensor.numel() else None
-        place = (start, tensor.storage_offset(), tensor.shape, tensor.stride())
-        names.setdefault((name,) if start is None else place, []).append(name)
-    return [
-        Stored(first, tuple(named[first].shape), named[first].is_floating_point(), aliases=tuple(others))
-        for first, *others in names.values()
-    ]
+        place = (tensor.place, tensor.shape, tensor.stride) if tensor.numel else name
+        names.setdefault(place, []).append(name)
+    return [stored(first, named[first], tuple(others)) for first, *others in names.values()]
+
+
+def stored(name: str, tensor: LazyTensor, aliases: tuple[str, ...] = ()) -> Stored:
+    """A tensor without its elements."""
+    return Stored(name, tensor.shape, tensor.dtype.is_floating_point, aliases=aliases)
