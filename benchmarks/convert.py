@@ -1,0 +1,164 @@
+"""``lwopt convert`` beside DeepSpeed's ``ds_to_universal`` and the disk: time, MB/s and memory, in one run.
+
+    python benchmarks/convert.py                         checkpoints of 2 GB, three rounds
+    python benchmarks/convert.py --mb 200 --rounds 5 --workers 4
+    python benchmarks/convert.py --json convert.json     write it down
+
+Sources are a ZeRO-2 checkpoint of AdamW in bf16, which a stock DeepSpeed engine saves on two ranks, and Megatron's
+torch_dist of the same shapes. Both become DeepSpeed's universal format. The disk's own speed is that of a plain copy of
+the source's files. Each is a program of its own, imports included, until the disk holds its files: DeepSpeed's tool
+leaves them to the system, so that flushing them is added to its time. They take turns; figures are medians, and MB are
+those of the source. Files of the source are in the system's cache, as they were just written, if there is memory.
+
+``lwopt convert`` reads everything twice, once to check it (checksums; master weights against weights) and once to write
+it; ``ds_to_universal`` checks nothing, and writes everything twice. The program fails if the two made different tensors
+of the ZeRO-2 checkpoint, or if the memory of ``lwopt convert`` goes 1 GB beyond the largest tensor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from convert_memory import Finished, copy, flush, nbytes, run
+from convert_sources import largest, save_deepspeed, save_megatron, shapes
+from rich.console import Console
+from rich.table import Table
+
+from lwopt_backend.checkpoint.deepspeed import universal_reader as deepspeed_universal
+from lwopt_backend.checkpoint.differences import differences
+
+LIMIT = 10**9  # bytes of memory beyond the largest tensor
+OURS, STOCK, COPY = "lwopt convert", "ds_to_universal", "copy"
+CONVERT = "import sys; from lwopt_backend.cli import main; sys.argv[0] = 'lwopt'; main()"
+
+
+@dataclass
+class Row:
+    """What one program does to one source, over all rounds."""
+
+    source: str
+    program: str
+    source_bytes: int
+    largest: int
+    seconds: list[float] = field(default_factory=list)
+    peak: int = 0
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+def measure(row: Row, program: Callable[[Path], Finished], folder: Path) -> None:
+    target = folder / "made" / row.program.replace(" ", "_")
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    finished = program(target)
+    row.seconds.append(finished.seconds)
+    row.peak = max(row.peak, finished.peak)
+
+
+def programs(
+    source: Path, step: Path, workers: int, stock: bool, log: Path
+) -> Mapping[str, Callable[[Path], Finished]]:
+    """By name; each converts into a folder. ``step`` is the source's folder of the step."""
+
+    def ours(target: Path) -> Finished:
+        options = ["--to", "universal", "--workers", str(workers), "--json"]
+        return run([sys.executable, "-c", CONVERT, "convert", str(source), str(target), *options], log)
+
+    def theirs(target: Path) -> Finished:
+        folders = ["--input_folder", str(step), "--output_folder", str(target / step.name)]
+        counts = ["--num_extract_workers", str(workers), "--num_merge_workers", str(workers), "--inject_missing_state"]
+        done = run([sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *folders, *counts], log)
+        start = time.perf_counter()
+        flush(target)
+        return Finished(done.seconds + time.perf_counter() - start, done.peak)
+
+    def copied(target: Path) -> Finished:
+        return Finished(copy(step, target), 0)
+
+    return {COPY: copied, **({STOCK: theirs} if stock else {}), OURS: ours}
+
+
+def compare(folder: Path) -> None:
+    """Raises SystemExit if DeepSpeed's tool and ours made different tensors of the ZeRO-2 checkpoint."""
+    stock, ours = (
+        deepspeed_universal.read(folder / "made" / name / "global_step1") for name in (STOCK, "lwopt_convert")
+    )
+    wrong = [f"{found.key} of {found.name}: {found.what}" for found in differences(stock, ours) if found.what]
+    if wrong:
+        raise SystemExit(f"{STOCK} (A) and {OURS} (B) differ:\n" + "\n".join(wrong[:20]))
+
+
+def table(rows: Sequence[Row], workers: int) -> Table:
+    drawn = Table(title=f"to DeepSpeed's universal format, {workers} workers", title_justify="left")
+    for heading in ("source", "program"):
+        drawn.add_column(heading, no_wrap=True)
+    for heading in ("s", "MB/s", "of the copy's time", f"of {OURS}'s", "peak MB", "beyond the\nlargest tensor, MB"):
+        drawn.add_column(heading, justify="right")
+    for row in rows:
+        base, ours = (next(r for r in rows if (r.source, r.program) == (row.source, name)) for name in (COPY, OURS))
+        memory = [f"{row.peak / 1e6:.0f}", f"{(row.peak - row.largest) / 1e6:.0f}"] if row.peak else ["", ""]
+        speed = f"{row.source_bytes / row.median / 1e6:.0f}"
+        ratios = [f"{row.median / other.median:.2f}x" for other in (base, ours)]
+        drawn.add_row(row.source, row.program, f"{row.median:.1f}", speed, *ratios, *memory)
+    return drawn
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mb", type=float, default=2000, help="of each source")
+    parser.add_argument("--width", type=int, default=1024, help="of the model")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=2, help="of both programs")
+    parser.add_argument("--folder", type=Path, help="on the disk to measure; a temporary one by default")
+    parser.add_argument("--json", type=Path, help="write all figures there")
+    options = parser.parse_args()
+    os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+    console = Console(width=130 if not Console().is_terminal else None, highlight=False)
+    found = shapes(options.width, int(options.mb * 1e6 / 14))
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(dir=options.folder) as name, console.status("saving sources") as status:
+        folder = Path(name)
+        steps = {
+            "ZeRO-2, AdamW": folder / "zero2" / "global_step1",
+            "Megatron torch_dist": folder / "megatron" / "iter_0000001",
+        }
+        for source, step in steps.items():
+            save_deepspeed(step.parent, found, 2) if step.name == "global_step1" else save_megatron(step, found)
+            flush(step)
+            done = programs(step.parent, step, options.workers, step.name == "global_step1", folder / "log")
+            of_source = {name: Row(source, name, nbytes(step), largest(found)) for name in done}
+            for turn in range(options.rounds):
+                for name, program in done.items():
+                    status.update(f"{source}: {name}, round {turn + 1}")
+                    measure(of_source[name], program, folder)
+            rows += of_source.values()
+            if STOCK in done:
+                compare(folder)
+            shutil.rmtree(folder / "made")
+    console.print(table(rows, options.workers))
+    if options.json:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    wrong = [
+        f"{row.program} of {row.source}: {row.peak / 1e6:.0f} MB at most, more than the largest tensor of "
+        f"{row.largest / 1e6:.0f} MB and {LIMIT / 1e6:.0f} MB"
+        for row in rows
+        if row.program == OURS and row.peak > row.largest + LIMIT
+    ]
+    if wrong:
+        raise SystemExit("\n".join(wrong))
+
+
+if __name__ == "__main__":
+    main()
