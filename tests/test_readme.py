@@ -94,7 +94,18 @@ def test_the_ds_config_entry_is_json_and_names_our_optimizer() -> None:
     assert json.loads(FILES["ds_config.json"])["optimizer"]["type"] == "LayerWiseMuon"
 
 
-PAGES = ("planner", "fsdp2", "fsdp2_hugging_face", "owned", "optimizers", "rules", "modules", "migration")
+PAGES = (
+    "planner",
+    "fsdp2",
+    "fsdp2_hugging_face",
+    "owned",
+    "optimizers",
+    "rules",
+    "modules",
+    "migration",
+    "checkpoints",
+    "from_megatron",
+)
 
 
 def test_links_and_pictures_lead_somewhere() -> None:

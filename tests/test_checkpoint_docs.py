@@ -1,0 +1,240 @@
+"""What docs/checkpoints.md and docs/from_megatron.md show is true: commands and scripts run, tables are the code's."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from pydantic import BaseModel
+from transformers import LlamaConfig
+
+from lwopt_backend.checkpoint import convert, formats, names
+from lwopt_backend.checkpoint.contents import Checkpoint, Param
+from lwopt_backend.checkpoint.lazy import held
+from lwopt_backend.checkpoint.names.operations import OPERATIONS
+from lwopt_backend.checkpoint.names.rules import MapFile, RuleEntry
+from lwopt_backend.cli.app import app
+from tests import megatron_dist
+from tests.launcher import ROOT, run_on_cpu
+from tests.ranks import free_port
+
+PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("checkpoints", "from_megatron")}
+COMMANDS: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+HEADS, GROUPS = 4, 2  # as the pages have it
+
+# The pages' commands, in a folder with a checkpoint in Megatron's format
+
+
+def blocks(page: str) -> list[tuple[str, str, str]]:
+    """Language, name and text of every block of a page."""
+    return re.findall(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", PAGES[page], re.MULTILINE | re.DOTALL)
+
+
+def run(page: str, folder: Path) -> dict[str, str]:
+    """Run all commands of a page one after the other; what each prints, by command."""
+    for _, name, text in blocks(page):
+        if "." in name:
+            (folder / name).write_text(text)
+    printed = {}
+    for command in "".join(text for _, name, text in blocks(page) if name == "run").splitlines():
+        there = command.replace("torchrun", f"torchrun --master_port {free_port()}")
+        there = there.replace("deepspeed --num", f"deepspeed --master_port {free_port()} --num")
+        finished = run_on_cpu(there, folder)
+        assert finished.returncode == 0, (command, finished.stdout)
+        printed[command] = finished.stdout
+    return printed
+
+
+@pytest.fixture(scope="module")
+def walked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """The folder in which all of from_megatron.md was run, and what was printed."""
+    folder = tmp_path_factory.mktemp("move")
+    channels = megatron_dist.HIDDEN // HEADS
+    arguments = {"num_attention_heads": HEADS, "num_query_groups": GROUPS, "kv_channels": channels, "bf16": True}
+    arguments |= {"group_query_attention": True, "muon_split_qkv": True, "muon_nesterov": False, "muon_num_ns_steps": 5}
+    arguments |= {"muon_scale_mode": "spectral", "muon_extra_scale_factor": 1.0}
+    setup = megatron_dist.Setup(arguments=arguments)
+    megatron_dist.write(folder / "megatron" / "iter_0000007", setup, positive(megatron_dist.truth(muon=True)))
+    (folder / "megatron" / "latest_checkpointed_iteration.txt").write_text("7")
+    LlamaConfig(
+        vocab_size=megatron_dist.VOCAB,
+        hidden_size=megatron_dist.HIDDEN,
+        intermediate_size=megatron_dist.FFN,
+        num_hidden_layers=megatron_dist.LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=GROUPS,
+        head_dim=channels,
+        tie_word_embeddings=False,
+    ).save_pretrained(folder / "llama")
+    return folder, run("from_megatron", folder)
+
+
+def positive(truth: megatron_dist.Truth) -> megatron_dist.Truth:
+    """Second moments are, or the next step has the root of a negative number."""
+    for states in truth.values():
+        if "exp_avg_sq" in states:
+            states["exp_avg_sq"].abs_()
+    return truth
+
+
+def test_a_megatron_user_can_walk_the_whole_way(walked: tuple[Path, dict[str, str]]) -> None:
+    folder, printed = walked
+    compared = {command: text for command, text in printed.items() if command.startswith("lwopt diff")}
+    assert len(compared) == 3
+    for text in compared.values():
+        assert re.search(r"^[1-9]\d+ tensors and counters of \d+ parameters are equal, 0 differ", text, re.M)
+    (training,) = (text for command, text in printed.items() if command.startswith("deepspeed"))
+    loss, step, samples = re.findall(r"loss (\S+) after (\d+) steps, (\d+) samples", training)[0]
+    assert 0 < float(loss) < 10 and (int(step), int(samples)) == (7 + 3, 28 + 3 * 8)
+    written = formats.read(folder / "megatron_again")
+    assert (written.iteration, written.samples, written.names) == (10, 52, "megatron-core")
+    before = formats.read(folder / "megatron")
+    assert set(written.params) == set(before.params)
+    moved = [
+        name for name in before.params if not torch.equal(*(c.params[name].best.read() for c in (before, written)))
+    ]
+    assert set(moved) == set(before.params)  # all of them were trained
+
+
+def test_the_script_has_megatrons_schedule(walked: tuple[Path, dict[str, str]]) -> None:
+    """After 10 steps, of which the script made 3: warmup of 2 steps, cosine to a tenth after 100."""
+    (rate,) = {group["lr"] for group in formats.read(walked[0] / "run").groups}
+    expected = 0.00003 + (0.0003 - 0.00003) * 0.5 * (1.0 + math.cos(math.pi * (10 - 2) / (100 - 2)))
+    assert rate == pytest.approx(expected, rel=1e-12)
+
+
+def test_what_the_reference_shows_runs(walked: tuple[Path, dict[str, str]]) -> None:
+    printed = run("checkpoints", walked[0])
+    assert re.search(r"loss \d+\.\d+ with rates \{'muon': 0.02, 'adamw': 0.01\}", "".join(printed.values()))
+    assert "missing: [] unexpected: []" in printed["python load_weights.py"]
+    assert "0 differ" in printed["lwopt diff megatron mine_again"]
+    mine = formats.read(walked[0] / "mine")
+    assert mine.names == "my-model" and "blocks.2.gate_up.weight" in mine.params and "wte.weight" in mine.params
+    assert mine.params["blocks.2.gate_up.weight"].shape == (2 * megatron_dist.FFN, megatron_dist.HIDDEN)
+
+
+# Tables
+
+
+def section(page: str, heading: str) -> str:
+    (found,) = re.findall(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", PAGES[page], re.MULTILINE | re.DOTALL)
+    return found
+
+
+def rows(text: str, first: str) -> list[list[str]]:
+    """The cells of the table whose first heading is ``first``."""
+    lines = text[text.index(f"| {first} |") :].splitlines()[2:]
+    found = []
+    for line in lines:
+        if not line.startswith("|"):
+            break
+        found.append([cell.strip() for cell in line.strip("|").split(" |")])
+    assert found
+    return found
+
+
+def words(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+@pytest.mark.parametrize("command", ["convert", "inspect", "diff"])
+def test_every_option_is_in_the_table_with_its_default(command: str) -> None:
+    options = [p for p in COMMANDS[command].params if isinstance(p, typer.core.TyperOption)]  # type: ignore[attr-defined]
+    known = {name: option for option in options for name in (*option.opts, *option.secondary_opts) if name != "--help"}
+    named = {}
+    for cells in rows(section("checkpoints", f"lwopt {command}"), "option"):
+        named.update({name: cells[1] for name in words(cells[0])})
+    assert set(named) == set(known)
+    for name, cell in named.items():
+        option = known[name]
+        if (cell.strip("`").isdigit() or cell.startswith("`")) and name != "--check":
+            value = cell.strip("`")
+            assert str(option.default) == value or f"Default: {value}." in option.help, name
+
+
+def test_the_formats_in_the_tables_are_those_that_there_are() -> None:
+    text = section("checkpoints", "What is read and written")
+    assert [words(cells[0])[0] for cells in rows(text, "`--from`")] == list(formats.READERS)
+    assert [words(cells[0])[0] for cells in rows(text, "`--to`")] == list(convert.TARGETS)
+    written = {word for cells in rows(text, "`--from`") for word in re.findall(r"--to (\w+)", cells[2])}
+    assert written == set(convert.TARGETS)
+
+
+def test_names_and_operations_in_the_tables_are_those_that_there_are() -> None:
+    assert {words(cells[0])[0] for cells in rows(section("checkpoints", "Names"), "`--names`")} == set(names.FAMILIES)
+    text = section("checkpoints", "A map of your own")
+    assert {word for cells in rows(text, "operation") for word in words(cells[0])} == set(OPERATIONS)
+
+
+@pytest.mark.parametrize(("heading", "model"), [("key", MapFile), ("key of a rule", RuleEntry)])
+def test_every_key_of_a_map_is_in_the_table(heading: str, model: type[BaseModel]) -> None:
+    found = {word for cells in rows(section("checkpoints", "A map of your own"), heading) for word in words(cells[0])}
+    assert found == set(model.model_fields)
+
+
+@pytest.mark.parametrize("family", ["hf-llama", "hf-gpt2", "megatron-deepspeed"])
+def test_parameters_side_by_side_are_what_the_maps_make(family: str) -> None:
+    table = rows(section("from_megatron", "Parameters"), "`megatron-core`")
+    head = next(line for line in PAGES["from_megatron"].splitlines() if line.startswith("| `megatron-core` |"))
+    column = [words(cell)[0] for cell in head.strip("|").split(" |")].index(family)
+    pairs = {words(cells[0])[0]: words(cells[column]) for cells in table if words(cells[column])}
+    checkpoint = Checkpoint("made up", "", "megatron-core", {name: weight(name) for name in pairs})
+    numbers = names.Numbers(heads=2, query_groups=2, kv_channels=4, qkv_layout="groups")
+    for name, expected in pairs.items():
+        made = names.translate(checkpoint, family, numbers)
+        assert set(expected) <= set(made.params), name
+    assert set(made.params) == {name for expected in pairs.values() for name in expected}
+
+
+def weight(name: str) -> Param:
+    """24 rows, as 2 heads of 4 of q, k and v have."""
+    return Param(held(torch.zeros(24, 8) if "norm" not in name else torch.zeros(8), name))
+
+
+# Commands and settings anywhere on the pages
+
+
+def test_every_command_on_the_pages_parses() -> None:
+    checked = 0
+    for page, text in PAGES.items():
+        plain = re.sub(r"\s*\n\s*", " ", text)
+        for line in [*re.findall(r"^lwopt .*$", text, re.M), *re.findall(r"`(lwopt \w+ [^`]+)`", plain)]:
+            _, command, *arguments = shlex.split(line)
+            if not arguments or arguments[0].startswith("-"):
+                continue
+            given = COMMANDS[command].make_context(command, arguments).params
+            assert given.get("to") in (None, *convert.TARGETS), (page, line)
+            for key in ("vocabulary", "source_names", "names_a"):
+                assert given.get(key) is None or given[key] in names.FAMILIES or given[key].endswith(".json"), line
+            checked += 1
+    assert checked > 20
+
+
+def test_every_block_of_json_parses() -> None:
+    found = [text for page in PAGES for language, _, text in blocks(page) if language == "json"]
+    assert len(found) == 3 and all(json.loads(text) for text in found)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_heading_is_in_the_list(page: str) -> None:
+    headings = re.findall(r"^## (.*)$", PAGES[page], re.MULTILINE)
+    assert re.findall(r"^- \[(.*?)\]\(#", PAGES[page], re.MULTILINE) == headings
+
+
+def test_links_to_a_part_of_another_page_lead_to_a_heading() -> None:
+    checked = 0
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\(([^)#]+\.md#[^)]+)\)", path.read_text()):
+            page, _, anchor = target.partition("#")
+            headings = re.findall(r"^#+ (.*)$", (path.parent / page).read_text(), re.MULTILINE)
+            known = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+            assert anchor in known, (path, target)
+            checked += 1
+    assert checked > 20
