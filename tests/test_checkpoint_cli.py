@@ -610,3 +610,11 @@ def test_an_index_of_other_files_is_an_error(tmp_path: Path) -> None:
         index.write_text(json.dumps({"weight_map": places}))
         with pytest.raises(CheckpointError, match=words):
             safetensors_folder.read(tmp_path)
+
+
+def test_names_that_nobody_says_are_taken_for_those_that_are_compared_under(source: Path, tmp_path: Path) -> None:
+    made, numbers = tmp_path / "weights", ("--heads", 4, "--query-groups", 2, "--kv-channels", 2)
+    succeeds("convert", source, made, "--to", "safetensors", "--names", "hf-llama", *numbers)
+    found = differing(source, made, "--names", "hf-llama", "--weights", *numbers)
+    assert found["different"] == [] and found["equal"]
+    assert any("B does not say what its names are" in note for note in found["notes"])

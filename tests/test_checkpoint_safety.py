@@ -248,7 +248,7 @@ def test_a_pointer_that_leads_elsewhere_is_refused(copy: Callable[[str], Path], 
     name = "latest_universal" if form == "universal" else "latest_checkpointed_iteration.txt"
     shutil.copytree(source, source.parent / "other")
     (source / name).write_text(text)
-    assert_refused(source)
+    assert_refused(source, name)
 
 
 @pytest.mark.parametrize("form", ["megatron", "dcp"])

@@ -20,6 +20,7 @@ from lwopt_backend.checkpoint.safetensors import reader as safetensors_folder
 from lwopt_backend.spelling import suggestion
 
 AUTO = "auto"
+POINTERS = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")  # files that name a folder
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def find(path: Path, format: str = AUTO) -> Reader:
     found = READERS.get(format) or next((reader for reader in READERS.values() if reader.recognises(path)), None)
     if found is None:
         known = "; ".join(f"{reader.name} ({reader.meaning})" for reader in READERS.values())
-        raise CheckpointError(f"{path} is no checkpoint that is known; known are {known}")
+        raise CheckpointError(f"{path} is no checkpoint that is known{_hint(path)}; known are {known}")
     if found.name != "safetensors":
         _check_links(path)
     return found
@@ -77,6 +78,16 @@ def find(path: Path, format: str = AUTO) -> Reader:
 def read(path: Path, format: str = AUTO) -> Checkpoint:
     """What is in a checkpoint's folder. Raises CheckpointError."""
     return find(path, format).read(path)
+
+
+def _hint(path: Path) -> str:
+    """What is missing, where that can be told."""
+    for name in POINTERS:
+        if (path / name).is_file():
+            return f": its file {name} names {(path / name).read_bytes()[:100]!r}, where there is none; copy all of it"
+    if any(path.glob("*.distcp")):
+        return ": it has .distcp files, but no .metadata that says what is in them; copy all files"
+    return ""
 
 
 def _check_links(folder: Path) -> None:

@@ -34,6 +34,7 @@ from lwopt_backend.cli.checkpoint_options import (
 from lwopt_backend.cli.tables import terminal
 
 SHOWN = 30
+MODEL = "model"  # names of checkpoints that do not say what they are
 FORMATS = ", ".join(formats.READERS)
 
 
@@ -80,11 +81,12 @@ def diff(
     ours, theirs = opened(a, format_a)[1], opened(b, format_b)[1]
     if vocabulary is None and numbers != names.Numbers():
         vocabulary = names.CORE
-    if vocabulary is None and (names_a or ours.names) != (names_b or theirs.names):
-        known = {names.CORE, *names.FAMILIES}
-        if {names_a or ours.names, names_b or theirs.names} <= known:
-            vocabulary = names.CORE
+    said = {names_a or ours.names, names_b or theirs.names}
+    if vocabulary is None and len(said) > 1 and said <= {names.CORE, *names.FAMILIES}:
+        vocabulary = names.CORE
     notes = _notes(ours, theirs)
+    names_a = _taken_for("a", ours, names_a, vocabulary, notes)
+    names_b = _taken_for("b", theirs, names_b, vocabulary, notes)
     ours, theirs = _under(ours, vocabulary, names_a, numbers), _under(theirs, vocabulary, names_b, numbers)
     if not set(ours.params) & set(theirs.params):
         notes.append(
@@ -104,6 +106,19 @@ def diff(
     print_json(found) if as_json else _show(found, different)
     if different:
         raise typer.Exit(1)
+
+
+def _taken_for(
+    side: str, checkpoint: Checkpoint, source: str | None, vocabulary: str | None, notes: list[str]
+) -> str | None:
+    """What its names are: those of ``vocabulary``, with a note, where nobody says it."""
+    if source is not None or vocabulary is None or checkpoint.names != MODEL:
+        return source
+    notes.append(
+        f"{side.upper()} does not say what its names are; they are taken for {vocabulary}'s. If they are others, say "
+        f"so with --names-{side}."
+    )
+    return vocabulary
 
 
 def _compared(a: Checkpoint, b: Checkpoint, weights: bool, silent: bool) -> list[Compared]:
