@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -169,3 +171,15 @@ def assert_holds(checkpoint: Checkpoint, truth: dict[str, Any]) -> None:
             found = tensor.read()
             assert tuple(found.shape) == tensor.shape == tuple(expected[key].shape), (name, key)
             assert found.dtype == tensor.dtype and torch.equal(found.float(), expected[key].float().cpu()), (name, key)
+
+
+def flip(file: Path) -> None:
+    """One bit of the largest record of a file that torch.save wrote."""
+    with zipfile.ZipFile(file) as archive:
+        entry = max(archive.infolist(), key=lambda entry: entry.file_size)
+        with archive.open(entry) as record:
+            inside = record.read()
+    data = bytearray(file.read_bytes())
+    place = bytes(data).index(inside, entry.header_offset)
+    data[place + len(inside) // 2] ^= 4
+    file.write_bytes(data)

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from lwopt_backend.checkpoint.deepspeed import universal_reader as deepspeed_uni
 from lwopt_backend.checkpoint.deepspeed import universal_writer as write_universal
 from lwopt_backend.checkpoint.deepspeed import zero_reader as deepspeed_zero
 from lwopt_backend.checkpoint.files.folders import write_folder
-from tests.checkpoint_engines import FROZEN, Buffered, assert_holds, held, save, scheduled, settings_for
+from tests.checkpoint_engines import FROZEN, Buffered, assert_holds, flip, held, save, scheduled, settings_for
 from tests.models import UnevenLM
 from tests.ranks import RankPool
 from tests.test_rules_on_engines import ds_config
@@ -276,18 +275,6 @@ def remove(file: Path) -> None:
 
 def truncate(file: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
-
-
-def flip(file: Path) -> None:
-    """One bit of the largest record."""
-    with zipfile.ZipFile(file) as archive:
-        entry = max(archive.infolist(), key=lambda entry: entry.file_size)
-        with archive.open(entry) as record:
-            inside = record.read()
-    data = bytearray(file.read_bytes())
-    place = bytes(data).index(inside, entry.header_offset)
-    data[place + len(inside) // 2] ^= 4
-    file.write_bytes(data)
 
 
 def harm(file: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.checkpoint import convert as conversion
 from lwopt_backend.checkpoint import formats, names
 from lwopt_backend.checkpoint.deepspeed import universal_reader as deepspeed_universal
-from tests.checkpoint_engines import Buffered, full_weights_of, scheduled
+from tests.checkpoint_engines import Buffered, flip, full_weights_of, scheduled
 from tests.fused import ATOMS, FusedLM
 from tests.models import UnevenLM
 from tests.owned import BUCKET_MB, exact_sums
@@ -425,18 +424,6 @@ def test_what_does_not_fit_is_refused_on_every_rank(
         assert len(errors) == 2
         for error in errors:
             assert all(word in error for word in words), error
-
-
-def flip(file: Path) -> None:
-    """One bit of the largest record."""
-    with zipfile.ZipFile(file) as archive:
-        entry = max(archive.infolist(), key=lambda entry: entry.file_size)
-        with archive.open(entry) as record:
-            inside = record.read()
-    data = bytearray(file.read_bytes())
-    place = bytes(data).index(inside, entry.header_offset)
-    data[place + len(inside) // 2] ^= 4
-    file.write_bytes(data)
 
 
 def flipped_one_by_one(folder: str, settings: dict[str, Any]) -> list[str]:

@@ -13,6 +13,7 @@ from lwopt_backend.checkpoint.dcp import reader as dcp
 from lwopt_backend.checkpoint.deepspeed import universal_reader as deepspeed_universal
 from lwopt_backend.checkpoint.deepspeed import zero_reader as deepspeed_zero
 from lwopt_backend.checkpoint.megatron import dist_reader as megatron_dist
+from lwopt_backend.checkpoint.megatron import folders as megatron_folders
 from lwopt_backend.checkpoint.megatron import fsdp_reader as megatron_fsdp
 from lwopt_backend.checkpoint.megatron import torch_reader as megatron_torch
 from lwopt_backend.checkpoint.owned import reader as owned
@@ -20,7 +21,7 @@ from lwopt_backend.checkpoint.safetensors import reader as safetensors_folder
 from lwopt_backend.spelling import suggestion
 
 AUTO = "auto"
-POINTERS = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")  # files that name a folder
+POINTERS = (deepspeed_zero.POINTER, deepspeed_universal.POINTER, megatron_folders.POINTER)  # files that name a folder
 
 
 @dataclass(frozen=True)

@@ -40,11 +40,6 @@ QKVRanks = Annotated[int | None, _number("qkv_ranks")]
 AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def option_of(field: str) -> str:
-    """How an option is spelled: ``--vocab-size``."""
-    return f"--{field.replace('_', '-')}"
-
-
 def numbers_of(given: Mapping[str, Any]) -> names.Numbers:
     """Those that were given, by field. Raises ValueError for one that is none."""
     found = {key: value for key, value in given.items() if value is not None}
