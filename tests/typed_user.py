@@ -1,0 +1,252 @@
+"""A user's script in which every public name occurs, for scripts/typecheck.py: mypy's strict mode finds no error in it.
+
+``assert_type`` says what a call returns, so that no type is lost to ``Any`` unseen. test_typing.py runs the functions
+that need one process only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import assert_type
+
+import lwopt_backend
+from lwopt_backend import (
+    Heads,
+    LayerWiseOptimizer,
+    MatrixRule,
+    ModuleOptimizers,
+    Options,
+    OwnerStateRule,
+    QKClip,
+    WeightRule,
+    migration,
+    register_elementwise,
+    register_rule,
+)
+from lwopt_backend.integrations import deepspeed_migration, deepspeed_zero, fsdp2
+from lwopt_backend.options import NonNegative, parse
+from lwopt_backend.rules import (
+    AdaMuon,
+    Muon,
+    NorMuon,
+    QKFactors,
+    gram_newton_schulz,
+    newton_schulz,
+    qk_clip_factors,
+    row_factors,
+)
+
+# Rules of one's own
+
+
+@dataclass
+class Sign(MatrixRule):
+    """The sign of an averaged gradient."""
+
+    lr: float = 0.01
+    momentum: float = 0.9
+    state_keys = ("average",)
+
+    def accumulate(self, grad: Tensor, state: Mapping[str, Tensor]) -> None:
+        state["average"].lerp_(grad, 1 - self.momentum)
+
+    def direction(self, grad: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        return state["average"]
+
+    def transform(self, matrices: Tensor) -> Tensor:
+        return matrices.sign()
+
+    def scale(self, shape: tuple[int, int]) -> float:
+        return 1 / max(shape)
+
+
+@dataclass
+class RowNormalized(OwnerStateRule):
+    """Every row over the root of its squares' sum so far, which the matrix's owner keeps."""
+
+    lr: float = 0.01
+
+    def new_owner_state(self, shape: tuple[int, int], device: torch.device) -> dict[str, Any]:
+        return {"squares": torch.zeros(shape[0], 1, device=device)}
+
+    def transform_with(self, matrix: Tensor, state: dict[str, Any]) -> Tensor:
+        squares: Tensor = state["squares"]
+        squares += matrix.square().sum(dim=1, keepdim=True)
+        return matrix / squares.sqrt().clamp(min=1e-8)
+
+
+@dataclass
+class Whole(WeightRule):
+    """A step along the gradient of norm one."""
+
+    lr: float = 0.01
+
+    def step(self, value: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
+        state["steps"] = state.get("steps", 0) + 1
+        value.sub_(grad / grad.norm(), alpha=self.lr)
+
+
+class PlainSGD(Options):
+    lr: NonNegative = 0.1
+
+
+def sgd_state(flat: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {}
+
+
+def flops(shape: tuple[int, int], options: Mapping[str, Any]) -> int:
+    return 3 * shape[0] * shape[1]
+
+
+def register_own_rules() -> None:
+    register_rule("typed_sign", Sign, cost=flops, takes=lambda route: route.kind == "matrix")
+    register_rule("typed_row_normalized", RowNormalized)
+    register_rule("typed_whole", Whole)
+    register_elementwise("typed_sgd", torch.optim.SGD, options=PlainSGD, new_state=sgd_state)
+    assert_type(parse(PlainSGD, {"lr": 0.3}, "settings"), PlainSGD)
+
+
+# Plain PyTorch, in one process or several
+
+
+def train_plain(model: nn.Module, batches: Sequence[Tensor], folder: Path) -> LayerWiseOptimizer:
+    optimizer = LayerWiseOptimizer(
+        model,
+        matrix={"name": "typed_sign", "momentum": 0.95},
+        lr=0.02,
+        elementwise="typed_sgd",
+        elementwise_lr=1e-3,
+        overrides=[{"params": "0.*", "matrix": {"lr": 0.01}}],
+        report=False,
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    for batch in batches:
+        with optimizer.no_sync():
+            loss_of(model, batch).backward()
+        loss_of(model, batch).backward()
+        assert_type(optimizer.clip_grad_norm_(1.0), Tensor)
+        assert_type(optimizer.grad_norm("0.*"), Tensor)
+        assert_type(optimizer.count_zeros(), int)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    optimizer.save_state_dict(folder / "optimizer")
+    optimizer.load_state_dict_from(str(folder / "optimizer"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.synchronize()
+    optimizer.refresh_masters()
+    assert_type(optimizer.memory_report()[0].long_lived, int)
+    assert_type(optimizer.traffic(), dict[str, int])
+    return optimizer
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    output = model(batch)
+    assert isinstance(output, Tensor)
+    return output.square().mean()
+
+
+def train_modules(vision: torch.optim.Optimizer, batches: Sequence[Tensor], model: nn.Module, folder: Path) -> bool:
+    optimizers = ModuleOptimizers({"vision": vision, "language": None})
+    stepped = False
+    for batch in batches:
+        with optimizers.no_sync():
+            loss_of(model, batch).backward()
+        assert_type(optimizers.clip_grad_norm_({"vision": 1.0, "language": 0.5}), Tensor)
+        assert_type(optimizers.grad_norms(), dict[str, Tensor])
+        assert_type(optimizers.zero_counts(), dict[str, int])
+        optimizers.scale_grads(0.5)
+        stepped = assert_type(optimizers.step(), bool)
+        optimizers.zero_grad()
+    assert_type(optimizers.overflowed, tuple[str, ...])
+    assert_type(optimizers.names, tuple[str, ...])
+    for group in optimizers.param_groups:
+        group["lr"] *= 0.5
+    optimizers.save_state_dict(folder / "modules")
+    optimizers.load_state_dict_from(folder / "modules")
+    return stepped
+
+
+def clip_attention(optimizer: LayerWiseOptimizer | fsdp2.LayerWiseOptimizer, logits: Mapping[str, Tensor]) -> None:
+    layers = {name: Heads(f"{name}.q.weight", f"{name}.k.weight", heads=8, key_heads=2) for name in logits}
+    clip = QKClip(optimizer, layers, threshold=100.0)
+    clip(logits)
+
+
+# The mathematics alone
+
+
+def orthogonalized(matrices: Tensor) -> Tensor:
+    plain = newton_schulz(matrices, steps=5, coefficients="polar_express", eps=1e-7, dtype=torch.float32)
+    gram = gram_newton_schulz(matrices, steps=5, coefficients=(3.4445, -4.775, 2.0315), eps=1e-7, dtype=torch.float32)
+    return (plain + gram) / 2
+
+
+def projection_factors(logits: Tensor) -> Tensor:
+    factors = assert_type(qk_clip_factors(logits, threshold=100.0), QKFactors)
+    return row_factors([(128, factors.query), (64, factors.rotary_query)])
+
+
+def iterations_dtype(rule: Muon | NorMuon | AdaMuon) -> torch.dtype:
+    return rule.iterates_in
+
+
+# FSDP2
+
+
+def train_fsdp2(model: nn.Module, batches: Sequence[Tensor]) -> dict[str, Any]:
+    optimizer = fsdp2.LayerWiseOptimizer(model, "muon", 0.02, params=model.parameters(), weight_decay=0.01)
+    handle = optimizer.attach(model)
+    for batch in batches:
+        loss_of(model, batch).backward()
+        assert_type(optimizer.clip_grad_norm_(1.0), Tensor)
+        optimizer.step()
+        optimizer.zero_grad()
+    handle.remove()
+    state_dict = assert_type(optimizer.state_dict(), dict[str, Any])
+    optimizer.load_state_dict(state_dict)
+    return state_dict
+
+
+# DeepSpeed, whose engine has no types
+
+
+def optimizer_for_deepspeed(model: nn.Module, muon: bool) -> torch.optim.Optimizer:
+    deepspeed_zero.register()
+    if muon:
+        return deepspeed_zero.LayerWiseMuon(model.parameters(), lr=0.02, adamw={"lr": 3e-4})
+    return deepspeed_zero.LayerWise(model.parameters(), matrix={"name": "normuon", "lr": 0.02}, elementwise="adamw")
+
+
+def resume_engine(engine: Any, state_dict: Mapping[str, Any]) -> list[str]:
+    named = migration.from_checkpoint(state_dict, source="torch.optim.Muon")
+    left = assert_type(deepspeed_migration.load_named_state(engine, named, strict=False), list[str])
+    deepspeed_migration.change_momentum_form(engine, "sum")
+    return left
+
+
+# From another optimizer
+
+
+def resume(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    assert "torch.optim.Muon" in migration.SOURCES
+    named = migration.from_checkpoint(state_dict, names, source="torch.optim.Muon", momentum=0.95)
+    assert_type(named, dict[str, dict[str, Tensor]])
+    left = migration.load_named_state(optimizer, named)
+    migration.change_momentum_form(optimizer, "sum")
+    return left
+
+
+def as_sums(named: Mapping[str, Mapping[str, Tensor]], buffer: Tensor) -> dict[str, dict[str, Tensor]]:
+    assert_type(migration.convert_momentum(buffer, 0.95, source="ema", target="sum"), Tensor)
+    return migration.convert_named_momentum(named, 0.95, source="ema", target="sum")
+
+
+def version() -> str:
+    return lwopt_backend.__version__
