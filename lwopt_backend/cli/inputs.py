@@ -15,10 +15,11 @@ from lwopt_backend.model_shapes import ModelShapes, read_checkpoint, read_huggin
 from lwopt_backend.plan.cost import COSTS, CostModel
 from lwopt_backend.plan.cost_table import read_cost_table
 from lwopt_backend.spelling import suggestion
-from lwopt_backend.study.engines import ENGINES
 
-Engine = Enum("Engine", {name: name for name in ENGINES}, type=str)
-Layout = Enum("Layout", {name: name for name in ("padded", "compact", "auto")}, type=str)
+Engine = Enum(
+    "Engine", {"owned": "owned", "zero1": "zero1", "zero2": "zero2", "zero3": "zero3", "fsdp2": "fsdp2"}, type=str
+)
+Layout = Enum("Layout", {"padded": "padded", "compact": "compact", "auto": "auto"}, type=str)
 GradDtype = Enum("GradDtype", {"fp32": "fp32", "bf16": "bf16"}, type=str)
 
 MEASURED = "measured"

@@ -55,9 +55,12 @@ def rules(
         class_named(class_path)  # raises for a wrong one
         if name and name not in (*ELEMENTWISE, *ELEMENTWISE.values()):
             raise ValueError(f"--class is for 'torch_optimizer'; the options of {name!r} are known without")
-    entries = [rule_named(name)] if name else [*MATRIX_RULES.values(), *ELEMENTWISE_RULES.values()]
+    known: list[MatrixEntry | ElementwiseEntry] = [*MATRIX_RULES.values(), *ELEMENTWISE_RULES.values()]
+    entries = [rule_named(name)] if name else known
     found = [described(entry, class_path) for entry in entries]
-    hosts = [] if name else [{"name": host, "options": host_options(config)} for host, config in HOSTS.items()]
+    hosts: list[dict[str, Any]] = (
+        [] if name else [{"name": host, "options": host_options(config)} for host, config in HOSTS.items()]
+    )
     atoms = [] if name else _options(Division.model_fields, {}, OURS)
     if as_json:
         print(json.dumps({"rules": found, "hosts": hosts, "atoms": atoms}, indent=2, default=str))
@@ -90,7 +93,7 @@ def described(entry: MatrixEntry | ElementwiseEntry, class_path: str | None) -> 
         "name": next((name for name, other in ELEMENTWISE.items() if other == entry.name), entry.name),
         "for": "matrices" if is_matrix else "everything else",
         "state": "the class's",
-        "cost": entry.work if is_matrix else "element-wise",
+        "cost": entry.work if isinstance(entry, MatrixEntry) else "element-wise",
         "source": entry.source,
         "options": [],
         "note": "",

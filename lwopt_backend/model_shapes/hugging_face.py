@@ -90,6 +90,7 @@ def _model_class(path: Path, config: Any, transformers: ModuleType) -> tuple[typ
     for name in named:
         found = getattr(transformers, name, None)
         if inspect.isclass(found) and issubclass(found, transformers.PreTrainedModel):
+            assert issubclass(found, nn.Module)
             return found, ()
     with_head = (
         transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING  # the other mapping has some of their decoders alone

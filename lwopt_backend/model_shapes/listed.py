@@ -39,7 +39,7 @@ def read_shapes_json(path: str | os.PathLike[str]) -> ModelShapes:
     return ModelShapes(path.name, tuple(routes.values()))
 
 
-def _checked(entry: Any, pair: type, where: str) -> tuple[str, list[int]]:
+def _checked(entry: Any, pair: type[list[Any]] | type[tuple[Any, ...]], where: str) -> tuple[str, list[int]]:
     """The name and shape of an entry, which is a ``pair``: a list, or of an object a tuple."""
     if not (type(entry) is pair and len(entry) == 2 and isinstance(entry[0], str) and entry[0]):
         found = dict(entry) if isinstance(entry, tuple) else entry

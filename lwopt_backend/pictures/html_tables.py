@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -94,7 +94,7 @@ def stages_table(document: Mapping[str, Any]) -> str:
     return table(headings, rows, chosen=shown)
 
 
-def _per_part(amounts: Mapping[str, Any], spell: Any) -> str:
+def _per_part(amounts: Mapping[str, Any], spell: Callable[[Any], str]) -> str:
     """One amount, or one per buffer with its name."""
     if len(amounts) == 1:
         return spell(next(iter(amounts.values())))

@@ -60,11 +60,9 @@ def panel(figure: Figure, left: float, top: float, width: float, height: float) 
 
 def caption(axes: Axes, title: str, below: str, *, outdent: float = OUTDENT) -> None:
     """A panel's title, and a muted line that says what is shown, beginning ``outdent`` inches left of the axes."""
-    for text, up, kind in (
-        (title, 23, {"weight": "bold", "fontsize": 11}),
-        (below, 9, {"color": MUTED, "fontsize": 9}),
-    ):
-        axes.annotate(text, (0, 1), (-72 * outdent, up), "axes fraction", textcoords="offset points", **kind)
+    for text, up, size, weight, color in ((title, 23, 11, "bold", INK), (below, 9, 9, "normal", MUTED)):
+        place = (-72 * outdent, up)
+        axes.annotate(text, (0, 1), place, "axes fraction", "offset points", fontsize=size, weight=weight, color=color)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +84,14 @@ def end_labels(axes: Axes, labels: Sequence[EndLabel]) -> None:
     found = [(float(to_axes.transform((axes.get_xlim()[1], label.y))[1]), label) for label in labels]
     found.sort(key=lambda pair: pair[0])
     box = axes.get_window_extent()
-    point = axes.get_figure().dpi / 72
+    point = axes.figure.dpi / 72
     x1, x2, x3, text = (1 + points * point / box.width for points in (1.5, 6, 11, 14))
     places = spread([height for height, _ in found], LINE_POINTS * point / box.height)
     for (height, label), y in zip(found, places):
-        tie = {"color": label.color, "linewidth": 2.2 if label.bold else 1.4, "clip_on": False}
-        axes.add_line(Line2D([x1, x2, x3], [height, y, y], transform=axes.transAxes, **tie))
-        weight = "bold" if label.bold else "normal"
+        weight, width = ("bold", 2.2) if label.bold else ("normal", 1.4)
+        tie = Line2D([x1, x2, x3], [height, y, y], color=label.color, linewidth=width, clip_on=False)
+        tie.set_transform(axes.transAxes)
+        axes.add_line(tie)
         axes.annotate(label.text, (text, y), None, "axes fraction", va="center_baseline", fontsize=9, weight=weight)
 
 

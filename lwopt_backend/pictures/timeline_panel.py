@@ -76,8 +76,8 @@ def draw_timeline(axes: Axes, document: Mapping[str, Any]) -> None:
     if not rows:
         axes.set_axis_off()
         caption(axes, "Buckets over time", "no timeline is modelled for this engine")
-        place = {"textcoords": "offset points", "va": "top", "linespacing": 1.5}
-        axes.annotate(why_no_timeline(document), (0, 1), (-72 * OUTDENT, -6), "axes fraction", **place)
+        why, place = why_no_timeline(document), (-72 * OUTDENT, -6)
+        axes.annotate(why, (0, 1), place, "axes fraction", "offset points", va="top", linespacing=1.5)
         return
     end = max(row.spans["back"][1] for row in rows)
     unit = time_unit(end)

@@ -69,9 +69,10 @@ class CostTable:
         schema = found.get("schema", SCHEMA) if isinstance(found, dict) else SCHEMA
         if schema != SCHEMA:  # before the keys, which another schema may have others of
             raise ValueError(f"schema: expected {SCHEMA}, found {schema!r}; make a new table with `lwopt calibrate`")
-        _, *head, entries = _values(found, TABLE_KEYS, "table")
+        _, device, dtype, rule, steps, torch_version, entries = _values(found, TABLE_KEYS, "table")
         read = [_values(entry, ENTRY_KEYS, f"entries[{index}]") for index, entry in enumerate(entries)]
-        return cls(*head, tuple(((rows, columns), batch, seconds) for rows, columns, batch, seconds in read))
+        measured = tuple(((rows, columns), batch, seconds) for rows, columns, batch, seconds in read)
+        return cls(device, dtype, rule, steps, torch_version, measured)
 
     def unmeasured(self, shapes: Iterable[Shape]) -> list[Shape]:
         """Those of ``shapes``, in order and with sorted sides, whose cost is not measured but scaled from another's."""

@@ -51,6 +51,7 @@ class Sharding:
 
     def fragment(self, rank: int, coordinate: Coordinate) -> Fragment | None:
         """The rectangle of the matrix at ``coordinate``, or None if it is empty."""
+        held: Sequence[Span] | None
         if self.block is None:
             held, width = self.box(coordinate), self.shape[1]
         else:

@@ -33,8 +33,12 @@ class Fragment:
 class Layout(Protocol):
     """Where the parameters of a plan lie. A parameter has at most one fragment on each rank."""
 
-    world_size: int
-    copies_keep_state: bool  # whether every copy's rank keeps the state of its piece, or only the rank that sends it
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def copies_keep_state(self) -> bool:
+        """Whether every copy's rank keeps the state of its piece, or only the rank that sends it."""
 
     def fragments(self, index: int) -> Sequence[Fragment]:
         """Every rank's fragment of parameter ``index``, in rank order, copies included; empty ones are left out."""

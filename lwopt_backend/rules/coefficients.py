@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 Triple = tuple[float, float, float]  # a, b, c of X <- a X + b (X X^T) X + c (X X^T)^2 X
 Coefficients = Triple | Sequence[Triple] | str
@@ -85,16 +86,17 @@ def table_of(coefficients: Coefficients) -> Table:
         if coefficients in TABLES:
             return TABLES[coefficients]
     elif _is_triple(coefficients):
-        return Table((tuple(coefficients),), ends=False)
+        a, b, c = coefficients
+        return Table(((a, b, c),), ends=False)
     elif isinstance(coefficients, Sequence) and coefficients and all(map(_is_triple, coefficients)):
-        return Table(tuple(map(tuple, coefficients)), ends=True)
+        return Table(tuple((a, b, c) for a, b, c in filter(_is_triple, coefficients)), ends=True)
     raise ValueError(
         "ns_coefficients: expected three numbers, a list of ns_steps times three numbers, or one of "
         f"{', '.join(map(repr, TABLES))}; found {coefficients!r}"
     )
 
 
-def _is_triple(given: object) -> bool:
+def _is_triple(given: object) -> TypeGuard[Triple]:
     return (
         isinstance(given, Sequence)
         and len(given) == 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ def segments(coefficients: Coefficients, steps: int, restarts: Sequence[int] | N
 
 def _steps_within(bound: float, triples: Sequence[Triple]) -> int:
     """How many of these steps have slopes whose product is within the bound; one at least."""
-    products = itertools.accumulate((abs(a) for a, _, _ in triples), operator.mul)
+    products: Iterable[float] = itertools.accumulate((abs(a) for a, _, _ in triples), operator.mul)
     return max(1, sum(product <= bound for product in products))
 
 

@@ -52,7 +52,8 @@ class Muon(MatrixRule):
 
     @property
     def iterates_in(self) -> torch.dtype:
-        return getattr(torch, self.ns_dtype)
+        dtype: torch.dtype = getattr(torch, self.ns_dtype)
+        return dtype
 
     def gradient(self, grad: Tensor, value: Tensor) -> Tensor:
         if self.weight_decay_form != "coupled" or not self.weight_decay:
@@ -74,16 +75,13 @@ class Muon(MatrixRule):
         return grad.add(buffer, alpha=self.momentum)
 
     def transform(self, matrices: Tensor) -> Tensor:
-        options = {
-            "steps": self.ns_steps,
-            "coefficients": self.ns_coefficients,
-            "eps": self.eps,
-            "dtype": self.iterates_in,
-        }
+        steps, coefficients, eps, dtype = self.ns_steps, self.ns_coefficients, self.eps, self.iterates_in
         short, long = sorted(matrices.shape[-2:])
         if self.gram_aspect is not None and long >= self.gram_aspect * short:
-            return gram_newton_schulz(matrices, **options, restarts=self.gram_restarts)
-        return newton_schulz(matrices, **options)
+            return gram_newton_schulz(
+                matrices, steps=steps, coefficients=coefficients, eps=eps, dtype=dtype, restarts=self.gram_restarts
+            )
+        return newton_schulz(matrices, steps=steps, coefficients=coefficients, eps=eps, dtype=dtype)
 
     def scale(self, shape: tuple[int, int]) -> float:
         return SCALES[self.adjust_lr_fn or "original"](*shape) * self.extra_scale_factor

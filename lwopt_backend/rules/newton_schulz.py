@@ -74,4 +74,5 @@ def normalize(x: Tensor, eps: float, margin: float = 1.0) -> Tensor:
 
 def _norm(x: Tensor) -> Tensor:
     """One matrix takes the 2-D path: its norm is reduced in torch.optim.Muon's order, batched it would not be."""
-    return x.norm() if x.ndim == 2 else torch.linalg.matrix_norm(x, keepdim=True)
+    norm: Tensor = x.norm() if x.ndim == 2 else torch.linalg.matrix_norm(x, keepdim=True)
+    return norm

@@ -48,7 +48,7 @@ class SecondMomentMuon(Muon, OwnerStateRule):
     def transform_with(self, matrix: Tensor, state: dict[str, Any]) -> Tensor:
         """Returned in the dtype that travels, so that a matrix that need not travel takes the same step."""
         update = self.transform(matrix).float()
-        moment = state["second_moment"].lerp_(self.mean_squares(update), 1 - self.beta2)
+        moment: Tensor = state["second_moment"].lerp_(self.mean_squares(update), 1 - self.beta2)
         divided = update / moment.sqrt().add_(self.second_moment_eps)
         if self.update_norm == "match_rms":
             divided *= divided.numel() ** 0.5 / divided.norm().clamp(min=LEAST_NORM)

@@ -10,8 +10,6 @@ from lwopt_backend.study.host_storage import fsdp2_elements, sharded_part, zero_
 from lwopt_backend.study.owned import owned_part
 from lwopt_backend.study.part import Part, RankMemory, Setting
 
-ENGINES = ("owned", "zero1", "zero2", "zero3", "fsdp2")
-
 
 def plan_part(name: str, atoms: Sequence[Atom], ranks: int, setting: Setting) -> Part:
     """Plan ``atoms`` over ``ranks`` data-parallel ranks for ``setting.engine``. Raises ValueError without atoms."""

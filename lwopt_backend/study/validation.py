@@ -54,7 +54,7 @@ def validate(ranks: int) -> tuple[Machine, list[Validated]]:
     machine = _machine(measured, ranks)
     cost = CostModel("measured", "ns", lambda shape: round(1e9 * measured.shapes[shape]), "on this machine")
     costed = [Atom(atom.name, atom.shape, cost.of(atom.shape)) for atom in atoms]
-    modelled = {}
+    modelled: dict[str, StepTime] = {}
     for layout in ("padded", "compact"):
         figures = compare(costed, ranks, Setting("owned", layout, BUCKET_NUMEL, machine, cost, group_size=ranks))
         modelled |= {f"ours, {layout}" if f.system == "ours" else f.system: f.time for f in figures}

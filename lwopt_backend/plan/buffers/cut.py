@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lwopt_backend.plan.buffers.arrangement import Bucket, Slot
+from lwopt_backend.plan.buffers.arrangement import Bucket, BucketLayout, Slot
 from lwopt_backend.plan.buffers.setting import OwnedParam
 
 
@@ -50,7 +50,7 @@ def arrange_cut(members: Sequence[Cuttable], before: Sequence[int], dtype: str) 
         added.append(sum(cost for _, cost in mine))
         first, start = first + count, stop
     sizes = {stop - start for start, stop in bounds}
-    layout = "padded" if len(sizes) == 1 else "compact"
+    layout: BucketLayout = "padded" if len(sizes) == 1 else "compact"
     return Bucket("matrix", layout, dtype, tuple(slots), tuple(bounds), end), added
 
 
@@ -85,7 +85,8 @@ def cut_buckets(
 ) -> tuple[list[Bucket], list[int], list[str]]:
     """Parameters with several matrices, in backward order; a bucket is closed at ``bucket_numel``."""
     buckets: list[Bucket] = []
-    loads, open_buckets = [0] * len(before), {}
+    loads = [0] * len(before)
+    open_buckets: dict[str, list[Cuttable]] = {}
     cuttable = [i for i in reversed(range(len(params))) if params[i].parts]
     for index in cuttable:
         param = params[index]

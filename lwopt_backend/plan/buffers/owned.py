@@ -22,6 +22,7 @@ from lwopt_backend.plan.types import Atom
 # costs beyond a fixed-size collective is taken to be one more latency.
 UNEVEN_LATENCIES = 1
 LAYOUTS = ("auto", "padded", "compact")
+_Candidate = tuple[StepTime, str, list[Bucket], BufferPlan]  # the owners of which planner, in which buckets
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ def _plan(
     proposals = []
     if by_dtype and group_size is None:
         largest = max(by_dtype.values(), key=lambda some: sum(params[i].numel for i in some))
-        atoms = [params[i].atom for i in largest]
+        atoms = _atoms(params, largest)
         grouped = _planned(atoms, ranks, setting, setting.layout, None)
         group_size = grouped.group_size
         proposals = _proposals(atoms, ranks, setting, grouped)
@@ -96,7 +97,7 @@ def _plan(
     buckets, loads, choices = cut_buckets(params, setting.bucket_numel, of_place) if cut else ([], [0] * size, [])
     for dtype, members in by_dtype.items():
         before = [work + load for work, load in zip(of_place, loads)]
-        atoms = [params[i].atom for i in members]
+        atoms = _atoms(params, members)
         found, plan, why = _matrix_buckets(atoms, members, dtype, ranks, size, setting, before)
         buckets += found
         choices.append(why)
@@ -111,6 +112,10 @@ def _plan(
     work = setting.cost.seconds(max(map(sum, zip(of_place, loads))), setting.machine.flops_per_second)
     modelled = sum((_wire(bucket, setting) for bucket in buckets), StepTime(work, 0, 0))
     return OwnedPlan(size, ranks // size, tuple(buckets), tuple(loads), (*choices, *proposals), modelled)
+
+
+def _atoms(params: Sequence[OwnedParam], members: Iterable[int]) -> list[Atom]:
+    return [atom for member in members if (atom := params[member].atom) is not None]
 
 
 def _planned(atoms: Sequence[Atom], ranks: int, setting: Setting, layout: str, group_size: int | None) -> Grouped:
@@ -149,7 +154,7 @@ def _matrix_buckets(
 ) -> tuple[list[Bucket], BufferPlan, str]:
     """The buckets of one dtype's matrices. ``auto``: both planners' owners, each bucket in its leaner layout."""
     fixed = setting.layout if setting.layout != "auto" else None
-    candidates = []
+    candidates: list[_Candidate] = []
     for planner in ("padded", "compact") if fixed is None else (fixed,):
         plan = on_top_of(_planned(atoms, ranks, setting, planner, size).plan, before)
         padded = arrange_matrices(plan, members, "padded", dtype, multiple=setting.bus_multiple)
@@ -210,7 +215,7 @@ def _elementwise(params: Sequence[OwnedParam], bucket_numel: int) -> Iterable[tu
     yield from open_buckets.items()
 
 
-def _why(candidates: Sequence[tuple], best: tuple, dtype: str) -> str:
+def _why(candidates: Sequence[_Candidate], best: _Candidate, dtype: str) -> str:
     time, planner, buckets, plan = best
     kinds = [bucket.layout for bucket in buckets]
     counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in ("padded", "compact") if kind in kinds)
