@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 from collections.abc import Iterable, Iterator
 from types import CodeType, ModuleType
+from typing import Any
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -82,8 +83,10 @@ def _instances_have(cls: type, attribute: str) -> bool:
 @functools.cache
 def _given(module: str, cls: str | None = None) -> frozenset[str]:
     """The attributes that the code of a module, or of one class in it, sets on any object."""
-    loader = importlib.util.find_spec(module).loader
-    codes = [loader.get_code(module)]
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    loader: Any = spec.loader  # has the code, of modules that are written in Python
+    codes: list[CodeType] = [loader.get_code(module)]
     if cls is not None:
         codes = [code for code in _nested(codes[0]) if code.co_name == cls]
     inner = [nested for code in codes for nested in _nested(code)]

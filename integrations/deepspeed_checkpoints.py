@@ -63,7 +63,8 @@ def guard_loading(engine: DeepSpeedEngine, ranks: Sequence[Collectives], check_l
         if engine.zero_optimization_stage() == 3:
             # With load_module_only alone DeepSpeed reads the weights from a file that has none, and says nothing.
             choice["load_optimizer_states"] = with_state
-        return load(*call.args, **call.kwargs)
+        loaded: tuple[str | None, dict[str, Any] | None] = load(*call.args, **call.kwargs)
+        return loaded
 
     engine.load_checkpoint = load_checkpoint
 
@@ -141,7 +142,8 @@ def read(folder: Path, engine: DeepSpeedEngine, with_state: bool) -> Saved:
 def _without_tensors(file: Path) -> Mapping[str, Any]:
     """On meta no weights are kept, and since pytorch#170619 none are read. Client states may be any objects; DeepSpeed
     unpickles the same file next."""
-    return torch.load(file, map_location="meta", weights_only=False)
+    states: Mapping[str, Any] = torch.load(file, map_location="meta", weights_only=False)
+    return states
 
 
 def wrong_stage(folder: Path, saved_at: str, stage: int) -> ValueError:
@@ -158,8 +160,8 @@ def _check_groups(saved: list[list[str]], ours: list[list[str]]) -> None:
     )
     for number, (theirs, here) in enumerate(zip(saved, ours)):
         if theirs != here:
-            theirs, here = ([*group, None] for group in (theirs, here))
-            found, expected = next(pair for pair in zip(theirs, here) if pair[0] != pair[1])
+            pairs = zip([*theirs, None], [*here, None])
+            found, expected = next(pair for pair in pairs if pair[0] != pair[1])
             raise ValueError(
                 f"group {number} holds other parameters than in the checkpoint: {_named(expected)} here, "
                 f"{_named(found)} there; {advice}"

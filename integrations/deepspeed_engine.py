@@ -115,16 +115,19 @@ def group_ranks(engine: DeepSpeedEngine, group: Mapping[str, Any]) -> Any:
 
 def sub_group_tensors(param: Tensor) -> list[Tensor]:
     """This rank's flat fp32 tensors, one per sub-group, of the ZeRO-3 optimizer that has ``param``."""
-    return param._z3_optimizer.fp32_partitioned_groups_flat  # type: ignore[attr-defined]
+    tensors: list[Tensor] = param._z3_optimizer.fp32_partitioned_groups_flat  # type: ignore[attr-defined]
+    return tensors
 
 
 def stored_part(param: Tensor, rank: int, sub_group: int) -> Fragment | None:
     """What ZeRO-3 says this rank stores of ``param`` in the flat tensor of ``sub_group``."""
-    zero = param._z3_optimizer  # type: ignore[attr-defined]
+    partitioned: Any = param  # DeepSpeed puts attributes on it
+    zero = partitioned._z3_optimizer
     found, offset, size = zero.grad_position[zero.get_param_id(param)]
     if found != sub_group:
-        raise RuntimeError(f"a parameter of shape {tuple(param.ds_shape)} is in sub-group {found}, not in {sub_group}")
-    start, stop = rank * size, min((rank + 1) * size, param.ds_numel)  # type: ignore[attr-defined]
+        shape = tuple(partitioned.ds_shape)
+        raise RuntimeError(f"a parameter of shape {shape} is in sub-group {found}, not in {sub_group}")
+    start, stop = rank * size, min((rank + 1) * size, partitioned.ds_numel)
     return Fragment(rank, start, stop, offset) if start < stop else None
 
 

@@ -25,7 +25,7 @@ from lwopt_backend.owned.core import OwnedCore
 from lwopt_backend.owned.model_hooks import tell_when_loaded
 
 
-class OwnedLayerWise(LayerWise, ZeROOptimizer):
+class OwnedLayerWise(LayerWise, ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no types
     """What ``LayerWise(params, storage="owned")`` is. It is a ZeRO optimizer, which the engine asks to scale losses
     and tells of backward passes.
 
@@ -44,7 +44,7 @@ class OwnedLayerWise(LayerWise, ZeROOptimizer):
         self.loss_scaler: Any = None
         self.dynamic_loss_scale = False
         self.custom_loss_scaler = False  # the next three are asked by ZeROOptimizer
-        self.external_loss_scale = None
+        self.external_loss_scale: Any = None  # DeepSpeed's engine writes a number
         self.torch_autocast_gradscaler = None
 
     # When the engine is built
@@ -111,7 +111,7 @@ class OwnedLayerWise(LayerWise, ZeROOptimizer):
         engine = self._owned.engine
         if engine.inside_no_sync_ctxt or not engine.enable_backward_allreduce:
             return False
-        return self._stage == 2 or engine.is_gradient_accumulation_boundary()
+        return self._stage == 2 or bool(engine.is_gradient_accumulation_boundary())
 
     def _reduce(self) -> None:
         """Bring on its way what the hooks have not; a rank that had no gradient in this pass takes part with zeros."""
@@ -137,7 +137,7 @@ class OwnedLayerWise(LayerWise, ZeROOptimizer):
     # The step
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self) -> None:  # type: ignore[override]
         """One step from the gradients of the backward passes since the last one. Called on all ranks.
 
         Gradients that are not finite are dropped and ``overflow`` is set, but for bf16 with
@@ -170,7 +170,8 @@ class OwnedLayerWise(LayerWise, ZeROOptimizer):
 
     @property
     def loss_scale(self) -> float:
-        return self.external_loss_scale if self.custom_loss_scaler else self.loss_scaler.cur_scale
+        scale: float = self.external_loss_scale if self.custom_loss_scaler else self.loss_scaler.cur_scale
+        return scale
 
     @property
     def cur_scale(self) -> float:
@@ -215,6 +216,7 @@ class OwnedLayerWise(LayerWise, ZeROOptimizer):
         """Load what ``state_dict`` returned on this rank (``state_dict_list``: on all). Called on all ranks. Raises
         ValueError for other param groups."""
         if self._owned is None:
+            assert state_dict is not None
             super().load_state_dict(state_dict)
             return
         common, groups = self._checkpoint.load(

@@ -96,13 +96,12 @@ def announce(binding: OwnedBinding, core: OwnedCore) -> None:
     """Print the routing, the plan, and what the configuration says in vain."""
     (held,) = core.holdings
     members = [core.members[number] for number in held.numbers]
-    options = {"grad_dtype": binding.grad_dtype, "keep_full": False}
-    groups = binding.grouping.groups
+    groups, grad_dtype = binding.grouping.groups, binding.grad_dtype
     show(
         binding.grouping.routes,
         core,
         groups,
-        lambda held, rank: rank_memory(held.plan, rank, members, groups, **options),
+        lambda held, rank: rank_memory(held.plan, rank, members, groups, grad_dtype=grad_dtype, keep_full=False),
     )
     idle = without_effect(binding.engine)
     if idle:

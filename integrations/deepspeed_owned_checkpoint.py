@@ -10,7 +10,16 @@ from deepspeed.git_version_info import version
 from lwopt_backend.integrations import deepspeed_owned_loading as loading
 from lwopt_backend.integrations.deepspeed_checkpoints import MARK, guard_loading
 from lwopt_backend.integrations.deepspeed_owned_binding import OwnedBinding
-from lwopt_backend.integrations.deepspeed_owned_state import Groups, Parts, Whole, load, mark, save_parts, save_whole
+from lwopt_backend.integrations.deepspeed_owned_state import (
+    Groups,
+    Parts,
+    Source,
+    Whole,
+    load,
+    mark,
+    save_parts,
+    save_whole,
+)
 from lwopt_backend.integrations.deepspeed_owned_universal import OwnedStorage
 from lwopt_backend.integrations.deepspeed_state import check_groups
 from lwopt_backend.integrations.deepspeed_universal_loading import load_instead
@@ -56,12 +65,13 @@ class OwnedCheckpoint:
 
         Raises ValueError if ``groups`` are others than those that were saved.
         """
+        common = of_ranks[self._ranks.rank] if of_ranks is not None else state_dict
+        assert common is not None
+        source: Source
         if of_ranks is not None or self._engine.zero_optimization_stage():
-            common = of_ranks[self._ranks.rank] if of_ranks is not None else state_dict
-            source: Any = Parts(common)
+            source = Parts(common)
             saved_groups = common["base_optimizer_state"]["param_groups"]
         else:
-            common = state_dict
             source, saved_groups = Whole(common), common["param_groups"]
         check_groups(saved_groups, groups)
         load(self._core, source, weights=weights, state=state)

@@ -23,6 +23,7 @@ from lwopt_backend.runtime.bucket_buffers import BucketBuffers
 from lwopt_backend.runtime.owner_state import CHECKPOINT_KEY
 
 Groups = Sequence[Mapping[str, Any]]
+OwnerStates = Mapping[str, Mapping[int, Mapping[str, Any]]]  # by parameter and the matrix's place in it
 
 
 def mark(core: OwnedCore) -> dict[str, Any]:
@@ -50,7 +51,7 @@ def owner_states(core: OwnedCore) -> dict[str, dict[int, dict[str, Any]]]:
     return {name: {place: nested.plain(s) for place, s in states.items()} for name, states in found.items() if states}
 
 
-def take_owner_states(core: OwnedCore, saved: Mapping[str, dict[int, dict[str, Any]]]) -> None:
+def take_owner_states(core: OwnedCore, saved: OwnerStates) -> None:
     """Take over what ``owner_states`` returned on the ranks that own these pieces."""
     for number in owned_pieces(core):
         core.stepper.take_owner_states(number, saved.get(core.members[number].name, {}))
@@ -149,13 +150,14 @@ def _scalars(core: OwnedCore, key: str) -> list[Tensor]:
 class Source(Protocol):
     """Where weights and states are loaded from. Tensors are flat, as long as the piece."""
 
-    of_first_instance: bool  # it has nothing for other instances
+    @property
+    def of_first_instance(self) -> bool: ...  # it has nothing for other instances
 
     def weights(self, member: Member, number: int, piece: Piece) -> Tensor: ...
 
     def state(self, member: Member, number: int, piece: Piece, key: str) -> Tensor: ...
 
-    def owner(self) -> Mapping[str, dict[int, dict[str, Any]]]: ...
+    def owner(self) -> OwnerStates: ...
 
 
 class Parts:
@@ -164,9 +166,9 @@ class Parts:
     of_first_instance = True
 
     def __init__(self, saved: Mapping[str, Any]) -> None:
-        self._weights = saved["single_partition_of_fp32_groups"]
-        self._state = saved["base_optimizer_state"]["state"]
-        self._owner = saved.get(CHECKPOINT_KEY, {})
+        self._weights: Sequence[Tensor] = saved["single_partition_of_fp32_groups"]
+        self._state: Sequence[Mapping[str, Tensor]] = saved["base_optimizer_state"]["state"]
+        self._owner: OwnerStates = saved.get(CHECKPOINT_KEY, {})
 
     def weights(self, member: Member, number: int, piece: Piece) -> Tensor:
         return self._weights[number]
@@ -174,7 +176,7 @@ class Parts:
     def state(self, member: Member, number: int, piece: Piece, key: str) -> Tensor:
         return self._state[number][key]
 
-    def owner(self) -> Mapping[str, dict[int, dict[str, Any]]]:
+    def owner(self) -> OwnerStates:
         return self._owner
 
 
@@ -186,7 +188,7 @@ class Whole:
     def __init__(self, saved: Mapping[str, Any]) -> None:
         self._weights = saved["weights"]
         self._state = saved["state"]
-        self._owner = saved.get(CHECKPOINT_KEY, {})
+        self._owner: OwnerStates = saved.get(CHECKPOINT_KEY, {})
 
     def weights(self, member: Member, number: int, piece: Piece) -> Tensor:
         return part(self._weights[member.name], piece)
@@ -194,7 +196,7 @@ class Whole:
     def state(self, member: Member, number: int, piece: Piece, key: str) -> Tensor:
         return part(self._state[member.name][key], piece)
 
-    def owner(self) -> Mapping[str, dict[int, dict[str, Any]]]:
+    def owner(self) -> OwnerStates:
         return self._owner
 
 

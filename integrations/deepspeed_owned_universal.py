@@ -25,7 +25,8 @@ class OwnedStorage:
         self.ranks: Sequence[Collectives] = [ranks]
 
     def groups(self) -> Sequence[Mapping[str, Any]]:
-        return self._optimizer.param_groups
+        groups: Sequence[Mapping[str, Any]] = self._optimizer.param_groups
+        return groups
 
     def stepped(self) -> list[Stepped]:
         """Every parameter by itself: each has a count of its own."""

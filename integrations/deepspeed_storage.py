@@ -45,6 +45,7 @@ def units(engine: DeepSpeedEngine, groups: Sequence[Mapping[str, Any]], ranks: S
     found = []
     for number, (group, sharers) in enumerate(zip(groups, ranks)):
         params = group["params"]
+        layout: HostLayout
         if stage == 3:
             for part in _sub_groups(params, sharers.world_size, engine.zero_sub_group_size()):
                 layout = ParameterPartition.build(map(_numel, part), sharers.world_size)
@@ -88,6 +89,7 @@ def flat_tensors(engine: DeepSpeedEngine, found: Sequence[Unit], groups: Sequenc
 def check_as_planned(unit: Unit, number: int, plan: GroupPlan, flat: Tensor, stage: int) -> None:
     """Raises RuntimeError if DeepSpeed stores this rank's pieces elsewhere than planned."""
     rank = unit.ranks.rank
+    assert not isinstance(plan.layout, Replicas)
     if flat.numel() != plan.layout.partition_numel:
         raise RuntimeError(f"{plan.rule}: planned {plan.layout.partition_numel} elements a rank, found {flat.numel()}")
     for index, (spec, param) in enumerate(zip(plan.specs, unit.params)):

@@ -210,7 +210,8 @@ def _check_owner_states(
         )
     if len(found) == len(ours):
         return []
-    by = checkpoint.groups[param.group].get("rule") if param.group in range(len(checkpoint.groups)) else None
+    number = len(checkpoint.groups) if param.group is None else param.group
+    by = checkpoint.groups[number].get("rule") if number in range(len(checkpoint.groups)) else None
     if by != rule or not any(other.owner_states for other in checkpoint.params.values()):
         raise CheckpointError(
             f"{file}: expected what the owner keeps of {len(ours)} matrices, found {len(found)}; convert the "

@@ -22,7 +22,7 @@ from lwopt_backend.checkpoint.deepspeed import universal_reader as deepspeed_uni
 from lwopt_backend.checkpoint.deepspeed.folder import tag_of
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.integrations.deepspeed_universal_choice import Choice, Stepped, choose
-from lwopt_backend.runtime.agreement import agree_in_all
+from lwopt_backend.runtime.agreement import agree_in_all, check_in_all
 from lwopt_backend.runtime.ranks import Collectives
 
 WHAT = "load_checkpoint"
@@ -94,7 +94,7 @@ def _load(engine: DeepSpeedEngine, storage: Storage, asked: Mapping[str, Any]) -
         return choice, [[f"{folder.name}, after {checkpoint.iteration} steps"]] * len(storage.ranks)
 
     choice = agree_in_all(storage.ranks, WHAT, decide)
-    agree_in_all(storage.ranks, WHAT, lambda: (storage.put(choice, with_state), [[]] * len(storage.ranks)))
+    check_in_all(storage.ranks, WHAT, lambda: storage.put(choice, with_state))
     storage.finish(choice, with_state)
     if with_state:
         _restore_scaler(engine, choice)

@@ -40,7 +40,8 @@ class ZeROStorage:
         self.ranks: Sequence[Collectives] = self._binding.ranks
 
     def groups(self) -> Sequence[Mapping[str, Any]]:
-        return self._optimizer.param_groups
+        groups: Sequence[Mapping[str, Any]] = self._optimizer.param_groups
+        return groups
 
     def stepped(self) -> list[Stepped]:
         return [

@@ -190,6 +190,7 @@ class LayerWise(torch.optim.Optimizer):
         """
         for unit, plan, tensor in zip(binding.units, binding.plans, binding.stored(self._linked), strict=True):
             device = binding.engine.device
+            stepper: GroupStepper | ReplicatedStepper
             if binding.replicated:
                 stepper = new_replicated_stepper(plan, unit.params, unit.ranks, self.config, device)
             else:

@@ -24,8 +24,8 @@ from lwopt_backend.options import Count, Options, option, parse
 from lwopt_backend.plan.blocks import Block, Grid, Parts, divided, equal, grouped, undivided
 from lwopt_backend.spelling import suggestion
 
-WORDS = ("whole", "stack", "flatten")
 Word = Literal["whole", "stack", "flatten"]
+WORDS: tuple[Word, ...] = ("whole", "stack", "flatten")
 
 
 class Division(Options):

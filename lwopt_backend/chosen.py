@@ -12,7 +12,7 @@ from lwopt_backend.options import Options, parse
 from lwopt_backend.registry import ELEMENTWISE, ELEMENTWISE_RULES, MATRIX_RULES, options_of
 from lwopt_backend.spelling import suggestion
 
-KINDS = {"matrix": MATRIX_RULES, "elementwise": ELEMENTWISE_RULES}
+KINDS: Mapping[str, Mapping[str, object]] = {"matrix": MATRIX_RULES, "elementwise": ELEMENTWISE_RULES}
 SECTIONS = {  # and what they mean
     "matrix": "the rule of the matrices: its name, or a section with 'name' and options",
     "elementwise": "the rule of everything else, likewise",
@@ -115,7 +115,7 @@ def _choice(kind: str, section: Mapping[str, Any], where: str) -> Choice:
     return Choice(name, options_of(name, section, where))
 
 
-def _rule_of(kind: str, name: Any, where: str) -> str:
+def _rule_of(kind: str, name: object, where: str) -> str:
     if not isinstance(name, str):
         raise ValueError(f"{where}: name: expected one of {', '.join(KINDS[kind])}; found {name!r}")
     name = ELEMENTWISE.get(name, name) if kind == "elementwise" else name

@@ -29,9 +29,12 @@ def fused_weights(model: nn.Module, sizes: Sizes) -> dict[int, tuple[Parts, str]
         name, recipes = _recipes(module)
         for fused in recipes:
             weight, out = _weight(module, fused.weight), _weight(module, fused.out)
-            if weight is None or out is None or sizes(weight) is None or sizes(out) is None:
+            if weight is None or out is None:
                 continue
-            parts = _parts(module, fused, sizes(weight)[0], sizes(out)[1])
+            of_weight, of_out = sizes(weight), sizes(out)
+            if of_weight is None or of_out is None:
+                continue
+            parts = _parts(module, fused, of_weight[0], of_out[1])
             if parts is not None and found.setdefault(id(weight), (parts, name))[0] != parts:
                 disputed.add(id(weight))
     return {weight: parts for weight, parts in found.items() if weight not in disputed}

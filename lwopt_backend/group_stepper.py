@@ -12,6 +12,8 @@ from lwopt_backend.config import ZeROConfig
 from lwopt_backend.elementwise_groups import ElementwiseGroups
 from lwopt_backend.group_plan import GroupPlan
 from lwopt_backend.plan import MatrixPlan
+from lwopt_backend.plan.block_storage import BlockPartition
+from lwopt_backend.plan.storage import Partition
 from lwopt_backend.registry import build_matrix_rule, new_state
 from lwopt_backend.runtime.ranks import Collectives
 from lwopt_backend.runtime.stepper import MatrixStepper
@@ -48,14 +50,16 @@ class GroupStepper:
 
     def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
         """One step from ``flat.grad`` with the hyperparameters in ``group``. Called on all ranks of the group."""
-        if self._matrices is None:
-            self._elementwise.step(0, group, [Slices(self._flat, self._flat.grad, state)])
+        planned, grad = self._plan.matrices, self._flat.grad
+        assert grad is not None
+        if self._matrices is None or planned is None:
+            self._elementwise.step(0, group, [Slices(self._flat, grad, state)])
             return
-        rule = build_matrix_rule(group, self._config)
-        layout = self._plan.matrices.layout
-        elements = Slices(self._flat, self._flat.grad, {key: state[key] for key in rule.state_keys})
+        rule, layout = build_matrix_rule(group, self._config), planned.layout
+        assert isinstance(layout, (Partition, BlockPartition))
+        elements = Slices(self._flat, grad, {key: state[key] for key in rule.state_keys})
         storage = FlatStorage(layout, self._rank, elements)
-        self._matrices.step([rule] * len(self._plan.matrices.atoms), storage)
+        self._matrices.step([rule] * len(planned.atoms), storage)
 
 
 def matrix_stepper(

@@ -9,7 +9,7 @@ from typing import Any
 OWN_RATES = "own_rates"  # a group's key, kept in checkpoints: its rate is taken as it is written
 
 
-class ParamGroup(dict):
+class ParamGroup(dict[str, Any]):
     """A param group that keeps its learning-rate ratio to its peers when one rate is written to all of them.
 
     The matrix rule and AdamW need learning rates that differ by a factor of 10 to 100. Many schedulers write a single
@@ -51,14 +51,14 @@ class LinkedRates:
         """Ratios of freshly configured groups to the optimizer's ``lr``; with an ``lr`` of 0 there is none to keep."""
         return cls([group["lr"] / rate if rate else 1.0 for group in groups])
 
-    def link(self, groups: Iterable[Mapping[str, Any]]) -> list[ParamGroup]:
+    def link(self, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """``groups`` as param groups that know each other, in the order of the ratios."""
         before, self._round = self._groups, []
         self._groups = [ParamGroup(group, self, index) for index, group in enumerate(groups)]
         assert len(self._groups) == len(self._ratios)
         if len(set(self._ratios)) == 1 or any(group.get(OWN_RATES) for group in [*before, *self._groups]):
             self._unlink()
-        return self._groups
+        return [*self._groups]
 
     def written(self, index: int, value: Any) -> None:
         """Take note that ``value`` was written to group ``index``."""

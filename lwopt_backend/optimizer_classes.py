@@ -6,7 +6,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from pydantic import create_model
@@ -53,7 +53,7 @@ def class_named(path: str) -> type[torch.optim.Optimizer]:
     return found
 
 
-def _is_optimizer(value: Any) -> bool:
+def _is_optimizer(value: Any) -> TypeGuard[type[torch.optim.Optimizer]]:
     return isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
 
 
@@ -77,7 +77,7 @@ def _parameters(cls: type) -> dict[str, inspect.Parameter]:
             break
         if "__init__" not in vars(base):
             continue
-        parameters = list(inspect.signature(base.__init__).parameters.items())[2:]
+        parameters = list(inspect.signature(vars(base)["__init__"]).parameters.items())[2:]
         named = {k: p for k, p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and k != "defaults"}
         found = {**named, **found}
         if len(named) == len(parameters):

@@ -106,6 +106,7 @@ def _found_out(path: str, arguments: Mapping[str, Any], device: str) -> Elementw
             stepper = ElementwiseStepper(class_named(path), found.counters)
             stepper.step(_arguments(arguments, step), [Slices(ours, grad.clone(), kept)])
             first = ours.clone() if first is None else first
+    assert first is not None
     if not _same(first, _plain(path, arguments, value, grads[:1])[0]):
         raise ValueError(f"{path}: its state does not begin with zeros. {REGISTER}")
     _check_same(path, ours, whole)

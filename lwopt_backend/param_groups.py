@@ -112,7 +112,7 @@ def _options(group: Mapping[str, Any], rules: Rules, where: str) -> tuple[Choice
     """A group's rules with its own options, and its keys that are none."""
     matrix, elementwise = rules.matrix, rules.elementwise
     fields = type(matrix.options).model_fields
-    sections = {"matrix": {}, "elementwise": {}}
+    sections: dict[str, dict[str, Any]] = {"matrix": {}, "elementwise": {}}
     extra = {}
     for key, value in group.items():
         kind = "elementwise" if key == elementwise.rule else key

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Any, TypedDict, get_type_hints
 
 import torch
 from pydantic import create_model
@@ -124,7 +124,7 @@ def _model_of(name: str, rule: Any, options: type[Options] | ModelOf | None) -> 
     if not dataclasses.is_dataclass(rule):
         raise ValueError(f"rule {name!r}: expected a dataclass, or the options' model in 'options'")
     hints = get_type_hints(rule)
-    fields = {
+    fields: dict[str, Any] = {
         field.name: (hints[field.name], ... if field.default is dataclasses.MISSING else field.default)
         for field in dataclasses.fields(rule)
     }
@@ -190,7 +190,14 @@ def rules_with_owner_state(groups: Sequence[Mapping[str, Any]]) -> list[str]:
     return sorted(name for name, rule in found.items() if isinstance(rule, (OwnerStateRule, WeightRule)))
 
 
-def wire_of(rule: MatrixRule) -> dict[str, int]:
+class Wire(TypedDict, total=False):
+    """Arguments of plans."""
+
+    element_bytes: int
+    tensors: int
+
+
+def wire_of(rule: MatrixRule) -> Wire:
     """What plans must know of a rule's exchange: the bytes of an element, and the tensors that go to the owner."""
     return {"element_bytes": rule.exchange_dtype.itemsize, "tensors": 2 if isinstance(rule, WeightRule) else 1}
 

@@ -85,6 +85,8 @@ def _pieces(plan: GroupPlan, rank: int) -> Iterator[Piece]:
     blocks = [(index, block) for index, of_param in enumerate(plan.blocks) for block in of_param]
     for atom, (index, block) in enumerate(blocks):
         offset = bases.get(atom)
-        for view in range_views(block, 0, plan.specs[index].numel, 0) if offset is not None else ():
+        if offset is None:
+            continue
+        for view in range_views(block, 0, plan.specs[index].numel, 0):
             yield Piece(index, view, offset)
             offset += math.prod(view.sizes)

@@ -64,6 +64,10 @@ class ReplicatedStepper:
         for key, tensor in new_state(self._flat(), group).items():
             state.setdefault(key, tensor)
 
+    def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
+        """One step from the parameters' gradients, which are equal on all ranks. Called on all ranks."""
+        raise NotImplementedError
+
     def _flat(self) -> Tensor:
         """A flat tensor of zeros as long as the state."""
         numel = state_numel(self._plan, self._collectives.rank)
@@ -89,7 +93,7 @@ class MatrixReplicas(ReplicatedStepper):
         """One step from the parameters' gradients, which are equal on all ranks. Called on all ranks."""
         rule = build_matrix_rule(group, self._config)
         self._state = {key: state[key] for key in rule.state_keys}
-        self._matrices.step([rule] * len(self._plan.matrices.atoms), self)
+        self._matrices.step([rule] * len(self._places), self)
 
     def parts(self, index: int) -> Sequence[Slices]:
         """Matrix ``index``; with its state if this rank owns it."""

@@ -30,10 +30,10 @@ def show(
     """
     console = standard_output()
     show_routing(console, routes, groups)
-    for whose, groups in plans.items():
-        for sentence in [*([whose] if whose else []), *choices(groups)]:
+    for whose, planned in plans.items():
+        for sentence in [*([whose] if whose else []), *choices(planned)]:
             console.print(sentence)
-        console.print(plan_table(groups))
+        console.print(plan_table(planned))
 
 
 def standard_output() -> Console:
@@ -119,7 +119,7 @@ def plan_table(groups: Sequence[GroupPlan]) -> Table:
 
     Beyond 16 ranks only the busiest, the least busy and the first few are shown.
     """
-    plans = [(group.matrices.layout, group.matrices) for group in groups if group.matrices is not None]
+    plans = [(group.layout, group.matrices) for group in groups if group.matrices is not None]
     world_size = groups[0].layout.world_size
     work = " / ".join(sorted({MATRIX_RULES[g.rule].work for g in groups if g.rule in MATRIX_RULES})) or "matrix"
     loads = _per_rank([plan.ownership.loads for _, plan in plans], world_size)

@@ -102,6 +102,7 @@ def route_part(
     """
     uses = _uses(model)
     routes = []
+    kind: Kind
     for name, param in named_parameters(model):
         same = uses[id(param)]
         names = [name] + [use.name for use in same if use.name != name]

@@ -102,9 +102,17 @@ def sharding_of(name: str, param: Tensor) -> Sharding:
 
 def placed(tensor: DTensor) -> Sharding:
     """How a DTensor lies by its placements, whatever this rank's part looks like."""
-    dims = tuple(None if p.is_replicate() else p.dim % max(1, tensor.ndim) for p in tensor.placements)
+    dims = tuple(_dim(p, tensor.ndim) for p in tensor.placements)
     late = tuple(_is_late(p) for p in tensor.placements)
     return Sharding(tuple(tensor.shape), tuple(tensor.device_mesh.shape), dims, late)
+
+
+def _dim(placement: Placement, ndim: int) -> int | None:
+    """The tensor dimension that is cut, counted from the front; None: a copy."""
+    if placement.is_replicate():
+        return None
+    dim: int = placement.dim  # type: ignore[attr-defined]  # Shard and _StridedShard have it
+    return dim % max(1, ndim)
 
 
 def _is_late(placement: Placement) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lwopt_backend.integrations.fsdp2.meshes import gradient, local
+from lwopt_backend.integrations.fsdp2.meshes import Mesh, gradient, local
 from lwopt_backend.integrations.fsdp2.stepper import Member, MeshStepper
 from lwopt_backend.runtime.maximum import largest_of_all
 from lwopt_backend.runtime.ranks import Collectives
@@ -169,16 +169,21 @@ def _with_other_ranks(
 
 
 def _largest(steppers: Sequence[MeshStepper]) -> MeshStepper:
-    return max((s for s in steppers if s.mesh is not None), key=lambda s: len(s.mesh.ranks))
+    return max((s for s in steppers if s.mesh is not None), key=lambda s: len(_mesh(s).ranks))
+
+
+def _mesh(stepper: MeshStepper) -> Mesh:
+    assert stepper.mesh is not None
+    return stepper.mesh
 
 
 def _partial(steppers: Sequence[MeshStepper]) -> list[bool]:
-    most = set(_largest(steppers).mesh.ranks)
+    most = set(_mesh(_largest(steppers)).ranks)
     return [s.mesh is not None and set(s.mesh.ranks) < most for s in steppers]
 
 
 def _place(stepper: MeshStepper) -> object:
-    return stepper.mesh.coordinates[stepper.collectives.rank]
+    return _mesh(stepper).coordinates[stepper.collectives.rank]
 
 
 def _fingerprint(members: Sequence[Member]) -> float:

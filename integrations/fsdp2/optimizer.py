@@ -90,7 +90,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         reshard(module)
         exchange = [] if sharded_later else exchange_groups(module.parameters())
 
-        def decide() -> tuple[tuple[Rules, FSDP2Config, Grouping], list[str]]:
+        def decide() -> tuple[tuple[Rules, FSDP2Config, Grouping], list[list[str]]]:
             rules, config = arguments_of(FSDP2Config, matrix, lr, elementwise, elementwise_lr, overrides, options, NAME)
             trained = [param for param in module.parameters() if param.requires_grad]
             given = as_groups(trained if params is None else params)
@@ -131,7 +131,8 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
 
     def _make_state(self) -> None:
         """State for every parameter before the first step, so that no checkpoint lacks any; what is there stays."""
-        before, state = self.__dict__["state"], defaultdict(dict)
+        before: Mapping[Tensor, dict[str, Any]] = self.__dict__["state"]
+        state: defaultdict[Tensor, Any] = defaultdict(dict)
         for group in self.param_groups:
             for param in group["params"]:
                 state[param] = before.get(param) or new_state(param.detach(), group, self.config)

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from lwopt_backend import report
+from lwopt_backend.integrations.fsdp2.meshes import Mesh
 from lwopt_backend.integrations.fsdp2.state import state_bytes
 from lwopt_backend.integrations.fsdp2.stepper import MeshStepper
+from lwopt_backend.plan.mesh import Coordinate
 from lwopt_backend.registry import MATRIX_RULES
 from lwopt_backend.routing import Route
 
@@ -20,7 +22,7 @@ def show(routes: Sequence[Route], steppers: Sequence[MeshStepper]) -> None:
     for stepper in steppers:
         console.print(_sentence(stepper))
         if stepper.mesh is not None:
-            console.print(_table(stepper))
+            console.print(_table(stepper, stepper.mesh))
 
 
 def _sentence(stepper: MeshStepper) -> str:
@@ -36,7 +38,7 @@ def _sentence(stepper: MeshStepper) -> str:
     )
 
 
-def _table(stepper: MeshStepper) -> Table:
+def _table(stepper: MeshStepper, mesh: Mesh) -> Table:
     """One row per rank: what it owns, how much work that is, the state it keeps, and what it sends."""
     plan = stepper.plan
     loads, sent, owned = plan.ownership.loads, plan.wire_bytes(), plan.owned_counts()
@@ -44,22 +46,21 @@ def _table(stepper: MeshStepper) -> Table:
     table = Table()
     for heading in ("rank", "atoms", f"{work or 'matrix'} GFLOP", "of all", "state", "sent a step"):
         table.add_column(heading, justify="right")
-    ranks = sorted(stepper.mesh.ranks)
+    ranks = sorted(mesh.ranks)
     for place in report.shown_ranks(loads):
         table.add_row(
             str(ranks[place]),
             str(owned[place]),
             f"{loads[place] / 1e9:.3g}",
             f"{loads[place] / max(1, sum(loads)):.1%}",
-            report.nbytes(_state_bytes(stepper, place)),
+            report.nbytes(_state_bytes(stepper, mesh.coordinates[place])),
             report.nbytes(sent[place]),
         )
     return table
 
 
-def _state_bytes(stepper: MeshStepper, place: int) -> int:
-    """What a rank keeps, worked out from shapes, for any rank."""
-    coordinate = stepper.mesh.coordinates[place]
+def _state_bytes(stepper: MeshStepper, coordinate: Coordinate) -> int:
+    """What the rank at ``coordinate`` keeps, worked out from shapes, for any rank."""
     return sum(
         state_bytes(m.sharding.local_shape(coordinate), m.param.dtype, stepper.groups[m.group], stepper.config)
         for m in stepper.members

@@ -94,7 +94,7 @@ def with_shards(
     }
     state = {}
     for index, entry in state_dict["state"].items():
-        made = expected.get(params.get(index), {})
+        made = expected.get(params[index], {}) if index in params else {}
         state[index] = {key: _cut_like(value, made.get(key)) for key, value in entry.items()}
     return {**state_dict, "state": state}
 
@@ -102,7 +102,9 @@ def with_shards(
 def _cut_like(value: Any, made: Any) -> Any:
     if not isinstance(made, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
-    box = placed(made).box(tuple(made.device_mesh.get_coordinate()))
+    coordinate = made.device_mesh.get_coordinate()
+    assert coordinate is not None
+    box = placed(made).box(tuple(coordinate))
     part = value[tuple(slice(begin, begin + size) for begin, size in box)].contiguous()
     if not made.is_meta:
         part = part.to(made.device)

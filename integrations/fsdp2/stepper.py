@@ -14,7 +14,7 @@ from lwopt_backend.integrations.fsdp2.meshes import Mesh, describe, gradient, lo
 from lwopt_backend.plan import Atom, MatrixPlan, MeshLayout, Sharding, plan_spread
 from lwopt_backend.plan.blocks import Block
 from lwopt_backend.plan.mesh import Coordinate
-from lwopt_backend.registry import ELEMENTWISE_RULES, cost_of, wire_of
+from lwopt_backend.registry import ELEMENTWISE_RULES, Wire, cost_of, wire_of
 from lwopt_backend.row_scaling import RowScaling
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime.collectives import TorchCollectives
@@ -82,7 +82,7 @@ class MeshStepper:
         self, groups: Sequence[Mapping[str, Any]], rules: Mapping[int, MatrixRule], loads: Sequence[int]
     ) -> MatrixPlan:
         members = [self.members[index] for index in self.matrices]
-        wire = wire_of(rules[members[0].group]) if members else {}
+        wire: Wire = wire_of(rules[members[0].group]) if members else {}
         atoms = [
             Atom(block.of(m.name), block.shape, cost_of(block.shape, groups[m.group]), m.transposed)
             for m, block in zip(members, self.blocks)

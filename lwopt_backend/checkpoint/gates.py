@@ -203,11 +203,11 @@ def _vocabulary(checkpoint: Checkpoint, size: int | None) -> Iterator[str]:
             continue
         width = state.numel // state.shape[0]
         beyond = state.piece(size * width, state.numel).read().view(-1, width)
-        rows = [size + int(row) for row in beyond.any(dim=1).nonzero()]
-        if rows:
+        trained = [size + int(row) for row in beyond.any(dim=1).nonzero()]
+        if trained:
             yield (
-                f"{len(rows)} row(s) of {embedding!r} beyond the given vocabulary of {size} were trained, such "
-                f"as row {rows[0]} ({state.where} is not zero there); give at least {rows[-1] + 1}"
+                f"{len(trained)} row(s) of {embedding!r} beyond the given vocabulary of {size} were trained, such "
+                f"as row {trained[0]} ({state.where} is not zero there); give at least {trained[-1] + 1}"
             )
             return
 

@@ -38,7 +38,7 @@ def as_ours(checkpoint: Checkpoint) -> Checkpoint:
     """
     found, notes = translated(checkpoint)
     order = sorted(range(len(found)), key=lambda number: found[number].get("rule") not in MATRIX_RULES)
-    place = {number: position for position, number in enumerate(order)}
+    place: dict[int | None, int] = {number: position for position, number in enumerate(order)}
     params = {
         name: dataclasses.replace(param, group=place.get(param.group, param.group))
         for name, param in checkpoint.params.items()
@@ -81,13 +81,13 @@ def _translated(group: Mapping[str, Any], states: set[str], checkpoint: Checkpoi
         options, kept = _muon(group, checkpoint.arguments), dict(group)
     else:
         raise _UnknownError(f"none of our rules keeps {sorted(states)} with the options {sorted(group)}")
-    rate = {} if (first := _first_rate(group, checkpoint)) is None else {"initial_lr": first}
+    rate = {} if (start := _first_rate(group, checkpoint)) is None else {"initial_lr": start}
     return {**kept, **options, **rate}
 
 
 def _first_rate(group: Mapping[str, Any], checkpoint: Checkpoint) -> float | None:
     """What a schedule multiplies: torch's schedulers keep it in the group."""
-    found = group.get("initial_lr", group.get("max_lr"))
+    found: float | None = group.get("initial_lr", group.get("max_lr"))
     if found is not None:
         return found
     return group.get("lr") if checkpoint.scheduler is None else _peak(checkpoint)

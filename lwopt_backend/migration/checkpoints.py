@@ -138,6 +138,7 @@ class _Entry:
         return {BUFFER: self._in_form(buffer, theirs, momentum, form)}
 
     def _moments(self, theirs: Source) -> dict[str, Tensor]:
+        assert self.state is not None
         moments = {
             ours: self._tensor(key)
             for ours, key in theirs.moments.items()

@@ -59,11 +59,11 @@ def change_momentum_form(optimizer: torch.optim.Optimizer, target: Form) -> None
     steps. Raises ValueError for an unknown form, TypeError for any other optimizer.
     """
     check_form("target", target)
-    if isinstance(getattr(optimizer, "core", None), OwnedCore):
-        check_between_steps(optimizer.core)
+    core = getattr(optimizer, "core", None)
+    if isinstance(core, OwnedCore):
+        check_between_steps(core)
         held = [
-            (optimizer.param_groups[optimizer.core.members[piece.member].group], piece.tensors)
-            for piece in state_pieces(optimizer.core)
+            (optimizer.param_groups[core.members[piece.member].group], piece.tensors) for piece in state_pieces(core)
         ]
     elif hasattr(type(optimizer), "gradients"):
         held = [(group, optimizer.state[p]) for group in optimizer.param_groups for p in group["params"]]

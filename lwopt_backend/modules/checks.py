@@ -97,11 +97,12 @@ def check_held(names: Sequence[str], held: Sequence[Mapping[str, Held]]) -> None
         if not ranks:
             raise ValueError(f"{NAME}: no rank has an optimizer of module {name!r}; leave its name out")
         first = held[ranks[0]][name]
-        places = [held[rank][name].place for rank in ranks]
+        places = [(rank, place) for rank in ranks if (place := held[rank][name].place) is not None]
         for rank in ranks:
             _check_alike(name, ranks[0], first, rank, held[rank][name])
-        if first.place is not None and sorted(places) != [(place, len(ranks)) for place in range(len(ranks))]:
-            sizes = {rank: place[1] for rank, place in zip(ranks, places) if place is not None}
+        whole = [(place, len(ranks)) for place in range(len(ranks))]
+        if first.place is not None and sorted(place for _, place in places) != whole:
+            sizes = {rank: size for rank, (_, size) in places}
             raise ValueError(
                 f"{NAME}: ranks {ranks} have an optimizer of module {name!r}, but those work on so many: {sizes}. "
                 "All ranks of its process group give it, and parts on other groups (pipeline stages) get names of "

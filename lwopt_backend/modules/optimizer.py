@@ -19,7 +19,7 @@ from torch import Tensor
 from lwopt_backend.modules.checks import NAME, check_held, held_by, parts_of
 from lwopt_backend.modules.saving import load, save
 from lwopt_backend.modules.together import together
-from lwopt_backend.runtime.agreement import agree
+from lwopt_backend.runtime.agreement import agree, check_in_all
 from lwopt_backend.runtime.collectives import ranks_of
 from lwopt_backend.spelling import suggestion
 
@@ -54,7 +54,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         self._mark()  # on all ranks alike, whoever looks at them: checkpoints compare groups between ranks
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """Those of this rank's modules, in their order; ``group["module"]`` says whose. Writing to one sets it."""
         self._mark()
         return [group for optimizer in self.modules.values() for group in optimizer.param_groups]
@@ -65,7 +65,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
                 group["module"] = name
 
     @property
-    def state(self) -> dict[Any, Any]:
+    def state(self) -> dict[Any, Any]:  # type: ignore[override]
         """What this rank's optimizers keep in their ``state``."""
         return {param: state for optimizer in self.modules.values() for param, state in optimizer.state.items()}
 
@@ -131,7 +131,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         return sum(self.zero_counts().values())
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> bool:
+    def step(self, closure: Callable[[], Any] | None = None) -> bool:  # type: ignore[override]
         """Step every module, or none: whether all ranks have stepped.
 
         If a gradient is not finite, anywhere, no module is stepped, all gradients are forgotten, ``overflowed`` names
@@ -187,18 +187,19 @@ class ModuleOptimizers(torch.optim.Optimizer):
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         state_dict: dict[str, Any] = {name: optimizer.state_dict() for name, optimizer in self.modules.items()}
-        for hook in self._optimizer_state_dict_post_hooks.values():
-            state_dict = hook(self, state_dict) or state_dict
+        for change in self._optimizer_state_dict_post_hooks.values():
+            state_dict = change(self, state_dict) or state_dict
         return state_dict
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load each of this rank's modules; those of other ranks may be there, too.
 
         Raises ValueError, on all ranks and before anything is changed, for unknown modules and for missing ones.
         """
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = hook(self, state_dict) or state_dict
-        agree(self._everyone, NAME, lambda: (self._check_names("load_state_dict", state_dict, tuple(self.modules)), []))
+        for change in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = change(self, state_dict) or state_dict
+        names = tuple(self.modules)
+        check_in_all([self._everyone], NAME, lambda: self._check_names("load_state_dict", state_dict, names))
         self._each("load_state_dict", lambda name, part: part.optimizer.load_state_dict(state_dict[name]))
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)

@@ -26,9 +26,14 @@ class Part(Protocol):
     knows of no other. ``norm`` and ``count_zeros`` are called on all ranks of the module and equal on all of them.
     """
 
-    kind: str
-    optimizer: torch.optim.Optimizer
-    place: tuple[int, int] | None
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+
+    @property
+    def place(self) -> tuple[int, int] | None: ...
 
     def params(self) -> Sequence[tuple[str, Tensor]]:
         """The trained parameters with their names."""
@@ -80,6 +85,21 @@ class OwnedPart:
         return [group for group in (getattr(g, "process_group", None) for g in groups) if group is not None]
 
 
+class HostGradients(Protocol):
+    """What an optimizer has as ``gradients``; the methods are those of ``Part``."""
+
+    @property
+    def place(self) -> tuple[int, int] | None: ...
+
+    def params(self) -> Sequence[tuple[str, Tensor]]: ...
+
+    def norm(self, norm_type: float) -> Tensor: ...
+
+    def count_zeros(self) -> int: ...
+
+    def scale(self, factor: float) -> None: ...
+
+
 class HostPart:
     """An optimizer whose ``gradients`` count and scale for it: that of FSDP2."""
 
@@ -87,19 +107,23 @@ class HostPart:
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
-        self.place = optimizer.gradients.place
+        self.place = self._gradients().place
+
+    def _gradients(self) -> HostGradients:
+        gradients: HostGradients = self.optimizer.gradients
+        return gradients
 
     def params(self) -> Sequence[tuple[str, Tensor]]:
-        return self.optimizer.gradients.params()
+        return self._gradients().params()
 
     def norm(self, norm_type: float) -> float:
-        return self.optimizer.gradients.norm(norm_type).item()
+        return self._gradients().norm(norm_type).item()
 
     def count_zeros(self) -> int:
-        return self.optimizer.gradients.count_zeros()
+        return self._gradients().count_zeros()
 
     def scale(self, factor: float) -> None:
-        self.optimizer.gradients.scale(factor)
+        self._gradients().scale(factor)
 
     def no_sync(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -121,7 +145,7 @@ class CopyPart:
                 )
 
     def params(self) -> Sequence[tuple[str, Tensor]]:
-        found = []
+        found: list[tuple[str, Tensor]] = []
         for number, group in enumerate(self.optimizer.param_groups):
             names = group.get("param_names") or [f"{place} of group {number}" for place in range(len(group["params"]))]
             found += zip(names, group["params"])

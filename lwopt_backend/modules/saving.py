@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lwopt_backend.modules.checks import NAME
-from lwopt_backend.modules.parts import Part
+from lwopt_backend.modules.parts import OwnedPart, Part
 from lwopt_backend.modules.together import together
 from lwopt_backend.modules.whole_state import load_whole, save_whole
 from lwopt_backend.owned.state_files import write_whole
@@ -50,7 +50,7 @@ def save(
 
     def write(name: str, part: Part) -> None:
         (here / name).mkdir(parents=True, exist_ok=True)
-        if part.kind == "pieces":
+        if isinstance(part, OwnedPart):
             part.optimizer.save_state_dict(here / name)
         else:
             save_whole(part, here / name, writes=everyone.rank == first[name])
@@ -98,7 +98,7 @@ def load(everyone: Collectives, names: Sequence[str], parts: Mapping[str, Part],
     here = folder / f"save-{agree(everyone, 'load_state_dict_from', check)}"
 
     def take(name: str, part: Part) -> None:
-        if part.kind == "pieces":
+        if isinstance(part, OwnedPart):
             part.optimizer.load_state_dict_from(here / name)
         else:
             load_whole(part, here / name)

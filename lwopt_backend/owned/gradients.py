@@ -35,7 +35,8 @@ class OwnedGradients:
             return largest_of_all(self._widest.everyone, total)
 
         def power(grad: Tensor) -> Tensor:
-            return torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64) ** norm_type
+            norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
+            return norm**norm_type
 
         return (self._summed(pick, power).sum() ** (1 / norm_type)).float()
 

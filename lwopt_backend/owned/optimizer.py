@@ -218,7 +218,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         """This rank's own part of the state, for the same rank under the same plan; else use ``save_state_dict``."""
         return state_dict_of(self, self.core)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take this rank's ``state_dict``. Raises ValueError, on all ranks, if it is another's or of another plan."""
         load_state_dict_into(self, self.core, state_dict)
         self._loaded = True

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.owned.core import OwnedCore
-from lwopt_backend.runtime.agreement import agree, digest
+from lwopt_backend.runtime.agreement import check_in_all, digest
 
 MASTER = "master"  # the key of fp32 masters, beside those of the rule's state
 OWNER = "owner"  # the key of what a rule keeps beside tensors of the parameter's size, in a state_dict
@@ -79,21 +79,21 @@ def state_dict_of(optimizer: torch.optim.Optimizer, core: OwnedCore) -> dict[str
         for piece in state_pieces(core)
     }
     groups = _named_groups(core, optimizer.param_groups)
-    state_dict = {"state": state, "param_groups": groups, "plan": _fingerprint(core)}
-    for hook in optimizer._optimizer_state_dict_post_hooks.values():
-        state_dict = hook(optimizer, state_dict) or state_dict
+    state_dict: dict[str, Any] = {"state": state, "param_groups": groups, "plan": _fingerprint(core)}
+    for change in optimizer._optimizer_state_dict_post_hooks.values():
+        state_dict = change(optimizer, state_dict) or state_dict
     return state_dict
 
 
-def load_state_dict_into(optimizer: torch.optim.Optimizer, core: OwnedCore, state_dict: Mapping[str, Any]) -> None:
+def load_state_dict_into(optimizer: torch.optim.Optimizer, core: OwnedCore, state_dict: dict[str, Any]) -> None:
     """Take what ``state_dict_of`` returned on this rank under the same plan. Called on all ranks.
 
     Raises ValueError, on all of them and before anything is changed, for anything else.
     """
     groups = optimizer.param_groups
-    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
-        state_dict = hook(optimizer, state_dict) or state_dict
-    agree(core.holdings[0].sharers.everyone, "load_state_dict", lambda: (_check(core, groups, state_dict), []))
+    for change in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        state_dict = change(optimizer, state_dict) or state_dict
+    check_in_all([core.holdings[0].sharers.everyone], "load_state_dict", lambda: _check(core, groups, state_dict))
     for piece in state_pieces(core):
         for key, tensor in piece.tensors.items():
             tensor.copy_(state_dict["state"][core.members[piece.member].name][key])

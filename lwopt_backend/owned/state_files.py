@@ -69,7 +69,7 @@ def check_files(folder: Path, index: Index, names: Iterable[str]) -> None:
 def open_file(folder: Path, name: str) -> Mapping[str, Any]:
     """A file's content, its tensors mapped into memory and not read yet."""
     try:
-        content = torch.load(folder / name, map_location="cpu", mmap=True, weights_only=True)
+        content: Mapping[str, Any] = torch.load(folder / name, map_location="cpu", mmap=True, weights_only=True)
         found = content["name"]
     except Exception as error:
         raise ValueError(f"{folder / name} is damaged or not a file of optimizer state: {error}") from error

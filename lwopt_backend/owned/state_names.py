@@ -12,7 +12,7 @@ import torch
 from lwopt_backend.owned.core import OwnedCore
 from lwopt_backend.owned.state import Groups, options_of
 from lwopt_backend.owned.state_index import SavedParam
-from lwopt_backend.runtime.agreement import agree
+from lwopt_backend.runtime.agreement import check_in_all
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def common_options(core: OwnedCore, groups: Groups) -> dict[str, dict[str, Any]]
     """
     everyone = core.holdings[0].sharers.everyone
     mine = {group_key(group): options_of(group) for group in groups}
-    agree(everyone, "save_state_dict", lambda: (_check_readable(mine), []))
+    check_in_all([everyone], "save_state_dict", lambda: _check_readable(mine))
     common: dict[str, dict[str, Any]] = {}
     for rank, of_rank in enumerate(everyone.gather_objects(mine)):
         for key, options in of_rank.items():

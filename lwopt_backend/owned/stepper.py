@@ -115,7 +115,7 @@ class OwnedStepper:
         held = self._whole.owner_state.held()
         return {place: held[atom] for place, atom in self._atoms_of[number].items() if atom in held}
 
-    def take_owner_states(self, number: int, states: Mapping[int, dict[str, Any]]) -> None:
+    def take_owner_states(self, number: int, states: Mapping[int, Mapping[str, Any]]) -> None:
         """Take over what was loaded for a member's matrices; those without any begin anew."""
         for place, atom in self._atoms_of[number].items():
             if place in states:

@@ -44,7 +44,7 @@ def agree_in_all(
     to group, and no rank of a later one waits for a rank that has gone.
     """
     error: Exception | None = None
-    value, lines = None, [[] for _ in groups]
+    lines: Sequence[Sequence[str]] = [[] for _ in groups]
     try:
         value, lines = decide()
     except Exception as caught:  # reported to the other ranks first, then raised again below
@@ -54,6 +54,16 @@ def agree_in_all(
     if error is not None:
         raise error
     return value
+
+
+def check_in_all(groups: Sequence[Collectives], what: str, check: Callable[[], None]) -> None:
+    """``agree_in_all`` where there is nothing to decide: if ``check`` raises on any rank, all ranks raise."""
+
+    def decide() -> tuple[None, list[list[str]]]:
+        check()
+        return None, [[] for _ in groups]
+
+    agree_in_all(groups, what, decide)
 
 
 def _exchange_reports(

@@ -40,8 +40,9 @@ def _timeout(group: dist.ProcessGroup) -> timedelta | None:
     """What the group waits for its members, where its backend says; None is torch's default."""
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
-        if getattr(options, "_timeout", None) is not None:
-            return options._timeout
+        timeout: timedelta | None = getattr(options, "_timeout", None)
+        if timeout is not None:
+            return timeout
     return None
 
 
@@ -55,7 +56,9 @@ class TorchCollectives:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        return self.group or dist.group.WORLD
+        group = self.group or dist.group.WORLD
+        assert group is not None
+        return group
 
     def ranks(self) -> list[int]:
         """The global ranks of the group, in its order."""
@@ -71,10 +74,10 @@ class TorchCollectives:
         self, received: Tensor, sent: Tensor, receive_splits: Sequence[int], send_splits: Sequence[int]
     ) -> Pending:
         into, out = list(receive_splits) or None, list(send_splits) or None
-        return dist.all_to_all_single(received, sent, into, out, group=self.group, async_op=True)
+        return _started(dist.all_to_all_single(received, sent, into, out, group=self.group, async_op=True))
 
     def all_reduce_max(self, tensor: Tensor) -> Pending:
-        return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        return _started(dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group, async_op=True))
 
     @classmethod
     def over(cls, ranks: Sequence[int], along: Sequence[dist.ProcessGroup]) -> TorchCollectives:
@@ -125,20 +128,20 @@ class TorchCollectives:
     ) -> Pending:
         works = [dist.irecv(into, group=self.group, group_src=rank, tag=tag) for rank, into in receives]
         works += [dist.isend(part, group=self.group, group_dst=rank, tag=tag) for rank, part in sends]
-        return _All(works)
+        return _All([_started(work) for work in works])
 
     def reduce_scatter_parts(self, mine: Tensor, parts: Sequence[Tensor], whole: Tensor | None) -> Pending:
         if whole is not None:
-            return _reduce_scatter(mine, whole, group=self.group, async_op=True)
-        return dist.reduce_scatter(mine, list(parts), group=self.group, async_op=True)
+            return _started(_reduce_scatter(mine, whole, group=self.group, async_op=True))
+        return _started(dist.reduce_scatter(mine, list(parts), group=self.group, async_op=True))
 
     def all_gather_parts(self, parts: Sequence[Tensor], whole: Tensor | None) -> Pending:
         if whole is not None:
-            return _all_gather(whole, parts[self.rank], group=self.group, async_op=True)
-        return dist.all_gather(list(parts), parts[self.rank], group=self.group, async_op=True)
+            return _started(_all_gather(whole, parts[self.rank], group=self.group, async_op=True))
+        return _started(dist.all_gather(list(parts), parts[self.rank], group=self.group, async_op=True))
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
-        return dist.all_reduce(tensor, group=self.group, async_op=True)
+        return _started(dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def broadcast(self, tensor: Tensor) -> None:
         dist.broadcast(tensor, group=self.group, group_src=0)
@@ -158,6 +161,12 @@ class TorchCollectives:
         with torch.no_grad():
             dist.gather_object(value, values, group=self.group, group_dst=0)
         return values
+
+
+def _started(work: Any) -> Pending:
+    """What torch starts; it has None for a rank that is not in the group."""
+    assert isinstance(work, dist.Work)
+    return work
 
 
 class _All:

@@ -11,7 +11,7 @@ from lwopt_backend.plan import MatrixPlan, Segment, Transfer
 from lwopt_backend.runtime.ranks import Alone, Collectives, Pending
 
 Fetch = Callable[[Segment], Tensor | None]
-Deliver = Callable[[Segment, Tensor], None]
+Deliver = Callable[[Segment, Tensor], object]
 
 
 class Arrival:

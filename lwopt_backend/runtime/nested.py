@@ -75,7 +75,8 @@ def rebuild(described: Any, found: dict[str, Tensor], path: str = "") -> Any:
 
 def _order(tensor: Tensor) -> str:
     """Its dimensions from the slowest to the fastest, e.g. "10" of a matrix stored by columns."""
-    dims = sorted(range(tensor.ndim), key=lambda dim: -tensor.stride(dim))
+    strides = tensor.stride()
+    dims = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
     return "".join(map(str, dims if tensor.permute(dims).is_contiguous() else range(tensor.ndim)))
 
 
@@ -89,7 +90,7 @@ def is_plain(state: dict[str, Any]) -> bool:
     return all(isinstance(key, str) and isinstance(value, Tensor) and value.ndim for key, value in state.items())
 
 
-def described(state: dict[str, Any]) -> Tensor:
+def described(state: Any) -> Tensor:
     """``structure`` as bytes in a tensor."""
     return torch.tensor(list(json.dumps(structure(state)).encode()), dtype=torch.uint8)
 

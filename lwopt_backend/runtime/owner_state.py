@@ -68,10 +68,10 @@ class OwnerState:
         """Whether there was a step, or a checkpoint of one."""
         return atom in self._held and atom not in self._tried
 
-    def put(self, atom: int, state: dict[str, Any]) -> None:
+    def put(self, atom: int, state: Mapping[str, Any]) -> None:
         """Take over what was loaded."""
         self._tried.discard(atom)
-        self._held[atom] = nested.to_device(state, self._device)
+        self._held[atom] = nested.to_device(dict(state), self._device)
 
     def forget(self, atom: int) -> None:
         """Begin anew."""
@@ -104,7 +104,7 @@ def brought_here(
     missing = {name for names in ranks.gather_objects([n for n in wanted if n not in saved]) for name in names}
     offers = ranks.gather_objects({name: saved[name] for name in missing if name in saved}) if missing else []
     found = {name: state for offer in offers for name, state in offer.items()}
-    return {name: saved.get(name, found.get(name)) for name in wanted if name in saved or name in found}
+    return {name: saved[name] if name in saved else found[name] for name in wanted if name in saved or name in found}
 
 
 def keeps_state(rule: MatrixRule) -> bool:

@@ -43,7 +43,7 @@ class Collectives(Protocol):
 
 
 class PartCollectives(Collectives, Protocol):
-    """What buffers whose parts belong to ranks need beside it. All but ``broadcast`` only start."""
+    """What buffers whose parts belong to ranks need beside it. What returns ``Pending`` only starts."""
 
     def direct(self, device: torch.device) -> bool:
         """Whether parts on such a device travel best from rank to rank.
@@ -65,6 +65,9 @@ class PartCollectives(Collectives, Protocol):
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
         """Sum ``tensor`` over all ranks, in place."""
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """The same, and wait for it."""
 
     def broadcast(self, tensor: Tensor) -> None:
         """``tensor`` becomes the first rank's."""

@@ -35,7 +35,8 @@ class OwnerStates(Mapping[int, Mapping[str, Any]]):
             described = nested.description(saved[STRUCTURE].read())
             for path in _numbers(described):
                 found[path] = found[path].view(())
-            return nested.rebuild(described, found)
+            state: Mapping[str, Any] = nested.rebuild(described, found)
+            return state
         except (KeyError, ValueError, TypeError, RuntimeError) as error:
             raise CheckpointError(
                 f"{saved[STRUCTURE].where}: it does not describe what is there, {sorted(found)} ({error!r})"

@@ -73,8 +73,8 @@ def _states(name: str, param: Param, matrices: Sequence[str] | None) -> Iterator
                 "checkpoint does not tell which rows it is: resume on the engine that wrote it"
             )
         prefix = f"[{place}]." if len(known) > 1 else ""
-        for key, tensor in _of_owner(param, place).items():
-            yield f"{prefix}{key}", _later(param, place, key, tensor, f"{prefix}{key} of {name}")
+        for key, like in _of_owner(param, place).items():
+            yield f"{prefix}{key}", _later(param, place, key, like, f"{prefix}{key} of {name}")
 
 
 def _of_owner(param: Param, place: int) -> dict[str, Tensor]:

@@ -108,7 +108,8 @@ def from_flat_parts(parts: list[Any], shape: tuple[int, ...], what: str, file: P
             f"{what}: expected {numel} elements over {len(parts)} ranks' files, of which the first is {file}, found "
             f"{sum(part.numel for part in tensors)} in {len(tensors)}; copy the whole folder again"
         )
-    pieces, left = [], numel
+    pieces: list[LazyTensor] = []
+    left = numel
     for part in tensors:
         taken = min(left, part.numel)
         if taken or not pieces:

@@ -25,7 +25,8 @@ class OwnerStates(Mapping[int, Mapping[str, Any]]):
         self._saved = saved
 
     def __getitem__(self, place: int) -> Mapping[str, Any]:
-        return read(self._saved[place])
+        state: Mapping[str, Any] = read(self._saved[place])
+        return state
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._saved)

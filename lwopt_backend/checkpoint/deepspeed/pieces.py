@@ -27,7 +27,7 @@ class Gathered:
     pieces: dict[str, list[tuple[int, LazyTensor]]] = field(default_factory=dict)
     copies: dict[str, list[LazyTensor]] = field(default_factory=dict)
     numbers: dict[str, LazyTensor | float] = field(default_factory=dict)
-    owner: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    owner: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
 
     def add(self, key: str, start: int, tensor: LazyTensor) -> None:
         self.pieces.setdefault(key, []).append((start, tensor))

@@ -147,7 +147,7 @@ def _is_verified(
     for name in names:
         several = matrices.get(name, [])
         lines.append(f"{name} {states.module[name].shape} {group['rule']}{several if len(several) > 1 else ''}")
-    return digest(lines)[:16] == group["members"]
+    return bool(digest(lines)[:16] == group["members"])
 
 
 def _cut_flat(states: ModelStates, saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[LazyTensor]]:

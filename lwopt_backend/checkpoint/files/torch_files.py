@@ -111,7 +111,7 @@ def read_strided(
         return torch.empty(shape, dtype=dtype)
     count = 1 + sum((size - 1) * step for size, step in zip(shape, stride))
     flat = torch.empty(count, dtype=dtype)
-    data = memoryview(flat.view(torch.uint8).numpy())
+    data = flat.view(torch.uint8).numpy().data
     with path.open("rb", buffering=0) as file:
         file.seek(start)
         while data:
@@ -157,7 +157,7 @@ class _Loader:
         data = self._archive.bytes("data.pkl")
         try:
             harmless = _weights_only_unpickler.Unpickler(io.BytesIO(data), encoding="utf-8")
-            harmless.persistent_load = self._storage
+            harmless.persistent_load = self._storage  # type: ignore[method-assign]  # as torch.load does
             return harmless.load()
         except pickle.UnpicklingError:  # classes that torch does not know to be harmless
             return pickles.load(io.BytesIO(data), where, self._storage)
@@ -195,7 +195,7 @@ class _Loader:
     def _tensor(self, tensor: Tensor, where: str) -> StoredTensor:
         shape, stride, itemsize = tuple(tensor.shape), tensor.stride(), tensor.dtype.itemsize
         record = self._records[tensor.untyped_storage()._cdata]
-        start = tensor.storage_offset() * itemsize
+        start = int(tensor.storage_offset()) * itemsize
         end = start + (1 + sum((size - 1) * step for size, step in zip(shape, stride))) * itemsize
         if 0 not in shape and end > record.stored.length:
             raise ValueError(f"{where} is said to have more elements than are stored")

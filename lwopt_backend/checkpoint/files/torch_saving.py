@@ -49,7 +49,8 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         storage = _Storage(value, str(len(self.storages)))
         self.storages.append(storage)
-        place = (storage, 0, torch.Size(value.shape), tuple(_strides(value.shape)), False, OrderedDict())
+        hooks: OrderedDict[str, Any] = OrderedDict()
+        place = (storage, 0, torch.Size(value.shape), tuple(_strides(value.shape)), False, hooks)
         return torch._utils._rebuild_tensor_v2, place
 
     def persistent_id(self, value: Any) -> Any:
@@ -83,7 +84,8 @@ def _write(archive: zipfile.ZipFile, name: str, nbytes: int, blocks: Iterable[by
     """A record; its checksum is made block by block, while the processor's cache has it."""
     record = zipfile.ZipInfo(name)
     large = nbytes >= zipfile.ZIP64_LIMIT
-    header = zipfile.sizeFileHeader + len(name) + (_ZIP64.size if large else 0) + _PADDING.size
+    fixed: int = zipfile.sizeFileHeader  # type: ignore[attr-defined]  # typeshed leaves it out
+    header = fixed + len(name) + (_ZIP64.size if large else 0) + _PADDING.size
     padding = -(archive.start_dir + header) % ALIGNMENT
     record.extra = _PADDING.pack(PADDING, padding) + bytes(padding)
     with archive.open(record, "w", force_zip64=large) as writing:
@@ -92,7 +94,7 @@ def _write(archive: zipfile.ZipFile, name: str, nbytes: int, blocks: Iterable[by
 
 
 def _bytes(block: Tensor) -> memoryview:
-    return memoryview(block.view(-1).view(torch.uint8).numpy())
+    return block.view(-1).view(torch.uint8).numpy().data
 
 
 def _strides(shape: tuple[int, ...]) -> Iterator[int]:

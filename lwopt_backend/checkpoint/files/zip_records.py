@@ -49,7 +49,7 @@ class Record:
     def check_read(self, tensor: Tensor) -> None:
         """The same with what was read: all of it."""
         if not self._checked:
-            self._compare(zlib.crc32(memoryview(tensor.view(-1).view(torch.uint8).numpy())))
+            self._compare(zlib.crc32(tensor.view(-1).view(torch.uint8).numpy().data))
 
     def _compare(self, found: int) -> None:
         if found != self._crc:
@@ -98,7 +98,7 @@ class PartOfFile(io.BufferedReader):
     """A part of a file as if it were a file."""
 
     def __init__(self, stored: Stored) -> None:
-        super().__init__(_Part(stored))  # type: ignore[arg-type]
+        super().__init__(_Part(stored))
 
 
 class _Part(io.RawIOBase):

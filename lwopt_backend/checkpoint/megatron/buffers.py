@@ -78,7 +78,7 @@ def buckets(
         done.append(Bucket(numel, tuple(places)))
         places.clear()
 
-    for name, shape in reversed(shapes.items()):
+    for name, shape in reversed(tuple(shapes.items())):
         start = _aligned(start)
         if name in alone and places:
             close(start)
@@ -101,7 +101,7 @@ def buckets_of(shapes: Mapping[str, Sequence[int]], numels: Sequence[int]) -> tu
     """
     found: list[list[Place]] = [[] for _ in numels]
     index, start = 0, 0
-    for name, shape in reversed(shapes.items()):
+    for name, shape in reversed(tuple(shapes.items())):
         start = _aligned(start)
         if index < len(numels) and start >= numels[index] and found[index]:
             index, start = index + 1, 0

@@ -28,7 +28,7 @@ def optimizers(folder: DcpFolder, common: Mapping[str, Any]) -> dict[Chain, tupl
     """Each optimizer's groups. Adam's have "step", if it was saved."""
     saved = dict(_unchained(common.get("optimizer") or {}, folder))
     of_buffers = {chain_of(match[1]): key for key in folder.objects if (match := _OF_BUFFERS.fullmatch(key))}
-    found = {}
+    found: dict[Chain, tuple[Options, ...]] = {}
     for chain in sorted(saved.keys() | of_buffers.keys()):
         state = saved.get(chain, {})
         inner = state.get("optimizer", state)
@@ -64,7 +64,8 @@ def _held(folder: DcpFolder, key: str) -> list[Options]:
     held = held[0] if isinstance(held, list) and len(held) == 1 else held
     if not isinstance(held, Mapping) or "param_groups" not in held:
         raise CheckpointError(f"{key} in {folder.path}: expected param_groups, found {held!r:.200}")
-    return held["param_groups"]
+    groups: list[Options] = held["param_groups"]
+    return groups
 
 
 def _steps(state: Mapping[str, Any], inner: Mapping[str, Any]) -> list[float]:

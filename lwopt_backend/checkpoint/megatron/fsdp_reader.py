@@ -101,7 +101,8 @@ def _objects(
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any], dict[str, Any], tuple[str, ...]]:
     """Each parameter's options, Megatron's arguments, the scheduler's state, and what was left out."""
     options: dict[str, dict[str, Any]] = {}
-    scheduler, left_out = {}, {}
+    scheduler: dict[str, Any] = {}
+    left_out: dict[str, None] = {}
     for key in folder.objects:
         if match := _OPTION.fullmatch(key):
             options.setdefault(match[1], {})[match[2]] = plain(folder.object(key))

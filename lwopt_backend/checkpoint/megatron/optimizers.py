@@ -47,7 +47,7 @@ def inner_optimizers(saved: Any, where: str) -> list[Inner]:
 def _inner(saved: Any, where: str) -> Inner:
     if not isinstance(saved, dict):
         raise CheckpointError(f"{where}: expected an optimizer's state_dict, found {type(saved).__name__}")
-    wrapped = saved if "optimizer" in saved else {"optimizer": saved}  # FP32Optimizer has no wrapping
+    wrapped: dict[str, Any] = saved if "optimizer" in saved else {"optimizer": saved}  # FP32Optimizer has no wrapping
     inner = wrapped["optimizer"]
     others = {key: value for key, value in wrapped.items() if key not in ("optimizer", "fp32_from_fp16_params")}
     unknown = sorted({*map(str, others)} - {"grad_scaler"} | {*map(str, inner)} - {"state", "param_groups"})

@@ -49,6 +49,7 @@ def _key(name: str, modules: tuple[str, ...], grouped: bool) -> tuple[int, ...] 
     layer, expert, match = layer_of(name), expert_of(name), _IN_LAYER.fullmatch(name)
     if layer is None or match is None:
         module, _, last = name.rpartition(".")
+        known: tuple[str, ...]
         for part, known in ((0, _BEFORE), (2, _AFTER)):
             if module in known and last in _LAST:
                 return (part, known.index(module), _LAST.index(last))

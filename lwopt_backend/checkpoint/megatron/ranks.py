@@ -81,7 +81,7 @@ def _load(folder: Path) -> Mapping[str, Any]:
 
 
 def _arguments(saved: Mapping[str, Any], step: Path) -> Mapping[str, Any]:
-    found = plain(saved["args"])
+    found: Mapping[str, Any] = plain(saved["args"])
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size", "num_layers"):
         if not isinstance(found.get(name), int):
             raise CheckpointError(f"{step}: expected args.{name} to be a number, found {found.get(name)!r}")

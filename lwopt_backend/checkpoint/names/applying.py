@@ -49,7 +49,7 @@ def apply(names: NameMap, checkpoint: Checkpoint, numbers: Numbers | None = None
                 unchanged[unit.names[0]] = name
     single = [unit for unit in units if len(unit.names) == 1 == len(unit.rule.targets) and not unit.rule.unstacked_over]
     renames = {unit.names[0]: unit.targets()[0][0] for unit in single}
-    extras, lost = _extras(names, checkpoint, renames)
+    tied, buffers, lost = _extras(names, checkpoint, renames)
     notes = [*sentences(source, units, numbers)]
     notes += [f"{len(dropped)} parameter(s) were dropped by the name map: {_some(dropped)}."] if dropped else []
     notes += [f"The name map has no name for {_some(lost)}; left out."] if lost else []
@@ -59,7 +59,8 @@ def apply(names: NameMap, checkpoint: Checkpoint, numbers: Numbers | None = None
         params=params,
         arguments=_arguments(names, checkpoint.arguments, unchanged),
         notes=(*checkpoint.notes, *(note for note in notes if note not in checkpoint.notes)),
-        **extras,
+        tied=tied,
+        buffers=buffers,
     )
 
 
@@ -178,11 +179,13 @@ def _sizes(unit: Unit, param: Param, numbers: Numbers) -> tuple[int, ...]:
     return sizes
 
 
-def _extras(names: NameMap, checkpoint: Checkpoint, renames: dict[str, str]) -> tuple[dict[str, dict], list[str]]:
+def _extras(
+    names: NameMap, checkpoint: Checkpoint, renames: dict[str, str]
+) -> tuple[dict[str, str], dict[str, LazyTensor], list[str]]:
     """Tied names and buffers in the target's vocabulary, and the names that have none there."""
     tied, buffers, lost = {}, {}, []
-    for name, kept in checkpoint.tied.items():
-        new, kept = _renamed(names, name), renames.get(canonical(names.aliases, kept))
+    for name, target in checkpoint.tied.items():
+        new, kept = _renamed(names, name), renames.get(canonical(names.aliases, target))
         if new is None or kept is None:
             lost.append(name)
         else:
@@ -193,7 +196,7 @@ def _extras(names: NameMap, checkpoint: Checkpoint, renames: dict[str, str]) -> 
             lost.append(name)
         else:
             buffers[new] = buffer
-    return {"tied": tied, "buffers": buffers}, lost
+    return tied, buffers, lost
 
 
 def _renamed(names: NameMap, name: str) -> str | None:

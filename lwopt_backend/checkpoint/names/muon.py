@@ -59,10 +59,12 @@ def _sentence(checkpoint: Checkpoint, unit: Unit, numbers: Numbers) -> str | Non
     if "join_gate_up" in kinds:
         return _set("Gate and up were separate parameters and are one now.", unit, {"gate_up": "halves"})
     if "split_qkv" in kinds:
-        before = {
+        told: dict[object, str] = {
             True: "muon_split_qkv=True orthogonalized each by itself too, so that nothing changes",
             False: "muon_split_qkv=False orthogonalized them together, which no setting of 'atoms' does",
-        }.get(split, "the arguments do not say whether they were orthogonalized together before (muon_split_qkv)")
+        }
+        unknown = "the arguments do not say whether they were orthogonalized together before (muon_split_qkv)"
+        before = told.get(split, unknown)
         return f"q, k and v are separate parameters now, each orthogonalized by itself; {before}."
     if "join_qkv" in kinds:
         q, k = (checkpoint.params[name].shape[0] for name in unit.sources[0][:2])

@@ -170,7 +170,7 @@ def _vocabulary(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
     return [tensor]
 
 
-OPERATIONS: Mapping[OperationName, Operation] = {
+OPERATIONS: Mapping[str, Operation] = {
     "split_qkv": Operation(1, 3, _split_qkv, "join_qkv"),
     "join_qkv": Operation(3, 1, _join_qkv, "split_qkv"),
     "qkv_blocks": Operation(1, 1, _qkv_blocks, "qkv_groups"),

@@ -114,8 +114,11 @@ class NameMap:
         rules = tuple(rule.inverse() for rule in self.rules)
         return replace(
             self,
-            **{"source": self.target, "target": self.source, "rules": rules},
-            **{"aliases": self.target_aliases, "target_aliases": self.aliases},
+            source=self.target,
+            target=self.source,
+            rules=rules,
+            aliases=self.target_aliases,
+            target_aliases=self.aliases,
         )
 
 

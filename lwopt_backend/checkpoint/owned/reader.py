@@ -162,7 +162,8 @@ def _safetensors(file: Path) -> dict[str, LazyTensor]:
     def lazy(name: str, like: torch.Tensor) -> LazyTensor:
         def read() -> torch.Tensor:
             with safe_open(file, "pt") as opened:
-                return opened.get_tensor(name).contiguous()
+                tensor: torch.Tensor = opened.get_tensor(name).contiguous()
+                return tensor
 
         return LazyTensor(tuple(like.shape), like.dtype, read, f"{name} in {file}")
 

@@ -79,7 +79,8 @@ def _numbers(checkpoint: Checkpoint) -> dict[int | None, int]:
 
 
 def _rule(checkpoint: Checkpoint, name: str, param: Param) -> str:
-    group = checkpoint.groups[param.group] if param.group in range(len(checkpoint.groups)) else {}
+    number = len(checkpoint.groups) if param.group is None else param.group
+    group = checkpoint.groups[number] if number in range(len(checkpoint.groups)) else {}
     if "rule" not in group:
         raise CheckpointError(
             f"{param.best.where}: which rule of ours trains {name!r} is not known, its param group has "

@@ -97,10 +97,10 @@ def _write_file(path: Path, tensors: Mapping[str, LazyTensor], workers: int) -> 
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
-        for tensor in in_order((tensor.read for _, tensor in order), workers):
-            file.write(_bytes(tensor))
-            del tensor
+        for read in in_order((tensor.read for _, tensor in order), workers):
+            file.write(_bytes(read))
+            del read
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
