@@ -25,8 +25,9 @@ from lwopt_backend.runtime.ranks import Collectives
 
 @dataclass(frozen=True)
 class Binding:
-    """What an optimizer knows once an engine has taken it. ``plans[i]`` is about ``units[i]``."""
+    """What an optimizer knows once an engine has taken it. ``plans[i]`` is about ``units[i]``, ``name`` is for errors."""
 
+    name: str
     engine: DeepSpeedEngine
     grouping: Grouping
     ranks: list[Collectives]  # every group of ranks that this one shares parameters with
@@ -77,17 +78,19 @@ class Binding:
                 check_as_planned(unit, number, plan, flat, stage)
             return flats, [[] for _ in self.ranks]
 
-        return agree_in_all(self.ranks, "LayerWiseMuon", check)
+        return agree_in_all(self.ranks, self.name, check)
 
 
-def bind(engine: DeepSpeedEngine, given: list[dict[str, Any]], rules: Rules, config: ZeROConfig) -> Binding:
-    """Route, plan and agree. Called on all ranks; raises ValueError on all of them where something cannot work."""
+def bind(name: str, engine: DeepSpeedEngine, given: list[dict[str, Any]], rules: Rules, config: ZeROConfig) -> Binding:
+    """Route, plan and agree for the optimizer of type ``name``. Called on all ranks; raises ValueError on all of them
+    where something cannot work."""
     ranks = [TorchCollectives(group) for group in deepspeed_engine.process_groups(engine)]
     stage = deepspeed_pipeline.meet(engine, given, rules, config)
-    return agree_in_all(ranks, "LayerWiseMuon", lambda: _decide(engine, given, rules, config, ranks, stage))
+    return agree_in_all(ranks, name, lambda: _decide(name, engine, given, rules, config, ranks, stage))
 
 
 def _decide(
+    name: str,
     engine: DeepSpeedEngine,
     given: list[dict[str, Any]],
     rules: Rules,
@@ -97,7 +100,7 @@ def _decide(
 ) -> tuple[Binding, list[list[str]]]:
     reasons = reasons_to_refuse(engine, given)
     if reasons:
-        raise ValueError("\n  ".join(["LayerWiseMuon cannot train with this configuration:", *reasons]))
+        raise ValueError("\n  ".join([f"{name} cannot train with this configuration:", *reasons]))
     if stage is None:
         grouping = group_parameters(engine.module, given, rules, config, stacks=True)
     else:
@@ -116,7 +119,7 @@ def _decide(
         [line for unit, plan in zip(found, plans) if unit.ranks is sharers for line in plan.lines()]
         for sharers in ranks
     ]
-    return Binding(engine, grouping, list(ranks), found, plans, stage), lines
+    return Binding(name, engine, grouping, list(ranks), found, plans, stage), lines
 
 
 def _member(param: Tensor, grouping: Grouping) -> Member:

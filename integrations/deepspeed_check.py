@@ -26,7 +26,7 @@ def check() -> None:
     if not SpecifierSet(SUPPORTED).contains(Version(found), prereleases=True):
         newer = Version(found).release >= Version(BEFORE).release
         raise ImportError(
-            f"DeepSpeed {found} is installed, but LayerWiseMuon supports {SUPPORTED}: "
+            f"DeepSpeed {found} is installed, but lwopt_backend supports {SUPPORTED}: "
             + ("a newer one may have moved what it replaces" if newer else "an older one lacks what it needs")
             + f"; pip install 'deepspeed{SUPPORTED}'"
             + (", or a newer lwopt_backend if there is one" if newer else "")
@@ -34,7 +34,7 @@ def check() -> None:
     problems = missing()
     if problems:
         raise ImportError(
-            "\n  ".join([f"DeepSpeed {found} is installed, but not all that LayerWiseMuon uses is in it:", *problems])
+            "\n  ".join([f"DeepSpeed {found} is installed, but not all that lwopt_backend uses is in it:", *problems])
             + f"\nReinstall a supported version: pip install --force-reinstall --no-deps 'deepspeed{SUPPORTED}'"
         )
 

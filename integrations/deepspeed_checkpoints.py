@@ -20,7 +20,6 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.ranks import Collectives
 
-NAME = "LayerWiseMuon"
 MARK = "lwopt.owned"  # the key by which a checkpoint says that it is one of owned storage
 CONVERT = (
     "Another number of ranks needs DeepSpeed's universal format: convert the folder with lwopt convert --to universal, "
@@ -39,8 +38,9 @@ class Saved:
     owned: Mapping[str, Any] | None = None
 
 
-def guard_loading(engine: DeepSpeedEngine, ranks: Sequence[Collectives], check_loading: Check) -> None:
-    """Make ``engine.load_checkpoint`` check first. ``ranks`` are the groups that share parameters with this rank.
+def guard_loading(name: str, engine: DeepSpeedEngine, ranks: Sequence[Collectives], check_loading: Check) -> None:
+    """Make ``engine.load_checkpoint`` check first. ``ranks`` are the groups that share parameters with this rank,
+    ``name`` is the optimizer's, for errors.
 
     Called once for an engine, on all ranks. From then on its ``load_checkpoint`` raises on every rank if
     ``check_loading`` does on one. It is given the folder, the tag, and whether the optimizer's state is asked for, and
@@ -59,7 +59,7 @@ def guard_loading(engine: DeepSpeedEngine, ranks: Sequence[Collectives], check_l
         def check() -> tuple[None, list[list[str]]]:
             return None, [check_loading(choice["load_dir"], choice["tag"], with_state)] * len(ranks)
 
-        agree_in_all(ranks, NAME, check)
+        agree_in_all(ranks, name, check)
         if engine.zero_optimization_stage() == 3:
             # With load_module_only alone DeepSpeed reads the weights from a file that has none, and says nothing.
             choice["load_optimizer_states"] = with_state

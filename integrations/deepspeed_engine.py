@@ -48,9 +48,10 @@ def install(classes: tuple[type[torch.optim.Optimizer], ...], bind: Callable[[An
                 return None
         elif any("from_group" in group for group in getattr(basic_optimizer, "param_groups", ())):
             raise ValueError(
-                f"{type(basic_optimizer).__name__} was built on the param groups of {classes[0].__name__}, which "
-                "would train nothing with it; Accelerate does so to an optimizer object under offload_optimizer: write "
-                'the optimizer into ds_config.json, or set "zero_force_ds_cpu_optimizer": false'
+                f"{type(basic_optimizer).__name__} was built on the param groups of "
+                f"{' or '.join(known.__name__ for known in classes)}, which would train nothing with it; Accelerate "
+                "does so to an optimizer object under offload_optimizer: write the optimizer into ds_config.json, or "
+                'set "zero_force_ds_cpu_optimizer": false'
             )
         return original(self, basic_optimizer)
 

@@ -15,7 +15,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from lwopt_backend.integrations import deepspeed_engine
-from lwopt_backend.integrations.deepspeed_owned_binding import NAME, OwnedBinding, announce, bind, build_core
+from lwopt_backend.integrations.deepspeed_owned_binding import OwnedBinding, announce, bind, build_core
 from lwopt_backend.integrations.deepspeed_owned_checkpoint import OwnedCheckpoint
 from lwopt_backend.integrations.deepspeed_owned_scaling import GradientScaling, loss_scaler
 from lwopt_backend.integrations.deepspeed_owned_tensors import OwnedTensors, no_offload
@@ -52,7 +52,7 @@ class OwnedLayerWise(LayerWise, ZeROOptimizer):  # type: ignore[misc]  # DeepSpe
     def bind(self, engine: DeepSpeedEngine) -> None:
         """Refuse, route, plan and make the buffers for ``engine``, whose optimizer this is. Called on all ranks."""
         self.destroy()
-        binding = bind(engine, self._given, self.rules, self.config)
+        binding = bind(self.name, engine, self._given, self.rules, self.config)
         self._take_groups(binding.groups())
         deepspeed_engine.adopt_torch_scheduler(engine)
         self._stage = engine.zero_optimization_stage()
@@ -87,7 +87,7 @@ class OwnedLayerWise(LayerWise, ZeROOptimizer):  # type: ignore[misc]  # DeepSpe
 
             self._handles += [p.register_post_accumulate_grad_hook(predivide) for p in core.manager.params]
         core.manager.reduces = self._reduces
-        self._backward = Backward(core, model, NAME)
+        self._backward = Backward(core, model, self.name)
         self._handles += tell_when_loaded(model, self._take_loaded)
 
     def destroy(self) -> None:
@@ -145,7 +145,7 @@ class OwnedLayerWise(LayerWise, ZeROOptimizer):  # type: ignore[misc]  # DeepSpe
         ended in an exception on one or the model's parameters were changed.
         """
         if self._owned is None:
-            raise RuntimeError(f"this {NAME} has no engine; give it to deepspeed.initialize(optimizer=...)")
+            raise RuntimeError(f"this {self.name} has no engine; give it to deepspeed.initialize(optimizer=...)")
         presences = self._backward.finish()
         if self._loaded:
             self.refresh_fp32_params()

@@ -22,13 +22,12 @@ from lwopt_backend.owned.report import show
 from lwopt_backend.runtime.agreement import agree_in_all, digest
 from lwopt_backend.runtime.collectives import TorchCollectives
 
-NAME = "LayerWiseMuon"
-
 
 @dataclass(frozen=True)
 class OwnedBinding:
     """What an optimizer knows once an engine has taken it. ``ranks`` are those that share the parameters."""
 
+    name: str  # of the optimizer's type, for errors
     engine: DeepSpeedEngine
     grouping: Grouping
     ranks: TorchCollectives
@@ -60,22 +59,25 @@ class OwnedBinding:
         ]
 
 
-def bind(engine: DeepSpeedEngine, given: list[dict[str, Any]], rules: Rules, config: ZeROConfig) -> OwnedBinding:
-    """Refuse, route and agree. Called on all ranks; raises ValueError on all of them where something cannot work."""
+def bind(
+    name: str, engine: DeepSpeedEngine, given: list[dict[str, Any]], rules: Rules, config: ZeROConfig
+) -> OwnedBinding:
+    """Refuse, route and agree for the optimizer of type ``name``. Called on all ranks; raises ValueError on all of them
+    where something cannot work."""
     ranks = [TorchCollectives(group) for group in deepspeed_engine.process_groups(engine)]
 
     def decide() -> tuple[OwnedBinding, Sequence[Sequence[str]]]:
         reasons = reasons_to_refuse(engine)
         if reasons:
             raise ValueError(
-                "\n  ".join([f"{NAME} with owned storage cannot train with this configuration:", *reasons])
+                "\n  ".join([f"{name} with owned storage cannot train with this configuration:", *reasons])
             )
-        check_model(engine.module, NAME)
+        check_model(engine.module, name)
         grouping = group_parameters(engine.module, given, rules, config, stacks=True)
         options = [repr(rules), repr(config.model_copy(update={"report": False}))]
-        return OwnedBinding(engine, grouping, ranks[0]), [options] * len(ranks)
+        return OwnedBinding(name, engine, grouping, ranks[0]), [options] * len(ranks)
 
-    return agree_in_all(ranks, NAME, decide)
+    return agree_in_all(ranks, name, decide)
 
 
 def build_core(binding: OwnedBinding, config: ZeROConfig) -> OwnedCore:

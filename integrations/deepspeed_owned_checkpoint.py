@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from deepspeed.git_version_info import version
@@ -43,7 +44,7 @@ class OwnedCheckpoint:
         if engine.load_universal_checkpoint():
             load_instead(engine, lambda: OwnedStorage(optimizer, core, self._ranks))
         else:
-            guard_loading(engine, [self._ranks], lambda *asked: loading.check(engine, core, *asked))
+            guard_loading(optimizer.name, engine, [self._ranks], partial(loading.check, engine, core))
 
     def save(self, groups: Groups, common: Mapping[str, Any]) -> dict[str, Any]:
         """What this rank saves; at stage 0, where the first rank saves everything, nothing on the others."""

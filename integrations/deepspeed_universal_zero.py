@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ def prepare_loading(engine: DeepSpeedEngine, optimizer: Any, ranks: Sequence[Col
     if engine.load_universal_checkpoint():
         load_instead(engine, lambda: ZeROStorage(optimizer))
     else:
-        deepspeed_checkpoints.guard_loading(engine, ranks, lambda *asked: deepspeed_checkpoints.check(engine, *asked))
+        check = partial(deepspeed_checkpoints.check, engine)
+        deepspeed_checkpoints.guard_loading(optimizer.name, engine, ranks, check)
 
 
 class ZeROStorage:

@@ -112,7 +112,7 @@ class LayerWise(torch.optim.Optimizer):
 
     def bind(self, engine: DeepSpeedEngine) -> None:
         """Route, plan and agree for ``engine``, which is about to wrap this optimizer. Called on all ranks."""
-        self._binding = bind(engine, self._given, self.rules, self.config)
+        self._binding = bind(self.name, engine, self._given, self.rules, self.config)
         self.row_scaling = self._binding.grouping.row_scaling()
         self._steppers = {}
         self.state.clear()  # an earlier engine's, whose partitions are gone

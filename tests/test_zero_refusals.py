@@ -84,6 +84,31 @@ def test_a_model_without_matrices_trains_when_asked_for(ranks: RankPool) -> None
     ranks.run(build, config(2, exclude=["*"], allow_no_matrix=True))
 
 
+def errors_of_layer_wise(storage: str) -> list[str]:
+    """What ``"type": "LayerWise"`` says to a setting, a parameter, and a checkpoint that cannot work."""
+    options = {"matrix": {"name": "muon", "lr": 0.02}, "elementwise": {"name": "adamw", "lr": 3e-3}}
+    entry = {"type": "LayerWise", "params": {**options, "storage": storage, "report": False}}
+    settings = config(2) | {"optimizer": entry, "zero_optimization": {"stage": 2}}
+    said = []
+    for changes in ({"compile": {"deepcompile": True}}, {"optimizer": {**entry, "params": {"matrx": "muon"}}}):
+        with pytest.raises(ValueError) as caught:
+            build(settings | changes)
+        said.append(str(caught.value))
+    with engine_for(settings) as engine:
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            engine.load_checkpoint("nowhere", tag=None if torch.distributed.get_rank() else "none")
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.parametrize("storage", ["zero", "owned"])
+def test_errors_of_layer_wise_say_layer_wise(ranks: RankPool, storage: str) -> None:
+    for rank, (setting, option, checkpoint) in enumerate(ranks.run(errors_of_layer_wise, storage)):
+        assert setting.startswith("LayerWise ") and "cannot train with this configuration:" in setting
+        assert option.startswith("LayerWise: unknown key 'matrx'")
+        assert checkpoint.startswith("LayerWise: rank 0 failed with" if rank else "the checkpoint 'nowhere/none'")
+
+
 def build_with_auto_ep() -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = MixtralForCausalLM(MixtralConfig(vocab_size=32, num_key_value_heads=2, num_local_experts=4, **sizes))
@@ -279,4 +304,4 @@ def build_adamw_on_our_groups() -> None:
 
 def test_another_optimizer_on_our_param_groups_is_refused(ranks: RankPool) -> None:
     for error in ranks.errors(build_adamw_on_our_groups):
-        assert error.startswith("ValueError: AdamW was built on the param groups of LayerWise, ")
+        assert error.startswith("ValueError: AdamW was built on the param groups of LayerWise or LayerWiseMuon, ")
