@@ -17,9 +17,11 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from deepspeed.utils.logging import logger
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from lwopt_backend.plan import FlatPartition, Fragment
 from lwopt_backend.runtime.collectives import TorchCollectives
+from lwopt_backend.runtime.labels import NORM
 
 HOOKED = "_do_optimizer_sanity_check"
 
@@ -215,6 +217,11 @@ def report_norm(engine: DeepSpeedEngine, optimizer: Any) -> None:
 
 def grad_norm(engine: DeepSpeedEngine) -> Tensor:
     """The norm of all gradients at stage 0; in a pipeline of all stages', counting tied weights once."""
+    with record_function(NORM):
+        return _grad_norm(engine)
+
+
+def _grad_norm(engine: DeepSpeedEngine) -> Tensor:
     with_grad = [p for p in engine.module.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in with_grad if not getattr(p, "ds_pipe_replicated", False)])
     if not engine.pipeline_parallelism:

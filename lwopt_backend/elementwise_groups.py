@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch.profiler import record_function
+
 from lwopt_backend.registry import ELEMENTWISE_RULES, arguments, optimizer_arguments
 from lwopt_backend.runtime.elementwise import ElementwiseStepper
+from lwopt_backend.runtime.labels import of_elementwise
 from lwopt_backend.runtime.storage import Slices
 
 
@@ -22,4 +25,5 @@ class ElementwiseGroups:
         if number not in self._steppers:
             entry = ELEMENTWISE_RULES[group["rule"]]
             self._steppers[number] = ElementwiseStepper(entry.optimizer(options), entry.counters(options))
-        self._steppers[number].step(optimizer_arguments(options), parts)
+        with record_function(of_elementwise(group)):
+            self._steppers[number].step(optimizer_arguments(options), parts)

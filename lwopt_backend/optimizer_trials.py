@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lwopt_backend.optimizer_classes import class_named
+from lwopt_backend.rules.inner_steps import inner_steps
 from lwopt_backend.rules.torch_optimizer import TorchOptimizer
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.elementwise import Counters, ElementwiseStepper
@@ -144,7 +145,8 @@ def _plain(
             if step == LOWER_FROM:
                 group.update({k: v for k, v in _arguments(arguments, step).items() if k == "lr" and k in group})
             param.grad = grad.clone()
-            inner.step()
+            with inner_steps():
+                inner.step()
         counted = {k: v for k, v in group.items() if k not in ("params", *arguments) and before.get(k) != repr(v)}
         return param.detach(), dict(inner.state.get(param, {})), counted
 

@@ -20,6 +20,7 @@ from lwopt_backend.options import Options, parse
 from lwopt_backend.routing import Route
 from lwopt_backend.rules import MatrixRule, OwnerStateRule, WeightRule
 from lwopt_backend.runtime.elementwise import Counters
+from lwopt_backend.runtime.labels import rule_name
 from lwopt_backend.spelling import suggestion
 
 State = dict[str, Tensor]
@@ -168,6 +169,7 @@ def optimizer_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
 def build_matrix_rule(group: Mapping[str, Any], config: HostConfig) -> MatrixRule:
     """The matrix rule of a param group with the hyperparameters that it has now."""
     rule = MATRIX_RULES[group["rule"]].build(**arguments(group))
+    object.__setattr__(rule, "rule_name", rule_name(group))  # a frozen dataclass, too
     if config.exchange_dtype != "auto":
         rule.exchange_dtype = getattr(torch, config.exchange_dtype)
     if isinstance(rule, WeightRule) and rule.exchange_dtype != torch.float32:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from lwopt_backend.config import ZeROConfig
 from lwopt_backend.elementwise_groups import ElementwiseGroups
@@ -19,6 +20,7 @@ from lwopt_backend.group_plan import GroupPlan
 from lwopt_backend.group_stepper import matrix_stepper
 from lwopt_backend.plan import FlatPartition
 from lwopt_backend.registry import build_matrix_rule, new_state
+from lwopt_backend.runtime.labels import EXCHANGE_BACK
 from lwopt_backend.runtime.ranks import Collectives
 from lwopt_backend.runtime.stepper import MatrixStepper
 from lwopt_backend.runtime.storage import Slices
@@ -132,8 +134,9 @@ class ElementwiseReplicas(ReplicatedStepper):
                 for flat, tensor in ((value, param.data), (grad, _grad(param))):
                     flat.narrow(0, held.offset, held.numel).copy_(tensor.reshape(-1)[held.start : held.stop])
         self._elementwise.step(0, group, [Slices(value, grad, state)])
-        for begin in range(0, self._layout.partition_numel, self._chunk):
-            self._gather(value.narrow(0, begin, min(self._chunk, self._layout.partition_numel - begin)), begin)
+        with record_function(EXCHANGE_BACK):
+            for begin in range(0, self._layout.partition_numel, self._chunk):
+                self._gather(value.narrow(0, begin, min(self._chunk, self._layout.partition_numel - begin)), begin)
 
     def _gather(self, mine: Tensor, begin: int) -> None:
         """Bring all ranks' new values from ``begin`` of their partitions into the parameters."""

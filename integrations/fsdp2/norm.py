@@ -8,9 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
 
 from lwopt_backend.integrations.fsdp2.meshes import Mesh, gradient, local
 from lwopt_backend.integrations.fsdp2.stepper import Member, MeshStepper
+from lwopt_backend.runtime.labels import NORM
 from lwopt_backend.runtime.maximum import largest_of_all
 from lwopt_backend.runtime.ranks import Collectives
 
@@ -43,7 +45,8 @@ class MeshGradients:
 
     def norm(self, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None) -> Tensor:
         """``total_norm``."""
-        return total_norm(self._steppers, self._different, norm_type, error_if_nonfinite, foreach)
+        with record_function(NORM):
+            return total_norm(self._steppers, self._different, norm_type, error_if_nonfinite, foreach)
 
     def count_zeros(self) -> int:
         """How many elements are exactly zero, each counted once; where no gradient is, all are."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from lwopt_backend.modules.checks import NAME, check_held, held_by, parts_of
 from lwopt_backend.modules.saving import load, save
 from lwopt_backend.modules.together import together
+from lwopt_backend.rules.inner_steps import inner_steps
 from lwopt_backend.runtime.agreement import agree, check_in_all
 from lwopt_backend.runtime.collectives import ranks_of
 from lwopt_backend.spelling import suggestion
@@ -145,7 +146,8 @@ class ModuleOptimizers(torch.optim.Optimizer):
         if self.overflowed:
             self.zero_grad()
             return False
-        self._each("step", lambda name, part: part.optimizer.step())
+        with inner_steps():
+            self._each("step", lambda name, part: part.optimizer.step())
         return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:

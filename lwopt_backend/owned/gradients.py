@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from lwopt_backend.runtime.bucket_buffers import BucketBuffers
 from lwopt_backend.runtime.bucket_manager import BucketManager
+from lwopt_backend.runtime.labels import NORM
 from lwopt_backend.runtime.maximum import largest_of_all
 from lwopt_backend.runtime.sharers import Sharers
 
@@ -29,6 +31,10 @@ class OwnedGradients:
     @torch.no_grad()
     def norm(self, norm_type: float, pick: Callable[[int], bool]) -> Tensor:
         """The norm of the mean gradients of the parameters that ``pick`` says, in fp32. Called on all ranks."""
+        with record_function(NORM):
+            return self._norm(norm_type, pick)
+
+    def _norm(self, norm_type: float, pick: Callable[[int], bool]) -> Tensor:
         if norm_type == float("inf"):
             largest = [g.abs().max() for _, g in self._owned(pick)]
             total = torch.stack(largest).max().float() if largest else torch.zeros((), device=self._device())

@@ -28,6 +28,7 @@ class MatrixRule:
     lr: float
     state_keys: ClassVar[tuple[str, ...]] = ()  # of the state that lies where the weight's elements do, in its shape
     exchange_dtype: torch.dtype = torch.float32  # of what travels
+    rule_name: str = ""  # by which configurations and profiles know it
 
     def gradient(self, grad: Tensor, value: Tensor) -> Tensor:
         """The gradient that the rule goes by; neither argument is changed."""

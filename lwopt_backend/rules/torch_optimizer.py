@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lwopt_backend.rules.inner_steps import inner_steps
 from lwopt_backend.rules.protocol import WeightRule
 
 
@@ -31,7 +32,8 @@ class TorchOptimizer(WeightRule):
         if "state" in state:
             inner.state[param] = state["state"]
         before, attributes = dict(group), dict(vars(inner))
-        inner.step()
+        with inner_steps():
+            inner.step()
         self._check(inner, param, attributes, first=not state)
         own = {"params", *self._arguments}
         counted = {key: v for key, v in group.items() if key not in own and v is not before.get(key)}

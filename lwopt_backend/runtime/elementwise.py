@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lwopt_backend.rules.inner_steps import inner_steps
 from lwopt_backend.runtime.storage import Slices
 
 
@@ -60,7 +61,8 @@ class ElementwiseStepper:
         for part in parts:
             part.value.grad = part.grad
             inner.state[part.value] = self._given(part.state)
-        inner.step()
+        with inner_steps():
+            inner.step()
         for part in parts:
             self._take(part.state, inner.state[part.value])
         # Some optimizers count in the state of one parameter only; all parts have counted alike so far.

@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from lwopt_backend.plan import MatrixPlan, Segment, Transfer
+from lwopt_backend.runtime.labels import EXCHANGE_BACK, EXCHANGE_OUT
 from lwopt_backend.runtime.ranks import Alone, Collectives, Pending
 
 Fetch = Callable[[Segment], Tensor | None]
@@ -24,9 +26,10 @@ class Arrival:
         self._pending = pending
 
     def wait(self, deliver: Deliver) -> None:
-        self.discard()
-        for segment, begin in zip(self._way.transfer.receives, self._way.receive_offsets):
-            deliver(segment, self._received.narrow(0, begin, segment.numel))
+        with record_function(self._way.label):
+            self.discard()
+            for segment, begin in zip(self._way.transfer.receives, self._way.receive_offsets):
+                deliver(segment, self._received.narrow(0, begin, segment.numel))
 
     def discard(self) -> None:
         """Wait, and leave what came where it is: nobody frees a buffer that the transport still writes into."""
@@ -43,10 +46,11 @@ class Arrival:
 
 
 class Way:
-    """One bucket's transfer in one direction, with its splits and offsets worked out once."""
+    """One bucket's transfer in one direction, ``label`` in profiles, with splits and offsets worked out once."""
 
-    def __init__(self, transfer: Transfer) -> None:
+    def __init__(self, transfer: Transfer, label: str) -> None:
         self.transfer = transfer
+        self.label = label
         self.send_splits, self.receive_splits = transfer.send_splits, transfer.receive_splits
         self.send_offsets, self.receive_offsets = transfer.send_offsets, transfer.receive_offsets
 
@@ -76,8 +80,8 @@ class ExchangeBuckets:
         self._collectives = collectives
         self._device = device
         self._stays = [plan.stays(bucket) for bucket in range(len(plan.buckets))]
-        self._forth = [Way(plan.transfer(bucket, collectives.rank)) for bucket in range(len(plan.buckets))]
-        self._back = [Way(plan.way_back(bucket, collectives.rank)) for bucket in range(len(plan.buckets))]
+        self._forth = [Way(plan.transfer(n, collectives.rank), EXCHANGE_OUT) for n in range(len(plan.buckets))]
+        self._back = [Way(plan.way_back(n, collectives.rank), EXCHANGE_BACK) for n in range(len(plan.buckets))]
 
     def __len__(self) -> int:
         return len(self._forth)
@@ -85,8 +89,10 @@ class ExchangeBuckets:
     def to_owners(self, bucket: int, dtype: torch.dtype, fetch: Fetch) -> Arrival:
         """Start bringing the bucket's fragments to their owners in ``dtype``. Called on all ranks, bucket by bucket."""
         collectives = Alone() if self._stays[bucket] else self._collectives
-        return self._forth[bucket].start(collectives, dtype, self._device, fetch)
+        with record_function(EXCHANGE_OUT):
+            return self._forth[bucket].start(collectives, dtype, self._device, fetch)
 
     def to_fragments(self, bucket: int, dtype: torch.dtype, fetch: Fetch) -> Arrival:
         """Start bringing the bucket's updates back to where the fragments came from. Called on all ranks."""
-        return self._back[bucket].start(self._collectives, dtype, self._device, fetch)
+        with record_function(EXCHANGE_BACK):
+            return self._back[bucket].start(self._collectives, dtype, self._device, fetch)

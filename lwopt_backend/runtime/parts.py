@@ -11,8 +11,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from lwopt_backend.plan.buffers.arrangement import Bucket
+from lwopt_backend.runtime.labels import EXCHANGE_BACK, EXCHANGE_OUT
 from lwopt_backend.runtime.ledger import Ledger, all_reduce_nbytes
 from lwopt_backend.runtime.ranks import PartCollectives, Pending
 
@@ -23,18 +25,21 @@ class PartsPending:
     """A buffer under way. ``received[r]`` is what rank r has of this rank's part, or there is one, the sum.
 
     ``held`` are the ledger's tensors among them and beside them; until it is done the transport reads and writes there.
+    ``label`` is for profiles.
     """
 
     def __init__(
-        self, pending: Pending, received: Sequence[Tensor], held: Sequence[Tensor], ledger: Ledger | None
+        self, label: str, pending: Pending, received: Sequence[Tensor], held: Sequence[Tensor], ledger: Ledger | None
     ) -> None:
+        self._label = label
         self._pending = pending
         self._received = received
         self._held = held
         self._ledger = ledger
 
     def wait(self) -> None:
-        self._pending.wait()
+        with record_function(self._label):
+            self._pending.wait()
 
     def sum(self, dtype: torch.dtype) -> Tensor:
         """Wait; this rank's part, summed over all ranks in their order, in a tensor of the ledger's for the caller.
@@ -106,23 +111,27 @@ def reduce_parts(
     ledger.sent["gradients"] += bucket.reduce_numels()[ranks.rank] * buffer.itemsize
     if not ranks.direct(buffer.device):
         total = ledger.empty(mine.numel(), buffer.dtype, buffer.device)
-        pending = ranks.reduce_scatter_parts(total, parts, buffer if bucket.even else None)
-        return PartsPending(pending, [total], [*held, total], ledger)
+        with record_function(EXCHANGE_OUT):
+            pending = ranks.reduce_scatter_parts(total, parts, buffer if bucket.even else None)
+        return PartsPending(EXCHANGE_OUT, pending, [total], [*held, total], ledger)
     others = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
     received = {rank: ledger.empty(mine.numel(), buffer.dtype, buffer.device) for rank in others}
-    pending = ranks.exchange(
-        [(rank, parts[rank]) for rank in others if parts[rank].numel()],
-        [(rank, into) for rank, into in received.items() if mine.numel()],
-        tag,
-    )
+    with record_function(EXCHANGE_OUT):
+        pending = ranks.exchange(
+            [(rank, parts[rank]) for rank in others if parts[rank].numel()],
+            [(rank, into) for rank, into in received.items() if mine.numel()],
+            tag,
+        )
     in_order = [received.get(rank, mine) for rank in range(ranks.world_size)]
-    return PartsPending(pending, in_order, [*held, *received.values()], ledger)
+    return PartsPending(EXCHANGE_OUT, pending, in_order, [*held, *received.values()], ledger)
 
 
 def reduce_across(part: Tensor, replicas: PartCollectives, ledger: Ledger) -> PartsPending:
     """Start summing an owner's part, a tensor of the ledger's, over the owners of the same part elsewhere."""
     ledger.sent["across instances"] += all_reduce_nbytes(part.numel() * part.itemsize, replicas.world_size)
-    return PartsPending(replicas.start_all_reduce(part), [part], [part], ledger)
+    with record_function(EXCHANGE_OUT):
+        pending = replicas.start_all_reduce(part)
+    return PartsPending(EXCHANGE_OUT, pending, [part], [part], ledger)
 
 
 def return_parts(
@@ -133,11 +142,14 @@ def return_parts(
     mine = parts[ranks.rank]
     ledger.sent[what] += bucket.return_numels()[ranks.rank] * buffer.itemsize
     if not ranks.direct(buffer.device):
-        return PartsPending(ranks.all_gather_parts(parts, buffer if bucket.even else None), (), (), None)
+        with record_function(EXCHANGE_BACK):
+            pending = ranks.all_gather_parts(parts, buffer if bucket.even else None)
+        return PartsPending(EXCHANGE_BACK, pending, (), (), None)
     others = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
-    pending = ranks.exchange(
-        [(rank, mine) for rank in others if mine.numel()],
-        [(rank, parts[rank]) for rank in others if parts[rank].numel()],
-        tag,
-    )
-    return PartsPending(pending, (), (), None)
+    with record_function(EXCHANGE_BACK):
+        pending = ranks.exchange(
+            [(rank, mine) for rank in others if mine.numel()],
+            [(rank, parts[rank]) for rank in others if parts[rank].numel()],
+            tag,
+        )
+    return PartsPending(EXCHANGE_BACK, pending, (), (), None)

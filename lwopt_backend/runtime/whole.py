@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from lwopt_backend.plan import Atom
 from lwopt_backend.rules import MatrixRule, OwnerStateRule, WeightRule
 from lwopt_backend.runtime import nested
+from lwopt_backend.runtime.labels import of_rule
 from lwopt_backend.runtime.owner_state import OwnerState
 from lwopt_backend.runtime.storage import Slices, Storage
 
@@ -52,9 +54,10 @@ class WholeMatrices:
     def transform(self, rule: MatrixRule, atoms: Sequence[int], matrices: Sequence[Tensor]) -> Sequence[Tensor]:
         """The update of each matrix, in the shape in which it is stored."""
         matrices = [matrix.to(self._rule_device) for matrix in matrices]
-        if not self._atoms[atoms[0]].transposed:
-            return self._run_rule(rule, atoms, matrices)
-        return [update.T for update in self._run_rule(rule, atoms, [matrix.T.contiguous() for matrix in matrices])]
+        with record_function(_label(rule)):
+            if not self._atoms[atoms[0]].transposed:
+                return self._run_rule(rule, atoms, matrices)
+            return [update.T for update in self._run_rule(rule, atoms, [matrix.T.contiguous() for matrix in matrices])]
 
     def _run_rule(self, rule: MatrixRule, atoms: Sequence[int], matrices: Sequence[Tensor]) -> Sequence[Tensor]:
         if isinstance(rule, OwnerStateRule):
@@ -70,7 +73,8 @@ class WholeMatrices:
         if transposed:
             value, grad = value.T.contiguous(), grad.T.contiguous()
         first = not state
-        rule.step(value, grad, state)
+        with record_function(_label(rule)):
+            rule.step(value, grad, state)
         if first:
             nested.check(state)
         return value.T if transposed else value
@@ -85,6 +89,10 @@ class WholeMatrices:
             size = max(1, self._batch_numel // self._atoms[members[0]].numel)
             for begin in range(0, len(members), size):
                 yield members[begin : begin + size]
+
+
+def _label(rule: MatrixRule) -> str:
+    return of_rule(rule.rule_name or type(rule).__name__)
 
 
 # On the pieces of a matrix that this rank stores, in their order
