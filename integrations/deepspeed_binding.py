@@ -25,9 +25,9 @@ from lwopt_backend.runtime.ranks import Collectives
 
 @dataclass(frozen=True)
 class Binding:
-    """What an optimizer knows once an engine has taken it. ``plans[i]`` is about ``units[i]``, ``name`` is for errors."""
+    """What an optimizer knows once an engine has taken it. ``plans[i]`` is about ``units[i]``."""
 
-    name: str
+    name: str  # of the optimizer's type, for errors
     engine: DeepSpeedEngine
     grouping: Grouping
     ranks: list[Collectives]  # every group of ranks that this one shares parameters with

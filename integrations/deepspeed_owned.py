@@ -187,8 +187,7 @@ class OwnedLayerWise(LayerWise, ZeROOptimizer):  # type: ignore[misc]  # DeepSpe
 
     def refresh_fp32_params(self) -> None:
         """Take the parameters' values into the masters, after weights alone were loaded."""
-        for bucket in self.core.manager.buckets:
-            bucket.refresh_masters()
+        self.core.refresh_masters()
         self._loaded = False
 
     def _restore_from_bit16_weights(self) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
+from lwopt_backend.gradient_norms import check_finite, checked_order
 from lwopt_backend.integrations.fsdp2.meshes import Mesh, gradient, local
 from lwopt_backend.integrations.fsdp2.stepper import Member, MeshStepper
 from lwopt_backend.runtime.labels import NORM
@@ -43,10 +44,10 @@ class MeshGradients:
         """Whether ranks have different parameters (experts) under one name."""
         return any(self._different)
 
-    def norm(self, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None) -> Tensor:
+    def norm(self, norm_type: float = 2.0, foreach: bool | None = None) -> Tensor:
         """``total_norm``."""
         with record_function(NORM):
-            return total_norm(self._steppers, self._different, norm_type, error_if_nonfinite, foreach)
+            return total_norm(self._steppers, self._different, checked_order(norm_type), foreach)
 
     def count_zeros(self) -> int:
         """How many elements are exactly zero, each counted once; where no gradient is, all are."""
@@ -63,7 +64,8 @@ class MeshGradients:
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None) -> Tensor:
         """``torch.nn.utils.clip_grad_norm_``; the norm before."""
-        norm = self.norm(norm_type, error_if_nonfinite, foreach)
+        norm = self.norm(norm_type, foreach)
+        check_finite(norm, norm_type, error_if_nonfinite)
         for stepper in self._steppers:
             torch.nn.utils.clip_grads_with_norm_([m.param for m in stepper.members], max_norm, norm, foreach=foreach)
         return norm
@@ -96,27 +98,19 @@ def total_norm(
     steppers: Sequence[MeshStepper],
     different: Sequence[bool],
     norm_type: float,
-    error_if_nonfinite: bool,
     foreach: bool | None,
 ) -> Tensor:
     """The norm of all gradients as one vector, each element counted once. Called on all ranks of the meshes.
 
     Per mesh it is ``torch.nn.utils.get_total_norm``, so for a single mesh it is what ``clip_grad_norm_`` gives, bit for
-    bit. Plain tensors are taken to be copies. Raises RuntimeError for a norm that is not finite, if asked to.
+    bit. Plain tensors are taken to be copies.
     """
     if norm_type == float("inf"):
-        total = _largest_element(steppers)
-    else:
-        norms = [_norm(stepper, norm_type, foreach) for stepper in steppers]
-        if any(_partial(steppers)):
-            norms = _with_other_ranks(steppers, different, norms, norm_type)
-        total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    if error_if_nonfinite and not torch.isfinite(total):
-        raise RuntimeError(
-            f"the total norm of order {norm_type} of the gradients is {total.item()}; set error_if_nonfinite=False to "
-            "clip by it anyway"
-        )
-    return total
+        return _largest_element(steppers)
+    norms = [_norm(stepper, norm_type, foreach) for stepper in steppers]
+    if any(_partial(steppers)):
+        norms = _with_other_ranks(steppers, different, norms, norm_type)
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
 def _largest_element(steppers: Sequence[MeshStepper]) -> Tensor:

@@ -189,11 +189,11 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
     ) -> Tensor:
         """``torch.nn.utils.clip_grad_norm_`` over all parameters, also where they lie on several meshes.
 
-        Returns the norm before clipping, a plain tensor that is the same on all ranks. Called on all ranks. With
+        Returns the norm before clipping, a plain fp32 tensor that is the same on all ranks. Called on all ranks. With
         parameters on one mesh it gives the bits of torch's. Parameters on a mesh that leaves out some ranks count once
         if those have copies, and together with theirs if they have others (experts).
         """
-        return self.gradients.clip(max_norm, norm_type, error_if_nonfinite, foreach)
+        return self.gradients.clip(max_norm, norm_type, error_if_nonfinite, foreach).float()
 
     @property
     def gradients(self) -> MeshGradients:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lwopt_backend.gradient_norms import checked_order
 from lwopt_backend.modules.checks import NAME, check_held, held_by, parts_of
 from lwopt_backend.modules.saving import load, save
 from lwopt_backend.modules.together import together
@@ -88,17 +89,21 @@ class ModuleOptimizers(torch.optim.Optimizer):
     @torch.no_grad()
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of all modules' mean gradients as one vector, every element counted once, in fp32 on the CPU."""
-        return _total(self._norms(norm_type), norm_type)
+        return _total(self._norms(norm_type), checked_order(norm_type))
 
     @torch.no_grad()
     def clip_grad_norm_(
-        self, max_norm: float | Mapping[str, float], norm_type: float = 2.0, error_if_nonfinite: bool = False
+        self,
+        max_norm: float | Mapping[str, float],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
     ) -> Tensor:
         """Multiply all gradients by ``max_norm / (norm + 1e-6)``, if that is below 1, where ``norm`` is ``grad_norm``.
 
-        With a ``max_norm`` for every module, each by its own over that same norm. Returns the norm before clipping.
-        Leaves gradients alone if it is not finite: ``step`` uses none of them. Raises RuntimeError for such a norm if
-        asked to, ValueError for modules without a ``max_norm`` or unknown.
+        With a ``max_norm`` for every module, each by its own over that same norm. ``foreach`` changes nothing.
+        Returns the norm before clipping. If it is not finite, gradients are left alone: ``step`` uses none of them.
+        Raises RuntimeError for such a norm if asked to, ValueError for modules without a ``max_norm`` or unknown.
         """
         limits = max_norm if isinstance(max_norm, Mapping) else dict.fromkeys(self.names, max_norm)
         self._check_names("max_norm", limits, self.names)
@@ -156,9 +161,8 @@ class ModuleOptimizers(torch.optim.Optimizer):
             optimizer.zero_grad(set_to_none)
 
     def _norms(self, norm_type: float) -> dict[str, float]:
-        if not norm_type > 0:
-            raise ValueError(f"norm_type: expected a number above 0, or inf; found {norm_type}")
-        return self._of_first("the norm of gradients", lambda name, part: part.norm(norm_type))
+        order = checked_order(norm_type)
+        return self._of_first("the norm of gradients", lambda name, part: part.norm(order))
 
     def _of_first(self, what: str, measure: Callable[[str, Any], Any]) -> dict[str, Any]:
         """By module, what all of its ranks measured. Raises RuntimeError, on all ranks, where they differ."""

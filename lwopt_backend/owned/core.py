@@ -124,6 +124,11 @@ class OwnedCore:
         self.stepper = OwnedStepper(self.members, grouping.groups, self.manager, config, self.row_scaling)
         self.gradients = OwnedGradients(self.manager, self.holdings[0].sharers)
 
+    def refresh_masters(self) -> None:
+        """Take the parameters' values into the fp32 masters of 16-bit parameters."""
+        for bucket in self.manager.buckets:
+            bucket.refresh_masters()
+
     def _lines(self, part: Sequence[int], plan: OwnedPlan) -> list[str]:
         """What all ranks that share these members must have decided alike."""
         members = [self.members[number] for number in part]

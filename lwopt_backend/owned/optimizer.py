@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lwopt_backend.chosen import Rules, arguments_of
 from lwopt_backend.config import OwnedConfig
+from lwopt_backend.gradient_norms import check_finite, checked_order
 from lwopt_backend.grouping import Grouping, group_parameters
 from lwopt_backend.owned.backward import Backward
 from lwopt_backend.owned.checks import NAME, check_model, check_options
@@ -122,21 +123,20 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         return self._manager.no_sync()
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """``torch.nn.utils.clip_grad_norm_`` over all mean gradients; the norm before clipping, equal on all ranks."""
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> Tensor:
+        """``torch.nn.utils.clip_grad_norm_`` over all mean gradients; the norm before clipping, in fp32, equal on all
+        ranks. ``foreach`` changes nothing."""
         norm = self.grad_norm(norm_type=norm_type)
-        if error_if_nonfinite and not torch.isfinite(norm):
-            raise RuntimeError(
-                f"the total norm of order {norm_type} of the gradients is {norm.item()}; set error_if_nonfinite=False "
-                "to clip by it anyway"
-            )
+        check_finite(norm, norm_type, error_if_nonfinite)
         self.core.gradients.scale(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
 
     def grad_norm(self, names: str | Sequence[str] = "*", norm_type: float = 2.0) -> Tensor:
         """The norm of the mean gradients of the parameters whose names match a glob, in fp32."""
         self._finish_backward()
-        return self.core.gradients.norm(norm_type, self._picked(names))
+        return self.core.gradients.norm(checked_order(norm_type), self._picked(names))
 
     def count_zeros(self, names: str | Sequence[str] = "*") -> int:
         """How many elements of the mean gradients are exactly zero."""
@@ -176,8 +176,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
     def refresh_masters(self) -> None:
         """Take the parameters' values into the fp32 masters of 16-bit parameters, after they were changed by hand."""
         self._manager.receive_values()
-        for bucket in self._manager.buckets:
-            bucket.refresh_masters()
+        self.core.refresh_masters()
         self._loaded = False
 
     def _take_loaded(self) -> None:
