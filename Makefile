@@ -2,6 +2,7 @@
 # make train-fsdp2   the same training on FSDP2, under torchrun
 # make test          set everything up, then run the tests; those about DeepSpeed with the oldest one supported, too
 # make test-oldest   only the latter
+# make check         what is checked without running anything: ruff's rules, the format, types
 # make compare       train AdamW and LayerWiseMuon on the same batches, after a small sweep of learning rates for each
 #
 # PYTHON=...     the interpreter to start from (default: python3); one that has torch keeps it
@@ -13,7 +14,7 @@ ARGS ?=
 train: CONFIG ?= configs/zero2_muon.json
 train-fsdp2: CONFIG ?= configs/fsdp2_muon.json
 
-.PHONY: train train-fsdp2 test test-oldest compare environment clean
+.PHONY: train train-fsdp2 check test test-oldest compare environment clean
 .DEFAULT_GOAL := train
 
 train: environment
@@ -24,6 +25,11 @@ train-fsdp2: environment
 
 compare: environment
 	@"$$(cat .make/python)" examples/compare.py $(ARGS)
+
+check: environment
+	@"$$(cat .make/python)" -m ruff check .
+	@"$$(cat .make/python)" -m ruff format --check .
+	@"$$(cat .make/python)" scripts/typecheck.py
 
 test: environment
 	@OMP_NUM_THREADS=1 "$$(cat .make/python)" -m pytest -n 2 --dist loadfile $(ARGS)

@@ -14,6 +14,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from lwopt_backend.installing import install_command
 from lwopt_backend.integrations.deepspeed_names import BEFORE, NAMES, SUPPORTED, Name
 
 
@@ -28,7 +29,7 @@ def check() -> None:
         raise ImportError(
             f"DeepSpeed {found} is installed, but lwopt_backend supports {SUPPORTED}: "
             + ("a newer one may have moved what it replaces" if newer else "an older one lacks what it needs")
-            + f"; pip install 'deepspeed{SUPPORTED}'"
+            + f"; run: {install_command('deepspeed', SUPPORTED)}"
             + (", or a newer lwopt_backend if there is one" if newer else "")
         )
     problems = missing()

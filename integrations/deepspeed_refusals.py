@@ -10,7 +10,9 @@ from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.engine import DeepSpeedEngine
 from packaging.version import Version
 
+from lwopt_backend.installing import install_command
 from lwopt_backend.integrations.deepspeed_engine import uses_auto_ep, uses_bf16_optimizer
+from lwopt_backend.integrations.deepspeed_names import BEFORE
 from lwopt_backend.routing import full_shape
 
 
@@ -25,7 +27,7 @@ def _stage(engine: DeepSpeedEngine) -> list[str]:
     if engine.zero_optimization_stage() == 3 and engine.device.type == "cpu" and before_0_19_8:
         return [
             f"zero_optimization.stage is 3 on a CPU, where DeepSpeed {deepspeed.__version__} uses parameters before "
-            "all of them are gathered; pip install 'deepspeed>=0.19.8,<0.20'"
+            f"all of them are gathered; run: {install_command('deepspeed', f'>=0.19.8,<{BEFORE}')}"
         ]
     if engine.zero_optimization_stage() == 0 and uses_bf16_optimizer(engine):
         return [

@@ -12,11 +12,12 @@ import torch
 from pydantic import create_model
 from torch import nn
 
+from lwopt_backend.installing import install_command
 from lwopt_backend.options import Options
 from lwopt_backend.spelling import suggestion
 
 Trial = Callable[[str, Mapping[str, Any]], object]
-INSTALL = {"pytorch_optimizer": "pip install pytorch-optimizer", "deepspeed": "pip install deepspeed"}
+PACKAGES = {"pytorch_optimizer": "pytorch-optimizer", "deepspeed": "deepspeed"}  # by the module that each installs
 
 
 def path_of(given: Any) -> str:
@@ -42,8 +43,9 @@ def class_named(path: str) -> type[torch.optim.Optimizer]:
     try:
         module = importlib.import_module(module_name)
     except (ImportError, ValueError) as error:
-        how = INSTALL.get(module_name.partition(".")[0])
-        raise ValueError(f"class {path!r} cannot be imported: {error}{f'; {how}' if how else ''}") from error
+        package = PACKAGES.get(module_name.partition(".")[0])
+        how = f"; run: {install_command(package)}" if package else ""
+        raise ValueError(f"class {path!r} cannot be imported: {error}{how}") from error
     found = getattr(module, name, None)
     if found is None:
         known = [key for key, value in vars(module).items() if _is_optimizer(value)]

@@ -17,9 +17,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 TORCH = "torch==2.13.0"
-PACKAGE = ".[deepspeed,examples,test]"
+PACKAGE = ".[deepspeed,examples,test,check]"
 # setuptools and wheel build DeepSpeed without build isolation, in which pip would fetch a second torch.
-BUILD_TOOLS = ["pip>=23", "setuptools>=68", "wheel"]
+BUILD_TOOLS = ["pip>=23", "setuptools>=77", "wheel"]
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lwopt_backend.atoms import Divided, divide
+from lwopt_backend.installing import install_command
 from lwopt_backend.model_shapes.json_files import read_json
 from lwopt_backend.model_shapes.types import ModelShapes
 from lwopt_backend.plan.blocks import matrices_of
@@ -61,7 +62,7 @@ def _transformers(path: Path) -> ModuleType:
     except ImportError as error:
         raise ImportError(
             f"{path}: reading a Hugging Face configuration needs transformers, which cannot be imported ({error}); "
-            'run: pip install "lwopt-backend[hf]"'
+            f"run: {install_command('transformers')}"
         ) from error
     return transformers
 

@@ -1,10 +1,12 @@
 """Pictures and the HTML report of a study, drawn from its document. They need matplotlib, which is an extra."""
 
+from lwopt_backend.installing import install_command
+
 try:
     import matplotlib  # noqa: F401
 except ImportError as missing:
     raise ImportError(
-        f'pictures and HTML reports need matplotlib ({missing}); install it with: pip install "lwopt-backend[plots]"'
+        f"pictures and HTML reports need matplotlib ({missing}); install it with: {install_command('matplotlib')}"
     ) from missing
 
 from lwopt_backend.pictures.html_report import save_html
