@@ -413,8 +413,7 @@ def test_folders_that_were_moved_aside_are_brought_back(made: dict[str, Path], t
 def test_tables_keep_within_the_width_of_the_terminal(
     made: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
-    for module in ("convert", "inspect", "diff"):
-        monkeypatch.setattr(f"lwopt_backend.cli.{module}_command.terminal", lambda: console(width))
+    monkeypatch.setattr("lwopt_backend.cli.tables.terminal", lambda: console(width))
     other = torch_dist(tmp_path / "other", muon=False)
     for run in (
         lwopt("convert", made["source"], tmp_path / "to", "--to", "universal"),

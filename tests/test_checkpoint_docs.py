@@ -15,7 +15,7 @@ import typer
 from pydantic import BaseModel
 from transformers import LlamaConfig
 
-from lwopt_backend.checkpoint import convert, formats, names
+from lwopt_backend.checkpoint import choices, formats, names
 from lwopt_backend.checkpoint.contents import Checkpoint, Param
 from lwopt_backend.checkpoint.lazy import held
 from lwopt_backend.checkpoint.names.operations import OPERATIONS
@@ -162,9 +162,9 @@ def test_every_option_is_in_the_table_with_its_default(command: str) -> None:
 def test_the_formats_in_the_tables_are_those_that_there_are() -> None:
     text = section("checkpoints", "What is read and written")
     assert [words(cells[0])[0] for cells in rows(text, "`--from`")] == list(formats.READERS)
-    assert [words(cells[0])[0] for cells in rows(text, "`--to`")] == list(convert.TARGETS)
+    assert [words(cells[0])[0] for cells in rows(text, "`--to`")] == list(choices.WRITERS)
     written = {word for cells in rows(text, "`--from`") for word in re.findall(r"--to (\w+)", cells[2])}
-    assert written == set(convert.TARGETS)
+    assert written == set(choices.WRITERS)
 
 
 def test_names_and_operations_in_the_tables_are_those_that_there_are() -> None:
@@ -210,7 +210,7 @@ def test_every_command_on_the_pages_parses() -> None:
             if not arguments or arguments[0].startswith("-"):
                 continue
             given = COMMANDS[command].make_context(command, arguments).params
-            assert given.get("to") in (None, *convert.TARGETS), (page, line)
+            assert given.get("to") in (None, *choices.WRITERS), (page, line)
             for key in ("vocabulary", "source_names", "names_a"):
                 assert given.get(key) is None or given[key] in names.FAMILIES or given[key].endswith(".json"), line
             checked += 1

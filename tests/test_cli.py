@@ -14,6 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from lwopt_backend.atom_settings import Division
+from lwopt_backend.checkpoint import choices, names
 from lwopt_backend.cli.app import app, main
 from lwopt_backend.cli.docstrings import argument_meanings, meanings_in
 from lwopt_backend.config import FSDP2Config, OwnedConfig, ZeROConfig
@@ -61,6 +62,37 @@ def test_json_holds_the_plan_and_nothing_else_is_printed(shapes: Path) -> None:
     assert found["buffer_numel"] == 8 * max(numels)
     assert found["padding_pct"] == round(100 * (8 * max(numels) / sum(numels) - 1), 2)
     assert found["seconds"] > 0 and found["flops_imbalance"] >= 1
+
+
+HELP = """
+import contextlib, io, json, sys
+import typer
+from lwopt_backend.cli.app import app, main
+
+found = {}
+for name in ["", *typer.main.get_command(app).commands]:
+    sys.argv = ["lwopt", *name.split(), "--help"]
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
+        main()
+    found[name] = (printed.getvalue(), sorted({module.partition(".")[0] for module in sys.modules}))
+print(json.dumps(found))
+"""
+HEAVY = {"torch", "numpy", "transformers", "accelerate", "deepspeed", "matplotlib", "pytorch_optimizer", "yaml"}
+
+
+def test_help_of_every_command_imports_nothing_that_is_slow() -> None:
+    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    pages = json.loads(done.stdout)
+    assert {"", "plan", "simulate", "calibrate", "rules", "convert", "inspect", "diff"} <= set(pages)
+    for name, (page, modules) in pages.items():
+        assert f"Usage: lwopt {name}".rstrip() in page
+        assert not HEAVY & set(modules), (name, HEAVY & set(modules))
+        assert not name or f"│ {name} " in pages[""][0], pages[""][0]
+
+
+def test_help_names_the_families_whose_maps_there_are() -> None:
+    assert tuple(names.FAMILIES) == choices.FAMILIES
 
 
 def test_the_same_plan_whatever_the_hash_seed(shapes: Path) -> None:

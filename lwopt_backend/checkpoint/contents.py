@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lwopt_backend.checkpoint.errors import CheckpointError as CheckpointError
 from lwopt_backend.checkpoint.lazy import LazyTensor
 
 MASTER = "fp32"  # the key of master weights, as in DeepSpeed's universal format
@@ -74,10 +75,6 @@ class Checkpoint:
     buffers: Mapping[str, LazyTensor] = field(default_factory=dict)
     client: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be read, or must not be converted. The message names file, tensor, and what to do."""
 
 
 def read_as_expected(read: Callable[[], Checkpoint], where: Path, writer: str) -> Checkpoint:

@@ -12,19 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from lwopt_backend.checkpoint import gates, groups, names
+from lwopt_backend.checkpoint.choices import WRITERS
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, Param
 from lwopt_backend.checkpoint.files.folders import refuse_existing, write_folder, write_pointer
 from lwopt_backend.checkpoint.lazy import LazyTensor
-from lwopt_backend.checkpoint.names.numbers import ARGUMENTS
-
-WRITERS = {  # imported when they are needed: torch.distributed.checkpoint is half a second
-    "universal": "lwopt_backend.checkpoint.deepspeed.universal_writer",
-    "megatron": "lwopt_backend.checkpoint.megatron.dist_writer",
-    "dcp": "lwopt_backend.checkpoint.dcp.writer",
-    "owned": "lwopt_backend.checkpoint.owned.writer",
-    "safetensors": "lwopt_backend.checkpoint.safetensors.writer",
-}
-TARGETS = tuple(WRITERS)
+from lwopt_backend.checkpoint.numbers import ARGUMENTS
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+from lwopt_backend.checkpoint.choices import AUTO, FORMATS
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError
 from lwopt_backend.checkpoint.dcp import reader as dcp
 from lwopt_backend.checkpoint.deepspeed import universal_reader as deepspeed_universal
@@ -20,7 +21,6 @@ from lwopt_backend.checkpoint.owned import reader as owned
 from lwopt_backend.checkpoint.safetensors import reader as safetensors_folder
 from lwopt_backend.spelling import suggestion
 
-AUTO = "auto"
 POINTERS = (deepspeed_zero.POINTER, deepspeed_universal.POINTER, megatron_folders.POINTER)  # files that name a folder
 
 
@@ -34,24 +34,13 @@ class Reader:
     read: Callable[[Path], Checkpoint]
 
 
-def _reader(name: str, meaning: str, module: ModuleType) -> Reader:
-    return Reader(name, meaning, module.recognises, module.read)
-
-
-# In the order in which a folder is asked about: what Megatron writes also looks like any checkpoint of torch's, and
-# weights may lie beside any optimizer's state.
+_MODULES: dict[str, ModuleType] = {
+    **{"megatron-torch": megatron_torch, "megatron-dist": megatron_dist, "megatron-fsdp": megatron_fsdp},
+    **{"universal": deepspeed_universal, "deepspeed": deepspeed_zero},
+    **{"owned": owned, "dcp": dcp, "safetensors": safetensors_folder},
+}
 READERS = {
-    reader.name: reader
-    for reader in (
-        _reader("megatron-torch", "Megatron's --ckpt-format torch", megatron_torch),
-        _reader("megatron-dist", "Megatron's torch_dist", megatron_dist),
-        _reader("megatron-fsdp", "Megatron's fsdp_dtensor", megatron_fsdp),
-        _reader("universal", "DeepSpeed's universal format", deepspeed_universal),
-        _reader("deepspeed", "DeepSpeed's own files, stages 0 to 3", deepspeed_zero),
-        _reader("owned", "the optimizer state of owned storage", owned),
-        _reader("dcp", "torch.distributed.checkpoint, of FSDP2", dcp),
-        _reader("safetensors", "weights as safetensors", safetensors_folder),
-    )
+    name: Reader(name, meaning, _MODULES[name].recognises, _MODULES[name].read) for name, meaning in FORMATS.items()
 }
 
 

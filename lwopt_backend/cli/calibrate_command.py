@@ -5,14 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from lwopt_backend import calibrate as timing
 from lwopt_backend.cli import inputs
-from lwopt_backend.study.atoms import make_atoms, parse_split
 
 
 def calibrate(
@@ -31,6 +28,11 @@ def calibrate(
     ] = None,
 ) -> None:
     """Time every shape of a model on this device, once, and keep the table for `lwopt plan --cost measured`."""
+    import torch
+
+    from lwopt_backend import calibrate as timing
+    from lwopt_backend.study.atoms import make_atoms, parse_split
+
     if dtype not in ("bfloat16", "float32"):
         raise ValueError(f"--dtype: expected bfloat16 or float32, found {dtype!r}")
     model = inputs.read_model(hf, checkpoint, shapes, include, exclude)

@@ -7,24 +7,29 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from lwopt_backend.checkpoint import formats, names
-from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError
-from lwopt_backend.checkpoint.files import folders
+from lwopt_backend.checkpoint import choices
+from lwopt_backend.checkpoint.errors import CheckpointError
+from lwopt_backend.checkpoint.numbers import Numbers
 from lwopt_backend.options import parse
 
+if TYPE_CHECKING:
+    from lwopt_backend.checkpoint.contents import Checkpoint
+    from lwopt_backend.checkpoint.formats import Reader
+
 MODEL = "The model's numbers, where the checkpoint does not say"
-FAMILIES = ", ".join(names.FAMILIES)
+FAMILIES = ", ".join(choices.FAMILIES)
+FORMATS = ", ".join(choices.FORMATS)
 
 
 def _number(field: str) -> Any:
-    meaning = names.Numbers.model_fields[field].description or ""
+    meaning = Numbers.model_fields[field].description or ""
     return typer.Option(help=f"{meaning[0].upper()}{meaning[1:]}.", rich_help_panel=MODEL)
 
 
@@ -40,16 +45,19 @@ QKVRanks = Annotated[int | None, _number("qkv_ranks")]
 AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def numbers_of(given: Mapping[str, Any]) -> names.Numbers:
+def numbers_of(given: Mapping[str, Any]) -> Numbers:
     """Those that were given, by field. Raises ValueError for one that is none."""
     found = {key: value for key, value in given.items() if value is not None}
     if "qkv_ranks" in found and found.get("qkv_layout") != "blocks":
         raise CheckpointError("--qkv-ranks is of --qkv-layout blocks only; give that, or leave it out")
-    return parse(names.Numbers, {key: found[key] for key in given if key in found}, "lwopt")
+    return parse(Numbers, {key: found[key] for key in given if key in found}, "lwopt")
 
 
-def opened(path: Path, format: str) -> tuple[formats.Reader, Checkpoint]:
+def opened(path: Path, format: str) -> tuple[Reader, Checkpoint]:
     """A checkpoint and what reads it, after folders that a killed program had moved aside are back."""
+    from lwopt_backend.checkpoint import formats
+    from lwopt_backend.checkpoint.files import folders
+
     folders.recover(path)
     if path.is_dir():
         folders.recover_within(path)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.table import Table
 
-from lwopt_backend.checkpoint import convert as conversion
-from lwopt_backend.checkpoint import formats, names
-from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, Param
+from lwopt_backend.checkpoint.choices import AUTO, WRITERS
+from lwopt_backend.checkpoint.errors import CheckpointError
 from lwopt_backend.cli.checkpoint_options import (
     FAMILIES,
+    FORMATS,
     AsJSON,
     Experts,
     Heads,
@@ -34,11 +33,12 @@ from lwopt_backend.cli.checkpoint_options import (
     progress,
     sentences,
 )
-from lwopt_backend.cli.tables import NONE, terminal
-from lwopt_backend.report import nbytes
 from lwopt_backend.spelling import suggestion
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+if TYPE_CHECKING:
+    from lwopt_backend.checkpoint.contents import Checkpoint
+
+DTYPES = ("float32", "bfloat16", "float16")
 SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 VERSIONS = ("0.16", "0.19")
 WORKERS = 2  # one thread computes checksums while another waits for the disk; each has a tensor in memory
@@ -54,8 +54,8 @@ WRITTEN = {
 def convert(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint's folder.")],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="Where the new one goes.")],
-    to: Annotated[str, typer.Option(help=f"One of {', '.join(conversion.TARGETS)}.")],
-    format: Annotated[str, typer.Option("--from", help=f"Its format: {', '.join(formats.READERS)}.")] = formats.AUTO,
+    to: Annotated[str, typer.Option(help=f"One of {', '.join(WRITERS)}.")],
+    format: Annotated[str, typer.Option("--from", help=f"Its format: {FORMATS}.")] = AUTO,
     vocabulary: Annotated[
         str | None,
         typer.Option(
@@ -89,6 +89,9 @@ def convert(
     as_json: AsJSON = False,
 ) -> None:
     """Convert a checkpoint: weights, optimizer state, counters, schedule. Nothing is written unless all is in order."""
+    from lwopt_backend.checkpoint import convert as conversion
+    from lwopt_backend.checkpoint import names
+
     options = _options(to, megatron_version, dtype)
     numbers = numbers_of(
         {
@@ -123,8 +126,8 @@ def convert(
 
 def _options(to: str, megatron_version: str | None, dtype: str | None) -> dict[str, Any]:
     """The writer's. Raises CheckpointError for a value that is none, and for one that is of another target."""
-    if to not in conversion.TARGETS:
-        raise CheckpointError(f"unknown target {to!r} for --to; {suggestion(to, conversion.TARGETS)}")
+    if to not in WRITERS:
+        raise CheckpointError(f"unknown target {to!r} for --to; {suggestion(to, WRITERS)}")
     if megatron_version is not None and to != "megatron":
         raise CheckpointError(f"--megatron-version is of --to megatron, not of --to {to}; leave it out")
     if dtype is not None and to != "safetensors":
@@ -139,12 +142,16 @@ def _options(to: str, megatron_version: str | None, dtype: str | None) -> dict[s
     if to == "megatron":
         return {"version": megatron_version or VERSIONS[0]}
     if to == "safetensors":
-        return {"dtype": None if dtype is None else DTYPES[SHORT.get(dtype, dtype)]}
+        import torch
+
+        return {"dtype": None if dtype is None else getattr(torch, SHORT.get(dtype, dtype))}
     return {}
 
 
 def _as_written(made: Checkpoint, to: str, options: Mapping[str, Any]) -> Checkpoint:
     """What the target has of it: exports have weights only, FSDP2's weights are the masters."""
+    from lwopt_backend.checkpoint.contents import MASTER, Param
+
     params = dict(made.params)
     if to == "safetensors":
         dtype = options["dtype"]
@@ -164,6 +171,9 @@ def _as_written(made: Checkpoint, to: str, options: Mapping[str, Any]) -> Checkp
 
 
 def _show(summary: Mapping[str, Any]) -> None:
+    from lwopt_backend.cli.tables import terminal
+    from lwopt_backend.report import nbytes
+
     console = terminal()
     before, after = summary["source"], summary["result"]
     rows = []
@@ -194,4 +204,7 @@ def _by_state(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[t
 
 
 def _cells(entry: Mapping[str, Any] | None) -> tuple[str, str]:
+    from lwopt_backend.cli.tables import NONE
+    from lwopt_backend.report import nbytes
+
     return (NONE, NONE) if entry is None else (f"{entry['tensors']:,}", nbytes(entry["size"]))

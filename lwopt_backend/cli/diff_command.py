@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from lwopt_backend.checkpoint import convert, formats, names
-from lwopt_backend.checkpoint.contents import Checkpoint
-from lwopt_backend.checkpoint.differences import Compared, differences
+from lwopt_backend.checkpoint.choices import AUTO
+from lwopt_backend.checkpoint.numbers import Numbers
 from lwopt_backend.cli.checkpoint_options import (
     FAMILIES,
+    FORMATS,
     AsJSON,
     Experts,
     Heads,
@@ -31,18 +31,20 @@ from lwopt_backend.cli.checkpoint_options import (
     progress,
     sentences,
 )
-from lwopt_backend.cli.tables import terminal
+
+if TYPE_CHECKING:
+    from lwopt_backend.checkpoint.contents import Checkpoint
+    from lwopt_backend.checkpoint.differences import Compared
 
 SHOWN = 30
 MODEL = "model"  # names of checkpoints that do not say what they are
-FORMATS = ", ".join(formats.READERS)
 
 
 def diff(
     a: Annotated[Path, typer.Argument(help="A checkpoint's folder.")],
     b: Annotated[Path, typer.Argument(help="Another one.")],
-    format_a: Annotated[str, typer.Option("--from-a", help=f"A's format: {FORMATS}.")] = formats.AUTO,
-    format_b: Annotated[str, typer.Option("--from-b", help="The same of B.")] = formats.AUTO,
+    format_a: Annotated[str, typer.Option("--from-a", help=f"A's format: {FORMATS}.")] = AUTO,
+    format_b: Annotated[str, typer.Option("--from-b", help="The same of B.")] = AUTO,
     vocabulary: Annotated[
         str | None,
         typer.Option(
@@ -72,6 +74,8 @@ def diff(
 
     The exit code is 1 if they differ, and 2 if one cannot be read.
     """
+    from lwopt_backend.checkpoint import names
+
     numbers = numbers_of(
         {
             **{"layers": layers, "heads": heads, "query_groups": query_groups, "kv_channels": kv_channels},
@@ -79,7 +83,7 @@ def diff(
         }
     )
     ours, theirs = opened(a, format_a)[1], opened(b, format_b)[1]
-    if vocabulary is None and numbers != names.Numbers():
+    if vocabulary is None and numbers != Numbers():
         vocabulary = names.CORE
     said = {names_a or ours.names, names_b or theirs.names}
     if vocabulary is None and len(said) > 1 and said <= {names.CORE, *names.FAMILIES}:
@@ -122,13 +126,18 @@ def _taken_for(
 
 
 def _compared(a: Checkpoint, b: Checkpoint, weights: bool, silent: bool) -> list[Compared]:
+    from lwopt_backend.checkpoint import convert
+    from lwopt_backend.checkpoint.differences import differences
+
     with progress(silent) as bar:
         task = bar.add_task("comparing", total=convert.nbytes(a) + convert.nbytes(b))
         watched = [convert.watched(each, lambda count: bar.advance(task, count)) for each in (a, b)]
         return list(differences(watched[0], watched[1], weights))
 
 
-def _under(checkpoint: Checkpoint, vocabulary: str | None, source: str | None, numbers: names.Numbers) -> Checkpoint:
+def _under(checkpoint: Checkpoint, vocabulary: str | None, source: str | None, numbers: Numbers) -> Checkpoint:
+    from lwopt_backend.checkpoint import names
+
     if vocabulary is None and source is None:
         return checkpoint
     return names.translate(checkpoint, vocabulary or source or "", numbers, source=source)
@@ -149,6 +158,8 @@ def _notes(a: Checkpoint, b: Checkpoint) -> list[str]:
 
 
 def _show(found: Mapping[str, Any], different: Sequence[Compared]) -> None:
+    from lwopt_backend.cli.tables import terminal
+
     console = terminal()
     console.print(columns([("A", found["a"]), ("B", found["b"])]))
     if different:

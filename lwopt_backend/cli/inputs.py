@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 
-from lwopt_backend.calibrate import default_path
-from lwopt_backend.model_shapes import ModelShapes, read_checkpoint, read_hugging_face, read_shapes_json
 from lwopt_backend.plan.cost import COSTS, CostModel
 from lwopt_backend.plan.cost_table import read_cost_table
 from lwopt_backend.spelling import suggestion
+
+if TYPE_CHECKING:
+    import torch
+
+    from lwopt_backend.model_shapes import ModelShapes
 
 Engine = Enum(
     "Engine", {"owned": "owned", "zero1": "zero1", "zero2": "zero2", "zero3": "zero3", "fsdp2": "fsdp2"}, type=str
@@ -90,6 +92,8 @@ def read_model(
     given = [name for name, path in (("--hf", hf), ("--checkpoint", checkpoint), ("--shapes", shapes)) if path]
     if len(given) != 1:
         raise ValueError(f"give one of --hf, --checkpoint and --shapes; found {' and '.join(given) or 'none'}")
+    from lwopt_backend.model_shapes import read_checkpoint, read_hugging_face, read_shapes_json
+
     include, exclude = tuple(include or ()), tuple(exclude or ())
     if hf:
         return read_hugging_face(hf, include, exclude)
@@ -106,6 +110,8 @@ def cost_named(name: str) -> CostModel:
     if name in COSTS:
         return COSTS[name]
     if name == MEASURED:
+        from lwopt_backend.calibrate import default_path
+
         table = read_cost_table(default_path(own_device()))
     elif Path(name).suffix:
         table = read_cost_table(Path(name))
@@ -117,6 +123,8 @@ def cost_named(name: str) -> CostModel:
 
 def own_device() -> torch.device:
     """The accelerator of this machine, or its CPU."""
+    import torch
+
     return torch.accelerator.current_accelerator() or torch.device("cpu")
 
 

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from lwopt_backend.checkpoint import convert, formats, gates
-from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError
-from lwopt_backend.cli.checkpoint_options import AsJSON, columns, described, opened, print_json, progress, sentences
-from lwopt_backend.cli.tables import terminal
-from lwopt_backend.report import nbytes
+from lwopt_backend.checkpoint.choices import AUTO
+from lwopt_backend.checkpoint.errors import CheckpointError
+from lwopt_backend.cli.checkpoint_options import (
+    FORMATS,
+    AsJSON,
+    columns,
+    described,
+    opened,
+    print_json,
+    progress,
+    sentences,
+)
+
+if TYPE_CHECKING:
+    from lwopt_backend.checkpoint.contents import Checkpoint
 
 OPTIONS = ("lr", "weight_decay", "momentum", "momentum_beta", "betas", "eps", "rule")
 UNCHECKED = "Tensors were not read (--no-check), so that only missing ones were noticed."
@@ -21,7 +31,7 @@ UNCHECKED = "Tensors were not read (--no-check), so that only missing ones were 
 
 def inspect(
     path: Annotated[Path, typer.Argument(help="A checkpoint's folder.")],
-    format: Annotated[str, typer.Option("--from", help=f"Its format: {', '.join(formats.READERS)}.")] = formats.AUTO,
+    format: Annotated[str, typer.Option("--from", help=f"Its format: {FORMATS}.")] = AUTO,
     check: Annotated[bool, typer.Option(help="Read every tensor and look for problems.")] = True,
     as_json: AsJSON = False,
 ) -> None:
@@ -45,6 +55,8 @@ def inspect(
 
 def _checked(checkpoint: Checkpoint, silent: bool) -> tuple[list[str], str, list[str]]:
     """Problems, what to do about them if that is known, and notes; every tensor is read."""
+    from lwopt_backend.checkpoint import convert, gates
+
     with progress(silent) as bar:
         task = bar.add_task("checking", total=convert.nbytes(checkpoint))
         try:
@@ -56,6 +68,10 @@ def _checked(checkpoint: Checkpoint, silent: bool) -> tuple[list[str], str, list
 
 
 def _show(found: Mapping[str, Any], checked: bool) -> None:
+    from lwopt_backend.checkpoint.gates import SHOWN
+    from lwopt_backend.cli.tables import terminal
+    from lwopt_backend.report import nbytes
+
     console = terminal()
     world = ", ".join(f"{name} {size}" for name, size in found["world"].items())
     rows = [
@@ -84,7 +100,7 @@ def _show(found: Mapping[str, Any], checked: bool) -> None:
         counts = (f"{entry['tensors']:,}", f"{entry['elements']:,}", nbytes(entry["size"]))
         table.add_row(entry["state"], entry["dtype"], *counts)
     console.print(table)
-    problems = found["problems"][: gates.SHOWN]
+    problems = found["problems"][:SHOWN]
     more = len(found["problems"]) - len(problems)
     problems += [f"and {more} more; --json has all of them"] * bool(more)
     for part in (*sentences("Notes", found["notes"]), *sentences("Problems", problems)):

@@ -5,21 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from lwopt_backend.cli import inputs, tables
-from lwopt_backend.model_shapes import ModelShapes
-from lwopt_backend.report import routing_headline, routing_table
-from lwopt_backend.study.atoms import Split, parse_split
-from lwopt_backend.study.cluster import cluster_named
-from lwopt_backend.study.deployment import Deployment
-from lwopt_backend.study.document import document
-from lwopt_backend.study.part import Setting
-from lwopt_backend.study.study import EXPERTS, Study, plan_study
-from lwopt_backend.study.what_if import Alternative, alternatives
+from lwopt_backend.cli import inputs
+from lwopt_backend.study.choices import EXPERTS
+
+if TYPE_CHECKING:
+    from lwopt_backend.model_shapes import ModelShapes
+    from lwopt_backend.study.atoms import Split
+    from lwopt_backend.study.study import Study
+    from lwopt_backend.study.what_if import Alternative
 
 
 def plan(
@@ -67,6 +65,13 @@ def plan(
     ] = None,
 ) -> None:
     """Plan a model on a cluster: who owns what, work and memory per rank, bytes and modelled seconds of a step."""
+    from lwopt_backend.study.atoms import parse_split
+    from lwopt_backend.study.cluster import cluster_named
+    from lwopt_backend.study.deployment import Deployment
+    from lwopt_backend.study.document import document
+    from lwopt_backend.study.part import Setting
+    from lwopt_backend.study.study import plan_study
+
     model = inputs.read_model(hf, checkpoint, shapes, include, exclude)
     setting = Setting(
         engine.value,
@@ -111,6 +116,8 @@ def _group_size(text: str, engine: inputs.Engine) -> int | None:
 
 def _what_if(study: Study, messages: Console) -> list[Alternative]:
     """Rows for the largest buffer of the stage that is shown."""
+    from lwopt_backend.study.what_if import alternatives
+
     part = study.worst.parts[0]
     with messages.status("what if") as status:
         return list(alternatives(part, study.setting, lambda what: status.update(f"what if: {what}")))
@@ -126,6 +133,9 @@ def _draw(content: dict[str, object], html: Path | None, png: Path | None) -> No
 
 
 def _print(model: ModelShapes, study: Study, rows: list[Alternative], splits: Mapping[str, Split], digest: str) -> None:
+    from lwopt_backend.cli import tables
+    from lwopt_backend.report import routing_headline, routing_table
+
     console = tables.terminal()
     console.print(f"Model: {model.source}")
     for sentence in (*model.notes, *routing_headline(study.routes)):

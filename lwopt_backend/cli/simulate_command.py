@@ -6,17 +6,16 @@ import json
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import track
 
-from lwopt_backend.cli import inputs, tables
-from lwopt_backend.study.atoms import check_splits, make_atoms, parse_split
-from lwopt_backend.study.cluster import cluster_named
-from lwopt_backend.study.part import Setting
-from lwopt_backend.study.systems import Figure, compare
+from lwopt_backend.cli import inputs
+
+if TYPE_CHECKING:
+    from lwopt_backend.study.systems import Figure
 
 WORLD_SIZES = "8,16,32,64,128,256,512,1024,2048,4096"
 
@@ -41,6 +40,12 @@ def simulate(
     ] = False,
 ) -> None:
     """Compare ours, Megatron padded and compact, DeepSpeed's Muon, and replication, over the number of ranks."""
+    from lwopt_backend.cli import tables
+    from lwopt_backend.study.atoms import check_splits, make_atoms, parse_split
+    from lwopt_backend.study.cluster import cluster_named
+    from lwopt_backend.study.part import Setting
+    from lwopt_backend.study.systems import compare
+
     if validate:
         _validate()
         if not (hf or checkpoint or shapes):
@@ -74,6 +79,7 @@ def simulate(
 
 
 def _validate() -> None:
+    from lwopt_backend.cli import tables
     from lwopt_backend.study.validation import LAYERS, WIDTH, validate  # starts processes that import torch again
 
     ranks = max(2, min(4, os.cpu_count() or 1))

@@ -17,8 +17,8 @@ from lwopt_backend.checkpoint.names import (
     megatron_deepspeed,
 )
 from lwopt_backend.checkpoint.names.applying import apply
-from lwopt_backend.checkpoint.names.numbers import Numbers
 from lwopt_backend.checkpoint.names.rules import NameMap, read_map
+from lwopt_backend.checkpoint.numbers import Numbers
 from lwopt_backend.spelling import suggestion
 
 __all__ = ["CORE", "FAMILIES", "NameMap", "Numbers", "apply", "find", "translate"]

@@ -10,9 +10,9 @@ from lwopt_backend.checkpoint.contents import MATRICES, Checkpoint, CheckpointEr
 from lwopt_backend.checkpoint.lazy import LazyTensor
 from lwopt_backend.checkpoint.names.matching import Unit, canonical, plan
 from lwopt_backend.checkpoint.names.muon import check_gated, sentences
-from lwopt_backend.checkpoint.names.numbers import Numbers
 from lwopt_backend.checkpoint.names.operations import OPERATIONS, stacked, unstacked
 from lwopt_backend.checkpoint.names.rules import NameMap
+from lwopt_backend.checkpoint.numbers import Numbers
 
 WEIGHT = "weight"
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from lwopt_backend.checkpoint.contents import CheckpointError
 from lwopt_backend.checkpoint.names.megatron_core import HEAD
-from lwopt_backend.checkpoint.names.numbers import Numbers
 from lwopt_backend.checkpoint.names.patterns import Pattern, Values
 from lwopt_backend.checkpoint.names.rules import LAYERS, NameMap, Rule
+from lwopt_backend.checkpoint.numbers import Numbers
 from lwopt_backend.spelling import suggestion
 
 SHOWN = 20  # problems that are listed

@@ -9,7 +9,7 @@ from typing import Any
 
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError
 from lwopt_backend.checkpoint.names.matching import Unit
-from lwopt_backend.checkpoint.names.numbers import Numbers, qkv_of_fused, qkv_of_parts
+from lwopt_backend.checkpoint.numbers import Numbers, qkv_of_fused, qkv_of_parts
 
 MOMENTUM = "momentum_buffer"  # what Muon keeps; a parameter without it is not Muon's
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lwopt_backend.checkpoint.contents import CheckpointError
 from lwopt_backend.checkpoint.lazy import LazyTensor, end_to_end, joined
-from lwopt_backend.checkpoint.names.numbers import QKV, Numbers, qkv_of_fused, qkv_of_parts
+from lwopt_backend.checkpoint.numbers import QKV, Numbers, qkv_of_fused, qkv_of_parts
 
 Tensors = Sequence[LazyTensor]
 OperationName = Literal[

@@ -12,9 +12,9 @@ from typing import Any, Literal
 from pydantic import StrictBool
 
 from lwopt_backend.checkpoint.contents import CheckpointError
-from lwopt_backend.checkpoint.names.numbers import OURS, Numbers
 from lwopt_backend.checkpoint.names.operations import OPERATIONS
 from lwopt_backend.checkpoint.names.patterns import Pattern
+from lwopt_backend.checkpoint.numbers import OURS, Numbers
 from lwopt_backend.options import Options, option, parse
 from lwopt_backend.spelling import suggestion
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lwopt_backend.checkpoint.contents import CheckpointError
+from lwopt_backend.checkpoint.errors import CheckpointError
 from lwopt_backend.options import Count, Options, option
 
 OURS = "this package"

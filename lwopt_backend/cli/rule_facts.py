@@ -1,0 +1,124 @@
+"""Rules and hosts as plain data: every option with its default, meaning and source."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from pydantic.fields import FieldInfo
+
+from lwopt_backend.atom_settings import Division
+from lwopt_backend.chosen import DEFAULTS, SECTIONS
+from lwopt_backend.cli.docstrings import argument_meanings
+from lwopt_backend.config import OURS, FSDP2Config, HostConfig, OwnedConfig, ZeROConfig
+from lwopt_backend.optimizer_classes import class_named
+from lwopt_backend.registry import (
+    ELEMENTWISE,
+    ELEMENTWISE_RULES,
+    MATRIX_RULES,
+    ElementwiseEntry,
+    MatrixEntry,
+    options_of,
+    rule_named,
+)
+from lwopt_backend.rules import OwnerStateRule, WeightRule
+from lwopt_backend.rules.torch_optimizer import TorchOptimizer
+
+CLASS = "class"
+CLASS_MEANING = "the optimizer's class, or its path, such as 'torch.optim.RMSprop'"
+HOSTS: dict[str, type[HostConfig]] = {"DeepSpeed": ZeROConfig, "FSDP2": FSDP2Config, "plain PyTorch": OwnedConfig}
+COLUMNS = ("name", "default", "meaning", "source")
+
+
+def rule_facts(name: str | None, class_path: str | None) -> dict[str, list[Any]]:
+    """The rule called ``name``, or all rules, all hosts and the divisions in atoms.
+
+    With ``class_path``, torch_optimizer's options are the arguments of that class. Raises ValueError for a wrong name
+    or path.
+    """
+    if class_path:
+        class_named(class_path)  # raises for a wrong one
+        if name and name not in (*ELEMENTWISE, *ELEMENTWISE.values()):
+            raise ValueError(f"--class is for 'torch_optimizer'; the options of {name!r} are known without")
+    everything: list[MatrixEntry | ElementwiseEntry] = [*MATRIX_RULES.values(), *ELEMENTWISE_RULES.values()]
+    found = [described(entry, class_path) for entry in ([rule_named(name)] if name else everything)]
+    hosts = [] if name else [{"name": host, "options": host_options(config)} for host, config in HOSTS.items()]
+    atoms = [] if name else _options(Division.model_fields, {}, OURS)
+    return {"rules": found, "hosts": hosts, "atoms": atoms}
+
+
+def described(entry: MatrixEntry | ElementwiseEntry, class_path: str | None) -> dict[str, Any]:
+    """A rule as plain data. Of a class that is not installed or not usable, why."""
+    found: dict[str, Any] = {
+        "name": next((name for name, other in ELEMENTWISE.items() if other == entry.name), entry.name),
+        "for": "matrices" if isinstance(entry, MatrixEntry) else "everything else",
+        "state": "the class's",
+        "cost": entry.work if isinstance(entry, MatrixEntry) else "element-wise",
+        "source": entry.source,
+        "options": [],
+        "note": "",
+    }
+    given = {CLASS: class_path} if class_path else {}
+    try:
+        fields = entry.model(given, "").model_fields
+        given = {key: value for key, value in given.items() if key in fields}
+        cls = class_named(given[CLASS]) if given else None
+        if not any(field.is_required() for key, field in fields.items() if key not in given):
+            options = options_of(entry.name, given, "").model_dump()
+            found["state"], cls = _state(entry, options), _class(entry, options)
+    except ValueError as error:
+        found["note"] = str(error)
+        return found
+    said = argument_meanings(cls) if cls else {}
+    found["options"] = _options(fields, {**said, CLASS: CLASS_MEANING}, given.get(CLASS, entry.source))
+    return found
+
+
+def host_options(config: type[HostConfig]) -> list[dict[str, str]]:
+    """The options of a host, first the sections that all hosts have."""
+    sections = [
+        {"name": name, "default": json.dumps(DEFAULTS.get(name, [])), "meaning": meaning, "source": OURS}
+        for name, meaning in SECTIONS.items()
+    ]
+    return sections + _options(config.model_fields, {}, OURS)
+
+
+def _options(fields: Mapping[str, FieldInfo], said: Mapping[str, str], source: str) -> list[dict[str, str]]:
+    """Every option as plain data, with the meaning that a field itself has, or else with what is ``said`` of it."""
+    options = []
+    for name, field in fields.items():
+        extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+        default = "required" if field.is_required() else json.dumps(field.default, default=str)
+        meaning = field.description or said.get(name, f"{name!r} of the class")
+        options.append(dict(zip(COLUMNS, (name, default, meaning, str(extra.get("source", source))), strict=True)))
+    return options
+
+
+def _class(entry: MatrixEntry | ElementwiseEntry, options: Mapping[str, Any]) -> type:
+    """The class whose arguments the options are."""
+    if isinstance(entry, ElementwiseEntry):
+        return entry.optimizer(options)
+    rule = entry.build(**options)
+    return rule.optimizer_class if isinstance(rule, TorchOptimizer) else type(rule)
+
+
+def _state(entry: MatrixEntry | ElementwiseEntry, options: Mapping[str, Any]) -> str:
+    """Names of state tensors, and where they are."""
+    if isinstance(entry, ElementwiseEntry):
+        keys = [key for key, tensor in entry.new_state(torch.zeros(2), options).items() if tensor.ndim]
+        return ", ".join(keys) + " where the elements are" if keys else "none"
+    rule = entry.build(**options)
+    where = [f"{', '.join(rule.state_keys)} where the elements are"] if rule.state_keys else []
+    if isinstance(rule, OwnerStateRule):
+        own = rule.new_owner_state((2, 3), torch.device("cpu"))
+        where.append(", ".join(f"{key} {_shape(tensor)}" for key, tensor in own.items()) + " at the owner")
+    elif isinstance(rule, WeightRule):
+        where.append("the class's, at the owner")
+    return "; ".join(where) or "none"
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    sides = {2: "rows", 3: "columns"}
+    return f"({' x '.join(sides.get(size, str(size)) for size in tensor.shape)})"
