@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from lwopt_backend.cli import inputs
-from lwopt_backend.study.choices import EXPERTS
+from lwopt_backend.study.deployment import EXPERTS
 
 if TYPE_CHECKING:
     from lwopt_backend.model_shapes import ModelShapes

@@ -6,9 +6,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
-from lwopt_backend.routing import Route
+if TYPE_CHECKING:  # torch comes with it, and the command's help names EXPERTS
+    from lwopt_backend.routing import Route
 
+EXPERTS = "*.experts.*"  # names of parameters that are spread over ``ep`` ranks
 EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")  # one expert's number in its parameters' names
 
 

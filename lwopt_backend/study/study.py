@@ -10,8 +10,7 @@ from lwopt_backend.plan.machine import StepTime
 from lwopt_backend.plan.types import Atom
 from lwopt_backend.routing import Route
 from lwopt_backend.study.atoms import Split, as_trained, check_splits, make_atoms
-from lwopt_backend.study.choices import EXPERTS
-from lwopt_backend.study.deployment import Deployment, is_expert, local_experts, stages
+from lwopt_backend.study.deployment import EXPERTS, Deployment, is_expert, local_experts, stages
 from lwopt_backend.study.engines import elementwise_memory, plan_part
 from lwopt_backend.study.part import Part, RankMemory, Setting
 
