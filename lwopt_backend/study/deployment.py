@@ -93,6 +93,8 @@ def local_experts(routes: Sequence[Route], ep: int, pattern: str) -> list[Route]
     Experts are counted by the number behind ``.experts.`` in their names, or by the first dimension of a stack. All
     ranks hold equally many, so one stands for all. Raises ValueError where ``ep`` does not divide them.
     """
+    from lwopt_backend.routing import Route
+
     experts = [route for route in routes if is_expert(route, pattern)]
     if ep == 1 or not experts:
         return experts
