@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
@@ -38,7 +37,7 @@ from lwopt_backend.integrations.deepspeed_state import (
     take_owner_states,
 )
 from lwopt_backend.integrations.deepspeed_storage import Unit, scale_rows
-from lwopt_backend.linked_rates import LinkedRates
+from lwopt_backend.linked_optimizer import LinkedOptimizer, rate_of
 from lwopt_backend.muon_config import muon_settings
 from lwopt_backend.param_groups import as_groups, split
 from lwopt_backend.registry import build_matrix_rules
@@ -58,7 +57,7 @@ def register() -> None:
     deepspeed_engine.install((LayerWise, LayerWiseMuon), lambda optimizer, engine: optimizer.bind(engine))
 
 
-class LayerWise(torch.optim.Optimizer):
+class LayerWise(LinkedOptimizer):
     """A rule for matrices and a rule for the rest, with each matrix updated whole by one data-parallel rank.
 
     ``params`` is what every torch optimizer takes: parameters, or groups with their own ``lr`` and ``weight_decay``.
@@ -94,21 +93,12 @@ class LayerWise(torch.optim.Optimizer):
         trainable = [p for group in self._given for p in group["params"] if p.requires_grad]
         groups = split(self._given, {id(p): len(full_shape(p)) == 2 for p in trainable}, self.rules)
         super().__init__(groups, {})
-        self.defaults = self.rules.matrix.options.model_dump()  # schedulers read them
-        self._link(LinkedRates.of(groups, self.rules.matrix.lr))
+        self._begin(self.rules, groups, self._rate(groups))
 
     @classmethod
     def settings(cls, options: dict[str, Any]) -> tuple[Rules, ZeROConfig]:
         """Raises ValueError for wrong options, naming each."""
         return settings_of(ZeROConfig, options, cls.name)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only for the base class's constructor. Raises RuntimeError afterwards: the plan knows no later parameters."""
-        if hasattr(self, "_linked"):
-            raise RuntimeError(
-                f"{self.name} takes no param group after it was made; give all groups to the constructor"
-            )
-        super().add_param_group(param_group)
 
     def bind(self, engine: DeepSpeedEngine) -> None:
         """Route, plan and agree for ``engine``, which is about to wrap this optimizer. Called on all ranks."""
@@ -129,7 +119,7 @@ class LayerWise(torch.optim.Optimizer):
 
     def _take_groups(self, groups: list[dict[str, Any]]) -> None:
         """Put the routed groups in place of the provisional ones, keeping what a scheduler already wrote into those."""
-        rates = LinkedRates.of(groups, self.rules.matrix.lr)
+        routed = groups
         before, after = ([(g["from_group"], g["rule"]) for g in some] for some in (self.param_groups, groups))
         if before == after:
             groups = [
@@ -143,11 +133,15 @@ class LayerWise(torch.optim.Optimizer):
                 "optimizer that prepare() returned"
             )
         self.param_groups = groups
-        self._link(rates)
+        self._begin(self.rules, routed, self._rate(routed))
 
-    def _link(self, rates: LinkedRates) -> None:
-        self._rates = rates
-        self.param_groups = self._linked = rates.link(self.param_groups)
+    def _rate(self, groups: Sequence[dict[str, Any]]) -> float:
+        """A stage of a pipeline may have no matrices of its own."""
+        return rate_of(self.rules, groups) if self.config.allow_no_matrix else self.rules.matrix.lr
+
+    def _link(self, groups: Iterable[dict[str, Any]]) -> None:
+        super()._link(groups)
+        self._linked = self.param_groups  # DeepSpeed puts its own list in place of ours
 
     def step(self) -> None:  # type: ignore[override]
         """One step of what DeepSpeed shows us: everything (stage 0, BF16_Optimizer), a param group (ZeRO-1/2) or a
@@ -204,8 +198,7 @@ class LayerWise(torch.optim.Optimizer):
 
     def take_loaded(self, options: Sequence[dict[str, Any]], held: dict[str, dict[str, Any]]) -> None:
         """Go on with hyperparameters by param group and owners' states by matrix. After ``prepared``, on all ranks."""
-        self.param_groups = [{**group, **new} for group, new in zip(self.param_groups, options, strict=True)]
-        self._link(self._rates)
+        self._link({**group, **new} for group, new in zip(self.param_groups, options, strict=True))
         if self._binding is not None and self._keeps_owner_state:
             take_owner_states(self._binding, list(self._steppers.values()), held)
 
@@ -234,7 +227,7 @@ class LayerWise(torch.optim.Optimizer):
         else:
             check_partitions(groups, state, self.param_groups)
             super().load_state_dict(state_dict)
-        self._link(self._rates)
+        self._link(self.param_groups)
         self._steppers = {}  # what was loaded may lack state: it was saved before the first step
         self._owner_state = state_dict.get(CHECKPOINT_KEY, {})
 

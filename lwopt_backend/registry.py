@@ -157,8 +157,12 @@ def option_names(group: Mapping[str, Any]) -> list[str]:
 
 
 def arguments(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a param group's rule as they are now."""
-    return {key: group[key] for key in option_names(group)}
+    """The options of a param group's rule as they are now; of those that an older checkpoint lacks, the defaults."""
+    fields = rule_named(group["rule"]).model(group, "").model_fields
+    return {
+        key: group[key] if key in group or field.is_required() else field.get_default(call_default_factory=True)
+        for key, field in fields.items()
+    }
 
 
 def optimizer_arguments(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,9 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
 from tests.fsdp2 import (
+    ADAMW,
     MATRIX_NAMES,
+    MUON,
     SHARDINGS,
     Twin,
     backward,
@@ -65,6 +67,32 @@ def test_groups_keep_their_rates_and_schedules(ranks: RankPool) -> None:
         assert difference == 0.0
         expected = [("muon", 0.01, 0.1), ("adamw", 1e-3, 0.01), ("muon", 0.02, 0.0), ("adamw", 3e-3, 0.0)]
         assert shown == [(rule, pytest.approx(lr / 4), decay) for rule, lr, decay in expected]
+
+
+def one_cycle() -> tuple[list[Any], list[set[str]]]:
+    """Rates and momenta before and after a checkpoint is loaded, and the keys of the groups."""
+    optimizers = [layer_wise(shard("rows", "fp32").model) for _ in range(2)]
+    seen = []
+    for optimizer in optimizers:
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=10)
+        seen.append([(g["lr"], g.get("momentum"), g.get("betas")) for g in optimizer.param_groups])
+    first, second = optimizers
+    second.load_state_dict(first.state_dict())
+    for group in second.param_groups:
+        group["lr"] = 0.2
+    for group in second.param_groups:
+        group["momentum"] = 0.7
+    seen.append([(g["lr"], g.get("momentum"), g.get("betas")) for g in second.param_groups])
+    return seen, [set(group) for group in second.param_groups]
+
+
+def test_one_rate_and_one_momentum_for_all_groups(ranks: RankPool) -> None:
+    ratio = ADAMW["lr"] / MUON["lr"]
+    before = [(pytest.approx(0.02), 0.95, None), (pytest.approx(0.02 * ratio), None, (0.95, 0.95))]
+    after = [(0.2, 0.7, None), (pytest.approx(0.2 * ratio), None, (0.7, 0.95))]
+    for seen, (muon, adamw) in ranks.run(one_cycle):
+        assert seen == [before, before, after]
+        assert "betas" not in muon and "momentum" not in adamw
 
 
 def defaults() -> tuple[dict[str, Any], dict[str, Any]]:

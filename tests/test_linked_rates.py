@@ -1,14 +1,21 @@
-"""One learning rate for groups that need different ones: the ratio is kept, and only where there is one to keep."""
+"""One rate and one momentum for groups that differ: the ratio is kept where there is one to keep, no key is left."""
 
 from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, LRScheduler, OneCycleLR
 
-from lwopt_backend.linked_rates import LinkedRates
+from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
+from lwopt_backend.linked_rates import OWN_RATES, LinkedRates, ParamGroup
+from lwopt_backend.registry import options_of
 
 
 def linked(*rates: float, lr: float | None = None) -> list[Any]:
@@ -109,3 +116,134 @@ def test_a_new_link_begins_a_new_round() -> None:
     groups = rates.link([{"lr": 0.02}, {"lr": 3e-4}])
     groups[1]["lr"] = 0.5
     assert [group["lr"] for group in groups] == [0.02, 0.5]
+
+
+def test_a_linked_group_says_from_the_beginning_whether_its_rates_are_its_own() -> None:
+    """A flattened checkpoint is read by the keys that the groups have."""
+    groups = linked(0.02, 3e-4)
+    assert [group[OWN_RATES] for group in groups] == [False, False]
+    write(groups, 0.012, 2.4e-4)
+    assert [group[OWN_RATES] for group in groups] == [True, True]
+    assert OWN_RATES not in linked(3e-4)[0]
+
+
+# Momentum
+
+
+def of_rule(rule: str, **given: Any) -> ParamGroup:
+    group = {"params": [], "rule": rule, **options_of(rule, given, "test").model_dump()}
+    return LinkedRates([1.0]).link([group])[0]
+
+
+@pytest.mark.parametrize(
+    ("rule", "given", "key", "before", "after"),
+    [
+        ("muon", {"momentum": 0.95}, "momentum", 0.95, 0.8),
+        ("adamw", {"betas": (0.9, 0.95)}, "betas", (0.9, 0.95), (0.8, 0.95)),
+        ("lion", {"betas": (0.9, 0.99)}, "betas", (0.9, 0.99), (0.8, 0.99)),
+        ("sgd", {"momentum": 0.9}, "momentum", 0.9, 0.8),
+        ("sgd", {}, "momentum", 0, 0),  # its state has no momentum
+        ("torch_optimizer_elementwise", {"class": "torch.optim.Adagrad"}, None, None, None),
+    ],
+)
+@pytest.mark.parametrize("written", ["momentum", "betas"])
+def test_a_momentum_reaches_the_rule_by_its_own_name(
+    rule: str, given: dict[str, Any], key: str | None, before: Any, after: Any, written: str
+) -> None:
+    group = of_rule(rule, **given)
+    keys = set(group)
+    assert key is None or group[key] == before
+    # As torch's schedulers do it.
+    group[written] = 0.8 if written == "momentum" else (0.8, *group["betas"][1:])
+    assert key is None or group[key] == after
+    assert set(group) == keys
+
+
+def test_a_momentum_that_an_older_checkpoint_left_in_a_group_of_betas_is_dropped() -> None:
+    group = LinkedRates([1.0]).link([{**of_rule("adamw"), "momentum": 0.85}])[0]
+    assert "momentum" not in group and group["betas"] == (0.9, 0.999)
+
+
+# torch's schedulers, in plain PyTorch
+
+
+def optimizer_of_both(**options: Any) -> LayerWiseOptimizer:
+    model = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 6))
+    settings = {"lr": 0.02, "elementwise": {"name": "adamw", "lr": 1e-3, "betas": (0.9, 0.95)}, **options}
+    return LayerWiseOptimizer(model, **settings, report=False)
+
+
+CYCLES: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
+    "OneCycleLR": lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=10),
+    "CyclicLR": lambda optimizer: CyclicLR(optimizer, base_lr=0.01, max_lr=0.1, step_size_up=3),
+}
+TORCHS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}  # which the schedulers read again
+
+
+@pytest.mark.parametrize("cycle", CYCLES)
+@pytest.mark.parametrize("elementwise", ["adamw", "sgd"])
+def test_one_cycle_for_all_groups(cycle: str, elementwise: str) -> None:
+    """Rates and momentum are those of single optimizers under the same schedule, AdamW's rate in its ratio."""
+    given = {"adamw": {"betas": (0.9, 0.95)}, "sgd": {"momentum": 0.9}}[elementwise]
+    optimizer = optimizer_of_both(elementwise={"name": elementwise, "lr": 1e-3, **given})
+    keys = [set(group) for group in optimizer.param_groups]
+    param = nn.Parameter(torch.zeros(2, 2))
+    single = torch.optim.SGD([param], lr=0.02, momentum=0.95)
+    schedules = [CYCLES[cycle](one) for one in (optimizer, single)]
+    (theirs,) = single.param_groups
+    momenta = set()
+    for _ in range(6):
+        muon, other = optimizer.param_groups
+        assert muon["lr"] == pytest.approx(theirs["lr"]) and other["lr"] == pytest.approx(theirs["lr"] * 1e-3 / 0.02)
+        assert muon["momentum"] == theirs["momentum"]
+        if elementwise == "adamw":
+            assert other["betas"] == (theirs["momentum"], 0.95)
+        else:
+            assert other["momentum"] == theirs["momentum"]
+        momenta.add(theirs["momentum"])
+        for one, schedule in zip((optimizer, single), schedules):
+            one.step()
+            schedule.step()
+    assert len(momenta) > 3
+    assert [set(group) - TORCHS for group in optimizer.param_groups] == keys
+
+
+def test_a_schedule_that_cycles_momentum_needs_a_rule_that_has_one() -> None:
+    model = nn.Sequential(nn.LayerNorm(6))
+    plain = {"name": "torch_optimizer", "class": "torch.optim.Adagrad"}
+    optimizer = LayerWiseOptimizer(model, elementwise=plain, allow_no_matrix=True, report=False)
+    with pytest.raises(ValueError, match="must support momentum"):
+        CYCLES["OneCycleLR"](optimizer)
+
+
+def test_rates_stay_linked_after_a_checkpoint_is_loaded() -> None:
+    saved, fresh = optimizer_of_both(), optimizer_of_both()
+    fresh.load_state_dict(saved.state_dict())
+    assert write(fresh.param_groups, 0.1, 0.1) == pytest.approx([0.1, 0.005])
+
+
+def test_a_cosine_with_one_floor_keeps_it_after_a_checkpoint_is_loaded(tmp_path: Path) -> None:
+    saved, fresh = optimizer_of_both(), optimizer_of_both()
+    schedule = CosineAnnealingLR(saved, T_max=2, eta_min=1e-4)
+    for _ in range(2):
+        saved.step()
+        schedule.step()
+    saved.save_state_dict(tmp_path)
+    fresh.load_state_dict_from(tmp_path)
+    assert write(fresh.param_groups, 1e-4, 1e-4) == [1e-4, 1e-4]
+
+
+def test_without_matrices_the_rate_is_the_other_rules() -> None:
+    model = nn.Sequential(nn.LayerNorm(6), nn.LayerNorm(6))
+    first, second = (list(layer.parameters()) for layer in model)
+    groups = [{"params": first}, {"params": second, "lr": 1e-3}]
+    optimizer = LayerWiseOptimizer(model, elementwise_lr=2e-3, params=groups, allow_no_matrix=True, report=False)
+    assert write(optimizer.param_groups, 0.1, 0.1) == pytest.approx([0.1, 0.05])
+
+
+def test_module_optimizers_keep_the_ratio_of_every_module() -> None:
+    optimizers = ModuleOptimizers({"vision": optimizer_of_both(), "language": optimizer_of_both(lr=0.01)})
+    OneCycleLR(optimizers, max_lr=0.1, total_steps=10)
+    rates = [group["lr"] for group in optimizers.param_groups]
+    assert rates == pytest.approx([0.004, 0.0002, 0.004, 0.0004])
+    assert [group["betas"][0] for group in optimizers.param_groups if "betas" in group] == [0.95, 0.95]

@@ -86,6 +86,45 @@ def test_schedulers_by_config_keep_the_ratio(ranks: RankPool, stage: int, schedu
         assert [elementwise for _, elementwise in rates] == pytest.approx([rate * RATIO for rate in expected])
 
 
+def momenta_under(scheduler: dict[str, Any], **options: Any) -> tuple[list[list[Any]], list[set[str]]]:
+    with engine_for(config(1, **options) | {"scheduler": scheduler}) as engine:
+        momenta = []
+        for step in range(STEPS):
+            train(engine, range(step, step + 1))
+            momenta.append([g["momentum"] if g["rule"] == "muon" else g["betas"] for g in groups_of(engine)])
+        return momenta, [set(group) for group in groups_of(engine)]
+
+
+def groups_of(engine: Any) -> list[dict[str, Any]]:
+    return engine.basic_optimizer.param_groups
+
+
+def momenta_on_one_process(name: str, params: dict[str, Any]) -> list[tuple[float, float]]:
+    """What the scheduler makes of AdamW alone."""
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], betas=ADAMW["betas"])
+    scheduler = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name)
+    schedule = scheduler(optimizer, **params)
+    momenta = []
+    for _ in range(STEPS):
+        optimizer.step()
+        schedule.step()
+        momenta.append(optimizer.param_groups[0]["betas"])
+    return momenta
+
+
+@pytest.mark.parametrize("storage", ["zero", "owned"])
+@pytest.mark.parametrize("name", ["OneCycle", "OneCycleLR"])
+def test_a_cycled_momentum_reaches_both_rules(ranks: RankPool, name: str, storage: str) -> None:
+    """DeepSpeed's OneCycle also sets every second beta to 0.99, as it does with Adam."""
+    params = {key: value for key, value in SCHEDULES[name].items() if key != "cycle_momentum"}
+    expected = momenta_on_one_process(name, params)
+    assert len(set(expected)) > 1, "the schedule must move to be tested"
+    for momenta, (muon, adamw) in ranks.run(momenta_under, {"type": name, "params": params}, storage=storage):
+        assert [of_muon for of_muon, _ in momenta] == [beta1 for beta1, _ in expected]
+        assert [tuple(of_adamw) for _, of_adamw in momenta] == expected
+        assert "betas" not in muon and "momentum" not in adamw
+
+
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [

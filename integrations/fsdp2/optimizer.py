@@ -41,6 +41,7 @@ from lwopt_backend.integrations.fsdp2.state import (
 )
 from lwopt_backend.integrations.fsdp2.stepper import MeshStepper
 from lwopt_backend.integrations.fsdp2.stepping import step_all
+from lwopt_backend.linked_optimizer import LinkedOptimizer, rate_of
 from lwopt_backend.param_groups import as_groups
 from lwopt_backend.registry import build_matrix_rules
 from lwopt_backend.rules import MatrixRule
@@ -48,7 +49,7 @@ from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.owner_state import keeps_state
 
 
-class LayerWiseOptimizer(torch.optim.Optimizer):
+class LayerWiseOptimizer(LinkedOptimizer):
     """A matrix rule for the model's matrices and an element-wise rule for the rest, on a ``fully_shard`` model.
 
     - ``model``: the sharded module, or a list of modules (pipeline stages of one rank).
@@ -110,7 +111,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         marks = ("from_group", "overrides")
         groups = [{k: v for k, v in group.items() if k not in marks} for group in self._grouping.groups]
         super().__init__(groups, {})
-        self.defaults = rules.matrix.options.model_dump()  # schedulers read them
+        self._begin(rules, self._grouping.groups, rate_of(rules, self._grouping.groups))
         if not sharded_later:
             self._bind(exchange)
 
@@ -140,12 +141,6 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(f"{NAME} holds process groups and cannot be copied or pickled; use state_dict()")
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only for the base class's constructor. Raises RuntimeError afterwards: the plan knows no later parameters."""
-        if len(self.param_groups) == len(self._names):
-            raise RuntimeError(f"{NAME} takes no param group after it was made; give all groups to the constructor")
-        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -245,4 +240,5 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         groups = [dict(group) for group in self.param_groups]
         super().load_state_dict(state_dict)
         restore_groups(self, groups, self._rules)
+        self._link(self.param_groups)
         restore_dtypes(self, made, state_dict)

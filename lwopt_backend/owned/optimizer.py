@@ -20,6 +20,7 @@ from lwopt_backend.chosen import Rules, arguments_of
 from lwopt_backend.config import OwnedConfig
 from lwopt_backend.gradient_norms import check_finite, checked_order
 from lwopt_backend.grouping import Grouping, group_parameters
+from lwopt_backend.linked_optimizer import LinkedOptimizer, rate_of
 from lwopt_backend.owned.backward import Backward
 from lwopt_backend.owned.checks import NAME, check_model, check_options
 from lwopt_backend.owned.core import OwnedCore, Share, broadcast_buffers
@@ -35,7 +36,7 @@ from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.collectives import ranks_of
 
 
-class LayerWiseOptimizer(torch.optim.Optimizer):
+class LayerWiseOptimizer(LinkedOptimizer):
     """A matrix rule for the model's matrices and an element-wise rule for the rest, data-parallel.
 
     - ``model``: the module, as it is; not wrapped in DDP, which this replaces. Its parameters and buffers become those
@@ -102,7 +103,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         )
         broadcast_buffers(model, shares)
         super().__init__(self._grouping.groups, {})
-        self.defaults = rules.matrix.options.model_dump()  # schedulers read them
+        self._begin(rules, self._grouping.groups, rate_of(rules, self._grouping.groups))
         self._model = model
         self._manager, self.row_scaling = self.core.manager, self.core.row_scaling
         self._backward = Backward(self.core, model)
@@ -210,7 +211,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
 
     def load_state_dict_from(self, path: str | PathLike[str]) -> None:
         """Read what this rank owns of what ``save_state_dict`` wrote; before or after the model's weights."""
-        load(self.core, self.param_groups, Path(path))
+        self._link(load(self.core, self.param_groups, Path(path)))
         self._loaded = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -219,7 +220,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take this rank's ``state_dict``. Raises ValueError, on all ranks, if it is another's or of another plan."""
-        load_state_dict_into(self, self.core, state_dict)
+        load_state_dict_into(self, self.core, state_dict, self._link)
         self._loaded = True
 
     # What it holds
@@ -231,12 +232,6 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
     def traffic(self) -> dict[str, int]:
         """Bytes that this rank has sent so far, by what they were; flags and norms, a few per parameter, not."""
         return dict(self._manager.ledger.sent)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only for the base class's constructor. Raises RuntimeError afterwards: the plan knows no later parameters."""
-        if len(self.param_groups) == len(self._grouping.groups):
-            raise RuntimeError(f"{NAME} takes no param group after it was made; give all groups to the constructor")
-        super().add_param_group(param_group)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

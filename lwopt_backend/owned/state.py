@@ -5,7 +5,7 @@ A ``state_dict`` is this rank's own part and fits nowhere else. ``state_saving``
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,10 +85,15 @@ def state_dict_of(optimizer: torch.optim.Optimizer, core: OwnedCore) -> dict[str
     return state_dict
 
 
-def load_state_dict_into(optimizer: torch.optim.Optimizer, core: OwnedCore, state_dict: dict[str, Any]) -> None:
-    """Take what ``state_dict_of`` returned on this rank under the same plan. Called on all ranks.
+def load_state_dict_into(
+    optimizer: torch.optim.Optimizer,
+    core: OwnedCore,
+    state_dict: Mapping[str, Any],
+    link: Callable[[list[dict[str, Any]]], None],
+) -> None:
+    """Take what ``state_dict_of`` returned on this rank under the same plan; ``link`` takes the param groups.
 
-    Raises ValueError, on all of them and before anything is changed, for anything else.
+    Called on all ranks. Raises ValueError, on all of them and before anything is changed, for anything else.
     """
     groups = optimizer.param_groups
     for change in optimizer._optimizer_load_state_dict_pre_hooks.values():
@@ -100,8 +105,7 @@ def load_state_dict_into(optimizer: torch.optim.Optimizer, core: OwnedCore, stat
         core.stepper.take_owner_states(
             piece.member, state_dict["state"][core.members[piece.member].name].get(OWNER, {})
         )
-    for group, saved in zip(groups, state_dict["param_groups"]):
-        group.update(options_of(saved))
+    link([{**group, **options_of(saved)} for group, saved in zip(groups, state_dict["param_groups"])])
     for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         hook(optimizer)
 

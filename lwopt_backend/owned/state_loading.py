@@ -38,11 +38,11 @@ class Read:
     stop: int
 
 
-def load(core: OwnedCore, groups: Groups, folder: Path) -> None:
-    """Take the state of what ``save`` wrote, whatever ranks and layout wrote it. Called on all ranks.
+def load(core: OwnedCore, groups: Groups, folder: Path) -> list[dict[str, Any]]:
+    """Take the state of what ``save`` wrote, whatever ranks and layout wrote it; the param groups to go on with.
 
-    A rank reads the pieces that it owns, file by file. Raises, on all of them and before anything is changed, for a
-    file that is missing or not of this save and for other parameters, rules or param groups.
+    Called on all ranks. A rank reads the pieces that it owns, file by file. Raises, on all of them and before anything
+    is changed, for a file that is missing or not of this save and for other parameters, rules or param groups.
     """
     everyone = core.holdings[0].sharers.everyone
     names = names_of(core, groups)
@@ -69,8 +69,7 @@ def load(core: OwnedCore, groups: Groups, folder: Path) -> None:
 
     index, options = agree(everyone, WHAT, check)
     agree(everyone, WHAT, take)
-    for number, group in enumerate(groups):
-        group.update(options[number])
+    return [{**group, **options[number]} for number, group in enumerate(groups)]
 
 
 def _check_params(names: Names, index: Index) -> None:
