@@ -6,17 +6,18 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import torch
 from pydantic import create_model
 from torch import nn
 
 from lwopt_backend.installing import install_command
-from lwopt_backend.options import Options
+from lwopt_backend.options import Options, option
 from lwopt_backend.spelling import suggestion
 
 Trial = Callable[[str, Mapping[str, Any]], object]
+DECAY_FORM = "weight_decay_form"  # an option of ours, no argument of a class
 PACKAGES = {"pytorch_optimizer": "pytorch-optimizer", "deepspeed": "deepspeed"}  # by the module that each installs
 
 
@@ -60,14 +61,18 @@ def _is_optimizer(value: Any) -> TypeGuard[type[torch.optim.Optimizer]]:
 
 
 @functools.cache
-def options_model(path: str, *, with_class: bool) -> type[Options]:
+def options_model(path: str, *, with_class: bool, with_form: bool = False) -> type[Options]:
     """The arguments of a class as an options model: names and defaults as in its signature.
 
-    One with ``**kwargs`` takes those of its base class, too.
+    One with ``**kwargs`` takes those of its base class, too. Of one with weight decay it can be said how it decays.
     """
     fields: dict[str, Any] = {"class": (str, ...)} if with_class else {}
     for name, parameter in _parameters(class_named(path)).items():
         fields[name] = (Any, ... if parameter.default is parameter.empty else parameter.default)
+    if with_form and "weight_decay" in fields:
+        meaning = "as the class has it; or only what the update moves towards zero"
+        form = option("own", meaning, "Cautious Weight Decay, arXiv 2510.12402")
+        fields[DECAY_FORM] = (Literal["own", "cautious"], form)
     return create_model(path.rpartition(".")[2], __base__=Options, **fields)
 
 
@@ -87,17 +92,20 @@ def _parameters(cls: type) -> dict[str, inspect.Parameter]:
     return found
 
 
-def checked_model(path: str, given: Mapping[str, Any], where: str, trial: Trial, *, with_class: bool) -> type[Options]:
+def checked_model(
+    path: str, given: Mapping[str, Any], where: str, trial: Trial, *, with_class: bool, with_form: bool = False
+) -> type[Options]:
     """``options_model``. Raises ValueError for arguments that the class itself refuses, or that fail in a ``trial``."""
     try:
-        model = options_model(path, with_class=with_class)
+        model = options_model(path, with_class=with_class, with_form=with_form)
     except ValueError as error:
         raise ValueError(f"{where}: {error}" if where else str(error)) from error
     named = {key: value for key, value in given.items() if key != "class"}
     if where and set(named) <= set(model.model_fields):
         defaults = {key: field.default for key, field in model.model_fields.items() if not field.is_required()}
         try:
-            class_named(path)([nn.Parameter(torch.zeros(2, 2))], **named)
+            arguments = {key: value for key, value in named.items() if key != DECAY_FORM}
+            class_named(path)([nn.Parameter(torch.zeros(2, 2))], **arguments)
         except Exception as error:
             raise ValueError(f"{where}: {path} refuses these arguments: {error}") from error
         try:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.optimizer_classes import Trial, checked_model, class_named, path_of
-from lwopt_backend.optimizer_trials import elementwise_state, try_matrix
+from lwopt_backend.optimizer_trials import elementwise_state, try_cautious, try_matrix
 from lwopt_backend.options import Options
 from lwopt_backend.plan.cost import shampoo_flops, soap_flops
 from lwopt_backend.registry import (
@@ -22,6 +22,7 @@ from lwopt_backend.registry import (
     ModelOf,
     Shape,
     State,
+    is_cautious,
     optimizer_arguments,
     register_elementwise,
     register_rule,
@@ -40,13 +41,13 @@ def _given(options: Mapping[str, Any]) -> str:
     return path_of(options["class"])
 
 
-def _model(path: Path, trial: Trial, *, with_class: bool) -> ModelOf:
+def _model(path: Path, trial: Trial, *, with_class: bool, with_form: bool = False) -> ModelOf:
     def model(given: Mapping[str, Any], where: str) -> type[Options]:
         try:
             found = path(given)
         except ValueError as error:
             raise ValueError(f"{where}: {error}" if where else str(error)) from error
-        return checked_model(found, given, where, trial, with_class=with_class)
+        return checked_model(found, given, where, trial, with_class=with_class, with_form=with_form)
 
     return model
 
@@ -75,6 +76,12 @@ def _counters(path: Path, options: Mapping[str, Any]) -> Counters:
     return elementwise_state(path(options), optimizer_arguments(options)).counters
 
 
+def _try_elementwise(path: str, options: Mapping[str, Any]) -> None:
+    elementwise_state(path, optimizer_arguments(options))
+    if is_cautious(options):
+        try_cautious(path, optimizer_arguments(options))
+
+
 def _adam_moments(flat: Tensor, options: Mapping[str, Any]) -> State:
     moments = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if options["amsgrad"] else [])
     step = torch.zeros((), device=flat.device if options.get("fused") else "cpu")  # as torch keeps its counter
@@ -94,7 +101,7 @@ def _elementwise(name: str, path: Path, source: str) -> None:
     register_elementwise(
         name,
         lambda options: class_named(path(options)),
-        options=_model(path, elementwise_state, with_class=name == ELEMENTWISE[ANY]),
+        options=_model(path, _try_elementwise, with_class=name == ELEMENTWISE[ANY], with_form=True),
         new_state=partial(_new_state, path),
         counters=partial(_counters, path),
         source=source,

@@ -50,6 +50,7 @@ class ElementwiseState:
 
 
 _MATRICES: set[str] = set()
+_CAUTIOUS: set[str] = set()
 _ELEMENTWISE: dict[str, ElementwiseState] = {}
 
 
@@ -112,6 +113,24 @@ def _found_out(path: str, arguments: Mapping[str, Any], device: str) -> Elementw
         raise ValueError(f"{path}: its state does not begin with zeros. {REGISTER}")
     _check_same(path, ours, whole)
     return found
+
+
+def try_cautious(path: str, arguments: Mapping[str, Any]) -> None:
+    """Raises ValueError for an optimizer whose update depends on the weight, though it has no decay."""
+    key = _key(path, arguments)
+    if key not in _CAUTIOUS:
+        _on_some_device(lambda device: _try_cautious(path, arguments, device))
+        _CAUTIOUS.add(key)
+
+
+def _try_cautious(path: str, arguments: Mapping[str, Any], device: str) -> None:
+    value, grads = _numbers(device, 6)
+    moved = _plain(path, arguments, value, grads)[0] - value
+    if not torch.allclose(moved, _plain(path, arguments, torch.zeros_like(value), grads)[0], rtol=1e-4, atol=1e-6):
+        raise ValueError(
+            f"weight_decay_form is 'cautious', but {path} updates by the weight even without decay; leave "
+            "weight_decay_form out, or choose another optimizer"
+        )
 
 
 def _form(path: str, state: Mapping[str, Any], counted: Mapping[str, Any], value: Tensor) -> ElementwiseState:

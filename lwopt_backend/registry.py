@@ -15,7 +15,7 @@ from pydantic import create_model
 from torch import Tensor
 
 from lwopt_backend.config import HostConfig
-from lwopt_backend.optimizer_classes import path_of
+from lwopt_backend.optimizer_classes import DECAY_FORM, path_of
 from lwopt_backend.options import Options, parse
 from lwopt_backend.routing import Route
 from lwopt_backend.rules import MatrixRule, OwnerStateRule, WeightRule
@@ -166,8 +166,14 @@ def arguments(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def optimizer_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What a torch optimizer is made with, of a rule's options: all but its class."""
-    return {key: value for key, value in options.items() if key != "class"}
+    """What a torch optimizer is made with, of a rule's options: all but its class, and no decay that is cautious."""
+    found = {key: value for key, value in options.items() if key not in ("class", DECAY_FORM)}
+    return {**found, "weight_decay": 0.0} if is_cautious(options) else found
+
+
+def is_cautious(options: Mapping[str, Any]) -> bool:
+    """Whether the decay of an element-wise rule is ours: of elements that the update moves towards zero."""
+    return options.get(DECAY_FORM) == "cautious"
 
 
 def build_matrix_rule(group: Mapping[str, Any], config: HostConfig) -> MatrixRule:

@@ -16,6 +16,7 @@ ADAMW = "torch.optim.AdamW"
 MOONLIGHT = "Muon is Scalable for LLM Training, arXiv 2502.16982"
 NORMUON = "NorMuon, arXiv 2510.05491"
 ADAMUON = "AdaMuon, arXiv 2507.11005"
+CAUTIOUS = "Cautious Weight Decay, arXiv 2510.12402"
 SCALE = (
     "factor on the learning rate by a matrix's rows and columns. 'original' (Megatron: 'shape_scaling'): "
     "sqrt(max(1, rows / columns)); 'match_rms_adamw' (dion: 'rms_norm'): 0.2 sqrt(max(rows, columns)); 'spectral': "
@@ -66,7 +67,7 @@ class MuonOptions(Options):
     weight_decay_form: Literal["decoupled", "coupled", "cautious"] = option(
         "decoupled",
         "decay the weight; or add its share to the gradient; or decay only what the update moves towards zero",
-        f"{TORCH}; Cautious Weight Decay, arXiv 2510.12402",
+        f"{TORCH}; {CAUTIOUS}",
     )
     ns_dtype: Literal["bfloat16", "float32"] = option("bfloat16", "dtype of the iteration, and of what travels", "ours")
     gram_aspect: Aspect | None = option(
@@ -145,10 +146,13 @@ class AdamWOptions(Options):
     lr: NonNegative = option(1e-3, "learning rate", ADAMW)
     betas: tuple[BelowOne, BelowOne] = option((0.9, 0.999), "of the moving averages of gradients and squares", ADAMW)
     eps: NonNegative = option(1e-8, "added to the root of the mean square", ADAMW)
-    weight_decay: NonNegative = option(1e-2, "decoupled", ADAMW)
+    weight_decay: NonNegative = option(1e-2, "goes by the learning rate", ADAMW)
     amsgrad: StrictBool = option(False, "divide by the largest mean square so far", ADAMW)
     foreach: StrictBool | None = option(None, "torch's multi-tensor implementation; None: torch decides", ADAMW)
     fused: StrictBool | None = option(None, "torch's fused implementation; None: torch decides", ADAMW)
+    weight_decay_form: Literal["decoupled", "cautious"] = option(
+        "decoupled", "decay the weight; or only what the update moves towards zero", CAUTIOUS
+    )
 
     @model_validator(mode="after")
     def _one_implementation(self) -> AdamWOptions:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytorch_optimizer
@@ -43,6 +44,45 @@ ELEMENTWISE: dict[str, dict[str, Any]] = {
     "adamw, foreach": {"name": "adamw", **ADAMW, "foreach": True},
     "adamw, fused": {"name": "adamw", **ADAMW, "fused": True},
 }
+CAUTIOUS: dict[str, dict[str, Any]] = {
+    "cautious adamw": {"name": "adamw", **ADAMW, "weight_decay_form": "cautious"},
+    "cautious lion": {"name": "lion", "lr": 1e-3, "weight_decay": 0.1, "weight_decay_form": "cautious"},
+}
+
+
+class Cautious(torch.optim.Optimizer):
+    """AdamW or Lion with cautious weight decay, as "Cautious Weight Decay" has them: no decay of what grows."""
+
+    def __init__(self, params: Iterable[Tensor], name: str, **options: Any) -> None:
+        self.name = name
+        defaults = {"adamw": {"betas": (0.9, 0.999), "eps": 1e-8}, "lion": {"betas": (0.9, 0.99)}}[name]
+        super().__init__(params, {**defaults, **options})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    update = getattr(self, self.name)(param.grad, state, group)
+                    decays = ~((param > 0) & (update < 0) | (param < 0) & (update > 0))
+                    kept = torch.where(decays, 1 - group["lr"] * group["weight_decay"], 1.0)
+                    param.copy_(param * kept - update)
+
+    def adamw(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        beta1, beta2 = group["betas"]
+        step = state["step"] = state.get("step", 0) + 1
+        mean = state.setdefault("mean", torch.zeros_like(grad)).lerp_(grad, 1 - beta1)
+        square = state.setdefault("square", torch.zeros_like(grad)).mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        root = (square.sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
+        return torch.zeros_like(grad).addcdiv_(mean, root, value=group["lr"] / (1 - beta1**step))
+
+    def lion(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        beta1, beta2 = group["betas"]
+        mean = state.setdefault("mean", torch.zeros_like(grad))
+        update = mean.lerp(grad, 1 - beta1).sign_()
+        mean.lerp_(grad, 1 - beta2)
+        return update * group["lr"]
 
 
 class PlainRule:
@@ -82,7 +122,9 @@ def matrix_optimizer(params: list[Tensor], section: dict[str, Any]) -> Any:
 
 
 def elementwise_optimizer(params: list[Tensor], section: dict[str, Any]) -> torch.optim.Optimizer:
-    options = {key: value for key, value in section.items() if key not in ("name", "class")}
+    options = {key: value for key, value in section.items() if key not in ("name", "class", "weight_decay_form")}
+    if "weight_decay_form" in section:
+        return Cautious(params, section["name"], **options)
     if "class" in section:
         return class_named(section["class"])(params, **options)
     return ELEMENTWISE_RULES[section["name"]].optimizer(options)(params, **options)
@@ -95,4 +137,4 @@ class RuleReference(Reference):
         self.model = model or UnevenLM()
         named = dict(self.model.named_parameters())
         self.muon = matrix_optimizer([named.pop(name) for name in MATRICES], SECTIONS[matrix])
-        self.adamw = elementwise_optimizer(list(named.values()), ELEMENTWISE[elementwise])
+        self.adamw = elementwise_optimizer(list(named.values()), {**ELEMENTWISE, **CAUTIOUS}[elementwise])

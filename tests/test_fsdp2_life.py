@@ -105,6 +105,7 @@ def test_defaults_are_torchs(ranks: RankPool) -> None:
     muon, adamw = (o([weight]).defaults for o in (torch.optim.Muon, torch.optim.AdamW))
     for ours_muon, ours_adamw in ranks.run(defaults):
         assert ours_muon.pop("rule") == "muon" and ours_adamw.pop("rule") == "adamw"
+        assert ours_adamw.pop("weight_decay_form") == "decoupled"
         assert {key: ours_muon[key] for key in muon if key in ours_muon} == {
             k: v for k, v in muon.items() if k in ours_muon
         }

@@ -15,7 +15,7 @@ from tests.fsdp2 import backward, copy_gradients, named, new_model, shard
 from tests.models import UnevenLM
 from tests.owned import BUCKET_MB, difference, exact_sums, step_alone, train
 from tests.ranks import RankPool
-from tests.rules import ELEMENTWISE, SECTIONS, RuleReference
+from tests.rules import CAUTIOUS, ELEMENTWISE, SECTIONS, RuleReference
 from tests.zero import ROWS, engine_for, full_weights, largest_difference
 from tests.zero import train as train_engine
 
@@ -23,13 +23,14 @@ STEPS = 5
 both_sizes = pytest.mark.parametrize("ranks", [2, 4], indirect=True, ids=["2ranks", "4ranks"])
 every_rule = pytest.mark.parametrize("rule", SECTIONS)
 every_elementwise_rule = pytest.mark.parametrize("rule", [name for name in ELEMENTWISE if name != "adamw"])
+EVERY = {**ELEMENTWISE, **CAUTIOUS}
 # torch's fused loop over vectors rounds otherwise than what it does with the last few elements, and which those are
 # depends on how parameters are cut.
 ALLOWED = {"adamw, fused": 1e-7}
 
 
 def ds_config(stage: int, matrix: str, elementwise: str, **options: Any) -> dict[str, Any]:
-    params = {"matrix": SECTIONS[matrix], "elementwise": ELEMENTWISE[elementwise], "report": False, **options}
+    params = {"matrix": SECTIONS[matrix], "elementwise": EVERY[elementwise], "report": False, **options}
     return {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_clipping": 0.0,
@@ -86,7 +87,7 @@ def test_owned_storage_in_deepspeed(ranks: RankPool, stage: int, rule: str) -> N
 
 def owned_optimizer(model: torch.nn.Module, matrix: str, elementwise: str = "adamw", **options: Any) -> Any:
     settings = {"bucket_mb": BUCKET_MB, "report": False, **options}
-    return LayerWiseOptimizer(model, SECTIONS[matrix], elementwise=ELEMENTWISE[elementwise], **settings)
+    return LayerWiseOptimizer(model, SECTIONS[matrix], elementwise=EVERY[elementwise], **settings)
 
 
 def differ_owned(matrix: str, elementwise: str = "adamw", **options: Any) -> float:
@@ -129,7 +130,7 @@ def differ_on_fsdp2(sharding: str, matrix: str, elementwise: str, attach: bool) 
     """One process is given the whole gradients that FSDP2 has reduced."""
     sharded = shard(sharding, "fp32")
     optimizer = fsdp2.LayerWiseOptimizer(
-        sharded.model, SECTIONS[matrix], elementwise=ELEMENTWISE[elementwise], report=False, bucket_matrices=2
+        sharded.model, SECTIONS[matrix], elementwise=EVERY[elementwise], report=False, bucket_matrices=2
     )
     if attach:
         optimizer.attach(sharded.model)
@@ -170,3 +171,27 @@ def test_fsdp2_attached(ranks: RankPool, rule: str) -> None:
 @every_elementwise_rule
 def test_fsdp2_elementwise(ranks: RankPool, rule: str) -> None:
     assert max(ranks.run(differ_on_fsdp2, "rows", "muon", rule, False)) <= ALLOWED.get(rule, 0.0)
+
+
+# Cautious decay of the element-wise rules, one cell per storage
+
+
+@pytest.mark.parametrize("rule", CAUTIOUS)
+@pytest.mark.parametrize(("stage", "storage"), [(0, "zero"), (2, "zero"), (1, "owned")])
+def test_cautious_decay_on_zero(ranks: RankPool, stage: int, storage: str, rule: str) -> None:
+    assert ranks.run(differ_on_zero, stage, "muon", rule, storage=storage) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("rule", CAUTIOUS)
+def test_cautious_decay_in_several_sub_groups(ranks: RankPool, rule: str) -> None:
+    assert ranks.run(differ_in_sub_groups, rule) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("rule", CAUTIOUS)
+def test_cautious_decay_in_plain_pytorch(ranks: RankPool, rule: str) -> None:
+    assert ranks.run(differ_owned, "muon", rule) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("rule", CAUTIOUS)
+def test_cautious_decay_on_fsdp2(ranks: RankPool, rule: str) -> None:
+    assert ranks.run(differ_on_fsdp2, "rows", "muon", rule, False) == [0.0, 0.0]

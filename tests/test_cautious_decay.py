@@ -1,0 +1,138 @@
+"""Cautious weight decay of the element-wise rules: equal to dion's formulas, however a parameter is cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lwopt_backend import LayerWiseOptimizer
+from lwopt_backend.elementwise_groups import ElementwiseGroups
+from lwopt_backend.registry import new_state, options_of
+from lwopt_backend.runtime import cautious_decay
+from lwopt_backend.runtime.storage import Slices
+from tests.migration import distance, rules_for
+from tests.rule_steps import random
+
+SHAPE = (13, 7)
+
+
+class Doubling(torch.optim.Optimizer):
+    """Moves a weight by a share of itself."""
+
+    def __init__(self, params: Any, lr: float = 0.1, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    def step(self) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for param in self.param_groups[0]["params"]:
+                param.add_(param.abs() * param.grad.sign(), alpha=-self.param_groups[0]["lr"])
+
+
+def group_of(rule: str, **given: Any) -> dict[str, Any]:
+    options = {"weight_decay": 0.1, "weight_decay_form": "cautious", **given}
+    return {"rule": rule, **options_of(rule, options, "test").model_dump()}
+
+
+def trained(group: dict[str, Any], start: Tensor, steps: int = 20) -> Tensor:
+    value, optimizers = start.clone(), ElementwiseGroups()
+    state = new_state(value, group)
+    for step in range(steps):
+        optimizers.step(0, group, [Slices(value, random(SHAPE, step + 100).to(value.dtype), state)])
+    return value
+
+
+def dions_adamw(start: Tensor, lr: float, decay: float, beta1: float, beta2: float, eps: float) -> Tensor:
+    """AdamW as ever, and what was decayed of elements that grow is given back."""
+    value, mean, square = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
+    for step in range(20):
+        grad, before = random(SHAPE, step + 100), value.clone()
+        mean = beta1 * mean + (1 - beta1) * grad
+        square = beta2 * square + (1 - beta2) * grad * grad
+        update = mean / (1 - beta1 ** (step + 1)) / ((square / (1 - beta2 ** (step + 1))).sqrt() + eps)
+        value = value - lr * decay * value - lr * update
+        value = value + lr * decay * before * (mean * before < 0)
+    return value
+
+
+def dions_lion(start: Tensor, lr: float, decay: float, beta1: float, beta2: float) -> Tensor:
+    value, mean = start.clone(), torch.zeros_like(start)
+    for step in range(20):
+        grad = random(SHAPE, step + 100)
+        update = (beta1 * mean + (1 - beta1) * grad).sign()
+        mean = beta2 * mean + (1 - beta2) * grad
+        value = value - lr * decay * value * (update * value >= 0) - lr * update
+    return value
+
+
+@pytest.mark.parametrize("decay", [0.01, 1.0])
+def test_dions_formulas(decay: float) -> None:
+    start = random(SHAPE, 1)
+    of_page = rules_for("dion").elementwise.options.model_dump()
+    adamw = group_of("adamw", **{**of_page, "weight_decay": decay, "weight_decay_form": "cautious"})
+    lion = group_of("lion", lr=1e-3, betas=(0.9, 0.95), weight_decay=decay)
+    for group, theirs in (
+        (adamw, dions_adamw(start, 0.01, decay, 0.9, 0.95, 1e-8)),
+        (lion, dions_lion(start, 1e-3, decay, 0.9, 0.95)),
+    ):
+        assert distance(trained(group, start), theirs, start) < 1e-4
+        form = "decoupled" if group["rule"] == "adamw" else "own"
+        plain = trained({**group, "weight_decay_form": form}, start)
+        assert decay < 1 or distance(plain, theirs, start) > 0.1, "the mask must matter to be tested"
+
+
+@pytest.mark.parametrize("rule", ["adamw", "lion", "sgd"])
+def test_a_parameter_that_is_stepped_in_chunks_has_the_same_bits(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counters advance once."""
+    group, start = group_of(rule, lr=1e-2), random(SHAPE, 1)
+    whole = trained(group, start)
+    monkeypatch.setattr(cautious_decay, "CHUNK", 20)
+    assert torch.equal(trained(group, start), whole)
+
+
+def test_a_chunk_has_several_parts_and_no_more_than_its_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cautious_decay, "CHUNK", 20)
+    parts = [Slices(random((n,), n), random((n,), n), {}) for n in (8, 8, 8, 50)]
+    chunks = [[piece.value.numel() for piece in some] for some in cautious_decay._chunks(parts)]
+    assert chunks == [[8, 8], [8], [20], [20], [10]]
+
+
+def test_an_update_too_small_to_change_a_weight_still_has_a_sign() -> None:
+    value = torch.tensor([1e6, 1e6])
+    group = group_of("lion", lr=1e-4, weight_decay=100.0)
+    ElementwiseGroups().step(0, group, [Slices(value, torch.tensor([1.0, -1.0]), new_state(value, group))])
+    assert value.tolist() == [pytest.approx(0.99e6), 1e6]
+
+
+@pytest.mark.parametrize("rule", ["adamw", "lion"])
+def test_elements_that_move_towards_zero_have_the_bits_of_plain_decay(rule: str) -> None:
+    start = random(SHAPE, 1)
+    values = []
+    for form in ("cautious", "decoupled" if rule == "adamw" else "own"):
+        value, group = start.clone(), group_of(rule, lr=1e-3, weight_decay_form=form)
+        ElementwiseGroups().step(0, group, [Slices(value, start.clone(), new_state(value, group))])
+        values.append(value)
+    assert torch.equal(*values)
+
+
+def test_a_rule_that_goes_by_the_weight_is_refused() -> None:
+    path = f"{Doubling.__module__}.{Doubling.__qualname__}"
+    with pytest.raises(ValueError, match="updates by the weight even without decay; leave weight_decay_form out"):
+        group_of("torch_optimizer_elementwise", **{"class": path})
+
+
+def test_a_class_without_decay_has_no_form_of_it() -> None:
+    with pytest.raises(ValueError, match="unknown key 'weight_decay_form'"):
+        options_of(
+            "torch_optimizer_elementwise", {"class": "pytorch_optimizer.MSVAG", "weight_decay_form": "cautious"}, "test"
+        )
+
+
+@pytest.mark.parametrize(("rule", "known"), [("adamw", "'decoupled' or 'cautious'"), ("lion", "'own' or 'cautious'")])
+def test_an_unknown_form_names_the_known_ones(rule: str, known: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    wrong = {"name": rule, "weight_decay_form": "cautius"}
+    with pytest.raises(ValueError, match=f"weight_decay_form: input should be {known}; found 'cautius'"):
+        LayerWiseOptimizer(model, elementwise=wrong, report=False)
