@@ -116,7 +116,7 @@ def test_a_file_cannot_change_a_class_or_a_function_for_others(of: Any) -> None:
     """Pickles may set attributes of whatever they found; one that cannot be set is an error."""
     found, state = (pickle.dumps(part, 2)[2:-1] for part in (of, (None, {"harmed": 1})))
     with contextlib.suppress(CheckpointError):
-        pickles.load(io.BytesIO(pickle.PROTO + b"\x02" + found + state + pickle.BUILD + pickle.STOP), "a file")
+        pickles.load(pickle.PROTO + b"\x02" + found + state + pickle.BUILD + pickle.STOP, "a file")
     assert not hasattr(of, "harmed")
 
 

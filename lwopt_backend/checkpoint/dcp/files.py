@@ -91,8 +91,7 @@ class DcpFolder:
     def _metadata(self) -> Any:
         path = self.path / METADATA
         try:
-            with path.open("rb") as file:
-                return pickles.load(file, str(path))
+            return pickles.load(path.read_bytes(), str(path))
         except OSError as error:
             raise CheckpointError(
                 f"{path} cannot be read ({error}); without it the folder's files are of no use"

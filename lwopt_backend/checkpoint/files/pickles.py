@@ -1,108 +1,240 @@
-"""Unpickling without running anything from the file: a named list of classes, stubs for hosts', errors for others."""
+"""Unpickling without running anything from the file, and without making more than the file can hold.
+
+A class or function that is named in a pickle is never imported. It becomes a ``Named`` that stands for it: one of a
+list of constructors of our own (``made.Made``), a stub for the classes of other programs, or an error. Only lists,
+dictionaries and sets are filled, and only stubs and numpy's arrays take state. What comes out is a tree of limited
+depth and size: as large as the file, if everything that it shares were written out.
+"""
 
 from __future__ import annotations
 
+import io
 import pickle
-import types
-from collections.abc import Callable
-from functools import partial
-from typing import Any, BinaryIO
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
 
 import torch
 from torch.serialization import StorageType
 
 from lwopt_backend.checkpoint.contents import CheckpointError
+from lwopt_backend.checkpoint.files.made import Made, Maker, Named, StorageKind, Stub, check_key
+from lwopt_backend.checkpoint.files.trees import check_tree
+
+__all__ = ["Stub", "load"]
 
 # Classes of these are only looked at: an instance becomes a stub that has its attributes.
 LOOKED_AT = ("megatron", "transformer_engine", "transformer_engine_torch", "nvidia_resiliency_ext", "apex", "deepspeed")
 DCP = "torch.distributed.checkpoint"  # importing it takes as long as importing torch
-LOOKED_AT_TOO = {("argparse", "Namespace"), ("types", "SimpleNamespace"), ("signal", "Signals")}
+LOOKED_AT_TOO = {
+    *(("argparse", "Namespace"), ("types", "SimpleNamespace"), ("signal", "Signals")),
+    *(("builtins", "range"), ("builtins", "slice")),  # a few bytes that stand for any number of elements
+}
 PATHS = {
     (module, name)
     for module in ("pathlib", "pathlib._local")  # the latter in Python 3.13
     for name in ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
 }
-ALLOWED = {
-    "collections": {"OrderedDict", "defaultdict", "Counter", "deque"},
-    "builtins": {"set", "frozenset", "bytearray", "complex", "slice", "range", "dict", "list", "tuple", "int", "float"},
-    "_codecs": {"encode"},
-    "torch": {"Size", "device", "Tensor", "UntypedStorage"},
-    "torch._utils": {"_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter", "_rebuild_parameter_with_state"},
-    "torch._tensor": {"_rebuild_from_type_v2"},
-    "torch.nn.parameter": {"Parameter"},
-    "torch.serialization": {"_get_layout"},
-    "numpy": {"dtype", "ndarray"},
-    "numpy.core.multiarray": {"_reconstruct", "scalar"},
-    "numpy._core.multiarray": {"_reconstruct", "scalar"},
+# What is only ever an argument: of a constructor, of a tensor's type, of a default.
+MENTIONED = {
+    *(("builtins", "int"), ("builtins", "float"), ("builtins", "str"), ("numpy", "ndarray")),
+    *(("torch", "Tensor"), ("torch.nn.parameter", "Parameter")),
 }
-_CHANGEABLE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: of classes written in Python
+MOST_DIGITS = 1000  # of an integer; the state of a random generator has about 40
 _STORAGES = frozenset(torch.storage._dtype_to_storage_type_map().values())
+_UNTYPED = {("torch", "UntypedStorage"), ("torch.storage", "UntypedStorage")}
 
 
-class Stub:
-    """What stands for an object of a class that is not imported: its constructor's arguments and its attributes."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.stub_args = args
-        self.__dict__.update(kwargs)
-
-    def __setstate__(self, state: Any) -> None:
-        self.__dict__.update(state if isinstance(state, dict) else {"stub_state": state})
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}{self.stub_args or ''}"
-
-
-def load(file: BinaryIO, where: str, persistent_load: Callable[[Any], Any] | None = None) -> Any:
-    """What is pickled in ``file``; ``persistent_load`` gives what is only referred to.
+def load(
+    data: bytes,
+    where: str,
+    persistent_load: Callable[[Any], Any] | None = None,
+    makers: Mapping[tuple[str, str], Maker] | None = None,
+) -> Any:
+    """What is pickled in ``data``; ``persistent_load`` gives what is only referred to, ``makers`` more constructors.
 
     Raises CheckpointError, which names ``where``, for anything that is not allowed.
     """
     try:
-        return _Unpickler(file, where, persistent_load).load()
-    except CheckpointError:
+        found = _Unpickler(data, where, persistent_load, makers or {}).load()
+        check_tree(found, len(data))
+        return found
+    except (CheckpointError, MemoryError):
         raise
     except Exception as error:  # whatever a damaged pickle makes of itself
-        raise CheckpointError(f"{where} cannot be unpickled ({type(error).__name__}: {error}); is it whole?") from error
+        reason = f"{type(error).__name__}: {error}"[:300]
+        raise CheckpointError(f"{where} cannot be unpickled ({reason}); is it whole?") from error
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: BinaryIO, where: str, persistent_load: Callable[[Any], Any] | None) -> None:
-        super().__init__(file)
-        self._where, self._persistent_load = where, persistent_load
-        self._stubs: dict[tuple[str, str], type[Stub]] = {}
+class _Unpickler(pickle._Unpickler):  # the one in Python: the one in C cannot be told what to fill and to call
+    def __init__(
+        self,
+        data: bytes,
+        where: str,
+        persistent_load: Callable[[Any], Any] | None,
+        makers: Mapping[tuple[str, str], Maker],
+    ) -> None:
+        super().__init__(io.BytesIO(data), encoding="utf-8")
+        self._where, self._persistent_load, self._nbytes = where, persistent_load, len(data)
+        self._made = Made(len(data))
+        self._makers = {**self._made.makers(), **makers, ("builtins", "getattr"): _attribute}
+        self._named: dict[tuple[str, str], Any] = {}
 
-    def persistent_load(self, reference: Any) -> Any:
+    def persistent_load(self, pid: Any) -> Any:
         if self._persistent_load is None:
-            raise CheckpointError(f"{self._where} refers to {reference!r}, which is not in the file")
-        return self._persistent_load(reference)
+            raise CheckpointError(f"{self._where} refers to something that is not in the file")
+        return self._persistent_load(pid)
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str, /) -> Any:
+        key = (module, name)
+        if key not in self._named:
+            if self.proto < 3:  # as Python 2 names them
+                module, name = NAME_MAPPING.get(key, (IMPORT_MAPPING.get(module, module), name))
+            self._named[key] = self._found(module, name)
+        return self._named[key]
+
+    def _found(self, module: str, name: str) -> Any:
+        key = (module, name)
         looked_at = module.split(".")[0] in LOOKED_AT or f"{module}.".startswith(f"{DCP}.")
-        if looked_at or (module, name) in LOOKED_AT_TOO | PATHS:
-            return self._stubs.setdefault((module, name), type(name.rpartition(".")[2], (Stub,), {}))
-        if (module, name) == ("builtins", "getattr"):  # how enums are pickled by name
-            return partial(_attribute)
-        if module == "torch" and name in _STORAGES:
-            return StorageType(name)
-        if name in ALLOWED.get(module, ()) or module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return _for_one_file(super().find_class(module, name))
+        if looked_at or key in LOOKED_AT_TOO | PATHS:
+            return Named(module, name, type(name.rpartition(".")[2], (Stub,), {}))
+        if key in self._makers or key in MENTIONED:
+            return Named(module, name, self._makers.get(key))
+        if key in _UNTYPED or module == "torch" and name in _STORAGES:
+            return StorageKind(torch.uint8 if key in _UNTYPED else StorageType(name).dtype)
+        found = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(found, torch.dtype):
+            return found
         raise CheckpointError(
-            f"{self._where} asks for {module}.{name}, which checkpoints have no use for and which is not imported; "
-            "the file may be made to run code: do not load it with anything else either"
+            f"{self._where} asks for {module[:100]}.{name[:100]}, which checkpoints have no use for and which is not "
+            "imported; the file may be made to run code: do not load it with anything else either"
         )
 
+    # Opcodes: those of pickle._Unpickler that call, fill or allocate what the file chooses
 
-def _for_one_file(found: Any) -> Any:
-    """The same, but what a file does to it, as pickles can set attributes of anything, is nobody else's."""
-    if isinstance(found, types.FunctionType):
-        return partial(found)
-    if isinstance(found, type) and found.__flags__ & _CHANGEABLE:
-        return types.new_class(found.__name__, (found,))
+    def _call(self, named: Any, args: Any) -> Any:
+        if type(named) is not Named or named.make is None or type(args) is not tuple:
+            raise ValueError(f"it calls {named if type(named) is Named else type(named).__name__}")
+        return named.make(*args)
+
+    def load_reduce(self) -> None:
+        args, named = self.stack.pop(), self.stack.pop()
+        self.append(self._call(named, args))
+
+    def load_newobj_ex(self) -> None:
+        kwargs, args, named = self.stack.pop(), self.stack.pop(), self.stack.pop()
+        made = self._call(named, args)
+        if kwargs:
+            self._set_state(made, kwargs)
+        self.append(made)
+
+    def load_obj(self) -> None:
+        named, *args = self.pop_mark()
+        self.append(self._call(named, tuple(args)))
+
+    def load_inst(self) -> None:
+        module, name = (self.readline()[:-1].decode("ascii") for _ in range(2))
+        made = self._call(self.find_class(module, name), tuple(self.pop_mark()))
+        self.append(made)
+
+    def load_build(self) -> None:
+        state = self.stack.pop()
+        self._set_state(self.stack[-1], state)
+
+    def _set_state(self, of: Any, state: Any) -> None:
+        if isinstance(of, Stub):
+            of.set_state(state)
+        elif type(of) is not OrderedDict:  # a module's state dict has a version there, which is not kept
+            self._made.set_state(of, state)
+
+    def load_append(self) -> None:
+        value = self.stack.pop()
+        self._extend([value])
+
+    def load_appends(self) -> None:
+        self._extend(self.pop_mark())
+
+    def _extend(self, values: list[Any]) -> None:
+        target = self.stack[-1]
+        if type(target) not in (list, deque):
+            raise ValueError(f"it appends to a {type(target).__name__}")
+        target.extend(values)
+
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._update((key, value))
+
+    def load_setitems(self) -> None:
+        self._update(self.pop_mark())
+
+    def load_dict(self) -> None:
+        items = self.pop_mark()
+        self.append({})
+        self._update(items)
+
+    def _update(self, items: Any) -> None:
+        target = self.stack[-1]
+        if type(target) not in (dict, OrderedDict):
+            raise ValueError(f"it sets items of a {type(target).__name__}")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            check_key(key)
+            target[key] = value
+
+    def load_additems(self) -> None:
+        items, target = _keys(self.pop_mark()), self.stack[-1]
+        if type(target) is not set:
+            raise ValueError(f"it adds to a {type(target).__name__}")
+        target.update(items)
+
+    def load_frozenset(self) -> None:
+        items = frozenset(_keys(self.pop_mark()))
+        self.append(items)
+
+    def load_bytearray8(self) -> None:
+        length = int.from_bytes(self.read(8), "little")
+        self.append(bytearray(self.read(min(length, self._nbytes))))
+
+    def load_long(self) -> None:
+        digits = self.readline().rstrip(b"L\n")
+        self.append(_integer(digits))
+
+    def load_int(self) -> None:
+        digits = self.readline().rstrip(b"\n")
+        is_bool = digits in (b"00", b"01")  # how protocol 1 writes False and True
+        self.append(digits == b"01" if is_bool else _integer(digits))
+
+
+def _integer(digits: bytes) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"an integer has {len(digits)} digits")
+    return int(digits)
+
+
+def _keys(values: Iterable[Any]) -> list[Any]:
+    found = list(values)
+    for value in found:
+        check_key(value)
     return found
 
 
-def _attribute(of: Any, name: str) -> Any:
-    if isinstance(of, type) and issubclass(of, Stub):
-        return of(name)
-    raise CheckpointError(f"asks for attribute {name!r} of {of!r}, which checkpoints have no use for")
+def _attribute(of: Any, name: Any) -> Any:
+    """How enums are pickled by name."""
+    if type(of) is Named and isinstance(of.make, type) and issubclass(of.make, Stub) and type(name) is str:
+        return of.make(name)
+    raise ValueError("it asks for an attribute of something that is no class of another program")
+
+
+def _dispatch() -> Any:
+    """The opcodes that checkpoints are written with; those left out call, or refer to, what is not in the file."""
+    known = cast(dict[int, Any], dict(pickle._Unpickler.dispatch))
+    for name in ("EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY_BUFFER", "LONG4", "PERSID"):
+        del known[getattr(pickle, name)[0]]
+    own = "REDUCE NEWOBJ_EX OBJ INST BUILD APPEND APPENDS SETITEM SETITEMS DICT ADDITEMS FROZENSET BYTEARRAY8 LONG INT"
+    for name in own.split():
+        known[getattr(pickle, name)[0]] = getattr(_Unpickler, f"load_{name.lower()}")
+    known[pickle.NEWOBJ[0]] = _Unpickler.load_reduce
+    return known
+
+
+_Unpickler.dispatch = _dispatch()

@@ -1,31 +1,41 @@
 """Files that torch.save wrote, read tensor by tensor: when a tensor is needed, and checked then.
 
-Pickled structure goes through torch's weights-only unpickler; where that does not know a class, through ours, which
-makes stubs. Tensors have no elements there: their storages are on the meta device, and stand for records of the file.
+Pickled structure goes through our unpickler, which makes stubs for classes of other programs. What it makes of tensors
+are places in records of the file, which are as large as the tensors say.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
-import pickle
+import math
+import stat
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, _weights_only_unpickler
+from torch import Tensor
 
 from lwopt_backend.checkpoint.contents import CheckpointError
 from lwopt_backend.checkpoint.files import pickles
+from lwopt_backend.checkpoint.files.made import Maker, Named, StorageKind, shape_of
 from lwopt_backend.checkpoint.files.zip_records import Archive, Record, Stored
 from lwopt_backend.checkpoint.lazy import LazyTensor
 
+MOST_USES = 64  # of a file's bytes by its tensors, which may share some: tied weights, views of a buffer
 _unchecked: ContextVar[set[Path] | None] = ContextVar("unchecked", default=None)
+
+
+@dataclass(frozen=True, eq=False)
+class _Storage:
+    """A tensor's record, and what is in it."""
+
+    record: Record
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -124,9 +134,12 @@ def read_strided(
 
 def _whole(path: Path) -> Stored:
     try:
-        return Stored(path, 0, path.stat().st_size)
+        found = path.stat()
     except OSError as error:
         raise CheckpointError(f"{path} is missing") from error
+    if not stat.S_ISREG(found.st_mode):  # reading from a pipe would wait forever
+        raise CheckpointError(f"{path} is no file; copy it again")
+    return Stored(path, 0, found.st_size)
 
 
 def _load(stored: Stored, where: str, checked: bool, make: Callable[[StoredTensor], Any]) -> Any:
@@ -134,69 +147,97 @@ def _load(stored: Stored, where: str, checked: bool, make: Callable[[StoredTenso
     order = archive.bytes("byteorder").decode() if "byteorder" in archive.records else "little"
     if order != sys.byteorder:
         raise CheckpointError(f"{where} was written on a machine of byte order {order}; save it again on one like this")
-    loader = _Loader(archive)
-    try:
-        return loader.with_tensors(loader.structure(where), "", f"{stored.path}", make)
-    except CheckpointError:
-        raise
-    except Exception as error:  # whatever a damaged pickle makes of itself
-        raise CheckpointError(f"{where} cannot be read ({type(error).__name__}: {error}); is it whole?") from error
+    loader = _Loader(archive, MOST_USES * stored.length)
+    found = pickles.load(archive.bytes("data.pkl"), where, loader.storage, loader.makers())
+    return _WithTensors(f"{stored.path}", make)(found, "")
 
 
 class _Loader:
-    """Unpickles an archive's structure, with tensors that have no elements, and then finds these tensors' records."""
+    """Makes places of what an archive's pickle says of tensors. All together they have ``left`` bytes at most."""
 
-    def __init__(self, archive: Archive) -> None:
-        self._archive = archive
-        self._storages: dict[
-            str, torch.UntypedStorage
-        ] = {}  # by record; they are kept, so that no two are at one place
-        self._records: dict[int, Record] = {}
+    def __init__(self, archive: Archive, left: int) -> None:
+        self._archive, self._left = archive, left
 
-    def structure(self, where: str) -> Any:
-        data = self._archive.bytes("data.pkl")
-        try:
-            harmless = _weights_only_unpickler.Unpickler(io.BytesIO(data), encoding="utf-8")
-            harmless.persistent_load = self._storage  # type: ignore[method-assign]  # as torch.load does
-            return harmless.load()
-        except pickle.UnpicklingError:  # classes that torch does not know to be harmless
-            return pickles.load(io.BytesIO(data), where, self._storage)
-
-    def _storage(self, saved: Any) -> torch.storage.TypedStorage:
+    def storage(self, saved: Any) -> _Storage:
+        """A record, by the reference to it."""
         kind, storage_type, key, _, numel = saved
-        dtype = getattr(storage_type, "dtype", torch.uint8)  # torch.UntypedStorage has none
-        record, nbytes = self._archive.records.get(f"data/{key}"), numel * dtype.itemsize
-        if kind != "storage" or record is None or record.stored.length != nbytes:
+        if kind != "storage" or type(key) is not str or type(numel) is not int or type(storage_type) is not StorageKind:
+            raise ValueError("a reference is none to a tensor's record")
+        dtype, record = storage_type.dtype, self._archive.records.get(f"data/{key}")
+        nbytes = numel * dtype.itemsize
+        if record is None or record.stored.length != nbytes:
             found = "none" if record is None else f"one of {record.stored.length}"
             raise ValueError(f"expected a record data/{key} of {nbytes} bytes, found {found}")
-        if key not in self._storages:
-            self._storages[key] = torch.UntypedStorage(nbytes, device="meta")
-            self._records[self._storages[key]._cdata] = record
-        return torch.storage.TypedStorage(wrap_storage=self._storages[key], dtype=dtype, _internal=True)
+        return _Storage(record, dtype)
 
-    def with_tensors(self, found: Any, key: str, where: str, make: Callable[[StoredTensor], Any]) -> Any:
-        """The same with what ``make`` makes of tensors."""
+    def makers(self) -> dict[tuple[str, str], Maker]:
+        """Torch's functions that rebuild tensors, by module and name."""
+        return {
+            ("torch._utils", "_rebuild_tensor_v2"): lambda storage, *place: self._tensor(storage, *place[:3]),
+            ("torch._utils", "_rebuild_tensor_v3"): lambda storage, *place: self._tensor(
+                _Storage(storage.record, place[5]), *place[:3]
+            ),
+            ("torch._utils", "_rebuild_parameter"): _data_of,
+            ("torch._utils", "_rebuild_parameter_with_state"): _data_of,
+            ("torch._tensor", "_rebuild_from_type_v2"): _from_type,
+        }
 
-        def inner(name: Any, value: Any) -> Any:
-            return self.with_tensors(value, f"{key}.{name}" if key else str(name), where, make)
+    def _tensor(self, storage: Any, first: Any, sizes: Any, steps: Any) -> StoredTensor:
+        """Raises ValueError for one that has more elements than its record, or begins or ends elsewhere."""
+        if type(storage) is not _Storage or not isinstance(storage.dtype, torch.dtype):
+            raise ValueError("a tensor has no record")
+        shape, stride = shape_of(sizes), tuple(steps) if type(steps) in (tuple, list) else ()
+        whole = (first, *stride)
+        if len(stride) != len(shape) or not all(type(n) is int and 0 <= n < 2**48 for n in whole):
+            raise ValueError(f"a tensor of shape {shape} has strides or an offset that cannot be")
+        itemsize, length = storage.dtype.itemsize, storage.record.stored.length
+        end = first + 1 + sum((size - 1) * step for size, step in zip(shape, stride))
+        nbytes = math.prod(shape) * itemsize
+        if nbytes and max(end * itemsize, nbytes) > length:
+            raise ValueError(f"a tensor of shape {shape} is said to have more elements than are stored")
+        self._left -= nbytes
+        if self._left < 0:
+            raise ValueError(f"its tensors use the same bytes more than {MOST_USES} times")
+        return StoredTensor(storage.record, first * itemsize, shape, stride, storage.dtype, "")
 
-        if isinstance(found, Tensor):
-            return make(self._tensor(found, f"{key} in {where}"))
+
+def _data_of(tensor: Any, *_: Any) -> Any:
+    """What a parameter has."""
+    return tensor
+
+
+def _from_type(make: Any, _: Any, arguments: Any, *__: Any) -> Any:
+    """A tensor with attributes, or of a class of its own, without these."""
+    if type(make) is not Named or not make.name.startswith("torch._utils.") or make.make is None:
+        raise ValueError("a tensor is made by something that makes none")
+    return make.make(*arguments)
+
+
+class _WithTensors:
+    """The same structure with what ``make`` makes of tensors; what is used in several places is made once."""
+
+    def __init__(self, where: str, make: Callable[[StoredTensor], Any]) -> None:
+        self._where, self._make = where, make
+        self._done: dict[int, tuple[Any, Any]] = {}  # by id, with what has it, which so stays
+
+    def __call__(self, found: Any, key: str) -> Any:
+        if id(found) not in self._done:
+            self._done[id(found)] = found, self._of(found, key)
+        return self._done[id(found)][1]
+
+    def _of(self, found: Any, key: str) -> Any:
+        if isinstance(found, StoredTensor):
+            return self._make(replace(found, where=f"{key} in {self._where}"))
         if isinstance(found, dict):
-            pairs = {k: inner(k, v) for k, v in found.items()}
-            return OrderedDict(pairs) if isinstance(found, OrderedDict) else pairs
+            return type(found)((k, self._within(v, key, k)) for k, v in found.items())
         if isinstance(found, (list, tuple)) and not isinstance(found, torch.Size):
-            entries = [inner(i, v) for i, v in enumerate(found)]
+            entries = [self._within(v, key, i) for i, v in enumerate(found)]
             return entries if isinstance(found, list) else tuple(entries)
         if isinstance(found, pickles.Stub):
-            vars(found).update({k: inner(k, v) for k, v in vars(found).items()})
+            vars(found).update({k: self._within(v, key, k) for k, v in vars(found).items()})
         return found
 
-    def _tensor(self, tensor: Tensor, where: str) -> StoredTensor:
-        shape, stride, itemsize = tuple(tensor.shape), tensor.stride(), tensor.dtype.itemsize
-        record = self._records[tensor.untyped_storage()._cdata]
-        start = int(tensor.storage_offset()) * itemsize
-        end = start + (1 + sum((size - 1) * step for size, step in zip(shape, stride))) * itemsize
-        if 0 not in shape and end > record.stored.length:
-            raise ValueError(f"{where} is said to have more elements than are stored")
-        return StoredTensor(record, start, shape, stride, tensor.dtype, where)
+    def _within(self, value: Any, key: str, name: Any) -> Any:
+        if isinstance(value, (StoredTensor, dict, list, tuple, pickles.Stub)):
+            return self(value, f"{key}.{name}" if key else str(name))
+        return value

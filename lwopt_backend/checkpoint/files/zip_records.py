@@ -72,6 +72,8 @@ class Archive:
                 if main is None:
                     raise ValueError("it has no data.pkl")
                 root = main.removesuffix("data.pkl")
+                if sum(entry.file_size for entry in entries) > stored.length:
+                    raise ValueError("its records overlap")
                 self.records = {
                     entry.filename.removeprefix(root): Record(_place(file, entry, stored), entry.CRC, where, checked)
                     for entry in entries
