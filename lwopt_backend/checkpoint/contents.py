@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lwopt_backend.checkpoint.errors import CheckpointError as CheckpointError
 from lwopt_backend.checkpoint.lazy import LazyTensor
 
+T = TypeVar("T")
 MASTER = "fp32"  # the key of master weights, as in DeepSpeed's universal format
+LONGEST_NAME = 1000  # characters of a parameter's name, or of a key with it; what takes names apart need not be fast
 MATRICES = "matrices"  # the argument that tells, by parameter, which elements its matrices are, in their order
 
 
@@ -76,15 +78,46 @@ class Checkpoint:
     client: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        """Raises CheckpointError where files have something else in place of names, numbers and dictionaries."""
+        names = (*self.params, *self.tied, *self.tied.values(), *self.buffers)
+        wrong = [name for name in names if type(name) is not str or len(name) > LONGEST_NAME]
+        if wrong:
+            raise CheckpointError(
+                f"{self.format}: a parameter has a {type(wrong[0]).__name__} for its name, or a long one"
+            )
+        kinds: dict[str, tuple[type, ...]] = {
+            **dict.fromkeys(("iteration", "samples"), (int, type(None))),
+            **dict.fromkeys(("scheduler",), (Mapping, type(None))),
+            **dict.fromkeys(("arguments", "client"), (Mapping,)),
+            **dict.fromkeys(("version", "names"), (str,)),
+        }
+        for field_name, kind in kinds.items():
+            _check_kind(self.format, field_name, getattr(self, field_name), kind)
+        for group in self.groups:
+            _check_kind(self.format, "a param group", group, (Mapping,))
+        for name, size in self.world.items():
+            _check_kind(self.format, f"the number of {name} ranks", size, (int,))
 
-def read_as_expected(read: Callable[[], Checkpoint], where: Path, writer: str) -> Checkpoint:
-    """What ``read`` returns. Raises CheckpointError where files are whole, but not as ``writer`` forms them."""
+
+def _check_kind(where: str, what: str, value: object, kinds: tuple[type, ...]) -> None:
+    if not isinstance(value, kinds):
+        raise CheckpointError(f"{where}: {what} is a {type(value).__name__}, no {kinds[0].__name__}; copy it again")
+
+
+def read_as_expected(read: Callable[[], T], where: Path, writer: str) -> T:
+    """What ``read`` returns. Raises CheckpointError for whatever happens in files that ``writer`` did not form.
+
+    It is the last resort: what is wrong with a file is better said where it is noticed.
+    """
     try:
         return read()
-    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
-        if isinstance(error, CheckpointError):
-            raise
+    except (CheckpointError, MemoryError, ImportError):
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{where} cannot be read: {error}") from error
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"[:300].replace("\n", " ")
         raise CheckpointError(
-            f"{where} is not as {writer} writes it ({type(error).__name__}: {error}); was it written by another "
-            "version, or changed?"
+            f"{where} is not as {writer} writes it ({reason}); was it written by another version, or changed?"
         ) from error

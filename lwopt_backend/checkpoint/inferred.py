@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,13 +52,26 @@ def tied(params: Mapping[str, Param]) -> dict[str, str]:
         if param.states and param.weight is not None and len(param.shape) > 1:
             trained.setdefault((param.shape, param.weight.dtype), []).append(name)
     found = {}
+    begins: dict[Any, dict[bytes, list[str]]] = {}  # so that each is read once, however many there are
     for name, param in params.items():
         if param.states or param.group is not None or param.weight is None:
             continue
-        same = (of for of in trained.get((param.shape, param.weight.dtype), ()) if _equal(param, params[of]))
+        kind = (param.shape, param.weight.dtype)
+        if kind not in begins:
+            begins[kind] = {}
+            for of in trained.get(kind, ()):
+                begins[kind].setdefault(_begin(params[of]), []).append(of)
+        same = (of for of in begins[kind] and begins[kind].get(_begin(param), ()) if _equal(param, params[of]))
         if (of := next(same, None)) is not None:
             found[name] = of
     return found
+
+
+def _begin(param: Param) -> bytes:
+    """A digest of the first elements."""
+    assert param.weight is not None
+    first = next(param.weight.blocks(), torch.empty(0)).contiguous().view(torch.uint8)
+    return hashlib.blake2b(memoryview(first.numpy())).digest()
 
 
 def _equal(one: Param, other: Param) -> bool:

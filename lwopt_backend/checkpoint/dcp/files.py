@@ -2,62 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lwopt_backend.checkpoint.contents import CheckpointError
-from lwopt_backend.checkpoint.files import pickles, torch_files
+from lwopt_backend.checkpoint.dcp.metadata import METADATA, Chunk, Entry, Sizes, incomplete, read_metadata
+from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.torch_files import StoredTensor
 from lwopt_backend.checkpoint.files.zip_records import Stored
 from lwopt_backend.checkpoint.lazy import LazyTensor
 
-METADATA = ".metadata"
-Sizes = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A box of a tensor and where it is. ``stored`` is None where the folder's metadata does not say."""
-
-    offsets: Sizes
-    sizes: Sizes
-    stored: Stored | None
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A tensor: what it is, and the boxes that it was saved in."""
-
-    shape: Sizes
-    dtype: torch.dtype
-    chunks: tuple[Chunk, ...]
-
-    def near(self, offsets: Sizes, sizes: Sizes) -> Iterable[Chunk]:
-        """All chunks that may have something of a box; of a stack of layers not those of other layers."""
-        if not self.shape or sizes[0] > len(self._rows):
-            return self.chunks
-        rows = range(offsets[0], offsets[0] + sizes[0])
-        return itertools.chain(self._wide, *(self._rows.get(row, ()) for row in rows))
-
-    @functools.cached_property
-    def _rows(self) -> dict[int, list[Chunk]]:
-        found: dict[int, list[Chunk]] = {}
-        for chunk in self.chunks:
-            if chunk.sizes[0] == 1:
-                found.setdefault(chunk.offsets[0], []).append(chunk)
-        return found
-
-    @functools.cached_property
-    def _wide(self) -> list[Chunk]:
-        return [chunk for chunk in self.chunks if chunk.sizes[0] != 1]
+__all__ = ["METADATA", "DcpFolder"]
 
 
 class DcpFolder:
@@ -69,67 +29,13 @@ class DcpFolder:
     """
 
     def __init__(self, path: Path, metadata_only: bool = False) -> None:
-        self.path = path
-        metadata = self._metadata()
-        self._saved: dict[Stored, StoredTensor] = {}
-        try:
-            stored = self._stored(metadata)
-            self.tensors = dict(_tensors(metadata, stored))
-            self.objects = {
-                key: stored.get((key, None)) for key in metadata.state_dict_metadata if key not in self.tensors
-            }
-            self.paths: Mapping[str, tuple[Any, ...]] = dict(metadata.planner_data or {})
-            self.extra: Mapping[str, Mapping[str, Any]] = dict(vars(metadata).get("mcore_data") or {})
-        except (AttributeError, TypeError, ValueError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(f"{path / METADATA} is not what DCP writes ({error}); copy it again") from error
-        self.has_extra = hasattr(metadata, "mcore_data")
+        metadata = read_metadata(path)
         if not metadata_only:
-            self._check_files(stored.values())
-
-    def _metadata(self) -> Any:
-        path = self.path / METADATA
-        try:
-            return pickles.load(path.read_bytes(), str(path))
-        except OSError as error:
-            raise CheckpointError(
-                f"{path} cannot be read ({error}); without it the folder's files are of no use"
-            ) from error
-
-    def _stored(self, metadata: Any) -> dict[tuple[str, Sizes | None], Stored]:
-        found = {}
-        for index, info in metadata.storage_data.items():
-            if getattr(info, "transform_descriptors", None):
-                raise CheckpointError(
-                    f"{index.fqn} in {self.path} is compressed ({info.transform_descriptors}), which is not supported; "
-                    "save it again without storage extensions"
-                )
-            relative = info.relative_path
-            for kind in (PurePosixPath, PureWindowsPath):
-                if kind(relative).is_absolute() or kind(relative).drive or ".." in kind(relative).parts:
-                    raise CheckpointError(
-                        f"{self.path / METADATA} says that {index.fqn} is in {relative!r}, outside the folder; "
-                        "no checkpoint is written so: do not use it"
-                    )
-            offset = vars(index).get("offset")  # what is None is not pickled
-            offset = None if offset is None else tuple(map(int, offset))
-            found[index.fqn, offset] = Stored(self.path / relative, int(info.offset), int(info.length))
-        return found
-
-    def _check_files(self, stored: Iterable[Stored]) -> None:
-        ends: dict[Path, int] = {}
-        for place in stored:
-            if place.offset < 0 or place.length < 0:
-                raise CheckpointError(f"{self.path / METADATA} is damaged: a negative place in {place.path.name}")
-            ends[place.path] = max(ends.get(place.path, 0), place.offset + place.length)
-        for path, end in sorted(ends.items()):
-            try:
-                size = path.stat().st_size
-            except OSError as error:
-                raise CheckpointError(f"{path} is missing; copy all files of {self.path}") from error
-            if size < end:
-                raise CheckpointError(f"{path} ends early: expected {end} bytes, found {size}; copy it again")
+            metadata.check_files()
+        self.path, self.tensors, self.objects, self.paths = path, metadata.tensors, metadata.objects, metadata.paths
+        self.extra: Mapping[str, Mapping[str, Any]] = metadata.extra or {}
+        self.has_extra = metadata.extra is not None
+        self._saved: dict[Stored, StoredTensor] = {}
 
     def tensor(self, key: str) -> LazyTensor:
         """A whole tensor."""
@@ -176,10 +82,7 @@ class DcpFolder:
                 found = torch.empty(tuple(sizes), dtype=entry.dtype)
             found[tuple(slice(a - o, b - o) for a, b, o in zip(begin, end, offsets))] = part
         if missing:
-            raise CheckpointError(
-                f"{where}: the chunks saved have {math.prod(sizes) - missing} of the {math.prod(sizes)} elements at "
-                f"{tuple(offsets)}; was every rank's file copied?"
-            )
+            raise CheckpointError(incomplete(where, math.prod(sizes) - missing, sizes, offsets))
         return torch.empty(tuple(sizes), dtype=entry.dtype) if found is None else found
 
     def object(self, key: str) -> Any:
@@ -190,8 +93,7 @@ class DcpFolder:
         return torch_files.load_here(stored, f"{key} in {stored.path}")
 
     def _part(self, chunk: Chunk, entry: Entry, begin: Sizes, shape: Sizes, where: str) -> Tensor:
-        if chunk.stored is None:
-            raise CheckpointError(f"{self.path / METADATA} does not say where {where} is; copy it again")
+        assert chunk.stored is not None  # as was checked
         saved = self._saved.get(chunk.stored)
         if saved is None:
             loaded = torch_files.load_part(chunk.stored, f"{where}/{chunk.stored.path.name}")
@@ -221,18 +123,3 @@ def _boxes(sizes: Sizes, start: int, stop: int) -> Iterator[tuple[Sizes, Sizes]]
         yield (row, *(0,) * (len(sizes) - 1)), ((end - start) // inner, *sizes[1:])
     if end < stop:
         yield from _boxes(sizes, end, stop)
-
-
-def _tensors(metadata: Any, stored: Mapping[tuple[str, Sizes | None], Stored]) -> Iterator[tuple[str, Entry]]:
-    for key, found in metadata.state_dict_metadata.items():
-        if not hasattr(found, "chunks"):
-            continue
-        shape = tuple(map(int, found.size))
-        chunks = {}
-        for chunk in found.chunks:
-            offsets, sizes = tuple(map(int, chunk.offsets)), tuple(map(int, chunk.sizes))
-            if not len(offsets) == len(sizes) == len(shape):
-                raise ValueError(f"{key} of shape {shape} has a chunk of {sizes} at {offsets}")
-            chunks[offsets, sizes] = Chunk(offsets, sizes, stored.get((key, offsets), stored.get((key, None))))
-        dtype, *_ = found.properties.stub_state  # TensorProperties pickles itself as a tuple
-        yield key, Entry(shape, dtype, tuple(chunks.values()))

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from lwopt_backend.checkpoint import inferred
-from lwopt_backend.checkpoint.contents import MATRICES, Checkpoint, CheckpointError, Param
+from lwopt_backend.checkpoint.contents import MATRICES, Checkpoint, CheckpointError, Param, read_as_expected
 from lwopt_backend.checkpoint.dcp.files import METADATA, DcpFolder
 from lwopt_backend.checkpoint.dcp.owners import take_matrices, with_owner_states
 from lwopt_backend.checkpoint.files.plain_data import plain
 from lwopt_backend.checkpoint.lazy import LazyTensor
 
 GROUPS, STATE = "param_groups.", "state."
+MOST_OPTIMIZERS = 64  # every key is compared with all their names
 
 
 def recognises(path: Path) -> bool:
@@ -35,6 +36,10 @@ def recognises(path: Path) -> bool:
 
 def read(path: Path) -> Checkpoint:
     """What is in it. Raises CheckpointError for what is damaged, and for tensors that are neither weight nor state."""
+    return read_as_expected(lambda: _read(path), path, "DCP")
+
+
+def _read(path: Path) -> Checkpoint:
     folder = DcpFolder(path)
     keys = _Keys(folder)
     weights = {name: folder.tensor(key) for name, key in keys.weights.items()}
@@ -119,6 +124,8 @@ class _Keys:
     def __post_init__(self) -> None:
         every = [*self.folder.tensors, *self.folder.objects]
         optimizers = {key[: _found(key, GROUPS)] for key in every if _found(key, GROUPS) >= 0}
+        if len(optimizers) > MOST_OPTIMIZERS:
+            raise CheckpointError(f"{self.folder.path} has the param groups of {len(optimizers)} optimizers")
         model: dict[tuple[Any, ...], dict[str, str]] = {}
         for key in every:
             optimizer = max((prefix for prefix in optimizers if key.startswith(prefix)), key=len, default=None)

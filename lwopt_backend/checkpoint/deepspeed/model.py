@@ -10,6 +10,7 @@ from typing import Any
 
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, Param
 from lwopt_backend.checkpoint.files import torch_files
+from lwopt_backend.checkpoint.files.made import shape_of
 from lwopt_backend.checkpoint.files.pickles import Stub
 from lwopt_backend.checkpoint.lazy import LazyTensor, end_to_end
 
@@ -61,7 +62,7 @@ def read_model_states(files: list[Path]) -> ModelStates:
     tensors = {name: value for name, value in module.items() if isinstance(value, LazyTensor)}
     buffers = {name: tensors[name] for name in saved.get("buffer_names") or () if name in tensors}
     listed = saved.get("param_shapes")
-    shapes = None if listed is None else [{name: tuple(shape) for name, shape in g.items()} for g in listed]
+    shapes = None if listed is None else [{name: shape_of(shape) for name, shape in g.items()} for g in listed]
     tied = dict(saved.get("shared_params") or (_aliases(tensors) if shapes is None else {}))
     trained = {name for group in shapes or () for name in group}
     frozen = _frozen(files[0], of_ranks, tensors)
@@ -90,12 +91,13 @@ def load_mapping(file: Path) -> Mapping[str, Any]:
 
 def _frozen(file: Path, of_ranks: list[Mapping[str, Any]], module: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Frozen parameters: whole in the module (stages 1, 2), or cut into equal flat parts over the ranks (stage 3)."""
-    shapes = of_ranks[0].get("frozen_param_shapes") or {}
-    found = {name: module[name] for name, s in shapes.items() if name in module and module[name].shape == tuple(s)}
+    saved = of_ranks[0].get("frozen_param_shapes") or {}
+    shapes = {name: shape_of(shape) for name, shape in saved.items()}
+    found = {name: module[name] for name, shape in shapes.items() if name in module and module[name].shape == shape}
     missing = [name for name in shapes if name not in found]
     for name in missing:
         parts = [(of_rank.get("frozen_param_fragments") or {}).get(name) for of_rank in of_ranks]
-        found[name] = from_flat_parts(parts, tuple(shapes[name]), f"frozen parameter {name!r}", file)
+        found[name] = from_flat_parts(parts, shapes[name], f"frozen parameter {name!r}", file)
     return found
 
 

@@ -172,7 +172,7 @@ def _param(tag: Path, name: str, shape: tuple[int, ...] | None, states: ModelSta
                 "different checkpoints"
             )
     owners = tag / OWNERS / f"{name}.pt"
-    owner = OwnerStates(torch_files.load(owners)) if owners.is_file() else {}
+    owner = OwnerStates(load_mapping(owners)) if owners.is_file() else {}
     ordered = {key: found[key] for key in sorted(found, key=lambda key: key != MASTER)}
     return Param(states.weight(name, whole) if states else None, ordered, step, owner_states=owner)
 

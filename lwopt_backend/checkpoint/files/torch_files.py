@@ -10,7 +10,6 @@ import contextlib
 import math
 import stat
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from lwopt_backend.checkpoint.files.made import Maker, Named, StorageKind, shape
 from lwopt_backend.checkpoint.files.zip_records import Archive, Record, Stored
 from lwopt_backend.checkpoint.lazy import LazyTensor
 
-MOST_USES = 64  # of a file's bytes by its tensors, which may share some: tied weights, views of a buffer
+MOST_USES = 64  # of a file's bytes by its tensors, which may share some: tied weights, zeros that were expanded
 _unchecked: ContextVar[set[Path] | None] = ContextVar("unchecked", default=None)
 
 
@@ -193,7 +192,7 @@ class _Loader:
         itemsize, length = storage.dtype.itemsize, storage.record.stored.length
         end = first + 1 + sum((size - 1) * step for size, step in zip(shape, stride))
         nbytes = math.prod(shape) * itemsize
-        if nbytes and max(end * itemsize, nbytes) > length:
+        if nbytes and end * itemsize > length:
             raise ValueError(f"a tensor of shape {shape} is said to have more elements than are stored")
         self._left -= nbytes
         if self._left < 0:

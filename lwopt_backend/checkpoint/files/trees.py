@@ -12,7 +12,7 @@ import torch
 from lwopt_backend.checkpoint.files.made import Stub
 
 DEEPEST = 100  # levels; checkpoints have about 15, and Python's own limit is met at a few hundred
-SHARED = 2  # times a file's bytes: how many elements there may be if all that is shared were written out
+SHARED = 1  # times a file's bytes: how many elements there may be if all that is shared were written out
 CHARACTERS = 64  # of a text that count as one element
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, Stub)
 _TEXTS = (str, bytes, bytearray)

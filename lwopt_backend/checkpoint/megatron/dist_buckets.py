@@ -138,6 +138,10 @@ class _Optimizer:
     def _layers_of_stages(self) -> list[tuple[int, int]]:
         """Each stage's first layer, and the next one's: as many as fill its buckets exactly, however they were cut."""
         total = 1 + max((layer_of(name) or 0 for name in self._order), default=0)
+        if total > 1 + len(self._order):
+            raise CheckpointError(
+                f"{self._folder.path}: expected layers numbered without a gap, found number {total - 1}"
+            )
         found: list[tuple[int, int]] = []
         for stage in range(self._stages):
             first = found[-1][1] if found else 0

@@ -10,6 +10,7 @@ decoder.layers.3.mlp.experts.experts.1.linear_fc1.weight_w, ..._v every tensor b
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from lwopt_backend.checkpoint.contents import CheckpointError
 from lwopt_backend.checkpoint.dcp.files import DcpFolder
+from lwopt_backend.checkpoint.files.made import shape_of
 from lwopt_backend.checkpoint.lazy import LazyTensor, end_to_end
 from lwopt_backend.checkpoint.megatron.names import local_spec
 from lwopt_backend.checkpoint.megatron.order import module_order
@@ -27,6 +29,7 @@ from lwopt_backend.checkpoint.megatron.order import module_order
 _STACKED_LAYERS = re.compile(r"^(.*?\blayers)\.(?!\d+\.)")
 _EXPERTS = re.compile(r"\.mlp\.experts\.experts\.(\d+\.)?")
 _HALF = re.compile(r"(.+\.(?:weight|bias)\d*)_([wv])")
+MOST_PARTS = 2**18  # layers times experts of one tensor; more is damage
 _ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
 
 
@@ -70,7 +73,7 @@ def stack(folder: DcpFolder, key: str) -> Stack:
     original = folder.extra.get(key, {}).get(_ORIGINAL_SHAPE)
     if original is None:
         return Stack(folder, key, saved)
-    shape, fragments = tuple(map(int, original)), saved[:-1]
+    shape, fragments = shape_of(tuple(original)), saved[:-1]
     pieces = [size // count for size, count in zip(shape, fragments) if count and size % count == 0]
     if len(fragments) != len(shape) or len(pieces) != len(shape) or torch.Size(pieces).numel() != saved[-1]:
         raise CheckpointError(f"{key} in {folder.path}: expected pieces of shape {shape}, found {saved}; copy it again")
@@ -137,6 +140,8 @@ def _unstacked(name: str, shape: Sequence[int], where: str) -> Iterator[tuple[st
     stacked[1] = experts is not None and experts[1] is None
     if len(shape) <= sum(stacked):
         raise CheckpointError(f"{where}: expected a stack of layers or experts, found shape {tuple(shape)}")
+    if math.prod(shape[: sum(stacked)]) > MOST_PARTS:
+        raise CheckpointError(f"{where}: no model has so many layers or experts as its shape {tuple(shape)} says")
     for place in itertools.product(*(range(size) for size in shape[: sum(stacked)])):
         numbers = list(place)
         one = name

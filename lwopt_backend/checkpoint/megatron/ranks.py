@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,8 @@ def read_ranks(step: Path) -> Ranks:
         sizes = ", ".join(f"{name} {size}" for name, size in world(arguments).items())
         raise CheckpointError(
             f"{step}: expected {len(expected)} folders of ranks ({sizes}), found {len(folders)}, "
-            f"missing are those of {missing}, too many {sorted(set(folders) - set(expected))}; copy one checkpoint"
+            f"missing are those of {_some(missing)}, too many {_some(sorted(set(folders) - set(expected)))}; copy one "
+            "checkpoint"
         )
     saved = {expected[numbers]: found for numbers, found in loaded.items()}
     files = {expected[numbers]: folder / MODEL_FILE for numbers, folder in folders.items()}
@@ -69,6 +70,10 @@ def read_ranks(step: Path) -> Ranks:
     firsts = _first_layers(models, files, arguments)
     ranks = tuple(_rank(place, files[place], saved[place], models[place], firsts, arguments) for place in sorted(saved))
     return Ranks(arguments, world(arguments), ranks)
+
+
+def _some(numbers: Sequence[tuple[int, ...]]) -> str:
+    return f"{list(numbers[:8])}" + f" and {len(numbers) - 8} more" * (len(numbers) > 8)
 
 
 def _load(folder: Path) -> Mapping[str, Any]:

@@ -8,19 +8,20 @@ are their own. See ``lwopt_backend.owned.state_files``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lwopt_backend.checkpoint import inferred
-from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, Param
+from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, Param, read_as_expected
 from lwopt_backend.checkpoint.deepspeed.model import groups_of, number, whole
 from lwopt_backend.checkpoint.deepspeed.owners import OwnerStates
 from lwopt_backend.checkpoint.files import torch_files
+from lwopt_backend.checkpoint.files.made import shape_of
 from lwopt_backend.checkpoint.files.plain_data import plain
 from lwopt_backend.checkpoint.lazy import LazyTensor
+from lwopt_backend.checkpoint.safetensors.reader import ONE_FILE
+from lwopt_backend.checkpoint.safetensors.reader import load as load_safetensors
 from lwopt_backend.owned.state import MASTER as OWN_MASTER
 from lwopt_backend.owned.state_files import check_files
 from lwopt_backend.owned.state_index import FORMAT, INDEX, VERSION, SavedParam, read_index
@@ -37,6 +38,10 @@ def recognises(path: Path) -> bool:
 
 def read(path: Path) -> Checkpoint:
     """The state in a folder, and the model's weights where they are beside it. Raises CheckpointError."""
+    return read_as_expected(lambda: _read(path), path, "owned storage")
+
+
+def _read(path: Path) -> Checkpoint:
     try:
         index = read_index(path)
         check_files(path, index, index.files)
@@ -45,7 +50,7 @@ def read(path: Path) -> Checkpoint:
     contents = {name: _content(path / name) for name in index.files}
     options = contents[index.options]["options"]
     keys = list(options)
-    weights = _weights(path)
+    weights = _weights(path, index.params)
     params, matrices = {}, {}
     for name, saved in index.params.items():
         params[name] = _param(path, name, saved, contents, keys.index(saved.group), weights.get(name))
@@ -106,7 +111,7 @@ def _param(
     weight: LazyTensor | None,
 ) -> Param:
     """Its pieces end to end, in the order of the index, which says that they are all there."""
-    if weight is not None and weight.shape != saved.shape:
+    if weight is not None and weight.shape != shape_of(saved.shape):
         raise CheckpointError(f"{weight.where}: expected {name!r} of shape {saved.shape}, found {weight.shape}")
     found: dict[str, list[LazyTensor]] = {}
     step, owner = None, {}
@@ -132,7 +137,12 @@ def _param(
         if pieces[0].shape and len(pieces) != count:
             raise CheckpointError(f"{folder}: {count} pieces of {name!r}, but {len(pieces)} of its {key}")
         states[MASTER if key == OWN_MASTER else key] = whole(pieces, saved.shape) if pieces[0].shape else pieces[0]
-    if MASTER not in states and weight is not None and saved.dtype == "float32":
+    if MASTER not in states and saved.dtype == "float32":
+        if weight is None:
+            raise CheckpointError(
+                f"{folder}: the weight {name!r} is missing: an fp32 parameter has no other master weight, and no "
+                f"{MODEL} in the folder or beside it has it; save it: torch.save(model.state_dict(), {MODEL!r})"
+            )
         states[MASTER] = weight
     if MASTER not in states and saved.dtype != "float32":
         raise CheckpointError(
@@ -142,33 +152,23 @@ def _param(
     return Param(weight, ordered, step, group, OwnerStates(dict(sorted(owner.items()))))
 
 
-def _weights(folder: Path) -> dict[str, LazyTensor]:
-    """The model's state, of the first file that may have it; nothing if there is none."""
+def _weights(folder: Path, expected: Collection[str]) -> dict[str, LazyTensor]:
+    """The model's state, of the first file that is there; nothing if there is none.
+
+    Raises CheckpointError for a file with none of the ``expected`` parameters.
+    """
     for place in (folder, folder.parent):
-        for name in WEIGHTS:
-            if (place / name).is_file():
-                saved = torch_files.load(place / name)
-                if isinstance(saved, Mapping):
-                    return {key: value for key, value in saved.items() if isinstance(value, LazyTensor)}
-        if (place / "model.safetensors").is_file():
-            return _safetensors(place / "model.safetensors")
+        for name in (*WEIGHTS, ONE_FILE):
+            file = place / name
+            if file.is_file():
+                saved = load_safetensors(file) if name == ONE_FILE else torch_files.load(file)
+                found = saved if isinstance(saved, Mapping) else {}
+                tensors = {key: value for key, value in found.items() if isinstance(value, LazyTensor)}
+                if not tensors.keys() & set(expected):
+                    raise CheckpointError(
+                        f"{file}: expected the model's state dict, with {next(iter(expected), 'its weights')!r}, found "
+                        f"{f'the keys {list(found)[:4]}' if found else type(saved).__name__}; save it so: "
+                        f"torch.save(model.state_dict(), {name!r})"
+                    )
+                return tensors
     return {}
-
-
-def _safetensors(file: Path) -> dict[str, LazyTensor]:
-    """The tensors of a file of safetensors, each read when it is needed. Raises CheckpointError."""
-    from safetensors import SafetensorError, safe_open
-
-    def lazy(name: str, like: torch.Tensor) -> LazyTensor:
-        def read() -> torch.Tensor:
-            with safe_open(file, "pt") as opened:
-                tensor: torch.Tensor = opened.get_tensor(name).contiguous()
-                return tensor
-
-        return LazyTensor(tuple(like.shape), like.dtype, read, f"{name} in {file}")
-
-    try:
-        with safe_open(file, "pt") as opened:
-            return {name: lazy(name, opened.get_tensor(name)) for name in opened.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise CheckpointError(f"{file} is damaged: {error}; copy it again") from error

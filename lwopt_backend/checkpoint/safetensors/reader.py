@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, Param
+from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, Param, read_as_expected
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.folders import check_name
+from lwopt_backend.checkpoint.files.made import shape_of
 from lwopt_backend.checkpoint.lazy import LazyTensor
 from lwopt_backend.checkpoint.safetensors.writer import DTYPES, INDEX
 
@@ -35,6 +37,10 @@ def recognises(path: Path) -> bool:
 
 def read(path: Path) -> Checkpoint:
     """The weights in a folder, without state. Raises CheckpointError for what is damaged, missing or not listed."""
+    return read_as_expected(lambda: _read(path), path, "safetensors")
+
+
+def _read(path: Path) -> Checkpoint:
     tensors = _indexed(path) if (path / INDEX).is_file() else load(path / ONE_FILE)
     config = _json(path / CONFIG) if (path / CONFIG).is_file() else {}
     return Checkpoint(
@@ -77,9 +83,9 @@ def _tensor(path: Path, name: str, entry: Mapping[str, Any], start: int) -> Lazy
     """One of a header's entries; ``start`` is where tensors begin. Raises ValueError, TypeError, KeyError."""
     if entry["dtype"] not in _DTYPES:
         raise ValueError(f"{name!r} has the unknown dtype {entry['dtype']!r}")
-    dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+    dtype, shape = _DTYPES[entry["dtype"]], shape_of(entry["shape"])
     begin, end = entry["data_offsets"]
-    if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
+    if any(type(number) is not int or number < 0 for number in (begin, end)):
         raise ValueError(f"shape and place of {name!r} are {entry['shape']} and {entry['data_offsets']}")
     if end - begin != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{name!r} has {end - begin} bytes, but {entry['dtype']} of shape {list(shape)}")
@@ -139,6 +145,6 @@ def _object(text: bytes) -> dict[str, Any]:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{name!r} is there twice")
     return found
