@@ -105,14 +105,14 @@ def _check_kind(where: str, what: str, value: object, kinds: tuple[type, ...]) -
         raise CheckpointError(f"{where}: {what} is a {type(value).__name__}, no {kinds[0].__name__}; copy it again")
 
 
-def read_as_expected(read: Callable[[], T], where: Path, writer: str) -> T:
+def read_as_expected(read: Callable[[], T], where: Path, writer: str, said: type[ValueError] = CheckpointError) -> T:
     """What ``read`` returns. Raises CheckpointError for whatever happens in files that ``writer`` did not form.
 
-    It is the last resort: what is wrong with a file is better said where it is noticed.
+    It is the last resort: what is wrong with a file is better said where it is noticed, with an error that is ``said``.
     """
     try:
         return read()
-    except (CheckpointError, MemoryError, ImportError):
+    except (said, MemoryError, ImportError):
         raise
     except OSError as error:
         raise CheckpointError(f"{where} cannot be read: {error}") from error

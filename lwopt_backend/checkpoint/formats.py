@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError
 from lwopt_backend.checkpoint.dcp import reader as dcp
 from lwopt_backend.checkpoint.deepspeed import universal_reader as deepspeed_universal
 from lwopt_backend.checkpoint.deepspeed import zero_reader as deepspeed_zero
+from lwopt_backend.checkpoint.files.links import check_links
 from lwopt_backend.checkpoint.megatron import dist_reader as megatron_dist
 from lwopt_backend.checkpoint.megatron import folders as megatron_folders
 from lwopt_backend.checkpoint.megatron import fsdp_reader as megatron_fsdp
@@ -61,7 +61,7 @@ def find(path: Path, format: str = AUTO) -> Reader:
         known = "; ".join(f"{reader.name} ({reader.meaning})" for reader in READERS.values())
         raise CheckpointError(f"{path} is no checkpoint that is known{_hint(path)}; known are {known}")
     if found.name != "safetensors":
-        _check_links(path)
+        check_links(path)
     return found
 
 
@@ -78,13 +78,3 @@ def _hint(path: Path) -> str:
     if any(path.glob("*.distcp")):
         return ": it has .distcp files, but no .metadata that says what is in them; copy all files"
     return ""
-
-
-def _check_links(folder: Path) -> None:
-    root = folder.resolve()
-    for path in folder.rglob("*"):
-        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
-            raise CheckpointError(
-                f"{path} is a link that leads out of the folder, to {os.readlink(path)}; put what it leads to in its "
-                "place, if you know who made it"
-            )

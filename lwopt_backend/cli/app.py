@@ -30,7 +30,8 @@ def main() -> None:
     """Run a command; what a user can mend is one line and exit code 2, not a traceback."""
     try:
         app()
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, MemoryError) as error:
         sys.stdout.flush()
-        typer.secho(f"error: {error}", fg="red", err=True)
+        said = "not enough memory" if isinstance(error, MemoryError) else error
+        typer.secho(f"error: {said}", fg="red", err=True)
         raise SystemExit(2) from None

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from lwopt_backend.checkpoint.dcp.files import METADATA
+from lwopt_backend.checkpoint.contents import read_as_expected
+from lwopt_backend.checkpoint.files.links import check_links
 from lwopt_backend.checkpoint.lazy import LazyTensor
 from lwopt_backend.model_shapes.by_name import route_by_name
-from lwopt_backend.model_shapes.dcp_folder import read_dcp_folder
+from lwopt_backend.model_shapes.dcp_folder import is_dcp_folder, read_dcp_folder
 from lwopt_backend.model_shapes.deepspeed_folder import is_deepspeed_folder, read_deepspeed_folder, read_model_states
 from lwopt_backend.model_shapes.json_files import read_json
-from lwopt_backend.model_shapes.megatron_folder import read_megatron_folder
+from lwopt_backend.model_shapes.megatron_folder import is_megatron_folder, read_megatron_folder
 from lwopt_backend.model_shapes.safetensors_files import read_safetensors
 from lwopt_backend.model_shapes.torch_files import load_without_elements, state_dict_in, stored_tensors
 from lwopt_backend.model_shapes.types import NOT_IN_MODEL_ORDER, Contents, ModelShapes, Stored, in_natural_order
@@ -25,6 +26,12 @@ HUGGING_FACE = (
     "model.safetensors",
     "pytorch_model.bin.index.json",
     "pytorch_model.bin",
+)
+# Folders that training writes; the first that recognises one reads it.
+TRAINED: tuple[tuple[Callable[[Path], bool], Callable[[Path], Contents]], ...] = (
+    (is_megatron_folder, read_megatron_folder),
+    (is_dcp_folder, read_dcp_folder),
+    (is_deepspeed_folder, read_deepspeed_folder),
 )
 READABLE = (
     "a *.safetensors or torch.save file, a *.index.json of several, a Hugging Face folder, a folder by "
@@ -42,7 +49,7 @@ def read_checkpoint(
     ``routing.route``. Raises ValueError that names the path, what was expected and found.
     """
     path = Path(path)
-    contents = _read(path)
+    contents = read_as_expected(lambda: _read(path), path, "a program that is known", ValueError)
     parameters = [t for t in contents.tensors if t.floating]
     if not parameters:
         raise ValueError(f"{path}: expected a model's weights, found no floating-point tensor; give another checkpoint")
@@ -75,13 +82,10 @@ def _read(path: Path) -> Contents:
 
 
 def _read_folder(folder: Path) -> Contents:
-    by_megatron = read_megatron_folder(folder)
-    if by_megatron is not None:
-        return by_megatron
-    if (folder / METADATA).is_file():
-        return read_dcp_folder(folder)
-    if is_deepspeed_folder(folder):
-        return read_deepspeed_folder(folder)
+    for recognises, read in TRAINED:
+        if recognises(folder):
+            check_links(folder)  # in Hugging Face's cache, below, all files are links out of the folder
+            return read(folder)
     for name in HUGGING_FACE:
         if (folder / name).is_file():
             return _read(folder / name)

@@ -11,6 +11,11 @@ from lwopt_backend.model_shapes.torch_files import state_dict_in
 from lwopt_backend.model_shapes.types import Contents, Stored
 
 
+def is_dcp_folder(folder: Path) -> bool:
+    """Whether DCP wrote it; Megatron's formats, which it also writes, are to be asked first."""
+    return (folder / METADATA).is_file()
+
+
 def read_dcp_folder(folder: Path) -> Contents:
     """The model's tensors, whole, in the order of the state dict that was saved. Raises ValueError."""
     found = DcpFolder(folder, metadata_only=True)

@@ -13,13 +13,16 @@ from lwopt_backend.model_shapes.types import Contents
 _READERS = {megatron_torch: "torch", megatron_dist: "torch_dist", megatron_fsdp: "fsdp_dtensor"}
 
 
-def read_megatron_folder(folder: Path) -> Contents | None:
-    """The parameters in the model's order, or None if Megatron did not write the folder. Raises ValueError."""
-    for reader, name in _READERS.items():
-        if reader.recognises(folder):
-            params = reader.read_weights(folder)
-            return Contents(
-                f"Megatron's {name} checkpoint {folder.name}",
-                tuple(stored(name, param.best) for name, param in params.items()),
-            )
-    return None
+def is_megatron_folder(folder: Path) -> bool:
+    """Whether Megatron wrote it."""
+    return any(reader.recognises(folder) for reader in _READERS)
+
+
+def read_megatron_folder(folder: Path) -> Contents:
+    """The parameters in the model's order. Raises ValueError."""
+    reader = next(reader for reader in _READERS if reader.recognises(folder))
+    params = reader.read_weights(folder)
+    return Contents(
+        f"Megatron's {_READERS[reader]} checkpoint {folder.name}",
+        tuple(stored(name, param.best) for name, param in params.items()),
+    )

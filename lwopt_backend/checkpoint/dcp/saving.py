@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
@@ -26,6 +27,7 @@ from torch.futures import Future
 
 from lwopt_backend.checkpoint.contents import CheckpointError
 from lwopt_backend.checkpoint.files.parallel import in_order
+from lwopt_backend.checkpoint.files.torch_saving import save_as_it_lies
 from lwopt_backend.checkpoint.lazy import LazyTensor
 
 Place = tuple[int, ...]
@@ -79,7 +81,13 @@ def save(
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # as is meant
-        dcp_save({}, storage_writer=_Writer(folder, workers), planner=_Planner(tensors, objects, paths), no_dist=True)
+        try:
+            dcp_save(
+                {}, storage_writer=_Writer(folder, workers), planner=_Planner(tensors, objects, paths), no_dist=True
+            )
+        except CheckpointException as error:  # DCP's own, which has the tracebacks of all ranks for its text
+            failed, _ = next(iter(error.failures.values()))
+            raise failed from error
 
 
 class _Writer(FileSystemWriter):
@@ -99,7 +107,7 @@ class _Writer(FileSystemWriter):
                 if isinstance(data, io.BytesIO):
                     file.write(data.getbuffer())
                 else:
-                    torch.save(data, file)
+                    save_as_it_lies(data, file)
                 del data
                 length = file.tell() - start
                 results.append(WriteResult(item.index, length, _StorageInfo(path.name, start, length)))

@@ -19,7 +19,7 @@ from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, Param
 from lwopt_backend.checkpoint.deepspeed.universal_reader import OURS, OWNERS, STEP
 from lwopt_backend.checkpoint.files.folders import check_name
 from lwopt_backend.checkpoint.files.parallel import all_done
-from lwopt_backend.checkpoint.files.torch_saving import save
+from lwopt_backend.checkpoint.files.torch_saving import save, save_as_it_lies
 from lwopt_backend.checkpoint.lazy import LazyTensor
 
 LOADER_VERSION = "0.19.8"  # whose loader this is made for; it asks for a version of 0.3.17 or later
@@ -68,7 +68,8 @@ def _write_param(name: str, param: Param, folder: Path) -> None:
     if param.owner_states:
         owners = folder / OWNERS
         owners.mkdir(exist_ok=True)
-        torch.save({place: dict(state) for place, state in param.owner_states.items()}, owners / f"{name}.pt")
+        with (owners / f"{name}.pt").open("wb") as file:
+            save_as_it_lies({place: dict(state) for place, state in param.owner_states.items()}, file)
 
 
 def _files(param: Param) -> list[str]:

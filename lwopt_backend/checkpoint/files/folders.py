@@ -61,9 +61,11 @@ def write_folder(
         if not force:
             refuse_existing(target)  # somebody else may have been faster
         _put_in_place(new, target)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(new, ignore_errors=True)
         _remove_empty(missing)
+        if isinstance(error, OSError):  # a full disk's names no file
+            raise CheckpointError(f"{target} is as it was, nothing is written: {error}") from error
         raise
     shutil.rmtree(new, ignore_errors=True)  # after an exchange it is the old one
     for name, text in (pointers or {}).items():
@@ -86,6 +88,8 @@ def write_pointer(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         os.replace(new, path)
         _flush(path.parent)
+    except OSError as error:
+        raise CheckpointError(f"{path} is not written: {error}; it has to name {text!r}") from error
     finally:
         new.unlink(missing_ok=True)
 

@@ -11,7 +11,7 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -78,6 +78,17 @@ def save(content: Any, path: Path, workers: int = 1) -> None:
             blocks = map(_bytes, in_order(storage.tensor.block_reads(), workers))
             _write(archive, f"archive/data/{storage.key}", storage.tensor.nbytes, blocks)
             start_flush(file)
+
+
+def save_as_it_lies(content: Any, file: BinaryIO) -> None:
+    """``torch.save``, which keeps tensors' strides. Raises OSError where the disk is full, as all writing does."""
+    try:
+        torch.save(content, file)
+    except RuntimeError as error:  # what torch's writer finds when it ends
+        first = error.__context__
+        if isinstance(first, OSError):
+            raise first from error
+        raise
 
 
 def _write(archive: zipfile.ZipFile, name: str, nbytes: int, blocks: Iterable[bytes | memoryview]) -> None:

@@ -89,7 +89,12 @@ def _read(step: Path) -> Checkpoint:
 
 def read_weights(path: Path) -> Mapping[str, Param]:
     """The parameters without the optimizer's state, from the folder's metadata alone. Raises CheckpointError."""
-    folder = DcpFolder(step_folder(path), metadata_only=True)
+    step = step_folder(path)
+    return read_as_expected(lambda: _read_weights(step), step, "Megatron")
+
+
+def _read_weights(step: Path) -> Mapping[str, Param]:
+    folder = DcpFolder(step, metadata_only=True)
     weights, _ = _weights(folder, _keys(folder)[0])
     return {name: Param(weight) for name, weight in weights.items()}
 

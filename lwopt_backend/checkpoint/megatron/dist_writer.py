@@ -19,6 +19,7 @@ import torch
 
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, Param
 from lwopt_backend.checkpoint.dcp import saving as dcp_saving
+from lwopt_backend.checkpoint.files.torch_saving import save_as_it_lies
 from lwopt_backend.checkpoint.inferred import weight_of
 from lwopt_backend.checkpoint.lazy import LazyTensor
 from lwopt_backend.checkpoint.megatron.dist_writer_common import (
@@ -66,7 +67,8 @@ def write(checkpoint: Checkpoint, folder: Path, version: str = OLD, workers: int
     rest = common(checkpoint, arguments, version)
     if version == OLD:
         metadata.update(common_backend="torch", common_backend_version=1)
-        torch.save(rest, folder / "common.pt")
+        with (folder / "common.pt").open("wb") as file:
+            save_as_it_lies(rest, file)
     else:
         objects["common_state/shard_0_1"] = [rest]
     (folder / "metadata.json").write_text(json.dumps(metadata))

@@ -66,7 +66,12 @@ def _read(step: Path) -> Checkpoint:
 
 def read_weights(path: Path) -> Mapping[str, Param]:
     """The parameters without the optimizer's state, for which no tensor is read. Raises CheckpointError."""
-    ranks = read_ranks(step_folder(path))
+    step = step_folder(path)
+    return read_as_expected(lambda: _read_weights(step), step, "Megatron")
+
+
+def _read_weights(step: Path) -> Mapping[str, Param]:
+    ranks = read_ranks(step)
     return merged(ranks, {rank.coordinates: {} for rank in ranks.ranks})[0]
 
 

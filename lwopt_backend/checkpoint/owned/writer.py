@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, Param
-from lwopt_backend.checkpoint.files.torch_saving import save
+from lwopt_backend.checkpoint.files.torch_saving import save, save_as_it_lies
 from lwopt_backend.checkpoint.inferred import weight_of
 from lwopt_backend.checkpoint.lazy import LazyTensor, held
 from lwopt_backend.checkpoint.owned.reader import MODEL, STEP, TRAINING
@@ -52,7 +52,8 @@ def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:
         if param.owner_states:
             files.append(folder / file_name(saved_as, len(files)))
             piece = _read(piece, checkpoint, name, param)
-            torch.save({"name": files[-1].name, "pieces": {name: piece}, "options": {}}, files[-1])
+            with files[-1].open("wb") as file:
+                save_as_it_lies({"name": files[-1].name, "pieces": {name: piece}, "options": {}}, file)
         else:
             together[name] = piece
         place = (0, weights[name].numel, files[-1].name if param.owner_states else first.name)
