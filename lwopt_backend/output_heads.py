@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from lwopt_backend.peft_layers import Place, is_peft, places
+
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 # A module called this is an output head wherever it stands ...
 HEAD_NAMES = frozenset({"lm_head", "embed_out", "unembed", "output_projection", "logits", "to_logits"})
@@ -32,8 +34,9 @@ def output_heads(model: nn.Module, rows: frozenset[int] | None = None) -> dict[i
     """The ids of the output heads' weights, with the reason for each.
 
     A head that consists of several layers (a classifier with a hidden one) is its last linear; a list of heads is the
-    last linear of each. A head tied to an embedding need not be among them: it is the embedding. ``rows`` are those of
-    the embeddings that heads are compared with, where ``model`` is a part of one: see ``rows_for_heads``.
+    last linear of each. A head tied to an embedding need not be among them: it is the embedding. What PEFT put in a
+    head's place is one as well: copies of it, and what changes it. ``rows`` are those of the embeddings that heads are
+    compared with, where ``model`` is a part of one: see ``rows_for_heads``.
     """
     if rows is None:
         (rows,) = rows_for_heads([widths(model)])
@@ -44,9 +47,10 @@ def output_heads(model: nn.Module, rows: frozenset[int] | None = None) -> dict[i
 def widths(model: nn.Module) -> Widths:
     """What ``rows_for_heads`` needs to know of a model or of a part of one."""
     blocks = _repeated_blocks(model)
-    named = [(name, m) for name, m in model.named_modules() if isinstance(m, EMBEDDINGS)]
+    own = _own_modules(model)
+    named = [(place.name, place.module) for place in own if isinstance(place.module, EMBEDDINGS)]
     tables = {id(table.weight) for _, table in named}
-    linears = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    linears = [(place.name, place.module) for place in own if isinstance(place.module, nn.Linear)]
     return Widths(
         frozenset(table.num_embeddings for name, table in named if not NOT_A_VOCABULARY.search(name)),
         frozenset(m.out_features for name, m in linears if not _inside(name, blocks)),
@@ -69,10 +73,10 @@ def rows_for_heads(parts: Sequence[Widths]) -> list[frozenset[int]]:
 
 def _by_name(model: nn.Module, blocks: frozenset[str]) -> dict[int, str]:
     heads = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        leaf = name.rpartition(".")[2]
-        if leaf in HEAD_NAMES or (leaf in HEAD_NAMES_OUTSIDE_BLOCKS and not _inside(name, blocks)):
-            heads.update(dict.fromkeys(map(id, _last_weights(module)), f"output head, named {leaf!r}"))
+    for place in _own_modules(model, remove_duplicate=False):
+        leaf = place.name.rpartition(".")[2]
+        if leaf in HEAD_NAMES or (leaf in HEAD_NAMES_OUTSIDE_BLOCKS and not _inside(place.name, blocks)):
+            heads.update(dict.fromkeys(map(id, _last_weights(place.outer)), f"output head, named {leaf!r}"))
     return heads
 
 
@@ -85,10 +89,15 @@ def _last_weights(module: nn.Module) -> Iterator[nn.Parameter]:
         for member in module.children():
             yield from _last_weights(member)
         return
-    linears = [inner for inner in module.modules() if isinstance(inner, nn.Linear)]
-    last = linears[-1] if linears else module
-    if last is module or last.in_features != last.out_features:
-        yield from last.parameters(recurse=False)
+    linears = [(place, place.module) for place in _own_modules(module) if isinstance(place.module, nn.Linear)]
+    if not linears:
+        yield from module.parameters(recurse=is_peft(module))
+        return
+    place, last = linears[-1]
+    if not place.name or last.in_features != last.out_features:
+        for each, _ in linears:
+            if each.name == place.name:
+                yield from _parameters(each)
 
 
 def _as_wide_as_a_vocabulary(model: nn.Module, blocks: frozenset[str], rows: frozenset[int]) -> dict[int, str]:
@@ -96,30 +105,45 @@ def _as_wide_as_a_vocabulary(model: nn.Module, blocks: frozenset[str], rows: fro
 
     Not looked for inside a repeated block, where a hidden layer may happen to be as wide.
     """
-    linears = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
-    wide = [(name, m) for name, m in linears if m.out_features in rows and not _inside(name, blocks)]
+    own = _own_modules(model)
+    linears = [(place, place.module) for place in own if isinstance(place.module, nn.Linear)]
+    wide = [place for place, linear in linears if linear.out_features in rows and not _inside(place.name, blocks)]
     if not wide:
         return {}
-    last, head = wide[-1]
+    last = wide[-1].name
     container = last.rpartition(".")[0]
-    in_a_list = isinstance(model.get_submodule(container), (nn.ModuleList, nn.ModuleDict))
-    heads = [m for name, m in wide if in_a_list and name.rpartition(".")[0] == container] or [head]
-    return {id(linear.weight): "output head, as wide as an embedding has rows" for linear in heads}
+    lists = {place.name for place in own if isinstance(place.module, (nn.ModuleList, nn.ModuleDict))}
+    in_a_list = container in lists
+    heads = [p for p in wide if p.name == last or (in_a_list and p.name.rpartition(".")[0] == container)]
+    params = (param for place in heads for param in _parameters(place))
+    return dict.fromkeys(map(id, params), "output head, as wide as an embedding has rows")
+
+
+def _parameters(place: Place) -> Iterator[nn.Parameter]:
+    """Of a module and of what PEFT put around it."""
+    return place.outer.parameters(recurse=place.outer is not place.module)
+
+
+def _own_modules(model: nn.Module, remove_duplicate: bool = True) -> list[Place]:
+    """The model's own modules, without what PEFT added."""
+    return [place for place in places(model, remove_duplicate).values() if place.is_own]
 
 
 def _repeated_blocks(model: nn.Module) -> frozenset[str]:
     """Names of modules that stand in a list of layers, or beside another of their kind (experts)."""
-    blocks = set()
-    for name, container in model.named_modules():
+    blocks, own = set(), _own_modules(model)
+    kinds_of = {id(place.outer): type(place.module) for place in own}
+    for place in own:
+        name, container = place.name, place.module
         children = list(container.named_children())
         numbered = any(key.isdigit() for key, _ in children)  # a pipeline stage numbers its layers, too
         if not numbered and not isinstance(container, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
             continue
         if name.rpartition(".")[2] in HEAD_NAMES | HEAD_NAMES_OUTSIDE_BLOCKS:
             continue
-        kinds = [type(child) for _, child in children]
-        for key, child in children:
-            if isinstance(container, nn.ModuleList) or kinds.count(type(child)) > 1:
+        kinds = [kinds_of.get(id(child), type(child)) for _, child in children]
+        for (key, _), kind in zip(children, kinds):
+            if isinstance(container, nn.ModuleList) or kinds.count(kind) > 1:
                 blocks.add(f"{name}.{key}" if name else key)
     return frozenset(blocks)
 

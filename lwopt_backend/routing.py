@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from lwopt_backend.atom_settings import AtomSettings
 from lwopt_backend.output_heads import EMBEDDINGS, output_heads
+from lwopt_backend.parameter_uses import Use, plain_name, uses_of
+from lwopt_backend.peft_layers import LORA, Adapter, lora_of
 from lwopt_backend.spelling import nearest
 
 Kind = Literal["matrix", "elementwise", "frozen"]
@@ -27,15 +29,6 @@ BY_WORD = {
     **dict.fromkeys(("embedding", "embeddings", "embed", "emb"), "embedding by name"),
 }
 BY_NAME = {"A_log": "one decay per channel and state"}  # of state-space models; used element by element
-
-
-# What activation checkpointing, torch.compile and FSDP1 put between a module's name and its parameter's.
-WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
-
-
-def plain_name(name: str) -> str:
-    """A parameter's or module's name as it was before anything was wrapped around modules."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +49,6 @@ class Route:
     transposed: bool = False
     parts: tuple[tuple[str, tuple[int, int]], ...] = ()
     rule: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Use:
-    """One place where a parameter is used."""
-
-    name: str
-    module_name: str
-    module: nn.Module
-
-    @property
-    def key(self) -> str:
-        """The parameter's own name within its module, e.g. ``"weight"``."""
-        return self.name.rpartition(".")[2]
 
 
 def route(
@@ -100,7 +79,7 @@ def route_part(
 
     ``atoms`` may make a matrix of what has more than two dimensions, where no glob excludes it.
     """
-    uses = _uses(model)
+    uses = uses_of(model)
     routes = []
     kind: Kind
     for name, param in named_parameters(model):
@@ -112,8 +91,11 @@ def route_part(
             kind, reason = _by_structure(full_shape(param), same, heads.get(id(param)))
             kind, reason = by_glob(full_shape(param), names, include, exclude) or (kind, reason)
         stack, transposed = _is_stack(full_shape(param), same), any(_stored_transposed(use.module) for use in same)
-        if stacks and stack and (kind, reason) == ("elementwise", _dimensions(full_shape(param))):
-            kind, reason = "matrix", stacked(full_shape(param))
+        if stack and (kind, reason) == ("elementwise", _dimensions(full_shape(param))):
+            if vector(full_shape(param)) is not None:
+                reason = f"{stacked(full_shape(param))} of {vector(full_shape(param))}"
+            elif stacks:
+                kind, reason = "matrix", stacked(full_shape(param))
         set_so = atoms.makes_matrix(names, full_shape(param)) if atoms is not None else None
         if set_so is not None and kind == "elementwise" and _first_match(names, exclude) is None:
             kind, reason = "matrix", set_so
@@ -129,7 +111,10 @@ def check_all_globs(include: Sequence[str], exclude: Sequence[str], routes: Sequ
     check_globs("exclude", exclude, routes, routes)
 
 
-def _by_structure(shape: Sequence[int], uses: Sequence[_Use], head: str | None) -> tuple[Kind, str]:
+def _by_structure(shape: Sequence[int], uses: Sequence[Use], head: str | None) -> tuple[Kind, str]:
+    added = next((use.adapter for use in uses if use.adapter is not None), None)
+    if added is not None:
+        return _by_adapter(added, shape, head)
     if any(isinstance(use.module, EMBEDDINGS) for use in uses):
         tied = [use.module_name for use in uses if not isinstance(use.module, EMBEDDINGS)]
         return "elementwise", f"embedding, tied to {tied[0]}" if tied else "embedding"
@@ -148,7 +133,38 @@ def _by_structure(shape: Sequence[int], uses: Sequence[_Use], head: str | None) 
         return "elementwise", head
     if 0 in shape:
         return "elementwise", "no elements"
-    return "matrix", "2-D weight"
+    one = vector(shape)
+    return ("matrix", "2-D weight") if one is None else ("elementwise", one)
+
+
+def vector(shape: Sequence[int]) -> str | None:
+    """The reason for which a matrix, or those of a stack, are none: orthogonalized, a vector is just normalized."""
+    if 1 not in shape[-2:]:
+        return None
+    return "one row" if shape[-2] == 1 else "one column"
+
+
+def _by_adapter(adapter: Adapter, shape: Sequence[int], head: str | None) -> tuple[Kind, str]:
+    """LoRA's A and B go the way of the weight that they change, both of them or neither."""
+    if adapter.path[0] not in LORA:
+        return "elementwise", adapter.what
+    name = plain_name(adapter.layer.name)
+    said, lora = lora_factor(adapter.path[0], name), lora_of(adapter.layer.module, adapter.path[1])
+    if len(shape) != 2 or lora is None:
+        return "elementwise", f"{said}: {_dimensions(shape) if len(shape) != 2 else 'not a plain linear'}"
+    a, b = full_shape(lora.a), full_shape(lora.b)
+    kind, reason = _by_structure((b[0], a[1]), [Use(f"{name}.{lora.key}", name, lora.base)], head)
+    if kind == "elementwise":
+        return kind, f"{said}: {reason}"
+    rank = a[0] // lora.stacked
+    return (kind, said) if rank > 1 else ("elementwise", f"{said}: rank {rank}")
+
+
+def lora_factor(attribute: str, layer: str) -> str:
+    """E.g. ``"LoRA A of q_proj"``, alike for all layers that differ in their number."""
+    words = [part for part in layer.split(".") if not part.isdecimal()]
+    leaf = layer.rpartition(".")[2] if not words or layer.endswith(words[-1]) else f"{words[-1]}.*"
+    return f"LoRA {attribute.removeprefix('lora_')} of {leaf}"
 
 
 def _dimensions(shape: Sequence[int]) -> str:
@@ -160,9 +176,9 @@ def stacked(shape: Sequence[int]) -> str:
     return f"{math.prod(shape[:-2])} stacked experts"
 
 
-def _is_stack(shape: Sequence[int], uses: Sequence[_Use]) -> bool:
+def _is_stack(shape: Sequence[int], uses: Sequence[Use]) -> bool:
     """Experts in one parameter: it belongs to a module that is called so, by its class or by its place."""
-    if len(shape) < 3 or 0 in shape:
+    if len(shape) < 3 or 0 in shape or any(use.adapter is not None for use in uses):
         return False
     return any("expert" in f"{use.module_name.rpartition('.')[2]} {type(use.module).__name__}".lower() for use in uses)
 
@@ -223,13 +239,3 @@ def full_shape(param: Tensor) -> tuple[int, ...]:
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """``model.named_parameters()`` with plain names."""
     return ((plain_name(name), param) for name, param in model.named_parameters())
-
-
-def _uses(model: nn.Module) -> Mapping[int, list[_Use]]:
-    """Every place each parameter is used in, by the parameter's id; a tied parameter has several."""
-    uses: dict[int, list[_Use]] = {}
-    for module_name, module in model.named_modules(remove_duplicate=False):
-        for key, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            name = plain_name(f"{module_name}.{key}" if module_name else key)
-            uses.setdefault(id(param), []).append(_Use(name, name.rpartition(".")[0], module))
-    return uses

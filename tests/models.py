@@ -9,7 +9,7 @@ VOCABULARY = 37
 
 
 class UnevenLM(nn.Module):
-    """Embedding, hidden layers of odd sizes (tall, wide, a single row), a norm and an untied head."""
+    """Embedding, hidden layers of odd sizes (tall, wide, two rows), a norm and an untied head."""
 
     def __init__(self, seed: int = 0, hidden: tuple[int, int] = (63, 41), tied: bool = False) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class UnevenLM(nn.Module):
             nn.LayerNorm(second),
             nn.Linear(second, 24, bias=False),
         )
-        self.gate = nn.Linear(5, 1)
+        self.gate = nn.Linear(5, 2)
         self.lm_head = nn.Linear(24, VOCABULARY, bias=False)
         if tied:
             self.lm_head.weight = self.embedding.weight
@@ -32,8 +32,11 @@ class UnevenLM(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """tokens, targets: (rows, time); the mean cross-entropy."""
         x = self.embedding(tokens)
-        x = x + self.layers(x) * torch.sigmoid(self.gate(x[..., :5]))
+        x = x + self.layers(x) * self.gated(x)
         return nn.functional.cross_entropy(self.lm_head(x).float().flatten(0, 1), targets.flatten())
+
+    def gated(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.gate(x[..., :5]).sum(-1, keepdim=True))
 
 
 MATRICES = ("layers.0.weight", "layers.2.weight", "layers.5.weight", "gate.weight")

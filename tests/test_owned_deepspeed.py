@@ -160,7 +160,7 @@ class Checkpointed(UnevenLM):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embedding(tokens)
-        x = x + checkpoint(self.layers, x, use_reentrant=True) * torch.sigmoid(self.gate(x[..., :5]))
+        x = x + checkpoint(self.layers, x, use_reentrant=True) * self.gated(x)
         return nn.functional.cross_entropy(self.lm_head(x).float().flatten(0, 1), targets.flatten())
 
 

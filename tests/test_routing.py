@@ -77,7 +77,7 @@ def test_a_hidden_layer_inside_a_repeated_block_is_not_taken_for_the_head() -> N
 
 def test_the_last_linear_as_wide_as_the_vocabulary_is_the_head_whatever_its_name() -> None:
     model = nn.Sequential(
-        nn.Embedding(50, 16), nn.Linear(16, 50), nn.Linear(50, 16), nn.Linear(16, 50), nn.Linear(50, 1)
+        nn.Embedding(50, 16), nn.Linear(16, 50), nn.Linear(50, 16), nn.Linear(16, 50), nn.Linear(50, 2)
     )
     routes = routes_of(model)
     assert [routes[f"{i}.weight"].kind for i in range(5)] == [

@@ -255,5 +255,5 @@ def test_param_groups_keep_their_own_lr_and_weight_decay(ranks: RankPool) -> Non
             {"rule": "muon", "lr": 0.005, "weight_decay": 0.1},
         ]
         assert difference == 0.0
-        assert sum(stored) == 5
+        assert sum(stored) == 10
         assert len(stored) == 2 or min(stored) == 0, "one of four ranks must store nothing to be tested"

@@ -165,7 +165,7 @@ OF_THE_REST = "parameter 'lm_head.weight' has no optimizer state {!r}; its rule,
 @pytest.mark.parametrize(
     ("name", "key", "message"),
     [
-        ("gate.weight", "exp_avg", OF_A_MATRIX),  # five elements, which one rank stores at stages 1 and 2
+        ("gate.weight", "exp_avg", OF_A_MATRIX),  # ten elements, which one rank stores at stages 1 and 2
         ("lm_head.weight", "momentum_buffer", OF_THE_REST),
     ],
 )

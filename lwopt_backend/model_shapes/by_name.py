@@ -7,11 +7,24 @@ here. ``include`` and ``exclude`` correct it.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from lwopt_backend.model_shapes.types import Stored
 from lwopt_backend.output_heads import HEAD_NAMES, HEAD_NAMES_OUTSIDE_BLOCKS, NOT_A_VOCABULARY
-from lwopt_backend.routing import BY_NAME, BY_WORD, Kind, Route, by_glob, check_globs, named_as_stack
+from lwopt_backend.peft_layers import ADAPTERS, LORA, adapter_in, without_peft
+from lwopt_backend.routing import (
+    BY_NAME,
+    BY_WORD,
+    Kind,
+    Route,
+    by_glob,
+    check_globs,
+    lora_factor,
+    named_as_stack,
+    stacked,
+    vector,
+)
 
 # Modules that are embeddings by a name that is not made of BY_WORD's words: GPT-2's two, and T5's and BART's one.
 EMBEDDING_MODULES = frozenset({"wte", "wpe", "shared"})
@@ -22,12 +35,14 @@ SCALE = re.compile(r"(^|_)scales?(_inv)?$")  # of a quantized matrix, one per bl
 
 def route_by_name(tensors: Sequence[Stored], include: Sequence[str], exclude: Sequence[str]) -> tuple[Route, ...]:
     """Route ``tensors``, in their order. Raises ValueError for a glob that matches nothing it could apply to."""
-    tables = {t.name for t in tensors if len(t.shape) == 2 and _word_of(t) == BY_WORD["embedding"]}
-    widths = frozenset(t.shape[0] for t in tensors if t.name in tables and not NOT_A_VOCABULARY.search(t.name))
-    named = _named_heads(tensors, widths)
+    known = _as_the_model_has_it(tensors)
+    own = list(known.values())
+    tables = {t.name for t in own if len(t.shape) == 2 and _word_of(t) == BY_WORD["embedding"]}
+    widths = frozenset(t.shape[0] for t in own if t.name in tables and not NOT_A_VOCABULARY.search(t.name))
+    named = _named_heads(own, widths)
     routes = []
     for tensor in tensors:
-        kind, reason = _by_name(tensor, named, widths)
+        kind, reason = _route_of(tensor, known, named, widths)
         if kind != "frozen":
             kind, reason = by_glob(tensor.shape, (tensor.name, *tensor.aliases), include, exclude) or (kind, reason)
         stack = named_as_stack(tensor.name, tensor.shape)
@@ -37,11 +52,47 @@ def route_by_name(tensors: Sequence[Stored], include: Sequence[str], exclude: Se
     return tuple(routes)
 
 
-def _by_name(tensor: Stored, named: dict[str, str], widths: frozenset[int]) -> tuple[Kind, str]:
+def _as_the_model_has_it(tensors: Sequence[Stored]) -> Mapping[str, Stored]:
+    """By the name of every tensor, the model's own as it is without PEFT; for LoRA's factors the weight they change."""
+    by_name, known = {tensor.name: tensor for tensor in tensors}, {}
+    for tensor in tensors:
+        found = adapter_in(tensor.name)
+        if found is None:
+            known[tensor.name] = replace(tensor, name=without_peft(tensor.name))
+        elif found[1] in LORA:
+            layer, attribute = found
+            a, b = (by_name.get(_with_factor(tensor.name, attribute, factor), tensor) for factor in sorted(LORA))
+            shape = (b.shape[0], a.shape[1]) if len(a.shape) == len(b.shape) == 2 else tensor.shape
+            known[tensor.name] = replace(tensor, name=f"{layer}.weight", shape=shape)
+    return known
+
+
+def _with_factor(name: str, attribute: str, factor: str) -> str:
+    """The name of LoRA's other factor, or of the same."""
+    return ".".join(factor if part == attribute else part for part in name.split("."))
+
+
+def _route_of(
+    tensor: Stored, known: Mapping[str, Stored], named: Mapping[str, str], widths: frozenset[int]
+) -> tuple[Kind, str]:
+    found = adapter_in(tensor.name)
+    if found is None or tensor.frozen:
+        return _by_name(known.get(tensor.name, tensor), named, widths)
+    layer, attribute = found
+    if attribute in ADAPTERS:
+        return "elementwise", ADAPTERS[attribute]
+    said, weight = lora_factor(attribute, layer), known[tensor.name]
+    kind, reason = _by_name(weight, named, widths) if len(tensor.shape) == 2 else ("elementwise", _dimensions(tensor))
+    if kind == "matrix" and vector(tensor.shape) is not None:
+        kind, reason = "elementwise", "rank 1"
+    return kind, said if kind == "matrix" else f"{said}: {reason}"
+
+
+def _by_name(tensor: Stored, named: Mapping[str, str], widths: frozenset[int]) -> tuple[Kind, str]:
     if tensor.frozen:
         return "frozen", "frozen in the checkpoint"
     if len(tensor.shape) != 2:
-        return "elementwise", f"{len(tensor.shape)}-D"
+        return "elementwise", _dimensions(tensor)
     if tensor.name in named:
         return "elementwise", named[tensor.name]
     word = _word_of(tensor)
@@ -51,7 +102,14 @@ def _by_name(tensor: Stored, named: dict[str, str], widths: frozenset[int]) -> t
         return "elementwise", "output head, as wide as an embedding has rows"
     if 0 in tensor.shape:
         return "elementwise", "no elements"
-    return "matrix", "2-D weight"
+    one = vector(tensor.shape)
+    return ("matrix", "2-D weight") if one is None else ("elementwise", one)
+
+
+def _dimensions(tensor: Stored) -> str:
+    if named_as_stack(tensor.name, tensor.shape) and vector(tensor.shape) is not None:
+        return f"{stacked(tensor.shape)} of {vector(tensor.shape)}"
+    return f"{len(tensor.shape)}-D"
 
 
 def _word_of(tensor: Stored) -> str | None:
