@@ -13,9 +13,9 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from lwopt_backend.atom_settings import AtomSettings, blocks_of
-from lwopt_backend.fused_weights import fused_weights
+from lwopt_backend.fused_weights import Fusion, fused_weights
 from lwopt_backend.plan.block_cover import check_cover
-from lwopt_backend.plan.blocks import Block, Grid, Parts, divided, matrices_of
+from lwopt_backend.plan.blocks import Block, Grid, divided, matrices_of, undivided
 from lwopt_backend.routing import Route, named_parameters
 from lwopt_backend.spelling import nearest
 
@@ -24,10 +24,14 @@ SHOWN = 4  # names of parts that are printed
 
 @dataclass(frozen=True, slots=True)
 class Divided:
-    """The matrices of one parameter, together exactly its elements. ``reason`` is empty for a plain matrix."""
+    """The matrices of one parameter, together exactly its elements. ``reason`` is empty for a plain matrix.
+
+    ``is_plain`` if nothing is known or set: it is a matrix or a stack of them, which its route says already.
+    """
 
     blocks: tuple[Block, ...]
     reason: str = ""
+    is_plain: bool = False
 
 
 def divide(
@@ -63,17 +67,29 @@ def divide(
     return found
 
 
-def _divided(route: Route, settings: AtomSettings, fused: tuple[Parts, str] | None) -> Divided:
+def _divided(route: Route, settings: AtomSettings, fused: Fusion | None) -> Divided:
     shape, setting = route.shape, settings.of([route.name, *route.aliases])
     if setting is not None:
         blocks = blocks_of(route.name, shape, route.transposed, *setting)
         return Divided(blocks, f"{_described(blocks)}, set by atoms {setting[0]!r}")
-    if fused is not None:
-        parts, module = fused
-        blocks = divided(Grid.of(shape, len(shape) - 2), parts, transposed=route.transposed)
-        return Divided(blocks, f"{_described(blocks)}, as {module} has them")
+    if fused is not None and (fused.outputs or fused.inputs):
+        blocks = _fused(shape, fused, transposed=route.transposed)
+        return Divided(blocks, f"{_described(blocks)}, {fused.why}")
     blocks = matrices_of(shape)
-    return Divided(blocks, _described(blocks) if len(shape) > 2 else "")
+    if fused is not None:
+        return Divided(blocks, fused.why)
+    return Divided(blocks, _described(blocks) if len(shape) > 2 else "", is_plain=True)
+
+
+def _fused(shape: Sequence[int], fused: Fusion, *, transposed: bool) -> tuple[Block, ...]:
+    grid = Grid.of(shape, len(shape) - 2)
+    if not fused.inputs:
+        return divided(grid, fused.outputs, transposed=transposed)
+    assert grid.slices == 1 and not transposed, "only LoRA's B has inputs that are divided"
+    parts = [(of_input, of_output) for of_input in fused.inputs for of_output in fused.outputs or undivided(grid.rows)]
+    return tuple(
+        Block(".".join(filter(None, (of, name))), grid, 0, rows, columns) for (of, columns), (name, rows) in parts
+    )
 
 
 def _described(blocks: Sequence[Block]) -> str:

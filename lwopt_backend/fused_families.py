@@ -1,12 +1,12 @@
-"""How each family of Hugging Face's models lays out its fused weights: q, k and v, or gate and up.
+"""How models lay out their fused weights: q, k and v, the parts of latent attention (MLA), or gate and up.
 
-Read from the modelling code of transformers 5.23, class by class. ``taken`` and the sizes that a layout gives are
-compared with the weights themselves in ``fused_weights``.
+Read from the modelling code of transformers 5.23, class by class; torchtitan's are in ``fused_torchtitan``. ``taken``
+and the sizes that a layout gives are compared with the weights themselves in ``fused_weights``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +19,14 @@ Outputs = tuple[tuple[str, ...], tuple[int, ...], int]  # names and sizes of the
 class Fused:
     """``weight`` of a module is laid out as ``layout`` says of it; ``out`` takes what part number ``taken`` leads to.
 
-    ``layout`` is given the module and the inputs of ``out``.
+    ``layout`` is given the module and the inputs of ``out``; without ``out`` the outputs of ``weight`` itself. Without
+    ``taken`` it is the layout that compares the inputs of ``out``.
     """
 
     weight: str
-    out: str
+    out: str | None
     layout: Callable[[Any, int], Outputs | None]
-    taken: int = 0
+    taken: int | None = 0
 
 
 # Layouts of q, k and v
@@ -89,6 +90,32 @@ def _delta_net_qkv(module: Any, width: int) -> Outputs:
     return ("q", "k", "v"), (module.key_dim, module.key_dim, module.value_dim), 1
 
 
+# Layouts of latent attention, whose matrices are those of DeepSeek's report (arXiv 2405.04434, 2.1): W_UQ and W_QR in
+# the queries' weight, W_DKV and W_KR in the one that compresses, W_UK and W_UV in the one that expands
+
+
+def _latent_queries(module: Any, width: int) -> Outputs:
+    heads = 0 if width % module.v_head_dim else width // module.v_head_dim
+    return ("q_nope", "q_rope"), (module.qk_nope_head_dim, module.qk_rope_head_dim), heads
+
+
+def _latent_compressed(module: Any, width: int) -> Outputs:
+    return ("kv", "k_rope"), (module.kv_lora_rank, module.qk_rope_head_dim), 1
+
+
+def _latent_expanded(module: Any, width: int) -> Outputs:
+    return ("k_nope", "v"), (module.qk_nope_head_dim, module.v_head_dim), width // module.v_head_dim
+
+
+def latent(queries: Sequence[str], compressed: str, expanded: str, out: str) -> tuple[Fused, ...]:
+    """Of the weights with these names; models without a compressed query have the first of ``queries``."""
+    return (
+        *(Fused(weight, out, _latent_queries, taken=None) for weight in queries),
+        Fused(compressed, expanded, _latent_compressed),
+        Fused(expanded, out, _latent_expanded, taken=1),
+    )
+
+
 # Layouts of gate (what goes through the activation) and up
 
 
@@ -98,6 +125,10 @@ def _gate_up(module: Any, width: int) -> Outputs:
 
 def _up_gate(module: Any, width: int) -> Outputs:
     return ("up", "gate"), (width,) * 2, 1
+
+
+def gate_up_in_turn(module: Any, width: int) -> Outputs:
+    return ("gate", "up"), (1, 1), width
 
 
 def experts(module: Any, width: int) -> Outputs | None:
@@ -113,12 +144,14 @@ def experts(module: Any, width: int) -> Outputs | None:
     expected = [True, False, True, False] if module.is_concatenated else [True, True, False, False]
     if (used[0] != 0).tolist() != expected:
         return None
-    return _gate_up(module, width) if module.is_concatenated else (("gate", "up"), (1, 1), width)
+    return (_gate_up if module.is_concatenated else gate_up_in_turn)(module, width)
 
 
 def _each(fused: Fused, *classes: str) -> Iterator[tuple[str, tuple[Fused, ...]]]:
     return ((name, (fused,)) for name in classes)
 
+
+QUERIES = ("q_proj", "q_b_proj")
 
 # By family and class, as in ``transformers.models.<family>.modeling_<family>.<class>``
 TABLE: Mapping[str, tuple[Fused, ...]] = dict(
@@ -189,5 +222,20 @@ TABLE: Mapping[str, tuple[Fused, ...]] = dict(
         ),
         *_each(Fused("Wi", "Wo", _gate_up), "modernbert.ModernBertMLP", "modernbert_decoder.ModernBertDecoderMLP"),
         *_each(Fused("fc1", "fc2", _up_gate), "moonshine.MoonshineDecoderMLP"),
+        *(
+            (f"{family}.{kind}", latent(queries, "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"))
+            for family, kind, queries in [
+                ("axk1", "AXK1Attention", QUERIES),
+                ("deepseek_v2", "DeepseekV2Attention", QUERIES),
+                ("deepseek_v3", "DeepseekV3Attention", QUERIES),
+                ("deepseek_v32", "DeepseekV32Attention", QUERIES),
+                ("glm4_moe_lite", "Glm4MoeLiteAttention", QUERIES),
+                ("glm_moe_dsa", "GlmMoeDsaAttention", QUERIES),
+                ("kimi_linear", "KimiLinearAttention", ()),  # its queries have no part that is rotated
+                ("longcat_flash", "LongcatFlashMLA", QUERIES),
+                ("minicpm3", "MiniCPM3Attention", QUERIES),
+                ("youtu", "YoutuAttention", QUERIES),
+            ]
+        ),
     ]
 )

@@ -15,7 +15,7 @@ from lwopt_backend.chosen import Rules
 from lwopt_backend.config import HostConfig
 from lwopt_backend.output_heads import output_heads
 from lwopt_backend.param_groups import check_overrides, split
-from lwopt_backend.plan.blocks import Block, matrices_of
+from lwopt_backend.plan.blocks import Block
 from lwopt_backend.registry import MATRIX_RULES
 from lwopt_backend.routing import Kind, Route, by_glob, check_all_globs, named_parameters, route_part
 from lwopt_backend.row_scaling import RowScaling
@@ -84,9 +84,7 @@ def group_parameters(
 
 def _told(found: Route, matrices: Divided | None) -> Route:
     """The route with what is in the parameter, where that is more than one matrix or less than plain."""
-    if matrices is None or not matrices.reason:
-        return found
-    if matrices.blocks == matrices_of(found.shape) and "set by atoms" not in matrices.reason:
+    if matrices is None or matrices.is_plain:
         return found
     return replace(found, reason=f"{found.reason}: {matrices.reason}")
 

@@ -221,6 +221,51 @@ def test_q_k_and_v_are_what_attention_multiplies(family: str) -> None:
         check_attention(named(blocks), watched(model, name, lambda: model(**inputs())))
 
 
+# Latent attention: the parts are cut from what a linear gives
+
+LATENT = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 10}
+CAUSAL = {**TINY, **LATENT, "num_key_value_heads": 4, "intermediate_size": 48}
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+MIXTURE = {**EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+LONGCAT = {"ffn_hidden_size": 48, "expert_ffn_hidden_size": 24, "n_routed_experts": 4, "moe_topk": 2}
+LATENT_FAMILIES: dict[str, dict[str, Any]] = {
+    "AXK1": {**CAUSAL, **MIXTURE},
+    "DeepseekV2": {**CAUSAL, **MIXTURE},
+    "DeepseekV3": {**CAUSAL, **MIXTURE},
+    "DeepseekV32": {**CAUSAL, **MIXTURE},
+    "Glm4MoeLite": {**CAUSAL, **MIXTURE},
+    "GlmMoeDsa": {**CAUSAL, **MIXTURE},
+    "KimiLinear": {**CAUSAL, "layer_types": ["full_attention"]},
+    "LongcatFlash": {**CAUSAL, **LONGCAT, "num_layers": 1, "num_hidden_layers": 2, "head_dim": 4, "zero_expert_num": 2},
+    "MiniCPM3": CAUSAL,
+    "Youtu": CAUSAL,
+}
+
+
+def latent(family: str, queries: int | None = 8) -> nn.Module:
+    if not hasattr(hf, f"{family}Config"):
+        pytest.skip(f"this version of transformers does not have {family}")
+    return causal(getattr(hf, f"{family}Config")(**LATENT_FAMILIES[family], **SPECIAL, q_lora_rank=queries))
+
+
+@pytest.mark.parametrize(
+    ("family", "queries"), [*((family, 8) for family in LATENT_FAMILIES), ("DeepseekV2", None), ("DeepseekV3", None)]
+)
+def test_the_parts_of_latent_attention_are_what_it_cuts(family: str, queries: int | None) -> None:
+    model = latent(family, queries).eval()
+    fused = {name: blocks for name, blocks in fused_of(model).items() if ".experts." not in name}
+    sizes = {name.split(".")[-2]: {n: len(o) for n, o in named(blocks).items()} for name, blocks in fused.items()}
+    rotated = {} if family == "KimiLinear" else {"q_b_proj" if queries else "q_proj": {"q_nope": 24, "q_rope": 16}}
+    assert sizes == {
+        **rotated,
+        "kv_a_proj_with_mqa": {"kv": 8, "k_rope": 4},
+        "kv_b_proj": {"k_nope": 24, "v": 40},
+    }
+    for name, blocks in fused.items():
+        cuts = [returned for call, _, returned in watched(model, name, lambda: model(**one_token())).calls]
+        assert list(named(blocks).values()) in cuts, name
+
+
 # Attention modules of their own, which come with much around them in a model
 
 
@@ -513,7 +558,7 @@ STACKS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("family", STACKS)
 def test_experts_have_gate_and_up_one_after_the_other(family: str) -> None:
     model = STACKS[family]().eval()
-    ((name, blocks),) = fused_of(model).items()
+    ((name, blocks),) = [(name, blocks) for name, blocks in fused_of(model).items() if "expert" in name]
     experts = model.get_submodule(name.rpartition(".")[0])
     experts.config._experts_implementation = "eager"
     numbered_experts(experts.gate_up_proj, experts.is_transposed)
@@ -579,6 +624,7 @@ def test_experts_of_llama_4_are_divided_where_they_are_known_to_be_stored_transp
 def test_every_class_of_the_table_is_followed_here() -> None:
     models = [make() for make, *_ in ATTENTION.values()]
     models += [make() for makers in (MODULES, GATED) for make in makers.values()]
+    models += [latent(family) for family in LATENT_FAMILIES]
     followed = {type(module) for model in models for module in model.modules()}
     ours = [kind for kind in followed if kind.__module__.startswith("transformers.models.")]
     names = {f"{kind.__module__.split('.')[2]}.{kind.__name__}" for kind in ours}

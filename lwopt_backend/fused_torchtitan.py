@@ -1,0 +1,30 @@
+"""How torchtitan's modules lay out their fused weights, read from its release 0.3.0.
+
+They are known by the attributes that a module has, since torchtitan is made to be copied and changed: its own variants
+of a module replace ``forward`` and keep the parameters. ``fused_weights`` compares the sizes with the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lwopt_backend.fused_families import Fused, Outputs, gate_up_in_turn, latent
+
+
+def _by_group(module: Any, outputs: int) -> Outputs:
+    """torchtitan's: the queries of a group, their key, their value, and so on."""
+    queries, size = module.heads_per_kv, module.head_dim
+    groups = outputs // (module.r_dim * size) if module.r_dim == queries + 2 else 0
+    return ("q", "k", "v"), (queries * size, size, size), groups
+
+
+# Attributes that a module must have, and its weights
+BY_ATTRIBUTES: Sequence[tuple[tuple[str, ...], tuple[Fused, ...]]] = [
+    (("wqkv", "heads_per_kv", "r_dim", "head_dim"), (Fused("wqkv", None, _by_group, taken=None),)),
+    (
+        ("wkv_a", "wkv_b", "wo", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+        latent(("wq", "wq_b"), "wkv_a", "wkv_b", "wo"),
+    ),
+    (("mlp1_weight_EGD", "mlp2_weight_EDF"), (Fused("mlp1_weight_EGD", "mlp2_weight_EDF", gate_up_in_turn),)),
+]
