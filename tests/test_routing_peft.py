@@ -5,16 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
 
 from lwopt_backend import peft_layers
+from lwopt_backend.atoms import divide
+from lwopt_backend.integrations import fsdp2
 from lwopt_backend.model_shapes.by_name import route_by_name
 from lwopt_backend.model_shapes.types import Stored
+from lwopt_backend.plan.blocks import Block, Stripes
 from lwopt_backend.routing import Route, route
+from tests.fused import BLOCKS, FusedLM, Separate
 from tests.models import UnevenLM
+from tests.ranks import RankPool
+from tests.zero import ADAMW, MUON, Reference, config, engine_for, train
 
 peft = pytest.importorskip("peft")
 hf = pytest.importorskip("transformers")
@@ -205,6 +213,60 @@ def test_frozen_base_weights_are_not_looked_at() -> None:
     assert trained(model) == expected
 
 
+# Which matrices are in LoRA's factors
+
+
+def blocks_of(model: nn.Module) -> dict[str, list[Block]]:
+    routes = route(model, stacks=True)
+    return {name.removeprefix("base_model.model."): list(d.blocks) for name, d in divide(model, routes).items()}
+
+
+def test_b_of_a_fused_weight_has_its_outputs() -> None:
+    gpt = hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=50, eos_token_id=1))
+    model = wrapped(peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True), model=gpt)
+    found = blocks_of(model)
+    a, b = (found[f"transformer.h.0.attn.c_attn.lora_{factor}.default.weight"] for factor in "AB")
+    assert [block.shape for block in a] == [(4, 32)]
+    assert [(block.name, block.rows, block.columns) for block in b] == [
+        (name, Stripes(32 * number, 32), Stripes(0, 4)) for number, name in enumerate("qkv")
+    ]
+
+
+@pytest.mark.parametrize("kind", ["Mixtral", "GptOss"])  # which store experts as (outputs, inputs), and transposed
+def test_lora_of_stacked_experts_has_matrices_for_each(kind: str) -> None:
+    config = getattr(hf, f"{kind}Config")(**TINY, num_key_value_heads=2, head_dim=8, num_local_experts=3)
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = wrapped(
+        peft.LoraConfig(r=4, target_modules=[], target_parameters=targets),
+        model=getattr(hf, f"{kind}ForCausalLM")(config),
+    )
+    found = blocks_of(model)
+    for module in (m for m in model.modules() if isinstance(m, peft.tuners.lora.layer.ParamWrapper)):
+        prefix = next(name for name, m in model.named_modules() if m is module).removeprefix("base_model.model.")
+        a, b = (found[f"{prefix}.lora_{factor}.default.weight"] for factor in "AB")
+        assert [block.name for block in a] == ["expert0", "expert1", "expert2"]
+        for number in range(3):
+            rows = changed_by(module, number, "lora_A").any(1)
+            columns = changed_by(module, number, "lora_B").any(0)
+            assert rows.nonzero().flatten().tolist() == list(range(a[number].rows.start, a[number].rows.stop))
+            of_expert = [block for block in b if block.name.startswith(f"expert{number}")]
+            for block in of_expert:
+                runs = [index for start, stop in block.columns.runs() for index in range(start, stop)]
+                assert columns.nonzero().flatten().tolist() == runs
+            gated = module.parameter_name == "gate_up_proj"
+            assert [block.name.partition(".")[2] for block in of_expert] == (["gate", "up"] if gated else [""])
+            assert sum(block.numel for block in of_expert) == 4 * len(module.lora_B.default.weight)
+
+
+def changed_by(module: Any, expert: int, factor: str) -> torch.Tensor:
+    """Which elements of a factor the change of one expert depends on."""
+    module.zero_grad()
+    nn.init.ones_(module.lora_A.default.weight)
+    nn.init.ones_(module.lora_B.default.weight)
+    module.get_delta_weight("default")[expert].sum().backward()
+    return getattr(module, factor).default.weight.grad != 0
+
+
 # Names alone
 
 
@@ -268,3 +330,75 @@ def test_a_model_without_peft_has_every_module_to_itself() -> None:
     found = peft_layers.places(model)
     assert {name: place.name for name, place in found.items()} == {name: name for name, _ in model.named_modules()}
     assert all(place.is_own and place.outer is place.module for place in found.values())
+
+
+# Every engine
+
+
+EXPERTS = "base_model.model.experts.lora_"
+PIECES = {  # of experts' factors, by the formula of PEFT's change of a weight: "o r e, e r i -> e o i"
+    f"{EXPERTS}A.default.weight": [lambda a, e=e: a.unflatten(0, (3, 4))[e] for e in range(3)],
+    f"{EXPERTS}B.default.weight": [lambda b, e=e: b.unflatten(1, (4, 3))[..., e] for e in range(3)],
+}
+TRAINED = ("down", "experts", "mix.modules_to_save")
+
+
+def adapted() -> nn.Module:
+    """LoRA of a linear, of a stack of experts and of the head; a linear that is trained as a copy."""
+    model = FusedLM()
+    targets = {"target_modules": ["down", "lm_head"], "target_parameters": ["experts.up"]}
+    lora = peft.LoraConfig(r=4, modules_to_save=["mix"], init_lora_weights="gaussian", **targets)
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, lora)
+
+
+class AdaptedReference(Reference):
+    """One process: torch's Muon on every matrix as a parameter of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.model = adapted()
+        named = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
+        ours = [name for name in named if name.removeprefix("base_model.model.").startswith(TRAINED)]
+        for name, pieces in PIECES.items():
+            monkeypatch.setitem(BLOCKS, name, pieces)
+        self.muon = Separate({name: named.pop(name) for name in ours}, **MUON)
+        self.adamw = torch.optim.AdamW(list(named.values()), **ADAMW)
+
+
+def told(routes: list[Route]) -> list[tuple[str, str]]:
+    """Without what an optimizer adds: why it has no frozen weights, and the matrices in a parameter."""
+    return [(r.kind, r.kind if r.kind == "frozen" else r.reason.partition(": ")[0]) for r in routes]
+
+
+def differ_on_zero(stage: int) -> tuple[float, bool]:
+    model = adapted()
+    expected = told(route(model, stacks=True))
+    wanted = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    with engine_for(config(stage, rows=8), model, model_parameters=list(wanted.values())) as engine:
+        train(engine, 4, same_rows=True)
+        with pytest.MonkeyPatch.context() as patch:
+            reference = AdaptedReference(patch)
+        reference.train(4)
+        theirs = dict(reference.model.named_parameters())
+        found = {name: deepspeed.utils.safe_get_full_fp32_param(param) for name, param in wanted.items()}
+        worst = max(float((found[name] - theirs[name]).abs().max()) for name in wanted)
+        return worst, told(engine.basic_optimizer._binding.grouping.routes) == expected
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_deepspeed_routes_alike_and_equals_a_single_process(ranks: RankPool, stage: int) -> None:
+    assert set(ranks.run(differ_on_zero, stage)) == {(0.0, True)}
+
+
+def differ_on_fsdp2() -> Any:
+    model = wrapped(peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head", "embed_tokens"]), "emb")
+    plain = told(route(model))
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    return told(fsdp2.LayerWiseOptimizer(model, report=False)._grouping.routes), plain
+
+
+def test_fsdp2_routes_alike(ranks: RankPool) -> None:
+    for sharded, plain in ranks.run(differ_on_fsdp2):
+        assert sharded == plain
