@@ -16,9 +16,9 @@ from lwopt_backend.grouping import Grouping, group_parameters
 from lwopt_backend.integrations import deepspeed_engine, deepspeed_pipeline
 from lwopt_backend.integrations.deepspeed_refusals import reasons_to_refuse
 from lwopt_backend.integrations.deepspeed_storage import Unit, check_as_planned, flat_tensors, units
-from lwopt_backend.plan import MACHINES
+from lwopt_backend.plan import machine_of
 from lwopt_backend.routing import Route, full_shape
-from lwopt_backend.runtime.agreement import agree_in_all
+from lwopt_backend.runtime.agreement import agree_in_all, plan_digest
 from lwopt_backend.runtime.collectives import TorchCollectives
 from lwopt_backend.runtime.ranks import Collectives
 
@@ -39,6 +39,11 @@ class Binding:
     def replicated(self) -> bool:
         """Whether every rank stores all parameters whole."""
         return deepspeed_engine.sharding_stage(self.engine) == 0
+
+    @property
+    def plan_digest(self) -> str:
+        """The name of the plan of this rank's parameters."""
+        return plan_digest(line for plan in self.plans for line in plan.plan_lines())
 
     def groups(self) -> list[dict[str, Any]]:
         """The param groups, each marked with what identifies its members in a checkpoint."""
@@ -107,7 +112,7 @@ def _decide(
         grouping = group_parameters(engine.module, given, rules, config, routes=stage.routes, elsewhere=stage.elsewhere)
         deepspeed_pipeline.check_tied(engine, stage)
         deepspeed_pipeline.check_groups(engine, stage)
-    machine = MACHINES.get(engine.device.type, MACHINES["cuda"])
+    machine = machine_of(engine.device.type)
     by_group = {sharers.group: sharers for sharers in ranks}
     of_groups = [by_group[deepspeed_engine.group_ranks(engine, group)] for group in grouping.groups]
     found = units(engine, grouping.groups, of_groups)

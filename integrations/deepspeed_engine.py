@@ -19,7 +19,7 @@ from deepspeed.utils.logging import logger
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from lwopt_backend.plan import FlatPartition, Fragment
+from lwopt_backend.plan import Fragment
 from lwopt_backend.runtime.collectives import TorchCollectives
 from lwopt_backend.runtime.labels import NORM
 
@@ -61,12 +61,11 @@ def install(classes: tuple[type[torch.optim.Optimizer], ...], bind: Callable[[An
     setattr(DeepSpeedEngine, HOOKED, check)
 
 
-def flat_partition(engine: DeepSpeedEngine, params: Sequence[Tensor], world_size: int) -> FlatPartition:
-    """How ZeRO-1/2 and BF16_Optimizer will lay out a param group; compared with ``_hp_mapping`` at the first step."""
-    alignment = 1
+def param_alignment(engine: DeepSpeedEngine, params: Sequence[Tensor]) -> int:
+    """On how many elements ZeRO-1/2 starts every parameter; compared with ``_hp_mapping`` at the first step."""
     if engine.zero_parameter_alignment() and not uses_bf16_optimizer(engine):
-        alignment = 16 // math.gcd(16, params[0].element_size())
-    return FlatPartition.build([p.numel() for p in params], world_size, param_alignment=alignment)
+        return 16 // math.gcd(16, params[0].element_size())
+    return 1
 
 
 def uses_bf16_optimizer(engine: DeepSpeedEngine) -> bool:

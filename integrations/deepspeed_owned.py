@@ -60,6 +60,7 @@ class OwnedLayerWise(LayerWise, ZeROOptimizer):  # type: ignore[misc]  # DeepSpe
         self.dynamic_loss_scale = self.loss_scaler.dynamic
         self.core = build_core(binding, self.config)
         self._owned, self.row_scaling = binding, self.core.row_scaling
+        self._plan_digest = self.core.plan_digest
         self._follow(binding, self.core)
         self._tensors = OwnedTensors(self.core, binding.grouping)
         self._tensors.attach()
@@ -99,7 +100,7 @@ class OwnedLayerWise(LayerWise, ZeROOptimizer):  # type: ignore[misc]  # DeepSpe
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._owned = None
+        self._owned = self._plan_digest = None
         self.__dict__.pop("dp_process_group", None)
         self.state.clear()
 

@@ -1,18 +1,9 @@
-"""How DeepSpeed stores the parameters of each stage: what we plan for, and what we find before the first step.
-
-===========================  =====================================  ==========================================
-stage                        stored on every rank                   stepped at a time
-===========================  =====================================  ==========================================
-0                            all parameters, whole                  a param group
-1, 2 (and BF16_Optimizer)    an equal part of each param group      a param group
-3                            an equal part of each parameter        a sub-group: parameters of one param group
-===========================  =====================================  ==========================================
-"""
+"""What DeepSpeed steps at a time, as planned (``zero_storage``) and as found before the first step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +13,11 @@ from torch import Tensor
 
 from lwopt_backend.group_plan import GroupPlan, HostLayout
 from lwopt_backend.integrations import deepspeed_engine
-from lwopt_backend.plan import FlatPartition, ParameterPartition, Replicas
 from lwopt_backend.registry import MATRIX_RULES
 from lwopt_backend.routing import full_shape
 from lwopt_backend.row_scaling import RowScaling
 from lwopt_backend.runtime.ranks import Collectives
+from lwopt_backend.zero_storage import unit_layouts
 
 
 @dataclass(frozen=True)
@@ -45,38 +36,20 @@ def units(engine: DeepSpeedEngine, groups: Sequence[Mapping[str, Any]], ranks: S
     found = []
     for number, (group, sharers) in enumerate(zip(groups, ranks)):
         params = group["params"]
-        layout: HostLayout
-        if stage == 3:
-            for part in _sub_groups(params, sharers.world_size, engine.zero_sub_group_size()):
-                layout = ParameterPartition.build(map(_numel, part), sharers.world_size)
-                found.append(Unit(number, part, layout, sharers))
-        elif stage == 0 and group["rule"] in MATRIX_RULES:
-            found.append(Unit(number, params, Replicas(sharers.world_size, tuple(map(_numel, params))), sharers))
-        elif stage == 0:
-            layout = FlatPartition.build(map(_numel, params), sharers.world_size, alignment=1)
-            found.append(Unit(number, params, layout, sharers))
-        else:
-            layout = deepspeed_engine.flat_partition(engine, params, sharers.world_size)
-            found.append(Unit(number, params, layout, sharers))
+        layouts = unit_layouts(
+            [_numel(param) for param in params],
+            sharers.world_size,
+            stage,
+            is_matrix=group["rule"] in MATRIX_RULES,
+            sub_group_size=engine.zero_sub_group_size(),
+            param_alignment=deepspeed_engine.param_alignment(engine, params),
+        )
+        found += [Unit(number, params[part], layout, sharers) for part, layout in layouts]
     return found
 
 
 def _numel(param: Tensor) -> int:
     return math.prod(full_shape(param))
-
-
-def _sub_groups(params: Sequence[Tensor], world_size: int, size: int) -> Iterator[list[Tensor]]:
-    """ZeRO-3 closes a sub-group with the parameter whose part brings a rank's elements to ``size``."""
-    part: list[Tensor] = []
-    filled = 0
-    for param in params:
-        part.append(param)
-        filled += -(-_numel(param) // world_size)
-        if filled >= size:
-            yield part
-            part, filled = [], 0
-    if part:
-        yield part
 
 
 def flat_tensors(engine: DeepSpeedEngine, found: Sequence[Unit], groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:

@@ -39,6 +39,7 @@ from lwopt_backend.integrations.deepspeed_state import (
 from lwopt_backend.integrations.deepspeed_storage import Unit, scale_rows
 from lwopt_backend.linked_optimizer import LinkedOptimizer, rate_of
 from lwopt_backend.muon_config import muon_settings
+from lwopt_backend.named_plan import NamedPlan
 from lwopt_backend.param_groups import as_groups, split
 from lwopt_backend.registry import build_matrix_rules
 from lwopt_backend.replicated_stepper import ReplicatedStepper, new_replicated_stepper
@@ -57,7 +58,7 @@ def register() -> None:
     deepspeed_engine.install((LayerWise, LayerWiseMuon), lambda optimizer, engine: optimizer.bind(engine))
 
 
-class LayerWise(LinkedOptimizer):
+class LayerWise(NamedPlan, LinkedOptimizer):
     """A rule for matrices and a rule for the rest, with each matrix updated whole by one data-parallel rank.
 
     ``params`` is what every torch optimizer takes: parameters, or groups with their own ``lr`` and ``weight_decay``.
@@ -103,6 +104,7 @@ class LayerWise(LinkedOptimizer):
     def bind(self, engine: DeepSpeedEngine) -> None:
         """Route, plan and agree for ``engine``, which is about to wrap this optimizer. Called on all ranks."""
         self._binding = bind(self.name, engine, self._given, self.rules, self.config)
+        self._plan_digest = self._binding.plan_digest
         self.row_scaling = self._binding.grouping.row_scaling()
         self._steppers = {}
         self.state.clear()  # an earlier engine's, whose partitions are gone
@@ -114,7 +116,7 @@ class LayerWise(LinkedOptimizer):
         deepspeed_tensors.guard_state_keys(engine, self, self._binding.grouping)
         if engine.global_rank == 0:
             if self.config.report:
-                report.show(*self._binding.announcement())
+                report.show(*self._binding.announcement(), self.plan_digest)
             deepspeed_engine.warn_of_default_clipping(engine)
 
     def _take_groups(self, groups: list[dict[str, Any]]) -> None:
@@ -122,10 +124,8 @@ class LayerWise(LinkedOptimizer):
         routed = groups
         before, after = ([(g["from_group"], g["rule"]) for g in some] for some in (self.param_groups, groups))
         if before == after:
-            groups = [
-                {**old, **{key: new[key] for key in ("params", "members")}}
-                for old, new in zip(self.param_groups, groups)
-            ]
+            pairs = zip(self.param_groups, groups)
+            groups = [{**old, "params": new["params"], "members": new["members"]} for old, new in pairs]
         elif any("initial_lr" in group for group in self.param_groups):  # torch's schedulers write it
             raise ValueError(
                 f"the lr_scheduler was built on {len(before)} param groups, but routing the model makes {len(groups)}; "

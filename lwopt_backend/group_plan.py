@@ -25,7 +25,7 @@ from lwopt_backend.plan.blocks import Block
 from lwopt_backend.plan.build import modelled_time
 from lwopt_backend.registry import MATRIX_RULES, arguments, build_matrix_rule, cost_of, new_state, wire_of
 from lwopt_backend.rules import MatrixRule
-from lwopt_backend.runtime.agreement import digest
+from lwopt_backend.runtime.agreement import plan_digest
 
 Member = tuple[str, tuple[int, ...], str, bool, tuple[Block, ...]]  # name, shape, dtype, whether transposed, matrices
 HostLayout = FlatPartition | ParameterPartition | Replicas
@@ -48,8 +48,11 @@ class GroupPlan:
 
     def lines(self) -> list[str]:
         """What all ranks must have decided alike."""
-        members = [spec.line() for spec in self.specs]
-        return [*members, f"options of {self.rule}: {self.options}", *(self.matrices.lines() if self.matrices else [])]
+        return [*self.plan_lines(), f"options of {self.rule}: {self.options}"]
+
+    def plan_lines(self) -> list[str]:
+        """What the plan is: the same whatever rates and other options the rule has."""
+        return [*(spec.line() for spec in self.specs), *(self.matrices.lines() if self.matrices else [])]
 
 
 def members_digest(plans: Sequence[GroupPlan]) -> str:
@@ -62,7 +65,7 @@ def members_digest(plans: Sequence[GroupPlan]) -> str:
         for plan in plans
         for spec, blocks in zip(plan.specs, plan.blocks)
     ]
-    return digest(lines)[:16]
+    return plan_digest(lines)
 
 
 def plan_group(

@@ -21,9 +21,12 @@ MOST_RANKS = 16
 
 
 def show(
-    routes: Sequence[Route], plans: Mapping[str, Sequence[GroupPlan]], groups: Sequence[Mapping[str, Any]]
+    routes: Sequence[Route],
+    plans: Mapping[str, Sequence[GroupPlan]],
+    groups: Sequence[Mapping[str, Any]],
+    plan_digest: str,
 ) -> None:
-    """Print the routing table and the plans to standard output, a table for each set of ranks.
+    """Print the routing table, the plans, a table for each set of ranks, and this rank's plan's name to standard output.
 
     ``plans`` are by a sentence that says of whom they are, empty where that goes without saying; ``groups`` are the
     param groups.
@@ -34,6 +37,12 @@ def show(
         for sentence in [*([whose] if whose else []), *choices(planned)]:
             console.print(sentence)
         console.print(plan_table(planned))
+    show_digest(console, plan_digest)
+
+
+def show_digest(console: Console, plan_digest: str) -> None:
+    """The last line about a plan, in a run and from ``lwopt plan``."""
+    console.print(f"Plan {plan_digest}: equal plans have equal names, on every rank and machine.")
 
 
 def standard_output() -> Console:

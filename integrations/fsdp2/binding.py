@@ -10,9 +10,9 @@ from torch import Tensor
 from lwopt_backend.config import FSDP2Config
 from lwopt_backend.grouping import Grouping
 from lwopt_backend.integrations.fsdp2.meshes import Mesh, mesh_of, meshes_of, sharding_of
-from lwopt_backend.integrations.fsdp2.stepper import Member, MeshStepper, own_group, sharding_in
-from lwopt_backend.registry import build_matrix_rules, wire_of
-from lwopt_backend.rules import MatrixRule
+from lwopt_backend.integrations.fsdp2.stepper import MeshStepper, own_group
+from lwopt_backend.mesh_plan import Member, by_wire, sharding_in
+from lwopt_backend.registry import build_matrix_rules
 from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.ranks import Alone, Collectives
 
@@ -60,28 +60,15 @@ def bind(
     steppers = []
     lines: list[list[str]] = [[] for _ in exchange]
     for number, (mesh, of_mesh) in enumerate(exchange):
-        for own in _by_wire([member for member in members if mesh_of(member.param) == mesh], rules):
+        for own in by_wire([member for member in members if mesh_of(member.param) == mesh], rules):
             stepper = MeshStepper(mesh, of_mesh, own, groups, rules, config, of_mesh.gather_objects(load))
             load = stepper.plan.ownership.loads[of_mesh.rank]
             steppers.append(stepper)
-            lines[number] += stepper.lines()
+            lines[number] += stepper.planned.lines()
     agree_in_all(collectives, NAME, lambda: (None, lines))
     plain = [member for member in members if mesh_of(member.param) is None]
-    alone = [MeshStepper(None, Alone(), own, groups, rules, config, [0]) for own in _by_wire(plain, rules)]
+    alone = [MeshStepper(None, Alone(), own, groups, rules, config, [0]) for own in by_wire(plain, rules)]
     return [*steppers, *alone]
-
-
-def _by_wire(members: Sequence[Member], rules: Mapping[int, MatrixRule]) -> list[list[Member]]:
-    """Matrices whose rules exchange alike; element-wise members are with the first of them."""
-    found: dict[tuple[object, ...], list[Member]] = {}
-    for member in members:
-        if member.group in rules:
-            found.setdefault(tuple(wire_of(rules[member.group]).values()), []).append(member)
-    if not found:
-        return [list(members)] if members else []
-    first = next(iter(found.values()))
-    kept = {id(member) for member in first} | {id(member) for member in members if member.group not in rules}
-    return [[m for m in members if id(m) in kept], *list(found.values())[1:]]
 
 
 def names_of(

@@ -34,7 +34,6 @@ from lwopt_backend.integrations.fsdp2.owner_state import (
 from lwopt_backend.integrations.fsdp2.report import show
 from lwopt_backend.integrations.fsdp2.state import (
     check_loadable,
-    new_state,
     restore_dtypes,
     restore_groups,
     with_shards,
@@ -42,14 +41,16 @@ from lwopt_backend.integrations.fsdp2.state import (
 from lwopt_backend.integrations.fsdp2.stepper import MeshStepper
 from lwopt_backend.integrations.fsdp2.stepping import step_all
 from lwopt_backend.linked_optimizer import LinkedOptimizer, rate_of
+from lwopt_backend.mesh_plan import new_state
+from lwopt_backend.named_plan import NamedPlan
 from lwopt_backend.param_groups import as_groups
 from lwopt_backend.registry import build_matrix_rules
 from lwopt_backend.rules import MatrixRule
-from lwopt_backend.runtime.agreement import agree_in_all
+from lwopt_backend.runtime.agreement import agree_in_all, plan_digest
 from lwopt_backend.runtime.owner_state import keeps_state
 
 
-class LayerWiseOptimizer(LinkedOptimizer):
+class LayerWiseOptimizer(NamedPlan, LinkedOptimizer):
     """A matrix rule for the model's matrices and an element-wise rule for the rest, on a ``fully_shard`` model.
 
     - ``model``: the sharded module, or a list of modules (pipeline stages of one rank).
@@ -120,6 +121,7 @@ class LayerWiseOptimizer(LinkedOptimizer):
         held = [group["params"] for group in self.param_groups]
         self._names = names_of(held, self._bound, self._names)
         self._steppers = bind(exchange, self.param_groups, self._names, self._grouping, self.config)
+        self._plan_digest = plan_digest(line for stepper in self._steppers for line in stepper.planned.lines())
         self._bound = [list(group["params"]) for group in self.param_groups]
         self._make_state()
         self._owner_shards()  # its names are read from ``state``
@@ -128,7 +130,7 @@ class LayerWiseOptimizer(LinkedOptimizer):
             self._attachment.remove()
             self._attachment = Attachment(self._steppers, self._matrix_rules, lambda: self.state)
         if self.config.report and exchange[-1][1].rank == 0:
-            show(self._grouping.routes, self._steppers)
+            show(self._grouping.routes, self._steppers, self.plan_digest)
 
     def _make_state(self) -> None:
         """State for every parameter before the first step, so that no checkpoint lacks any; what is there stays."""

@@ -8,21 +8,21 @@ from rich.table import Table
 
 from lwopt_backend import report
 from lwopt_backend.integrations.fsdp2.meshes import Mesh
-from lwopt_backend.integrations.fsdp2.state import state_bytes
 from lwopt_backend.integrations.fsdp2.stepper import MeshStepper
-from lwopt_backend.plan.mesh import Coordinate
+from lwopt_backend.mesh_plan import state_nbytes
 from lwopt_backend.registry import MATRIX_RULES
 from lwopt_backend.routing import Route
 
 
-def show(routes: Sequence[Route], steppers: Sequence[MeshStepper]) -> None:
-    """Print the routing table and one plan table per mesh to standard output."""
+def show(routes: Sequence[Route], steppers: Sequence[MeshStepper], plan_digest: str) -> None:
+    """Print the routing table, one plan table per mesh, and the plan's name to standard output."""
     console = report.standard_output()
     report.show_routing(console, routes, steppers[0].groups)
     for stepper in steppers:
         console.print(_sentence(stepper))
         if stepper.mesh is not None:
             console.print(_table(stepper, stepper.mesh))
+    report.show_digest(console, plan_digest)
 
 
 def _sentence(stepper: MeshStepper) -> str:
@@ -53,15 +53,7 @@ def _table(stepper: MeshStepper, mesh: Mesh) -> Table:
             str(owned[place]),
             f"{loads[place] / 1e9:.3g}",
             f"{loads[place] / max(1, sum(loads)):.1%}",
-            report.nbytes(_state_bytes(stepper, mesh.coordinates[place])),
+            report.nbytes(state_nbytes(stepper.members, stepper.groups, stepper.config, mesh.coordinates[place])),
             report.nbytes(sent[place]),
         )
     return table
-
-
-def _state_bytes(stepper: MeshStepper, coordinate: Coordinate) -> int:
-    """What the rank at ``coordinate`` keeps, worked out from shapes, for any rank."""
-    return sum(
-        state_bytes(m.sharding.local_shape(coordinate), m.param.dtype, stepper.groups[m.group], stepper.config)
-        for m in stepper.members
-    )

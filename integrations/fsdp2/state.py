@@ -10,22 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lwopt_backend import registry
-from lwopt_backend.config import FSDP2Config
 from lwopt_backend.integrations.fsdp2.meshes import describe, placed
-
-
-def new_state(like: Tensor, group: Mapping[str, Any], config: FSDP2Config) -> dict[str, Tensor]:
-    """Fresh state for a parameter, laid out as it is and in the dtype that the configuration says."""
-    if config.state_dtype == "float32":
-        like = torch.empty_like(like, dtype=torch.float32)
-    return dict(registry.new_state(like, group))
-
-
-def state_bytes(shape: Sequence[int], dtype: torch.dtype, group: Mapping[str, Any], config: FSDP2Config) -> int:
-    """Bytes of the state of a part of ``shape``; asked of the rule itself, on a tensor without memory."""
-    state = new_state(torch.empty(tuple(shape), dtype=dtype, device="meta"), group, config)
-    return sum(tensor.numel() * tensor.itemsize for tensor in state.values())
 
 
 def check_loadable(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,10 +10,10 @@ from torch import Tensor
 
 from lwopt_backend.config import FSDP2Config
 from lwopt_backend.integrations.fsdp2.meshes import Mesh, describe, gradient, local
-from lwopt_backend.plan import Atom, MatrixPlan, MeshLayout, Sharding, plan_spread
+from lwopt_backend.mesh_plan import Member, plan_mesh
 from lwopt_backend.plan.blocks import Block
 from lwopt_backend.plan.mesh import Coordinate
-from lwopt_backend.registry import ELEMENTWISE_RULES, Wire, cost_of, wire_of
+from lwopt_backend.registry import ELEMENTWISE_RULES
 from lwopt_backend.row_scaling import RowScaling
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime.collectives import TorchCollectives
@@ -26,24 +25,6 @@ from lwopt_backend.runtime.views import local_views
 
 BATCH_NUMEL = 2**26  # elements that an accelerator takes through a rule at once
 States = Mapping[Tensor, dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Member:
-    """A trained parameter: its name, its param group's position and rule, how it lies over its mesh, whether it is
-    stored as (inputs, outputs), and the matrices in it."""
-
-    name: str
-    param: Tensor
-    group: int
-    rule: str
-    sharding: Sharding
-    transposed: bool
-    blocks: tuple[Block, ...] = ()
-
-    def line(self) -> str:
-        """What ranks must have decided alike of it."""
-        return f"{self.name} {self.sharding} {self.param.dtype} by {self.rule} of group {self.group}"
 
 
 class MeshStepper:
@@ -68,39 +49,14 @@ class MeshStepper:
         self.members = list(members)
         self.groups = groups
         self.config = config
-        # Backward computes the last layers' gradients first, so these are sent first.
-        pairs = [(i, block) for i in reversed(range(len(members))) for block in members[i].blocks]
-        self.matrices = [i for i, _ in pairs]  # by atom, the member it is in
-        self.blocks = [block for _, block in pairs]
-        self.places = [place for i in reversed(range(len(members))) for place in range(len(members[i].blocks))]
-        self.plan = self._plan(groups, rules, loads)
+        coordinates = mesh.coordinates if mesh else ((0,),)
+        self.planned = plan_mesh(self.members, groups, rules, config, coordinates, loads)
+        self.plan = self.planned.plan
+        self.matrices, self.places = self.planned.matrices, self.planned.places
+        self.blocks = [self.planned.block(atom) for atom in range(len(self.matrices))]
         self.device = mesh.device if mesh else (local(members[0].param).device if members else torch.device("cpu"))
         batch = 0 if self.device.type == "cpu" else BATCH_NUMEL
         self.stepper = MatrixStepper(self.plan, collectives, self.device, batch_numel=batch)
-
-    def _plan(
-        self, groups: Sequence[Mapping[str, Any]], rules: Mapping[int, MatrixRule], loads: Sequence[int]
-    ) -> MatrixPlan:
-        members = [self.members[index] for index in self.matrices]
-        wire: Wire = wire_of(rules[members[0].group]) if members else {}
-        atoms = [
-            Atom(block.of(m.name), block.shape, cost_of(block.shape, groups[m.group]), m.transposed)
-            for m, block in zip(members, self.blocks)
-        ]
-        coordinates = self.mesh.coordinates if self.mesh else ((0,),)
-        return plan_spread(
-            atoms,
-            MeshLayout(coordinates, tuple(sharding_in(m.sharding, block) for m, block in zip(members, self.blocks))),
-            exchange_layout=self.config.layout,
-            bucket_matrices=self.config.bucket_matrices,
-            bucket_numel=self.config.bucket_numel,
-            loads=loads,
-            **wire,
-        )
-
-    def lines(self) -> list[str]:
-        """What all ranks of the mesh must have decided alike."""
-        return [*(member.line() for member in self.members), *self.plan.lines()]
 
     def presence(self, more: Tensor | None = None) -> Presence:
         """Start to agree on which members have a gradient, and on ``more`` flags. Called on all ranks of the mesh."""
@@ -142,11 +98,6 @@ class MeshStepper:
         """This rank's pieces of the element-wise members of a param group that have a gradient somewhere."""
         chosen = [i for i, m in enumerate(self.members) if m.group == group and m.rule in ELEMENTWISE_RULES]
         return [piece(self.members[i], states[self.members[i].param]) for i in chosen if presence(i)]
-
-
-def sharding_in(sharding: Sharding, block: Block) -> Sharding:
-    """How one matrix in a parameter lies, of which ``sharding`` tells how it lies itself."""
-    return sharding if block.is_everything and len(sharding.shape) == 2 else replace(sharding, block=block)
 
 
 class Shards:

@@ -12,11 +12,12 @@ from torch import nn
 from lwopt_backend.config import HostConfig
 from lwopt_backend.grouping import Grouping
 from lwopt_backend.owned.gradients import OwnedGradients
-from lwopt_backend.owned.members import Member, members_of, plan_members, renumbered
+from lwopt_backend.owned.members import Member, members_of, plan_lines, plan_members, renumbered
 from lwopt_backend.owned.sharing import share
 from lwopt_backend.owned.stepper import OwnedStepper
+from lwopt_backend.plan import machine_of
 from lwopt_backend.plan.buffers.owned import OwnedPlan
-from lwopt_backend.runtime.agreement import agree, agree_in_all
+from lwopt_backend.runtime.agreement import agree, agree_in_all, plan_digest
 from lwopt_backend.runtime.bucket_manager import BucketManager
 from lwopt_backend.runtime.presence import Presence
 from lwopt_backend.runtime.ranks import PartCollectives
@@ -78,6 +79,7 @@ class OwnedCore:
                 members,
                 grouping.groups,
                 shared.ranks.world_size,
+                machine_of(members[0].param.device.type),
                 layout=layout,
                 bucket_mb=bucket_mb,
                 group_size=shared.group_size,
@@ -129,11 +131,13 @@ class OwnedCore:
         for bucket in self.manager.buckets:
             bucket.refresh_masters()
 
+    @property
+    def plan_digest(self) -> str:
+        """The name of the plan of what this rank shares."""
+        return plan_digest(line for held in self.holdings for line in self._lines(held.numbers, held.plan))
+
     def _lines(self, part: Sequence[int], plan: OwnedPlan) -> list[str]:
-        """What all ranks that share these members must have decided alike."""
-        members = [self.members[number] for number in part]
-        shapes = [f"{m.name} {tuple(m.param.shape)} {m.dtype} {m.rule} group {m.group}" for m in members]
-        return [*shapes, *plan.lines()]
+        return plan_lines([self.members[number] for number in part], plan)
 
     def presences(self, more: torch.Tensor) -> list[Presence]:
         """Which members have a gradient on any rank, per holdings; ``more`` are flags of all ranks of the first."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.grouping import Grouping
-from lwopt_backend.plan import MACHINES, Atom
+from lwopt_backend.plan import Atom, Machine
 from lwopt_backend.plan.blocks import Block, end_to_end
 from lwopt_backend.plan.buffers.arrangement import Bucket
 from lwopt_backend.plan.buffers.owned import OwnedPlan, plan_owned
@@ -70,6 +70,7 @@ def plan_members(
     members: Sequence[Member],
     groups: Sequence[Mapping[str, Any]],
     ranks: int,
+    machine: Machine,
     *,
     layout: str,
     bucket_mb: float,
@@ -79,7 +80,7 @@ def plan_members(
     bus_alignment: bool,
     base: Sequence[int] | None = None,
 ) -> OwnedPlan:
-    """Plan ``members`` over ``ranks`` ranks. Every rank computes the same; slots name members by their position.
+    """Plan ``members`` over ``ranks`` of ``machine``. Every rank computes the same; slots name members by position.
 
     ``base`` is the work that each rank has anyway.
     """
@@ -90,7 +91,7 @@ def plan_members(
     setting = Setting(
         layout,
         max(1, int(bucket_mb * 2**20 / gradient)),
-        MACHINES.get(members[0].param.device.type, MACHINES["cuda"]),
+        machine,
         COSTS["newton_schulz"],
         Elements(parameter=dtype.itemsize, gradient=gradient, master=masters, state=4),
         direct=direct,
@@ -109,6 +110,12 @@ def _owned_param(member: Member, group: Mapping[str, Any]) -> OwnedParam:
         whole = Atom(member.name, shape, sum(atom.cost for atom in atoms))
     parts = tuple((atom.numel, atom.cost) for atom in atoms) if len(atoms) > 1 and end_to_end(member.blocks) else ()
     return OwnedParam(member.name, member.param.numel(), member.dtype, whole, member.tied, parts)
+
+
+def plan_lines(members: Sequence[Member], plan: OwnedPlan) -> list[str]:
+    """What all ranks that share these members must have decided alike."""
+    shapes = [f"{m.name} {tuple(m.param.shape)} {m.dtype} {m.rule} group {m.group}" for m in members]
+    return [*shapes, *plan.lines()]
 
 
 def renumbered(bucket: Bucket, numbers: Sequence[int]) -> Bucket:

@@ -21,6 +21,7 @@ from lwopt_backend.config import OwnedConfig
 from lwopt_backend.gradient_norms import check_finite, checked_order
 from lwopt_backend.grouping import Grouping, group_parameters
 from lwopt_backend.linked_optimizer import LinkedOptimizer, rate_of
+from lwopt_backend.named_plan import NamedPlan
 from lwopt_backend.owned.backward import Backward
 from lwopt_backend.owned.checks import NAME, check_model, check_options
 from lwopt_backend.owned.core import OwnedCore, Share, broadcast_buffers
@@ -36,7 +37,7 @@ from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.collectives import ranks_of
 
 
-class LayerWiseOptimizer(LinkedOptimizer):
+class LayerWiseOptimizer(NamedPlan, LinkedOptimizer):
     """A matrix rule for the model's matrices and an element-wise rule for the rest, data-parallel.
 
     - ``model``: the module, as it is; not wrapped in DDP, which this replaces. Its parameters and buffers become those
@@ -101,6 +102,7 @@ class LayerWiseOptimizer(LinkedOptimizer):
             overlap=self.config.overlap_grad_reduce,
             bus_alignment=self.config.bus_alignment,
         )
+        self._plan_digest = self.core.plan_digest
         broadcast_buffers(model, shares)
         super().__init__(self._grouping.groups, {})
         self._begin(rules, self._grouping.groups, rate_of(rules, self._grouping.groups))
@@ -222,8 +224,6 @@ class LayerWiseOptimizer(LinkedOptimizer):
         """Take this rank's ``state_dict``. Raises ValueError, on all ranks, if it is another's or of another plan."""
         load_state_dict_into(self, self.core, state_dict, self._link)
         self._loaded = True
-
-    # What it holds
 
     def memory_report(self) -> list[RankMemory]:
         """Per rank of the process group, the bytes it holds for this optimizer."""

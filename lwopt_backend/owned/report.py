@@ -38,6 +38,7 @@ def show(
         for sentence in plan.choices:
             console.print(sentence)
         console.print(plan_table(plan, partial(memory, held), [core.members[number] for number in held.numbers]))
+    report.show_digest(console, core.plan_digest)
 
 
 def plan_table(plan: OwnedPlan, memory: Callable[[int], RankMemory], members: Sequence[Member]) -> Table:

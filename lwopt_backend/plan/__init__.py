@@ -5,7 +5,7 @@ nothing here reads a tensor, a process group or the clock.
 """
 
 from lwopt_backend.plan.build import plan_matrices
-from lwopt_backend.plan.machine import MACHINES, Machine, StepTime
+from lwopt_backend.plan.machine import MACHINES, Machine, StepTime, machine_of
 from lwopt_backend.plan.matrix_plan import MatrixPlan
 from lwopt_backend.plan.mesh import MeshLayout, Sharding
 from lwopt_backend.plan.owners import POLICIES, Ownership
@@ -33,6 +33,7 @@ __all__ = [
     "Sharding",
     "StepTime",
     "Transfer",
+    "machine_of",
     "plan_matrices",
     "plan_spread",
 ]

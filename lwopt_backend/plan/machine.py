@@ -41,6 +41,12 @@ MACHINES = {
     "cpu": Machine("cpu", 5e10, 1e9, 3e-4),
 }
 
+
+def machine_of(device_type: str) -> Machine:
+    """The machine that an engine plans for, by the type of its parameters' device: ``"cpu"``, or any accelerator."""
+    return MACHINES.get(device_type, MACHINES["cuda"])
+
+
 # Clusters for planning ahead. Flops: 40 % of the dense bf16 peak, what batched Newton-Schulz reaches on large matrices.
 # Wires: 80 % of a rank's network card (400 Gb/s NDR, 200 Gb/s HDR) and of its NVLink or Infinity Fabric, one direction.
 CLUSTERS = {

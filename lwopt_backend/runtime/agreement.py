@@ -7,7 +7,7 @@ rank reports either what it decided or what went wrong, and all of them raise th
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from typing import TypeVar
 
@@ -83,6 +83,11 @@ def _exchange_reports(
 def digest(lines: Sequence[str]) -> str:
     """SHA-256 of the lines; equal on all ranks and machines for equal lines, whatever the hash seed."""
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def plan_digest(lines: Iterable[str]) -> str:
+    """A short name for what these lines of a plan say: what ``lwopt plan`` prints, and the run that trains so."""
+    return digest(list(lines))[:16]
 
 
 def first_difference(all_lines: Sequence[Sequence[str]]) -> str:
