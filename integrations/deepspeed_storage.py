@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lwopt_backend.group_plan import GroupPlan, HostLayout
 from lwopt_backend.integrations import deepspeed_engine
+from lwopt_backend.plan import Replicas
 from lwopt_backend.registry import MATRIX_RULES
 from lwopt_backend.routing import full_shape
 from lwopt_backend.row_scaling import RowScaling

@@ -67,6 +67,12 @@ def divide(
     return found
 
 
+def divide_by_name(routes: Sequence[Route], settings: AtomSettings) -> dict[str, Divided]:
+    """``divide`` where there are no modules, which would know what is fused: by the settings and by shape."""
+    _check_globs(settings, routes)
+    return {route.name: _divided(route, settings, None) for route in routes if route.kind == "matrix"}
+
+
 def _divided(route: Route, settings: AtomSettings, fused: Fusion | None) -> Divided:
     shape, setting = route.shape, settings.of([route.name, *route.aliases])
     if setting is not None:

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from lwopt_backend.config import ZeROConfig
 from lwopt_backend.plan import (
     Atom,
@@ -23,7 +21,7 @@ from lwopt_backend.plan import (
 from lwopt_backend.plan.block_storage import BlockPartition, BlockReplicas, in_blocks
 from lwopt_backend.plan.blocks import Block
 from lwopt_backend.plan.build import modelled_time
-from lwopt_backend.registry import MATRIX_RULES, arguments, build_matrix_rule, cost_of, new_state, wire_of
+from lwopt_backend.registry import MATRIX_RULES, arguments, build_matrix_rule, cost_of, state_nbytes, wire_of
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime.agreement import plan_digest
 
@@ -138,9 +136,4 @@ def _state_bytes(group: Mapping[str, Any], layout: HostLayout, matrices: MatrixP
     else:
         assert matrices is not None, "element-wise parameters are replicated, but stepped in partitions"
         numels = matrices.owned_numels()
-    return tuple(_state_size(group, numel) for numel in numels)
-
-
-def _state_size(group: Mapping[str, Any], numel: int) -> int:
-    flat = torch.empty(numel, dtype=torch.float32, device="meta")
-    return sum(tensor.numel() * tensor.itemsize for tensor in new_state(flat, group).values())
+    return tuple(state_nbytes(numel, group) for numel in numels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,7 @@ from lwopt_backend.config import FSDP2Config
 from lwopt_backend.plan import Atom, MatrixPlan, MeshLayout, Sharding, plan_spread
 from lwopt_backend.plan.blocks import Block
 from lwopt_backend.plan.mesh import Coordinate
-from lwopt_backend.registry import cost_of, wire_of
+from lwopt_backend.registry import cost_of, state_nbytes, wire_of
 from lwopt_backend.rules import MatrixRule
 
 
@@ -110,12 +111,12 @@ def new_state(like: Tensor, group: Mapping[str, Any], config: FSDP2Config) -> di
     return dict(registry.new_state(like, group))
 
 
-def state_nbytes(
+def mesh_state_nbytes(
     members: Sequence[Member], groups: Sequence[Mapping[str, Any]], config: FSDP2Config, coordinate: Coordinate
 ) -> int:
-    """Bytes of the state that the rank at ``coordinate`` keeps; asked of the rules, on tensors without memory."""
+    """Bytes of the state that the rank at ``coordinate`` keeps."""
     found = 0
     for m in members:
-        part = torch.empty(m.sharding.local_shape(coordinate), dtype=m.param.dtype, device="meta")
-        found += sum(tensor.numel() * tensor.itemsize for tensor in new_state(part, groups[m.group], config).values())
+        dtype = torch.float32 if config.state_dtype == "float32" else m.param.dtype
+        found += state_nbytes(math.prod(m.sharding.local_shape(coordinate)), groups[m.group], dtype)
     return found

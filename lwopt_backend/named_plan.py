@@ -16,7 +16,7 @@ class NamedPlan:
         """
         if self._plan_digest is None:
             raise RuntimeError(
-                f"this {getattr(self, 'name', type(self).__name__)} has no plan yet, so plan_digest has no value; under "
-                "DeepSpeed it plans in deepspeed.initialize, with sharded_later in the first step: ask after that"
+                f"this {getattr(self, 'name', type(self).__name__)} has no plan yet, so plan_digest has no value; "
+                "under DeepSpeed it plans in deepspeed.initialize, with sharded_later in the first step: ask after that"
             )
         return self._plan_digest

@@ -227,4 +227,10 @@ def new_state(flat: Tensor, group: Mapping[str, Any]) -> State:
     return {key: torch.zeros_like(flat) for key in keys}
 
 
+def state_nbytes(numel: int, group: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> int:
+    """Bytes of the state of so many elements; asked of the rule itself, on a tensor without memory."""
+    state = new_state(torch.empty(numel, dtype=dtype, device="meta"), group)
+    return sum(tensor.numel() * tensor.itemsize for tensor in state.values())
+
+
 from lwopt_backend import muon_rules, optimizer_rules  # noqa: E402, F401  they register the rules that come with us

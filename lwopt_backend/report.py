@@ -26,7 +26,7 @@ def show(
     groups: Sequence[Mapping[str, Any]],
     plan_digest: str,
 ) -> None:
-    """Print the routing table, the plans, a table for each set of ranks, and this rank's plan's name to standard output.
+    """Print the routing table, the plans, a table for each set of ranks, and the plan's name to standard output.
 
     ``plans`` are by a sentence that says of whom they are, empty where that goes without saying; ``groups`` are the
     param groups.

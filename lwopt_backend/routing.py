@@ -36,8 +36,7 @@ class Route:
     """Where one parameter goes and why. ``aliases`` are the other names of a tied parameter.
 
     A ``stack`` holds a matrix in its last two dimensions for every index of the others; a ``transposed`` matrix is
-    stored as (inputs, outputs). ``parts`` are names and shapes of the matrices in it, where they were looked for and
-    are several. ``rule`` is the name of the one that trains it, once that is known.
+    stored as (inputs, outputs). ``rule`` is the name of the one that trains it, once that is known.
     """
 
     name: str
@@ -47,7 +46,6 @@ class Route:
     aliases: tuple[str, ...] = ()
     stack: bool = False
     transposed: bool = False
-    parts: tuple[tuple[str, tuple[int, int]], ...] = ()
     rule: str = ""
 
 

@@ -15,8 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from lwopt_backend.group_plan import HostLayout
 from lwopt_backend.plan import FlatPartition, ParameterPartition, Replicas
-
-SUB_GROUP_SIZE = 10**9  # elements of a rank, DeepSpeed's default of zero_optimization.sub_group_size
+from lwopt_backend.plan.storage import SUB_GROUP_SIZE
 
 
 def unit_layouts(

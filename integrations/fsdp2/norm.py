@@ -12,7 +12,7 @@ from torch.profiler import record_function
 
 from lwopt_backend.gradient_norms import check_finite, checked_order
 from lwopt_backend.integrations.fsdp2.meshes import Mesh, gradient, local
-from lwopt_backend.integrations.fsdp2.stepper import Member, MeshStepper
+from lwopt_backend.integrations.fsdp2.stepper import MeshStepper
 from lwopt_backend.mesh_plan import Member
 from lwopt_backend.runtime.labels import NORM
 from lwopt_backend.runtime.maximum import largest_of_all

@@ -9,7 +9,7 @@ from rich.table import Table
 from lwopt_backend import report
 from lwopt_backend.integrations.fsdp2.meshes import Mesh
 from lwopt_backend.integrations.fsdp2.stepper import MeshStepper
-from lwopt_backend.mesh_plan import state_nbytes
+from lwopt_backend.mesh_plan import mesh_state_nbytes
 from lwopt_backend.registry import MATRIX_RULES
 from lwopt_backend.routing import Route
 
@@ -53,7 +53,7 @@ def _table(stepper: MeshStepper, mesh: Mesh) -> Table:
             str(owned[place]),
             f"{loads[place] / 1e9:.3g}",
             f"{loads[place] / max(1, sum(loads)):.1%}",
-            report.nbytes(state_nbytes(stepper.members, stepper.groups, stepper.config, mesh.coordinates[place])),
+            report.nbytes(mesh_state_nbytes(stepper.members, stepper.groups, stepper.config, mesh.coordinates[place])),
             report.nbytes(sent[place]),
         )
     return table

@@ -18,7 +18,6 @@ def calibrate(
     shapes: inputs.Shapes = None,
     include: inputs.Include = None,
     exclude: inputs.Exclude = None,
-    split: inputs.Splits = None,
     device: Annotated[str | None, typer.Option(help="Default: the accelerator, or the CPU.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     steps: Annotated[int, typer.Option(min=1, help="Newton-Schulz iterations.")] = 5,
@@ -31,14 +30,13 @@ def calibrate(
     import torch
 
     from lwopt_backend import calibrate as timing
-    from lwopt_backend.study.atoms import make_atoms, parse_split
+    from lwopt_backend.model_shapes import Training
 
     if dtype not in ("bfloat16", "float32"):
         raise ValueError(f"--dtype: expected bfloat16 or float32, found {dtype!r}")
-    model = inputs.read_model(hf, checkpoint, shapes, include, exclude)
-    splits = dict(parse_split(text) for text in split or ())
-    atoms, _ = make_atoms(model.routes, splits, inputs.cost_named("newton_schulz"))
-    wanted = {atom.shape for atom in atoms}
+    training = Training.routed(include or (), exclude or ())
+    model = inputs.read_model(hf, checkpoint, shapes, training)
+    wanted = {block.shape for divided in model.divided.values() for block in divided.blocks}
     if not wanted:
         raise ValueError(f"{model.source}: there is no matrix to time")
     on = torch.device(device) if device else inputs.own_device()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,16 +15,41 @@ from lwopt_backend.spelling import suggestion
 if TYPE_CHECKING:
     import torch
 
-    from lwopt_backend.model_shapes import ModelShapes
+    from lwopt_backend.model_shapes import ModelShapes, Training
 
-Engine = Enum(
-    "Engine", {"owned": "owned", "zero1": "zero1", "zero2": "zero2", "zero3": "zero3", "fsdp2": "fsdp2"}, type=str
-)
-Layout = Enum("Layout", {"padded": "padded", "compact": "compact", "auto": "auto"}, type=str)
-GradDtype = Enum("GradDtype", {"fp32": "fp32", "bf16": "bf16"}, type=str)
+
+class Engine(str, Enum):
+    owned = "owned"
+    zero1 = "zero1"
+    zero2 = "zero2"
+    zero3 = "zero3"
+    fsdp2 = "fsdp2"
+
+
+class Layout(str, Enum):
+    padded = "padded"
+    compact = "compact"
+    auto = "auto"
+
+
+class Policy(str, Enum):
+    auto = "auto"
+    stay = "stay"
+    balance = "balance"
+
+
+class Dtype(str, Enum):
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+class GradDtype(str, Enum):
+    parameter = "parameter"
+    float32 = "float32"
+
 
 MEASURED = "measured"
-OWNED_BUCKET = 40_000_000  # elements, Megatron-Core's default
 MODEL, CLUSTER, PLAN, OUTPUT = "The model", "The cluster", "The plan", "Output"
 
 HuggingFace = Annotated[
@@ -50,34 +74,21 @@ Include = Annotated[
 Exclude = Annotated[
     list[str] | None, typer.Option(metavar="GLOB", help="Names that are not matrices.", rich_help_panel=MODEL)
 ]
-Splits = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--split",
-        metavar="GLOB=HOW",
-        help="Plan a parameter as several matrices: GLOB=N equal row blocks, GLOB=rows,rows,... or GLOB=stack.",
-        rich_help_panel=MODEL,
-    ),
-]
 Cluster = Annotated[
     str, typer.Option(metavar="NAME|FILE", help="A known cluster, or a YAML file of one.", rich_help_panel=CLUSTER)
 ]
 Cost = Annotated[
-    str,
+    str | None,
     typer.Option(
         metavar="NAME|FILE",
-        help=f"What work costs: {', '.join(COSTS)}, or {MEASURED}: the table that `lwopt calibrate` made, or its file.",
+        help=f"What work is counted by: {', '.join(COSTS)}, or {MEASURED}: the table that `lwopt calibrate` made, or "
+        "its file. Default: the flops of the matrix rule.",
         rich_help_panel=PLAN,
     ),
 ]
-BucketNumel = Annotated[
-    str | None,
-    typer.Option(
-        metavar="N|none",
-        help="Least elements of a bucket; none is one bucket. Default: 40000000, and 16777216 for zero. For fsdp2 the "
-        "most of a bucket; by default it holds twice as many matrices as there are ranks.",
-        rich_help_panel=PLAN,
-    ),
+BucketMb = Annotated[
+    float | None,
+    typer.Option(metavar="MIB", help="Of owned storage: MiB of gradients that close a bucket.", rich_help_panel=PLAN),
 ]
 
 
@@ -85,8 +96,7 @@ def read_model(
     hf: Path | None,
     checkpoint: Path | None,
     shapes: Path | None,
-    include: Sequence[str] | None,
-    exclude: Sequence[str] | None,
+    training: Training,
 ) -> ModelShapes:
     """The model that exactly one of ``hf``, ``checkpoint`` and ``shapes`` names. Raises ValueError otherwise."""
     given = [name for name, path in (("--hf", hf), ("--checkpoint", checkpoint), ("--shapes", shapes)) if path]
@@ -94,19 +104,20 @@ def read_model(
         raise ValueError(f"give one of --hf, --checkpoint and --shapes; found {' and '.join(given) or 'none'}")
     from lwopt_backend.model_shapes import read_checkpoint, read_hugging_face, read_shapes_json
 
-    include, exclude = tuple(include or ()), tuple(exclude or ())
     if hf:
-        return read_hugging_face(hf, include, exclude)
+        return read_hugging_face(hf, training=training)
     if checkpoint:
-        return read_checkpoint(checkpoint, include, exclude)
-    if include or exclude:
+        return read_checkpoint(checkpoint, training=training)
+    if training.config.include or training.config.exclude:
         raise ValueError("--include and --exclude choose among a model's parameters; a list of shapes is all matrices")
     assert shapes
-    return read_shapes_json(shapes)
+    return read_shapes_json(shapes, training)
 
 
-def cost_named(name: str) -> CostModel:
-    """The cost model called ``name``, or the measured table in the file ``name``. Raises ValueError."""
+def cost_named(name: str | None) -> CostModel | None:
+    """None, the cost model called ``name``, or the measured table in the file ``name``. Raises ValueError."""
+    if name is None:
+        return None
     if name in COSTS:
         return COSTS[name]
     if name == MEASURED:
@@ -126,14 +137,3 @@ def own_device() -> torch.device:
     import torch
 
     return torch.accelerator.current_accelerator() or torch.device("cpu")
-
-
-def bucket_elements(text: str | None, engine: str) -> int | None:
-    """``--bucket-numel`` as a number, or None for one bucket. Raises ValueError."""
-    if text is None:
-        return {"owned": OWNED_BUCKET, "fsdp2": None}.get(engine, 2**24)
-    if text.lower() == "none":
-        return None
-    if not text.isdigit() or int(text) < 1:
-        raise ValueError(f"--bucket-numel: expected a number of elements or 'none', found {text!r}")
-    return int(text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,11 +10,11 @@ import typer
 from rich.console import Console
 
 from lwopt_backend.cli import inputs
+from lwopt_backend.plan.storage import SUB_GROUP_SIZE
 from lwopt_backend.study.deployment import EXPERTS
 
 if TYPE_CHECKING:
     from lwopt_backend.model_shapes import ModelShapes
-    from lwopt_backend.study.atoms import Split
     from lwopt_backend.study.study import Study
     from lwopt_backend.study.what_if import Alternative
 
@@ -27,10 +26,13 @@ def plan(
     shapes: inputs.Shapes = None,
     include: inputs.Include = None,
     exclude: inputs.Exclude = None,
-    split: inputs.Splits = None,
     experts: Annotated[
         str, typer.Option(metavar="GLOB", help="Parameters that --ep spreads.", rich_help_panel=inputs.MODEL)
     ] = EXPERTS,
+    dtype: Annotated[
+        inputs.Dtype | None,
+        typer.Option(help="Of parameters. Default: bfloat16, on fsdp2 float32.", rich_help_panel=inputs.MODEL),
+    ] = None,
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism.", rich_help_panel=inputs.CLUSTER)] = 1,
     pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.", rich_help_panel=inputs.CLUSTER)] = 1,
     ep: Annotated[int, typer.Option(min=1, help="Expert parallelism.", rich_help_panel=inputs.CLUSTER)] = 1,
@@ -40,16 +42,37 @@ def plan(
     ] = inputs.Engine.owned,
     layout: Annotated[
         inputs.Layout | None,
-        typer.Option(help="Of owned storage: with padding, without, or the faster one.", rich_help_panel=inputs.PLAN),
+        typer.Option(
+            help="Of buckets: with padding, without, or what the engine chooses.", rich_help_panel=inputs.PLAN
+        ),
     ] = None,
-    bucket_numel: inputs.BucketNumel = None,
+    bucket_mb: inputs.BucketMb = None,
+    bucket_numel: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of zero and fsdp2: most elements of an exchange.", rich_help_panel=inputs.PLAN),
+    ] = None,
     group_size: Annotated[
-        str, typer.Option(metavar="N|auto", help="Ranks that share ownership.", rich_help_panel=inputs.PLAN)
-    ] = "auto",
-    cost: inputs.Cost = "newton_schulz",
+        str | None,
+        typer.Option(metavar="N|auto", help="Of owned: ranks that share ownership.", rich_help_panel=inputs.PLAN),
+    ] = None,
+    policy: Annotated[
+        inputs.Policy | None, typer.Option(help="Of zero: who owns a matrix.", rich_help_panel=inputs.PLAN)
+    ] = None,
+    sub_group_size: Annotated[
+        int, typer.Option(min=1, help="DeepSpeed's, of zero3.", rich_help_panel=inputs.PLAN)
+    ] = SUB_GROUP_SIZE,
     grad_dtype: Annotated[
-        inputs.GradDtype, typer.Option(help="Gradients, kept and sent.", rich_help_panel=inputs.PLAN)
-    ] = inputs.GradDtype.fp32,
+        inputs.GradDtype, typer.Option(help="Of gradients, kept and sent.", rich_help_panel=inputs.PLAN)
+    ] = inputs.GradDtype.parameter,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Any other option of the engine, or a section of rules: matrix=soap. `lwopt rules` lists them.",
+            rich_help_panel=inputs.PLAN,
+        ),
+    ] = None,
+    cost: inputs.Cost = None,
     what_if: Annotated[
         bool | None,
         typer.Option(help="Rows for other choices. Default: yes, unless --json.", rich_help_panel=inputs.OUTPUT),
@@ -64,29 +87,41 @@ def plan(
         Path | None, typer.Option(metavar="FILE", help="Write a picture.", rich_help_panel=inputs.OUTPUT)
     ] = None,
 ) -> None:
-    """Plan a model on a cluster: who owns what, work and memory per rank, bytes and modelled seconds of a step."""
-    from lwopt_backend.study.atoms import parse_split
+    """The plan that an engine trains by: who owns what, work and memory per rank, bytes and modelled seconds of a step.
+
+    Options that are left out have the engine's defaults.
+    """
+    import torch
+
+    from lwopt_backend.cli.plan_options import engine_options, group_size_of
     from lwopt_backend.study.cluster import cluster_named
     from lwopt_backend.study.deployment import Deployment
     from lwopt_backend.study.document import document
-    from lwopt_backend.study.part import Setting
+    from lwopt_backend.study.setting import Setting
     from lwopt_backend.study.study import plan_study
 
-    model = inputs.read_model(hf, checkpoint, shapes, include, exclude)
-    setting = Setting(
+    named = {
+        "include": tuple(include) if include else None,
+        "exclude": tuple(exclude) if exclude else None,
+        "layout": layout and layout.value,
+        "bucket_mb": bucket_mb,
+        "bucket_numel": bucket_numel,
+        "group_size": group_size_of(group_size),
+        "policy": policy and policy.value,
+    }
+    setting = Setting.of(
         engine.value,
-        _layout(engine, layout),
-        inputs.bucket_elements(bucket_numel, engine.value),
         cluster_named(cluster),
         inputs.cost_named(cost),
-        _group_size(group_size, engine),
-        4 if grad_dtype is inputs.GradDtype.fp32 else 2,
+        engine_options(engine.value, named, option or ()),
+        dtype=getattr(torch, dtype.value) if dtype else None,
+        grad_dtype=grad_dtype.value,
+        sub_group_size=sub_group_size,
     )
-    deployment = Deployment(world_size, tp, pp, ep)
-    splits = dict(parse_split(text) for text in split or ())
+    model = inputs.read_model(hf, checkpoint, shapes, setting.training)
     messages = Console(stderr=True)
     with messages.status("planning"):
-        study = plan_study(model.routes, deployment, setting, splits=splits, experts=experts)
+        study = plan_study(model, Deployment(world_size, tp, pp, ep), setting, experts=experts)
     wanted = what_if if what_if is not None else not as_json
     rows = _what_if(study, messages) if wanted else []
     content = document(study, source=model.source, rows=rows)
@@ -95,32 +130,16 @@ def plan(
     if as_json:
         typer.echo(json.dumps(content))
     else:
-        _print(model, study, rows, splits, content["digest"])
-
-
-def _layout(engine: inputs.Engine, layout: inputs.Layout | None) -> str:
-    if layout is not None and engine is not inputs.Engine.owned:
-        raise ValueError(f"--layout is for engine 'owned'; {engine.value!r} has the layout of its host")
-    return layout.value if layout is not None else "auto"
-
-
-def _group_size(text: str, engine: inputs.Engine) -> int | None:
-    if text == "auto":
-        return None
-    if not text.isdigit() or int(text) < 1:
-        raise ValueError(f"--group-size: expected a number of ranks or 'auto', found {text!r}")
-    if engine is not inputs.Engine.owned:
-        raise ValueError(f"--group-size is for engine 'owned'; {engine.value!r} shards over all data-parallel ranks")
-    return int(text)
+        _print(model, study, rows)
 
 
 def _what_if(study: Study, messages: Console) -> list[Alternative]:
-    """Rows for the largest buffer of the stage that is shown."""
+    """Rows for the first buffer of the stage that is shown."""
     from lwopt_backend.study.what_if import alternatives
 
-    part = study.worst.parts[0]
+    planned = next(each for each in study.worst.planned if each.part is not None)
     with messages.status("what if") as status:
-        return list(alternatives(part, study.setting, lambda what: status.update(f"what if: {what}")))
+        return list(alternatives(planned, study.setting, lambda what: status.update(f"what if: {what}")))
 
 
 def _draw(content: dict[str, object], html: Path | None, png: Path | None) -> None:
@@ -132,19 +151,15 @@ def _draw(content: dict[str, object], html: Path | None, png: Path | None) -> No
         save_plan_png(content, png)
 
 
-def _print(model: ModelShapes, study: Study, rows: list[Alternative], splits: Mapping[str, Split], digest: str) -> None:
+def _print(model: ModelShapes, study: Study, rows: list[Alternative]) -> None:
     from lwopt_backend.cli import tables
-    from lwopt_backend.report import routing_headline, routing_table
+    from lwopt_backend.report import routing_headline, routing_table, show_digest
 
     console = tables.terminal()
     console.print(f"Model: {model.source}")
     for sentence in (*model.notes, *routing_headline(study.routes)):
         console.print(sentence)
     console.print(routing_table(study.routes))
-    if splits:
-        console.print(
-            f"Note: {', '.join(splits)} planned as several matrices; today's engines train what the table above says."
-        )
     for sentence in tables.headline(study):
         console.print(sentence)
     if len(study.stages) > 1:
@@ -153,4 +168,4 @@ def _print(model: ModelShapes, study: Study, rows: list[Alternative], splits: Ma
     console.print(tables.collective_table(study.worst))
     if rows:
         console.print(tables.what_if_table(study.worst.parts[0].name, rows))
-    console.print(f"Plan {digest}: equal plans have equal names, on every rank and machine.")
+    show_digest(console, study.digest)

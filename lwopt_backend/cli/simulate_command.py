@@ -26,13 +26,14 @@ def simulate(
     shapes: inputs.Shapes = None,
     include: inputs.Include = None,
     exclude: inputs.Exclude = None,
-    split: inputs.Splits = None,
     world_sizes: Annotated[str, typer.Option(metavar="W,W,...", help="Data-parallel ranks.")] = WORLD_SIZES,
     cluster: inputs.Cluster = "h100-8x-ib",
-    cost: inputs.Cost = "newton_schulz",
-    bucket_numel: inputs.BucketNumel = None,
-    layout: Annotated[inputs.Layout, typer.Option(help="Of ours.")] = inputs.Layout.auto,
-    grad_dtype: Annotated[inputs.GradDtype, typer.Option(help="Of all systems.")] = inputs.GradDtype.fp32,
+    cost: inputs.Cost = None,
+    bucket_mb: inputs.BucketMb = None,
+    layout: Annotated[inputs.Layout | None, typer.Option(help="Of ours.")] = None,
+    grad_dtype: Annotated[
+        inputs.GradDtype, typer.Option(help="Of all systems: of the parameters, or float32.")
+    ] = inputs.GradDtype.float32,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, nothing else.")] = False,
     png: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a plot.")] = None,
     validate: Annotated[
@@ -41,31 +42,31 @@ def simulate(
 ) -> None:
     """Compare ours, Megatron padded and compact, DeepSpeed's Muon, and replication, over the number of ranks."""
     from lwopt_backend.cli import tables
-    from lwopt_backend.study.atoms import check_splits, make_atoms, parse_split
     from lwopt_backend.study.cluster import cluster_named
-    from lwopt_backend.study.part import Setting
+    from lwopt_backend.study.deployment import Deployment
+    from lwopt_backend.study.setting import Setting
+    from lwopt_backend.study.study import plan_study
     from lwopt_backend.study.systems import compare
 
     if validate:
         _validate()
         if not (hf or checkpoint or shapes):
             return
-    model = inputs.read_model(hf, checkpoint, shapes, include, exclude)
-    splits = dict(parse_split(text) for text in split or ())
-    check_splits(model.routes, splits)
-    setting = Setting(
+    named = {"layout": layout and layout.value, "bucket_mb": bucket_mb}
+    globs = {"include": tuple(include or ()), "exclude": tuple(exclude or ())}
+    setting = Setting.of(
         "owned",
-        layout.value,
-        inputs.bucket_elements(bucket_numel, "owned"),
         cluster_named(cluster),
         inputs.cost_named(cost),
-        gradient_bytes=4 if grad_dtype is inputs.GradDtype.fp32 else 2,
+        {**globs, **{key: value for key, value in named.items() if value is not None}},
+        grad_dtype=grad_dtype.value,
     )
-    atoms, _ = make_atoms(model.routes, splits, setting.cost)
+    model = inputs.read_model(hf, checkpoint, shapes, setting.training)
     sizes = _world_sizes(world_sizes)
     figures: list[Figure] = []
     for size in track(sizes, description="simulating", console=Console(stderr=True), transient=True):
-        figures += compare(atoms, size, setting)
+        (part,) = plan_study(model, Deployment(size), setting).worst.parts
+        figures += compare(part, setting)
     if png:
         from lwopt_backend.pictures import save_systems_png  # matplotlib is an extra, and slow to import
 
@@ -74,7 +75,9 @@ def simulate(
         typer.echo(json.dumps([asdict(figure) | {"seconds": figure.time.total} for figure in figures]))
         return
     console = tables.terminal()
-    console.print(f"Model: {model.source}, {len(atoms)} matrices; cluster {setting.machine.name}; modelled, not run")
+    console.print(
+        f"Model: {model.source}, {len(part.atoms)} matrices; cluster {setting.machine.name}; modelled, not run"
+    )
     console.print(tables.simulate_table(figures))
 
 

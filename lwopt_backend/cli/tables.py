@@ -10,7 +10,8 @@ from rich.table import Table
 from lwopt_backend.plan.buffers.layout import imbalance
 from lwopt_backend.plan.machine import StepTime
 from lwopt_backend.report import WIDTH_WITHOUT_TERMINAL, nbytes, shown_ranks
-from lwopt_backend.study.part import Part, Setting
+from lwopt_backend.study.part import Part
+from lwopt_backend.study.setting import Setting
 from lwopt_backend.study.study import Stage, Study
 from lwopt_backend.study.systems import Figure
 from lwopt_backend.study.validation import Validated
@@ -33,7 +34,7 @@ def headline(study: Study) -> list[str]:
     setting = study.setting
     sentences = [
         f"Deployment: {d.world_size} ranks{f' ({cut})' if cut else ''}, {d.dp} data-parallel; engine {setting.engine}; "
-        f"cost {setting.cost.name} ({setting.cost.meaning}); cluster {setting.machine.name}"
+        f"work by {setting.work.name} ({setting.work.meaning}); cluster {setting.machine.name}"
     ]
     if len(study.stages) > 1:
         sentences.append(f"Shown is stage {stage.index}, the one that takes longest of {len(study.stages)}.")
@@ -66,11 +67,10 @@ def _uneven(part: Part, setting: Setting) -> str | None:
     largest = max(part.atoms, key=lambda atom: atom.cost)
     if part.flops_imbalance < UNEVEN or 2 * largest.cost <= max(part.loads):
         return None
-    alone = setting.cost.seconds(largest.cost, setting.machine.flops_per_second)
+    alone = setting.seconds(largest.cost)
     return (
         f"The {part.name} work is uneven: {len(part.atoms)} matrices for {part.group_size} ranks, and one of them, "
-        f"{largest.name!r}, takes {1e3 * alone:.3g} ms alone. No placement changes that; teams of ranks that share a "
-        "matrix do, and so does splitting fused ones (--split)."
+        f"{largest.name!r}, takes {1e3 * alone:.3g} ms alone. No placement changes that."
     )
 
 
@@ -85,12 +85,12 @@ def rank_table(stage: Stage) -> Table:
     loads, memory = stage.loads(), stage.memory()
     setting = stage.setting
     table = Table(title="Per rank")
-    for heading in ("rank", "work ms", "parameters", "gradients", "masters", "state", "padding", "transient", "peak"):
+    for heading in ("rank", "work ms", "parameters", "gradients", "masters", "state", "padding", "workspace", "peak"):
         table.add_column(heading, justify="right")
     for rank in shown_ranks(loads):
         held = memory[rank]
-        sizes = (held.parameters, held.gradients, held.masters, held.state, held.padding, held.transient, held.peak)
-        work = 1e3 * setting.cost.seconds(loads[rank], setting.machine.flops_per_second)
+        sizes = (held.parameters, held.gradients, held.masters, held.state, held.padding, held.workspace, held.peak)
+        work = 1e3 * setting.seconds(loads[rank])
         table.add_row(str(rank), f"{work:.3g}", *map(nbytes, sizes))
     return table
 
@@ -98,14 +98,15 @@ def rank_table(stage: Stage) -> Table:
 def collective_table(stage: Stage) -> Table:
     """What travels in a step, from the busiest rank."""
     table = Table(title="Per step")
-    for heading in ("matrices", "collective"):
+    for heading in ("of", "collective"):
         table.add_column(heading)
     for heading in ("calls", "bytes a call", "bytes a step"):
         table.add_column(heading, justify="right")
-    for part in stage.parts:
-        for one in part.collectives:
-            each = nbytes(one.nbytes // one.count) if one.count else NONE
-            table.add_row(part.name, one.what, str(one.count), each, nbytes(one.nbytes))
+    rows = [(part.name, one) for part in stage.parts for one in part.collectives]
+    rows += [("element-wise", one) for each in stage.planned for one in each.elementwise.collectives]
+    for whose, one in rows:
+        each = nbytes(one.nbytes // one.count) if one.count else NONE
+        table.add_row(whose, one.what, str(one.count), each, nbytes(one.nbytes))
     return table
 
 

@@ -16,6 +16,7 @@ from lwopt_backend.model_shapes.json_files import read_json
 from lwopt_backend.model_shapes.megatron_folder import is_megatron_folder, read_megatron_folder
 from lwopt_backend.model_shapes.safetensors_files import read_safetensors
 from lwopt_backend.model_shapes.torch_files import load_without_elements, state_dict_in, stored_tensors
+from lwopt_backend.model_shapes.training import Training
 from lwopt_backend.model_shapes.types import NOT_IN_MODEL_ORDER, Contents, ModelShapes, Stored, in_natural_order
 
 INDEX = ".index.json"
@@ -41,20 +42,25 @@ BY_NAME = "routed by name and shape only: a checkpoint has no modules; correct i
 
 
 def read_checkpoint(
-    path: str | os.PathLike[str], include: Sequence[str] = (), exclude: Sequence[str] = ()
+    path: str | os.PathLike[str],
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    training: Training | None = None,
 ) -> ModelShapes:
     """Route the model in the checkpoint ``path``: a file, the index of several, or a folder.
 
-    Optimizer state is not listed, nor is anything that is not floating point. ``include`` and ``exclude`` are those of
-    ``routing.route``. Raises ValueError that names the path, what was expected and found.
+    Optimizer state is not listed, nor is anything that is not floating point. ``training`` says by which
+    rules, by default ours for ``include`` and ``exclude``. Raises ValueError that names the path, what was expected
+    and found.
     """
     path = Path(path)
     contents = read_as_expected(lambda: _read(path), path, "a program that is known", ValueError)
     parameters = [t for t in contents.tensors if t.floating]
     if not parameters:
         raise ValueError(f"{path}: expected a model's weights, found no floating-point tensor; give another checkpoint")
-    routes = route_by_name(parameters, include, exclude)
-    return ModelShapes(contents.source, routes, (BY_NAME, *contents.notes, *_left_out(contents.tensors)))
+    training = training or Training.routed(include, exclude)
+    routes, divided = training.of(route_by_name(parameters, training.config.include, training.config.exclude))
+    return ModelShapes(contents.source, routes, divided, (BY_NAME, *contents.notes, *_left_out(contents.tensors)))
 
 
 def _left_out(tensors: Iterable[Stored]) -> tuple[str, ...]:

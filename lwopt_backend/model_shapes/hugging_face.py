@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,25 +12,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from lwopt_backend.atoms import Divided, divide
+from lwopt_backend.grouping import group_parameters
 from lwopt_backend.installing import install_command
 from lwopt_backend.model_shapes.json_files import read_json
+from lwopt_backend.model_shapes.training import Training
 from lwopt_backend.model_shapes.types import ModelShapes
-from lwopt_backend.plan.blocks import matrices_of
-from lwopt_backend.routing import Route, route
 from lwopt_backend.spelling import nearest
 
 EXPECTED = "a Hugging Face config.json"
 
 
 def read_hugging_face(
-    path: str | os.PathLike[str], include: Sequence[str] = (), exclude: Sequence[str] = ()
+    path: str | os.PathLike[str],
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    training: Training | None = None,
 ) -> ModelShapes:
-    """Route the model that ``path``, a config.json or a folder that holds one, describes, in its own order.
+    """The model that ``path``, a config.json or a folder that holds one, describes, as it would be trained.
 
-    ``include`` and ``exclude`` are those of ``routing.route``. The class is the one the configuration names; else the
-    one that transformers has for training it on text, else its bare model. Code that comes with a checkpoint is never
-    run. Raises ImportError without transformers, and ValueError for a file that it cannot build a model from.
+    ``training`` says by which rules, by default ours for ``include`` and ``exclude``. The class is the one the
+    configuration names; else the one that transformers has for training it on text, else its bare model. Code that
+    comes with a checkpoint is never run. Raises ImportError without transformers, and ValueError for a file that it
+    cannot build a model from.
     """
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
@@ -42,18 +44,10 @@ def read_hugging_face(
     config = _config(path, written, transformers)
     model_class, notes = _model_class(path, config, transformers)
     model = _build(path, model_class, config, transformers)
-    divided = divide(model, route(model, include, exclude, stacks=True))
-    routes = tuple(_with_parts(r, divided.get(r.name)) for r in route(model, include, exclude))
-    return ModelShapes(f"{path.name} of {model_class.__name__}", routes, (*notes, *_stacked_experts(routes)))
-
-
-def _with_parts(found: Route, matrices: Divided | None) -> Route:
-    """The route with the matrices that training finds in the parameter."""
-    if matrices is None or len(matrices.blocks) < 2:
-        return found
-    parts = tuple((block.of(found.name), block.shape) for block in matrices.blocks)
-    told = found.kind == "matrix" and matrices.blocks != matrices_of(found.shape)
-    return replace(found, parts=parts, reason=f"{found.reason}: {matrices.reason}" if told else found.reason)
+    training = training or Training.routed(include, exclude)
+    trained = [{"params": [param for param in model.parameters() if param.requires_grad]}]
+    found = group_parameters(model, trained, training.rules, training.config, stacks=True)
+    return ModelShapes(f"{path.name} of {model_class.__name__}", tuple(found.routes), found.divided, notes)
 
 
 def _transformers(path: Path) -> ModuleType:
@@ -117,17 +111,6 @@ def _build(path: Path, model_class: type[nn.Module], config: Any, transformers: 
             return model_class(config)
     except Exception as error:  # model code of several hundred families
         raise ValueError(_not_possible(path, f"build {model_class.__name__}", error, transformers)) from error
-
-
-def _stacked_experts(routes: Sequence[Route]) -> tuple[str, ...]:
-    stacked = [r.name for r in routes if len(r.shape) == 3 and "experts" in r.name]
-    if not stacked:
-        return ()
-    return (
-        f"transformers stacks the experts of a layer in parameters such as {stacked[0]!r}: under DeepSpeed every slice "
-        "is a matrix, elsewhere they are element-wise; for a model that keeps them apart, read a checkpoint, which has "
-        "them one by one, or list the shapes",
-    )
 
 
 def _not_possible(path: Path, what: str, error: Exception, transformers: ModuleType) -> str:

@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from lwopt_backend.model_shapes.json_files import read_json
+from lwopt_backend.model_shapes.training import Training
 from lwopt_backend.model_shapes.types import ModelShapes
 from lwopt_backend.routing import Route, named_as_stack
 
 FORM = '[["name", [rows, columns]], ...] or {"name": [rows, columns], ...}'
 
 
-def read_shapes_json(path: str | os.PathLike[str]) -> ModelShapes:
+def read_shapes_json(path: str | os.PathLike[str], training: Training | None = None) -> ModelShapes:
     """The parameters listed in ``path``, in its order. Whatever has two dimensions is a matrix: it was listed for that.
 
+    ``training`` says by which rules it is trained.
     Raises ValueError that names the file, the entry, what was expected and what was found.
     """
     path = Path(path)
@@ -36,7 +38,7 @@ def read_shapes_json(path: str | os.PathLike[str]) -> ModelShapes:
         reason = "listed as a matrix" if matrix else f"{len(shape)}-D"
         stack = named_as_stack(name, shape)
         routes[name] = Route(name, tuple(shape), "matrix" if matrix else "elementwise", reason, stack=stack)
-    return ModelShapes(path.name, tuple(routes.values()))
+    return ModelShapes(path.name, *(training or Training()).of(list(routes.values())))
 
 
 def _checked(entry: Any, pair: type[list[Any]] | type[tuple[Any, ...]], where: str) -> tuple[str, list[int]]:

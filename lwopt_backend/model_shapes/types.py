@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from lwopt_backend.atoms import Divided
 from lwopt_backend.routing import Route
 
 NOT_IN_MODEL_ORDER = (
@@ -20,11 +21,13 @@ class ModelShapes:
 
     - ``source``: what was read, e.g. ``"config.json of LlamaForCausalLM"``.
     - ``routes``: one per parameter, in model order as far as the source keeps it.
+    - ``divided``: by the name of a parameter that the matrix rule trains, the matrices in it.
     - ``notes``: sentences that the user should read.
     """
 
     source: str
     routes: tuple[Route, ...]
+    divided: Mapping[str, Divided]
     notes: tuple[str, ...] = ()
 
 

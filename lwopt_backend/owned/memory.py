@@ -11,9 +11,9 @@ import torch
 from lwopt_backend.config import OwnedConfig
 from lwopt_backend.owned.core import Holdings, OwnedCore
 from lwopt_backend.owned.members import Member
-from lwopt_backend.plan.buffers.arrangement import Bucket
+from lwopt_backend.plan.buffers.arrangement import Bucket, Piece
 from lwopt_backend.plan.buffers.owned import OwnedPlan
-from lwopt_backend.registry import new_state
+from lwopt_backend.registry import state_nbytes
 from lwopt_backend.runtime.ledger import all_reduce_nbytes
 from lwopt_backend.runtime.storage import owned_dtype
 
@@ -72,13 +72,33 @@ def rank_memory(
     keep_full: bool,
 ) -> RankMemory:
     """What ``rank`` of an instance holds of ``members``, which the plan's slots name by position."""
-    buckets = (_of_bucket(b, rank, plan, members, groups, grad_dtype, keep_full) for b in plan.buckets)
-    return sum(buckets, RankMemory())
+    found = RankMemory()
+    for bucket in plan.buckets:
+        pieces = list(bucket.pieces(rank))
+        found += _of_bucket(bucket, rank, pieces, plan, members, groups, grad_dtype, keep_full)
+    return found
+
+
+def rank_memories(
+    plan: OwnedPlan,
+    members: Sequence[Member],
+    groups: Sequence[Mapping[str, Any]],
+    *,
+    grad_dtype: torch.dtype | None,
+    keep_full: bool,
+) -> list[RankMemory]:
+    """``rank_memory`` of every rank of an instance."""
+    found = [RankMemory()] * plan.group_size
+    for bucket in plan.buckets:
+        for rank, pieces in enumerate(bucket.pieces_of_all()):
+            found[rank] += _of_bucket(bucket, rank, pieces, plan, members, groups, grad_dtype, keep_full)
+    return found
 
 
 def _of_bucket(
     bucket: Bucket,
     rank: int,
+    pieces: Sequence[Piece],
     plan: OwnedPlan,
     members: Sequence[Member],
     groups: Sequence[Mapping[str, Any]],
@@ -89,7 +109,6 @@ def _of_bucket(
     stepped = owned_dtype(dtype)
     wire = (grad_dtype or dtype).itemsize
     filled = bucket.numel - bucket.padding
-    pieces = list(bucket.pieces(rank))
     owned = sum(piece.numel for piece in pieces)
     start, stop = bucket.parts[rank]
     if keep_full:
@@ -99,9 +118,7 @@ def _of_bucket(
     state = 0
     for piece in pieces:
         member = members[piece.param]
-        flat = torch.empty(piece.numel, dtype=stepped, device="meta")
-        tensors = new_state(flat, groups[member.group]).values()
-        state += sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+        state += state_nbytes(piece.numel, groups[member.group], stepped)
     gathered = bucket.return_numels()[rank]
     sent = bucket.reduce_numels()[rank] * wire + gathered * (dtype.itemsize + (wire if keep_full else 0))
     sent += all_reduce_nbytes((stop - start) * stepped.itemsize, plan.instances)

@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 # Okabe and Ito's colours, which the colour-blind can tell apart. The same thing has the same colour in every panel:
 # gradients in memory are those that arrive, work at a rank is what the owners do in the timeline.
 PARAMETERS, GRADIENTS, WORK = "#0072b2", "#e69f00", "#009e73"
-MASTERS, STATE, PADDING, TRANSIENT = "#56b4e9", "#cc79a7", "#a3a9b1", "#d55e00"
+MASTERS, STATE, PADDING, WORKSPACE = "#56b4e9", "#cc79a7", "#a3a9b1", "#d55e00"
 WARNING = "#d1242f"
 # Colours that change in dark mode; a colour of a thing must not equal one of them.
 INK, MUTED, RULE, PAPER = "#1f2328", "#5f6771", "#d0d7de", "#ffffff"

@@ -16,8 +16,8 @@ from lwopt_backend.pictures.look import (
     PADDING,
     PARAMETERS,
     STATE,
-    TRANSIENT,
     WORK,
+    WORKSPACE,
     EndLabel,
     caption,
     end_labels,
@@ -34,7 +34,7 @@ KINDS = {
     "masters": MASTERS,
     "state": STATE,
     "padding": PADDING,
-    "transient": TRANSIENT,
+    "workspace": WORKSPACE,
 }
 
 

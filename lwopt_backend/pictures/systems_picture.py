@@ -16,8 +16,8 @@ from lwopt_backend.pictures.look import (
     PADDING,
     PARAMETERS,
     STATE,
-    TRANSIENT,
     WORK,
+    WORKSPACE,
     EndLabel,
     caption,
     end_labels,
@@ -29,7 +29,7 @@ from lwopt_backend.study.systems import Figure as SystemFigure
 
 WIDTH, HEIGHT = 12.4, 4.55  # inches
 OURS = "ours"
-COLORS = (TRANSIENT, GRADIENTS, PARAMETERS, MASTERS, STATE, PADDING)  # of the others, in their order; again if more
+COLORS = (WORKSPACE, GRADIENTS, PARAMETERS, MASTERS, STATE, PADDING)  # of the others, in their order; again if more
 DASHES = ("-", (0, (5, 1.5)), (0, (1, 1.2)), "-", (0, (5, 1.5)), (0, (1, 1.2)))
 Lines = dict[str, list[tuple[int, float]]]
 

@@ -9,6 +9,8 @@ from typing import ClassVar, Protocol
 
 from lwopt_backend.plan.block_views import View
 
+SUB_GROUP_SIZE = 10**9  # elements of a rank, DeepSpeed's default of zero_optimization.sub_group_size
+
 
 @dataclass(frozen=True, slots=True)
 class Fragment:

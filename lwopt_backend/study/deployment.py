@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # torch comes with it, and the command's help names EXPERTS
+    from lwopt_backend.atoms import Divided
     from lwopt_backend.routing import Route
 
 EXPERTS = "*.experts.*"  # names of parameters that are spread over ``ep`` ranks
@@ -87,17 +88,17 @@ def is_expert(route: Route, pattern: str) -> bool:
     return fnmatchcase(route.name, pattern)
 
 
-def local_experts(routes: Sequence[Route], ep: int, pattern: str) -> list[Route]:
+def local_experts(
+    routes: Sequence[Route], divided: Mapping[str, Divided], ep: int, pattern: str
+) -> tuple[list[Route], dict[str, Divided]]:
     """What one rank of ``ep`` holds of the expert parameters among ``routes``: the first ``1/ep`` of every layer's.
 
-    Experts are counted by the number behind ``.experts.`` in their names, or by the first dimension of a stack. All
-    ranks hold equally many, so one stands for all. Raises ValueError where ``ep`` does not divide them.
+    And the matrices in them, of the ``divided`` ones. Experts are counted by the number behind ``.experts.`` in their
+    names, or by the first dimension of a stack. All ranks hold equally many, so one stands for all. Raises ValueError
+    where ``ep`` does not divide them.
     """
-    from lwopt_backend.routing import Route
 
     experts = [route for route in routes if is_expert(route, pattern)]
-    if ep == 1 or not experts:
-        return experts
     numbers = [EXPERT.search(route.name) for route in experts]
     stacked = [route for route, number in zip(experts, numbers) if number is None]
     for route in stacked:
@@ -110,10 +111,18 @@ def local_experts(routes: Sequence[Route], ep: int, pattern: str) -> list[Route]
     if count % ep:
         raise ValueError(f"ep {ep} does not divide the {count} experts of a layer")
     local = []
+    parts = {}
     for route, number in zip(experts, numbers):
-        if number is None:
-            shape = (route.shape[0] // ep, *route.shape[1:])
-            local.append(Route(route.name, shape, route.kind, route.reason, route.aliases))
-        elif int(number.group()) < count // ep:
-            local.append(route)
-    return local
+        if number is not None and int(number.group()) >= count // ep:
+            continue
+        local.append(route if number else replace(route, shape=(route.shape[0] // ep, *route.shape[1:])))
+        if route.name in divided:
+            parts[route.name] = divided[route.name] if number else _first(divided[route.name], ep)
+    return local, parts
+
+
+def _first(divided: Divided, ep: int) -> Divided:
+    """The matrices in the first ``1/ep`` of a stack's slices."""
+    count = divided.blocks[0].grid.slices // ep
+    blocks = [replace(b, grid=replace(b.grid, slices=count)) for b in divided.blocks if b.slice < count]
+    return replace(divided, blocks=tuple(blocks))

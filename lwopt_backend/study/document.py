@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,7 +10,8 @@ from typing import Any
 from lwopt_backend.plan.buffers.layout import imbalance
 from lwopt_backend.plan.cost import max_min_squared
 from lwopt_backend.plan.machine import StepTime
-from lwopt_backend.study.part import Part
+from lwopt_backend.study.part import Part, Planned
+from lwopt_backend.study.setting import Setting
 from lwopt_backend.study.study import Stage, Study
 from lwopt_backend.study.what_if import Alternative
 
@@ -22,9 +21,10 @@ SCHEMA = 1
 def document(study: Study, *, source: str, rows: Sequence[Alternative] = ()) -> dict[str, Any]:
     """The study as JSON-able data.
 
-    The figures at the top are those of the stage that takes longest, over all its buffers: ``buckets`` (their number),
+    ``digest`` is the name of the plan; ``stages`` has one for each pipeline stage. The figures at the top are those of
+    the stage that takes longest, over all its buffers of matrices: ``buckets`` (their number),
     ``buffer_numel``, ``padding_pct``, ``cost_imbalance`` (max over mean of l s^2 per rank), ``flops_imbalance`` (of the
-    cost that was planned for), ``numel_imbalance``, ``owners`` (of ``matrices``, in model order; the rank within its
+    work), ``numel_imbalance``, ``owners`` (of ``matrices``, in model order; the rank within its
     buffer's group), ``group_size`` (of the dense buffer), ``seconds`` (modelled, parts added). Memory is in bytes.
     Percentages have two decimal places and imbalances four; ``buffer_numel``, ``numel`` and ``owners`` are exact.
     """
@@ -35,7 +35,8 @@ def document(study: Study, *, source: str, rows: Sequence[Alternative] = ()) -> 
         "schema": SCHEMA,
         "source": source,
         "engine": study.setting.engine,
-        "cost": study.setting.cost.name,
+        "options": _options(study.setting),
+        "cost": study.setting.work.name,
         "cluster": asdict(study.setting.machine),
         "routing": _routing(study),
         "deployment": asdict(study.deployment) | {"dp": study.deployment.dp, "expert_dp": study.deployment.expert_dp},
@@ -54,13 +55,14 @@ def document(study: Study, *, source: str, rows: Sequence[Alternative] = ()) -> 
         "stage": stage.index,
         "stages": [_stage_line(each) for each in study.stages],
         "parts": [_part(part) for part in stage.parts],
+        "elementwise": [_elementwise(each) for each in stage.planned],
         "load_per_rank": stage.loads(),
         "memory_per_rank": [asdict(memory) for memory in stage.memory()],
         "what_if": [asdict(row) | {"seconds": row.time.total} for row in rows],
         "matrices": [atom.name for part in stage.parts for atom in part.atoms],
         "owners": [owner for part in stage.parts for owner in part.owners],
     }
-    return body | {"digest": plan_digest(study)}
+    return body | {"digest": study.digest}
 
 
 def _routing(study: Study) -> list[dict[str, Any]]:
@@ -74,16 +76,6 @@ def _routing(study: Study) -> list[dict[str, Any]]:
         {"kind": kind, "reason": reason, "parameters": parameters, "numel": numel}
         for (kind, reason), (parameters, numel) in sums.items()
     ]
-
-
-def plan_digest(study: Study) -> str:
-    """Identifies who owns what in which bucket, over all stages; equal plans have equal digests on every machine."""
-    content = [
-        [part.name, part.group_size, part.layout, [a.name for a in part.atoms], part.owners, part.buckets]
-        for stage in study.stages
-        for part in stage.parts
-    ]
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
 def _part(part: Part) -> dict[str, Any]:
@@ -112,6 +104,22 @@ def _part(part: Part) -> dict[str, Any]:
     }
 
 
+def _elementwise(planned: Planned) -> dict[str, Any]:
+    rest = planned.elementwise
+    return {
+        "name": planned.name,
+        "numel": rest.numel,
+        "collectives": [asdict(collective) for collective in rest.collectives],
+    }
+
+
+def _options(setting: Setting) -> dict[str, Any]:
+    """The engine's options, and what else a plan depends on."""
+    dtypes = {key: str(getattr(setting, key)).removeprefix("torch.") for key in ("dtype", "grad_dtype")}
+    rules = {"matrix": setting.rules.matrix.rule, "elementwise": setting.rules.elementwise.rule}
+    return setting.config.model_dump(mode="json", exclude={"report"}) | dtypes | rules
+
+
 def _stage_line(stage: Stage) -> dict[str, Any]:
     return {
         "stage": stage.index,
@@ -121,6 +129,7 @@ def _stage_line(stage: Stage) -> dict[str, Any]:
         "flops_imbalance": _ratio(stage.loads()),
         "seconds": stage.time.total,
         "peak_bytes": max(memory.peak for memory in stage.memory()),
+        "digest": stage.digest,
     }
 
 

@@ -1,4 +1,4 @@
-"""One buffer of a study, as planned for one engine: owners, buckets, bytes, memory of every rank, seconds."""
+"""What some ranks share, as an engine plans it: owners, buckets, bytes, memory of every rank, seconds."""
 
 from __future__ import annotations
 
@@ -6,31 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lwopt_backend.plan.buffers.layout import imbalance
-from lwopt_backend.plan.buffers.step import BucketTime, Elements
-from lwopt_backend.plan.cost import CostModel
-from lwopt_backend.plan.machine import Machine, StepTime
+from lwopt_backend.plan.buffers.step import BucketTime
+from lwopt_backend.plan.machine import StepTime
 from lwopt_backend.plan.types import Atom
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What a part is planned for. ``group_size`` None lets the planner choose, ``bucket_numel`` None is one bucket.
-
-    ``gradient_bytes`` are those of an element of a gradient as it is kept and as it travels, the same in every system
-    that is compared: 4 (summed in fp32) or 2 (bf16). Parameters are bf16, their masters and the state fp32.
-    """
-
-    engine: str
-    layout: str
-    bucket_numel: int | None
-    machine: Machine
-    cost: CostModel
-    group_size: int | None = None
-    gradient_bytes: int = 4
-
-    @property
-    def elements(self) -> Elements:
-        return Elements(parameter=2, gradient=self.gradient_bytes, master=4, state=4)
+from lwopt_backend.study.grouping import Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,53 +23,102 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes that one rank holds between steps, and ``transient`` ones on top of them at the peak of a step."""
+    """Bytes that one rank holds between a backward pass and its step, and on top of them what the step works with."""
 
     parameters: int = 0
     gradients: int = 0
     masters: int = 0
     state: int = 0
     padding: int = 0
-    transient: int = 0
+    workspace: int = 0
 
     @property
     def peak(self) -> int:
-        return self.parameters + self.gradients + self.masters + self.state + self.padding + self.transient
+        return self.parameters + self.gradients + self.masters + self.state + self.padding + self.workspace
 
     def __add__(self, other: RankMemory) -> RankMemory:
-        """Of two buffers on one rank; their transients do not coincide."""
+        """Of two buffers on one rank; they are worked on one after the other."""
         return RankMemory(
             self.parameters + other.parameters,
             self.gradients + other.gradients,
             self.masters + other.masters,
             self.state + other.state,
             self.padding + other.padding,
-            max(self.transient, other.transient),
+            max(self.workspace, other.workspace),
         )
 
 
 @dataclass(frozen=True, slots=True)
+class Placed:
+    """Matrices with an owner and a bucket each: what a step's seconds are worked out from.
+
+    A matrix in bucket -1 does not travel.
+    """
+
+    atoms: tuple[Atom, ...]
+    shards: int
+    owners: tuple[int, ...]
+    buckets: tuple[int, ...]
+    bucket_numels: tuple[int, ...]  # that travel, with padding
+
+    def loads(self) -> list[int]:
+        """Per rank, the cost of what it owns."""
+        return per_rank(self.owners, [atom.cost for atom in self.atoms], self.shards)
+
+    def bucket_loads(self) -> list[dict[int, int]]:
+        """Per bucket, the cost of what each of its owners has there."""
+        table: list[dict[int, int]] = [{} for _ in self.bucket_numels]
+        for atom, bucket, owner in zip(self.atoms, self.buckets, self.owners):
+            if bucket >= 0:
+                table[bucket][owner] = table[bucket].get(owner, 0) + atom.cost
+        return table
+
+    def owned(self) -> list[list[Atom]]:
+        """Per rank, what it owns."""
+        return owned_atoms(self.atoms, self.owners, self.shards)
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
-    """``atoms`` of one buffer over ``ranks`` ranks in instances of ``group_size``, each with its owner and bucket.
+    """The matrices that ``ranks`` ranks share, in instances of ``group_size``, each with its owner and bucket.
 
     ``loads`` (in the cost model's unit), ``owned_numels`` and ``memory`` are per rank of an instance.
     """
 
     name: str  # "dense" or "experts"
     ranks: int
-    group_size: int
     layout: str
     strategy: str
-    atoms: tuple[Atom, ...]
-    owners: tuple[int, ...]
-    buckets: tuple[int, ...]
-    bucket_numels: tuple[int, ...]
+    placed: Placed
     buffer_numel: int
-    loads: tuple[int, ...]
     memory: tuple[RankMemory, ...]
     collectives: tuple[Collective, ...]
     time: StepTime
     timeline: tuple[BucketTime, ...]
+
+    @property
+    def group_size(self) -> int:
+        return self.placed.shards
+
+    @property
+    def atoms(self) -> tuple[Atom, ...]:
+        return self.placed.atoms
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        return self.placed.owners
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        return self.placed.buckets
+
+    @property
+    def bucket_numels(self) -> tuple[int, ...]:
+        return self.placed.bucket_numels
+
+    @property
+    def loads(self) -> list[int]:
+        return self.placed.loads()
 
     @property
     def numel(self) -> int:
@@ -102,23 +130,50 @@ class Part:
 
     @property
     def flops_imbalance(self) -> float:
-        """Max over mean of the cost that was planned for."""
+        """Max over mean of the work."""
         return imbalance(self.loads)
 
     @property
     def owned_numels(self) -> list[int]:
-        return self._per_rank([atom.numel for atom in self.atoms])
+        return per_rank(self.owners, [atom.numel for atom in self.atoms], self.group_size)
 
     @property
     def wire_bytes(self) -> int:
         """What the busiest rank sends in a step."""
         return sum(collective.nbytes for collective in self.collectives)
 
-    def _per_rank(self, amounts: Sequence[int]) -> list[int]:
-        sums = [0] * self.group_size
-        for owner, amount in zip(self.owners, amounts):
-            sums[owner] += amount
-        return sums
+
+@dataclass(frozen=True, slots=True)
+class Elementwise:
+    """What the same ranks share besides matrices."""
+
+    numel: int
+    memory: tuple[RankMemory, ...]  # per rank of an instance
+    collectives: tuple[Collective, ...]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What an engine plans for the parameters that ``ranks`` ranks share. ``part`` is None if none is a matrix.
+
+    ``lines`` are those of the engine's plan, ``loads`` the work by which it was made, per rank of an instance. It was
+    made for ``shared`` on top of the work ``base`` of each of the ranks.
+    """
+
+    name: str
+    ranks: int
+    group_size: int
+    part: Part | None
+    elementwise: Elementwise
+    lines: tuple[str, ...]
+    loads: tuple[int, ...]
+    shared: Share
+    base: tuple[int, ...] | None = None
+
+    def memory(self, place: int) -> RankMemory:
+        """Of one rank of an instance."""
+        rest = self.elementwise.memory[place]
+        return rest if self.part is None else self.part.memory[place] + rest
 
 
 def workspace(atoms: Sequence[Atom]) -> int:
@@ -132,3 +187,10 @@ def owned_atoms(atoms: Sequence[Atom], owners: Sequence[int], ranks: int) -> lis
     for atom, owner in zip(atoms, owners):
         owned[owner].append(atom)
     return owned
+
+
+def per_rank(owners: Sequence[int], amounts: Sequence[int], ranks: int) -> list[int]:
+    sums = [0] * ranks
+    for owner, amount in zip(owners, amounts):
+        sums[owner] += amount
+    return sums

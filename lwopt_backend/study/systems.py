@@ -13,8 +13,8 @@ from lwopt_backend.plan.buffers.stream import Stream
 from lwopt_backend.plan.machine import StepTime, all_reduce_seconds, gather_seconds
 from lwopt_backend.plan.storage import FlatPartition
 from lwopt_backend.plan.types import Atom
-from lwopt_backend.study.engines import plan_part
-from lwopt_backend.study.part import Setting, workspace
+from lwopt_backend.study.part import Part, workspace
+from lwopt_backend.study.setting import Setting
 
 SYSTEMS = (
     "ours",
@@ -41,10 +41,11 @@ class Figure:
     detail: str
 
 
-def compare(atoms: Sequence[Atom], ranks: int, setting: Setting) -> list[Figure]:
-    """Every system on ``atoms`` over ``ranks`` data-parallel ranks, ours first."""
+def compare(part: Part, setting: Setting) -> list[Figure]:
+    """Every system on the matrices of ``part``, which is ours, over its data-parallel ranks; ours first."""
+    atoms, ranks = part.atoms, part.ranks
     return [
-        _ours(atoms, ranks, setting),
+        _ours(part),
         _megatron_padded(atoms, ranks, setting),
         _megatron_compact(atoms, ranks, setting),
         _deepspeed(atoms, ranks, setting, stage=1),
@@ -53,11 +54,10 @@ def compare(atoms: Sequence[Atom], ranks: int, setting: Setting) -> list[Figure]
     ]
 
 
-def _ours(atoms: Sequence[Atom], ranks: int, setting: Setting) -> Figure:
-    part = plan_part("dense", atoms, ranks, setting)
+def _ours(part: Part) -> Figure:
     memory = max(memory.peak for memory in part.memory)
-    instances = ranks // part.group_size
-    return Figure("ours", ranks, part.time, memory, instances, f"{part.layout}, groups of {part.group_size}")
+    how = f"{part.layout}, groups of {part.group_size}"
+    return Figure("ours", part.ranks, part.time, memory, part.ranks // part.group_size, how)
 
 
 def megatron_plan(atoms: Sequence[Atom], ranks: int, bucket_numel: int | None) -> BufferPlan:
@@ -73,7 +73,7 @@ def megatron_plan(atoms: Sequence[Atom], ranks: int, bucket_numel: int | None) -
 
 def _megatron_padded(atoms: Sequence[Atom], ranks: int, setting: Setting) -> Figure:
     plan = megatron_plan(atoms, ranks, setting.bucket_numel)
-    time = buffer_step(plan, setting.machine, setting.cost, elements=setting.elements)
+    time = buffer_step(plan, setting.machine, setting.work, elements=setting.elements)
     memory = (
         plan.buffer_numel * (setting.elements.parameter + setting.elements.gradient)
         + _owner_bytes(plan, setting)
@@ -88,12 +88,12 @@ def _megatron_compact(atoms: Sequence[Atom], ranks: int, setting: Setting) -> Fi
     plan = BufferPlan(
         "compact", "ping-pong", tuple(atoms), ranks, tuple(owners), (0,) * len(atoms), (aligned_shard(1, ranks),)
     )
-    buckets = max(1, plan.numel // setting.bucket_numel) if setting.bucket_numel else 1
+    buckets = max(1, plan.numel // setting.bucket_numel)
     wires = [
         all_reduce_seconds(setting.machine, plan.numel * setting.elements.gradient, ranks),
         gather_seconds(setting.machine, plan.numel * setting.elements.parameter, ranks),
     ]
-    compute = setting.cost.seconds(max(plan.loads()), setting.machine.flops_per_second)
+    compute = setting.seconds(max(plan.loads()))
     time = StepTime(compute, sum(wire for wire, _ in wires), buckets * sum(latency for _, latency in wires))
     memory = (
         plan.numel * (setting.elements.parameter + setting.elements.gradient)
@@ -120,7 +120,7 @@ def _deepspeed(atoms: Sequence[Atom], ranks: int, setting: Setting, *, stage: in
         all_reduce_seconds(setting.machine, e.gradient * numel, ranks),
         gather_seconds(setting.machine, e.parameter * numel, ranks),
     ]
-    compute = setting.cost.seconds(max(loads), setting.machine.flops_per_second)
+    compute = setting.seconds(max(loads))
     time = StepTime(compute, sum(seconds for seconds, _ in wire), sum(latency for _, latency in wire))
     gradients = e.gradient * (numel if stage == 1 else part)
     fp32 = (e.master + 4) * part  # masters, and the step's copy of the gradients
@@ -134,7 +134,7 @@ def _replicated(atoms: Sequence[Atom], ranks: int, setting: Setting) -> Figure:
     numel = sum(atom.numel for atom in atoms)
     wire, latency = all_reduce_seconds(setting.machine, setting.elements.gradient * numel, ranks)
     total = sum(atom.cost for atom in atoms)
-    compute = setting.cost.seconds(total, setting.machine.flops_per_second)
+    compute = setting.seconds(total)
     e = setting.elements
     memory = numel * (e.parameter + e.gradient + e.master + e.state) + workspace(atoms)
     return Figure("replicated", ranks, StepTime(compute, wire, latency), memory, float(ranks), "all everywhere")

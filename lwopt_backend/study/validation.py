@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
+from lwopt_backend.model_shapes import ModelShapes, Training
 from lwopt_backend.plan.buffers.layout import BufferPlan
 from lwopt_backend.plan.buffers.megatron import ping_pong
-from lwopt_backend.plan.cost import COSTS, CostModel, newton_schulz_flops
+from lwopt_backend.plan.cost import CostModel
 from lwopt_backend.plan.machine import Machine, StepTime
 from lwopt_backend.plan.storage import FlatPartition
 from lwopt_backend.plan.types import Atom
+from lwopt_backend.routing import Route
 from lwopt_backend.runtime.trial import Bucket, Measured, Schedule, run_trial
-from lwopt_backend.study.engines import plan_part
-from lwopt_backend.study.part import Part, Setting, owned_atoms
+from lwopt_backend.study.deployment import Deployment
+from lwopt_backend.study.part import Part, owned_atoms
+from lwopt_backend.study.setting import Setting
+from lwopt_backend.study.study import plan_study
 from lwopt_backend.study.systems import compare, megatron_plan
 
 LAYERS, WIDTH = 6, 384
@@ -47,29 +51,39 @@ def validate(ranks: int) -> tuple[Machine, list[Validated]]:
     (an all-gather's and a reduce-scatter's mean). What is compared is whether they add up to steps. Returns the
     machine as measured, too.
     """
-    atoms = gpt_matrices(LAYERS, WIDTH)
-    setting = Setting("owned", "padded", BUCKET_NUMEL, FIRST_GUESS, COSTS["newton_schulz"])
-    schedules = _schedules(atoms, ranks, setting)
-    measured = _run(ranks, schedules)
+    model = gpt_matrices(LAYERS, WIDTH)
+    parts = {layout: _ours(model, ranks, FIRST_GUESS, layout) for layout in ("padded", "compact")}
+    measured = _run(ranks, _schedules(parts, ranks))
     machine = _machine(measured, ranks)
     cost = CostModel("measured", "ns", lambda shape: round(1e9 * measured.shapes[shape]), "on this machine")
-    costed = [Atom(atom.name, atom.shape, cost.of(atom.shape)) for atom in atoms]
     modelled: dict[str, StepTime] = {}
-    for layout in ("padded", "compact"):
-        figures = compare(costed, ranks, Setting("owned", layout, BUCKET_NUMEL, machine, cost, group_size=ranks))
+    for layout in parts:
+        part = _ours(model, ranks, machine, layout, cost)
+        figures = compare(part, _setting(machine, layout, ranks, cost))
         modelled |= {f"ours, {layout}" if f.system == "ours" else f.system: f.time for f in figures}
     return machine, [Validated(name, modelled[name], seconds) for name, seconds in measured.steps.items()]
 
 
-def gpt_matrices(layers: int, width: int) -> list[Atom]:
+def _setting(machine: Machine, layout: str, ranks: int, cost: CostModel | None = None) -> Setting:
+    options = {"layout": layout, "bucket_mb": 4 * BUCKET_NUMEL / 2**20, "group_size": ranks}
+    return Setting.of("owned", machine, cost, options, grad_dtype="float32")
+
+
+def _ours(model: ModelShapes, ranks: int, machine: Machine, layout: str, cost: CostModel | None = None) -> Part:
+    study = plan_study(model, Deployment(ranks), _setting(machine, layout, ranks, cost))
+    return study.worst.parts[0]
+
+
+def gpt_matrices(layers: int, width: int) -> ModelShapes:
     """The matrices of a small GPT, in model order."""
     d = width
     shapes = {"qkv": (3 * d, d), "o": (d, d), "up": (4 * d, d), "down": (d, 4 * d)}
-    return [
-        Atom(f"h.{layer}.{name}", shape, newton_schulz_flops(shape))
+    routes = [
+        Route(f"h.{layer}.{name}", shape, "matrix", "2-D weight")
         for layer in range(layers)
         for name, shape in shapes.items()
     ]
+    return ModelShapes("a small GPT", *Training().of(routes))
 
 
 def _run(ranks: int, schedules: Sequence[Schedule]) -> Measured:
@@ -94,7 +108,9 @@ def _machine(measured: Measured, ranks: int) -> Machine:
     return Machine("this machine", FIRST_GUESS.flops_per_second, bandwidth, latency)
 
 
-def _schedules(atoms: Sequence[Atom], ranks: int, setting: Setting) -> list[Schedule]:
+def _schedules(parts: Mapping[str, Part], ranks: int) -> list[Schedule]:
+    """Every system's step; ``parts`` are ours by layout."""
+    atoms = next(iter(parts.values())).atoms
     numel = sum(atom.numel for atom in atoms)
     everything = tuple(tuple(atoms) for _ in range(ranks))
     flat = FlatPartition.build([atom.numel for atom in atoms], ranks)
@@ -103,10 +119,6 @@ def _schedules(atoms: Sequence[Atom], ranks: int, setting: Setting) -> list[Sche
         for fragment in flat.fragments(index):
             touched[fragment.rank].append(atom)
     dealt = owned_atoms(atoms, ping_pong([atom.numel for atom in atoms], ranks), ranks)
-    parts = {
-        layout: plan_part("dense", atoms, ranks, replace(setting, layout=layout, group_size=ranks))
-        for layout in ("padded", "compact")
-    }
     return [
         *(Schedule(f"ours, {layout}", "scatter", _buckets(part, ranks)) for layout, part in parts.items()),
         Schedule("Megatron padded", "scatter", _buckets(megatron_plan(atoms, ranks, BUCKET_NUMEL), ranks)),

@@ -10,6 +10,7 @@ Matrices lie whole in the part of their owner. Element-wise parameters lie end t
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -82,8 +83,22 @@ class Bucket:
 
     def pieces(self, rank: int) -> Iterator[Piece]:
         """What ``rank`` owns, in the order of the buffer."""
+        return self._pieces(sorted(self.slots, key=lambda slot: slot.offset), rank)
+
+    def pieces_of_all(self) -> list[list[Piece]]:
+        """Per rank, what it owns; of many ranks in less time than one by one."""
+        slots = sorted(self.slots, key=lambda slot: slot.offset)
+        ends = [slot.offset + slot.numel for slot in slots]
+        starts = [slot.offset for slot in slots]
+        found = []
+        for rank, (start, stop) in enumerate(self.parts):
+            near = slots[bisect_right(ends, start) : bisect_left(starts, stop)]
+            found.append(list(self._pieces(near, rank)))
+        return found
+
+    def _pieces(self, slots: Sequence[Slot], rank: int) -> Iterator[Piece]:
         start, stop = self.parts[rank]
-        for slot in sorted(self.slots, key=lambda slot: slot.offset):
+        for slot in slots:
             low, high = max(start, slot.offset), min(stop, slot.offset + slot.numel)
             if low < high:
                 yield Piece(slot.param, low - slot.offset, high - slot.offset, low)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from lwopt_backend.plan.buffers.layout import BufferPlan
 from lwopt_backend.plan.cost import CostModel
 from lwopt_backend.plan.machine import Machine, StepTime, all_reduce_seconds, gather_seconds
 
@@ -18,6 +18,23 @@ class Elements:
     gradient: int = 4
     master: int = 4
     state: int = 4
+
+
+class Buckets(Protocol):
+    """Buckets of matrices over ``shards`` ranks: what travels of each, and the work that ranks have in it."""
+
+    @property
+    def shards(self) -> int: ...
+
+    @property
+    def bucket_numels(self) -> Sequence[int]:
+        """Per bucket, the elements that travel."""
+
+    def loads(self) -> list[int]:
+        """Per rank, the cost of what it owns."""
+
+    def bucket_loads(self) -> list[dict[int, int]]:
+        """Per bucket, the cost of what each of its owners has there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +54,7 @@ class BucketTime:
 
 
 def buffer_step(
-    plan: BufferPlan,
+    plan: Buckets,
     machine: Machine,
     cost: CostModel,
     *,
@@ -60,7 +77,7 @@ def buffer_step(
 
 
 def timeline(
-    plan: BufferPlan,
+    plan: Buckets,
     machine: Machine,
     cost: CostModel,
     *,
@@ -79,7 +96,7 @@ def timeline(
     return schedule(sizes, arrive, work, back)
 
 
-def bucket_work(plan: BufferPlan, machine: Machine, cost: CostModel) -> list[dict[int, float]]:
+def bucket_work(plan: Buckets, machine: Machine, cost: CostModel) -> list[dict[int, float]]:
     """Per bucket, the seconds that each of its owners works on it."""
     rate = machine.flops_per_second
     return [{owner: cost.seconds(load, rate) for owner, load in loads.items()} for loads in plan.bucket_loads()]
@@ -116,7 +133,7 @@ Seconds = tuple[float, float]  # on the wire, and of latency
 
 
 def _bucket_wire(
-    plan: BufferPlan, numel: int, machine: Machine, instances: int, elements: Elements
+    plan: Buckets, numel: int, machine: Machine, instances: int, elements: Elements
 ) -> tuple[Seconds, Seconds, Seconds]:
     """A bucket's gradients to the owners, summed across instances, and its parameters back."""
     everyone = plan.shards * instances

@@ -1,0 +1,207 @@
+"""What ``lwopt plan`` says is what a run does: the same plan by name, and the memory of every rank to the byte."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from typer.testing import CliRunner
+
+import lwopt_backend
+from lwopt_backend.cli.app import app
+from lwopt_backend.integrations import fsdp2
+from lwopt_backend.integrations.deepspeed_zero import LayerWise, LayerWiseMuon
+from lwopt_backend.owned.memory import RankMemory
+from tests.fsdp2 import mesh_of
+from tests.models import UnevenLM
+from tests.ranks import RankPool
+from tests.zero import config, engine_for
+
+transformers = pytest.importorskip("transformers")
+
+KINDS = ("parameters", "gradients", "masters", "state", "padding")
+Run = tuple[str, dict[str, int]]  # the plan's name, and bytes that this rank holds, of the kinds that were looked at
+
+
+@pytest.fixture(scope="module")
+def phi3(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a model with fused q, k, v and gate, up, norms, an embedding and a head."""
+    folder = tmp_path_factory.mktemp("phi3")
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "vocab_size": 50}
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "pad_token_id": 0}
+    transformers.Phi3Config(**sizes, **heads, architectures=["Phi3ForCausalLM"]).save_pretrained(folder)
+    return str(folder)
+
+
+def model_in(folder: str, dtype: str) -> nn.Module:
+    return transformers.Phi3ForCausalLM(transformers.AutoConfig.from_pretrained(folder)).to(getattr(torch, dtype))
+
+
+def planned(folder: str, engine: str, dtype: str, options: dict[str, Any]) -> dict[str, Any]:
+    """What the command says of a run on two CPUs."""
+    words = [
+        "plan",
+        "--hf",
+        folder,
+        "--world-size",
+        2,
+        "--cluster",
+        "cpu",
+        "--engine",
+        engine,
+        "--dtype",
+        dtype,
+        "--json",
+    ]
+    words += [word for key, value in options.items() for word in ("--option", f"{key}={json.dumps(value)}")]
+    result = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
+    return json.loads(result.stdout)
+
+
+def nbytes(tensors: list[Tensor]) -> int:
+    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> int:
+    return nbytes([tensor for state in optimizer.state.values() for tensor in state.values()])
+
+
+def owned(folder: str, dtype: str, options: dict[str, Any]) -> Run:
+    optimizer = lwopt_backend.LayerWiseOptimizer(model_in(folder, dtype), report=False, **options)
+    held: RankMemory = optimizer.memory_report()[dist.get_rank()]
+    return optimizer.plan_digest, {kind: getattr(held, kind) for kind in KINDS}
+
+
+def on_fsdp2(folder: str, dtype: str, options: dict[str, Any]) -> Run:
+    model = model_in(folder, dtype)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh_of(2))
+    fully_shard(model, mesh=mesh_of(2))
+    optimizer = fsdp2.LayerWiseOptimizer(model, report=False, **options)
+    return optimizer.plan_digest, {"parameters": nbytes(list(model.parameters())), "state": state_of(optimizer)}
+
+
+def under_deepspeed(stage: int, folder: str, dtype: str, options: dict[str, Any]) -> Run:
+    settings = copy.deepcopy(config(stage))
+    settings["optimizer"] = {"type": "LayerWise", "params": {"report": False, **options}}
+    settings["bf16"] = {"enabled": dtype == "bfloat16"}
+    with engine_for(settings, model_in(folder, "float32")) as engine:
+        optimizer = engine.basic_optimizer
+        if options.get("storage") == "owned":
+            return optimizer.plan_digest, {"state": state_of(optimizer)}
+        _, masters = optimizer.prepared()
+        return optimizer.plan_digest, {"masters": nbytes(masters), "state": state_of(optimizer)}
+
+
+SMALL = {"bucket_mb": 0.01}  # several buckets of the small model
+ENGINES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "zero1": ("zero1", "float32", {}),
+    "zero2": ("zero2", "bfloat16", {}),
+    "zero2, some travel": ("zero2", "float32", {"policy": "balance", "bucket_numel": 2000, "matrix": "normuon"}),
+    "zero3": ("zero3", "float32", {"bucket_numel": 3000}),
+    "fsdp2": ("fsdp2", "float32", {}),
+    "fsdp2, small buckets": ("fsdp2", "bfloat16", {"bucket_matrices": 2, "layout": "padded", "state_dtype": "float32"}),
+    "owned": ("owned", "float32", {}),
+    "owned, auto": ("owned", "bfloat16", SMALL),
+    "owned, padded": ("owned", "float32", {"layout": "padded", **SMALL}),
+    "owned, padded, bf16": ("owned", "bfloat16", {"layout": "padded", "keep_full_grads": True, **SMALL}),
+    "owned, compact": ("owned", "float32", {"layout": "compact", "atoms": {"*.qkv_proj.weight": "whole"}, **SMALL}),
+    "owned, compact, bf16": ("owned", "bfloat16", {"layout": "compact", "grad_dtype": "float32", "group_size": 1}),
+}
+
+
+def run(engine: str, folder: str, dtype: str, options: dict[str, Any]) -> Run:
+    torch.manual_seed(0)
+    if engine == "owned":
+        return owned(folder, dtype, options)
+    if engine == "fsdp2":
+        return on_fsdp2(folder, dtype, options)
+    return under_deepspeed(int(engine[-1]), folder, dtype, options)
+
+
+@pytest.mark.parametrize("case", ENGINES)
+def test_the_planner_says_what_a_run_does(ranks: RankPool, phi3: str, case: str) -> None:
+    engine, dtype, options = ENGINES[case]
+    found = planned(phi3, engine, dtype, options)
+    for rank, (digest, held) in enumerate(ranks.run(run, engine, phi3, dtype, options)):
+        assert digest == found["digest"] == found["stages"][0]["digest"]
+        assert held == {kind: found["memory_per_rank"][rank][kind] for kind in held}
+
+
+@pytest.mark.parametrize("layout", ["padded", "compact"])
+def test_owned_storage_under_deepspeed_is_planned_alike(ranks: RankPool, phi3: str, layout: str) -> None:
+    options = {"layout": layout, **SMALL}
+    found = planned(phi3, "owned", "float32", options)
+    runs = ranks.run(under_deepspeed, 2, phi3, "float32", {"storage": "owned", **options})
+    assert [held["state"] for _, held in runs] == [held["state"] for held in found["memory_per_rank"]]
+    assert {digest for digest, _ in runs} == {found["digest"]}
+
+
+def test_rates_are_no_part_of_a_plan_and_other_ranks_and_options_make_another(phi3: str) -> None:
+    digests = [
+        planned(phi3, "zero2", "float32", options)["digest"]
+        for options in (
+            {},
+            {"matrix": {"name": "muon", "lr": 0.5}},
+            {"policy": "balance"},
+            {"atoms": {"*qkv*": "whole"}},
+        )
+    ]
+    assert digests[0] == digests[1] and len(set(digests)) == 3
+
+
+def test_cluster_and_cost_say_how_long_a_plan_takes_and_do_not_change_it(phi3: str) -> None:
+    words = ["plan", "--hf", phi3, "--world-size", "4", "--json"]
+    found = [
+        json.loads(CliRunner().invoke(app, [*words, *more]).stdout)
+        for more in ([], ["--cluster", "b200-8x-ib"], ["--cost", "gram"], ["--cluster", "cuda"])
+    ]
+    assert len({each["digest"] for each in found}) == 1 and len({each["seconds"] for each in found}) == 4
+
+
+def test_stages_have_plans_of_their_own_and_together_one_name(phi3: str) -> None:
+    words = ["plan", "--hf", phi3, "--world-size", "6", "--pp", "3", "--json"]
+    found = json.loads(CliRunner().invoke(app, words, catch_exceptions=False).stdout)
+    digests = [stage["digest"] for stage in found["stages"]]
+    assert len({*digests, found["digest"]}) == 4
+
+
+def early(kind: type) -> str:
+    with pytest.raises(RuntimeError) as raised:
+        _ = kind(
+            [nn.Parameter(torch.zeros(4, 4))], **({"storage": "owned"} if kind is LayerWiseMuon else {})
+        ).plan_digest
+    return str(raised.value)
+
+
+def sharded_later() -> str:
+    optimizer = fsdp2.LayerWiseOptimizer(UnevenLM(), sharded_later=True, report=False)
+    with pytest.raises(RuntimeError) as raised:
+        _ = optimizer.plan_digest
+    return str(raised.value)
+
+
+def test_before_there_is_a_plan_its_name_is_an_error(ranks: RankPool) -> None:
+    for found in (*ranks.run(early, LayerWise), *ranks.run(early, LayerWiseMuon), *ranks.run(sharded_later)):
+        assert "has no plan yet, so plan_digest has no value" in found and "ask after that" in found
+
+
+def reported(folder: str) -> tuple[str, list[str]]:
+    import contextlib
+    import io
+
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        optimizer = lwopt_backend.LayerWiseOptimizer(model_in(folder, "float32"))
+    return optimizer.plan_digest, printed.getvalue().splitlines()
+
+
+def test_the_report_of_a_run_ends_with_the_name_of_its_plan(ranks: RankPool, phi3: str) -> None:
+    (digest, lines), (_, nothing) = ranks.run(reported, phi3)
+    assert lines[-1].startswith(f"Plan {digest}: ") and not nothing
