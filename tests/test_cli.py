@@ -49,7 +49,7 @@ def command(*arguments: object, environment: dict[str, str] | None = None) -> su
 
 
 def test_json_holds_the_plan_and_nothing_else_is_printed(shapes: Path) -> None:
-    found = plan(shapes, "--world-size", 8, "--layout", "padded", "--bucket-numel", "none")
+    found = plan(shapes, "--world-size", 8, "--layout", "padded", "--bucket-mb", 1e6)
     names = [f"layers.{i}.{name}" for i in range(6) for name, _ in LAYER]
     assert found["matrices"] == names
     assert found["buckets"] == 1 and found["group_size"] == 8 and len(found["owners"]) == 24
@@ -105,8 +105,8 @@ def test_the_same_plan_whatever_the_hash_seed(shapes: Path) -> None:
     assert len(outputs) == 1
 
 
-def test_bucket_numel_gives_finer_buckets(shapes: Path) -> None:
-    sizes = [plan(shapes, "--world-size", 2, "--layout", "padded", "--bucket-numel", n)["buckets"] for n in ("none", 1)]
+def test_bucket_mb_gives_finer_buckets(shapes: Path) -> None:
+    sizes = [plan(shapes, "--world-size", 2, "--layout", "padded", "--bucket-mb", n)["buckets"] for n in (1e6, 0.1)]
     assert sizes[0] == 1 and sizes[1] > 3
 
 
@@ -165,7 +165,7 @@ def test_names_with_brackets_are_printed_as_they_are(tmp_path: Path, monkeypatch
 
 def test_a_plan_that_does_not_fit_says_so(tmp_path: Path) -> None:
     large = tmp_path / "large.json"
-    large.write_text(json.dumps([[f"layers.{i}.w", [32768, 32768]] for i in range(16)]))
+    large.write_text(json.dumps([[f"layers.{i}.w", [32768, 32768]] for i in range(24)]))
     printed = run("plan", "--shapes", large, "--world-size", 8, "--no-what-if")
     assert "Does not fit: the fullest rank holds" in printed
     assert "Does not fit" not in run("plan", "--shapes", large, "--world-size", 8, "--no-what-if", "--engine", "fsdp2")
@@ -249,9 +249,15 @@ WRONG: list[tuple[Sequence[object], str]] = [
         ["--shapes", "S", "--world-size", 8, "--engine", "fsdp2", "--group-size", 4],
         "--group-size is for engine 'owned'",
     ),
-    (["--shapes", "S", "--world-size", 8, "--bucket-numel", "4M"], "--bucket-numel: expected a number of elements or"),
+    (
+        ["--shapes", "S", "--world-size", 8, "--bucket-numel", 400],
+        "--bucket-numel is for engine 'zero1' and 'zero2' and",
+    ),
+    (["--shapes", "S", "--world-size", 8, "--option", "layot=padded"], "unknown key 'layot'; did you mean 'layout'?"),
+    (["--shapes", "S", "--world-size", 8, "--option", "layout"], "--option 'layout': expected KEY=VALUE, such as"),
+    (["--shapes", "S", "--world-size", 8, "--layout", "padded", "--option", "layout=auto"], "'layout' is given twice"),
+    (["--shapes", "S", "--world-size", 8, "--option", "atoms={'nothing': 'whole'}"], "'nothing' matches no parameter"),
     (["--shapes", "S", "--world-size", 9, "--pp", 2], "world_size 9 is not a multiple of tp x pp = 1 x 2"),
-    (["--shapes", "S", "--world-size", 8, "--split", "nothing=2"], "'nothing' matches no parameter"),
     (["--shapes", "S", "--world-size", 8, "--include", "*"], "--include and --exclude choose among a model's"),
 ]
 

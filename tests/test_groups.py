@@ -1,9 +1,7 @@
-"""Groups, teams and the model of a step: formulas by hand, and choices against every other choice there was."""
+"""Groups and the model of a step: formulas by hand, and choices against every other choice there was."""
 
 from __future__ import annotations
 
-import heapq
-import math
 import random
 from dataclasses import replace
 
@@ -13,7 +11,6 @@ from lwopt_backend.plan import MACHINES, Atom, Machine
 from lwopt_backend.plan.buffers.groups import Grouped, plan_buffer
 from lwopt_backend.plan.buffers.layout import BufferPlan
 from lwopt_backend.plan.buffers.step import BucketTime, Elements, buffer_step, schedule, timeline
-from lwopt_backend.plan.buffers.teams import TeamPlan, plan_teams, team_seconds
 from lwopt_backend.plan.cost import COSTS, CostModel
 from lwopt_backend.plan.machine import CLUSTERS
 from tests.planner_shapes import atoms_of, model
@@ -333,90 +330,3 @@ def test_a_group_that_is_better_in_every_way_is_taken_though_it_pads_a_little_mo
     assert four.plan.padding < 0.12 and whole.plan.padding > 1.6
     assert memory(four, Elements()) < memory(whole, Elements())
     assert grouped(atoms, 12, machine=MACHINES["cpu"]).time.total <= four.time.total
-
-
-# Teams
-
-
-def rounds(ranks: int) -> int:
-    return math.ceil(math.log2(ranks))
-
-
-def test_a_team_shares_the_flops_and_sums_and_gathers_a_square_each_iteration() -> None:
-    # (4, 6) over two ranks: half of 40 flops at 10 a second; 5 iterations of a 4 x 4 all-reduce (twice half of 32
-    # bytes) and an all-gather (half of them) at 2 bytes a second, in 2 + 1 rounds
-    assert team_seconds(Atom("a", (4, 6), 40), 1, SIMPLE, FLOPS) == 4.0
-    assert team_seconds(Atom("a", (4, 6), 40), 2, SIMPLE, FLOPS) == 2.0 + 5 * ((32 + 16) / 2 + 3 * 100)
-    assert team_seconds(Atom("a", (6, 4), 40), 2, NODES_OF_TWO, FLOPS) == 2.0 + 5 * ((32 + 16) / 8 + 3 * 100)
-
-
-def team_seconds_by_hand(atom: Atom, size: int, machine: Machine) -> float:
-    work = atom.cost / machine.flops_per_second / size
-    square = 2 * min(atom.shape) ** 2
-    wire = 3 * square * (size - 1) / size / machine.node_bytes_per_second
-    return work + (5 * (wire + 3 * rounds(size) * machine.latency_seconds) if size > 1 else 0)
-
-
-def assert_teams(plan: TeamPlan, atoms: list[Atom], ranks: int, machine: Machine) -> None:
-    """Every team is an aligned block of ranks, and a rank's seconds are those of what it takes part in."""
-    busy = [0.0] * ranks
-    for atom, first, size in zip(atoms, plan.first, plan.sizes, strict=True):
-        assert size in (1, plan.team_size) and first % size == 0
-        assert first >= 0 and first + size <= ranks and size <= machine.node_size
-        for rank in range(first, first + size):
-            busy[rank] += team_seconds_by_hand(atom, size, machine)
-    assert plan.seconds == pytest.approx(busy)
-    assert plan.busiest == max(plan.seconds)
-    assert plan.shared == sum(size > 1 for size in plan.sizes)
-
-
-def single_owners(atoms: list[Atom], ranks: int, machine: Machine) -> float:
-    """The busiest rank's seconds where each matrix has one owner, the longest first."""
-    heap = [0.0] * ranks
-    for cost in sorted((atom.cost for atom in atoms), reverse=True):
-        heapq.heapreplace(heap, heap[0] + cost / machine.flops_per_second)
-    return max(heap)
-
-
-@pytest.mark.parametrize("name", ["gpt2-124m", "llama3.1-8b"])
-@pytest.mark.parametrize("ranks", [1, 2, 6, 8, 64, 256, 1024])
-def test_teams_are_lawful_and_never_slower_than_single_owners(name: str, ranks: int) -> None:
-    atoms = list(model(name)[:28])
-    plan = plan_teams(atoms, ranks, machine=H100, cost=FLOPS)
-    assert_teams(plan, atoms, ranks, H100)
-    assert plan.busiest <= single_owners(atoms, ranks, H100) * (1 + 1e-12)
-    work = sum(team_seconds_by_hand(atom, 1, H100) for atom in atoms)
-    assert plan.busiest >= work / ranks * (1 - 1e-12)
-
-
-def test_one_layer_on_128_ranks_is_done_three_times_as_fast_by_teams() -> None:
-    plan = plan_teams(ONE_LAYER, 128, machine=H100, cost=FLOPS)
-    assert plan.team_size == 8 and plan.shared == 5, "all but k and v"
-    largest = max(team_seconds_by_hand(atom, 1, H100) for atom in ONE_LAYER)
-    assert plan.busiest == pytest.approx(max(team_seconds_by_hand(atom, 8, H100) for atom in ONE_LAYER))
-    assert plan.busiest < largest / 3
-
-
-def test_six_ranks_hold_teams_of_two_and_not_of_four() -> None:
-    atoms = atoms_of([(8192, 8192)] * 2)
-    plan = plan_teams(atoms, 6, machine=H100, cost=FLOPS)
-    assert_teams(plan, atoms, 6, H100)
-    assert plan.team_size == 2 and plan.shared == 2
-
-
-def test_where_there_is_work_for_every_rank_nobody_shares() -> None:
-    atoms = [atom for atom in model("gpt2-124m") if "c_fc" in atom.name]  # twelve equal ones
-    plan = plan_teams(atoms, 4, machine=H100, cost=FLOPS)
-    assert plan.shared == 0 and plan.busiest == pytest.approx(3 * atoms[0].cost / H100.flops_per_second)
-
-
-def test_ranks_without_fast_neighbours_do_not_share() -> None:
-    far = replace(H100, node_size=1)
-    assert plan_teams(ONE_LAYER, 128, machine=far, cost=FLOPS).team_size == 1
-
-
-def test_no_team_lies_in_two_nodes() -> None:
-    six = replace(H100, node_size=6)
-    plan = plan_teams(ONE_LAYER, 24, machine=six, cost=FLOPS)
-    for first, size in zip(plan.first, plan.sizes):
-        assert first // 6 == (first + size - 1) // 6

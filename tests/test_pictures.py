@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
 from matplotlib.text import Text
 
+from lwopt_backend.model_shapes import ModelShapes, Training
 from lwopt_backend.pictures.html_report import html_report, save_html
 from lwopt_backend.pictures.look import spread
 from lwopt_backend.pictures.plan_picture import draw_plan, save_plan_png
@@ -34,12 +35,12 @@ from lwopt_backend.routing import Route
 from lwopt_backend.study import systems
 from lwopt_backend.study.deployment import Deployment
 from lwopt_backend.study.document import document
-from lwopt_backend.study.part import Setting
+from lwopt_backend.study.setting import Setting
 from lwopt_backend.study.study import plan_study
 from lwopt_backend.study.what_if import alternatives
 
 GIB = 2**30
-KINDS = ("parameters", "gradients", "masters", "state", "padding", "transient")
+KINDS = ("parameters", "gradients", "masters", "state", "padding", "workspace")
 HOSTILE = """<img src=x onerror=alert(1)>"'&amp; $\\frac{$"""
 
 
@@ -53,18 +54,20 @@ def layers(count: int, width: int, experts: int = 0) -> list[Route]:
 @functools.cache
 def planned(case: str) -> dict[str, Any]:
     """Documents of real plans; not to be changed."""
-    model, deployment, engine, bucket_numel = {
-        "few": (layers(5, 2048), Deployment(8), "owned", 40_000_000),
-        "many": (layers(12, 1024), Deployment(48), "owned", 10_000_000),
-        "stages": (layers(6, 512, experts=8), Deployment(32, pp=2, ep=4), "owned", 1_000_000),
-        "buckets": (layers(160, 256), Deployment(4), "owned", 700_000),
-        "zero2": (layers(5, 1024), Deployment(8), "zero2", None),
-        "fsdp2": (layers(5, 1024), Deployment(8), "fsdp2", 4_000_000),
-        "one": (layers(1, 64), Deployment(1), "owned", None),
+    routes, deployment, engine, options = {
+        "few": (layers(5, 2048), Deployment(8), "owned", {"bucket_mb": 160.0}),
+        "many": (layers(12, 1024), Deployment(48), "owned", {"bucket_mb": 40.0}),
+        "stages": (layers(6, 512, experts=8), Deployment(32, pp=2, ep=4), "owned", {"bucket_mb": 4.0}),
+        "buckets": (layers(160, 256), Deployment(4), "owned", {"bucket_mb": 2.8}),
+        "zero2": (layers(5, 1024), Deployment(8), "zero2", {}),
+        "fsdp2": (layers(5, 1024), Deployment(8), "fsdp2", {"bucket_numel": 4_000_000}),
+        "one": (layers(1, 64), Deployment(1), "owned", {"bucket_mb": 1e6}),
     }[case]
-    setting = Setting(engine, "padded", bucket_numel, CLUSTERS["h100-8x-ib"], COSTS["newton_schulz"])
-    study = plan_study(model, deployment, setting)
-    rows = [] if case == "buckets" else list(alternatives(study.worst.parts[0], setting))
+    options = {**options, "layout": "padded"} if engine == "owned" else options
+    cost = COSTS["newton_schulz"]
+    setting = Setting.of(engine, CLUSTERS["h100-8x-ib"], cost, options, grad_dtype="float32")
+    study = plan_study(ModelShapes(f"test/{case}", *Training().of(routes)), deployment, setting)
+    rows = [] if case == "buckets" else list(alternatives(study.worst.planned[0], setting))
     return document(study, source=f"test/{case}", rows=rows)
 
 
@@ -265,9 +268,11 @@ def assert_apart(figure: Figure) -> None:
 
 @functools.cache
 def compared() -> tuple[systems.Figure, ...]:
-    setting = Setting("owned", "padded", 4_000_000, CLUSTERS["h100-8x-ib"], COSTS["newton_schulz"])
-    atoms = plan_study(layers(6, 1024), Deployment(1), setting).worst.parts[0].atoms
-    return tuple(figure for ranks in (8, 64, 512) for figure in systems.compare(atoms, ranks, setting))
+    options = {"layout": "padded", "bucket_mb": 16.0}
+    setting = Setting.of("owned", CLUSTERS["h100-8x-ib"], COSTS["newton_schulz"], options, grad_dtype="float32")
+    model = ModelShapes("test", *Training().of(layers(6, 1024)))
+    parts = [plan_study(model, Deployment(ranks), setting).worst.parts[0] for ranks in (8, 64, 512)]
+    return tuple(figure for part in parts for figure in systems.compare(part, setting))
 
 
 def test_systems_are_lines_of_their_seconds_and_bytes() -> None:

@@ -1,31 +1,51 @@
-"""Studies: deployments, splits, memory and bytes by hand, other systems."""
+"""Studies: deployments, memory and bytes by hand, other systems. That plans are those of runs: test_planned.py."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lwopt_backend.config import ZeROConfig
-from lwopt_backend.plan import MeshLayout, ParameterPartition, Sharding, plan_spread
+from lwopt_backend.atoms import Divided
+from lwopt_backend.config import FSDP2Config, OwnedConfig, ZeROConfig
+from lwopt_backend.model_shapes import ModelShapes, Training
+from lwopt_backend.plan.blocks import matrices_of
 from lwopt_backend.plan.cost import COSTS
 from lwopt_backend.plan.machine import Machine
 from lwopt_backend.routing import Route
 from lwopt_backend.study import validation
-from lwopt_backend.study.atoms import check_splits, make_atoms, parse_split
 from lwopt_backend.study.cluster import cluster_named
 from lwopt_backend.study.deployment import Deployment, local_experts, stages
-from lwopt_backend.study.document import document, plan_digest
-from lwopt_backend.study.part import RankMemory, Setting
-from lwopt_backend.study.study import plan_study
+from lwopt_backend.study.document import document
+from lwopt_backend.study.grouping import share_of
+from lwopt_backend.study.part import Planned, RankMemory
+from lwopt_backend.study.setting import Setting
+from lwopt_backend.study.study import Study
+from lwopt_backend.study.study import plan_study as plan_model
 from lwopt_backend.study.systems import compare
 from lwopt_backend.study.what_if import alternatives
 
 NS = COSTS["newton_schulz"]
 MACHINE = Machine("test", 1e12, 1e9, 1e-4, node_size=2, node_bytes_per_second=1e10, memory_bytes=8e9)
-OWNED = Setting("owned", "padded", None, MACHINE, NS)
+
+
+def setting(engine: str = "owned", grad_dtype: str = "float32", **options: Any) -> Setting:
+    return Setting.of(engine, MACHINE, None, options, grad_dtype=grad_dtype)
+
+
+OWNED = setting(layout="padded")
+
+
+def plan_study(routes: list[Route], deployment: Deployment, planned_for: Setting) -> Study:
+    return plan_model(ModelShapes("test", *Training().of(routes)), deployment, planned_for)
+
+
+def of_stage(routes: list[Route], ranks: int, planned_for: Setting = OWNED) -> Planned:
+    """What ``ranks`` data-parallel ranks share."""
+    (found,) = plan_study(routes, Deployment(ranks), planned_for).worst.planned
+    return found
 
 
 def matrix(name: str, *shape: int) -> Route:
@@ -81,16 +101,18 @@ def test_stages_are_whole_layers_and_the_earlier_ones_longer() -> None:
 
 
 def test_a_rank_holds_its_share_of_every_layers_experts() -> None:
-    local = local_experts(moe(2, 8), 4, "*.experts.*")
+    local, _ = local_experts(moe(2, 8), {}, 4, "*.experts.*")
     assert [r.name for r in local if ".up" in r.name] == [
         f"layers.{i}.mlp.experts.{e}.up" for i in (0, 1) for e in (0, 1)
     ]
     stack = [matrix("layers.0.mlp.experts.w", 8, 16, 32)]
-    assert local_experts(stack, 4, "*.experts.*")[0].shape == (2, 16, 32)
+    divided = {stack[0].name: Divided(matrices_of(stack[0].shape))}
+    (part,), parts = local_experts(stack, divided, 4, "*.experts.*")
+    assert part.shape == (2, 16, 32) and parts[part.name].blocks == matrices_of((2, 16, 32))
     with pytest.raises(ValueError, match="ep 3 does not divide the 8 experts"):
-        local_experts(moe(1, 8), 3, "*.experts.*")
+        local_experts(moe(1, 8), {}, 3, "*.experts.*")
     with pytest.raises(ValueError, match="'layers.0.mlp.experts.w'.*neither one numbered expert"):
-        local_experts(stack, 3, "*.experts.*")
+        local_experts(stack, {}, 3, "*.experts.*")
 
 
 def test_dense_and_expert_buffers_have_their_own_ranks_and_every_matrix_is_planned_once() -> None:
@@ -100,7 +122,8 @@ def test_dense_and_expert_buffers_have_their_own_ranks_and_every_matrix_is_plann
     names = [atom.name for stage in study.stages for part in stage.parts for atom in part.atoms]
     assert len(set(names)) == len(names) == 24
     assert second.parts[0].atoms[0].name == "layers.2.attn"
-    assert first.parts[0].owners == second.parts[0].owners  # equal shapes, one plan
+    assert first.parts[0].owners == second.parts[0].owners  # equal shapes, equal plans
+    assert first.digest != second.digest
 
 
 def test_a_stages_busiest_rank_is_found_over_both_buffers() -> None:
@@ -117,59 +140,21 @@ def test_heavy_dense_shards_lie_where_experts_leave_time() -> None:
     # Three expert matrices over two ranks: the first expert rank has two of them. Two dense matrices, one larger.
     routes = [matrix("l.0.a", 256, 256), matrix("l.0.b", 512, 256)]
     routes += [matrix(f"l.0.experts.{e}.w{k}", 256, 256) for e in range(2) for k in range(3)]
-    stage = plan_study(routes, Deployment(4, ep=2), replace(OWNED, group_size=4)).worst
+    stage = plan_study(routes, Deployment(4, ep=2), setting(layout="padded", group_size=4)).worst
     large, small = NS.of((512, 256)), NS.of((256, 256))
     assert sorted(stage.parts[1].loads) == [small, 2 * small]
     assert max(stage.loads()) == small + large  # not 2 * small + large
 
 
-# Splits and tensor parallelism
-
-
-def test_split_texts() -> None:
-    assert parse_split("*.qkv=3") == ("*.qkv", 3)
-    assert parse_split("*.qkv=64,16,16") == ("*.qkv", (64, 16, 16))
-    assert parse_split("a=b.w=stack") == ("a=b.w", "stack")
-    for wrong in ("qkv", "=3", "qkv=", "qkv=0", "qkv=3,x"):
-        with pytest.raises(ValueError, match="expected GLOB=N"):
-            parse_split(wrong)
-
-
-def test_a_split_parameter_is_planned_as_its_blocks() -> None:
-    routes = [matrix("l.qkv", 96, 64), matrix("l.experts", 2, 3, 8, 16), matrix("l.norm", 64)]
-    atoms, rest = make_atoms(routes, {"*.qkv": (64, 16, 16), "*.experts": "stack"}, NS)
-    assert [(a.name, a.shape) for a in atoms[:3]] == [
-        ("l.qkv[0:64]", (64, 64)), ("l.qkv[64:80]", (16, 64)), ("l.qkv[80:96]", (16, 64)),
-    ]  # fmt: skip
-    assert len(atoms) == 3 + 6 and all(a.shape == (8, 16) for a in atoms[3:])
-    assert sum(a.numel for a in atoms) == 96 * 64 + 6 * 8 * 16
-    assert [r.name for r in rest] == ["l.norm"]
-    assert all(a.cost == NS.of(a.shape) for a in atoms)
-
-
-@pytest.mark.parametrize(
-    ("splits", "message"),
-    [
-        ({"l.qkv": 5}, "96 rows of 'l.qkv' do not divide into 5"),
-        ({"l.qkv": (64, 16)}, r"blocks of 64\+16 rows do not add up to 96"),
-        ({"l.qkv": "stack"}, "'l.qkv' has shape \\(96, 64\\); a stack has three"),
-        ({"l.stack": 2}, "'l.stack' has shape .* row blocks are for two"),
-    ],
-)
-def test_a_split_that_does_not_fit_is_refused(splits: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_atoms([matrix("l.qkv", 96, 64), matrix("l.stack", 2, 8, 8)], splits, NS)  # type: ignore[arg-type]
-
-
-def test_a_split_that_matches_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="'qvk' matches no parameter; names look like 'l.qkv'"):
-        check_splits([matrix("l.qkv", 96, 64)], {"qvk": 3})
+# Tensor parallelism
 
 
 def test_tensor_parallel_ranks_store_a_part_and_take_turns_in_the_work() -> None:
-    (atom,), _ = make_atoms([matrix("w", 96, 64)], {}, NS, tp=4)
-    assert atom.shape == (24, 64)
-    assert atom.cost == math.ceil(NS.of((96, 64)) / 4)
+    routes = [matrix("w", 96, 64), matrix("n", 30)]
+    shared = share_of(routes, {"w": Divided(matrices_of((96, 64)))}, OWNED, tp=4)
+    assert [tuple(param.shape) for group in shared.grouping.groups for param in group["params"]] == [(24, 64), (8,)]
+    (atom,) = plan_study(routes, Deployment(8, tp=4), OWNED).worst.parts[0].atoms
+    assert (atom.name, atom.shape, atom.cost) == ("w", (24, 64), math.ceil(NS.of((96, 64)) / 4))
 
 
 # Memory, bytes and seconds, by hand
@@ -177,20 +162,22 @@ def test_tensor_parallel_ranks_store_a_part_and_take_turns_in_the_work() -> None
 
 def test_owned_memory_and_bytes_of_a_padded_buffer() -> None:
     # Two equal matrices and one of half their size on two ranks: shards of 1.5, so a quarter of one shard is padding.
+    # 100 elements of a norm are cut in two parts of 64.
     routes = [matrix("l.0.a", 128, 128), matrix("l.1.b", 128, 128), matrix("l.2.c", 64, 128), matrix("l.2.n", 100)]
     study = plan_study(routes, Deployment(2), OWNED)
     (part,) = study.worst.parts
     large, small = 128 * 128, 64 * 128
     assert part.buffer_numel == 2 * (large + small) and part.numel == 2 * large + small
     assert sorted(part.owned_numels) == [large, large + small]
-    fullest = max(study.worst.memory(), key=lambda memory: memory.state)
-    assert fullest == RankMemory(
+    fullest = part.owned_numels.index(large + small)
+    held = (64, 36)[fullest]  # of the norm
+    assert study.worst.memory()[fullest] == RankMemory(
         parameters=2 * part.numel + 2 * 100,
-        gradients=4 * part.numel + 4 * 100,
-        masters=4 * (large + small) + 4 * 50,
-        state=4 * (large + small) + 8 * 50,
-        padding=(2 + 4) * small,
-        transient=2 * (3 * large + 3 * large),
+        gradients=4 * (large + small) + 4 * held,
+        masters=4 * (large + small) + 4 * held,
+        state=4 * (large + small) + 8 * held + 4,  # AdamW counts its steps
+        padding=2 * small + 2 * 28 + 4 * (64 - held),
+        workspace=2 * (3 * large + 3 * large),
     )
     assert [(c.what, c.count, c.nbytes) for c in part.collectives] == [
         ("reduce-scatter of gradients", 1, 4 * (large + small)),
@@ -203,7 +190,7 @@ def test_owned_memory_and_bytes_of_a_padded_buffer() -> None:
 
 
 def test_instances_add_an_all_reduce_of_the_owned_gradients() -> None:
-    study = plan_study([matrix("l.0.a", 128, 128)], Deployment(4), replace(OWNED, group_size=1))
+    study = plan_study([matrix("l.0.a", 128, 128)], Deployment(4), setting(layout="padded", group_size=1))
     (part,) = study.worst.parts
     assert (part.group_size, part.ranks) == (1, 4)
     across = next(c for c in part.collectives if c.what == "all-reduce across instances")
@@ -211,15 +198,15 @@ def test_instances_add_an_all_reduce_of_the_owned_gradients() -> None:
     assert part.time.wire == pytest.approx(across.nbytes / 1e9)
 
 
-def test_zero2_is_what_the_optimizer_plans() -> None:
-    study = plan_study(layers(4), Deployment(2), replace(OWNED, engine="zero2"))
+def test_zero2_holds_parameters_whole_and_the_rest_in_halves() -> None:
+    study = plan_study(layers(4), Deployment(2), setting("zero2"))
     (part,) = study.worst.parts
     half = part.numel // 2
     assert part.buffer_numel == part.numel
     memory = study.worst.memory()[0]
     elementwise = 4 * 128
     assert memory.parameters == 2 * (part.numel + elementwise)
-    assert memory.masters == 4 * (half + elementwise // 2) and memory.state == 4 * half + 8 * elementwise // 2
+    assert memory.masters == 4 * (half + elementwise // 2) and memory.state == 4 * half + 8 * elementwise // 2 + 4
     sent = {c.what: c.nbytes for c in part.collectives}
     assert sent["zero2's all-reduce of gradients"] == 4 * part.numel
     assert sent["zero2's all-gather of parameters"] == part.numel
@@ -227,33 +214,22 @@ def test_zero2_is_what_the_optimizer_plans() -> None:
 
 @pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
 def test_sharded_engines_exchange_every_matrix(engine: str) -> None:
-    study = plan_study(layers(4), Deployment(4), replace(OWNED, engine=engine))
+    study = plan_study(layers(4), Deployment(4), setting(engine))
     (part,) = study.worst.parts
     shard = part.numel // 4
     exchange = part.collectives[0]
-    assert exchange.nbytes == int((shard + max(part.owned_numels)) * 0.75 * 2)
+    assert exchange.nbytes == max(int((0.75 * owned + shard - owned / 4) * 2) for owned in part.owned_numels)
     assert study.worst.memory()[0].parameters == (4 if engine == "fsdp2" else 2) * (shard + 128)
 
 
 # Other systems
 
 
-def test_fsdp2_is_planned_as_it_is_trained() -> None:
-    """The command's plan and the optimizer's: the same owners and buckets."""
-    study = plan_study(layers(24), Deployment(4), replace(OWNED, engine="fsdp2", bucket_numel=None))
-    (part,) = study.worst.parts
-    backward = list(reversed(part.atoms))
-    layout = MeshLayout(tuple((r,) for r in range(4)), tuple(Sharding(a.shape, (4,), (0,), (False,)) for a in backward))
-    plan = plan_spread(backward, layout)
-    assert part.owners == tuple(reversed(plan.ownership.owners))
-    assert part.loads == plan.ownership.loads
-    assert [list(part.buckets).count(bucket) for bucket in range(len(plan.buckets))] == [*map(len, plan.buckets)]
-
-
 def test_other_systems_by_hand() -> None:
-    atoms, _ = make_atoms([matrix(f"l.{i}.w", 128, 128) for i in range(3)], {}, NS)
+    part = of_stage([matrix(f"l.{i}.w", 128, 128) for i in range(3)], 2).part
     one = NS.of((128, 128))
-    figures = {figure.system: figure for figure in compare(atoms, 2, OWNED)}
+    assert part is not None
+    figures = {figure.system: figure for figure in compare(part, OWNED)}
     assert figures["replicated"].time.compute == pytest.approx(3 * one / 1e12)
     assert figures["replicated"].work_ratio == 2
     # The second of three matrices lies across the cut of two partitions: both ranks orthogonalize it.
@@ -266,9 +242,10 @@ def test_other_systems_by_hand() -> None:
 
 
 def test_the_chosen_plan_is_the_first_what_if_row_and_its_own_figures() -> None:
-    study = plan_study(layers(6), Deployment(4), OWNED)
-    part = study.worst.parts[0]
-    rows = list(alternatives(part, study.setting))
+    found = of_stage(layers(6), 4)
+    part = found.part
+    rows = list(alternatives(found, OWNED))
+    assert part is not None
     assert rows[0].what == "chosen: padded, groups of 4"
     assert (rows[0].padding, rows[0].time) == (part.padding, part.time)
     compact = next(row for row in rows if row.what == "compact, groups of 4")
@@ -309,7 +286,7 @@ def test_the_document_repeats_the_plan() -> None:
 
 
 def test_equal_plans_have_equal_digests_and_others_do_not() -> None:
-    digests = [plan_digest(plan_study(layers(6), Deployment(ranks), OWNED)) for ranks in (4, 4, 2)]
+    digests = [plan_study(layers(6), Deployment(ranks), OWNED).digest for ranks in (4, 4, 2)]
     assert digests[0] == digests[1] != digests[2]
 
 
@@ -333,20 +310,17 @@ def test_a_cluster_file(tmp_path: Path) -> None:
         cluster_named("h100-8x")
 
 
-def test_zero3_is_planned_as_it_is_trained() -> None:
-    study = plan_study(layers(24), Deployment(4), replace(OWNED, engine="zero3", bucket_numel=None))
-    (part,) = study.worst.parts
-    layout = ParameterPartition.build([atom.numel for atom in part.atoms], 4)
-    plan = plan_spread(part.atoms, layout, bucket_numel=ZeROConfig().bucket_numel)
-    assert (part.owners, part.loads) == (plan.ownership.owners, plan.ownership.loads)
-    assert [list(part.buckets).count(bucket) for bucket in range(len(plan.buckets))] == [*map(len, plan.buckets)]
+def test_options_are_the_engines_own() -> None:
+    assert setting("owned", grad_dtype="parameter").config == OwnedConfig()
+    assert setting("zero3").config == ZeROConfig() and setting("fsdp2").config == FSDP2Config()
+    with pytest.raises(ValueError, match="engine 'fsdp2': unknown key 'bucket_mb'; did you mean 'bucket_numel'"):
+        setting("fsdp2", bucket_mb=32)
 
 
 @pytest.mark.parametrize("engine", ["zero1", "zero3", "fsdp2", "owned"])
-@pytest.mark.parametrize(("parts", "matrices"), [((), 8), (tuple((f"e[{i}]", (16, 16)) for i in range(12)), 14)])
-def test_stacked_experts_are_matrices_slice_by_slice_or_as_found(engine: str, parts: tuple, matrices: int) -> None:
-    stack = Route("layers.0.experts.up", (6, 32, 16), "elementwise", "3-D", stack=True, parts=parts)
+def test_stacked_experts_are_matrices_slice_by_slice(engine: str) -> None:
+    stack = Route("layers.0.experts.up", (6, 32, 16), "elementwise", "3-D", stack=True)
     routes = [matrix("layers.0.a", 32, 16), stack, matrix("layers.1.a", 32, 16)]
-    study = plan_study(routes, Deployment(2), replace(OWNED, engine=engine))
-    assert len(study.worst.parts[0].atoms) == matrices
+    study = plan_study(routes, Deployment(2), setting(engine))
+    assert len(study.worst.parts[0].atoms) == 8
     assert [r.kind for r in study.routes] == ["matrix"] * 3

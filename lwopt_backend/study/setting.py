@@ -33,7 +33,7 @@ class Setting:
 
     - ``config``, ``rules``: the engine's options, with the engine's defaults.
     - ``machine``: the cluster whose seconds are modelled; ``cost`` says what work costs there, None as the rule does.
-      Neither changes the plan: an engine knows whether it is on CPUs, and no more (``plans_for``).
+      Neither changes the plan, which is made for ``plans_for``: an engine knows whether it is on CPUs, and no more.
     - ``dtype``, ``grad_dtype``: of parameters, and of gradients as they are kept and sent.
     - ``sub_group_size``: ZeRO-3's.
     """
@@ -45,6 +45,7 @@ class Setting:
     cost: CostModel | None
     dtype: torch.dtype
     grad_dtype: torch.dtype
+    plans_for: Machine
     sub_group_size: int = SUB_GROUP_SIZE
 
     @classmethod
@@ -57,26 +58,25 @@ class Setting:
         *,
         dtype: torch.dtype | None = None,
         grad_dtype: str = "parameter",
+        plans_for: Machine | None = None,
         sub_group_size: int = SUB_GROUP_SIZE,
     ) -> Setting:
         """For an engine with ``options`` as its optimizer takes them: the engine's own, and sections of rules.
 
-        ``dtype`` is bf16 by default, on FSDP2, whose shards are the masters, fp32. Raises ValueError for wrong options.
+        ``dtype`` is bf16 by default, on FSDP2, whose shards are the masters, fp32. ``plans_for`` is a CPU on the cluster
+        of that name, else an accelerator. Raises ValueError for wrong options.
         """
         given = {**({"grad_dtype": grad_dtype} if engine == "owned" else {}), **(options or {})}
         rules, config = settings_of(ENGINES[engine], given, f"{WHERE}, engine {engine!r}")
         dtype = dtype or (torch.float32 if engine == "fsdp2" else torch.bfloat16)
         wide = (config.grad_dtype if isinstance(config, OwnedConfig) else grad_dtype) == "float32"
-        return cls(engine, config, rules, machine, cost, dtype, torch.float32 if wide else dtype, sub_group_size)
+        plans_for = plans_for or (machine if machine == MACHINES["cpu"] else MACHINES["cuda"])
+        grad = torch.float32 if wide else dtype
+        return cls(engine, config, rules, machine, cost, dtype, grad, plans_for, sub_group_size)
 
     @property
     def training(self) -> Training:
         return Training(self.rules, self.config)
-
-    @property
-    def plans_for(self) -> Machine:
-        """The machine that the engine plans for on this cluster."""
-        return self.machine if self.machine == MACHINES["cpu"] else MACHINES["cuda"]
 
     @property
     def work(self) -> CostModel:

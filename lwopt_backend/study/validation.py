@@ -13,7 +13,7 @@ from lwopt_backend.model_shapes import ModelShapes, Training
 from lwopt_backend.plan.buffers.layout import BufferPlan
 from lwopt_backend.plan.buffers.megatron import ping_pong
 from lwopt_backend.plan.cost import CostModel
-from lwopt_backend.plan.machine import Machine, StepTime
+from lwopt_backend.plan.machine import MACHINES, Machine, StepTime
 from lwopt_backend.plan.storage import FlatPartition
 from lwopt_backend.plan.types import Atom
 from lwopt_backend.routing import Route
@@ -28,7 +28,6 @@ LAYERS, WIDTH = 6, 384
 BUCKET_NUMEL = 2_000_000
 PROBES = (50_000, 4_000_000)  # elements of the two gathers that give latency and bandwidth
 REPEATS = 9
-FIRST_GUESS = Machine("this machine", 5e10, 1e9, 3e-4)  # to plan with, before anything is measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ def validate(ranks: int) -> tuple[Machine, list[Validated]]:
     machine as measured, too.
     """
     model = gpt_matrices(LAYERS, WIDTH)
-    parts = {layout: _ours(model, ranks, FIRST_GUESS, layout) for layout in ("padded", "compact")}
+    parts = {layout: _ours(model, ranks, MACHINES["cpu"], layout) for layout in ("padded", "compact")}
     measured = _run(ranks, _schedules(parts, ranks))
     machine = _machine(measured, ranks)
     cost = CostModel("measured", "ns", lambda shape: round(1e9 * measured.shapes[shape]), "on this machine")
@@ -66,7 +65,7 @@ def validate(ranks: int) -> tuple[Machine, list[Validated]]:
 
 def _setting(machine: Machine, layout: str, ranks: int, cost: CostModel | None = None) -> Setting:
     options = {"layout": layout, "bucket_mb": 4 * BUCKET_NUMEL / 2**20, "group_size": ranks}
-    return Setting.of("owned", machine, cost, options, grad_dtype="float32")
+    return Setting.of("owned", machine, cost, options, grad_dtype="float32", plans_for=MACHINES["cpu"])
 
 
 def _ours(model: ModelShapes, ranks: int, machine: Machine, layout: str, cost: CostModel | None = None) -> Part:
@@ -105,7 +104,7 @@ def _machine(measured: Measured, ranks: int) -> Machine:
     bandwidth = (sent[1] - sent[0]) / max(large - small, 1e-9)
     rounds = max(1, (ranks - 1).bit_length())
     latency = max(0.0, small - sent[0] / bandwidth) / rounds
-    return Machine("this machine", FIRST_GUESS.flops_per_second, bandwidth, latency)
+    return Machine("this machine", MACHINES["cpu"].flops_per_second, bandwidth, latency)
 
 
 def _schedules(parts: Mapping[str, Part], ranks: int) -> list[Schedule]:
