@@ -9,7 +9,7 @@ from typing import Any
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
-from lwopt_backend.chosen import Rules
+from lwopt_backend.chosen import Rules, settings_lines
 from lwopt_backend.config import ZeROConfig
 from lwopt_backend.group_plan import GroupPlan, Member, members_digest, plan_group
 from lwopt_backend.grouping import Grouping, group_parameters
@@ -120,10 +120,9 @@ def _decide(
     for unit in found:
         members = [_member(p, grouping) for p in unit.params]
         plans.append(plan_group(grouping.groups[unit.group], members, unit.layout, config, machine))
-    lines = [
-        [line for unit, plan in zip(found, plans) if unit.ranks is sharers for line in plan.lines()]
-        for sharers in ranks
-    ]
+    lines = [settings_lines(rules, config) for _ in ranks]
+    for sharers, of_sharers in zip(ranks, lines):
+        of_sharers += [line for unit, plan in zip(found, plans) if unit.ranks is sharers for line in plan.lines()]
     return Binding(name, engine, grouping, list(ranks), found, plans, stage), lines
 
 

@@ -10,7 +10,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from lwopt_backend import report
-from lwopt_backend.chosen import Rules
+from lwopt_backend.chosen import Rules, settings_lines
 from lwopt_backend.config import ZeROConfig
 from lwopt_backend.grouping import Grouping, group_parameters
 from lwopt_backend.integrations import deepspeed_engine
@@ -74,8 +74,7 @@ def bind(
             )
         check_model(engine.module, name)
         grouping = group_parameters(engine.module, given, rules, config, stacks=True)
-        options = [repr(rules), repr(config.model_copy(update={"report": False}))]
-        return OwnedBinding(name, engine, grouping, ranks[0]), [options] * len(ranks)
+        return OwnedBinding(name, engine, grouping, ranks[0]), [settings_lines(rules, config)] * len(ranks)
 
     return agree_in_all(ranks, name, decide)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from lwopt_backend.config import HostConfig
+from lwopt_backend.foreign_names import option_suggestion, rule_suggestion
 from lwopt_backend.optimizer_classes import class_named, path_of
 from lwopt_backend.options import Options, parse
-from lwopt_backend.registry import ELEMENTWISE, ELEMENTWISE_RULES, MATRIX_RULES, options_of
+from lwopt_backend.registry import ELEMENTWISE, ELEMENTWISE_RULES, MATRIX_RULES, options_of, rule_named
+from lwopt_backend.routing import as_globs
+from lwopt_backend.runtime.agreement import setting
 from lwopt_backend.spelling import suggestion
 
 KINDS: Mapping[str, Mapping[str, object]] = {"matrix": MATRIX_RULES, "elementwise": ELEMENTWISE_RULES}
@@ -80,6 +83,17 @@ class Rules:
     overrides: tuple[Override, ...] = ()
 
 
+def settings_lines(rules: Rules, config: HostConfig) -> list[str]:
+    """What all ranks must have been given alike, a line to every option. Whether to print is each rank's business."""
+    lines = []
+    for kind, choice in (("matrix", rules.matrix), ("elementwise", rules.elementwise)):
+        lines.append(setting(kind, choice.rule))
+        lines += [setting(f"{kind}.{key}", value) for key, value in choice.options.model_dump().items()]
+    for number, override in enumerate(rules.overrides):
+        lines += [setting(f"overrides[{number}].{key}", value) for key, value in vars(override).items()]
+    return lines + [setting(key, value) for key, value in config.model_dump(exclude={"report"}).items()]
+
+
 def settings_of(model: type[C], options: Mapping[str, Any], where: str) -> tuple[Rules, C]:
     """From the sections ``matrix``, ``elementwise`` and ``overrides``, and the options of the host beside them.
 
@@ -94,7 +108,10 @@ def settings_of(model: type[C], options: Mapping[str, Any], where: str) -> tuple
     choices = {kind: _choice(kind, section, f"{where}: {kind}") for kind, section in given.items()}
     unknown = [key for key in rest if key not in model.model_fields]
     if unknown:
-        raise ValueError(f"{where}: unknown key {unknown[0]!r}; {suggestion(unknown[0], _known(model, choices))}")
+        kind = next((kind for kind, rules in KINDS.items() if unknown[0] in rules), None)
+        as_section = f"write {{{kind!r}: {{'name': {unknown[0]!r}, ...}}}}"
+        hint = as_section if kind else option_suggestion(unknown[0], _known(model, choices))
+        raise ValueError(f"{where}: unknown key {unknown[0]!r}; {hint}")
     overrides = _overrides(options.get("overrides", ()), choices, where)
     return Rules(choices["matrix"], choices["elementwise"], overrides), parse(model, rest, where)
 
@@ -120,7 +137,8 @@ def _rule_of(kind: str, name: object, where: str) -> str:
         raise ValueError(f"{where}: name: expected one of {', '.join(KINDS[kind])}; found {name!r}")
     name = ELEMENTWISE.get(name, name) if kind == "elementwise" else name
     if name not in KINDS[kind]:
-        raise ValueError(f"{where}: unknown rule {name!r}; {suggestion(name, KINDS[kind])}")
+        others = {other for rules in KINDS.values() for other in rules} - set(KINDS[kind])
+        raise ValueError(f"{where}: unknown rule {name!r}; {rule_suggestion(name, KINDS[kind], others)}")
     return name
 
 
@@ -154,7 +172,7 @@ def _overrides(given: Any, choices: Mapping[str, Choice], where: str) -> tuple[O
             raise ValueError(f"{place}: expected options in 'matrix' or 'elementwise'; found none")
         for kind, section in sections.items():
             choices[kind].changed(section, f"{place}: {kind}")
-        overrides.append(Override(_globs(entry["params"], place), **sections))
+        overrides.append(Override(as_globs(entry["params"], f"{place}: params"), **sections))
     return tuple(overrides)
 
 
@@ -164,13 +182,6 @@ def _changes(given: Any, where: str) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         raise ValueError(f"{where}: expected a rule's name, or a section of options; found {given!r}")
     return dict(given)
-
-
-def _globs(given: Any, where: str) -> tuple[str, ...]:
-    globs = (given,) if isinstance(given, str) else given
-    if not isinstance(globs, Sequence) or not all(isinstance(glob, str) for glob in globs):
-        raise ValueError(f"{where}: params: expected a glob on names, or a list of them; found {given!r}")
-    return tuple(globs)
 
 
 def arguments_of(
@@ -199,7 +210,9 @@ def arguments_of(
     fields = _fields({"lr": lr, **rest} if lr is not None else rest, sections["matrix"], model, f"{where}: matrix")
     for key in rest:
         if key not in fields and key not in model.model_fields:
-            raise ValueError(f"{where}: unknown key {key!r}; {suggestion(key, [*model.model_fields, *fields])}")
+            known = [*model.model_fields, *fields, "elementwise_lr"]
+            known += [f"{name}.{option}" for option in _fields({}, sections["elementwise"], model, where)]
+            raise ValueError(f"{where}: unknown key {key!r}; {option_suggestion(key, known, _as_argument)}")
     own = {key: rest.pop(key) for key in list(rest) if key in fields and key not in model.model_fields}
     sections["matrix"] = merged(own, sections["matrix"], "matrix", where)
     if lr is not None:
@@ -215,4 +228,12 @@ def _fields(
     """Options of the section's rule, which may depend on those given, in the section or ``beside`` it."""
     given = {**{key: value for key, value in beside.items() if key not in model.model_fields}, **section}
     given = _by_path(given, where)
-    return MATRIX_RULES[given.pop("name")].model(given, where).model_fields
+    name = given.pop("name")
+    rule = MATRIX_RULES.get(name) or rule_named(ELEMENTWISE.get(name, name))
+    return rule.model(given, where).model_fields
+
+
+def _as_argument(name: str) -> str:
+    """An option of a section as it is written in Python."""
+    section, _, key = name.rpartition(".")
+    return f"{section}={{{key!r}: ...}}" if section else repr(name)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, StrictBool, model_validator
+from pydantic import PlainValidator, StrictBool, model_validator
 
 from lwopt_backend.atom_settings import AtomSettings
-from lwopt_backend.options import Count, Options, Positive, option
+from lwopt_backend.options import Count, Globs, Options, Positive, option
 
 OURS = "this package"
 MEGATRON = "Megatron-Core"
@@ -30,11 +30,11 @@ def _checked_atoms(atoms: dict[str, Any]) -> dict[str, Any]:
 class HostConfig(Options):
     """What every host has."""
 
-    include: tuple[str, ...] = option(
+    include: Globs = option(
         (), "globs on names of parameters that are matrices, whatever the routing by structure says", OURS
     )
-    exclude: tuple[str, ...] = option((), "globs on names of parameters that are none; wins over include", OURS)
-    atoms: Annotated[dict[str, Any], AfterValidator(_checked_atoms)] = option(
+    exclude: Globs = option((), "globs on names of parameters that are none; wins over include", OURS)
+    atoms: Annotated[dict[str, Any], PlainValidator(_checked_atoms)] = option(
         {}, "by glob, which matrices are in a parameter, where that is not found out: a division, or a word", OURS
     )
     allow_no_matrix: StrictBool = option(

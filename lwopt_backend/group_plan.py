@@ -23,7 +23,7 @@ from lwopt_backend.plan.blocks import Block
 from lwopt_backend.plan.build import modelled_time
 from lwopt_backend.registry import MATRIX_RULES, arguments, build_matrix_rule, cost_of, state_nbytes, wire_of
 from lwopt_backend.rules import MatrixRule
-from lwopt_backend.runtime.agreement import plan_digest
+from lwopt_backend.runtime.agreement import plan_digest, setting
 
 Member = tuple[str, tuple[int, ...], str, bool, tuple[Block, ...]]  # name, shape, dtype, whether transposed, matrices
 HostLayout = FlatPartition | ParameterPartition | Replicas
@@ -39,14 +39,14 @@ class GroupPlan:
     rule: str
     specs: tuple[ParamSpec, ...]
     layout: HostLayout
-    options: str  # the rule's, as "lr=0.02, weight_decay=0.1, ..."
+    options: tuple[str, ...]  # the rule's, a line to each
     matrices: MatrixPlan | None
     state_bytes: tuple[int, ...]  # of the state that each rank keeps
     blocks: tuple[tuple[Block, ...], ...]  # the matrices in each parameter, in the order of the atoms
 
     def lines(self) -> list[str]:
         """What all ranks must have decided alike."""
-        return [*self.plan_lines(), f"options of {self.rule}: {self.options}"]
+        return [*self.plan_lines(), *self.options]
 
     def plan_lines(self) -> list[str]:
         """What the plan is: the same whatever rates and other options the rule has."""
@@ -90,7 +90,7 @@ def plan_group(
         whole = all(len(of_param) == 1 for of_param in blocks)
         of_atoms = layout if whole else in_blocks(layout, blocks)
         matrices = _plan_atoms(atoms, of_atoms, build_matrix_rule(group, config), config, machine)
-    options = ", ".join(f"{key}={value}" for key, value in arguments(group).items())
+    options = tuple(setting(f"{rule}.{key}", value) for key, value in arguments(group).items())
     return GroupPlan(
         rule,
         specs,

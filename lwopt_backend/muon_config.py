@@ -15,7 +15,7 @@ class LayerWiseMuonConfig(ZeROConfig, MuonOptions):
     """Short for ``LayerWise`` with ``"matrix": {"name": "muon", ...}, "elementwise": {"name": "adamw", ...}``."""
 
     adamw: AdamWOptions = AdamWOptions()
-    overrides: tuple[Mapping[str, Any], ...] = ()
+    overrides: Any = ()  # ``settings_of`` looks at them
 
 
 def muon_settings(options: Mapping[str, Any], where: str) -> tuple[Rules, ZeROConfig]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lwopt_backend.chosen import Choice, Rules
 from lwopt_backend.config import FSDP2Config, OwnedConfig, ZeROConfig
+from lwopt_backend.foreign_names import is_foreign, option_suggestion
 from lwopt_backend.routing import named_like
 from lwopt_backend.spelling import nearest
 
@@ -22,8 +23,12 @@ def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     Names are not kept, the model's own are used. Raises TypeError for anything else, ValueError for no parameter at all
     or one that occurs twice.
     """
-    if isinstance(params, Tensor):
-        raise TypeError("params must be an iterable of parameters or of param groups; found a single tensor")
+    if isinstance(params, Tensor) or not _is_ordered(params):
+        found = "a single tensor" if isinstance(params, Tensor) else _kind(params)
+        raise TypeError(
+            f"params must be an iterable of parameters or of param groups, in an order that all ranks share; found "
+            f"{found}; pass model.parameters() or a list of param groups"
+        )
     items = list(params)
     if not items:
         raise ValueError("params is empty; pass model.parameters() or a list of param groups")
@@ -34,11 +39,22 @@ def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
             raise TypeError(f"param group {number}: expected a dictionary like the other groups, found {_kind(group)}")
         if "params" not in group:
             raise ValueError(f"param group {number}: expected a key 'params', found {', '.join(map(repr, group))}")
+        if not _is_ordered(group["params"]):
+            raise TypeError(
+                f"param group {number}: params: expected a list of parameters, found {_kind(group['params'])}"
+            )
     groups = [{**group, "params": _listed(group["params"])} for group in items]
     for group in groups:
         group.pop("param_names", None)  # torch's, of all parameters; a group is about to be split
     _check_members(groups)
     return groups
+
+
+def _is_ordered(params: Any) -> bool:
+    """Whether these can be parameters; a set has another order on every rank."""
+    if isinstance(params, (Set, Mapping)) or isinstance(params, nn.Module) and not isinstance(params, nn.ParameterList):
+        return False
+    return isinstance(params, (Tensor, Iterable))
 
 
 def _listed(params: Any) -> list[Any]:
@@ -60,7 +76,7 @@ def _check_members(groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _kind(value: Any) -> str:
-    return f"a {type(value).__name__}"
+    return repr(value) if value is None or isinstance(value, (int, float)) else f"a {type(value).__name__}"
 
 
 def split(
@@ -137,7 +153,7 @@ def _options(group: Mapping[str, Any], rules: Rules, where: str) -> tuple[Choice
 
 def _check_foreign(key: str, rules: Rules, where: str) -> None:
     """A key that is nobody's option is the user's business; one that looks like an option would do nothing."""
-    known = {"params", "matrix", "elementwise", rules.elementwise.rule, *type(rules.matrix.options).model_fields}
+    known = ["params", "matrix", "elementwise", rules.elementwise.rule, *type(rules.matrix.options).model_fields]
     close = nearest(key, known, cutoff=0.8)
     if key in type(rules.elementwise.options).model_fields:
         name = rules.elementwise.rule
@@ -146,8 +162,9 @@ def _check_foreign(key: str, rules: Rules, where: str) -> None:
         raise ValueError(f"{where}: {key!r} is an option of the whole optimizer, not of a param group")
     if key in OURS:
         raise ValueError(f"{where}: {key!r} is a key that this optimizer writes itself; rename yours")
-    if close:
-        raise ValueError(f"{where}: unknown key {key!r}; did you mean {close!r}?")
+    if close or is_foreign(key):
+        sections = [f"{rules.elementwise.rule}.{option}" for option in type(rules.elementwise.options).model_fields]
+        raise ValueError(f"{where}: unknown key {key!r}; {option_suggestion(key, [*known, *sections])}")
 
 
 def check_overrides(rules: Rules, names: Mapping[str, bool]) -> None:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -211,6 +211,14 @@ def _first_match(names: Sequence[str], globs: Sequence[str]) -> str | None:
 def named_like(globs: Sequence[str]) -> Callable[[str], bool]:
     """Whether a name matches any of the globs."""
     return lambda name: _first_match([name], globs) is not None
+
+
+def as_globs(given: Any, option: str) -> tuple[str, ...]:
+    """A glob or several. Raises ValueError for anything else."""
+    globs = (given,) if isinstance(given, str) else given
+    if not isinstance(globs, Sequence) or not all(isinstance(glob, str) for glob in globs):
+        raise ValueError(f"{option}: expected a glob on names, or a list of them; found {given!r}")
+    return tuple(globs)
 
 
 def check_globs(option: str, globs: Sequence[str], eligible: Iterable[Route], routes: Iterable[Route]) -> None:

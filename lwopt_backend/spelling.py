@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
@@ -13,8 +13,8 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     return by_lower[close[0]] if close else None
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
+def suggestion(name: str, known: Iterable[str], spelled: Callable[[str], str] = repr) -> str:
     """A clause for an error message: the nearest known name, or all of them."""
     known = list(known)
     close = nearest(name, known)
-    return f"did you mean {close!r}?" if close else f"known: {', '.join(map(repr, known))}"
+    return f"did you mean {spelled(close)}?" if close else f"known: {', '.join(map(repr, known))}"

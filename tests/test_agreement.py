@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lwopt_backend.runtime.agreement import RanksDisagree, agree, digest, first_difference
+from lwopt_backend.runtime.agreement import RanksDisagree, agree, digest, first_difference, setting
 from lwopt_backend.runtime.collectives import TorchCollectives
 from tests.ranks import RankPool
 
@@ -21,8 +21,8 @@ def test_equal_lines_agree(ranks: RankPool) -> None:
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (["a", "c"], "ranks differ from line 1 on: rank 0 has 'b', rank 1 has 'c'"),
-        (["a"], "ranks differ from line 1 on: rank 0 has 'b', rank 1 has None"),
+        (["a", "c"], "ranks differ: rank 0 has 'b', rank 1 has 'c'"),
+        (["a"], "ranks differ: rank 0 has 'b', rank 1 has nothing further"),
     ],
 )
 def test_different_lines_name_the_first_difference_on_every_rank(
@@ -48,6 +48,12 @@ def test_a_rank_that_fails_takes_the_others_with_it(ranks: RankPool, failing: in
     errors = ranks.errors(fail_on_rank, failing)
     assert errors[failing] == "KeyError: 'missing'"
     assert errors[1 - failing].startswith(f"RuntimeError: a test: rank {failing} failed with KeyError('missing')")
+
+
+def test_a_setting_that_differs_is_named_with_both_values_and_nothing_else() -> None:
+    ranks = [[setting("lr", 0.02), setting("betas", (0.9, beta)), setting("eps", 0)] for beta in (0.95, 0.95, 0.99)]
+    found = first_difference(ranks)
+    assert found == "ranks differ in betas: (0.9, 0.95) on rank 0, (0.9, 0.99) on rank 2; give all ranks the same"
 
 
 def test_digest_is_of_the_text() -> None:

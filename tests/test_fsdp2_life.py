@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.nn.parallel import DistributedDataParallel
 
 from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
 from tests.fsdp2 import (
@@ -322,6 +324,10 @@ def refuse(case: str) -> None:
             DTensor.from_local(local, mesh, [Shard(0)], shape=torch.Size((63, 24)), stride=(24, 1), run_check=False)
         )
         LayerWiseOptimizer(model, lr=0.02)
+    if case == "DDP":
+        LayerWiseOptimizer(DistributedDataParallel(model))
+    if case == "FSDP1":
+        LayerWiseOptimizer(FullyShardedDataParallel(model, device_id=torch.device("cpu")))
     fsdp(model, mesh_of(dist.get_world_size()))
     kwargs: dict[str, dict[str, Any]] = {
         "rule": {"matrix": "muno"},
@@ -343,6 +349,8 @@ def refuse(case: str) -> None:
 
 
 REFUSALS = {
+    "DDP": "the model is wrapped in DistributedDataParallel, which shards nothing; pass model.module to lwopt_backend.",
+    "FSDP1": "wrapped in FullyShardedDataParallel (FSDP1), which flattens matrices; call fully_shard(model) instead",
     "not sharded": "no parameter of the model is a DTensor; call fully_shard(model) before",
     "meta": "is on the meta device; call model.to_empty(device=...)",
     "partial": "parameter 'layers.0.weight' of shape (63, 24), placements (Partial(sum),) on a mesh of ranks 0-1, "
@@ -357,7 +365,7 @@ REFUSALS = {
     "layout": "layout: input should be 'auto', 'padded' or 'compact'; found 'dense'",
     "glob": "include: 'layers.9.*' matches no parameter name",
     "no matrix": "none of the 11 trained parameters is a matrix",
-    "ranks differ": "ranks differ from line 0 on",
+    "ranks differ": "ranks differ in matrix.lr: 0.02 on rank 0, 1.02 on rank 1; give all ranks the same",
     "group": "takes no param group after it was made",
 }
 

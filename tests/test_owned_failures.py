@@ -69,7 +69,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "DDP": (lambda: DistributedDataParallel(Branches()), "wrapped in DistributedDataParallel; pass the module inside"),
     "DDP within": (within_ddp, "its module '1' is wrapped in DistributedDataParallel"),
     "FSDP2": (sharded_by_fsdp2, "'first.weight' is a DTensor; for fully_shard models use lwopt_backend.integrations"),
-    "FSDP": (sharded_by_fsdp, "sharded by FullyShardedDataParallel; for fully_shard models use"),
+    "FSDP": (sharded_by_fsdp, "the model is sharded by FullyShardedDataParallel, which flattens matrices; pass the"),
     "float8": (float8, "'left.weight' is stored in float8_e4m3fn; expected float32, bfloat16, float16 or float64 "
      "(computing in fp8 over bfloat16 parameters works)"),
     "sparse": (sparse, "'0' makes sparse gradients, which no buffer holds; set sparse=False"),
@@ -115,7 +115,11 @@ def model_refused_on_one_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    "function, text", [(different_options, "bucket_mb"), (model_refused_on_one_rank, "float8_e4m3fn")]
+    "function, text",
+    [
+        (different_options, "ranks differ in bucket_mb: 1.0 on rank 0, 2.0 on rank 1"),
+        (model_refused_on_one_rank, "float8_e4m3fn"),
+    ],
 )
 def test_what_one_rank_does_otherwise_stops_all(ranks: RankPool, function: Callable[[], None], text: str) -> None:
     for error in ranks.errors(function):

@@ -68,7 +68,7 @@ def test_tensor_parallel_shards_are_refused_on_every_rank(ranks_to_spoil: RankPo
         ("weight_decy", 0.1, "unknown key 'weight_decy'; did you mean 'weight_decay'?"),
         ("adamw", {"beta": [0.9, 0.95]}, "unknown key 'adamw.beta'; did you mean 'betas'?"),
         ("betas", [0.9, 0.95], "unknown key 'betas'; did you mean 'adamw.betas'?"),
-        ("adamw", {"lr": "auto"}, "adamw.lr: input should be a valid number; found 'auto', which Hugging Face fills"),
+        ("adamw", {"lr": "auto"}, "adamw.lr: input should be a valid number; found 'auto', which only Hugging Face's"),
         ("lr", "auto", "lr: input should be a valid number; found 'auto'"),
         ("include", ["*.nothing.*"], "include: '*.nothing.*' matches no parameter name"),
         ("exclude", ["layers.0.wieght"], "exclude: 'layers.0.wieght' matches no parameter name; did you mean"),
@@ -193,20 +193,30 @@ def build_with_other_options_on_rank_1(changes: dict[str, Any]) -> None:
         pass
 
 
+def build_with_another_model_on_rank_1() -> None:
+    model = UnevenLM()
+    if torch.distributed.get_rank() == 1:
+        model.lm_head = nn.Linear(24, 38, bias=False)
+    with engine_for(config(2), model):
+        pass
+
+
 def test_ranks_that_plan_differently_all_stop_and_name_the_first_parameter(ranks: RankPool) -> None:
-    for error in ranks.errors(build_with_other_options_on_rank_1, {"exclude": ["layers.2.*"]}):
-        assert "ranks differ from line 1 on" in error
-        assert "rank 0 has 'layers.2.weight 41x63 float32 muon'" in error
-        assert "rank 1 has 'layers.5.weight" in error
+    for error in ranks.errors(build_with_another_model_on_rank_1):
+        assert "rank 0 has 'lm_head.weight 37x24 float32 adamw', rank 1 has 'lm_head.weight 38x24" in error
 
 
 @pytest.mark.parametrize(
-    ("changes", "rule"), [({"weight_decay": 0.3}, "muon"), ({"adamw": {**ADAMW, "weight_decay": 0.3}}, "adamw")]
+    ("changes", "found"),
+    [
+        ({"weight_decay": 0.3}, "matrix.weight_decay: 0.1 on rank 0, 0.3 on rank 1"),
+        ({"adamw": {**ADAMW, "eps": 0.3}}, "elementwise.eps: 1e-08 on rank 0, 0.3 on rank 1"),
+        ({"exclude": ["layers.2.*"]}, "exclude: () on rank 0, ('layers.2.*',) on rank 1"),
+    ],
 )
-def test_ranks_with_other_options_all_stop_and_show_both(ranks: RankPool, changes: dict[str, Any], rule: str) -> None:
+def test_ranks_with_other_options_all_stop_and_show_both(ranks: RankPool, changes: dict[str, Any], found: str) -> None:
     for error in ranks.errors(build_with_other_options_on_rank_1, changes):
-        assert f"rank 0 has 'options of {rule}: lr=" in error
-        assert "weight_decay=0.1" in error and "weight_decay=0.3" in error
+        assert error == f"RanksDisagree: LayerWiseMuon: ranks differ in {found}; give all ranks the same"
 
 
 def test_a_failure_on_one_rank_stops_the_others_with_its_message(ranks: RankPool) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from lwopt_backend.model_argument import as_module
 from lwopt_backend.plan import Sharding
 from lwopt_backend.plan.mesh import Coordinate
 
@@ -46,6 +49,24 @@ class Mesh:
     def __str__(self) -> str:
         shape = f"{'x'.join(map(str, self.shape))} " if len(self.shape) > 1 else ""
         return f"{shape}mesh of ranks {_ranges(sorted(self.ranks))}"
+
+
+def sharded_module(model: Any, caller: str) -> nn.Module:
+    """The model, or its several modules as one. Raises TypeError for anything else, and for the wrappers of others."""
+    module = as_module(model, caller)
+    for name, inner in module.named_modules():
+        which = f"module {name!r}" if name else "the model"
+        if isinstance(inner, (DistributedDataParallel, DataParallel)):
+            raise TypeError(
+                f"{caller}: {which} is wrapped in {type(inner).__name__}, which shards nothing; pass model.module to "
+                "lwopt_backend.LayerWiseOptimizer, which takes its place, or call fully_shard(model) instead of it"
+            )
+        if isinstance(inner, FullyShardedDataParallel):
+            raise TypeError(
+                f"{caller}: {which} is wrapped in FullyShardedDataParallel (FSDP1), which flattens matrices; call "
+                "fully_shard(model) instead of it"
+            )
+    return module
 
 
 def reshard(model: nn.Module) -> None:

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lwopt_backend.chosen import Rules, arguments_of
+from lwopt_backend.chosen import Rules, arguments_of, settings_lines
 from lwopt_backend.config import FSDP2Config
 from lwopt_backend.elementwise_groups import ElementwiseGroups
 from lwopt_backend.grouping import Grouping, group_parameters
 from lwopt_backend.integrations.fsdp2.attach import Attachment, check_is_of
 from lwopt_backend.integrations.fsdp2.binding import NAME, Exchange, bind, exchange_groups, names_of
 from lwopt_backend.integrations.fsdp2.late import StateOnceSharded, check_sharded, same
-from lwopt_backend.integrations.fsdp2.meshes import reshard
+from lwopt_backend.integrations.fsdp2.meshes import reshard, sharded_module
 from lwopt_backend.integrations.fsdp2.norm import MeshGradients, hold_different_parameters
 from lwopt_backend.integrations.fsdp2.owner_state import (
     Of,
@@ -83,7 +83,7 @@ class LayerWiseOptimizer(NamedPlan, LinkedOptimizer):
         sharded_later: bool = False,
         **options: Any,
     ) -> None:
-        module = model if isinstance(model, nn.Module) else nn.ModuleList(model)
+        module = sharded_module(model, NAME)
         self._steppers: list[MeshStepper] = []
         self._elementwise = ElementwiseGroups()
         self._attachment: Attachment | None = None
@@ -98,8 +98,7 @@ class LayerWiseOptimizer(NamedPlan, LinkedOptimizer):
             given = as_groups(trained if params is None else params)
             grouping = group_parameters(module, given, rules, config, stacks=True)
             lines = [
-                repr(rules),
-                repr(config.model_copy(update={"report": False})),
+                *settings_lines(rules, config),
                 *(f"{r.name} {r.shape} {r.kind}" for r in grouping.routes),
             ]
             return (rules, config, grouping), [lines for _ in exchange]
@@ -168,7 +167,7 @@ class LayerWiseOptimizer(NamedPlan, LinkedOptimizer):
         then left alone. Costs the memory of what has been sent and received until the step. Returns a handle whose
         ``remove()`` takes the hooks off. Called on all ranks. Raises ValueError for a model other than the optimizer's.
         """
-        module = model if isinstance(model, nn.Module) else nn.ModuleList(model)
+        module = sharded_module(model, "attach")
         self._ensure_bound()
         reshard(module)
         check_is_of(module, [group["params"] for group in self.param_groups], self._names)

@@ -12,6 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lwopt_backend.config import OwnedConfig
 from lwopt_backend.grouping import Grouping
+from lwopt_backend.model_argument import check_is_module
 from lwopt_backend.routing import named_parameters
 from lwopt_backend.runtime.backward import is_followed
 
@@ -22,6 +23,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 def check_model(model: nn.Module, caller: str = NAME) -> None:
     """Raises TypeError or ValueError for a model whose parameters cannot become views of ``caller``'s buffers."""
+    check_is_module(model, caller)
     for name, module in model.named_modules():
         if isinstance(module, (DistributedDataParallel, DataParallel)):
             place = f"its module {name!r} is" if name else "it is"
@@ -54,7 +56,11 @@ def check_model(model: nn.Module, caller: str = NAME) -> None:
         devices.setdefault(param.device, name)
     for name, module in model.named_modules():
         if getattr(module, "_is_fsdp_managed_module", False):
-            raise TypeError(f"{caller}: {name or 'the model'!r} is sharded by FullyShardedDataParallel; {FSDP2}")
+            which = f"module {name!r}" if name else "the model"
+            raise TypeError(
+                f"{caller}: {which} is sharded by FullyShardedDataParallel, which flattens matrices; pass the plain "
+                f"module, or shard it with fully_shard instead: {FSDP2}"
+            )
     if len(devices) > 1:
         places = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
         raise ValueError(f"{caller}: parameters are on several devices, {places}; move the model to one")

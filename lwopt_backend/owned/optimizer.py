@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lwopt_backend.chosen import Rules, arguments_of
+from lwopt_backend.chosen import Rules, arguments_of, settings_lines
 from lwopt_backend.config import OwnedConfig
 from lwopt_backend.gradient_norms import check_finite, checked_order
 from lwopt_backend.grouping import Grouping, group_parameters
@@ -32,7 +32,7 @@ from lwopt_backend.owned.state import load_state_dict_into, state_dict_of
 from lwopt_backend.owned.state_loading import load
 from lwopt_backend.owned.state_saving import save
 from lwopt_backend.param_groups import as_groups
-from lwopt_backend.routing import check_globs, named_like
+from lwopt_backend.routing import as_globs, check_globs, named_like
 from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.collectives import ranks_of
 
@@ -81,14 +81,14 @@ class LayerWiseOptimizer(NamedPlan, LinkedOptimizer):
             rules, config = arguments_of(OwnedConfig, matrix, lr, elementwise, elementwise_lr, overrides, options, NAME)
             taken = as_groups([p for p in model.parameters() if p.requires_grad] if params is None else params)
             grouping = group_parameters(model, taken, rules, config, stacks=True)
-            check_globs("expert_params", expert_params, grouping.routes, grouping.routes)
-            check_options(config, grouping, expert_params, expert_process_group, expert_group_size)
+            experts = as_globs(expert_params, "expert_params")
+            check_globs("expert_params", experts, grouping.routes, grouping.routes)
+            check_options(config, grouping, experts, expert_process_group, expert_group_size)
             shares = [Share(everyone, everyone.world_size, config.group_size)]
-            if expert_params:
-                experts = ranks_of(expert_process_group)
-                shares.append(Share(experts, everyone.world_size, expert_group_size, named_like(expert_params)))
-            said = [[repr(rules), repr(config.model_copy(update={"report": False}))]]
-            return (rules, config, grouping, shares), said
+            if experts:
+                theirs = ranks_of(expert_process_group, "expert_process_group")
+                shares.append(Share(theirs, everyone.world_size, expert_group_size, named_like(experts)))
+            return (rules, config, grouping, shares), [settings_lines(rules, config)]
 
         rules, self.config, self._grouping, shares = agree_in_all([everyone], NAME, decide)
         self.core = OwnedCore(

@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lwopt_backend.runtime.ranks import Collectives
 
 T = TypeVar("T")
+IS = " = "  # in the line of an option, between its name and its value
 
 
 class RanksDisagree(RuntimeError):
@@ -91,9 +92,23 @@ def plan_digest(lines: Iterable[str]) -> str:
 
 
 def first_difference(all_lines: Sequence[Sequence[str]]) -> str:
-    """Name the first line on which some rank differs from rank 0."""
-    for number, lines in enumerate(zip_longest(*all_lines)):
-        for rank, line in enumerate(lines):
-            if line != lines[0]:
-                return f"ranks differ from line {number} on: rank 0 has {lines[0]!r}, rank {rank} has {line!r}"
+    """Name the first line on which some rank differs from rank 0; of a ``setting``, its name and both values."""
+    for first, *others in zip_longest(*all_lines):
+        for rank, line in enumerate(others, start=1):
+            if line != first:
+                return _difference(first, line, rank)
     return "all lines are equal"
+
+
+def setting(name: str, value: Any) -> str:
+    """The line that says what an option is."""
+    return f"{name}{IS}{value!r}"
+
+
+def _difference(first: str | None, other: str | None, rank: int) -> str:
+    name, found, value = (first or "").partition(IS)
+    others_name, _, others_value = (other or "").partition(IS)
+    if found and name == others_name:
+        return f"ranks differ in {name}: {value} on rank 0, {others_value} on rank {rank}; give all ranks the same"
+    has, others = ("nothing further" if line is None else repr(line) for line in (first, other))
+    return f"ranks differ: rank 0 has {has}, rank {rank} has {others}"

@@ -180,11 +180,18 @@ class _All:
             work.wait()
 
 
-def ranks_of(group: dist.ProcessGroup | None = None) -> PartCollectives:
+def ranks_of(group: dist.ProcessGroup | None = None, name: str = "process_group") -> PartCollectives:
     """Over a process group, by default of all ranks; of this process alone where torch.distributed is not in use.
 
-    Raises ValueError on a rank that the group does not have.
+    Raises TypeError for what is no process group, ValueError on a rank that the group does not have. ``name`` is the
+    option's.
     """
+    if not (group is None or isinstance(group, dist.ProcessGroup) or group == dist.GroupMember.NON_GROUP_MEMBER):
+        of_mesh = "; pass its group, mesh.get_group()" if hasattr(group, "get_group") else ""
+        raise TypeError(
+            f"{name}: expected None or a process group, such as torch.distributed.new_group(ranks) returns; found "
+            f"{group!r}{of_mesh}"
+        )
     if group is not None and dist.get_rank(group) < 0:
         raise ValueError(
             f"rank {dist.get_rank()} is not in the process group given; make the optimizer on the group's ranks only"

@@ -63,8 +63,8 @@ class Setting:
     ) -> Setting:
         """For an engine with ``options`` as its optimizer takes them: the engine's own, and sections of rules.
 
-        ``dtype`` is bf16 by default, on FSDP2, whose shards are the masters, fp32. ``plans_for`` is a CPU on the cluster
-        of that name, else an accelerator. Raises ValueError for wrong options.
+        ``dtype`` is bf16 by default, on FSDP2, whose shards are the masters, fp32. ``plans_for`` is a CPU on the
+        cluster of that name, else an accelerator. Raises ValueError for wrong options.
         """
         given = {**({"grad_dtype": grad_dtype} if engine == "owned" else {}), **(options or {})}
         rules, config = settings_of(ENGINES[engine], given, f"{WHERE}, engine {engine!r}")
