@@ -19,6 +19,7 @@ from deepspeed.utils.logging import logger
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from lwopt_backend.integrations import deepspeed_types
 from lwopt_backend.plan import Fragment
 from lwopt_backend.runtime.collectives import TorchCollectives
 from lwopt_backend.runtime.labels import NORM
@@ -34,6 +35,7 @@ def install(classes: tuple[type[torch.optim.Optimizer], ...], bind: Callable[[An
     it returns says how to wrap; None leaves the optimizer as it is, which is right for one that is a ZeRO optimizer
     itself. Calling it again changes nothing.
     """
+    deepspeed_types.name_types()
     for optimizer_class in classes:
         setattr(torch.optim, optimizer_class.__name__, optimizer_class)
         if optimizer_class not in ZERO_SUPPORTED_OPTIMIZERS:
@@ -158,8 +160,10 @@ def zero_settings(engine: DeepSpeedEngine) -> dict[str, Any]:
     return dict(settings.get("zero_optimization", {}))
 
 
-def warn_of_default_clipping(engine: DeepSpeedEngine) -> None:
-    """Say so where gradients are clipped because the configuration says nothing."""
+def warn(engine: DeepSpeedEngine, notes: Sequence[str]) -> None:
+    """Say ``notes``, and so where gradients are clipped because the configuration says nothing."""
+    for note in notes:
+        logger.warning(note)
     norm = engine.gradient_clipping()
     if norm and "gradient_clipping" not in engine._config._param_dict:
         logger.warning(

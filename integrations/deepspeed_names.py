@@ -192,6 +192,10 @@ NAMES = (
     Name(f"{RUNTIME}.pipe.module", "PipelineModule.tied_modules", "modules that several stages have"),
     Name(f"{RUNTIME}.pipe.module", "param.ds_pipe_replicated", "weights that another stage counts in the norm"),
     Name(f"{RUNTIME}.pipe.topology", "PipelineParallelGrid.get_pipe_parallel_group", "one rank of each stage"),
+    # Its configuration
+    Name(RUNTIME, "config", "the module of it"),
+    Name(f"{RUNTIME}.config", "get_optimizer_name", "replaced: types of ours in any case of letters", ("param_dict",)),
+    Name(f"{RUNTIME}.config", "DEEPSPEED_OPTIMIZERS", "the types it knows itself"),
     # On a CPU
     Name("deepspeed.accelerator", "get_accelerator", "the kind of device"),
     Name("deepspeed.ops", "__compatible_ops__", "changed: nothing is compiled on a CPU"),

@@ -75,7 +75,7 @@ class OwnedLayerWise(LayerWise, ZeROOptimizer):  # type: ignore[misc]  # DeepSpe
         if engine.global_rank == 0:
             if self.config.report:
                 announce(binding, self.core)
-            deepspeed_engine.warn_of_default_clipping(engine)
+            deepspeed_engine.warn(engine, self.rules.notes)
 
     def _follow(self, binding: OwnedBinding, core: OwnedCore) -> None:
         """Hooks on the model and its parameters."""

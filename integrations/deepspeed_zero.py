@@ -14,7 +14,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from lwopt_backend import report
-from lwopt_backend.chosen import Rules, settings_of
+from lwopt_backend.chosen import Rules
 from lwopt_backend.config import ZeROConfig
 from lwopt_backend.group_plan import GroupPlan
 from lwopt_backend.group_stepper import GroupStepper
@@ -38,7 +38,7 @@ from lwopt_backend.integrations.deepspeed_state import (
 )
 from lwopt_backend.integrations.deepspeed_storage import Unit, scale_rows
 from lwopt_backend.linked_optimizer import LinkedOptimizer, rate_of
-from lwopt_backend.muon_config import muon_settings
+from lwopt_backend.muon_config import layer_wise_settings, muon_settings
 from lwopt_backend.named_plan import NamedPlan
 from lwopt_backend.param_groups import as_groups, split
 from lwopt_backend.registry import build_matrix_rules
@@ -99,7 +99,7 @@ class LayerWise(NamedPlan, LinkedOptimizer):
     @classmethod
     def settings(cls, options: dict[str, Any]) -> tuple[Rules, ZeROConfig]:
         """Raises ValueError for wrong options, naming each."""
-        return settings_of(ZeROConfig, options, cls.name)
+        return layer_wise_settings(options, cls.name)
 
     def bind(self, engine: DeepSpeedEngine) -> None:
         """Route, plan and agree for ``engine``, which is about to wrap this optimizer. Called on all ranks."""
@@ -117,7 +117,7 @@ class LayerWise(NamedPlan, LinkedOptimizer):
         if engine.global_rank == 0:
             if self.config.report:
                 report.show(*self._binding.announcement(), self.plan_digest)
-            deepspeed_engine.warn_of_default_clipping(engine)
+            deepspeed_engine.warn(engine, self.rules.notes)
 
     def _take_groups(self, groups: list[dict[str, Any]]) -> None:
         """Put the routed groups in place of the provisional ones, keeping what a scheduler already wrote into those."""

@@ -76,11 +76,15 @@ class Override:
 
 @dataclass(frozen=True)
 class Rules:
-    """The rule for matrices, the rule for everything else, and what some parameters have otherwise; later ones win."""
+    """The rule for matrices, the rule for everything else, and what some parameters have otherwise; later ones win.
+
+    ``notes`` say how what was given was understood, where it was written for another optimizer.
+    """
 
     matrix: Choice
     elementwise: Choice
     overrides: tuple[Override, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def settings_lines(rules: Rules, config: HostConfig) -> list[str]:
