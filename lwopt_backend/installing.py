@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from importlib.metadata import PackageNotFoundError, requires
 
 DISTRIBUTION = "lwopt-backend"
@@ -15,7 +16,7 @@ def install_command(package: str, version: str = "") -> str:
     an index, which is wrong for a checkout.
     """
     requirement = f"{package}{version}" if version else _required(package)
-    return f'pip install "{requirement}"'
+    return f"pip install {shlex.quote(requirement)}"
 
 
 def _required(package: str) -> str:

@@ -68,12 +68,17 @@ def run_on_cpu(command: str | list[str], cwd: Path, **variables: str) -> subproc
 
 def run_page(page: str, folder: Path) -> str:
     """Run the one script of a page by the command that it gives; its output. Raises AssertionError if it fails."""
+    finished = run_on_cpu(unpack_page(page, folder, sys.executable), folder)
+    assert finished.returncode == 0, finished.stdout
+    return finished.stdout
+
+
+def unpack_page(page: str, folder: Path, python: str | Path) -> str:
+    """Write the one script of a page into ``folder``; returns the command that the page gives, for that ``python``."""
     ((name, script),) = re.findall(r"^```python (\S+)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     (command,) = re.findall(r"^```bash run\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     (folder / name).write_text(script)
-    finished = run_on_cpu(command.replace("torchrun", f"{sys.executable} -m torch.distributed.run"), folder)
-    assert finished.returncode == 0, finished.stdout
-    return finished.stdout
+    return command.replace("torchrun", f"{python} -m torch.distributed.run")
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -101,7 +101,7 @@ def test_other_versions_are_refused(
         register()
     message = str(raised.value)
     assert f"DeepSpeed {version} is installed, but lwopt_backend supports {SUPPORTED}: {reason}" in message
-    assert f'pip install "deepspeed{SUPPORTED}"' in message
+    assert f"pip install 'deepspeed{SUPPORTED}'" in message
     assert ("a newer lwopt_backend" in message) == ("newer one" in reason)
 
 

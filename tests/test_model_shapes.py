@@ -269,7 +269,7 @@ def test_a_folder_without_configuration_and_a_machine_without_transformers_are_e
         read_hugging_face(tmp_path)
     _, folder = saved("llama")
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match='pip install "transformers<6,>=5"'):
+    with pytest.raises(ImportError, match="pip install 'transformers<6,>=5'"):
         read_hugging_face(folder)
 
 

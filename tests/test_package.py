@@ -1,0 +1,205 @@
+"""The package as a user gets it: built, installed beside torch alone, and run without a warning."""
+
+from __future__ import annotations
+
+import email
+import importlib.metadata
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from lwopt_backend.installing import install_command
+from lwopt_backend.optimizer_classes import PACKAGES
+from tests.launcher import ROOT, TIMEOUT_SECONDS, unpack_page
+
+NOT_SOURCES = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
+BUILD = "from setuptools import build_meta; build_meta.build_{}({!r})"  # the functions that pip calls, PEP 517
+
+
+@dataclass(frozen=True)
+class Built:
+    wheel: Path
+    wheel_of_sdist: Path
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """A wheel of the checkout, and a wheel of its sdist."""
+    folder = tmp_path_factory.mktemp("built")
+    shutil.copytree(ROOT, folder / "checkout", ignore=NOT_SOURCES)
+    sdist = build("sdist", folder / "checkout", folder / "sdist")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder / "unpacked", filter="data")
+    (unpacked,) = (folder / "unpacked").iterdir()
+    return Built(build("wheel", folder / "checkout", folder / "wheel"), build("wheel", unpacked, folder / "again"))
+
+
+def build(what: str, source: Path, destination: Path) -> Path:
+    destination.mkdir()
+    run([sys.executable, "-c", BUILD.format(what, str(destination))], source)
+    (path,) = destination.iterdir()
+    return path
+
+
+@pytest.fixture(scope="module")
+def python(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment that has the wheel, what pip installs for it, and the torch that is here.
+
+    Of what is here only torch and its requirements are linked into it, so that a requirement that we forget to name is
+    missing. They are pinned: pip would replace what the links lead to.
+    """
+    folder = tmp_path_factory.mktemp("fresh")
+    venv.create(folder, symlinks=True)
+    site = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
+    found = requirements_of("torch")
+    for distribution in found.values():
+        for top in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+            if not (site / top).exists():
+                (site / top).symlink_to(str(distribution.locate_file(top)))
+    pins = folder / "constraints.txt"
+    pins.write_text("".join(f"{name}=={distribution.version}\n" for name, distribution in found.items()))
+    python = folder / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--disable-pip-version-check"]
+    run([*pip, "--constraint", str(pins), str(built.wheel)], folder)
+    return python
+
+
+def requirements_of(name: str) -> dict[str, importlib.metadata.Distribution]:
+    """A distribution that is installed here, and all that it requires, by name."""
+    found: dict[str, importlib.metadata.Distribution] = {}
+    wanted = [name]
+    while wanted:
+        distribution = importlib.metadata.distribution(wanted.pop())
+        if distribution.metadata["Name"] not in found:
+            found[distribution.metadata["Name"]] = distribution
+            requirements = [Requirement(text) for text in distribution.requires or ()]
+            wanted += [r.name for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
+    return found
+
+
+def run(command: Sequence[str | Path], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command in ``folder`` and nothing of the checkout. Raises AssertionError if it fails."""
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONWARNINGS")}
+    finished = subprocess.run(
+        [str(part) for part in command],
+        cwd=folder,
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+    )
+    assert finished.returncode == 0, f"{command}\n{finished.stdout}\n{finished.stderr}"
+    return finished
+
+
+def members(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_the_sdist_builds_the_same_wheel(built: Built) -> None:
+    assert built.wheel.name == built.wheel_of_sdist.name
+    assert members(built.wheel) == members(built.wheel_of_sdist)
+
+
+def test_the_wheel_has_every_module_the_license_and_the_mark_of_types(built: Built) -> None:
+    found = members(built.wheel)
+    folders = {"lwopt_backend": ROOT / "lwopt_backend", "lwopt_backend/integrations": ROOT / "integrations"}
+    modules = {f"{name}/{path.relative_to(top)}" for name, top in folders.items() for path in top.rglob("*.py")}
+    assert {name for name in found if ".dist-info/" not in name} == {*modules, "lwopt_backend/py.typed"}
+    (license,) = [name for name in found if name.endswith("/LICENSE")]
+    assert found[license] == (ROOT / "LICENSE").read_bytes()
+
+
+def test_the_extra_all_is_every_extra_for_users(built: Built) -> None:
+    (text,) = [content for name, content in members(built.wheel).items() if name.endswith("/METADATA")]
+    metadata = email.message_from_bytes(text)
+    requirements = [Requirement(text) for text in metadata.get_all("Requires-Dist", [])]
+    (everything,) = [r for r in requirements if r.marker and r.marker.evaluate({"extra": "all"})]
+    assert everything.name == metadata["Name"] and everything.extras == {"deepspeed", "hf", "plots", "optimizers"}
+    assert everything.extras < set(metadata.get_all("Provides-Extra", []))
+
+
+@pytest.mark.parametrize("page", ["fsdp2", "owned"])
+def test_documented_scripts_train_without_a_warning(python: Path, tmp_path: Path, page: str) -> None:
+    command = shlex.split(unpack_page((ROOT / "docs" / f"{page}.md").read_text(), tmp_path, python))
+    finished = run(command, tmp_path)
+    assert re.search(r"loss [01]\.\d+ after 40 steps", finished.stdout)
+    assert "warn" not in finished.stderr.lower(), finished.stderr
+
+
+COMMANDS = """
+import json, sys
+from pathlib import Path
+
+import torch
+from lwopt_backend import LayerWiseOptimizer
+from lwopt_backend.cli import main
+
+model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+optimizer = LayerWiseOptimizer(model, matrix="muon", lr=0.02, elementwise="adamw", elementwise_lr=3e-3, report=False)
+model(torch.ones(2, 16)).sum().backward()
+optimizer.step()
+optimizer.save_state_dict("trained")
+torch.save(model.state_dict(), "trained/model.pt")
+Path("shapes.json").write_text(json.dumps([["layers.0.q", [64, 64]], ["layers.0.up", [128, 64]]]))
+Path("config.json").write_text('{"model_type": "llama"}')
+codes = {}
+for line in sys.argv[1:]:
+    sys.argv = ["lwopt", *line.split()]
+    try:
+        main()
+    except SystemExit as ended:
+        codes[line] = ended.code
+Path("codes.json").write_text(json.dumps(codes))
+"""
+PLANNED = "--shapes shapes.json --world-size 8"
+SUCCEED = (
+    *("--help", "rules", f"plan {PLANNED}", f"plan {PLANNED} --json", "simulate --shapes shapes.json --world-sizes 8"),
+    "calibrate --shapes shapes.json --max-seconds 0.05 --output cost.json",
+    f"plan {PLANNED} --engine fsdp2 --cost cost.json",
+    *(f"convert trained {target} --to {target}" for target in ("universal", "dcp", "owned", "safetensors")),
+    *(f"inspect {made}" for made in ("trained", "universal", "dcp", "owned", "safetensors")),
+    *("diff trained universal", "diff universal dcp --weights", "diff trained safetensors --weights"),
+)
+NEED_AN_EXTRA = {
+    f"plan {PLANNED} --png plan.png": "matplotlib",
+    f"plan {PLANNED} --html plan.html": "matplotlib",
+    "simulate --shapes shapes.json --world-sizes 8 --png systems.png": "matplotlib",
+    "plan --hf config.json --world-size 8": "transformers",
+}
+
+
+def test_every_command_runs_without_a_warning_and_names_the_package_that_it_lacks(python: Path, tmp_path: Path) -> None:
+    finished = run([python, "-c", COMMANDS, *SUCCEED, *NEED_AN_EXTRA], tmp_path)
+    codes = json.loads((tmp_path / "codes.json").read_text())
+    assert codes == {**dict.fromkeys(SUCCEED, 0), **dict.fromkeys(NEED_AN_EXTRA, 2)}, finished.stderr
+    lines = [line for line in finished.stderr.splitlines() if line.strip() and not line.startswith("timing ")]
+    assert len(lines) == len(NEED_AN_EXTRA), finished.stderr
+    for line, package in zip(lines, NEED_AN_EXTRA.values()):
+        assert line.startswith("error: ") and line.endswith(install_command(package)), line
+    shown = run([python.with_name("lwopt"), "--help"], tmp_path)
+    assert "Usage: lwopt" in shown.stdout and not shown.stderr
+
+
+@pytest.mark.parametrize("package", ["matplotlib", "transformers", *PACKAGES.values()])
+def test_what_messages_tell_to_install_is_what_an_extra_asks_for(package: str) -> None:
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    *words, told = shlex.split(install_command(package))
+    assert words == ["pip", "install"]
+    assert Requirement(told) in [Requirement(text) for texts in extras.values() for text in texts]
