@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
 from tests.fsdp2 import Sharded, Twin, backward, fsdp, layer_wise, mesh_of, named, shard
-from tests.models import UnevenLM
+from tests.models import UnevenLM, batch
 from tests.ranks import RankPool
 
 
@@ -229,3 +230,83 @@ def pickled() -> None:
 def test_it_is_not_pickled(ranks: RankPool) -> None:
     for error in ranks.errors(pickled):
         assert "cannot be copied or pickled; use state_dict()" in error
+
+
+def replaces(model: nn.Module) -> None:
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+
+def replaces_a_module(model: nn.Module) -> None:
+    model.gate = nn.Linear(5, 1)
+
+
+def unfreezes(model: nn.Module) -> None:
+    model.layers[0].bias.requires_grad_(True)
+
+
+CHANGES = {
+    replaces: "parameters 'embedding.weight', 'layers.0.weight', 'layers.2.weight', 'layers.2.bias', 'layers.4.weight' "
+    "and 4 more are no longer in the model (replaced)",
+    replaces_a_module: "parameters 'gate.weight', 'gate.bias' are no longer in the model (replaced)",
+    unfreezes: "parameter 'layers.0.bias' is trained now, but not when the optimizer was made",
+}
+
+
+def step_of_a_changed_model(change: Callable[[nn.Module], None], everywhere: bool, attach: bool) -> tuple[str, float]:
+    """What the third step says, which changes no weight, and how far the first two are from a twin's.
+
+    Before each of them a forward pass without gradients leaves the root's parameters unsharded.
+    """
+    sharded = shard("rows", "frozen")
+    optimizer, twin = layer_wise(sharded.model), Twin(sharded.model)
+    if attach:
+        optimizer.attach(sharded.model)
+    for step in range(2):
+        backward(sharded, step)
+        twin.step_with_gradients_of(sharded.model)
+        with torch.no_grad():
+            sharded.model(*batch(0, 4))
+        optimizer.step()
+        optimizer.zero_grad()
+    difference = twin.difference(sharded.model)
+    if everywhere or dist.get_rank() == 1:
+        change(sharded.model)
+    backward(sharded, 2)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    before = [param.to_local().clone() for param in params]
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.step()
+    assert all(torch.equal(param.to_local(), old) for param, old in zip(params, before))
+    return str(caught.value), difference
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_parameter_that_would_no_longer_be_trained_is_an_error_on_every_rank(
+    ranks: RankPool, change: Callable[[nn.Module], None]
+) -> None:
+    # On one rank alone other gradients than before would not get through FSDP2's own reduction.
+    for everywhere, attach in ((True, False), (True, True), *([(False, False)] if change is replaces else [])):
+        for said, difference in ranks.run(step_of_a_changed_model, change, everywhere, attach):
+            assert said.startswith(f"LayerWiseOptimizer: {CHANGES[change]}"), said
+            assert said.endswith(f"; make the optimizer after the last such change (rank {0 if everywhere else 1})")
+            assert difference == 0.0
+
+
+def frozen_for_a_step() -> float:
+    """A parameter that is frozen after the optimizer was made, for the second of three steps, as under torch."""
+    sharded = shard("rows", "fp32")
+    optimizer, twin = layer_wise(sharded.model), Twin(sharded.model)
+    for step in range(3):
+        sharded.model.layers[2].weight.requires_grad_(step != 1)
+        backward(sharded, step)
+        assert (sharded.model.layers[2].weight.grad is None) == (step == 1)
+        for name, param in named(sharded.model):
+            twin.params[name].grad = None if param.grad is None else param.grad.full_tensor()
+        for each in (*twin.optimizers, optimizer):
+            each.step()
+            each.zero_grad()
+    return twin.difference(sharded.model)
+
+
+def test_a_parameter_that_is_frozen_for_a_step_is_left_alone(ranks: RankPool) -> None:
+    assert ranks.run(frozen_for_a_step) == [0.0, 0.0]

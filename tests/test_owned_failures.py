@@ -355,11 +355,11 @@ def unfreezes(model: nn.Module) -> None:
 
 
 CHANGES = {
-    replaces: "parameter 'left.weight' is no longer in the model, it was replaced",
+    replaces: "parameter 'left.weight' is no longer in the model (replaced); make the optimizer after",
     casts: "was moved or got other data (model.to(), param.data = ...)",
     assigns_data: "parameter 'right.weight' was moved or got other data",
-    adds: "parameter 'new.weight' is trained now (requires_grad was set, or it is new)",
-    unfreezes: "parameter 'norm.bias' is trained now",
+    adds: "parameters 'new.weight', 'new.bias' are trained now, but not when the optimizer was made (new",
+    unfreezes: "parameter 'norm.bias' is trained now, but not when the optimizer was made",
 }
 
 

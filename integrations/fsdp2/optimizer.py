@@ -48,6 +48,7 @@ from lwopt_backend.registry import build_matrix_rules
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime.agreement import agree_in_all, plan_digest
 from lwopt_backend.runtime.owner_state import keeps_state
+from lwopt_backend.watched_model import WatchedModel
 
 
 class LayerWiseOptimizer(NamedPlan, LinkedOptimizer):
@@ -89,6 +90,7 @@ class LayerWiseOptimizer(NamedPlan, LinkedOptimizer):
         self._attachment: Attachment | None = None
         self._bound: list[list[Tensor]] = []
         self._stated: list[Tensor] = []
+        self._model = module
         reshard(module)
         exchange = [] if sharded_later else exchange_groups(module.parameters())
 
@@ -105,11 +107,9 @@ class LayerWiseOptimizer(NamedPlan, LinkedOptimizer):
 
         rules, self.config, self._grouping = agree_in_all([c for _, c in exchange], NAME, decide)
         self.row_scaling = self._grouping.row_scaling()
-        names = self._grouping.names
-        self._names = [[names[id(p)] for p in group["params"]] for group in self._grouping.groups]
+        self._names = [[self._grouping.names[id(p)] for p in group["params"]] for group in self._grouping.groups]
         self._rules = [group["rule"] for group in self._grouping.groups]
-        marks = ("from_group", "overrides")
-        groups = [{k: v for k, v in group.items() if k not in marks} for group in self._grouping.groups]
+        groups = [{k: v for k, v in g.items() if k not in ("from_group", "overrides")} for g in self._grouping.groups]
         super().__init__(groups, {})
         self._begin(rules, self._grouping.groups, rate_of(rules, self._grouping.groups))
         if not sharded_later:
@@ -122,6 +122,8 @@ class LayerWiseOptimizer(NamedPlan, LinkedOptimizer):
         self._steppers = bind(exchange, self.param_groups, self._names, self._grouping, self.config)
         self._plan_digest = plan_digest(line for stepper in self._steppers for line in stepper.planned.lines())
         self._bound = [list(group["params"]) for group in self.param_groups]
+        trained = [(member.name, member.param) for stepper in self._steppers for member in stepper.members]
+        self._watched = WatchedModel(self._model, trained, restore=reshard)
         self._make_state()
         self._owner_shards()  # its names are read from ``state``
         self._different = hold_different_parameters(self._steppers)
@@ -148,15 +150,15 @@ class LayerWiseOptimizer(NamedPlan, LinkedOptimizer):
         """One step from the gradients that are there; the closure's result. Called on all ranks of the meshes.
 
         A parameter that has no gradient on any rank is left alone, state included; where only some ranks have one, the
-        others count as zero.
+        others count as zero. Raises RuntimeError, on all ranks, if a parameter was replaced or unfrozen on one.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._ensure_bound()
-        rules, kept = self._matrix_rules(), (self._elementwise, self.state)
-        step_all(self._steppers, self.param_groups, rules, *kept, self._attachment, self.row_scaling)
+        rules, kept = self._matrix_rules(), (self._elementwise, self.state, self._attachment, self.row_scaling)
+        step_all(self._steppers, self.param_groups, rules, *kept, self._watched.changes())
         return loss
 
     def attach(self, model: nn.Module | Sequence[nn.Module]) -> Attachment:

@@ -58,10 +58,11 @@ class MeshStepper:
         batch = 0 if self.device.type == "cpu" else BATCH_NUMEL
         self.stepper = MatrixStepper(self.plan, collectives, self.device, batch_numel=batch)
 
-    def presence(self, more: Tensor | None = None) -> Presence:
-        """Start to agree on which members have a gradient, and on ``more`` flags. Called on all ranks of the mesh."""
+    def presence(self, more: Tensor | None = None, *, changed: bool = False) -> Presence:
+        """Start to agree on which members have a gradient, on whether the model was ``changed``, and on ``more`` flags.
+        Called on all ranks of the mesh."""
         here = [member.param.grad is not None for member in self.members]
-        return Presence(self.collectives, here, self.device, more)
+        return Presence(self.collectives, [*here, changed], self.device, more)
 
     def step_matrices(
         self,

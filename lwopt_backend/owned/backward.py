@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lwopt_backend.owned.checks import NAME, changes
+from lwopt_backend.owned.checks import NAME, moved
 from lwopt_backend.owned.core import OwnedCore
 from lwopt_backend.runtime.backward import BackwardPasses
 from lwopt_backend.runtime.failures import failing
 from lwopt_backend.runtime.presence import Presence
+from lwopt_backend.watched_model import WatchedModel
 
 
 class Backward:
@@ -18,8 +19,8 @@ class Backward:
     def __init__(self, core: OwnedCore, model: nn.Module, name: str = NAME) -> None:
         self._core = core
         self._name = name  # of the optimizer, for errors
-        self._model = model
         self._manager = core.manager
+        self._watched = WatchedModel(model, list(zip(core.manager.names, core.manager.params)), alone=True)
         self._passes = BackwardPasses(core.manager, model)
         self._agreed: tuple[int, list[Presence]] | None = None  # after so many passes
 
@@ -84,7 +85,9 @@ class Backward:
 
     def _problem(self) -> str | None:
         """What is wrong with the model, or with the last backward pass, on this rank."""
-        for changed in changes(self._model, self._manager.names, self._manager.params, self._manager.places):
+        manager = self._manager
+        changed = self._watched.changes() or moved(manager.names, manager.params, manager.places)
+        if changed is not None:
             return changed
         if self._passes.interrupted:
             return "a backward pass ended in an exception; all gradients are dropped, on all ranks"

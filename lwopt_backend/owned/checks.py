@@ -15,6 +15,7 @@ from lwopt_backend.grouping import Grouping
 from lwopt_backend.model_argument import check_is_module
 from lwopt_backend.routing import named_parameters
 from lwopt_backend.runtime.backward import is_followed
+from lwopt_backend.watched_model import ADVICE
 
 NAME = "LayerWiseOptimizer"
 FSDP2 = "for fully_shard models use lwopt_backend.integrations.fsdp2.LayerWiseOptimizer"
@@ -66,23 +67,12 @@ def check_model(model: nn.Module, caller: str = NAME) -> None:
         raise ValueError(f"{caller}: parameters are on several devices, {places}; move the model to one")
 
 
-def changes(model: nn.Module, names: Sequence[str], params: Sequence[Tensor], places: Sequence[int]) -> list[str]:
-    """What happened to the model since its parameters became views, in sentences; empty if nothing did."""
-    ours = {id(param) for param in params}
-    now = {id(param) for param in model.parameters()}
-    fix = "make the optimizer after the last such change"
+def moved(names: Sequence[str], params: Sequence[Tensor], places: Sequence[int]) -> str | None:
+    """A sentence on a parameter that is no longer a view of our buffers, if there is one."""
     for name, param, place in zip(names, params, places):
-        if id(param) not in now:
-            return [f"parameter {name!r} is no longer in the model, it was replaced; {fix}"]
         if param.data_ptr() != place:
-            return [f"parameter {name!r} was moved or got other data (model.to(), param.data = ...); {fix}"]
-    for name, param in named_parameters(model):
-        if id(param) not in ours and param.requires_grad and param.numel():
-            return [
-                f"parameter {name!r} is trained now (requires_grad was set, or it is new), but was not when the "
-                f"optimizer was made, so nobody reduces or applies its gradient; {fix}"
-            ]
-    return []
+            return f"parameter {name!r} was moved or got other data (model.to(), param.data = ...); {ADVICE}"
+    return None
 
 
 def check_options(
