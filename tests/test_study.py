@@ -261,7 +261,8 @@ def test_the_model_is_put_beside_steps_that_were_run(monkeypatch: pytest.MonkeyP
     assert [row.system for row in rows] == [*systems, "replicated"]
     assert machine.bytes_per_second > 0 and all(row.measured > 0 and row.ratio > 0 for row in rows)
     ours, replicated = rows[0].modelled, rows[-1].modelled
-    assert replicated.compute == pytest.approx(2 * ours.compute, rel=0.01)  # two equal layers, two ranks
+    # Two equal layers on two ranks: half of the flops each, by which owners are chosen, and of the time at least half.
+    assert replicated.compute / 2 * (1 - 1e-9) <= ours.compute < replicated.compute
     # All-reduce and no return, 2 x 4 bytes an element; reduce-scatter and all-gather, 4 + 2 bytes.
     assert replicated.wire == pytest.approx(ours.wire * 8 / 6, rel=0.2)
 
