@@ -36,7 +36,7 @@ def check() -> None:
     if problems:
         raise ImportError(
             "\n  ".join([f"DeepSpeed {found} is installed, but not all that lwopt_backend uses is in it:", *problems])
-            + f"\nReinstall a supported version: pip install --force-reinstall --no-deps 'deepspeed{SUPPORTED}'"
+            + f"\nReinstall a supported version: {install_command('deepspeed', SUPPORTED)} --force-reinstall --no-deps"
         )
 
 

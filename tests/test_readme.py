@@ -78,8 +78,9 @@ def test_make_commands_exist() -> None:
         subprocess.run(["make", "--dry-run", target], cwd=ROOT, check=True, capture_output=True)
 
 
-def test_ci_runs_the_readmes_test_command() -> None:
-    assert "make test" in (ROOT / ".ci" / "run").read_text() and "\nmake test\n" in README
+def test_ci_runs_the_readmes_commands() -> None:
+    steps = re.findall(r"^(?:exec )?make (\w+)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert steps == ["check", "test"] and "`make check`" in README and "\nmake test\n" in README
 
 
 def test_every_option_is_in_the_options_table_and_every_row_is_an_option() -> None:
