@@ -89,6 +89,9 @@ def _last_weights(module: nn.Module) -> Iterator[nn.Parameter]:
         for member in module.children():
             yield from _last_weights(member)
         return
+    if isinstance(module, nn.Linear):
+        yield from module.parameters()  # and of a low-rank change that is part of it, as in torchtitan's LoRA
+        return
     linears = [(place, place.module) for place in _own_modules(module) if isinstance(place.module, nn.Linear)]
     if not linears:
         yield from module.parameters(recurse=is_peft(module))

@@ -164,6 +164,47 @@ def test_a_module_used_under_two_names_is_known_by_both() -> None:
     assert routes["first.weight"].reason == "output head, named 'lm_head'"
 
 
+class LowRank(nn.Linear):
+    """torchtitan's LoRA: two linears within a linear."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 50, bias=False)
+        self.lora_a, self.lora_b = nn.Linear(16, 4, bias=False), nn.Linear(4, 50, bias=False)
+
+
+def test_a_low_rank_change_within_a_head_is_part_of_the_head() -> None:
+    routes = routes_of(nn.ModuleDict({"lm_head": LowRank(), "inner": LowRank()}))
+    kinds = {name: r.kind for name, r in routes.items()}
+    assert {kinds[f"lm_head.{key}weight"] for key in ("", "lora_a.", "lora_b.")} == {"elementwise"}
+    assert {kinds[f"inner.{key}weight"] for key in ("", "lora_a.", "lora_b.")} == {"matrix"}
+
+
+class Vectors(nn.Module):
+    """A value head, a router of one expert, a projection of one number, and stacks of such."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value, self.router, self.time = nn.Linear(8, 1), nn.Linear(8, 1, bias=False), nn.Linear(1, 8)
+        self.experts = nn.Module()
+        self.experts.rows, self.experts.columns = nn.Parameter(torch.ones(3, 1, 8)), nn.Parameter(torch.ones(3, 8, 1))
+        self.experts.up = nn.Parameter(torch.ones(3, 8, 2))
+
+
+def test_one_row_or_one_column_is_elementwise_and_include_overrules() -> None:
+    reasons = {r.name: (r.kind, r.reason) for r in route(Vectors(), stacks=True) if len(r.shape) > 1}
+    assert reasons == {
+        "value.weight": ("elementwise", "one row"),
+        "router.weight": ("elementwise", "one row"),
+        "time.weight": ("elementwise", "one column"),
+        "experts.rows": ("elementwise", "3 stacked experts of one row"),
+        "experts.columns": ("elementwise", "3 stacked experts of one column"),
+        "experts.up": ("matrix", "3 stacked experts"),
+    }
+    routes = routes_of(Vectors(), include=["router.*", "time.weight"])
+    assert (routes["router.weight"].kind, routes["router.weight"].reason) == ("matrix", "included by 'router.*'")
+    assert routes["time.weight"].kind == "matrix" and routes["value.weight"].kind == "elementwise"
+
+
 REAL = {
     "gpt-oss": (
         transformers.GptOssForCausalLM,
