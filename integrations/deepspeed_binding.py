@@ -7,20 +7,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils.logging import logger
 from torch import Tensor
 
+from lwopt_backend import report
 from lwopt_backend.chosen import Rules, settings_lines
 from lwopt_backend.config import ZeROConfig
 from lwopt_backend.group_plan import GroupPlan, Member, members_digest, plan_group
+from lwopt_backend.group_stepper import GroupStepper
 from lwopt_backend.grouping import Grouping, group_parameters
 from lwopt_backend.integrations import deepspeed_engine, deepspeed_pipeline
 from lwopt_backend.integrations.deepspeed_refusals import reasons_to_refuse
 from lwopt_backend.integrations.deepspeed_storage import Unit, check_as_planned, flat_tensors, units
 from lwopt_backend.plan import machine_of
+from lwopt_backend.replicated_stepper import ReplicatedStepper, new_replicated_stepper
 from lwopt_backend.routing import Route, full_shape
 from lwopt_backend.runtime.agreement import agree_in_all, plan_digest
 from lwopt_backend.runtime.collectives import TorchCollectives
 from lwopt_backend.runtime.ranks import Collectives
+from lwopt_backend.watched_model import WatchedModel
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,7 @@ class Binding:
     units: list[Unit]
     plans: list[GroupPlan]
     stage: deepspeed_pipeline.Stage | None  # of a pipeline
+    watched: WatchedModel
 
     @property
     def replicated(self) -> bool:
@@ -52,6 +58,13 @@ class Binding:
     def _members(self, group: int) -> str:
         return members_digest([plan for unit, plan in zip(self.units, self.plans) if unit.group == group])
 
+    def announce(self, config: ZeROConfig, notes: Sequence[str]) -> None:
+        """On the first rank, print the routing and the plans, and warn of ``notes`` and of clipping that nobody asked for."""
+        if self.engine.global_rank == 0:
+            if config.report:
+                report.show(*self.announcement(), self.plan_digest)
+            deepspeed_engine.warn(self.engine, notes)
+
     def announcement(self) -> tuple[list[Route], dict[str, list[GroupPlan]], list[dict[str, Any]]]:
         """What ``report.show`` prints: the whole model's routes, the plans by who shares them, and the param groups."""
         plans: dict[str, list[GroupPlan]] = {}
@@ -66,6 +79,20 @@ class Binding:
         own = {route.name: route for route in self.grouping.routes}
         everyone = self.grouping.routes if self.stage is None else self.stage.all_routes
         return [own.get(route.name, route) for route in everyone], plans, self.grouping.groups
+
+    def stepper(
+        self, unit: Unit, plan: GroupPlan, tensor: Tensor, config: ZeROConfig
+    ) -> GroupStepper | ReplicatedStepper:
+        """What steps a unit, of which ``tensor`` is what DeepSpeed steps."""
+        if self.replicated:
+            return new_replicated_stepper(plan, unit.params, unit.ranks, config, self.engine.device)
+        return GroupStepper(plan, tensor, unit.ranks, config, self.engine.device)
+
+    def warn_of_changes(self) -> None:
+        """Say once, on the first of the ranks that share parameters, what DeepSpeed does not train."""
+        news = self.watched.news() if self.ranks[0].rank == 0 else None
+        if news is not None:
+            logger.warning(f"{self.name}: {news}")
 
     def stored(self, groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
         """Per unit, the tensor that DeepSpeed steps; of replicated parameters the first. Called on all ranks.
@@ -123,7 +150,9 @@ def _decide(
     lines = [settings_lines(rules, config) for _ in ranks]
     for sharers, of_sharers in zip(ranks, lines):
         of_sharers += [line for unit, plan in zip(found, plans) if unit.ranks is sharers for line in plan.lines()]
-    return Binding(name, engine, grouping, list(ranks), found, plans, stage), lines
+    trained = [(grouping.names[id(param)], param) for group in grouping.groups for param in group["params"]]
+    watched = WatchedModel(engine.module, trained, advice="call deepspeed.initialize after the last such change")
+    return Binding(name, engine, grouping, list(ranks), found, plans, stage, watched), lines
 
 
 def _member(param: Tensor, grouping: Grouping) -> Member:

@@ -13,7 +13,6 @@ from typing import Any
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
-from lwopt_backend import report
 from lwopt_backend.chosen import Rules
 from lwopt_backend.config import ZeROConfig
 from lwopt_backend.group_plan import GroupPlan
@@ -42,8 +41,9 @@ from lwopt_backend.muon_config import layer_wise_settings, muon_settings
 from lwopt_backend.named_plan import NamedPlan
 from lwopt_backend.param_groups import as_groups, split
 from lwopt_backend.registry import build_matrix_rules
-from lwopt_backend.replicated_stepper import ReplicatedStepper, new_replicated_stepper
+from lwopt_backend.replicated_stepper import ReplicatedStepper
 from lwopt_backend.routing import full_shape
+from lwopt_backend.rules.step_hooks import one_call
 from lwopt_backend.runtime.owner_state import CHECKPOINT_KEY, keeps_state
 
 
@@ -114,10 +114,7 @@ class LayerWise(NamedPlan, LinkedOptimizer):
         deepspeed_engine.adopt_torch_scheduler(engine)
         deepspeed_universal_zero.prepare_loading(engine, self, self._binding.ranks)
         deepspeed_tensors.guard_state_keys(engine, self, self._binding.grouping)
-        if engine.global_rank == 0:
-            if self.config.report:
-                report.show(*self._binding.announcement(), self.plan_digest)
-            deepspeed_engine.warn(engine, self.rules.notes)
+        self._binding.announce(self.config, self.rules.notes)
 
     def _take_groups(self, groups: list[dict[str, Any]]) -> None:
         """Put the routed groups in place of the provisional ones, keeping what a scheduler already wrote into those."""
@@ -145,26 +142,33 @@ class LayerWise(NamedPlan, LinkedOptimizer):
 
     def step(self) -> None:  # type: ignore[override]
         """One step of what DeepSpeed shows us: everything (stage 0, BF16_Optimizer), a param group (ZeRO-1/2) or a
-        sub-group (ZeRO-3). Called on all ranks.
+        sub-group (ZeRO-3). Called on all ranks, without a closure.
 
-        It takes no closure, because DeepSpeed never gives one. Raises RuntimeError outside an engine, and on every rank
-        if DeepSpeed stores parameters elsewhere than planned.
+        Raises RuntimeError outside an engine, and on every rank if DeepSpeed stores parameters elsewhere than planned.
         """
         if self._binding is None:
             raise RuntimeError(f"this {self.name} has no engine; give it to deepspeed.initialize(optimizer=...)")
         if not self._steppers:
             self._prepare(self._binding)
-        if self._binding.stage is not None and self._binding.stage.groups_differ:
-            check_rates(self._binding.stage, self._linked)
-        if self._binding.replicated:
+        shown = [(g, tensor) for g in self.param_groups for tensor in g["params"] if id(tensor) in self._steppers]
+        ids, units = [id(tensor) for _, tensor in shown], list(self._steppers)
+        if ids[:1] == units[:1]:
+            self._binding.warn_of_changes()
+        with one_call(self, begins=ids[:1] == units[:1], ends=ids[-1:] == units[-1:]):
+            self._step(self._binding, shown)
+
+    step.hooked = True  # type: ignore[attr-defined]  # see one_call
+
+    def _step(self, binding: Binding, shown: Sequence[tuple[dict[str, Any], Tensor]]) -> None:
+        if binding.stage is not None and binding.stage.groups_differ:
+            check_rates(binding.stage, self._linked)
+        if binding.replicated:
             clipped, self.norm_before_clipping = self.norm_before_clipping, None
-            self._global_grad_norm = deepspeed_engine.grad_norm(self._binding.engine) if clipped is None else clipped
-        for group in self.param_groups:
-            for tensor in group["params"]:
-                if id(tensor) in self._steppers:
-                    self._steppers[id(tensor)].step(group, self.state[tensor])
-                    if self.row_scaling:
-                        scale_rows(*self._units[id(tensor)], tensor, self.row_scaling)
+            self._global_grad_norm = deepspeed_engine.grad_norm(binding.engine) if clipped is None else clipped
+        for group, tensor in shown:
+            self._steppers[id(tensor)].step(group, self.state[tensor])
+            if self.row_scaling:
+                scale_rows(*self._units[id(tensor)], tensor, self.row_scaling)
 
     @property
     def _keeps_owner_state(self) -> bool:
@@ -183,12 +187,7 @@ class LayerWise(NamedPlan, LinkedOptimizer):
         All groups at once: DeepSpeed links every group's state to its parameters after the first one has stepped.
         """
         for unit, plan, tensor in zip(binding.units, binding.plans, binding.stored(self._linked), strict=True):
-            device = binding.engine.device
-            stepper: GroupStepper | ReplicatedStepper
-            if binding.replicated:
-                stepper = new_replicated_stepper(plan, unit.params, unit.ranks, self.config, device)
-            else:
-                stepper = GroupStepper(plan, tensor, unit.ranks, self.config, device)
+            stepper = binding.stepper(unit, plan, tensor, self.config)
             stepper.fill_state(self._linked[unit.group], self.state[tensor])
             self._steppers[id(tensor)] = stepper
             self._units[id(tensor)] = unit, plan

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lwopt_backend.optimizer_classes import class_named
-from lwopt_backend.rules.inner_steps import inner_steps
+from lwopt_backend.rules.step_hooks import inner_steps
 from lwopt_backend.rules.torch_optimizer import TorchOptimizer
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.elementwise import Counters, ElementwiseStepper

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lwopt_backend.routing import named_parameters
+from lwopt_backend.routing import full_shape, named_parameters
 
 ADVICE = "make the optimizer after the last such change"
 SHOWN = 5  # names in a sentence
@@ -43,6 +43,12 @@ class WatchedModel:
         # What every module held when it was last looked at and nothing was wrong, and what was frozen then.
         self._seen: list[tuple[nn.Module, list[Tensor | None], list[nn.Module | None]]] | None = None
         self._frozen: list[Tensor] = []
+        self._told: str | None = None
+
+    def news(self) -> str | None:
+        """``changes``, unless that is what was said last."""
+        told, self._told = self._told, self.changes()
+        return None if told == self._told else self._told
 
     def changes(self) -> str | None:
         """A sentence on parameters that were replaced, unfrozen or added, so that the optimizer does not train them.
@@ -56,13 +62,16 @@ class WatchedModel:
         there = {id(param) for param in now.values()}
         known = {id(param) for param in (*(param for _, param in self._trained), *self._others)}
         replaced = [name for name, param in self._trained if id(param) not in there]
-        new = [n for n, p in now.items() if p.requires_grad and p.numel() and id(p) not in known and n not in replaced]
+        trained = [n for n, p in now.items() if p.requires_grad and id(p) not in known and 0 not in full_shape(p)]
+        new = [name for name in trained if name not in replaced]
         said = []
         if replaced:
-            said.append(f"{_are(replaced)} no longer in the model (replaced)")
+            said.append(f"{_are(replaced)} no longer in the model (replaced), and no step reaches what is there now")
         if new:
             since = "new, or requires_grad set since"
-            said.append(f"{_are(new)} trained now, but not when the optimizer was made ({since}), so no step uses that")
+            said.append(
+                f"{_are(new)} trained now, but not when the optimizer was made ({since}), so no step uses the gradient"
+            )
         if said:
             return f"{'; '.join(said)}; {self._advice}"
         self._seen = [(m, [*m._parameters.values()], [*m._modules.values()]) for m in self._model.modules()]

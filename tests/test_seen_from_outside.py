@@ -64,7 +64,7 @@ def on_deepspeed(during: Callable[[], Any], stage: int, storage: str = "zero", *
     settings = zero.config(stage, clip=1.0)
     params = {"matrix": MUON, "storage": storage, "report": False, **options}
     settings["optimizer"] = {"type": "LayerWise", "params": params}
-    settings["zero_optimization"] = {"stage": stage}
+    settings["zero_optimization"] = {"stage": stage, "sub_group_size": 1000}
     with ExitStack() as inside:
         inside.enter_context(during())
         zero.train(inside.enter_context(zero.engine_for(settings)), 1)
@@ -114,3 +114,12 @@ def test_a_profile_names_the_parts_of_a_step_under_deepspeed(ranks: RankPool) ->
 )
 def test_hooks_on_every_optimizer_are_told_of_one_step(ranks: RankPool, engine: str, optimizer: str) -> None:
     assert ranks.run(told, engine) == [[f"pre {optimizer}", f"post {optimizer}"]] * 2
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_under_deepspeed_too_which_steps_a_group_at_a_time(ranks: RankPool, stage: int) -> None:
+    assert ranks.run(told, "deepspeed", stage=stage) == [["pre LayerWise", "post LayerWise"]] * 2
+
+
+def test_under_deepspeed_with_owned_storage_too(ranks: RankPool) -> None:
+    assert ranks.run(told, "deepspeed", stage=2, storage="owned") == [["pre OwnedLayerWise", "post OwnedLayerWise"]] * 2

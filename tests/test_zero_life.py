@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils.logging import logger
+from torch import nn
 from transformers import get_cosine_with_min_lr_schedule_with_warmup
 
 from lwopt_backend.integrations.deepspeed_zero import LayerWiseMuon
@@ -138,3 +141,47 @@ def differ_under_one_rate_for_both(stage: int) -> tuple[float, float]:
 def test_a_group_rate_under_a_schedule_trains_like_a_single_process(ranks: RankPool, stage: int) -> None:
     for difference, factor in ranks.run(differ_under_one_rate_for_both, stage):
         assert difference == 0.0 and factor == pytest.approx(0.5)
+
+
+class Said(logging.Handler):
+    """What DeepSpeed's logger warns of."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def warnings_of_a_changed_model(stage: int) -> list[str]:
+    """Two steps with a parameter that was frozen when the engine was built, then two with one replaced, too."""
+    model, said = UnevenLM(), Said()
+    model.layers[0].bias.requires_grad_(False)
+    with engine_for(
+        config(stage), model, model_parameters=[p for p in model.parameters() if p.requires_grad]
+    ) as engine:
+        train(engine, 1)
+        logger.addHandler(said)
+        model.layers[0].bias.requires_grad_(True)
+        train(engine, 2)
+        if stage < 3:  # where modules hold DeepSpeed's own parameters
+            model.layers[0].bias.requires_grad_(False)
+            model.gate.weight = nn.Parameter(model.gate.weight.detach().clone())
+            train(engine, 2)
+        logger.removeHandler(said)
+    return [text for text in said.texts if "LayerWise" in text]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_parameter_that_deepspeed_does_not_train_is_warned_of_once(ranks: RankPool, stage: int) -> None:
+    first, second = ranks.run(warnings_of_a_changed_model, stage)
+    assert second == []
+    assert first[0].startswith(
+        "LayerWiseMuon: parameter 'layers.0.bias' is trained now, but not when the optimizer was"
+    )
+    assert first[0].endswith("so no step uses the gradient; call deepspeed.initialize after the last such change")
+    replaced = [
+        "LayerWiseMuon: parameter 'gate.weight' is no longer in the model (replaced), and no step reaches what "
+    ]
+    assert [text[: len(replaced[0])] for text in first[1:]] == (replaced if stage < 3 else [])

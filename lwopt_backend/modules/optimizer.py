@@ -20,7 +20,7 @@ from lwopt_backend.gradient_norms import checked_order
 from lwopt_backend.modules.checks import NAME, check_held, held_by, parts_of
 from lwopt_backend.modules.saving import load, save
 from lwopt_backend.modules.together import together
-from lwopt_backend.rules.inner_steps import inner_steps
+from lwopt_backend.rules.step_hooks import inner_steps
 from lwopt_backend.runtime.agreement import agree, check_in_all
 from lwopt_backend.runtime.collectives import ranks_of
 from lwopt_backend.spelling import suggestion

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lwopt_backend.rules.inner_steps import inner_steps
+from lwopt_backend.rules.step_hooks import inner_steps
 from lwopt_backend.runtime.storage import Slices
 
 
