@@ -59,7 +59,7 @@ class Binding:
         return members_digest([plan for unit, plan in zip(self.units, self.plans) if unit.group == group])
 
     def announce(self, config: ZeROConfig, notes: Sequence[str]) -> None:
-        """On the first rank, print the routing and the plans, and warn of ``notes`` and of clipping that nobody asked for."""
+        """On the first rank, print routing and plans; warn of ``notes`` and of clipping that nobody asked for."""
         if self.engine.global_rank == 0:
             if config.report:
                 report.show(*self.announcement(), self.plan_digest)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from lwopt_backend.param_groups import of_another_optimizer
 from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.ranks import Collectives
 
@@ -31,11 +32,13 @@ Check = Callable[[str, "str | None", bool], list[str]]
 @dataclass(frozen=True)
 class Saved:
     """What a checkpoint says of itself. ``groups`` has the parameters' names, one list per param group of the optimizer
-    (stages 1 and 2) or per sub-group (stage 3); it is None at stage 0. ``owned`` is what one of owned storage says."""
+    (stages 1 and 2) or per sub-group (stage 3); it is None at stage 0. ``owned`` is what one of owned storage says,
+    ``stranger`` which other optimizer wrote it."""
 
     world_size: int
     groups: list[list[str]] | None
     owned: Mapping[str, Any] | None = None
+    stranger: str | None = None
 
 
 def guard_loading(name: str, engine: DeepSpeedEngine, ranks: Sequence[Collectives], check_loading: Check) -> None:
@@ -78,6 +81,8 @@ def check(engine: DeepSpeedEngine, load_dir: str, tag: str | None, with_state: b
     folder = Path(load_dir) / str(named if tag is None else tag)
     stage = engine.zero_optimization_stage()
     saved = read(folder, engine, with_state)
+    if with_state:
+        check_writer(folder, saved)
     if with_state and saved.owned is not None:
         raise ValueError(
             f'the checkpoint {str(folder)!r} was saved with "storage": "owned"; load it with that, or its weights '
@@ -94,6 +99,16 @@ def check(engine: DeepSpeedEngine, load_dir: str, tag: str | None, with_state: b
     if with_state and saved.groups is not None:
         _check_groups(saved.groups, [list(group) for group in engine._get_zero_param_shapes()])
     return [f"{folder.name}, saved on {saved.world_size} ranks"]
+
+
+def check_writer(folder: Path, saved: Saved) -> None:
+    """Raises ValueError for a checkpoint of another optimizer, whose state has other names and other groups."""
+    if saved.stranger is not None:
+        raise ValueError(
+            f"the checkpoint {str(folder)!r} was written by another optimizer ({saved.stranger}), whose state this one "
+            "cannot go on with; load its weights alone, with engine.load_checkpoint(..., load_optimizer_states=False). "
+            "What another Muon has kept is taken along with lwopt_backend.migration"
+        )
 
 
 def check_world_size(folder: Path, saved_on: int, engine: DeepSpeedEngine, with_state: bool, advice: str) -> None:
@@ -128,7 +143,7 @@ def read(folder: Path, engine: DeepSpeedEngine, with_state: bool) -> Saved:
     states = _without_tensors(file)
     shapes = states.get("param_shapes")
     optimizer = states.get("optimizer")
-    if with_state and shapes is not None and stage in (1, 2) and states["dp_world_size"] == engine.seq_dp_world_size:
+    if with_state and shapes is not None and stage > 0 and states["dp_world_size"] == engine.seq_dp_world_size:
         of_rank = Path(engine._get_zero_ckpt_name(str(folder.parent), folder.name))
         if not of_rank.is_file():
             raise ValueError(
@@ -136,7 +151,19 @@ def read(folder: Path, engine: DeepSpeedEngine, with_state: bool) -> Saved:
             )
         optimizer = _without_tensors(of_rank)["optimizer_state_dict"]
     owned = optimizer.get(MARK) if isinstance(optimizer, Mapping) else None
-    return Saved(states["dp_world_size"], None if shapes is None else [list(group) for group in shapes], owned)
+    groups = None if shapes is None else [list(group) for group in shapes]
+    return Saved(states["dp_world_size"], groups, owned, None if owned else _stranger(states, optimizer))
+
+
+def _stranger(states: Mapping[str, Any], optimizer: Any) -> str | None:
+    """What is known of the optimizer that wrote a checkpoint, if its param groups were read and are not ours."""
+    if isinstance(optimizer, Mapping) and "param_groups" not in optimizer:  # that of ZeRO's; the inner one's is in it
+        optimizer = optimizer.get("base_optimizer_state", optimizer.get("optimizer_state_dict"))
+    if not isinstance(optimizer, Mapping) or not of_another_optimizer(optimizer.get("param_groups")):
+        return None
+    name = ((states.get("ds_config") or {}).get("optimizer") or {}).get("type")
+    options = ", ".join(key for key in optimizer["param_groups"][0] if key != "params")
+    return f"its ds_config says {name!r}" if name else f"its param groups have {options}"
 
 
 def _without_tensors(file: Path) -> Mapping[str, Any]:

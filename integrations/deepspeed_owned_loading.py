@@ -11,6 +11,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from lwopt_backend.integrations.deepspeed_checkpoints import (
     Saved,
     check_world_size,
+    check_writer,
     latest,
     read,
     wrong_stage,
@@ -32,6 +33,8 @@ def check(engine: DeepSpeedEngine, core: OwnedCore, load_dir: str, tag: str | No
     folder = Path(load_dir) / str(found)
     stage = engine.zero_optimization_stage()
     saved = read(folder, engine, with_state)
+    if with_state:
+        check_writer(folder, saved)
     if with_state and (saved.groups is None) != (stage == 0):
         raise wrong_stage(folder, "0" if saved.groups is None else "1 or 2", stage)
     check_world_size(folder, saved.world_size, engine, with_state, CONVERT)

@@ -10,6 +10,7 @@ from torch import Tensor
 from lwopt_backend.checkpoint.deepspeed.owners import MATRICES
 from lwopt_backend.group_stepper import GroupStepper
 from lwopt_backend.integrations.deepspeed_binding import Binding
+from lwopt_backend.param_groups import of_another_optimizer
 from lwopt_backend.replicated_state import gather_whole, take_part
 from lwopt_backend.replicated_stepper import ReplicatedStepper
 from lwopt_backend.runtime.owner_state import CHECKPOINT_KEY, brought_here
@@ -21,6 +22,10 @@ States = Mapping[int, Mapping[str, Any]]  # by the position of their tensor in a
 
 def check_groups(saved: Groups, groups: Groups) -> None:
     """Raises ValueError if ``saved`` param groups have other rules or other members than ``groups``."""
+    if of_another_optimizer(saved):
+        raise ValueError(
+            "the state was written by another optimizer: its param groups have no 'rule'; begin without it"
+        )
     theirs, ours = ([group.get("rule", "unknown") for group in some] for some in (saved, groups))
     if theirs != ours:
         raise ValueError(f"the checkpoint's param groups follow the rules {theirs}, this optimizer's follow {ours}")

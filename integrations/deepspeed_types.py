@@ -38,10 +38,9 @@ def canonical(name: Any) -> Any:
     """The type as it is registered. Raises ValueError for ours if it is not, and for one that is only nearly ours."""
     if not isinstance(name, str) or hasattr(torch.optim, name) or name.lower() in config.DEEPSPEED_OPTIMIZERS:
         return name
-    plain = re.sub(r"[^a-z]", "", name.lower())
-    ours = next((each for each in TYPES if each.lower() == plain), None)
+    ours = _ours(name)
     if ours is None:
-        close = nearest(plain, TYPES, cutoff=0.8)
+        close = nearest(name, TYPES, cutoff=0.8)
         if close:
             raise ValueError(f"optimizer.type is {name!r}, which DeepSpeed does not know; did you mean {close!r}?")
         return name
@@ -52,6 +51,11 @@ def canonical(name: Any) -> Any:
             "by python -m lwopt_backend.run"
         )
     return ours
+
+
+def _ours(name: str) -> str | None:
+    plain = re.sub(r"[^a-z]", "", name.lower())
+    return next((each for each in TYPES if each.lower() == plain), None)
 
 
 name_types()

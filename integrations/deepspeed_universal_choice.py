@@ -18,6 +18,7 @@ from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointErro
 from lwopt_backend.checkpoint.deepspeed.universal_reader import OWNERS
 from lwopt_backend.checkpoint.lazy import LazyTensor
 from lwopt_backend.integrations.deepspeed_universal_groups import ALONE, Group, check_scheduler, options_of
+from lwopt_backend.param_groups import of_another_optimizer
 from lwopt_backend.plan.blocks import Block
 from lwopt_backend.registry import MATRIX_RULES, arguments, new_state
 from lwopt_backend.runtime.owner_state import keeps_state
@@ -166,9 +167,10 @@ def _check_states(
         whose = f"parameter {name!r}, which {unit.rule!r} trains"
         found = sorted(key for key in param.states if key != MASTER)
         if found != expected:
+            others = "; another optimizer wrote the checkpoint" if of_another_optimizer(checkpoint.groups) else ""
             raise CheckpointError(
-                f"{folder / 'zero' / name}: {whose}: expected the states {expected}, found {found}; let the rule train "
-                f"it that trained it there, with include, exclude or overrides, or {ALONE}"
+                f"{folder / 'zero' / name}: {whose}: expected the states {expected}, found {found}{others}; let the "
+                f"rule train it that trained it there, with include, exclude or overrides, or {ALONE}"
             )
         if STEP in like and param.step is None:
             raise CheckpointError(f"{folder / 'zero' / name / STEP}.pt is missing: {whose}; {ALONE}")

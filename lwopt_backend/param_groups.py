@@ -79,6 +79,12 @@ def _kind(value: Any) -> str:
     return repr(value) if value is None or isinstance(value, (int, float)) else f"a {type(value).__name__}"
 
 
+def of_another_optimizer(saved: Any) -> bool:
+    """Whether these are a checkpoint's param groups, and none has the rule that ours write."""
+    groups = isinstance(saved, Sequence) and bool(saved) and all(isinstance(group, Mapping) for group in saved)
+    return groups and not any("rule" in group for group in saved)
+
+
 def split(
     groups: Sequence[Mapping[str, Any]],
     is_matrix: Mapping[int, bool],

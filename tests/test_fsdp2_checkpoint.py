@@ -225,6 +225,12 @@ def load_wrong(case: str) -> None:
         del saved["state"][5]["step"]
     if case == "shape":
         saved["state"][0]["momentum_buffer"] = saved["state"][1]["momentum_buffer"]
+    if case == "AdamW's":
+        adamw = torch.optim.AdamW(sharded.model.parameters())
+        for param in sharded.model.parameters():
+            param.grad = torch.zeros_like(param)
+        adamw.step()
+        saved = adamw.state_dict()
     if case == "rules":
         saved["param_groups"].reverse()
         for group, theirs in zip(saved["param_groups"], optimizer.state_dict()["param_groups"]):
@@ -240,6 +246,8 @@ def load_wrong(case: str) -> None:
 
 
 WRONG = {
+    "AdamW's": "was written by another optimizer: its 1 param group(s) have no 'rule', and its state is ['exp_avg', "
+    "'exp_avg_sq', 'step']; expected 2 groups and ['exp_avg', 'exp_avg_sq', 'momentum_buffer', 'step']. Load the model",
     "key": "placements (Shard(dim=0),) on a mesh of ranks 0-1, dimensions ('dp',): expected ['momentum_buffer'], "
     "found ['momentum']",
     "a key less": "expected ['exp_avg', 'exp_avg_sq', 'step'], found ['exp_avg', 'exp_avg_sq']",

@@ -617,7 +617,7 @@ POINTER = "load with optimizer.load_state_dict_from(folder)"
     [
         ("another rank's", POINTER),
         ("of another layout", POINTER),
-        ("torch's", POINTER),
+        ("torch's", "this state_dict was written by another optimizer: its param groups have no 'rule'; load the"),
         ("one rank has none", POINTER),
         ("without a key", "expected a tensor, found None"),
         ("of other groups", "param groups hold"),

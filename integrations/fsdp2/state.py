@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lwopt_backend.integrations.fsdp2.meshes import describe, placed
+from lwopt_backend.param_groups import of_another_optimizer
 
 
 def check_loadable(
@@ -22,6 +23,7 @@ def check_loadable(
 ) -> None:
     """Raise ValueError for groups of other rules or sizes, and for state that is missing, foreign or of other shape."""
     saved = state_dict["param_groups"]
+    _check_writer(state_dict, groups, made)
     ours, theirs = ([len(group["params"]) for group in some] for some in (groups, saved))
     if ours != theirs:
         raise ValueError(f"the checkpoint's param groups hold {theirs} parameters, this optimizer's hold {ours}")
@@ -42,6 +44,24 @@ def check_loadable(
                 missing.append(name)
     if missing:
         warnings.warn(f"the checkpoint has no state of {missing}; theirs is left as it is", stacklevel=3)
+
+
+def _check_writer(
+    state_dict: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    made: Mapping[Tensor, Mapping[str, Any]],
+) -> None:
+    """Raise ValueError for the state dict of another optimizer, unless it has the groups and the state that ours has."""
+    saved = state_dict["param_groups"]
+    theirs = {key for state in state_dict["state"].values() for key in state}
+    ours = {key for state in made.values() for key in state}
+    fits = len(saved) == len(groups) and theirs in (set(), ours)
+    if of_another_optimizer(saved) and not fits:
+        raise ValueError(
+            f"the checkpoint was written by another optimizer: its {len(saved)} param group(s) have no 'rule', and its "
+            f"state is {sorted(theirs)}; expected {len(groups)} groups and {sorted(ours)}. Load the model's weights "
+            "alone and begin with new state, or take that of another Muon along with lwopt_backend.migration"
+        )
 
 
 def _check_state(found: Mapping[str, Any], expected: Mapping[str, Any], name: str, param: Tensor) -> None:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.owned.core import OwnedCore
-from lwopt_backend.runtime.agreement import check_in_all, digest
+from lwopt_backend.param_groups import of_another_optimizer
+from lwopt_backend.runtime.agreement import agree, check_in_all, digest
 
 MASTER = "master"  # the key of fp32 masters, beside those of the rule's state
 OWNER = "owner"  # the key of what a rule keeps beside tensors of the parameter's size, in a state_dict
@@ -129,6 +130,11 @@ def _fingerprint(core: OwnedCore) -> str:
 
 def _check(core: OwnedCore, groups: Groups, state_dict: Mapping[str, Any]) -> None:
     check_between_steps(core)
+    if of_another_optimizer(state_dict.get("param_groups")):
+        raise ValueError(
+            "this state_dict was written by another optimizer: its param groups have no 'rule'; load the model's "
+            "weights alone and begin with new state, or take that of another Muon along with lwopt_backend.migration"
+        )
     missing = [key for key in ("state", "param_groups", "plan") if key not in state_dict]
     if missing or state_dict["plan"] != _fingerprint(core):
         what = f"has no {missing[0]!r}" if missing else "was made by another rank, or under another plan"

@@ -64,7 +64,7 @@ def read_index(folder: Path) -> Index:
     if not path.is_file():
         raise FileNotFoundError(
             f"{folder} holds no optimizer state, or its saving was not finished: there is no {INDEX}, which is "
-            "written last"
+            "written last. A checkpoint that something else wrote is brought here with lwopt convert --to owned"
         )
     try:
         return _parse(json.loads(path.read_text()))
