@@ -7,7 +7,7 @@ matrices that are cut, or owned elsewhere, travel to their owner and back. ``dee
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -136,7 +136,7 @@ class LayerWise(NamedPlan, LinkedOptimizer):
         """A stage of a pipeline may have no matrices of its own."""
         return rate_of(self.rules, groups) if self.config.allow_no_matrix else self.rules.matrix.lr
 
-    def _link(self, groups: Iterable[dict[str, Any]]) -> None:
+    def _link(self, groups: Iterable[Mapping[str, Any]]) -> None:
         super()._link(groups)
         self._linked = self.param_groups  # DeepSpeed puts its own list in place of ours
 

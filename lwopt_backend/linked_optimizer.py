@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lwopt_backend.chosen import Rules
-from lwopt_backend.linked_rates import CYCLED, LinkedRates, ParamGroup
+from lwopt_backend.linked_rates import CYCLED, LinkedRates
 from lwopt_backend.registry import MATRIX_RULES, option_names
 
 Groups = Sequence[Mapping[str, Any]]
@@ -28,7 +28,7 @@ class LinkedOptimizer(torch.optim.Optimizer):
     def _link(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Go on with ``groups``, as after a checkpoint, which brings plain dictionaries."""
         assert self._rates is not None
-        self.param_groups: list[ParamGroup] = self._rates.link(groups)
+        self.param_groups = self._rates.link(groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only for the base class's constructor. Raises RuntimeError afterwards: the plan knows no later parameters."""

@@ -93,7 +93,7 @@ def sharding_in(sharding: Sharding, block: Block) -> Sharding:
 
 def by_wire(members: Sequence[Member], rules: Mapping[int, MatrixRule]) -> list[list[Member]]:
     """Matrices whose rules exchange alike; element-wise members are with the first of them."""
-    found: dict[tuple[int, ...], list[Member]] = {}
+    found: dict[tuple[object, ...], list[Member]] = {}
     for member in members:
         if member.group in rules:
             found.setdefault(tuple(wire_of(rules[member.group]).values()), []).append(member)

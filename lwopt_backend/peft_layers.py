@@ -133,9 +133,9 @@ def lora_of(layer: nn.Module, adapter: str) -> LoRA | None:
     a, b = factors
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return None
-    base = layer
-    while isinstance(getattr(base, "base_layer", None), nn.Module):
-        base = base.base_layer
+    base, inner = layer, getattr(layer, "base_layer", None)
+    while isinstance(inner, nn.Module):
+        base, inner = inner, getattr(inner, "base_layer", None)
     return LoRA(a, b, base, getattr(layer, "parameter_name", "weight"), getattr(layer, "num_experts", 1))
 
 

@@ -51,7 +51,7 @@ def _check_writer(
     groups: Sequence[Mapping[str, Any]],
     made: Mapping[Tensor, Mapping[str, Any]],
 ) -> None:
-    """Raise ValueError for the state dict of another optimizer, unless it has the groups and the state that ours has."""
+    """Raise ValueError for the state dict of another optimizer, unless it has our groups and our state."""
     saved = state_dict["param_groups"]
     theirs = {key for state in state_dict["state"].values() for key in state}
     ours = {key for state in made.values() for key in state}

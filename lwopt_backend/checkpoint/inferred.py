@@ -61,9 +61,9 @@ def tied(params: Mapping[str, Param]) -> dict[str, str]:
             begins[kind] = {}
             for of in trained.get(kind, ()):
                 begins[kind].setdefault(_begin(params[of]), []).append(of)
-        same = (of for of in begins[kind] and begins[kind].get(_begin(param), ()) if _equal(param, params[of]))
-        if (of := next(same, None)) is not None:
-            found[name] = of
+        same = (of for of in (begins[kind].get(_begin(param), []) if begins[kind] else []) if _equal(param, params[of]))
+        if (other := next(same, None)) is not None:
+            found[name] = other
     return found
 
 
@@ -71,7 +71,7 @@ def _begin(param: Param) -> bytes:
     """A digest of the first elements."""
     assert param.weight is not None
     first = next(param.weight.blocks(), torch.empty(0)).contiguous().view(torch.uint8)
-    return hashlib.blake2b(memoryview(first.numpy())).digest()
+    return hashlib.blake2b(first.numpy().data).digest()
 
 
 def _equal(one: Param, other: Param) -> bool:

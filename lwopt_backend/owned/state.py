@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lwopt_backend.owned.core import OwnedCore
 from lwopt_backend.param_groups import of_another_optimizer
-from lwopt_backend.runtime.agreement import agree, check_in_all, digest
+from lwopt_backend.runtime.agreement import check_in_all, digest
 
 MASTER = "master"  # the key of fp32 masters, beside those of the rule's state
 OWNER = "owner"  # the key of what a rule keeps beside tensors of the parameter's size, in a state_dict
@@ -96,7 +96,7 @@ def load_state_dict_into(
 
     Called on all ranks. Raises ValueError, on all of them and before anything is changed, for anything else.
     """
-    groups = optimizer.param_groups
+    groups, state_dict = optimizer.param_groups, dict(state_dict)  # torch's hooks may change the one they are given
     for change in optimizer._optimizer_load_state_dict_pre_hooks.values():
         state_dict = change(optimizer, state_dict) or state_dict
     check_in_all([core.holdings[0].sharers.everyone], "load_state_dict", lambda: _check(core, groups, state_dict))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
+from typing import Any
 
 import torch
 from torch.optim import optimizer as of_torch
@@ -20,7 +21,7 @@ def inner_steps() -> Iterator[None]:
     The step that they are part of is told once, by torch. The hooks are taken out rather than the optimizer's ``step``
     unwrapped, because one that calls its base class's ``step`` would be told of there.
     """
-    kept = [(hooks, dict(hooks)) for hooks in (BEFORE, AFTER)]
+    kept: list[tuple[dict[int, Any], dict[int, Any]]] = [(hooks, dict(hooks)) for hooks in (BEFORE, AFTER)]
     for hooks, _ in kept:
         hooks.clear()
     try:

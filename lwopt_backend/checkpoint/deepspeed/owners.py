@@ -21,7 +21,7 @@ MATRICES = "matrices"  # and which matrices are in a parameter: their names and 
 class OwnerStates(Mapping[int, Mapping[str, Any]]):
     """State by a matrix's place in its parameter; its tensors are read from the file when one is asked for."""
 
-    def __init__(self, saved: Mapping[int, Any]) -> None:
+    def __init__(self, saved: Mapping[Any, Any]) -> None:
         self._saved = saved
 
     def __getitem__(self, place: int) -> Mapping[str, Any]:

@@ -68,6 +68,13 @@ def load(
 
 
 class _Unpickler(pickle._Unpickler):  # the one in Python: the one in C cannot be told what to fill and to call
+    proto: int
+    stack: list[Any]
+    append: Callable[[Any], None]
+    pop_mark: Callable[[], list[Any]]
+    read: Callable[[int], bytes]
+    readline: Callable[[], bytes]
+
     def __init__(
         self,
         data: bytes,

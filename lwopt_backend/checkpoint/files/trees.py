@@ -14,7 +14,8 @@ from lwopt_backend.checkpoint.files.made import Stub
 DEEPEST = 100  # levels; checkpoints have about 15, and Python's own limit is met at a few hundred
 SHARED = 1  # times a file's bytes: how many elements there may be if all that is shared were written out
 CHARACTERS = 64  # of a text that count as one element
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque, Stub)
+_SEQUENCES = (list, tuple, set, frozenset, deque)
+_CONTAINERS = (dict, Stub, *_SEQUENCES)
 _TEXTS = (str, bytes, bytearray)
 _SINGLE = frozenset({int, float, bool, type(None), torch.dtype, torch.Size})  # most of what there is
 
@@ -74,4 +75,4 @@ def _parts(value: Any) -> Iterable[Any]:
         return itertools.chain(value.keys(), value.values())
     if isinstance(value, Stub):
         return vars(value).values()
-    return value if isinstance(value, _CONTAINERS) else ()
+    return value if isinstance(value, _SEQUENCES) else ()
