@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lwopt_backend.owned.core import OwnedCore
 from lwopt_backend.owned.members import Member
+from lwopt_backend.owned.whole_state import reduced
 from lwopt_backend.plan.buffers.arrangement import Piece
 from lwopt_backend.registry import new_state
 from lwopt_backend.runtime import nested
@@ -103,11 +104,11 @@ def save_whole(core: OwnedCore, groups: Groups) -> dict[str, Any]:
     weights: dict[str, Tensor] = {}
     states: dict[str, dict[str, Tensor]] = {member.name: {} for member in core.members}
     for bucket in core.manager.buckets:
-        for number, tensor in _gather(core, bucket, bucket.owned_values()):
+        for number, tensor in _gather(bucket, bucket.owned_values()):
             weights[core.members[number].name] = tensor
         for key in sorted({key for slot in bucket.bucket.slots for key, t in kept[slot.param].items() if t.ndim}):
             mine = [core.stepper.state[piece.param].get(key) for piece in bucket.pieces]
-            for number, tensor in _gather(core, bucket, mine):
+            for number, tensor in _gather(bucket, mine):
                 if key in kept[number]:
                     states[core.members[number].name][key] = tensor
     for key in sorted({key for state in kept for key, tensor in state.items() if not tensor.ndim}):
@@ -124,15 +125,10 @@ def save_whole(core: OwnedCore, groups: Groups) -> dict[str, Any]:
     return {"weights": weights, "state": states, "param_groups": saved_groups(core, groups), CHECKPOINT_KEY: owner}
 
 
-def _gather(core: OwnedCore, bucket: BucketBuffers, mine: Sequence[Tensor | None]) -> Iterator[tuple[int, Tensor]]:
+def _gather(bucket: BucketBuffers, mine: Sequence[Tensor | None]) -> Iterator[tuple[int, Tensor]]:
     """By a member's number, what the ranks have of it in one tensor, on the first rank. ``mine`` is by piece."""
-    everyone = bucket.sharers.everyone
-    buffer = torch.zeros(bucket.bucket.numel, dtype=bucket.owned_dtype, device=bucket.values.device)
-    for piece, tensor in zip(bucket.pieces, mine):
-        if tensor is not None and not _is_copy(core):
-            buffer.narrow(0, piece.offset, piece.numel).copy_(tensor)
-    everyone.start_all_reduce(buffer).wait()
-    if everyone.rank == 0:
+    buffer = reduced(bucket, mine)
+    if bucket.sharers.everyone.rank == 0:
         for slot in bucket.bucket.slots:
             yield slot.param, bucket.view(buffer, slot.param).to("cpu", copy=True)
 

@@ -94,7 +94,7 @@ class LayerWise(NamedPlan, LinkedOptimizer):
         trainable = [p for group in self._given for p in group["params"] if p.requires_grad]
         groups = split(self._given, {id(p): len(full_shape(p)) == 2 for p in trainable}, self.rules)
         super().__init__(groups, {})
-        self._begin(self.rules, groups, self._rate(groups))
+        self._begin(self.rules, groups, rate=self._rate(groups))
 
     @classmethod
     def settings(cls, options: dict[str, Any]) -> tuple[Rules, ZeROConfig]:
@@ -130,7 +130,7 @@ class LayerWise(NamedPlan, LinkedOptimizer):
                 "optimizer that prepare() returned"
             )
         self.param_groups = groups
-        self._begin(self.rules, routed, self._rate(routed))
+        self._begin(self.rules, routed, rate=self._rate(routed))
 
     def _rate(self, groups: Sequence[dict[str, Any]]) -> float:
         """A stage of a pipeline may have no matrices of its own."""

@@ -19,10 +19,10 @@ class LinkedOptimizer(torch.optim.Optimizer):
 
     _rates: LinkedRates | None = None  # once the groups are linked, which the base class's constructor makes one by one
 
-    def _begin(self, rules: Rules, groups: Groups, rate: float) -> None:
+    def _begin(self, rules: Rules, groups: Groups, marks: Groups = (), *, rate: float | None = None) -> None:
         """Link the groups as they were configured, and show schedulers what they look for."""
         self.defaults = defaults_of(rules, groups)
-        self._rates = LinkedRates.of(groups, rate)
+        self._rates = LinkedRates.of(groups, rate_of(rules, groups) if rate is None else rate, marks)
         self._link(self.param_groups)
 
     def _link(self, groups: Iterable[Mapping[str, Any]]) -> None:

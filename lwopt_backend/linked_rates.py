@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from lwopt_backend import torch_adamw
 from lwopt_backend.registry import ELEMENTWISE_RULES, option_names
 
 OWN_RATES = "own_rates"  # a group's key, kept in checkpoints: whether its rate is taken as it is written
@@ -27,14 +28,17 @@ class ParamGroup(dict[str, Any]):
     0, whose state has no place for one. Reading works likewise, for torch's schedulers read ``betas`` of every group to
     write its first number.
 
-    ``marks`` are values that can be read by their keys and are in no list of them.
+    ``marks`` are values that can be read by their keys and are in no list of them, as long as no others were written
+    (``torch_adamw``).
     """
 
     def __init__(
         self, group: Mapping[str, Any], rates: LinkedRates, index: int, marks: Mapping[str, Any] | None = None
     ) -> None:
-        super().__init__(group)
         self._marks = dict(marks or {})
+        if self._marks:
+            torch_adamw.check(group, f"param group {index}")
+        super().__init__({k: v for k, v in group.items() if k not in self._marks or v != self._marks[k]})
         self._rates = rates
         self._index = index
         names = option_names(self) if "rule" in self or "rule" in self._marks else list(self)
@@ -51,6 +55,8 @@ class ParamGroup(dict[str, Any]):
             elif self._has == ["momentum"] and not self._still:
                 self["momentum"] = value[0]
             return
+        if self._marks:
+            torch_adamw.check({key: value}, f"param group {self._index}")
         super().__setitem__(key, value)
         if key == "lr":
             self._rates.written(self._index, value)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lwopt_backend import torch_adamw
 from lwopt_backend.chosen import Rules, arguments_of, settings_lines
 from lwopt_backend.config import FSDP2Config
 from lwopt_backend.elementwise_groups import ElementwiseGroups
@@ -40,7 +41,7 @@ from lwopt_backend.integrations.fsdp2.state import (
 )
 from lwopt_backend.integrations.fsdp2.stepper import MeshStepper
 from lwopt_backend.integrations.fsdp2.stepping import step_all
-from lwopt_backend.linked_optimizer import LinkedOptimizer, rate_of
+from lwopt_backend.linked_optimizer import LinkedOptimizer
 from lwopt_backend.mesh_plan import new_state
 from lwopt_backend.named_plan import NamedPlan
 from lwopt_backend.param_groups import as_groups
@@ -109,9 +110,11 @@ class LayerWiseOptimizer(NamedPlan, LinkedOptimizer):
         self.row_scaling = self._grouping.row_scaling()
         self._names = [[self._grouping.names[id(p)] for p in group["params"]] for group in self._grouping.groups]
         self._rules = [group["rule"] for group in self._grouping.groups]
-        groups = [{k: v for k, v in g.items() if k not in ("from_group", "overrides")} for g in self._grouping.groups]
+        marks = ("from_group", "overrides")
+        shown = torch_adamw.shown(self._grouping.groups)
+        groups = [{k: v for k, v in group.items() if k not in marks} for group in shown]
         super().__init__(groups, {})
-        self._begin(rules, self._grouping.groups, rate_of(rules, self._grouping.groups))
+        self._begin(rules, self._grouping.groups, torch_adamw.marks_of(self._grouping.groups))
         if not sharded_later:
             self._bind(exchange)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lwopt_backend import torch_adamw
 from lwopt_backend.integrations.fsdp2.meshes import describe, placed
 from lwopt_backend.param_groups import of_another_optimizer
 
@@ -32,6 +33,9 @@ def check_loadable(
         raise ValueError(
             f"the checkpoint's param groups follow the rules {saved_rules}, this optimizer's {list(rules)}"
         )
+    if torch_adamw.is_alone(groups):
+        for number, group in enumerate(saved):
+            torch_adamw.check(group, f"load_state_dict: param group {number}")
     if not state_dict["state"]:
         return  # saved by an optimizer that had not made its state yet
     missing = []

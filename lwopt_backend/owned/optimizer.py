@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lwopt_backend import torch_adamw
 from lwopt_backend.chosen import Rules, arguments_of, settings_lines
 from lwopt_backend.config import OwnedConfig
 from lwopt_backend.gradient_norms import check_finite, checked_order
 from lwopt_backend.grouping import Grouping, group_parameters
-from lwopt_backend.linked_optimizer import LinkedOptimizer, rate_of
+from lwopt_backend.linked_optimizer import LinkedOptimizer
 from lwopt_backend.named_plan import NamedPlan
 from lwopt_backend.owned.backward import Backward
 from lwopt_backend.owned.checks import NAME, check_model, check_options
@@ -28,9 +29,10 @@ from lwopt_backend.owned.core import OwnedCore, Share, broadcast_buffers
 from lwopt_backend.owned.memory import RankMemory, memory_of, memory_of_all
 from lwopt_backend.owned.model_hooks import tell_when_loaded, wait_in_forward
 from lwopt_backend.owned.report import show
-from lwopt_backend.owned.state import load_state_dict_into, state_dict_of
+from lwopt_backend.owned.state_dicts import load_state_dict_into, state_dict_of
 from lwopt_backend.owned.state_loading import load
 from lwopt_backend.owned.state_saving import save
+from lwopt_backend.owned.whole_state import held_state
 from lwopt_backend.param_groups import as_groups
 from lwopt_backend.routing import as_globs, check_globs, named_like
 from lwopt_backend.runtime.agreement import agree_in_all
@@ -104,8 +106,9 @@ class LayerWiseOptimizer(NamedPlan, LinkedOptimizer):
         )
         self._plan_digest = self.core.plan_digest
         broadcast_buffers(model, shares)
-        super().__init__(self._grouping.groups, {})
-        self._begin(rules, self._grouping.groups, rate_of(rules, self._grouping.groups))
+        super().__init__(torch_adamw.shown(self._grouping.groups), {})
+        self._begin(rules, self._grouping.groups, torch_adamw.marks_of(self._grouping.groups))
+        self.state.update(held_state(self.core, self.param_groups))
         self._model = model
         self._manager, self.row_scaling = self.core.manager, self.core.row_scaling
         self._backward = Backward(self.core, model)
@@ -217,11 +220,11 @@ class LayerWiseOptimizer(NamedPlan, LinkedOptimizer):
         self._loaded = True
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's own part of the state, for the same rank under the same plan; else use ``save_state_dict``."""
+        """This rank's own part of the state, for the same rank under the same plan; of AdamW alone torch's, whole."""
         return state_dict_of(self, self.core)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's ``state_dict``. Raises ValueError, on all ranks, if it is another's or of another plan."""
+        """Take a ``state_dict``. Raises ValueError, on all ranks, if it is another rank's or of another plan."""
         load_state_dict_into(self, self.core, state_dict, self._link)
         self._loaded = True
 

@@ -1,11 +1,11 @@
-"""The state that a rank owns, piece by piece, and torch's ``state_dict`` of it.
+"""The state that a rank owns, piece by piece, and a ``state_dict`` of it.
 
-A ``state_dict`` is this rank's own part and fits nowhere else. ``state_saving`` writes what any ranks can load.
+It is this rank's own part and fits nowhere else. ``state_saving`` writes what any ranks can load.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from lwopt_backend.param_groups import of_another_optimizer
 from lwopt_backend.runtime.agreement import check_in_all, digest
 
 MASTER = "master"  # the key of fp32 masters, beside those of the rule's state
+PLAN = "plan"  # the key of the plan's fingerprint, in a state_dict of a rank's own part
 OWNER = "owner"  # the key of what a rule keeps beside tensors of the parameter's size, in a state_dict
 DECIDED = frozenset({"params", "rule", "from_group"})  # keys of a param group that no checkpoint changes
 Groups = Sequence[dict[str, Any]]
@@ -70,45 +71,28 @@ def check_between_steps(core: OwnedCore) -> None:
         )
 
 
-def state_dict_of(optimizer: torch.optim.Optimizer, core: OwnedCore) -> dict[str, Any]:
+def own_state(core: OwnedCore, groups: Groups) -> dict[str, Any]:
     """This rank's own state by parameter name, in flat tensors that are not copied; param groups name parameters."""
     check_between_steps(core)
-    for hook in optimizer._optimizer_state_dict_pre_hooks.values():
-        hook(optimizer)
     state = {
         core.members[piece.member].name: {**piece.tensors, **({OWNER: piece.owner} if piece.owner else {})}
         for piece in state_pieces(core)
     }
-    groups = _named_groups(core, optimizer.param_groups)
-    state_dict: dict[str, Any] = {"state": state, "param_groups": groups, "plan": _fingerprint(core)}
-    for change in optimizer._optimizer_state_dict_post_hooks.values():
-        state_dict = change(optimizer, state_dict) or state_dict
-    return state_dict
+    return {"state": state, "param_groups": _named_groups(core, groups), PLAN: _fingerprint(core)}
 
 
-def load_state_dict_into(
-    optimizer: torch.optim.Optimizer,
-    core: OwnedCore,
-    state_dict: Mapping[str, Any],
-    link: Callable[[list[dict[str, Any]]], None],
-) -> None:
-    """Take what ``state_dict_of`` returned on this rank under the same plan; ``link`` takes the param groups.
+def take_own_state(core: OwnedCore, groups: Groups, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Take what ``own_state`` returned on this rank under the same plan; the param groups to go on with.
 
     Called on all ranks. Raises ValueError, on all of them and before anything is changed, for anything else.
     """
-    groups, state_dict = optimizer.param_groups, dict(state_dict)  # torch's hooks may change the one they are given
-    for change in optimizer._optimizer_load_state_dict_pre_hooks.values():
-        state_dict = change(optimizer, state_dict) or state_dict
     check_in_all([core.holdings[0].sharers.everyone], "load_state_dict", lambda: _check(core, groups, state_dict))
     for piece in state_pieces(core):
+        found = state_dict["state"][core.members[piece.member].name]
         for key, tensor in piece.tensors.items():
-            tensor.copy_(state_dict["state"][core.members[piece.member].name][key])
-        core.stepper.take_owner_states(
-            piece.member, state_dict["state"][core.members[piece.member].name].get(OWNER, {})
-        )
-    link([{**group, **options_of(saved)} for group, saved in zip(groups, state_dict["param_groups"])])
-    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
-        hook(optimizer)
+            tensor.copy_(found[key])
+        core.stepper.take_owner_states(piece.member, found.get(OWNER, {}))
+    return [{**group, **options_of(saved)} for group, saved in zip(groups, state_dict["param_groups"])]
 
 
 def _named_groups(core: OwnedCore, groups: Groups) -> list[dict[str, Any]]:
@@ -135,8 +119,8 @@ def _check(core: OwnedCore, groups: Groups, state_dict: Mapping[str, Any]) -> No
             "this state_dict was written by another optimizer: its param groups have no 'rule'; load the model's "
             "weights alone and begin with new state, or take that of another Muon along with lwopt_backend.migration"
         )
-    missing = [key for key in ("state", "param_groups", "plan") if key not in state_dict]
-    if missing or state_dict["plan"] != _fingerprint(core):
+    missing = [key for key in ("state", "param_groups", PLAN) if key not in state_dict]
+    if missing or state_dict[PLAN] != _fingerprint(core):
         what = f"has no {missing[0]!r}" if missing else "was made by another rank, or under another plan"
         raise ValueError(
             f"this state_dict {what}; it holds one rank's own part and can only be loaded there, by as many ranks with "

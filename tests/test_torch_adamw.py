@@ -1,0 +1,252 @@
+"""Where AdamW trains everything, state dicts go from torch.optim.AdamW to ours and back, nested and flat, on all ranks.
+
+The sequence is that of torch's own tests of ``torch.distributed.checkpoint.state_dict``: states are compared after
+some steps, loaded into a fresh optimizer, and trained on.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+from lwopt_backend import LayerWiseOptimizer
+from lwopt_backend.integrations import fsdp2
+from tests.fsdp2 import shard
+from tests.migration import whole
+from tests.models import UnevenLM, batch
+from tests.ranks import RankPool
+
+GIVEN: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
+OPTIONS = {
+    "sharded": {},
+    "full": {"full_state_dict": True},
+    "full, on the CPU": {"full_state_dict": True, "cpu_offload": True},
+    "flat": {"flatten_optimizer_state_dict": True},
+    "flat, full": {"flatten_optimizer_state_dict": True, "full_state_dict": True},
+}
+ENGINES = ("fsdp2", "owned")
+
+
+def torchs() -> tuple[nn.Module, torch.optim.AdamW]:
+    model = UnevenLM()
+    return model, torch.optim.AdamW(model.parameters(), **GIVEN)
+
+
+def ours_on(engine: str, **options: Any) -> tuple[nn.Module, Any]:
+    settings = {"elementwise": {"name": "adamw", **GIVEN, **options}, "exclude": ["*"], "allow_no_matrix": True}
+    if engine == "fsdp2":
+        model = shard("rows", "fp32").model
+        return model, fsdp2.LayerWiseOptimizer(model, **settings, report=False)
+    model = UnevenLM()
+    return model, LayerWiseOptimizer(model, **settings, bucket_mb=0.004, report=False)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """The same rows on every rank, so that the mean gradient of two has the bits of one's."""
+    for step in steps:
+        model(*batch(step, 8)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(param.detach()).clone() for name, param in model.named_parameters()}
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    """State dicts that are equal in keys and bits, sharded or not."""
+    if isinstance(theirs, dict):
+        return ours.keys() == theirs.keys() and all(same(ours[key], theirs[key]) for key in theirs)
+    if isinstance(theirs, list):
+        return len(ours) == len(theirs) and all(map(same, ours, theirs))
+    if isinstance(theirs, Tensor):
+        ours, theirs = whole(ours), whole(theirs)
+        return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+    return type(ours) is type(theirs) and ours == theirs
+
+
+def like(state_dict: Any, theirs: Any) -> Any:
+    """torch's whole tensors cut as ours are, as a checkpoint's reader does."""
+    if isinstance(theirs, DTensor):
+        return torch.distributed.tensor.distribute_tensor(state_dict, theirs.device_mesh, theirs.placements)
+    if isinstance(theirs, dict):
+        return {key: like(value, theirs.get(key)) for key, value in state_dict.items()}
+    return copy.deepcopy(state_dict)
+
+
+def sequence(engine: str, form: str) -> tuple[bool, bool, bool]:
+    """Whether states are equal, and whether both continue like a run of torch's that was not broken, each from the
+    other's state."""
+    options = StateDictOptions(**OPTIONS[form])
+    (model, adamw), (our_model, ours) = torchs(), ours_on(engine)
+    train(model, adamw, range(3))
+    train(our_model, ours, range(3))
+    theirs_saved = copy.deepcopy(get_optimizer_state_dict(model, adamw, options=options))
+    ours_saved = get_optimizer_state_dict(our_model, ours, options=options)
+    equal = same(ours_saved, theirs_saved)
+    now = weights(model)
+    train(model, adamw, range(3, 6))
+    goal = weights(model)
+
+    # torch's into ours. What is flat and full, torch cannot cut, for its own AdamW either.
+    (next_model, fresh) = ours_on(engine)
+    set_model_state_dict(next_model, dict(now), options=StateDictOptions(full_state_dict=True))
+    if "flat" in form:
+        current = get_optimizer_state_dict(
+            next_model, fresh, options=StateDictOptions(flatten_optimizer_state_dict=True)
+        )
+        given, how = like(theirs_saved, current), StateDictOptions(flatten_optimizer_state_dict=True)
+    else:
+        given, how = theirs_saved, StateDictOptions(full_state_dict=True, broadcast_from_rank0="CPU" in form)
+    set_optimizer_state_dict(next_model, fresh, given, options=how)
+    train(next_model, fresh, range(3, 6))
+
+    # Ours into torch's.
+    other, other_adamw = torchs()
+    other.load_state_dict(now)
+    flat = StateDictOptions(flatten_optimizer_state_dict="flat" in form)
+    given = whole_of(get_optimizer_state_dict(our_model, ours, options=flat))
+    set_optimizer_state_dict(other, other_adamw, given, options=flat)
+    train(other, other_adamw, range(3, 6))
+    return equal, same(weights(next_model), goal), same(weights(other), goal)
+
+
+def whole_of(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: whole_of(entry) for key, entry in value.items()}
+    return whole(value) if isinstance(value, Tensor) else value
+
+
+@pytest.mark.parametrize("form", OPTIONS)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_torchs_sequence(ranks: RankPool, engine: str, form: str) -> None:
+    assert ranks.run(sequence, engine, form) == [(True, True, True)] * 2
+
+
+# On one process
+
+
+def test_groups_have_torchs_keys_and_the_rule_can_still_be_read() -> None:
+    (_, adamw), (_, ours) = torchs(), ours_on("owned")
+    (theirs,), (group,) = adamw.param_groups, ours.param_groups
+    assert {k: v for k, v in group.items() if k != "params"} == {k: v for k, v in theirs.items() if k != "params"}
+    assert group["rule"] == "adamw" and "rule" not in group
+    torch.optim.lr_scheduler.OneCycleLR(ours, max_lr=0.1, total_steps=10)
+    torch.optim.lr_scheduler.OneCycleLR(adamw, max_lr=0.1, total_steps=10)
+    assert group.keys() == theirs.keys() and group["betas"] == theirs["betas"]
+
+
+def test_a_form_of_decay_that_torch_has_not_is_a_key() -> None:
+    (group,) = ours_on("owned", weight_decay_form="cautious")[1].param_groups
+    assert group["weight_decay_form"] == "cautious"
+
+
+def test_plain_state_dicts_go_both_ways() -> None:
+    (model, adamw), (our_model, ours), (next_model, fresh) = torchs(), ours_on("owned"), ours_on("owned")
+    train(model, adamw, range(3))
+    train(our_model, ours, range(3))
+    assert same(ours.state_dict(), adamw.state_dict())
+    next_model.load_state_dict(model.state_dict())
+    fresh.load_state_dict(copy.deepcopy(adamw.state_dict()))
+    adamw.load_state_dict(ours.state_dict())
+    for one, optimizer in ((model, adamw), (our_model, ours), (next_model, fresh)):
+        train(one, optimizer, range(3, 6))
+    assert same(weights(next_model), weights(model)) and same(weights(our_model), weights(model))
+
+
+def test_a_state_dict_from_before_the_first_step_begins_anew() -> None:
+    (model, adamw), (our_model, ours) = torchs(), ours_on("owned")
+    start = weights(our_model)
+    train(our_model, ours, range(2))
+    our_model.load_state_dict(start)
+    ours.load_state_dict(adamw.state_dict())
+    train(our_model, ours, range(3))
+    train(model, adamw, range(3))
+    assert same(weights(our_model), weights(model))
+
+
+def test_masters_of_16_bits_are_kept() -> None:
+    settings = {"elementwise": {"name": "adamw", **GIVEN}, "exclude": ["*"], "allow_no_matrix": True, "report": False}
+    models = [UnevenLM().bfloat16() for _ in range(2)]
+    first, second = (LayerWiseOptimizer(model, **settings) for model in models)
+    train(models[0], first, range(3))
+    models[1].load_state_dict(models[0].state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for model, optimizer in zip(models, (first, second)):
+        train(model, optimizer, range(3, 6))
+    assert same(second.state_dict(), first.state_dict())
+
+
+def test_a_folder_keeps_the_groups_as_they_are(tmp_path: Path) -> None:
+    (model, ours), (_, fresh) = ours_on("owned"), ours_on("owned")
+    train(model, ours, range(2))
+    ours.param_groups[0]["lr"] = 1e-4
+    ours.save_state_dict(tmp_path)
+    fresh.load_state_dict_from(tmp_path)
+    assert same(fresh.state_dict(), ours.state_dict())
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "maximize": (
+        lambda saved: saved["param_groups"][0].update(maximize=True),
+        "'maximize' is True, but AdamW here has",
+    ),
+    "Adam's": (
+        lambda saved: saved["param_groups"][0].update(decoupled_weight_decay=False),
+        "'decoupled_weight_decay' is False, but AdamW here has True only",
+    ),
+    "another size": (lambda saved: saved["param_groups"][0]["params"].pop(), r"hold \[10\] parameters, .* hold \[11\]"),
+    "another shape": (
+        lambda saved: saved["state"][0].update(exp_avg=torch.zeros(3)),
+        r"parameter 'embedding.weight', 'exp_avg': expected shape \(37, 24\), found \(3,\)",
+    ),
+    "another optimizer's": (
+        lambda saved: saved["state"].update({0: {"momentum_buffer": torch.zeros(37, 24)}}),
+        r"expected \['exp_avg', 'exp_avg_sq', 'step'\], found \['momentum_buffer'\]",
+    ),
+    "something else": (lambda saved: saved.pop("state"), "expected a state dict with 'state' and 'param_groups'"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_does_not_fit_is_refused_before_anything_changes(what: str) -> None:
+    (model, adamw), (_, ours) = torchs(), ours_on("owned")
+    train(model, adamw, range(1))
+    before, saved = copy.deepcopy(ours.state_dict()), copy.deepcopy(adamw.state_dict())
+    spoil, message = WRONG[what]
+    spoil(saved)
+    with pytest.raises(ValueError, match=message):
+        ours.load_state_dict(saved)
+    assert same(ours.state_dict(), before)
+
+
+def test_an_option_that_would_not_be_followed_cannot_be_written() -> None:
+    (group,) = ours_on("owned")[1].param_groups
+    with pytest.raises(ValueError, match="'maximize' is True, but AdamW here has False only"):
+        group["maximize"] = True
+
+
+def load_adams_state_on_fsdp2() -> str:
+    (model, adamw), (_, ours) = torchs(), ours_on("fsdp2")
+    train(model, adamw, range(1))
+    adamw.param_groups[0]["decoupled_weight_decay"] = False
+    with pytest.raises(ValueError) as error:
+        ours.load_state_dict(adamw.state_dict())
+    return str(error.value)
+
+
+def test_adams_state_is_refused_on_fsdp2(ranks: RankPool) -> None:
+    for error in ranks.run(load_adams_state_on_fsdp2):
+        assert error.startswith("load_state_dict: param group 0: 'decoupled_weight_decay' is False")
