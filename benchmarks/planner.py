@@ -6,7 +6,7 @@
 
 ``megatron_planner.csv`` holds what Megatron-Core's own code planned (August 2026): buckets, elements with padding, cost
 imbalance (max over mean of l s^2 per rank), its compact layout's ping-pong owners, a longest-first assignment over the
-whole model, and the lower bound of any. Both layouts are planned over all ranks, as Megatron does: no groups, no teams.
+whole model, and the lower bound of any. Both layouts are planned over all ranks, as Megatron does: no groups.
 """
 
 from __future__ import annotations
