@@ -357,7 +357,7 @@ def prepare_only(settings: dict[str, Any]) -> None:
         ({"policy": "auto"}, "`optimizer.params.policy` not found in kwargs"),
         ({"exchange_dtype": "auto"}, "`optimizer.params.exchange_dtype` not found in kwargs"),
         # What is left of AdamW's entry.
-        ({"betas": [0.9, 0.999]}, "unknown key 'betas'; did you mean 'adamw.betas'?"),
+        ({"betas": [0.9, 0.999], "adamw": {"lr": 3e-3}}, "unknown key 'betas'; did you mean 'adamw.betas'?"),
         ({"torch_adam": True}, "unknown key 'torch_adam'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
