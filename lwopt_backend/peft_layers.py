@@ -24,9 +24,9 @@ def _each(what: str, *attributes: str) -> dict[str, str]:
     return dict.fromkeys(attributes, what)
 
 
-# What other attributes hold. In LoRA activations go through A and then through B, as through two linears. Of nothing
-# here is that known to hold: LoHa multiplies its factors element by element, LoKr makes a Kronecker product of them,
-# DeLoRA divides by their norms, HiRA multiplies by the weight.
+# What other attributes hold. In LoRA activations go through A and then through B, as through two linears. That is true
+# of nothing here: LoHa multiplies its factors element by element, LoKr's map activations that are reshaped, DeLoRA
+# divides by their norms, HiRA multiplies by the weight.
 ADAPTERS: Mapping[str, str] = {
     **_each("LoRA of an embedding", "lora_embedding_A", "lora_embedding_B"),
     **_each("AdaLoRA's singular values", "lora_E"),
