@@ -38,7 +38,6 @@ from lwopt_backend.integrations.deepspeed_state import (
 from lwopt_backend.integrations.deepspeed_storage import Unit, scale_rows
 from lwopt_backend.linked_optimizer import LinkedOptimizer, rate_of
 from lwopt_backend.muon_config import layer_wise_settings, muon_settings
-from lwopt_backend.named_plan import NamedPlan
 from lwopt_backend.param_groups import as_groups, split
 from lwopt_backend.registry import build_matrix_rules
 from lwopt_backend.replicated_stepper import ReplicatedStepper
@@ -58,7 +57,7 @@ def register() -> None:
     deepspeed_engine.install((LayerWise, LayerWiseMuon), lambda optimizer, engine: optimizer.bind(engine))
 
 
-class LayerWise(NamedPlan, LinkedOptimizer):
+class LayerWise(LinkedOptimizer):
     """A rule for matrices and a rule for the rest, with each matrix updated whole by one data-parallel rank.
 
     ``params`` is what every torch optimizer takes: parameters, or groups with their own ``lr`` and ``weight_decay``.

@@ -1,4 +1,4 @@
-"""What our optimizers do alike with their param groups."""
+"""What our optimizers have in common: param groups that a scheduler may treat as one, and a plan with a name."""
 
 from __future__ import annotations
 
@@ -18,6 +18,20 @@ class LinkedOptimizer(torch.optim.Optimizer):
     """An optimizer whose param groups are ``ParamGroup``s, as many as it was made with."""
 
     _rates: LinkedRates | None = None  # once the groups are linked, which the base class's constructor makes one by one
+    _plan_digest: str | None = None  # once there is a plan
+
+    @property
+    def plan_digest(self) -> str:
+        """The name of this rank's plan: the ``digest`` of ``lwopt plan`` for the same model, ranks and options.
+
+        Raises RuntimeError before there is a plan.
+        """
+        if self._plan_digest is None:
+            raise RuntimeError(
+                f"this {getattr(self, 'name', type(self).__name__)} has no plan yet, so plan_digest has no value; "
+                "under DeepSpeed it plans in deepspeed.initialize, with sharded_later in the first step: ask after that"
+            )
+        return self._plan_digest
 
     def _begin(self, rules: Rules, groups: Groups, marks: Groups = (), *, rate: float | None = None) -> None:
         """Link the groups as they were configured, and show schedulers what they look for."""

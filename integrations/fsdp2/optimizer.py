@@ -43,7 +43,6 @@ from lwopt_backend.integrations.fsdp2.stepper import MeshStepper
 from lwopt_backend.integrations.fsdp2.stepping import step_all
 from lwopt_backend.linked_optimizer import LinkedOptimizer
 from lwopt_backend.mesh_plan import new_state
-from lwopt_backend.named_plan import NamedPlan
 from lwopt_backend.param_groups import as_groups
 from lwopt_backend.registry import build_matrix_rules
 from lwopt_backend.rules import MatrixRule
@@ -52,7 +51,7 @@ from lwopt_backend.runtime.owner_state import keeps_state
 from lwopt_backend.watched_model import WatchedModel
 
 
-class LayerWiseOptimizer(NamedPlan, LinkedOptimizer):
+class LayerWiseOptimizer(LinkedOptimizer):
     """A matrix rule for the model's matrices and an element-wise rule for the rest, on a ``fully_shard`` model.
 
     - ``model``: the sharded module, or a list of modules (pipeline stages of one rank).

@@ -22,7 +22,6 @@ from lwopt_backend.config import OwnedConfig
 from lwopt_backend.gradient_norms import check_finite, checked_order
 from lwopt_backend.grouping import Grouping, group_parameters
 from lwopt_backend.linked_optimizer import LinkedOptimizer
-from lwopt_backend.named_plan import NamedPlan
 from lwopt_backend.owned.backward import Backward
 from lwopt_backend.owned.checks import NAME, check_model, check_options
 from lwopt_backend.owned.core import OwnedCore, Share, broadcast_buffers
@@ -39,7 +38,7 @@ from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.collectives import ranks_of
 
 
-class LayerWiseOptimizer(NamedPlan, LinkedOptimizer):
+class LayerWiseOptimizer(LinkedOptimizer):
     """A matrix rule for the model's matrices and an element-wise rule for the rest, data-parallel.
 
     - ``model``: the module, as it is; not wrapped in DDP, which this replaces. Its parameters and buffers become those
