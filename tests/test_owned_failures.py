@@ -355,7 +355,7 @@ def unfreezes(model: nn.Module) -> None:
 
 
 CHANGES = {
-    replaces: "parameter 'left.weight' is no longer in the model (replaced); make the optimizer after",
+    replaces: "parameter 'left.weight' is no longer in the model (replaced)",
     casts: "was moved or got other data (model.to(), param.data = ...)",
     assigns_data: "parameter 'right.weight' was moved or got other data",
     adds: "parameters 'new.weight', 'new.bias' are trained now, but not when the optimizer was made (new",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -11,7 +11,8 @@ import torch
 from torch.optim import optimizer as of_torch
 from torch.profiler import record_function
 
-BEFORE, AFTER = of_torch._global_optimizer_pre_hooks, of_torch._global_optimizer_post_hooks
+BEFORE: MutableMapping[int, Any] = of_torch._global_optimizer_pre_hooks
+AFTER: MutableMapping[int, Any] = of_torch._global_optimizer_post_hooks
 
 
 @contextmanager
