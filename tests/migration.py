@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -53,10 +54,13 @@ def distance(ours: Tensor, theirs: Tensor, start: Tensor) -> float:
 
 @contextlib.contextmanager
 def eager() -> Iterator[None]:
-    """DeepSpeed's Newton-Schulz as written rather than compiled."""
+    """DeepSpeed's Newton-Schulz as written rather than compiled, and in fp32 also on CPUs with arithmetic in fp16."""
+    from deepspeed.accelerator import get_accelerator
+
     torch.compiler.set_stance("force_eager")
     try:
-        yield
+        with mock.patch.object(get_accelerator(), "is_fp16_supported", lambda: False):
+            yield
     finally:
         torch.compiler.set_stance("default")
 
