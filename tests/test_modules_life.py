@@ -41,7 +41,9 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
         [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2), lr_scheduler.ExponentialLR(optimizer, 0.5)],
         milestones=[2],
     ),
-    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=9, cycle_momentum=False),
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(
+        optimizer, [2 * group["lr"] for group in optimizer.param_groups], total_steps=9, cycle_momentum=False
+    ),
     "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
 }
 

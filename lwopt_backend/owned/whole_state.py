@@ -91,10 +91,10 @@ def take_whole_state(core: OwnedCore, groups: Groups, state_dict: Mapping[str, A
     Parameters are told by their place in the param groups. One without state begins anew. Called on all ranks, whatever
     ranks have saved it. Raises ValueError, on all of them and before anything is changed, for what does not fit.
     """
-    check = agree(core.holdings[0].sharers.everyone, WHAT, lambda: (_checked(core, groups, state_dict), []))
+    taken = agree(core.holdings[0].sharers.everyone, WHAT, lambda: (_checked(core, groups, state_dict), []))
     for piece in state_pieces(core):
         for key, tensor in piece.tensors.items():
-            value = check[piece.member].get(key)
+            value = taken[piece.member].get(key)
             if value is not None:
                 tensor.copy_(value.reshape(-1)[piece.start : piece.stop] if tensor.ndim else value)
             elif key != MASTER:  # which follows the weights
