@@ -224,7 +224,7 @@ class LayerWiseOptimizer(LinkedOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a ``state_dict``. Raises ValueError, on all ranks, if it is another rank's or of another plan."""
-        load_state_dict_into(self, self.core, dict(state_dict), self._link)
+        load_state_dict_into(self, self.core, state_dict, self._link)
         self._loaded = True
 
     def memory_report(self) -> list[RankMemory]:

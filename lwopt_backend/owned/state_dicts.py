@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ def state_dict_of(optimizer: torch.optim.Optimizer, core: OwnedCore) -> dict[str
 def load_state_dict_into(
     optimizer: torch.optim.Optimizer,
     core: OwnedCore,
-    state_dict: dict[str, Any],
+    state_dict: Mapping[str, Any],
     link: Callable[[list[dict[str, Any]]], None],
 ) -> None:
     """Take what ``state_dict_of`` returned; ``link`` takes the param groups. Called on all ranks.
