@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lwopt_backend.migration import from_checkpoint
+from lwopt_backend.registry import optimizer_arguments
 from tests.migration import distance, eager, ours_for, rules_for
 from tests.rule_steps import SHAPES, gradients, random
 
@@ -46,7 +47,7 @@ def test_deepspeeds_whole_optimizer(deepspeed_muon: Any) -> None:
     theirs = deepspeed_muon.MuonWithAuxAdam(halves)
     rules, ours = rules_for("deepspeed"), ours_for("deepspeed", (24, 40))
     mine = nn.Parameter(bias.clone())
-    adamw = torch.optim.AdamW([mine], **rules.elementwise.options.model_dump())
+    adamw = torch.optim.AdamW([mine], **optimizer_arguments(rules.elementwise.options.model_dump()))
     for grad, of_bias in zip(gradients((24, 40)), gradients((24,))):
         ours.step(grad)
         weight.grad, other.grad, mine.grad = grad.clone(), of_bias.clone(), of_bias.clone()
