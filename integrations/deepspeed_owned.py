@@ -223,7 +223,7 @@ class OwnedLayerWise(LayerWise, ZeROOptimizer):  # type: ignore[misc]  # DeepSpe
             self.param_groups, state_dict, state_dict_list, weights=load_from_fp32_weights, state=load_optimizer_states
         )
         if load_optimizer_states:
-            self._link(groups)
+            self.link_groups(groups)
             self.loss_scaler, self.overflow = common["loss_scaler"], common["overflow"]
         if not load_from_fp32_weights:
             self.refresh_fp32_params()

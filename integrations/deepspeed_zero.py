@@ -135,8 +135,8 @@ class LayerWise(LinkedOptimizer):
         """A stage of a pipeline may have no matrices of its own."""
         return rate_of(self.rules, groups) if self.config.allow_no_matrix else self.rules.matrix.lr
 
-    def _link(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        super()._link(groups)
+    def link_groups(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        super().link_groups(groups)
         self._linked = self.param_groups  # DeepSpeed puts its own list in place of ours
 
     def step(self) -> None:  # type: ignore[override]
@@ -196,7 +196,7 @@ class LayerWise(LinkedOptimizer):
 
     def take_loaded(self, options: Sequence[dict[str, Any]], held: dict[str, dict[str, Any]]) -> None:
         """Go on with hyperparameters by param group and owners' states by matrix. After ``prepared``, on all ranks."""
-        self._link({**group, **new} for group, new in zip(self.param_groups, options, strict=True))
+        self.link_groups({**group, **new} for group, new in zip(self.param_groups, options, strict=True))
         if self._binding is not None and self._keeps_owner_state:
             take_owner_states(self._binding, list(self._steppers.values()), held)
 
@@ -225,7 +225,7 @@ class LayerWise(LinkedOptimizer):
         else:
             check_partitions(groups, state, self.param_groups)
             super().load_state_dict(state_dict)
-        self._link(self.param_groups)
+        self.link_groups(self.param_groups)
         self._steppers = {}  # what was loaded may lack state: it was saved before the first step
         self._owner_state = state_dict.get(CHECKPOINT_KEY, {})
 

@@ -37,9 +37,9 @@ class LinkedOptimizer(torch.optim.Optimizer):
         """Link the groups as they were configured, and show schedulers what they look for."""
         self.defaults = defaults_of(rules, groups)
         self._rates = LinkedRates.of(groups, rate_of(rules, groups) if rate is None else rate, marks)
-        self._link(self.param_groups)
+        self.link_groups(self.param_groups)
 
-    def _link(self, groups: Iterable[Mapping[str, Any]]) -> None:
+    def link_groups(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Go on with ``groups``, as after a checkpoint, which brings plain dictionaries."""
         assert self._rates is not None
         self.param_groups = self._rates.link(groups)

@@ -245,5 +245,5 @@ class LayerWiseOptimizer(LinkedOptimizer):
         groups = [dict(group) for group in self.param_groups]
         super().load_state_dict(state_dict)
         restore_groups(self, groups, self._rules)
-        self._link(self.param_groups)
+        self.link_groups(self.param_groups)
         restore_dtypes(self, made, state_dict)

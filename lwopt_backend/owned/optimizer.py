@@ -215,7 +215,7 @@ class LayerWiseOptimizer(LinkedOptimizer):
 
     def load_state_dict_from(self, path: str | PathLike[str]) -> None:
         """Read what this rank owns of what ``save_state_dict`` wrote; before or after the model's weights."""
-        self._link(load(self.core, self.param_groups, Path(path)))
+        self.link_groups(load(self.core, self.param_groups, Path(path)))
         self._loaded = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -224,7 +224,7 @@ class LayerWiseOptimizer(LinkedOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a ``state_dict``. Raises ValueError, on all ranks, if it is another rank's or of another plan."""
-        load_state_dict_into(self, self.core, state_dict, self._link)
+        load_state_dict_into(self, self.core, state_dict, self.link_groups)
         self._loaded = True
 
     def memory_report(self) -> list[RankMemory]:

@@ -83,10 +83,12 @@ def _tensor(path: Path, name: str, entry: Mapping[str, Any], start: int) -> Lazy
     """One of a header's entries; ``start`` is where tensors begin. Raises ValueError, TypeError, KeyError."""
     if entry["dtype"] not in _DTYPES:
         raise ValueError(f"{name!r} has the unknown dtype {entry['dtype']!r}")
-    dtype, shape = _DTYPES[entry["dtype"]], shape_of(entry["shape"])
-    begin, end = entry["data_offsets"]
-    if any(type(number) is not int or number < 0 for number in (begin, end)):
-        raise ValueError(f"shape and place of {name!r} are {entry['shape']} and {entry['data_offsets']}")
+    dtype, (begin, end) = _DTYPES[entry["dtype"]], entry["data_offsets"]
+    try:
+        shape, _ = shape_of(entry["shape"]), shape_of((begin, end))
+    except ValueError as error:
+        said = f"shape and place of {name!r} are {entry['shape']} and {entry['data_offsets']}"
+        raise ValueError(said[:300]) from error
     if end - begin != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{name!r} has {end - begin} bytes, but {entry['dtype']} of shape {list(shape)}")
     where = f"{name} in {path}"
