@@ -104,7 +104,7 @@ class LinkedRates:
         pairs = zip(groups, self._marks, strict=True)
         self._groups = [ParamGroup(group, self, index, marks) for index, (group, marks) in enumerate(pairs)]
         for group, marks in zip(self._groups, self._marks):
-            if self._alike:
+            if self._alike or (marks and not group.get(OWN_RATES)):
                 group.pop(OWN_RATES, None)
             elif not marks:  # from the beginning: a flattened checkpoint is read by the keys that there are
                 group.setdefault(OWN_RATES, False)

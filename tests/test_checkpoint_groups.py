@@ -81,7 +81,23 @@ def test_any_adam_has_the_options_of_torchs_too() -> None:
 
 def test_what_we_saved_stays_without_what_it_says_of_places() -> None:
     group = {"rule": "soap", "lr": 1.0, "members": "digest", "from_group": 1, "overrides": []}
-    assert as_ours(checkpoint([group], [()])).groups == ({"rule": "soap", "lr": 1.0},)
+    (found,) = as_ours(checkpoint([group], [()])).groups
+    assert found.items() >= {"rule": "soap", "lr": 1.0}.items()
+    assert not {"members", "from_group", "overrides"} & set(found)
+
+
+@pytest.mark.parametrize("rule", ["muon", "adamw"])
+def test_what_we_saved_gets_all_keys_that_a_group_of_any_engine_has(rule: str) -> None:
+    """torch.distributed.checkpoint fails where one is missing, of an older checkpoint or one of DeepSpeed's."""
+    (found,) = as_ours(checkpoint([{"rule": rule, "lr": 1.0, "weight_decay": 0.5}], [()])).groups
+    torchs = torch.optim.AdamW([torch.ones(1)]).defaults if rule == "adamw" else {}
+    assert set(found) >= {*option_names(found), *torchs, "own_rates"}
+    assert (found["lr"], found["weight_decay"], found["own_rates"]) == (1.0, 0.5, False)
+
+
+def test_a_rule_that_is_not_here_keeps_its_options() -> None:
+    group = {"rule": "somebodys", "lr": 1.0}
+    assert as_ours(checkpoint([group], [()])).groups == ({"own_rates": False, **group},)
 
 
 def test_groups_of_matrices_are_first_and_parameters_follow_them() -> None:

@@ -10,10 +10,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint
-from lwopt_backend.registry import MATRIX_RULES, options_of
+from lwopt_backend.linked_rates import OWN_RATES
+from lwopt_backend.registry import MATRIX_RULES, options_of, rule_named
+from lwopt_backend.torch_adamw import torchs
 
 MUON, ADAMW = "muon", "adamw"
 MOMENTS = {"exp_avg", "exp_avg_sq"}
@@ -73,16 +73,26 @@ def _translated(group: Mapping[str, Any], states: set[str], checkpoint: Checkpoi
     if "rule" in group:
         peak = _peak(checkpoint)
         first = {} if peak is None else {"initial_lr": peak}
-        return {**first, **{key: value for key, value in group.items() if key not in _PLACES}}
+        return {**_filled(group), **first, **{key: value for key, value in group.items() if key not in _PLACES}}
     if "betas" in group and states >= MOMENTS:
         options = _adamw(group, checkpoint.arguments)
-        kept = {**torch.optim.AdamW([torch.zeros(1)]).defaults, **_without_none(group)}
+        kept = {**torchs(), **_without_none(group)}
     elif states == {"momentum_buffer"}:
         options, kept = _muon(group, checkpoint.arguments), dict(group)
     else:
         raise _UnknownError(f"none of our rules keeps {sorted(states)} with the options {sorted(group)}")
     rate = {} if (start := _first_rate(group, checkpoint)) is None else {"initial_lr": start}
-    return {**kept, **options, **rate}
+    return {OWN_RATES: False, **kept, **options, **rate}
+
+
+def _filled(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What groups of this rule may have and this one lacks, because an engine does not need it or it is older."""
+    try:
+        fields = rule_named(group["rule"]).model(group, "").model_fields
+    except ValueError:  # a rule or a class that is not here
+        fields = {}
+    options = {k: f.get_default(call_default_factory=True) for k, f in fields.items() if not f.is_required()}
+    return {OWN_RATES: False, **(torchs() if group["rule"] == ADAMW else {}), **options}
 
 
 def _first_rate(group: Mapping[str, Any], checkpoint: Checkpoint) -> float | None:

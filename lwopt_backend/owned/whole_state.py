@@ -30,17 +30,16 @@ def reduced(bucket: BucketBuffers, mine: Sequence[Tensor | None]) -> Tensor:
 
 
 def held_state(core: OwnedCore, groups: Groups) -> dict[Tensor, dict[str, Tensor]]:
-    """By parameter what this rank owns of its state, without elements where it owns none.
+    """By parameter what this rank owns of its state; where it owns none, tensors without memory.
 
     All keys are there on all ranks: torch.distributed.checkpoint steps an optimizer that has no state to make it some,
     and reads a flattened state dict by the keys that it has.
     """
     mine = {piece.member: piece.tensors for piece in state_pieces(core)}
-    kept = {number: _kept(core, bucket, groups) for number, bucket in enumerate(core.manager.buckets)}
+    kept = [of_member for bucket in core.manager.buckets for of_member in _kept(core, bucket, groups).items()]
     return {
-        core.members[number].param: mine.get(number) or fresh
-        for of_bucket in kept.values()
-        for number, fresh in of_bucket.items()
+        core.members[number].param: mine.get(number) or {key: like.to("meta") for key, like in of_member.items()}
+        for number, of_member in kept
     }
 
 
