@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import random
+import resource
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, Param
 from lwopt_backend.checkpoint.deepspeed import universal_writer as write_universal
 from lwopt_backend.checkpoint.lazy import held
 from tests.command_line import files, lwopt, refused, succeeds, torch_dist, torch_format
+from tests.hostile import owned as owned_folder
 
 ROOT = Path(__file__).parents[1]
 FORMATS = ("torch", "megatron", "universal", "dcp", "safetensors")
@@ -310,6 +312,8 @@ def test_a_link_that_leads_out_of_the_folder_is_refused(copy: Callable[[str], Pa
     shutil.move(path, outside)
     path.symlink_to(outside)
     assert_refused(source, path.name, "a link that leads out of the folder")
+    planned = refused("plan", "--checkpoint", source, "--world-size", 2)
+    assert "a link that leads out of the folder" in planned and path.name in planned
     path.unlink()
     path.symlink_to(path)  # to itself
     assert_refused(source)
@@ -334,6 +338,34 @@ def test_a_target_that_is_a_link_is_replaced_itself(copy: Callable[[str], Path])
     succeeds("convert", source, target, "--to", "dcp", "--force")
     assert not target.is_symlink() and files(precious) == {"file": b"mine"}
     assert succeeds("diff", source, target)
+
+
+@pytest.mark.parametrize("form", ["torch", "universal"])
+def test_a_pipe_in_the_folder_is_refused_and_not_waited_for(copy: Callable[[str], Path], form: str) -> None:
+    source = copy(form)
+    os.mkfifo(source / "pipe")
+    assert "pipe is neither a file nor a folder" in refused("inspect", source)
+
+
+# A full disk
+
+
+@pytest.mark.parametrize("target", ["universal", "megatron", "dcp", "owned", "safetensors"])
+def test_a_file_that_cannot_be_written_is_one_error_that_names_the_target(tmp_path: Path, target: str) -> None:
+    """The system says that a file is too large where it would else say that the disk is full."""
+    source = owned_folder(tmp_path / "source")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    words = ["convert", source, tmp_path / "to" / "new", "--to", target]
+    if target == "megatron":
+        source = torch_dist(tmp_path / "megatron")
+        words = ["convert", source, tmp_path / "to" / "new", "--to", target, "--heads", 4]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, limit[1]))
+    try:
+        said = refused(*words)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert said.count("\n") == 1 and f"{tmp_path / 'to' / 'new'}" in said and "File too large" in said
+    assert not (tmp_path / "to").exists() and not list(tmp_path.rglob(".*lwopt*"))
 
 
 # Kills

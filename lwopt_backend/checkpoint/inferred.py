@@ -61,9 +61,10 @@ def tied(params: Mapping[str, Param]) -> dict[str, str]:
             begins[kind] = {}
             for of in trained.get(kind, ()):
                 begins[kind].setdefault(_begin(params[of]), []).append(of)
-        same = (of for of in (begins[kind].get(_begin(param), []) if begins[kind] else []) if _equal(param, params[of]))
-        if (other := next(same, None)) is not None:
-            found[name] = other
+        alike = begins[kind].get(_begin(param), []) if begins[kind] else []
+        same = next((of for of in alike if _equal(param, params[of])), None)
+        if same is not None:
+            found[name] = same
     return found
 
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
-from torch.serialization import StorageType
 
 from lwopt_backend.checkpoint.contents import CheckpointError
 from lwopt_backend.checkpoint.files.made import Made, Maker, Named, StorageKind, Stub, check_key
@@ -42,7 +41,7 @@ MENTIONED = {
     *(("torch", "Tensor"), ("torch.nn.parameter", "Parameter")),
 }
 MOST_DIGITS = 1000  # of an integer; the state of a random generator has about 40
-_STORAGES = frozenset(torch.storage._dtype_to_storage_type_map().values())
+_STORAGES = {name: dtype for dtype, name in torch.storage._dtype_to_storage_type_map().items()}
 _UNTYPED = {("torch", "UntypedStorage"), ("torch.storage", "UntypedStorage")}
 
 
@@ -109,7 +108,7 @@ class _Unpickler(pickle._Unpickler):  # the one in Python: the one in C cannot b
         if key in self._makers or key in MENTIONED:
             return Named(module, name, self._makers.get(key))
         if key in _UNTYPED or module == "torch" and name in _STORAGES:
-            return StorageKind(torch.uint8 if key in _UNTYPED else StorageType(name).dtype)
+            return StorageKind(_STORAGES.get(name, torch.uint8))
         found = getattr(torch, name, None) if module == "torch" else None
         if isinstance(found, torch.dtype):
             return found

@@ -63,7 +63,7 @@ def _contents(value: Any) -> tuple[int, list[Any]]:
             count += 1
         elif isinstance(part, _TEXTS):
             count += 1 + len(part) // CHARACTERS
-        elif isinstance(part, _CONTAINERS):
+        elif isinstance(part, _CONTAINERS) and part:
             inner.append(part)
         else:
             count += 1

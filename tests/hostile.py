@@ -1,0 +1,333 @@
+"""Files made to harm who reads them, and damaged ones; run as a program, so that a bomb takes this process alone.
+
+    python -m tests.hostile FOLDER bombs [APART]       every payload in every place, or every so-manieth, of a sample
+    python -m tests.hostile FOLDER flips SEED COUNT    bytes flipped, cut and moved in the samples' files
+
+Several such groups of words may follow each other.
+
+Prints a line of JSON for every run that ended in another way than well or with one error in plain words, and at last
+how many runs there were and how much memory was in use. One that takes longer than ``SECONDS`` counts as such, too.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import resource
+import shutil
+import signal
+import struct
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lwopt_backend.checkpoint.contents import Checkpoint, Param
+from lwopt_backend.checkpoint.lazy import held
+from lwopt_backend.checkpoint.owned import writer as write_owned
+from tests.command_line import lwopt, succeeds, torch_dist, torch_format
+
+SECONDS = 10  # of the processor's time
+ADDRESS_SPACE = 6 << 30  # bytes: of this process, most of which libraries reserve and do not use
+START = b"\x80\x04"
+MEMO = 1 << 20  # where payloads' own places begin, after those of the file that they are put into
+
+
+def samples(folder: Path) -> dict[str, Path]:
+    """A small checkpoint of every format."""
+    found = {"megatron": torch_dist(folder / "megatron"), "torch": torch_format(folder / "torch")}
+    found |= {"stage0": stage0(folder / "stage0"), "owned": owned(folder / "owned")}
+    for target in ("universal", "dcp", "safetensors"):
+        found[target] = folder / target
+        succeeds("convert", found["megatron"], found[target], "--to", target)
+    return found
+
+
+def stage0(folder: Path) -> Path:
+    """As DeepSpeed writes it."""
+    (folder / "global_step3").mkdir(parents=True)
+    (folder / "latest").write_text("global_step3")
+    module = {"a.weight": torch.randn(3, 4), "b.weight": torch.randn(5)}
+    state = {
+        number: {"step": torch.tensor(3.0), "exp_avg": torch.zeros_like(t), "exp_avg_sq": torch.zeros_like(t)}
+        for number, t in enumerate(module.values())
+    }
+    group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "params": [0, 1]}
+    saved = {
+        **{"module": module, "buffer_names": [], "param_shapes": None, "global_steps": 3, "global_samples": 6},
+        **{"optimizer": {"state": state, "param_groups": [group]}, "lr_scheduler": {"last_batch_iteration": 2}},
+        **{"dp_world_size": 1, "ds_config": {"bf16": {"enabled": False}}, "ds_version": "0.19.8", "mine": [1, 2]},
+    }
+    torch.save(saved, folder / "global_step3" / "mp_rank_00_model_states.pt")
+    return folder
+
+
+def owned(folder: Path) -> Path:
+    """As ``--to owned`` writes it."""
+    folder.mkdir(parents=True)
+    group = {"rule": "adamw", "lr": 0.1, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1, "from_group": 0}
+    params = {
+        name: Param(held(torch.randn(4, 3), name), {"exp_avg": held(torch.zeros(4, 3), name)}, 3.0, 0)
+        for name in ("a.weight", "b.weight")
+    }
+    write_owned.write(Checkpoint("made here", "", "model", params, (group,), iteration=3, client={"mine": 1}), folder)
+    return folder
+
+
+# Payloads: pickles of one object each, which find_class and the opcodes alone make large, slow or dangerous
+
+
+def named(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode()
+
+
+def number(value: int) -> bytes:
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a" + bytes([len(data)]) + data
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+
+
+def made(module: str, name: str, *arguments: bytes) -> bytes:
+    return named(module, name) + b"(" + b"".join(arguments) + b"tR"
+
+
+def kept(place: int) -> bytes:
+    """Keeps what was made last, after what any file keeps itself."""
+    return b"r" + struct.pack("<I", MEMO + place)
+
+
+def used(place: int) -> bytes:
+    return b"j" + struct.pack("<I", MEMO + place)
+
+
+def doubled(first: bytes, step: Callable[[bytes], bytes], levels: int = 60) -> bytes:
+    """Each level has the one below twice."""
+    return first + b"".join(kept(level) + step(used(level)) for level in range(levels))
+
+
+def dtype(kind: str) -> bytes:
+    return made("numpy", "dtype", text(kind), b"\x89", b"\x88")
+
+
+def array(kind: bytes, shape: bytes, data: bytes) -> bytes:
+    first = made("numpy.core.multiarray", "_reconstruct", named("numpy", "ndarray"), b"K\x00\x85", b"C\x01b")
+    return first + b"(K\x01" + shape + kind + b"\x89" + data + b"tb"
+
+
+def with_object_field() -> bytes:
+    """An array of V8 whose state says that there is an object in it: bytes of the file become a pointer."""
+    fields = b"(" + text("a") + b"t}" + text("a") + dtype("O8") + b"K\x00\x86s"
+    kind = dtype("V8") + b"(K\x03" + text("|") + b"N" + fields + b"K\x08K\x01K\x1btb"
+    return array(kind, b"K\x01\x85", b"C\x08AAAAAAAA")
+
+
+MANY = 50_000
+SPACE = made("argparse", "Namespace")
+TEXT = text("a" * MANY) + kept(0)
+ENCODE = text("latin1") + kept(1) + named("_codecs", "encode") + kept(2)
+PAYLOADS = {
+    "a list of a range": made("builtins", "list", made("builtins", "range", number(300_000_000))),
+    "a range": made("builtins", "range", number(3 * 10**9)),
+    "a bytearray by its length": made("builtins", "bytearray", number(12 * 10**9)),
+    "a bytearray of fewer bytes": b"\x96" + struct.pack("<Q", 12 * 10**9),
+    "bytes of fewer bytes": b"\x8e" + struct.pack("<Q", 12 * 10**9),
+    "a frame beyond the end": b"\x95" + struct.pack("<Q", 12 * 10**9) + b"N",
+    "a far place in the memo": b"Nr" + struct.pack("<I", 2**31),
+    "a storage": made("torch", "UntypedStorage", number(12 * 10**9)),
+    "an array by its shape": made("numpy", "ndarray", number(2**33) + b"\x85"),
+    "lists in lists": doubled(b"]", lambda below: b"]" + below + b"a" + below + b"a"),
+    "tuples in tuples": doubled(b")", lambda below: below + b"\x86"),
+    "dictionaries in dictionaries": doubled(b"}", lambda below: b"}K\x01" + below + b"sK\x02" + below + b"s"),
+    "objects in objects": doubled(SPACE, lambda b: SPACE + b"}" + text("a") + b + b"s" + text("b") + b + b"sb"),
+    "a key that takes long to hash": doubled(b")", lambda below: below + b"\x86") + kept(60) + b"}" + used(60) + b"Ns",
+    "lists within lists": b"]" * MANY + b"a" * (MANY - 1),
+    "tuples within tuples": b"N" + b"\x85" * MANY,
+    "tuples within tuples as a key": b"}N" + b"\x85" * MANY + b"Ns",
+    "dictionaries within dictionaries": b"}K\x01" * (MANY // 3) + b"N" + b"s" * (MANY // 3),
+    "a list in itself": b"]" + kept(0) + used(0) + b"a",
+    "an object in itself": SPACE + kept(0) + b"}" + text("a") + used(0) + b"sb",
+    "an integer of 500,000 bytes": b"\x8b" + struct.pack("<i", 500_000) + b"\x7f" * 500_000,
+    "an integer of 900,000 digits": b"L" + b"9" * 900_000 + b"L\n",
+    "a complex number of digits": made("builtins", "complex", text("9" * 300_000)),
+    "copies of a list": b"("
+    + (b"N" * MANY + b"l" + kept(0) + named("builtins", "tuple") + kept(1))
+    + (b"(" + (used(1) + used(0) + b"\x85R") * MANY + b"t"),
+    "copies of a text": TEXT + ENCODE + b"](" + (used(2) + used(0) + used(1) + b"\x86R") * MANY + b"e",
+    "a text again and again": TEXT + b"](" + used(0) * 100_000 + b"e",
+    "numbers that hash alike": b"}(" + b"".join(number(i * (2**61 - 1)) + b"N" for i in range(1, 40_000)) + b"u",
+    "many classes": b"(" + b"".join(named("megatron", f"c{i}") for i in range(40_000)) + b"t",
+    "many objects": named("argparse", "Namespace") + kept(0) + b"(" + (used(0) + b")\x81") * 100_000 + b"t",
+    "many sets": b"(" + b"\x8f" * 400_000 + b"t",
+    "an array with an object field": with_object_field(),
+    "an array of objects": array(dtype("O8"), b"K\x01\x85", b"C\x08AAAAAAAA"),
+    "a dtype with another's state": dtype("i8") + b"(K\x03" + text("|") + b"NNNK\x08K\x01K\x3ftb",
+    "an array of more than its bytes": array(dtype("i8"), number(2**40) + b"\x85", b"C\x08AAAAAAAA"),
+    "an array of fewer than none": array(dtype("i8"), number(-1) + b"\x85", b"C\x08AAAAAAAA"),
+    "a number of objects": made("numpy.core.multiarray", "scalar", named("numpy", "dtype"), b"C\x08AAAAAAAA"),
+    "a shape beyond counting": made("torch", "Size", b"(" + number(2**62) * 2 + b"t"),
+    "a list that is set by slices": b"](NNNe" + made("builtins", "slice", b"K\x00", b"K\x00") + b"]s",
+    "attributes of a function": named("torch", "Size") + b"}" + text("make") + b"Nsb",
+    "a registered extension": b"\x82\x01",
+    "half a character": b"X\x03\x00\x00\x00\xed\xa0\x80",
+    "nothing": b"",
+}
+
+
+def pickled_in(path: Path) -> bytes:
+    """The pickle in a file of torch.save, or in one that is a pickle."""
+    if not zipfile.is_zipfile(path):
+        return path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        return archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
+
+
+def with_pickle(path: Path, data: bytes) -> bytes:
+    """The file with another pickle, whose checksum is right."""
+    if not zipfile.is_zipfile(path):
+        return data
+    written = io.BytesIO()
+    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(written, "w") as other:
+        for name in archive.namelist():
+            other.writestr(name, data if name.endswith("/data.pkl") else archive.read(name))
+    return written.getvalue()
+
+
+def places(path: Path) -> Iterator[tuple[str, Callable[[bytes], bytes]]]:
+    """Where a payload goes: in place of everything, and under each key of the outermost dictionary or object."""
+    whole = pickled_in(path)
+    yield "everything", lambda payload: START + payload + b"."
+    is_object = path.name == ".metadata"
+    for key in ("planner_data", "state_dict_metadata") if is_object else keys_of(path):
+        put = b"}" + text(key) + b"%s" + b"s" if is_object else text(key) + b"%s"
+        end = b"b." if is_object else b"s."
+        yield key, lambda payload, put=put, end=end: whole[:-1] + put % payload + end  # type: ignore[misc]
+
+
+def keys_of(path: Path) -> list[str]:
+    saved = torch.load(path, weights_only=False)
+    return [*(key for key in saved if isinstance(key, str))][:6] + ["more"] if isinstance(saved, dict) else []
+
+
+# Runs
+
+
+class TooLong(BaseException):
+    """Not an Exception, so that nobody takes it for one of their own."""
+
+
+def _too_long(*_: Any) -> None:
+    raise TooLong(f"more than {SECONDS} s")
+
+
+def wrong(*words: object) -> str:
+    """What is wrong with how a command ended, if anything is."""
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    try:
+        run = lwopt(*words)
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"[:300]
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    if "Traceback" in run.err or "not enough memory" in run.err or run.code not in (0, 1, 2):
+        return f"{run.code}: {run.err[:300]}"
+    return "" if run.code == 0 or run.err.startswith("error: ") else run.err[:300]
+
+
+def commands(path: Path) -> dict[str, tuple[object, ...]]:
+    return {
+        "inspect": ("inspect", path),
+        "plan": ("plan", "--checkpoint", path, "--world-size", 2, "--json"),
+        "convert": ("convert", path, path.parent / "to", "--to", "dcp", "--dry-run"),
+        "diff": ("diff", path, path),
+    }
+
+
+def bombs(found: dict[str, Path], apart: int = 1) -> Iterator[dict[str, Any]]:
+    """A run for every payload in every place of a file of each kind; with ``apart`` in every so-manieth place."""
+    every = [
+        (form, folder, path, place, put)
+        for form, folder in found.items()
+        for path in {path.name: path for path in sorted(folder.rglob("*")) if is_pickled(path)}.values()
+        for place, put in places(path)
+    ]
+    for at, (name, payload) in enumerate(PAYLOADS.items()):
+        for form, folder, path, place, put in every[at * 37 % apart :: apart]:
+            kept = path.read_bytes()
+            path.write_bytes(with_pickle(path, put(payload)))
+            yield {"form": form, "file": path.name, "place": place, "payload": name, "folder": folder}
+            path.write_bytes(kept)
+
+
+def is_pickled(path: Path) -> bool:
+    return path.suffix == ".pt" or path.name == ".metadata"
+
+
+def flips(found: dict[str, Path], seed: int, count: int) -> Iterator[dict[str, Any]]:
+    """A run for each of ``count`` damages, most of them to what says where things are."""
+    generator = random.Random(seed)
+    for at in range(count):
+        form = generator.choice(sorted(found))
+        path = generator.choice([path for path in sorted(found[form].rglob("*")) if path.is_file()])
+        kept = path.read_bytes()
+        as_pickle = path.suffix in (".pt", "") and generator.random() < 0.7 and zipfile.is_zipfile(path)
+        data = bytearray(pickled_in(path) if as_pickle else kept)
+        harm(data, generator)
+        path.write_bytes(with_pickle(path, bytes(data)) if as_pickle else data)
+        yield {"form": form, "file": path.name, "number": at, "folder": found[form]}
+        path.write_bytes(kept)
+
+
+def harm(data: bytearray, generator: random.Random) -> None:
+    """Flip bits or bytes, cut, or repeat a part."""
+    if not data:
+        return
+    at = generator.randrange(len(data))
+    kind = generator.randrange(6)
+    if kind == 0:
+        del data[at:]
+    elif kind == 1:
+        data[at:at] = data[max(0, at - 20) : at]
+    elif kind == 2:
+        del data[at : at + generator.randrange(1, 9)]
+    else:
+        for place in [at] + [generator.randrange(len(data)) for _ in range(generator.choice((0, 0, 3)))]:
+            data[place] = generator.randrange(256) if kind < 5 else data[place] ^ 1 << generator.randrange(8)
+
+
+def asked(found: dict[str, Path], words: tuple[str, ...]) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
+    """Runs, each with the commands that are tried on what it is."""
+    starts = [at for at, word in enumerate(words) if not word.isdecimal()]
+    for start, end in zip(starts, [*starts[1:], len(words)]):
+        numbers = map(int, words[start + 1 : end])
+        if words[start] == "bombs":
+            yield from ((run, ("inspect",)) for run in bombs(found, *numbers))
+        else:
+            yield from ((run, ("inspect", "plan", "convert", "diff")) for run in flips(found, *numbers))
+
+
+def main(folder: str, *words: str) -> None:
+    root = Path(folder)
+    shutil.rmtree(root, ignore_errors=True)
+    found = samples(root)
+    signal.signal(signal.SIGPROF, _too_long)
+    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
+    count = 0
+    for run, names in asked(found, words):
+        path = run.pop("folder")
+        for name in names:
+            count += 1
+            if reason := wrong(*commands(path)[name]):
+                print(json.dumps({**run, "command": name, "wrong": reason}), flush=True)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps({"runs": count, "peak": peak}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
