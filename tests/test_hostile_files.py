@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
+import pickle
 import subprocess
 import sys
+import warnings
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
-from lwopt_backend.checkpoint.contents import CheckpointError
+from lwopt_backend.checkpoint import inferred
+from lwopt_backend.checkpoint.contents import CheckpointError, Param, read_as_expected
+from lwopt_backend.checkpoint.dcp import reader as dcp_reader
 from lwopt_backend.checkpoint.files import pickles, torch_files
+from lwopt_backend.checkpoint.lazy import LazyTensor
+from lwopt_backend.checkpoint.megatron import dist_names
 from lwopt_backend.checkpoint.owned import reader as owned_reader
 from tests import hostile
 
@@ -112,3 +124,111 @@ def test_owned_state_without_its_weights_says_what_is_missing(tmp_path: Path) ->
     (folder / "model.pt").unlink()
     with pytest.raises(CheckpointError, match="the weight 'a.weight' is missing"):
         owned_reader.read(folder)
+
+
+def metadata_of(folder: Path) -> Any:
+    """Of a folder by DCP with two tensors and an object."""
+    state = {"model": {"a": torch.ones(4, 3), "b": torch.ones(5)}, "iteration": 3}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return pickle.loads((folder / ".metadata").read_bytes())
+
+
+def larger(metadata: Any) -> None:
+    """A tensor of 2**40 elements, and its chunk too."""
+    tensor = metadata.state_dict_metadata["model.a"]
+    tensor.size = torch.Size([2**40])
+    tensor.chunks[0].offsets, tensor.chunks[0].sizes = torch.Size([0]), tensor.size
+    index = next(index for index in metadata.storage_data if index.fqn == "model.a")
+    metadata.storage_data[dataclasses.replace(index, offset=torch.Size([0]))] = metadata.storage_data.pop(index)
+
+
+def of_no_dtype(metadata: Any) -> None:
+    metadata.state_dict_metadata["model.a"].properties.dtype = "float32"
+
+
+def of_texts(metadata: Any) -> None:
+    metadata.state_dict_metadata["model.a"].size = ("4", "3")
+
+
+def beyond(metadata: Any) -> None:
+    metadata.state_dict_metadata["model.a"].chunks[0].offsets = torch.Size([1, 0])
+
+
+def at_one_place(metadata: Any) -> None:
+    """As many tensors as one likes of the same bytes."""
+    infos = list(metadata.storage_data.values())
+    most = max(infos, key=lambda info: info.length)
+    for index in metadata.storage_data:
+        metadata.storage_data[index] = most
+
+
+def long(metadata: Any) -> None:
+    metadata.state_dict_metadata["a" * 2000] = metadata.state_dict_metadata["model.a"]
+
+
+DAMAGED = {
+    larger: "model.a has a chunk of .* bytes, but .* are stored",
+    of_no_dtype: "model.a has a str for its dtype",
+    of_texts: "a shape has sizes that cannot be",
+    beyond: r"model.a of shape \(4, 3\) has a chunk of \(4, 3\) at \(1, 0\)",
+    at_one_place: "several tensors are at one place",
+    long: "a key is a str, or a long one",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED, ids=lambda damage: damage.__name__)
+def test_metadata_of_dcp_is_compared_with_what_is_stored(tmp_path: Path, damage: Callable[[Any], None]) -> None:
+    metadata = metadata_of(tmp_path)
+    damage(metadata)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=rf"\.metadata is .*{DAMAGED[damage]}"):
+        dcp_reader.read(tmp_path)
+
+
+def test_records_that_overlap_are_refused(tmp_path: Path) -> None:
+    """Each would be read for its checksum: a file of 1 MB can name the same half of it ten thousand times."""
+    torch.save({"a": torch.ones(1000)}, tmp_path / "a.pt")
+    with zipfile.ZipFile(tmp_path / "a.pt", "a") as archive:
+        largest = max(archive.filelist, key=lambda entry: entry.file_size)
+        for number in range(2):
+            again = copy.copy(largest)
+            again.filename = again.orig_filename = f"{largest.filename}{number}"
+            archive.filelist.append(again)
+        archive._didModify = True  # type: ignore[attr-defined]
+    with pytest.raises(CheckpointError, match="its records overlap"):
+        torch_files.load(tmp_path / "a.pt")
+
+
+def test_an_error_in_a_reader_is_one_of_the_checkpoint_and_keeps_its_cause(tmp_path: Path) -> None:
+    def read() -> None:
+        raise RecursionError("too deep")
+
+    with pytest.raises(CheckpointError, match=r"is not as DCP writes it \(RecursionError: too deep\)") as caught:
+        read_as_expected(read, tmp_path, "DCP")
+    assert isinstance(caught.value.__cause__, RecursionError)
+
+
+def test_a_stack_of_more_layers_than_any_model_has_is_refused_before_they_are_named() -> None:
+    with pytest.raises(CheckpointError, match="no model has so many layers or experts"):
+        next(dist_names._unstacked("decoder.layers.mlp.linear_fc1.weight", (2**40, 1), "a file"))
+
+
+def test_weights_that_may_be_tied_are_read_once_each_however_many_there_are() -> None:
+    reads: list[str] = []
+
+    def counted(name: str, value: float) -> LazyTensor:
+        def read() -> torch.Tensor:
+            reads.append(name)
+            return torch.full((2, 2), value)
+
+        return LazyTensor((2, 2), torch.float32, read, name)
+
+    trained = {f"a{i}": counted(f"a{i}", float(i)) for i in range(30)}
+    others = {f"b{i}": counted(f"b{i}", -1.0 - i) for i in range(30)}
+    params = {name: Param(weight, {"exp_avg": weight}, group=0) for name, weight in trained.items()}
+    params |= {name: Param(weight) for name, weight in others.items()}
+    params["twin"] = Param(counted("twin", 7.0))
+    assert inferred.tied(params) == {"twin": "a7"}
+    assert len(reads) == 30 + 30 + 1 + 2  # the twin and a7 once more, to be compared whole
