@@ -157,7 +157,8 @@ class Narrow(nn.Module):
 def narrow(attach: bool) -> float:
     model = fully_shard(Narrow(), mesh=mesh_of(dist.get_world_size()))
     twin_params = [nn.Parameter(param.detach().full_tensor()) for param in model.parameters()]
-    optimizer, twin = LayerWiseOptimizer(model, lr=0.02, report=False), torch.optim.Muon(twin_params, lr=0.02)
+    optimizer = LayerWiseOptimizer(model, lr=0.02, include=["column.weight", "row.weight"], report=False)
+    twin = torch.optim.Muon(twin_params, lr=0.02)
     if attach:
         optimizer.attach(model)
     for step in range(3):
@@ -237,7 +238,7 @@ def replaces(model: nn.Module) -> None:
 
 
 def replaces_a_module(model: nn.Module) -> None:
-    model.gate = nn.Linear(5, 1)
+    model.gate = nn.Linear(5, 2)
 
 
 def unfreezes(model: nn.Module) -> None:

@@ -22,7 +22,7 @@ def inner_steps() -> Iterator[None]:
     The step that they are part of is told once, by torch. The hooks are taken out rather than the optimizer's ``step``
     unwrapped, because one that calls its base class's ``step`` would be told of there.
     """
-    kept: list[tuple[dict[int, Any], dict[int, Any]]] = [(hooks, dict(hooks)) for hooks in (BEFORE, AFTER)]
+    kept: list[tuple[MutableMapping[int, Any], dict[int, Any]]] = [(hooks, dict(hooks)) for hooks in (BEFORE, AFTER)]
     for hooks, _ in kept:
         hooks.clear()
     try:
