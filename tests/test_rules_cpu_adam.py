@@ -12,7 +12,7 @@ import pytest
 
 from tests.ranks import RankPool
 from tests.rules import ELEMENTWISE
-from tests.test_rules_on_engines import differ_on_zero, differ_owned
+from tests.test_rules_on_engines import EVERY, differ_on_zero, differ_owned
 
 CLASS = "deepspeed.ops.adam.DeepSpeedCPUAdam"
 FOLDER = "TORCH_EXTENSIONS_DIR"
@@ -37,7 +37,7 @@ def compiled(request: pytest.FixtureRequest) -> str:
 
 def differ(folder: str, engine: str) -> float:
     os.environ[FOLDER] = folder
-    ELEMENTWISE["cpu adam"] = {"name": "torch_optimizer", "class": CLASS, "lr": 3e-3, "weight_decay": 0.1}
+    EVERY["cpu adam"] = ELEMENTWISE["cpu adam"] = {"name": "torch_optimizer", "class": CLASS, "lr": 3e-3, "weight_decay": 0.1}
     return differ_owned("muon", "cpu adam") if engine == "owned" else differ_on_zero(int(engine), "muon", "cpu adam")
 
 
