@@ -37,7 +37,8 @@ def compiled(request: pytest.FixtureRequest) -> str:
 
 def differ(folder: str, engine: str) -> float:
     os.environ[FOLDER] = folder
-    EVERY["cpu adam"] = ELEMENTWISE["cpu adam"] = {"name": "torch_optimizer", "class": CLASS, "lr": 3e-3, "weight_decay": 0.1}
+    section = {"name": "torch_optimizer", "class": CLASS, "lr": 3e-3, "weight_decay": 0.1}
+    EVERY["cpu adam"] = ELEMENTWISE["cpu adam"] = section
     return differ_owned("muon", "cpu adam") if engine == "owned" else differ_on_zero(int(engine), "muon", "cpu adam")
 
 
