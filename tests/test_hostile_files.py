@@ -18,15 +18,17 @@ import numpy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 
-from lwopt_backend.checkpoint import inferred
-from lwopt_backend.checkpoint.contents import CheckpointError, Param, read_as_expected
+from lwopt_backend.checkpoint import gates, inferred
+from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, Param, read_as_expected
 from lwopt_backend.checkpoint.dcp import reader as dcp_reader
 from lwopt_backend.checkpoint.files import pickles, torch_files
-from lwopt_backend.checkpoint.lazy import LazyTensor
+from lwopt_backend.checkpoint.lazy import LazyTensor, held
 from lwopt_backend.checkpoint.megatron import dist_names
 from lwopt_backend.checkpoint.owned import reader as owned_reader
 from tests import hostile
+from tests.command_line import refused
 
 ROOT = Path(__file__).parents[1]
 MOST_MEMORY = 2e9  # bytes, with what torch takes by itself
@@ -232,3 +234,24 @@ def test_weights_that_may_be_tied_are_read_once_each_however_many_there_are() ->
     params["twin"] = Param(counted("twin", 7.0))
     assert inferred.tied(params) == {"twin": "a7"}
     assert len(reads) == 30 + 30 + 1 + 2  # the twin and a7 once more, to be compared whole
+
+
+def test_a_name_of_many_parts_is_refused_by_plan(tmp_path: Path) -> None:
+    """All modules that it is in are looked at: their names would take as many bytes as its square."""
+    save_file({"a." * 1000 + "w": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    for words in (("plan", "--world-size", 2, "--checkpoint"), ("inspect",)):
+        assert "a parameter" in refused(*words, tmp_path)
+
+
+def test_looking_for_frozen_parameters_goes_through_them_once() -> None:
+    weight = held(torch.ones(2), "x")
+    looks = [0]
+
+    class Counted(dict[str, Param]):
+        def values(self) -> Any:
+            looks[0] += 1
+            return super().values()
+
+    params = Counted({str(number): Param(weight) for number in range(50)})
+    list(gates._missing(Checkpoint("made here", "", "model", params)))
+    assert looks[0] < 5

@@ -64,7 +64,8 @@ def _missing(checkpoint: Checkpoint) -> Iterator[str]:
     Where groups are not known the others are all. A state that only some rules have is none that others lack: what
     counts are others that have all of a parameter's states, and more. Rules may keep all of theirs in owner_states.
     """
-    trained = {name: param for name, param in checkpoint.params.items() if not _frozen(checkpoint, param)}
+    frozen = _frozen(checkpoint)
+    trained = {name: param for name, param in checkpoint.params.items() if name not in frozen}
     kinds: dict[int | None, dict[frozenset[str], str]] = {}
     for name, param in trained.items():
         kinds.setdefault(param.group, {}).setdefault(_kind(param), name)
@@ -92,10 +93,12 @@ def _is_low(weight: LazyTensor) -> bool:
     return weight.dtype.is_floating_point and weight.dtype.itemsize < 4
 
 
-def _frozen(checkpoint: Checkpoint, param: Param) -> bool:
-    """No state at all and in no group, where others are in one."""
-    grouped = any(other.group is not None for other in checkpoint.params.values())
-    return not param.states and param.weight is not None and param.group is None and grouped
+def _frozen(checkpoint: Checkpoint) -> dict[str, Param]:
+    """Parameters without state and in no group, where others are in one."""
+    params = checkpoint.params
+    if all(param.group is None for param in params.values()):
+        return {}
+    return {n: p for n, p in params.items() if not p.states and p.weight is not None and p.group is None}
 
 
 def _misshapen(checkpoint: Checkpoint) -> Iterator[str]:
@@ -107,7 +110,7 @@ def _misshapen(checkpoint: Checkpoint) -> Iterator[str]:
 
 def _notes(checkpoint: Checkpoint) -> list[str]:
     params = checkpoint.params
-    frozen = [name for name, param in params.items() if _frozen(checkpoint, param)]
+    frozen = list(_frozen(checkpoint))
     if not any(param.states for param in params.values()):
         return ["There is no optimizer state, only weights."]
     return [f"{len(frozen)} parameter(s) without a param group have no state, such as {frozen[0]!r}."] if frozen else []

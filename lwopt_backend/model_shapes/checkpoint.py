@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from lwopt_backend.checkpoint.contents import read_as_expected
+from lwopt_backend.checkpoint.contents import LONGEST_NAME, read_as_expected
 from lwopt_backend.checkpoint.files.links import check_links
 from lwopt_backend.checkpoint.lazy import LazyTensor
 from lwopt_backend.model_shapes.by_name import route_by_name
@@ -56,6 +56,8 @@ def read_checkpoint(
     path = Path(path)
     contents = read_as_expected(lambda: _read(path), path, "a program that is known", ValueError)
     parameters = [t for t in contents.tensors if t.floating]
+    if long := [t.name for t in parameters if len(t.name) > LONGEST_NAME]:
+        raise ValueError(f"{path}: a parameter's name has {len(long[0])} characters, {long[0][:50]!r}...; rename it")
     if not parameters:
         raise ValueError(f"{path}: expected a model's weights, found no floating-point tensor; give another checkpoint")
     training = training or Training.routed(include, exclude)
