@@ -1,35 +1,61 @@
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 
 import pytest
 
-from tests.ranks import RankPool
+from tests.cells import table
+from tests.ranks import RankPool, RankProcesses
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("lwopt_backend")
+    group.addoption("--full", action="store_true", help="whole tables in place of pairs, and tests marked `full`")
+    group.addoption("--order", type=int, metavar="SEED", help="run the files, and the tests in each, in a random order")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "full: runs in `make test-full` only")
+    config.addinivalue_line("markers", "cells(where, axes): a table of arguments, see tests/cells.py")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    for mark in metafunc.definition.iter_markers("cells"):
+        where, axes = mark.args
+        rows = table(axes, where, metafunc.config.getoption("full"))
+        metafunc.parametrize(tuple(axes), rows, indirect=[name for name in axes if name == "ranks"])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("full"):
+        left_out = [item for item in items if item.get_closest_marker("full")]
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=left_out)
+    if (seed := config.getoption("order")) is not None:
+        shuffled = random.Random(seed)
+        files = sorted({item.path for item in items})
+        shuffled.shuffle(files)
+        shuffled.shuffle(items)
+        items.sort(key=lambda item: files.index(item.path))
 
 
 @pytest.fixture(scope="session")
 def rank_pools() -> Iterator[dict[int, RankPool]]:
-    pools: dict[int, RankPool] = {}
-    yield pools
-    for pool in pools.values():
-        pool.remove()
+    """Worlds of 1 to 4 ranks, all on the same processes."""
+    processes = RankProcesses()
+    yield {world_size: RankPool(world_size, processes) for world_size in range(1, 5)}
+    processes.remove()
 
 
 @pytest.fixture
 def ranks(rank_pools: dict[int, RankPool], request: pytest.FixtureRequest) -> RankPool:
-    """Ranks of the run's pool: 2, or as many as ``@pytest.mark.parametrize("ranks", [4], indirect=True)`` says."""
-    return _pool(rank_pools, getattr(request, "param", 2))
+    """2 ranks, or as many as ``@cells(ranks=[...])`` says."""
+    return rank_pools[getattr(request, "param", 2)]
 
 
 @pytest.fixture
 def ranks_to_spoil(rank_pools: dict[int, RankPool]) -> Iterator[RankPool]:
-    """Two ranks for a test that changes DeepSpeed's globals (tensor, expert, pipeline groups); ended afterwards."""
-    pool = _pool(rank_pools, 2)
-    yield pool
-    pool.close()
-
-
-def _pool(rank_pools: dict[int, RankPool], world_size: int) -> RankPool:
-    if world_size not in rank_pools:
-        rank_pools[world_size] = RankPool(world_size)
-    return rank_pools[world_size]
+    """Two ranks for a test that changes DeepSpeed's globals (tensor, expert, pipeline groups)."""
+    yield rank_pools[2]
+    rank_pools[2].renew()

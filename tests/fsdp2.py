@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
 from tests.models import UnevenLM, batch
+from tests.ranks import kept_in_a_world
 
 ROWS = 8  # of the global batch
 EVEN = (64, 40)  # hidden sizes that divide by 2 and 4
@@ -37,7 +37,7 @@ class Sharded:
     plain: tuple[str, ...] = ()  # names of parameters that FSDP2 ignores, whose gradients the test averages itself
 
 
-@functools.cache  # a mesh makes process groups, and the pool's ranks live long
+@kept_in_a_world  # a mesh makes process groups, and the pool's ranks live long
 def mesh_of(*shape: int, names: tuple[str, ...] = ("dp",)) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 

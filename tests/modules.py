@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
 from tests.models import MATRICES, UnevenLM, batch
 from tests.owned import exact_sums
+from tests.ranks import kept_in_a_world
 from tests.zero import ADAMW, MUON
 
 ROWS = 24  # of the global batch; divides into micro-batches for 1 to 4 ranks
@@ -83,7 +83,7 @@ EVERYWHERE = Split((0, 1, 2, 3), (0, 1, 2, 3))
 ON_ONE = Split((0,), (0,))
 
 
-@functools.cache
+@kept_in_a_world
 def group_of(ranks: tuple[int, ...], module: str) -> Any:
     """A process group of its own for each module; called on all ranks."""
     group = dist.new_group(list(ranks))

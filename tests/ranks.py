@@ -8,6 +8,8 @@ not answer in time ends the pool's processes, and the next call starts fresh one
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import shutil
 import socket
@@ -19,6 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch.multiprocessing as mp
+from torch.distributed import TCPStore
 
 TIMEOUT_SECONDS = 120.0
 LOST = "lost"
@@ -32,23 +35,91 @@ class RankFailed(AssertionError):
         self.errors = errors
 
 
-class RankPool:
-    """``world_size`` ranks on gloo, started at the first call and kept until ``close``."""
+class RankProcesses:
+    """Processes that serve as ranks, started when first needed and kept until ``close``; on gloo.
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    They are the ranks of one world at a time: a call that asks for another number of ranks makes a new default group,
+    which takes milliseconds, where a process takes seconds to start.
+    """
+
+    def __init__(self) -> None:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder = tempfile.mkdtemp(prefix="lwopt-ranks-")
+        self._store: TCPStore | None = None
+        self._world_size = 0
+        self._worlds = 0
+
+    def call(self, world_size: int, message: Any, timeout: float) -> list[tuple[bool, Any]]:
+        """What each rank of a world of that size answers, in rank order: (True, its value) or (False, its error)."""
+        self._start(world_size)
+        if world_size != self._world_size:
+            self._worlds += 1
+            self._world_size = world_size
+            self._ask(self._pipes, [("world", rank, world_size, self._worlds) for rank in range(len(self._pipes))])
+            self._collect(self._pipes, time.monotonic() + TIMEOUT_SECONDS)
+        pipes = self._pipes[:world_size]
+        self._ask(pipes, [message] * world_size)
+        return self._collect(pipes, time.monotonic() + timeout)
+
+    def renew(self) -> None:
+        """Make the next call's world a new one, with DeepSpeed's global groups as they were at the start."""
+        self._world_size = 0
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._pipes, self._store = [], [], None
+        self.renew()
+
+    def remove(self) -> None:
+        self.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self, count: int) -> None:
+        context = mp.get_context("spawn")
+        if self._store is None:
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank in range(len(self._processes), count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, self._store.port, self._folder), daemon=True)
+            process.start()
+            self._processes.append(process)
+            self._pipes.append(ours)
+            self.renew()
+
+    @staticmethod
+    def _ask(pipes: list[Connection], messages: list[Any]) -> None:
+        for pipe, message in zip(pipes, messages):
+            with contextlib.suppress(BrokenPipeError):  # of a rank that died; reading its answer says so
+                pipe.send(message)
+
+    @staticmethod
+    def _collect(pipes: list[Connection], deadline: float) -> list[tuple[bool, Any]]:
+        answers: list[tuple[bool, Any]] = []
+        for rank, pipe in enumerate(pipes):
+            # Once one rank has failed the others may wait for it in a collective; they get a moment, not the deadline.
+            patience = max(0.0, deadline - time.monotonic()) if all(ok for ok, _ in answers) else 10.0
+            try:
+                answers.append(pipe.recv() if pipe.poll(patience) else _lost(f"rank {rank} did not answer"))
+            except (EOFError, ConnectionResetError):
+                answers.append(_lost(f"rank {rank} died"))
+        return answers
+
+
+class RankPool:
+    """A world of ``world_size`` ranks, on processes that it shares with other worlds or on its own."""
+
+    def __init__(self, world_size: int, processes: RankProcesses | None = None) -> None:
+        self.world_size = world_size
+        self.processes = processes or RankProcesses()
 
     def run(
         self, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_SECONDS, **kwargs: Any
     ) -> list[Any]:
         """Every rank's ``function(*args, **kwargs)``, in rank order."""
-        self._start()
-        for pipe in self._pipes:
-            pipe.send((function, args, kwargs))
-        answers = self._collect(time.monotonic() + timeout)
+        answers = self.processes.call(self.world_size, (function, args, kwargs), timeout)
         errors = [None if ok else value[0] for ok, value in answers]
         if not any(errors):
             return [value for _, value in answers]
@@ -66,40 +137,24 @@ class RankPool:
             return [str(error) for error in failure.errors]
         raise AssertionError(f"no rank failed; results {results}")
 
+    def renew(self) -> None:
+        self.processes.renew()
+
     def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
-        self._processes, self._pipes = [], []
+        self.processes.close()
 
     def remove(self) -> None:
-        self.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self.processes.remove()
 
-    def _start(self) -> None:
-        if self._processes:
-            return
-        context = mp.get_context("spawn")
-        port = free_port()
-        for rank in range(self.world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(theirs, rank, self.world_size, port, self._folder), daemon=True
-            )
-            process.start()
-            self._processes.append(process)
-            self._pipes.append(ours)
 
-    def _collect(self, deadline: float) -> list[tuple[bool, Any]]:
-        answers: list[tuple[bool, Any]] = []
-        for rank, pipe in enumerate(self._pipes):
-            # Once one rank has failed the others may wait for it in a collective; they get a moment, not the deadline.
-            patience = max(0.0, deadline - time.monotonic()) if all(ok for ok, _ in answers) else 10.0
-            try:
-                answers.append(pipe.recv() if pipe.poll(patience) else _lost(f"rank {rank} did not answer"))
-            except EOFError:
-                answers.append(_lost(f"rank {rank} died"))
-        return answers
+def kept_in_a_world(function: Callable[..., Any]) -> Callable[..., Any]:
+    """functools.cache for process groups and meshes, which end with the world that they were made in."""
+    cached = functools.cache(function)
+    _OF_THIS_WORLD.append(cached)
+    return cached
+
+
+_OF_THIS_WORLD: list[Any] = []
 
 
 def _lost(what: str) -> tuple[bool, Any]:
@@ -112,18 +167,9 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def _serve(pipe: Connection, rank: int, world_size: int, port: int, folder: str) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        DS_ACCELERATOR="cpu",
-        OMP_NUM_THREADS="1",
-        TORCH_EXTENSIONS_DIR=folder,
-    )
+def _serve(pipe: Connection, number: int, port: int, folder: str) -> None:
+    """Serve as rank ``number`` of every world that is large enough, on a thread per process."""
+    os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", TORCH_EXTENSIONS_DIR=folder, MASTER_ADDR="127.0.0.1")
     import torch
 
     torch.set_num_threads(1)
@@ -132,16 +178,60 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, folder: str)
     from lwopt_backend.integrations import deepspeed_zero
 
     deepspeed_zero.register()
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     deepspeed.utils.logger.setLevel("WARNING")
-    linear = torch.nn.functional.linear
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    linear, globals_of_deepspeed = torch.nn.functional.linear, _globals_of_deepspeed()
     while True:
         try:
-            function, args, kwargs = pipe.recv()
+            message = pipe.recv()
         except EOFError:
             return
         try:
-            pipe.send((True, function(*args, **kwargs)))
+            if message[0] == "world":
+                _, rank, world_size, attempt = message
+                _enter_world(store, rank, world_size, attempt, globals_of_deepspeed)
+                pipe.send((True, None))
+            else:
+                function, args, kwargs = message
+                pipe.send((True, function(*args, **kwargs)))
         except BaseException as error:
             pipe.send((False, (f"{type(error).__name__}: {error}", traceback.format_exc())))
         torch.nn.functional.linear = linear  # ZeRO-3 leaves its own there, which rounds bf16 otherwise
+
+
+def _globals_of_deepspeed() -> list[tuple[Any, dict[str, Any]]]:
+    """Its modules that keep process groups in globals, with what these were before there was a group."""
+    from deepspeed.comm import comm
+    from deepspeed.runtime.pipe import p2p
+    from deepspeed.utils import groups
+
+    return [
+        (module, {name: value for name, value in vars(module).items() if not name.startswith("__")})
+        for module in (comm, p2p, groups)
+    ]
+
+
+def _enter_world(
+    store: TCPStore, rank: int, world_size: int, number: int, globals_of_deepspeed: list[tuple[Any, dict[str, Any]]]
+) -> None:
+    """End the world that there is, and be a rank of the next, if it has so many."""
+    import deepspeed
+    import torch.distributed as dist
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    for cached in _OF_THIS_WORLD:
+        cached.cache_clear()
+    for module, values in globals_of_deepspeed:
+        vars(module).update(values)
+    # ZeRO-3 compares these counters between ranks, which have not been in the same worlds.
+    Init.param_id = 0
+    DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
+    if rank >= world_size:
+        return
+    local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_SIZE": world_size}
+    os.environ.update({name: str(value) for name, value in local.items()}, MASTER_PORT=str(free_port()))
+    dist.init_process_group("gloo", store=dist.PrefixStore(f"world {number}", store), rank=rank, world_size=world_size)
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
