@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
+
+import pytest
 
 from lwopt_backend.cli.app import main
 from tests.megatron_dist import Setup, truth, write
 from tests.megatron_torch import Setup as TorchSetup
 from tests.megatron_torch import Writer
 
-SAMPLES = Path(__file__).parents[1].parent / "shared" / "megatron"
-GENUINE = sorted(path.name for path in SAMPLES.glob("[!B]*") if path.is_dir())
-BAD = SAMPLES / "BAD_t16_do_adam_dp2_torchdist_full_3buckets"
+SAMPLES = Path(__file__).parent / "data" / "megatron"
+GENUINE = sorted(path.name for path in SAMPLES.iterdir() if path.is_dir())  # Megatron's own, with their truth
+FURTHER = "LWOPT_MEGATRON_CHECKPOINTS"  # names a folder of more; those called BAD_... must be refused
+BAD = next(iter(sorted(Path(os.environ.get(FURTHER, "none")).glob("BAD*"))), Path("none"))
+NOT_SET = f"{FURTHER} names no folder of further genuine checkpoints"
+
+
+def genuine(bad: bool = False) -> list[Any]:
+    """Arguments for a test: the folders here, and in `make test-full` further ones; or those that must be refused."""
+    folder = os.environ.get(FURTHER)
+    more = sorted(path for path in Path(folder).iterdir() if path.is_dir()) if folder else []
+    more = [path for path in more if path.name.startswith("BAD") == bad]
+    here = [] if bad else [pytest.param(SAMPLES / name, id=name) for name in GENUINE]
+    marks = [pytest.mark.full, pytest.mark.skipif(not more, reason=NOT_SET)]
+    return here + [pytest.param(path, id=path.name, marks=marks) for path in more or [Path("none")]]
 
 
 @dataclass(frozen=True)
