@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
+from lwopt_backend.integrations import fsdp2
+from tests.fsdp2 import whole
 from tests.models import MATRICES, UnevenLM, batch
 from tests.owned import exact_sums
 from tests.ranks import kept_in_a_world
@@ -42,6 +47,9 @@ class Language(UnevenLM):
         x = self.embedding(tokens) + seen.unsqueeze(1)
         x = x + self.layers(x) * self.gated(x)
         return nn.functional.cross_entropy(self.lm_head(x).flatten(0, 1), targets.flatten())
+
+
+MAKE: dict[str, Callable[[], nn.Module]] = {"vision": Vision, "language": Language}
 
 
 def images_of(step: int) -> Tensor:
@@ -90,6 +98,11 @@ def group_of(ranks: tuple[int, ...], module: str) -> Any:
     return group if dist.get_rank() in ranks else None
 
 
+@kept_in_a_world
+def mesh_of_group(group: Any) -> DeviceMesh:
+    return DeviceMesh.from_group(group, "cpu")
+
+
 def send_rows(moves: Sequence[tuple[int, int, int, int]], mine: Tensor, first: int, into: Tensor, place: int) -> None:
     """Bring rows from (rank, ...) to (..., rank, ...). ``first`` and ``place`` are the first rows of both tensors."""
     me = dist.get_rank()
@@ -131,11 +144,7 @@ def backward(
         out.backward(grad * (len(split.vision) / len(split.language)))
 
 
-def modules_of(split: Split, *, exact: bool = True) -> dict[str, nn.Module]:
-    """This rank's modules, with gradients whose sums are exact or as they are."""
-    make = {"vision": Vision, "language": Language}
-    here = {name: make[name]() for name in NAMES if dist.get_rank() in split.ranks(name)}
-    return {name: exact_sums(module) if exact else module for name, module in here.items()}
+# Kinds of optimizers
 
 
 def owned(module: nn.Module, group: Any, **options: Any) -> LayerWiseOptimizer:
@@ -143,33 +152,55 @@ def owned(module: nn.Module, group: Any, **options: Any) -> LayerWiseOptimizer:
     return LayerWiseOptimizer(module, **MUON, elementwise={"name": "adamw", **ADAMW}, **settings)
 
 
-def optimizers_of(split: Split, modules: dict[str, nn.Module], **options: Any) -> ModuleOptimizers:
-    """Owned storage for each module on its ranks; called on all ranks."""
-    groups = {name: group_of(split.ranks(name), name) for name in NAMES}
-    return ModuleOptimizers({n: owned(modules[n], groups[n], **options) if n in modules else None for n in NAMES})
+def sgd(params: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
-def train(
-    split: Split,
-    modules: dict[str, nn.Module],
-    optimizers: ModuleOptimizers,
-    steps: range,
-    *,
-    accumulation: int = 1,
-    clip: float | None = None,
-    before_step: Callable[[int], None] = lambda step: None,
-) -> list[tuple[bool, float]]:
-    """The usual loop; of every step whether all ranks stepped, and the norm that clipped."""
-    found = []
-    for step in steps:
-        for part in range(accumulation):
-            with optimizers.no_sync() if part < accumulation - 1 else contextlib.nullcontext():
-                backward(split, modules, step, part, accumulation)
-        norm = 0.0 if clip is None else optimizers.clip_grad_norm_(clip).item()
-        before_step(step)
-        found.append((optimizers.step(), norm))
-        optimizers.zero_grad()
-    return found
+def owns(module: nn.Module, group: Any, **options: Any) -> tuple[nn.Module, Any]:
+    return module, owned(module, group, **options)
+
+
+def shards(module: nn.Module, group: Any) -> tuple[nn.Module, Any]:
+    for layer in module.layers:
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, mesh=mesh_of_group(group))
+    fully_shard(module, mesh=mesh_of_group(group))
+    elementwise = {"name": "adamw", **ADAMW}
+    return module, fsdp2.LayerWiseOptimizer(module, **MUON, elementwise=elementwise, report=False)
+
+
+def shards_early(module: nn.Module, group: Any) -> tuple[nn.Module, Any]:
+    """The exchange begins in backward, so it is under way when the step is skipped."""
+    module, optimizer = shards(module, group)
+    optimizer.attach(module)
+    return module, optimizer
+
+
+def copies(module: nn.Module, group: Any) -> tuple[nn.Module, Any]:
+    optimizer = sgd(list(module.parameters()))
+    return DistributedDataParallel(module, process_group=group), optimizer
+
+
+def alone(module: nn.Module, group: Any) -> tuple[nn.Module, Any]:
+    return module, sgd(list(module.parameters()))
+
+
+Kind = Callable[..., tuple[nn.Module, Any]]
+
+
+def make(split: Split, kinds: Sequence[Kind] = (owns, owns), exact: bool = True, **options: Any) -> Any:
+    """This rank's modules, with gradients whose sums are exact or as they are, and their optimizers."""
+    modules: dict[str, nn.Module] = {}
+    optimizers: dict[str, Any] = dict.fromkeys(NAMES)
+    for name, how in zip(NAMES, kinds):
+        group = group_of(split.ranks(name), name)
+        if dist.get_rank() in split.ranks(name):
+            module = exact_sums(MAKE[name]()) if exact else MAKE[name]()
+            modules[name], optimizers[name] = how(module, group, **options)
+    return modules, ModuleOptimizers(optimizers)
+
+
+# The reference
 
 
 class OneProcess:
@@ -177,11 +208,9 @@ class OneProcess:
 
     def __init__(self, *, exact: bool = True, vision: Callable[[list[Tensor]], torch.optim.Optimizer] | None = None):
         """``vision`` makes another optimizer of all of that module's parameters."""
-        self.modules: dict[str, nn.Module] = {"vision": Vision(), "language": Language()}
+        self.modules = {name: exact_sums(MAKE[name]()) if exact else MAKE[name]() for name in NAMES}
         matrices, others = [], []
         for name, module in self.modules.items():
-            if exact:
-                exact_sums(module)
             for of_param, param in module.named_parameters():
                 if name == "language" or vision is None:
                     (matrices if of_param in MATRICES_OF[name] else others).append(param)
@@ -205,20 +234,24 @@ class OneProcess:
             grad = torch.cat(grads) * (len(split.vision) / len(split.language))
             for rank, out in zip(split.vision, outs):
                 out.backward(grad[split.rows("vision", rank, rows)])
-        for name, module in self.modules.items():
-            for param in module.parameters():
-                if param.grad is not None:
-                    param.grad.div_(len(split.ranks(name)))
+        for name in NAMES:
+            for summed in self.grads(name):
+                summed.div_(len(split.ranks(name)))
 
-    def norm(self, *names: str) -> float:
-        grads = [p.grad for name in names or NAMES for p in self.modules[name].parameters() if p.grad is not None]
-        return torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in grads]).double()).item()
+    def grads(self, name: str) -> list[Tensor]:
+        return [param.grad for param in self.modules[name].parameters() if param.grad is not None]
 
-    def scale(self, factor: float, *names: str) -> None:
-        for name in names or NAMES:
-            for param in self.modules[name].parameters():
-                if param.grad is not None:
-                    param.grad.mul_(factor)
+    def norms(self, norm_type: float = 2.0) -> list[float]:
+        """Of each module's gradients, and of all."""
+        flat = [torch.cat([grad.flatten() for grad in self.grads(name)]).double() for name in NAMES]
+        return [torch.linalg.vector_norm(grad, norm_type).item() for grad in (*flat, torch.cat(flat))]
+
+    def zeros(self) -> dict[str, int]:
+        return {name: sum(int((grad == 0).sum()) for grad in self.grads(name)) for name in NAMES}
+
+    def scale(self, factor: float, name: str) -> None:
+        for grad in self.grads(name):
+            grad.mul_(factor)
 
     def step(self) -> None:
         for optimizer in self.optimizers:
@@ -229,13 +262,44 @@ class OneProcess:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
-    def difference(self, modules: dict[str, nn.Module]) -> float:
+
+class Beside:
+    """Modules that are trained on a split of the ranks, and one process that trains what they must become."""
+
+    def __init__(self, split: Split, kinds: Sequence[Kind] = (owns, owns), **options: Any) -> None:
+        exact = tuple(kinds) == (owns, owns)  # of two ranks each, sums are exact without it
+        self.split, self.kinds, self.exact, self.options = split, kinds, exact, options
+        self.modules, self.optimizers = make(split, kinds, exact, **options)
+        self.single = OneProcess(exact=exact, vision=sgd if kinds[0] in (copies, alone) else None)
+
+    def step(self, number: int, *, accumulation: int = 1, clip: float | Mapping[str, float] | None = None) -> None:
+        """One step of both; norms and zeros are those of one process, which clips with our norm."""
+        for part in range(accumulation):
+            with self.optimizers.no_sync() if part < accumulation - 1 else contextlib.nullcontext():
+                backward(self.split, self.modules, number, part, accumulation)
+        self.single.gradients(self.split, number, accumulation)
+        if clip is not None:
+            self.clip(clip)
+        assert self.optimizers.step() is True
+        self.optimizers.zero_grad()
+        self.single.step()
+
+    def clip(self, clip: float | Mapping[str, float]) -> None:
+        limits = clip if isinstance(clip, Mapping) else dict.fromkeys(NAMES, clip)
+        assert self.optimizers.zero_counts() == self.single.zeros()
+        norm = self.optimizers.clip_grad_norm_(clip).item()
+        assert abs(norm / self.single.norms()[-1] - 1) <= 1e-6 and norm > max(limits.values())  # or nothing is clipped
+        for name in NAMES:
+            self.single.scale(factor_of(norm, limits[name]), name)
+
+    def difference(self) -> float:
         """The largest difference of a parameter of the modules that this rank has."""
         worst = 0.0
-        for name, module in modules.items():
-            theirs = dict(self.modules[name].named_parameters())
+        for name, module in self.modules.items():
+            theirs = dict(self.single.modules[name].named_parameters())
             for of_param, param in module.named_parameters():
-                worst = max(worst, float((param - theirs[of_param]).detach().abs().max()))
+                expected = theirs[of_param.removeprefix("module.")]  # as DDP has it
+                worst = max(worst, float((whole(param) - expected).detach().abs().max()))
         return worst
 
 
