@@ -19,6 +19,10 @@ from tests.zero import ADAMW, MUON, ROWS, config, engine_for, train
 FROZEN = "layers.4.weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 States = dict[str, dict[str, Tensor]]
+PARTS: dict[str, Any] = {  # which matrices are in a parameter
+    "layers.0.weight": {"qkv": [9, 6, 6], "groups": 3},
+    "layers.2.weight": {"qkv": [21, 10, 10], "groups": 1},
+}
 
 
 class Buffered(UnevenLM):
@@ -32,6 +36,11 @@ class Buffered(UnevenLM):
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         self.passes += 1
         return super().forward(tokens, targets)
+
+
+class AllKinds(Buffered):
+    def __init__(self) -> None:
+        super().__init__(tied=True)
 
 
 def settings_for(optimizer: str, stage: int, precision: str = "fp32") -> dict[str, Any]:

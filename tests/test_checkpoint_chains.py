@@ -1,10 +1,12 @@
-"""One run through all engines: at every stop ``lwopt convert`` makes the next checkpoint, and nothing is lost."""
+"""One run through all engines, Megatron's among them: every stop is one of ``lwopt convert``, and nothing is lost."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -25,80 +28,37 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lwopt_backend import LayerWiseOptimizer as OwnedOptimizer
 from lwopt_backend.checkpoint import formats
+from lwopt_backend.checkpoint.dcp.files import DcpFolder
+from lwopt_backend.checkpoint.deepspeed import universal_writer
+from lwopt_backend.checkpoint.files.folders import write_folder
+from lwopt_backend.integrations import deepspeed_universal_loading as loading
 from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
 from tests import megatron_dist
-from tests.checkpoint_engines import full_weights_of
+from tests.checkpoint_engines import PARTS, full_weights_of
+from tests.command_line import SAMPLES, succeeds
+from tests.engines import ExactLM
 from tests.fsdp2 import mesh_of, weights_of, whole
-from tests.models import VOCABULARY, batch
+from tests.models import batch
 from tests.owned import BUCKET_MB
 from tests.ranks import RankPool
 from tests.rule_steps import Trained, rule_of
-from tests.test_cli import run as lwopt
-from tests.zero import ADAMW, MUON, ROWS, engine_for
+from tests.rules import ELEMENTWISE, SECTIONS
+from tests.zero import ROWS, engine_for
 from tests.zero import train as train_engine
 
 STEPS = 2  # on each engine
-RULES: dict[str, dict[str, Any]] = {
-    "muon": {"name": "muon", **MUON},
-    "soap": {"name": "soap", "lr": 3e-3, "precondition_frequency": 2},
-    "soap of parts": {"name": "soap", "lr": 3e-3, "precondition_frequency": 2},
-}
-ATOMS: dict[str, dict[str, Any]] = {  # which matrices are in a parameter
-    "soap of parts": {
-        "layers.0.weight": {"qkv": [9, 6, 6], "groups": 3},
-        "layers.2.weight": {"qkv": [21, 10, 10], "groups": 1},
-    },
-}
-ELEMENTWISE = {"name": "adamw", **ADAMW}
 
 
-# A model whose gradients are multiples of 2^-14, so that the mean of equal ones over any number of ranks is exact
+class LM(ExactLM):
+    """Its gradients are few bits wide, so that the mean of equal ones over any number of ranks is exact."""
 
-
-class Rounded(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
-        return weight.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return (grad * 2**14).round() / 2**14
-
-
-class Linear(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else Rounded.apply(self.bias)
-        return nn.functional.linear(x, Rounded.apply(self.weight), bias)
-
-
-class Embedding(nn.Embedding):
-    def forward(self, tokens: Tensor) -> Tensor:
-        return nn.functional.embedding(tokens, Rounded.apply(self.weight))
-
-
-class Norm(nn.LayerNorm):
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.layer_norm(x, x.shape[-1:], Rounded.apply(self.weight), Rounded.apply(self.bias))
-
-
-class LM(nn.Module):
-    def __init__(self, seed: int = 0, tied: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.embedding = Embedding(VOCABULARY, 24)
-        self.layers = nn.ModuleList([Linear(24, 63), Norm(63), Linear(63, 41, bias=False), Linear(41, 24)])
-        self.lm_head = Linear(24, VOCABULARY, bias=False)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self.register_buffer("passes", torch.zeros(2))
-        if tied:
-            self.lm_head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         self.passes += 1
-        x = self.embedding(tokens)
-        y = x
-        for layer in self.layers:
-            y = nn.functional.gelu(layer(y))
-        return nn.functional.cross_entropy(self.lm_head(x + y).flatten(0, 1), targets.flatten())
+        return super().forward(tokens, targets)
 
 
 # The engines
@@ -112,6 +72,7 @@ class Leg:
     ranks: int
     stage: int = 0
     straight: bool = False  # it loads what is made of the saved checkpoint itself, not of the universal one
+    flat: bool = False  # FSDP2's state is saved flattened
 
 
 @dataclass(frozen=True)
@@ -125,9 +86,13 @@ class Run:
     def model(self) -> LM:
         return LM(seed=0 if self.load is None else 5, tied=self.tied)
 
+    @property
+    def matrix(self) -> dict[str, Any]:
+        return SECTIONS[self.rule.removesuffix(" of parts")]
 
-def atoms_of(run: Run) -> dict[str, Any]:
-    return {"atoms": ATOMS[run.rule]} if run.rule in ATOMS else {}
+    @property
+    def atoms(self) -> dict[str, Any]:
+        return {"atoms": PARTS} if self.rule.endswith("of parts") else {}
 
 
 def schedule(optimizer: Any) -> LambdaLR:
@@ -135,7 +100,7 @@ def schedule(optimizer: Any) -> LambdaLR:
 
 
 def on_zero(run: Run, leg: Leg) -> dict[str, Any]:
-    params = {"matrix": RULES[run.rule], "elementwise": ELEMENTWISE, "report": False, **atoms_of(run)}
+    params = {"matrix": run.matrix, "elementwise": ELEMENTWISE["adamw"], "report": False, **run.atoms}
     zero = {"stage": leg.stage, "stage3_param_persistence_threshold": 100}
     if leg.engine == "owned in DeepSpeed":
         params |= {"storage": "owned", "bucket_mb": 0.01}
@@ -162,10 +127,10 @@ def on_zero(run: Run, leg: Leg) -> dict[str, Any]:
 def on_fsdp2(run: Run, leg: Leg) -> dict[str, Any]:
     model = run.model()
     mesh = mesh_of(dist.get_world_size())
-    for layer in model.layers:
+    for layer in (layer for layer in model.layers if list(layer.parameters())):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = LayerWiseOptimizer(model, RULES[run.rule], elementwise=ELEMENTWISE, report=False, **atoms_of(run))
+    optimizer = LayerWiseOptimizer(model, run.matrix, elementwise=ELEMENTWISE["adamw"], report=False, **run.atoms)
     scheduler = schedule(optimizer)
     if run.load:
         state = state_of(model, optimizer, scheduler, 0)
@@ -176,15 +141,18 @@ def on_fsdp2(run: Run, leg: Leg) -> dict[str, Any]:
         assert (state["iteration"], state["rows"]) == (run.steps.start, 3)
     losses = train_alone(model, optimizer, scheduler, run.steps)
     if run.save:
-        dcp.save(state_of(model, optimizer, scheduler, run.steps.stop), checkpoint_id=run.save)
+        dcp.save(state_of(model, optimizer, scheduler, run.steps.stop, leg.flat), checkpoint_id=run.save)
     return {"losses": losses, "weights": weights_of(model), "passes": model.passes.clone()}
 
 
-def state_of(model: nn.Module, optimizer: Any, scheduler: LambdaLR, iteration: int) -> dict[str, Any]:
+def state_of(
+    model: nn.Module, optimizer: Any, scheduler: LambdaLR, iteration: int, flat: bool = False
+) -> dict[str, Any]:
     """As docs/fsdp2.md saves it."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
     return {
         "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
         "scheduler": scheduler.state_dict(),
         "iteration": iteration,
         "samples": iteration * ROWS * dist.get_world_size(),
@@ -206,8 +174,8 @@ def train_alone(model: nn.Module, optimizer: Any, scheduler: LambdaLR, steps: ra
 
 def on_owned(run: Run, leg: Leg) -> dict[str, Any]:
     model = run.model()
-    options = {"report": False, "bucket_mb": BUCKET_MB, **atoms_of(run)}
-    optimizer = OwnedOptimizer(model, RULES[run.rule], elementwise=ELEMENTWISE, **options)
+    options = {"report": False, "bucket_mb": BUCKET_MB, **run.atoms}
+    optimizer = OwnedOptimizer(model, run.matrix, elementwise=ELEMENTWISE["adamw"], **options)
     scheduler = schedule(optimizer)
     if run.load:
         folder = Path(run.load)
@@ -236,10 +204,6 @@ TARGETS = {"fsdp2": "dcp", "owned": "owned"}  # of lwopt convert; universal for 
 # The chain
 
 
-def pool_of(rank_pools: dict[int, RankPool], world_size: int) -> RankPool:
-    return rank_pools.setdefault(world_size, RankPool(world_size))
-
-
 def through(
     rank_pools: dict[int, RankPool], folder: Path, rule: str, tied: bool, legs: Sequence[Leg]
 ) -> list[dict[str, Any]]:
@@ -251,15 +215,26 @@ def through(
         steps = range(number * STEPS, (number + 1) * STEPS)
         if load is not None and leg.engine in TARGETS:
             source = folder / f"saved {number - 1}" if leg.straight else load
-            lwopt("convert", source, folder / f"load {number}", "--to", TARGETS[leg.engine], "--json")
+            succeeds("convert", source, folder / f"load {number}", "--to", TARGETS[leg.engine], "--json")
             load = folder / f"load {number}"
+            if leg.engine == legs[number - 1].engine == "fsdp2" and not legs[number - 1].flat:
+                assert form(load) == form(folder / f"saved {number - 1}")
         run = Run(rule, tied, steps, None if load is None else str(load), str(saved))
-        answers = pool_of(rank_pools, leg.ranks).run(ENGINES[leg.engine], run, leg)
+        answers = rank_pools[leg.ranks].run(ENGINES[leg.engine], run, leg)
         assert all(answer["losses"] == answers[0]["losses"] for answer in answers)
         found.append(answers[0])
-        lwopt("convert", saved, universal, "--to", "universal", "--json")
+        succeeds("convert", saved, universal, "--to", "universal", "--json")
         load = universal
+        written = {path.name for path in universal.glob("*/zero/*/*")}  # where DeepSpeed looks
+        assert written <= {"fp32.pt", "step.pt", "exp_avg.pt", "exp_avg_sq.pt", "momentum_buffer.pt"}
     return found
+
+
+def form(folder: Path) -> dict[str, Any]:
+    """Paths, shapes and dtypes of weights and states, as torch has them."""
+    found = DcpFolder(folder)
+    keys = [key for key in found.tensors if key.startswith(("model.", "optimizer.state."))]
+    return {key: (found.paths[key], found.tensors[key].shape, found.tensors[key].dtype) for key in keys}
 
 
 CHAINS = {
@@ -281,33 +256,28 @@ CHAINS = {
         Leg("zero", 2, stage=0),
     ],
     "fsdp2 first": [Leg("fsdp2", 2), Leg("zero", 2, stage=1), Leg("fsdp2", 3), Leg("owned", 2, straight=True)],
+    "fsdp2 alone": [Leg("fsdp2", 2, flat=True), Leg("fsdp2", 3, straight=True), Leg("fsdp2", 1, straight=True)],
 }
+RUNS = [
+    *(("zero first", "muon", False), ("zero first", "soap", True), ("owned first", "muon", True)),
+    *(("owned first", "soap", False), ("fsdp2 first", "soap of parts", False), ("fsdp2 alone", "soap of parts", False)),
+    *(("fsdp2 alone", rule, False) for rule in ("muon", "adamuon", "shampoo", "a class")),
+]
 
 
-@pytest.mark.parametrize(
-    ("chain", "rule", "tied"),
-    [
-        ("zero first", "muon", False),
-        ("zero first", "soap", True),
-        ("owned first", "muon", True),
-        ("owned first", "soap", False),
-        ("fsdp2 first", "soap of parts", False),
-    ],
-)
+@pytest.mark.parametrize(("chain", "rule", "tied"), RUNS)
 def test_losses_are_those_of_a_run_without_a_stop(
     rank_pools: dict[int, RankPool], tmp_path: Path, chain: str, rule: str, tied: bool
 ) -> None:
     legs = CHAINS[chain]
     whole = Run(rule, tied, range(STEPS * len(legs)))
-    expected = pool_of(rank_pools, 2).run(on_zero, whole, Leg("zero", 2, 2))[0]
+    how = (on_fsdp2, Leg("fsdp2", 2)) if chain == "fsdp2 alone" else (on_zero, Leg("zero", 2, 2))
+    expected = rank_pools[2].run(how[0], whole, how[1])[0]
     found = through(rank_pools, tmp_path, rule, tied, legs)
-    assert [leg["losses"] for leg in found] == [
-        expected["losses"][start : start + STEPS] for start in range(0, STEPS * len(legs), STEPS)
-    ]
-    last = found[-1]
-    for name, weight in last["weights"].items():
+    assert [loss for leg in found for loss in leg["losses"]] == expected["losses"]
+    for name, weight in found[-1]["weights"].items():
         assert torch.equal(weight, expected["weights"][name]), name
-    assert torch.equal(last["passes"], expected["passes"])
+    assert torch.equal(found[-1]["passes"], expected["passes"])
 
 
 # From Megatron and back
@@ -359,7 +329,7 @@ def gradients(shapes: dict[str, tuple[int, ...]], step: int) -> dict[str, Tensor
     return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
 
 
-EMBEDDINGS = ["embedding.word_embeddings.weight", "output_layer.weight"]
+EMBEDDINGS = ("*word_embeddings.weight", "*output_layer.weight")
 
 
 @dataclass(frozen=True)
@@ -377,15 +347,13 @@ class Megatron:
         return {name: tuple(states["fp32"].shape) for name, states in self.states.items()}
 
 
-OURS = {
-    "type": "LayerWise",
-    "params": {
-        "matrix": {"name": "muon", "lr": 1.0, "momentum": 0.9, "nesterov": False},
-        "elementwise": {"name": "adamw", "lr": 1.0},
-        **{"exclude": EMBEDDINGS, "atoms": {"*": "whole"}, "report": False},
-    },
-}
+AS_MEGATRON = {"exclude": list(EMBEDDINGS), "atoms": {"*": "whole"}}
 STOCK = {"type": "AdamW", "params": {"lr": 1.0, "torch_adam": True}}
+
+
+def ours(**matrix: Any) -> dict[str, Any]:
+    rules = {"matrix": {"name": "muon", "lr": 1.0, **matrix}, "elementwise": {"name": "adamw", "lr": 1.0}}
+    return {"type": "LayerWise", "params": {**rules, **AS_MEGATRON, "report": False}}
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
@@ -399,11 +367,21 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def step_on_zero(
-    load: str, save: str | None, shapes: dict[str, tuple[int, ...]], stage: int, optimizer: dict[str, Any]
-) -> dict[str, dict[str, Tensor]]:
-    """One step by an engine that is told other learning rates and decays than the checkpoint's."""
+    load: str,
+    shapes: dict[str, tuple[int, ...]],
+    stage: int,
+    optimizer: dict[str, Any],
+    save: str | None = None,
+    schedule: str = "none",
+    **choice: Any,
+) -> dict[str, Any]:
+    """One step by an engine that is told other learning rates and decays than the checkpoint's.
+
+    Its param groups after loading, what this rank said then, and the states after the step.
+    """
     torch._dynamo.config.disable = True  # torch's AdamW in DeepSpeed would be compiled
-    model = Named(shapes)
+    said: list[str] = []
+    warn, model = loading.logger.warning, Named(shapes)
     settings = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 0.0,
@@ -413,23 +391,29 @@ def step_on_zero(
         "steps_per_print": 1_000_000,
         "checkpoint": {"load_universal": True},
     }
-    with engine_for(settings, model, model_parameters=groups_of(model)) as engine:
-        engine.load_checkpoint(load)
+    kwargs: dict[str, Any] = {"model_parameters": groups_of(model)}
+    if schedule == "torch":
+        kwargs["lr_scheduler"] = lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    elif schedule == "deepspeed":
+        settings["scheduler"] = {"type": "WarmupLR", "params": {"warmup_max_lr": 1.0, "warmup_num_steps": 20}}
+    with engine_for(settings, model, **kwargs) as engine:
+        loading.logger.warning = lambda message, *_: said.append(message)
+        try:
+            engine.load_checkpoint(load, **choice)
+        finally:
+            loading.logger.warning = warn
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
         engine.backward(engine(engine.global_steps))
         engine.step()
         if save:
             engine.save_checkpoint(save)
         get, state = deepspeed.utils.safe_get_full_fp32_param, deepspeed.utils.safe_get_full_optimizer_state
-        muon = optimizer["type"] == "LayerWise"
-        return {
-            name: {"fp32": get(p).clone(), **{k: state(p, k).clone() for k in keys_of(name, shapes[name], muon)}}
-            for name, p in engine.module.named_parameters()
-        }
-
-
-def keys_of(name: str, shape: tuple[int, ...], muon: bool) -> tuple[str, ...]:
-    is_matrix = muon and len(shape) == 2 and name not in EMBEDDINGS
-    return ("momentum_buffer",) if is_matrix else ("exp_avg", "exp_avg_sq")
+        muon, states = optimizer["type"] == "LayerWise", {}
+        for name, p in engine.module.named_parameters():
+            matrix = muon and len(shapes[name]) == 2 and not any(fnmatch(name, pattern) for pattern in EMBEDDINGS)
+            keys = ("momentum_buffer",) if matrix else ("exp_avg", "exp_avg_sq")
+            states[name] = {"fp32": get(p).clone(), **{key: state(p, key).clone() for key in keys}}
+        return {"groups": groups, "said": said, "states": states}
 
 
 def step_alone(
@@ -479,7 +463,7 @@ def small_megatron(folder: Path, muon: bool = True) -> Megatron:
     )
 
 
-GENUINE = Path(__file__).parents[1].parent / "shared" / "megatron" / "t16_lw_muon_dp2_torchdist"
+GENUINE = SAMPLES / "t16_lw_muon_dp2_torchdist"
 
 
 def genuine_megatron(folder: Path) -> Megatron:
@@ -497,79 +481,76 @@ def genuine_megatron(folder: Path) -> Megatron:
     )
 
 
-SOURCES = [
-    pytest.param(small_megatron, id="small"),
-    pytest.param(
-        genuine_megatron,
-        id="genuine",
-        marks=pytest.mark.skipif(not GENUINE.is_dir(), reason="the genuine checkpoints are not there"),
-    ),
-]
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint of Megatron's, and what ``lwopt convert --to universal`` makes of it."""
+
+    known: Megatron
+    universal: Path
+
+
+@pytest.fixture(scope="session")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Source]:
+    makers = {"muon": small_megatron, "adam": partial(small_megatron, muon=False), "genuine": genuine_megatron}
+    found = {}
+    for name, make in makers.items():
+        folder = tmp_path_factory.mktemp(name)
+        found[name] = Source(make(folder / "megatron"), folder / "universal")
+        succeeds("convert", found[name].known.folder, folder / "universal", "--to", "universal", "--json")
+    return found
+
+
 HEADS = ("--heads", 4, "--query-groups", 2)  # DeepSpeed's checkpoints do not keep them
 
 
 @pytest.mark.parametrize(("stage", "version"), [(1, "0.16"), (2, "0.19"), (3, "0.16")])
-@pytest.mark.parametrize("make", SOURCES)
+@pytest.mark.parametrize("name", ["muon", pytest.param("genuine", marks=pytest.mark.full)])
 def test_megatrons_run_makes_a_step_here_and_goes_back(
-    ranks: RankPool, tmp_path: Path, make: Callable[[Path], Megatron], stage: int, version: str
+    ranks: RankPool, sources: dict[str, Source], tmp_path: Path, name: str, stage: int, version: str
 ) -> None:
     """The step is that of torch's own optimizers from what Megatron held, and Megatron's format has its result."""
-    source = make(tmp_path / "megatron")
-    lwopt("convert", source.folder, tmp_path / "universal", "--to", "universal", "--json")
-    load, save = str(tmp_path / "universal"), str(tmp_path / "native")
+    source, save = sources[name].known, tmp_path / "native"
     expected = step_alone(source)
-    for found in ranks.run(step_on_zero, load, save, source.shapes, stage, OURS):
-        for name, states in expected.items():
-            assert found[name].keys() == states.keys()
-            assert all(torch.equal(found[name][key], tensor) for key, tensor in states.items()), name
+    given = (str(sources[name].universal), source.shapes, stage, ours(momentum=0.9, nesterov=False), str(save))
+    for found in ranks.run(step_on_zero, *given):
+        assert_states(found["states"], expected)
     names = ("--source-names", "megatron-core")
-    lwopt("convert", save, tmp_path / "again", "--to", "universal", *names, "--json")
+    succeeds("convert", save, tmp_path / "again", "--to", "universal", *names, "--json")
     version_of = ("--megatron-version", version)
-    lwopt("convert", tmp_path / "again", tmp_path / "back", "--to", "megatron", *HEADS, *version_of, "--json")
+    succeeds("convert", tmp_path / "again", tmp_path / "back", "--to", "megatron", *HEADS, *version_of, "--json")
     back = formats.read(tmp_path / "back")
     assert (back.format, back.names, back.iteration) == ("megatron torch_dist", "megatron-core", source.step + 1)
-    assert back.params.keys() == expected.keys()
+    assert_states({n: {k: t.read() for k, t in param.states.items()} for n, param in back.params.items()}, expected)
     for name, states in expected.items():
         param = back.params[name]
-        assert param.states.keys() == states.keys(), name
         assert torch.equal(param.weight.read(), states["fp32"].bfloat16()), name
-        assert all(torch.equal(param.states[key].read(), tensor) for key, tensor in states.items()), name
         assert param.step == (None if "momentum_buffer" in states else source.step + 1), name
         group = back.groups[param.group]
-        theirs = source.muon if "momentum_buffer" in states else source.adam
-        assert group["lr"] == theirs["lr"]
+        assert group["lr"] == (source.muon if "momentum_buffer" in states else source.adam)["lr"]
         assert group["weight_decay"] == (0.0 if len(param.shape) == 1 else source.muon["weight_decay"])
 
 
+def assert_states(found: Mapping[str, Mapping[str, Tensor]], expected: Mapping[str, Mapping[str, Tensor]]) -> None:
+    assert found.keys() == expected.keys()
+    for name, states in expected.items():
+        assert found[name].keys() == states.keys(), name
+        assert all(torch.equal(found[name][key], tensor) for key, tensor in states.items()), name
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_megatrons_run_of_adam_goes_on_with_deepspeeds_own(ranks: RankPool, tmp_path: Path, stage: int) -> None:
+def test_megatrons_run_of_adam_goes_on_with_deepspeeds_own(
+    ranks: RankPool, sources: dict[str, Source], stage: int
+) -> None:
     """At stage 3 DeepSpeed 0.19.8 gives all param groups the options of the first, and one counter that each counts up.
 
     So parameters of the second group, vectors, are decayed here, and a step further than they are.
     """
-    source = small_megatron(tmp_path / "megatron", muon=False)
-    lwopt("convert", source.folder, tmp_path / "universal", "--to", "universal", "--json")
-    load = str(tmp_path / "universal")
+    source = sources["adam"].known
     as_deepspeed = {"decay_of_vectors": source.muon["weight_decay"], "steps_of_vectors": source.step + 1}
     expected = step_alone(source, **(as_deepspeed if stage == 3 else {}))
-    for found in ranks.run(step_on_zero, load, None, source.shapes, stage, STOCK, timeout=600.0):
-        for name, states in expected.items():
-            assert all(torch.equal(found[name][key], tensor) for key, tensor in states.items()), name
-
-
-@pytest.mark.parametrize("version", ["0.16", "0.19"])
-@pytest.mark.parametrize("make", SOURCES)
-def test_megatrons_checkpoint_comes_back_untouched(
-    tmp_path: Path, make: Callable[[Path], Megatron], version: str
-) -> None:
-    source = make(tmp_path / "megatron")
-    lwopt("convert", source.folder, tmp_path / "universal", "--to", "universal", "--json")
-    version_of = ("--megatron-version", version)
-    lwopt("convert", tmp_path / "universal", tmp_path / "back", "--to", "megatron", *version_of, "--json")
-    for folder in ("universal", "back"):
-        found = json.loads(lwopt("diff", source.folder, tmp_path / folder, "--json"))
-        assert (found["different"], found["notes"]) == ([], [])
-        assert found["equal"] > 3 * len(source.states)
+    given = (str(sources["adam"].universal), source.shapes, stage, STOCK)
+    for found in ranks.run(step_on_zero, *given, timeout=600.0):
+        assert_states(found["states"], expected)
 
 
 # From Megatron to FSDP2
@@ -582,8 +563,7 @@ def step_on_fsdp2(load: str, shapes: dict[str, tuple[int, ...]], step: int, stoc
     if stock:
         optimizer: Any = torch.optim.AdamW(groups_of(model), betas=(0.5, 0.5))
     else:
-        options = {"exclude": EMBEDDINGS, "atoms": {"*": "whole"}, "report": False}
-        optimizer = LayerWiseOptimizer(model, "muon", 1.0, params=groups_of(model), **options)
+        optimizer = LayerWiseOptimizer(model, "muon", 1.0, params=groups_of(model), **AS_MEGATRON, report=False)
     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
     dcp.load(state, checkpoint_id=load)
     set_model_state_dict(model, state["model"])
@@ -618,35 +598,130 @@ def step_as_megatron(source: Megatron) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("over", ["straight", "over universal"])
-@pytest.mark.parametrize("make", SOURCES)
+@pytest.mark.parametrize(("name", "over"), [("muon", ""), ("muon", "universal"), ("genuine", "")])
 def test_megatrons_run_goes_on_with_fsdp2(
-    ranks: RankPool, tmp_path: Path, make: Callable[[Path], Megatron], over: str
+    ranks: RankPool, sources: dict[str, Source], tmp_path: Path, name: str, over: str
 ) -> None:
     """With Megatron's own hyperparameters, whatever the optimizer was made with."""
-    source = make(tmp_path / "megatron")
-    folder = source.folder
-    if over == "over universal":
-        folder = tmp_path / "universal"
-        lwopt("convert", source.folder, folder, "--to", "universal", "--json")
-    lwopt("convert", folder, tmp_path / "dcp", "--to", "dcp", "--json")
+    source = sources[name].known
+    succeeds("convert", sources[name].universal if over else source.folder, tmp_path / "dcp", "--to", "dcp", "--json")
     expected = step_as_megatron(source)
     for found in ranks.run(step_on_fsdp2, str(tmp_path / "dcp"), source.shapes, source.step, False):
         muon, *others = found["groups"]
         assert muon.items() >= {"rule": "muon", **source.muon, **MUON_OF_MEGATRON}.items()
         for group, decay in zip(others, (source.muon["weight_decay"], 0.0), strict=True):
             assert group.items() >= {"rule": "adamw", **source.adam, "weight_decay": decay}.items()
-        for name, states in expected.items():
-            assert found["states"][name].keys() == states.keys()
-            assert all(torch.equal(found["states"][name][key], t) for key, t in states.items()), name
+        assert_states(found["states"], expected)
 
 
-def test_megatrons_run_of_adam_goes_on_with_torchs_own_on_fsdp2(ranks: RankPool, tmp_path: Path) -> None:
-    source = small_megatron(tmp_path / "megatron", muon=False)
-    lwopt("convert", source.folder, tmp_path / "dcp", "--to", "dcp", "--json")
+def test_megatrons_run_of_adam_goes_on_with_torchs_own_on_fsdp2(
+    ranks: RankPool, sources: dict[str, Source], tmp_path: Path
+) -> None:
+    source = sources["adam"].known
+    succeeds("convert", source.folder, tmp_path / "dcp", "--to", "dcp", "--json")
     expected = step_alone(source)
     for found in ranks.run(step_on_fsdp2, str(tmp_path / "dcp"), source.shapes, source.step, True):
         for group, decay in zip(found["groups"], (source.muon["weight_decay"], 0.0), strict=True):
             assert group.items() >= {**source.adam, "weight_decay": decay}.items()
-        for name, states in expected.items():
-            assert all(torch.equal(found["states"][name][key], t) for key, t in states.items()), name
+        assert_states(found["states"], expected)
+
+
+def test_megatrons_run_goes_on_in_plain_pytorch(sources: dict[str, Source], tmp_path: Path) -> None:
+    """Its weights are in bf16, so their masters are of the optimizer's state."""
+    source = sources["muon"].known
+    succeeds("convert", source.folder, tmp_path / "owned", "--to", "owned", "--json")
+    found = formats.read(tmp_path / "owned")
+    assert_states({n: {k: t.read() for k, t in p.states.items()} for n, p in found.params.items()}, source.states)
+    assert all(param.weight.dtype == torch.bfloat16 for param in found.params.values())
+
+
+# Options of Megatron's param groups in our engines: what is taken, and what is said of the rest
+
+
+CONFIGURED = {"momentum": 0.5, "nesterov": False, "ns_coefficients": "quintic", "eps": 1e-15}
+CONFIGURED |= {"adjust_lr_fn": "spectral"}  # as Megatron has them, but for momentum, which its groups tell
+OTHER = {**CONFIGURED, "nesterov": True, "extra_scale_factor": 0.5}
+Group = Mapping[str, Any]
+
+
+def under(key: str) -> Callable[[Group], Group]:
+    def renamed(group: Group) -> Group:
+        rest = {k: v for k, v in group.items() if k not in ("momentum", "momentum_beta")}
+        return {**rest, key: 0.75} if len(rest) < len(group) else rest
+
+    return renamed
+
+
+def coupled(group: Group) -> Group:
+    return {**group, "decoupled_weight_decay": False, "weight_decay": 0.1} if "betas" in group else group
+
+
+TRAINED = "param group 0 was trained with nesterov False (here True), extra_scale_factor 1.0 (here 0.5) where it comes "
+LACKS = "has no options of ours: the checkpoint's arguments lack muon_nesterov"
+# What changes a group, or leaves an argument out; what is configured here; Muon's options then; what is said.
+SAID: dict[str, tuple[Callable[[Group], Group], str, dict[str, Any], dict[str, Any], list[str]]] = {
+    "momentum": (under("momentum"), "", CONFIGURED, {"momentum": 0.75}, []),
+    "momentum_beta": (under("momentum_beta"), "", CONFIGURED, {"momentum": 0.75}, []),
+    "momentum alone": (under("momentum"), "muon_use_nesterov", CONFIGURED, {"momentum": 0.75}, [LACKS]),
+    "momentum_beta alone": (under("momentum_beta"), "muon_use_nesterov", CONFIGURED, {"momentum": 0.75}, [LACKS]),
+    "configured alike": (dict, "", CONFIGURED, {"momentum": 0.9}, []),
+    "configured otherwise": (
+        dict,
+        "",
+        OTHER,
+        {"nesterov": True, "extra_scale_factor": 0.5, "momentum": 0.9},
+        [f"/step: {TRAINED}from, and goes on with what is configured here"],
+    ),
+    "an Adam that is not ours": (
+        coupled,
+        "",
+        CONFIGURED,
+        {},
+        [f"/step: param group {number} has no options of ours: its Adam adds" for number in (1, 2)],  # once of each
+    ),
+}
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+@pytest.mark.parametrize("case", SAID)
+def test_options_are_the_checkpoints_and_rank_0_says_what_is_not(
+    ranks: RankPool, sources: dict[str, Source], tmp_path: Path, case: str, renamed: bool
+) -> None:
+    """Also of parameters under other names than Megatron's."""
+    change, left_out, configured, muon, said = SAID[case]
+    found, prefix = formats.read(sources["muon"].known.folder), "wrapped." * renamed
+    checkpoint = dataclasses.replace(
+        found,
+        names="mine" if renamed else found.names,
+        params={f"{prefix}{name}": param for name, param in found.params.items()},
+        groups=tuple(map(change, found.groups)),
+        arguments={key: value for key, value in found.arguments.items() if key != left_out},
+    )
+    folder, pointers = tmp_path / "universal", {"latest_universal": "step"}
+    write_folder(folder / "step", lambda made: universal_writer.write(checkpoint, made), pointers=pointers)
+    shapes = {f"{prefix}{name}": shape for name, shape in sources["muon"].known.shapes.items()}
+    first, second = ranks.run(step_on_zero, str(folder), shapes, 1, ours(**configured))
+    for of_rank in (first, second):
+        (group,) = (group for group in of_rank["groups"] if group["rule"] == "muon")
+        assert group.items() >= muon.items() and "momentum_beta" not in group
+    assert second["said"] == [] and all(text.startswith(f"{folder}") for text in first["said"])
+    assert [words in text for words, text in zip(said, first["said"], strict=True)] == [True] * len(said)
+
+
+SCHEDULES = {
+    "none": [],
+    "torch": ["from its last_epoch 0, but the checkpoint was saved after 7 steps"],
+    "deepspeed": ["set its last_batch_iteration to 6"],
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_schedule_that_is_not_loaded_is_said_with_what_to_do(
+    ranks: RankPool, sources: dict[str, Source], schedule: str
+) -> None:
+    given = (str(sources["muon"].universal), sources["muon"].known.shapes, 1, ours(**CONFIGURED), None, schedule)
+    first, second = ranks.run(step_on_zero, *given, load_lr_scheduler_states=False)
+    assert second["said"] == []
+    assert [words in said for words, said in zip(SCHEDULES[schedule], first["said"], strict=True)] in ([], [True])
+    found = ranks.run(step_on_zero, *given, load_module_only=True)
+    assert [of_rank["said"] for of_rank in found] == [[], []]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import re
+import runpy
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import typer
-from pydantic import BaseModel
 from transformers import LlamaConfig
 
 from lwopt_backend.checkpoint import choices, formats, names
@@ -22,8 +25,9 @@ from lwopt_backend.checkpoint.names.operations import OPERATIONS
 from lwopt_backend.checkpoint.names.rules import MapFile, RuleEntry
 from lwopt_backend.cli.app import app
 from tests import megatron_dist
+from tests.command_line import lwopt
 from tests.launcher import ROOT, run_on_cpu
-from tests.ranks import free_port
+from tests.ranks import RankPool, free_port
 
 PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("checkpoints", "from_megatron")}
 COMMANDS: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
@@ -37,51 +41,64 @@ def blocks(page: str) -> list[tuple[str, str, str]]:
     return re.findall(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", PAGES[page], re.MULTILINE | re.DOTALL)
 
 
-def run(page: str, folder: Path) -> dict[str, str]:
-    """Run all commands of a page one after the other; what each prints, by command."""
+def run(page: str, folder: Path, ranks: RankPool | None = None) -> dict[str, str]:
+    """Run all commands of a page one after the other, scripts on ``ranks`` if given; what each prints, by command."""
     for _, name, text in blocks(page):
         if "." in name:
             (folder / name).write_text(text)
     printed = {}
     for command in "".join(text for _, name, text in blocks(page) if name == "run").splitlines():
-        there = command.replace("torchrun", f"torchrun --master_port {free_port()}")
-        there = there.replace("deepspeed --num", f"deepspeed --master_port {free_port()} --num")
-        finished = run_on_cpu(there, folder)
-        assert finished.returncode == 0, (command, finished.stdout)
-        printed[command] = finished.stdout
+        program, *arguments = shlex.split(command)
+        if program == "lwopt":  # in this process: starting one takes seconds
+            with pytest.MonkeyPatch.context() as patch:
+                patch.chdir(folder)
+                ended = lwopt(*arguments)
+            assert ended.code == 0, (command, ended)
+            printed[command] = ended.out
+        elif ranks is not None:
+            assert arguments[:2] == ["--num_accelerators", "2"], command
+            printed[command] = ranks.run(run_script, folder, arguments[2:])[0]
+            ranks.renew()
+        else:
+            there = command.replace("torchrun", f"torchrun --master_port {free_port()}")
+            there = there.replace("deepspeed --num", f"deepspeed --master_port {free_port()} --num")
+            finished = run_on_cpu(there, folder)
+            assert finished.returncode == 0, (command, finished.stdout)
+            printed[command] = finished.stdout
     return printed
 
 
-@pytest.fixture(scope="module")
-def walked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """The folder in which all of from_megatron.md was run, and what was printed."""
+def run_script(folder: Path, arguments: list[str]) -> str:
+    """Run a script as ``python`` does; what it prints."""
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", arguments)
+        runpy.run_path(arguments[0], run_name="__main__")
+    return printed.getvalue()
+
+
+@pytest.fixture(scope="session")
+def walked(
+    request: pytest.FixtureRequest, rank_pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, str]]:
+    """The folder in which all of from_megatron.md was run, and what was printed; by launchers in `make test-full`."""
     folder = tmp_path_factory.mktemp("move")
     channels = megatron_dist.HIDDEN // HEADS
     arguments = {"num_attention_heads": HEADS, "num_query_groups": GROUPS, "kv_channels": channels, "bf16": True}
     arguments |= {"group_query_attention": True, "muon_split_qkv": True, "muon_nesterov": False, "muon_num_ns_steps": 5}
     arguments |= {"muon_scale_mode": "spectral", "muon_extra_scale_factor": 1.0}
-    setup = megatron_dist.Setup(arguments=arguments)
-    megatron_dist.write(folder / "megatron" / "iter_0000007", setup, positive(megatron_dist.truth(muon=True)))
-    (folder / "megatron" / "latest_checkpointed_iteration.txt").write_text("7")
-    LlamaConfig(
-        vocab_size=megatron_dist.VOCAB,
-        hidden_size=megatron_dist.HIDDEN,
-        intermediate_size=megatron_dist.FFN,
-        num_hidden_layers=megatron_dist.LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=GROUPS,
-        head_dim=channels,
-        tie_word_embeddings=False,
-    ).save_pretrained(folder / "llama")
-    return folder, run("from_megatron", folder)
-
-
-def positive(truth: megatron_dist.Truth) -> megatron_dist.Truth:
-    """Second moments are, or the next step has the root of a negative number."""
+    truth = megatron_dist.truth(muon=True)
     for states in truth.values():
         if "exp_avg_sq" in states:
-            states["exp_avg_sq"].abs_()
-    return truth
+            states["exp_avg_sq"].abs_()  # or the next step has the root of a negative number
+    megatron_dist.write(folder / "megatron" / "iter_0000007", megatron_dist.Setup(arguments=arguments), truth)
+    (folder / "megatron" / "latest_checkpointed_iteration.txt").write_text("7")
+    sizes = {"vocab_size": megatron_dist.VOCAB, "hidden_size": megatron_dist.HIDDEN, "head_dim": channels}
+    sizes |= {"intermediate_size": megatron_dist.FFN, "num_hidden_layers": megatron_dist.LAYERS}
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": GROUPS}
+    LlamaConfig(**sizes, **heads, tie_word_embeddings=False).save_pretrained(folder / "llama")
+    return folder, run("from_megatron", folder, None if request.config.getoption("full") else rank_pools[2])
 
 
 def test_a_megatron_user_can_walk_the_whole_way(walked: tuple[Path, dict[str, str]]) -> None:
@@ -93,23 +110,18 @@ def test_a_megatron_user_can_walk_the_whole_way(walked: tuple[Path, dict[str, st
     (training,) = (text for command, text in printed.items() if command.startswith("deepspeed"))
     loss, step, samples = re.findall(r"loss (\S+) after (\d+) steps, (\d+) samples", training)[0]
     assert 0 < float(loss) < 10 and (int(step), int(samples)) == (7 + 3, 28 + 3 * 8)
-    written = formats.read(folder / "megatron_again")
+    before, written = (formats.read(folder / name) for name in ("megatron", "megatron_again"))
     assert (written.iteration, written.samples, written.names) == (10, 52, "megatron-core")
-    before = formats.read(folder / "megatron")
     assert set(written.params) == set(before.params)
-    moved = [
-        name for name in before.params if not torch.equal(*(c.params[name].best.read() for c in (before, written)))
-    ]
-    assert set(moved) == set(before.params)  # all of them were trained
-
-
-def test_the_script_has_megatrons_schedule(walked: tuple[Path, dict[str, str]]) -> None:
-    """After 10 steps, of which the script made 3: warmup of 2 steps, cosine to a tenth after 100."""
-    (rate,) = {group["lr"] for group in formats.read(walked[0] / "run").groups}
+    for name, param in before.params.items():
+        assert not torch.equal(param.best.read(), written.params[name].best.read()), name  # all of them were trained
+    # The schedule is Megatron's: warmup of 2 steps, cosine to a tenth after 100.
+    (rate,) = {group["lr"] for group in formats.read(folder / "run").groups}
     expected = 0.00003 + (0.0003 - 0.00003) * 0.5 * (1.0 + math.cos(math.pi * (10 - 2) / (100 - 2)))
     assert rate == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.full
 def test_what_the_reference_shows_runs(walked: tuple[Path, dict[str, str]]) -> None:
     printed = run("checkpoints", walked[0])
     assert re.search(r"loss \d+\.\d+ with rates \{'muon': 0.02, 'adamw': 0.01\}", "".join(printed.values()))
@@ -159,24 +171,20 @@ def test_every_option_is_in_the_table_with_its_default(command: str) -> None:
             assert str(option.default) == value or f"Default: {value}." in option.help, name
 
 
-def test_the_formats_in_the_tables_are_those_that_there_are() -> None:
+def test_formats_names_operations_and_keys_in_the_tables_are_those_that_there_are() -> None:
     text = section("checkpoints", "What is read and written")
     assert [words(cells[0])[0] for cells in rows(text, "`--from`")] == list(formats.READERS)
     assert [words(cells[0])[0] for cells in rows(text, "`--to`")] == list(choices.WRITERS)
     written = {word for cells in rows(text, "`--from`") for word in re.findall(r"--to (\w+)", cells[2])}
     assert written == set(choices.WRITERS)
-
-
-def test_names_and_operations_in_the_tables_are_those_that_there_are() -> None:
     assert {words(cells[0])[0] for cells in rows(section("checkpoints", "Names"), "`--names`")} == set(names.FAMILIES)
-    text = section("checkpoints", "A map of your own")
-    assert {word for cells in rows(text, "operation") for word in words(cells[0])} == set(OPERATIONS)
-
-
-@pytest.mark.parametrize(("heading", "model"), [("key", MapFile), ("key of a rule", RuleEntry)])
-def test_every_key_of_a_map_is_in_the_table(heading: str, model: type[BaseModel]) -> None:
-    found = {word for cells in rows(section("checkpoints", "A map of your own"), heading) for word in words(cells[0])}
-    assert found == set(model.model_fields)
+    own = section("checkpoints", "A map of your own")
+    for heading, known in (
+        ("operation", OPERATIONS),
+        ("key", MapFile.model_fields),
+        ("key of a rule", RuleEntry.model_fields),
+    ):
+        assert {word for cells in rows(own, heading) for word in words(cells[0])} == set(known), heading
 
 
 @pytest.mark.parametrize("family", ["hf-llama", "hf-gpt2", "megatron-deepspeed"])
@@ -185,17 +193,14 @@ def test_parameters_side_by_side_are_what_the_maps_make(family: str) -> None:
     head = next(line for line in PAGES["from_megatron"].splitlines() if line.startswith("| `megatron-core` |"))
     column = [words(cell)[0] for cell in head.strip("|").split(" |")].index(family)
     pairs = {words(cells[0])[0]: words(cells[column]) for cells in table if words(cells[column])}
-    checkpoint = Checkpoint("made up", "", "megatron-core", {name: weight(name) for name in pairs})
+    # 24 rows, as 2 heads of 4 of q, k and v have.
+    params = {name: Param(held(torch.zeros(8) if "norm" in name else torch.zeros(24, 8), name)) for name in pairs}
+    checkpoint = Checkpoint("made up", "", "megatron-core", params)
     numbers = names.Numbers(heads=2, query_groups=2, kv_channels=4, qkv_layout="groups")
     for name, expected in pairs.items():
         made = names.translate(checkpoint, family, numbers)
         assert set(expected) <= set(made.params), name
     assert set(made.params) == {name for expected in pairs.values() for name in expected}
-
-
-def weight(name: str) -> Param:
-    """24 rows, as 2 heads of 4 of q, k and v have."""
-    return Param(held(torch.zeros(24, 8) if "norm" not in name else torch.zeros(8), name))
 
 
 # Commands and settings anywhere on the pages
@@ -217,15 +222,11 @@ def test_every_command_on_the_pages_parses() -> None:
     assert checked > 20
 
 
-def test_every_block_of_json_parses() -> None:
+def test_every_block_of_json_parses_and_every_heading_is_in_the_list() -> None:
     found = [text for page in PAGES for language, _, text in blocks(page) if language == "json"]
     assert len(found) == 3 and all(json.loads(text) for text in found)
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_every_heading_is_in_the_list(page: str) -> None:
-    headings = re.findall(r"^## (.*)$", PAGES[page], re.MULTILINE)
-    assert re.findall(r"^- \[(.*?)\]\(#", PAGES[page], re.MULTILINE) == headings
+    for text in PAGES.values():
+        assert re.findall(r"^- \[(.*?)\]\(#", text, re.MULTILINE) == re.findall(r"^## (.*)$", text, re.MULTILINE)
 
 
 def test_links_to_a_part_of_another_page_lead_to_a_heading() -> None:

@@ -1,0 +1,504 @@
+"""Checkpoints of every engine are read as the engine held them; DeepSpeed's and torch's own go on from ours."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from deepspeed.checkpoint import ds_to_universal
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+)
+
+from lwopt_backend import LayerWiseOptimizer as OwnedOptimizer
+from lwopt_backend.checkpoint import formats
+from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError
+from lwopt_backend.checkpoint.dcp import reader as read_dcp
+from lwopt_backend.checkpoint.dcp.files import DcpFolder
+from lwopt_backend.checkpoint.deepspeed import universal_reader as read_universal
+from lwopt_backend.checkpoint.deepspeed import universal_writer as write_universal
+from lwopt_backend.checkpoint.deepspeed import zero_reader as read_zero
+from lwopt_backend.checkpoint.files.folders import write_folder
+from lwopt_backend.checkpoint.owned import reader as read_owned
+from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
+from tests.cells import cells
+from tests.checkpoint_engines import FROZEN, PARTS, AllKinds, assert_holds, flip, held, scheduled, settings_for
+from tests.checkpoint_engines import save as save_engine
+from tests.fsdp2 import shard
+from tests.models import UnevenLM
+from tests.owned import BUCKET_MB
+from tests.owned import train as train_owned
+from tests.ranks import RankPool
+from tests.rules import ELEMENTWISE, SECTIONS
+from tests.zero import Reference, engine_for, train
+
+PATIENCE = 600.0  # the first engine with torch's AdamW imports a compiler
+
+
+# DeepSpeed
+
+
+def universal(source: Path, folder: Path) -> Checkpoint:
+    """Convert a native checkpoint; what was converted."""
+    checkpoint = read_zero.read(source)
+    pointers = {"latest_universal": "step3"}
+    write_folder(folder / "step3", lambda new: write_universal.write(checkpoint, new), pointers=pointers)
+    return checkpoint
+
+
+def assert_same(found: Checkpoint, expected: Checkpoint) -> None:
+    """All of it, but for what tells where it came from."""
+    assert list(found.params) == list(expected.params)
+    for name, theirs in expected.params.items():
+        ours = found.params[name]
+        assert (ours.step, ours.group, ours.states.keys()) == (theirs.step, theirs.group, theirs.states.keys())
+        assert (ours.weight is None) == (theirs.weight is None)
+        for a, b in zip([ours.weight, *ours.states.values()], [theirs.weight, *theirs.states.values()]):
+            assert a is None or b is not None and a.dtype == b.dtype and torch.equal(a.read(), b.read())
+        assert repr(dict(ours.owner_states)) == repr(dict(theirs.owner_states))
+    for key in ("groups", "arguments", "iteration", "samples", "scheduler", "world", "tied", "client", "names"):
+        assert getattr(found, key) == getattr(expected, key), key
+    assert {k: t.read().tolist() for k, t in found.buffers.items()} == {
+        k: t.read().tolist() for k, t in expected.buffers.items()
+    }
+
+
+def there_is(optimizer: str, stage: int, precision: str, kinds: str) -> bool:
+    """DeepSpeed has each; of frozen and tied parameters only those whose names the checkpoint tells."""
+    stages = {"adamw": (0, 1, 2, 3), "host": (1, 2, 3), "deepspeed muon": (1, 2, 3), "owned": (0, 1, 2)}[optimizer]
+    if precision == "bf16+fp32" and (stage != 1 or optimizer not in ("adamw", "host")):
+        return False
+    return stage in stages and (kinds == "plain" or optimizer != "deepspeed muon" and precision == "fp32")
+
+
+def save_kinds(folder: str, optimizer: str, stage: int, precision: str, kinds: str) -> dict[str, Any]:
+    how: dict[str, Any] = {"model": AllKinds, "frozen": (FROZEN,)} if kinds == "all kinds" else {}
+    return save_engine(folder, scheduled(settings_for(optimizer, stage, precision)), **how)
+
+
+@cells(
+    there_is,
+    optimizer=["adamw", "host", "deepspeed muon", "owned"],
+    stage=[0, 1, 2, 3],
+    precision=["fp32", "bf16", "bf16+fp32"],
+    kinds=["plain", "all kinds"],
+)
+def test_native_checkpoints_are_read_as_the_engine_held_them_and_so_is_the_universal_one(
+    ranks: RankPool, tmp_path: Path, optimizer: str, stage: int, precision: str, kinds: str
+) -> None:
+    """With frozen and tied parameters, buffers, the schedule and what the user's program saved along."""
+    native, converted = tmp_path / "native", tmp_path / "universal"
+    truth = ranks.run(save_kinds, str(native), optimizer, stage, precision, kinds, timeout=PATIENCE)[0]
+    assert read_zero.recognises(native) and read_zero.recognises(native / "global_step3")
+    assert not read_universal.recognises(native)
+    checkpoint = universal(native, converted)
+    assert_holds(checkpoint, truth)
+    assert bool(checkpoint.replicas) == (optimizer == "deepspeed muon" and stage < 3)  # two ranks keep a momentum
+    assert all(torch.equal(a.read(), b.read()) for _, a, b in checkpoint.replicas)
+    assert (checkpoint.iteration, checkpoint.samples, checkpoint.client) == (3, 24, {"rows": 3})
+    assert [group["lr"] for group in checkpoint.groups] == truth["rates"]
+    assert checkpoint.scheduler is not None and checkpoint.scheduler["last_batch_iteration"] == 2
+    if kinds == "all kinds":
+        frozen = checkpoint.params[FROZEN]
+        assert not frozen.states and torch.equal(frozen.weight.read(), UnevenLM().get_parameter(FROZEN))
+        assert dict(checkpoint.tied) == {"lm_head.weight": "embedding.weight"}
+        assert torch.equal(checkpoint.buffers["passes"].read(), truth["buffers"]["passes"])
+        assert "scratch" not in checkpoint.buffers
+    assert read_universal.recognises(converted) and not read_zero.recognises(converted / "step3")
+    assert_same(read_universal.read(converted), checkpoint)
+
+
+def test_stage_0_of_ours_has_the_state_of_a_single_process(ranks: RankPool, tmp_path: Path) -> None:
+    """Its file names no parameter; a wrong name would be another state altogether."""
+    ranks.run(save_engine, str(tmp_path), ("host", 0, "fp32"), timeout=PATIENCE)
+    checkpoint, single = read_zero.read(tmp_path), Reference()
+    single.train(3)
+    expected = {**single.muon.state, **single.adamw.state}
+    assert set(checkpoint.params) == {name for name, _ in single.model.named_parameters()}
+    for name, param in single.model.named_parameters():
+        found = checkpoint.params[name].states
+        assert {"fp32", *(key for key in expected[param] if key != "step")} == set(found)
+        for key in set(found) - {"fp32"}:
+            torch.testing.assert_close(found[key].read(), expected[param][key], rtol=2e-2, atol=1e-5)
+
+
+def train_on(folder: str, stage: int, precision: str, load: bool) -> dict[str, Any]:
+    """Stock AdamW: train and save, or load; then go on, all ranks on all rows."""
+    settings = scheduled(settings_for("adamw", stage, precision))
+    settings["checkpoint"] = {"load_universal": load}
+    torch._dynamo.config.disable = True
+    with engine_for(settings, UnevenLM(seed=5) if load else None) as engine:
+        if load:
+            _, client = engine.load_checkpoint(folder)
+            assert client["rows"] == 3
+        else:
+            train(engine, 3, same_rows=True)
+            engine.save_checkpoint(folder, client_state={"rows": 3})
+        found = held(engine)
+        found["losses"] = train(engine, range(3, 6), same_rows=True)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("saved_at", "precision", "loads"),  # ranks and stage
+    [(1, "fp32", [(1, 1), (2, 3), (3, 2)]), (3, "fp32", [(2, 1), (2, 2), (3, 3)]), (2, "bf16", [(2, 1)])],
+)
+def test_deepspeed_itself_goes_on_from_what_we_write(
+    rank_pools: dict[int, RankPool], tmp_path: Path, saved_at: int, precision: str, loads: list[tuple[int, int]]
+) -> None:
+    """Whole weights and states to the bit, and the losses of the run that had no break."""
+    native, folder = str(tmp_path / "native"), tmp_path / "universal"
+    expected = rank_pools[2].run(train_on, native, saved_at, precision, False, timeout=PATIENCE)[0]
+    universal(Path(native), folder)
+    for count, stage in loads:
+        found = rank_pools[count].run(train_on, str(folder), stage, precision, True, timeout=PATIENCE)[0]
+        assert (found["steps"], found["rates"]) == (3, expected["rates"])
+        for name, weight in expected["weights"].items():
+            assert torch.equal(found["weights"][name], weight), name
+            for key, state in expected["states"][name].items():
+                assert torch.equal(found["states"][name][key], state), (name, key)
+        assert found["losses"] == pytest.approx(expected["losses"], abs=2e-6 if precision == "fp32" else 1e-3)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_deepspeeds_converter_makes_is_read(ranks: RankPool, tmp_path: Path, stage: int) -> None:
+    truth = ranks.run(save_engine, str(tmp_path), ("adamw", stage, "bf16"), timeout=PATIENCE)[0]
+    tag = tmp_path / "global_step3"
+    folders = {"input_folder": str(tag), "output_folder": f"{tag}_universal", "keep_temp_folder": False}
+    more = {"num_extract_workers": 1, "num_merge_workers": 1, "strict": True, "inject_missing_state": True}
+    ds_to_universal.main(argparse.Namespace(**folders, **more))
+    (tmp_path / "latest_universal").write_text("global_step3_universal")
+    assert read_universal.recognises(tmp_path)
+    found, native = read_universal.read(tmp_path), read_zero.read(tag)
+    assert_holds(found, truth)
+    assert {p.step for p in found.params.values()} == {3.0} and found.iteration == 3
+    assert found.groups == native.groups and list(found.params) == list(native.params)
+
+
+# FSDP2
+
+
+def refused_parts(**atoms: Any) -> None:
+    """Of as large ones: these rows lie one after the other, those interleaved."""
+    states = []
+    for parts in (PARTS, {**PARTS, **atoms}):
+        model = shard("rows", "fp32").model
+        rules = {"matrix": SECTIONS["soap"], "elementwise": ELEMENTWISE["adamw"]}
+        optimizer = LayerWiseOptimizer(model, **rules, report=False, bucket_matrices=2, atoms=parts)
+        states.append(optimizer.state_dict())
+    optimizer.load_state_dict(states[0])
+
+
+def test_owners_state_of_other_parts_is_refused(ranks: RankPool) -> None:
+    for error in ranks.errors(refused_parts, **{"layers.0.weight": {"qkv": [27, 18, 18], "groups": 1}}):
+        assert "rows 0:9 x 3 every 21" in error and "expected those that there are here, ['slice 0 rows 0:27" in error
+
+
+def save_boxes(folder: str) -> None:
+    """Tensors cut by rows, by columns and in rectangles, and what is replicated."""
+    sharded = shard("tensor parallel" if dist.get_world_size() == 4 else "columns", "fp32")
+    dcp.save({"model": get_model_state_dict(sharded.model)}, checkpoint_id=folder)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_any_box_is_that_of_the_whole(rank_pools: dict[int, RankPool], tmp_path: Path, count: int) -> None:
+    rank_pools[count].run(save_boxes, str(tmp_path))
+    folder = DcpFolder(tmp_path)
+    generator = torch.Generator().manual_seed(0)
+    assert max(len(entry.chunks) for entry in folder.tensors.values()) >= 2
+    for key, entry in folder.tensors.items():
+        of_all = folder.tensor(key).read()
+        for _ in range(5):
+            begin = [int(torch.randint(size, (1,), generator=generator)) for size in entry.shape]
+            sizes = [int(torch.randint(size - b, (1,), generator=generator)) + 1 for size, b in zip(entry.shape, begin)]
+            box = folder.read_box(key, begin, sizes)
+            assert box.is_contiguous() and torch.equal(
+                box, of_all[tuple(slice(b, b + s) for b, s in zip(begin, sizes))]
+            )
+
+
+# Owned storage
+
+
+def owned_optimizer(model: nn.Module, dtype: str, rule: str) -> Any:
+    grads = "float32" if dtype == "bfloat16" else "parameter"
+    options = {"report": False, "bucket_mb": BUCKET_MB, "grad_dtype": grads}
+    return OwnedOptimizer(model, SECTIONS[rule], elementwise=ELEMENTWISE["adamw"], **options)
+
+
+def save_owned(folder: str, dtype: str = "float32", rule: str = "muon") -> dict[str, Tensor]:
+    model = UnevenLM().to(getattr(torch, dtype))
+    optimizer = owned_optimizer(model, dtype, rule)
+    train_owned(model, optimizer, 2)
+    optimizer.save_state_dict(f"{folder}/optimizer")
+    if dist.get_rank() == 0:
+        torch.save(model.state_dict(), f"{folder}/model.pt")
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def on_one_rank(folder: str, dtype: str, rule: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The state as the optimizer has it when one rank owns everything, and its param groups."""
+    model = UnevenLM().to(getattr(torch, dtype))
+    optimizer = owned_optimizer(model, dtype, rule)
+    model.load_state_dict(torch.load(f"{folder}/model.pt", weights_only=True))
+    optimizer.load_state_dict_from(f"{folder}/optimizer")
+    groups = [{k: v for k, v in group.items() if k not in ("params", "members")} for group in optimizer.param_groups]
+    return optimizer.state_dict()["state"], groups
+
+
+@pytest.mark.parametrize(
+    ("count", "dtype", "rule"),
+    [(1, "float32", "muon"), (3, "bfloat16", "muon"), (3, "float32", "soap")],
+)
+def test_state_and_weights_of_owned_storage_are_read_whole(
+    rank_pools: dict[int, RankPool], tmp_path: Path, count: int, dtype: str, rule: str
+) -> None:
+    weights = rank_pools[count].run(save_owned, str(tmp_path), dtype, rule)[0]
+    state, groups = rank_pools[1].run(on_one_rank, str(tmp_path), dtype, rule)[0]
+    assert read_owned.recognises(tmp_path / "optimizer") and not read_owned.recognises(tmp_path)
+    checkpoint = read_owned.read(tmp_path / "optimizer")
+    assert list(checkpoint.params) == list(weights)
+    for name, param in checkpoint.params.items():
+        expected = {{"master": "fp32"}.get(key, key): tensor for key, tensor in state[name].items()}
+        step, owner = expected.pop("step", None), expected.pop("owner", {})
+        assert param.step == (None if step is None else step.item())
+        assert same(dict(param.owner_states), owner) and bool(owner) == (rule == "soap" and step is None)
+        if dtype == "float32":
+            expected["fp32"] = weights[name].flatten()
+        assert torch.equal(param.weight.read(), weights[name]) and param.states.keys() == expected.keys()
+        for key, tensor in param.states.items():
+            assert tensor.shape == weights[name].shape and torch.equal(tensor.read().flatten(), expected[key])
+        group = checkpoint.groups[param.group]
+        ours = next(g for g in groups if (g["from_group"], g["rule"]) == (group["from_group"], group["rule"]))
+        assert group.items() >= ours.items()
+
+
+def test_weights_of_safetensors_are_found_and_without_weights_there_is_a_note(ranks: RankPool, tmp_path: Path) -> None:
+    weights = ranks.run(save_owned, str(tmp_path), "bfloat16")[0]
+    (tmp_path / "model.pt").unlink()
+    checkpoint = read_owned.read(tmp_path / "optimizer")
+    assert any("no weights beside" in note for note in checkpoint.notes)
+    assert all(param.weight is None and param.states["fp32"].numel for param in checkpoint.params.values())
+    for place in (tmp_path / "optimizer", tmp_path):  # in it, beside it
+        save_file(weights, place / "model.safetensors")
+        found = read_owned.read(tmp_path / "optimizer").params
+        assert all(torch.equal(found[name].weight.read(), weight) for name, weight in weights.items())
+        (place / "model.safetensors").unlink()
+
+
+def same(a: Any, b: Any) -> bool:
+    """The bits, and how they lie in memory."""
+    if isinstance(b, Tensor):
+        return isinstance(a, Tensor) and torch.equal(a, b) and (a.stride() == b.stride() or 1 in b.shape)
+    if isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in b)
+    if isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+# What is damaged, made to do harm, or not whole
+
+
+class Harm:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.file),)
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def harm(file: Path) -> None:
+    torch.save({"module": {}, "optimizer_state_dict": Harm(file.parent / "harmed"), "param": 1}, file)
+
+
+def another(file: Path) -> None:
+    torch.save({"something": torch.ones(3)}, file)
+
+
+DAMAGE: dict[Callable[[Path], None], str] = {
+    Path.unlink: "is missing|has no file|expected the .* files|where there is none",
+    truncate: "is damaged",
+    flip: "is damaged",
+    harm: "asks for .*mkdir",
+    another: "holds no|expected|is not as DeepSpeed writes it|is a file of another save",
+}
+FORMS = {"host 2": ("host", 2, "fp32"), "host 3": ("host", 3, "fp32"), "owned 1": ("owned", 1, "fp32")}
+
+
+@pytest.fixture(scope="module")
+def saved(rank_pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint of every form."""
+    found = {form: tmp_path_factory.mktemp("saved") for form in (*FORMS, "universal", "owned storage")}
+    for form, how in FORMS.items():
+        rank_pools[2].run(save_engine, str(found[form]), how, steps=1, timeout=PATIENCE)
+    universal(found["host 2"], found["universal"])
+    rank_pools[2].run(save_owned, str(found["owned storage"]), "bfloat16")
+    (found["owned storage"] / "model.pt").unlink()
+    return found
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("form", [*FORMS, "universal", "owned storage"])
+def test_damaged_files_are_an_error_and_nothing_of_them_is_run(
+    saved: dict[str, Path], tmp_path: Path, damage: Callable[[Path], None], form: str
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(saved[form], source)
+    by_name = {path.name: path for path in sorted(source.rglob("*.pt"))}  # of files with a name, one
+    for file in by_name.values():
+        if form == "universal" and file.name.startswith("zero_pp_rank"):  # DeepSpeed alone reads it, at stage 3
+            continue
+        kept = file.read_bytes()
+        damage(file)
+        index = source / "optimizer" / "optimizer.json"
+        text = index.read_text() if form == "owned storage" else ""
+        if text and damage in (harm, another):  # or its size tells
+            told = json.loads(text)
+            told["files"][file.name] = file.stat().st_size
+            index.write_text(json.dumps(told))
+        with pytest.raises(CheckpointError, match=DAMAGE[damage]) as raised:
+            checkpoint = formats.read(source / "optimizer" if text else source)
+            write_folder(tmp_path / "target", lambda new, c=checkpoint: write_universal.write(c, new))
+        assert str(source) in str(raised.value)
+        assert not list(tmp_path.rglob("harmed")) and {path.name for path in tmp_path.iterdir()} == {"source"}
+        file.write_bytes(kept)
+        if text:
+            index.write_text(text)
+
+
+def test_folders_that_are_not_whole_or_lead_elsewhere_are_refused(
+    saved: dict[str, Path], ranks: RankPool, tmp_path: Path
+) -> None:
+    def copied(form: str, name: str) -> Path:
+        return Path(shutil.copytree(saved[form], tmp_path / name))
+
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "latest").write_text(os.path.relpath(saved["host 2"] / "global_step1", folder))
+    assert not read_zero.recognises(folder)
+    tag = copied("host 2", "tp") / "global_step1"
+    shutil.copy(tag / "mp_rank_00_model_states.pt", tag / "mp_rank_01_model_states.pt")
+    (copied("host 2", "pp") / "global_step1" / "layer_01-model_states.pt").write_bytes(b"")
+    ranks.run(save_engine, str(tmp_path / "other"), ("host", 2, "fp32"), steps=2)
+    name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    shutil.copy(tmp_path / "other" / "global_step2" / name, copied("host 2", "mixed") / "global_step1" / name)
+    for folder, words in (
+        ("elsewhere", "leads elsewhere"),
+        ("tp", "2 model-parallel ranks"),
+        ("pp", "files of their own"),
+        ("mixed", "'step' is 1.0 on the ranks before, 2.0 in"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            read_zero.read(tmp_path / folder)
+    folder = copied("owned storage", "owned") / "optimizer"
+    text = (folder / "optimizer.json").read_text()
+    name = next(iter(json.loads(text)["files"]))
+    shutil.copy(folder / name, folder.parent / name)
+    (folder / "optimizer.json").write_text(text.replace(name, f"../{name}"))
+    with pytest.raises(CheckpointError, match="leads out of the folder"):
+        read_owned.read(folder)
+
+
+# Folders of torch.distributed.checkpoint
+
+
+def everything(folder: Path) -> None:
+    found = DcpFolder(folder)
+    for key in found.tensors:
+        found.tensor(key).read()
+    for key in found.objects:
+        found.object(key)
+
+
+def in_metadata(change: Callable[[Any], None]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        change(metadata)
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    return damage
+
+
+def hole(metadata: Any) -> None:
+    object.__setattr__(metadata.state_dict_metadata["model.a"], "size", torch.Size((4, 3)))
+
+
+def swapped(metadata: Any) -> None:
+    indices = [index for index in metadata.storage_data if index.fqn.startswith("model.")]
+    infos = [metadata.storage_data[index] for index in reversed(indices)]
+    metadata.storage_data.update(dict(zip(indices, infos)))
+
+
+def cut(path: Path, count: int) -> None:
+    path.write_bytes(path.read_bytes()[:-count])
+
+
+DAMAGED_DCP: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no metadata": (lambda f: (f / ".metadata").unlink(), "cannot be read"),
+    "metadata ends early": (lambda f: cut(f / ".metadata", 50), "cannot be unpickled"),
+    "metadata of another kind": (lambda f: (f / ".metadata").write_bytes(pickle.dumps([1])), "is not what DCP writes"),
+    "a file that ends early": (lambda f: cut(f / "__0_0.distcp", 1), "ends early"),
+    "a tensor with a hole": (in_metadata(hole), "the chunks saved have 6 of the 12 elements"),
+    "tensors in each other's place": (in_metadata(swapped), "its files are not of one checkpoint"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED_DCP)
+def test_damage_of_a_folder_of_dcp_is_an_error(tmp_path: Path, case: str) -> None:
+    state = {"model": {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}, "note": {"x": [1]}}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    everything(tmp_path)
+    damage, message = DAMAGED_DCP[case]
+    damage(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        everything(tmp_path)
+
+
+ONES, LR = {"a": torch.ones(2)}, {"0": {"lr": 1}}
+UNKNOWN: list[tuple[dict[str, Any], str]] = [
+    ({"model": ONES, "ema": ONES}, "ema.a in .* is neither a weight"),
+    ({"one": ONES, "two": ONES}, "expected one model's weights"),
+    (
+        {"model": ONES, "optim": {"state": {"b": {"m": torch.ones(2)}}, "param_groups": LR}},
+        "state of none of the model's parameters",
+    ),
+    (
+        {"model": ONES, "optim": {"state": {"a": {"m": torch.ones(3)}}, "param_groups": LR}},
+        r"expected the weight's shape \(2,\), found \(3,\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("state", "message"), UNKNOWN)
+def test_what_is_not_known_is_refused(tmp_path: Path, state: dict[str, Any], message: str) -> None:
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(CheckpointError, match=message):
+        read_dcp.read(tmp_path)
+
+
+def test_a_bare_model(tmp_path: Path) -> None:
+    """A state dict without anything around it, of names with dots, and with a buffer that no optimizer has."""
+    state = {"model.layers.0.weight": torch.ones(2, 2), "model.count": torch.tensor([3])}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    found = read_dcp.read(tmp_path)
+    assert list(found.params) == ["model.layers.0.weight"]
+    assert found.buffers["model.count"].read().tolist() == [3]
