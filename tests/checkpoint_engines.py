@@ -66,6 +66,11 @@ def scheduled(settings: dict[str, Any]) -> dict[str, Any]:
     return {**settings, "scheduler": {"type": "WarmupLR", "params": params}}
 
 
+def without_compiling() -> Any:
+    """DeepSpeed's Muon and torch's AdamW in it are compiled at their first step, which takes minutes."""
+    return torch._dynamo.config.patch(disable=True)
+
+
 def save(
     folder: str,
     settings: dict[str, Any] | tuple[str, int, str],
@@ -77,11 +82,10 @@ def save(
 ) -> dict[str, Any]:
     """Train and save; what was saved as the engine has it, and the losses of ``further`` steps from there."""
     settings = settings_for(*settings) if isinstance(settings, tuple) else settings
-    torch._dynamo.config.disable = True  # DeepSpeed's Muon is compiled at its first step, which takes minutes
     made = model()
     for name in frozen:
         made.get_parameter(name).requires_grad_(False)
-    with engine_for(settings, made) as engine:
+    with without_compiling(), engine_for(settings, made) as engine:
         train(engine, steps)
         engine.save_checkpoint(folder, client_state={"rows": 3})
         found = held(engine)

@@ -34,7 +34,17 @@ from lwopt_backend.checkpoint.files.folders import write_folder
 from lwopt_backend.checkpoint.owned import reader as read_owned
 from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
 from tests.cells import cells
-from tests.checkpoint_engines import FROZEN, PARTS, AllKinds, assert_holds, flip, held, scheduled, settings_for
+from tests.checkpoint_engines import (
+    FROZEN,
+    PARTS,
+    AllKinds,
+    assert_holds,
+    flip,
+    held,
+    scheduled,
+    settings_for,
+    without_compiling,
+)
 from tests.checkpoint_engines import save as save_engine
 from tests.fsdp2 import shard
 from tests.models import UnevenLM
@@ -138,8 +148,7 @@ def train_on(folder: str, stage: int, precision: str, load: bool) -> dict[str, A
     """Stock AdamW: train and save, or load; then go on, all ranks on all rows."""
     settings = scheduled(settings_for("adamw", stage, precision))
     settings["checkpoint"] = {"load_universal": load}
-    torch._dynamo.config.disable = True
-    with engine_for(settings, UnevenLM(seed=5) if load else None) as engine:
+    with without_compiling(), engine_for(settings, UnevenLM(seed=5) if load else None) as engine:
         if load:
             _, client = engine.load_checkpoint(folder)
             assert client["rows"] == 3
