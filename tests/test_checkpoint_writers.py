@@ -280,7 +280,7 @@ LAYER = {
 }
 SHAPES = {
     "embedding.word_embeddings.weight": (256, 128),
-    **{f"decoder.layers.{layer}.{name}": shape for layer in range(6) for name, shape in LAYER.items()},
+    **{f"decoder.layers.{layer}.{name}": shape for layer in range(3) for name, shape in LAYER.items()},
     "decoder.final_layernorm.weight": (128,),
 }
 
