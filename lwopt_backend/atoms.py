@@ -13,9 +13,10 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from lwopt_backend.atom_settings import AtomSettings, blocks_of
+from lwopt_backend.fused_torchtitan import join
 from lwopt_backend.fused_weights import Fusion, fused_weights
 from lwopt_backend.plan.block_cover import check_cover
-from lwopt_backend.plan.blocks import Block, Grid, divided, matrices_of, undivided
+from lwopt_backend.plan.blocks import Block, Grid, divided, grouped, matrices_of, undivided
 from lwopt_backend.routing import Route, named_parameters
 from lwopt_backend.spelling import nearest
 
@@ -75,12 +76,18 @@ def divide_by_name(routes: Sequence[Route], settings: AtomSettings) -> dict[str,
 
 def _divided(route: Route, settings: AtomSettings, fused: Fusion | None) -> Divided:
     shape, setting = route.shape, settings.of([route.name, *route.aliases])
+    if route.side_by_side and (setting is None or setting[1] not in ("stack", "flatten")):
+        shape = join(shape)
     if setting is not None:
         blocks = blocks_of(route.name, shape, route.transposed, *setting)
         return Divided(blocks, f"{_described(blocks)}, set by atoms {setting[0]!r}")
     if fused is not None and (fused.outputs or fused.inputs):
         blocks = _fused(shape, fused, transposed=route.transposed)
         return Divided(blocks, f"{_described(blocks)}, {fused.why}")
+    if route.side_by_side:
+        grid = Grid.of(shape, len(shape) - 2)
+        blocks = divided(grid, grouped(("gate", "up"), [shape[-1] // 2] * 2), transposed=True)
+        return Divided(blocks, f"{_described(blocks)}, side by side")
     blocks = matrices_of(shape)
     if fused is not None:
         return Divided(blocks, fused.why)

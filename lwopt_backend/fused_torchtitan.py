@@ -28,3 +28,13 @@ BY_ATTRIBUTES: Sequence[tuple[tuple[str, ...], tuple[Fused, ...]]] = [
     ),
     (("mlp1_weight_EGD", "mlp2_weight_EDF"), (Fused("mlp1_weight_EGD", "mlp2_weight_EDF", gate_up_in_turn),)),
 ]
+
+
+def side_by_side(name: str, shape: Sequence[int]) -> bool:
+    """Gate and up in one parameter of (..., outputs, 2, inputs): ``w13`` of torchtitan's opt-in ``fused_swiglu``."""
+    return name.rpartition(".")[2] == "w13" and len(shape) > 2 and shape[-2] == 2 and 0 not in shape
+
+
+def join(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape in which two matrices that lie side by side are the halves of every row."""
+    return (*shape[:-2], 2 * shape[-1])

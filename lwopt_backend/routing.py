@@ -15,6 +15,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from lwopt_backend.atom_settings import AtomSettings
+from lwopt_backend.fused_torchtitan import join, side_by_side
 from lwopt_backend.output_heads import EMBEDDINGS, output_heads
 from lwopt_backend.parameter_uses import Use, plain_name, uses_of
 from lwopt_backend.peft_layers import LORA, Adapter, lora_of
@@ -35,8 +36,8 @@ BY_NAME = {"A_log": "one decay per channel and state"}  # of state-space models;
 class Route:
     """Where one parameter goes and why. ``aliases`` are the other names of a tied parameter.
 
-    A ``stack`` holds a matrix in its last two dimensions for every index of the others; a ``transposed`` matrix is
-    stored as (inputs, outputs). ``rule`` is the name of the one that trains it, once that is known.
+    A ``stack`` holds a matrix in its last two dimensions for every index of the others; a ``transposed`` one is stored
+    as (inputs, outputs), two ``side_by_side`` as (outputs, 2, inputs). ``rule`` trains it, once that is known.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Route:
     stack: bool = False
     transposed: bool = False
     rule: str = ""
+    side_by_side: bool = False
 
 
 def route(
@@ -81,25 +83,26 @@ def route_part(
     routes = []
     kind: Kind
     for name, param in named_parameters(model):
-        same = uses[id(param)]
+        shape, same = full_shape(param), uses[id(param)]
         names = [name] + [use.name for use in same if use.name != name]
         if not param.requires_grad:
             kind, reason = "frozen", "requires_grad is False"
         else:
-            kind, reason = _by_structure(full_shape(param), same, heads.get(id(param)))
-            kind, reason = by_glob(full_shape(param), names, include, exclude) or (kind, reason)
-        stack, transposed = _is_stack(full_shape(param), same), any(_stored_transposed(use.module) for use in same)
-        if stack and (kind, reason) == ("elementwise", _dimensions(full_shape(param))):
-            if vector(full_shape(param)) is not None:
-                reason = f"{stacked(full_shape(param))} of {vector(full_shape(param))}"
+            kind, reason = _by_structure(shape, same, heads.get(id(param)))
+            kind, reason = by_glob(shape, names, include, exclude) or (kind, reason)
+        beside, transposed = side_by_side(name, shape), any(_stored_transposed(use.module) for use in same)
+        joined = join(shape) if beside else shape
+        stack = _is_stack(joined, same)
+        if (stack or beside) and (kind, reason) == ("elementwise", _dimensions(shape)):
+            if vector(joined) is not None:
+                reason = f"{stacked(joined)} of {vector(joined)}"
             elif stacks:
-                kind, reason = "matrix", stacked(full_shape(param))
-        set_so = atoms.makes_matrix(names, full_shape(param)) if atoms is not None else None
+                kind, reason = "matrix", stacked(joined) if stack else f"{reason} weight"
+        set_so = atoms.makes_matrix(names, shape) if atoms is not None else None
         if set_so is not None and kind == "elementwise" and _first_match(names, exclude) is None:
             kind, reason = "matrix", set_so
-        if kind == "matrix" and transposed:
-            reason = f"{reason}, stored transposed"
-        routes.append(Route(name, full_shape(param), kind, reason, tuple(names[1:]), stack, transposed))
+        reason += ", stored transposed" if kind == "matrix" and transposed else ""
+        routes.append(Route(name, shape, kind, reason, tuple(names[1:]), stack, transposed, side_by_side=beside))
     return routes
 
 

@@ -34,8 +34,21 @@ class Experts(nn.Module):
         return torch.einsum("btw,eow->bto", x, self.up).tanh()
 
 
+class FusedGroupedExperts(nn.Module):
+    """torchtitan's: the gates and ups of all experts in one parameter, side by side."""
+
+    def __init__(self, count: int, hidden: int) -> None:
+        super().__init__()
+        self.w13 = nn.Parameter(torch.randn(count, hidden, 2, WIDTH) / WIDTH**0.5)
+        self.w2_EDF = nn.Parameter(torch.randn(count, WIDTH, hidden) / hidden**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = torch.einsum("btd,efgd->btefg", x, self.w13).unbind(-1)
+        return torch.einsum("btef,edf->btd", gate.sigmoid() * up, self.w2_EDF)
+
+
 class FusedLM(nn.Module):
-    """q, k and v in blocks and by group, gate and up, experts in a stack, a convolution."""
+    """q, k and v in blocks and by group, gate and up in both ways, experts in a stack, a convolution."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -48,6 +61,7 @@ class FusedLM(nn.Module):
         self.out = nn.Linear(23, WIDTH)
         self.experts = Experts(3, 10)
         self.mix = nn.Linear(10, WIDTH, bias=False)
+        self.moe = FusedGroupedExperts(2, 8)
         self.conv = nn.Conv1d(WIDTH, 12, 3, padding=1)
         self.lm_head = nn.Linear(12, VOCABULARY, bias=False)
 
@@ -58,7 +72,7 @@ class FusedLM(nn.Module):
         x = x + self.down(self.grouped(x).tanh())
         gate, up = self.gate_up(x).chunk(2, -1)
         x = x + self.out(gate.sigmoid() * up)
-        x = x + self.mix(self.experts(x))
+        x = x + self.mix(self.experts(x)) + self.moe(x)
         x = self.conv(x.mT).mT
         return nn.functional.cross_entropy(self.lm_head(x).float().flatten(0, 1), targets.flatten())
 
@@ -71,7 +85,7 @@ ATOMS: dict[str, Any] = {
 }
 MATRICES = (
     *(f"{name}.weight" for name in ("qkv", "grouped", "down", "gate_up", "out", "mix", "conv")),
-    "experts.up",
+    *("experts.up", "moe.w13", "moe.w2_EDF"),
 )
 
 
@@ -90,6 +104,8 @@ BLOCKS: dict[str, list[Callable[[Tensor], Tensor]]] = {
     ],
     "gate_up.weight": [lambda tensor: tensor[:, :23].T, lambda tensor: tensor[:, 23:].T],
     "experts.up": [lambda tensor, i=i: tensor[i] for i in range(3)],
+    "moe.w13": [lambda tensor, e=e, part=part: tensor[e, :, part] for e in range(2) for part in range(2)],
+    "moe.w2_EDF": [lambda tensor, e=e: tensor[e] for e in range(2)],
     "conv.weight": [lambda tensor: tensor.reshape(12, 72)],
 }
 

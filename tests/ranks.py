@@ -219,11 +219,13 @@ def _enter_world(
     import torch.distributed as dist
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.runtime.zero.partition_parameters import Init
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     if dist.is_initialized():
         dist.destroy_process_group()
     for cached in _OF_THIS_WORLD:
         cached.cache_clear()
+    _clear_sharding_prop_cache()  # DTensors of the last world's meshes, whose process groups have ended
     for module, values in globals_of_deepspeed:
         vars(module).update(values)
     # ZeRO-3 compares these counters between ranks, which have not been in the same worlds.

@@ -1,58 +1,101 @@
-"""Matrices in a parameter are updated as if they were parameters of their own, on every engine, bit for bit."""
+"""Matrices in a parameter are updated as if they were parameters of their own, on every engine, bit for bit; and
+QK-clip after a step equals multiplying the rows of heads by hand."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
-from lwopt_backend import LayerWiseOptimizer
+from lwopt_backend import Heads, LayerWiseOptimizer, QKClip
 from lwopt_backend.integrations import fsdp2
-from tests.fsdp2 import Sharded, backward, copy_gradients, mesh_of, named
+from lwopt_backend.row_scaling import RowScaling
+from tests.cells import cells
+from tests.fsdp2 import Sharded, backward, copy_gradients, mesh_of, weights_of
 from tests.fused import ATOMS, MATRICES, Experts, FusedLM, FusedReference
-from tests.owned import BUCKET_MB, difference, exact_sums, step_alone, train
+from tests.owned import BUCKET_MB, difference, exact_sums, shares, step_alone, train
 from tests.ranks import RankPool
-from tests.test_owned_state import equal
 from tests.zero import ADAMW, MUON, config, engine_for, full_weights, largest_difference
 from tests.zero import train as train_engine
 
-STEPS = 5
+STEPS = 4
+COUNT = 3 + 3 + 1 + 2 + 1 + 1 + 3 + 1 + 4 + 2  # of matrices in MATRICES
 ELEMENTWISE = {"name": "adamw", **ADAMW}
-both_sizes = pytest.mark.parametrize("ranks", [2, 4], indirect=True, ids=["2ranks", "4ranks"])
+BOUND = 100.0
+LAYERS = {
+    "fused": Heads("qkv.weight", "qkv.weight", heads=4, query_bias="qkv.bias", key_bias="qkv.bias"),
+    "grouped": Heads("grouped.weight", "grouped.weight", heads=2),
+    "apart": Heads("mix.weight", "out.weight", heads=6, key_heads=2, query_bias=None, key_bias="out.bias"),
+    "transposed": Heads("gate_up.weight", "down.weight", heads=2),
+}
 
 
-def differ_on_zero(stage: int, **options: Any) -> tuple[float, int, list[str]]:
+def logits(step: int) -> dict[str, Tensor]:
+    """Of the layers that are clipped in a step; the first is not."""
+    found = {
+        "fused": torch.tensor([50.0, 150.0, 400.0, 90.0]) + step,
+        "grouped": torch.tensor([250.0, 30.0]),
+        "apart": torch.tensor([20.0, 300.0, 110.0, 30.0, 101.0, 99.0]),
+        "transposed": torch.tensor([130.0, 120.0]),
+    }
+    return found if step else {}
+
+
+@torch.no_grad()
+def by_hand(model: Any, step: int) -> None:
+    if not step:
+        return
+    given = {name: (BOUND / values.clamp(min=BOUND)) for name, values in logits(step).items()}
+    half = given["fused"] ** 0.5
+    for head in range(4):
+        for tensor in (model.qkv.weight, model.qkv.bias):
+            tensor[head * 6 : head * 6 + 6] *= half[head]
+            tensor[24 + head * 2 : 24 + head * 2 + 2] *= half[head]
+    for group, factor in enumerate(given["grouped"] ** 0.5):
+        model.grouped.weight[group * 16 : group * 16 + 12] *= factor  # 8 rows of q and 4 of k
+    for head, factor in enumerate(given["apart"]):  # keys are shared, so queries take all
+        model.mix.weight[head * 4 : head * 4 + 4] *= factor
+    for head, factor in enumerate(given["transposed"] ** 0.5):
+        model.gate_up.weight[:, head * 23 : head * 23 + 23] *= factor
+        model.down.weight[head * 12 : head * 12 + 12] *= factor
+
+
+def on_zero(stage: int, **options: Any) -> tuple[float, int, list[str]]:
+    """The difference from one process, the number of buckets, and the matrices by name."""
     settings, reference = config(stage, rows=8, atoms=ATOMS, **options), FusedReference()
     with engine_for(settings, FusedLM()) as engine:
-        train_engine(engine, STEPS, same_rows=True)
-        reference.train(STEPS)
-        optimizer = engine.basic_optimizer if options.get("storage") != "owned" else engine.optimizer
-        if options.get("storage") == "owned":
-            return largest_difference(full_weights(engine), reference.model), 0, []
-        plans = [plan.matrices for plan in optimizer._binding.plans if plan.matrices]
+        owned = options.get("storage") == "owned"
+        optimizer = engine.optimizer if owned else engine.basic_optimizer
+        clip = QKClip(optimizer, LAYERS, BOUND)
+        for step in range(STEPS):
+            clip(logits(step))
+            train_engine(engine, range(step, step + 1), same_rows=True)
+            reference.train(range(step, step + 1))
+            by_hand(reference.model, step)
+        worst = largest_difference(full_weights(engine), reference.model)
+        plans = [] if owned else [plan.matrices for plan in optimizer._binding.plans if plan.matrices]
         names = [atom.name for plan in plans for atom in plan.atoms]
-        return largest_difference(full_weights(engine), reference.model), max(len(p.buckets) for p in plans), names
+        return worst, max((len(plan.buckets) for plan in plans), default=0), names
 
 
-@both_sizes
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@cells(ranks=[2, 4], stage=[0, 1, 2, 3])
 def test_zero(ranks: RankPool, stage: int) -> None:
     options = {"policy": "balance"} if stage in (1, 2) else {}
-    for found, buckets, names in ranks.run(differ_on_zero, stage, bucket_numel=500, **options):
-        assert found == 0.0 and buckets > 1
-        assert {"qkv.weight.q", "grouped.weight.v", "gate_up.weight.up", "experts.up[2]", "conv.weight"} <= set(names)
-        assert len(names) == 3 + 3 + 1 + 2 + 1 + 1 + 1 + 3
+    for found, buckets, names in ranks.run(on_zero, stage, bucket_numel=500, **options):
+        assert found == 0.0 and buckets > 1 and len(names) == COUNT
+        assert {"qkv.weight.q", "gate_up.weight.up", "experts.up[2]", "conv.weight", "moe.w13[1].gate"} <= set(names)
 
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_owned_storage_in_deepspeed(ranks: RankPool, stage: int) -> None:
-    assert {found for found, *_ in ranks.run(differ_on_zero, stage, storage="owned")} == {0.0}
+    assert {found for found, *_ in ranks.run(on_zero, stage, storage="owned")} == {0.0}
 
 
 def owned_optimizer(model: nn.Module, **options: Any) -> LayerWiseOptimizer:
@@ -60,74 +103,67 @@ def owned_optimizer(model: nn.Module, **options: Any) -> LayerWiseOptimizer:
     return LayerWiseOptimizer(model, **MUON, elementwise=ELEMENTWISE, **settings)
 
 
-def differ_owned(layout: str) -> float:
-    world_size = dist.get_world_size()
+def on_owned(**options: Any) -> float:
     model, single = exact_sums(FusedLM()), FusedReference(exact_sums(FusedLM()))
-    train(model, owned_optimizer(model, layout=layout), STEPS)
+    optimizer = owned_optimizer(model, **options)
+    clip = QKClip(optimizer, LAYERS, BOUND)
     for step in range(STEPS):
-        step_alone(single, step, world_size)
+        clip(logits(step))
+        train(model, optimizer, range(step, step + 1))
+        step_alone(single, step, dist.get_world_size())
+        by_hand(single.model, step)
     return difference(model, single.model)
 
 
-@pytest.mark.parametrize("layout", ["padded", "compact", "auto"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4], indirect=True)
-def test_owned(ranks: RankPool, layout: str) -> None:
-    assert set(ranks.run(differ_owned, layout)) == {0.0}
+@cells(ranks=[1, 2, 3, 4], layout=["padded", "compact", "auto"], step_in_backward=[False, True])
+def test_owned(ranks: RankPool, layout: str, step_in_backward: bool) -> None:
+    assert set(ranks.run(on_owned, layout=layout, step_in_backward=step_in_backward)) == {0.0}
 
 
-def rows(param: torch.Tensor) -> Shard | None:
+def rows(param: Tensor) -> Shard | None:
     return None
 
 
-def inputs(param: torch.Tensor) -> Shard | None:
+def inputs(param: Tensor) -> Shard | None:
     """Shard(1), and of the experts within every slice."""
-    dim = 1 if param.ndim > 1 and param.shape[1] % dist.get_world_size() == 0 else 0
-    return Shard(dim)
+    return Shard(1 if param.ndim > 1 and param.shape[1] % dist.get_world_size() == 0 else 0)
 
 
-def shard_fused(placement: str) -> Sharded:
+def on_fsdp2(placement: str, attach: bool) -> tuple[float, int]:
     model, world_size = FusedLM(), dist.get_world_size()
     if placement == "hybrid":
         fully_shard(model, mesh=mesh_of(2, 2, names=("replicate", "shard")))
     else:
         fully_shard(model, mesh=mesh_of(world_size), shard_placement_fn={"rows": rows, "inputs": inputs}[placement])
-    return Sharded(model, world_size, dist.get_rank())
-
-
-def differ_on_fsdp2(placement: str, attach: bool) -> tuple[float, list[str]]:
-    sharded = shard_fused(placement)
-    optimizer = fsdp2.LayerWiseOptimizer(
-        sharded.model, **MUON, elementwise=ELEMENTWISE, atoms=ATOMS, report=False, bucket_matrices=2
-    )
+    sharded, single = Sharded(model, world_size, dist.get_rank()), FusedReference()
+    options = {"elementwise": ELEMENTWISE, "atoms": ATOMS, "report": False, "bucket_matrices": 2}
+    optimizer = fsdp2.LayerWiseOptimizer(model, **MUON, **options)
     if attach:
-        optimizer.attach(sharded.model)
-    single = FusedReference()
-    theirs = dict(single.model.named_parameters())
+        optimizer.attach(model)
+    clip = QKClip(optimizer, LAYERS, BOUND)
     for step in range(STEPS):
+        clip(logits(step))
         backward(sharded, step)
-        copy_gradients(sharded.model, single.model)
+        copy_gradients(model, single.model)
         for one in (single.muon, single.adamw, optimizer):
             one.step()
             one.zero_grad()
-    found = {name: param.full_tensor() for name, param in named(sharded.model)}
-    worst = max(float((found[name] - theirs[name].detach()).abs().max()) for name in theirs)
-    return worst, [atom.name for stepper in optimizer._steppers for atom in stepper.plan.atoms]
+        by_hand(single.model, step)
+    worst = largest_difference(weights_of(model), single.model)
+    return worst, sum(len(stepper.plan.atoms) for stepper in optimizer._steppers)
 
 
-@both_sizes
-@pytest.mark.parametrize("placement", ["rows", "inputs"])
-@pytest.mark.parametrize("attach", [False, True], ids=["", "attach"])
+@cells(
+    lambda ranks, placement, attach=None: placement != "hybrid" or ranks == 4,
+    ranks=[2, 4],
+    placement=["rows", "inputs", "hybrid"],
+    attach=[False, True],
+)
 def test_fsdp2(ranks: RankPool, placement: str, attach: bool) -> None:
-    for found, names in ranks.run(differ_on_fsdp2, placement, attach):
-        assert found == 0.0 and len(names) == 15
+    assert set(ranks.run(on_fsdp2, placement, attach)) == {(0.0, COUNT)}
 
 
-@pytest.mark.parametrize("ranks", [4], indirect=True)
-def test_fsdp2_hybrid(ranks: RankPool) -> None:
-    assert {found for found, _ in ranks.run(differ_on_fsdp2, "hybrid", False)} == {0.0}
-
-
-# What is known of the matrices is told and balanced
+# What is known of the matrices is told, balanced and saved
 
 
 def balance_of(atoms: dict[str, Any]) -> float:
@@ -137,26 +173,22 @@ def balance_of(atoms: dict[str, Any]) -> float:
         return plans[0].ownership.imbalance
 
 
-@pytest.mark.parametrize("ranks", [3], indirect=True)
+@cells(ranks=[3])
 def test_balance_improves(ranks: RankPool) -> None:
     """Two matrices leave one of three ranks idle; three parts of each do not."""
     assert min(ranks.run(balance_of, {"*.weight": "whole"})) > 2
     assert ranks.run(balance_of, {"*.weight": {"heads": 3}}) == [1.0] * 3
 
 
-def printed() -> dict[str, str]:
-    optimizer = owned_optimizer(FusedLM())
-    return {route.name: route.reason for route in optimizer._grouping.routes if route.name in MATRICES}
+def test_the_routing_tells_what_is_in_a_parameter() -> None:
+    routes = owned_optimizer(FusedLM())._grouping.routes
+    reasons = {route.name: route.reason for route in routes if route.name in MATRICES}
+    assert reasons["qkv.weight"] == "2-D weight: q, k, v, set by atoms 'qkv.weight'"
+    assert reasons["experts.up"] == "3 stacked experts"
+    assert "conv.weight" in reasons["conv.weight"]
 
 
-def test_the_routing_tells_what_is_in_a_parameter(ranks: RankPool) -> None:
-    for reasons in ranks.run(printed):
-        assert reasons["qkv.weight"] == "2-D weight: q, k, v, set by atoms 'qkv.weight'"
-        assert reasons["experts.up"] == "3 stacked experts"
-        assert "conv.weight" in reasons["conv.weight"]
-
-
-def stage_0_state(folder: str, save: bool) -> dict[str, torch.Tensor]:
+def stage_0_state(folder: str, save: bool) -> dict[str, Tensor]:
     with engine_for(config(0, rows=8, atoms=ATOMS), FusedLM(0 if save else 5)) as engine:
         if save:
             train_engine(engine, 2, same_rows=True)
@@ -168,30 +200,19 @@ def stage_0_state(folder: str, save: bool) -> dict[str, torch.Tensor]:
 
 
 def test_stage_0_saves_matrices_of_any_shape_whole(rank_pools: dict[int, RankPool], tmp_path: Path) -> None:
-    pools = [rank_pools.setdefault(size, RankPool(size)) for size in (2, 4)]
-    expected = pools[0].run(stage_0_state, str(tmp_path), True)[0]
-    assert all(equal(found, expected) for found in pools[1].run(stage_0_state, str(tmp_path), False))
+    expected = rank_pools[2].run(stage_0_state, str(tmp_path), True)[0]
+    for found in rank_pools[4].run(stage_0_state, str(tmp_path), False):
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def refuse(case: str) -> None:
-    if case == "sizes":
-        owned_optimizer(FusedLM(), atoms={"qkv.weight": {"qkv": [24, 8, 9]}})
-    elif case == "glob":
-        owned_optimizer(FusedLM(), atoms={"qvk.weight": {"heads": 4}})
-    elif case == "word":
-        owned_optimizer(FusedLM(), atoms={"qkv.weight": "wohle"})
+def refuse() -> None:
+    owned_optimizer(FusedLM(), atoms={"qvk.weight": {"heads": 4}})
 
 
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("sizes", "has 40 outputs, but 24+8+9 are 41"),
-        ("glob", "atoms: 'qvk.weight' matches no parameter name; did you mean 'qkv.weight'?"),
-        ("word", "unknown word 'wohle'; did you mean 'whole'?"),
-    ],
-)
-def test_wrong_settings_are_errors_on_every_rank(ranks: RankPool, case: str, message: str) -> None:
-    assert all(message in error for error in ranks.errors(refuse, case))
+def test_wrong_settings_are_errors_on_every_rank(ranks: RankPool) -> None:
+    """test_atoms.py has the others."""
+    message = "atoms: 'qvk.weight' matches no parameter name; did you mean 'qkv.weight'?"
+    assert all(message in error for error in ranks.errors(refuse))
 
 
 class Stack(nn.Module):
@@ -204,54 +225,158 @@ class Stack(nn.Module):
         self.experts = Experts(6, 24)
         self.lm_head = nn.Linear(24, 37, bias=False)
 
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.experts(self.embedding(tokens))
         return nn.functional.cross_entropy(self.lm_head(x).flatten(0, 1), targets.flatten())
 
 
-def stack_owned_by_many(layout: str, rule: str, folder: str) -> tuple[float, int]:
-    """Trained as by one process, and resumed from files by another optimizer."""
+def stack_owned_by_many(layout: str, rule: str, folder: str) -> tuple[float, float, int]:
+    """Trained as where no matrix is cut, and resumed from files by another optimizer; experts of this rank."""
     world_size = dist.get_world_size()
-    section = {"name": rule, **MUON}
 
-    def made(model: nn.Module, group: Any = None) -> LayerWiseOptimizer:
-        return LayerWiseOptimizer(
-            model, section, elementwise=ELEMENTWISE, layout=layout, group_size=world_size, report=False
-        )
+    def made(layout: str) -> tuple[nn.Module, LayerWiseOptimizer]:
+        model, options = exact_sums(Stack()), {"elementwise": ELEMENTWISE, "report": False, "group_size": world_size}
+        return model, LayerWiseOptimizer(model, {"name": rule, **MUON}, layout=layout, **options)
 
-    model = exact_sums(Stack())
-    optimizer = made(model)
+    (model, optimizer), (again, resumed), (whole, plain) = made(layout), made(layout), made("padded")
     train(model, optimizer, 3)
     optimizer.save_state_dict(folder)
-    again = exact_sums(Stack())
     again.load_state_dict(model.state_dict())
-    resumed = made(again)
     resumed.load_state_dict_from(folder)
-    for net, its in ((model, optimizer), (again, resumed)):
+    train(whole, plain, 3)
+    for net, its in ((model, optimizer), (again, resumed), (whole, plain)):
         train(net, its, range(3, 5))
     pieces = [p for b in optimizer.core.manager.buckets for p in b.pieces]
     mine = sum(p.numel // 24**2 for p in pieces if optimizer.core.members[p.param].name == "experts.up")
-    return difference(again, model), mine
+    return difference(again, model), difference(whole, model), mine
 
 
-@pytest.mark.parametrize("rule", ["muon", "normuon"])
-@pytest.mark.parametrize("layout", ["compact", "auto"])
-@pytest.mark.parametrize("ranks", [2, 3, 4], indirect=True)
+@cells(ranks=[2, 3, 4], layout=["compact", "auto"], rule=["muon", "normuon"])
 def test_a_stack_is_owned_by_several_ranks(ranks: RankPool, layout: str, rule: str, tmp_path: Path) -> None:
     found = ranks.run(stack_owned_by_many, layout, rule, str(tmp_path))
-    assert {difference for difference, _ in found} == {0.0}
-    assert max(mine for _, mine in found) == -(-6 // ranks.world_size), "experts are shared out"
+    assert {(resumed, whole) for resumed, whole, _ in found} == {(0.0, 0.0)}
+    assert max(mine for *_, mine in found) == -(-6 // ranks.world_size), "experts are shared out"
 
 
-def weights_of_stack(layout: str) -> dict[str, torch.Tensor]:
-    model = exact_sums(Stack())
-    optimizer = LayerWiseOptimizer(
-        model, **MUON, elementwise=ELEMENTWISE, layout=layout, group_size=dist.get_world_size(), report=False
+# QK-clip
+
+
+def test_any_range_of_a_parameter_takes_the_factors_of_its_outputs() -> None:
+    """However it is cut, within a row or not; stored transposed, of one dimension or of three."""
+    shapes = {"plain": (6, 4), "transposed": (4, 6), "bias": (6,), "conv": (6, 2, 2)}
+    factors = torch.arange(2.0, 8.0)
+    scaling = RowScaling(shapes, frozenset({"transposed"}), lambda name: ())
+    scaling.set(dict.fromkeys(shapes, factors))
+    for name, shape in shapes.items():
+        outputs = factors if name in ("transposed", "bias") else factors.view(-1, *[1] * (len(shape) - 1))
+        expected = (torch.ones(shape) * outputs).flatten()
+        for start in range(len(expected)):
+            for stop in range(start + 1, len(expected) + 1):
+                elements = torch.ones(stop - start)
+                assert scaling.scale_range(name, elements, start)
+                assert torch.equal(elements, expected[start:stop])
+
+
+def masters_are_clipped() -> tuple[bool, bool]:
+    """With fp32 masters the master is clipped, and the parameter is its rounding."""
+    model = FusedLM().bfloat16()
+    optimizer = owned_optimizer(model, grad_dtype="float32")
+    clip, seen = QKClip(optimizer, {"fused": LAYERS["fused"]}, BOUND), []
+    for _ in range(2):
+        model(*shares(0, 1)[0]).backward()
+        optimizer.step()
+        optimizer.synchronize()
+        seen.append(model.qkv.weight.detach().clone())
+        optimizer.zero_grad()
+        clip({"fused": torch.full((4,), 400.0)})
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+    before, after = seen
+    return torch.equal(after[:32], before[:32] / 2), torch.equal(after[32:], before[32:])
+
+
+def test_masters(ranks: RankPool) -> None:
+    assert ranks.run(masters_are_clipped) == [(True, True)] * 2
+
+
+APART = "layer 'fused': 'qkv.weight' is query and key; expected matrices 'q' and 'k' in it, found "
+DIVIDE = '; divide it with the option "atoms": {"qkv.weight": {"qkv": ['
+FUSED = LAYERS["fused"]
+
+
+@pytest.mark.parametrize(
+    ("options", "heads", "message"),
+    [
+        ({}, Heads("qvk.weight", "down.weight", 2), "no trained parameter is named 'qvk.weight'; did you mean 'qkv.we"),
+        (
+            {},
+            Heads("qkv.weight", "qkv.weight", 5),
+            "'qkv.weight' has 24 outputs for 'q', which do not divide into 5 he",
+        ),
+        (
+            {},
+            Heads("mix.weight", "out.weight", 6, key_heads=4),
+            "layer 'fused': key_heads: expected a divisor of the 6",
+        ),
+        (
+            {},
+            Heads("mix.weight", "down.weight", 2, query_bias="out.bias", key_bias="out.bias"),
+            "layer 'fused': 'out.bias' is query_bias and key_bias, but query and key are two weights, 'mix.weight' and",
+        ),
+        (
+            {},
+            Heads("mix.weight", "down.weight", 2, query_bias="qkv.bias"),
+            "layer 'fused': expected a bias of 24 outputs, as 'mix.weight' has; found 'qkv.bias' with 40",
+        ),
+        ({"atoms": {}}, FUSED, f"{APART}a single matrix{DIVIDE}"),
+        ({"atoms": {"qkv.weight": "whole"}}, FUSED, f"{APART}a single matrix{DIVIDE}"),
+        ({"atoms": {"qkv.weight": {"split_sizes": [24, 8, 8]}}}, FUSED, f"{APART}'part0', 'part1', 'part2'{DIVIDE}"),
+        ({"atoms": {}, "exclude": ["qkv.weight"]}, FUSED, f"{APART}none, because no matrix rule updates it{DIVIDE}"),
+    ],
+)
+def test_wrong_layers_are_errors(options: dict[str, Any], heads: Heads, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        QKClip(owned_optimizer(FusedLM(), **options), {"fused": heads})
+
+
+ONE_PER_HEAD = "layer 'fused': expected max_logits as a tensor of shape (4,), one per head; found "
+
+
+@pytest.mark.parametrize(
+    ("logits", "message"),
+    [
+        ({"fusd": torch.ones(4)}, "unknown layer 'fusd'; did you mean 'fused'?"),
+        (torch.ones(4), "max_logits: expected a mapping of layers to tensors of shape (heads,); found a Tensor"),
+        ({"fused": torch.ones(3)}, f"{ONE_PER_HEAD}shape (3,)"),
+        ({"fused": torch.ones(4, 1)}, f"{ONE_PER_HEAD}shape (4, 1)"),
+        ({"fused": torch.tensor(1.0)}, f"{ONE_PER_HEAD}shape ()"),
+        ({"fused": [1.0, 2.0, 3.0, 4.0]}, f"{ONE_PER_HEAD}a list"),
+    ],
+)
+def test_wrong_logits_are_errors(logits: Any, message: str) -> None:
+    clip = QKClip(owned_optimizer(FusedLM()), LAYERS)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        clip(logits)
+
+
+def construction_on_zero() -> list[str]:
+    """What QKClip says of the optimizer that ZeRO wraps ours in, and of a fused weight that is left whole."""
+    found = []
+    with engine_for(config(2, rows=8, atoms={"qkv.weight": "whole"}), FusedLM()) as engine:
+        for optimizer in (engine.optimizer, engine.basic_optimizer):
+            with pytest.raises((TypeError, ValueError)) as caught:
+                QKClip(optimizer, {"fused": LAYERS["fused"]})
+            found.append(str(caught.value))
+    return found
+
+
+def test_other_optimizers_are_refused_with_what_to_pass(ranks: RankPool) -> None:
+    expected = (
+        "QKClip: expected an optimizer of this package: a LayerWiseOptimizer, or on DeepSpeed, after "
+        "deepspeed.initialize, engine.basic_optimizer (with owned storage engine.optimizer); found torch.optim.sgd.SGD"
     )
-    train(model, optimizer, 4)
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-@pytest.mark.parametrize("ranks", [3], indirect=True)
-def test_cut_or_whole_a_stack_trains_alike(ranks: RankPool) -> None:
-    assert equal(ranks.run(weights_of_stack, "padded")[0], ranks.run(weights_of_stack, "compact")[0])
+    with pytest.raises(TypeError, match=re.escape(expected)):
+        QKClip(torch.optim.SGD(FusedLM().parameters()), LAYERS)
+    for wrapper, fused in ranks.run(construction_on_zero):
+        assert "engine.basic_optimizer" in wrapper and wrapper.endswith("DeepSpeedZeroOptimizer")
+        assert fused.startswith(APART)

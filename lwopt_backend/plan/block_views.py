@@ -72,7 +72,7 @@ def box_views(block: Block, shape: Sequence[int], box: Sequence[Span], strides: 
         origin += (block.columns.at(0) - box[-1][0]) * strides[-1]
     else:
         across = [(size, stride) for (_, size), stride in zip(box[lead + 1 :], strides[lead + 1 :])]
-        column = 0
+        column = block.columns.at(column) - box[lead + 1][0] * math.prod(shape[lead + 2 :])
     sideways = _boxes([size for size, _ in across], column, column + width)
     if height > 1 and len(sideways) > 1:
         raise ValueError(f"the part {box} cuts runs of columns apart ({block})")
@@ -142,7 +142,7 @@ def _flattened(block: Block, sizes: Sequence[int], box: Sequence[Span]) -> Span:
     if len(box) > 1 and 0 not in (held for _, held in box):
         if any(span != (0, full) for span, full in zip(box[1:], sizes[1:])):
             raise ValueError(f"the part {box} cuts dimensions that are flattened into columns, other than the first")
-        if block.columns.size != block.grid.columns:
+        if block.columns.count > 1:
             raise ValueError(f"columns {block.columns} of flattened dimensions cannot be a block of their own")
     return box[0][0] * math.prod(sizes[1:]), math.prod(held for _, held in box)
 
