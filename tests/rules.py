@@ -7,14 +7,13 @@ from typing import Any
 
 import pytorch_optimizer
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lwopt_backend.config import HostConfig
 from lwopt_backend.optimizer_classes import class_named
 from lwopt_backend.registry import ELEMENTWISE_RULES, build_matrix_rule, options_of
 from lwopt_backend.rules import MatrixRule, OwnerStateRule
-from tests.models import MATRICES, UnevenLM
-from tests.zero import ADAMW, Reference
+from tests.zero import ADAMW
 
 MUON = {"lr": 0.02, "weight_decay": 0.1}
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -128,13 +127,3 @@ def elementwise_optimizer(params: list[Tensor], section: dict[str, Any]) -> torc
     if "class" in section:
         return class_named(section["class"])(params, **options)
     return ELEMENTWISE_RULES[section["name"]].optimizer(options)(params, **options)
-
-
-class RuleReference(Reference):
-    """A whole model on one process, trained by a matrix rule and an element-wise one."""
-
-    def __init__(self, matrix: str, elementwise: str = "adamw", model: nn.Module | None = None) -> None:
-        self.model = model or UnevenLM()
-        named = dict(self.model.named_parameters())
-        self.muon = matrix_optimizer([named.pop(name) for name in MATRICES], SECTIONS[matrix])
-        self.adamw = elementwise_optimizer(list(named.values()), {**ELEMENTWISE, **CAUTIOUS}[elementwise])

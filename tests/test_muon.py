@@ -1,0 +1,755 @@
+"""Muon, NorMuon, AdaMuon and QK-clip's factors: against torch.optim.Muon, short formulas and published packages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import pytorch_optimizer
+import torch
+from pytorch_optimizer.optimizer.utils.matrix import zero_power_via_gram_newton_schulz
+from torch import Tensor
+from torch.optim import _muon
+from torch.utils.flop_counter import FlopCounterMode
+
+from lwopt_backend.plan.cost import newton_schulz_flops
+from lwopt_backend.registry import MATRIX_RULES
+from lwopt_backend.rule_options import MuonOptions
+from lwopt_backend.rules import OwnerStateRule, gram_newton_schulz, newton_schulz, qk_clip_factors, row_factors
+from lwopt_backend.rules.coefficients import TABLES, by_step
+from lwopt_backend.rules.gram_newton_schulz import segments
+from lwopt_backend.rules.scales import SCALES
+from tests.cells import cells
+from tests.rule_steps import SHAPES, Trained, gradients, random, rule_of, trained, trained_by
+
+SIMPLE = (3.4445, -4.7750, 2.0315)
+STEPS = {"simple": 5, "quintic": 5, "polar_express": 8, "polar_express_5": 5}  # that a table is for
+FUSED_OR_NOT = pytest.mark.parametrize("iterate", [newton_schulz, gram_newton_schulz])
+MOMENTS = pytest.mark.parametrize("name", ["normuon", "adamuon"])
+Iterate = Callable[..., Tensor]
+
+
+def iterated(iterate: Iterate, matrices: Tensor, dtype: torch.dtype, table: Any = SIMPLE, **options: Any) -> Tensor:
+    return iterate(matrices, **{"steps": 5, "coefficients": table, "eps": 1e-7, "dtype": dtype, **options})
+
+
+def with_spectrum(values: Tensor, shape: tuple[int, ...], seed: int = 0) -> Tensor:
+    """fp64 matrices with these singular values."""
+    u, _, v = torch.linalg.svd(random(shape, seed).double(), full_matrices=False)
+    return u @ torch.diag(values.double()) @ v
+
+
+def matrices_of(spectrum: str, shape: tuple[int, ...]) -> Tensor:
+    count = min(shape[-2:])
+    spectra = {
+        "even in logarithm to 1e-2": torch.logspace(0, -2, count),
+        "even in logarithm to 1e-6": torch.logspace(0, -6, count),
+        "one large": torch.cat([torch.ones(1), torch.full((count - 1,), 1e-3)]),
+        "half zero": (torch.arange(count) < count // 2).float(),
+    }
+    return with_spectrum(spectra[spectrum], shape) if spectrum in spectra else random(shape, 0).double()
+
+
+SPECTRA = ["gaussian", "even in logarithm to 1e-2", "even in logarithm to 1e-6", "one large", "half zero"]
+
+
+# Momentum, factors by shape, weight decay
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"nesterov": False, "momentum": 0.8, "adjust_lr_fn": "original"},
+        {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0},
+        {"lr": 0.02, "ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5), "weight_decay": 0.3},
+    ],
+    ids=str,
+)
+def test_the_defaults_are_torchs_bit_by_bit(shape: tuple[int, int], options: dict[str, Any]) -> None:
+    theirs = trained_by(torch.optim.Muon, shape, grouped=False, **options)
+    assert torch.equal(trained(rule_of("muon", **options), shape), theirs)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("form", ["ema", "sum"])
+def test_momentum_and_direction_are_those_written_down_here(form: str, nesterov: bool) -> None:
+    rule, share = rule_of("muon", momentum=0.9, momentum_form=form, nesterov=nesterov), 0.1 if form == "ema" else 1.0
+    state, expected = {"momentum_buffer": torch.zeros(3)}, torch.zeros(3)
+    for grad in (random((3,), seed) for seed in range(4)):
+        kept = grad.clone()
+        rule.accumulate(grad, state)
+        expected = 0.9 * expected + share * grad
+        direction = rule.direction(grad, state)
+        torch.testing.assert_close(direction, 0.9 * expected + share * grad if nesterov else expected)
+        torch.testing.assert_close(state["momentum_buffer"], expected)
+        assert torch.equal(grad, kept)
+
+
+SCALES_WRITTEN_OUT: dict[str, Callable[[int, int], float]] = {
+    **dict.fromkeys(("original", "shape_scaling"), lambda m, n: max(1, m / n) ** 0.5),
+    **dict.fromkeys(("match_rms_adamw", "rms_norm"), lambda m, n: 0.2 * max(m, n) ** 0.5),
+    **dict.fromkeys(("unit_rms_norm", "spectral_norm"), lambda m, n: (m / n) ** 0.5),
+    "spectral": lambda m, n: max(m, n) ** 0.5,
+    "none": lambda m, n: 1.0,
+}
+
+
+@pytest.mark.parametrize("name", SCALES)
+@pytest.mark.parametrize("shape", [(6, 24), (24, 6), (5, 5)], ids=str)
+def test_the_factor_by_shape_is_on_the_update_and_not_on_the_decay(name: str, shape: tuple[int, int]) -> None:
+    rule = rule_of("muon", lr=0.1, weight_decay=0.5, adjust_lr_fn=name, extra_scale_factor=3.0)
+    assert math.isclose(rule.scale(shape), 3 * SCALES_WRITTEN_OUT[name](*shape), rel_tol=1e-12)
+    value, update = random(shape, 0), random(shape, 1)
+    expected = value * (1 - 0.1 * 0.5) - 0.1 * 3 * SCALES_WRITTEN_OUT[name](*shape) * update
+    rule.apply(value, update, shape)
+    torch.testing.assert_close(value, expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_coupled_decay_is_torch_with_the_weight_in_the_gradient(shape: tuple[int, int]) -> None:
+    param = torch.nn.Parameter(random(shape, 1))
+    optimizer = torch.optim.Muon([param], weight_decay=0)
+    for grad in gradients(shape):
+        param.grad = grad + 0.3 * param.detach()
+        optimizer.step()
+    ours = trained(rule_of("muon", weight_decay=0.3, weight_decay_form="coupled"), shape)
+    torch.testing.assert_close(ours, param.detach(), rtol=0, atol=1e-5)
+    assert not torch.allclose(ours, trained(rule_of("muon", weight_decay=0.3), shape), rtol=0, atol=1e-4)
+
+
+def test_cautious_decay_takes_elements_that_the_update_moves_towards_zero() -> None:
+    rule = rule_of("muon", lr=0.1, weight_decay=0.5, weight_decay_form="cautious")
+    value, update = random((8, 8), 0), random((8, 8), 1).bfloat16()
+    update[0], value[1] = 0.0, 0.0
+    value[2], update[2] = 1e-30, -1e-30  # whose product is zero
+    expected = value.clone()
+    for i in range(8):
+        for j in range(8):
+            towards_zero = (value[i, j] >= 0) == (update[i, j] >= 0) or value[i, j] == 0 or update[i, j] == 0
+            expected[i, j] = value[i, j] * (0.95 if towards_zero else 1.0) - 0.1 * update[i, j].float()
+    rule.apply(value, update, (8, 8))
+    torch.testing.assert_close(value, expected)
+    torch.testing.assert_close(value[2], torch.full((8,), 1.1e-30), rtol=1e-2, atol=0)  # no decay, away from zero
+    aligned = [random((8, 8), 0) for _ in range(2)]
+    for form, value in zip(("decoupled", "cautious"), aligned):
+        rule_of("muon", lr=0.1, weight_decay=0.5, weight_decay_form=form).apply(value, value.sign(), (8, 8))
+    assert torch.equal(*aligned)
+
+
+@pytest.mark.parametrize("name", ["muon", "normuon", "adamuon"])
+def test_a_zero_gradient_only_decays_by_the_unadjusted_learning_rate(name: str) -> None:
+    matrix = Trained(rule_of(name, lr=0.1, weight_decay=0.5), random((9, 6), 1))
+    torch.testing.assert_close(matrix.step(torch.zeros(9, 6)), random((9, 6), 1) * 0.95, rtol=1e-6, atol=0)
+
+
+@cells(
+    wrong=[math.nan, math.inf, -math.inf],
+    shape=[(6, 9), (9, 6), (1, 4)],
+    options=[{}, {"gram_aspect": 1.0}, {"weight_decay_form": "cautious"}],
+    name=["muon", "normuon", "adamuon"],
+)
+def test_what_is_not_finite_is_seen_in_the_weight(
+    name: str, options: dict[str, Any], shape: tuple[int, int], wrong: float
+) -> None:
+    matrix, grad = Trained(rule_of(name, **options), random(shape, 1)), random(shape, 2)
+    grad[0, 1] = wrong
+    assert matrix.step(grad).isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ns_coefficients": "quintik"}, "one of 'simple', 'quintic', 'polar_express', 'polar_express_5'; found 'quin"),
+        ({"ns_coefficients": "quintic", "ns_steps": 6}, "'quintic' is for 5 steps, but ns_steps is 6; set ns_steps to"),
+        ({"ns_coefficients": [[2, -1.5, 0.5]] * 7}, "the list given is for 7 steps, but ns_steps is 5"),
+        ({"ns_coefficients": [1.0, 2.0]}, "expected three numbers"),
+        ({"ns_coefficients": [[1.0, 2.0, True]] * 5}, "expected three numbers"),
+        ({"ns_coefficients": [1.0, 2.0, math.inf]}, "expected finite numbers"),
+        ({"gram_restarts": [3, 2]}, "gram_restarts: expected increasing numbers below ns_steps, 5; found"),
+        ({"gram_restarts": [5]}, "gram_restarts: expected increasing numbers below ns_steps, 5; found"),
+        ({"gram_restarts": [2, 4]}, "gram_restarts is (2, 4), but without gram_aspect no matrix takes Gram"),
+        ({"gram_restarts": []}, "gram_restarts is (), but without gram_aspect"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        rule_of("muon", **options)
+    assert message in str(caught.value)
+
+
+# Coefficients
+
+
+def minimax_quintic(low: float, high: float) -> list[float]:
+    """Of odd polynomials of degree 5, the one nearest to one on [low, high] (Remez' exchange, fp64)."""
+    inner = [(3 * low + high) / 4, (low + 3 * high) / 4]
+    error = previous = math.inf
+    while error == math.inf or abs(error - previous) > 1e-15:
+        points = [low, *inner, high]
+        rows = [[x, x**3, x**5, (-1.0) ** i] for i, x in enumerate(points)]
+        a, b, c, new = torch.linalg.solve(torch.tensor(rows, dtype=torch.float64), torch.ones(4).double()).tolist()
+        error, previous = new, error
+        root = math.sqrt(9 * b * b - 20 * a * c)
+        inner = [math.sqrt((-3 * b + sign * root) / (10 * c)) for sign in (-1, 1)]
+    return [a, b, c]
+
+
+def polar_express(steps: int, cushion: float, margin: float = 1.0) -> list[list[float]]:
+    """Theorem 3.1 and algorithm 1 of arXiv 2505.16932, from singular values in [0.001, 1]."""
+    low, high, rows = 1e-3, 1.0, []
+    for step in range(steps):
+        near = max(low, cushion * high)
+        row = minimax_quintic(near, high) if near / high < 1 - 5e-6 else [15 / 8, -10 / 8, 3 / 8]
+        p_low, p_high = (sum(k * x**power for k, power in zip(row, (1, 3, 5))) for x in (low, high))
+        if near > low:  # centred around one again
+            row = [2 * k / (p_low + p_high) for k in row]
+        if step < steps - 1:
+            row = [k / margin**power for k, power in zip(row, (1, 3, 5))]
+        rows.append(row)
+        low = sum(k * low**power for k, power in zip(row, (1, 3, 5)))
+        high = 2 - low
+    return rows
+
+
+def test_polar_express_is_what_its_paper_computes_and_goes_on_with_its_last_row() -> None:
+    """The paper's table is composed without a margin, which is then put into all rows but the last."""
+    table, rows = TABLES["polar_express"].triples, polar_express(8, cushion=0.02407327424182761)
+    for row, given in zip(rows[:7], table):
+        assert [k / 1.01**power for k, power in zip(row, (1, 3, 5))] == pytest.approx(given, abs=1e-9)
+    assert table[7] == pytest.approx(rows[7], abs=1e-8) == (15 / 8, -10 / 8, 3 / 8)
+    for row, given in zip(polar_express(5, 0.02, 1.02), TABLES["polar_express_5"].triples, strict=True):
+        assert row == pytest.approx(given, abs=1e-9)
+    assert by_step("polar_express", 10)[7:] == (table[7],) * 3 and by_step("polar_express", 3) == table[:3]
+    matrix = random((24, 40), 0).double()
+    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+    done = iterated(newton_schulz, matrix, torch.float64, "polar_express", steps=10)
+    torch.testing.assert_close(done, u @ v, rtol=0, atol=1e-9)
+
+
+MARGINS = {"simple": 1.0, "quintic": 1.0, "polar_express": 1.01, "polar_express_5": 1.02}  # on the norm
+# Where five steps take singular values of 0.01 to 1 in fp64.
+BANDS = {
+    "simple": (0.68, 1.14),
+    "quintic": (0.97, 1.04),
+    "polar_express": (0.87, 1.13),
+    "polar_express_5": (0.85, 1.15),
+}
+
+
+@FUSED_OR_NOT
+@pytest.mark.parametrize("table", TABLES)
+def test_a_table_takes_singular_values_where_its_polynomials_do(table: str, iterate: Iterate) -> None:
+    def polynomials(x: Tensor) -> Tensor:
+        for a, b, c in by_step(table, 5):
+            x = a * x + b * x**3 + c * x**5
+        return x
+
+    values = torch.logspace(-2, 0, 40, dtype=torch.float64)
+    done = iterated(iterate, with_spectrum(values, (40, 64)), torch.float64, table)
+    expected = with_spectrum(polynomials(values / values.norm() / MARGINS[table]), (40, 64))
+    torch.testing.assert_close(done, expected, rtol=0, atol=1e-9)
+    full = polynomials(torch.logspace(-2, 0, 1000, dtype=torch.float64) / MARGINS[table])
+    assert full.min() > BANDS[table][0] and full.max() < BANDS[table][1]
+
+
+@FUSED_OR_NOT
+def test_a_list_has_three_numbers_for_every_step(iterate: Iterate) -> None:
+    matrix, rows = random((8, 12), 0).double(), [(3.0, -3.2, 1.2), (2.0, -1.5, 0.5)]
+    expected = matrix / matrix.norm()
+    for a, b, c in rows:
+        gram = expected @ expected.T
+        expected = a * expected + (b * gram + c * gram @ gram) @ expected
+    torch.testing.assert_close(iterated(iterate, matrix, torch.float64, rows, steps=2), expected, rtol=0, atol=1e-12)
+
+
+# Newton-Schulz: batches; tiny, large and zero matrices
+
+
+@pytest.mark.parametrize("norm", [1.01e-7, 1e-3, 1.0, 1e15])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_from_eps_on_the_bits_are_torchs(shape: tuple[int, int], norm: float) -> None:
+    matrix = random(shape, 3)
+    matrix *= norm / matrix.norm()
+    theirs = _muon._zeropower_via_newtonschulz(matrix.clone(), SIMPLE, 5, 1e-7)
+    assert torch.equal(iterated(newton_schulz, matrix, torch.bfloat16), theirs)
+
+
+@cells(
+    iterate=[newton_schulz, gram_newton_schulz],
+    table=list(TABLES),
+    shape=[(5, 24, 40), (5, 40, 24), (2, 3, 1, 8), (5, 8, 1)],
+)
+def test_a_batch_of_any_dimensions_equals_its_matrices(iterate: Iterate, table: str, shape: tuple[int, ...]) -> None:
+    matrices = random(shape, 0)
+    kept = matrices.clone()
+    together = iterated(iterate, matrices, torch.float32, table)
+    one_by_one = [iterated(iterate, matrix, torch.float32, table) for matrix in matrices.flatten(0, -3)]
+    torch.testing.assert_close(together, torch.stack(one_by_one).view(shape), rtol=0, atol=1e-4)
+    assert torch.equal(matrices, kept)
+    zero = iterated(iterate, torch.zeros(shape), torch.bfloat16, table, eps=0.0)
+    assert torch.equal(zero, torch.zeros(shape).bfloat16())
+
+
+def of_norm(shape: tuple[int, ...], norm: float) -> Tensor:
+    """A well-conditioned matrix, as clipping may leave it."""
+    u, _, v = torch.linalg.svd(random(shape, 3), full_matrices=False)
+    return (u @ v) / min(shape[-2:]) ** 0.5 * norm
+
+
+@cells(
+    iterate=[newton_schulz, gram_newton_schulz],
+    shape=[(12, 20), (20, 12), (16, 16), (1, 8), (3, 12, 20)],
+    norm=[1e-8, 1e-12, 1e-20, 1e-30, 1e-37, 1e25],
+    dtype=[torch.bfloat16, torch.float32],
+)
+def test_a_matrix_that_clipping_left_tiny_is_orthogonalized(
+    iterate: Iterate, shape: tuple[int, ...], norm: float, dtype: torch.dtype
+) -> None:
+    values = torch.linalg.svdvals(iterated(iterate, of_norm(shape, norm), dtype).float())
+    usual = torch.linalg.svdvals(iterated(iterate, of_norm(shape, 1.0), dtype).float())
+    torch.testing.assert_close(values, usual, rtol=0, atol=0.05)
+    assert values.min() > 0.6 and values.max() < 1.25
+    if len(shape) == 2 and norm < 1e-10:  # without the guard this is not so
+        unguarded = _muon._zeropower_via_newtonschulz(of_norm(shape, norm), SIMPLE, 5, 1e-7)
+        assert torch.linalg.svdvals(unguarded.float()).max() < 0.6
+
+
+def test_a_tiny_matrix_does_not_change_the_others_of_its_batch() -> None:
+    matrices = torch.stack([random((12, 20), 0), of_norm((12, 20), 1e-20), torch.zeros(12, 20), random((12, 20), 1)])
+    together = iterated(newton_schulz, matrices, torch.bfloat16)
+    assert torch.equal(together[[0, 3]], iterated(newton_schulz, matrices[[0, 0, 3, 3]], torch.bfloat16)[[0, 3]])
+    assert together[2].abs().max() == 0 and torch.linalg.svdvals(together[1].float()).min() > 0.6
+
+
+# Gram Newton-Schulz
+
+
+@cells(
+    spectrum=SPECTRA,
+    shape=[(48, 192), (192, 48), (31, 47), (200, 3), (7, 1), (1, 1), (3, 24, 40), (2, 40, 24)],
+    dtype=[torch.float64, torch.float32],
+)
+def test_gram_newton_schulz_is_the_same_polynomial(spectrum: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """To rounding, which a step makes up to 3.4 times as large: p(0) is the first coefficient."""
+    matrices = matrices_of(spectrum, shape)
+    for steps in range(1, 8):
+        plain, gram = (iterated(way, matrices, dtype, steps=steps) for way in (newton_schulz, gram_newton_schulz))
+        assert gram.dtype == dtype and gram.shape == matrices.shape
+        torch.testing.assert_close(gram, plain, rtol=0, atol=2 * torch.finfo(dtype).eps * SIMPLE[0] ** steps)
+
+
+@pytest.mark.parametrize("spectrum", SPECTRA)
+@pytest.mark.parametrize("shape", [(96, 144), (384, 96)], ids=str)
+def test_gram_newton_schulz_in_bf16_keeps_singular_values_in_the_band(spectrum: str, shape: tuple[int, int]) -> None:
+    """None above what the coefficients allow; those that exact steps bring to the band are there.
+
+    With 3 steps before the restart, as for torch's coefficients, some of the other tables end 0.5 to 2.5 above.
+    """
+    matrix = matrices_of(spectrum, shape)
+    exact = iterated(newton_schulz, matrix, torch.float64)
+    values = torch.linalg.svdvals(iterated(gram_newton_schulz, matrix, torch.bfloat16).double())
+    assert values.max() < 1.25
+    assert (values[: int((torch.linalg.svdvals(exact) > 0.65).sum())] > 0.55).all()
+    for table, above in (("quintic", 0.2), ("polar_express", 0.3), ("polar_express_5", 0.3)):
+        plain, gram = (
+            torch.linalg.svdvals(iterated(way, matrix, torch.bfloat16, table).double())
+            for way in (newton_schulz, gram_newton_schulz)
+        )
+        assert gram.max() < plain.max() + above, table
+
+
+def table_restarts(table: str) -> tuple[int, ...]:
+    """Where restarts are by default."""
+    lengths = [len(segment) for segment in segments(table, STEPS[table])]
+    return tuple(sum(lengths[:count]) for count in range(1, len(lengths)))
+
+
+def test_restarts_come_by_default_before_slopes_grow_too_large() -> None:
+    assert {table: table_restarts(table) for table in STEPS} == {
+        "simple": (3,), "quintic": (2,), "polar_express": (2, 5), "polar_express_5": (2,),
+    }  # fmt: skip
+    assert [len(segment) for segment in segments("simple", 9)] == [3, 2, 2, 2]
+    assert [len(segment) for segment in segments((50.0, 1.0, 1.0), 3)] == [1, 1, 1]  # never none
+
+
+@cells(table=list(STEPS), restarts=[None, (), (2,), (1, 3)], shape=[(40, 24), (24, 40), (2, 3, 24, 40)])
+def test_gram_newton_schulz_takes_every_table_and_any_restarts(
+    table: str, restarts: tuple[int, ...] | None, shape: tuple[int, ...]
+) -> None:
+    matrices, steps = random(shape, 0).double(), STEPS[table]
+    plain = iterated(newton_schulz, matrices, torch.float64, table, steps=steps)
+    gram = iterated(gram_newton_schulz, matrices, torch.float64, table, steps=steps, restarts=restarts)
+    torch.testing.assert_close(gram, plain, rtol=0, atol=1e-9)
+    by_default = iterated(gram_newton_schulz, matrices, torch.float64, table, steps=steps)
+    assert torch.equal(gram, by_default) == (restarts is None or table_restarts(table) == restarts)
+
+
+@pytest.mark.parametrize("shape", [(30, 20), (20, 30), (4, 30, 20)], ids=str)
+def test_gram_aspect_decides_by_the_sides_which_iteration_a_matrix_takes(shape: tuple[int, ...]) -> None:
+    plain, gram = (iterated(way, random(shape, 3), torch.bfloat16) for way in (newton_schulz, gram_newton_schulz))
+    assert not torch.equal(plain, gram)
+    for aspect, expected in [(None, plain), (1.51, plain), (1.5, gram), (1.0, gram)]:
+        assert torch.equal(rule_of("muon", gram_aspect=aspect).transform(random(shape, 3)), expected), aspect
+
+
+def cost_and_flops(shape: tuple[int, int], **options: Any) -> int:
+    """The cost, which is what runs."""
+    with FlopCounterMode(display=False) as counter:
+        rule_of("muon", **options).transform(torch.ones(shape))
+    cost = MATRIX_RULES["muon"].cost(shape, MuonOptions(**options).model_dump())
+    assert cost == counter.get_total_flops() and isinstance(cost, int)
+    return cost
+
+
+@cells(steps=[1, 2, 3, 4, 5, 6, 9], aspect=[None, 1.0, 1.5], shape=[(16, 16), (16, 20), (24, 16), (16, 64), (64, 16)])
+def test_the_cost_of_a_matrix_is_the_flops_that_its_transform_runs(
+    shape: tuple[int, int], aspect: float | None, steps: int
+) -> None:
+    cost = cost_and_flops(shape, gram_aspect=aspect, ns_steps=steps)
+    assert aspect != 1.5 or cost <= cost_and_flops(shape, ns_steps=steps)
+
+
+@pytest.mark.parametrize("table", STEPS)
+@pytest.mark.parametrize("restarts", [None, (1,), (1, 2, 4)], ids=str)
+def test_the_cost_knows_tables_and_restarts(table: str, restarts: tuple[int, ...] | None) -> None:
+    cost_and_flops((16, 64), gram_aspect=1.5, ns_coefficients=table, ns_steps=STEPS[table], gram_restarts=restarts)
+
+
+# NorMuon and AdaMuon
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """torch.optim.Muon's iteration, in fp32 from there on."""
+    return _muon._zeropower_via_newtonschulz(matrix.clone(), SIMPLE, 5, 1e-7).float()
+
+
+def paper(name: str, shape: tuple[int, int]) -> Tensor:
+    """NorMuon, algorithm 1 of arXiv 2510.05491, and AdaMuon, arXiv 2507.11005; both betas 0.95."""
+    weight, momentum, moment = random(shape, 1), torch.zeros(shape), torch.zeros(1)
+    for grad in gradients(shape):
+        momentum = 0.95 * momentum + 0.05 * grad
+        update = orthogonal(momentum if name == "normuon" else momentum.sign())
+        squares = (update * update).sum(1, keepdim=True) / shape[1] if name == "normuon" else update**2
+        moment = 0.95 * moment + 0.05 * squares
+        update = update / (moment.sqrt() + 1e-8)
+        rate = 0.2 * 0.05 * (shape[0] * shape[1]) ** 0.5 / update.square().sum().sqrt()
+        weight = weight - 0.05 * 0.1 * weight - rate * update
+    return weight
+
+
+def emerging_optimizers(name: str, shape: tuple[int, int], factor_first: bool) -> Tensor:
+    """AdaptiveMuon with Nesterov's momentum and without signs; moments are of the longer side or of elements.
+
+    Since 0.3.0 the factor by shape comes last, and moments of the longer side leave the norm as it was. In 0.2.0 the
+    factor came first, so the division took it out again, and no norm was restored.
+    """
+    weight, momentum, moment, elementwise = random(shape, 1), torch.zeros(shape), 0.0, name == "adamuon"
+    factor, axis = max(shape) ** 0.5, 1 if shape[0] >= shape[1] else 0
+    for grad in gradients(shape):
+        momentum = 0.95 * momentum + 0.05 * grad
+        update = orthogonal(0.05 * grad + 0.95 * momentum) * (factor if factor_first else 1)
+        squares = update**2 if elementwise else (update**2).mean(axis, keepdim=True)
+        moment = 0.95 * moment + 0.05 * squares
+        divided = update / (moment.sqrt() + 1e-8 if elementwise else moment.clamp(min=1e-8).sqrt())
+        if not factor_first:
+            divided *= factor if elementwise else factor * update.norm() / divided.norm()
+        weight = weight * (1 - 0.01 * 0.1) - 0.01 * divided
+    return weight
+
+
+def dion(name: str, shape: tuple[int, int]) -> Tensor:
+    """dion's: sum momentum, rows, the norm before the division, sqrt(rows / columns)."""
+    weight, momentum, moment = random(shape, 1), torch.zeros(shape), torch.zeros(shape[0], 1)
+    for grad in gradients(shape):
+        momentum = 0.95 * momentum + grad
+        update = orthogonal(momentum)
+        moment = 0.95 * moment + 0.05 * (update**2).mean(1, keepdim=True)
+        divided = update / (moment.sqrt() + 1e-8)
+        rate = 0.01 * (shape[0] / shape[1]) ** 0.5 * update.norm() / divided.norm()
+        weight = weight * (1 - 0.01 * 0.1) - rate * divided
+    return weight
+
+
+LONGER = {"second_moment_of": "longer_side", "nesterov": True}
+NO_SIGN = {"sign_momentum": False, "nesterov": True}
+SPECTRAL = {"adjust_lr_fn": "spectral"}
+WRITTEN_OUT: list[tuple[str, dict[str, Any], Callable[..., Tensor], float]] = [  # with the settings of docs/rules.md
+    ("normuon", {"lr": 0.05}, paper, 1e-5),
+    ("adamuon", {"lr": 0.05}, paper, 1e-5),
+    ("normuon", {"update_norm": "preserve", **SPECTRAL, **LONGER}, lambda n, s: emerging_optimizers(n, s, False), 1e-4),
+    ("adamuon", {"update_norm": "none", **SPECTRAL, **NO_SIGN}, lambda n, s: emerging_optimizers(n, s, False), 1e-4),
+    (
+        "normuon",
+        {"update_norm": "none", "adjust_lr_fn": "none", **LONGER},
+        lambda n, s: emerging_optimizers(n, s, True),
+        1e-4,
+    ),
+    (
+        "adamuon",
+        {"update_norm": "none", "adjust_lr_fn": "none", **NO_SIGN},
+        lambda n, s: emerging_optimizers(n, s, True),
+        1e-4,
+    ),
+    # In fp32 its buffer may round to a direction whose bf16 differs in a bit here and there.
+    ("normuon", {"momentum_form": "sum", "update_norm": "preserve", "adjust_lr_fn": "spectral_norm"}, dion, 5e-3),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("name", "options", "formula", "tolerance"), WRITTEN_OUT)
+def test_second_moments_are_those_written_down_here(
+    name: str, options: dict[str, Any], formula: Callable[..., Tensor], tolerance: float, shape: tuple[int, int]
+) -> None:
+    options = {"lr": 0.01, **options}
+    exact, expected = rule_of(name, **options), formula(name, shape)
+    exact.exchange_dtype = torch.float32
+    moved = (expected - random(shape, 1)).norm()
+    assert (trained(exact, shape) - expected).norm() < tolerance * moved
+    if formula is paper:  # the update travels in bf16, which rounds the papers' by up to 2^-9
+        assert (trained(rule_of(name, **options), shape) - expected).norm() < 4e-3 * moved
+
+
+@MOMENTS
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_update_is_global_and_has_the_length_that_was_asked_for(name: str, shape: tuple[int, int]) -> None:
+    """Of the whole matrix: halves of it that were normalized on their own would differ."""
+    for norm in ("match_rms", "preserve"):
+        matrix = Trained(rule_of(name, update_norm=norm, ns_dtype="float32"), random(shape, 1))
+        moment = matrix.owner_state["second_moment"]
+        for grad in gradients(shape):
+            update = matrix.update(grad)
+            assert matrix.owner_state["second_moment"] is moment and moment.any(), "changed in place"
+        direction = matrix.state["momentum_buffer"]
+        orthogonalized = rule_of("muon", ns_dtype="float32").transform(
+            direction.sign() if name == "adamuon" else direction
+        )
+        expected = orthogonalized.norm() if norm == "preserve" else torch.tensor(float(shape[0] * shape[1])).sqrt()
+        torch.testing.assert_close(update.norm(), expected, rtol=1e-5, atol=0)
+    if shape == (48, 63):
+        top = Trained(rule_of(name, ns_dtype="float32"), random(shape, 1)[:24])
+        assert not torch.allclose(top.update(gradients(shape)[0][:24]), update[:24], atol=0.1)
+
+
+@MOMENTS
+def test_the_factor_by_shape_is_muons_unless_the_root_mean_square_is_fixed(name: str) -> None:
+    assert rule_of(name, extra_scale_factor=2.0).scale((8, 2)) == 0.4
+    for norm in ("preserve", "none"):
+        assert rule_of(name, update_norm=norm).scale((8, 2)) == 2.0
+        assert rule_of(name, update_norm=norm, adjust_lr_fn="spectral", extra_scale_factor=3.0).scale((4, 16)) == 12.0
+    with pytest.raises(ValueError, match="with update_norm 'match_rms' there is no factor by shape; leave adjust_lr_f"):
+        rule_of(name, adjust_lr_fn="original")
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_second_moments_are_the_smallest_that_do(shape: tuple[int, int]) -> None:
+    rows, columns = shape
+
+    def made(name: str, **options: Any) -> tuple[int, ...]:
+        rule = rule_of(name, **options)
+        assert isinstance(rule, OwnerStateRule)
+        ((key, moment),) = rule.new_owner_state(shape, torch.device("cpu")).items()
+        assert key == "second_moment" and moment.dtype == torch.float32 and not moment.any()
+        return tuple(moment.shape)
+
+    assert made("normuon") == (rows, 1) and made("adamuon") == shape
+    assert made("normuon", second_moment_of="longer_side") == ((rows, 1) if rows >= columns else (1, columns))
+
+
+@MOMENTS
+@pytest.mark.parametrize("exchange", [torch.bfloat16, torch.float32])
+def test_what_travels_is_in_one_dtype_and_costs_a_little_more_than_muon(name: str, exchange: torch.dtype) -> None:
+    rule = rule_of(name)
+    rule.exchange_dtype = exchange
+    assert Trained(rule, random((6, 9), 1)).update(random((6, 9), 2)).dtype == exchange
+    cost = MATRIX_RULES[name].cost((64, 96), MATRIX_RULES[name].model({}, name)().model_dump())
+    assert isinstance(cost, int) and newton_schulz_flops((64, 96)) < cost < 1.02 * newton_schulz_flops((64, 96))
+
+
+# Published implementations, which reduce norms in another order: a rounding of bf16 moves every element
+
+SHARED = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
+PRESERVE = {"update_norm": "preserve"}
+NORMUON = {**SHARED, "beta2": 0.8}
+PUBLISHED: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], float]] = {  # ours, theirs and how near
+    "original": ("muon", SHARED, "Muon", SHARED, 0.01),
+    "rms": ("muon", {**SHARED, "adjust_lr_fn": "match_rms_adamw"}, "Muon", {**SHARED, "use_adjusted_lr": True}, 0.01),
+    "quintic": ("muon", {**SHARED, "ns_coefficients": "quintic"}, "Muon", {**SHARED, "ns_coeffs": "quintic"}, 0.01),
+    "no nesterov": ("muon", {**SHARED, "nesterov": False}, "Muon", {**SHARED, "nesterov": False}, 0.01),
+    "coupled": ("muon", {**SHARED, "weight_decay_form": "coupled"}, "Muon", {**SHARED, "weight_decouple": False}, 0.01),
+    "sum": (
+        "muon",
+        {**SHARED, "momentum_form": "sum", "nesterov": False, "adjust_lr_fn": "match_rms_adamw"},
+        "MuonClip",
+        SHARED,
+        0.01,
+    ),
+    "normuon": ("normuon", {**NORMUON, **PRESERVE, "nesterov": True}, "NorMuon", NORMUON, 0.01),
+    "normuon, rms": (
+        "normuon",
+        {**NORMUON, **PRESERVE, "adjust_lr_fn": "match_rms_adamw"},
+        "NorMuon",
+        {**NORMUON, "nesterov": False, "use_adjusted_lr": True},
+        0.01,
+    ),
+    "normuon, paper": (
+        "normuon",
+        NORMUON,
+        "NorMuon",
+        {**NORMUON, "nesterov": False, "update_scale": "match_rms"},
+        0.01,
+    ),
+    # It has no sign, divides in bf16, and corrects a bias that the fixed root mean square takes out again.
+    "adamuon": (
+        "adamuon",
+        {**NORMUON, "sign_momentum": False},
+        "AdaMuon",
+        {"lr": 0.02, "weight_decay": 0.1, "betas": (0.9, 0.8)},
+        0.02,
+    ),
+}
+
+
+@cells(
+    lambda case, shape=None: case != "sum" or shape in (None, (48, 63), (63, 48)),
+    case=list(PUBLISHED),
+    shape=[(48, 63), (63, 48), (32, 32), (200, 3)],
+)
+def test_rules_are_those_of_pytorch_optimizer(case: str, shape: tuple[int, int]) -> None:
+    name, ours, theirs, options, near = PUBLISHED[case]
+    expected = trained_by(getattr(pytorch_optimizer, theirs), shape, grouped=True, **options)
+    moments = {} if name == "muon" else {"second_moment_eps": 1e-10}
+    found = trained(rule_of(name, **ours, **moments), shape)
+    assert (found - expected).norm() < near * (expected - random(shape, 1)).norm()
+
+
+@pytest.mark.parametrize("restarts", [(2,), (1, 3)], ids=str)
+@pytest.mark.parametrize("table", ["simple", "quintic"])
+def test_gram_newton_schulz_is_that_of_pytorch_optimizer(table: str, restarts: tuple[int, ...]) -> None:
+    weights, matrix = {"simple": "original"}.get(table, table), random((24, 96), 0)
+    theirs = zero_power_via_gram_newton_schulz(matrix, weights=weights, dtype=torch.float32, reset_steps=restarts)
+    ours = iterated(gram_newton_schulz, matrix, torch.float32, table, restarts=restarts)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.full
+def test_gram_newton_schulz_is_that_of_the_package_of_this_name() -> None:
+    """Which iterates in fp16, and without its kernels runs anywhere."""
+    package, matrix = pytest.importorskip("gram_newton_schulz"), random((24, 96), 0)
+    rows = TABLES["quintic"].triples
+    theirs = package.GramNewtonSchulz(ns_use_kernels=False, ns_coefficients=rows, compile_kwargs=None)(matrix)
+    ours = iterated(gram_newton_schulz, matrix, torch.float32, "quintic", restarts=(2,))
+    assert (ours - theirs).norm() < 0.02 * ours.norm()
+
+
+# QK-clip: logits of heads over the threshold come down to it, and no other head's change
+
+HEADS, WIDTH, SIZE, TOKENS = 4, 6, 10, 12
+
+
+def logits(query: Tensor, key: Tensor, inputs: Tensor) -> Tensor:
+    """(heads, tokens, tokens), of projections (heads or key heads * width, size)."""
+    q = (inputs @ query.T).unflatten(-1, (-1, WIDTH)).transpose(0, 1)
+    k = (inputs @ key.T).unflatten(-1, (-1, WIDTH)).transpose(0, 1)
+    return q @ k.repeat_interleave(len(q) // len(k), 0).mT / WIDTH**0.5
+
+
+def largest(matrix: Tensor) -> Tensor:
+    return matrix.flatten(1).amax(1)
+
+
+def projections(key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Query weights whose heads have very different logits, key weights, and inputs."""
+    query = random((HEADS * WIDTH, SIZE), 0) * torch.tensor([0.1, 30.0, 0.5, 60.0]).repeat_interleave(WIDTH)[:, None]
+    return query, random((key_heads * WIDTH, SIZE), 1), random((TOKENS, SIZE), 2)
+
+
+@pytest.mark.parametrize("query_share", [0.5, 0.0, 1.0, 0.3])
+@pytest.mark.parametrize("key_heads", [4, 2, 1])
+def test_heads_over_the_threshold_are_brought_down_to_it_and_the_others_stay(
+    key_heads: int, query_share: float
+) -> None:
+    query, key, inputs = projections(key_heads)
+    before = logits(query, key, inputs)
+    assert ((largest(before) > 50.0) == torch.tensor([False, True, False, True])).all()
+    factors = qk_clip_factors(largest(before), 50.0, key_heads=key_heads, query_share=query_share)
+    query = query * row_factors([(WIDTH, factors.query)])[:, None]
+    key = key * row_factors([(WIDTH, factors.key)])[:, None]
+    after = logits(query, key, inputs)
+    torch.testing.assert_close(largest(after)[[1, 3]], torch.full((2,), 50.0))
+    assert torch.equal(after[[0, 2]], before[[0, 2]])
+    assert key_heads == HEADS or torch.equal(factors.key, torch.ones(key_heads))
+
+
+def test_factors_are_those_of_the_paper_in_fp32_and_show_what_is_not_finite() -> None:
+    factors = qk_clip_factors(torch.tensor([50.0, 100.0, 400.0, -3.0, 0.0]).bfloat16())
+    assert factors.query.tolist() == factors.key.tolist() == [1.0, 1.0, 0.5, 1.0, 1.0]
+    assert factors.rotary_query.tolist() == [1.0, 1.0, 0.25, 1.0, 1.0] and factors.query.dtype == torch.float32
+    for wrong in (math.nan, math.inf):
+        assert all(math.isnan(part[1]) and part[0] == 1 for part in qk_clip_factors(torch.tensor([1.0, wrong])))
+
+
+def test_multi_head_latent_attention_is_clipped_in_both_parts() -> None:
+    """A head's logit is q_c k_c + q_r k_r, with k_r shared by all heads; rows of values stay."""
+    nope, rope, value = 6, 4, 5
+    query, up = random((HEADS * (nope + rope), SIZE), 0) * 9, random((HEADS * (nope + value), SIZE), 1)
+    shared, inputs = random((rope, SIZE), 2), random((TOKENS, SIZE), 3)
+
+    def attention(query: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        q = (inputs @ query.T).unflatten(-1, (HEADS, -1)).transpose(0, 1)
+        k, v = (inputs @ up.T).unflatten(-1, (HEADS, -1)).transpose(0, 1).split([nope, value], -1)
+        return q @ torch.cat([k, (inputs @ shared.T).expand(HEADS, -1, -1)], -1).mT, v
+
+    before, values = attention(query, up)
+    threshold = float(largest(before).median())
+    factors = qk_clip_factors(largest(before), threshold)
+    query = query * row_factors([(nope, factors.query), (rope, factors.rotary_query)])[:, None]
+    up = up * row_factors([(nope, factors.key), (value, None)])[:, None]
+    after, values_after = attention(query, up)
+    gamma = (threshold / largest(before)).clamp(max=1)
+    assert (gamma < 1).any() and (gamma == 1).any()
+    torch.testing.assert_close(after, before * gamma[:, None, None], rtol=1e-4, atol=1e-3)
+    assert torch.equal(values, values_after)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: qk_clip_factors(torch.ones(2, 3)),
+            r"max_logits: expected one per head, \(heads,\); found shape \(2, 3",
+        ),
+        (lambda: qk_clip_factors(torch.ones(0)), "max_logits: expected one per head"),
+        (
+            lambda: qk_clip_factors(torch.ones(4), key_heads=3),
+            "key_heads: expected a divisor of the 4 heads .* found 3",
+        ),
+        (lambda: qk_clip_factors(torch.ones(4), 0.0), "expected a threshold over 0 and a query_share in .* found 0.0"),
+        (lambda: qk_clip_factors(torch.ones(4), math.nan), "expected a threshold over 0"),
+        (lambda: qk_clip_factors(torch.ones(4), query_share=1.5), "found 100.0 and 1.5"),
+        (lambda: row_factors([(3, None)]), "parts: expected factors of equally many heads"),
+        (lambda: row_factors([(3, torch.ones(2)), (3, torch.ones(3))]), r"found \[\(2,\), \(3,\)\]"),
+    ],
+)
+def test_wrong_arguments_of_qk_clip_are_named(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_clipped_weights_are_those_of_pytorch_optimizers_muonclip() -> None:
+    """With a learning rate of zero, so that only its QK-clip changes weights."""
+    query, key, inputs = projections(HEADS)
+    params = {role: torch.nn.Parameter(weight.clone()) for role, weight in (("query", query), ("key", key))}
+    theirs = {"use_muon": True, "lr": 0.0, "attention_name": "layer"}
+    groups = [{"params": [param], "qk_clip": role, **theirs} for role, param in params.items()]
+    optimizer = pytorch_optimizer.MuonClip(groups, qk_clip_threshold=30.0)
+    for param in params.values():
+        param.grad = torch.ones_like(param)
+    most = largest(logits(query, key, inputs))
+    optimizer.step(attention_max_logits={"layer": most})
+    factors = qk_clip_factors(most, 30.0)
+    torch.testing.assert_close(params["query"].detach(), query * row_factors([(WIDTH, factors.query)])[:, None])
+    torch.testing.assert_close(params["key"].detach(), key * row_factors([(WIDTH, factors.key)])[:, None])
