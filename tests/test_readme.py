@@ -118,9 +118,3 @@ def test_links_and_pictures_lead_somewhere() -> None:
                 assert target[1:] in headings, target
             else:
                 assert (page.parent / target.partition("#")[0]).exists(), target
-
-
-def test_the_tree_in_the_docs_is_the_tree() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    for path in [*(ROOT / "lwopt_backend").rglob("*.py"), *(ROOT / "integrations").rglob("*.py")]:
-        assert path.name == "__init__.py" or path.name in text, path
