@@ -13,10 +13,11 @@ from lwopt_backend.plan.buffers.arrangement import Bucket, Slot
 from lwopt_backend.plan.buffers.compact import plan_compact
 from lwopt_backend.plan.buffers.cut import Cuttable, arrange_cut
 from lwopt_backend.plan.buffers.joint import on_top_of
-from lwopt_backend.plan.buffers.owned import LAYOUTS, OwnedPlan, plan_owned
+from lwopt_backend.plan.buffers.owned import LAYOUTS, plan_owned
 from lwopt_backend.plan.buffers.setting import OwnedParam, Setting
 from lwopt_backend.plan.buffers.step import Elements
 from lwopt_backend.plan.cost import COSTS, newton_schulz_flops
+from tests.cells import cells
 
 SETTING = Setting("auto", 100_000, MACHINES["cuda"], COSTS["newton_schulz"], Elements(2, 2, 4, 4))
 
@@ -42,45 +43,45 @@ def gpt(layers: int = 4, width: int = 96, odd: int = 0) -> list[OwnedParam]:
     return params
 
 
+def stack(name: str, count: int, rows: int, columns: int) -> OwnedParam:
+    cost = newton_schulz_flops((rows, columns))
+    whole = Atom(name, (count * rows, columns), count * cost)
+    parts = ((rows * columns, cost),) * count
+    return OwnedParam(name, count * rows * columns, "bfloat16", whole, parts=parts)
+
+
 def random_params(seed: int) -> list[OwnedParam]:
     draw = random.Random(seed)
     params = []
     for number in range(draw.randint(1, 40)):
         dtype = draw.choice(["bfloat16", "bfloat16", "float32"])
-        if draw.random() < 0.5:
+        if draw.random() < 0.1:
+            params.append(stack(f"p{number}", draw.randint(2, 5), draw.randint(1, 99), draw.randint(1, 99)))
+        elif draw.random() < 0.5:
             params.append(matrix(f"p{number}", draw.randint(1, 300), draw.randint(1, 300), dtype))
         else:
             params.append(vector(f"p{number}", draw.randint(1, 5000), dtype, tied=draw.random() < 0.1))
     return params
 
 
-def check(plan: OwnedPlan, params: list[OwnedParam]) -> None:
-    """Every parameter once, whole at one owner if it is a matrix, and every element with exactly one owner."""
+@cells(seed=range(12), layout=LAYOUTS, ranks_and_group=[(1, None), (3, None), (4, 2), (6, 1), (8, None)])
+def test_every_element_has_one_owner_and_every_matrix_too(
+    seed: int, layout: str, ranks_and_group: tuple[int, int | None]
+) -> None:
+    params, (ranks, group_size) = random_params(seed), ranks_and_group
+    plan = plan_owned(params, ranks, replace(SETTING, layout=layout), group_size)
     assert sorted(slot.param for bucket in plan.buckets for slot in bucket.slots) == list(range(len(params)))
+    assert layout != "compact" or plan.padding == 0
     for bucket in plan.buckets:
         assert len(bucket.parts) == plan.group_size
         assert {params[slot.param].dtype for slot in bucket.slots} == {bucket.dtype}
         assert {params[slot.param].atom is not None for slot in bucket.slots} == {bucket.kind == "matrix"}
         pieces = [piece for rank in range(plan.group_size) for piece in bucket.pieces(rank)]
         assert sum(piece.numel for piece in pieces) == sum(slot.numel for slot in bucket.slots)
-        if bucket.kind == "matrix":
-            assert all((piece.start, piece.stop) == (0, params[piece.param].numel) for piece in pieces)
-        if any(params[slot.param].tied for slot in bucket.slots):
-            assert len(bucket.slots) == 1
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("seed", range(12))
-def test_every_element_has_one_owner(seed: int, layout: str) -> None:
-    params = random_params(seed)
-    for ranks, group_size in ((1, None), (3, None), (4, 2), (6, 1), (8, None)):
-        check(plan_owned(params, ranks, replace(SETTING, layout=layout), group_size), params)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_compact_has_no_padding_at_all(seed: int) -> None:
-    for ranks in (1, 3, 8):
-        assert plan_owned(random_params(seed), ranks, replace(SETTING, layout="compact"), ranks).padding == 0
+        for piece in pieces if bucket.kind == "matrix" else ():
+            matrix_numel = (params[piece.param].parts or ((params[piece.param].numel, 0),))[0][0]
+            assert piece.start % matrix_numel == piece.stop % matrix_numel == 0, "whole matrices"
+        assert len(bucket.slots) == 1 or not any(params[slot.param].tied for slot in bucket.slots)
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 8])
@@ -93,42 +94,29 @@ def test_padded_parameters_and_parts_start_on_64_and_buckets_end_on_what_ranks_a
             assert all(slot.offset % 64 == 0 for slot in bucket.slots)
     wide = plan_owned(gpt(odd=1), ranks, replace(SETTING, layout="padded", bus_multiple=2**16), ranks)
     assert all(bucket.even and bucket.numel % 2**16 == 0 for bucket in wide.buckets)
+    even = plan_owned(gpt(odd=0), ranks, replace(SETTING, layout="compact"), ranks)
+    assert all(slot.offset % 64 == 0 for bucket in even.buckets for slot in bucket.slots if bucket.kind == "matrix")
 
 
-def test_compact_keeps_the_alignment_of_all_but_parameters_of_odd_sizes() -> None:
-    plan = plan_owned(gpt(odd=0), 4, replace(SETTING, layout="compact"), 4)
-    assert all(slot.offset % 64 == 0 for bucket in plan.buckets for slot in bucket.slots if bucket.kind == "matrix")
-
-
-@pytest.mark.parametrize("machine", ["cpu", "cuda"])
-@pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
-def test_auto_moves_and_pads_no_more_than_the_better_layout(ranks: int, direct: bool, machine: str) -> None:
+@cells(machine=["cpu", "cuda"], direct=[True, False], group=[2, 4, 8, 16])
+def test_auto_moves_and_pads_no_more_than_the_better_layout(machine: str, direct: bool, group: int) -> None:
     """By bytes where parts travel directly; otherwise by modelled time, of which latency is a part."""
-    setting = replace(SETTING, machine=MACHINES[machine], direct=direct)
-    numels = {}
+    setting, numels = replace(SETTING, machine=MACHINES[machine], direct=direct), {}
     for layout in LAYOUTS:
-        plan = plan_owned(gpt(odd=1), ranks, replace(setting, layout=layout), ranks)
+        plan = plan_owned(gpt(odd=1), group, replace(setting, layout=layout), group)
         numels[layout] = sum(bucket.numel for bucket in plan.buckets)
-    if direct:
-        assert numels["auto"] == min(numels.values())
-    assert numels["auto"] <= max(numels["padded"], numels["compact"])
-
-
-def test_auto_says_what_it_chose_and_why() -> None:
+    best = min if direct else max
+    assert numels["auto"] <= best(numels["padded"], numels["compact"])
     (sentence,) = plan_owned(gpt(), 4, SETTING, 4).choices
     assert "16 bfloat16 matrices" in sentence and "padded owners" in sentence and "compact owners" in sentence
 
 
-def test_padded_buffers_over_more_ranks_than_matrices_are_planned_as_instances() -> None:
+def test_ranks_without_a_matrix_are_planned_as_instances_if_padded_and_otherwise_told_of() -> None:
     setting = replace(SETTING, layout="padded")
     plan = plan_owned(gpt(layers=1), 64, setting, None)
     assert plan.group_size < 64 and plan.group_size * plan.instances == 64
     assert any("instances" in sentence for sentence in plan.choices)
     assert plan_owned(gpt(layers=1), 64, setting, 64).instances == 1
-
-
-def test_instances_are_proposed_where_ranks_own_no_matrix() -> None:
     sentences = plan_owned(gpt(layers=1), 64, replace(SETTING, layout="compact"), None).choices
     assert any("60 of 64 ranks own no matrix. group_size=4 would leave none" in sentence for sentence in sentences)
     assert not any("own no matrix" in sentence for sentence in plan_owned(gpt(), 16, SETTING, None).choices)
@@ -140,24 +128,19 @@ def test_buckets_come_in_the_order_in_which_backward_completes_them() -> None:
     assert firsts == sorted(firsts, reverse=True) and firsts[-1] == 0
 
 
-@pytest.mark.parametrize(("ranks", "group_size", "layout"), [(4, 3, "auto"), (4, 0, "auto"), (4, 2, "sparse")])
-def test_what_cannot_be_planned_is_named(ranks: int, group_size: int, layout: str) -> None:
-    with pytest.raises(ValueError, match="does not divide the 4|unknown layout 'sparse'"):
-        plan_owned(gpt(), ranks, replace(SETTING, layout=layout), group_size)
-
-
-@pytest.mark.parametrize(
-    ("slots", "parts", "numel"),
-    [
-        ([Slot(0, 0, 5), Slot(1, 4, 3)], [(0, 8)], 8),
-        ([Slot(0, 6, 5)], [(0, 8)], 8),
-        ([Slot(0, 0, 5)], [(0, 4), (5, 8)], 8),
-        ([Slot(0, 0, 5)], [(0, 4), (4, 7)], 8),
-    ],
-)
-def test_a_bucket_proves_itself(slots: list[Slot], parts: list[tuple[int, int]], numel: int) -> None:
-    with pytest.raises(ValueError, match="overlaps another|not a partition"):
-        Bucket("matrix", "padded", "float32", tuple(slots), tuple(parts), numel)
+def test_what_cannot_be_planned_and_a_bucket_that_cannot_be_are_named() -> None:
+    for group_size, layout in ((3, "auto"), (0, "auto"), (2, "sparse")):
+        with pytest.raises(ValueError, match="unknown layout 'sparse'" if layout == "sparse" else "not divide the 4"):
+            plan_owned(gpt(), 4, replace(SETTING, layout=layout), group_size)
+    five = Slot(0, 0, 5)
+    for slots, parts, message in [
+        ((five, Slot(1, 4, 3)), ((0, 8),), "overlaps another"),
+        ((Slot(0, 6, 5),), ((0, 8),), "overlaps another"),
+        ((five,), ((0, 4), (5, 8)), "not a partition"),
+        ((five,), ((0, 4), (4, 7)), "not a partition"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Bucket("matrix", "padded", "float32", slots, parts, 8)
 
 
 @pytest.mark.parametrize("layout", ["padded", "compact"])
@@ -185,16 +168,6 @@ def test_what_is_on_top_is_never_worse_than_the_plan_alone() -> None:
         assert max(map(sum, zip(base, better.loads()))) <= max(map(sum, zip(base, plan.loads())))
 
 
-# Parameters with several matrices
-
-
-def stack(name: str, count: int, rows: int, columns: int) -> OwnedParam:
-    cost = newton_schulz_flops((rows, columns))
-    whole = Atom(name, (count * rows, columns), count * cost)
-    parts = ((rows * columns, cost),) * count
-    return OwnedParam(name, count * rows * columns, "bfloat16", whole, parts=parts)
-
-
 @pytest.mark.parametrize(("count", "ranks"), [(8, 4), (7, 4), (3, 4), (16, 3), (5, 1)])
 @pytest.mark.parametrize("layout", ["auto", "compact"])
 def test_a_stack_has_several_owners_and_stays_in_one_piece(count: int, ranks: int, layout: str) -> None:
@@ -209,12 +182,8 @@ def test_a_stack_has_several_owners_and_stays_in_one_piece(count: int, ranks: in
     (bucket,) = [b for b in plan.buckets for slot in b.slots if slot.param == 1]
     assert bucket.padding == 0 and bucket.even == (count % ranks == 0)
     assert max(plan.loads) < count * params[1].parts[0][1] or ranks == 1
-
-
-def test_a_padded_layout_keeps_a_stack_whole() -> None:
-    params = [stack("experts", 8, 128, 96)]
-    plan = plan_owned(params, 4, replace(SETTING, layout="padded"), 4)
-    assert len([piece for b in plan.buckets for rank in range(4) for piece in b.pieces(rank)]) == 1
+    whole = plan_owned(params[1:2], ranks, replace(SETTING, layout="padded"), ranks)
+    assert [piece.param for b in whole.buckets for rank in range(ranks) for piece in b.pieces(rank)] == [0]
 
 
 @pytest.mark.parametrize("seed", range(60))
