@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import json
 from typing import Any
 
@@ -12,16 +14,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from typer.testing import CliRunner
 
 import lwopt_backend
-from lwopt_backend.cli.app import app
 from lwopt_backend.integrations import fsdp2
 from lwopt_backend.integrations.deepspeed_zero import LayerWise, LayerWiseMuon
 from lwopt_backend.owned.memory import RankMemory
 from tests.fsdp2 import mesh_of
 from tests.models import UnevenLM
 from tests.ranks import RankPool
+from tests.test_cli import run
 from tests.zero import config, engine_for
 
 transformers = pytest.importorskip("transformers")
@@ -44,25 +45,10 @@ def model_in(folder: str, dtype: str) -> nn.Module:
     return transformers.Phi3ForCausalLM(transformers.AutoConfig.from_pretrained(folder)).to(getattr(torch, dtype))
 
 
-def planned(folder: str, engine: str, dtype: str, options: dict[str, Any]) -> dict[str, Any]:
-    """What the command says of a run on two CPUs."""
-    words = [
-        "plan",
-        "--hf",
-        folder,
-        "--world-size",
-        2,
-        "--cluster",
-        "cpu",
-        "--engine",
-        engine,
-        "--dtype",
-        dtype,
-        "--json",
-    ]
-    words += [word for key, value in options.items() for word in ("--option", f"{key}={json.dumps(value)}")]
-    result = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
-    return json.loads(result.stdout)
+def planned(folder: str, *words: object, **options: Any) -> dict[str, Any]:
+    """What the command says of a run on two ranks, with ``options`` of the engine."""
+    given = [word for key, value in options.items() for word in ("--option", f"{key}={json.dumps(value)}")]
+    return json.loads(run("plan", "--hf", folder, "--json", *(words or ("--world-size", 2)), *given))
 
 
 def nbytes(tensors: list[Tensor]) -> int:
@@ -105,6 +91,8 @@ ENGINES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "zero1": ("zero1", "float32", {}),
     "zero2": ("zero2", "bfloat16", {}),
     "zero2, some travel": ("zero2", "float32", {"policy": "balance", "bucket_numel": 2000, "matrix": "normuon"}),
+    "owned under DeepSpeed, padded": ("zero2", "float32", {"storage": "owned", "layout": "padded", **SMALL}),
+    "owned under DeepSpeed, compact": ("zero2", "float32", {"storage": "owned", "layout": "compact", **SMALL}),
     "zero3": ("zero3", "float32", {"bucket_numel": 3000}),
     "fsdp2": ("fsdp2", "float32", {}),
     "fsdp2, small buckets": ("fsdp2", "bfloat16", {"bucket_matrices": 2, "layout": "padded", "state_dtype": "float32"}),
@@ -117,7 +105,7 @@ ENGINES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def run(engine: str, folder: str, dtype: str, options: dict[str, Any]) -> Run:
+def train(engine: str, folder: str, dtype: str, options: dict[str, Any]) -> Run:
     torch.manual_seed(0)
     if engine == "owned":
         return owned(folder, dtype, options)
@@ -129,74 +117,43 @@ def run(engine: str, folder: str, dtype: str, options: dict[str, Any]) -> Run:
 @pytest.mark.parametrize("case", ENGINES)
 def test_the_planner_says_what_a_run_does(ranks: RankPool, phi3: str, case: str) -> None:
     engine, dtype, options = ENGINES[case]
-    found = planned(phi3, engine, dtype, options)
-    for rank, (digest, held) in enumerate(ranks.run(run, engine, phi3, dtype, options)):
+    stored_by = "owned" if options.get("storage") else engine
+    words = ("--world-size", 2, "--cluster", "cpu", "--engine", stored_by, "--dtype", dtype)
+    found = planned(phi3, *words, **{key: value for key, value in options.items() if key != "storage"})
+    for rank, (digest, held) in enumerate(ranks.run(train, engine, phi3, dtype, options)):
         assert digest == found["digest"] == found["stages"][0]["digest"]
         assert held == {kind: found["memory_per_rank"][rank][kind] for kind in held}
 
 
-@pytest.mark.parametrize("layout", ["padded", "compact"])
-def test_owned_storage_under_deepspeed_is_planned_alike(ranks: RankPool, phi3: str, layout: str) -> None:
-    options = {"layout": layout, **SMALL}
-    found = planned(phi3, "owned", "float32", options)
-    runs = ranks.run(under_deepspeed, 2, phi3, "float32", {"storage": "owned", **options})
-    assert [held["state"] for _, held in runs] == [held["state"] for held in found["memory_per_rank"]]
-    assert {digest for digest, _ in runs} == {found["digest"]}
-
-
-def test_rates_are_no_part_of_a_plan_and_other_ranks_and_options_make_another(phi3: str) -> None:
-    digests = [
-        planned(phi3, "zero2", "float32", options)["digest"]
-        for options in (
-            {},
-            {"matrix": {"name": "muon", "lr": 0.5}},
-            {"policy": "balance"},
-            {"atoms": {"*qkv*": "whole"}},
-        )
-    ]
+def test_a_plans_name_is_that_of_its_owners_and_stages_whatever_rates_costs_and_clusters_are(phi3: str) -> None:
+    options = [{}, {"matrix": {"name": "muon", "lr": 0.5}}, {"policy": "balance"}, {"atoms": {"*qkv*": "whole"}}]
+    words = ("--world-size", 2, "--engine", "zero2", "--cluster", "cpu", "--dtype", "float32")
+    digests = [planned(phi3, *words, **given)["digest"] for given in options]
     assert digests[0] == digests[1] and len(set(digests)) == 3
-
-
-def test_cluster_and_cost_say_how_long_a_plan_takes_and_do_not_change_it(phi3: str) -> None:
-    words = ["plan", "--hf", phi3, "--world-size", "4", "--json"]
-    found = [
-        json.loads(CliRunner().invoke(app, [*words, *more]).stdout)
-        for more in ([], ["--cluster", "b200-8x-ib"], ["--cost", "gram"], ["--cluster", "cuda"])
-    ]
+    more = ([], ["--cluster", "b200-8x-ib"], ["--cost", "gram"], ["--cluster", "cuda"])
+    found = [planned(phi3, "--world-size", 4, *words) for words in more]
     assert len({each["digest"] for each in found}) == 1 and len({each["seconds"] for each in found}) == 4
+    stages = planned(phi3, "--world-size", 6, "--pp", 3)
+    assert len({stages["digest"], *(stage["digest"] for stage in stages["stages"])}) == 4
 
 
-def test_stages_have_plans_of_their_own_and_together_one_name(phi3: str) -> None:
-    words = ["plan", "--hf", phi3, "--world-size", "6", "--pp", "3", "--json"]
-    found = json.loads(CliRunner().invoke(app, words, catch_exceptions=False).stdout)
-    digests = [stage["digest"] for stage in found["stages"]]
-    assert len({*digests, found["digest"]}) == 4
-
-
-def early(kind: type) -> str:
-    with pytest.raises(RuntimeError) as raised:
-        _ = kind(
-            [nn.Parameter(torch.zeros(4, 4))], **({"storage": "owned"} if kind is LayerWiseMuon else {})
-        ).plan_digest
-    return str(raised.value)
-
-
-def sharded_later() -> str:
-    optimizer = fsdp2.LayerWiseOptimizer(UnevenLM(), sharded_later=True, report=False)
-    with pytest.raises(RuntimeError) as raised:
-        _ = optimizer.plan_digest
-    return str(raised.value)
+def too_early(kind: str) -> str:
+    param = nn.Parameter(torch.zeros(4, 4))
+    made = {
+        "LayerWise": lambda: LayerWise([param]),
+        "owned": lambda: LayerWiseMuon([param], storage="owned"),
+        "sharded later": lambda: fsdp2.LayerWiseOptimizer(UnevenLM(), sharded_later=True, report=False),
+    }
+    return made[kind]().plan_digest
 
 
 def test_before_there_is_a_plan_its_name_is_an_error(ranks: RankPool) -> None:
-    for found in (*ranks.run(early, LayerWise), *ranks.run(early, LayerWiseMuon), *ranks.run(sharded_later)):
-        assert "has no plan yet, so plan_digest has no value" in found and "ask after that" in found
+    for kind in ("LayerWise", "owned", "sharded later"):
+        for error in ranks.errors(too_early, kind):
+            assert "has no plan yet, so plan_digest has no value" in error and "ask after that" in error
 
 
 def reported(folder: str) -> tuple[str, list[str]]:
-    import contextlib
-    import io
-
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         optimizer = lwopt_backend.LayerWiseOptimizer(model_in(folder, "float32"))
     return optimizer.plan_digest, printed.getvalue().splitlines()
