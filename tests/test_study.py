@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from lwopt_backend.atoms import Divided
-from lwopt_backend.config import FSDP2Config, OwnedConfig, ZeROConfig
 from lwopt_backend.model_shapes import ModelShapes, Training
 from lwopt_backend.plan.blocks import matrices_of
 from lwopt_backend.plan.cost import COSTS
@@ -18,7 +17,6 @@ from lwopt_backend.routing import Route
 from lwopt_backend.study import validation
 from lwopt_backend.study.cluster import cluster_named
 from lwopt_backend.study.deployment import Deployment, local_experts, stages
-from lwopt_backend.study.document import document
 from lwopt_backend.study.grouping import share_of
 from lwopt_backend.study.part import Planned, RankMemory
 from lwopt_backend.study.setting import Setting
@@ -72,22 +70,16 @@ def moe(count: int, experts: int) -> list[Route]:
 # Deployments
 
 
-def test_world_size_counts_all_ranks() -> None:
+def test_world_size_counts_all_ranks_and_numbers_that_do_not_divide_are_refused() -> None:
     deployment = Deployment(2048, tp=2, pp=16, ep=32)
     assert (deployment.stage_ranks, deployment.dp, deployment.expert_dp) == (128, 64, 4)
-
-
-@pytest.mark.parametrize(
-    ("numbers", "message"),
-    [
+    for numbers, message in [
         ({"world_size": 0}, "world_size: expected at least 1, found 0"),
         ({"world_size": 12, "pp": 5}, "12 is not a multiple of tp x pp = 1 x 5.*60 for 12 data-parallel"),
         ({"world_size": 128, "pp": 16, "ep": 64}, "ep 64 does not divide the 8 ranks of a pipeline stage"),
-    ],
-)
-def test_numbers_that_do_not_divide_are_refused(numbers: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Deployment(**numbers)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Deployment(**numbers)
 
 
 def test_stages_are_whole_layers_and_the_earlier_ones_longer() -> None:
@@ -102,9 +94,8 @@ def test_stages_are_whole_layers_and_the_earlier_ones_longer() -> None:
 
 def test_a_rank_holds_its_share_of_every_layers_experts() -> None:
     local, _ = local_experts(moe(2, 8), {}, 4, "*.experts.*")
-    assert [r.name for r in local if ".up" in r.name] == [
-        f"layers.{i}.mlp.experts.{e}.up" for i in (0, 1) for e in (0, 1)
-    ]
+    first_two = [f"layers.{i}.mlp.experts.{e}.up" for i in (0, 1) for e in (0, 1)]
+    assert [r.name for r in local if ".up" in r.name] == first_two
     stack = [matrix("layers.0.mlp.experts.w", 8, 16, 32)]
     divided = {stack[0].name: Divided(matrices_of(stack[0].shape))}
     (part,), parts = local_experts(stack, divided, 4, "*.experts.*")
@@ -124,14 +115,9 @@ def test_dense_and_expert_buffers_have_their_own_ranks_and_every_matrix_is_plann
     assert second.parts[0].atoms[0].name == "layers.2.attn"
     assert first.parts[0].owners == second.parts[0].owners  # equal shapes, equal plans
     assert first.digest != second.digest
-
-
-def test_a_stages_busiest_rank_is_found_over_both_buffers() -> None:
-    stage = plan_study(moe(4, 8), Deployment(16, pp=2, ep=4), OWNED).worst
+    stage = study.worst  # whose busiest rank is found over both buffers
     dense, experts = stage.parts
-    by_hand = [
-        dense.loads[rank % dense.group_size] + experts.loads[rank // 4 % experts.group_size] for rank in range(8)
-    ]
+    by_hand = [dense.loads[r % dense.group_size] + experts.loads[r // 4 % experts.group_size] for r in range(8)]
     assert stage.loads() == by_hand
     assert stage.time.compute == max(by_hand) / 1e12
 
@@ -187,29 +173,25 @@ def test_owned_memory_and_bytes_of_a_padded_buffer() -> None:
     assert part.time.compute == pytest.approx(busiest / 1e12)
     assert part.time.wire == pytest.approx(6 * (large + small) / 1e10)  # both ranks are in one node
     assert part.time.latency == pytest.approx(2 * 1e-4)
+    # Four instances of one rank: their owners also sum the owned gradients
+    (part,) = plan_study(routes[:1], Deployment(4), setting(layout="padded", group_size=1)).worst.parts
+    (across,) = [c.nbytes for c in part.collectives if c.what == "all-reduce across instances"]
+    assert (part.group_size, part.ranks, across) == (1, 4, 2 * 4 * large * 3 // 4)
+    assert part.time.wire == pytest.approx(across / 1e9)
 
 
-def test_instances_add_an_all_reduce_of_the_owned_gradients() -> None:
-    study = plan_study([matrix("l.0.a", 128, 128)], Deployment(4), setting(layout="padded", group_size=1))
-    (part,) = study.worst.parts
-    assert (part.group_size, part.ranks) == (1, 4)
-    across = next(c for c in part.collectives if c.what == "all-reduce across instances")
-    assert across.nbytes == 2 * 4 * 128 * 128 * 3 // 4
-    assert part.time.wire == pytest.approx(across.nbytes / 1e9)
-
-
-def test_zero2_holds_parameters_whole_and_the_rest_in_halves() -> None:
-    study = plan_study(layers(4), Deployment(2), setting("zero2"))
-    (part,) = study.worst.parts
-    half = part.numel // 2
+def test_zero_holds_parameters_whole_the_rest_in_halves_and_stage_1_gradients_whole_too() -> None:
+    stage = plan_study(layers(4), Deployment(2), setting("zero2")).worst
+    (part,), memory = stage.parts, stage.memory()[0]
+    half, elementwise = part.numel // 2, 4 * 128
     assert part.buffer_numel == part.numel
-    memory = study.worst.memory()[0]
-    elementwise = 4 * 128
     assert memory.parameters == 2 * (part.numel + elementwise)
     assert memory.masters == 4 * (half + elementwise // 2) and memory.state == 4 * half + 8 * elementwise // 2 + 4
     sent = {c.what: c.nbytes for c in part.collectives}
     assert sent["zero2's all-reduce of gradients"] == 4 * part.numel
     assert sent["zero2's all-gather of parameters"] == part.numel
+    whole = plan_study(layers(4), Deployment(2), setting("zero1")).worst.memory()[0].gradients
+    assert whole - memory.gradients == 4 * (half + elementwise // 2)
 
 
 @pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
@@ -243,14 +225,11 @@ def test_other_systems_by_hand() -> None:
 
 def test_the_chosen_plan_is_the_first_what_if_row_and_its_own_figures() -> None:
     found = of_stage(layers(6), 4)
-    part = found.part
-    rows = list(alternatives(found, OWNED))
-    assert part is not None
-    assert rows[0].what == "chosen: padded, groups of 4"
-    assert (rows[0].padding, rows[0].time) == (part.padding, part.time)
-    compact = next(row for row in rows if row.what == "compact, groups of 4")
-    assert compact.padding == 0
-    assert any(row.what.startswith("Megatron padded") for row in rows)
+    rows = {row.what: row for row in alternatives(found, OWNED)}
+    first = rows["chosen: padded, groups of 4"]
+    assert found.part is not None and next(iter(rows.values())) is first
+    assert (first.padding, first.time) == (found.part.padding, found.part.time)
+    assert rows["compact, groups of 4"].padding == 0 and any(what.startswith("Megatron padded") for what in rows)
 
 
 def test_the_model_is_put_beside_steps_that_were_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,61 +246,24 @@ def test_the_model_is_put_beside_steps_that_were_run(monkeypatch: pytest.MonkeyP
     assert replicated.wire == pytest.approx(ours.wire * 8 / 6, rel=0.2)
 
 
-# The document
-
-
-def test_the_document_repeats_the_plan() -> None:
-    study = plan_study(layers(6), Deployment(4), OWNED)
-    content = document(study, source="test")
-    part = study.worst.parts[0]
-    assert content["buckets"] == len(part.bucket_numels) == 1
-    assert content["buffer_numel"] == part.buffer_numel
-    assert content["padding_pct"] == round(100 * part.padding, 2)
-    assert content["owners"] == list(part.owners) and content["matrices"] == [a.name for a in part.atoms]
-    loads = [0] * 4
-    for atom, owner in zip(part.atoms, content["owners"]):
-        loads[owner] += max(atom.shape) * min(atom.shape) ** 2
-    assert content["cost_imbalance"] == round(max(loads) * 4 / sum(loads), 4)
-    assert content["seconds"] == pytest.approx(sum(content["seconds_parts"].values()))
-    assert {kind["kind"]: kind["parameters"] for kind in content["routing"]} == {"matrix": 12, "elementwise": 6}
-
-
-def test_equal_plans_have_equal_digests_and_others_do_not() -> None:
-    digests = [plan_study(layers(6), Deployment(ranks), OWNED).digest for ranks in (4, 4, 2)]
-    assert digests[0] == digests[1] != digests[2]
-
-
 # Clusters
 
 
 def test_a_cluster_file(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text(
-        "name: mine\nflops_per_second: 1e14\nbytes_per_second: 25e9\nlatency_seconds: 0.00002\nnode_size: 4\n"
-    )
-    machine = cluster_named(str(path))
-    assert machine == Machine("mine", 1e14, 25e9, 2e-5, 4)
-    path.write_text("name: mine\nflops_per_sec: 1\nbytes_per_second: 1\nlatency_seconds: 0\n")
-    with pytest.raises(ValueError, match="(?s)flops_per_sec.*did you mean 'flops_per_second'"):
-        cluster_named(str(path))
-    path.write_text("- a\n")
-    with pytest.raises(ValueError, match="expected a mapping"):
-        cluster_named(str(path))
-    with pytest.raises(ValueError, match="unknown cluster 'h100-8x'; did you mean 'h100-8x-ib'"):
-        cluster_named("h100-8x")
+    path, head = tmp_path / "mine.yaml", "name: mine\n"
+    path.write_text(head + "flops_per_second: 1e14\nbytes_per_second: 25e9\nlatency_seconds: 0.00002\nnode_size: 4\n")
+    assert cluster_named(str(path)) == Machine("mine", 1e14, 25e9, 2e-5, 4)
+    for wrong, message in [
+        (head + "flops_per_sec: 1\nbytes_per_second: 1\nlatency_seconds: 0\n", "did you mean 'flops_per_second'"),
+        ("- a\n", "expected a mapping"),
+    ]:
+        path.write_text(wrong)
+        with pytest.raises(ValueError, match=f"(?s){message}"):
+            cluster_named(str(path))
 
 
-def test_options_are_the_engines_own() -> None:
-    assert setting("owned", grad_dtype="parameter").config == OwnedConfig()
-    assert setting("zero3").config == ZeROConfig() and setting("fsdp2").config == FSDP2Config()
-    with pytest.raises(ValueError, match="engine 'fsdp2': unknown key 'bucket_mb'; did you mean 'bucket_numel'"):
-        setting("fsdp2", bucket_mb=32)
-
-
-@pytest.mark.parametrize("engine", ["zero1", "zero3", "fsdp2", "owned"])
-def test_stacked_experts_are_matrices_slice_by_slice(engine: str) -> None:
-    stack = Route("layers.0.experts.up", (6, 32, 16), "elementwise", "3-D", stack=True)
-    routes = [matrix("layers.0.a", 32, 16), stack, matrix("layers.1.a", 32, 16)]
-    study = plan_study(routes, Deployment(2), setting(engine))
-    assert len(study.worst.parts[0].atoms) == 8
-    assert [r.kind for r in study.routes] == ["matrix"] * 3
+def test_experts_in_a_stack_are_planned_one_by_one_each_on_one_rank() -> None:
+    stack = Route("layers.0.experts.up", (6, 512, 512), "elementwise", "3-D", stack=True)
+    (part,) = plan_study([stack], Deployment(2), setting()).worst.parts
+    assert [atom.name for atom in part.atoms] == [f"layers.0.experts.up[{number}]" for number in range(6)]
+    assert part.owners == (0, 0, 0, 1, 1, 1)
