@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,6 +17,11 @@ from tests.zero import ADAMW, MUON, Reference
 
 ROWS = 24  # of the global batch; divides into 1 to 4 ranks and 1 or 2 micro-batches
 BUCKET_MB = 0.004  # several buckets of the small model
+
+
+def with_full(chosen: Sequence[tuple[Any, ...]], everything: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """The cells chosen for `make test`, and the others for `make test-full`."""
+    return [*chosen, *(pytest.param(*cell, marks=pytest.mark.full) for cell in everything if cell not in chosen)]
 
 
 def exact_sums(model: nn.Module) -> nn.Module:

@@ -1,36 +1,36 @@
-"""``memory_report`` is what is held, byte for byte: counted over live tensors and by the allocator's own events."""
+"""What ranks hold and send is what ``memory_report`` and ``traffic`` say, byte for byte: counted over live tensors, by
+the allocator's own events, and in the tensors given to c10d."""
 
 from __future__ import annotations
 
 import gc
+import itertools
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.owned.memory import RankMemory
 from lwopt_backend.plan.buffers.arrangement import Bucket
 from tests.allocations import allocations, come_to_be, live_bytes, watched
 from tests.models import UnevenLM
-from tests.owned import optimizer_for, shares
+from tests.owned import optimizer_for, shares, with_full
 from tests.ranks import RankFailed, RankPool
+from tests.zero import ADAMW, config, engine_for
+from tests.zero import train as train_engine
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-OPTIONS: list[dict[str, Any]] = [
-    {"layout": "padded"},
-    {"layout": "compact"},
-    {"layout": "auto"},
-    {"layout": "padded", "bus_alignment": True},
-    {"layout": "compact", "keep_full_grads": True},
-    {"layout": "padded", "keep_full_grads": True},
-    {"layout": "compact", "grad_dtype": "float32"},
-    {"layout": "padded", "overlap_grad_reduce": False},
-]
+PADDED, COMPACT = {"layout": "padded"}, {"layout": "compact"}
+KEPT = {**COMPACT, "keep_full_grads": True}
+KEPT_PADDED = {**PADDED, "keep_full_grads": True}
 
 
 def backward(model: nn.Module, step: int = 0) -> None:
@@ -69,56 +69,28 @@ def check_held(dtype: str, **options: Any) -> None:
     assert sum(tensor.numel() * tensor.itemsize for tensor in state) == report.masters + report.state
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("ranks", [1, 3], indirect=True)
+HELD: list[dict[str, Any]] = [
+    PADDED,
+    COMPACT,
+    {"layout": "auto"},
+    {**PADDED, "bus_alignment": True},
+    KEPT,
+    KEPT_PADDED,
+    {**COMPACT, "grad_dtype": "float32"},
+    {**PADDED, "overlap_grad_reduce": False},
+]
+IN_TURN = [(3, ("bfloat16", "float32")[number % 2], options) for number, options in enumerate(HELD)]
+INSTANCES = [(4, "bfloat16", {**PADDED, "group_size": size}) for size in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    "ranks, dtype, options",
+    with_full([*IN_TURN, *INSTANCES, (1, "bfloat16", KEPT)], itertools.product([1, 3], DTYPES, HELD)),
+    indirect=["ranks"],
+    ids=str,
+)
 def test_what_is_held_is_what_is_reported(ranks: RankPool, dtype: str, options: dict[str, Any]) -> None:
     ranks.run(check_held, dtype, **options)
-
-
-@pytest.mark.parametrize("group_size", [1, 2])
-@pytest.mark.parametrize("ranks", [4], indirect=True)
-def test_what_instances_hold_is_what_is_reported(ranks: RankPool, group_size: int) -> None:
-    ranks.run(check_held, "bfloat16", layout="padded", group_size=group_size)
-
-
-class Touch(torch.autograd.Function):
-    """Uses a parameter without keeping anything; its gradient is made in backward, as large as the parameter."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-        ctx.shape = param.shape
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return grad, torch.ones(ctx.shape)
-
-
-@watched()
-def check_every_gradient(**options: Any) -> list[int]:
-    """After each gradient, which autograd holds where Python does not see it, there is what the ledger says."""
-    model = UnevenLM()
-    optimizer = optimizer_for(model, **options)
-    ledger = optimizer.core.manager.ledger
-    seen: list[tuple[int, int]] = []
-    x = torch.empty(0, requires_grad=True)
-    for param in model.parameters():
-        x = Touch.apply(x, param)
-    before = live_bytes()
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(lambda _: seen.append((live_bytes() - before, ledger.held)))
-    torch.autograd.backward([x], [torch.empty(0)])
-    assert len(seen) == len(list(model.parameters()))
-    assert all(live == held for live, held in seen), seen
-    return [held for _, held in seen]
-
-
-@pytest.mark.parametrize("layout", ["padded", "compact"])
-@pytest.mark.parametrize("ranks", [1, 4], indirect=True)
-def test_backward_holds_what_the_ledger_says_at_every_gradient(ranks: RankPool, layout: str) -> None:
-    for held in ranks.run(check_every_gradient, layout=layout):
-        assert min(held) > 0 and len(set(held)) > 3
 
 
 # The most that is held, by the allocator's events
@@ -132,7 +104,7 @@ class Chain(nn.Module):
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
         return x.square().mean()
@@ -184,20 +156,14 @@ def peak_of(buckets: list[Bucket], rank: int, wire: int, owned: int) -> int:
     """
     ranks = len(buckets[0].parts)
     part = [bucket.parts[rank][1] - bucket.parts[rank][0] for bucket in buckets]
-    b = [bucket.numel * wire for bucket in buckets]
+    b = [bucket.numel * wire for bucket in buckets] + [0, 0]
     s = [numel * owned for numel in part]
-    f = [whole + (ranks - 1) * numel * wire for whole, numel in zip(b, part)]
-
-    def at(values: list[int], k: int) -> int:
-        return values[k] if 0 <= k < len(values) else 0
-
-    def wider(k: int) -> int:
-        strip = min(part[k], 2**16) * owned if ranks > 1 else 0
-        return s[k] + strip if wire != owned else 0
-
+    f = [whole + (ranks - 1) * numel * wire for whole, numel in zip(b, part)] + [0]
+    strips = [min(numel, 2**16) * owned if ranks > 1 else 0 for numel in part]
+    wider = [whole + strip if wire != owned else 0 for whole, strip in zip(s, strips)]
     numbers = range(len(buckets))
-    comes = [sum(s[:k]) + f[k] + at(f, k + 1) + at(b, k + 2) + wider(k) for k in numbers]
-    has_left = [sum(s[: max(0, k - 1)]) + at(f, k - 1) + f[k] for k in numbers]
+    comes = [sum(s[:k]) + f[k] + f[k + 1] + b[k + 2] + wider[k] for k in numbers]
+    has_left = [sum(s[: max(0, k - 1)]) + (f[k - 1] if k else 0) + f[k] for k in numbers]
     return max(comes + has_left)
 
 
@@ -216,15 +182,19 @@ def check_peak(dtype: str, layout: str, layers: int, bucket_mb: float) -> tuple[
     return len(buckets), report
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", ["padded", "compact"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4], indirect=True)
+PEAKS = [(1, "float32", "padded"), (2, "bfloat16", "compact"), (3, "float32", "compact"), (4, "bfloat16", "padded")]
+
+
+@pytest.mark.parametrize(
+    "ranks, dtype, layout",
+    with_full(PEAKS, itertools.product([1, 2, 3, 4], DTYPES, ["padded", "compact"])),
+    indirect=["ranks"],
+)
 def test_the_most_that_backward_holds_is_what_is_reported_and_as_the_formula_says(
-    ranks: RankPool, layout: str, dtype: str
+    ranks: RankPool, dtype: str, layout: str
 ) -> None:
     for layers, bucket_mb in ((9, 0.001), (8, 0.02), (3, 10.0)):
         found = measured(ranks, check_peak, dtype, layout, layers, bucket_mb)
-        assert {count for count, _ in found} != {0}
         assert len({count for count, _ in found}) == 1
         assert bucket_mb != 10.0 or found[0][0] == 1
         if ranks.world_size == 1 and dtype == "float32":  # what came is kept as it is, nothing is copied
@@ -243,18 +213,15 @@ def check_uneven_peak(**options: Any) -> None:
     assert before + peak == before + left + report.transient
 
 
+UNEVEN = [PADDED, COMPACT, {**COMPACT, "overlap_grad_reduce": False}, KEPT_PADDED, {**COMPACT, "group_size": 1}]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"layout": "padded"},
-        {"layout": "compact"},
-        {"layout": "compact", "overlap_grad_reduce": False},
-        {"layout": "padded", "keep_full_grads": True},
-        {"layout": "compact", "group_size": 1},
-    ],
+    "ranks, options",
+    with_full([(2, options) for options in UNEVEN], itertools.product([1, 4], UNEVEN)),
+    indirect=["ranks"],
     ids=str,
 )
-@pytest.mark.parametrize("ranks", [1, 2, 4], indirect=True)
 def test_the_most_that_backward_holds_is_what_is_reported(ranks: RankPool, options: dict[str, Any]) -> None:
     measured(ranks, check_uneven_peak, **options)
 
@@ -278,61 +245,10 @@ def left_by_steps(dtype: str, **options: Any) -> list[int]:
         gc.enable()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("options", [{"layout": "padded"}, {"layout": "compact", "keep_full_grads": True}], ids=str)
+@pytest.mark.parametrize(("dtype", "options"), [("float32", PADDED), ("bfloat16", KEPT)], ids=str)
 def test_a_step_leaves_nothing_behind(ranks: RankPool, dtype: str, options: dict[str, Any]) -> None:
     for held in ranks.run(left_by_steps, dtype, **options):
         assert len(set(held)) == 1
-
-
-# Padding
-
-
-class Stacked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, 17, 29))
-        self.down = nn.Linear(29, 7)
-        self.scale = nn.Parameter(torch.ones(5))
-
-
-MODELS = {
-    "uneven": UnevenLM,
-    "tied": lambda: UnevenLM(tied=True),
-    "odd": lambda: UnevenLM(hidden=(65, 3)),
-    "chain": Chain,
-    "stack": Stacked,
-    "narrow": lambda: UnevenLM().to(torch.bfloat16),
-}
-
-
-def padding_of(model: str, layout: str, keep: bool) -> tuple[list[int], list[int]]:
-    """Per rank the reported padding, and that of the plan: of all parameters, and of the part of the gradients."""
-    optimizer = optimizer_for(MODELS[model](), layout=layout, allow_no_matrix=True, keep_full_grads=keep)
-    itemsize = optimizer.core.members[0].param.itemsize
-    expected = []
-    for rank in range(dist.get_world_size()):
-        total = 0
-        for bucket in buckets_of(optimizer):
-            start, stop = bucket.parts[rank % len(bucket.parts)]
-            filled = sum(max(0, min(stop, slot.offset + slot.numel) - max(start, slot.offset)) for slot in bucket.slots)
-            total += bucket.padding * itemsize
-            total += bucket.padding * itemsize if keep else (stop - start - filled) * 4
-        expected.append(total)
-    return [memory.padding for memory in optimizer.memory_report()], expected
-
-
-@pytest.mark.parametrize("keep", [False, True], ids=["owners", "kept"])
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("ranks", [3], indirect=True)
-def test_compact_pads_nothing_and_padded_what_its_plan_says(ranks: RankPool, model: str, keep: bool) -> None:
-    for found, expected in ranks.run(padding_of, model, "compact", keep):
-        assert found == expected == [0, 0, 0]
-    for found, expected in ranks.run(padding_of, model, "padded", keep):
-        assert found == expected and max(found) > 0
-
-
-# Checkpoints
 
 
 def save_wide(folder: str) -> None:
@@ -345,8 +261,112 @@ def allocated_by_loading(folder: str) -> tuple[int, int]:
     return found.peak, optimizer.memory_report()[0].state
 
 
-def test_loading_maps_one_file_at_a_time(rank_pools: dict[int, RankPool], tmp_path: Any) -> None:
+def test_loading_maps_one_file_at_a_time(rank_pools: dict[int, RankPool], tmp_path: Path) -> None:
     """A mapped file counts as allocated; a third of the state lies in each of the three, and is copied nowhere else."""
-    rank_pools.setdefault(3, RankPool(3)).run(save_wide, str(tmp_path))
-    ((peak, state),) = rank_pools.setdefault(1, RankPool(1)).run(allocated_by_loading, str(tmp_path))
+    rank_pools[3].run(save_wide, str(tmp_path))
+    ((peak, state),) = rank_pools[1].run(allocated_by_loading, str(tmp_path))
     assert state == 6 * 256 * 256 * 4 and peak < 0.35 * state
+
+
+# What is sent
+
+
+class Watch(TorchDispatchMode):
+    """Counts the bytes of every tensor that this process gives to c10d, by operation; flags, in int32, are left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = str(func._overloadpacket).split(".")[-1].strip("_")
+            leaves = torch.utils._pytree.tree_leaves(args)
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+            self.nbytes[name] += sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+        return func(*args, **(kwargs or {}))
+
+
+def one_step(dtype: str, **options: Any) -> dict[str, Any]:
+    """What a rank sends in the second step, by all accounts, and its plan."""
+    model = UnevenLM().to(DTYPES[dtype])
+    optimizer = optimizer_for(model, **options)
+
+    def step(number: int) -> None:
+        backward(model, number)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.synchronize()
+
+    step(0)
+    before = Counter(optimizer.traffic())
+    with Watch() as watch:
+        step(1)
+    (held,) = optimizer.core.holdings
+    return {
+        "sent": Counter(optimizer.traffic()) - before,
+        "seen": watch.nbytes,
+        "reported": optimizer.memory_report()[held.sharers.instance.rank].sent,
+        "plan": held.plan,
+        "numel": sum(param.numel() for param in model.parameters()),
+    }
+
+
+SENT: list[tuple[int, str, dict[str, Any]]] = [
+    (1, "float32", PADDED),
+    (2, "bfloat16", COMPACT),
+    (3, "float32", COMPACT),
+    (3, "bfloat16", PADDED),
+    (4, "float32", {"layout": "auto"}),
+    (4, "float32", {**PADDED, "bus_alignment": True}),
+    (3, "bfloat16", {**COMPACT, "grad_dtype": "float32"}),
+    (4, "bfloat16", {**COMPACT, "group_size": 1}),
+    (3, "bfloat16", KEPT),
+    (4, "float32", {**KEPT_PADDED, "group_size": 2}),
+    (2, "float32", {**COMPACT, "overlap_param_gather": True}),
+    (2, "float32", {**COMPACT, "step_in_backward": True}),
+]
+
+
+@pytest.mark.parametrize(
+    "ranks, dtype, options",
+    with_full(SENT, itertools.product([1, 2, 3, 4], DTYPES, [PADDED, COMPACT])),
+    indirect=["ranks"],
+    ids=str,
+)
+def test_a_step_sends_what_the_formulas_say(ranks: RankPool, dtype: str, options: dict[str, Any]) -> None:
+    """All ranks together (G - 1) (g + p) P bytes in each of n instances of G ranks, P elements with the padding, of g
+    bytes as gradients, once more where all keep them, and p as parameters. A ring's all-reduce across instances sends
+    2 (n - 1) / n of a tensor from each of n ranks."""
+    found = ranks.run(one_step, dtype, **options)
+    plan, itemsize = found[0]["plan"], DTYPES[dtype].itemsize
+    n, numel = plan.instances, found[0]["numel"] + plan.padding
+    g = (4 if options.get("grad_dtype") == "float32" else itemsize) * (2 if options.get("keep_full_grads") else 1)
+    for step in found:
+        sent, seen = step["sent"], step["seen"]
+        assert seen["send"] == sent["gradients"] + sent["parameters"]
+        across = 2 * seen["allreduce"] * (n - 1) // n
+        assert across == pytest.approx(sent["across instances"], abs=len(plan.buckets))
+        assert step["reported"] == sum(sent.values())
+        assert set(seen) <= {"send", "recv_any_source", "recv", "allreduce"}, seen
+    everyones = sum((step["sent"] for step in found), Counter())
+    assert everyones["gradients"] == n * (plan.group_size - 1) * g * numel
+    assert everyones["parameters"] == n * (plan.group_size - 1) * itemsize * numel
+    assert everyones["across instances"] == pytest.approx(2 * (n - 1) * 4 * numel, rel=1e-3)
+    assert sum(step["seen"]["recv"] for step in found) == everyones["gradients"] + everyones["parameters"]
+    assert (plan.padding > 0) == (options["layout"] == "padded")
+
+
+def gradient_bytes_of_zero(stage: int) -> int:
+    """What a rank of stock ZeRO with AdamW sends of gradients: in a ring, twice its share of an all-reduce."""
+    settings, ranks = config(stage), dist.get_world_size()
+    settings["optimizer"] = {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}}
+    with engine_for(settings) as engine, Watch() as watch:
+        train_engine(engine, 1)
+    return 2 * watch.nbytes["allreduce"] * (ranks - 1) // ranks
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(1, marks=pytest.mark.full)])
+def test_gradients_take_half_the_bytes_of_stock_zero(ranks: RankPool, stage: int) -> None:
+    ours, theirs = ranks.run(one_step, "float32", **COMPACT), ranks.run(gradient_bytes_of_zero, stage)
+    assert sum(theirs) == pytest.approx(2 * sum(step["sent"]["gradients"] for step in ours), rel=0.01)
