@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lwopt_backend import LayerWiseOptimizer
-from tests.models import UnevenLM, batch
+from tests.models import batch
 from tests.zero import ADAMW, MUON, Reference
 
 ROWS = 24  # of the global batch; divides into 1 to 4 ranks and 1 or 2 micro-batches
@@ -70,21 +70,6 @@ def train(
         optimizer.zero_grad()
     optimizer.synchronize()
     return losses
-
-
-def reference(
-    world_size: int,
-    steps: int,
-    *,
-    accumulation: int = 1,
-    clip: float | None = None,
-    model: Callable[[], nn.Module] = UnevenLM,
-) -> nn.Module:
-    """torch.optim.Muon and AdamW on one process: sums over all ranks' micro-batches, divided by the ranks."""
-    single = Reference(exact_sums(model()))
-    for step in range(steps):
-        step_alone(single, step, world_size, accumulation=accumulation, clip=clip)
-    return single.model
 
 
 def step_alone(

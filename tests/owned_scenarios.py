@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lwopt_backend import LayerWiseOptimizer
-from tests.owned import difference, exact_sums, optimizer_for
+from tests import owned
+from tests.owned import difference, exact_sums
 from tests.zero import ADAMW, MUON
 
-BUCKET_MB = 0.0001  # six or more buckets of Branches
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
     "kept gradients": {"keep_full_grads": True},
@@ -22,6 +23,7 @@ MODES: dict[str, dict[str, Any]] = {
     "step in backward": {"step_in_backward": True},
     "no overlap": {"overlap_grad_reduce": False},
 }
+SEVERAL_PASSES = ("plain", "kept gradients", "lazy return", "no overlap")  # step in backward takes one
 
 
 class Branches(nn.Module):
@@ -54,9 +56,9 @@ class Branches(nn.Module):
         return self.last(self.norm(x))
 
 
-def rows(step: int, rank: int, part: int = 0, width: int = 6) -> Tensor:
+def rows(step: int, rank: int, part: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(10_000 * step + 100 * rank + part)
-    return torch.randn(8, width, generator=generator)
+    return torch.randn(8, 6, generator=generator)
 
 
 def loss_of(output: Tensor) -> Tensor:
@@ -67,6 +69,21 @@ def loss_of(output: Tensor) -> Tensor:
 Scenario = Callable[[nn.Module, Callable[[], Any], int, int], None]
 
 
+def one_pass(model, no_sync, step, rank):
+    loss_of(model(rows(step, rank))).backward()
+
+
+def optimizer_for(model: nn.Module, mode: str = "plain", **options: Any) -> LayerWiseOptimizer:
+    """With six or more buckets of ``Branches``."""
+    return owned.optimizer_for(model, **{"bucket_mb": 0.0001, **MODES[mode], **options})
+
+
+def made(build: Callable[[], nn.Module] = Branches, mode: str = "plain", **options: Any) -> tuple[nn.Module, Any]:
+    """A model whose gradients have exact sums, and its optimizer."""
+    model = exact_sums(build())
+    return model, optimizer_for(model, mode, **options)
+
+
 def keep(model: nn.Module) -> None:
     """Change nothing between backward and step."""
 
@@ -74,13 +91,13 @@ def keep(model: nn.Module) -> None:
 def train_ours(
     model: nn.Module,
     optimizer: LayerWiseOptimizer,
-    scenario: Scenario,
-    steps: int,
+    steps: int | tuple[int, ...],
+    scenario: Scenario = one_pass,
     change: Callable[[nn.Module], object] = keep,
     forget: Callable[[nn.Module], object] | None = None,
 ) -> None:
     """``change`` is done to mean gradients before the step; ``forget`` instead of ``optimizer.zero_grad``."""
-    for step in range(steps):
+    for step in range(steps) if isinstance(steps, int) else steps:
         scenario(model, optimizer.no_sync, step, dist.get_rank())
         change(model)
         optimizer.step()
@@ -95,41 +112,55 @@ def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.Muon(matrices, **MUON), torch.optim.AdamW(named.values(), **ADAMW)]
 
 
+def step_all(optimizers: list[Any]) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def mean_gradients(model: nn.Module, scenario: Scenario, step: int) -> None:
+    """On one process, add what all ranks get in one step, and divide it by them."""
+    for rank in range(dist.get_world_size()):
+        scenario(model, contextlib.nullcontext, step, rank)
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad = param.grad.detach() / dist.get_world_size()
+
+
 def truth(
-    build: Callable[[], nn.Module],
-    scenario: Scenario,
-    steps: int | Sequence[int],
-    world_size: int,
+    steps: int | tuple[int, ...],
+    build: Callable[[], nn.Module] = Branches,
+    scenario: Scenario = one_pass,
     change: Callable[[nn.Module], object] = keep,
 ) -> nn.Module:
-    """torch.optim.Muon and AdamW on one process, from the mean of all ranks' gradients."""
+    """torch.optim.Muon and AdamW on one process, from the mean of all ranks' gradients. Not to be changed."""
+    return _truth(steps, build, scenario, change, dist.get_world_size())
+
+
+@functools.cache
+def _truth(
+    steps: Any, build: Callable[[], nn.Module], scenario: Scenario, change: Callable[[nn.Module], object], ranks: int
+) -> nn.Module:
     model = exact_sums(build())
     optimizers = optimizers_of(model)
     for step in range(steps) if isinstance(steps, int) else steps:
-        for rank in range(world_size):
-            scenario(model, contextlib.nullcontext, step, rank)
-        for param in model.parameters():
-            if param.grad is not None:
-                param.grad = param.grad.detach() / world_size
+        mean_gradients(model, scenario, step)
         change(model)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     return model
 
 
 def differences(
-    scenario: Scenario,
+    scenario: Scenario = one_pass,
     build: Callable[[], nn.Module] = Branches,
-    steps: int = 3,
-    modes: tuple[str, ...] = tuple(MODES),
+    modes: Sequence[str] = tuple(MODES),
+    layouts: Sequence[str] = ("auto",) * len(MODES),
     **options: Any,
 ) -> dict[str, float]:
-    """Per mode, how far this rank's parameters are from the truth after training."""
-    expected = truth(build, scenario, steps, dist.get_world_size())
+    """Per mode, each in a layout of its own, how far this rank's parameters are from the truth after three steps."""
     found = {}
-    for mode in modes:
-        model = exact_sums(build())
-        train_ours(model, optimizer_for(model, bucket_mb=BUCKET_MB, **MODES[mode], **options), scenario, steps)
-        found[mode] = difference(model, expected)
+    for mode, layout in zip(modes, layouts):
+        model, optimizer = made(build, mode, layout=layout, **options)
+        train_ours(model, optimizer, 3, scenario)
+        found[mode] = difference(model, truth(3, build, scenario))
     return found

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,17 +16,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lwopt_backend import LayerWiseOptimizer
-from lwopt_backend.owned import state_files
 from tests.models import UnevenLM, batch
-from tests.owned import BUCKET_MB, optimizer_for
+from tests.owned import BUCKET_MB, optimizer_for, with_full
+from tests.owned_scenarios import train_ours
 from tests.ranks import RankPool
-from tests.test_owned_experts import MoE, sharded
-from tests.test_owned_experts import batch as rows_of_experts
-from tests.test_owned_experts import optimizer_for as optimizer_of_experts
+from tests.test_owned_experts import MoE, expert_optimizer, one_pass, sharded, sharers_of_experts
 from tests.zero import ADAMW, MUON
 
 MICRO_BATCHES = 12  # of a step, at every world size
 ROWS = 24
+FULL = pytest.mark.full
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -80,11 +81,6 @@ def part_of_a_run(
     return found
 
 
-@pytest.fixture
-def pool(rank_pools: dict[int, RankPool]) -> Callable[[int], RankPool]:
-    return lambda ranks: rank_pools.setdefault(ranks, RankPool(ranks))
-
-
 LEGS: dict[str, list[tuple[int, dict[str, Any]]]] = {
     "padded to compact": [
         (2, {"layout": "padded"}),
@@ -113,20 +109,22 @@ LEGS: dict[str, list[tuple[int, dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "legs, dtype",
-    # Kept gradients have the parameter's dtype, and in bf16 sums over micro-batches are not exact.
-    [(legs, dtype) for legs in LEGS for dtype in DTYPES if (legs, dtype) != ("kept gradients", "bfloat16")],
-)
+# Kept gradients have the parameter's dtype, and in bf16 sums over micro-batches are not exact.
+OFTEN_LEGS = list(zip(LEGS, ("bfloat16", "float32", "bfloat16", "float32")))
+SELDOM_LEGS = list(zip(LEGS, ("float32", "bfloat16", "float32")))
+
+
+@pytest.mark.parametrize("legs, dtype", with_full(OFTEN_LEGS, SELDOM_LEGS))
 def test_a_run_goes_on_bit_for_bit_on_other_ranks_and_layouts(
-    pool: Callable[[int], RankPool], tmp_path: Path, legs: str, dtype: str
+    rank_pools: dict[int, RankPool], tmp_path: Path, legs: str, dtype: str
 ) -> None:
     for number, (ranks, options) in enumerate(LEGS[legs]):
-        found = pool(ranks).run(part_of_a_run, str(tmp_path), dtype, range(2 * number, 2 * number + 2), **options)
+        steps = range(2 * number, 2 * number + 2)
+        found = rank_pools[ranks].run(part_of_a_run, str(tmp_path), dtype, steps, **options)
         assert all(equal(found[0], other) for other in found)
-    whole = pool(1).run(part_of_a_run, "", dtype, range(2 * len(LEGS[legs])), save=False, layout="padded")[0]
+    whole = rank_pools[1].run(part_of_a_run, "", dtype, range(2 * len(LEGS[legs])), save=False, layout="padded")[0]
     assert equal(found[0], whole)
-    untrained = pool(1).run(part_of_a_run, "", dtype, range(0), save=False)[0]
+    untrained = rank_pools[1].run(part_of_a_run, "", dtype, range(0), save=False)[0]
     assert not any(torch.equal(whole[name], untrained[name]) for name in whole)
 
 
@@ -156,57 +154,57 @@ def trained(steps: int = 1, dtype: str = "bfloat16", **options: Any) -> tuple[nn
     return model, optimizer
 
 
-def save_twice(folder: str) -> tuple[list[str], list[str], dict[str, Any]]:
+def in_vain(optimizer: LayerWiseOptimizer, load: Callable[[], None]) -> None:
+    """Loading raises, and leaves everything as it was."""
+    before = owned_state(optimizer)
+    try:
+        load()
+    finally:
+        assert same(owned_state(optimizer), before)
+
+
+def save_twice(folder: str) -> tuple[list[str], list[str]]:
     model, optimizer = trained(layout="padded")
     optimizer.save_state_dict(folder)
     first = sorted(os.listdir(folder))
     dist.barrier()
+    if dist.get_rank() == 0:
+        Path(folder, f"{first[1]}.tmp").write_bytes(b"of a save that was interrupted")
     train(model, optimizer, range(1, 2))
     optimizer.save_state_dict(folder)
-    return first, sorted(os.listdir(folder)), json.loads(Path(folder, "optimizer.json").read_text())
+    return first, sorted(os.listdir(folder))
 
 
 @pytest.mark.parametrize("ranks", [3], indirect=True)
 def test_a_folder_holds_the_files_of_one_save_and_pieces_of_every_parameter(ranks: RankPool, tmp_path: Path) -> None:
-    for first, second, index in ranks.run(save_twice, str(tmp_path / "deep" / "folder")):
+    folder = tmp_path / "deep" / "folder"
+    found = ranks.run(save_twice, str(folder))
+    index = json.loads((folder / "optimizer.json").read_text())
+    for first, second in found:
         assert len(first) == len(second) == 4 and set(first) & set(second) == {"optimizer.json"}
         assert set(second) == {"optimizer.json", *index["files"]}
-        assert {key: tuple(entry["shape"]) for key, entry in index["params"].items()} == {
-            name: tuple(param.shape) for name, param in UnevenLM().named_parameters()
-        }
-        assert any(len(entry["pieces"]) > 1 for entry in index["params"].values())
+    assert {key: tuple(entry["shape"]) for key, entry in index["params"].items()} == {
+        name: tuple(param.shape) for name, param in UnevenLM().named_parameters()
+    }
+    assert any(len(entry["pieces"]) > 1 for entry in index["params"].values())
 
 
-def save_with_instances(folder: str) -> list[str]:
-    trained(group_size=1, layout="padded")[1].save_state_dict(folder)
-    return sorted(os.listdir(folder))
+def save_one(folder: str, steps: int = 1, **options: Any) -> None:
+    trained(steps, **{"layout": "padded", **options})[1].save_state_dict(folder)
 
 
 def test_only_the_first_instance_writes(ranks: RankPool, tmp_path: Path) -> None:
-    for files in ranks.run(save_with_instances, str(tmp_path)):
-        assert len(files) == 2 and files[0].endswith("rank00000.pt")
+    ranks.run(save_one, str(tmp_path), group_size=1)
+    files = sorted(os.listdir(tmp_path))
+    assert len(files) == 2 and files[0].endswith("rank00000.pt")
 
 
 # What cannot be loaded
 
 
-def save_one(folder: str, steps: int = 1) -> None:
-    trained(steps, layout="padded")[1].save_state_dict(folder)
-
-
-def load_in_vain(folder: str, **options: Any) -> list[bool]:
-    """Loading fails, and leaves everything as it was; whether it did, for the error that is raised afterwards."""
-    model = model_of(options.pop("dtype", "bfloat16"), **options.pop("model", {}))
-    for name in options.pop("frozen", ()):
-        model.get_parameter(name).requires_grad = False
-    optimizer = optimizer_for(model, **options)
-    train(model, optimizer, range(5, 6))
-    before = owned_state(optimizer)
-    try:
-        optimizer.load_state_dict_from(folder)
-    finally:
-        assert same(owned_state(optimizer), before)
-    return [True]
+def load_in_vain(folder: str) -> None:
+    _, optimizer = trained(layout="compact")
+    in_vain(optimizer, lambda: optimizer.load_state_dict_from(folder))
 
 
 def remove(folder: Path, index: dict[str, Any], name: str) -> None:
@@ -242,8 +240,7 @@ def forget_index(folder: Path, index: dict[str, Any], name: str) -> None:
 
 
 def cut_index(folder: Path, index: dict[str, Any], name: str) -> None:
-    text = (folder / "optimizer.json").read_text()
-    (folder / "optimizer.json").write_text(text[: len(text) // 2])
+    os.truncate(folder / "optimizer.json", (folder / "optimizer.json").stat().st_size // 2)
 
 
 def newer_index(folder: Path, index: dict[str, Any], name: str) -> None:
@@ -268,58 +265,83 @@ DAMAGE = {
 }
 
 
+@pytest.fixture(scope="module")
+def saves(rank_pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two saves, of other steps: "state" and "other"."""
+    folder = tmp_path_factory.mktemp("saves")
+    rank_pools[2].run(save_one, str(folder / "other"), 2)
+    rank_pools[2].run(save_one, str(folder / "state"))
+    return folder
+
+
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=FULL)])
 def test_a_damaged_folder_is_an_error_on_all_ranks_and_changes_nothing(
-    ranks: RankPool, tmp_path: Path, damage: Callable[..., None], rank: int
+    ranks: RankPool, saves: Path, tmp_path: Path, damage: Callable[..., None], rank: int
 ) -> None:
+    shutil.copytree(saves, tmp_path, dirs_exist_ok=True)
     folder = tmp_path / "state"
-    ranks.run(save_one, str(tmp_path / "other"), 2)
-    ranks.run(save_one, str(folder))
     index = json.loads((folder / "optimizer.json").read_text())
     name = next(name for name in index["files"] if name.endswith(f"rank{rank:05d}.pt"))
     damage(folder, index, name)
-    assert all(DAMAGE[damage] in error for error in ranks.errors(load_in_vain, str(folder), layout="compact"))
+    assert all(DAMAGE[damage] in error for error in ranks.errors(load_in_vain, str(folder)))
 
 
-OTHERS = {
-    "shape": ({"model": {"hidden": (63, 43)}}, "parameter 'layers.2.weight': expected shape (43, 63), the checkpoint"),
-    "dtype": ({"dtype": "float32"}, "expected dtype float32, the checkpoint has bfloat16"),
-    "rule": ({"exclude": ("layers.2.weight",)}, "expected rule adamw, the checkpoint has muon"),
-    "fewer": ({"frozen": ("gate.bias",)}, "parameter 'gate.bias' is in the checkpoint, and not trained here"),
-    "state": ({"elementwise": {**ADAMW, "name": "adamw", "amsgrad": True}}, "max_exp_avg_sq"),
+def with_more() -> nn.Module:
+    model = model_of("bfloat16")
+    model.more = nn.Linear(3, 3, dtype=torch.bfloat16)
+    return model
+
+
+def frozen(name: str) -> nn.Module:
+    model = model_of("bfloat16")
+    model.get_parameter(name).requires_grad = False
+    return model
+
+
+def adamw_with(**options: Any) -> LayerWiseOptimizer:
+    return LayerWiseOptimizer(
+        model_of("bfloat16"), **MUON, elementwise={**ADAMW, "name": "adamw", **options}, report=False
+    )
+
+
+OTHERS: dict[str, tuple[Callable[[], LayerWiseOptimizer], str]] = {
+    "shape": (
+        lambda: optimizer_for(model_of("bfloat16", hidden=(63, 43))),
+        "parameter 'layers.2.weight': expected shape (43, 63), the checkpoint",
+    ),
+    "dtype": (lambda: optimizer_for(model_of("float32")), "expected dtype float32, the checkpoint has bfloat16"),
+    "rule": (
+        lambda: optimizer_for(model_of("bfloat16"), exclude=("layers.2.weight",)),
+        "expected rule adamw, the checkpoint has muon",
+    ),
+    "fewer": (
+        lambda: optimizer_for(frozen("gate.bias")),
+        "parameter 'gate.bias' is in the checkpoint, and not trained here",
+    ),
+    "more": (lambda: optimizer_for(with_more()), "parameter 'more.weight' is in this model, and not in the checkpoint"),
+    "state": (lambda: adamw_with(amsgrad=True), "max_exp_avg_sq"),
+    "groups": (
+        lambda: optimizer_for(model_of("float32")),
+        "param group 0 (muon) has the parameters of the checkpoint's groups ['0.muon'",
+    ),
 }
+
+
+def load_into_other(folder: str, other: str) -> None:
+    optimizer = OTHERS[other][0]()
+    in_vain(optimizer, lambda: optimizer.load_state_dict_from(folder))
 
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_another_models_state_is_an_error_on_all_ranks_and_changes_nothing(
-    ranks: RankPool, tmp_path: Path, other: str
+    ranks: RankPool, saves: Path, tmp_path: Path, other: str
 ) -> None:
-    ranks.run(save_one, str(tmp_path))
-    options, message = OTHERS[other]
-    run = load_other_state if other == "state" else load_in_vain
-    assert all(message in error for error in ranks.errors(run, str(tmp_path), **options))
-
-
-def load_other_state(folder: str, elementwise: dict[str, Any]) -> None:
-    optimizer = LayerWiseOptimizer(model_of("bfloat16"), **MUON, elementwise=elementwise, report=False)
-    before = owned_state(optimizer)
-    try:
-        optimizer.load_state_dict_from(folder)
-    finally:
-        assert same(owned_state(optimizer), before)
-
-
-def load_more(folder: str) -> None:
-    model = model_of("bfloat16")
-    model.more = nn.Linear(3, 3, dtype=torch.bfloat16)
-    optimizer_for(model).load_state_dict_from(folder)
-
-
-def test_a_parameter_that_was_not_saved_is_an_error_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(save_one, str(tmp_path))
-    errors = ranks.errors(load_more, str(tmp_path))
-    assert all("parameter 'more.weight' is in this model, and not in the checkpoint" in error for error in errors)
+    folder = saves / "state"
+    if other == "groups":
+        folder = tmp_path
+        ranks.run(save_groups, str(folder))
+    assert all(OTHERS[other][1] in error for error in ranks.errors(load_into_other, str(folder), other))
 
 
 # Crashes
@@ -331,28 +353,25 @@ def save_and_fail(folder: str, rank: int, fault: str) -> None:
     optimizer.save_state_dict(folder)
     expected = owned_state(optimizer)
     train(model, optimizer, range(1, 2))
-    replace, fsync = os.replace, os.fsync
+    originals = os.replace, os.fsync
 
-    def fail(name: str) -> Callable[..., Any]:
+    def full_disk(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            if dist.get_rank() != rank or (name == "index" and not str(args[-1]).endswith(".json")):
-                return replace(*args) if len(args) == 2 else fsync(*args)
-            raise OSError("no space left on device")
+            if dist.get_rank() == rank and (fault != "index" or str(args[-1]).endswith(".json")):
+                raise OSError("no space left on device")
+            return original(*args)
 
         return call
 
     try:
         if fault == "fsync":
-            state_files.os.fsync = fail("fsync")
+            os.fsync = full_disk(os.fsync)
         else:
-            state_files.os.replace = fail(fault)
-        optimizer.save_state_dict(folder)
-    except (OSError, RuntimeError) as error:
-        assert "no space left on device" in str(error)
-    else:
-        raise AssertionError("it saved")
+            os.replace = full_disk(os.replace)
+        with pytest.raises((OSError, RuntimeError), match="no space left on device"):
+            optimizer.save_state_dict(folder)
     finally:
-        os.replace, os.fsync = replace, fsync
+        os.replace, os.fsync = originals
     _, other = trained(2, layout="padded")
     other.load_state_dict_from(folder)
     assert same(owned_state(other), expected)
@@ -363,40 +382,12 @@ def save_and_fail(folder: str, rank: int, fault: str) -> None:
     assert same(owned_state(other), owned_state(optimizer))
 
 
-@pytest.mark.parametrize("rank, fault", [(0, "fsync"), (1, "fsync"), (1, "file"), (0, "file"), (0, "index")])
+OFTEN, SELDOM = [(0, "index"), (1, "fsync"), (0, "file")], [(0, "fsync"), (1, "file")]
+
+
+@pytest.mark.parametrize("rank, fault", with_full(OFTEN, SELDOM))
 def test_a_save_that_fails_leaves_the_one_before(ranks: RankPool, tmp_path: Path, rank: int, fault: str) -> None:
     ranks.run(save_and_fail, str(tmp_path), rank, fault)
-
-
-def die_in_save(folder: str) -> None:
-    def die(*args: Any) -> None:
-        os._exit(1)
-
-    _, optimizer = trained(2, layout="padded")
-    if dist.get_rank() == 1:
-        state_files.os.fsync = die
-    optimizer.save_state_dict(folder)
-
-
-def load_and_compare(folder: str) -> bool:
-    _, expected = trained(layout="padded")
-    _, optimizer = trained(3, layout="compact")
-    optimizer.load_state_dict_from(folder)
-    optimizer.save_state_dict(f"{folder}/again")
-    _, read_back = trained(3, layout="padded")
-    read_back.load_state_dict_from(f"{folder}/again")
-    return same(owned_state(read_back), owned_state(expected))
-
-
-def test_a_rank_that_dies_in_a_save_leaves_the_one_before(ranks: RankPool, tmp_path: Path) -> None:
-    spoiled = RankPool(2)
-    try:
-        spoiled.run(save_one, str(tmp_path))
-        with pytest.raises(AssertionError):
-            spoiled.run(die_in_save, str(tmp_path))
-    finally:
-        spoiled.remove()
-    assert all(ranks.run(load_and_compare, str(tmp_path)))
 
 
 # Param groups
@@ -420,7 +411,6 @@ def load_groups(folder: str, order: list[int]) -> dict[str, float]:
     return {f"{group['note']} {group['rule']}": group["lr"] for group in optimizer.param_groups}
 
 
-@pytest.mark.parametrize("ranks", [2], indirect=True)
 def test_param_groups_are_known_by_their_members(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(save_groups, str(tmp_path))
     for rates in ranks.run(load_groups, str(tmp_path), [2, 0, 1]):
@@ -431,21 +421,6 @@ def test_param_groups_are_known_by_their_members(ranks: RankPool, tmp_path: Path
             "part 2 muon": 0.3,
             "part 2 adamw": 0.3,
         }
-
-
-def load_merged(folder: str) -> None:
-    optimizer = optimizer_for(model_of("float32"))
-    before = owned_state(optimizer)
-    try:
-        optimizer.load_state_dict_from(folder)
-    finally:
-        assert same(owned_state(optimizer), before)
-
-
-def test_other_param_groups_are_an_error_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(save_groups, str(tmp_path))
-    errors = ranks.errors(load_merged, str(tmp_path))
-    assert all("param group 0 (muon) has the parameters of the checkpoint's groups ['0.muon'" in e for e in errors)
 
 
 def save_disagreeing(folder: str) -> None:
@@ -471,47 +446,38 @@ def test_param_groups_that_cannot_be_saved_are_an_error_on_all_ranks(ranks: Rank
 # Experts that only some ranks have
 
 
-def train_experts(folder: str, **options: Any) -> list[float]:
-    model, shared = sharded()
-    optimizer = optimizer_of_experts(
-        model, expert_params=["experts.*"], expert_process_group=shared, exclude=("last.weight",), **options
-    )
-    rows, numbers = rows_of_experts(0)
-    model(rows.chunk(4)[dist.get_rank()], numbers.chunk(4)[dist.get_rank()]).backward()
-    optimizer.step()
+def summary(optimizer: LayerWiseOptimizer) -> dict[tuple[str, str], float]:
+    """By parameter and key the sum of absolute values of this rank's state."""
+    state = optimizer.state_dict()["state"]
+    return {(n, key): float(tensor.double().abs().sum()) for n, of in state.items() for key, tensor in of.items()}
+
+
+def train_experts(folder: str, **options: Any) -> dict[tuple[str, str], float]:
+    model, _ = sharded()
+    optimizer = expert_optimizer(model, **options)
+    train_ours(model, optimizer, 1, one_pass)
     optimizer.save_state_dict(folder)
-    return sorted(summary(optimizer))
+    return summary(optimizer)
 
 
-def summary(optimizer: LayerWiseOptimizer) -> list[tuple[str, float]]:
-    """Per parameter and key the sum of absolute values of this rank's state."""
-    found = []
-    for name, state in optimizer.state_dict()["state"].items():
-        found += [(name, key, float(tensor.double().abs().sum())) for key, tensor in state.items()]
-    return found
-
-
-def load_experts(folder: str) -> list[tuple[str, str, float]]:
-    optimizer = optimizer_of_experts(MoE(), exclude=("last.weight",))
+def load_experts(folder: str) -> dict[tuple[str, str], float]:
+    optimizer = optimizer_for(MoE(), exclude=("last.weight",))
     optimizer.load_state_dict_from(folder)
-    return sorted(summary(optimizer))
+    return summary(optimizer)
 
 
 @pytest.mark.parametrize("options", [{}, {"group_size": 2, "expert_group_size": 1}], ids=str)
 def test_experts_are_loaded_where_all_ranks_have_all(
-    pool: Callable[[int], RankPool], tmp_path: Path, options: dict[str, Any]
+    rank_pools: dict[int, RankPool], tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    saved = pool(4).run(train_experts, str(tmp_path), **options)
-    totals: dict[tuple[str, str], float] = {}
-    for rank, of_rank in enumerate(saved):
-        for name, key, total in of_rank:
-            # Two instances of the dense ranks 0, 1 and 2, 3, and of the ranks that share experts, 0, 2 and 1, 3.
-            if key != "step" and (rank < 2 or not options):
-                totals[name, key] = totals.get((name, key), 0.0) + total
-    (alone,) = pool(1).run(load_experts, str(tmp_path))
-    assert {(name, key) for name, key, _ in alone if key != "step"} == set(totals)
-    for name, key, total in alone:
-        assert total == 1.0 if key == "step" else total == pytest.approx(totals[name, key], rel=1e-12)
+    totals: Counter[tuple[str, str]] = Counter()
+    # With options, two instances: of the dense ranks 0, 1 and 2, 3, and of those that share experts, 0, 2 and 1, 3.
+    for of_rank in rank_pools[4].run(train_experts, str(tmp_path), **options)[: 2 if options else 4]:
+        totals.update(of_rank)
+    (alone,) = rank_pools[1].run(load_experts, str(tmp_path))
+    assert set(alone) == set(totals)
+    for (name, key), total in alone.items():
+        assert total == (1.0 if key == "step" else pytest.approx(totals[name, key], rel=1e-12))
 
 
 class OneExpert(nn.Module):
@@ -526,31 +492,31 @@ class OneExpert(nn.Module):
 
 
 def local_experts(folder: str, load: bool) -> list[tuple[str, Any]]:
-    _, shared = sharded()
-    model = OneExpert(10 + dist.get_rank() % 2)
-    optimizer = optimizer_of_experts(model, expert_params=["expert.*"], expert_process_group=shared)
+    mine = dist.get_rank() % 2
+    model = OneExpert(10 + mine)
+    groups = {"expert_params": ["expert.*"], "expert_process_group": sharers_of_experts()}
+    optimizer = optimizer_for(model, **groups)
     if load:
         optimizer.load_state_dict_from(folder)
         return owned_state(optimizer)
-    model.expert(model.dense(torch.full((2, 24), 1.0 + dist.get_rank() % 2))).square().sum().backward()
+    model.expert(model.dense(torch.full((2, 24), 1.0 + mine))).square().sum().backward()
     optimizer.step()
     optimizer.save_state_dict(folder)
     return owned_state(optimizer)
 
 
 def local_experts_alone(folder: str) -> None:
-    optimizer_of_experts(OneExpert(10)).load_state_dict_from(folder)
+    optimizer_for(OneExpert(10)).load_state_dict_from(folder)
 
 
 def test_experts_of_one_name_are_told_apart_by_the_ranks_that_have_them(
-    pool: Callable[[int], RankPool], tmp_path: Path
+    rank_pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
-    saved = pool(4).run(local_experts, str(tmp_path), False)
-    loaded = pool(4).run(local_experts, str(tmp_path), True)
+    saved, loaded = (rank_pools[4].run(local_experts, str(tmp_path), load) for load in (False, True))
     assert all(same(a, b) for a, b in zip(saved, loaded))
     names = json.loads((tmp_path / "optimizer.json").read_text())["params"]
     assert {"expert.weight of expert set 0", "expert.weight of expert set 1", "dense.weight"} <= set(names)
-    (error,) = pool(1).errors(local_experts_alone, str(tmp_path))
+    (error,) = rank_pools[1].errors(local_experts_alone, str(tmp_path))
     assert "parameter 'expert.weight' is in this model, and not in the checkpoint" in error
 
 
@@ -602,11 +568,7 @@ def load_state_dict_in_vain(case: str) -> None:
     elif case == "of other groups":
         state["param_groups"][0]["params"] = state["param_groups"][0]["params"][1:]
     _, other = trained(2, layout="compact" if case == "of another layout" else "padded")
-    before = owned_state(other)
-    try:
-        other.load_state_dict(state)
-    finally:
-        assert same(owned_state(other), before)
+    in_vain(other, lambda: other.load_state_dict(state))
 
 
 POINTER = "load with optimizer.load_state_dict_from(folder)"
