@@ -85,15 +85,11 @@ def test_dions_formulas(decay: float) -> None:
 
 @pytest.mark.parametrize("rule", ["adamw", "lion", "sgd"])
 def test_a_parameter_that_is_stepped_in_chunks_has_the_same_bits(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counters advance once."""
+    """Counters advance once. A chunk has several parts and no more than its elements."""
     group, start = group_of(rule, lr=1e-2), random(SHAPE, 1)
     whole = trained(group, start)
     monkeypatch.setattr(cautious_decay, "CHUNK", 20)
     assert torch.equal(trained(group, start), whole)
-
-
-def test_a_chunk_has_several_parts_and_no_more_than_its_elements(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cautious_decay, "CHUNK", 20)
     parts = [Slices(random((n,), n), random((n,), n), {}) for n in (8, 8, 8, 50)]
     chunks = [[piece.value.numel() for piece in some] for some in cautious_decay._chunks(parts)]
     assert chunks == [[8, 8], [8], [20], [20], [10]]
@@ -117,22 +113,19 @@ def test_elements_that_move_towards_zero_have_the_bits_of_plain_decay(rule: str)
     assert torch.equal(*values)
 
 
-def test_a_rule_that_goes_by_the_weight_is_refused() -> None:
-    path = f"{Doubling.__module__}.{Doubling.__qualname__}"
-    with pytest.raises(ValueError, match="updates by the weight even without decay; leave weight_decay_form out"):
-        group_of("torch_optimizer_elementwise", **{"class": path})
+DOUBLING = f"{Doubling.__module__}.{Doubling.__qualname__}"
+CLASS = "torch_optimizer_elementwise"
+WRONG = [
+    (CLASS, {"class": DOUBLING}, "updates by the weight even without decay; leave weight_decay_form out"),
+    (CLASS, {"class": "pytorch_optimizer.MSVAG"}, "unknown key 'weight_decay_form'"),
+    ("adamw", {"weight_decay_form": "cautius"}, "input should be 'decoupled' or 'cautious'; found 'cautius'"),
+    ("lion", {"weight_decay_form": "cautius"}, "input should be 'own' or 'cautious'; found 'cautius'"),
+]
 
 
-def test_a_class_without_decay_has_no_form_of_it() -> None:
-    with pytest.raises(ValueError, match="unknown key 'weight_decay_form'"):
-        options_of(
-            "torch_optimizer_elementwise", {"class": "pytorch_optimizer.MSVAG", "weight_decay_form": "cautious"}, "test"
-        )
-
-
-@pytest.mark.parametrize(("rule", "known"), [("adamw", "'decoupled' or 'cautious'"), ("lion", "'own' or 'cautious'")])
-def test_an_unknown_form_names_the_known_ones(rule: str, known: str) -> None:
+@pytest.mark.parametrize(("rule", "given", "message"), WRONG)
+def test_a_form_of_decay_that_there_is_not_is_refused(rule: str, given: dict[str, Any], message: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    wrong = {"name": rule, "weight_decay_form": "cautius"}
-    with pytest.raises(ValueError, match=f"weight_decay_form: input should be {known}; found 'cautius'"):
-        LayerWiseOptimizer(model, elementwise=wrong, report=False)
+    elementwise = {"name": rule, "weight_decay_form": "cautious", **given}
+    with pytest.raises(ValueError, match=message):
+        LayerWiseOptimizer(model, elementwise=elementwise, report=False)

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, LRScheduler, O
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
 from lwopt_backend.linked_rates import OWN_RATES, LinkedRates, ParamGroup
 from lwopt_backend.registry import options_of
+from tests.cells import cells
 
 
 def linked(*rates: float, lr: float | None = None) -> list[Any]:
@@ -29,85 +30,50 @@ def write(groups: list[Any], *rates: float) -> list[float]:
     return [group["lr"] for group in groups]
 
 
-def test_one_rate_written_to_all_keeps_the_ratio() -> None:
-    groups = linked(0.02, 0.001, 0.01)
-    for group in groups:
-        group["lr"] = 0.2
-    assert [group["lr"] for group in groups] == pytest.approx([0.2, 0.01, 0.1])
+def close(*rates: float) -> Any:
+    return pytest.approx(list(rates))
 
 
-def test_rates_written_group_by_group_are_taken_as_they_are_and_for_good() -> None:
-    groups = linked(0.02, 0.001)
-    for rates in ([0.012, 0.0024], [0.004, 0.004]):  # a cosine to the same floor ends in equal rates
-        for group, rate in zip(groups, rates):
-            group["lr"] = rate
-        assert [group["lr"] for group in groups] == rates
+# Rates of the groups and the optimizer's; what is written to the groups, round by round, and what they then have.
+ROUNDS: dict[str, tuple[tuple[float, ...], float, list[tuple[tuple[float, ...], Any]]]] = {
+    "one for all keeps the ratio": ((0.02, 0.001, 0.01), 0.02, [((0.2, 0.2, 0.2), close(0.2, 0.01, 0.1))]),
+    "rates of their own are taken as they are, for good: a cosine to one floor ends in equal rates": (
+        (0.02, 0.001),
+        0.02,
+        [((0.012, 0.0024), [0.012, 0.0024]), ((0.004, 0.004), [0.004, 0.004])],
+    ),
+    "rates scaled together stay linked": (
+        (0.02, 3e-4),
+        0.02,
+        [((0.01, 1.5e-4), [0.01, 1.5e-4]), ((0.02, 0.02), close(0.02, 3e-4))],
+    ),
+    "a schedule that starts at zero says nothing about the ratio": (
+        (0.02, 3e-4),
+        0.02,
+        [((0.0, 0.0), [0.0, 0.0]), ((0.02, 0.02), close(0.02, 3e-4))],
+    ),
+    "without a rate to relate to nothing is linked": ((0.0, 3e-4), 0.0, [((0.1, 0.1), [0.1, 0.1])]),
+    # Whatever the optimizer's own rate is: a schedule that reads rates back would shrink them step by step.
+    "groups of one rate take it as written": ((0.005, 0.005), 0.02, [((r, r), [r, r]) for r in (0.005, 0.0025)]),
+    "a single group takes it as written": ((3e-4,), 0.02, [((rate,), [rate]) for rate in (3e-4, 1.5e-4)]),
+}
 
 
-def test_a_rate_written_to_one_group_changes_that_group_only() -> None:
-    groups = linked(0.02, 0.001)
-    groups[0]["lr"] = 0.5
-    assert [group["lr"] for group in groups] == [0.5, 0.001]
-    for group in groups:
-        group["lr"] = 0.2
-    assert [group["lr"] for group in groups] == pytest.approx([0.2, 0.01])
+@cells(case=ROUNDS)
+def test_rates_written_to_all_groups(case: str) -> None:
+    rates, lr, rounds = ROUNDS[case]
+    groups = linked(*rates, lr=lr)
+    for written, expected in rounds:
+        assert write(groups, *written) == expected
 
 
-def test_param_groups_are_saved_as_plain_dictionaries() -> None:
-    (group, _) = linked(0.02, 0.001)
-    assert type(pickle.loads(pickle.dumps(group))) is dict and type(copy.deepcopy(group)) is dict
-
-
-@pytest.mark.parametrize("rates", [(0.005, 0.005), (3e-4,)])
-def test_where_all_groups_have_one_rate_it_is_taken_as_written(rates: tuple[float, ...]) -> None:
-    """Whatever the optimizer's own ``lr`` is: a schedule that reads rates back would shrink them step by step."""
-    groups = linked(*rates, lr=0.02)
-    for factor in (1.0, 0.5, 0.5):
-        written = [group["lr"] * factor for group in groups]
-        assert write(groups, *written) == written
-
-
-def test_rates_scaled_together_stay_linked() -> None:
-    groups = linked(0.02, 3e-4)
-    for group in groups:
-        group["lr"] *= 0.5
-    assert [group["lr"] for group in groups] == [0.01, 1.5e-4]
-    assert write(groups, 0.02, 0.02) == pytest.approx([0.02, 3e-4])
-
-
-def test_a_schedule_that_starts_at_zero_says_nothing_about_the_ratio() -> None:
-    groups = linked(0.02, 3e-4)
-    assert write(groups, 0.0, 0.0) == [0.0, 0.0]
-    assert write(groups, 0.02, 0.02) == pytest.approx([0.02, 3e-4])
-
-
-def test_without_a_rate_to_relate_to_nothing_is_linked() -> None:
-    assert write(linked(0.0, 3e-4, lr=0.0), 0.1, 0.1) == [0.1, 0.1]
-
-
-def test_update_writes_a_rate_like_an_assignment() -> None:
-    groups = linked(0.02, 3e-4)
-    for group in groups:
-        group.update(lr=0.04)
-    assert [group["lr"] for group in groups] == pytest.approx([0.04, 6e-4])
-
-
-def test_own_rates_outlast_a_checkpoint() -> None:
-    """The end of a cosine, resumed: both rates have reached the same floor and must not be taken for one rate."""
-    groups = linked(0.02, 3e-4)
-    write(groups, 0.012, 2.4e-4)
-    fresh = LinkedRates([1.0, 0.015])
-    resumed = fresh.link([dict(group) for group in groups])
-    assert write(resumed, 1e-5, 1e-5) == [1e-5, 1e-5]
-    again = fresh.link([{"lr": 0.02}, {"lr": 3e-4}])
-    assert write(again, 1e-5, 1e-5) == [1e-5, 1e-5], "nor does a checkpoint of a linked run forget what was seen here"
-
-
-def test_a_rate_written_to_the_last_group_alone_is_not_the_end_of_a_round() -> None:
-    groups = linked(0.02, 3e-4)
-    groups[1]["lr"] = 0.5
-    assert [group["lr"] for group in groups] == [0.02, 0.5]
-    assert write(groups, 0.04, 0.04) == pytest.approx([0.04, 6e-4])
+@cells(number=[0, 1])
+def test_a_rate_written_to_one_group_changes_that_group_only_and_ends_no_round(number: int) -> None:
+    groups, expected = linked(0.02, 0.001), [0.02, 0.001]
+    for _ in range(2):
+        groups[number]["lr"] = expected[number] = 0.5
+    assert [group["lr"] for group in groups] == expected
+    assert write(groups, 0.2, 0.2) == close(0.2, 0.01)
 
 
 def test_a_new_link_begins_a_new_round() -> None:
@@ -118,13 +84,31 @@ def test_a_new_link_begins_a_new_round() -> None:
     assert [group["lr"] for group in groups] == [0.02, 0.5]
 
 
+def test_update_writes_a_rate_like_an_assignment() -> None:
+    groups = linked(0.02, 3e-4)
+    for group in groups:
+        group.update(lr=0.04)
+    assert [group["lr"] for group in groups] == close(0.04, 6e-4)
+
+
+def test_own_rates_outlast_a_checkpoint() -> None:
+    """The end of a cosine, resumed: both rates have reached the same floor and must not be taken for one rate."""
+    groups = linked(0.02, 3e-4)
+    write(groups, 0.012, 2.4e-4)
+    fresh = LinkedRates([1.0, 0.015])
+    assert write(fresh.link([dict(group) for group in groups]), 1e-5, 1e-5) == [1e-5, 1e-5]
+    again = fresh.link([{"lr": 0.02}, {"lr": 3e-4}])
+    assert write(again, 1e-5, 1e-5) == [1e-5, 1e-5], "nor does a checkpoint of a linked run forget what was seen here"
+
+
 def test_a_linked_group_says_from_the_beginning_whether_its_rates_are_its_own() -> None:
-    """A flattened checkpoint is read by the keys that the groups have."""
+    """A flattened checkpoint is read by the keys that the groups have. They are saved as plain dictionaries."""
     groups = linked(0.02, 3e-4)
     assert [group[OWN_RATES] for group in groups] == [False, False]
     write(groups, 0.012, 2.4e-4)
     assert [group[OWN_RATES] for group in groups] == [True, True]
     assert OWN_RATES not in linked(3e-4)[0]
+    assert type(pickle.loads(pickle.dumps(groups[0]))) is dict and type(copy.deepcopy(groups[0])) is dict
 
 
 # Momentum
@@ -180,26 +164,20 @@ CYCLES: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
 TORCHS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}  # which the schedulers read again
 
 
-@pytest.mark.parametrize("cycle", CYCLES)
-@pytest.mark.parametrize("elementwise", ["adamw", "sgd"])
-def test_one_cycle_for_all_groups(cycle: str, elementwise: str) -> None:
+@cells(cycle=CYCLES, elementwise=[{"name": "adamw", "betas": (0.9, 0.95)}, {"name": "sgd", "momentum": 0.9}])
+def test_one_cycle_for_all_groups(cycle: str, elementwise: dict[str, Any]) -> None:
     """Rates and momentum are those of single optimizers under the same schedule, AdamW's rate in its ratio."""
-    given = {"adamw": {"betas": (0.9, 0.95)}, "sgd": {"momentum": 0.9}}[elementwise]
-    optimizer = optimizer_of_both(elementwise={"name": elementwise, "lr": 1e-3, **given})
+    optimizer = optimizer_of_both(elementwise={"lr": 1e-3, **elementwise})
     keys = [set(group) for group in optimizer.param_groups]
-    param = nn.Parameter(torch.zeros(2, 2))
-    single = torch.optim.SGD([param], lr=0.02, momentum=0.95)
+    single = torch.optim.SGD([nn.Parameter(torch.zeros(2, 2))], lr=0.02, momentum=0.95)
     schedules = [CYCLES[cycle](one) for one in (optimizer, single)]
-    (theirs,) = single.param_groups
-    momenta = set()
+    (theirs,), momenta = single.param_groups, set()
     for _ in range(6):
         muon, other = optimizer.param_groups
         assert muon["lr"] == pytest.approx(theirs["lr"]) and other["lr"] == pytest.approx(theirs["lr"] * 1e-3 / 0.02)
         assert muon["momentum"] == theirs["momentum"]
-        if elementwise == "adamw":
-            assert other["betas"] == (theirs["momentum"], 0.95)
-        else:
-            assert other["momentum"] == theirs["momentum"]
+        key = "betas" if elementwise["name"] == "adamw" else "momentum"
+        assert other[key] == ((theirs["momentum"], 0.95) if key == "betas" else theirs["momentum"])
         momenta.add(theirs["momentum"])
         for one, schedule in zip((optimizer, single), schedules):
             one.step()
@@ -209,28 +187,25 @@ def test_one_cycle_for_all_groups(cycle: str, elementwise: str) -> None:
 
 
 def test_a_schedule_that_cycles_momentum_needs_a_rule_that_has_one() -> None:
-    model = nn.Sequential(nn.LayerNorm(6))
     plain = {"name": "torch_optimizer", "class": "torch.optim.Adagrad"}
-    optimizer = LayerWiseOptimizer(model, elementwise=plain, allow_no_matrix=True, report=False)
+    optimizer = LayerWiseOptimizer(
+        nn.Sequential(nn.LayerNorm(6)), elementwise=plain, allow_no_matrix=True, report=False
+    )
     with pytest.raises(ValueError, match="must support momentum"):
         CYCLES["OneCycleLR"](optimizer)
 
 
-def test_rates_stay_linked_after_a_checkpoint_is_loaded() -> None:
-    saved, fresh = optimizer_of_both(), optimizer_of_both()
+def test_rates_stay_linked_after_a_checkpoint_is_loaded_and_a_cosine_keeps_its_floor(tmp_path: Path) -> None:
+    saved, fresh, resumed = optimizer_of_both(), optimizer_of_both(), optimizer_of_both()
     fresh.load_state_dict(saved.state_dict())
-    assert write(fresh.param_groups, 0.1, 0.1) == pytest.approx([0.1, 0.005])
-
-
-def test_a_cosine_with_one_floor_keeps_it_after_a_checkpoint_is_loaded(tmp_path: Path) -> None:
-    saved, fresh = optimizer_of_both(), optimizer_of_both()
+    assert write(fresh.param_groups, 0.1, 0.1) == close(0.1, 0.005)
     schedule = CosineAnnealingLR(saved, T_max=2, eta_min=1e-4)
     for _ in range(2):
         saved.step()
         schedule.step()
     saved.save_state_dict(tmp_path)
-    fresh.load_state_dict_from(tmp_path)
-    assert write(fresh.param_groups, 1e-4, 1e-4) == [1e-4, 1e-4]
+    resumed.load_state_dict_from(tmp_path)
+    assert write(resumed.param_groups, 1e-4, 1e-4) == [1e-4, 1e-4]
 
 
 def test_without_matrices_the_rate_is_the_other_rules() -> None:
@@ -238,12 +213,11 @@ def test_without_matrices_the_rate_is_the_other_rules() -> None:
     first, second = (list(layer.parameters()) for layer in model)
     groups = [{"params": first}, {"params": second, "lr": 1e-3}]
     optimizer = LayerWiseOptimizer(model, elementwise_lr=2e-3, params=groups, allow_no_matrix=True, report=False)
-    assert write(optimizer.param_groups, 0.1, 0.1) == pytest.approx([0.1, 0.05])
+    assert write(optimizer.param_groups, 0.1, 0.1) == close(0.1, 0.05)
 
 
 def test_module_optimizers_keep_the_ratio_of_every_module() -> None:
     optimizers = ModuleOptimizers({"vision": optimizer_of_both(), "language": optimizer_of_both(lr=0.01)})
     OneCycleLR(optimizers, max_lr=0.1, total_steps=10)
-    rates = [group["lr"] for group in optimizers.param_groups]
-    assert rates == pytest.approx([0.004, 0.0002, 0.004, 0.0004])
+    assert [group["lr"] for group in optimizers.param_groups] == close(0.004, 0.0002, 0.004, 0.0004)
     assert [group["betas"][0] for group in optimizers.param_groups if "betas" in group] == [0.95, 0.95]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from lwopt_backend.migration import SOURCES, convert_momentum, convert_named_momentum, from_checkpoint
-from tests.migration import PAGE
+from tests.migration import PAGE, eager
 from tests.models import MATRICES
 from tests.rule_steps import Trained, gradients, random, rule_of
 from tests.zero import Reference
@@ -26,13 +26,9 @@ def test_there_and_back_again(momentum: float) -> None:
     torch.testing.assert_close(total, buffer / (1 - momentum), rtol=2e-7, atol=0)
     back = convert_momentum(total, momentum, source="sum", target="ema")
     torch.testing.assert_close(back, buffer, rtol=4e-7, atol=0)
+    same = convert_momentum(buffer, momentum, source="sum", target="sum")
+    assert torch.equal(same, buffer) and same.data_ptr() != buffer.data_ptr()
     assert torch.equal(buffer, kept)
-
-
-def test_the_same_form_is_a_copy() -> None:
-    buffer = random((4, 3), 1)
-    copied = convert_momentum(buffer, 0.95, source="sum", target="sum")
-    assert torch.equal(copied, buffer) and copied.data_ptr() != buffer.data_ptr()
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -66,24 +62,20 @@ def test_named_states_are_converted_by_parameter() -> None:
     assert float(same["b"]["momentum_buffer"][0]) == 2.0
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ({"source": "emma"}, "source: unknown form of momentum 'emma'; did you mean 'ema'?"),
-        ({"target": "total"}, "target: unknown form of momentum 'total'; known: 'ema', 'sum'"),
-        ({"momentum": 1.0}, r"momentum: expected a number in \[0, 1\), found 1.0"),
-        ({"momentum": -0.1}, r"momentum: expected a number in \[0, 1\), found -0.1"),
-    ],
-)
+CONVERSIONS: list[tuple[dict[str, Any], str]] = [
+    ({"source": "emma"}, "source: unknown form of momentum 'emma'; did you mean 'ema'?"),
+    ({"target": "total"}, "target: unknown form of momentum 'total'; known: 'ema', 'sum'"),
+    ({"momentum": 1.0}, r"momentum: expected a number in \[0, 1\), found 1.0"),
+    ({"momentum": -0.1}, r"momentum: expected a number in \[0, 1\), found -0.1"),
+    ({"momentum": {"b": 0.9}}, r"momentum: expected a number for 'a', found those of \['b'\]"),
+]
+
+
+@pytest.mark.parametrize(("how", "message"), CONVERSIONS)
 def test_wrong_conversions(how: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        convert_momentum(torch.ones(2), **{"momentum": 0.9, "source": "ema", "target": "sum", **how})
-
-
-def test_a_parameter_without_its_momentum() -> None:
-    state = {"a": {"momentum_buffer": torch.ones(2)}}
-    with pytest.raises(ValueError, match=r"momentum: expected a number for 'a', found those of \['b'\]"):
-        convert_named_momentum(state, {"b": 0.9}, source="ema", target="sum")
+        state = {"a": {"momentum_buffer": torch.ones(2)}}
+        convert_named_momentum(state, **{"momentum": 0.9, "source": "ema", "target": "sum", **how})
 
 
 def state_of(momentum: Any = 1.0, **group: Any) -> dict[str, Any]:
@@ -135,47 +127,49 @@ def test_pytorch_optimizers_count_of_steps_is_in_the_param_group() -> None:
     assert torch.equal(found["weight"]["momentum_buffer"], optimizer.state[weight]["momentum_buffer"])
 
 
-@pytest.mark.parametrize("on_device", [True, False], ids=["step_dev", "step of the group"])
-def test_dions_state(on_device: bool) -> None:
-    """Momentum of both kinds of parameters is under one key, and the momentum's number is ``mu``."""
-    moments = {"momentum": torch.ones(4), "variance": torch.full((4,), 2.0)}
-    state_dict = {
-        "state": {
-            0: {"momentum": torch.full((3, 2), 20.0)},
-            1: {**moments, "step_dev": torch.tensor(7.0)} if on_device else moments,
-        },
-        "param_groups": [
-            {"params": [0], "mu": 0.95, "algorithm": "muon", "step": 7},
-            {"params": [1], "mu": 0.95, "algorithm": "adamw", "step": 7},
-        ],
+def of_two(momentum: dict[str, Any], moments: dict[str, Any], *groups: dict[str, Any]) -> dict[str, Any]:
+    """A state dict of a matrix and a vector, in one param group or two."""
+    params = [[0], [1]] if len(groups) == 2 else [[0, 1]]
+    return {
+        "state": {0: momentum, 1: moments},
+        "param_groups": [{"params": of, **group} for of, group in zip(params, groups, strict=True)],
     }
-    found = from_checkpoint(state_dict, ["weight", "bias"], source="dion")
-    torch.testing.assert_close(found["weight"]["momentum_buffer"], torch.ones(3, 2))
-    assert found["bias"]["step"] == 7.0
-    assert torch.equal(found["bias"]["exp_avg"], torch.ones(4))
-    assert torch.equal(found["bias"]["exp_avg_sq"], torch.full((4,), 2.0))
-    as_it_is = from_checkpoint(state_dict, ["weight", "bias"], source="dion", momentum_form="sum")
-    assert torch.equal(as_it_is["weight"]["momentum_buffer"], torch.full((3, 2), 20.0))
 
 
-@pytest.mark.parametrize("source", ["moonlight", "keller_jordan_2024"])
-def test_sums_with_the_older_adam(source: str) -> None:
-    state_dict = {
-        "state": {
-            0: {"use_muon": True, "momentum_buffer": torch.full((3, 2), 10.0)},
-            1: {"use_muon": False, "step": 5, "moment1": torch.ones(4), "moment2": torch.ones(4)},
-        },
-        "param_groups": [{"params": [0, 1], "momentum": 0.9}],
-    }
-    found = from_checkpoint(state_dict, ["weight", "bias"], source=source)
-    torch.testing.assert_close(found["weight"]["momentum_buffer"], torch.ones(3, 2))
-    assert set(found["bias"]) == {"exp_avg", "exp_avg_sq", "step"} and found["bias"]["step"] == 5.0
+# dion has momentum of both kinds of parameters under one key, and the momentum's number is ``mu``.
+DIONS = {"mu": 0.95, "algorithm": "muon", "step": 7}, {"mu": 0.95, "algorithm": "adamw", "step": 7}
+DIONS_MOMENTS = {"momentum": torch.ones(4), "variance": torch.full((4,), 2.0)}
+OF_20 = {"momentum": torch.full((3, 2), 20.0)}
+OLDER_ADAM = of_two(
+    {"use_muon": True, "momentum_buffer": torch.full((3, 2), 10.0)},
+    {"use_muon": False, "step": 7, "moment1": torch.ones(4), "moment2": torch.full((4,), 2.0)},
+    {"momentum": 0.9},
+)
+READ: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
+    "dion, a counter on the device": (
+        of_two(OF_20, {**DIONS_MOMENTS, "step_dev": torch.tensor(7.0)}, *DIONS),
+        {"source": "dion"},
+        1.0,
+    ),
+    "dion, the counter of the group": (of_two(OF_20, DIONS_MOMENTS, *DIONS), {"source": "dion"}, 1.0),
+    "dion, sums": (of_two(OF_20, DIONS_MOMENTS, *DIONS), {"source": "dion", "momentum_form": "sum"}, 20.0),
+    "moonlight": (OLDER_ADAM, {"source": "moonlight"}, 1.0),
+    "Keller Jordan, 2024": (OLDER_ADAM, {"source": "keller_jordan_2024"}, 1.0),
+}
+
+
+@pytest.mark.parametrize("case", READ)
+def test_sums_become_averages_and_moments_of_other_names_adamws(case: str) -> None:
+    state_dict, how, momentum = READ[case]
+    found = from_checkpoint(state_dict, ["weight", "bias"], **how)
+    torch.testing.assert_close(found["weight"], {"momentum_buffer": torch.full((3, 2), momentum)})
+    expected = {"exp_avg": torch.ones(4), "exp_avg_sq": torch.full((4,), 2.0), "step": torch.tensor(7.0)}
+    torch.testing.assert_close(found["bias"], expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("key", ["momentum", "momentum_beta"])
 def test_megatrons_momentum_has_two_names(key: str) -> None:
-    state_dict = state_of(1.0)
-    state_dict["param_groups"] = [{"params": [0], key: 0.75}]
+    state_dict = {**state_of(1.0), "param_groups": [{"params": [0], key: 0.75}]}
     found = from_checkpoint(state_dict, ["weight"], source="megatron", momentum_form="sum")
     assert torch.equal(found["weight"]["momentum_buffer"], torch.full((3, 2), 4.0))
 
@@ -246,3 +240,28 @@ def test_what_cannot_be_read(state_dict: dict[str, Any], how: dict[str, Any], me
 def test_every_source_is_on_the_page() -> None:
     for source in SOURCES:
         assert f"`{source}`" in PAGE
+
+
+def test_deepspeeds_and_jordans_optimizer_is_read_in_the_order_it_has() -> None:
+    """It sorts the matrices of a group by size."""
+    from deepspeed.runtime.zero.muon import muon_optimizer
+
+    params = {"small": nn.Parameter(random((2, 3), 1)), "large": nn.Parameter(random((4, 3), 2))}
+    bias = nn.Parameter(random((4,), 3))
+    halves = [{"params": [*params.values()], "use_muon": True}, {"params": [bias], "use_muon": False}]
+    with eager():
+        optimizer = muon_optimizer.MuonWithAuxAdam(halves)
+        for step in range(2):
+            for param in [*params.values(), bias]:
+                param.grad = random(tuple(param.shape), 10 + step)
+            optimizer.step()
+    names = {id(param): name for name, param in {**params, "bias": bias}.items()}
+    order = [names[id(param)] for group in optimizer.param_groups for param in group["params"]]
+    assert order == ["large", "small", "bias"]
+    for source in ("deepspeed", "keller_jordan"):
+        found = from_checkpoint(optimizer.state_dict(), order, source=source, momentum_form="sum")
+        for name, param in params.items():
+            expected = optimizer.state[param]["momentum_buffer"] / (1 - 0.95)
+            torch.testing.assert_close(found[name]["momentum_buffer"], expected)
+        assert found["bias"]["step"] == 2.0
+        assert torch.equal(found["bias"]["exp_avg_sq"], optimizer.state[bias]["exp_avg_sq"])
