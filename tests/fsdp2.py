@@ -256,9 +256,39 @@ class Twin:
 
 def layer_wise(model: nn.Module, **options: Any) -> LayerWiseOptimizer:
     """Our optimizer with the hyperparameters of ``Twin``."""
-    return LayerWiseOptimizer(
-        model, "muon", MUON["lr"], {"name": "adamw", **ADAMW}, weight_decay=0.1, **{"report": False, **options}
-    )
+    settings = {"matrix": "muon", **MUON, "elementwise": {"name": "adamw", **ADAMW}, "report": False, **options}
+    return LayerWiseOptimizer(model, **settings)
+
+
+class BesideTwin:
+    """A sharded model under our optimizer, with ``options``, and its twin, given the same reduced gradients."""
+
+    def __init__(self, sharding: str = "rows", mode: str = "fp32", *, attach: bool = False, **options: Any) -> None:
+        self.mode = mode
+        self.sharded = shard(sharding, mode)
+        self.model = self.sharded.model
+        self.optimizer, self.twin = layer_wise(self.model, **options), Twin(self.model)
+        if attach or mode.startswith("attach"):
+            self.optimizer.attach(self.model)
+
+    def param(self, name: str) -> nn.Parameter:
+        return dict(named(self.model))[name]
+
+    def backward(self, step: int) -> None:
+        backward(self.sharded, step, self.mode)
+
+    def update(self) -> None:
+        self.twin.step_with_gradients_of(self.model)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def train(self, steps: int) -> None:
+        for step in range(steps):
+            self.backward(step)
+            self.update()
+
+    def check(self, limit: float = 0.0) -> None:
+        assert (difference := self.twin.difference(self.model)) <= limit, difference
 
 
 def backward(sharded: Sharded, step: int, mode: str = "fp32") -> float:

@@ -1,79 +1,24 @@
-"""What the step sends and when, in which layout and dtype, and who does the work."""
+"""What FSDP2 sends and when, in a step and in backward, in which layout and dtype, and who does the work."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from lwopt_backend.rules import muon
-from lwopt_backend.runtime.collectives import TorchCollectives
-from tests.fsdp2 import Twin, backward, layer_wise, shard, weights_of
-from tests.ranks import RankPool
-
-OPTIONS = [
-    {"layout": "compact"},
-    {"layout": "padded"},
-    {"layout": "auto"},
-    {"layout": "compact", "bucket_matrices": 1},
-    {"layout": "padded", "bucket_matrices": 1},
-    {"layout": "auto", "bucket_numel": 1},
-]
+from tests.cells import cells
+from tests.counted import Counted
+from tests.fsdp2 import ROWS, BesideTwin, layer_wise, set_sync, shard, weights_of
+from tests.models import batch
+from tests.on_ranks import on_ranks
 
 
-class Counted:
-    """Counts what leaves through the door to torch.distributed while it is open."""
-
-    def __init__(self) -> None:
-        self.calls: Counter[str] = Counter()
-        self.sent_bytes = 0
-        self.in_flight = 0
-        self.most_in_flight = 0
-        self.dtypes: set[torch.dtype] = set()
-
-    def __enter__(self) -> Counted:
-        self.original = TorchCollectives.all_to_all
-        counted = self
-
-        def all_to_all(self: TorchCollectives, received: Any, sent: Any, into: Any, out: Any) -> Any:
-            splits = out or [sent.numel() // self.world_size] * self.world_size
-            counted.calls["even" if not out else "uneven"] += 1
-            counted.sent_bytes += sum(n for peer, n in enumerate(splits) if peer != self.rank) * sent.itemsize
-            counted.dtypes.add(sent.dtype)
-            counted.in_flight += 1
-            counted.most_in_flight = max(counted.most_in_flight, counted.in_flight)
-            pending = counted.original(self, received, sent, into, out)
-            waiting = pending.wait
-
-            class Waited:
-                def wait(self) -> Any:
-                    counted.in_flight -= 1
-                    return waiting()
-
-            return Waited()
-
-        TorchCollectives.all_to_all = all_to_all
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        TorchCollectives.all_to_all = self.original
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "original"}
-
-
-def count_steps(sharding: str, options: dict[str, Any]) -> tuple[float, Counted, list[int], list[Any]]:
-    """Difference to the twin after two steps, what was sent in them, the plan's figures, and matrices computed here."""
-    sharded = shard(sharding, "fp32")
-    optimizer, twin = layer_wise(sharded.model, **options), Twin(sharded.model)
-    plans = [stepper.plan for stepper in optimizer._steppers]
-    ranks = [stepper.collectives.rank for stepper in optimizer._steppers]
-    planned = sum(plan.wire_bytes()[rank] for plan, rank in zip(plans, ranks))
-    computed = []
-    original = muon.newton_schulz
+def counted_steps(sharding: str, **options: Any) -> tuple[BesideTwin, Counted, list[tuple[int, ...]]]:
+    """Two steps, what was sent in them, and the shapes of the matrices that were computed here."""
+    run, computed, original = BesideTwin(sharding, **options), [], muon.newton_schulz
 
     def newton_schulz(matrices: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         computed.append(tuple(matrices.shape))
@@ -81,103 +26,200 @@ def count_steps(sharding: str, options: dict[str, Any]) -> tuple[float, Counted,
 
     with Counted() as counted:
         for step in range(2):
-            backward(sharded, step)
-            twin.step_with_gradients_of(sharded.model)
+            run.backward(step)
+            run.twin.step_with_gradients_of(run.model)
             muon.newton_schulz = newton_schulz
             try:
-                optimizer.step()
+                run.optimizer.step()
             finally:
                 muon.newton_schulz = original
-            optimizer.zero_grad()
-    buckets = sum(len(plan.buckets) for plan in plans)
-    trips = sum(plan.trips(bucket) for plan in plans for bucket in range(len(plan.buckets)))
-    return twin.difference(sharded.model), counted, [planned, buckets, trips], computed
+            run.optimizer.zero_grad()
+    run.check()
+    return run, counted, computed
 
 
-@pytest.mark.parametrize("ranks", [4], indirect=True, ids=["4ranks"])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("sharding", ["rows", "hybrid", "tensor parallel"])
-def test_bytes_and_calls_are_those_of_the_plan(ranks: RankPool, sharding: str, options: dict[str, Any]) -> None:
-    for difference, counted, (planned, buckets, trips), _ in ranks.run(count_steps, sharding, options):
-        assert difference == 0.0
-        assert counted.sent_bytes == 2 * planned, "two steps"
-        assert sum(counted.calls.values()) == 2 * trips, "two steps"
-        assert trips == 2 * buckets or sharding == "hybrid", "only copies may be at their owner already"
-        assert counted.dtypes == {torch.bfloat16}
-        assert counted.in_flight == 0
-        assert counted.most_in_flight <= 3
-        if options["layout"] != "auto":
-            assert set(counted.calls) == {"even" if options["layout"] == "padded" else "uneven"}
-        if buckets > 3 and sharding == "rows":
-            assert counted.most_in_flight >= 2
-
-
-@pytest.mark.parametrize("ranks", [4], indirect=True, ids=["4ranks"])
-@pytest.mark.parametrize("sharding", ["rows", "hybrid", "columns"])
-def test_every_matrix_is_computed_once_in_all(ranks: RankPool, sharding: str) -> None:
+@on_ranks(4)
+@cells(
+    sharding=["rows", "hybrid", "columns", "tensor parallel"],
+    layout=["compact", "padded", "auto"],
+    bucket=[{}, {"bucket_matrices": 1}, {"bucket_numel": 1}],
+)
+def test_bytes_and_calls_are_those_of_the_plan_and_every_matrix_is_computed_once(
+    sharding: str, layout: str, bucket: dict[str, int]
+) -> None:
     """Also with copies: the work is split over the replicas, not repeated in each."""
-    answers = ranks.run(count_steps, sharding, {})
-    everywhere = [shape for answer in answers for shape in answer[3]]
-    assert len(everywhere) == 2 * 4, "two steps of four matrices"
-    assert sum(bool(answer[3]) for answer in answers) >= 3, "on nearly as many ranks"
+    run, counted, computed = counted_steps(sharding, layout=layout, **bucket)
+    steppers = run.optimizer._steppers
+    plans = [stepper.plan for stepper in steppers]
+    planned = sum(stepper.plan.wire_bytes()[stepper.collectives.rank] for stepper in steppers)
+    buckets = sum(len(plan.buckets) for plan in plans)
+    trips = sum(plan.trips(number) for plan in plans for number in range(len(plan.buckets)))
+    assert counted.sent_bytes == 2 * planned, "two steps"
+    assert counted.calls.total() == 2 * trips, "two steps"
+    assert trips == 2 * buckets or sharding == "hybrid", "only copies may be at their owner already"
+    assert counted.dtypes == {torch.bfloat16}
+    assert counted.in_flight == 0
+    assert counted.most_in_flight <= 3
+    if layout != "auto":
+        assert set(counted.calls) == {"even" if layout == "padded" else "uneven"}
+    if buckets > 3 and sharding == "rows":
+        assert counted.most_in_flight >= 2
+    if sharding != "tensor parallel":
+        everywhere: list[Any] = [None] * 4
+        dist.all_gather_object(everywhere, computed)
+        assert sum(map(len, everywhere)) == 2 * 4, "two steps of four matrices"
+        assert bucket or sum(map(bool, everywhere)) >= 3, "on nearly as many ranks"
 
 
-@pytest.mark.parametrize("ranks", [3], indirect=True, ids=["3ranks"])
-def test_fp32_on_the_wire_gives_the_same_bits_for_twice_the_bytes(ranks: RankPool) -> None:
-    narrow = ranks.run(count_steps, "rows", {})
-    wide = ranks.run(count_steps, "rows", {"exchange_dtype": "float32"})
-    for (_, at_bf16, *_), (difference, at_fp32, *_) in zip(narrow, wide):
-        assert difference == 0.0
-        assert at_fp32.sent_bytes == 2 * at_bf16.sent_bytes
-        assert at_fp32.dtypes == {torch.float32}
+@on_ranks(3)
+def test_fp32_on_the_wire_gives_the_same_bits_for_twice_the_bytes() -> None:
+    (_, narrow, _), (_, wide, _) = counted_steps("rows"), counted_steps("rows", exchange_dtype="float32")
+    assert wide.sent_bytes == 2 * narrow.sent_bytes
+    assert wide.dtypes == {torch.float32}
 
 
-def batched_difference() -> float:
-    """Stepped one by one, and with equal shapes together as on an accelerator; fp32, because batched sums differ."""
+@on_ranks(2)
+def test_equal_shapes_go_through_the_rule_together_as_on_an_accelerator() -> None:
+    """In fp32, because batched sums differ."""
     results = []
     for batch_numel in (0, 10**6):
-        sharded = shard("columns", "fp32")
-        optimizer = layer_wise(sharded.model, ns_dtype="float32")
-        for stepper in optimizer._steppers:
+        run = BesideTwin("columns", ns_dtype="float32")
+        for stepper in run.optimizer._steppers:
             stepper.stepper._batch_numel = batch_numel
-        for step in range(3):
-            backward(sharded, step)
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append(weights_of(sharded.model))
-    return max(float((results[0][name] - results[1][name]).abs().max()) for name in results[0])
+        run.train(3)
+        results.append(weights_of(run.model))
+    assert all(torch.allclose(results[0][name], results[1][name], rtol=0, atol=1e-6) for name in results[0])
 
 
-@pytest.mark.parametrize("ranks", [2], indirect=True, ids=["2ranks"])
-def test_equal_shapes_go_through_the_rule_together(ranks: RankPool) -> None:
-    assert max(ranks.run(batched_difference)) < 1e-6
+@on_ranks(4)
+def test_state_is_sharded_as_the_parameters() -> None:
+    states = layer_wise(shard("rows", "fp32").model).state
+    momenta = {param: state["momentum_buffer"] for param, state in states.items() if "momentum_buffer" in state}
+    assert all(momentum.to_local().shape == param.to_local().shape for param, momentum in momenta.items())
+    kept = torch.tensor(sum(momentum.to_local().numel() for momentum in momenta.values()))
+    dist.all_reduce(kept)
+    assert kept == 63 * 24 + 41 * 63 + 24 * 41 + 2 * 5
 
 
-def state_elements() -> tuple[int, int]:
-    """Elements of Muon's state that this rank keeps, and those of its shards of the matrices."""
-    sharded = shard("rows", "fp32")
-    optimizer = layer_wise(sharded.model)
-    kept = shards = 0
-    for param, state in optimizer.state.items():
-        if "momentum_buffer" in state:
-            kept += state["momentum_buffer"].to_local().numel()
-            shards += param.to_local().numel()
-    return kept, shards
+@on_ranks(2)
+def test_the_exchange_has_a_communicator_of_its_own_which_optimizers_share() -> None:
+    model = shard("rows", "fp32").model
+    first, second = (layer_wise(model)._steppers[0].collectives.group for _ in range(2))
+    assert first is not dist.group.WORLD and first is second
 
 
-@pytest.mark.parametrize("ranks", [4], indirect=True, ids=["4ranks"])
-def test_state_is_sharded_as_the_parameters(ranks: RankPool) -> None:
-    answers = ranks.run(state_elements)
-    assert all(kept == shards for kept, shards in answers)
-    assert sum(kept for kept, _ in answers) == 63 * 24 + 41 * 63 + 24 * 41 + 2 * 5
+# Exchange that begins in backward
+
+Touch = Callable[[BesideTwin], object]
 
 
-def communicators() -> tuple[bool, bool]:
-    """Whether the exchange has a process group of its own, and whether a second optimizer shares it."""
-    sharded = shard("rows", "fp32")
-    first, second = (layer_wise(sharded.model)._steppers[0].collectives.group for _ in range(2))
-    return first is not dist.group.WORLD, first is second
+def leave_alone(run: BesideTwin) -> None:
+    pass
 
 
-def test_the_exchange_has_a_communicator_of_its_own(ranks: RankPool) -> None:
-    assert ranks.run(communicators) == [(True, True)] * 2
+def clip_with_torch(run: BesideTwin) -> None:
+    torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.05)
+
+
+def clip_with_ours(run: BesideTwin) -> None:
+    run.optimizer.clip_grad_norm_(0.05)
+
+
+def clip_at_a_large_norm(run: BesideTwin) -> None:
+    torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1e6)
+
+
+def unscale(run: BesideTwin) -> None:
+    for param in run.model.parameters():
+        param.grad.mul_(0.5)
+
+
+def touch_one_element(run: BesideTwin) -> None:
+    """Of one matrix, on one rank."""
+    if dist.get_rank() == 1:
+        run.model.layers[2].weight.grad.to_local()[0, 0] += 1.0
+
+
+def change_the_momentum(run: BesideTwin) -> None:
+    for optimizer in (run.optimizer, run.twin.optimizers[0]):
+        optimizer.param_groups[0]["momentum"] = 0.9
+
+
+def calls_of(touch: Touch, steps: int = 3, micro: int = 1, sync: bool = True) -> tuple[list[int], list[int]]:
+    """Per step, the all-to-alls that started in backward, and those in the step."""
+    run = BesideTwin(attach=True, bucket_matrices=1)
+    in_backward, in_step = [], []
+    part, parts = run.sharded.part, run.sharded.parts
+    for step in range(steps):
+        with Counted() as counted:
+            for number in range(micro):
+                set_sync(run.model, sync or number == micro - 1)
+                tokens, targets = batch(step * micro + number, ROWS)
+                run.model(tokens[part::parts], targets[part::parts]).backward()
+            touch(run)
+        in_backward.append(counted.calls.total())
+        with Counted() as counted:
+            run.update()
+        in_step.append(counted.calls.total())
+    run.check()
+    return in_backward, in_step
+
+
+ALL = 4  # matrices that travel, each cut by rows
+
+
+@on_ranks(2, 4)
+@cells(touch=[leave_alone, clip_at_a_large_norm])
+def test_all_buckets_leave_in_backward_and_only_return_in_the_step(touch: Touch) -> None:
+    assert calls_of(touch) == ([ALL] * 3, [ALL] * 3)
+
+
+@on_ranks(2)
+@cells(touch=[clip_with_torch, clip_with_ours, unscale, touch_one_element])
+def test_touched_gradients_are_exchanged_again_and_then_left_alone_for_a_while(touch: Touch) -> None:
+    in_backward, in_step = calls_of(touch, 8)
+    assert in_backward == [ALL, 0, ALL, 0, 0, ALL, 0, 0], "pauses of 1, 2 and 4 steps"
+    assert in_step[:2] == [ALL + (1 if touch is touch_one_element else ALL), 2 * ALL]
+
+
+@on_ranks(2)
+def test_hyperparameters_that_change_before_the_step_count() -> None:
+    in_backward, in_step = calls_of(change_the_momentum, 2)
+    assert (in_backward[0], in_step[0]) == (ALL, 2 * ALL)
+
+
+@on_ranks(2)
+@cells(sync=[True, False])
+def test_micro_batches(sync: bool) -> None:
+    """With a reduction per micro-batch buckets leave each time, and the last counts; without, once."""
+    assert calls_of(leave_alone, 3, 2, sync) == ([ALL * (2 if sync else 1)] * 3, [ALL] * 3)
+
+
+@on_ranks(2)
+@cells(how=["skipped", "no gradient at the step", "removed"])
+def test_what_has_left_for_a_step_that_is_not_taken_leaves_no_trace(how: str) -> None:
+    run = BesideTwin()
+    attachment = run.optimizer.attach(run.model)
+    for step in range(4):
+        run.backward(step)
+        if step == 1 and how == "removed":
+            attachment.remove()
+        elif step == 1:
+            run.optimizer.zero_grad()
+            if how == "no gradient at the step":
+                run.optimizer.step()
+            continue
+        run.update()
+    run.check()
+
+
+@on_ranks(2)
+def test_nan_is_no_difference() -> None:
+    """Gradients that are not numbers travel as they are: equal bits, nothing is exchanged again."""
+    run = BesideTwin(attach=True, bucket_matrices=1)
+    with torch.no_grad():
+        run.model.lm_head.weight.to_local().fill_(float("nan"))
+    with Counted() as counted:
+        run.backward(0)
+        run.optimizer.step()
+    assert counted.calls.total() == 2 * ALL
