@@ -13,6 +13,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from tests.megatron_torch import Setup as TorchSetup
+from tests.megatron_torch import part_of
+
 HIDDEN, FFN, VOCAB, LAYERS, EXPERTS = 8, 12, 16, 3, 4
 Truth = dict[str, dict[str, Tensor]]  # by parameter: "weight" and its states
 FUSED = {
@@ -128,7 +131,39 @@ def write(step: Path, setup: Setup, known: Truth) -> None:
     else:
         state["common_state/shard_0_1"] = [common]
     (step / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    save(state, step)
+
+
+def save(state: dict[str, Any], step: Path) -> None:
+    """With torch's own writer, as Megatron does."""
     dcp.save(state, checkpoint_id=step, planner=DefaultSavePlanner(flatten_state_dict=False), no_dist=True)
+
+
+def fsdp_state(known: Truth) -> dict[str, Any]:
+    """As Megatron-FSDP writes it: gate and up apart, options by parameter, random states, torch's count of steps."""
+    state: dict[str, Any] = {"args": argparse.Namespace(untie_embeddings_and_output_weights=False), "iteration": 7}
+    state["rng_state.(0, 0).0.torch_rng_state"] = torch.zeros(5000, dtype=torch.uint8)
+    state["rng_state.(0, 0).0.random_rng_state"] = (3, (1, 2), None)
+    for name, of_name in known.items():
+        halves = {"": slice(None)}
+        if name.endswith("linear_fc1.weight"):
+            halves = {"_w": slice(FFN), "_v": slice(FFN, None)}
+        for end, part in halves.items():
+            prefix = f"module.module.module.{name}{end}"
+            state[f"model.module.{name}{end}"] = of_name["fp32"][part].clone()
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[f"optimizer.state.{prefix}.{key}"] = of_name[key][part].clone()
+            state[f"optimizer.state.{prefix}.step"] = torch.tensor(7.0)
+            state[f"optimizer.param_to_group_meta.{prefix}.betas"] = (0.9, 0.99)
+            state[f"optimizer.param_to_group_meta.{prefix}.lr"] = torch.tensor(0.5)
+    return state
+
+
+def same(ours: Tensor, theirs: Tensor) -> bool:
+    """Bit for bit, and of one dtype."""
+    if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+        return False
+    return torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
 
 
 def arguments(setup: Setup) -> dict[str, Any]:
@@ -208,13 +243,12 @@ def bucketed(known: Truth, setup: Setup, tp: int, ep: int) -> dict[str, Tensor]:
         for expert_rank in range(ep):
             for tensor_rank in range(tp):
                 names = [n for n in known if _is_on(n, stage, layers, setup) and _is_of(n, expert_rank, ep)]
-                parts = {name: {s: _part(name, t, tensor_rank, tp) for s, t in known[name].items()} for name in names}
                 if setup.tied and stage == len(setup.stages) - 1 > 0:
-                    embedding = known["embedding.word_embeddings.weight"]
-                    copy = {
-                        s: _part("embedding.word_embeddings.weight", t, tensor_rank, tp) for s, t in embedding.items()
-                    }
-                    parts["output_layer.weight"] = copy
+                    names.append("output_layer.weight")
+                parts = {}
+                for name in names:  # of a tied output layer those of the embedding
+                    states = known[name if name in known else "embedding.word_embeddings.weight"]
+                    parts[name] = {s: part_of(TorchSetup(tp=tp), name, t, tensor_rank) for s, t in states.items()}
                 rank = tensor_rank + tp * (expert_rank + ep * stage)
                 buckets = _flat(list(reversed(parts.items())), setup.buckets)
                 for number, bucket in enumerate(buckets):
@@ -248,14 +282,3 @@ def _is_on(name: str, stage: int, layers: range, setup: Setup) -> bool:
 def _is_of(name: str, rank: int, ranks: int) -> bool:
     expert = re.search(r"\.local_experts\.(\d+)\.", name)
     return ranks == 1 or (expert is not None and int(expert[1]) // (EXPERTS // ranks) == rank)
-
-
-def _part(name: str, tensor: Tensor, rank: int, ranks: int) -> Tensor:
-    """What a tensor-parallel rank holds: rows, columns, gate's rows over up's, or everything."""
-    if tensor.ndim == 1 or "router" in name:
-        return tensor
-    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
-        return tensor.chunk(ranks, 1)[rank]
-    if name.endswith("linear_fc1.weight"):
-        return torch.cat([half.chunk(ranks)[rank] for half in tensor.chunk(2)])
-    return tensor.chunk(ranks)[rank]

@@ -290,25 +290,21 @@ class Writer:
         return group | ({"momentum_beta": 0.9} if optimizer == 0 else {"betas": (0.9, 0.99), "eps": 1e-8})
 
     def _ping_pong(self, flat: list, t: int, d: int, expert_d: int) -> None:
+        """Deal names by size, back and forth; those of sharded experts to the ranks that hold the same ones."""
+
         def numel(name: str) -> int:
             return part_of(self.setup, name, self._truth_of(name)["weight"], t).numel()
 
-        ring = [*range(self.setup.dp), *reversed(range(self.setup.dp))]
-        size = self.setup.dp // self.setup.ep
-        expert_ring = [*range(size), *reversed(range(size))]
+        rings = {False: list(range(self.setup.dp)), True: list(range(self.setup.dp // self.setup.ep))}
+        turns = {False: 0, True: 0}
         everyone = [(name, number) for number, (_, _, names) in enumerate(flat) for name in names]
-        everyone.sort(key=lambda entry: numel(entry[0]))
         mine: list[list[str]] = [[] for _ in flat]
-        at = expert_at = 0
-        for name, number in everyone:
-            if flat[number][1]["is_expert_parallel"]:
-                if expert_ring[expert_at] == expert_d:
-                    mine[number].append(name)
-                expert_at = (expert_at + 1) % len(expert_ring)
-            else:
-                if ring[at] == d:
-                    mine[number].append(name)
-                at = (at + 1) % len(ring)
+        for name, number in sorted(everyone, key=lambda entry: numel(entry[0])):
+            expert = flat[number][1]["is_expert_parallel"]
+            ring = [*rings[expert], *reversed(rings[expert])]
+            if ring[turns[expert] % len(ring)] == (expert_d if expert else d):
+                mine[number].append(name)
+            turns[expert] += 1
         for number, names in enumerate(mine):
             flat[number][2][:] = names
 

@@ -1,0 +1,378 @@
+"""Gates: what is not whole, or not what it says, is refused with the reason; and param groups with our options."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lwopt_backend.checkpoint import formats
+from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, Param
+from lwopt_backend.checkpoint.gates import check
+from lwopt_backend.checkpoint.groups import as_ours
+from lwopt_backend.checkpoint.lazy import LazyTensor, held
+from lwopt_backend.checkpoint.names import CORE, Numbers, translate
+from lwopt_backend.registry import option_names
+from tests.command_line import SAMPLES, genuine
+
+EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+MATRIX, NORM = "decoder.layers.0.mlp.linear_fc2.weight", "decoder.final_layernorm.weight"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def param(shape: tuple[int, ...], *states: str, dtype: torch.dtype = torch.bfloat16) -> Param:
+    generator = torch.Generator().manual_seed(sum(shape))
+    master = torch.randn(shape, generator=generator)
+    kept = {key: held(torch.rand(shape, generator=generator), f"{key} in a file") for key in states}
+    return Param(held(master.to(dtype), "a file"), {MASTER: held(master, "fp32 in a file"), **kept})
+
+
+def whole(**changes: Any) -> Checkpoint:
+    """Seven rows of the embedding are used, of eight."""
+    params = {
+        EMBEDDING: param((8, 4), *MOMENTS),
+        MATRIX: param((4, 6), "momentum_buffer"),
+        NORM: param((4,), *MOMENTS),
+        HEAD: param((8, 4), *MOMENTS),
+    }
+    source = Checkpoint("megatron torch_dist", "0.16.1", CORE, params, **changes)
+    for key in MOMENTS:
+        values = params[EMBEDDING].states[key].read()
+        values[7] = 0
+        source = with_state(source, EMBEDDING, key, values)
+    return source
+
+
+def having(params: dict[str, Param]) -> Checkpoint:
+    return dataclasses.replace(whole(), params=params)
+
+
+def changed(source: Checkpoint, name: str, **changes: Any) -> Checkpoint:
+    found = dataclasses.replace(source.params[name], **changes)
+    return dataclasses.replace(source, params={**source.params, name: found})
+
+
+def with_state(source: Checkpoint, name: str, key: str, value: torch.Tensor | None) -> Checkpoint:
+    states = {k: s for k, s in source.params[name].states.items() if k != key}
+    return changed(source, name, states=states if value is None else {**states, key: held(value, f"{key} in a file")})
+
+
+def refused(source: Checkpoint, *said: str, vocab_size: int | None = None) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        check(source, vocab_size)
+    for each in said:
+        assert each in str(caught.value), str(caught.value)
+    assert str(caught.value).startswith(f"{len(said)} problem(s), so that nothing is written")
+    return str(caught.value)
+
+
+def test_a_whole_checkpoint_passes() -> None:
+    rounding = "All 4 master weights round to the saved weights, bit for bit."
+    assert check(whole(), 7) == [rounding, "All values are finite."]
+
+
+# States
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "said"),
+    [
+        (NORM, "exp_avg_sq", None, f"{NORM!r} has no exp_avg_sq, which {EMBEDDING!r} has"),
+        (NORM, "exp_avg", None, f"{NORM!r} has no exp_avg, which {EMBEDDING!r} has"),
+        (
+            MATRIX,
+            "momentum_buffer",
+            None,
+            f"{MATRIX!r} has no optimizer state, while others have exp_avg and exp_avg_sq",
+        ),
+        (HEAD, MASTER, None, f"{HEAD!r} has no master weight (fp32), which {EMBEDDING!r} has"),
+        (
+            MATRIX,
+            "momentum_buffer",
+            (6, 4),
+            f"momentum_buffer of {MATRIX!r} has shape (6, 4), but the parameter (4, 6)",
+        ),
+        (NORM, MASTER, (5,), f"fp32 of {NORM!r} has shape (5,), but the parameter (4,)"),
+    ],
+)
+def test_a_missing_state_and_one_of_another_shape_are_named(name: str, key: str, value: Any, said: str) -> None:
+    refused(with_state(whole(), name, key, None if value is None else torch.ones(value)), said)
+
+
+def test_states_of_several_rules_are_none_that_others_lack() -> None:
+    lion = {name: dataclasses.replace(param, group=int(name == NORM)) for name, param in whole().params.items()}
+    lion[NORM] = dataclasses.replace(lion[NORM], states={k: lion[NORM].states[k] for k in (MASTER, "exp_avg")})
+    check(having(lion))
+    check(changed(with_state(whole(), MATRIX, "momentum_buffer", None), MATRIX, owner_states={0: {"state": {}}}))
+    in_fp32 = {name: param((3, 4), "exp_avg", dtype=torch.float32) for name in ("a", "b")}  # their own masters
+    check(with_state(having(in_fp32), "b", MASTER, None))
+
+
+def test_frozen_parameters_and_weights_alone_pass_and_are_said() -> None:
+    params = {name: dataclasses.replace(param, group=0) for name, param in whole().params.items()}
+    params["frozen"] = Param(held(torch.ones(3, dtype=torch.bfloat16), "a file"))
+    notes = check(having(params))
+    assert "1 parameter(s) without a param group have no state, such as 'frozen'." in notes
+    params["frozen"] = dataclasses.replace(params["frozen"], group=0)
+    known = "exp_avg and exp_avg_sq or momentum_buffer"
+    said = [f"'frozen' has no optimizer state, while others have {known}", "'frozen' has no master weight"]
+    refused(having(params), *said)
+    notes = check(having({name: Param(param.weight) for name, param in whole().params.items()}))
+    assert notes == ["There is no optimizer state, only weights.", "All values are finite."]
+
+
+# Values
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_master_that_does_not_round_to_its_weight_is_named(dtype: torch.dtype) -> None:
+    source = having({**whole().params, MATRIX: param((4, 6), "momentum_buffer", dtype=dtype)})
+    check(source)
+    weight = source.params[MATRIX].weight.read()
+    weight.view({2: torch.int16, 4: torch.int32}[dtype.itemsize])[2, 3] ^= 1  # the last bit
+    said = f"master weight of {MATRIX!r} does not round to the saved {dtype} weight in 1 of 24 elements (element 15 is"
+    message = refused(changed(source, MATRIX, weight=held(weight, "a file")), said)
+    for advice in ("--dist-ckpt-optim-fully-reshardable", "load them in Megatron with --no-load-optim, save again"):
+        assert advice in message
+
+
+def test_masters_round_to_nearest_even() -> None:
+    """1 + 2^-8 lies between two bf16 numbers, and so does 1 + 3 * 2^-8; both go to the even one."""
+    master = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -0.0, float("inf"), 3.4e38])
+    weight = torch.tensor([1, 1 + 4 * 2**-8, 1 + 2 * 2**-8, -0.0, float("inf"), float("inf")]).to(torch.bfloat16)
+    states = {MASTER: held(master, "")}
+    check(having({"a": Param(held(weight, ""), states)}))
+    for at, value in ((0, 1 + 2 * 2**-8), (1, 1 + 2 * 2**-8), (3, 0.0)):
+        other = weight.clone()
+        other[at] = value
+        refused(having({"a": Param(held(other, ""), states)}), f"(element {at} is")
+
+
+def test_no_number_is_equal_to_no_number_and_is_counted() -> None:
+    source = whole()
+    weight, master = source.params[MATRIX].weight.read(), source.params[MATRIX].states[MASTER].read()
+    weight[1, 1:3], master[1, 1:3] = torch.nan, -torch.nan
+    weight.view(torch.int16)[1, 1] |= 1  # another pattern of bits, and no number either
+    source = with_state(changed(source, MATRIX, weight=held(weight, "")), MATRIX, MASTER, master)
+    source = with_state(source, MATRIX, "momentum_buffer", torch.full((4, 6), torch.inf))
+    assert check(source)[-1] == (
+        f"28 values are infinite or no numbers: 2 in weight of {MATRIX!r}, 2 in fp32 of {MATRIX!r}, "
+        f"24 in momentum_buffer of {MATRIX!r}."
+    )
+    master[1, 1] = 1.0
+    refused(with_state(source, MATRIX, MASTER, master), "in 1 of 24 elements (element 7 is 1.0, but the weight nan")
+
+
+def test_at_most_twenty_problems_are_listed_and_all_are_counted() -> None:
+    bad = Param(held(torch.ones(2, dtype=torch.bfloat16), ""), {MASTER: held(torch.zeros(2), "")})
+    with pytest.raises(CheckpointError) as caught:
+        check(having({f"p{number}": bad for number in range(45)}))
+    message = str(caught.value)
+    assert message.startswith("45 problem(s)") and message.count("does not round") == 20 and "and 25 more" in message
+
+
+def test_replicas_must_be_equal() -> None:
+    def copies(what: str, first: torch.Tensor, second: torch.Tensor) -> tuple[str, LazyTensor, LazyTensor]:
+        return what, held(first, "stage 0"), held(second, "stage 1")
+
+    one, nan = torch.arange(6.0), torch.tensor([float("nan")])
+    same = copies("the tied embedding", one, one)
+    assert "All 2 replicas are equal." in check(whole(replicas=(same, copies("a constant", nan, nan))))
+    differ = copies("the tied embedding", one, torch.where(one == 4, 9, one))
+    said = "replicas of the tied embedding differ"
+    refused(whole(replicas=(same, differ)), f"{said} in 1 of 6 elements (stage 0, stage 1)")
+    shorter = copies("the tied embedding", one, one[:5])
+    refused(whole(replicas=(shorter,)), f"{said}: torch.float32 of shape (6,)")
+
+
+def test_one_parameter_is_in_memory_at_a_time() -> None:
+    alive: list[int] = []
+    most: list[int] = []
+
+    def lazy(dtype: torch.dtype) -> LazyTensor:
+        def read() -> torch.Tensor:
+            tensor = torch.full((64,), 2.0, dtype=dtype)
+            alive.append(1)
+            weakref.finalize(tensor, alive.pop)
+            most.append(len(alive))
+            return tensor
+
+        return LazyTensor((64,), dtype, read, "counted")
+
+    kept = {key: lazy(torch.float32) for key in (MASTER, *MOMENTS)}
+    check(having({f"p{number}": Param(lazy(torch.bfloat16), kept) for number in range(5)}))
+    assert len(most) == 20 and max(most) == 2 and not alive
+
+
+# Vocabulary
+
+
+@pytest.mark.parametrize(
+    ("names", "called"),
+    [
+        (CORE, (EMBEDDING, HEAD)),
+        ("hf-llama", ("model.embed_tokens.weight", "lm_head.weight")),
+        ("megatron-deepspeed", ("1.word_embeddings.weight", "{layers+3}.lm_head.weight")),
+    ],
+)
+def test_a_vocabulary_that_is_wrong_is_refused(names: str, called: tuple[str, str]) -> None:
+    params = {dict(zip((EMBEDDING, HEAD), called)).get(name, name): param for name, param in whole().params.items()}
+    source = dataclasses.replace(whole(), names=names, params=params)
+    for enough in (None, 7, 8):
+        check(source, enough)
+    refused(source, *(f"{name!r} has 8 rows, fewer than the vocabulary of 9" for name in called), vocab_size=9)
+    said = f"2 row(s) of {called[0]!r} beyond the given vocabulary of 5 were trained, such as row 5"
+    assert "give at least 7" in refused(source, said, vocab_size=5)
+    tied = {name: param for name, param in params.items() if name != called[1]}  # all rows get gradients
+    check(dataclasses.replace(source, params=tied, tied={called[1]: called[0]}), 5)
+
+
+# Genuine checkpoints
+
+
+@pytest.mark.parametrize("folder", [*genuine(), *genuine(bad=True)])
+def test_genuine_checkpoints_pass_and_the_corrupt_ones_are_refused(folder: Path) -> None:
+    source = formats.read(folder)
+    if not folder.name.startswith("BAD"):
+        *_, rounding, finite = check(source)
+        assert rounding.startswith(f"All {len(source.params)} master weights round") or source.replicas
+        assert "finite" in finite
+        return
+    with pytest.raises(CheckpointError, match="several gradient buckets") as caught:
+        check(source)
+    assert re.search("master weight of '.*' does not round to the saved torch.bfloat16", str(caught.value))
+
+
+def test_a_vocabulary_without_the_last_rows_that_were_trained_is_refused() -> None:
+    """Megatron's argument vocab_size is 61 there, but row 61 was looked up, and trained."""
+    source = formats.read(SAMPLES / "t16_lw_muon_dp2_torchdist")
+    assert source.arguments["vocab_size"] == 61
+    refused(source, f"1 row(s) of {EMBEDDING!r} beyond the given vocabulary of 61", vocab_size=61)
+    check(source, 62)
+    cut = translate(source, "hf-llama", Numbers(vocab_size=62))
+    assert cut.params["lm_head.weight"].shape == cut.params["model.embed_tokens.weight"].shape == (62, 32)
+    check(cut, 62)
+
+
+# Param groups of other optimizers under the options of ours; that engines go on with them is in the chains
+
+MOMENTUM = ("momentum_buffer",)
+ADAM = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.2}
+MUON = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.3}
+MEGATRON = {
+    **{"optimizer": "muon", "muon_nesterov": True, "muon_scale_mode": "unit_rms_norm", "muon_num_ns_steps": 5},
+    **{"muon_extra_scale_factor": 0.2, "muon_coefficient_type": "simple", "muon_fp32_matmul_prec": "high"},
+}
+
+
+def grouped(
+    groups: list[dict[str, Any]], states: list[tuple[str, ...]], arguments: dict[str, Any] | None = None, **more: Any
+) -> Checkpoint:
+    """A parameter in every group, with these states; as ours."""
+    tensor = held(torch.ones(2, 2), "a tensor")
+    params = {f"p{n}": Param(tensor, dict.fromkeys(keys, tensor), group=n) for n, keys in enumerate(states)}
+    return as_ours(Checkpoint("any", "", "model", params, tuple(groups), arguments or {}, **more))
+
+
+def ds_config(**params: Any) -> dict[str, Any]:
+    return {"ds_config": {"optimizer": {"type": "Muon", "params": params}}}
+
+
+TORCHS = torch.optim.Muon([torch.ones(2, 2)], lr=0.3, nesterov=False, adjust_lr_fn="match_rms_adamw").defaults
+OF_MEGATRON = {
+    **{"rule": "muon", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.3, "nesterov": True, "eps": 1e-15},
+    **{"adjust_lr_fn": "unit_rms_norm", "extra_scale_factor": 0.2, "ns_steps": 5, "ns_coefficients": "simple"},
+    **{"ns_dtype": "float32", "initial_lr": 0.5},
+}
+OF_MEGATRONS = {"lr": 0.1, "max_lr": 0.5, "weight_decay": 0.3, "wd_mult": 1.0}
+OF_DEEPSPEEDS = {"use_muon": True, **MUON}
+GRAM = {"rule": "muon", **MUON, "nesterov": True, "initial_lr": 0.1, "gram_aspect": 1.0, "gram_restarts": (2,)}
+GRAM["ns_dtype"] = "float32"
+STANDARD = {**GRAM, "gram_aspect": None, "gram_restarts": None, "ns_dtype": "bfloat16"}
+TRANSLATED = [  # the group, its states, the checkpoint's arguments, and options that come out
+    ({**OF_MEGATRONS, "momentum": 0.9}, MOMENTUM, MEGATRON, OF_MEGATRON),
+    ({**OF_MEGATRONS, "momentum_beta": 0.9}, MOMENTUM, MEGATRON, OF_MEGATRON),
+    (OF_DEEPSPEEDS, MOMENTUM, ds_config(), GRAM),
+    (OF_DEEPSPEEDS, MOMENTUM, ds_config(ns_method="gram"), GRAM),
+    (OF_DEEPSPEEDS, MOMENTUM, ds_config(ns_method="standard"), STANDARD),
+    (TORCHS, MOMENTUM, {}, {"rule": "muon", **TORCHS}),
+    ({**ADAM, "bias_correction": True}, MOMENTS, {}, {"rule": "adamw", **ADAM, "initial_lr": 0.1}),
+    ({**ADAM, "initial_lr": 0.5}, MOMENTS, {}, {"initial_lr": 0.5}),
+    # What we saved gets all keys that a group of any engine has: torch's DCP fails where one is missing.
+    ({"rule": "muon", "lr": 1.0, "weight_decay": 0.5}, (), {}, {"lr": 1.0, "weight_decay": 0.5, "own_rates": False}),
+    ({"rule": "adamw", "lr": 1.0, "weight_decay": 0.5}, (), {}, {"lr": 1.0, "weight_decay": 0.5, "own_rates": False}),
+]
+
+
+@pytest.mark.parametrize(("group", "states", "arguments", "expected"), TRANSLATED)
+def test_groups_of_other_optimizers_have_the_options_of_ours(
+    group: dict[str, Any], states: tuple[str, ...], arguments: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    found = grouped([group], [states], arguments)
+    assert found.notes == ()
+    (one,) = found.groups
+    assert one.items() >= expected.items()
+    torchs = torch.optim.AdamW([torch.ones(1)]).defaults if one["rule"] == "adamw" else {}
+    assert set(one) >= {*option_names(one), *torchs}
+
+
+def test_what_we_saved_stays_without_what_it_says_of_places_and_unknown_rules_keep_their_options() -> None:
+    saved = {"rule": "soap", "lr": 1.0, "members": "digest", "from_group": 1, "overrides": []}
+    (found,) = grouped([saved], [()]).groups
+    assert found.items() >= {"rule": "soap", "lr": 1.0}.items()
+    assert not {"members", "from_group", "overrides"} & set(found)
+    somebodys = {"rule": "somebodys", "lr": 1.0}
+    assert grouped([somebodys], [()]).groups == ({"own_rates": False, **somebodys},)
+
+
+def test_groups_of_matrices_are_first_and_parameters_follow_them() -> None:
+    groups = [ADAM, {**ADAM, "lr": 0.3}, {"rule": "muon", "lr": 0.7}]
+    found = grouped(groups, [MOMENTS, MOMENTS, MOMENTUM])
+    assert [group["lr"] for group in found.groups] == [0.7, 0.1, 0.3]
+    assert {name: param.group for name, param in found.params.items()} == {"p0": 1, "p1": 2, "p2": 0}
+
+
+@pytest.mark.parametrize(("group", "states"), [(ADAM, MOMENTS), ({"rule": "muon", "lr": 0.1}, MOMENTUM)])
+def test_the_rate_that_a_schedule_multiplies_is_deepspeeds_after_the_warmup(
+    group: dict[str, Any], states: tuple[str, ...]
+) -> None:
+    def first(group: dict[str, Any], scheduler: dict[str, Any], peak: Any = 0.4) -> Any:
+        schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": peak, "warmup_num_steps": 8}}
+        arguments = {"ds_config": {"scheduler": schedule}}
+        return grouped([group], [states], arguments, scheduler=scheduler).groups[0].get("initial_lr")
+
+    theirs = {"last_batch_iteration": 3}
+    assert first(group, theirs) == 0.4
+    assert first({**group, "initial_lr": 0.5}, theirs) == 0.5
+    assert first(group, {"last_epoch": 3}) is None  # a schedule in place of the configured one
+    assert first(group, theirs, peak=[0.1, 0.2]) is None
+    assert "initial_lr" not in grouped([group], [states], scheduler=theirs).groups[0]
+
+
+@pytest.mark.parametrize(
+    ("group", "states", "arguments", "words"),
+    [
+        ({**ADAM, "decoupled_weight_decay": False}, MOMENTS, {}, "adds the weight decay to the gradient"),
+        (ADAM, MOMENTS, ds_config(adam_w_mode=False), "adds the weight decay"),
+        ({**ADAM, "bias_correction": False}, MOMENTS, {}, "no bias correction"),
+        (ADAM, ("exp_avg",), {}, r"none of our rules keeps \['exp_avg'\]"),
+        (MUON, MOMENTUM, {}, "whose momentum it is cannot be told"),
+        (MUON, MOMENTUM, {**MEGATRON, "muon_coefficient_type": "aol"}, "coefficient_type='aol' has no counterpart"),
+        (MUON, MOMENTUM, {"optimizer": "dist_muon"}, "arguments lack muon_nesterov"),
+        (MUON, MOMENTUM, {**MEGATRON, "muon_scale_mode": "new"}, "adjust_lr_fn"),
+        ({"lr": 0.1, "momentum": 0.9}, MOMENTUM, MEGATRON, "it has no weight_decay"),
+        (OF_DEEPSPEEDS, MOMENTUM, ds_config(per_head_muon=True), "orthogonalized heads by themselves"),
+    ],
+)
+def test_what_has_no_counterpart_stays_as_it_is_and_is_said(
+    group: dict[str, Any], states: tuple[str, ...], arguments: dict[str, Any], words: str
+) -> None:
+    found = grouped([group], [states], arguments)
+    assert found.groups == (group,)
+    (note,) = found.notes
+    assert re.search(words, note), note
