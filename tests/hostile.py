@@ -48,16 +48,17 @@ def samples(folder: Path) -> dict[str, Path]:
     return found
 
 
+GROUP = {"lr": 0.1, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1}
+
+
 def stage0(folder: Path) -> Path:
     """As DeepSpeed writes it."""
     (folder / "global_step3").mkdir(parents=True)
     (folder / "latest").write_text("global_step3")
     module = {"a.weight": torch.randn(3, 4), "b.weight": torch.randn(5)}
-    state = {
-        number: {"step": torch.tensor(3.0), "exp_avg": torch.zeros_like(t), "exp_avg_sq": torch.zeros_like(t)}
-        for number, t in enumerate(module.values())
-    }
-    group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "params": [0, 1]}
+    moments = [{key: torch.zeros_like(t) for key in ("exp_avg", "exp_avg_sq")} for t in module.values()]
+    state = {number: {"step": torch.tensor(3.0), **of_one} for number, of_one in enumerate(moments)}
+    group = {**GROUP, "params": [0, 1]}
     saved = {
         **{"module": module, "buffer_names": [], "param_shapes": None, "global_steps": 3, "global_samples": 6},
         **{"optimizer": {"state": state, "param_groups": [group]}, "lr_scheduler": {"last_batch_iteration": 2}},
@@ -70,11 +71,9 @@ def stage0(folder: Path) -> Path:
 def owned(folder: Path) -> Path:
     """As ``--to owned`` writes it."""
     folder.mkdir(parents=True)
-    group = {"rule": "adamw", "lr": 0.1, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1, "from_group": 0}
-    params = {
-        name: Param(held(torch.randn(4, 3), name), {"exp_avg": held(torch.zeros(4, 3), name)}, 3.0, 0)
-        for name in ("a.weight", "b.weight")
-    }
+    group = {"rule": "adamw", **GROUP, "from_group": 0}
+    weights = {name: held(torch.randn(4, 3), name) for name in ("a.weight", "b.weight")}
+    params = {name: Param(weight, {"exp_avg": weight}, 3.0, 0) for name, weight in weights.items()}
     write_owned.write(Checkpoint("made here", "", "model", params, (group,), iteration=3, client={"mine": 1}), folder)
     return folder
 

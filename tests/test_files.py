@@ -1,0 +1,891 @@
+"""Files and folders: written whole or not at all, and read without harm, whoever made or damaged them."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy as copies
+import dataclasses
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from lwopt_backend.checkpoint import convert, formats, gates, inferred
+from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, Param, read_as_expected
+from lwopt_backend.checkpoint.dcp import reader as dcp_reader
+from lwopt_backend.checkpoint.deepspeed import universal_writer as write_universal
+from lwopt_backend.checkpoint.files import folders, pickles, torch_files, zip_records
+from lwopt_backend.checkpoint.files.folders import read_pointer, recover, write_folder
+from lwopt_backend.checkpoint.files.torch_saving import ALIGNMENT, save
+from lwopt_backend.checkpoint.lazy import LazyTensor, held
+from lwopt_backend.checkpoint.megatron import dist_names
+from lwopt_backend.checkpoint.owned import reader as owned_reader
+from tests import hostile
+from tests.command_line import files, lwopt, refused, succeeds, torch_dist
+
+ROOT = Path(__file__).parents[1]
+
+# Folders are written whole or not at all
+
+FILES = ("a.pt", "zero/b.pt", "zero/deep/c.pt")
+
+
+def fill(text: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        for name in FILES:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+
+    return write
+
+
+def content(folder: Path) -> dict[str, str]:
+    """Every file in it, what is temporary too."""
+    return {name: data.decode() for name, data in files(folder).items()}
+
+
+def step1(text: str) -> dict[str, str]:
+    return {f"step1/{name}": text for name in FILES}
+
+
+@pytest.fixture(params=["exchange", "move aside"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """On file systems that exchange two names, and on those that do not."""
+    if request.param == "move aside":
+        monkeypatch.setattr(folders, "exchange", lambda one, other: False)
+    return request.param
+
+
+def test_a_folder_and_its_pointer_are_written_once_and_replaced_only_by_force(tmp_path: Path, way: str) -> None:
+    write_folder(tmp_path / "step1", fill("1"), pointers={"latest": "step1"})
+    assert content(tmp_path) == {"latest": "step1", **step1("1")}
+    assert read_pointer(tmp_path / "latest") == tmp_path / "step1"
+    with pytest.raises(CheckpointError, match="step1 is there already; .*--force"):
+        write_folder(tmp_path / "step1", fill("2"), pointers={"latest": "none"})
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(CheckpointError, match="file is there already"):
+        write_folder(tmp_path / "file", fill("2"))
+    assert content(tmp_path) == {"latest": "step1", "file": "mine", **step1("1")}
+    (tmp_path / "step1" / "more").write_text("1")
+    write_folder(tmp_path / "step1", fill("2"), force=True)
+    assert content(tmp_path) == {"latest": "step1", "file": "mine", **step1("2")}
+
+
+def test_a_target_that_appears_meanwhile_is_an_error_and_stays(tmp_path: Path) -> None:
+    def slow(folder: Path) -> None:
+        fill("2")(folder)
+        fill("1")(tmp_path / "step1")
+
+    with pytest.raises(CheckpointError, match="step1 is there already"):
+        write_folder(tmp_path / "step1", slow)
+    assert content(tmp_path) == step1("1")
+
+
+def test_what_cannot_be_written_leaves_everything_as_it_was(tmp_path: Path, way: str) -> None:
+    write_folder(tmp_path / "step1", fill("1"), pointers={"latest": "step1"})
+
+    def fail(folder: Path) -> None:
+        fill("2")(folder)
+        raise CheckpointError("the source is damaged")
+
+    for force, target in ((True, "step1"), (False, "step2")):
+        with pytest.raises(CheckpointError, match="the source is damaged"):
+            write_folder(tmp_path / target, fail, force=force, pointers={"latest": target})
+    assert content(tmp_path) == {"latest": "step1", **step1("1")}
+
+
+def test_a_rename_that_fails_brings_the_old_folder_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_folder(tmp_path / "step1", fill("1"))
+    monkeypatch.setattr(folders, "exchange", lambda one, other: False)
+    rename = Path.rename
+
+    def fail_once(path: Path, target: Path) -> Path:
+        if path.name.endswith(folders.NEW):
+            raise OSError("no space left on device")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail_once)
+    with pytest.raises(CheckpointError, match="step1 is as it was, nothing is written: no space left"):
+        write_folder(tmp_path / "step1", fill("2"), force=True)
+    assert content(tmp_path) == step1("1")
+
+
+@pytest.mark.parametrize("name", ["..", ".", "", "a/b", "../step1", "/etc", "a\\b", f".step1.host.1.x{folders.OLD}"])
+def test_a_name_that_leads_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "root").mkdir()
+    (tmp_path / "step1").mkdir()
+    (tmp_path / "root" / "latest").write_text(name)
+    with pytest.raises(CheckpointError, match="leads elsewhere"):
+        read_pointer(tmp_path / "root" / "latest")
+    with pytest.raises(CheckpointError, match="leads elsewhere"):
+        write_folder(tmp_path / "root" / "step1", fill("1"), pointers={name: "step1"})
+    assert content(tmp_path) == {"root/latest": name}
+
+
+def test_a_pointer_to_nothing_or_of_no_text_is_an_error(tmp_path: Path) -> None:
+    for data, said in ((b"step9", "found 'step9'"), (b"\xff\xfe\x00", "cannot be read")):
+        (tmp_path / "latest").write_bytes(data)
+        with pytest.raises(CheckpointError, match=said):
+            read_pointer(tmp_path / "latest")
+
+
+def test_files_and_folders_are_on_the_disk_before_they_get_their_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Seen from below: what is flushed, and when names change."""
+    write_folder(tmp_path / "step1", fill("1"))
+    events: list[tuple[str, str]] = []
+
+    def watched(what: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*paths: Path) -> Any:
+            done = real(*paths)
+            parts = paths[-1].relative_to(tmp_path).parts
+            shown = str(Path(*("new" if part.endswith(folders.NEW) else part for part in parts)))
+            events.extend([(what, shown)] * (done is not False))
+            return done
+
+        return call
+
+    monkeypatch.setattr(folders, "_flush", watched("flush", folders._flush))
+    monkeypatch.setattr(folders, "exchange", watched("rename", folders.exchange))
+    monkeypatch.setattr(Path, "rename", watched("rename", Path.rename))
+    write_folder(tmp_path / "step1", fill("2"), force=True)
+    place = events.index(("rename", "step1"))
+    assert {what for _, what in events[:place]} >= {"new", *(f"new/{name}" for name in (*FILES, "zero", "zero/deep"))}
+    assert events[place + 1] == ("flush", ".")
+
+
+def test_what_a_running_program_writes_is_left_alone(tmp_path: Path) -> None:
+    """And what is of another folder, whose name begins alike."""
+    others = [folders._aside(tmp_path / name, folders.NEW) for name in ("step1", "step1.more")]
+    for other in others:
+        other.mkdir()
+    write_folder(tmp_path / "step1", fill("1"))
+    assert {path.name for path in tmp_path.iterdir()} == {"step1", *(other.name for other in others)}
+
+
+# A kill at any moment
+
+WATCHED = {"open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.listdir", "os.scandir", "shutil.rmtree"}
+
+
+def killed(root: Path, place: int, force: bool) -> bool:
+    """Write in a child that is killed before the ``place``-th thing that it does to ``root``; whether it was."""
+    child = os.fork()
+    if child == 0:
+        try:
+            _write_and_die(root, place, force)
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert not os.WIFSIGNALED(status) or os.WTERMSIG(status) == signal.SIGKILL
+    return os.WIFSIGNALED(status)
+
+
+def _write_and_die(root: Path, place: int, force: bool) -> None:
+    seen = 0
+
+    def count() -> None:
+        nonlocal seen
+        seen += 1
+        if seen == place:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def counting(original: Callable[..., object]) -> Callable[..., object]:
+        def counted(*args: Path) -> object:
+            count()
+            return original(*args)
+
+        return counted
+
+    sys.addaudithook(
+        lambda event, args: count() if event in WATCHED and str(root) in " ".join(map(str, args)) else None
+    )
+    for name in ("exchange", "_flush"):  # what the interpreter does not tell of
+        setattr(folders, name, counting(getattr(folders, name)))
+    write_folder(root / "step1", fill("2"), force=force, pointers={"latest": "step1"})
+
+
+@pytest.mark.parametrize("force", [True, False])
+def test_a_kill_at_any_moment_leaves_the_old_folder_or_the_new(tmp_path: Path, way: str, force: bool) -> None:
+    moments, found = 0, set()
+    old = {name.removeprefix("step1/"): text for name, text in step1("1").items()} if force else {}
+    while True:
+        root = tmp_path / str(moments)
+        if force:
+            write_folder(root / "step1", fill("1"), pointers={"latest": "step1"})
+        if not killed(root, moments + 1, force):
+            break
+        moments += 1
+        there = (root / "step1").exists()
+        assert there or not force or way == "move aside"
+        recover(root / "step1")
+        state = content(root / "step1")
+        assert state in (old, dict.fromkeys(FILES, "2"))
+        assert there or state == old
+        found.add(str(state))
+        if (root / "latest").exists():
+            assert read_pointer(root / "latest") == root / "step1"
+            assert state
+        left = [path.name for path in root.iterdir()] if root.exists() else []
+        assert all(folders.is_temporary(name) for name in set(left) - {"step1", "latest"})
+        write_folder(root / "step1", fill("3"), force=True, pointers={"latest": "step1"})
+        assert content(root) == {"latest": "step1", **step1("3")}
+    assert moments > 20 and len(found) == 2
+
+
+def tiny(folder: Path, value: float) -> Path:
+    """A universal checkpoint of two parameters."""
+    tensor = held(torch.full((2, 3), value), "a test's")
+    params = {name: Param(tensor, {"exp_avg": tensor}, 1.0, 0) for name in ("a", "b")}
+    (folder / "global_step4").mkdir(parents=True)
+    write_universal.write(Checkpoint("made here", "", "model", params, ({},), iteration=4), folder / "global_step4")
+    (folder / "latest_universal").write_text("global_step4")
+    return folder
+
+
+POSSIBLE = {
+    "new": {"nothing", "new"},
+    "deep": {"nothing", "new"},
+    "empty": {"nothing", "new without pointer", "new"},
+    "force": {"old", "new"},
+    "aside": {"old", "new"},  # as on file systems where two names cannot be exchanged
+}
+
+
+@pytest.mark.parametrize(
+    "way", [way if way in ("empty", "force") else pytest.param(way, marks=pytest.mark.full) for way in POSSIBLE]
+)
+def test_a_command_that_is_killed_leaves_the_old_checkpoint_or_the_new(tmp_path: Path, way: str) -> None:
+    """And with ``aside`` the next command brings back the old."""
+    source, old = tiny(tmp_path / "source", 1.0), tiny(tmp_path / "old", 2.0)
+    words = [sys.executable, "-m", "tests.killed", source, old, tmp_path / "in", way]
+    run = subprocess.run(list(map(str, words)), capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stdout + run.stderr
+    moments = [json.loads(line) for line in run.stdout.splitlines()]
+    ended = [moment for moment in moments if moment["ended"] < 0]
+    # Threads make the number of calls vary a little, so that a few moments come too late to kill.
+    assert len(ended) >= 8 and len({moment["found"] for moment in ended}) > 1
+    for moment in moments:
+        if way == "aside" and moment["found"].startswith("half"):  # between two renames there is only the pointer
+            assert moment["found"] == "half: ['to/latest_universal']" and moment["recovered"] == "old", moment
+        else:
+            assert moment["found"] in POSSIBLE[way], moment
+        assert moment["inspected"] == (0 if moment["recovered"] in ("old", "new") else 2), moment
+        assert way not in ("force", "aside") or moment["inspected"] == 0, moment
+        assert moment["again"] == 0 and moment["finally"] == "new" and moment["left over"] == [], moment
+
+
+# Files of torch.save: what is checked when, and how often
+
+SAVED = {
+    "matrix": torch.arange(600.0).view(20, 30),
+    "columns": torch.arange(600.0).view(20, 30).t(),
+    "part": torch.arange(100)[40:60],
+    "none": torch.empty(0, 3),
+    "number": torch.tensor(3.0),
+    "half": torch.linspace(-1, 1, 7).bfloat16(),
+    "flag": torch.tensor(True),
+    "inside": [nn.Parameter(torch.ones(3)), {"again": (torch.zeros(2, dtype=torch.bool), 5)}],
+}
+PLAIN = [key for key in SAVED if key != "inside"]
+
+
+def saved(path: Path, content: Any = None) -> Path:
+    torch.save(SAVED if content is None else content, path)
+    return path
+
+
+def flipped(path: Path) -> Path:
+    """With another bit in the matrix."""
+    data = bytearray(path.read_bytes())
+    data[torch_files.load(path)["matrix"].place[1] + 5] ^= 1
+    path.write_bytes(data)
+    return path
+
+
+def test_tensors_are_as_torch_loads_them_whole_and_in_part(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.pt")
+    found, expected = torch_files.load(path), torch.load(path, weights_only=True)
+    for key in PLAIN:
+        assert torch.equal(found[key].read(), expected[key]) and found[key].dtype == expected[key].dtype
+        blocks = [block.clone() for block in found[key].blocks()]
+        assert torch.equal(torch.cat(blocks) if blocks else torch.empty(0), expected[key].reshape(-1))
+    assert torch.equal(found["matrix"].read_range(31, 95), expected["matrix"].view(-1)[31:95])
+    assert found["columns"].read_range is None and found["columns"].stride == (1, 30)
+    assert torch.equal(found["inside"][0].read(), torch.ones(3)) and found["inside"][1]["again"][1] == 5
+    part = {"x": torch.ones(2)}
+    first, second = torch_files.load(saved(tmp_path / "b.pt", [part, part]))
+    assert first is second and torch.equal(first["x"].read(), torch.ones(2))
+
+
+def test_a_flipped_bit_is_noticed_by_whoever_reads_that_tensor_unless_it_is_checked_later(tmp_path: Path) -> None:
+    path = flipped(saved(tmp_path / "a.pt"))
+    found = torch_files.load(path)
+    found["half"].read()
+    for read in (lambda: found["matrix"].read(), lambda: found["matrix"].read_range(590, 591)) * 2:
+        with pytest.raises(CheckpointError, match="a.pt is damaged: a checksum is wrong"):
+            read()
+    with pytest.raises(CheckpointError, match="a checksum is wrong"):
+        torch_files.check(path)
+    with torch_files.checked_later() as later:
+        found = torch_files.load(path)
+    found["matrix"].read()
+    found["matrix"].read_range(1, 2)
+    assert later == {path}
+
+
+@pytest.mark.parametrize("order", [("whole", "part", "part"), ("part", "part", "whole")])
+def test_bytes_are_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: tuple[str, ...]) -> None:
+    checked = [0]
+    real = zlib.crc32
+
+    def counted(data: Any, *start: int) -> int:
+        checked[0] += len(memoryview(data).cast("B")) if len(data) else 0
+        return real(data, *start)
+
+    found = torch_files.load(saved(tmp_path / "a.pt"))["matrix"]
+    monkeypatch.setattr(zip_records.zlib, "crc32", counted)
+    for what in order:
+        found.read() if what == "whole" else found.read_range(3, 9)
+    assert checked == [4 * 600]
+
+
+@pytest.mark.parametrize("limit", [zipfile.ZIP64_LIMIT, 60])
+def test_what_is_written_is_as_torch_maps_it_whatever_the_number_of_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    """With a low ``limit`` headers are those of records beyond 2 GB, which say their sizes elsewhere."""
+    found = torch_files.load(saved(tmp_path / "a.pt"))
+    monkeypatch.setattr(zipfile, "ZIP64_LIMIT", limit)
+    path = tmp_path / "b.pt"
+    written = set()
+    for workers in (1, 2, 5):
+        save(found, path, workers)
+        written.add(path.read_bytes())
+    assert len(written) == 1
+    archive = torch._C.PyTorchFileReader(str(path))
+    assert all(archive.get_record_offset(name) % ALIGNMENT == 0 for name in archive.get_all_records())
+    for again in (torch.load(path, weights_only=True, mmap=True), torch.load(path), torch_files.load(path)):
+        assert again.keys() == SAVED.keys() and again["inside"][1]["again"][1] == 5
+        for key in PLAIN:
+            assert torch.equal(again[key] if isinstance(again[key], Tensor) else again[key].read(), SAVED[key])
+
+
+# What a file can do to the program that reads it
+
+
+def test_tensors_are_not_larger_than_their_bytes_or_far_larger_than_their_file(tmp_path: Path) -> None:
+    """In the first the shape is changed in the pickle, and the checksum is made to fit."""
+    path = saved(tmp_path / "a.pt", {"x": torch.zeros(100, 101)})
+    data = path.read_bytes()
+    start = data.index(b"K\x64K\x65\x86")  # the size (100, 101)
+    changed = data[:start] + b"K\x64K\x66\x86" + data[start + 5 :]
+    place = zip_records.Archive(zip_records.Stored(path, 0, len(data)), "").records["data.pkl"].stored
+    old, new = (zlib.crc32(whole[place.offset : place.offset + place.length]) for whole in (data, changed))
+    path.write_bytes(changed.replace(old.to_bytes(4, "little"), new.to_bytes(4, "little")))
+    with pytest.raises(CheckpointError, match="said to have more elements than are stored"):
+        torch_files.load(path)
+    assert torch_files.load(saved(path, {"x": torch.zeros(1).expand(1000)}))["x"].read().shape == (1000,)
+    one = torch.zeros(50_000)
+    for large in (torch.zeros(1).expand(2**33), [one[:] for _ in range(100)]):
+        with pytest.raises(CheckpointError, match="use the same bytes more than 64 times"):
+            torch_files.load(saved(path, {"x": large}))
+
+
+def test_records_that_overlap_are_refused(tmp_path: Path) -> None:
+    """Each would be read for its checksum: a file of 1 MB can name the same half of it ten thousand times."""
+    with zipfile.ZipFile(saved(tmp_path / "a.pt", {"a": torch.ones(1000)}), "a") as archive:
+        largest = max(archive.filelist, key=lambda entry: entry.file_size)
+        for number in range(2):
+            again = copies.copy(largest)
+            again.filename = again.orig_filename = f"{largest.filename}{number}"
+            archive.filelist.append(again)
+        archive._didModify = True  # type: ignore[attr-defined]
+    with pytest.raises(CheckpointError, match="its records overlap"):
+        torch_files.load(tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize(
+    "of", [torch.Tensor, nn.Parameter, torch.UntypedStorage, collections.Counter, torch._utils._rebuild_tensor_v2]
+)
+def test_a_file_cannot_change_a_class_or_a_function_for_others(of: Any) -> None:
+    """Pickles may set attributes of whatever they found; one that cannot be set is an error."""
+    found, state = (pickle.dumps(part, 2)[2:-1] for part in (of, (None, {"harmed": 1})))
+    with contextlib.suppress(CheckpointError):
+        pickles.load(pickle.PROTO + b"\x02" + found + state + pickle.BUILD + pickle.STOP, "a file")
+    assert not hasattr(of, "harmed")
+
+
+REFUSED = {
+    "numpy's dtype V8 is|not one of plain": ["an array with an object field"],
+    "not one of plain": ["an array of objects"],
+    "has the state of another": ["a dtype with another's state"],
+    "has 8 bytes": ["an array of more than its bytes"],
+    "sizes that cannot be": ["an array of fewer than none"],
+    "expected numpy's dtype": ["a number of objects"],
+    "makes a container of a range": ["a list of a range"],
+    "expected bytes, found a int": ["a bytearray by its length"],
+    "it calls StorageKind": ["a storage"],
+    "it calls numpy.ndarray": ["an array by its shape"],
+    "uses parts again": ["lists in lists", "tuples in tuples", "objects in objects", "a text again and again"],
+    "a key of a dictionary": ["a key that takes long to hash", "numbers that hash alike"],
+    "levels deep": ["tuples within tuples"],
+    "holds itself": ["a list in itself", "an object in itself"],
+    "more than a file of this size can hold": ["copies of a list", "copies of a text"],
+    "900000 digits": ["an integer of 900,000 digits"],
+    "sets items of a list": ["a list that is set by slices"],
+    "sets the state of a Named": ["attributes of a function"],
+}
+
+
+@pytest.mark.parametrize(("name", "words"), [(name, words) for words, names in REFUSED.items() for name in names])
+def test_a_payload_is_refused_for_what_it_is(name: str, words: str) -> None:
+    with pytest.raises(CheckpointError, match=f"a file cannot be unpickled .*({words})"):
+        pickles.load(hostile.START + hostile.PAYLOADS[name] + b".", "a file")
+
+
+def test_bombs_and_damaged_files_are_refused_in_plain_words_and_take_little_memory(tmp_path: Path) -> None:
+    """In one process of their own; each payload in one place of one format, and a few random damages."""
+    words = [sys.executable, "-m", "tests.hostile", str(tmp_path / "samples"), "bombs", "84", "flips", "0", "25"]
+    run = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=500)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+    *wrong, last = map(json.loads, run.stdout.splitlines())
+    assert not wrong and last["runs"] >= len(hostile.PAYLOADS) + 100
+    assert last["peak"] < 2e9  # bytes, with what torch takes by itself
+
+
+def test_states_of_random_generators_and_numbers_of_numpy_are_read(tmp_path: Path) -> None:
+    """As training programs save them."""
+    old, new = numpy.random.RandomState(3).get_state(), numpy.random.default_rng(3).bit_generator.state
+    columns = numpy.arange(6.0).reshape(2, 3).T
+    numbers = {"old": old, "new": new, "columns": columns, "number": numpy.float32(0.1), "flag": numpy.bool_(True)}
+    more = {"word": numpy.array(["ab", "c"]), "none": numpy.zeros((0, 3))}
+    found = torch_files.load(saved(tmp_path / "a.pt", {**numbers, **more}))
+    assert found["old"][0] == "MT19937" and (found["old"][1] == old[1]).all() and found["old"][2:] == old[2:]
+    assert found["new"] == new and (found["columns"] == columns).all()
+    assert found["number"] == numpy.float32(0.1) and found["number"].dtype == numpy.float32 and found["flag"]
+    assert found["word"].tolist() == ["ab", "c"] and found["none"].shape == (0, 3)
+
+
+def test_owned_state_without_its_weights_says_what_is_missing(tmp_path: Path) -> None:
+    folder = hostile.owned(tmp_path / "run" / "state")
+    owned_reader.read(folder)
+    wrong = {"found list": [1, 2], r"found the keys \['c'\]": {"c": torch.ones(2)}}
+    wrong = {
+        f"model.pt: expected the model's state dict, with 'a.weight', {said}": kept for said, kept in wrong.items()
+    }
+    wrong |= {"the weight 'b.weight' is missing": {"a.weight": torch.ones(4, 3)}}
+    for said, kept in wrong.items():
+        torch.save(kept, folder / "model.pt")
+        with pytest.raises(CheckpointError, match=said):
+            owned_reader.read(folder)
+    (folder / "model.pt").unlink()
+    with pytest.raises(CheckpointError, match="the weight 'a.weight' is missing"):
+        owned_reader.read(folder)
+
+
+def larger(metadata: Any, tensor: Any) -> None:
+    """A tensor of 2**40 elements, and its chunk too."""
+    tensor.size = torch.Size([2**40])
+    tensor.chunks[0].offsets, tensor.chunks[0].sizes = torch.Size([0]), tensor.size
+    index = next(index for index in metadata.storage_data if index.fqn == "a")
+    metadata.storage_data[dataclasses.replace(index, offset=torch.Size([0]))] = metadata.storage_data.pop(index)
+
+
+def at_one_place(metadata: Any, tensor: Any) -> None:
+    """As many tensors as one likes of the same bytes."""
+    most = max(metadata.storage_data.values(), key=lambda info: info.length)
+    metadata.storage_data.update(dict.fromkeys(metadata.storage_data, most))
+
+
+DAMAGED: dict[str, Callable[[Any, Any], None]] = {
+    "a has a chunk of .* bytes, but .* are stored": larger,
+    "a has a str for its dtype": lambda metadata, tensor: setattr(tensor.properties, "dtype", "float32"),
+    "a shape has sizes that cannot be": lambda metadata, tensor: setattr(tensor, "size", ("4", "3")),
+    r"a of shape \(4, 3\) has a chunk of \(4, 3\) at \(1, 0\)": (
+        lambda metadata, tensor: setattr(tensor.chunks[0], "offsets", torch.Size([1, 0]))
+    ),
+    "several tensors are at one place": at_one_place,
+    "a key is a str, or a long one": lambda metadata, tensor: metadata.state_dict_metadata.update({"a" * 2000: tensor}),
+}
+
+
+@pytest.mark.parametrize("said", DAMAGED)
+def test_metadata_of_dcp_is_compared_with_what_is_stored(tmp_path: Path, said: str) -> None:
+    dcp.save({"a": torch.ones(4, 3), "b": torch.ones(5), "iteration": 3}, checkpoint_id=tmp_path, no_dist=True)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    DAMAGED[said](metadata, metadata.state_dict_metadata["a"])
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=rf"\.metadata is .*{said}"):
+        dcp_reader.read(tmp_path)
+
+
+def test_an_error_in_a_reader_is_one_of_the_checkpoint_and_keeps_its_cause(tmp_path: Path) -> None:
+    def read() -> None:
+        raise RecursionError("too deep")
+
+    with pytest.raises(CheckpointError, match=r"is not as DCP writes it \(RecursionError: too deep\)") as caught:
+        read_as_expected(read, tmp_path, "DCP")
+    assert isinstance(caught.value.__cause__, RecursionError)
+
+
+def test_what_would_take_a_square_of_the_size_is_refused_or_gone_through_once(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no model has so many layers or experts"):
+        next(dist_names._unstacked("decoder.layers.mlp.linear_fc1.weight", (2**40, 1), "a file"))
+    save_file({"a." * 1000 + "w": torch.ones(2, 2)}, tmp_path / "model.safetensors")  # in a thousand modules
+    for words in (("plan", "--world-size", 2, "--checkpoint"), ("inspect",)):
+        assert "a parameter" in refused(*words, tmp_path)
+    looks = [0]
+
+    class Counted(dict[str, Param]):
+        def values(self) -> Any:
+            looks[0] += 1
+            return super().values()
+
+    params = Counted({str(number): Param(held(torch.ones(2), "x")) for number in range(50)})
+    list(gates._missing(Checkpoint("made here", "", "model", params)))
+    assert looks[0] < 5
+
+
+def test_weights_that_may_be_tied_are_read_once_each_however_many_there_are() -> None:
+    reads: list[str] = []
+
+    def counted(name: str, value: float) -> LazyTensor:
+        def read() -> torch.Tensor:
+            reads.append(name)
+            return torch.full((2, 2), value)
+
+        return LazyTensor((2, 2), torch.float32, read, name)
+
+    trained = {f"a{i}": counted(f"a{i}", float(i)) for i in range(30)}
+    params = {name: Param(weight, {"exp_avg": weight}, group=0) for name, weight in trained.items()}
+    params |= {f"b{i}": Param(counted(f"b{i}", -1.0 - i)) for i in range(30)}
+    params["twin"] = Param(counted("twin", 7.0))
+    assert inferred.tied(params) == {"twin": "a7"}
+    assert len(reads) == 30 + 30 + 1 + 2  # the twin and a7 once more, to be compared whole
+
+
+# Damaged and hostile checkpoints on the command line
+
+PICKLED = ("torch", "megatron", "universal", "dcp")
+FORMATS = (*PICKLED, "safetensors")
+Copy = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints of all formats, which are not to be changed."""
+    return hostile.samples(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture
+def copy(whole: dict[str, Path], tmp_path: Path) -> Copy:
+    """A copy of one that may be harmed."""
+    return lambda form: Path(shutil.copytree(whole[form], tmp_path / "from"))
+
+
+def assert_refused(source: Path, *words: str) -> str:
+    """It is neither converted nor shown; nothing is written anywhere, and what is said names the words."""
+    before = files(source.parent)
+    said = refused("convert", source, source.parent / "to", "--to", "universal")
+    shown = lwopt("inspect", source)
+    assert shown.code != 0 and shown.err and "Traceback" not in shown.err
+    assert files(source.parent) == before and not (source.parent / "to").exists()
+    for word in words:
+        assert word in said, said
+    return said
+
+
+def content_files(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.rglob("*")) if path.is_file()]
+
+
+def needed(folder: Path) -> list[Path]:
+    """Files but what names the newest, what is for other loaders, and what is only told apart by."""
+    spare = ("latest", "zero_pp_rank_0_mp_rank_00_model_states.pt", "metadata.json")
+    return [path for path in content_files(folder) if not path.name.startswith(spare)]
+
+
+@contextlib.contextmanager
+def replaced(path: Path, data: bytes | None) -> Iterator[None]:
+    """With other bytes in a file, or without it."""
+    kept = path.read_bytes()
+    path.unlink() if data is None else path.write_bytes(data)
+    yield
+    path.write_bytes(kept)
+
+
+class Payload:
+    """What runs a command where it is unpickled."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.reduced = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.reduced
+
+
+def payloads(mark: Path) -> dict[str, Any]:
+    """Each makes the file ``mark`` if it is run."""
+    return {
+        "system": Payload(os.system, f"touch {mark}"),
+        "eval": {"iteration": 3, "args": Payload(eval, f"open({str(mark)!r}, 'w')")},
+        "popen": [torch.ones(2), Payload(subprocess.check_call, ["touch", str(mark)])],
+        "open": {"param": Payload(open, str(mark), "w")},
+        "getattr": Payload(getattr, Payload(__import__, "os"), "getcwd"),
+    }
+
+
+@pytest.mark.parametrize("form", PICKLED)
+def test_code_in_a_file_is_not_run(copy: Copy, tmp_path: Path, form: str) -> None:
+    source, mark = copy(form), tmp_path / "mark"
+    pickled = [path for path in content_files(source) if path.suffix == ".pt" or path.name == ".metadata"]
+    chosen = {path.name: path for path in pickled if not path.name.startswith("zero_pp")}  # one of each name
+    for kind, payload in payloads(mark).items():
+        torch.save(payload, tmp_path / "payload")
+        for path in chosen.values():
+            data = pickle.dumps(payload) if path.name == ".metadata" else (tmp_path / "payload").read_bytes()
+            with replaced(path, data):
+                assert_refused(source, path.name)
+            assert not mark.exists()
+        if kind != "getattr":
+            torch.load(tmp_path / "payload", weights_only=False)
+            assert mark.exists(), "the payload would run elsewhere, so that this tests something"
+            mark.unlink()
+    assert chosen and lwopt("inspect", source).code == 0
+
+
+def test_code_in_an_object_of_a_distributed_checkpoint_is_not_run(copy: Copy, tmp_path: Path) -> None:
+    """In the files of tensors, under a key that the metadata gives."""
+    source, mark = copy("dcp"), tmp_path / "mark"
+    metadata = pickle.loads((source / ".metadata").read_bytes())
+    info = next(info for index, info in metadata.storage_data.items() if index.fqn == "arguments")
+    torch.save({"args": Payload(os.system, f"touch {mark}")}, tmp_path / "payload.pt")
+    payload, file = (tmp_path / "payload.pt").read_bytes(), source / info.relative_path
+    info.offset, info.length = file.stat().st_size, len(payload)
+    with file.open("ab") as opened:
+        opened.write(payload)
+    (source / ".metadata").write_bytes(pickle.dumps(metadata))
+    said = assert_refused(source, "system", "made to run code")
+    assert not mark.exists() and file.name in said
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_file_that_is_truncated_missing_or_something_else_is_noticed(copy: Copy, form: str) -> None:
+    source, generator = copy(form), random.Random(0)
+    for path in generator.sample(needed(source), min(8, len(needed(source)))):
+        kept = path.read_bytes()
+        for data in (kept[: len(kept) // 2], kept[:-1], b"", None, generator.randbytes(200)):
+            with replaced(path, data):
+                said = assert_refused(source)
+            assert path.name in said or path.parent.name in said or str(source) in said, said
+    assert lwopt("inspect", source).code == 0
+
+
+@pytest.mark.parametrize("form", PICKLED)
+def test_a_flipped_bit_is_noticed_or_is_of_no_consequence(copy: Copy, whole: dict[str, Path], form: str) -> None:
+    """Never does another checkpoint come out of it. Bytes between records are not checked, and not used."""
+    source, generator = copy(form), random.Random(1)
+    harmed = [path for path in needed(source) if path.suffix in (".pt", ".distcp")]
+    noticed = 0
+    for _ in range(48):
+        path = generator.choice(harmed)
+        kept = path.read_bytes()
+        at = generator.randrange(len(kept))
+        with replaced(path, kept[:at] + bytes([kept[at] ^ 1 << generator.randrange(8)]) + kept[at + 1 :]):
+            run = lwopt("diff", whole[form], source)
+        assert run.code in (0, 2) and "Traceback" not in run.err, (path, at, run)
+        noticed += run.code == 2
+    assert noticed >= 16
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_flipped_bit_that_matters_is_noticed_and_nothing_is_written(copy: Copy, form: str) -> None:
+    """Of a tensor; or of the header of safetensors, which has no checksums: length, sizes, places and dtypes tell on
+    each other."""
+    source = copy(form)
+    if form == "safetensors":
+        path, kept = source / "model.safetensors", (source / "model.safetensors").read_bytes()
+        marks = (b'"shape": [', b'"data_offsets": [', b'"dtype": "B')
+        flips, words = {(place, 1) for mark in marks for place in (kept.index(mark) + len(mark), 0, 2)}, "damaged"
+    else:
+        param = list(formats.read(source).params.values())[3]
+        data = param.best.read().view(torch.uint8).reshape(-1)[:12].numpy().tobytes()
+        path = next(path for path in content_files(source) if data in path.read_bytes())
+        kept, words = path.read_bytes(), "copy"
+        flips = {(kept.index(data) + 5, 16)}
+    for at, bit in flips:
+        with replaced(path, kept[:at] + bytes([kept[at] ^ bit]) + kept[at + 1 :]):
+            assert_refused(source, path.name, words)
+
+
+# Paths that lead out of the folder
+
+
+@pytest.mark.parametrize("form", ["torch", "megatron", "universal"])
+def test_a_pointer_that_leads_elsewhere_is_refused(copy: Copy, form: str) -> None:
+    source = copy(form)
+    name = "latest_universal" if form == "universal" else "latest_checkpointed_iteration.txt"
+    shutil.copytree(source, source.parent / "other")
+    for text in ("../other", "/etc", "..", "iter_0000007/../../other", ""):
+        (source / name).write_text(text)
+        assert_refused(source, name)
+
+
+@pytest.mark.parametrize("form", ["megatron", "dcp"])
+def test_metadata_that_leads_out_of_the_folder_is_refused(copy: Copy, form: str) -> None:
+    source = copy(form)
+    (path,) = (path for path in content_files(source) if path.name == ".metadata")
+    metadata = pickle.loads(path.read_bytes())
+    info, outside = next(iter(metadata.storage_data.values())), source.parent / "outside.distcp"
+    shutil.copy(path.parent / info.relative_path, outside)
+    for leads in (os.path.relpath(outside, path.parent), str(outside), "C:\\outside.distcp"):
+        info.relative_path = leads
+        path.write_bytes(pickle.dumps(metadata))
+        assert_refused(source, ".metadata", "outside the folder")
+
+
+@pytest.mark.parametrize("place", ["params", "files"])
+def test_names_in_a_universal_checkpoint_that_lead_out_are_refused(copy: Copy, place: str) -> None:
+    source = copy("universal")
+    zero = source / "global_step7" / "zero"
+    common = torch.load(zero / "optimizer_state.pt", weights_only=True)
+    ours, name = common["lwopt"], next(iter(common["lwopt"]["params"]))
+    shutil.copytree(zero / name, source.parent / "outside")
+    climbing = os.path.relpath(source.parent / "outside", zero)
+    if place == "params":
+        ours["params"], ours["files"] = {climbing: 0, **ours["params"]}, {climbing: ["fp32"], **ours["files"]}
+    else:
+        ours["files"][name] = [f"../{climbing}/fp32"]
+    torch.save(common, zero / "optimizer_state.pt")
+    run = lwopt("convert", source, source.parent / "to", "--to", "dcp", "--json")
+    if run.code == 0:  # a name that is only listed is no path: nothing of it may be read
+        assert climbing not in run.out
+        assert set(formats.read(source.parent / "to").params) == set(formats.read(source).params)
+        assert climbing not in formats.read(source).params
+    else:
+        assert "Traceback" not in run.err and not (source.parent / "to").exists()
+
+
+@pytest.mark.parametrize("target", ["../../outside/{*}", "/outside/{*}", "a/{*}"])
+def test_a_map_of_names_cannot_lead_out_of_the_new_folder(copy: Copy, target: str) -> None:
+    source = copy("megatron")
+    names = source.parent / "map.json"
+    names.write_text(json.dumps({"target": "mine", "rules": [{"source": "{*}", "target": target}]}))
+    before = files(source.parent)
+    said = refused("convert", source, source.parent / "to", "--to", "universal", "--names", names)
+    assert "leads elsewhere" in said and files(source.parent) == before and not (source.parent / "to").exists()
+    assert not list(source.parent.glob(".*lwopt*"))
+
+
+@pytest.mark.parametrize("form", PICKLED)
+def test_a_link_that_leads_out_of_the_folder_is_refused(copy: Copy, form: str) -> None:
+    source = copy(form)
+    path = next(path for path in content_files(source) if path.suffix in (".pt", ".distcp"))
+    shutil.move(path, source.parent / "outside")
+    path.symlink_to(source.parent / "outside")
+    assert_refused(source, path.name, "a link that leads out of the folder")
+    planned = refused("plan", "--checkpoint", source, "--world-size", 2)
+    assert "a link that leads out of the folder" in planned and path.name in planned
+    path.unlink()
+    path.symlink_to(path)  # to itself
+    assert_refused(source)
+    path.unlink()
+    shutil.move(source.parent / "outside", path)
+    os.mkfifo(source / "pipe")  # which is not waited for
+    assert "pipe is neither a file nor a folder" in refused("inspect", source)
+
+
+def test_links_within_the_folder_and_to_it_are_none_of_that(copy: Copy) -> None:
+    source = copy("universal")
+    (source / "global_step7").rename(source / "kept")
+    (source / "global_step7").symlink_to("kept")
+    (source.parent / "link").symlink_to(source)
+    succeeds("convert", source.parent / "link", source.parent / "to", "--to", "dcp")
+
+
+def test_a_target_that_is_a_link_is_replaced_itself(copy: Copy) -> None:
+    source = copy("megatron")
+    precious, target = source.parent / "precious", source.parent / "to"
+    precious.mkdir()
+    (precious / "file").write_text("mine")
+    target.symlink_to(precious)
+    assert "is there already" in refused("convert", source, target, "--to", "dcp")
+    succeeds("convert", source, target, "--to", "dcp", "--force")
+    assert not target.is_symlink() and files(precious) == {"file": b"mine"}
+    assert succeeds("diff", source, target)
+
+
+@pytest.mark.parametrize("target", ["to", "to/", "./to", "a/b/to", "there", "there/.", "."])
+def test_a_target_may_be_spelled_in_many_ways(
+    whole: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    """The folders above it need not be there; one that is there keeps what is in it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").write_text("mine")
+    words = ["convert", str(whole["megatron"]), target, "--to", "universal"]
+    succeeds(*words)
+    made = tmp_path / target
+    assert (made / "latest_universal").read_text() == "global_step7"
+    assert succeeds("diff", whole["megatron"], made)
+    assert (tmp_path / "there" / "file").read_text() == "mine"
+    assert "is there already" in refused(*words)
+    assert not list(tmp_path.rglob(".*lwopt*"))
+    found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("latest_universal")}
+    assert found == {str(Path(target) / "latest_universal")}
+
+
+# A full disk
+
+
+@pytest.mark.parametrize("target", ["universal", "megatron", "dcp", "owned", "safetensors"])
+def test_a_file_that_cannot_be_written_is_one_error_that_names_the_target(tmp_path: Path, target: str) -> None:
+    """The system says that a file is too large where it would else say that the disk is full."""
+    source = torch_dist(tmp_path / "from") if target == "megatron" else hostile.owned(tmp_path / "from")
+    words = ["convert", source, tmp_path / "to" / "new", "--to", target]
+    words += ["--heads", 4] if target == "megatron" else []
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, limit[1]))
+    try:
+        said = refused(*words)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert said.count("\n") == 1 and f"{tmp_path / 'to' / 'new'}" in said and "File too large" in said
+    assert not (tmp_path / "to").exists() and not list(tmp_path.rglob(".*lwopt*"))
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_failure_while_writing_leaves_nothing(tmp_path: Path, there: bool) -> None:
+    def fail() -> Tensor:
+        raise OSError("no space left")
+
+    checkpoint = formats.read(tiny(tmp_path / "source", 1.0))
+    weight = LazyTensor((2, 3), torch.float32, fail, "b")
+    harmed = dataclasses.replace(checkpoint.params["b"], weight=weight, states={"fp32": weight})
+    checkpoint = dataclasses.replace(checkpoint, params={**checkpoint.params, "b": harmed})
+    if there:
+        (tmp_path / "a" / "b").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="is as it was, nothing is written: no space left"):
+        convert.write(checkpoint, "universal", convert.place_of(checkpoint, "universal", tmp_path / "a" / "b"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == (["a", "source"] if there else ["source"])
+    assert not there or list((tmp_path / "a" / "b").iterdir()) == []
