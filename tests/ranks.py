@@ -206,7 +206,7 @@ def _globals_of_deepspeed() -> list[tuple[Any, dict[str, Any]]]:
     from deepspeed.utils import groups
 
     return [
-        (module, {name: value for name, value in vars(module).items() if not name.startswith("__")})
+        (module, {k: dict(v) if isinstance(v, dict) else v for k, v in vars(module).items() if not k.startswith("__")})
         for module in (comm, p2p, groups)
     ]
 
@@ -227,7 +227,8 @@ def _enter_world(
         cached.cache_clear()
     _clear_sharding_prop_cache()  # DTensors of the last world's meshes, whose process groups have ended
     for module, values in globals_of_deepspeed:
-        vars(module).update(values)
+        # Of dictionaries a copy: those of experts' groups are filled in place.
+        vars(module).update({k: dict(v) if isinstance(v, dict) else v for k, v in values.items()})
     # ZeRO-3 compares these counters between ranks, which have not been in the same worlds.
     Init.param_id = 0
     DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0

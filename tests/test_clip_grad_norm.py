@@ -57,23 +57,18 @@ def test_it_does_what_torchs_does(ranks: RankPool, engine: str) -> None:
             assert from_norm <= 1e-6 and from_gradients <= 1e-6
 
 
-def dtype_of_the_norm_in_bf16() -> torch.dtype:
-    sharded = fsdp.shard("rows", "bf16 parameters")
-    optimizer = fsdp.layer_wise(sharded.model)
+def norm_of(engine: str, precision: str, norm_type: float) -> torch.dtype:
+    sharded = fsdp.shard("rows", precision)
+    optimizer = fsdp.layer_wise(sharded.model) if engine == "fsdp2" else optimizer_for(UnevenLM())
     fsdp.backward(sharded, 0)
-    return optimizer.clip_grad_norm_(1.0).dtype
+    return optimizer.clip_grad_norm_(1.0, norm_type).dtype
 
 
 def test_the_norm_of_bf16_gradients_is_in_fp32(ranks: RankPool) -> None:
-    assert ranks.run(dtype_of_the_norm_in_bf16) == [torch.float32] * 2
-
-
-def of_no_norm(engine: str) -> None:
-    model = fsdp.shard("rows", "fp32").model if engine == "fsdp2" else UnevenLM()
-    (fsdp.layer_wise if engine == "fsdp2" else optimizer_for)(model).clip_grad_norm_(1.0, 0)
+    assert ranks.run(norm_of, "fsdp2", "bf16 parameters", 2.0) == [torch.float32] * 2
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "owned"])
 def test_an_order_of_no_norm_is_refused(ranks: RankPool, engine: str) -> None:
-    for error in ranks.errors(of_no_norm, engine):
+    for error in ranks.errors(norm_of, engine, "fp32", 0):
         assert error == "ValueError: norm_type: expected a number above 0, or inf; found 0"

@@ -16,7 +16,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from lwopt_backend.integrations import deepspeed_check, deepspeed_zero
 from lwopt_backend.integrations.deepspeed_names import NAMES, OLDEST, SUPPORTED, Name
 from tests.ranks import RankPool
-from tests.zero import config, engine_for
+from tests.zero import build, config
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted((ROOT / "integrations").glob("deepspeed_*.py"))
@@ -91,12 +91,16 @@ def test_all_names_that_are_missing_are_listed_at_once(
         ("0.20.0rc1", "a newer one may have moved what it replaces"),
         ("0.20.0+cuda", "a newer one may have moved what it replaces"),
         ("1.0", "a newer one may have moved what it replaces"),
+        *((version, None) for version in (OLDEST, f"{OLDEST}+local", "0.19.99", "0.19.9.dev0")),
     ],
 )
 def test_other_versions_are_refused(
-    register: Callable[[], None], monkeypatch: pytest.MonkeyPatch, version: str, reason: str
+    register: Callable[[], None], monkeypatch: pytest.MonkeyPatch, version: str, reason: str | None
 ) -> None:
     monkeypatch.setattr(deepspeed, "__version__", version)
+    if reason is None:
+        register()
+        return
     with pytest.raises(ImportError) as raised:
         register()
     message = str(raised.value)
@@ -105,118 +109,72 @@ def test_other_versions_are_refused(
     assert ("a newer lwopt_backend" in message) == ("newer one" in reason)
 
 
-@pytest.mark.parametrize("version", [OLDEST, f"{OLDEST}+local", "0.19.99", "0.19.9.dev0"])
-def test_supported_versions_are_taken(
-    register: Callable[[], None], monkeypatch: pytest.MonkeyPatch, version: str
-) -> None:
-    monkeypatch.setattr(deepspeed, "__version__", version)
-    register()
-
-
 def test_pip_installs_what_is_supported() -> None:
     tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML")
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert extras["deepspeed"] == [f"deepspeed{SUPPORTED}"]
 
 
-class Uses(ast.NodeVisitor):
-    """What a file uses of DeepSpeed, as far as its text tells: what it imports; attributes of what is called engine,
-    or was read from one; private attributes and ``ds_...`` of anything but ``self``; and names in constants."""
-
-    def __init__(self, path: Path) -> None:
-        self.imported: set[str] = set()
-        self.names: set[str] = set()
-        self._hosts = {"engine", "wrapper"}  # variables that hold something of DeepSpeed's
-        self.visit(ast.parse(path.read_text()))
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        if (node.module or "").split(".")[0] == "deepspeed":
-            self.imported |= {f"{node.module}.{alias.name}" for alias in node.names}
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        before = set(self._hosts)
-        self.generic_visit(node)
-        self._hosts = before
-
-    def visit_Assign(self, node: ast.Assign) -> None:
-        self.generic_visit(node)
-        pairs = [(target, node.value) for target in node.targets]
-        if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
-            pairs = list(zip(node.targets[0].elts, node.value.elts))
-        for variable, value in pairs:
-            if isinstance(variable, ast.Name) and isinstance(value, ast.Attribute) and value.attr in self.names:
-                self._hosts.add(variable.id)
-            if isinstance(variable, ast.Name) and variable.id.isupper():
-                texts = [n.value for n in ast.walk(value) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
-                self.names |= {text for text in texts if text.isidentifier() and "_" in text}
-
-    def visit_Attribute(self, node: ast.Attribute) -> None:
-        self.generic_visit(node)
-        self._attribute(node.value, node.attr)
-
-    def visit_Call(self, node: ast.Call) -> None:
-        self.generic_visit(node)
-        if isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr", "setattr"):
-            holder, name = node.args[:2]
-            if isinstance(name, ast.Constant):
-                self._attribute(holder, name.value)
-
-    def _attribute(self, holder: ast.expr, name: str) -> None:
-        ours = isinstance(holder, ast.Name) and holder.id in ("self", "cls")
-        private = name.startswith("_") and not name.startswith(("__", "_lwopt"))
-        if self._is_host(holder) or (not ours and (private or name.startswith("ds_"))):
-            self.names.add(name)
-
-    def _is_host(self, node: ast.expr) -> bool:
+def uses(text: str) -> tuple[set[str], set[str]]:
+    """What a file uses of DeepSpeed, as far as its text tells: what it imports; and attributes of what is called engine
+    or wrapper, what is private or begins with ``ds_`` of anything but ``self``, and names in constants."""
+    tree, names = ast.parse(text), set()
+    imported = {
+        f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "deepspeed"
+        for alias in node.names
+    }
+    for node in ast.walk(tree):
+        holder, name = None, ""
         if isinstance(node, ast.Attribute):
-            return node.attr == "engine" or (node.attr.startswith("_") and self._is_host(node.value))
-        return isinstance(node, ast.Name) and node.id in self._hosts
+            holder, name = ast.unparse(node.value), node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+            holder, name = ast.unparse(node.args[0]), str(getattr(node.args[1], "value", ""))
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).isupper():
+            texts = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+            names |= {text for text in texts if text.isidentifier() and "_" in text}
+        private = name.startswith(("_", "ds_")) and not name.startswith(("__", "_lwopt"))
+        # What is read from something of DeepSpeed's is DeepSpeed's, too.
+        of_theirs = re.search(r"(^|\.)(engine|wrapper|zero|mapping)(\._\w+)*$", holder or "") is not None
+        if name and (of_theirs or (private and holder not in ("self", "cls"))):
+            names.add(name)
+    return imported, names
 
 
-def test_what_a_file_uses_is_found(tmp_path: Path) -> None:
-    (tmp_path / "uses.py").write_text(
+def test_what_a_file_uses_is_found() -> None:
+    imported, names = uses(
         "from deepspeed.a import b\n"
         "HOOKED = '_hook'\n"
         "def f(self, engine, param, binding):\n"
         "    zero, plain = param._zero, param.shape\n"
         "    zero.places, plain.numel, self._own, binding.engine.device.type, engine._config.table\n"
         "    getattr(param, 'ds_size', None), getattr(engine, 'read'), getattr(param, 'tag', None)\n"
-        "def g(zero):\n"
-        "    zero.free\n"
     )
-    uses = Uses(tmp_path / "uses.py")
-    assert uses.imported == {"deepspeed.a.b"}
-    assert uses.names == {"_hook", "_zero", "places", "device", "_config", "table", "ds_size", "read"}
+    assert imported == {"deepspeed.a.b"}
+    assert names == {"_hook", "_zero", "places", "device", "_config", "table", "ds_size", "read"}
 
 
 @pytest.mark.parametrize("path", USERS, ids=lambda path: path.stem)
 def test_the_list_has_every_name_that_a_file_uses(path: Path) -> None:
-    uses = Uses(path)
+    imported, names = uses(path.read_text())
     places = {f"{name.module}.{name.path}" for name in NAMES} | {
         f"{name.module}.{name.path.split('.')[0]}" for name in NAMES if "." in name.path
     }
-    assert uses.imported <= places
-    assert uses.names - DOCUMENTED <= {name.path.rpartition(".")[2] for name in NAMES}
+    assert imported <= places
+    assert names - DOCUMENTED <= {name.path.rpartition(".")[2] for name in NAMES}
 
 
-def test_the_list_has_no_name_that_nothing_uses() -> None:
+def test_the_list_has_no_name_twice_and_none_that_nothing_uses() -> None:
     text = "\n".join(path.read_text() for path in [*USERS, ROOT / "lwopt_backend" / "routing.py"])
     assert {name.path for name in NAMES if not re.search(rf"\b{name.path.rpartition('.')[2]}\b", text)} == set()
-
-
-def test_no_name_is_listed_twice() -> None:
     paths = [(name.module, name.path) for name in NAMES]
     assert len(paths) == len(set(paths))
 
 
-def build_at_stage_3() -> None:
-    with engine_for(config(3)):
-        pass
-
-
 def test_stage_3_on_a_cpu_is_refused_where_gathering_is_not_waited_for(ranks: RankPool) -> None:
     if deepspeed.__version__ != "0.19.7":
-        ranks.run(build_at_stage_3)
+        ranks.run(build, config(3))
         return
-    for error in ranks.errors(build_at_stage_3):
+    for error in ranks.errors(build, config(3)):
         assert "zero_optimization.stage is 3 on a CPU, where DeepSpeed 0.19.7 uses parameters before all" in error

@@ -12,25 +12,32 @@ import re
 from typing import Any
 
 import pytest
-import torch
 from deepspeed.utils import safe_get_full_grad
-from torch import nn
 
+from tests.cells import cells
 from tests.launcher import ROOT
-from tests.models import MATRICES
 from tests.ranks import RankPool
-from tests.test_zero_precision import fp16_supported
-from tests.zero import ADAMW, MUON, ROWS, batch_shares, config, engine_for, full_weights
+from tests.zero import (
+    BF16,
+    PRECISIONS,
+    ROWS,
+    Reference,
+    batch_shares,
+    build,
+    config,
+    engine_for,
+    full_weights,
+    largest_difference,
+)
 
 PAGE = (ROOT / "docs" / "deepspeed.md").read_text()
 STAGES, STEPS = (0, 1, 2, 3), 3
-BF16 = {"bf16": {"enabled": True}}
-PRECISIONS: dict[str, dict[str, Any]] = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": BF16,
-    "bf16, fp32 accumulation": {**BF16, "data_types": {"grad_accum_dtype": "fp32"}},
+    "bf16, fp32 accumulation": PRECISIONS["bf16+fp32"],
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 4}},
-    "autocast to bf16": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+    "autocast to bf16": PRECISIONS["autocast"],
     "autocast to fp16": {"torch_autocast": {"enabled": True, "dtype": "float16"}},
     "16-bit masters": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
 }
@@ -44,24 +51,16 @@ def rows_of(heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
-CELLS = [
-    (name, stage, accumulation, cell)
-    for name, *cells in rows_of("Stages and precisions")
-    for stage, cell in zip(STAGES, cells, strict=True)
-    for accumulation in (1, 2)
-]
+SAYS = {name: dict(zip(STAGES, row, strict=True)) for name, *row in rows_of("Stages and precisions")}
 
 
 def differ_given_the_reduced_gradients(settings: dict[str, Any]) -> float:
     """Of all fp32 weights, after some steps."""
-    with fp16_supported(), engine_for(settings) as engine:
+    with engine_for(settings) as engine:
         rank, stage = engine.global_rank, engine.zero_optimization_stage()
         accumulation = engine.gradient_accumulation_steps()
-        params = {name: nn.Parameter(weight) for name, weight in full_weights(engine).items()}
-        optimizers = [
-            torch.optim.Muon([params[name] for name in MATRICES], **MUON),
-            torch.optim.AdamW([param for name, param in params.items() if name not in MATRICES], **ADAMW),
-        ]
+        single = Reference()
+        single.model.load_state_dict(full_weights(engine))
         scale = float(engine.optimizer.cur_scale) if "fp16" in settings else 1.0
         for step in range(STEPS):
             shares = batch_shares(step, 2 * accumulation)
@@ -71,44 +70,27 @@ def differ_given_the_reduced_gradients(settings: dict[str, Any]) -> float:
                 engine.backward(engine(*shares[2 * part + rank]))
             for name, param in engine.module.named_parameters():
                 grad = param.grad if stage == 0 else safe_get_full_grad(param)
-                params[name].grad = grad.float() / scale
+                single.model.get_parameter(name).grad = grad.float() / scale
             engine.step()
-            for optimizer in optimizers:
-                optimizer.step()
-        ours = full_weights(engine)
-        return max(float((ours[name] - param.detach()).abs().max()) for name, param in params.items())
-
-
-def build(settings: dict[str, Any]) -> None:
-    with fp16_supported(), engine_for(settings):
-        pass
+            single.step()
+        return largest_difference(full_weights(engine), single.model)
 
 
 def test_the_table_has_every_precision_and_stage() -> None:
-    assert [name for name, *_ in rows_of("Stages and precisions")] == list(PRECISIONS)
+    assert list(SAYS) == list(SETTINGS)
 
 
-@pytest.fixture(scope="module")
-def autocast_ranks() -> Any:
-    """DeepSpeed keeps "autocast is on" in a global of the process, so these ranks are this file's own."""
-    pool = RankPool(2)
-    yield pool
-    pool.remove()
-
-
-@pytest.mark.parametrize(("precision", "stage", "accumulation", "cell"), CELLS)
-def test_the_cell_says_what_happens(
-    ranks: RankPool, autocast_ranks: RankPool, precision: str, stage: int, accumulation: int, cell: str
-) -> None:
+@cells(precision=SETTINGS, stage=STAGES, accumulation=[1, 2])
+def test_the_cell_says_what_happens(ranks: RankPool, precision: str, stage: int, accumulation: int) -> None:
+    says = SAYS[precision][stage]
     rows = ROWS // 2 // accumulation
-    settings = config(stage, rows=rows, accumulation=accumulation, bucket_numel=2000) | PRECISIONS[precision]
-    pool = autocast_ranks if "autocast" in precision else ranks
-    if "refuse" in cell:
+    settings = config(stage, rows=rows, accumulation=accumulation, bucket_numel=2000) | SETTINGS[precision]
+    if "refuse" in says:
         by_us = "ValueError: LayerWiseMuon cannot train with this configuration:"
-        for error in pool.errors(build, settings):
-            assert error.startswith(by_us) == (cell == "refused")
+        for error in ranks.errors(build, settings):
+            assert error.startswith(by_us) == (says == "refused")
     else:
-        assert pool.run(differ_given_the_reduced_gradients, settings) == [float(cell)] * 2
+        assert ranks.run(differ_given_the_reduced_gradients, settings) == [float(says)] * 2
 
 
 @pytest.mark.parametrize("row", rows_of("Features"), ids=lambda row: row[0])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,168 +14,210 @@ import torch
 
 from tests.models import MATRICES, UnevenLM
 from tests.ranks import RankPool
-from tests.zero import config, engine_for, full_weights, train
+from tests.test_owned_deepspeed import convert_as_deepspeed_does
+from tests.zero import engine_for, full_weights, settings_for, train
 
-SHARDED = pytest.mark.parametrize("stage", [1, 2, 3])
+Weights = dict[str, torch.Tensor]
 
 
-def save(folder: str, settings: dict[str, Any], tags: tuple[str, ...] = ("first",)) -> dict[str, torch.Tensor]:
-    """The weights after one step; every further tag is saved one step later."""
-    with engine_for(settings) as engine:
-        for step, tag in enumerate(tags):
-            train(engine, range(step, step + 1))
+def settings_of(kind: str, stage: int, **options: Any) -> dict[str, Any]:
+    """Of a storage, or AdamW's, in one param group or in those that ours would make."""
+    if not kind.startswith("AdamW"):
+        return settings_for(kind, stage, options.pop("precision", "fp32"), rows=4, **options)
+    adamw = {"type": "AdamW", "params": {"torch_adam": True, "lr": 1e-3}}
+    return settings_for("zero", stage, rows=4) | {"optimizer": adamw}
+
+
+def save(folder: str, kind: str, stage: int, **options: Any) -> Weights:
+    """The weights after two steps; a tag is saved after each, "a" and "b"."""
+    model = UnevenLM()
+    groups: list[Any] = list(model.parameters())
+    if kind == "AdamW in our groups":
+        named = dict(model.named_parameters())
+        groups = [{"params": [named.pop(name) for name in MATRICES]}, {"params": list(named.values())}]
+    with engine_for(settings_of(kind, stage, **options), model, model_parameters=groups) as engine:
+        for step, tag in enumerate("ab"):
+            train(engine, range(step, step + 1), same_rows=True)
             engine.save_checkpoint(folder, tag=tag)
         return full_weights(engine)
 
 
-def load(folder: str, settings: dict[str, Any], **choice: Any) -> tuple[str | None, dict[str, torch.Tensor]]:
-    """Where it was loaded from, and the weights."""
-    with engine_for(settings, UnevenLM(seed=1)) as engine:
-        path, _ = engine.load_checkpoint(folder, **choice)
-        return path, full_weights(engine)
-
-
-def refused(folder: str, settings: dict[str, Any], **choice: Any) -> None:
-    """Loading raises, and has changed nothing in the model."""
-    with engine_for(settings, UnevenLM(seed=1)) as engine:
-        before = model_weights(engine)
-        try:
-            engine.load_checkpoint(folder, **choice)
-        except ValueError:
-            assert all(torch.equal(weight, before[name]) for name, weight in model_weights(engine).items())
-            raise
-
-
-def model_weights(engine: Any) -> dict[str, torch.Tensor]:
+def weights_of(engine: Any) -> Weights:
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
         return {name: param.detach().clone() for name, param in engine.module.named_parameters()}
 
 
-def pool_of(rank_pools: dict[int, RankPool], world_size: int) -> RankPool:
-    return rank_pools.setdefault(world_size, RankPool(world_size))
+def load(folder: str, kind: str, stage: int, options: dict[str, Any], **choice: Any) -> tuple[str | None, Weights]:
+    """Where it was loaded from, and the weights. If loading raises, nothing has changed."""
+    settings = settings_of(kind, stage, **options)
+    settings["checkpoint"] = {"load_universal": choice.pop("universal", False)}
+    with engine_for(settings, UnevenLM(seed=1)) as engine:
+        before, rates = weights_of(engine), list(engine.get_lr())
+        try:
+            path, _ = engine.load_checkpoint(folder, **choice)
+        except ValueError:
+            assert all(torch.equal(weight, before[name]) for name, weight in weights_of(engine).items())
+            assert list(engine.get_lr()) == rates and engine.global_steps == 0
+            raise
+        return path, weights_of(engine)
 
 
-@SHARDED
-@pytest.mark.parametrize("here", [1, 4])
-def test_another_world_size_is_refused(rank_pools: dict[int, RankPool], tmp_path: Path, stage: int, here: int) -> None:
-    pool_of(rank_pools, 2).run(save, str(tmp_path), config(stage))
-    for error in pool_of(rank_pools, here).errors(refused, str(tmp_path), config(stage)):
-        start = (
-            f"ValueError: the checkpoint '{tmp_path}/first' was saved on 2 data-parallel ranks and is loaded on {here};"
+Saving = Callable[..., tuple[str, Weights]]
+
+
+@pytest.fixture(scope="module")
+def saved(rank_pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFactory) -> Saving:
+    """The folder, and the weights, of a checkpoint that two ranks made when it was first asked for."""
+    made: dict[str, tuple[str, Weights]] = {}
+
+    def find(kind: str, stage: int, options: dict[str, Any]) -> tuple[str, Weights]:
+        key = f"{kind} {stage} {options}"
+        if key not in made:
+            folder = str(tmp_path_factory.mktemp("checkpoint"))
+            made[key] = folder, rank_pools[2].run(save, folder, kind, stage, **options)[0]
+        return made[key]
+
+    return find
+
+
+def only(name: str) -> dict[str, Any]:
+    return {"exclude": [name]}
+
+
+WEIGHTS_ONLY = {"load_optimizer_states": False}
+ON_2 = r"^ValueError: the checkpoint '\S+/b' was saved on 2 data-parallel ranks and is loaded on {}; load it on 2\. "
+UNIVERSAL = r"Another number of ranks needs DeepSpeed's universal format"
+STRANGER = (
+    r"^ValueError: the checkpoint '\S+/b' was written by another optimizer \(its ds_config says 'AdamW'\), whose state "
+    r"this one cannot go on with; load its weights alone, with .*load_optimizer_states=False"
+)
+GROUP_0 = "^ValueError: group 0 holds other parameters than in the checkpoint: "
+STAGE = "was saved at ZeRO stage {} and is loaded at stage {}"
+CONVERT = "lwopt convert SRC DST --to universal"
+FIRST = "'layers.0.weight' here, 'layers.2.weight' there;"
+THEIRS = "holds other parameters: 'layers.2.weight' \\(41, 63\\) by adamw here, 'layers.2.weight' \\(41, 63\\) by"
+# What was saved: by which storage at which stage, with which options; what loads it, on how many ranks; what it says.
+REFUSED: list[tuple[tuple[Any, ...], tuple[Any, ...], int, dict[str, Any], str]] = [
+    *(
+        (("zero", stage), ("zero", stage), here, {}, ON_2.format(here) + UNIVERSAL + end)
+        for stage, here, end in (
+            (1, 1, ".*with load_optimizer_states=False$"),
+            (2, 4, ".*with load_optimizer_states=False$"),
+            (3, 1, ".*with load_optimizer_states=False$"),
+            (3, 4, ".*true}$"),  # DeepSpeed would wait for ever for the ranks that find no file of theirs
         )
-        assert error.startswith(start)
-        assert "load it on 2. Another number of ranks needs DeepSpeed's universal format" in error
-        assert error.endswith("with load_optimizer_states=False") == (stage < 3 or here < 2)
+    ),
+    (("zero", 3), ("zero", 3), 4, WEIGHTS_ONLY, "was saved on 2 data-parallel ranks and is loaded on 4"),
+    (("owned", 1), ("owned", 1), 4, {}, f"was saved on 2 data-parallel ranks and is loaded on 4.*{CONVERT}"),
+    *(
+        (("zero", there), ("zero", here), 2, {}, STAGE.format(named, here))
+        for there, here, named in ((0, 2, "0"), (0, 3, "0, 1 or 2"), (2, 0, "1 or 2"), (2, 3, "0, 1 or 2"), (3, 1, "3"))
+    ),
+    (("owned", 0), ("owned", 1), 2, {}, STAGE.format("0", 1)),
+    (("owned", 1), ("owned", 0), 2, {}, STAGE.format("1 or 2", 0)),
+    # Also where other numbers of parameters make DeepSpeed speak of parameter alignment.
+    *(
+        (("zero", stage, only(theirs)), ("zero", stage, only(ours)), 2, {}, GROUP_0 + difference)
+        for stage, theirs, ours, difference in (
+            (2, "layers.0.weight", "layers.2.weight", FIRST),
+            (3, "layers.0.weight", "gate.bias", FIRST),
+            (2, "gate.bias", "gate.weight", "no further parameter here, 'gate.weight' there;"),
+            (3, "gate.bias", "gate.weight", "no further parameter here, 'gate.weight' there;"),
+        )
+    ),
+    *((("owned", stage), ("owned", stage, only("layers.2.weight")), 2, {}, THEIRS) for stage in (0, 1, 2)),
+    *((("AdamW in our groups", stage), ("zero", stage), 2, {}, STRANGER) for stage in range(4)),
+    *((("AdamW", s), (kind, s), 2, {}, STRANGER) for kind, s in (("zero", 1), ("zero", 3), ("owned", 0), ("owned", 2))),
+    *((("zero", s), ("owned", s), 2, {}, f'was not saved with "storage": "owned".*{CONVERT}') for s in range(3)),
+    *((("owned", s), ("zero", s), 2, {}, 'was saved with "storage": "owned"; load it with that') for s in range(3)),
+    (("owned", 1), ("owned", 1, {"group_size": 1}), 2, {}, f"is laid out otherwise.*{CONVERT}"),
+    (("owned", 1, {"precision": "bf16"}), ("owned", 1), 2, {}, "load it in the precision it was saved in"),
+    *(
+        (("zero", stage), ("zero", stage), 2, {"tag": "c"}, r"^ValueError: the checkpoint '\S+/c' has no file ")
+        for stage in (2, 3)
+    ),
+    (
+        *(("zero", 3), ("zero", 3), 2, {"tag": "a", "load_module_only": True}),
+        "^ValueError: only the weights of tag 'a' are asked for, but at stage 3 ",
+    ),
+    (
+        *(("owned", 1), ("owned", 1), 2, {"tag": "b", "universal": True}),
+        "is no universal checkpoint.*lwopt convert --to universal",
+    ),
+]
 
 
-@SHARDED
-@pytest.mark.parametrize(
-    ("here", "choice"),
-    [(1, {"load_optimizer_states": False}), (4, {"load_optimizer_states": False}), (1, {"load_module_only": True})],
-)
-def test_weights_alone_are_loaded_at_another_world_size(
-    rank_pools: dict[int, RankPool], tmp_path: Path, stage: int, here: int, choice: dict[str, bool]
+def in_short(value: Any) -> str:
+    return " ".join(map(str, value[:2])) if isinstance(value, tuple) else str(value)[:40]
+
+
+@pytest.mark.parametrize(("theirs", "ours", "here", "choice", "message"), REFUSED, ids=in_short)
+def test_a_checkpoint_that_does_not_fit_is_refused(
+    rank_pools: dict[int, RankPool],
+    saved: Saving,
+    theirs: tuple[Any, ...],
+    ours: tuple[Any, ...],
+    here: int,
+    choice: dict[str, Any],
+    message: str,
 ) -> None:
-    saved, *_ = pool_of(rank_pools, 2).run(save, str(tmp_path), config(stage))
-    pool = pool_of(rank_pools, here)
-    if stage == 3 and here > 2:  # DeepSpeed would wait for ever for the ranks that find no file of theirs
-        for error in pool.errors(refused, str(tmp_path), config(stage), **choice):
-            assert "was saved on 2 data-parallel ranks and is loaded on 4" in error
-        return
-    for _, weights in pool.run(load, str(tmp_path), config(stage), **choice):
-        assert all(torch.equal(weight, saved[name]) for name, weight in weights.items())
+    folder, _ = saved(*(*theirs, {})[:3])
+    errors = rank_pools[here].errors(load, folder, *(*ours, {})[:3], **choice)
+    assert all(re.search(message, error, re.DOTALL) for error in errors), errors
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded", "named"), [(0, 2, "0"), (0, 3, "0, 1 or 2"), (2, 0, "1 or 2"), (2, 3, "0, 1 or 2"), (3, 1, "3")]
-)
-def test_another_stage_is_refused(ranks: RankPool, tmp_path: Path, saved: int, loaded: int, named: str) -> None:
-    ranks.run(save, str(tmp_path), config(saved))
-    for error in ranks.errors(refused, str(tmp_path), config(loaded)):
-        assert f"was saved at ZeRO stage {named} and is loaded at stage {loaded}" in error
-
-
-@pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (2, 1)])
-def test_stages_1_and_2_load_each_others_checkpoints(ranks: RankPool, tmp_path: Path, saved: int, loaded: int) -> None:
-    expected = ranks.run(save, str(tmp_path), config(saved))
-    for (_, weights), of_saved in zip(ranks.run(load, str(tmp_path), config(loaded)), expected):
-        assert all(torch.equal(weight, of_saved[name]) for name, weight in weights.items())
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize(
-    ("saved", "loaded", "difference"),
+    ("theirs", "ours", "here", "choice"),
     [
-        ("layers.0.weight", "layers.2.weight", "'layers.0.weight' here, 'layers.2.weight' there"),
-        ("layers.0.weight", "gate.bias", "'layers.0.weight' here, 'layers.2.weight' there"),
-        ("gate.bias", "gate.weight", "no further parameter here, 'gate.weight' there"),
+        (("zero", 1), ("zero", 1), 1, WEIGHTS_ONLY),
+        (("zero", 2), ("zero", 2), 4, WEIGHTS_ONLY),
+        (("zero", 3), ("zero", 3), 1, {"load_module_only": True}),
+        (("zero", 3), ("zero", 3), 1, WEIGHTS_ONLY),
+        (("zero", 1), ("zero", 2), 2, {}),
+        (("zero", 2), ("zero", 1), 2, {}),
+        *((("AdamW", stage), ("zero", stage), 2, WEIGHTS_ONLY) for stage in (1, 2, 3)),
     ],
+    ids=in_short,
 )
-def test_another_routing_is_refused(
-    ranks: RankPool, tmp_path: Path, stage: int, saved: str, loaded: str, difference: str
+def test_weights_alone_and_stages_1_and_2_can_be_loaded(
+    rank_pools: dict[int, RankPool], saved: Saving, theirs: Any, ours: Any, here: int, choice: dict[str, Any]
 ) -> None:
-    """Also where other numbers of parameters make DeepSpeed speak of parameter alignment."""
-    ranks.run(save, str(tmp_path), config(stage, exclude=[saved]))
-    for error in ranks.errors(refused, str(tmp_path), config(stage, exclude=[loaded])):
-        assert error.startswith(f"ValueError: group 0 holds other parameters than in the checkpoint: {difference};")
+    """On other numbers of ranks, and those of another optimizer."""
+    folder, weights = saved(*theirs, {})
+    for path, found in rank_pools[here].run(load, folder, *ours, {}, **choice):
+        assert str(path).startswith(f"{folder}/b")
+        assert all(torch.equal(weight, weights[name]) for name, weight in found.items())
 
 
-def save_with_adamw(folder: str, stage: int, same_groups: bool) -> None:
-    settings = config(stage)
-    settings["optimizer"] = {"type": "AdamW", "params": {"torch_adam": True, "lr": 1e-3}}
-    model = UnevenLM()
-    named = dict(model.named_parameters())
-    groups: list[Any] = list(named.values())
-    if same_groups:
-        groups = [{"params": [named.pop(name) for name in MATRICES]}, {"params": list(named.values())}]
-    with engine_for(settings, model, model_parameters=groups) as engine:
-        train(engine, 1)
-        engine.save_checkpoint(folder)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_weights_of_an_earlier_tag(ranks: RankPool, saved: Saving, tmp_path: Path, stage: int) -> None:
+    """Those after one step, which a run of one step has, too."""
+    folder, _ = saved("zero", stage, {})
+    expected = ranks.run(weights_after_one_step, stage)[0]
+    for _, found in ranks.run(load, folder, "zero", stage, {}, tag="a", load_module_only=True):
+        assert all(torch.equal(weight, expected[name]) for name, weight in found.items())
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_another_optimizer_is_refused(ranks: RankPool, tmp_path: Path, stage: int) -> None:
-    ranks.run(save_with_adamw, str(tmp_path), stage, same_groups=True)
-    for error in ranks.errors(refused, str(tmp_path), config(stage)):
-        assert error.startswith(
-            f"ValueError: the checkpoint '{tmp_path}/global_step1' was written by another optimizer (its ds_config "
-            "says 'AdamW'), whose state this one cannot go on with; load its weights alone, with "
-        )
-        assert "load_optimizer_states=False" in error
-
-
-@pytest.mark.parametrize(("stage", "storage"), [(1, "zero"), (3, "zero"), (0, "owned"), (2, "owned")])
-def test_another_optimizer_with_other_param_groups_is_refused(
-    ranks: RankPool, tmp_path: Path, stage: int, storage: str
-) -> None:
-    ranks.run(save_with_adamw, str(tmp_path), stage, same_groups=False)
-    for error in ranks.errors(refused, str(tmp_path), config(stage, storage=storage)):
-        assert "was written by another optimizer (its ds_config says 'AdamW')" in error
-
-
-@SHARDED
-def test_the_weights_of_another_optimizer_can_be_loaded(ranks: RankPool, tmp_path: Path, stage: int) -> None:
-    ranks.run(save_with_adamw, str(tmp_path), stage, same_groups=False)
-    for path, _ in ranks.run(load, str(tmp_path), config(stage), load_optimizer_states=False):
-        assert str(path).startswith(f"{tmp_path}/global_step1/")
+def weights_after_one_step(stage: int) -> Weights:
+    with engine_for(settings_of("zero", stage)) as engine:
+        train(engine, 1, same_rows=True)
+        return full_weights(engine)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_checkpoint_that_is_not_there(ranks: RankPool, tmp_path: Path, stage: int) -> None:
-    for path, _ in ranks.run(load, str(tmp_path), config(stage)):
-        assert path is None
-    for error in ranks.errors(refused, str(tmp_path), config(stage), tag="elsewhere"):
-        assert error.startswith(f"ValueError: the checkpoint '{tmp_path}/elsewhere' has no file ")
+def test_a_folder_without_checkpoints_is_left_to_deepspeed(ranks: RankPool, tmp_path: Path, stage: int) -> None:
+    assert [path for path, _ in ranks.run(load, str(tmp_path), "zero", stage, {})] == [None, None]
 
 
-@SHARDED
-def test_the_weights_of_an_earlier_tag(ranks: RankPool, tmp_path: Path, stage: int) -> None:
-    """At stage 3 DeepSpeed takes weights alone from the latest tag, whatever tag is asked for."""
-    (first, *_), _ = (ranks.run(save, str(tmp_path / f"{n}"), config(stage), ("a", "b")[:n]) for n in (1, 2))
-    choice = {"tag": "a", "load_module_only": True}
-    if stage == 3:
-        for error in ranks.errors(refused, str(tmp_path / "2"), config(3), **choice):
-            assert error.startswith("ValueError: only the weights of tag 'a' are asked for, but at stage 3 ")
-        return
-    for _, weights in ranks.run(load, str(tmp_path / "2"), config(stage), **choice):
-        assert all(torch.equal(weight, first[name]) for name, weight in weights.items())
+def test_universal_checkpoints_that_cannot_be_loaded_are_refused(
+    ranks: RankPool, saved: Saving, tmp_path: Path
+) -> None:
+    """Those that DeepSpeed's converter made; of ours see test_owned_universal.py and test_zero_universal.py."""
+    folder, _ = saved("owned", 1, {})
+    shutil.copytree(folder, tmp_path / "native")
+    universal = Path(convert_as_deepspeed_does(tmp_path / "native", "b"))
+    for error in ranks.errors(load, str(universal), "owned", 2, only("layers.2.weight"), universal=True):
+        assert "parameter 'layers.2.weight', which 'adamw' trains: expected the states ['exp_avg', 'exp_avg_" in error
+    (universal / "b" / "zero" / "gate.weight" / "exp_avg.pt").unlink()
+    for error in ranks.errors(load, str(universal), "owned", 2, {}, universal=True):
+        assert "parameter 'gate.weight', which 'muon' trains: expected the states ['momentum_buffer'], found " in error

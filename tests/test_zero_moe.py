@@ -7,6 +7,7 @@ the rest.
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import re
 from collections.abc import Callable, Iterator
@@ -22,25 +23,33 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from torch import Tensor, nn
 
 from lwopt_backend.integrations.deepspeed_zero import LayerWiseMuon
+from tests.cells import cells
 from tests.models import VOCABULARY, UnevenLM
 from tests.ranks import RankPool
-from tests.zero import ADAMW, MUON, ROWS, batch_shares, config, engine_for, gather_named, newton_schulz_in_float32
+from tests.zero import (
+    ADAMW,
+    MUON,
+    PRECISIONS,
+    ROWS,
+    batch_shares,
+    build,
+    config,
+    engine_for,
+    gather_named,
+    newton_schulz_in_float32,
+)
 
 RANKS, EXPERTS, EXPERT_PARALLEL, STEPS = 4, 4, 2, 5
 WIDTH = 24
 LOCAL = "deepspeed_moe.experts.deepspeed_experts."
 MATRICES = ("dense.weight", "router.weight", *(f"experts.{e}.{i}.weight" for e in range(EXPERTS) for i in (0, 2)))
-all_precisions = pytest.mark.parametrize(
-    ("stage", "precision"), [(1, {}), (2, {}), *((s, {"bf16": {"enabled": True}}) for s in (1, 2)), (1, "bf16_fp32")]
-)
 
 
 @pytest.fixture(scope="module")
-def expert_ranks() -> Iterator[RankPool]:
-    """Four ranks of this file's own: DeepSpeed keeps expert groups in globals of the process."""
-    pool = RankPool(RANKS)
-    yield pool
-    pool.remove()
+def expert_ranks(rank_pools: dict[int, RankPool]) -> Iterator[RankPool]:
+    """Four ranks, and a new world after them: DeepSpeed keeps expert groups in globals of the process."""
+    yield rank_pools[RANKS]
+    rank_pools[RANKS].renew()
 
 
 def expert(number: int) -> nn.Module:
@@ -89,11 +98,9 @@ class Mixture(WholeMixture):
         return self.moe(x)[0]
 
 
-def settings_for(stage: int, precision: Any = None, **kwargs: Any) -> dict[str, Any]:
+def settings_for(stage: int, precision: str = "fp32", **kwargs: Any) -> dict[str, Any]:
     settings = config(stage, rows=kwargs.pop("rows", ROWS // RANKS), bucket_numel=2000, **kwargs)
-    if precision == "bf16_fp32":
-        precision = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
-    return settings | (precision or {})
+    return settings | PRECISIONS[precision]
 
 
 def whole_name(name: str, rank: int) -> str:
@@ -112,22 +119,21 @@ def gathered(engine: Any, get: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
     return gather_named(mine)
 
 
-class GivenGradients:
+class SingleProcess:
     """torch.optim.Muon and torch.optim.AdamW on one process that has all experts."""
 
-    def __init__(self, weights: dict[str, Tensor], muon: dict[str, Any] = MUON, adamw: dict[str, Any] = ADAMW) -> None:
-        self.params = {name: nn.Parameter(weight.clone()) for name, weight in weights.items()}
-        others = [param for name, param in self.params.items() if name not in MATRICES]
-        self.optimizers = [
-            torch.optim.Muon([self.params[name] for name in MATRICES], **muon),
-            torch.optim.AdamW(others, **adamw),
-        ]
+    def __init__(self, params: dict[str, nn.Parameter]) -> None:
+        self.params = params
+        others = [param for name, param in params.items() if name not in MATRICES]
+        matrices = [params[name] for name in MATRICES]
+        self.optimizers = [torch.optim.Muon(matrices, **MUON), torch.optim.AdamW(others, **ADAMW)]
 
-    def step(self, grads: dict[str, Tensor]) -> None:
+    def step(self, grads: dict[str, Tensor] | None = None) -> None:
         for name, param in self.params.items():
-            param.grad = grads[name].clone()
+            param.grad = param.grad if grads is None else grads[name].clone()
         for optimizer in self.optimizers:
             optimizer.step()
+            optimizer.zero_grad()
 
     def largest_difference(self, weights: dict[str, Tensor]) -> float:
         return max(float((weights[name] - param.detach()).abs().max()) for name, param in self.params.items())
@@ -143,73 +149,81 @@ def backward(engine: Any, step: int) -> None:
 
 
 def differ_given_the_reduced_gradients(
-    settings: dict[str, Any], given: str
-) -> tuple[float, list[tuple[int, int]], list[int]]:
+    settings: dict[str, Any], given: str, folder: str
+) -> tuple[list[float], list[tuple[int, int]], list[int]]:
+    """From one process, and from that of a run that was saved after three steps and went on."""
     model = Mixture()
     kwargs: dict[str, Any] = {}
     if given != "parameters":
         named = [{"params": list(model.parameters()), "name": "all"}]
         kwargs["model_parameters"] = split_params_into_different_moe_groups_for_optimizer(named)
+    again = copy.deepcopy(settings)
     if given == "instance":
         kwargs["optimizer"] = LayerWiseMuon(kwargs.pop("model_parameters"), **settings.pop("optimizer")["params"])
         kwargs["model_parameters"] = None
     with engine_for(settings, model, **kwargs) as engine:
-        reference = GivenGradients(gathered(engine, safe_get_full_fp32_param))
+        weights = gathered(engine, safe_get_full_fp32_param)
+        single = SingleProcess({name: nn.Parameter(weight.clone()) for name, weight in weights.items()})
         for step in range(STEPS):
+            if step == 3:
+                engine.save_checkpoint(folder, tag="middle")
             backward(engine, step)
-            reference.step(gathered(engine, safe_get_full_grad))
+            single.step(gathered(engine, safe_get_full_grad))
             engine.step()
         binding = engine.basic_optimizer._binding
         sizes = [(unit.ranks.world_size, len(unit.params)) for unit in binding.units]
         travelling = [len(plan.matrices.buckets) for plan in binding.plans if plan.matrices is not None]
-        return reference.largest_difference(gathered(engine, safe_get_full_fp32_param)), sizes, travelling
+        differences = [single.largest_difference(gathered(engine, safe_get_full_fp32_param))]
+    if given == "parameters":
+        with engine_for(again, Mixture()) as engine:
+            backward(engine, 7)  # what it had before must not matter
+            engine.step()
+            path, _ = engine.load_checkpoint(folder, tag="middle")
+            assert path is not None and engine.global_steps == 3
+            for step in range(3, STEPS):
+                backward(engine, step)
+                engine.step()
+            differences.append(single.largest_difference(gathered(engine, safe_get_full_fp32_param)))
+    return differences, sizes, travelling
 
 
-@all_precisions
-def test_experts_have_the_bits_of_torch_muon_given_the_same_gradients(
-    expert_ranks: RankPool, stage: int, precision: Any
+@pytest.mark.parametrize(
+    ("stage", "precision", "given"),
+    [
+        *((stage, precision, "parameters") for stage in (1, 2) for precision in ("fp32", "bf16")),
+        (1, "bf16+fp32", "parameters"),
+        (2, "fp32", "groups"),
+        (2, "fp32", "instance"),
+    ],
+)
+def test_experts_have_the_bits_of_torch_muon_given_the_same_gradients_and_resume(
+    expert_ranks: RankPool, tmp_path: Path, stage: int, precision: str, given: str
 ) -> None:
     settings = settings_for(stage, precision, policy="balance")
-    for difference, sizes, travelling in expert_ranks.run(differ_given_the_reduced_gradients, settings, "parameters"):
-        assert difference == 0.0
+    found = expert_ranks.run(differ_given_the_reduced_gradients, settings, given, str(tmp_path))
+    for differences, sizes, travelling in found:
+        assert set(differences) == {0.0}
         assert sizes == [(4, 2), (4, 3), (2, 4), (2, 4)], "matrices and the rest of all ranks, then of the experts'"
         assert all(travelling), "some matrix must travel in both groups of ranks to be tested"
 
 
-@pytest.mark.parametrize("given", ["groups", "instance"])
-def test_param_groups_made_by_the_user_train_the_same(expert_ranks: RankPool, given: str) -> None:
-    settings = settings_for(2, policy="balance")
-    for difference, sizes, _ in expert_ranks.run(differ_given_the_reduced_gradients, settings, given):
-        assert difference == 0.0
-        assert sizes == [(4, 2), (4, 3), (2, 4), (2, 4)]
-
-
 def differ_from_full_batch(settings: dict[str, Any]) -> tuple[float, list[tuple[float, float]]]:
     """Every rank trains on its own rows, the reference on all of them; norms before clipping are (ours, torch's)."""
-    reference = WholeMixture()
-    named = dict(reference.named_parameters())
-    optimizers = [
-        torch.optim.Muon([named[name] for name in MATRICES], **MUON),
-        torch.optim.AdamW([param for name, param in named.items() if name not in MATRICES], **ADAMW),
-    ]
+    whole = WholeMixture()
+    single = SingleProcess(dict(whole.named_parameters()))
     norms = []
     with engine_for(settings, Mixture()) as engine, newton_schulz_in_float32():
         for step in range(STEPS):
             backward(engine, step)
             engine.step()
-            reference(*batch_shares(step, 1)[0]).backward()
-            truth = torch.nn.utils.clip_grad_norm_(named.values(), settings["gradient_clipping"] or float("inf"))
+            whole(*batch_shares(step, 1)[0]).backward()
+            truth = nn.utils.clip_grad_norm_(whole.parameters(), settings["gradient_clipping"] or float("inf"))
             norms.append((float(engine.get_global_grad_norm()), float(truth)))
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        weights = gathered(engine, safe_get_full_fp32_param)
-    return max(float((weights[name] - param.detach()).abs().max()) for name, param in named.items()), norms
+            single.step()
+        return single.largest_difference(gathered(engine, safe_get_full_fp32_param)), norms
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("clip", [0.0, 0.2])
+@cells(stage=[1, 2], accumulation=[1, 2], clip=[0.0, 0.2])
 def test_parameters_equal_a_single_process_with_all_experts(
     expert_ranks: RankPool, stage: int, accumulation: int, clip: float
 ) -> None:
@@ -222,71 +236,6 @@ def test_parameters_equal_a_single_process_with_all_experts(
         assert clip == 0.0 or all(truth > clip for _, truth in norms), "the clip must bite to be tested"
 
 
-def trained_in_two_parts(settings: dict[str, Any], folder: str) -> float:
-    def run(engine: Any, steps: range) -> None:
-        for step in steps:
-            backward(engine, step)
-            engine.step()
-
-    with engine_for(settings, Mixture()) as engine:
-        run(engine, range(3))
-        engine.save_checkpoint(folder, tag="middle")
-        run(engine, range(3, STEPS))
-        without_a_break = gathered(engine, safe_get_full_fp32_param)
-    with engine_for(settings, Mixture()) as engine:
-        run(engine, range(7, 8))  # what it had before must not matter
-        path, _ = engine.load_checkpoint(folder, tag="middle")
-        assert path is not None and engine.global_steps == 3
-        run(engine, range(3, STEPS))
-        resumed = gathered(engine, safe_get_full_fp32_param)
-    return max(float((without_a_break[name] - weight).abs().max()) for name, weight in resumed.items())
-
-
-@all_precisions
-def test_a_checkpoint_with_experts_resumes_with_the_same_bits(
-    expert_ranks: RankPool, stage: int, precision: Any, tmp_path: Path
-) -> None:
-    assert set(expert_ranks.run(trained_in_two_parts, settings_for(stage, precision), str(tmp_path))) == {0.0}
-
-
-def build(
-    stage: int, model: Callable[[], nn.Module] = Mixture, groups: Callable[[nn.Module], Any] | None = None
-) -> None:
-    module = model()
-    kwargs = {} if groups is None else {"model_parameters": groups(module)}
-    with engine_for(settings_for(stage), module, **kwargs):
-        pass
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_experts_at_other_stages_are_refused(expert_ranks: RankPool, stage: int) -> None:
-    for error in expert_ranks.errors(build, stage):
-        assert f"the model has deepspeed.moe layers and zero_optimization.stage is {stage}; use stage 1 or 2" in error
-
-
-def marked(module: nn.Module, name: str, *, dense_too: bool = False) -> list[dict[str, Any]]:
-    experts = [param for param in module.parameters() if is_moe_param(param) or dense_too]
-    dense = [param for param in module.parameters() if not is_moe_param(param) and not dense_too]
-    return [group for group in ({"params": dense}, {"params": experts, "moe": True, "name": name}) if group["params"]]
-
-
-def all_in_one(module: nn.Module) -> list[dict[str, Any]]:
-    return [{"params": list(module.parameters()), "moe": False}]
-
-
-def misnamed(module: nn.Module) -> list[dict[str, Any]]:
-    return marked(module, "ep_size_3")
-
-
-def mixed(module: nn.Module) -> list[dict[str, Any]]:
-    return marked(module, "ep_size_2", dense_too=True)
-
-
-def wrong_expert_size(module: nn.Module) -> list[dict[str, Any]]:
-    """Experts of the model's second layer, which are shared by one rank each, in a group of the first's name."""
-    return marked(module, "ep_size_2")
-
-
 class TwoSizes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -294,40 +243,49 @@ class TwoSizes(nn.Module):
         self.wider = MoE(WIDTH, expert(1), EXPERTS, ep_size=4)
 
 
+def grouped(module: nn.Module, how: str) -> list[dict[str, Any]]:
+    """Param groups that do not fit: all experts of ``TwoSizes`` in a group of one size's name, for instance."""
+    params = list(module.parameters())
+    experts = [param for param in params if is_moe_param(param)]
+    dense = [param for param in params if not is_moe_param(param)]
+    return {
+        "unmarked": [{"params": params, "moe": False}],
+        "misnamed": [{"params": dense}, {"params": experts, "moe": True, "name": "ep_size_3"}],
+        "mixed": [{"params": dense[:1]}, {"params": [*dense[1:], *experts], "moe": True, "name": "ep_size_2"}],
+        "two sizes": [{"params": dense}, {"params": experts, "moe": True, "name": "ep_size_2"}],
+        "no experts": [{"params": params, "moe": True, "name": "e"}],
+    }[how]
+
+
+def build_with_groups(stage: int, model: Callable[[], nn.Module], how: str | None) -> None:
+    module = model()
+    build(settings_for(stage), module, **({} if how is None else {"model_parameters": grouped(module, how)}))
+
+
+SPLIT = "split groups with deepspeed"
+
+
 @pytest.mark.parametrize(
-    ("model", "groups", "message"),
+    ("stage", "model", "how", "message"),
     [
+        (0, Mixture, None, "the model has deepspeed.moe layers and zero_optimization.stage is 0; use stage 1 or 2"),
+        (3, Mixture, None, "the model has deepspeed.moe layers and zero_optimization.stage is 3; use stage 1 or 2"),
+        (2, Mixture, "unmarked", f"param group 0 has experts' parameters, but not 'moe': True; {SPLIT}"),
+        (2, Mixture, "misnamed", "param group 1 has 'moe': True and name 'ep_size_3'; the model has 'ep_size_2'"),
+        (2, Mixture, "mixed", f"param group 1 has 'moe': True, but not only experts' parameters; {SPLIT}"),
+        (2, TwoSizes, "two sizes", "param group 1 is named 'ep_size_2', but has experts of 'ep_size_4'; split"),
         (
-            Mixture,
-            all_in_one,
-            "param group 0 has experts' parameters, but not 'moe': True; split groups with deepspeed",
+            *(2, UnevenLM, "no experts"),
+            "param group 0 has 'moe': True and name 'e'; the model has none, because it has no deepspeed.moe",
         ),
-        (Mixture, misnamed, "param group 1 has 'moe': True and name 'ep_size_3'; the model has 'ep_size_2'"),
-        (
-            Mixture,
-            mixed,
-            "param group 0 has 'moe': True, but not only experts' parameters; split groups with deepspeed",
-        ),
-        (TwoSizes, wrong_expert_size, "param group 1 is named 'ep_size_2', but has experts of 'ep_size_4'; split"),
     ],
-    ids=["unmarked", "misnamed", "mixed", "two sizes"],
+    ids=lambda value: value.__name__ if callable(value) else None,
 )
-def test_param_groups_that_do_not_fit_the_experts_are_refused(
-    expert_ranks: RankPool, model: Callable[[], nn.Module], groups: Callable[[nn.Module], Any], message: str
+def test_experts_that_cannot_be_trained_are_refused(
+    expert_ranks: RankPool, stage: int, model: Callable[[], nn.Module], how: str | None, message: str
 ) -> None:
-    for error in expert_ranks.errors(build, 2, model, groups):
+    for error in expert_ranks.errors(build_with_groups, stage, model, how):
         assert message in error
-
-
-def build_with_a_marked_group_of_a_dense_model() -> None:
-    build(2, UnevenLM, lambda module: [{"params": list(module.parameters()), "moe": True, "name": "e"}])
-
-
-def test_a_group_of_experts_without_experts_is_refused(ranks: RankPool) -> None:
-    for error in ranks.errors(build_with_a_marked_group_of_a_dense_model):
-        assert (
-            "param group 0 has 'moe': True and name 'e'; the model has none, because it has no deepspeed.moe" in error
-        )
 
 
 def owners_of_two_sizes() -> dict[str, set[tuple[int, ...]]]:

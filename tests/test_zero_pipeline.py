@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,29 +21,38 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
+from tests.cells import cells
 from tests.models import VOCABULARY
 from tests.ranks import RankPool
-from tests.zero import ADAMW, MUON, batch_shares, config, engine_for, gather_named, newton_schulz_in_float32
+from tests.zero import (
+    ADAMW,
+    BF16,
+    IN_FP32,
+    MUON,
+    batch_shares,
+    build,
+    config,
+    engine_for,
+    gather_named,
+    newton_schulz_in_float32,
+)
 
 RANKS, STAGES, DATA_PARALLEL, STEPS, MICRO_BATCHES = 4, 2, 2, 5, 2
 WIDTH = 24
 MATRICES = ("up.weight", "down.weight", "mix.weight")
-BF16 = {"bf16": {"enabled": True}}
 PRECISIONS = {
     "fp32, stage 0": (0, {}),
     "fp32, stage 1": (1, {}),
     "bf16, stage 1": (1, BF16),
-    "bf16 + fp32, stage 1": (1, {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}),
+    "bf16 + fp32, stage 1": (1, {**BF16, **IN_FP32}),
 }
-all_precisions = pytest.mark.parametrize("precision", PRECISIONS)
 
 
 @pytest.fixture(scope="module")
-def pipeline_ranks() -> Iterator[RankPool]:
-    """Four ranks of this file's own: DeepSpeed keeps the pipeline's groups in globals of the process."""
-    pool = RankPool(RANKS)
-    yield pool
-    pool.remove()
+def pipeline_ranks(rank_pools: dict[int, RankPool]) -> Iterator[RankPool]:
+    """Four ranks, and a new world after them: DeepSpeed keeps the pipeline's groups in globals of the process."""
+    yield rank_pools[RANKS]
+    rank_pools[RANKS].renew()
 
 
 class Block(nn.Module):
@@ -87,29 +97,16 @@ def untied() -> list[Any]:
     ]
 
 
-def only_an_embedding_first() -> list[Any]:
-    return [LayerSpec(nn.Embedding, VOCABULARY, WIDTH), LayerSpec(nn.Linear, WIDTH, VOCABULARY, bias=False)]
-
-
-def tied(module: type[nn.Module] = nn.Embedding, *sizes: int) -> list[Any]:
-    return [
-        TiedLayerSpec("embed", module, *sizes),
-        LayerSpec(Block),
-        LayerSpec(Block),
-        TiedLayerSpec("embed", module, *sizes, forward_fn=multiply),
-    ]
-
-
-def tied_table() -> list[Any]:
-    return tied(Table)
+def tied_table(module: type[nn.Module] = Table, *sizes: int) -> list[Any]:
+    ends = (TiedLayerSpec("embed", module, *sizes), TiedLayerSpec("embed", module, *sizes, forward_fn=multiply))
+    return [ends[0], LayerSpec(Block), LayerSpec(Block), ends[1]]
 
 
 def tied_embedding() -> list[Any]:
-    return tied(nn.Embedding, VOCABULARY, WIDTH)
+    return tied_table(nn.Embedding, VOCABULARY, WIDTH)
 
 
 MODELS = {"untied": untied, "tied embedding": tied_embedding, "tied table": tied_table}
-all_models = pytest.mark.parametrize("model", MODELS)
 
 
 def pipeline(layers: list[Any], **kwargs: Any) -> PipelineModule:
@@ -224,12 +221,15 @@ def record_grads(engine: Any) -> dict[str, Tensor]:
     return recorded
 
 
-def differ_given_the_same_gradients(model: str, settings: dict[str, Any]) -> tuple[float, list[str]]:
+def differ_given_the_same_gradients(model: str, settings: dict[str, Any], folder: str) -> tuple[list[float], list[str]]:
+    """From one process, and from that of a run that was saved after three steps and went on."""
     layers = MODELS[model]()
     with engine_for(settings, pipeline(layers)) as engine:
         reference = Reference(layers, weights_of(engine))
         recorded = record_grads(engine)
         for step in range(STEPS):
+            if step == 3:
+                engine.save_checkpoint(folder, tag="middle")
             train(engine, range(step, step + 1))
             grads = gather_named(recorded)
             norm = float(torch.nn.utils.get_total_norm(grads.values()))
@@ -238,16 +238,28 @@ def differ_given_the_same_gradients(model: str, settings: dict[str, Any]) -> tup
         plans = engine.basic_optimizer._binding.plans
         matrices = [spec.name for plan in plans if plan.matrices is not None for spec in plan.specs]
         assert all(plan.matrices.buckets for plan in plans if plan.matrices is not None), "some matrix must travel"
-        return reference.largest_difference(weights_of(engine)), matrices
+        differences = [reference.largest_difference(weights_of(engine))]
+    with engine_for(settings, pipeline(MODELS[model]())) as engine:
+        train(engine, range(7, 8))  # what it had before must not matter
+        path, _ = engine.load_checkpoint(folder, tag="middle")
+        assert path is not None and engine.global_steps == 3
+        train(engine, range(3, STEPS))
+        return [*differences, reference.largest_difference(weights_of(engine))], matrices
 
 
-@all_models
-@all_precisions
-def test_every_stage_has_the_bits_of_torch_muon_given_the_same_gradients(
-    pipeline_ranks: RankPool, model: str, precision: str
+@pytest.mark.parametrize(
+    ("model", "precision"),
+    [
+        pytest.param(model, precision, marks=() if number < 4 or number in (5, 6, 8, 11) else pytest.mark.full)
+        for number, (model, precision) in enumerate(itertools.product(MODELS, PRECISIONS))
+    ],
+)
+def test_every_stage_has_the_bits_of_torch_muon_given_the_same_gradients_and_resumes(
+    pipeline_ranks: RankPool, tmp_path: Path, model: str, precision: str
 ) -> None:
-    found = pipeline_ranks.run(differ_given_the_same_gradients, model, settings_for(precision))
-    assert [difference for difference, _ in found] == [0.0] * RANKS
+    settings = settings_for(precision)
+    found = pipeline_ranks.run(differ_given_the_same_gradients, model, settings, str(tmp_path))
+    assert [differences for differences, _ in found] == [[0.0, 0.0]] * RANKS
     first, second = ([f"{block}.{name}" for name in MATRICES] for block in (1, 2))
     assert [matrices for _, matrices in found] == [first, first, second, second]
 
@@ -268,9 +280,7 @@ def differ_from_whole_batch(model: str, settings: dict[str, Any]) -> tuple[float
         return reference.largest_difference(weights_of(engine)), norms
 
 
-@all_models
-@pytest.mark.parametrize("precision", ["fp32, stage 0", "fp32, stage 1"])
-@pytest.mark.parametrize("clip", [0.0, 0.5])
+@cells(model=MODELS, precision=["fp32, stage 0", "fp32, stage 1"], clip=[0.5, 0.0])
 def test_parameters_and_norms_equal_a_single_process_on_the_whole_batch(
     pipeline_ranks: RankPool, model: str, precision: str, clip: float
 ) -> None:
@@ -279,30 +289,6 @@ def test_parameters_and_norms_equal_a_single_process_on_the_whole_batch(
         assert difference <= 2e-6
         assert all(ours == pytest.approx(truth, rel=1e-5) for ours, truth in norms)
         assert clip == 0.0 or all(truth > clip for _, truth in norms), "the clip must bite to be tested"
-
-
-def resumed_in_the_middle(model: str, settings: dict[str, Any], folder: str) -> float:
-    with engine_for(settings, pipeline(MODELS[model]())) as engine:
-        train(engine, range(3))
-        engine.save_checkpoint(folder, tag="middle")
-        train(engine, range(3, STEPS))
-        without_a_break = weights_of(engine)
-    with engine_for(settings, pipeline(MODELS[model]())) as engine:
-        train(engine, range(7, 8))  # what it had before must not matter
-        path, _ = engine.load_checkpoint(folder, tag="middle")
-        assert path is not None and engine.global_steps == 3
-        train(engine, range(3, STEPS))
-        resumed = weights_of(engine)
-    return max(float((without_a_break[name] - weight).abs().max()) for name, weight in resumed.items())
-
-
-@pytest.mark.parametrize("model", ["untied", "tied embedding"])
-@all_precisions
-def test_a_pipelines_checkpoint_resumes_with_the_same_bits(
-    pipeline_ranks: RankPool, model: str, precision: str, tmp_path: Path
-) -> None:
-    found = pipeline_ranks.run(resumed_in_the_middle, model, settings_for(precision), str(tmp_path))
-    assert set(found) == {0.0}
 
 
 def differ_with_an_embedding_stage(settings: dict[str, Any], **kwargs: Any) -> tuple[float, list[str]]:
@@ -364,88 +350,80 @@ def test_a_stage_without_matrices_is_refused_where_deepspeed_would_wait_forever(
         assert "pipeline stage 0 has 1 param group(s) and another stage 2: it has no matrices, or nothing else" in error
 
 
-def test_bf16_without_zero_is_refused_in_a_pipeline(pipeline_ranks: RankPool) -> None:
-    for error in pipeline_ranks.errors(build, config(0) | BF16):
-        assert (
-            "zero_optimization.stage is 0 and the pipeline is trained in bfloat16, where DeepSpeed saves one" in error
-        )
-
-
-def build(settings: dict[str, Any], layers: list[Any] | None = None, **kwargs: Any) -> None:
-    with engine_for(settings, pipeline(layers or untied(), **kwargs)):
-        pass
-
-
-def test_no_matrix_is_judged_over_all_stages(pipeline_ranks: RankPool) -> None:
-    for error in pipeline_ranks.errors(build, settings_for("fp32, stage 1"), only_an_embedding_first()):
-        assert "none of the 2 trained parameters is a matrix, so 'muon' would train nothing" in error
-
-
 def kinds_with(settings: dict[str, Any]) -> dict[str, str]:
     with engine_for(settings, pipeline(untied())) as engine:
         return {route.name: route.kind for route in engine.basic_optimizer._binding.stage.all_routes}
 
 
-def test_globs_may_match_on_any_stage_and_must_match_on_one(pipeline_ranks: RankPool) -> None:
+def test_globs_may_match_on_any_stage(pipeline_ranks: RankPool) -> None:
     options = {"exclude": ["1.up.*"], "include": ["3.weight"]}
     for kinds in pipeline_ranks.run(kinds_with, settings_for("fp32, stage 1", **options)):
         assert kinds["1.up.weight"] == "elementwise" and kinds["2.up.weight"] == "matrix"
         assert kinds["3.weight"] == "matrix" and len(kinds) == 16
-    for error in pipeline_ranks.errors(build, settings_for("fp32, stage 1", exclude=["1.upp.*"])):
-        assert "exclude: '1.upp.*' matches no parameter name; did you mean '1.up." in error
 
 
-def test_a_tied_weight_cannot_be_included(pipeline_ranks: RankPool) -> None:
-    for error in pipeline_ranks.errors(build, settings_for("fp32, stage 1", include=["tied_modules.*"]), tied_table()):
-        assert "include: 'tied_modules.embed.weight' is tied between pipeline layers; such weights stay" in error
-
-
-def build_with_a_tag_on_the_second_stage() -> None:
-    model = pipeline(untied())
-    if torch.distributed.get_rank() == 3:
+def model_to_refuse(kind: str) -> PipelineModule:
+    if kind == "shards":
+        topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
+        return PipelineModule(untied(), topology=topology, loss_fn=loss_of, partition_method="uniform")
+    if kind == "experts":
+        return pipeline([LayerSpec(MoE, 8, nn.Linear(8, 8), 2), LayerSpec(MoE, 8, nn.Linear(8, 8), 2)])
+    if kind == "only an embedding first":
+        return pipeline([LayerSpec(nn.Embedding, VOCABULARY, WIDTH), LayerSpec(nn.Linear, WIDTH, VOCABULARY, False)])
+    model = pipeline(tied_table() if kind == "tied" else untied())
+    if kind == "tagged" and torch.distributed.get_rank() == 3:
         next(model.parameters()).use_muon = True
-    with engine_for(settings_for("fp32, stage 1"), model):
-        pass
+    return model
 
 
-def test_a_failure_on_one_stage_stops_the_others_with_its_message(pipeline_ranks: RankPool) -> None:
-    errors = pipeline_ranks.errors(build_with_a_tag_on_the_second_stage)
-    assert all("carry use_muon=True" in error for error in errors)
-    assert errors[3].startswith("ValueError") and all(error.startswith("RuntimeError") for error in errors[:3])
+def build_pipeline(settings: dict[str, Any], kind: str) -> None:
+    build(settings, model_to_refuse(kind))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_pipeline_at_other_stages_is_refused(pipeline_ranks: RankPool, stage: int) -> None:
-    for error in pipeline_ranks.errors(build, config(stage)):
-        assert f"the model is a PipelineModule and zero_optimization.stage is {stage}; use stage 0 or 1" in error
+FP32 = settings_for("fp32, stage 1")
 
 
-def build_with_model_parallelism() -> None:
-    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
-    model = PipelineModule(untied(), topology=topology, loss_fn=loss_of, partition_method="uniform")
-    with engine_for(settings_for("fp32, stage 1"), model):
-        pass
-
-
-def test_a_pipeline_of_shards_is_refused(pipeline_ranks: RankPool) -> None:
-    for error in pipeline_ranks.errors(build_with_model_parallelism):
-        assert "the pipeline's topology has model parallelism of 2: each rank holds a shard" in error
-
-
-def build_with_experts() -> None:
-    layers = [LayerSpec(MoE, 8, nn.Linear(8, 8), 2), LayerSpec(MoE, 8, nn.Linear(8, 8), 2)]
-    with engine_for(settings_for("fp32, stage 1"), pipeline(layers)):
-        pass
+@pytest.mark.parametrize(
+    ("settings", "kind", "message"),
+    [
+        (config(0) | BF16, "untied", "stage is 0 and the pipeline is trained in bfloat16, where DeepSpeed saves one"),
+        (config(2), "untied", "the model is a PipelineModule and zero_optimization.stage is 2; use stage 0 or 1"),
+        (config(3), "untied", "the model is a PipelineModule and zero_optimization.stage is 3; use stage 0 or 1"),
+        (
+            FP32,
+            "only an embedding first",
+            "none of the 2 trained parameters is a matrix, so 'muon' would train nothing",
+        ),
+        (
+            settings_for("fp32, stage 1", exclude=["1.upp.*"]),
+            *("untied", "exclude: '1.upp.*' matches no parameter name; did you mean '1.up."),
+        ),
+        (
+            settings_for("fp32, stage 1", include=["tied_modules.*"]),
+            *("tied", "include: 'tied_modules.embed.weight' is tied between pipeline layers; such weights stay"),
+        ),
+        (FP32, "shards", "the pipeline's topology has model parallelism of 2: each rank holds a shard"),
+        (FP32, "tagged", "carry use_muon=True"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_pipelines_that_cannot_be_trained_are_refused(
+    pipeline_ranks: RankPool, settings: dict[str, Any], kind: str, message: str
+) -> None:
+    errors = pipeline_ranks.errors(build_pipeline, settings, kind)
+    assert all(message in error for error in errors)
+    if kind == "tagged":  # on one rank, whose error stops the others
+        assert errors[3].startswith("ValueError") and all(error.startswith("RuntimeError") for error in errors[:3])
 
 
 def test_experts_in_a_pipeline_are_refused(ranks_to_spoil: RankPool) -> None:
-    for error in ranks_to_spoil.errors(build_with_experts):
+    for error in ranks_to_spoil.errors(build_pipeline, FP32, "experts"):
         assert "the model is a PipelineModule with deepspeed.moe layers; use one of the two" in error
 
 
 def printed_by_a_build(settings: dict[str, Any]) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        build(settings)
+        build(settings, pipeline(untied()))
     return printed.getvalue()
 
 

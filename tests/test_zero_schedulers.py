@@ -1,57 +1,39 @@
-"""Learning-rate schedules keep the ratio between Muon's rate and AdamW's."""
+"""Learning-rate schedules keep the ratio between Muon's rate and AdamW's, whatever they write, and are DeepSpeed's own
+or torch's, by configuration, as instances or as callables."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from deepspeed.runtime import lr_schedules
-from deepspeed.runtime.lr_schedules import WarmupLR
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, ReduceLROnPlateau
+from transformers import get_cosine_with_min_lr_schedule_with_warmup
 
 from lwopt_backend.integrations.deepspeed_zero import LayerWiseMuon
+from tests.cells import cells
 from tests.models import UnevenLM
 from tests.ranks import RankPool
 from tests.zero import (
     ADAMW,
     MUON,
-    ROWS,
+    OWNED,
     Reference,
     batch_shares,
     config,
     engine_for,
     full_weights,
     largest_difference,
+    settings_for,
+    there_is,
     train,
 )
 
 RATIO = ADAMW["lr"] / MUON["lr"]
 STEPS = 6
-
-
-def rates_under(stage: int, scheduler: dict[str, Any]) -> list[list[float]]:
-    with engine_for(config(stage) | {"scheduler": scheduler}) as engine:
-        rates = []
-        for step in range(STEPS):
-            train(engine, range(step, step + 1))
-            rates.append(engine.get_lr())
-        return rates
-
-
-def rates_on_one_process(name: str, params: dict[str, Any]) -> list[float]:
-    """What the scheduler makes of a single optimizer that has Muon's rate."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=MUON["lr"])
-    scheduler = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name)
-    schedule = scheduler(optimizer, **params)
-    rates = []
-    for _ in range(STEPS):
-        optimizer.step()
-        schedule.step()
-        rates.append(optimizer.param_groups[0]["lr"])
-    return rates
-
-
+Rates = list[list[float]]
 SCHEDULES = {
     "WarmupLR": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.02, "warmup_num_steps": 4},
     "WarmupLR-own": {"warmup_num_steps": 4},  # no warmup_max_lr: DeepSpeed takes each group's own
@@ -59,7 +41,7 @@ SCHEDULES = {
     "WarmupCosineLR": {"total_num_steps": 8, "warmup_num_steps": 2},
     "LRRangeTest": {"lr_range_test_min_lr": 0.001, "lr_range_test_step_size": 2},
     "OneCycle": {"cycle_min_lr": 0.001, "cycle_max_lr": 0.02, "cycle_first_step_size": 3},
-    "OneCycleLR": {"max_lr": 0.02, "total_steps": 10, "cycle_momentum": False},
+    "OneCycleLR": {"max_lr": 0.02, "total_steps": 10},
     "CyclicLR": {"base_lr": 0.001, "max_lr": 0.02, "step_size_up": 3, "cycle_momentum": False},
     "StepLR": {"step_size": 2, "gamma": 0.5},
     "MultiStepLR": {"milestones": [1, 4], "gamma": 0.5},
@@ -70,85 +52,75 @@ SCHEDULES = {
     "CosineAnnealingLR": {"T_max": 10},
     "CosineAnnealingWarmRestarts": {"T_0": 4},
 }
+
+
+def followed(
+    settings: dict[str, Any], **kwargs: Any
+) -> tuple[Rates, list[tuple[float, tuple[float, ...]]], list[set[str]]]:
+    """By step, the groups' rates, and Muon's momentum and AdamW's betas; in the end, the keys that groups have."""
+    with engine_for(settings, **kwargs) as engine:
+        rates, momenta = [], []
+        for step in range(STEPS):
+            train(engine, range(step, step + 1))
+            rates.append(list(engine.get_lr()))
+            muon, adamw = engine.basic_optimizer.param_groups
+            momenta.append((muon["momentum"], tuple(adamw["betas"])))
+        return rates, momenta, [set(group) for group in engine.basic_optimizer.param_groups]
+
+
+def on_one_process(name: str, params: dict[str, Any]) -> tuple[list[float], list[tuple[float, float]]]:
+    """What the scheduler makes of AdamW alone that has Muon's rate."""
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=MUON["lr"], betas=ADAMW["betas"])
+    scheduler = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name)
+    schedule = scheduler(optimizer, **params)
+    rates, betas = [], []
+    for _ in range(STEPS):
+        optimizer.step()
+        schedule.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+        betas.append(tuple(optimizer.param_groups[0]["betas"]))
+    return rates, betas
+
+
 AT_EVERY_STAGE = ("WarmupLR", "OneCycle", "CosineAnnealingLR")
 
 
 @pytest.mark.parametrize(
-    ("stage", "schedule"),
-    [*((2, name) for name in SCHEDULES), *((stage, name) for stage in (0, 1, 3) for name in AT_EVERY_STAGE)],
+    ("stage", "storage", "schedule"),
+    [
+        *((2, "zero", name) for name in SCHEDULES),
+        *((stage, "zero", name) for stage, name in zip((0, 1, 3), AT_EVERY_STAGE)),
+        *((1, "owned", name) for name in ("OneCycle", "OneCycleLR", "WarmupLR")),
+        *(
+            pytest.param(stage, "zero", name, marks=pytest.mark.full)
+            for stage in (0, 1, 3)
+            for name in AT_EVERY_STAGE
+            if (stage, name) not in zip((0, 1, 3), AT_EVERY_STAGE)
+        ),
+    ],
 )
-def test_schedulers_by_config_keep_the_ratio(ranks: RankPool, stage: int, schedule: str) -> None:
+def test_schedulers_by_config_keep_the_ratio_and_cycle_both_momenta(
+    ranks: RankPool, stage: int, storage: str, schedule: str
+) -> None:
+    """DeepSpeed's OneCycle also sets every second beta to 0.99, as it does with Adam."""
     name, params = schedule.removesuffix("-own"), SCHEDULES[schedule]
-    expected = rates_on_one_process(name, params)
+    expected, betas = on_one_process(name, params)
     assert len(set(expected)) > 1, "the schedule must move to be tested"
-    for rates in ranks.run(rates_under, stage, {"type": name, "params": params}):
+    assert len(set(betas)) > 1 or not schedule.startswith("OneCycle")
+    settings = config(stage, **(OWNED if storage == "owned" else {})) | {"scheduler": {"type": name, "params": params}}
+    for rates, momenta, (muon, adamw) in ranks.run(followed, settings):
         assert [matrix for matrix, _ in rates] == pytest.approx(expected)
         assert [elementwise for _, elementwise in rates] == pytest.approx([rate * RATIO for rate in expected])
-
-
-def momenta_under(scheduler: dict[str, Any], **options: Any) -> tuple[list[list[Any]], list[set[str]]]:
-    with engine_for(config(1, **options) | {"scheduler": scheduler}) as engine:
-        momenta = []
-        for step in range(STEPS):
-            train(engine, range(step, step + 1))
-            momenta.append([g["momentum"] if g["rule"] == "muon" else g["betas"] for g in groups_of(engine)])
-        return momenta, [set(group) for group in groups_of(engine)]
-
-
-def groups_of(engine: Any) -> list[dict[str, Any]]:
-    return engine.basic_optimizer.param_groups
-
-
-def momenta_on_one_process(name: str, params: dict[str, Any]) -> list[tuple[float, float]]:
-    """What the scheduler makes of AdamW alone."""
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], betas=ADAMW["betas"])
-    scheduler = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name)
-    schedule = scheduler(optimizer, **params)
-    momenta = []
-    for _ in range(STEPS):
-        optimizer.step()
-        schedule.step()
-        momenta.append(optimizer.param_groups[0]["betas"])
-    return momenta
-
-
-@pytest.mark.parametrize("storage", ["zero", "owned"])
-@pytest.mark.parametrize("name", ["OneCycle", "OneCycleLR"])
-def test_a_cycled_momentum_reaches_both_rules(ranks: RankPool, name: str, storage: str) -> None:
-    """DeepSpeed's OneCycle also sets every second beta to 0.99, as it does with Adam."""
-    params = {key: value for key, value in SCHEDULES[name].items() if key != "cycle_momentum"}
-    expected = momenta_on_one_process(name, params)
-    assert len(set(expected)) > 1, "the schedule must move to be tested"
-    for momenta, (muon, adamw) in ranks.run(momenta_under, {"type": name, "params": params}, storage=storage):
-        assert [of_muon for of_muon, _ in momenta] == [beta1 for beta1, _ in expected]
-        assert [tuple(of_adamw) for _, of_adamw in momenta] == expected
+        if len(set(betas)) > 1:
+            assert momenta == [(beta1, (beta1, beta2)) for beta1, beta2 in betas]
         assert "betas" not in muon and "momentum" not in adamw
 
 
-@pytest.mark.parametrize(
-    ("name", "params", "message"),
-    [
-        ("LambdaLR", {}, "missing 1 required positional argument: 'lr_lambda'"),
-        ("LambdaLR", {"lr_lambda": "lambda step: 0.5"}, "'str' object is not callable"),
-        ("CosineAnnealingLR", {"T_maximum": 10}, "unexpected keyword argument 'T_maximum'"),
-        ("ReduceLROnPlateau", {"factor": 0.5}, "call engine.step(lr_kwargs={'metrics': loss})"),
-    ],
-)
-def test_schedulers_that_a_configuration_cannot_describe_are_refused(
-    ranks: RankPool, name: str, params: dict[str, Any], message: str
-) -> None:
-    for error in ranks.errors(rates_under, 2, {"type": name, "params": params}):
-        assert error.startswith(f"ValueError: scheduler.type is {name!r}")
-        assert message in error and "deepspeed.initialize(lr_scheduler=lambda optimizer:" in error
-
-
-def rates_on_a_plateau() -> list[list[float]]:
-    settings = config(2)
-
+def rates_on_a_plateau() -> Rates:
     def schedule(optimizer: Any) -> Any:
-        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1)
+        return ReduceLROnPlateau(optimizer, factor=0.5, patience=1)
 
-    with engine_for(settings, lr_scheduler=schedule) as engine:
+    with engine_for(config(2), lr_scheduler=schedule) as engine:
         rates = []
         for metric in (3.0, 2.0, 2.0, 2.0, 1.0):
             engine.backward(engine(*batch_shares(0, 2)[0]))
@@ -164,55 +136,87 @@ def test_a_schedule_on_a_metric_is_given_as_a_callable(ranks: RankPool) -> None:
 
 def test_per_group_rates_are_taken_as_written(ranks: RankPool) -> None:
     params = {"warmup_max_lr": [0.02, 0.001], "warmup_min_lr": [0.01, 0.001], "warmup_num_steps": 4}
-    for rates in ranks.run(rates_under, 2, {"type": "WarmupLR", "params": params}):
+    for rates, *_ in ranks.run(followed, config(2) | {"scheduler": {"type": "WarmupLR", "params": params}}):
         assert rates[-1] == [0.02, 0.001]
 
 
-def differ_under_warmup(stage: int) -> float:
-    """The written rate is the trained one: compared with a reference whose two rates follow the same warm-up."""
-    reference = Reference()
-    schedulers = [
-        WarmupLR(optimizer, warmup_max_lr=rate, warmup_num_steps=4)
-        for optimizer, rate in ((reference.muon, MUON["lr"]), (reference.adamw, MUON["lr"] * RATIO))
-    ]
-    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": MUON["lr"], "warmup_num_steps": 4}}
-    with engine_for(config(stage, rows=ROWS) | {"scheduler": schedule}) as engine:
-        for step in range(STEPS):
+def half(step: int) -> float:
+    return 0.5**step
+
+
+def cosine(optimizer: torch.optim.Optimizer) -> Any:
+    return CosineAnnealingLR(optimizer, T_max=8)
+
+
+def warmup(optimizer: torch.optim.Optimizer, rate: float) -> Any:
+    return lr_schedules.WarmupLR(optimizer, warmup_max_lr=rate, warmup_num_steps=4)
+
+
+def differ_on_schedule(storage: str, stage: int, how: str) -> tuple[float, list[float]]:
+    """From two optimizers on one process that are each given the schedule; and the rates in the end.
+
+    One rate for all groups by configuration; each group's own rate, by a schedule of factors; a rate that was given for
+    both halves of a group.
+    """
+    settings, model = settings_for(storage, stage), UnevenLM()
+    options, kwargs, rates = settings["optimizer"]["params"], {}, (MUON["lr"], ADAMW["lr"])
+    make: Callable[[Any], Any] = cosine
+    if how == "one rate, by configuration":
+        settings["scheduler"] = {"type": "WarmupLR", "params": {"warmup_max_lr": rates[0], "warmup_num_steps": 4}}
+    elif how == "factors, by callables":
+        make = lambda optimizer: LambdaLR(optimizer, half)  # noqa: E731
+        kwargs = {"optimizer": lambda params: LayerWiseMuon(params, **options), "lr_scheduler": make}
+    else:
+        params: Any = model.parameters()
+        if how == "a group's rate, by instances":
+            rates, params = (0.005, 0.005), [{"params": params, "lr": 0.005}]
+        kwargs["optimizer"] = LayerWiseMuon(params, **options)
+        kwargs["lr_scheduler"] = make if rates[0] == rates[1] else make(kwargs["optimizer"])
+    if kwargs:
+        del settings["optimizer"]
+    single = Reference(muon={**MUON, "lr": rates[0]}, adamw={**ADAMW, "lr": rates[1]})
+    pairs = zip((single.muon, single.adamw), rates)
+    schedules = [make(optimizer) if kwargs else warmup(optimizer, rate) for optimizer, rate in pairs]
+    with engine_for(settings, model, **kwargs) as engine:
+        for step in range(4):
             train(engine, range(step, step + 1), same_rows=True)
-            reference.train(range(step, step + 1))
-            for scheduler in schedulers:
-                scheduler.step()
-        return largest_difference(full_weights(engine), reference.model)
+            single.train(range(step, step + 1))
+            for schedule in schedules:
+                schedule.step()
+        assert engine.get_lr() == pytest.approx([o.param_groups[0]["lr"] for o in (single.muon, single.adamw)])
+        return largest_difference(full_weights(engine), single.model), list(engine.get_lr())
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_one_rate_for_all_trains_like_two_rates_in_their_ratio(ranks: RankPool, stage: int) -> None:
-    assert (
-        max(ranks.run(differ_under_warmup, stage)) <= 1e-7
-    )  # the ratio is applied after the schedule, not before: rounding
+@cells(
+    there_is,
+    storage=["zero", "owned"],
+    stage=[0, 1, 2, 3],
+    how=["one rate, by configuration", "factors, by callables", "its own rates, by instances"]
+    + ["a group's rate, by instances"],
+)
+def test_a_schedule_trains_like_one_on_each_of_two_optimizers(
+    ranks: RankPool, storage: str, stage: int, how: str
+) -> None:
+    for difference, rates in ranks.run(differ_on_schedule, storage, stage, how):
+        # A single rate is multiplied by the ratio after the schedule, not before: rounding.
+        assert difference <= (1e-7 if how == "one rate, by configuration" else 0.0)
+        assert how != "a group's rate, by instances" or rates == pytest.approx([0.0025, 0.0025])
 
 
-def rates_with_client_scheduler(stage: int, how: str) -> list[float]:
-    def half(step: int) -> float:
-        return 0.5**step
-
-    settings = config(stage)
-    options = settings.pop("optimizer")["params"]
-    model = UnevenLM()
-    optimizer: Any = LayerWiseMuon(model.parameters(), **options)
-    scheduler: Any = LambdaLR(optimizer, half)
-    if how == "callables":
-        optimizer, scheduler = (lambda params: LayerWiseMuon(params, **options)), (lambda o: LambdaLR(o, half))
-    with engine_for(settings, model, optimizer=optimizer, lr_scheduler=scheduler) as engine:
-        train(engine, 2)
-        return engine.get_lr()
+def rates_by_schedules_that_read_defaults(name: str) -> Rates:
+    make = {
+        "cosine_with_min_lr": lambda o: get_cosine_with_min_lr_schedule_with_warmup(o, 2, 6, min_lr=0.002),
+        "OneCycleLR": lambda o: OneCycleLR(o, max_lr=0.02, total_steps=8),
+    }[name]
+    return followed(config(2), lr_scheduler=make)[0]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("how", ["instances", "callables"])
-def test_client_optimizer_and_scheduler(ranks: RankPool, stage: int, how: str) -> None:
-    for rates in ranks.run(rates_with_client_scheduler, stage, how):
-        assert rates == pytest.approx([MUON["lr"] / 4, ADAMW["lr"] / 4])
+@pytest.mark.parametrize("name", ["cosine_with_min_lr", "OneCycleLR"])
+def test_schedules_that_read_the_optimizers_defaults(ranks: RankPool, name: str) -> None:
+    for rates in ranks.run(rates_by_schedules_that_read_defaults, name):
+        assert len({rate for rate, _ in rates}) > 3
+        for matrix, elementwise in rates:
+            assert elementwise == pytest.approx(matrix * RATIO)
 
 
 def scheduler_of_too_few_groups() -> None:

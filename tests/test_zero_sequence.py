@@ -5,6 +5,7 @@ DeepSpeed replicates parameters over the ranks of a sequence and shards as over 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,90 +14,111 @@ import pytest
 import torch
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import safe_get_full_grad
-from torch import Tensor
+from torch import Tensor, nn
 
+from tests.cells import cells
+from tests.engines import ExactLM
 from tests.models import batch
 from tests.ranks import RankPool
-from tests.zero import ROWS, Reference, config, engine_for, full_weights, largest_difference, newton_schulz_in_float32
+from tests.zero import (
+    ROWS,
+    Reference,
+    build,
+    config,
+    engine_for,
+    full_weights,
+    largest_difference,
+    newton_schulz_in_float32,
+    settings_for,
+)
 
-SEQUENCE_PARALLEL, STEPS, TIME = 2, 5, 8
-BF16 = {"bf16": {"enabled": True}}
-MORE = {"fp32": {}, "bf16": BF16, "bf16 + fp32": {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}}
-
-
-@pytest.fixture(scope="module", params=[2, 4], ids=["1 sequence", "2 sequences"])
-def sequence_ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    """Ranks of this file's own, of which two share a sequence: DeepSpeed keeps these groups in globals."""
-    pool = RankPool(request.param)
-    yield pool
-    pool.remove()
-
-
-def sharing_engine(settings: dict[str, Any]) -> Any:
-    """An engine on ranks of which two share a sequence."""
-    if parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None:
-        parallel_state_sp.initialize_sequence_parallel(SEQUENCE_PARALLEL)
-    return engine_for(settings, mpu=parallel_state_sp)
+SHARING, STEPS, TIME = 2, 5, 8  # ranks of a sequence; two ranks have one sequence, four have two
 
 
-def settings_for(stage: int, precision: str = "fp32", *, accumulation: int = 1, **kwargs: Any) -> dict[str, Any]:
-    sequences = torch.distributed.get_world_size() // SEQUENCE_PARALLEL
-    settings = config(stage, rows=ROWS // sequences // accumulation, accumulation=accumulation, **kwargs)
-    return settings | MORE[precision]
+@contextlib.contextmanager
+def sharing_engine(settings: dict[str, Any], model: nn.Module | None = None) -> Iterator[Any]:
+    """An engine on ranks of which two share a sequence; DeepSpeed keeps their groups in globals."""
+    parallel_state_sp._release_sequence_parallel_groups()
+    parallel_state_sp.initialize_sequence_parallel(SHARING)
+    try:
+        with engine_for(settings, model, mpu=parallel_state_sp) as engine:
+            yield engine
+    finally:
+        parallel_state_sp._release_sequence_parallel_groups()
 
 
-def shares(step: int, accumulation: int) -> list[tuple[Tensor, Tensor]]:
-    """This rank's micro-batches: the rows of its sequences, and its half of their time."""
-    rank, sequences = torch.distributed.get_rank(), torch.distributed.get_world_size() // SEQUENCE_PARALLEL
+def settings_of(
+    storage: str, stage: int, precision: str = "fp32", *, accumulation: int = 1, **kwargs: Any
+) -> dict[str, Any]:
+    rows = ROWS // (torch.distributed.get_world_size() // SHARING)
+    return settings_for(storage, stage, precision, rows=rows, accumulation=accumulation, **kwargs)
+
+
+def shares(step: int, accumulation: int, rank: int) -> list[tuple[Tensor, Tensor]]:
+    """A rank's micro-batches: the rows of its sequences, and its half of their time."""
+    sequences = torch.distributed.get_world_size() // SHARING
     tokens, targets = (
-        [part.chunk(SEQUENCE_PARALLEL, 1)[rank % SEQUENCE_PARALLEL] for part in t.chunk(accumulation * sequences)]
+        [part.chunk(SHARING, 1)[rank % SHARING] for part in t.chunk(accumulation * sequences)]
         for t in batch(step, ROWS, TIME)
     )
-    chosen = slice(rank // SEQUENCE_PARALLEL, None, sequences)
+    chosen = slice(rank // SHARING, None, sequences)
     return list(zip(tokens[chosen], targets[chosen]))
 
 
 def backward(engine: Any, step: int) -> None:
     """The loss is the mean over a sequence, of which this rank has an equal part."""
-    for number, share in enumerate(shares(step, engine.gradient_accumulation_steps())):
+    for number, share in enumerate(shares(step, engine.gradient_accumulation_steps(), torch.distributed.get_rank())):
         if number:
             engine.step()
-        engine.backward(engine(*share) / SEQUENCE_PARALLEL)
+        engine.backward(engine(*share) / SHARING)
 
 
-def differ_given_the_reduced_gradients(stage: int, precision: str) -> tuple[float, int, int]:
-    policy = "balance" if stage in (1, 2) else "auto"
-    settings = settings_for(stage, precision, policy=policy, bucket_numel=2000)
+def differ_given_the_reduced_gradients(stage: int, precision: str, folder: str) -> tuple[list[float], int, int]:
+    """From one process, and from the same of a run that was saved after three steps and went on."""
+    settings = settings_of("zero", stage, precision)
     with sharing_engine(settings) as engine:
-        reference = Reference()
-        reference.model.load_state_dict(full_weights(engine))
+        single = Reference()
+        single.model.load_state_dict(full_weights(engine))
         for step in range(STEPS):
+            if step == 3:
+                engine.save_checkpoint(folder, tag="middle")
             backward(engine, step)
-            for (_, param), (_, copy) in zip(engine.module.named_parameters(), reference.model.named_parameters()):
-                copy.grad = (param.grad if stage == 0 else safe_get_full_grad(param)).float().clone()
-            for optimizer in (reference.muon, reference.adamw):
-                optimizer.step()
+            for (_, param), (_, own) in zip(engine.module.named_parameters(), single.model.named_parameters()):
+                own.grad = (param.grad if stage == 0 else safe_get_full_grad(param)).float().clone()
+            single.step()
             engine.step()
         plan = engine.basic_optimizer._binding.plans[0]
-        difference = largest_difference(full_weights(engine), reference.model)
-        return difference, plan.layout.world_size, len(plan.matrices.buckets)
+        differences = [largest_difference(full_weights(engine), single.model)]
+    with sharing_engine(settings) as engine:
+        backward(engine, 7)  # what it had before must not matter
+        engine.step()
+        engine.load_checkpoint(folder, tag="middle")
+        for step in range(3, STEPS):
+            backward(engine, step)
+            engine.step()
+        differences.append(largest_difference(full_weights(engine), single.model))
+    return differences, plan.layout.world_size, len(plan.matrices.buckets)
 
 
-@pytest.mark.parametrize(
-    ("stage", "precision"), [*((s, "fp32") for s in range(4)), *((s, "bf16") for s in (1, 2, 3)), (2, "bf16 + fp32")]
+@cells(
+    lambda stage, precision, ranks=2: {"bf16": stage > 0, "bf16+fp32": stage == 2}.get(precision, True),
+    stage=[0, 1, 2, 3],
+    precision=["fp32", "bf16", "bf16+fp32"],
+    ranks=[2, 4],
 )
-def test_parameters_have_the_bits_of_torch_muon_given_the_same_gradients(
-    sequence_ranks: RankPool, stage: int, precision: str
+def test_parameters_have_the_bits_of_torch_muon_given_the_same_gradients_and_resume(
+    ranks: RankPool, tmp_path: Path, stage: int, precision: str
 ) -> None:
-    for difference, sharers, buckets in sequence_ranks.run(differ_given_the_reduced_gradients, stage, precision):
-        assert difference == 0.0
-        assert sharers == sequence_ranks.world_size and buckets >= 1
+    found = ranks.run(differ_given_the_reduced_gradients, stage, precision, str(tmp_path))
+    for differences, sharers, buckets in found:
+        assert differences == [0.0, 0.0]
+        assert sharers == ranks.world_size and buckets >= 1
 
 
 def differ_from_whole_batch(stage: int, accumulation: int, clip: float) -> tuple[float, list[tuple[float, float]]]:
-    reference = Reference()
+    single = Reference()
     norms = []
-    settings = settings_for(stage, accumulation=accumulation, clip=clip, ns_dtype="float32")
+    settings = settings_of("zero", stage, accumulation=accumulation, clip=clip, ns_dtype="float32")
     # With its default at stage 3 DeepSpeed averages the gradients over the ranks of a sequence, with AdamW, too; all
     # other stages, and this setting, sum them.
     settings["zero_optimization"]["reduce_scatter"] = stage != 3
@@ -104,68 +126,56 @@ def differ_from_whole_batch(stage: int, accumulation: int, clip: float) -> tuple
         for step in range(STEPS):
             backward(engine, step)
             engine.step()
-            reference.model(*batch(step, ROWS, TIME)).backward()
-            truth = torch.nn.utils.clip_grad_norm_(reference.model.parameters(), clip or float("inf"))
-            norms.append((float(engine.get_global_grad_norm()), float(truth)))
-            for optimizer in (reference.muon, reference.adamw):
-                optimizer.step()
-                optimizer.zero_grad()
-        return largest_difference(full_weights(engine), reference.model), norms
+            single.model(*batch(step, ROWS, TIME)).backward()
+            norms.append((float(engine.get_global_grad_norm()), single.step(clip)))
+        return largest_difference(full_weights(engine), single.model), norms
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(("accumulation", "clip"), [(1, 0.0), (2, 0.5)])
+@cells(ranks=[2, 4], stage=[0, 1, 2, 3], how=[(1, 0.0), (2, 0.5)])
 def test_parameters_and_norms_equal_a_single_process_on_the_whole_batch(
-    sequence_ranks: RankPool, stage: int, accumulation: int, clip: float
+    ranks: RankPool, stage: int, how: tuple[int, float]
 ) -> None:
-    for difference, norms in sequence_ranks.run(differ_from_whole_batch, stage, accumulation, clip):
+    accumulation, clip = how
+    for difference, norms in ranks.run(differ_from_whole_batch, stage, accumulation, clip):
         assert difference <= 1e-6
         assert all(ours == pytest.approx(truth, rel=1e-5) for ours, truth in norms)
         assert clip == 0.0 or all(truth > clip for _, truth in norms), "the clip must bite to be tested"
 
 
-def resumed_in_the_middle(stage: int, folder: str) -> float:
-    def run(engine: Any, steps: range) -> None:
-        for step in steps:
+def differ_with_owned_storage(stage: int, prescale: bool) -> float:
+    world_size = torch.distributed.get_world_size()
+    settings = settings_of("owned", stage) | {"prescale_gradients": prescale}
+    single = Reference(ExactLM())
+    with sharing_engine(settings, ExactLM()) as engine:
+        for step in range(STEPS):
             backward(engine, step)
             engine.step()
-
-    settings = settings_for(stage)
-    with sharing_engine(settings) as engine:
-        run(engine, range(3))
-        engine.save_checkpoint(folder, tag="middle")
-        run(engine, range(3, STEPS))
-        without_a_break = full_weights(engine)
-    with sharing_engine(settings) as engine:
-        run(engine, range(7, 8))  # what it had before must not matter
-        engine.load_checkpoint(folder, tag="middle")
-        run(engine, range(3, STEPS))
-        resumed = full_weights(engine)
-    return max(float((without_a_break[name] - weight).abs().max()) for name, weight in resumed.items())
+            for rank in range(world_size):
+                (single.model(*shares(step, 1, rank)[0]) / SHARING).backward()
+            for param in single.model.parameters():
+                param.grad.div_(world_size // SHARING)
+            single.step()
+        return largest_difference(full_weights(engine), single.model)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_checkpoint_resumes_with_the_same_bits(sequence_ranks: RankPool, stage: int, tmp_path: Path) -> None:
-    assert set(sequence_ranks.run(resumed_in_the_middle, stage, str(tmp_path))) == {0.0}
+@cells(ranks=[2, 4], stage=[0, 1, 2], prescale=[False, True])
+def test_owned_storage_equals_one_process_on_whole_sequences(ranks: RankPool, stage: int, prescale: bool) -> None:
+    assert set(ranks.run(differ_with_owned_storage, stage, prescale)) == {0.0}
 
 
-def build(stage: int, precision: str) -> None:
-    with sharing_engine(settings_for(stage, precision)):
+def build_at_stage_1() -> None:
+    with sharing_engine(settings_of("zero", 1, "bf16+fp32")):
         pass
 
 
-def test_fp32_accumulation_at_stage_1_is_refused(sequence_ranks: RankPool) -> None:
-    for error in sequence_ranks.errors(build, 1, "bf16 + fp32"):
+@pytest.mark.parametrize("ranks", [2, 4], indirect=True)
+def test_fp32_accumulation_at_stage_1_is_refused(ranks: RankPool) -> None:
+    for error in ranks.errors(build_at_stage_1):
         assert "sequence parallelism of 2 with bf16 and fp32 accumulation at stage 1, where DeepSpeed counts" in error
 
 
-def build_on_a_mesh() -> None:
-    with engine_for(config(2), mesh_param=(1, 2)):
-        pass
-
-
 def test_sequence_parallelism_by_mesh_is_refused(ranks_to_spoil: RankPool) -> None:
-    for error in ranks_to_spoil.errors(build_on_a_mesh):
+    for error in ranks_to_spoil.errors(build, config(2), mesh_param=(1, 2)):
         assert "sequence parallelism of 2 comes from mesh_param, with which DeepSpeed does not reduce" in error
 
 

@@ -15,10 +15,11 @@ from deepspeed.checkpoint import ds_to_universal
 from lwopt_backend.checkpoint import formats
 from lwopt_backend.checkpoint.deepspeed import universal_writer as write_universal
 from lwopt_backend.checkpoint.files.folders import write_folder
+from tests.cells import cells
 from tests.checkpoint_engines import Buffered, full_weights_of, scheduled
 from tests.checkpoint_engines import settings_for as adamw_settings
 from tests.ranks import RankPool
-from tests.zero import ADAMW, MUON, config, engine_for, train
+from tests.zero import ADAMW, MUON, PRECISIONS, config, engine_for, train
 
 FROZEN = "layers.4.weight"
 STAGES = [0, 1, 2, 3]
@@ -26,21 +27,22 @@ RULES: dict[str, Any] = {
     "muon": None,
     "soap": {"name": "soap", "lr": 3e-3, "precondition_frequency": 2},
     "normuon": {"name": "normuon", **MUON},
+    "owned": None,
 }
 
 
-def settings_for(name: str, stage: int, precision: str = "fp32", **params: Any) -> dict[str, Any]:
-    """With the rule of that name for matrices; for Muon it is LayerWiseMuon."""
-    settings, rule = scheduled(config(stage, **params)), RULES[name]
-    settings["zero_optimization"]["stage3_param_persistence_threshold"] = 100  # some are kept whole, most are not
+def settings_for(name: str, stage: int, precision: str = "fp32") -> dict[str, Any]:
+    """With the rule of that name for matrices; for Muon it is LayerWiseMuon, for "owned" with owned storage."""
+    owned = {"storage": "owned", "bucket_mb": 0.01} if name == "owned" else {}
+    settings, rule = scheduled(config(stage, **owned)), RULES[name]
+    if owned:
+        settings["zero_optimization"] = {"stage": stage}
+    else:
+        settings["zero_optimization"]["stage3_param_persistence_threshold"] = 100  # some are kept whole, most are not
     if rule is not None:
         params = {"matrix": rule, "elementwise": {"name": "adamw", **ADAMW}, "report": False}
         settings["optimizer"] = {"type": "LayerWise", "params": params}
-    if precision != "fp32":
-        settings["bf16"] = {"enabled": True}
-    if precision == "bf16+fp32":
-        settings["data_types"] = {"grad_accum_dtype": "fp32"}
-    return settings
+    return settings | PRECISIONS[precision]
 
 
 def universal(settings: dict[str, Any]) -> dict[str, Any]:
@@ -80,9 +82,12 @@ def save(folder: str, settings: dict[str, Any], steps: int = 3) -> dict[str, Any
         return {**found, "after": full_weights_of(engine)}
 
 
-def load(folder: str, settings: dict[str, Any], steps: range = range(3, 6), **choice: Any) -> dict[str, Any]:
-    """What is there after loading into another model, and how training goes on."""
+def load(
+    folder: str, settings: dict[str, Any], steps: range = range(3, 6), used: int = 0, **choice: Any
+) -> dict[str, Any]:
+    """What is there after loading into another model, which may have trained on, and how training goes on."""
     with engine_for(universal(settings), model_for(seed=5)) as engine:
+        train(engine, used, same_rows=True)
         path, client = engine.load_checkpoint(folder, **choice)
         found = {**seen(engine), "path": path, "client": client}
         found["losses"] = train(engine, steps, same_rows=True)
@@ -98,7 +103,7 @@ def convert(source: Path, target: Path) -> Path:
 
 
 def pool_of(rank_pools: dict[int, RankPool], world_size: int) -> RankPool:
-    return rank_pools.setdefault(world_size, RankPool(world_size))
+    return rank_pools[world_size]
 
 
 Saved = tuple[Path, dict[str, Any]]
@@ -135,27 +140,41 @@ def assert_goes_on(found: dict[str, Any], truth: dict[str, Any], *, exactly: boo
         assert found["losses"] == pytest.approx(truth["losses"], rel=1e-4)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize(("rule", "source"), [("muon", 2), ("soap", 1), ("normuon", 3), ("muon", 0)])
+SOURCES = [("muon", 2), ("soap", 1), ("normuon", 3), ("muon", 0), ("owned", 1)]
+
+
+@cells(world_size=[1, 2, 3, 4], stage=STAGES, source=SOURCES, used=[0, 2])
 def test_a_run_goes_on_at_any_number_of_ranks_and_any_stage(
-    rank_pools: dict[int, RankPool], saved: dict[Any, Saved], rule: str, source: int, ranks: int, stage: int
+    rank_pools: dict[int, RankPool],
+    saved: dict[Any, Saved],
+    source: tuple[str, int],
+    world_size: int,
+    stage: int,
+    used: int,
 ) -> None:
-    folder, truth = saved[rule, source, "fp32"]
-    for found in pool_of(rank_pools, ranks).run(load, str(folder), settings_for(rule, stage)):
-        assert_same(found, truth)
+    folder, truth = saved[(*source, "fp32")]
+    settings = settings_for("muon" if source[0] == "owned" else source[0], stage)
+    for found in rank_pools[world_size].run(load, str(folder), settings, used=used):
+        assert_same(found, truth, but=("groups",) if source[0] == "owned" else ())
+        assert [group["lr"] for group in found["groups"]] == [group["lr"] for group in truth["groups"]]
         assert found["client"] == {"rows": 3}
         assert found["path"] == str(folder / "step3")
-        assert_goes_on(found, truth, exactly=ranks != 3)
+        assert_goes_on(found, truth, exactly=world_size != 3)
 
 
-@pytest.mark.parametrize(("precision", "stage"), [("bf16", 1), ("bf16", 2), ("bf16", 3), ("bf16+fp32", 1)])
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize(
+    ("precision", "stage", "world_size"),
+    [("bf16", 1, 1), ("bf16", 2, 4), ("bf16", 3, 1), ("bf16+fp32", 1, 4)]
+    + [
+        pytest.param(*row, marks=pytest.mark.full)
+        for row in (("bf16", 1, 4), ("bf16", 2, 1), ("bf16", 3, 4), ("bf16+fp32", 1, 1))
+    ],
+)
 def test_master_weights_are_restored(
-    rank_pools: dict[int, RankPool], saved: dict[Any, Saved], precision: str, stage: int, ranks: int
+    rank_pools: dict[int, RankPool], saved: dict[Any, Saved], precision: str, stage: int, world_size: int
 ) -> None:
     folder, truth = saved["muon", stage, precision]
-    for found in pool_of(rank_pools, ranks).run(load, str(folder), settings_for("muon", stage, precision)):
+    for found in rank_pools[world_size].run(load, str(folder), settings_for("muon", stage, precision)):
         assert_same(found, truth)
         assert_goes_on(found, truth, exactly=True)
 
@@ -170,27 +189,14 @@ def test_offloaded_state_is_restored(ranks: RankPool, saved: dict[Any, Saved], s
         assert_goes_on(found, truth, exactly=True)
 
 
-def go_back(folder: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Load into an engine that has trained on, with state of its own."""
-    with engine_for(universal(settings), model_for(seed=5)) as engine:
-        train(engine, 2, same_rows=True)
-        engine.load_checkpoint(folder)
-        found = seen(engine)
-        found["losses"] = train(engine, range(3, 6), same_rows=True)
-        return {**found, "after": full_weights_of(engine)}
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("rule", ["muon", "soap"])
-def test_what_an_engine_had_is_replaced(ranks: RankPool, saved: dict[Any, Saved], rule: str, stage: int) -> None:
-    folder, truth = saved[rule, {"muon": 2, "soap": 1}[rule], "fp32"]
-    for found in ranks.run(go_back, str(folder), settings_for(rule, stage)):
-        assert_same(found, truth)
-        assert_goes_on(found, truth, exactly=True)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("choice", ["load_optimizer_states", "load_module_only"])
+@pytest.mark.parametrize(
+    ("stage", "choice"),
+    [
+        pytest.param(stage, choice, marks=() if stage % 2 == number else pytest.mark.full)
+        for number, choice in enumerate(("load_optimizer_states", "load_module_only"))
+        for stage in STAGES
+    ],
+)
 def test_weights_alone_are_loaded(ranks: RankPool, saved: dict[Any, Saved], stage: int, choice: str) -> None:
     """Into whatever optimizer; counters go with the scheduler, as with DeepSpeed's own checkpoints."""
     folder, truth = saved["muon", 2, "fp32"]
@@ -200,27 +206,6 @@ def test_weights_alone_are_loaded(ranks: RankPool, saved: dict[Any, Saved], stag
         assert (found["scheduler"] == truth["scheduler"]) == counted
         assert_same(found, truth, but=("groups", "counters", "scheduler"))
         assert found["losses"][0] == truth["losses"][0]
-
-
-OWNED = {"storage": "owned", "bucket_mb": 0.01}
-
-
-def owned_settings(rule: str, stage: int) -> dict[str, Any]:
-    return {**settings_for(rule, stage, **OWNED), "zero_optimization": {"stage": stage}}
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_with_owned_storage_goes_on_with_that_of_zero(
-    rank_pools: dict[int, RankPool], tmp_path: Path, ranks: int, stage: int
-) -> None:
-    truth = pool_of(rank_pools, 2).run(save, str(tmp_path / "native"), owned_settings("muon", 1))[0]
-    convert(tmp_path / "native", tmp_path / "universal")
-    for found in pool_of(rank_pools, ranks).run(load, str(tmp_path / "universal"), settings_for("muon", stage)):
-        assert_same(found, truth, but=("groups",))
-        rates = [[group["lr"] for group in some["groups"]] for some in (found, truth)]
-        assert rates[0] == rates[1]
-        assert_goes_on(found, truth, exactly=True)
 
 
 def grouped(settings: dict[str, Any], names: list[tuple[str, ...]], rates: list[float], **kwargs: Any) -> Any:
@@ -256,7 +241,10 @@ def load_grouped(
         return rates, train(engine, range(3, 6), same_rows=True)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+ONE_EACH = [pytest.param(stage, marks=() if stage in (0, 3) else pytest.mark.full) for stage in STAGES]
+
+
+@pytest.mark.parametrize("stage", ONE_EACH)
 def test_param_groups_are_known_by_their_parameters(ranks: RankPool, tmp_path: Path, stage: int) -> None:
     """Those of the checkpoint are in another order, and one of ours is a part of one."""
     losses = ranks.run(save_grouped, str(tmp_path / "native"), settings_for("muon", 2))[0]
@@ -265,9 +253,7 @@ def test_param_groups_are_known_by_their_parameters(ranks: RankPool, tmp_path: P
         assert rates == [("muon", 0.01), ("adamw", 0.01), ("muon", 0.03), ("adamw", 0.03), ("adamw", 0.01)]
         assert found == losses
     for error in ranks.errors(load_grouped, folder, settings_for("muon", stage), [ONE + OTHER]):
-        assert (
-            "param group 0 here has parameters of the checkpoint's groups [0, 2], whose 'lr' are [0.03, 0.01]" in error
-        )
+        assert "param group 0 here has parameters of the checkpoint's groups [0, 2], whose 'lr' are [0.03," in error
 
 
 # Refusals
@@ -287,43 +273,42 @@ def refused(folder: str, settings: dict[str, Any], shape: tuple[int, int] = (63,
             raise
 
 
-def without(folder: Path, copy: Path, file: str) -> Path:
-    shutil.copytree(folder, copy)
-    (copy / file).unlink()
-    return copy
+MOMENTUM, OWNER = "zero/gate.weight/momentum_buffer.pt", "owner_state/gate.weight.pt"
+COSINE = {"scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 10}}}
+MISFITS: dict[str, tuple[str, str, dict[str, Any], list[str]]] = {
+    # The checkpoint's rule, and the engine's; how it is loaded; what the error says.
+    "stranger's": ("muon", "soap", {}, ["layers.0.weight", "'soap' trains: expected", "found ['momentum_"]),
+    "owner's": ("muon", "normuon", {}, ["owner_state/", "expected what the owner keeps of 1 matrices"]),
+    "no states": ("soap", "normuon", {}, ["expected the states ['momentum_buffer']", "load_optimizer_states"]),
+    "a state is missing": ("muon", "muon", {"without": MOMENTUM}, [MOMENTUM, "is missing; copy the whole folder"]),
+    "an owner's is missing": ("soap", "soap", {"without": OWNER}, [OWNER, "is missing"]),
+    "shape": ("muon", "muon", {"shape": (64, 41)}, ["expected shape (64, 24), found (63, 24)"]),
+    "schedule": ("muon", "muon", COSINE, ["expected the state of a scheduler like the one here", "['last_batch_it"]),
+    "tag": ("muon", "muon", {"tag": "step4"}, ["step4 is no universal checkpoint", "lwopt convert"]),
+    "nothing": ("muon", "muon", {"without": "latest_universal"}, ["is no universal checkpoint"]),
+    "function": ("muon", "muon", {"custom_load_fn": print}, ["custom_load_fn"]),
+}
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("what", "stage"),
+    [
+        pytest.param(what, stage, marks=() if stage == number % 4 else pytest.mark.full)
+        for number, what in enumerate(MISFITS)
+        for stage in STAGES
+    ],
+)
 def test_what_does_not_fit_is_refused_on_every_rank(
-    ranks: RankPool, saved: dict[Any, Saved], tmp_path: Path, stage: int
+    ranks: RankPool, saved: dict[Any, Saved], tmp_path: Path, what: str, stage: int
 ) -> None:
-    muon, soap = saved["muon", 2, "fp32"][0], saved["soap", 1, "fp32"][0]
-    momentum, owner = "zero/gate.weight/momentum_buffer.pt", "owner_state/gate.weight.pt"
-    no_momentum = without(muon, tmp_path / "momentum", f"step3/{momentum}")
-    no_owner = without(soap, tmp_path / "owner", f"step3/{owner}")
-    other_schedule = settings_for("muon", stage)
-    other_schedule["scheduler"] = {"type": "CosineAnnealingLR", "params": {"T_max": 10}}
-    for folder, settings, choice, words in (
-        (muon, settings_for("soap", stage), {}, ["layers.0.weight", "'soap' trains: expected", "found ['momentum_"]),
-        (muon, settings_for("normuon", stage), {}, ["owner_state/", "expected what the owner keeps of 1 matrices"]),
-        (
-            soap,
-            settings_for("normuon", stage),
-            {},
-            ["expected the states ['momentum_buffer']", "load_optimizer_states"],
-        ),
-        (no_momentum, settings_for("muon", stage), {}, [momentum, "is missing; copy the whole folder again"]),
-        (no_owner, settings_for("soap", stage), {}, [owner, "is missing"]),
-        (muon, settings_for("muon", stage), {"shape": (64, 41)}, ["expected shape (64, 24), found (63, 24)"]),
-        (muon, other_schedule, {}, ["expected the state of a scheduler like the one here", "['last_batch_iteration']"]),
-        (muon, settings_for("muon", stage), {"tag": "step4"}, ["step4 is no universal checkpoint", "lwopt convert"]),
-        (tmp_path, settings_for("muon", stage), {}, ["is no universal checkpoint"]),
-        (muon, settings_for("muon", stage), {"custom_load_fn": print}, ["custom_load_fn"]),
-    ):
-        errors = ranks.errors(refused, str(folder), settings, **choice)
-        assert len(errors) == 2
-        for error in errors:
-            assert all(word in error for word in words), error
+    theirs, ours, how, words = MISFITS[what]
+    folder, choice = saved[theirs, {"muon": 2, "soap": 1}[theirs], "fp32"][0], dict(how)
+    settings = settings_for(ours, stage) | {key: choice.pop(key) for key in how if key == "scheduler"}
+    if lacks := choice.pop("without", None):
+        folder = Path(shutil.copytree(folder, tmp_path / "copy"))
+        (folder / ("" if lacks == "latest_universal" else "step3") / lacks).unlink()
+    errors = ranks.errors(refused, str(folder), settings, **choice)
+    assert all(word in error for word in words for error in errors), errors
 
 
 def convert_as_deepspeed_does(source: Path, target: Path) -> None:
@@ -339,7 +324,7 @@ def save_adamw(folder: str, stage: int) -> None:
         engine.save_checkpoint(folder)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ONE_EACH)
 def test_a_run_of_adamw_has_no_momentum(ranks: RankPool, tmp_path: Path, stage: int) -> None:
     """What DeepSpeed's converter wrote: the weights can be loaded, and the message says so."""
     ranks.run(save_adamw, str(tmp_path / "native"), 3 if stage == 3 else 2)
