@@ -66,10 +66,10 @@ def on_one_process(parts: int) -> nn.Module:
     return single.model
 
 
-def planned_state(stage: int, zero: dict[str, Any]) -> list[int]:
+def planned_state(stage: int, options: dict[str, Any]) -> list[int]:
     """How many bytes of optimizer state this rank has, and how many the plans say."""
     settings = settings_for("zero", stage)
-    settings["zero_optimization"] |= zero
+    settings["zero_optimization"] |= options
     with engine_for(settings) as engine:
         train(engine, 1, same_rows=True)
         optimizer = engine.basic_optimizer
@@ -78,12 +78,12 @@ def planned_state(stage: int, zero: dict[str, Any]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("stage", "zero"),
+    ("stage", "options"),
     [(0, {}), (1, {}), (2, {"parameter_alignment": True}), (3, {}), (3, {"sub_group_size": 1000})],
     ids=str,
 )
-def test_the_state_is_as_large_as_planned(ranks: RankPool, stage: int, zero: dict[str, Any]) -> None:
-    for planned, found in ranks.run(planned_state, stage, zero):
+def test_the_state_is_as_large_as_planned(ranks: RankPool, stage: int, options: dict[str, Any]) -> None:
+    for planned, found in ranks.run(planned_state, stage, options):
         assert planned == found > 0
 
 

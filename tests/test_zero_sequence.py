@@ -35,9 +35,16 @@ from tests.zero import (
 SHARING, STEPS, TIME = 2, 5, 8  # ranks of a sequence; two ranks have one sequence, four have two
 
 
+@pytest.fixture
+def sequence_ranks(ranks: RankPool) -> Iterator[RankPool]:
+    """Ranks, and a new world after them: DeepSpeed keeps their groups in globals of the process."""
+    yield ranks
+    ranks.renew()
+
+
 @contextlib.contextmanager
 def sharing_engine(settings: dict[str, Any], model: nn.Module | None = None) -> Iterator[Any]:
-    """An engine on ranks of which two share a sequence; DeepSpeed keeps their groups in globals."""
+    """An engine on ranks of which two share a sequence."""
     parallel_state_sp._release_sequence_parallel_groups()
     parallel_state_sp.initialize_sequence_parallel(SHARING)
     try:
@@ -107,12 +114,12 @@ def differ_given_the_reduced_gradients(stage: int, precision: str, folder: str) 
     ranks=[2, 4],
 )
 def test_parameters_have_the_bits_of_torch_muon_given_the_same_gradients_and_resume(
-    ranks: RankPool, tmp_path: Path, stage: int, precision: str
+    sequence_ranks: RankPool, tmp_path: Path, stage: int, precision: str
 ) -> None:
-    found = ranks.run(differ_given_the_reduced_gradients, stage, precision, str(tmp_path))
+    found = sequence_ranks.run(differ_given_the_reduced_gradients, stage, precision, str(tmp_path))
     for differences, sharers, buckets in found:
         assert differences == [0.0, 0.0]
-        assert sharers == ranks.world_size and buckets >= 1
+        assert sharers == sequence_ranks.world_size and buckets >= 1
 
 
 def differ_from_whole_batch(stage: int, accumulation: int, clip: float) -> tuple[float, list[tuple[float, float]]]:
@@ -133,10 +140,10 @@ def differ_from_whole_batch(stage: int, accumulation: int, clip: float) -> tuple
 
 @cells(ranks=[2, 4], stage=[0, 1, 2, 3], how=[(1, 0.0), (2, 0.5)])
 def test_parameters_and_norms_equal_a_single_process_on_the_whole_batch(
-    ranks: RankPool, stage: int, how: tuple[int, float]
+    sequence_ranks: RankPool, stage: int, how: tuple[int, float]
 ) -> None:
     accumulation, clip = how
-    for difference, norms in ranks.run(differ_from_whole_batch, stage, accumulation, clip):
+    for difference, norms in sequence_ranks.run(differ_from_whole_batch, stage, accumulation, clip):
         assert difference <= 1e-6
         assert all(ours == pytest.approx(truth, rel=1e-5) for ours, truth in norms)
         assert clip == 0.0 or all(truth > clip for _, truth in norms), "the clip must bite to be tested"
@@ -159,8 +166,10 @@ def differ_with_owned_storage(stage: int, prescale: bool) -> float:
 
 
 @cells(ranks=[2, 4], stage=[0, 1, 2], prescale=[False, True])
-def test_owned_storage_equals_one_process_on_whole_sequences(ranks: RankPool, stage: int, prescale: bool) -> None:
-    assert set(ranks.run(differ_with_owned_storage, stage, prescale)) == {0.0}
+def test_owned_storage_equals_one_process_on_whole_sequences(
+    sequence_ranks: RankPool, stage: int, prescale: bool
+) -> None:
+    assert set(sequence_ranks.run(differ_with_owned_storage, stage, prescale)) == {0.0}
 
 
 def build_at_stage_1() -> None:
@@ -169,8 +178,8 @@ def build_at_stage_1() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4], indirect=True)
-def test_fp32_accumulation_at_stage_1_is_refused(ranks: RankPool) -> None:
-    for error in ranks.errors(build_at_stage_1):
+def test_fp32_accumulation_at_stage_1_is_refused(sequence_ranks: RankPool) -> None:
+    for error in sequence_ranks.errors(build_at_stage_1):
         assert "sequence parallelism of 2 with bf16 and fp32 accumulation at stage 1, where DeepSpeed counts" in error
 
 

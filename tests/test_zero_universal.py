@@ -27,18 +27,13 @@ RULES: dict[str, Any] = {
     "muon": None,
     "soap": {"name": "soap", "lr": 3e-3, "precondition_frequency": 2},
     "normuon": {"name": "normuon", **MUON},
-    "owned": None,
 }
 
 
 def settings_for(name: str, stage: int, precision: str = "fp32") -> dict[str, Any]:
-    """With the rule of that name for matrices; for Muon it is LayerWiseMuon, for "owned" with owned storage."""
-    owned = {"storage": "owned", "bucket_mb": 0.01} if name == "owned" else {}
-    settings, rule = scheduled(config(stage, **owned)), RULES[name]
-    if owned:
-        settings["zero_optimization"] = {"stage": stage}
-    else:
-        settings["zero_optimization"]["stage3_param_persistence_threshold"] = 100  # some are kept whole, most are not
+    """With the rule of that name for matrices; for Muon it is LayerWiseMuon."""
+    settings, rule = scheduled(config(stage)), RULES[name]
+    settings["zero_optimization"]["stage3_param_persistence_threshold"] = 100  # some are kept whole, most are not
     if rule is not None:
         params = {"matrix": rule, "elementwise": {"name": "adamw", **ADAMW}, "report": False}
         settings["optimizer"] = {"type": "LayerWise", "params": params}
@@ -140,7 +135,7 @@ def assert_goes_on(found: dict[str, Any], truth: dict[str, Any], *, exactly: boo
         assert found["losses"] == pytest.approx(truth["losses"], rel=1e-4)
 
 
-SOURCES = [("muon", 2), ("soap", 1), ("normuon", 3), ("muon", 0), ("owned", 1)]
+SOURCES = [("muon", 2), ("soap", 1), ("normuon", 3), ("muon", 0)]
 
 
 @cells(world_size=[1, 2, 3, 4], stage=STAGES, source=SOURCES, used=[0, 2])
@@ -152,11 +147,10 @@ def test_a_run_goes_on_at_any_number_of_ranks_and_any_stage(
     stage: int,
     used: int,
 ) -> None:
+    """What was saved with owned storage goes on with ZeRO's in tests/test_owned_universal.py."""
     folder, truth = saved[(*source, "fp32")]
-    settings = settings_for("muon" if source[0] == "owned" else source[0], stage)
-    for found in rank_pools[world_size].run(load, str(folder), settings, used=used):
-        assert_same(found, truth, but=("groups",) if source[0] == "owned" else ())
-        assert [group["lr"] for group in found["groups"]] == [group["lr"] for group in truth["groups"]]
+    for found in rank_pools[world_size].run(load, str(folder), settings_for(source[0], stage), used=used):
+        assert_same(found, truth)
         assert found["client"] == {"rows": 3}
         assert found["path"] == str(folder / "step3")
         assert_goes_on(found, truth, exactly=world_size != 3)
