@@ -1,20 +1,25 @@
 # make train         set everything up, then train a small GPT with layer-wise Muon under the deepspeed launcher
 # make train-fsdp2   the same training on FSDP2, under torchrun
-# make test          set everything up, then run the tests; those about DeepSpeed with the oldest one supported, too
-# make test-oldest   only the latter
 # make check         what is checked without running anything: ruff's rules, the format, types
+# make test          set everything up, then run the tests: everything once, in ten minutes on two cores
+# make test-full     whole tables in place of pairs, every launcher and page, the benchmarks, the oldest DeepSpeed and torch
+# make test-oldest   only the latter; ARGS=deepspeed or ARGS=torch for one of them
+# make test-peers    clients and peers that are not ours, each in an environment of its own; ARGS="trl lightning" for some
+# make mutants       break the package on purpose, one line at a time, and see that tests notice
 # make compare       train AdamW and LayerWiseMuon on the same batches, after a small sweep of learning rates for each
 #
 # PYTHON=...     the interpreter to start from (default: python3); one that has torch keeps it
 # CONFIG=...     another configuration to train with
-# ARGS="..."     further arguments, e.g. make train ARGS="--steps 50 --data my_text/"
+# ARGS="..."     further arguments, e.g. make train ARGS="--steps 50 --data my_text/" or make test ARGS=tests/test_plan.py
 
 PYTHON ?= python3
 ARGS ?=
+RUN = OMP_NUM_THREADS=1 "$$(cat .make/python)"
+PYTEST = -m pytest -n 2 --dist loadfile --durations=15
 train: CONFIG ?= configs/zero2_muon.json
 train-fsdp2: CONFIG ?= configs/fsdp2_muon.json
 
-.PHONY: train train-fsdp2 check test test-oldest compare environment clean
+.PHONY: train train-fsdp2 check test test-full test-oldest test-peers mutants compare environment clean
 .DEFAULT_GOAL := train
 
 train: environment
@@ -32,13 +37,22 @@ check: environment
 	@"$$(cat .make/python)" scripts/typecheck.py
 
 test: environment
-	@OMP_NUM_THREADS=1 "$$(cat .make/python)" -m pytest -n 2 --dist loadfile $(ARGS)
+	@$(RUN) $(PYTEST) $(ARGS)
+
+test-full: environment
+	@$(RUN) $(PYTEST) --full $(ARGS)
 ifeq ($(strip $(ARGS)),)
-	@OMP_NUM_THREADS=1 "$$(cat .make/python)" scripts/oldest_deepspeed.py
+	@$(RUN) scripts/oldest.py
 endif
 
 test-oldest: environment
-	@OMP_NUM_THREADS=1 "$$(cat .make/python)" scripts/oldest_deepspeed.py $(ARGS)
+	@$(RUN) scripts/oldest.py $(ARGS)
+
+test-peers: environment
+	@$(RUN) scripts/peers.py $(ARGS)
+
+mutants: environment
+	@$(RUN) scripts/mutants.py $(ARGS)
 
 environment:
 	@$(PYTHON) scripts/environment.py > /dev/null

@@ -16,7 +16,6 @@ import tarfile
 import venv
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -30,22 +29,14 @@ NOT_SOURCES = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build",
 BUILD = "from setuptools import build_meta; build_meta.build_{}({!r})"  # the functions that pip calls, PEP 517
 
 
-@dataclass(frozen=True)
-class Built:
-    wheel: Path
-    wheel_of_sdist: Path
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(shutil.copytree(ROOT, tmp_path_factory.mktemp("built") / "checkout", ignore=NOT_SOURCES))
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """A wheel of the checkout, and a wheel of its sdist."""
-    folder = tmp_path_factory.mktemp("built")
-    shutil.copytree(ROOT, folder / "checkout", ignore=NOT_SOURCES)
-    sdist = build("sdist", folder / "checkout", folder / "sdist")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(folder / "unpacked", filter="data")
-    (unpacked,) = (folder / "unpacked").iterdir()
-    return Built(build("wheel", folder / "checkout", folder / "wheel"), build("wheel", unpacked, folder / "again"))
+def wheel(checkout: Path) -> Path:
+    return build("wheel", checkout, checkout.parent / "wheel")
 
 
 def build(what: str, source: Path, destination: Path) -> Path:
@@ -56,7 +47,7 @@ def build(what: str, source: Path, destination: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def python(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of an environment that has the wheel, what pip installs for it, and the torch that is here.
 
     Of what is here only torch and its requirements are linked into it, so that a requirement that we forget to name is
@@ -74,7 +65,7 @@ def python(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
     pins.write_text("".join(f"{name}=={distribution.version}\n" for name, distribution in found.items()))
     python = folder / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--disable-pip-version-check"]
-    run([*pip, "--constraint", str(pins), str(built.wheel)], folder)
+    run([*pip, "--constraint", str(pins), str(wheel)], folder)
     return python
 
 
@@ -111,13 +102,17 @@ def members(wheel: Path) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
-def test_the_sdist_builds_the_same_wheel(built: Built) -> None:
-    assert built.wheel.name == built.wheel_of_sdist.name
-    assert members(built.wheel) == members(built.wheel_of_sdist)
+@pytest.mark.full
+def test_the_sdist_builds_the_same_wheel(checkout: Path, wheel: Path, tmp_path: Path) -> None:
+    with tarfile.open(build("sdist", checkout, tmp_path / "sdist")) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    again = build("wheel", unpacked, tmp_path / "again")
+    assert again.name == wheel.name and members(again) == members(wheel)
 
 
-def test_the_wheel_has_every_module_the_license_and_the_mark_of_types(built: Built) -> None:
-    found = members(built.wheel)
+def test_the_wheel_has_every_module_the_license_and_the_mark_of_types(wheel: Path) -> None:
+    found = members(wheel)
     folders = {"lwopt_backend": ROOT / "lwopt_backend", "lwopt_backend/integrations": ROOT / "integrations"}
     modules = {f"{name}/{path.relative_to(top)}" for name, top in folders.items() for path in top.rglob("*.py")}
     assert {name for name in found if ".dist-info/" not in name} == {*modules, "lwopt_backend/py.typed"}
@@ -125,8 +120,8 @@ def test_the_wheel_has_every_module_the_license_and_the_mark_of_types(built: Bui
     assert found[license] == (ROOT / "LICENSE").read_bytes()
 
 
-def test_the_extra_all_is_every_extra_for_users(built: Built) -> None:
-    (text,) = [content for name, content in members(built.wheel).items() if name.endswith("/METADATA")]
+def test_the_extra_all_is_every_extra_for_users(wheel: Path) -> None:
+    (text,) = [content for name, content in members(wheel).items() if name.endswith("/METADATA")]
     metadata = email.message_from_bytes(text)
     requirements = [Requirement(text) for text in metadata.get_all("Requires-Dist", [])]
     (everything,) = [r for r in requirements if r.marker and r.marker.evaluate({"extra": "all"})]
@@ -134,6 +129,7 @@ def test_the_extra_all_is_every_extra_for_users(built: Built) -> None:
     assert everything.extras < set(metadata.get_all("Provides-Extra", []))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("page", ["fsdp2", "owned"])
 def test_documented_scripts_train_without_a_warning(python: Path, tmp_path: Path, page: str) -> None:
     command = shlex.split(unpack_page((ROOT / "docs" / f"{page}.md").read_text(), tmp_path, python))
@@ -184,6 +180,7 @@ NEED_AN_EXTRA = {
 }
 
 
+@pytest.mark.full
 def test_every_command_runs_without_a_warning_and_names_the_package_that_it_lacks(python: Path, tmp_path: Path) -> None:
     finished = run([python, "-c", COMMANDS, *SUCCEED, *NEED_AN_EXTRA], tmp_path)
     codes = json.loads((tmp_path / "codes.json").read_text())

@@ -97,29 +97,24 @@ def told(engine: str, **options: Any) -> list[str]:
 PARTS = {f"lwopt: {part}" for part in ("exchange out", "rule muon", "exchange back", "elementwise adamw", "norm")}
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "owned"])
-def test_a_profile_names_the_parts_of_a_step(ranks: RankPool, engine: str) -> None:
-    assert set().union(*ranks.run(labels, engine)) == PARTS
+# What is seen of: an engine, its options, the optimizer of which hooks are told, and the parts that a profile names.
+# At stages 1 to 3 the norm is DeepSpeed's; it steps a group at a time, of which hooks are told once.
+SEEN: list[tuple[str, dict[str, Any], str, set[str] | None]] = [
+    ("fsdp2", {}, "LayerWiseOptimizer", PARTS),
+    ("owned", {}, "LayerWiseOptimizer", PARTS),
+    ("modules", {}, "ModuleOptimizers", None),
+    ("deepspeed", {"stage": 0}, "LayerWise", PARTS),
+    ("deepspeed", {"stage": 1}, "LayerWise", None),
+    ("deepspeed", {"stage": 2}, "LayerWise", PARTS - {"lwopt: norm"}),
+    ("deepspeed", {"stage": 3}, "LayerWise", None),
+    ("deepspeed", {"stage": 2, "storage": "owned"}, "OwnedLayerWise", None),
+]
 
 
-def test_a_profile_names_the_parts_of_a_step_under_deepspeed(ranks: RankPool) -> None:
-    """At stages 1 to 3 the norm is DeepSpeed's."""
-    assert set().union(*ranks.run(labels, "deepspeed", stage=2)) == PARTS - {"lwopt: norm"}
-    assert set().union(*ranks.run(labels, "deepspeed", stage=0)) == PARTS
-
-
-@pytest.mark.parametrize(
-    ("engine", "optimizer"),
-    [("fsdp2", "LayerWiseOptimizer"), ("owned", "LayerWiseOptimizer"), ("modules", "ModuleOptimizers")],
-)
-def test_hooks_on_every_optimizer_are_told_of_one_step(ranks: RankPool, engine: str, optimizer: str) -> None:
-    assert ranks.run(told, engine) == [[f"pre {optimizer}", f"post {optimizer}"]] * 2
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_under_deepspeed_too_which_steps_a_group_at_a_time(ranks: RankPool, stage: int) -> None:
-    assert ranks.run(told, "deepspeed", stage=stage) == [["pre LayerWise", "post LayerWise"]] * 2
-
-
-def test_under_deepspeed_with_owned_storage_too(ranks: RankPool) -> None:
-    assert ranks.run(told, "deepspeed", stage=2, storage="owned") == [["pre OwnedLayerWise", "post OwnedLayerWise"]] * 2
+@pytest.mark.parametrize(("engine", "options", "optimizer", "parts"), SEEN)
+def test_a_profile_names_the_parts_of_a_step_and_hooks_are_told_of_one(
+    ranks: RankPool, engine: str, options: dict[str, Any], optimizer: str, parts: set[str] | None
+) -> None:
+    if parts is not None:
+        assert set().union(*ranks.run(labels, engine, **options)) == parts
+    assert ranks.run(told, engine, **options) == [[f"pre {optimizer}", f"post {optimizer}"]] * 2

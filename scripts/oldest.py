@@ -1,0 +1,102 @@
+"""Run parts of `make test` with the oldest DeepSpeed and with the oldest torch that are supported.
+
+Each is installed into an environment of its own; everything else is the prepared one's. Arguments: deepspeed or torch,
+for one of them only, and then pytest's.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from beside import ROOT, environment
+
+from lwopt_backend.integrations.deepspeed_names import OLDEST
+
+(OLDEST_TORCH,) = re.findall(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+# An index of CPU builds, for machines whose default one has CUDA builds only: those work as well, and are larger.
+INDEX = [f"--index-url={url}"] if (url := os.environ.get("TORCH_INDEX_URL")) else []
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is installed, and which test files run; ``left_out`` names values of their cells' axes that do not."""
+
+    requirement: str
+    options: tuple[str, ...]
+    files: tuple[str, ...]
+    left_out: dict[str, tuple[Any, ...]]
+
+
+PARTS = {
+    # On two ranks; other numbers are the newest one's. Not stage 3: with gloo, 0.19.7 uses parameters before all of
+    # them are gathered, because it waits for the last handle only; 0.19.8 waits for every one.
+    "deepspeed": Part(
+        f"deepspeed=={OLDEST}",
+        # Without build isolation, in which pip would fetch a second torch; the tools to build it are installed.
+        ("--no-deps", "--no-build-isolation"),
+        ("test_deepspeed_names", "test_equality", "test_zero_checkpoint*", "test_zero_refusals*"),
+        {"stage": (3,), "ranks": (1, 3, 4), "engine": ("zero 3", "plain", "fsdp2")},
+    ),
+    "torch": Part(
+        f"torch=={OLDEST_TORCH}",
+        tuple(INDEX),
+        ("test_equality", "test_fsdp2_*", "test_owned_*", "test_rules*", "test_modules*", "test_plan*"),
+        {},
+    ),
+}
+
+
+def main() -> None:
+    chosen = [name for name in sys.argv[1:2] if name in PARTS]
+    arguments = sys.argv[1 + len(chosen) :]
+    failed = []
+    for name in chosen or PARTS:
+        part = PARTS[name]
+        python = environment(part.requirement, [part.requirement], *part.options, keep_torch=name != "torch")
+        print(f"tests with {part.requirement}, the oldest that is supported", file=sys.stderr, flush=True)
+        told = {**os.environ, "DEEPSPEED_UNDER_TEST": OLDEST} if name == "deepspeed" else None
+        command = [str(python), __file__, "--inside", name, *arguments]
+        if subprocess.run(command, cwd=ROOT, env=told).returncode != 0:
+            failed.append(name)
+    if failed:
+        raise SystemExit(f"failed with the oldest {' and '.join(failed)} (make test-oldest runs this part alone)")
+
+
+def inside(part: Part, arguments: list[str]) -> int:
+    """In the environment of a part: its tests, without benchmarks and what starts programs of the prepared one."""
+    by_pattern = {pattern: list((ROOT / "tests").glob(f"{pattern}.py")) for pattern in part.files}
+    if missing := [pattern for pattern, paths in by_pattern.items() if not paths]:
+        raise SystemExit(f"scripts/oldest.py names tests that there are not: {', '.join(missing)}")
+    found = sorted({path for paths in by_pattern.values() for path in paths})
+    files = [str(path) for path in found if "launch(" not in path.read_text() and "run_on_cpu" not in path.read_text()]
+    options = ["-p", "no:cacheprovider", "--durations=15", "-n", "2", "--dist", "loadfile"]
+    return int(pytest.main([*options, *(arguments or files)], plugins=[Cells(part.left_out)]))
+
+
+class Cells:
+    """Leaves out cells of tests by values of their axes."""
+
+    def __init__(self, left_out: dict[str, tuple[Any, ...]]) -> None:
+        self.left_out = left_out
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Iterator[None]:
+        items[:] = [item for item in items if not self._is_left_out(item)]
+        return (yield)
+
+    def _is_left_out(self, item: pytest.Item) -> bool:
+        values = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        return any(values.get(axis) in without for axis, without in self.left_out.items())
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--inside"]:
+        raise SystemExit(inside(PARTS[sys.argv[2]], sys.argv[3:]))
+    main()

@@ -1,0 +1,42 @@
+"""Run our optimizer under clients, and beside peers, that are not ours: tests/peers, each in an environment of its own.
+
+Arguments choose peers; without one, all run. An environment is made when it is first needed and kept under .make.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from beside import ROOT, environment
+
+PEERS = {  # what an environment has beyond the prepared one
+    "torchtitan": ["torchtitan==0.3.0"],
+    "megatron": ["megatron-core==0.16.1"],
+    "trl": ["trl>=1.16,<2", "peft>=0.18"],
+    "lightning": ["lightning>=2.6,<3"],
+    "hugging_face": ["accelerate>=1.15", "transformers>=5,<6"],
+    "pytorch_optimizer": ["pytorch-optimizer>=4.1,<5"],
+    "deepspeed_muon": ["deepspeed>=0.19.7,<0.20"],
+}
+
+
+def main() -> None:
+    chosen = sys.argv[1:] or list(PEERS)
+    if unknown := set(chosen) - PEERS.keys():
+        raise SystemExit(f"no such peer: {', '.join(sorted(unknown))}; known: {', '.join(PEERS)}")
+    failed = []
+    for name in chosen:
+        python = environment(name, PEERS[name])
+        print(f"{name}: {', '.join(PEERS[name])}", file=sys.stderr, flush=True)
+        command = [python, "-m", "pytest", "-p", "no:cacheprovider", "--durations=15", f"tests/peers/test_{name}.py"]
+        path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
+        if subprocess.run(command, cwd=ROOT, env={**os.environ, "PATH": path}).returncode != 0:
+            failed.append(name)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

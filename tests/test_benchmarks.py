@@ -1,0 +1,223 @@
+"""The benchmarks run, on models too small to time, and what they say of exactness, bytes and work holds."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.rules import measure, packaged
+from tests.launcher import ROOT, succeeds
+
+WIDTH = 32  # whose parts over the ranks fill vector registers: AdamW then rounds as on whole parameters
+MATRICES = 4  # of the one layer
+MATRIX_BYTES = 12 * WIDTH**2 * 4
+ALL_BYTES = MATRIX_BYTES + (2 * 256 * WIDTH + 3 * WIDTH) * 4  # embedding, head, and three norms
+RANKS, PARTS = 2, 2  # the micro-batches of a step
+OURS, GRAM = "LayerWiseMuon", "LayerWiseMuon, gram_aspect=1.5"
+THEIRS, THEIR_GRAM, ADAMW = "DeepSpeed Muon, standard", "DeepSpeed Muon, gram", "DeepSpeed AdamW"
+
+
+def figures(tmp_path: Path, benchmark: str, arguments: str) -> tuple[Any, str]:
+    """What a benchmark writes and prints."""
+    command = f"python {ROOT}/benchmarks/{benchmark}.py {arguments} --json {tmp_path}/figures.json"
+    printed = succeeds(command, tmp_path)
+    return json.loads((tmp_path / "figures.json").read_text()), printed
+
+
+@pytest.fixture(scope="module")
+def deepspeed_cells(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    """Every system's figures, by stage and name."""
+    arguments = f"--ranks {RANKS} --layers 1 --width {WIDTH} --tokens 8 --rounds 1 --stages 0 1 2 3"
+    found, _ = figures(tmp_path_factory.mktemp("step"), "deepspeed_step", f"{arguments} --accumulation {PARTS}")
+    assert [(cell["stage"], cell["accumulation"]) for cell in found["cells"]] == [(stage, PARTS) for stage in range(4)]
+    return {cell["stage"]: {system["system"]: system for system in cell["systems"]} for cell in found["cells"]}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", range(4))
+def test_deepspeed_steps(deepspeed_cells: dict[int, dict[str, Any]], stage: int) -> None:
+    systems = deepspeed_cells[stage]
+    assert list(systems) == [OURS, GRAM, THEIRS, THEIR_GRAM, ADAMW]
+    assert set(systems[OURS]["to_ours"].values()) == {1.0}
+    for system in systems.values():
+        assert all(ms > 0 for ms in system["ms"].values())
+        assert all(math.isfinite(ratio) for ratio in system["to_ours"].values())
+    check_work(stage, systems)
+    check_memory(stage, systems)
+    check_traffic(stage, systems)
+
+
+def check_work(stage: int, systems: dict[str, Any]) -> None:
+    """One Newton-Schulz per matrix and optimizer step with ours, however many micro-batches it has."""
+    for name in (OURS, GRAM):
+        assert sum(systems[name]["newton_schulz"]) == MATRICES and systems[name]["redundant"] == 0
+        assert max(systems[name]["newton_schulz"]) < MATRICES  # shared out
+    twice = {0: MATRICES * (RANKS - 1), 1: 1, 2: 1, 3: 0}[stage]  # all; the one that the partition boundary cuts; none
+    for name in (THEIRS, THEIR_GRAM):
+        assert sum(systems[name]["newton_schulz"]) == MATRICES + twice and systems[name]["redundant"] == twice
+    assert systems[ADAMW]["newton_schulz"] == [0] * RANKS and systems[ADAMW]["redundant"] == 0
+    assert systems[OURS]["matrices_differ"] == 0.0
+    assert all(0 < systems[name]["matrices_differ"] < 0.02 for name in (GRAM, THEIRS, THEIR_GRAM))
+    assert max(systems[name]["others_differ"] for name in (OURS, ADAMW)) < 1e-6
+
+
+def check_memory(stage: int, systems: dict[str, Any]) -> None:
+    def kept(name: str, kind: str) -> list[int]:
+        return [state[kind] for state in systems[name]["state"]]
+
+    def total(name: str, kind: str) -> int:
+        return sum(kept(name, kind))
+
+    for name in (OURS, GRAM):
+        assert total(name, "momentum") == MATRIX_BYTES and kept(name, "staging") == [0] * RANKS
+        assert total(name, "masters") == (ALL_BYTES if stage else 0)
+    if stage == 0:
+        assert kept(THEIRS, "momentum") == [MATRIX_BYTES] * RANKS and kept(THEIRS, "staging") == [0] * RANKS
+        assert kept(ADAMW, "adam")[0] > 2 * ALL_BYTES
+    elif stage < 3:
+        assert kept(THEIRS, "momentum") == kept(THEIRS, "staging")
+        for ours, theirs in zip(kept(OURS, "momentum"), kept(THEIRS, "momentum")):
+            assert ours <= theirs  # and there it is kept twice
+        assert total(OURS, "momentum") < total(THEIRS, "momentum")  # whole matrices, the cut one twice
+    else:
+        assert total(THEIRS, "momentum") == MATRIX_BYTES and total(THEIRS, "staging") > 0
+    assert total(THEIRS, "masters") == total(ADAMW, "masters") == total(OURS, "masters")
+
+
+def check_traffic(stage: int, systems: dict[str, Any]) -> None:
+    """Weights and gradients travel as with DeepSpeed's AdamW; ours adds its all-to-alls, the same on both ways."""
+    ours, theirs, adamw = (
+        dict(sum((Counter(traffic["sent"]) for traffic in systems[name]["traffic"]), Counter()))
+        for name in (OURS, THEIRS, ADAMW)
+    )
+    small = 200  # bytes: norms, flags
+    assert 0 < ours.pop("alltoall_base") <= 2 * (MATRIX_BYTES // 2)  # there and back, in bf16
+    if stage == 0:
+        # whole gradients in an all-reduce, twice the bytes of a ring's reduce-scatter over two ranks
+        assert adamw == theirs == {"allreduce": RANKS * ALL_BYTES}
+        ours.pop("allgather_base")  # what AdamW's share of the ranks has updated
+    if stage in (1, 2):
+        repeats = PARTS if stage == 2 else 1
+        for found in (theirs, adamw):
+            assert set(found) == {"allreduce", "allgather_base"} and found["allgather_base"] == ALL_BYTES
+            assert 0 <= found["allreduce"] - repeats * RANKS * ALL_BYTES < small
+    if stage == 3:
+        assert sum(theirs.values()) > sum(adamw.values()) + MATRIX_BYTES  # gradients and momentum, gathered
+    assert set(ours) == set(adamw)
+    assert all(abs(ours[kind] - adamw[kind]) < small for kind in adamw), (ours, adamw)
+
+
+@pytest.mark.full
+def test_fsdp2_steps(tmp_path: Path) -> None:
+    weights = 2 * 12 * 20 * 20 * 4  # bytes: two layers of width 20, 12 width^2 elements each, in fp32
+    found, _ = figures(tmp_path, "fsdp2_step", "--ranks 3 --stack tiny --rounds 2")
+    systems = {system["system"]: system for system in found["cells"][0]["systems"]}
+    ours, gram = systems["ours"], systems["ours, gram_aspect=1.5"]
+    dtensors, replicated = systems["torch.optim.Muon on FSDP2"], systems["torch.optim.Muon, replicated (DDP)"]
+    assert ours["difference"] == replicated["difference"] == 0.0
+    assert 0 < gram["difference"] < 0.01 and 0 < dtensors["difference"] < 0.01
+    assert ours["cpu_ratio"] == ours["wall_ratio"] == 1.0
+    for system in systems.values():
+        assert system["cpu_ms"] > 0 and system["wall_ms"] > 0
+        assert math.isfinite(system["cpu_ratio"]) and math.isfinite(system["wall_ratio"])
+    assert replicated["traffic"] == {"calls": {}, "sent": {}}
+    calls, sent = (sum(dtensors["traffic"][key].values()) for key in ("calls", "sent"))
+    for system in (ours, gram):  # that its calls and bytes are its plan's, the benchmark itself asserts
+        assert system["traffic"]["calls"]["allreduce"] == 1  # who has gradients
+        assert 0 < sum(system["traffic"]["calls"].values()) < calls
+        assert 0 < sum(system["traffic"]["sent"].values()) < sent
+    assert replicated["state_bytes"] == weights
+    assert weights / 3 <= ours["state_bytes"] == dtensors["state_bytes"] < weights / 2
+
+
+@pytest.mark.full
+def test_layouts(tmp_path: Path) -> None:
+    """The bytes are those that formulas give."""
+    owned = ["owned, padded", "owned, compact", "owned, auto"]
+    arguments = "--ranks 2 3 --layers 2 --width 48 --tokens 8 --rounds 1 --bucket-mb 0.05"
+    found, _ = figures(tmp_path, "layouts", arguments)
+    assert [run["shapes"]["ranks"] for run in found["runs"]] == [2, 3]
+    for ranks, run in zip((2, 3), found["runs"]):
+        systems = {system["system"]: system for system in run["systems"]}
+        assert list(systems) == [*owned, "DDP, Muon", "ZeRO-1, AdamW", "ZeRO-2, AdamW"]
+        once = (ranks - 1) * 4 * run["numel"]  # every rank's part to every other rank, fp32
+        for name, system in systems.items():
+            assert system["cpu_ms"] > 0 and system["wall_ms"] > 0 and system["kept"] and system["peak"]
+            flags = ranks * system["sent"].get("allreduce", 0) if name in owned else 0
+            sent = system["sent_in_all"] - flags
+            padded = (ranks - 1) * 8 * system["padding"] if name in owned else 0
+            if name.startswith("ZeRO"):
+                assert sent == pytest.approx(3 * once, rel=0.01)  # (2g + p) P, and a few bytes of norms and flags
+            else:
+                assert sent == pytest.approx(2 * once + padded, rel=1e-4)
+        assert systems["owned, compact"]["padding"] == 0 < systems["owned, padded"]["padding"]
+        assert systems["owned, compact"]["promised"] == 2 * once
+        assert systems["owned, auto"]["promised"] <= min(systems[name]["promised"] for name in owned[:2])
+        # The same batches and optimizers: DDP's loss, but for the order in which gradients are added.
+        for name in owned:
+            assert systems[name]["loss"] == pytest.approx(systems["DDP, Muon"]["loss"], abs=1e-3)
+
+
+@pytest.mark.full
+def test_rules(tmp_path: Path) -> None:
+    """Every variant of Newton-Schulz is timed, batched and one by one."""
+    variants = ["plain", "gram", "polar_express", "polar_express, gram", "fp32", "fp32, gram"]
+    found, printed = figures(tmp_path, "rules", "--quick --device cpu")
+    assert "torch.optim.Muon" in printed and "112 x 32, Llama-3-8B, gate" in printed
+    assert printed.count("gram-newton-schulz: not timed, its kernels need a GPU\n") == 1
+    by_shape: dict[str, dict[tuple[str, bool], dict[str, float]]] = {}
+    for row in found["rows"]:
+        by_shape.setdefault(row["of"], {})[row["variant"], row["batched"]] = row
+    assert len(by_shape) == 5
+    for rows in by_shape.values():
+        peer = rows["torch.optim.Muon", False]
+        assert list(rows) == [("torch.optim.Muon", False), *((v, many) for v in variants for many in (False, True))]
+        for (variant, batched), row in rows.items():
+            assert row["milliseconds"] > 0 and row["ratio"] == row["milliseconds"] / peer["milliseconds"]
+            if (variant, batched) in (("torch.optim.Muon", False), ("plain", False)):
+                assert row["difference"] == 0
+            elif variant.startswith("polar_express"):
+                assert 0.05 < row["difference"] < 0.6  # other polynomials
+            else:
+                assert row["difference"] < 0.1  # rounding
+
+
+@pytest.mark.full
+def test_conversion(tmp_path: Path) -> None:
+    """Both programs make the same tensors, which the benchmark compares."""
+    found, printed = figures(tmp_path, "convert", f"--mb 1 --width 32 --rounds 1 --folder {tmp_path}")
+    rows = {(row["source"], row["program"]): row for row in found}
+    of_deepspeed = [("ZeRO-2, AdamW", name) for name in ("copy", "ds_to_universal", "lwopt convert")]
+    assert list(rows) == [*of_deepspeed, *(("Megatron torch_dist", name) for name in ("copy", "lwopt convert"))]
+    for (_, program), row in rows.items():
+        assert 1e6 < row["source_bytes"] < 3e6 and row["largest"] == 4 * 16 * 32 * 32 and row["seconds"][0] > 0
+        assert row["peak"] > 1e8 if program != "copy" else row["peak"] == 0  # an interpreter with torch
+        assert program in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
+
+
+def test_a_package_that_cannot_be_timed_has_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not there, and there without its kernels, of which it asks when it is made."""
+    monkeypatch.setitem(sys.modules, "gram_newton_schulz", None)
+    assert packaged(torch.device("cuda")) == (None, "not timed, it is not installed")
+    (tmp_path / "gram_newton_schulz.py").write_text("def GramNewtonSchulz(**options):\n    import no_such_kernels\n")
+    monkeypatch.delitem(sys.modules, "gram_newton_schulz")
+    monkeypatch.syspath_prepend(tmp_path)
+    expected = "not timed, what it needs is not installed: No module named 'no_such_kernels'"
+    assert packaged(torch.device("cuda")) == (None, expected)
+    sys.modules.pop("gram_newton_schulz")  # the one of this test
+
+
+def test_the_package_is_timed_last_and_its_row_says_which_iteration_it_runs() -> None:
+    """Any iteration stands in for it: its own runs on a GPU only."""
+    shapes = {"square": (4, 4), "wide": (4, 6), "tall": (6, 4)}
+    rows = measure(shapes, 2, 1, torch.device("cpu"), lambda matrices: matrices, lambda: None)
+    name = "gram-newton-schulz"
+    assert {row.of: row.variant for row in rows} == {"square": f"{name}, standard", "wide": name, "tall": name}

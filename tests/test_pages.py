@@ -1,0 +1,310 @@
+"""What the README and the pages in docs/ show is true: scripts run as printed, names and defaults are the code's."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_optimizer
+import torch
+import typer
+
+from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers, run
+from lwopt_backend import migration as public
+from lwopt_backend.cli.app import app
+from lwopt_backend.config import FSDP2Config, HostConfig, OwnedConfig
+from lwopt_backend.muon_config import LayerWiseMuonConfig
+from lwopt_backend.plan.cost import COSTS
+from lwopt_backend.plan.machine import CLUSTERS
+from lwopt_backend.rule_options import AdamWOptions, MuonOptions
+from lwopt_backend.rules.coefficients import table_of
+from tests.fsdp2 import MODES, SHARDINGS
+from tests.launcher import ROOT, run_on_ranks, succeeds, surroundings_kept, unpack_page
+from tests.migration import PEERS, entry, rules_for
+from tests.models import UnevenLM
+from tests.ranks import RankPool
+
+README = (ROOT / "README.md").read_text()
+PAGES = {path.stem: path.read_text() for path in (ROOT / "docs").glob("*.md")}
+BLOCKS = re.findall(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+FILES = {name: text for _, name, text in BLOCKS if name and "." in name}
+RUNS = [text for language, name, text in BLOCKS if language == "bash" and name == "run"]
+MIGRATION = PAGES["migration"]
+
+
+def part(page: str, begin: str, end: str) -> str:
+    return page[page.index(begin) : page.index(end)]
+
+
+def named_in(rows: str) -> set[str]:
+    """The options that the first cells of a table's rows name."""
+    return {name for row in re.findall(r"^\| (`.*?) \|", rows, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+
+
+# -- scripts
+
+
+@pytest.mark.parametrize("command", RUNS, ids=["train.py", "unmodified script"])
+def test_the_readmes_training_commands_run_as_printed(command: str, tmp_path: Path) -> None:
+    files = dict(FILES)
+    if "--module" in command:  # an unmodified script has no line of ours
+        plain = FILES["train.py"].replace("from lwopt_backend.integrations import deepspeed_zero\n", "")
+        files["train.py"] = plain.replace("deepspeed_zero.register()\n", "") + "print(f'rank {args.local_rank}')\n"
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    output = succeeds(command, tmp_path)
+    assert re.search(r"loss \d\.\d+ after 20 steps", output) and "1 of 5 trained parameters are matrices" in output
+    assert "built successfully" not in output, "no compiler is needed"
+    if "--module" in command:  # the launcher's argument is handed on
+        assert "rank 0\n" in output and "rank 1\n" in output
+
+
+def arguments_seen(script: str) -> tuple[list[str], list[str]]:
+    """On a rank: what a script under the module runner sees, and what those are told who give none."""
+    refused = []
+    with surroundings_kept():
+        run.main(["--local_rank=1", script, "--word", "hello"])
+        for wrong in ([], ["--local_rank=1"], ["nowhere.py"]):
+            try:
+                run.main(wrong)
+            except SystemExit as ended:
+                refused.append(str(ended.code).splitlines()[-1])
+    return json.loads(Path(script).with_suffix(".json").read_text()), refused
+
+
+def test_the_module_runner_hands_on_its_arguments_and_needs_a_script(
+    rank_pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    script = tmp_path / "seen.py"
+    script.write_text("import json, sys\njson.dump(sys.argv[1:], open(__file__[:-3] + '.json', 'w'))\n")
+    ((seen, refused),) = rank_pools[1].run(arguments_seen, str(script))
+    assert seen == ["--local_rank=1", "--word", "hello"]
+    found = "no script was given; found only"
+    assert refused == [f"{found} []", f"{found} ['--local_rank=1']", "no such script: nowhere.py"]
+
+
+def test_the_client_optimizer_snippet_runs_as_printed(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "client.py").write_text(FILES["client.py"])
+    codes, output = run_on_ranks(ranks, tmp_path / "client.py", joined=True)
+    assert codes == [0, 0] and "2 of 4 trained parameters are matrices" in output, output
+
+
+SAYS = {
+    "fsdp2": (2, r"loss [01]\.\d+ after 40 steps", "Routing: 4 of 11 trained parameters are matrices"),
+    "owned": (2, r"loss [01]\.\d+ after 40 steps", "Storage: owned by 2 data-parallel ranks"),
+    "modules": (4, r"loss 0\.\d+ after 40 steps, gradient norm \d\.\d+ over both modules", ""),
+    "migration": (2, r"largest difference after 10 more steps: 0\.0", ""),
+}
+
+
+@pytest.mark.parametrize("page", SAYS)
+def test_a_pages_script_runs_as_printed(
+    request: pytest.FixtureRequest, rank_pools: dict[int, RankPool], tmp_path: Path, page: str
+) -> None:
+    """FSDP2's by the page's command, under torchrun; the others so in `make test-full` only."""
+    count, expected, also = SAYS[page]
+    command = unpack_page(PAGES[page], tmp_path, sys.executable)
+    if page == "fsdp2" or request.config.getoption("full"):
+        output = succeeds(command, tmp_path)
+    else:
+        assert f"--nproc_per_node {count} " in command
+        (script,) = tmp_path.iterdir()
+        codes, output = run_on_ranks(rank_pools[count], script, joined=False)
+        assert codes == [0] * count, output
+    assert re.search(expected, output) and also in output
+
+
+@pytest.mark.full
+def test_the_planner_pages_commands_run_as_printed(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    commands = re.findall(r"^```bash run\n(.*?)^```$", PAGES["planner"], re.MULTILINE | re.DOTALL)
+    planned, compared = [succeeds(command, tmp_path) for command in commands]
+    assert "8 of 8 trained parameters are matrices" in planned and "Megatron compact" in compared
+    assert {path.name for path in tmp_path.iterdir()} >= {"report.html", "plan.png", "systems.png"}
+
+
+# -- names, options and defaults
+
+
+def test_links_and_pictures_lead_somewhere_and_python_is_python() -> None:
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+        text = path.read_text()
+        headings = {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in re.findall(r"^#+ (.*)$", text, re.M)}
+        for target in re.findall(r"\]\(([^)]+)\)", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)):
+            if target.startswith("#"):
+                assert target[1:] in headings, (path, target)
+            elif "://" not in target:
+                assert (path.parent / target.partition("#")[0]).exists(), (path, target)
+        for snippet in re.findall(r"^```python.*?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+            compile(snippet, str(path), "exec")
+
+
+@pytest.mark.parametrize("page", ["modules", "migration"])
+def test_every_heading_is_in_the_pages_list(page: str) -> None:
+    headings = re.findall(r"^## (.*)$", PAGES[page], re.MULTILINE)
+    assert re.findall(r"^- \[(.*?)\]\(#", PAGES[page], re.MULTILINE) == headings
+
+
+def test_the_planner_page_names_what_there_is() -> None:
+    options = set(re.findall(r"`(--[a-z-]+)", PAGES["planner"]))
+    commands = list(typer.main.get_command(app).commands.values())  # type: ignore[attr-defined]
+    known = {name for command in commands for parameter in command.params for name in parameter.opts}
+    assert options - known - {"--markdown", "--png", "--models"} == set()
+    assert [name for name in [*CLUSTERS, *COSTS] if f"`{name}`" not in PAGES["planner"]] == []
+
+
+def test_make_commands_exist_and_ci_runs_the_readmes() -> None:
+    texts = README + (ROOT / "CONTRIBUTING.md").read_text()
+    targets = {name for pair in re.findall(r"^make ([\w-]+)$|`make ([\w-]+)[` ]", texts, re.MULTILINE) for name in pair}
+    assert targets - {""} >= {"train", "check", "test", "test-full", "test-peers", "mutants", "compare"}
+    subprocess.run(["make", "--dry-run", *sorted(targets - {""})], cwd=ROOT, check=True, capture_output=True)
+    steps = re.findall(r"^(?:exec )?make (\w+)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert steps == ["check", "test"] and "`make check`" in README and "\nmake test\n" in README
+
+
+def test_every_option_is_in_a_table_and_every_row_is_an_option() -> None:
+    table = part(README, "### Options", "## What is printed")
+    assert named_in(table) == set(LayerWiseMuonConfig.model_fields)
+    (adamw,) = re.findall(r"^\| `adamw` .*$", table, re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", adamw)) - {"adamw"} == set(AdamWOptions.model_fields)
+    assert json.loads(FILES["ds_config.json"])["optimizer"]["type"] == "LayerWiseMuon"
+    arguments = {"matrix", "lr", "elementwise", "elementwise_lr", "overrides", "params", "sharded_later"}
+    assert named_in(part(PAGES["fsdp2"], "## Options", "## Measured")) == arguments | set(FSDP2Config.model_fields)
+
+
+def test_every_option_of_owned_storage_is_in_the_table_with_its_default() -> None:
+    table = part(PAGES["owned"], "## Options", "## What is refused")
+    rows = re.findall(r"^\| (`.*?) \| (.*?) \|", table, re.MULTILINE)
+    defaults = {name: default for names, default in rows for name in re.findall(r"`(\w+)`", names)}
+    own = {name: field for name, field in OwnedConfig.model_fields.items() if name not in HostConfig.model_fields}
+    arguments = set(inspect.signature(LayerWiseOptimizer.__init__).parameters)
+    assert set(defaults) >= set(own) and set(defaults) - set(own) <= arguments
+    for name, field in own.items():
+        spelled = str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
+        assert defaults[name].strip('`"') == spelled, name
+    shared = set(re.findall(r"`(\w+)`", table.partition("| option")[0]))
+    assert shared >= {"matrix", "lr", "elementwise", "elementwise_lr", "params"}
+    assert shared <= arguments | set(HostConfig.model_fields) | set(MuonOptions.model_fields)
+
+
+def test_every_method_that_a_page_names_exists() -> None:
+    named = set(re.findall(r"`(\w+)\(", PAGES["owned"])) - {"lcm", "state_dict"}
+    assert named and [name for name in named if not hasattr(LayerWiseOptimizer, name)] == []
+    prose = re.sub(r"^```.*?^```$", "", PAGES["modules"], flags=re.MULTILINE | re.DOTALL)
+    named = set(re.findall(r"`(\w+)\([^`]*\)`", prose)) - {"LambdaLR"}
+    assert named >= {"step", "clip_grad_norm_", "save_state_dict", "load_state_dict_from"}
+    assert [name for name in named if not hasattr(ModuleOptimizers, name)] == []
+    named = set(re.findall(r"LayerWiseOptimizer\.(\w+)", prose))
+    assert [name for name in named if not hasattr(LayerWiseOptimizer, name)] == []
+
+
+def test_the_support_table_of_fsdp2_is_the_tests_table() -> None:
+    section = part(PAGES["fsdp2"], "## What works", "## How a step goes")
+    header, _, *rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")]
+    assert [cell.strip("| ") for cell in header if cell.strip("| ")] == list(SHARDINGS)
+    assert [row[0] for row in rows] == list(MODES)
+    for mode, *cells in rows:
+        expected = {"~"} if mode == "bf16 parameters" else {"0.0", "untied"}
+        assert len(cells) == len(SHARDINGS) and set(cells) <= expected
+        untied = [sharding for sharding, cell in zip(SHARDINGS, cells) if cell == "untied"]
+        assert untied == (["several roots"] if mode == "tied" else [])
+
+
+# -- docs/migration.md
+
+
+def test_snippets_of_migration_import_what_there_is() -> None:
+    snippets = re.findall(r"^```python\n(.*?)^```$", MIGRATION, re.MULTILINE | re.DOTALL)
+    assert len(snippets) == 3
+    for snippet in snippets:
+        imports = [node for node in ast.parse(snippet).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+        assert imports
+        exec(compile(ast.Module(imports, type_ignores=[]), "snippet", "exec"), {})
+    found = {name for name in re.findall(r"`(\w+)`", MIGRATION) if hasattr(public, name)}
+    assert found >= {"from_checkpoint", "load_named_state", "convert_momentum", "convert_named_momentum"}
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_the_settings_of_a_peer_are_arguments_in_python_too(peer: str) -> None:
+    optimizer = LayerWiseOptimizer(UnevenLM(), **entry(peer)["params"], report=False)
+    rules = rules_for(peer)
+    for group, choice in zip(optimizer.param_groups, (rules.matrix, rules.elementwise), strict=True):
+        assert group["rule"] == choice.rule
+        for key, value in choice.options.model_dump().items():
+            assert group[key] == value
+
+
+def test_every_peer_has_a_table_and_every_key_in_it_is_ours() -> None:
+    assert re.findall(r"^```json (\w+)$", MIGRATION, re.MULTILINE) == PEERS
+    rows = re.findall(r"^\| [^|]+ \| ([^|]+) \|", MIGRATION, re.MULTILINE)
+    keys = {key for row in rows for key in re.findall(r"`(matrix|elementwise)\.(\w+)`", row)}
+    rules = rules_for("torch")
+    options = {"matrix": type(rules.matrix.options), "elementwise": type(rules.elementwise.options)}
+    assert len(keys) > 15
+    assert [(kind, key) for kind, key in keys if key not in options[kind].model_fields] == []
+
+
+def rows_on_the_page(heading: str) -> list[list[str]]:
+    """The four columns of a section's table, below its head."""
+    (section,) = re.findall(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", MIGRATION, re.MULTILINE | re.DOTALL)
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in re.findall(r"^\|.*\|$", section, re.M)][2:]
+
+
+def values_in(cell: str) -> list[Any]:
+    """What a cell lists, numbers as numbers; what is no value as its text."""
+    words = {"on": True, "off": False, "none": None}
+    return [words[v] if v in words else parsed(v) for v in re.findall(r"\([^)]*\)|[^,\s`][^,`]*", cell)]
+
+
+def parsed(value: str) -> Any:
+    try:
+        found = json.loads(re.sub(r"^\((.*)\)$", r"[\1]", value))
+    except json.JSONDecodeError:
+        return value
+    return tuple(found) if isinstance(found, list) else found
+
+
+def paired(names: list[str], cell: str) -> list[tuple[str, Any]]:
+    """A default for each name, or the same for all; nothing where the cell lists something else."""
+    values = values_in(cell)
+    if cell in ("", "the same") or len(values) not in (1, len(names)):
+        return []
+    return list(zip(names, values * len(names) if len(values) == 1 else values))
+
+
+@pytest.mark.parametrize("heading", re.findall(r"^## (.*)$", MIGRATION, re.MULTILINE)[1:8])
+def test_our_defaults_on_the_page_are_ours(heading: str) -> None:
+    models = {"matrix": MuonOptions(), "elementwise": AdamWOptions(), "adamw": AdamWOptions()}
+    checked = set()
+    for _, ours, _, cell in rows_on_the_page(heading):
+        tokens = [token.rpartition(".")[::2] for token in re.findall(r"`([\w.]+)`", ours)]
+        options = [(section or "matrix", key) for section, key in tokens]
+        known = [(section, key) for section, key in options if hasattr(models.get(section), key)]
+        for (section, key), value in paired(known, cell):
+            default = getattr(models[section], key)
+            if key == "ns_coefficients":
+                value, default = (table_of(which).triples for which in (value, default))
+            assert value == (default or "original" if key == "adjust_lr_fn" else default), key
+            checked.add(key)
+    assert checked >= {"lr", "weight_decay", "momentum"} - ({"momentum"} if heading == "pytorch_optimizer" else set())
+
+
+@pytest.mark.parametrize(
+    ("heading", "peer"), [("torch.optim.Muon", torch.optim.Muon), ("pytorch_optimizer", pytorch_optimizer.Muon)]
+)
+def test_their_defaults_on_the_page_are_theirs(heading: str, peer: Any) -> None:
+    arguments = inspect.signature(peer).parameters
+    checked = 0
+    for theirs, _, cell, _ in rows_on_the_page(heading):
+        for name, value in paired([name for name in re.findall(r"`(\w+)`", theirs) if name in arguments], cell):
+            if name != "adjust_lr_fn":
+                assert arguments[name].default == value, name
+                checked += 1
+    assert checked >= 7
