@@ -1,4 +1,4 @@
-"""Run our optimizer under clients, and beside peers, that are not ours: tests/peers, each in an environment of its own.
+"""Run our optimizer under clients, and beside peers, that are not ours, each in an environment of its own.
 
 Arguments choose peers; without one, all run. An environment is made when it is first needed and kept under .make.
 """
@@ -8,18 +8,24 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 from beside import ROOT, environment
 
 PEERS = {  # what an environment has beyond the prepared one
-    "torchtitan": ["torchtitan==0.3.0"],
+    "torchtitan": ["torchtitan==0.3.0", "triton"],  # which it imports on CPUs, too
     "megatron": ["megatron-core==0.16.1"],
     "trl": ["trl>=1.16,<2", "peft>=0.18"],
     "lightning": ["lightning>=2.6,<3"],
-    "hugging_face": ["accelerate>=1.15", "transformers>=5,<6"],
-    "pytorch_optimizer": ["pytorch-optimizer>=4.1,<5"],
-    "deepspeed_muon": ["deepspeed>=0.19.7,<0.20"],
+    "hugging_face": ["--upgrade", "accelerate>=1.15", "transformers>=5,<6"],  # the newest
+    "pytorch_optimizer": ["--upgrade", "pytorch-optimizer>=4.1,<5"],
+    "deepspeed_muon": ["--no-build-isolation", "--upgrade", "deepspeed>=0.19.7,<0.20"],
 }
+
+
+def tests_of(name: str) -> Path:
+    """Those of the Trainer and Accelerate are in `make test`, too."""
+    return ROOT / "tests" / ("" if name == "hugging_face" else "peers") / f"test_{name}.py"
 
 
 def main() -> None:
@@ -30,8 +36,8 @@ def main() -> None:
     for name in chosen:
         python = environment(name, PEERS[name])
         print(f"{name}: {', '.join(PEERS[name])}", file=sys.stderr, flush=True)
-        command = [python, "-m", "pytest", "-p", "no:cacheprovider", "--durations=15", f"tests/peers/test_{name}.py"]
-        path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
+        command = [python, "-m", "pytest", "-p", "no:cacheprovider", "--durations=15", str(tests_of(name))]
+        path = os.pathsep.join([str(python.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
         if subprocess.run(command, cwd=ROOT, env={**os.environ, "PATH": path}).returncode != 0:
             failed.append(name)
     if failed:
