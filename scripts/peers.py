@@ -13,7 +13,6 @@ from pathlib import Path
 from beside import ROOT, environment
 
 PEERS = {  # what an environment has beyond the prepared one
-    "torchtitan": ["torchtitan==0.3.0", "triton"],  # which it imports on CPUs, too
     "megatron": ["megatron-core==0.16.1"],
     "trl": ["trl>=1.16,<2", "peft>=0.18"],
     "lightning": ["lightning>=2.6,<3"],

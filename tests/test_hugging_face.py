@@ -114,12 +114,14 @@ def train(ranks: RankPool, case: Case, out: Path, *more: object, launched: bool)
 
 
 def launcher_of(case: Case, config: Path | None) -> list[object]:
+    """The launcher's program by its module, so that it is this interpreter's."""
+    python = [sys.executable, "-m"]
     if case.launcher == "deepspeed":
-        return ["deepspeed", "--num_accelerators", 2, "--master_port", free_port()]
+        return [*python, "deepspeed.launcher.runner", "--num_accelerators", 2, "--master_port", free_port()]
     if case.launcher == "torchrun":
-        return ["torchrun", "--nproc_per_node", 2, "--master_port", free_port()]
+        return [*python, "torch.distributed.run", "--nproc_per_node", 2, "--master_port", free_port()]
     settings = FSDP2_SETTINGS if config is None else ROOT / "configs" / "accelerate_deepspeed.yaml"
-    command = ["accelerate", "launch", "--config_file", settings, "--num_processes", 2]
+    command = [*python, "accelerate.commands.launch", "--config_file", settings, "--num_processes", 2]
     return [*command, "--main_process_port", free_port(), *(["--deepspeed_config_file", config] if config else [])]
 
 
