@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch.multiprocessing as mp
+from torch._C import _distributed_c10d as torch_c10d
 from torch.distributed import TCPStore
 
 TIMEOUT_SECONDS = 120.0
@@ -38,7 +39,7 @@ class RankFailed(AssertionError):
 class RankProcesses:
     """Processes that serve as ranks, started when first needed and kept until ``close``; on gloo.
 
-    They are the ranks of one world at a time: a call that asks for another number of ranks makes a new default group,
+    They are the ranks of one world at a time: a call that asks for another number of ranks changes the default group,
     which takes milliseconds, where a process takes seconds to start.
     """
 
@@ -48,23 +49,26 @@ class RankProcesses:
         self._folder = tempfile.mkdtemp(prefix="lwopt-ranks-")
         self._store: TCPStore | None = None
         self._world_size = 0
+        self._numbers: dict[int, int] = {}  # of the world of each size
         self._worlds = 0
 
     def call(self, world_size: int, message: Any, timeout: float) -> list[tuple[bool, Any]]:
         """What each rank of a world of that size answers, in rank order: (True, its value) or (False, its error)."""
         self._start(world_size)
         if world_size != self._world_size:
-            self._worlds += 1
-            self._world_size = world_size
-            self._ask(self._pipes, [("world", rank, world_size, self._worlds) for rank in range(len(self._pipes))])
+            if world_size not in self._numbers:
+                self._worlds += 1
+                self._numbers[world_size] = self._worlds
+            self._world_size, number = world_size, self._numbers[world_size]
+            self._ask(self._pipes, [("world", rank, world_size, number) for rank in range(len(self._pipes))])
             self._collect(self._pipes, time.monotonic() + TIMEOUT_SECONDS)
         pipes = self._pipes[:world_size]
         self._ask(pipes, [message] * world_size)
         return self._collect(pipes, time.monotonic() + timeout)
 
     def renew(self) -> None:
-        """Make the next call's world a new one, with DeepSpeed's global groups as they were at the start."""
-        self._world_size = 0
+        """Make worlds new ones from the next call, with DeepSpeed's global groups as they were at the start."""
+        self._world_size, self._numbers = 0, {}
 
     def close(self) -> None:
         for process in self._processes:
@@ -87,7 +91,7 @@ class RankProcesses:
             process.start()
             self._processes.append(process)
             self._pipes.append(ours)
-            self.renew()
+            self._world_size = 0  # it is in none yet
 
     @staticmethod
     def _ask(pipes: list[Connection], messages: list[Any]) -> None:
@@ -148,13 +152,14 @@ class RankPool:
 
 
 def kept_in_a_world(function: Callable[..., Any]) -> Callable[..., Any]:
-    """functools.cache for process groups and meshes, which end with the world that they were made in."""
-    cached = functools.cache(function)
-    _OF_THIS_WORLD.append(cached)
-    return cached
+    """functools.cache for process groups and meshes, which belong to the world that they were made in."""
+    cached = functools.cache(lambda world, *args, **kwargs: function(*args, **kwargs))
 
+    @functools.wraps(function)
+    def in_this_world(*args: Any, **kwargs: Any) -> Any:
+        return cached(_Worlds.current, *args, **kwargs)
 
-_OF_THIS_WORLD: list[Any] = []
+    return in_this_world
 
 
 def _lost(what: str) -> tuple[bool, Any]:
@@ -170,17 +175,16 @@ def free_port() -> int:
 def _serve(pipe: Connection, number: int, port: int, folder: str) -> None:
     """Serve as rank ``number`` of every world that is large enough, on a thread per process."""
     os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", TORCH_EXTENSIONS_DIR=folder, MASTER_ADDR="127.0.0.1")
+    import deepspeed
     import torch
 
     torch.set_num_threads(1)
-    import deepspeed
 
     from lwopt_backend.integrations import deepspeed_zero
 
     deepspeed_zero.register()
     deepspeed.utils.logger.setLevel("WARNING")
-    store = TCPStore("127.0.0.1", port, is_master=False)
-    linear, globals_of_deepspeed = torch.nn.functional.linear, _globals_of_deepspeed()
+    linear, worlds = torch.nn.functional.linear, _Worlds(TCPStore("127.0.0.1", port, is_master=False))
     while True:
         try:
             message = pipe.recv()
@@ -188,9 +192,7 @@ def _serve(pipe: Connection, number: int, port: int, folder: str) -> None:
             return
         try:
             if message[0] == "world":
-                _, rank, world_size, attempt = message
-                _enter_world(store, rank, world_size, attempt, globals_of_deepspeed)
-                pipe.send((True, None))
+                pipe.send((True, worlds.enter(*message[1:])))
             else:
                 function, args, kwargs = message
                 pipe.send((True, function(*args, **kwargs)))
@@ -199,42 +201,68 @@ def _serve(pipe: Connection, number: int, port: int, folder: str) -> None:
         torch.nn.functional.linear = linear  # ZeRO-3 leaves its own there, which rounds bf16 otherwise
 
 
-def _globals_of_deepspeed() -> list[tuple[Any, dict[str, Any]]]:
-    """Its modules that keep process groups in globals, with what these were before there was a group."""
-    from deepspeed.comm import comm
-    from deepspeed.runtime.pipe import p2p
-    from deepspeed.utils import groups
+class _Worlds:
+    """The default groups that this process is or was a rank of, one at a time the current one.
 
-    return [
-        (module, {k: dict(v) if isinstance(v, dict) else v for k, v in vars(module).items() if not k.startswith("__")})
-        for module in (comm, p2p, groups)
-    ]
+    A world is left, not destroyed: what still refers to its groups would keep threads of gloo that wait for peers that
+    are gone, without pause.
+    """
 
+    current = 0
 
-def _enter_world(
-    store: TCPStore, rank: int, world_size: int, number: int, globals_of_deepspeed: list[tuple[Any, dict[str, Any]]]
-) -> None:
-    """End the world that there is, and be a rank of the next, if it has so many."""
-    import deepspeed
-    import torch.distributed as dist
-    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-    from deepspeed.runtime.zero.partition_parameters import Init
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    def __init__(self, store: TCPStore) -> None:
+        from deepspeed.comm import comm
+        from deepspeed.runtime.pipe import p2p
+        from deepspeed.utils import groups
+        from torch.distributed import distributed_c10d as c10d
 
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    for cached in _OF_THIS_WORLD:
-        cached.cache_clear()
-    _clear_sharding_prop_cache()  # DTensors of the last world's meshes, whose process groups have ended
-    for module, values in globals_of_deepspeed:
-        # Of dictionaries a copy: those of experts' groups are filled in place.
-        vars(module).update({k: dict(v) if isinstance(v, dict) else v for k, v in values.items()})
-    # ZeRO-3 compares these counters between ranks, which have not been in the same worlds.
-    Init.param_id = 0
-    DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
-    if rank >= world_size:
-        return
-    local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_SIZE": world_size}
-    os.environ.update({name: str(value) for name, value in local.items()}, MASTER_PORT=str(free_port()))
-    dist.init_process_group("gloo", store=dist.PrefixStore(f"world {number}", store), rank=rank, world_size=world_size)
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+        self._store = store
+        # What is global in torch and in DeepSpeed and tells of process groups: a module, and names in it.
+        known = {module: [name for name in vars(module) if not name.startswith("__")] for module in (comm, p2p, groups)}
+        by_group = ["_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag"]
+        self._globals = {**known, c10d: [*by_group, "_group_count", "_default_pg_init_method"]}
+        self._kept = {0: self._seen()}
+
+    def enter(self, rank: int, world_size: int, number: int) -> None:
+        """Leave the world that there is, and be a rank of world ``number``, if it has so many."""
+        import deepspeed
+        import torch.distributed as dist
+        from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+        from deepspeed.runtime.zero.partition_parameters import Init
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        number = number if rank < world_size else 0
+        self._kept[self.current] = self._seen()
+        self._go(number if number in self._kept else 0)
+        _Worlds.current = number
+        # ZeRO-3 compares these counters between ranks, which have not been in the same worlds.
+        Init.param_id = 0
+        DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
+        _clear_sharding_prop_cache()  # it refers to meshes of other worlds
+        local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_SIZE": world_size}
+        os.environ.update({name: str(value) for name, value in local.items()}, MASTER_PORT=str(free_port()))
+        if number and number not in self._kept:
+            store = dist.PrefixStore(f"world {number}", self._store)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+            deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+
+    def _seen(self) -> tuple[dict[tuple[Any, str], Any], Any]:
+        """The globals, and torch's default group."""
+        from torch.distributed import distributed_c10d as c10d
+
+        values = {(module, name): vars(module)[name] for module, names in self._globals.items() for name in names}
+        copies = {at: dict(value) if isinstance(value, dict) else value for at, value in values.items()}
+        return copies, c10d._world.default_pg
+
+    def _go(self, number: int) -> None:
+        """Put the globals of a world in place, and the names by which its groups are found."""
+        from torch.distributed import distributed_c10d as c10d
+
+        for name in c10d._pg_names.values():
+            torch_c10d._unregister_process_group(name)
+        values, default_group = self._kept[number]
+        for (module, name), value in values.items():
+            vars(module)[name] = dict(value) if isinstance(value, dict) else value
+        c10d._update_default_pg(default_group)
+        for group, name in c10d._pg_names.items():
+            torch_c10d._register_process_group(name, group)
