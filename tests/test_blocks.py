@@ -273,6 +273,7 @@ def test_a_part_without_few_views_is_refused_with_what_to_do() -> None:
     )
     (kernel,) = divided(Grid.of((4, 3, 2, 2), 0), undivided(4))
     left = Block("left", Grid(1, 4, 12), 0, Stripes(0, 4), Stripes(0, 6))
+    striped = Block("striped", Grid(1, 4, 12), 0, Stripes(0, 4), Stripes(0, 2, 2, 6))
     for dim, parts, block, shape in [(0, 2, q18, (8, 18)), (1, 3, q18, (8, 18)), (1, 6, q18, (8, 18))]:
         Sharding(shape, (parts,), (dim,), (False,), block).check("a.qkv")
     Sharding((4, 3, 2, 2), (2,), (1,), (False,), kernel).check("a")
@@ -280,7 +281,8 @@ def test_a_part_without_few_views_is_refused_with_what_to_do() -> None:
         (1, 2, q18, (8, 18), "'a', block 'q': sharded as 8x18 over 2 of dim 1, .* cuts runs of columns"),
         (1, 5, q24, (8, 24), r"the part \(\(0, 8\), \(15, 5\)\) cuts runs of columns apart"),
         (2, 2, kernel, (4, 3, 2, 2), "parameter 'a', block '': .* cuts dimensions that are flattened"),
-        (0, 2, left, (4, 3, 2, 2), "columns 0:6 of flattened dimensions cannot be a block of their own"),
+        (0, 2, left, (4, 3, 2, 2), r"the part \(\(0, 2\), \(0, 3\), .* cuts runs of columns apart"),
+        (0, 2, striped, (4, 3, 2, 2), "columns .* of flattened dimensions cannot be a block of their own"),
     ]:
         with pytest.raises(ValueError, match=message):
             Sharding(shape, (parts,), (dim,), (False,), block).check("a")
