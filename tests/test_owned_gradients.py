@@ -360,7 +360,7 @@ def as_with_masters(dtype: str, mixed: bool, layout: str, mode: str, load: bool)
 @cells(
     lambda dtype, mixed, mode, load, **_: (
         ((dtype, mixed) == ("bf16", False) or not (load or mode == "fp32 gradients"))
-        and (not load or mode in ("plain", "lazy return"))
+        and (not load or mode in ("plain", "lazy return", "step in backward"))
     ),
     dtype=list(DTYPES),
     mixed=[False, True],

@@ -205,6 +205,8 @@ class LayerWiseOptimizer(LinkedOptimizer):
                 f"{NAME}: step_in_backward has used the gradients of bucket {number} already; it takes one backward "
                 "pass per step: accumulate under no_sync()"
             )
+        if self._loaded:
+            self.refresh_masters()
         self.core.stepper.step_arrived(self.param_groups)
 
     # Checkpoints
