@@ -13,7 +13,6 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from lwopt_backend.atom_settings import AtomSettings, blocks_of
-from lwopt_backend.fused_torchtitan import join
 from lwopt_backend.fused_weights import Fusion, fused_weights
 from lwopt_backend.plan.block_cover import check_cover
 from lwopt_backend.plan.blocks import Block, Grid, divided, grouped, matrices_of, undivided
@@ -75,9 +74,8 @@ def divide_by_name(routes: Sequence[Route], settings: AtomSettings) -> dict[str,
 
 
 def _divided(route: Route, settings: AtomSettings, fused: Fusion | None) -> Divided:
-    shape, setting = route.shape, settings.of([route.name, *route.aliases])
-    if route.side_by_side and (setting is None or setting[1] not in ("stack", "flatten")):
-        shape = join(shape)
+    setting = settings.of([route.name, *route.aliases])
+    shape = route.shape if setting is not None and setting[1] in ("stack", "flatten") else route.joined
     if setting is not None:
         blocks = blocks_of(route.name, shape, route.transposed, *setting)
         return Divided(blocks, f"{_described(blocks)}, set by atoms {setting[0]!r}")

@@ -35,6 +35,6 @@ def side_by_side(name: str, shape: Sequence[int]) -> bool:
     return name.rpartition(".")[2] == "w13" and len(shape) > 2 and shape[-2] == 2 and 0 not in shape
 
 
-def join(shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape in which two matrices that lie side by side are the halves of every row."""
-    return (*shape[:-2], 2 * shape[-1])
+def joined(name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape in which gate and up that lie side by side are the halves of every row; of all others their own."""
+    return (*shape[:-2], 2 * shape[-1]) if side_by_side(name, shape) else tuple(shape)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from lwopt_backend.atom_settings import AtomSettings
-from lwopt_backend.fused_torchtitan import join, side_by_side
+from lwopt_backend.fused_torchtitan import joined, side_by_side
 from lwopt_backend.output_heads import EMBEDDINGS, output_heads
 from lwopt_backend.parameter_uses import Use, plain_name, uses_of
 from lwopt_backend.peft_layers import LORA, Adapter, lora_of
@@ -48,7 +48,15 @@ class Route:
     stack: bool = False
     transposed: bool = False
     rule: str = ""
-    side_by_side: bool = False
+
+    @property
+    def side_by_side(self) -> bool:
+        return side_by_side(self.name, self.shape)
+
+    @property
+    def joined(self) -> tuple[int, ...]:
+        """The shape in which two matrices side by side are the halves of every row; the parameter's own elsewhere."""
+        return joined(self.name, self.shape)
 
 
 def route(
@@ -90,19 +98,18 @@ def route_part(
         else:
             kind, reason = _by_structure(shape, same, heads.get(id(param)))
             kind, reason = by_glob(shape, names, include, exclude) or (kind, reason)
-        beside, transposed = side_by_side(name, shape), any(_stored_transposed(use.module) for use in same)
-        joined = join(shape) if beside else shape
-        stack = _is_stack(joined, same)
-        if (stack or beside) and (kind, reason) == ("elementwise", _dimensions(shape)):
-            if vector(joined) is not None:
-                reason = f"{stacked(joined)} of {vector(joined)}"
+        joined_shape, transposed = joined(name, shape), any(_stored_transposed(use.module) for use in same)
+        stack = _is_stack(joined_shape, same)
+        if (stack or side_by_side(name, shape)) and (kind, reason) == ("elementwise", _dimensions(shape)):
+            if vector(joined_shape) is not None:
+                reason = f"{stacked(joined_shape)} of {vector(joined_shape)}"
             elif stacks:
-                kind, reason = "matrix", stacked(joined) if stack else f"{reason} weight"
+                kind, reason = "matrix", stacked(joined_shape) if stack else f"{reason} weight"
         set_so = atoms.makes_matrix(names, shape) if atoms is not None else None
         if set_so is not None and kind == "elementwise" and _first_match(names, exclude) is None:
             kind, reason = "matrix", set_so
         reason += ", stored transposed" if kind == "matrix" and transposed else ""
-        routes.append(Route(name, shape, kind, reason, tuple(names[1:]), stack, transposed, side_by_side=beside))
+        routes.append(Route(name, shape, kind, reason, tuple(names[1:]), stack, transposed))
     return routes
 
 
@@ -186,7 +193,11 @@ def _is_stack(shape: Sequence[int], uses: Sequence[Use]) -> bool:
 
 def named_as_stack(name: str, shape: Sequence[int]) -> bool:
     """Whether a parameter of that name is a stack of experts, where its module is not at hand."""
-    return len(shape) > 2 and 0 not in shape and "expert" in name.rpartition(".")[0].rpartition(".")[2].lower()
+    return (
+        len(joined(name, shape)) > 2
+        and 0 not in shape
+        and "expert" in name.rpartition(".")[0].rpartition(".")[2].lower()
+    )
 
 
 def _stored_transposed(module: nn.Module) -> bool:

@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from lwopt_backend.fused_torchtitan import join, side_by_side
 from lwopt_backend.model_shapes.types import Stored
 from lwopt_backend.output_heads import HEAD_NAMES, HEAD_NAMES_OUTSIDE_BLOCKS, NOT_A_VOCABULARY
 from lwopt_backend.peft_layers import ADAPTERS, LORA, adapter_in, without_peft
@@ -46,9 +45,8 @@ def route_by_name(tensors: Sequence[Stored], include: Sequence[str], exclude: Se
         kind, reason = _route_of(tensor, known, named, widths)
         if kind != "frozen":
             kind, reason = by_glob(tensor.shape, (tensor.name, *tensor.aliases), include, exclude) or (kind, reason)
-        beside = side_by_side(tensor.name, tensor.shape)
-        stack = named_as_stack(tensor.name, join(tensor.shape) if beside else tensor.shape)
-        routes.append(Route(tensor.name, tensor.shape, kind, reason, tensor.aliases, stack, side_by_side=beside))
+        stack = named_as_stack(tensor.name, tensor.shape)
+        routes.append(Route(tensor.name, tensor.shape, kind, reason, tensor.aliases, stack))
     check_globs("include", include, [r for r in routes if len(r.shape) == 2], routes)
     check_globs("exclude", exclude, routes, routes)
     return tuple(routes)

@@ -6,11 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lwopt_backend.fused_torchtitan import join, side_by_side
 from lwopt_backend.model_shapes.json_files import read_json
 from lwopt_backend.model_shapes.training import Training
 from lwopt_backend.model_shapes.types import ModelShapes
-from lwopt_backend.routing import Kind, Route, named_as_stack
+from lwopt_backend.routing import Route, named_as_stack
 
 FORM = '[["name", [rows, columns]], ...] or {"name": [rows, columns], ...}'
 
@@ -37,10 +36,8 @@ def read_shapes_json(path: str | os.PathLike[str], training: Training | None = N
             )
         matrix = len(shape) == 2
         reason = "listed as a matrix" if matrix else f"{len(shape)}-D"
-        beside = side_by_side(name, shape)
-        stack = named_as_stack(name, join(shape) if beside else shape)
-        kind: Kind = "matrix" if matrix else "elementwise"
-        routes[name] = Route(name, tuple(shape), kind, reason, stack=stack, side_by_side=beside)
+        stack = named_as_stack(name, shape)
+        routes[name] = Route(name, tuple(shape), "matrix" if matrix else "elementwise", reason, stack=stack)
     return ModelShapes(path.name, *(training or Training()).of(list(routes.values())))
 
 

@@ -9,7 +9,6 @@ from lwopt_backend.atom_settings import AtomSettings
 from lwopt_backend.atoms import Divided, divide_by_name
 from lwopt_backend.chosen import Rules, settings_of
 from lwopt_backend.config import HostConfig
-from lwopt_backend.fused_torchtitan import join
 from lwopt_backend.grouping import as_taken
 from lwopt_backend.param_groups import check_overrides
 from lwopt_backend.routing import Route, stacked
@@ -42,5 +41,5 @@ def _as_stack(route: Route) -> Route:
     if route.kind != "elementwise" or route.reason != f"{len(route.shape)}-D":
         return route
     if route.stack:
-        return replace(route, kind="matrix", reason=stacked(join(route.shape) if route.side_by_side else route.shape))
+        return replace(route, kind="matrix", reason=stacked(route.joined))
     return replace(route, kind="matrix", reason=f"{route.reason} weight") if route.side_by_side else route
