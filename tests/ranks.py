@@ -61,7 +61,10 @@ class RankProcesses:
                 self._numbers[world_size] = self._worlds
             self._world_size, number = world_size, self._numbers[world_size]
             self._ask(self._pipes, [("world", rank, world_size, number) for rank in range(len(self._pipes))])
-            self._collect(self._pipes, time.monotonic() + TIMEOUT_SECONDS)
+            entered = self._collect(self._pipes, time.monotonic() + TIMEOUT_SECONDS)
+            if failed := [answer for answer in entered if not answer[0]]:
+                self.close()
+                return failed[:1] * world_size
         pipes = self._pipes[:world_size]
         self._ask(pipes, [message] * world_size)
         return self._collect(pipes, time.monotonic() + timeout)
@@ -85,9 +88,9 @@ class RankProcesses:
         context = mp.get_context("spawn")
         if self._store is None:
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        for rank in range(len(self._processes), count):
+        for _ in range(len(self._processes), count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, self._store.port, self._folder), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, self._store.port, self._folder), daemon=True)
             process.start()
             self._processes.append(process)
             self._pipes.append(ours)
@@ -172,14 +175,14 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def _serve(pipe: Connection, number: int, port: int, folder: str) -> None:
-    """Serve as rank ``number`` of every world that is large enough, on a thread per process."""
-    os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", TORCH_EXTENSIONS_DIR=folder, MASTER_ADDR="127.0.0.1")
+def _serve(pipe: Connection, port: int, folder: str) -> None:
+    """Enter the worlds that the test run names, and call in them what it sends."""
+    os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", TORCH_EXTENSIONS_DIR=folder)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import deepspeed
     import torch
 
     torch.set_num_threads(1)
-
     from lwopt_backend.integrations import deepspeed_zero
 
     deepspeed_zero.register()
@@ -240,7 +243,7 @@ class _Worlds:
         DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
         _clear_sharding_prop_cache()  # it refers to meshes of other worlds
         local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_SIZE": world_size}
-        os.environ.update({name: str(value) for name, value in local.items()}, MASTER_PORT=str(free_port()))
+        os.environ.update({name: str(value) for name, value in local.items()})
         if number and number not in self._kept:
             store = dist.PrefixStore(f"world {number}", self._store)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
