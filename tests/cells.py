@@ -10,7 +10,7 @@ pairs, in a tenth of the time.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -23,6 +23,11 @@ def cells(where: Callable[..., bool] | None = None, /, **axes: Sequence[Any]) ->
     The axis ``ranks`` has numbers of ranks.
     """
     return pytest.mark.cells(where, axes)
+
+
+def with_full(chosen: Sequence[tuple[Any, ...]], everything: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """The rows chosen for `make test`, and the others for `make test-full`."""
+    return [*chosen, *(pytest.param(*row, marks=pytest.mark.full) for row in everything if row not in chosen)]
 
 
 def table(axes: dict[str, Sequence[Any]], where: Callable[..., bool] | None, full: bool) -> list[tuple[Any, ...]]:

@@ -20,11 +20,11 @@ from torch.nn import functional
 from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.integrations import fsdp2 as fsdp2_engine
 from tests import fsdp2
-from tests.models import MATRICES, UnevenLM, batch
+from tests.models import MATRICES, UnevenLM
+from tests.owned import BUCKET_MB, shares
 from tests.rules import CAUTIOUS, ELEMENTWISE, SECTIONS, elementwise_optimizer, matrix_optimizer
-from tests.zero import engine_for, full_weights, newton_schulz_in_float32
+from tests.zero import OWN_ROWS, engine_for, full_weights, newton_schulz_in_float32, own_rows
 
-ROWS = 24  # of the global batch; divides into 1 to 4 ranks and 1 or 2 micro-batches
 ZERO = ("zero 0", "zero 1", "zero 2", "zero 3")
 OWNED = ("owned 0", "owned 1", "owned 2")  # owned storage under DeepSpeed
 ENGINES = ("plain", *ZERO, *OWNED, "fsdp2")
@@ -130,7 +130,7 @@ def train(cell: Cell) -> tuple[dict[str, Tensor], list[float]]:
 
 def _train_plain(cell: Cell) -> tuple[dict[str, Tensor], list[float]]:
     model = ExactLM()
-    options = {"bucket_mb": 0.004, **_options(cell)}
+    options = {"bucket_mb": BUCKET_MB, **_options(cell)}
     optimizer = LayerWiseOptimizer(model, _matrix(cell), elementwise=RULES[cell.elementwise], **options)
     norms = _loop(model, optimizer, cell, dist.get_rank(), dist.get_world_size())
     optimizer.synchronize()
@@ -152,12 +152,11 @@ def _train_fsdp2(cell: Cell) -> tuple[dict[str, Tensor], list[float]]:
 def _loop(model: nn.Module, optimizer: Any, cell: Cell, part: int, parts: int) -> list[float]:
     norms = []
     for step in range(cell.steps):
-        shares = shares_of(step, parts * cell.accumulation)
-        for number in range(cell.accumulation):
+        for number, rows in enumerate(shares(step, parts * cell.accumulation)[part::parts]):
             last = number == cell.accumulation - 1
             fsdp2.set_sync(model, last)
             with contextlib.nullcontext() if last or cell.engine == "fsdp2" else optimizer.no_sync():
-                (model(*shares[number * parts + part]) / cell.accumulation).backward()
+                (model(*rows) / cell.accumulation).backward()
         if cell.clip:
             norms.append(float(optimizer.clip_grad_norm_(cell.clip)))
         optimizer.step()
@@ -167,11 +166,10 @@ def _loop(model: nn.Module, optimizer: Any, cell: Cell, part: int, parts: int) -
 
 def _train_deepspeed(cell: Cell) -> tuple[dict[str, Tensor], list[float]]:
     storage, stage = cell.engine.split()
-    sizes = {"bucket_mb": 0.004} if storage == "owned" else {"bucket_numel": 2000}
+    sizes = {"bucket_mb": BUCKET_MB} if storage == "owned" else {"bucket_numel": 2000}
     options = {"storage": storage, **sizes, **_options(cell)}
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     settings = {
-        "train_micro_batch_size_per_gpu": ROWS // cell.accumulation // world_size,
+        "train_micro_batch_size_per_gpu": OWN_ROWS // cell.accumulation // dist.get_world_size(),
         "gradient_accumulation_steps": cell.accumulation,
         "gradient_clipping": cell.clip,
         "zero_optimization": {"stage": int(stage), "reduce_bucket_size": 10_000, **cell.zero},
@@ -184,19 +182,12 @@ def _train_deepspeed(cell: Cell) -> tuple[dict[str, Tensor], list[float]]:
     norms = []
     with engine_for(settings, ExactLM()) as engine:
         for step in range(cell.steps):
-            shares = shares_of(step, cell.accumulation * world_size)
-            for number in range(cell.accumulation):
-                engine.backward(engine(*shares[number * world_size + rank]))
+            for rows in own_rows(step, cell.accumulation):
+                engine.backward(engine(*rows))
                 engine.step()
             if cell.clip:
                 norms.append(float(engine.get_global_grad_norm()))
         return full_weights(engine), norms
-
-
-def shares_of(step: int, count: int) -> list[tuple[Tensor, Tensor]]:
-    """The global batch in equal micro-batches."""
-    tokens, targets = batch(step, ROWS)
-    return list(zip(tokens.chunk(count), targets.chunk(count)))
 
 
 def _options(cell: Cell) -> dict[str, Any]:
@@ -233,7 +224,7 @@ def reference(
     norms = []
     with newton_schulz_in_float32() if clip else contextlib.nullcontext():
         for step in range(steps):
-            for share in shares_of(step, world_size * accumulation):
+            for share in shares(step, world_size * accumulation):
                 (model(*share) / accumulation).backward()
             for param in model.parameters():
                 param.grad.div_(world_size)

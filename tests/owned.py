@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lwopt_backend import LayerWiseOptimizer
-from tests.models import batch
-from tests.zero import ADAMW, MUON, Reference
+from tests.zero import ADAMW, MUON, OWN_ROWS, OWNED, Reference, batch_shares
 
-ROWS = 24  # of the global batch; divides into 1 to 4 ranks and 1 or 2 micro-batches
-BUCKET_MB = 0.004  # several buckets of the small model
-
-
-def with_full(chosen: Sequence[tuple[Any, ...]], everything: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """The cells chosen for `make test`, and the others for `make test-full`."""
-    return [*chosen, *(pytest.param(*cell, marks=pytest.mark.full) for cell in everything if cell not in chosen)]
+BUCKET_MB = OWNED["bucket_mb"]
 
 
 def exact_sums(model: nn.Module) -> nn.Module:
@@ -40,8 +31,7 @@ def optimizer_for(model: nn.Module, **options: Any) -> LayerWiseOptimizer:
 
 
 def shares(step: int, count: int) -> list[tuple[Tensor, Tensor]]:
-    tokens, targets = batch(step, ROWS)
-    return list(zip(tokens.chunk(count), targets.chunk(count)))
+    return batch_shares(step, count, OWN_ROWS)
 
 
 def train(

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests import owned_scenarios
 from tests.cells import cells
 from tests.engines import ENGINES, OWNED, RULES, ZERO, Cell, verdicts
 from tests.ranks import RankPool
@@ -15,14 +16,7 @@ from tests.rules import SECTIONS
 # depends on how parameters are cut.
 ALLOWED = {"adamw, fused": 1e-7}
 LAYOUTS = ("padded", "compact", "auto")
-MODES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "kept gradients": {"keep_full_grads": True},
-    "lazy return": {"overlap_param_gather": True},
-    "step in backward": {"step_in_backward": True},
-    "no overlap": {"overlap_grad_reduce": False},
-    "bus alignment": {"bus_alignment": True},
-}
+MODES = {**owned_scenarios.MODES, "bus alignment": {"bus_alignment": True}}
 ZERO_OPTIONS: dict[str, list[dict[str, Any]]] = {
     "zero 0": [{}],
     **{
@@ -63,7 +57,6 @@ def test_owned_storage(ranks: RankPool, layout: str, accumulation: int, mode: st
 
 
 @cells(
-    lambda ranks, group_size, **_: ranks % group_size == 0,
     ranks=[2, 4],
     engine=["plain", *OWNED],
     layout=LAYOUTS,
@@ -79,7 +72,7 @@ def test_owned_storage_under_deepspeed(ranks: RankPool, engine: str, layout: str
 
 
 @cells(
-    lambda ranks, engine, policy=None, accumulation=None: engine in ("zero 1", "zero 2") or policy == "auto",
+    lambda engine, policy, **_: engine in ("zero 1", "zero 2") or policy == "auto",
     ranks=[1, 2, 4],
     engine=ZERO,
     policy=["auto", "stay", "balance"],

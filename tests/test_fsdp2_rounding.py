@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.cells import with_full
 from tests.fsdp2 import MODES, SHARDINGS, Sharded, Twin, backward, layer_wise, named, new_model, shard
 from tests.models import batch
 from tests.ranks import RankPool
@@ -102,9 +103,7 @@ OFTEN = {*zip(SHARDINGS, itertools.repeat("fp32")), *zip(itertools.cycle(SHARDIN
 
 
 @pytest.mark.parametrize("ranks", [4], indirect=True, ids=["4ranks"])
-@pytest.mark.parametrize(
-    ("sharding", "mode"), [cell if cell in OFTEN else pytest.param(*cell, marks=pytest.mark.full) for cell in CELLS]
-)
+@pytest.mark.parametrize(("sharding", "mode"), with_full([cell for cell in CELLS if cell in OFTEN], CELLS))
 def test_a_cell_of_the_support_table(ranks: RankPool, sharding: str, mode: str) -> None:
     # A step moves a weight by up to 0.03. AdamW divides a gradient by its own size, so one near zero may move by all of
     # its rate in another direction; none of these batches has one that small.

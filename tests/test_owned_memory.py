@@ -21,8 +21,9 @@ from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.owned.memory import RankMemory
 from lwopt_backend.plan.buffers.arrangement import Bucket
 from tests.allocations import allocations, come_to_be, live_bytes, watched
+from tests.cells import with_full
 from tests.models import UnevenLM
-from tests.owned import optimizer_for, shares, with_full
+from tests.owned import optimizer_for, shares
 from tests.ranks import RankFailed, RankPool
 from tests.zero import ADAMW, config, engine_for
 from tests.zero import train as train_engine

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lwopt_backend import LayerWiseOptimizer
+from tests.cells import with_full
 from tests.models import UnevenLM, batch
-from tests.owned import BUCKET_MB, optimizer_for, with_full
+from tests.owned import BUCKET_MB, optimizer_for
 from tests.owned_scenarios import train_ours
 from tests.ranks import RankPool
 from tests.test_owned_experts import MoE, expert_optimizer, one_pass, sharded, sharers_of_experts

@@ -17,6 +17,7 @@ from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.checkpoint import convert as conversion
 from lwopt_backend.checkpoint import formats, names
 from lwopt_backend.checkpoint.deepspeed import universal_reader as deepspeed_universal
+from tests.cells import with_full
 from tests.checkpoint_engines import Buffered, flip, full_weights_of, scheduled
 from tests.fused import ATOMS, FusedLM
 from tests.models import UnevenLM
@@ -155,9 +156,7 @@ WAYS: list[tuple[str, tuple[int, int], Place, tuple[int, int]]] = [  # ranks and
 ]
 
 
-@pytest.mark.parametrize(
-    ("rule", "first", "between", "last"), [*WAYS[:2], *(pytest.param(*way, marks=FULL) for way in WAYS[2:])], ids=str
-)
+@pytest.mark.parametrize(("rule", "first", "between", "last"), with_full(WAYS[:2], WAYS), ids=str)
 def test_a_run_goes_from_zero_to_owned_storage_and_back(
     rank_pools: Pools, tmp_path: Path, rule: str, first: tuple[int, int], between: Place, last: tuple[int, int]
 ) -> None:
@@ -217,9 +216,7 @@ def fused(seed: int) -> nn.Module:
 FUSED = [("soap", "zero", 3), ("normuon", "owned", 2), ("soap", "zero", 0), ("normuon", "zero", 1)]
 
 
-@pytest.mark.parametrize(
-    ("rule", "storage", "stage"), [*FUSED[:2], *(pytest.param(*source, marks=FULL) for source in FUSED[2:])]
-)
+@pytest.mark.parametrize(("rule", "storage", "stage"), with_full(FUSED[:2], FUSED))
 def test_parts_of_fused_parameters_keep_their_state(
     rank_pools: Pools, tmp_path: Path, rule: str, storage: str, stage: int
 ) -> None:

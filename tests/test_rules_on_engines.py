@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.integrations import fsdp2
-from tests.cells import cells
+from tests.cells import cells, with_full
 from tests.engines import OWNED, ZERO, Cell, verdicts
 from tests.fsdp2 import backward, copy_gradients, distribute_like, named, new_model, shard, weights_of
 from tests.models import MATRICES, UnevenLM
@@ -237,7 +237,7 @@ MORE_RESUMES = [
 
 @pytest.mark.parametrize(
     ("stage", "rule", "saved", "loaded", "after"),
-    [*RESUMES, *(pytest.param(*row, marks=pytest.mark.full) for row in MORE_RESUMES if row not in RESUMES)],
+    with_full(RESUMES, MORE_RESUMES),
 )
 def test_deepspeed_resumes(
     rank_pools: Pools, tmp_path: Path, stage: int, rule: str, saved: dict[str, Any], loaded: dict[str, Any], after: int

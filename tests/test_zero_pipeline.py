@@ -21,7 +21,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
-from tests.cells import cells
+from tests.cells import cells, with_full
 from tests.models import VOCABULARY
 from tests.ranks import RankPool
 from tests.zero import (
@@ -247,20 +247,17 @@ def differ_given_the_same_gradients(model: str, settings: dict[str, Any], folder
         return [*differences, reference.largest_difference(weights_of(engine))], matrices
 
 
-TIED = {
+TIED = [
     ("tied embedding", "fp32, stage 1"),
     ("tied embedding", "bf16, stage 1"),
     ("tied table", "fp32, stage 0"),
     ("tied table", "bf16 + fp32, stage 1"),
-}
+]
 
 
 @pytest.mark.parametrize(
     ("model", "precision"),
-    [
-        pytest.param(*cell, marks=() if cell in TIED or cell[0] == "untied" else pytest.mark.full)
-        for cell in itertools.product(MODELS, PRECISIONS)
-    ],
+    with_full([*itertools.product(["untied"], PRECISIONS), *TIED], itertools.product(MODELS, PRECISIONS)),
 )
 def test_every_stage_has_the_bits_of_torch_muon_given_the_same_gradients_and_resumes(
     pipeline_ranks: RankPool, tmp_path: Path, model: str, precision: str

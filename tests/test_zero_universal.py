@@ -15,7 +15,7 @@ from deepspeed.checkpoint import ds_to_universal
 from lwopt_backend.checkpoint import formats
 from lwopt_backend.checkpoint.deepspeed import universal_writer as write_universal
 from lwopt_backend.checkpoint.files.folders import write_folder
-from tests.cells import cells
+from tests.cells import cells, with_full
 from tests.checkpoint_engines import Buffered, full_weights_of, scheduled
 from tests.checkpoint_engines import settings_for as adamw_settings
 from tests.ranks import RankPool
@@ -158,11 +158,10 @@ def test_a_run_goes_on_at_any_number_of_ranks_and_any_stage(
 
 @pytest.mark.parametrize(
     ("precision", "stage", "world_size"),
-    [("bf16", 1, 1), ("bf16", 2, 4), ("bf16", 3, 1), ("bf16+fp32", 1, 4)]
-    + [
-        pytest.param(*row, marks=pytest.mark.full)
-        for row in (("bf16", 1, 4), ("bf16", 2, 1), ("bf16", 3, 4), ("bf16+fp32", 1, 1))
-    ],
+    with_full(
+        [("bf16", 1, 1), ("bf16", 2, 4), ("bf16", 3, 1), ("bf16+fp32", 1, 4)],
+        [("bf16", 1, 4), ("bf16", 2, 1), ("bf16", 3, 4), ("bf16+fp32", 1, 1)],
+    ),
 )
 def test_master_weights_are_restored(
     rank_pools: dict[int, RankPool], saved: dict[Any, Saved], precision: str, stage: int, world_size: int
