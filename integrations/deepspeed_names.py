@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-OLDEST, BEFORE = "0.19.7", "0.20"  # older ones lack zero_parameter_alignment; make test runs the newest and the oldest
+OLDEST, BEFORE = "0.19.7", "0.20"  # older ones lack zero_parameter_alignment; make test-full runs with it, too
 SUPPORTED = f">={OLDEST},<{BEFORE}"  # pyproject.toml has the same
 
 

@@ -15,6 +15,7 @@ from beside import ROOT, environment
 PEERS = {  # what an environment has beyond the prepared one
     "megatron": ["megatron-core==0.16.1"],
     "trl": ["trl>=1.16,<2", "peft>=0.18"],
+    "torchtitan": ["torchtitan==0.3.0", "triton"],
     "lightning": ["lightning>=2.6,<3"],
     "hugging_face": ["--upgrade", "accelerate>=1.15", "transformers>=5,<6"],  # the newest
     "pytorch_optimizer": ["--upgrade", "pytorch-optimizer>=4.1,<5"],
