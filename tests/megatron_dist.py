@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,49 +14,14 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from tests.megatron_torch import Setup as TorchSetup
-from tests.megatron_torch import part_of
+from tests import megatron_torch
+from tests.megatron_torch import EMBEDDING, OUTPUT, Truth, is_sharded_expert, part_of
 
-HIDDEN, FFN, VOCAB, LAYERS, EXPERTS = 8, 12, 16, 3, 4
-Truth = dict[str, dict[str, Tensor]]  # by parameter: "weight" and its states
+HIDDEN, FFN, VOCAB, LAYERS = megatron_torch.HIDDEN, megatron_torch.FFN, megatron_torch.VOCAB, 3
 FUSED = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
-
-
-def shapes(experts: bool = False) -> dict[str, tuple[int, ...]]:
-    """A llama-like model in the order of Megatron's modules (local spec)."""
-    found: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (VOCAB, HIDDEN)}
-    mlp = {"linear_fc1.weight": (2 * FFN, HIDDEN), "linear_fc2.weight": (HIDDEN, FFN)}
-    for layer in range(LAYERS):
-        of_layer: dict[str, tuple[int, ...]] = {
-            "input_layernorm.weight": (HIDDEN,),
-            "self_attention.linear_proj.weight": (HIDDEN, HIDDEN),
-            "self_attention.linear_qkv.weight": (2 * HIDDEN, HIDDEN),
-            "pre_mlp_layernorm.weight": (HIDDEN,),
-        }
-        if experts:
-            of_layer["mlp.router.weight"] = (EXPERTS, HIDDEN)
-            for expert in range(EXPERTS):
-                of_layer |= {f"mlp.experts.local_experts.{expert}.{name}": shape for name, shape in mlp.items()}
-        else:
-            of_layer |= {f"mlp.{name}": shape for name, shape in mlp.items()}
-        found |= {f"decoder.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
-    return {**found, "decoder.final_layernorm.weight": (HIDDEN,), "output_layer.weight": (VOCAB, HIDDEN)}
-
-
-def truth(muon: bool, experts: bool = False, tied: bool = False) -> Truth:
-    generator = torch.Generator().manual_seed(0)
-    found: Truth = {}
-    for name, shape in shapes(experts).items():
-        if tied and name == "output_layer.weight":
-            continue
-        is_muon = muon and len(shape) == 2 and name not in ("embedding.word_embeddings.weight", "output_layer.weight")
-        keys = ["fp32", "momentum_buffer"] if is_muon else ["fp32", "exp_avg", "exp_avg_sq"]
-        states = {key: torch.randn(shape, generator=generator) for key in keys}
-        found[name] = {"weight": states["fp32"].bfloat16(), **states}
-    return found
 
 
 @dataclass
@@ -77,49 +43,51 @@ class Setup:
     buckets: int = 1
     arguments: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def model(self) -> megatron_torch.Setup:
+        """The same model, optimizer and ranks."""
+        family, optimizer = "moe" if self.experts else "llama", "layer_wise" if self.muon else "distributed"
+        sizes = {"tp": self.tp, "dp": 2, "ep": self.ep, "stages": (self.stages,), "tied": self.tied}
+        return megatron_torch.Setup(family, optimizer, **sizes)  # type: ignore[arg-type]
+
+
+def shapes(experts: bool = False, tied: bool = False) -> dict[str, tuple[int, ...]]:
+    """A llama-like model in the order of Megatron's modules (local spec)."""
+    found = megatron_torch.whole_shapes(Setup(experts=experts, tied=tied).model)
+    return {name: shape for name, shape in found.items() if not name.endswith(".bias")}
+
+
+def truth(muon: bool, experts: bool = False, tied: bool = False) -> Truth:
+    return megatron_torch.make_truth(Setup(muon=muon).model, shapes(experts, tied))
+
 
 def write(step: Path, setup: Setup, known: Truth) -> None:
     """A checkpoint of ``known`` in the folder of one step."""
     step.mkdir(parents=True)
+    flat = {n: of_name for n, of_name in known.items() if setup.layout == "dp_reshardable" and "exp_avg" in of_name}
     state: dict[str, Any] = keyed({name: of_name["weight"] for name, of_name in known.items()}, setup)
     state["decoder.layers.mlp.linear_fc1._extra_state/shard_0_2"] = [None]
     state["rng_state/shard_0.0_1.1"] = [[{"random_rng_state": (3, (1, 2))}]]
-    in_buckets = {}
-    if setup.layout == "dp_reshardable":
-        in_buckets = {name: of_name for name, of_name in known.items() if "exp_avg" in of_name}
-    by_state: dict[tuple[str, bool], dict[str, Tensor]] = {}
-    for name, of_name in known.items():
-        for key, tensor in of_name.items():
-            if key != "weight" and name not in in_buckets:
-                by_state.setdefault((key, "exp_avg" in of_name), {})[name] = tensor
-    for (key, is_adam), tensors in by_state.items():
-        chain = f"chained_{int(is_adam and setup.muon)}." if setup.chained else ""
-        saved = key
-        if key == "fp32":
-            saved = "param" if setup.layout == "fully_reshardable" and is_adam else "fp32_param"
-        state |= {f"{chain}optimizer.state.{saved}.{name}": value for name, value in keyed(tensors, setup).items()}
-    adam = groups(setup)
-    optimizer: Any = {"optimizer": {"param_groups": adam}}
+    state |= by_name({name: of_name for name, of_name in known.items() if name not in flat}, setup)
+    in_groups = {"step": 7} if setup.step_in == "group" else {}
+    adam = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "is_expert_parallel": False, **in_groups}
+    groups = [{**adam, "weight_decay": 0.1, "wd_mult": 1.0}, {**adam, "weight_decay": 0.0, "wd_mult": 0.0}]
+    optimizer: dict[Any, Any] = {"optimizer": {"param_groups": groups}}
     if setup.step_in == "common_step":
         optimizer["optimizer"]["state"] = {"common_step": torch.tensor(7.0)}
-    if in_buckets:
+    if flat:
         optimizer = {"param_state_sharding_type": "dp_reshardable"}
-        prefix = f"chained_{int(setup.muon)}." if setup.chained else ""
-        flat = bucketed({n: t for n, t in in_buckets.items() if not sharded_expert(n, setup)}, setup, setup.tp, 1)
-        state |= {f"{prefix}optimizer.distributed.{key}": value for key, value in flat.items()}
-        state[f"{prefix}optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1"] = [{"param_groups": adam}]
-        experts = {n: t for n, t in in_buckets.items() if sharded_expert(n, setup)}
-        if experts:
-            flat = bucketed(experts, setup, setup.tp, setup.ep)
-            of_experts = [{**adam[0], "is_expert_parallel": True}]
-            state |= {f"chained_1.optimizer.distributed.{key}": value for key, value in flat.items()}
-            state["chained_1.optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1"] = [{"param_groups": of_experts}]
+        first = f"chained_{int(setup.muon)}." if setup.chained else ""
+        state |= in_buckets(first, flat, setup, groups)
+        if any(is_sharded_expert(setup.model, name) for name in flat):
+            state |= in_buckets("chained_1.", flat, setup, [{**groups[0], "is_expert_parallel": True}])
             optimizer = {0: optimizer, 1: dict(optimizer)}
     if setup.muon:
         muon = {"lr": 0.02, "momentum_beta": 0.9, "weight_decay": 0.1, "wd_mult": 1.0, "is_expert_parallel": False}
         optimizer = {0: {"optimizer": {"param_groups": [muon]}}, 1: optimizer}
+    arguments = {**megatron_torch.arguments_of(setup.model), "transformer_impl": "local", **setup.arguments}
     common = {
-        "args": argparse.Namespace(**arguments(setup)),
+        "args": argparse.Namespace(**arguments),
         "checkpoint_version": 3.0,
         "iteration": 7,
         "optimizer": optimizer,
@@ -139,20 +107,83 @@ def save(state: dict[str, Any], step: Path) -> None:
     dcp.save(state, checkpoint_id=step, planner=DefaultSavePlanner(flatten_state_dict=False), no_dist=True)
 
 
+def by_name(known: Truth, setup: Setup) -> dict[str, Any]:
+    """The optimizers' state under torch_dist's keys."""
+    found: dict[str, Any] = {}
+    for is_adam, key in itertools.product((False, True), ("fp32", "momentum_buffer", "exp_avg", "exp_avg_sq")):
+        tensors = {n: s[key] for n, s in known.items() if key in s and ("exp_avg" in s) == is_adam}
+        chain = f"chained_{int(is_adam and setup.muon)}." if setup.chained else ""
+        master = "param" if setup.layout == "fully_reshardable" and is_adam else "fp32_param"
+        prefix = f"{chain}optimizer.state.{master if key == 'fp32' else key}."
+        found |= {prefix + name: value for name, value in keyed(tensors, setup).items()}
+    return found
+
+
+def keyed(tensors: dict[str, Tensor], setup: Setup) -> dict[str, Tensor]:
+    """The same under torch_dist's keys, in the setup's style."""
+    found: dict[str, Tensor] = {}
+    stacks: dict[str, dict[tuple[int, ...], Tensor]] = {}
+    for name, tensor in tensors.items():
+        layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
+        if layer is None:
+            found[name] = tensor
+            continue
+        rest = FUSED.get(layer[2], layer[2]) if setup.fused_norms else layer[2]
+        expert = re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(.+)", rest)
+        if setup.style == "single":
+            key = name if rest == layer[2] else f"decoder.layers.{layer[1]}.{rest}"
+            key = key.replace("local_experts", "experts")
+            halves = (
+                {"_w": slice(FFN), "_v": slice(FFN, None)} if key.endswith("linear_fc1.weight") else {"": slice(None)}
+            )
+            found |= {key + end: tensor[part].clone() for end, part in halves.items()}
+            continue
+        if expert:
+            rest = f"mlp.experts.experts.{expert[2]}"
+        stacked = setup.style == "stacked"
+        key = f"decoder.layers.{rest}" if stacked else f"decoder.layers.{layer[1]}.{rest}"
+        place = (int(layer[1]),) * stacked + ((int(expert[1]),) if expert else ())
+        stacks.setdefault(key, {})[place] = tensor
+    for key, parts in stacks.items():
+        sizes = [1 + max(indices) for indices in zip(*parts)]
+        found[key] = torch.stack([parts[place] for place in sorted(parts)]).view(
+            *sizes, *next(iter(parts.values())).shape
+        )
+    return found
+
+
+def in_buckets(chain: str, known: Truth, setup: Setup, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """Every model-parallel rank's flat buckets, of sharded experts or of the others, and their param groups."""
+    model, experts = setup.model, groups[0]["is_expert_parallel"]
+    start = f"{chain}optimizer.distributed.dp_group_idx_"
+    found: dict[str, Any] = {f"{start}0.optimizer/shard_0_1": [{"param_groups": groups}]}
+    alone = (EMBEDDING, OUTPUT) if setup.tied and model.pp > 1 else ()
+    ranks = itertools.product(range(model.pp), range(setup.ep if experts else 1), range(setup.tp))
+    for rank, (p, e, t) in enumerate(ranks):
+        (names,) = megatron_torch.modules_of(model, p, e)
+        mine = [(local, name) for local, name in names if name in known and is_sharded_expert(model, name) == experts]
+        parts = {local: {k: part_of(model, name, v, t) for k, v in known[name].items()} for local, name in mine}
+        size = sum(of_name["fp32"].numel() for of_name in parts.values()) // setup.buckets
+        for number, bucket in enumerate(megatron_torch.in_buckets(parts, size, alone)):
+            dtypes = "(torch.bfloat16, torch.float32)"
+            key = f"{start}{rank}.gbuf_idx_0.dtype_{dtypes}.bucket_idx_{number}"
+            found |= {f"{key}.{saved}": tensor for saved, tensor in bucket.items()}
+    return found
+
+
 def fsdp_state(known: Truth) -> dict[str, Any]:
     """As Megatron-FSDP writes it: gate and up apart, options by parameter, random states, torch's count of steps."""
     state: dict[str, Any] = {"args": argparse.Namespace(untie_embeddings_and_output_weights=False), "iteration": 7}
     state["rng_state.(0, 0).0.torch_rng_state"] = torch.zeros(5000, dtype=torch.uint8)
     state["rng_state.(0, 0).0.random_rng_state"] = (3, (1, 2), None)
     for name, of_name in known.items():
-        halves = {"": slice(None)}
-        if name.endswith("linear_fc1.weight"):
-            halves = {"_w": slice(FFN), "_v": slice(FFN, None)}
+        halves = {"_w": slice(FFN), "_v": slice(FFN, None)} if name.endswith("linear_fc1.weight") else {"": slice(None)}
         for end, part in halves.items():
             prefix = f"module.module.module.{name}{end}"
             state[f"model.module.{name}{end}"] = of_name["fp32"][part].clone()
-            for key in ("exp_avg", "exp_avg_sq"):
-                state[f"optimizer.state.{prefix}.{key}"] = of_name[key][part].clone()
+            state |= {
+                f"optimizer.state.{prefix}.{key}": of_name[key][part].clone() for key in ("exp_avg", "exp_avg_sq")
+            }
             state[f"optimizer.state.{prefix}.step"] = torch.tensor(7.0)
             state[f"optimizer.param_to_group_meta.{prefix}.betas"] = (0.9, 0.99)
             state[f"optimizer.param_to_group_meta.{prefix}.lr"] = torch.tensor(0.5)
@@ -164,121 +195,3 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
     if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
         return False
     return torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
-
-
-def arguments(setup: Setup) -> dict[str, Any]:
-    return {
-        "num_layers": LAYERS,
-        "tensor_model_parallel_size": setup.tp,
-        "pipeline_model_parallel_size": len(setup.stages),
-        "expert_model_parallel_size": setup.ep,
-        "expert_tensor_parallel_size": setup.tp,
-        "context_parallel_size": 1,
-        "data_parallel_size": 2,
-        "num_experts": EXPERTS if setup.experts else None,
-        "swiglu": True,
-        "transformer_impl": "local",
-        "untie_embeddings_and_output_weights": not setup.tied,
-        "consumed_train_samples": 28,
-        "optimizer": "dist_muon" if setup.muon else "adam",
-        **setup.arguments,
-    }
-
-
-def groups(setup: Setup) -> list[dict[str, Any]]:
-    step = {"step": 7} if setup.step_in == "group" else {}
-    adam = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "is_expert_parallel": False, **step}
-    return [{**adam, "weight_decay": 0.1, "wd_mult": 1.0}, {**adam, "weight_decay": 0.0, "wd_mult": 0.0}]
-
-
-def keyed(tensors: dict[str, Tensor], setup: Setup) -> dict[str, Tensor]:
-    """The same under torch_dist's keys, in the setup's style."""
-    found: dict[str, Any] = {}
-    for name, tensor in tensors.items():
-        layer = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
-        if layer is None:
-            found[name] = tensor
-            continue
-        number, rest = int(layer[1]), layer[2]
-        if setup.fused_norms:
-            rest = FUSED.get(rest, rest)
-        expert = re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(.+)", rest)
-        if setup.style == "single":
-            if expert:
-                rest = f"mlp.experts.experts.{expert[1]}.{expert[2]}"
-            key = f"decoder.layers.{number}.{rest}"
-            if rest.endswith("linear_fc1.weight"):
-                found[f"{key}_w"], found[f"{key}_v"] = tensor[:FFN].clone(), tensor[FFN:].clone()
-            else:
-                found[key] = tensor
-            continue
-        if expert:
-            rest = f"mlp.experts.experts.{expert[2]}"
-        key = f"decoder.layers.{rest}" if setup.style == "stacked" else f"decoder.layers.{number}.{rest}"
-        place = (number,) * (setup.style == "stacked") + ((int(expert[1]),) if expert else ())
-        if place:
-            found.setdefault(key, {})[place] = tensor
-        else:
-            found[key] = tensor
-    return {key: _stacked(value) if isinstance(value, dict) else value for key, value in found.items()}
-
-
-def _stacked(parts: dict[tuple[int, ...], Tensor]) -> Tensor:
-    sizes = [1 + max(place[axis] for place in parts) for axis in range(len(next(iter(parts))))]
-    found = torch.stack([parts[place] for place in sorted(parts)])
-    return found.view(*sizes, *found.shape[1:])
-
-
-def sharded_expert(name: str, setup: Setup) -> bool:
-    return ".local_experts." in name and setup.ep > 1
-
-
-def bucketed(known: Truth, setup: Setup, tp: int, ep: int) -> dict[str, Tensor]:
-    """Every model-parallel rank's flat buckets: reversed module order, starts padded to 64 elements with garbage."""
-    found: dict[str, Tensor] = {}
-    first = 0
-    for stage, count in enumerate(setup.stages):
-        layers = range(first, first + count)
-        first += count
-        for expert_rank in range(ep):
-            for tensor_rank in range(tp):
-                names = [n for n in known if _is_on(n, stage, layers, setup) and _is_of(n, expert_rank, ep)]
-                if setup.tied and stage == len(setup.stages) - 1 > 0:
-                    names.append("output_layer.weight")
-                parts = {}
-                for name in names:  # of a tied output layer those of the embedding
-                    states = known[name if name in known else "embedding.word_embeddings.weight"]
-                    parts[name] = {s: part_of(TorchSetup(tp=tp), name, t, tensor_rank) for s, t in states.items()}
-                rank = tensor_rank + tp * (expert_rank + ep * stage)
-                buckets = _flat(list(reversed(parts.items())), setup.buckets)
-                for number, bucket in enumerate(buckets):
-                    start = f"dp_group_idx_{rank}.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_{number}"
-                    found |= {f"{start}.{'param' if s == 'fp32' else s}": flat for s, flat in bucket.items()}
-    return found
-
-
-def _flat(parts: list[tuple[str, dict[str, Tensor]]], count: int) -> list[dict[str, Tensor]]:
-    size = -(-len(parts) // count)
-    found = []
-    for start in range(0, len(parts), size):
-        bucket: dict[str, Tensor] = {}
-        for state in ("fp32", "exp_avg", "exp_avg_sq"):
-            pieces: list[Tensor] = []
-            for _, tensors in parts[start : start + size]:
-                length = sum(map(len, pieces))
-                pieces += [torch.full((-length % 64,), float("nan")), tensors[state].reshape(-1)]
-            bucket[state] = torch.cat(pieces)
-        found.append(bucket)
-    return found
-
-
-def _is_on(name: str, stage: int, layers: range, setup: Setup) -> bool:
-    layer = re.match(r"decoder\.layers\.(\d+)\.", name)
-    if layer:
-        return int(layer[1]) in layers
-    return stage == (0 if name.startswith("embedding") else len(setup.stages) - 1)
-
-
-def _is_of(name: str, rank: int, ranks: int) -> bool:
-    expert = re.search(r"\.local_experts\.(\d+)\.", name)
-    return ranks == 1 or (expert is not None and int(expert[1]) // (EXPERTS // ranks) == rank)

@@ -6,34 +6,38 @@ Follows the measured facts on the format and shares no code with the reader.
 from __future__ import annotations
 
 import argparse
-import math
+import itertools
 import random
-from collections import OrderedDict
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
-HIDDEN, GROUPS, HEAD, FFN, VOCAB, POSITIONS = 32, 4, 4, 24, 48, 8
-QKV = 2 * HIDDEN
-FINAL = {"gpt2": ("weight", "bias"), "llama": ("weight",), "moe": ("weight",)}
+HIDDEN, FFN, VOCAB, POSITIONS, EXPERTS = 8, 12, 16, 8, 4
+EMBEDDING, OUTPUT, NORM = "embedding.word_embeddings.weight", "output_layer.weight", "decoder.final_layernorm.weight"
+IN_BUCKETS = {"fp32": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+Truth = dict[str, dict[str, Tensor]]  # by parameter: "weight" and its states
+Kind = tuple[int, bool, bool]  # of a param group: its optimizer's number, whether it has experts, whether no decay
 
 
 @dataclass
 class Setup:
     """What was trained, on which ranks. ``stages``: layers of each (virtual stage, pipeline rank), in layers' order."""
 
-    family: str = "llama"
-    optimizer: str = "plain"  # plain, distributed, layer_wise
+    family: str = "llama"  # gpt2, moe
+    optimizer: str = "plain"  # distributed, layer_wise
     tp: int = 1
     dp: int = 1
     ep: int = 1
     stages: tuple[tuple[int, ...], ...] = ((2,),)
-    experts: int = 4
     tied: bool = False
     fused_adam: bool = False  # keeps its step in the group
     dtype: torch.dtype = torch.bfloat16
-    arguments: dict = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
     iteration: int = 7
     seed: int = 0
 
@@ -45,110 +49,93 @@ class Setup:
     def layers(self) -> int:
         return sum(map(sum, self.stages))
 
+    @property
+    def has_masters(self) -> bool:
+        return self.dtype != torch.float32 or self.optimizer == "distributed"
 
-def shapes_of_layer(setup: Setup) -> dict[str, tuple[int, ...]]:
-    biased = setup.family == "gpt2"
-    fc1 = FFN if biased else 2 * FFN
-    found: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (HIDDEN,)}
 
-    def linear(name: str, rows: int, columns: int) -> None:
-        found[f"{name}.weight"] = (rows, columns)
-        if biased or setup.family == "moe" and "experts" in name:
-            found[f"{name}.bias"] = (rows,)
+def shapes_of_layer(family: str) -> dict[str, tuple[int, ...]]:
+    """In the order of Megatron's modules (local spec)."""
+    modules: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (HIDDEN,),
+        "self_attention.linear_proj": (HIDDEN, HIDDEN),
+        "self_attention.linear_qkv": (2 * HIDDEN, HIDDEN),
+        "pre_mlp_layernorm": (HIDDEN,),
+    }
+    places = [""]
+    if family == "moe":
+        modules["mlp.router"] = (EXPERTS, HIDDEN)
+        places = [f"experts.local_experts.{expert}." for expert in range(EXPERTS)]
+    for place in places:
+        modules[f"mlp.{place}linear_fc1"] = (FFN if family == "gpt2" else 2 * FFN, HIDDEN)
+        modules[f"mlp.{place}linear_fc2"] = (HIDDEN, FFN)
+    return with_biases(family, modules)
 
-    if biased:
-        found["input_layernorm.bias"] = (HIDDEN,)
-    linear("self_attention.linear_proj", HIDDEN, HIDDEN)
-    linear("self_attention.linear_qkv", QKV, HIDDEN)
-    found["pre_mlp_layernorm.weight"] = (HIDDEN,)
-    if biased:
-        found["pre_mlp_layernorm.bias"] = (HIDDEN,)
-    if setup.family != "moe":
-        linear("mlp.linear_fc1", fc1, HIDDEN)
-        linear("mlp.linear_fc2", HIDDEN, FFN)
-        return found
-    found["mlp.router.weight"] = (setup.experts, HIDDEN)
-    for expert in range(setup.experts):
-        linear(f"mlp.experts.local_experts.{expert}.linear_fc1", fc1, HIDDEN)
-        linear(f"mlp.experts.local_experts.{expert}.linear_fc2", HIDDEN, FFN)
+
+def with_biases(family: str, modules: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    found = {}
+    for module, shape in modules.items():
+        found[f"{module}.weight"] = shape
+        if family == "gpt2" or ".experts." in module:
+            found[f"{module}.bias"] = shape[:1]
     return found
 
 
-def whole_shapes(setup: Setup) -> OrderedDict[str, tuple[int, ...]]:
+def whole_shapes(setup: Setup) -> dict[str, tuple[int, ...]]:
     """Of the whole model, in its order."""
-    found = OrderedDict({"embedding.word_embeddings.weight": (VOCAB, HIDDEN)})
+    found: dict[str, tuple[int, ...]] = {EMBEDDING: (VOCAB, HIDDEN)}
     if setup.family == "gpt2":
         found["embedding.position_embeddings.weight"] = (POSITIONS, HIDDEN)
     for layer in range(setup.layers):
-        found.update({f"decoder.layers.{layer}.{name}": shape for name, shape in shapes_of_layer(setup).items()})
-    found.update({f"decoder.final_layernorm.{last}": (HIDDEN,) for last in FINAL[setup.family]})
-    if not setup.tied:
-        found["output_layer.weight"] = (VOCAB, HIDDEN)
-    return found
+        found |= {f"decoder.layers.{layer}.{name}": shape for name, shape in shapes_of_layer(setup.family).items()}
+    found |= with_biases(setup.family, {"decoder.final_layernorm": (HIDDEN,)})
+    return found if setup.tied else {**found, OUTPUT: (VOCAB, HIDDEN)}
 
 
 def goes_to_muon(setup: Setup, name: str, shape: tuple[int, ...]) -> bool:
-    embeddings = ("embedding.word_embeddings.weight", "output_layer.weight")
-    return setup.optimizer == "layer_wise" and len(shape) == 2 and name not in embeddings
+    return setup.optimizer == "layer_wise" and len(shape) == 2 and name not in (EMBEDDING, OUTPUT)
 
 
-def make_truth(setup: Setup) -> dict[str, dict[str, torch.Tensor]]:
-    """``{name: {"weight", "fp32", states}}``, whole; many are of one shape, so a wrong order shows in values only."""
+def make_truth(setup: Setup, shapes: Mapping[str, tuple[int, ...]]) -> Truth:
+    """Whole tensors; many are of one shape, so that a wrong order shows in values only."""
     generator = torch.Generator().manual_seed(setup.seed)
     found = {}
-    for name, shape in whole_shapes(setup).items():
-        master = torch.randn(shape, generator=generator)
+    for name, shape in shapes.items():
         keys = ["momentum_buffer"] if goes_to_muon(setup, name, shape) else ["exp_avg", "exp_avg_sq"]
-        states = {key: torch.randn(shape, generator=generator) for key in keys}
-        found[name] = {"weight": master.to(setup.dtype), "fp32": master, **states}
-        if setup.dtype == torch.float32 and setup.optimizer != "distributed":
+        states = {key: torch.randn(shape, generator=generator) for key in ("fp32", *keys)}
+        found[name] = {"weight": states["fp32"].to(setup.dtype), **states}
+        if not setup.has_masters:
             del found[name]["fp32"]
     return found
 
 
-def part_of(setup: Setup, name: str, tensor: torch.Tensor, t: int) -> torch.Tensor:
+def part_of(setup: Setup, name: str, tensor: Tensor, t: int) -> Tensor:
     """What tensor parallel rank ``t`` has of it."""
-
-    def rows(matrix: torch.Tensor) -> torch.Tensor:
-        size = matrix.shape[0] // setup.tp
-        return matrix[t * size : (t + 1) * size]
-
-    if "word_embeddings" in name or name.startswith("output_layer") or "linear_qkv" in name:
-        return rows(tensor).clone()
-    if "linear_fc1" in name:
-        if setup.family == "gpt2":
-            return rows(tensor).clone()
-        return torch.cat([rows(tensor[: tensor.shape[0] // 2]), rows(tensor[tensor.shape[0] // 2 :])])
+    if "linear_fc1" in name and setup.family != "gpt2":
+        return torch.cat([half.chunk(setup.tp)[t] for half in tensor.chunk(2)])
+    if name in (EMBEDDING, OUTPUT) or "linear_qkv" in name or "linear_fc1" in name:
+        return tensor.chunk(setup.tp)[t].clone()
     if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
-        size = tensor.shape[1] // setup.tp
-        return tensor[:, t * size : (t + 1) * size].clone()
+        return tensor.chunk(setup.tp, 1)[t].clone()
     return tensor.clone()
 
 
 def modules_of(setup: Setup, p: int, e: int) -> list[list[tuple[str, str]]]:
     """(name in the file, name in the whole model) in module order, for each virtual stage of a rank."""
     found = []
+    mine = EXPERTS // setup.ep
+    ends = [name for name in whole_shapes(setup) if ".layers." not in name]
     for v, counts in enumerate(setup.stages):
         before = sum(map(sum, setup.stages[:v])) + sum(counts[:p])
-        names = []
-        if p == 0 and v == 0:
-            names += [(name, name) for name in whole_shapes(setup) if name.startswith("embedding.")]
-        mine = setup.experts // setup.ep
-        for layer in range(counts[p]):
-            for name in shapes_of_layer(setup):
-                local = name
-                if "local_experts" in name:
-                    expert = int(name.split(".")[3])
-                    if not e * mine <= expert < (e + 1) * mine:
-                        continue
-                    local = name.replace(f"local_experts.{expert}", f"local_experts.{expert - e * mine}")
+        names = [(name, name) for name in ends if name.startswith("embedding.") and p == v == 0]
+        for layer, name in itertools.product(range(counts[p]), shapes_of_layer(setup.family)):
+            expert = int(name.split(".")[3]) if "local_experts" in name else e * mine
+            if e * mine <= expert < (e + 1) * mine:
+                local = name.replace(f"local_experts.{expert}", f"local_experts.{expert - e * mine}")
                 names.append((f"decoder.layers.{layer}.{local}", f"decoder.layers.{before + layer}.{name}"))
         if p == setup.pp - 1 and v == len(setup.stages) - 1:
-            names += [(f"decoder.final_layernorm.{last}",) * 2 for last in FINAL[setup.family]]
-            if not setup.tied:
-                names.append(("output_layer.weight",) * 2)
-            elif setup.pp > 1:
-                names.append(("output_layer.weight", "embedding.word_embeddings.weight"))
+            names += [(name, name) for name in ends if not name.startswith("embedding.")]
+            names += [(OUTPUT, EMBEDDING)] * (setup.tied and setup.pp > 1)
         found.append(names)
     return found
 
@@ -157,240 +144,200 @@ def is_sharded_expert(setup: Setup, name: str) -> bool:
     return "local_experts" in name and setup.ep > 1
 
 
+def in_buckets(parts: Truth, closed_at: int | None, alone: Collection[str]) -> list[dict[str, Tensor]]:
+    """The flat buckets of one buffer, without the padding at a bucket's end.
+
+    Parameters are in reversed order and start at multiples of 64 elements; what is between them is not set. A bucket is
+    closed when it has ``closed_at`` elements, and before and after those that are ``alone``.
+    """
+    found: list[dict[str, Tensor]] = []
+    pieces: list[Mapping[str, Tensor]] = []
+
+    def numel() -> int:
+        return sum(piece["fp32"].numel() for piece in pieces)
+
+    def close() -> None:
+        flat = {saved: [piece[key].flatten() for piece in pieces] for key, saved in IN_BUCKETS.items()}
+        found.append({saved: torch.cat(tensors) for saved, tensors in flat.items()})
+        pieces.clear()
+
+    for name, states in reversed(parts.items()):
+        pieces.append(dict.fromkeys(IN_BUCKETS, torch.full((-numel() % 64,), torch.nan)))
+        if name in alone and numel():
+            close()
+        pieces.append(states)
+        if name in alone or closed_at and numel() >= closed_at:
+            close()
+    if pieces:
+        close()
+    return found
+
+
+def arguments_of(setup: Setup) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": setup.tp,
+        "pipeline_model_parallel_size": setup.pp,
+        "expert_model_parallel_size": setup.ep,
+        "expert_tensor_parallel_size": setup.tp,
+        "context_parallel_size": 1,
+        "data_parallel_size": setup.dp,
+        "num_layers": setup.layers,
+        "num_experts": EXPERTS if setup.family == "moe" else None,
+        "swiglu": setup.family != "gpt2",
+        "untie_embeddings_and_output_weights": not setup.tied,
+        "optimizer": "dist_muon" if setup.optimizer == "layer_wise" else "adam",
+        "consumed_train_samples": 4 * setup.iteration,
+    }
+
+
 class Writer:
     """Writes the files of all ranks of a setup into a folder."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        self.truth = make_truth(setup)
+        self.truth = make_truth(setup, whole_shapes(setup))
+        self.arguments = {
+            **arguments_of(setup),
+            **{"group_query_attention": True, "num_query_groups": 4, "decoupled_lr": None, "save": Path("somewhere")},
+            **{"use_distributed_optimizer": setup.optimizer == "distributed", "params_dtype": setup.dtype},
+            **{"overlap_grad_reduce": False, "ddp_num_buckets": None, "ddp_bucket_size": None},
+            **{"overlap_param_gather_with_optimizer_step": False, **setup.arguments},
+        }
 
     def write(self, root: Path) -> Path:
-        step = root / f"iter_{self.setup.iteration:07d}"
-        (root / "latest_checkpointed_iteration.txt").parent.mkdir(parents=True, exist_ok=True)
-        (root / "latest_checkpointed_iteration.txt").write_text(str(self.setup.iteration))
-        for t in range(self.setup.tp):
-            for p in range(self.setup.pp):
-                for d in range(self.setup.dp):
-                    self._write_rank(step, t, p, d)
+        setup = self.setup
+        step = root / f"iter_{setup.iteration:07d}"
+        step.mkdir(parents=True)
+        (root / "latest_checkpointed_iteration.txt").write_text(str(setup.iteration))
+        for t, p, d in itertools.product(range(setup.tp), range(setup.pp), range(setup.dp)):
+            self._write_rank(step, t, p, d)
         return step
 
     def _write_rank(self, step: Path, t: int, p: int, d: int) -> None:
-        setup = self.setup
-        e, expert_d = d % setup.ep, d // setup.ep
-        name = f"mp_rank_{t:02d}" + (f"_{p:03d}" if setup.pp > 1 else "") + (f"_{e:03d}" if setup.ep > 1 else "")
-        folder = step / name
-        folder.mkdir(parents=True, exist_ok=True)
+        setup, e = self.setup, d % self.setup.ep
+        name = f"mp_rank_{t:02d}" + f"_{p:03d}" * (setup.pp > 1) + f"_{e:03d}" * (setup.ep > 1)
+        (step / name).mkdir(exist_ok=True)
         chunks = modules_of(setup, p, e)
+        optimizers = self._optimizers(chunks, t, d)
+        kept = optimizers if len(optimizers) > 1 else optimizers[0]
         if setup.optimizer == "layer_wise":
-            optimizers = self._optimizers(chunks, t, d, expert_d, sharded=True)
-            torch.save(optimizers if len(optimizers) > 1 else optimizers[0], folder / f"layer_wise_optimizer_{d}.pt")
-        if setup.optimizer == "distributed" and (d == 0 or (setup.ep > 1 and expert_d == 0)):
-            torch.save(self._buffers(chunks, t, p, d), folder / "distrib_optim.pt")
-        if expert_d != 0:
+            torch.save(kept, step / name / f"layer_wise_optimizer_{d}.pt")
+        if d // setup.ep != 0:
             return
-        optimizers = self._optimizers(chunks, t, d, expert_d, sharded=setup.optimizer == "layer_wise")
         if setup.optimizer == "distributed":
+            torch.save(self._buffers(chunks, t, p, d), step / name / "distrib_optim.pt")
             for optimizer in optimizers:
-                optimizer.pop("fp32_from_fp16_params", None)
-                optimizer["optimizer"].pop("state")
-                for group in optimizer["optimizer"]["param_groups"]:
-                    group.pop("params")
-                    group["step"] = float(setup.iteration)
+                self._keep_groups_alone(optimizer)
         saved = {
-            "args": argparse.Namespace(**self.arguments()),
+            "args": argparse.Namespace(**self.arguments),
             "checkpoint_version": 3.0,
             "iteration": setup.iteration,
-            "optimizer": optimizers if len(optimizers) > 1 else optimizers[0],
+            "optimizer": kept,
             "opt_param_scheduler": {"num_steps": 4 * setup.iteration, "max_lr": 0.01},
             "rng_state": [{"random_rng_state": random.Random(0).getstate(), "torch": torch.get_rng_state()}],
             "num_floating_point_operations_so_far": 5.0,
         }
         for number, names in enumerate(chunks):
-            model = OrderedDict()
-            for local, whole in names:
-                model[local] = part_of(setup, whole, self.truth[whole]["weight"], t)
-                if "linear" in local and local.endswith("weight"):
-                    model[local.replace("weight", "_extra_state")] = None
-            saved["model" if len(chunks) == 1 else f"model{number}"] = self._as_views(model)
-        torch.save(saved, folder / "model_optim_rng.pt")
+            saved["model" if len(chunks) == 1 else f"model{number}"] = self._model(names, t)
+        torch.save(saved, step / name / "model_optim_rng.pt")
 
-    def _as_views(self, model: OrderedDict) -> OrderedDict:
+    def _model(self, names: list[tuple[str, str]], t: int) -> dict[str, Any]:
         """With the distributed optimizer all weights lie in one storage."""
-        if self.setup.optimizer != "distributed":
-            return model
-        tensors = {name: tensor for name, tensor in model.items() if tensor is not None}
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
-        for name, piece in zip(tensors, flat.split([tensor.numel() for tensor in tensors.values()])):
-            model[name] = piece.view(tensors[name].shape)
-        return model
+        model: dict[str, Any] = {name: self._part(whole, t)["weight"] for name, whole in names}
+        if self.setup.optimizer == "distributed":
+            flat = torch.cat([tensor.flatten() for tensor in model.values()])
+            pieces = flat.split([tensor.numel() for tensor in model.values()])
+            model = {name: piece.view(model[name].shape) for name, piece in zip(model, pieces)}
+        linears = [name for name in model if "linear" in name and name.endswith("weight")]
+        return {**model, **{name.replace("weight", "_extra_state"): None for name in linears}}
 
-    def arguments(self) -> dict:
+    def _part(self, name: str, t: int) -> dict[str, Tensor]:
+        return {key: part_of(self.setup, name, tensor, t) for key, tensor in self.truth[name].items()}
+
+    # The optimizers with numbered states, Muon's, Adam's and Adam's of experts, as 0.16 makes them
+
+    def _optimizers(self, chunks: list[list[tuple[str, str]]], t: int, d: int) -> list[dict[str, Any]]:
+        """Every rank has the param groups of all, so that some are empty."""
+        groups: dict[Kind, list[str]] = {kind: [] for kind in sorted({self._kind(name) for name in self.truth})}
+        for _, name in itertools.chain(*chunks):
+            groups[self._kind(name)].append(name)
+        if self.setup.optimizer == "layer_wise" and self.setup.dp > 1:
+            groups = self._dealt(groups, t, d)
+        numbers = sorted({kind[0] for kind in groups})
+        return [self._state_dict({kind: groups[kind] for kind in groups if kind[0] == n}, t) for n in numbers]
+
+    def _kind(self, name: str) -> Kind:
+        expert, shape = is_sharded_expert(self.setup, name), tuple(self.truth[name]["weight"].shape)
+        return 0 if goes_to_muon(self.setup, name, shape) else 1 + expert, expert, len(shape) == 1
+
+    def _dealt(self, groups: dict[Kind, list[str]], t: int, d: int) -> dict[Kind, list[str]]:
+        """Names by size, back and forth; those of sharded experts to the ranks that hold the same ones."""
         setup = self.setup
-        return {
-            "tensor_model_parallel_size": setup.tp,
-            "pipeline_model_parallel_size": setup.pp,
-            "expert_model_parallel_size": setup.ep,
-            "context_parallel_size": 1,
-            "data_parallel_size": setup.dp,
-            "num_layers": setup.layers,
-            "num_experts": setup.experts if setup.family == "moe" else None,
-            "expert_tensor_parallel_size": setup.tp,
-            "group_query_attention": True,
-            "num_query_groups": GROUPS,
-            "swiglu": setup.family != "gpt2",
-            "untie_embeddings_and_output_weights": not setup.tied,
-            "optimizer": "dist_muon" if setup.optimizer == "layer_wise" else "adam",
-            "use_distributed_optimizer": setup.optimizer == "distributed",
-            "overlap_grad_reduce": False,
-            "ddp_num_buckets": None,
-            "ddp_bucket_size": None,
-            "overlap_param_gather_with_optimizer_step": False,
-            "decoupled_lr": None,
-            "params_dtype": setup.dtype,
-            "save": Path("somewhere"),
-            "consumed_train_samples": 4 * setup.iteration,
-        } | setup.arguments
-
-    # The optimizers with numbered states: one list of groups, [Muon's, Adam's, Adam's of experts], as 0.16 makes them.
-
-    def _optimizers(self, chunks: list, t: int, d: int, expert_d: int, *, sharded: bool) -> list[dict]:
-        setup = self.setup
-        names = [whole if local != "output_layer.weight" else local for chunk in chunks for local, whole in chunk]
-        flat: list[tuple[int, dict, list[str]]] = []
-        kinds: list[tuple[int, bool, bool]] = []
-        if setup.optimizer == "layer_wise":
-            kinds += [(0, expert, True) for expert in (False, True)]
-        kinds += [(1 + expert, expert, decay) for expert in (False, True) for decay in (True, False)]
-        everything = [
-            name for e in range(setup.ep) for p in range(setup.pp) for c in modules_of(setup, p, e) for _, name in c
-        ]
-        for optimizer, expert, decay in kinds:
-            if any(
-                self._belongs(n, optimizer, expert, decay) for n in everything
-            ):  # same on all ranks, so some are empty
-                mine = [n for n in names if self._belongs(n, optimizer, expert, decay)]
-                flat.append((optimizer, self._group(optimizer, expert, decay), mine))
-        if sharded and setup.dp > 1:
-            self._ping_pong(flat, t, d, expert_d)
-        return [
-            self._state_dict([entry for entry in flat if entry[0] == optimizer], t)
-            for optimizer in sorted({entry[0] for entry in flat})
-        ]
-
-    def _belongs(self, name: str, optimizer: int, expert: bool, decay: bool) -> bool:
-        shape = self._truth_of(name)["weight"].shape
-        to_muon = goes_to_muon(self.setup, name, shape)
-        return (
-            is_sharded_expert(self.setup, name) == expert and to_muon == (optimizer == 0) and (len(shape) > 1) == decay
-        )
-
-    def _group(self, optimizer: int, expert: bool, decay: bool) -> dict:
-        group = {"is_expert_parallel": expert, "default_config": True, "wd_mult": float(decay), "lr_mult": 1.0}
-        group |= {"is_decoupled_lr": False, "max_lr": 0.01, "lr": 0.004, "weight_decay": 0.1 * decay}
-        return group | ({"momentum_beta": 0.9} if optimizer == 0 else {"betas": (0.9, 0.99), "eps": 1e-8})
-
-    def _ping_pong(self, flat: list, t: int, d: int, expert_d: int) -> None:
-        """Deal names by size, back and forth; those of sharded experts to the ranks that hold the same ones."""
-
-        def numel(name: str) -> int:
-            return part_of(self.setup, name, self._truth_of(name)["weight"], t).numel()
-
-        rings = {False: list(range(self.setup.dp)), True: list(range(self.setup.dp // self.setup.ep))}
-        turns = {False: 0, True: 0}
-        everyone = [(name, number) for number, (_, _, names) in enumerate(flat) for name in names]
-        mine: list[list[str]] = [[] for _ in flat]
-        for name, number in sorted(everyone, key=lambda entry: numel(entry[0])):
-            expert = flat[number][1]["is_expert_parallel"]
-            ring = [*rings[expert], *reversed(rings[expert])]
-            if ring[turns[expert] % len(ring)] == (expert_d if expert else d):
-                mine[number].append(name)
+        mine: dict[Kind, list[str]] = {kind: [] for kind in groups}
+        turns: Counter[bool] = Counter()
+        everyone = [(kind, name) for kind, names in groups.items() for name in names]
+        for kind, name in sorted(everyone, key=lambda entry: self._part(entry[1], t)["weight"].numel()):
+            expert = kind[1]
+            ranks, rank = (setup.dp // setup.ep, d // setup.ep) if expert else (setup.dp, d)
+            ring = [*range(ranks), *reversed(range(ranks))]
+            if ring[turns[expert] % len(ring)] == rank:
+                mine[kind].append(name)
             turns[expert] += 1
-        for number, names in enumerate(mine):
-            flat[number][2][:] = names
+        return mine
 
-    def _state_dict(self, entries: list, t: int) -> dict:
-        setup, state, groups, masters, count = self.setup, {}, [], [], 0
-        for optimizer, group, names in entries:
-            groups.append(group | {"params": list(range(count, count + len(names)))})
+    def _state_dict(self, groups: dict[Kind, list[str]], t: int) -> dict[str, Any]:
+        setup, masters = self.setup, []
+        inner: dict[str, Any] = {"state": {}, "param_groups": []}
+        for (optimizer, expert, no_decay), names in groups.items():
+            first = len(inner["state"])
+            group = {
+                "is_expert_parallel": expert,
+                "default_config": True,
+                "wd_mult": float(not no_decay),
+                "lr_mult": 1.0,
+            }
+            group |= {"is_decoupled_lr": False, "max_lr": 0.01, "lr": 0.004, "weight_decay": 0.1 * (not no_decay)}
+            group |= {"params": [*range(first, first + len(names))]}
+            group |= {"momentum_beta": 0.9} if optimizer == 0 else {"betas": (0.9, 0.99), "eps": 1e-8}
             if optimizer != 0 and setup.fused_adam and names:
-                groups[-1]["step"] = setup.iteration
-            masters.append([])
-            for name in names:
-                parts = {k: part_of(setup, name, v, t) for k, v in self._truth_of(name).items() if k != "weight"}
-                if "fp32" in parts:
-                    masters[-1].append(parts.pop("fp32"))
-                if optimizer != 0 and not setup.fused_adam:
-                    parts = {"step": torch.tensor(float(setup.iteration)), **parts}
-                state[count] = parts
-                count += 1
-        inner = {"state": state, "param_groups": groups}
-        if setup.dtype == torch.float32 and setup.optimizer != "distributed":
-            return inner
-        return {"optimizer": inner, "fp32_from_fp16_params": masters}
+                group["step"] = setup.iteration
+            parts = [self._part(name, t) for name in names]
+            step = {} if optimizer == 0 or setup.fused_adam else {"step": torch.tensor(float(setup.iteration))}
+            for number, part in enumerate(parts, first):
+                states = {key: tensor for key, tensor in part.items() if key not in ("weight", "fp32")}
+                inner["state"][number] = {**step, **states}
+            inner["param_groups"].append(group)
+            masters.append([part["fp32"] for part in parts if "fp32" in part])
+        return {"optimizer": inner, "fp32_from_fp16_params": masters} if setup.has_masters else inner
 
-    def _truth_of(self, name: str) -> dict[str, torch.Tensor]:
-        if name == "output_layer.weight" and self.setup.tied:
-            name = "embedding.word_embeddings.weight"
-        return self.truth[name]
+    # The distributed optimizer
 
-    # The distributed optimizer: the whole padded buffer is filled, then each bucket's end is cut off.
+    def _keep_groups_alone(self, optimizer: dict[str, Any]) -> None:
+        del optimizer["fp32_from_fp16_params"], optimizer["optimizer"]["state"]
+        for group in optimizer["optimizer"]["param_groups"]:
+            del group["params"]
+            group["step"] = float(self.setup.iteration)
 
-    def _buffers(self, chunks: list, t: int, p: int, d: int) -> dict | list:
+    def _buffers(self, chunks: list[list[tuple[str, str]]], t: int, p: int, d: int) -> Any:
         dense = self._buffers_of(chunks, t, p, experts=False) if d == 0 else None
-        if self.setup.ep == 1:
-            assert dense is not None
-            return dense
-        return [dense, self._buffers_of(chunks, t, p, experts=True)]
+        return dense if self.setup.ep == 1 else [dense, self._buffers_of(chunks, t, p, experts=True)]
 
-    def _buffers_of(self, chunks: list, t: int, p: int, *, experts: bool) -> dict:
-        found: dict = {"buckets_coalesced": True}
-        total = sum(part_of(self.setup, n, self.truth[n]["weight"], t).numel() for c in chunks for _, n in c)
+    def _buffers_of(self, chunks: list[list[tuple[str, str]]], t: int, p: int, *, experts: bool) -> dict[Any, Any]:
+        setup = self.setup
+        found: dict[Any, Any] = {"buckets_coalesced": True}
+        total = sum(self._part(name, t)["weight"].numel() for _, name in itertools.chain(*chunks))
+        alone = (EMBEDDING, OUTPUT) if setup.tied and setup.pp > 1 else ()
         for v, chunk in enumerate(chunks):
-            names = [(local, whole) for local, whole in chunk if is_sharded_expert(self.setup, whole) == experts]
-            if names:
-                buffer = self._buffer(names, t, self._bucket_size(total) if p == 0 and v == 0 else None, experts)
-                found[v] = {(self.setup.dtype, torch.float32): buffer}
+            parts = {n: self._part(name, t) for n, name in chunk if is_sharded_expert(setup, name) == experts}
+            buckets = in_buckets(parts, self._bucket_size(total) if p == v == 0 else None, alone)
+            if buckets:
+                buffer: dict[str, Any] = {key: torch.cat([b[key] for b in buckets]) for key in buckets[0]}
+                found[v] = {(setup.dtype, torch.float32): buffer | {"numel_unpadded": buffer["param"].numel()}}
         return found
 
     def _bucket_size(self, total: int) -> int | None:
-        arguments = self.arguments()
-        if not arguments["overlap_grad_reduce"]:
+        if not self.arguments["overlap_grad_reduce"]:
             return None
-        if arguments["ddp_num_buckets"] is not None:
-            return total // arguments["ddp_num_buckets"]
-        return arguments["ddp_bucket_size"] or max(40000000, 1000000 * self.setup.dp)
-
-    def _buffer(self, names: list, t: int, bucket_size: int | None, experts: bool) -> dict:
-        setup = self.setup
-        divisor = math.lcm(setup.dp // setup.ep if experts else setup.dp, 128)
-        shared = {"embedding.word_embeddings.weight", "output_layer.weight"} if setup.tied and setup.pp > 1 else set()
-        where: list[tuple[str, int, int]] = []
-        ends: list[tuple[int, int, int]] = []  # start, end without padding, end
-        start = bucket = 0
-        has = False
-
-        def finish(end: int) -> int:
-            nonlocal bucket, has
-            padded = math.ceil(end / divisor) * divisor
-            ends.append((bucket, end, padded))
-            bucket, has = padded, False
-            return padded
-
-        end = 0
-        for local, whole in reversed(names):
-            start = math.ceil(start / 64) * 64
-            if local in shared and has:
-                start = finish(start)
-            end = start + part_of(setup, whole, self.truth[whole]["weight"], t).numel()
-            where.append((whole, start, end))
-            has = True
-            start = finish(end) if local in shared or (bucket_size and end - bucket >= bucket_size) else end
-        if has:
-            finish(end)
-        found = {}
-        for key, state in (("param", "fp32"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
-            flat = torch.full((ends[-1][2],), torch.nan)
-            for whole, first, last in where:
-                flat[first:last] = part_of(setup, whole, self.truth[whole][state], t).reshape(-1)
-            found[key] = torch.cat([flat[first:last] for first, last, _ in ends])
-        return found | {"numel_unpadded": sum(last - first for first, last, _ in ends)}
+        if self.arguments["ddp_num_buckets"] is not None:
+            return total // self.arguments["ddp_num_buckets"]
+        return self.arguments["ddp_bucket_size"] or max(40_000_000, 1_000_000 * self.setup.dp)
