@@ -188,10 +188,3 @@ def fsdp_state(known: Truth) -> dict[str, Any]:
             state[f"optimizer.param_to_group_meta.{prefix}.betas"] = (0.9, 0.99)
             state[f"optimizer.param_to_group_meta.{prefix}.lr"] = torch.tensor(0.5)
     return state
-
-
-def same(ours: Tensor, theirs: Tensor) -> bool:
-    """Bit for bit, and of one dtype."""
-    if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
-        return False
-    return torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
