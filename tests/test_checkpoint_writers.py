@@ -7,7 +7,8 @@ import dataclasses
 import json
 import pickle
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,10 @@ from lwopt_backend.checkpoint.megatron import dist_reader as read_megatron
 from lwopt_backend.checkpoint.megatron import dist_writer as write_megatron
 from lwopt_backend.checkpoint.safetensors import writer as write_safetensors
 from tests.allocations import allocations
-from tests.command_line import genuine
-from tests.megatron_dist import Setup, truth
-from tests.megatron_dist import write as write_sample
+from tests.checkpoint_contents import params_of, same
+from tests.command_line import genuine, torch_dist
 
 VERSIONS = ("0.16", "0.19")
-
-
-def same(ours: Tensor, theirs: Tensor) -> bool:
-    return ours.dtype == theirs.dtype and ours.shape == theirs.shape and torch.equal(ours, theirs)
 
 
 def written(checkpoint: Checkpoint, folder: Path, version: str) -> Checkpoint:
@@ -48,18 +44,15 @@ def written(checkpoint: Checkpoint, folder: Path, version: str) -> Checkpoint:
 
 def assert_same(found: Checkpoint, expected: Checkpoint, version: str) -> None:
     """Tensors to the bit, counters, and groups as that version has them."""
-    assert list(found.params) == list(expected.params)
-    for name, param in expected.params.items():
-        ours, states = found.params[name], dict(param.states)
-        if param.weight is not None:
-            assert same(ours.weight.read(), param.weight.read()), name
-        if MASTER in states and MASTER not in ours.states:  # of an fp32 model
-            assert same(ours.weight.read(), states.pop(MASTER).read()), name
-        assert ours.states.keys() == states.keys(), name
-        assert all(same(ours.states[key].read(), tensor.read()) for key, tensor in states.items()), name
-        assert (ours.step, ours.group) == (param.step, param.group), name
-    assert found.buffers.keys() == expected.buffers.keys()
-    assert all(same(found.buffers[name].read(), buffer.read()) for name, buffer in expected.buffers.items())
+    ours, theirs = params_of(found), params_of(expected)
+    assert list(ours) == list(theirs)
+    for name, of_name in theirs.items():
+        if of_name["weight"] is None:
+            of_name["weight"] = ours[name]["weight"]
+        if MASTER in of_name:  # of an fp32 model it is the weight
+            ours[name].setdefault(MASTER, ours[name]["weight"])
+        assert same(ours[name], of_name), name
+    assert same(*({key: tensor.read() for key, tensor in of.buffers.items()} for of in (found, expected)))
     assert [comparable(g, version) for g in found.groups] == [comparable(g, version) for g in expected.groups]
     for key in ("iteration", "samples", "scheduler", "tied"):
         assert getattr(found, key) == getattr(expected, key), key
@@ -113,11 +106,9 @@ def assert_formed_as(folder: Path, genuine: Path, version: str) -> None:
     assert folder.joinpath("metadata.json").read_text() == genuine.joinpath("metadata.json").read_text()
     assert pickle.loads((folder / ".metadata").read_bytes()).planner_data is None
     if version == "0.16":
-        ours, theirs = (dict(plain(read_megatron._common(DcpFolder(path)))) for path in (folder, genuine))
-        varying = ("args", "num_floating_point_operations_so_far")
-        assert {k: v for k, v in ours.items() if k not in varying} == {
-            k: v for k, v in theirs.items() if k not in varying
-        }
+        ours, theirs = (plain(read_megatron._common(DcpFolder(path))) for path in (folder, genuine))
+        varying = dict.fromkeys(("args", "num_floating_point_operations_so_far"))
+        assert {**ours, **varying} == {**theirs, **varying}
 
 
 def form(folder: Path) -> tuple[dict[str, Any], set[str]]:
@@ -129,18 +120,14 @@ def form(folder: Path) -> tuple[dict[str, Any], set[str]]:
 # Megatron: our own samples
 
 
-def sample(tmp_path: Path, **setup: Any) -> Checkpoint:
-    chosen = Setup(**setup)
-    write_sample(tmp_path / "iter_0000007", chosen, truth(chosen.muon, chosen.experts, chosen.tied))
-    found = read_megatron.read(tmp_path / "iter_0000007")
+def sample(folder: Path, **setup: Any) -> Checkpoint:
+    found = read_megatron.read(torch_dist(folder, **setup))
     return dataclasses.replace(found, arguments={**found.arguments, "num_attention_heads": 4})
 
 
-SETUPS: dict[str, dict[str, Any]] = {
-    "muon": {},
+SETUPS: dict[str, dict[str, Any]] = {  # beside what there are genuine ones of
     "muon, experts": {"experts": True},
     "muon, sharded experts": {"experts": True, "style": "single", "ep": 2},
-    "adam": {"muon": False},
     "adam, tied": {"muon": False, "tied": True},
     "adam, experts": {"muon": False, "experts": True, "ep": 2, "chained": True},
 }
@@ -149,30 +136,30 @@ SETUPS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("kind", SETUPS)
 def test_written_ones_come_back(tmp_path: Path, kind: str, version: str) -> None:
-    expected = sample(tmp_path, **SETUPS[kind])
-    found = written(expected, tmp_path / "iter_0000008", version)
+    expected = sample(tmp_path / "from", **SETUPS[kind])
+    found = written(expected, tmp_path / "to", version)
     assert_same(dataclasses.replace(found, scheduler=None), dataclasses.replace(expected, scheduler=None), version)
 
 
 def test_layers_that_differ_are_not_stacked(tmp_path: Path) -> None:
-    expected, name = sample(tmp_path), "decoder.layers.1.self_attention.q_layernorm.weight"
+    expected, name = sample(tmp_path / "from"), "decoder.layers.1.self_attention.q_layernorm.weight"
     one = Param(held(torch.ones(3, dtype=torch.bfloat16), name))
     more = dataclasses.replace(expected, params={**expected.params, name: one})
-    assert written(more, tmp_path / "iter_0000008", "0.16").params.keys() == {*expected.params, name}
-    keys = DcpFolder(tmp_path / "iter_0000008").tensors
+    assert written(more, tmp_path / "to", "0.16").params.keys() == {*expected.params, name}
+    keys = DcpFolder(tmp_path / "to").tensors
     assert name in keys and not any(key.startswith("decoder.layers.mlp.") for key in keys)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_groups_of_other_optimizers_become_megatrons(tmp_path: Path, version: str) -> None:
-    saved = sample(tmp_path)
+    saved = sample(tmp_path / "from")
     groups = (
         {"rule": "muon", "lr": 0.02, "momentum": 0.9, "weight_decay": 0.1},
         {"rule": "adamw", "lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-9, "weight_decay": 0.1},
     )
     params = {n: dataclasses.replace(p, group=int("exp_avg" in p.states)) for n, p in saved.params.items()}
     other = dataclasses.replace(saved, groups=groups, params=params, scheduler={"last_epoch": 3})
-    found = written(other, tmp_path / "iter_0000008", version)
+    found = written(other, tmp_path / "to", version)
     assert [group["lr"] for group in found.groups] == [0.02, 0.01, 0.01]
     assert [group["wd_mult"] for group in found.groups] == [1.0, 1.0, 0.0]
     assert found.groups[0]["momentum_beta" if version == "0.16" else "momentum"] == 0.9
@@ -183,44 +170,40 @@ def test_groups_of_other_optimizers_become_megatrons(tmp_path: Path, version: st
 
 
 def changed(checkpoint: Checkpoint, name: str = "embedding.word_embeddings.weight", **changes: Any) -> Checkpoint:
-    param = dataclasses.replace(checkpoint.params[name], **changes)
+    param = dataclasses.replace(checkpoint.params.get(name, checkpoint.params[NORM]), **changes)
     return dataclasses.replace(checkpoint, params={**checkpoint.params, name: param})
 
 
-def with_fused_name(checkpoint: Checkpoint) -> Checkpoint:
-    name = "decoder.layers.0.mlp.linear_fc1.layer_norm_weight"
-    return dataclasses.replace(checkpoint, params={**checkpoint.params, name: Param(held(torch.ones(2), ""))})
-
-
-REFUSED = {
-    "names": (lambda c: dataclasses.replace(c, names="model"), "expected parameters named as in Megatron-core"),
-    "owners": (lambda c: changed(c, owner_states={0: {"a": 1}}), "no place for what the rule's owner keeps"),
-    "state": (lambda c: changed(c, states={"ema": held(torch.ones(1), "ema")}), "no place for ema"),
-    "steps": (lambda c: changed(c, step=3.0), r"made \[3.0, 7.0\] steps"),
-    "heads": (lambda c: dataclasses.replace(c, arguments={}), "expected num_attention_heads"),
-    "a layer without momentum": (
-        lambda c: changed(c, "decoder.layers.0.mlp.linear_fc2.weight", states={"fp32": held(torch.ones(8, 12), "")}),
-        "momentum_buffer.decoder.layers.mlp.linear_fc2.weight: expected",
+NORM, FC2 = "decoder.final_layernorm.weight", "decoder.layers.0.mlp.linear_fc2.weight"
+FUSED = "decoder.layers.0.mlp.linear_fc1.layer_norm_weight"
+ALONE = {MASTER: held(torch.ones(8, 12), "")}
+OF_PARTS = {1: {"a": torch.ones(1)}}
+OLD, OURS = partial(write_megatron.write, version="0.14"), partial(write_megatron.write, version="0.16")
+REFUSED: list[tuple[Callable[..., None], Callable[[Checkpoint], Checkpoint], str]] = [
+    (OURS, lambda c: dataclasses.replace(c, names="model"), "expected parameters named as in Megatron-core"),
+    (OURS, lambda c: changed(c, owner_states={0: {"a": 1}}), "no place for what the rule's owner keeps"),
+    (OURS, lambda c: changed(c, states={"ema": held(torch.ones(1), "ema")}), "no place for ema"),
+    (OURS, lambda c: changed(c, step=3.0), r"made \[3.0, 7.0\] steps"),
+    (OURS, lambda c: dataclasses.replace(c, arguments={}), "expected num_attention_heads"),
+    (OURS, lambda c: changed(c, FC2, states=ALONE), "momentum_buffer.decoder.layers.mlp.linear_fc2.weight: expected"),
+    (OURS, lambda c: changed(c, FUSED), "expected the local spec's name"),
+    (OLD, lambda c: c, r"version '0\.14'"),
+    (write_dcp.write, lambda c: changed(c, group=None), "which of the 3 param groups has .* is not known"),
+    (
+        write_dcp.write,
+        lambda c: changed(c, owner_states=OF_PARTS),
+        "matrix number 1 keeps state of a part of a fused parameter",
     ),
-    "fused names": (with_fused_name, "expected the local spec's name"),
-}
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_has_no_place_is_refused(tmp_path: Path, case: str) -> None:
-    change, message = REFUSED[case]
+@pytest.mark.parametrize(("write", "change", "message"), REFUSED)
+def test_what_has_no_place_is_refused(
+    tmp_path: Path, write: Callable[..., None], change: Callable[[Checkpoint], Checkpoint], message: str
+) -> None:
+    (tmp_path / "to").mkdir()
     with pytest.raises(CheckpointError, match=message):
-        written(change(sample(tmp_path)), tmp_path / "iter_0000008", "0.16")
-
-
-def test_another_version_a_group_that_is_not_known_and_parts_of_parameters_are_refused(tmp_path: Path) -> None:
-    checkpoint = sample(tmp_path)
-    with pytest.raises(CheckpointError, match=r"version '0\.14'"):
-        write_megatron.write(checkpoint, tmp_path, version="0.14")
-    with pytest.raises(CheckpointError, match="which of the 3 param groups has .* is not known"):
-        write_dcp.write(changed(checkpoint, group=None), tmp_path)
-    with pytest.raises(CheckpointError, match="matrix number 1 keeps state of a part of a fused parameter"):
-        write_dcp.write(changed(checkpoint, owner_states={1: {"a": torch.ones(1)}}), tmp_path)
+        write(change(sample(tmp_path / "from")), tmp_path / "to")
 
 
 # Safetensors
@@ -229,7 +212,7 @@ def test_another_version_a_group_that_is_not_known_and_parts_of_parameters_are_r
 def test_weights_as_safetensors(tmp_path: Path) -> None:
     """Those of another dtype are made from masters."""
     buffers = {"count": held(torch.tensor([3]), "count")}
-    checkpoint = dataclasses.replace(sample(tmp_path), buffers=buffers)
+    checkpoint = dataclasses.replace(sample(tmp_path / "from"), buffers=buffers)
     for dtype in (None, torch.float32, torch.float16, torch.bfloat16):
         folder = tmp_path / str(dtype)
         folder.mkdir()
@@ -247,23 +230,21 @@ def test_weights_as_safetensors(tmp_path: Path) -> None:
 
 
 def test_safetensors_in_several_files(tmp_path: Path) -> None:
-    checkpoint = sample(tmp_path)
+    checkpoint, folder = sample(tmp_path / "from"), tmp_path / "weights"
     sizes = {name: param.weight.nbytes for name, param in checkpoint.params.items()}
     limit = 2 * sorted(sizes.values())[-2]
-    folder = tmp_path / "weights"
     folder.mkdir()
     write_safetensors.write(checkpoint, folder, file_bytes=limit)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(sizes.values())
-    files = sorted(set(index["weight_map"].values()))
-    assert len(files) > 1 and files == sorted(path.name for path in folder.glob("*.safetensors"))
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert len(files) > 1
     assert files == [f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" for number in range(len(files))]
-    for file in files:
-        content = load_file(folder / file)
-        assert content.keys() == {name for name, place in index["weight_map"].items() if place == file}
-        assert sum(sizes[name] for name in content) <= limit or len(content) == 1
-        assert all(same(tensor, checkpoint.params[name].weight.read()) for name, tensor in content.items())
-    assert index["weight_map"].keys() == checkpoint.params.keys()
+    content = {file: load_file(folder / file) for file in files}
+    assert index["weight_map"] == {name: file for file, tensors in content.items() for name in tensors}
+    assert all(sum(sizes[name] for name in of) <= limit or len(of) == 1 for of in content.values())
+    weights = {name: tensor for tensors in content.values() for name, tensor in tensors.items()}
+    assert same(weights, {name: param.weight.read() for name, param in checkpoint.params.items()})
 
 
 # Memory. PyTorch's allocator is asked, whose events do not depend on time; what is smaller than a block does not count
