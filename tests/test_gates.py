@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,11 +17,11 @@ from lwopt_backend.checkpoint.groups import as_ours
 from lwopt_backend.checkpoint.lazy import LazyTensor, held
 from lwopt_backend.checkpoint.names import CORE, Numbers, translate
 from lwopt_backend.registry import option_names
-from tests.command_line import SAMPLES, genuine
+from tests.command_line import SAMPLES
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 MATRIX, NORM = "decoder.layers.0.mlp.linear_fc2.weight", "decoder.final_layernorm.weight"
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS, MOMENTUM = ("exp_avg", "exp_avg_sq"), "momentum_buffer"
 
 
 def param(shape: tuple[int, ...], *states: str, dtype: torch.dtype = torch.bfloat16) -> Param:
@@ -36,15 +35,14 @@ def whole(**changes: Any) -> Checkpoint:
     """Seven rows of the embedding are used, of eight."""
     params = {
         EMBEDDING: param((8, 4), *MOMENTS),
-        MATRIX: param((4, 6), "momentum_buffer"),
+        MATRIX: param((4, 6), MOMENTUM),
         NORM: param((4,), *MOMENTS),
         HEAD: param((8, 4), *MOMENTS),
     }
     source = Checkpoint("megatron torch_dist", "0.16.1", CORE, params, **changes)
     for key in MOMENTS:
-        values = params[EMBEDDING].states[key].read()
-        values[7] = 0
-        source = with_state(source, EMBEDDING, key, values)
+        seven = torch.cat([params[EMBEDDING].states[key].read()[:7], torch.zeros(1, 4)])
+        source = with_state(source, EMBEDDING, key, seven)
     return source
 
 
@@ -80,35 +78,25 @@ def test_a_whole_checkpoint_passes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "key", "value", "said"),
+    ("name", "key", "shape", "said"),
     [
         (NORM, "exp_avg_sq", None, f"{NORM!r} has no exp_avg_sq, which {EMBEDDING!r} has"),
         (NORM, "exp_avg", None, f"{NORM!r} has no exp_avg, which {EMBEDDING!r} has"),
-        (
-            MATRIX,
-            "momentum_buffer",
-            None,
-            f"{MATRIX!r} has no optimizer state, while others have exp_avg and exp_avg_sq",
-        ),
+        (MATRIX, MOMENTUM, None, f"{MATRIX!r} has no optimizer state, while others have exp_avg and exp_avg_sq"),
         (HEAD, MASTER, None, f"{HEAD!r} has no master weight (fp32), which {EMBEDDING!r} has"),
-        (
-            MATRIX,
-            "momentum_buffer",
-            (6, 4),
-            f"momentum_buffer of {MATRIX!r} has shape (6, 4), but the parameter (4, 6)",
-        ),
+        (MATRIX, MOMENTUM, (6, 4), f"momentum_buffer of {MATRIX!r} has shape (6, 4), but the parameter (4, 6)"),
         (NORM, MASTER, (5,), f"fp32 of {NORM!r} has shape (5,), but the parameter (4,)"),
     ],
 )
-def test_a_missing_state_and_one_of_another_shape_are_named(name: str, key: str, value: Any, said: str) -> None:
-    refused(with_state(whole(), name, key, None if value is None else torch.ones(value)), said)
+def test_a_missing_state_and_one_of_another_shape_are_named(name: str, key: str, shape: Any, said: str) -> None:
+    refused(with_state(whole(), name, key, None if shape is None else torch.ones(shape)), said)
 
 
 def test_states_of_several_rules_are_none_that_others_lack() -> None:
     lion = {name: dataclasses.replace(param, group=int(name == NORM)) for name, param in whole().params.items()}
     lion[NORM] = dataclasses.replace(lion[NORM], states={k: lion[NORM].states[k] for k in (MASTER, "exp_avg")})
     check(having(lion))
-    check(changed(with_state(whole(), MATRIX, "momentum_buffer", None), MATRIX, owner_states={0: {"state": {}}}))
+    check(changed(with_state(whole(), MATRIX, MOMENTUM, None), MATRIX, owner_states={0: {"state": {}}}))
     in_fp32 = {name: param((3, 4), "exp_avg", dtype=torch.float32) for name in ("a", "b")}  # their own masters
     check(with_state(having(in_fp32), "b", MASTER, None))
 
@@ -131,7 +119,7 @@ def test_frozen_parameters_and_weights_alone_pass_and_are_said() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_master_that_does_not_round_to_its_weight_is_named(dtype: torch.dtype) -> None:
-    source = having({**whole().params, MATRIX: param((4, 6), "momentum_buffer", dtype=dtype)})
+    source = having({**whole().params, MATRIX: param((4, 6), MOMENTUM, dtype=dtype)})
     check(source)
     weight = source.params[MATRIX].weight.read()
     weight.view({2: torch.int16, 4: torch.int32}[dtype.itemsize])[2, 3] ^= 1  # the last bit
@@ -159,7 +147,7 @@ def test_no_number_is_equal_to_no_number_and_is_counted() -> None:
     weight[1, 1:3], master[1, 1:3] = torch.nan, -torch.nan
     weight.view(torch.int16)[1, 1] |= 1  # another pattern of bits, and no number either
     source = with_state(changed(source, MATRIX, weight=held(weight, "")), MATRIX, MASTER, master)
-    source = with_state(source, MATRIX, "momentum_buffer", torch.full((4, 6), torch.inf))
+    source = with_state(source, MATRIX, MOMENTUM, torch.full((4, 6), torch.inf))
     assert check(source)[-1] == (
         f"28 values are infinite or no numbers: 2 in weight of {MATRIX!r}, 2 in fp32 of {MATRIX!r}, "
         f"24 in momentum_buffer of {MATRIX!r}."
@@ -232,22 +220,6 @@ def test_a_vocabulary_that_is_wrong_is_refused(names: str, called: tuple[str, st
     check(dataclasses.replace(source, params=tied, tied={called[1]: called[0]}), 5)
 
 
-# Genuine checkpoints
-
-
-@pytest.mark.parametrize("folder", [*genuine(), *genuine(bad=True)])
-def test_genuine_checkpoints_pass_and_the_corrupt_ones_are_refused(folder: Path) -> None:
-    source = formats.read(folder)
-    if not folder.name.startswith("BAD"):
-        *_, rounding, finite = check(source)
-        assert rounding.startswith(f"All {len(source.params)} master weights round") or source.replicas
-        assert "finite" in finite
-        return
-    with pytest.raises(CheckpointError, match="several gradient buckets") as caught:
-        check(source)
-    assert re.search("master weight of '.*' does not round to the saved torch.bfloat16", str(caught.value))
-
-
 def test_a_vocabulary_without_the_last_rows_that_were_trained_is_refused() -> None:
     """Megatron's argument vocab_size is 61 there, but row 61 was looked up, and trained."""
     source = formats.read(SAMPLES / "t16_lw_muon_dp2_torchdist")
@@ -261,7 +233,7 @@ def test_a_vocabulary_without_the_last_rows_that_were_trained_is_refused() -> No
 
 # Param groups of other optimizers under the options of ours; that engines go on with them is in the chains
 
-MOMENTUM = ("momentum_buffer",)
+OF_MUON = (MOMENTUM,)
 ADAM = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.2}
 MUON = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.3}
 MEGATRON = {
@@ -284,28 +256,29 @@ def ds_config(**params: Any) -> dict[str, Any]:
 
 
 TORCHS = torch.optim.Muon([torch.ones(2, 2)], lr=0.3, nesterov=False, adjust_lr_fn="match_rms_adamw").defaults
-OF_MEGATRON = {
+OF_MEGATRONS = {"lr": 0.1, "max_lr": 0.5, "weight_decay": 0.3, "wd_mult": 1.0}
+AS_MEGATRON = {
     **{"rule": "muon", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.3, "nesterov": True, "eps": 1e-15},
     **{"adjust_lr_fn": "unit_rms_norm", "extra_scale_factor": 0.2, "ns_steps": 5, "ns_coefficients": "simple"},
     **{"ns_dtype": "float32", "initial_lr": 0.5},
 }
-OF_MEGATRONS = {"lr": 0.1, "max_lr": 0.5, "weight_decay": 0.3, "wd_mult": 1.0}
 OF_DEEPSPEEDS = {"use_muon": True, **MUON}
-GRAM = {"rule": "muon", **MUON, "nesterov": True, "initial_lr": 0.1, "gram_aspect": 1.0, "gram_restarts": (2,)}
-GRAM["ns_dtype"] = "float32"
-STANDARD = {**GRAM, "gram_aspect": None, "gram_restarts": None, "ns_dtype": "bfloat16"}
+AS_DEEPSPEED = {"rule": "muon", **MUON, "nesterov": True, "initial_lr": 0.1}
+GRAM = {**AS_DEEPSPEED, "gram_aspect": 1.0, "gram_restarts": (2,), "ns_dtype": "float32"}
+STANDARD = {**AS_DEEPSPEED, "gram_aspect": None, "gram_restarts": None, "ns_dtype": "bfloat16"}
+OURS = {"lr": 1.0, "weight_decay": 0.5}
 TRANSLATED = [  # the group, its states, the checkpoint's arguments, and options that come out
-    ({**OF_MEGATRONS, "momentum": 0.9}, MOMENTUM, MEGATRON, OF_MEGATRON),
-    ({**OF_MEGATRONS, "momentum_beta": 0.9}, MOMENTUM, MEGATRON, OF_MEGATRON),
-    (OF_DEEPSPEEDS, MOMENTUM, ds_config(), GRAM),
-    (OF_DEEPSPEEDS, MOMENTUM, ds_config(ns_method="gram"), GRAM),
-    (OF_DEEPSPEEDS, MOMENTUM, ds_config(ns_method="standard"), STANDARD),
-    (TORCHS, MOMENTUM, {}, {"rule": "muon", **TORCHS}),
+    ({**OF_MEGATRONS, "momentum": 0.9}, OF_MUON, MEGATRON, AS_MEGATRON),
+    ({**OF_MEGATRONS, "momentum_beta": 0.9}, OF_MUON, MEGATRON, AS_MEGATRON),
+    (OF_DEEPSPEEDS, OF_MUON, ds_config(), GRAM),
+    (OF_DEEPSPEEDS, OF_MUON, ds_config(ns_method="gram"), GRAM),
+    (OF_DEEPSPEEDS, OF_MUON, ds_config(ns_method="standard"), STANDARD),
+    (TORCHS, OF_MUON, {}, {"rule": "muon", **TORCHS}),
     ({**ADAM, "bias_correction": True}, MOMENTS, {}, {"rule": "adamw", **ADAM, "initial_lr": 0.1}),
     ({**ADAM, "initial_lr": 0.5}, MOMENTS, {}, {"initial_lr": 0.5}),
     # What we saved gets all keys that a group of any engine has: torch's DCP fails where one is missing.
-    ({"rule": "muon", "lr": 1.0, "weight_decay": 0.5}, (), {}, {"lr": 1.0, "weight_decay": 0.5, "own_rates": False}),
-    ({"rule": "adamw", "lr": 1.0, "weight_decay": 0.5}, (), {}, {"lr": 1.0, "weight_decay": 0.5, "own_rates": False}),
+    ({"rule": "muon", **OURS}, (), {}, {**OURS, "own_rates": False}),
+    ({"rule": "adamw", **OURS}, (), {}, {**OURS, "own_rates": False}),
 ]
 
 
@@ -324,20 +297,19 @@ def test_groups_of_other_optimizers_have_the_options_of_ours(
 def test_what_we_saved_stays_without_what_it_says_of_places_and_unknown_rules_keep_their_options() -> None:
     saved = {"rule": "soap", "lr": 1.0, "members": "digest", "from_group": 1, "overrides": []}
     (found,) = grouped([saved], [()]).groups
-    assert found.items() >= {"rule": "soap", "lr": 1.0}.items()
-    assert not {"members", "from_group", "overrides"} & set(found)
-    somebodys = {"rule": "somebodys", "lr": 1.0}
-    assert grouped([somebodys], [()]).groups == ({"own_rates": False, **somebodys},)
+    assert (found["rule"], found["lr"]) == ("soap", 1.0) and not {"members", "from_group", "overrides"} & set(found)
+    assert grouped([{"rule": "somebodys", "lr": 1.0}], [()]).groups == (
+        {"own_rates": False, "rule": "somebodys", "lr": 1.0},
+    )
 
 
 def test_groups_of_matrices_are_first_and_parameters_follow_them() -> None:
-    groups = [ADAM, {**ADAM, "lr": 0.3}, {"rule": "muon", "lr": 0.7}]
-    found = grouped(groups, [MOMENTS, MOMENTS, MOMENTUM])
+    found = grouped([ADAM, {**ADAM, "lr": 0.3}, {"rule": "muon", "lr": 0.7}], [MOMENTS, MOMENTS, OF_MUON])
     assert [group["lr"] for group in found.groups] == [0.7, 0.1, 0.3]
     assert {name: param.group for name, param in found.params.items()} == {"p0": 1, "p1": 2, "p2": 0}
 
 
-@pytest.mark.parametrize(("group", "states"), [(ADAM, MOMENTS), ({"rule": "muon", "lr": 0.1}, MOMENTUM)])
+@pytest.mark.parametrize(("group", "states"), [(ADAM, MOMENTS), ({"rule": "muon", "lr": 0.1}, OF_MUON)])
 def test_the_rate_that_a_schedule_multiplies_is_deepspeeds_after_the_warmup(
     group: dict[str, Any], states: tuple[str, ...]
 ) -> None:
@@ -361,12 +333,12 @@ def test_the_rate_that_a_schedule_multiplies_is_deepspeeds_after_the_warmup(
         (ADAM, MOMENTS, ds_config(adam_w_mode=False), "adds the weight decay"),
         ({**ADAM, "bias_correction": False}, MOMENTS, {}, "no bias correction"),
         (ADAM, ("exp_avg",), {}, r"none of our rules keeps \['exp_avg'\]"),
-        (MUON, MOMENTUM, {}, "whose momentum it is cannot be told"),
-        (MUON, MOMENTUM, {**MEGATRON, "muon_coefficient_type": "aol"}, "coefficient_type='aol' has no counterpart"),
-        (MUON, MOMENTUM, {"optimizer": "dist_muon"}, "arguments lack muon_nesterov"),
-        (MUON, MOMENTUM, {**MEGATRON, "muon_scale_mode": "new"}, "adjust_lr_fn"),
-        ({"lr": 0.1, "momentum": 0.9}, MOMENTUM, MEGATRON, "it has no weight_decay"),
-        (OF_DEEPSPEEDS, MOMENTUM, ds_config(per_head_muon=True), "orthogonalized heads by themselves"),
+        (MUON, OF_MUON, {}, "whose momentum it is cannot be told"),
+        (MUON, OF_MUON, {**MEGATRON, "muon_coefficient_type": "aol"}, "coefficient_type='aol' has no counterpart"),
+        (MUON, OF_MUON, {"optimizer": "dist_muon"}, "arguments lack muon_nesterov"),
+        (MUON, OF_MUON, {**MEGATRON, "muon_scale_mode": "new"}, "adjust_lr_fn"),
+        ({"lr": 0.1, "momentum": 0.9}, OF_MUON, MEGATRON, "it has no weight_decay"),
+        (OF_DEEPSPEEDS, OF_MUON, ds_config(per_head_muon=True), "orthogonalized heads by themselves"),
     ],
 )
 def test_what_has_no_counterpart_stays_as_it_is_and_is_said(
