@@ -165,17 +165,15 @@ def test_at_most_twenty_problems_are_listed_and_all_are_counted() -> None:
 
 
 def test_replicas_must_be_equal() -> None:
-    def copies(what: str, first: torch.Tensor, second: torch.Tensor) -> tuple[str, LazyTensor, LazyTensor]:
-        return what, held(first, "stage 0"), held(second, "stage 1")
+    def tied(second: torch.Tensor) -> tuple[str, LazyTensor, LazyTensor]:
+        return "the tied embedding", held(one, "stage 0"), held(second, "stage 1")
 
-    one, nan = torch.arange(6.0), torch.tensor([float("nan")])
-    same = copies("the tied embedding", one, one)
-    assert "All 2 replicas are equal." in check(whole(replicas=(same, copies("a constant", nan, nan))))
-    differ = copies("the tied embedding", one, torch.where(one == 4, 9, one))
+    one, nan = torch.arange(6.0), held(torch.tensor([float("nan")]), "")
+    assert "All 2 replicas are equal." in check(whole(replicas=(tied(one), ("a constant", nan, nan))))
     said = "replicas of the tied embedding differ"
-    refused(whole(replicas=(same, differ)), f"{said} in 1 of 6 elements (stage 0, stage 1)")
-    shorter = copies("the tied embedding", one, one[:5])
-    refused(whole(replicas=(shorter,)), f"{said}: torch.float32 of shape (6,)")
+    differ = (tied(one), tied(torch.where(one == 4, 9, one)))
+    refused(whole(replicas=differ), f"{said} in 1 of 6 elements (stage 0, stage 1)")
+    refused(whole(replicas=(tied(one[:5]),)), f"{said}: torch.float32 of shape (6,)")
 
 
 def test_one_parameter_is_in_memory_at_a_time() -> None:
@@ -329,7 +327,6 @@ def test_the_rate_that_a_schedule_multiplies_is_deepspeeds_after_the_warmup(
 @pytest.mark.parametrize(
     ("group", "states", "arguments", "words"),
     [
-        ({**ADAM, "decoupled_weight_decay": False}, MOMENTS, {}, "adds the weight decay to the gradient"),
         (ADAM, MOMENTS, ds_config(adam_w_mode=False), "adds the weight decay"),
         ({**ADAM, "bias_correction": False}, MOMENTS, {}, "no bias correction"),
         (ADAM, ("exp_avg",), {}, r"none of our rules keeps \['exp_avg'\]"),

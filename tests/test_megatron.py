@@ -210,6 +210,10 @@ def arguments(file: str = MODEL, /, **changes: Any) -> Damage:
     return edited(lambda saved: vars(saved["args"]).update(changes), file)
 
 
+def all_of(*changes: Damage) -> Damage:
+    return lambda step: [change(step) for change in changes]
+
+
 def lost(name: str) -> Damage:
     return lambda step: shutil.rmtree(step / name) if (step / name).is_dir() else (step / name).unlink()
 
@@ -228,11 +232,6 @@ def swap(masters: Any) -> None:
     pairs = ((i, j) for i in range(len(masters)) for j in range(i) if masters[i].shape == masters[j].shape)
     first, second = next(pairs)
     masters[first], masters[second] = masters[second], masters[first]
-
-
-def not_trained(saved: Any) -> None:
-    saved[1]["fp32_from_fp16_params"][0].pop()
-    saved[1]["optimizer"]["param_groups"][0]["params"].pop()
 
 
 def two_that_fit(saved: Any) -> None:
@@ -267,6 +266,7 @@ def more_buffers(state: dict[str, Any]) -> None:
 
 
 FIRST = (0, "fp32_from_fp16_params", 0, 0)
+NORMS, NORM_NUMBERS = (1, "fp32_from_fp16_params", 0, -1), (1, "optimizer", "param_groups", 0, "params", -1)
 STATE = (MODEL, "optimizer", "optimizer", "state", 0)
 BUFFER = (FLAT, 0, (torch.bfloat16, torch.float32))
 ONE, TWO, MUON = TorchSetup(), TorchSetup(tp=2), TorchSetup(optimizer="layer_wise", dp=2)
@@ -299,7 +299,7 @@ REFUSED_TORCH: list[tuple[TorchSetup, Damage, str]] = [
         edited(lambda m: m.view(torch.int32)[3, 5].add_(1 << 16), OWN_1, *FIRST),
         "that does not",
     ),  # the last bit kept
-    (SOLO, edited(not_trained, OWN_0), "expected 2 parameters.*found 1 and 1"),
+    (SOLO, all_of(without(OWN_0, *NORMS), without(OWN_0, *NORM_NUMBERS)), "expected 2 parameters.*found 1 and 1"),
     (ONE, edited(two_that_fit), "which of 3 param groups has embedding.word_embeddings.weight"),
     (ONE, updated(*STATE, max_exp_avg=torch.ones(2)), "'max_exp_avg'"),
     (ONE, updated(MODEL, "optimizer", other=1), r"found also \['other'\]"),
@@ -420,17 +420,9 @@ def tensor_steps(saved: Any) -> None:
         group["step"] = torch.tensor([7])
 
 
-def tensor_common_step(saved: Any) -> None:
-    saved["optimizer"]["optimizer"]["state"]["common_step"] = torch.tensor([7.0])
-
-
 def released(step: Path) -> None:
     step.rename(step.with_name("release"))
     step.with_name("latest_checkpointed_iteration.txt").write_text("release\n")
-
-
-def all_of(*changes: Damage) -> Damage:
-    return lambda step: [change(step) for change in changes]
 
 
 def nested(state: dict[str, Any]) -> None:
@@ -451,16 +443,12 @@ def without_states(state: dict[str, Any]) -> None:
         del state[key]
 
 
-def adams_steps(found: Checkpoint) -> set[Any]:
-    return {param.step for param in found.params.values() if "exp_avg" in param.states}
+def steps_are(step: float | None) -> Callable[[Checkpoint], bool]:
+    return lambda found: {param.step for param in found.params.values() if "exp_avg" in param.states} == {step}
 
 
 def says(*words: str) -> Callable[[Checkpoint], bool]:
     return lambda found: all(any(word in note for note in found.notes) for word in words)
-
-
-def has_sevens(found: Checkpoint) -> bool:
-    return adams_steps(found) == {7.0}
 
 
 BIAS = "decoder.layers.0.mlp.router.expert_bias"
@@ -471,13 +459,13 @@ OTHER_FORMS: dict[str, tuple[TorchSetup | Setup, Damage, Callable[[Checkpoint], 
         edited(decoupled_rate),
         lambda found: [name for name, param in found.params.items() if param.group == 2] == [EMBEDDING, OUTPUT],
     ),
-    "torch, Transformer Engine's names": (ONE, edited(transformer_engine), has_sevens),
+    "torch, Transformer Engine's names": (ONE, edited(transformer_engine), steps_are(7.0)),
     "torch, a buffer": (
         TorchSetup("moe"),
         updated(MODEL, "model", **{BIAS: torch.arange(4.0)}),
         lambda found: torch.equal(found.buffers[BIAS].read(), torch.arange(4.0)),
     ),
-    "torch, steps as tensors": (ADAM, edited(tensor_steps), has_sevens),
+    "torch, steps as tensors": (ADAM, edited(tensor_steps), steps_are(7.0)),
     "torch, a release": (ONE, released, lambda found: found.iteration == 7),
     "torch, weights alone": (
         ONE,
@@ -488,19 +476,20 @@ OTHER_FORMS: dict[str, tuple[TorchSetup | Setup, Damage, Callable[[Checkpoint], 
         Setup("dp_reshardable", chained=True, experts=True),
         all_of(resaved(nested), edited(nested_groups, COMMON)),
         lambda found: (
-            has_sevens(found) and [("betas" in group, group["is_expert_parallel"]) for group in found.groups] == NESTED
+            steps_are(7.0)(found)
+            and [("betas" in group, group["is_expert_parallel"]) for group in found.groups] == NESTED
         ),
     ),
     "a step that was not saved": (
         Setup(step_in="nowhere"),
         all_of(),
-        lambda found: adams_steps(found) == {None} and says("how many steps Adam made is not saved")(found),
+        lambda found: steps_are(None)(found) and says("how many steps Adam made is not saved")(found),
     ),
-    "steps as tensors": (Setup(muon=False), edited(tensor_steps, COMMON), has_sevens),
+    "steps as tensors": (Setup(muon=False), edited(tensor_steps, COMMON), steps_are(7.0)),
     "a common step as a tensor": (
         Setup(muon=False, step_in="common_step"),
-        edited(tensor_common_step, COMMON),
-        has_sevens,
+        updated(COMMON, "optimizer", "optimizer", "state", common_step=torch.tensor([7.0])),
+        steps_are(7.0),
     ),
     "a release": (
         Setup(),
