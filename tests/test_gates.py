@@ -267,7 +267,6 @@ STANDARD = {**AS_DEEPSPEED, "gram_aspect": None, "gram_restarts": None, "ns_dtyp
 OURS = {"lr": 1.0, "weight_decay": 0.5}
 TRANSLATED = [  # the group, its states, the checkpoint's arguments, and options that come out
     ({**OF_MEGATRONS, "momentum": 0.9}, OF_MUON, MEGATRON, AS_MEGATRON),
-    ({**OF_MEGATRONS, "momentum_beta": 0.9}, OF_MUON, MEGATRON, AS_MEGATRON),
     (OF_DEEPSPEEDS, OF_MUON, ds_config(), GRAM),
     (OF_DEEPSPEEDS, OF_MUON, ds_config(ns_method="gram"), GRAM),
     (OF_DEEPSPEEDS, OF_MUON, ds_config(ns_method="standard"), STANDARD),
@@ -332,7 +331,6 @@ def test_the_rate_that_a_schedule_multiplies_is_deepspeeds_after_the_warmup(
         (ADAM, ("exp_avg",), {}, r"none of our rules keeps \['exp_avg'\]"),
         (MUON, OF_MUON, {}, "whose momentum it is cannot be told"),
         (MUON, OF_MUON, {**MEGATRON, "muon_coefficient_type": "aol"}, "coefficient_type='aol' has no counterpart"),
-        (MUON, OF_MUON, {"optimizer": "dist_muon"}, "arguments lack muon_nesterov"),
         (MUON, OF_MUON, {**MEGATRON, "muon_scale_mode": "new"}, "adjust_lr_fn"),
         ({"lr": 0.1, "momentum": 0.9}, OF_MUON, MEGATRON, "it has no weight_decay"),
         (OF_DEEPSPEEDS, OF_MUON, ds_config(per_head_muon=True), "orthogonalized heads by themselves"),

@@ -14,25 +14,15 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from lwopt_backend.migration import SOURCES, convert_momentum, convert_named_momentum, from_checkpoint
 from lwopt_backend.registry import optimizer_arguments
 from tests.migration import PAGE, distance, eager, ours_for, rules_for
-from tests.rule_steps import SHAPES, Trained, gradients, random, rule_of, trained
+from tests.rule_steps import SHAPES, Trained, gradients, random, rule_of, trained, trained_by
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_torch_bit_by_bit_and_pytorch_optimizer_to_bfloat16s_rounding(shape: tuple[int, int]) -> None:
-    for peer in ("torch", "pytorch_optimizer"):
-        ours, param = ours_for(peer, shape), nn.Parameter(random(shape, 1))
-        if peer == "torch":
-            theirs = torch.optim.Muon([param], lr=0.02)
-        else:
-            theirs = pytorch_optimizer.Muon([{"params": [param], "use_muon": True}])
-        for grad in gradients(shape):
-            param.grad = grad.clone()
-            theirs.step()
-            ours.step(grad)
-        if peer == "torch":
-            assert torch.equal(ours.value, param.detach())
-            assert torch.equal(ours.state["momentum_buffer"], theirs.state[param]["momentum_buffer"])
-        assert distance(ours.value, param.detach(), random(shape, 1)) < 1e-2  # bfloat16 has 8 bits
+    torchs, others = (trained(ours_for(peer, shape).rule, shape) for peer in ("torch", "pytorch_optimizer"))
+    assert torch.equal(torchs, trained_by(torch.optim.Muon, shape, grouped=False, lr=0.02))
+    theirs = trained_by(pytorch_optimizer.Muon, shape, grouped=True)
+    assert distance(others, theirs, random(shape, 1)) < 1e-2  # bfloat16 has 8 bits
 
 
 # Published formulas
