@@ -163,7 +163,8 @@ def in_buckets(chain: str, known: Truth, setup: Setup, groups: list[dict[str, An
         (names,) = megatron_torch.modules_of(model, p, e)
         mine = [(local, name) for local, name in names if name in known and is_sharded_expert(model, name) == experts]
         parts = {local: {k: part_of(model, name, v, t) for k, v in known[name].items()} for local, name in mine}
-        size = sum(of_name["fp32"].numel() for of_name in parts.values()) // setup.buckets
+        numel = sum(of_name["fp32"].numel() for of_name in parts.values())
+        size = numel // setup.buckets if setup.buckets > 1 else None
         for number, bucket in enumerate(megatron_torch.in_buckets(parts, size, alone)):
             dtypes = "(torch.bfloat16, torch.float32)"
             key = f"{start}{rank}.gbuf_idx_0.dtype_{dtypes}.bucket_idx_{number}"
