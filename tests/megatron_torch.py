@@ -238,18 +238,9 @@ class Writer:
             "num_floating_point_operations_so_far": 5.0,
         }
         for number, names in enumerate(chunks):
-            saved["model" if len(chunks) == 1 else f"model{number}"] = self._model(names, t)
+            model = {local: self._part(whole, t)["weight"] for local, whole in names}
+            saved["model" if len(chunks) == 1 else f"model{number}"] = model
         torch.save(saved, step / name / "model_optim_rng.pt")
-
-    def _model(self, names: list[tuple[str, str]], t: int) -> dict[str, Any]:
-        """With the distributed optimizer all weights lie in one storage."""
-        model: dict[str, Any] = {name: self._part(whole, t)["weight"] for name, whole in names}
-        if self.setup.optimizer == "distributed":
-            flat = torch.cat([tensor.flatten() for tensor in model.values()])
-            pieces = flat.split([tensor.numel() for tensor in model.values()])
-            model = {name: piece.view(model[name].shape) for name, piece in zip(model, pieces)}
-        linears = [name for name in model if "linear" in name and name.endswith("weight")]
-        return {**model, **{name.replace("weight", "_extra_state"): None for name in linears}}
 
     def _part(self, name: str, t: int) -> dict[str, Tensor]:
         return {key: part_of(self.setup, name, tensor, t) for key, tensor in self.truth[name].items()}
