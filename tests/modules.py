@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,25 +16,26 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
 from lwopt_backend.integrations import fsdp2
-from tests.fsdp2 import whole
+from tests.fsdp2 import distribute_like, layers_of, whole
 from tests.models import MATRICES, UnevenLM, batch
 from tests.owned import exact_sums
 from tests.ranks import kept_in_a_world
 from tests.zero import ADAMW, MUON
 
 ROWS = 24  # of the global batch; divides into micro-batches for 1 to 4 ranks
-PIXELS = 10
+PIXELS, FEATURES = 10, 24
 NAMES = ("vision", "language")
-MATRICES_OF = {"vision": ("layers.0.weight", "layers.2.weight"), "language": MATRICES}
 
 
 class Vision(nn.Module):
-    """(rows, PIXELS) images become (rows, 24) features."""
+    """(rows, PIXELS) images become (rows, FEATURES) features."""
+
+    MATRICES = ("layers.0.weight", "layers.2.weight")
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(7)
-        self.layers = nn.Sequential(nn.Linear(PIXELS, 31), nn.GELU(), nn.Linear(31, 24))
+        self.layers = nn.Sequential(nn.Linear(PIXELS, 31), nn.GELU(), nn.Linear(31, FEATURES))
 
     def forward(self, images: Tensor) -> Tensor:
         return self.layers(images)
@@ -43,52 +44,62 @@ class Vision(nn.Module):
 class Language(UnevenLM):
     """A language model that sees a feature in front of each row's tokens; the mean cross-entropy of its rows."""
 
+    MATRICES = MATRICES
+
     def forward(self, tokens: Tensor, targets: Tensor, seen: Tensor) -> Tensor:
         x = self.embedding(tokens) + seen.unsqueeze(1)
         x = x + self.layers(x) * self.gated(x)
         return nn.functional.cross_entropy(self.lm_head(x).flatten(0, 1), targets.flatten())
 
 
-MAKE: dict[str, Callable[[], nn.Module]] = {"vision": Vision, "language": Language}
+def model_of(name: str, exact: bool) -> nn.Module:
+    model = {"vision": Vision, "language": Language}[name]()
+    return exact_sums(model) if exact else model
 
 
-def images_of(step: int) -> Tensor:
-    return torch.randn(ROWS, PIXELS, generator=torch.Generator().manual_seed(step))
-
-
-@dataclass(frozen=True)
 class Split:
-    """Which ranks have which module; each computes an equal part of the rows, in its module's order of ranks."""
+    """Which ranks have which module, as "01|23" says; each computes an equal part of the rows."""
 
-    vision: tuple[int, ...]
-    language: tuple[int, ...]
+    def __init__(self, text: str) -> None:
+        self.ranks = {name: tuple(map(int, digits)) for name, digits in zip(NAMES, text.split("|"))}
+        self.ratio = len(self.ranks["vision"]) / len(self.ranks["language"])  # of means over ranks
 
-    def ranks(self, module: str) -> tuple[int, ...]:
-        return getattr(self, module)
+    def rows(self, name: str, of: int) -> dict[int, slice]:
+        """By rank, its rows of so many."""
+        size = of // len(self.ranks[name])
+        return {rank: slice(place * size, (place + 1) * size) for place, rank in enumerate(self.ranks[name])}
 
-    def rows(self, module: str, rank: int, rows: int) -> slice:
-        ranks = self.ranks(module)
-        size = rows // len(ranks)
-        return slice(ranks.index(rank) * size, (ranks.index(rank) + 1) * size)
 
-    def moves(self, rows: int) -> list[tuple[int, int, int, int]]:
-        """(vision's rank, language's rank, start, stop): rows that both compute."""
-        found = []
-        for v in self.vision:
-            for to in self.language:
-                one, other = self.rows("vision", v, rows), self.rows("language", to, rows)
-                start, stop = max(one.start, other.start), min(one.stop, other.stop)
-                if start < stop:
-                    found.append((v, to, start, stop))
+def micro_batch(step: int, part: int, parts: int) -> list[Tensor]:
+    """Images, tokens and targets."""
+    images = torch.randn(ROWS, PIXELS, generator=torch.Generator().manual_seed(step))
+    return [tensor.chunk(parts)[part] for tensor in (images, *batch(step, ROWS))]
+
+
+def backward(
+    split: str, modules: dict[str, nn.Module], step: int, part: int = 0, parts: int = 1, scale: float = 1.0
+) -> None:
+    """Forward and backward of one micro-batch through the modules that this rank has; called on all ranks."""
+    images, tokens, targets = micro_batch(step, part, parts)
+    cut, rows = Split(split), len(images)
+    own, heard = (cut.rows(name, rows).get(dist.get_rank(), slice(0)) for name in NAMES)
+
+    def from_all(mine: Tensor, place: slice) -> Tensor:
+        found = torch.zeros(rows, FEATURES)
+        found[place] = mine
+        dist.all_reduce(found)
         return found
 
+    out = modules["vision"](images[own]) if "vision" in modules else torch.zeros(0, FEATURES)
+    seen = from_all(out.detach(), own)[heard].requires_grad_()
+    if "language" in modules:
+        (scale * modules["language"](tokens[heard], targets[heard], seen)).backward()
+    grad = from_all(seen.detach() if seen.grad is None else seen.grad, heard)[own]
+    if "vision" in modules:
+        out.backward(grad * cut.ratio)
 
-TWO_AND_TWO = Split((0, 1), (2, 3))
-ONE_AND_TWO = Split((0,), (1, 2))  # the fourth rank has nothing
-ONE_AND_THREE = Split((0,), (1, 2, 3))
-OVERLAPPING = Split((0, 1, 2), (1, 2, 3))
-EVERYWHERE = Split((0, 1, 2, 3), (0, 1, 2, 3))
-ON_ONE = Split((0,), (0,))
+
+# Kinds of optimizers
 
 
 @kept_in_a_world
@@ -101,50 +112,6 @@ def group_of(ranks: tuple[int, ...], module: str) -> Any:
 @kept_in_a_world
 def mesh_of_group(group: Any) -> DeviceMesh:
     return DeviceMesh.from_group(group, "cpu")
-
-
-def send_rows(moves: Sequence[tuple[int, int, int, int]], mine: Tensor, first: int, into: Tensor, place: int) -> None:
-    """Bring rows from (rank, ...) to (..., rank, ...). ``first`` and ``place`` are the first rows of both tensors."""
-    me = dist.get_rank()
-    works = []
-    for source, to, start, stop in moves:
-        if source == me == to:
-            into[start - place : stop - place] = mine[start - first : stop - first]
-        elif source == me:
-            works.append(dist.isend(mine[start - first : stop - first].contiguous(), to))
-        elif to == me:
-            works.append(dist.irecv(into[start - place : stop - place], source))
-    for work in works:
-        work.wait()
-
-
-def backward(
-    split: Split, modules: dict[str, nn.Module], step: int, part: int = 0, parts: int = 1, scale: float = 1.0
-) -> None:
-    """Forward and backward of one micro-batch through the modules that this rank has."""
-    me, rows = dist.get_rank(), ROWS // parts
-    micro = slice(part * rows, (part + 1) * rows)
-    moves, back = split.moves(rows), [(to, v, a, b) for v, to, a, b in split.moves(rows)]
-    out, seen = torch.zeros(0, 24), torch.zeros(0, 24)
-    first = place = 0
-    if "vision" in modules:
-        own = split.rows("vision", me, rows)
-        out, first = modules["vision"](images_of(step)[micro][own]), own.start
-    if "language" in modules:
-        own = split.rows("language", me, rows)
-        seen, place = torch.zeros(own.stop - own.start, 24), own.start
-    send_rows(moves, out.detach(), first, seen, place)
-    grad = torch.zeros_like(out)
-    if "language" in modules:
-        tokens, targets = (t[micro][own] for t in batch(step, ROWS))
-        seen.requires_grad_()
-        (scale * modules["language"](tokens, targets, seen)).backward()
-    send_rows(back, seen if seen.grad is None else seen.grad, place, grad, first)
-    if "vision" in modules:
-        out.backward(grad * (len(split.vision) / len(split.language)))
-
-
-# Kinds of optimizers
 
 
 def owned(module: nn.Module, group: Any, **options: Any) -> LayerWiseOptimizer:
@@ -161,16 +128,14 @@ def owns(module: nn.Module, group: Any, **options: Any) -> tuple[nn.Module, Any]
 
 
 def shards(module: nn.Module, group: Any) -> tuple[nn.Module, Any]:
-    for layer in module.layers:
-        if any(True for _ in layer.parameters()):
-            fully_shard(layer, mesh=mesh_of_group(group))
-    fully_shard(module, mesh=mesh_of_group(group))
+    for part in (*layers_of(module), module):
+        fully_shard(part, mesh=mesh_of_group(group))
     elementwise = {"name": "adamw", **ADAMW}
     return module, fsdp2.LayerWiseOptimizer(module, **MUON, elementwise=elementwise, report=False)
 
 
 def shards_early(module: nn.Module, group: Any) -> tuple[nn.Module, Any]:
-    """The exchange begins in backward, so it is under way when the step is skipped."""
+    """The exchange begins in backward, so it is under way when a step is skipped."""
     module, optimizer = shards(module, group)
     optimizer.attach(module)
     return module, optimizer
@@ -185,18 +150,24 @@ def alone(module: nn.Module, group: Any) -> tuple[nn.Module, Any]:
     return module, sgd(list(module.parameters()))
 
 
-Kind = Callable[..., tuple[nn.Module, Any]]
+KINDS: dict[str, Callable[..., tuple[nn.Module, Any]]] = {
+    "owned": owns,
+    "FSDP2": shards,
+    "FSDP2, attached": shards_early,
+    "DDP": copies,
+    "plain": alone,
+}
+OWNED = "owned and owned"
 
 
-def make(split: Split, kinds: Sequence[Kind] = (owns, owns), exact: bool = True, **options: Any) -> Any:
+def make(split: str, kinds: str = OWNED, exact: bool = True, **options: Any) -> tuple[dict[str, nn.Module], Any]:
     """This rank's modules, with gradients whose sums are exact or as they are, and their optimizers."""
     modules: dict[str, nn.Module] = {}
     optimizers: dict[str, Any] = dict.fromkeys(NAMES)
-    for name, how in zip(NAMES, kinds):
-        group = group_of(split.ranks(name), name)
-        if dist.get_rank() in split.ranks(name):
-            module = exact_sums(MAKE[name]()) if exact else MAKE[name]()
-            modules[name], optimizers[name] = how(module, group, **options)
+    for (name, ranks), kind in zip(Split(split).ranks.items(), kinds.split(" and ")):
+        group = group_of(ranks, name)
+        if dist.get_rank() in ranks:
+            modules[name], optimizers[name] = KINDS[kind](model_of(name, exact), group, **options)
     return modules, ModuleOptimizers(optimizers)
 
 
@@ -206,37 +177,36 @@ def make(split: Split, kinds: Sequence[Kind] = (owns, owns), exact: bool = True,
 class OneProcess:
     """Both modules on one process, with torch.optim.Muon and AdamW, computing the rows of each rank in turn."""
 
-    def __init__(self, *, exact: bool = True, vision: Callable[[list[Tensor]], torch.optim.Optimizer] | None = None):
-        """``vision`` makes another optimizer of all of that module's parameters."""
-        self.modules = {name: exact_sums(MAKE[name]()) if exact else MAKE[name]() for name in NAMES}
-        matrices, others = [], []
-        for name, module in self.modules.items():
-            for of_param, param in module.named_parameters():
-                if name == "language" or vision is None:
-                    (matrices if of_param in MATRICES_OF[name] else others).append(param)
-        self.optimizers = [torch.optim.Muon(matrices, **MUON), torch.optim.AdamW(others, **ADAMW)]
-        if vision is not None:
-            self.optimizers.append(vision(list(self.modules["vision"].parameters())))
+    def __init__(self, exact: bool, vision_by_sgd: bool) -> None:
+        self.modules = {name: model_of(name, exact) for name in NAMES}
+        params = [(m, n, param) for m, module in self.modules.items() for n, param in module.named_parameters()]
+        by_sgd = [param for module, _, param in params if module == "vision" and vision_by_sgd]
+        matrices = [param for module, name, param in params if name in self.modules[module].MATRICES]
+        kept = {id(param) for param in by_sgd}
+        others = {id(param) for param in matrices} | kept
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.Muon([param for param in matrices if id(param) not in kept], **MUON),
+            torch.optim.AdamW([param for *_, param in params if id(param) not in others], **ADAMW),
+            *([sgd(by_sgd)] if by_sgd else []),
+        ]
 
-    def gradients(self, split: Split, step: int, accumulation: int = 1) -> None:
+    def gradients(self, split: str, step: int, accumulation: int = 1) -> None:
         """Mean gradients of a global batch."""
-        rows = ROWS // accumulation
+        cut = Split(split)
         for part in range(accumulation):
-            micro = slice(part * rows, (part + 1) * rows)
-            images, (tokens, targets) = images_of(step)[micro], batch(step, ROWS)
-            outs = [self.modules["vision"](images[split.rows("vision", rank, rows)]) for rank in split.vision]
+            images, tokens, targets = micro_batch(step, part, accumulation)
+            own, heard = (cut.rows(name, len(images)).values() for name in NAMES)
+            outs = [self.modules["vision"](images[rows]) for rows in own]
             seen, grads = torch.cat(outs).detach(), []
-            for rank in split.language:
-                own = split.rows("language", rank, rows)
-                here = seen[own].clone().requires_grad_()
-                self.modules["language"](tokens[micro][own], targets[micro][own], here).backward()
+            for rows in heard:
+                here = seen[rows].clone().requires_grad_()
+                self.modules["language"](tokens[rows], targets[rows], here).backward()
                 grads.append(here.grad)
-            grad = torch.cat(grads) * (len(split.vision) / len(split.language))
-            for rank, out in zip(split.vision, outs):
-                out.backward(grad[split.rows("vision", rank, rows)])
+            for rows, out in zip(own, outs):
+                out.backward((torch.cat(grads) * cut.ratio)[rows])
         for name in NAMES:
             for summed in self.grads(name):
-                summed.div_(len(split.ranks(name)))
+                summed.div_(len(cut.ranks[name]))
 
     def grads(self, name: str) -> list[Tensor]:
         return [param.grad for param in self.modules[name].parameters() if param.grad is not None]
@@ -249,60 +219,67 @@ class OneProcess:
     def zeros(self) -> dict[str, int]:
         return {name: sum(int((grad == 0).sum()) for grad in self.grads(name)) for name in NAMES}
 
-    def scale(self, factor: float, name: str) -> None:
-        for grad in self.grads(name):
-            grad.mul_(factor)
-
     def step(self) -> None:
         for optimizer in self.optimizers:
             optimizer.step()
-        self.zero_grad()
-
-    def zero_grad(self) -> None:
-        for optimizer in self.optimizers:
             optimizer.zero_grad()
 
 
 class Beside:
     """Modules that are trained on a split of the ranks, and one process that trains what they must become."""
 
-    def __init__(self, split: Split, kinds: Sequence[Kind] = (owns, owns), **options: Any) -> None:
-        exact = tuple(kinds) == (owns, owns)  # of two ranks each, sums are exact without it
-        self.split, self.kinds, self.exact, self.options = split, kinds, exact, options
+    def __init__(self, split: str, kinds: str = OWNED, single: OneProcess | None = None, **options: Any) -> None:
+        exact = kinds == OWNED  # of two ranks each, sums are exact without it
+        self.split, self.kinds = split, kinds
         self.modules, self.optimizers = make(split, kinds, exact, **options)
-        self.single = OneProcess(exact=exact, vision=sgd if kinds[0] in (copies, alone) else None)
+        self.single = single or OneProcess(exact, kinds.startswith(("DDP", "plain")))
 
-    def step(self, number: int, *, accumulation: int = 1, clip: float | Mapping[str, float] | None = None) -> None:
-        """One step of both; norms and zeros are those of one process, which clips with our norm."""
-        for part in range(accumulation):
-            with self.optimizers.no_sync() if part < accumulation - 1 else contextlib.nullcontext():
-                backward(self.split, self.modules, number, part, accumulation)
-        self.single.gradients(self.split, number, accumulation)
-        if clip is not None:
-            self.clip(clip)
-        assert self.optimizers.step() is True
-        self.optimizers.zero_grad()
-        self.single.step()
+    def train(self, steps: range, *, accumulation: int = 1, clip: float | Mapping[str, float] | None = None) -> None:
+        """Steps of both; norms and zeros are those of one process, which clips with our norm."""
+        for step in steps:
+            for part in range(accumulation):
+                with self.optimizers.no_sync() if part < accumulation - 1 else contextlib.nullcontext():
+                    backward(self.split, self.modules, step, part, accumulation)
+            self.single.gradients(self.split, step, accumulation)
+            if clip is not None:
+                self.clip(clip if isinstance(clip, Mapping) else dict.fromkeys(NAMES, clip), clip)
+            assert self.optimizers.step() is True and self.optimizers.overflowed == ()
+            self.optimizers.zero_grad()
+            self.single.step()
 
-    def clip(self, clip: float | Mapping[str, float]) -> None:
-        limits = clip if isinstance(clip, Mapping) else dict.fromkeys(NAMES, clip)
+    def clip(self, limits: Mapping[str, float], given: float | Mapping[str, float]) -> None:
         assert self.optimizers.zero_counts() == self.single.zeros()
-        norm = self.optimizers.clip_grad_norm_(clip).item()
-        assert abs(norm / self.single.norms()[-1] - 1) <= 1e-6 and norm > max(limits.values())  # or nothing is clipped
+        norm = self.optimizers.clip_grad_norm_(given)
+        assert abs(norm.item() / self.single.norms()[-1] - 1) <= 1e-6
+        assert norm > max(limits.values()), "nothing is clipped"
         for name in NAMES:
-            self.single.scale(factor_of(norm, limits[name]), name)
+            for grad in self.single.grads(name):
+                grad.mul_(torch.clamp(limits[name] / (norm + 1e-6), max=1.0))  # as torch.nn.utils.clip_grad_norm_
 
-    def difference(self) -> float:
-        """The largest difference of a parameter of the modules that this rank has."""
-        worst = 0.0
-        for name, module in self.modules.items():
-            theirs = dict(self.single.modules[name].named_parameters())
-            for of_param, param in module.named_parameters():
-                expected = theirs[of_param.removeprefix("module.")]  # as DDP has it
-                worst = max(worst, float((whole(param) - expected).detach().abs().max()))
-        return worst
+    def pairs(self) -> list[tuple[str, nn.Parameter, Tensor]]:
+        """The parameters of the modules that this rank has, and the one process's."""
+        return [
+            (name, param, self.single.modules[module].get_parameter(name.removeprefix("module.")).detach())  # DDP's
+            for module, of_rank in self.modules.items()
+            for name, param in of_rank.named_parameters()
+        ]
 
+    def check(self) -> None:
+        for name, param, expected in self.pairs():
+            assert torch.equal(whole(param), expected), name
 
-def factor_of(norm: float, max_norm: float) -> float:
-    """What torch.nn.utils.clip_grad_norm_ multiplies by."""
-    return torch.clamp(max_norm / (torch.tensor(norm, dtype=torch.float32) + 1e-6), max=1.0).item()
+    def take_weights(self) -> None:
+        """Those of the one process."""
+        with torch.no_grad():
+            for _, param, value in self.pairs():
+                if hasattr(param, "to_local"):
+                    param.to_local().copy_(distribute_like(value, param))
+                else:
+                    param.copy_(value)
+
+    def resumed(self, split: str, folder: Path) -> Beside:
+        """New modules on another split, from the one process's weights and what was saved."""
+        after = Beside(split, self.kinds, self.single)
+        after.take_weights()
+        after.optimizers.load_state_dict_from(folder)
+        return after
