@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
 import pickle
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,197 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
 
 from lwopt_backend import ModuleOptimizers
 from tests.cells import cells
-from tests.modules import NAMES, OWNED, PIXELS, Beside, Language, Split, Vision, backward, group_of, make, owned, shards
+from tests.engines import ExactLM
+from tests.fsdp2 import fsdp, layer_wise, set_weights, whole
+from tests.models import MATRICES, UnevenLM
 from tests.on_ranks import on_ranks
-from tests.ranks import RankPool
+from tests.owned import optimizer_for, shares
+from tests.ranks import RankPool, kept_in_a_world
+from tests.zero import ADAMW, MUON
 
 INF, NAN = math.inf, math.nan
+NAMES = ("vision", "language")
+OWNED = "owned and owned"
 SPLITS = ["01|23", "0|123", "012|123", "0123|0123", "0|0"]  # beside each other, overlapping, everywhere, all on one
+
+
+def model_of(name: str) -> nn.Module:
+    return ExactLM(seed=7, hidden=(31, 24)) if name == "vision" else ExactLM()
+
+
+def ranks_of(split: str) -> dict[str, tuple[int, ...]]:
+    """By module the ranks that have it: "01|23" says it of both."""
+    return {name: tuple(map(int, digits)) for name, digits in zip(NAMES, split.split("|"))}
+
+
+def backward(
+    split: str, modules: Mapping[str, nn.Module], step: int, part: int = 0, parts: int = 1, scale: float = 1.0
+) -> None:
+    """The loss of one micro-batch of each module, of which this rank computes its share."""
+    for name, module in modules.items():
+        ranks = ranks_of(split)[name]
+        rows = shares(step, parts * len(ranks))[part * len(ranks) + ranks.index(dist.get_rank())]
+        (scale * module(*rows)).backward()
+
+
+# Kinds of optimizers
+
+
+@kept_in_a_world
+def group_of(ranks: tuple[int, ...], module: str) -> Any:
+    """A process group of its own for each module; called on all ranks."""
+    group = dist.new_group(list(ranks))
+    return group if dist.get_rank() in ranks else None
+
+
+@kept_in_a_world
+def mesh_of_group(group: Any) -> DeviceMesh:
+    return DeviceMesh.from_group(group, "cpu")
+
+
+def sgd(params: Sequence[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def owned(module: nn.Module, group: Any, **options: Any) -> tuple[nn.Module, Any]:
+    return module, optimizer_for(module, process_group=group, **options)
+
+
+def sharded(module: nn.Module, group: Any) -> tuple[nn.Module, Any]:
+    fsdp(module, mesh_of_group(group))
+    return module, layer_wise(module)
+
+
+def sharded_early(module: nn.Module, group: Any) -> tuple[nn.Module, Any]:
+    """The exchange begins in backward, so it is under way when a step is skipped."""
+    module, optimizer = sharded(module, group)
+    optimizer.attach(module)
+    return module, optimizer
+
+
+def copied(module: nn.Module, group: Any) -> tuple[nn.Module, Any]:
+    optimizer = sgd(list(module.parameters()))
+    return DistributedDataParallel(module, process_group=group), optimizer
+
+
+def plain(module: nn.Module, group: Any) -> tuple[nn.Module, Any]:
+    return module, sgd(list(module.parameters()))
+
+
+KINDS = {"owned": owned, "FSDP2": sharded, "FSDP2, attached": sharded_early, "DDP": copied, "plain": plain}
+
+
+def make(
+    split: str, kinds: str = OWNED, model: Callable[[str], nn.Module] = model_of, **options: Any
+) -> tuple[dict[str, nn.Module], Any]:
+    """This rank's modules and their optimizers."""
+    modules: dict[str, nn.Module] = {}
+    optimizers: dict[str, Any] = dict.fromkeys(NAMES)
+    for (name, ranks), kind in zip(ranks_of(split).items(), kinds.split(" and ")):
+        group = group_of(ranks, name)
+        if dist.get_rank() in ranks:
+            modules[name], optimizers[name] = KINDS[kind](model(name), group, **options)
+    return modules, ModuleOptimizers(optimizers)
+
+
+# The reference
+
+
+class OneProcess:
+    """Both modules on one process, with torch.optim.Muon and AdamW, computing the rows of each rank in turn."""
+
+    def __init__(self, vision_by_sgd: bool) -> None:
+        self.modules = {name: model_of(name) for name in NAMES}
+        params: dict[str, list[Tensor]] = {"muon": [], "adamw": [], "sgd": []}
+        for module_name, module in self.modules.items():
+            for name, param in module.named_parameters():
+                by_sgd = vision_by_sgd and module_name == "vision"
+                params["sgd" if by_sgd else "muon" if name in MATRICES else "adamw"].append(param)
+        self.optimizers = [torch.optim.Muon(params["muon"], **MUON), torch.optim.AdamW(params["adamw"], **ADAMW)]
+        if vision_by_sgd:
+            self.optimizers.append(sgd(params["sgd"]))
+
+    def gradients(self, split: str, step: int, accumulation: int = 1, names: Sequence[str] = NAMES) -> None:
+        """Mean gradients of a global batch."""
+        for name in names:
+            ranks = ranks_of(split)[name]
+            for rows in shares(step, accumulation * len(ranks)):
+                self.modules[name](*rows).backward()
+            for summed in self.grads(name):
+                summed.div_(len(ranks))
+
+    def grads(self, name: str) -> list[Tensor]:
+        return [param.grad for param in self.modules[name].parameters() if param.grad is not None]
+
+    def norms(self, norm_type: float = 2.0) -> list[float]:
+        """Of each module's gradients, and of all."""
+        flat = [torch.cat([grad.flatten() for grad in self.grads(name)]).double() for name in NAMES]
+        return [torch.linalg.vector_norm(grad, norm_type).item() for grad in (*flat, torch.cat(flat))]
+
+    def zeros(self) -> dict[str, int]:
+        return {name: sum(int((grad == 0).sum()) for grad in self.grads(name)) for name in NAMES}
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Beside:
+    """Modules that are trained on a split of the ranks, and one process that trains what they must become."""
+
+    def __init__(self, split: str, kinds: str = OWNED, single: OneProcess | None = None, **options: Any) -> None:
+        self.split, self.kinds = split, kinds
+        self.modules, self.optimizers = make(split, kinds, **options)
+        self.single = single or OneProcess(kinds.startswith(("DDP", "plain")))
+
+    def train(self, steps: range, *, accumulation: int = 1, clip: float | Mapping[str, float] | None = None) -> None:
+        """Steps of both; norms and zeros are those of one process, which clips with our norm."""
+        for step in steps:
+            for part in range(accumulation):
+                with self.optimizers.no_sync() if part < accumulation - 1 else contextlib.nullcontext():
+                    backward(self.split, self.modules, step, part, accumulation)
+            self.single.gradients(self.split, step, accumulation)
+            if clip is not None:
+                self.clip(clip)
+            assert self.optimizers.step() is True and self.optimizers.overflowed == ()
+            self.optimizers.zero_grad()
+            self.single.step()
+
+    def clip(self, clip: float | Mapping[str, float]) -> None:
+        limits = clip if isinstance(clip, Mapping) else dict.fromkeys(NAMES, clip)
+        assert self.optimizers.zero_counts() == self.single.zeros()
+        norm = self.optimizers.clip_grad_norm_(clip)
+        assert norm.item() == pytest.approx(self.single.norms()[-1], rel=1e-6)
+        assert norm > max(limits.values()), "nothing is clipped"
+        for name in NAMES:
+            for grad in self.single.grads(name):
+                grad.mul_(torch.clamp(limits[name] / (norm + 1e-6), max=1.0))  # as torch.nn.utils.clip_grad_norm_
+
+    def check(self) -> None:
+        for of, module in self.modules.items():
+            for name, param in module.named_parameters():
+                expected = self.single.modules[of].get_parameter(name.removeprefix("module."))  # DDP's
+                assert torch.equal(whole(param), expected), (of, name)
+
+    def take_weights(self) -> None:
+        """Those of the one process."""
+        for name, module in self.modules.items():
+            set_weights(getattr(module, "module", module), dict(self.single.modules[name].named_parameters()))
+
+    def resumed(self, split: str, folder: Path) -> Beside:
+        """New modules on another split, from the one process's weights and what was saved."""
+        after = Beside(split, self.kinds, self.single)
+        after.take_weights()
+        after.optimizers.load_state_dict_from(folder)
+        return after
 
 
 def fails_with(words: str, call: Callable[[], Any]) -> None:
@@ -108,7 +289,7 @@ def test_a_gradient_that_is_not_finite_anywhere_skips_the_step_everywhere(
     split: str, kinds: str, module: str, place: int, value: float
 ) -> None:
     """The steps before and after equal those of one process, of every mixture of optimizers."""
-    run, spoils = Beside(split, kinds), dist.get_rank() == Split(split).ranks[module][place]
+    run, spoils = Beside(split, kinds), dist.get_rank() == ranks_of(split)[module][place]
     run.train(range(2), clip=0.05)
     param = next(run.modules[module].parameters()) if spoils else None
     in_backward = spoils and kinds.split(" and ")[NAMES.index(module)] == "owned"  # takes gradients away as they come
@@ -132,12 +313,8 @@ def test_a_gradient_that_is_not_finite_anywhere_skips_the_step_everywhere(
 def test_a_module_without_a_backward_pass_is_left_alone(split: str, idle: str) -> None:
     run = Beside(split)
     run.train(range(1))
-    for modules in (run.modules, run.single.modules):
-        if idle == "language" and "vision" in modules:
-            modules["vision"](torch.ones(2, PIXELS)).square().sum().backward()
-        if idle == "vision" and "language" in modules:
-            tokens = torch.arange(18).view(2, 9)
-            modules["language"](tokens, tokens + 1, torch.zeros(2, 24)).backward()
+    backward(split, {name: module for name, module in run.modules.items() if name != idle}, 1)
+    run.single.gradients(split, 1, names=[name for name in NAMES if name != idle])
     assert run.optimizers.grad_norms()[idle] == 0 and run.optimizers.grad_norm() > 0
     assert run.optimizers.step() is True
     run.single.step()
@@ -147,8 +324,8 @@ def test_a_module_without_a_backward_pass_is_left_alone(split: str, idle: str) -
 
 @on_ranks(4)
 def test_gradients_of_a_scaled_loss_are_scaled_back() -> None:
-    """By a power of two, so that nothing rounds otherwise."""
-    (modules, optimizers), (others, expected) = (make("01|23", exact=False) for _ in range(2))
+    """By a power of two, so that nothing rounds otherwise, of gradients that are not rounded themselves."""
+    (modules, optimizers), (others, expected) = (make("01|23", model=lambda _: UnevenLM()) for _ in range(2))
     for step in range(2):
         backward("01|23", modules, step, scale=2.0**10)
         backward("01|23", others, step)
@@ -163,7 +340,6 @@ def test_gradients_of_a_scaled_loss_are_scaled_back() -> None:
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
-    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 5),
     "sequence": lambda optimizer: lr_scheduler.SequentialLR(
         optimizer,
         [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2), lr_scheduler.ExponentialLR(optimizer, 0.5)],
@@ -243,7 +419,7 @@ def adam(*modules: nn.Module) -> torch.optim.Optimizer:
 @on_ranks(4)
 def test_modules_that_cannot_be_trained_together_are_refused_on_all_ranks() -> None:
     rank = dist.get_rank()
-    vision, other, language = Vision(), Vision(), Language()
+    vision, other, language = (model_of(name) for name in ("vision", "vision", "language"))
     with torch.no_grad():
         other.layers[2].bias[0] += rank == 1
     everyone, half = group_of((0, 1, 2, 3), "vision"), [group_of((0, 1), "half"), group_of((2, 3), "half")][rank // 2]
@@ -260,33 +436,35 @@ def test_modules_that_cannot_be_trained_together_are_refused_on_all_ranks() -> N
         ),
         ("expected a mapping from modules' names to optimizers, found {}", {}),
         (
-            "modules 'vision' and 'language' share a parameter, '0 of group 0' of 'vision' is ",
+            "modules 'vision' and 'language' share a parameter, '1 of group 0' of 'vision' is ",
             {**ours, "language": adam(language, *vision.layers[: rank == 1])},
         ),
         (
             "modules 'vision' and 'language' reduce gradients over one process group",
-            {"vision": owned(Vision(), None), "language": owned(Language(), None)},
+            {name: optimizer_for(model_of(name)) for name in NAMES},
         ),
         (
             "ranks [0, 1, 3] have an optimizer of module 'vision', but those work on so many: {0: 4,",
-            {"vision": (owned(Vision(), everyone), None)[rank == 2]},  # made on all ranks
+            {
+                "vision": (optimizer_for(model_of("vision"), process_group=everyone), None)[rank == 2]
+            },  # made on all ranks
         ),
         (
             "ranks [0, 1, 2, 3] have an optimizer of module 'vision', but those work on so many: {0: 2,",
-            {"vision": owned(Vision(), half)},
+            {"vision": optimizer_for(model_of("vision"), process_group=half)},
         ),
-        ("module 'vision' is not the same on ranks 0 and 1: parameter '3 of group 0", {"vision": adam(other)}),
+        ("module 'vision' is not the same on ranks 0 and 1: parameter '4 of group 0", {"vision": adam(other)}),
         (
             "module 'vision' has optimizers of different kinds on ranks 0 and 2",
-            {"vision": owned(Vision(), half)} if rank < 2 else ours,
+            {"vision": optimizer_for(model_of("vision"), process_group=half)} if rank < 2 else ours,
         ),
         (
             "module 'vision': step_in_backward uses gradients before all ranks know",
-            {"vision": owned(Vision(), everyone, step_in_backward=True)},
+            {"vision": optimizer_for(model_of("vision"), process_group=everyone, step_in_backward=True)},
         ),
         (
             "module 'vision': '0 of group 0' is a DTensor, whose norm Adam cannot tell",
-            {"vision": adam(shards(Vision(), everyone)[0])},
+            {"vision": adam(sharded(model_of("vision"), everyone)[0])},
         ),
     ]
     for words, optimizers in given:
@@ -299,7 +477,7 @@ def fail() -> None:
 
 @on_ranks(4)
 def test_what_goes_wrong_in_a_step_on_one_rank_is_an_error_on_all() -> None:
-    modules, optimizers = make("01|23", "plain and owned", exact=False)
+    modules, optimizers = make("01|23", "plain and owned")
     backward("01|23", modules, 0)
     fails_with("reduce their gradients before (DDP does)", optimizers.step)  # copies whose gradients nobody reduced
     _, optimizers = make("01|23", "plain and plain")
@@ -307,9 +485,9 @@ def test_what_goes_wrong_in_a_step_on_one_rank_is_an_error_on_all() -> None:
         optimizers.modules["language"].register_step_pre_hook(lambda *_: fail())
     fails_with("step: module 'language' failed on rank 3 with ZeroDivisionError", optimizers.step)
     # In owned storage the module's other rank waits for new parameters, until its process group's time is over.
-    groups = {n: dist.new_group(list(of), timeout=timedelta(seconds=3)) for n, of in Split("01|23").ranks.items()}
+    groups = {n: dist.new_group(list(of), timeout=timedelta(seconds=3)) for n, of in ranks_of("01|23").items()}
     modules, _ = make("01|23", "plain and plain")
-    optimizers = ModuleOptimizers({n: owned(modules[n], groups[n]) if n in modules else None for n in NAMES})
+    optimizers = ModuleOptimizers({n: owned(modules[n], groups[n])[1] if n in modules else None for n in NAMES})
     backward("01|23", modules, 0)
     if dist.get_rank() == 2:
         optimizers.modules["language"].register_step_pre_hook(lambda *_: fail())
@@ -413,7 +591,7 @@ def on_first_rank(change: Callable[[], Any]) -> None:
 
 @on_ranks(4)
 def test_state_that_is_not_all_there_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    folder, (_, optimizers) = tmp_path / "state", make("01|23", exact=False)
+    folder, (_, optimizers) = tmp_path / "state", make("01|23")
     fails_with(
         "unknown module 'langauge'; did you mean 'language'?", lambda: optimizers.load_state_dict({"langauge": 0})
     )
@@ -444,15 +622,15 @@ def test_state_that_is_not_all_there_is_refused_on_all_ranks(tmp_path: Path) -> 
 
 @on_ranks(4)
 def test_another_kinds_state_and_damaged_state_are_refused_on_all_ranks(tmp_path: Path) -> None:
-    (_, sharded), (_, on_owned), (_, by_sgd) = (
-        make("01|23", f"{kind} and owned", exact=False) for kind in ("FSDP2", "owned", "DDP")
+    (_, on_fsdp2), (_, on_owned), (_, by_sgd) = (
+        make("01|23", f"{kind} and owned") for kind in ("FSDP2", "owned", "DDP")
     )
-    sharded.save_state_dict(tmp_path)
+    on_fsdp2.save_state_dict(tmp_path)
     fails_with("which this optimizer cannot read", lambda: on_owned.load_state_dict_from(tmp_path))
     fails_with("expected parameter", lambda: by_sgd.load_state_dict_from(tmp_path))
     (path,) = tmp_path.glob("save-*/vision/whole.pt")
     on_first_rank(lambda: path.write_bytes(path.read_bytes()[:-100]))
-    fails_with("module 'vision' failed on", lambda: sharded.load_state_dict_from(tmp_path))
+    fails_with("module 'vision' failed on", lambda: on_fsdp2.load_state_dict_from(tmp_path))
 
 
 @on_ranks(4)
