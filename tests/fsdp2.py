@@ -1,4 +1,4 @@
-"""What tests on FSDP2 share: the shardings and modes of the support table, and single-process references."""
+"""What tests on FSDP2 share: the shardings and modes of the support table, and a twin on one process."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
-from tests.models import UnevenLM, batch
+from tests.models import MATRICES, UnevenLM, batch
 from tests.ranks import kept_in_a_world
+from tests.zero import ADAMW, MUON, ROWS
 
-ROWS = 8  # of the global batch
 EVEN = (64, 40)  # hidden sizes that divide by 2 and 4
-MATRIX_NAMES = {"layers.0.weight", "layers.2.weight", "layers.5.weight", "gate.weight"}
-MUON = {"lr": 0.02, "weight_decay": 0.1}
-ADAMW = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
+MATRIX_NAMES = set(MATRICES)
 
 
 @dataclass
@@ -37,9 +36,13 @@ class Sharded:
     plain: tuple[str, ...] = ()  # names of parameters that FSDP2 ignores, whose gradients the test averages itself
 
 
+def by_rank(model: nn.Module, plain: tuple[str, ...] = ()) -> Sharded:
+    return Sharded(model, dist.get_world_size(), dist.get_rank(), plain)
+
+
 @kept_in_a_world  # a mesh makes process groups, and the pool's ranks live long
 def mesh_of(*shape: int, names: tuple[str, ...] = ("dp",)) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return init_device_mesh("cpu", shape or (dist.get_world_size(),), mesh_dim_names=names)
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -48,22 +51,20 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def fsdp(model: nn.Module, mesh: DeviceMesh, **kwargs: Any) -> None:
-    for layer in layers_of(model):
-        fully_shard(layer, mesh=mesh, **kwargs)
-    fully_shard(model, mesh=mesh, **kwargs)
+    for part in (*layers_of(model), model):
+        fully_shard(part, mesh=mesh, **kwargs)
 
 
 def shard_rows(model: nn.Module, **kwargs: Any) -> Sharded:
     """Shard(0): uneven rows, [1, N] on one rank, empty shards elsewhere."""
-    world_size = dist.get_world_size()
-    fsdp(model, mesh_of(world_size), **kwargs)
-    return Sharded(model, world_size, dist.get_rank())
+    fsdp(model, mesh_of(), **kwargs)
+    return by_rank(model)
 
 
 def shard_hybrid(model: nn.Module, **kwargs: Any) -> Sharded:
     """HSDP: 2 copies of shards over 2 ranks."""
     fsdp(model, mesh_of(2, 2, names=("replicate", "shard")), **kwargs)
-    return Sharded(model, 4, dist.get_rank())
+    return by_rank(model)
 
 
 def columns(param: Tensor) -> Shard | None:
@@ -72,27 +73,22 @@ def columns(param: Tensor) -> Shard | None:
 
 def shard_columns(model: nn.Module, **kwargs: Any) -> Sharded:
     """``shard_placement_fn`` with Shard(1) wherever columns divide, Shard(0) elsewhere."""
-    world_size = dist.get_world_size()
-    fsdp(model, mesh_of(world_size), shard_placement_fn=columns, **kwargs)
-    return Sharded(model, world_size, dist.get_rank())
+    return shard_rows(model, shard_placement_fn=columns, **kwargs)
 
 
 def shard_tensor_parallel(model: nn.Module, **kwargs: Any) -> Sharded:
     """Tensor parallel 2 x FSDP 2: rectangles, a mesh of 4 ranks and one of 2."""
     mesh = mesh_of(2, 2, names=("dp", "tp"))
-    layers = layers_of(model)
-    inner = [getattr(layer, "_checkpoint_wrapped_module", layer) for layer in layers]
-    parallelize_module(inner[0], mesh["tp"], ColwiseParallel())
-    parallelize_module(inner[1], mesh["tp"], RowwiseParallel())
+    first, second, *_ = (getattr(layer, "_checkpoint_wrapped_module", layer) for layer in layers_of(model))
+    parallelize_module(first, mesh["tp"], ColwiseParallel())
+    parallelize_module(second, mesh["tp"], RowwiseParallel())
     fsdp(model, mesh["dp"], **kwargs)
     return Sharded(model, 2, mesh.get_local_rank("dp"))
 
 
 def shard_experts(model: nn.Module, **kwargs: Any) -> Sharded:
     """Expert parallel 2 on 4 ranks: layers.2 is another expert on every second rank, sharded over its own mesh."""
-    mesh = mesh_of(2, 2, names=("expert_dp", "expert"))
-    dense = mesh_of(4)
-    expert = model.layers[2]
+    mesh, expert = mesh_of(2, 2, names=("expert_dp", "expert")), model.layers[2]
     with torch.no_grad():
         for param in expert.parameters():
             param.add_(0.01 * mesh.get_local_rank("expert"))
@@ -102,21 +98,18 @@ def shard_experts(model: nn.Module, **kwargs: Any) -> Sharded:
         fully_shard(expert, mesh=mesh["expert_dp"], **kwargs)
     else:
         placement = ShardPlacementResult(Shard(0), FSDPMeshInfo(mesh["expert_dp"], shard_mesh_dim=0))
-        fully_shard(expert, mesh=dense, shard_placement_fn=lambda param: placement, **kwargs)
-    for layer in layers_of(model):
-        if layer is not expert:
-            fully_shard(layer, mesh=dense, **kwargs)
-    fully_shard(model, mesh=dense, **kwargs)
-    return Sharded(model, 4, dist.get_rank())
+        fully_shard(expert, mesh=mesh_of(), shard_placement_fn=lambda param: placement, **kwargs)
+    for part in (*layers_of(model), model):
+        if part is not expert:
+            fully_shard(part, mesh=mesh_of(), **kwargs)
+    return by_rank(model)
 
 
 def shard_roots(model: nn.Module, **kwargs: Any) -> Sharded:
     """Four roots side by side and nothing around them; FSDP2 unties weights that two of them share."""
-    world_size = dist.get_world_size()
-    mesh = mesh_of(world_size)
     for part in (model.embedding, model.layers, model.gate, model.lm_head):
-        fully_shard(part, mesh=mesh, **kwargs)
-    return Sharded(model, world_size, dist.get_rank())
+        fully_shard(part, mesh=mesh_of(), **kwargs)
+    return by_rank(model)
 
 
 IGNORED = ("layers.2.weight", "gate.bias")
@@ -124,13 +117,12 @@ IGNORED = ("layers.2.weight", "gate.bias")
 
 def shard_ignoring(model: nn.Module, **kwargs: Any) -> Sharded:
     """``ignored_params``: a matrix and a bias stay plain tensors."""
-    world_size = dist.get_world_size()
     ignored = {param for name, param in named(model) if name in IGNORED}
     if "mp_policy" in kwargs:  # FSDP2 casts what it holds only
         for param in ignored:
             param.data = param.data.to(kwargs["mp_policy"].param_dtype)
-    fully_shard(model, mesh=mesh_of(world_size), ignored_params=ignored, **kwargs)
-    return Sharded(model, world_size, dist.get_rank(), IGNORED)
+    fully_shard(model, mesh=mesh_of(), ignored_params=ignored, **kwargs)
+    return by_rank(model, IGNORED)
 
 
 SHARDINGS: dict[str, Callable[..., Sharded]] = {
@@ -184,28 +176,25 @@ def shard(sharding: str, mode: str) -> Sharded:
             model.layers[index] = checkpoint_wrapper(model.layers[index])
     if mode != "meta device":
         return SHARDINGS[sharding](model, **kwargs)
-    weights = {name: param.detach().clone() for name, param in model.named_parameters()}
-    return from_meta(SHARDINGS[sharding], model, weights)
-
-
-def from_meta(how: Callable[..., Sharded], model: nn.Module, weights: dict[str, Tensor]) -> Sharded:
-    """Shard without memory, then materialise and fill in the weights."""
-    sharded = how(model.to("meta"))
+    weights = weights_of(model)
+    sharded = SHARDINGS[sharding](model.to("meta"))
     sharded.model.to_empty(device="cpu")
-    with torch.no_grad():
-        for name, param in sharded.model.named_parameters():
-            if isinstance(param, DTensor):
-                full = distribute_like(weights[name], param)
-                param.to_local().copy_(full)
-            else:
-                param.copy_(weights[name])
+    set_weights(sharded.model, weights)
     return sharded
+
+
+@torch.no_grad()
+def set_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Copy whole weights into the parameters, or their parts, of these names."""
+    for name, param in named(model):
+        if name in weights and isinstance(param, DTensor):
+            param.to_local().copy_(distribute_like(weights[name], param))
+        elif name in weights:
+            param.copy_(weights[name])
 
 
 def distribute_like(full: Tensor, param: DTensor) -> Tensor:
     """This rank's part of a whole tensor, cut as ``param`` is; by torch's own function, not by ours."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
     return full[tuple(slice(begin, begin + size) for begin, size in zip(offset, shape))]
 
@@ -219,16 +208,26 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: whole(param) for name, param in named(model)}
 
 
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(param.grad) for name, param in named(model) if param.grad is not None}
+
+
 def copy_gradients(sharded: nn.Module, single: nn.Module) -> None:
     """Give a model on one process the whole gradients that FSDP2 has reduced."""
-    theirs = dict(single.named_parameters())
-    for name, param in named(sharded):
-        theirs[name].grad = None if param.grad is None else whole(param.grad).clone()
+    grads = gradients_of(sharded)
+    for name, param in single.named_parameters():
+        param.grad = grads.get(name)
 
 
 def named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Names as they were before activation checkpointing wrapped the layers."""
     return [(name.replace("_checkpoint_wrapped_module.", ""), param) for name, param in model.named_parameters()]
+
+
+def gathered(mine: Any) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
 
 
 class Twin:
@@ -242,9 +241,9 @@ class Twin:
 
     def step_with_gradients_of(self, model: nn.Module) -> None:
         """One step from the reduced gradients of the sharded model."""
-        for name, param in named(model):
-            if param.requires_grad:
-                self.params[name].grad = None if param.grad is None else whole(param.grad)
+        grads = gradients_of(model)
+        for name, param in self.params.items():
+            param.grad = grads.get(name)
         for optimizer in self.optimizers:
             optimizer.step()
 
@@ -263,9 +262,17 @@ def layer_wise(model: nn.Module, **options: Any) -> LayerWiseOptimizer:
 class BesideTwin:
     """A sharded model under our optimizer, with ``options``, and its twin, given the same reduced gradients."""
 
-    def __init__(self, sharding: str = "rows", mode: str = "fp32", *, attach: bool = False, **options: Any) -> None:
-        self.mode = mode
-        self.sharded = shard(sharding, mode)
+    def __init__(
+        self,
+        sharding: str = "rows",
+        mode: str = "fp32",
+        *,
+        sharded: Sharded | None = None,
+        attach: bool = False,
+        **options: Any,
+    ) -> None:
+        self.sharding, self.mode = sharding, mode
+        self.sharded = sharded or shard(sharding, mode)
         self.model = self.sharded.model
         self.optimizer, self.twin = layer_wise(self.model, **options), Twin(self.model)
         if attach or mode.startswith("attach"):
@@ -276,6 +283,26 @@ class BesideTwin:
 
     def backward(self, step: int) -> None:
         backward(self.sharded, step, self.mode)
+
+    def check_gradients(self, step: int, limit: float) -> None:
+        """What ``backward`` has left is the mean of what each rank's rows give a plain model with the twin's weights.
+
+        Relative to each gradient's norm. An expert's is the mean over the ranks that have it.
+        """
+        untied = (self.sharding, self.mode) == ("several roots", "tied")  # by FSDP2
+        plain = new_model(self.sharding, "fp32" if untied else self.mode)
+        if self.mode == "mixed precision":
+            plain.to(torch.bfloat16)
+        set_weights(plain, self.twin.params)
+        backward(Sharded(plain, self.sharded.parts, self.sharded.part), step, self.mode)
+        everyone, found = gathered(gradients_of(plain)), gradients_of(self.model)
+        assert found.keys() == everyone[0].keys()
+        for name, grad in found.items():
+            of_expert = self.sharding == "expert parallel" and name.startswith("layers.2.")
+            grads = everyone[dist.get_rank() % 2 :: 2] if of_expert else everyone
+            expected = torch.stack([grads_of_rank[name].double() for grads_of_rank in grads]).mean(0)
+            difference = (grad - expected).norm() / expected.norm()
+            assert difference <= limit, name
 
     def update(self) -> None:
         self.twin.step_with_gradients_of(self.model)
@@ -293,28 +320,24 @@ class BesideTwin:
 
 def backward(sharded: Sharded, step: int, mode: str = "fp32") -> float:
     """The gradients of one global batch, this rank computing its part; its loss."""
-    model, accumulate = sharded.model, "accumulation" in mode
-    tokens, targets = batch(step, ROWS)
-    rows = range(sharded.part, ROWS, sharded.parts)
-    micro = [rows[: len(rows) // 2], rows[len(rows) // 2 :]] if accumulate else [rows]
+    model = sharded.model
+    rows = list(range(sharded.part, ROWS, sharded.parts))
+    micro = [rows[: len(rows) // 2], rows[len(rows) // 2 :]] if "accumulation" in mode else [rows]
     total = 0.0
     for number, chosen in enumerate(micro):
         set_sync(model, number == len(micro) - 1)
-        loss = model(tokens[list(chosen)], targets[list(chosen)]) / len(micro)
+        loss = model(*(tensor[chosen] for tensor in batch(step, ROWS))) / len(micro)
         loss.backward()
         total += loss.item()
     set_sync(model, True)
-    for name in sharded.plain:
-        param = dict(named(model))[name]
-        if param.grad is not None:
+    for name, param in named(model):
+        if name in sharded.plain and param.grad is not None:
             dist.all_reduce(param.grad)
             param.grad /= dist.get_world_size()
     return total
 
 
 def set_sync(model: nn.Module, wanted: bool) -> None:
-    from torch.distributed.fsdp import FSDPModule
-
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_requires_gradient_sync(wanted, recurse=False)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from pytest import MonkeyPatch
 
 from lwopt_backend.rules import muon
 from tests.cells import cells
 from tests.counted import Counted
-from tests.fsdp2 import ROWS, BesideTwin, layer_wise, set_sync, shard, weights_of
+from tests.fsdp2 import ROWS, BesideTwin, gathered, layer_wise, set_sync, shard
 from tests.models import batch
 from tests.on_ranks import on_ranks
 
@@ -24,16 +26,9 @@ def counted_steps(sharding: str, **options: Any) -> tuple[BesideTwin, Counted, l
         computed.append(tuple(matrices.shape))
         return original(matrices, **kwargs)
 
-    with Counted() as counted:
-        for step in range(2):
-            run.backward(step)
-            run.twin.step_with_gradients_of(run.model)
-            muon.newton_schulz = newton_schulz
-            try:
-                run.optimizer.step()
-            finally:
-                muon.newton_schulz = original
-            run.optimizer.zero_grad()
+    with Counted() as counted, MonkeyPatch.context() as patch:
+        patch.setattr(muon, "newton_schulz", newton_schulz)
+        run.train(2)
     run.check()
     return run, counted, computed
 
@@ -54,19 +49,16 @@ def test_bytes_and_calls_are_those_of_the_plan_and_every_matrix_is_computed_once
     planned = sum(stepper.plan.wire_bytes()[stepper.collectives.rank] for stepper in steppers)
     buckets = sum(len(plan.buckets) for plan in plans)
     trips = sum(plan.trips(number) for plan in plans for number in range(len(plan.buckets)))
-    assert counted.sent_bytes == 2 * planned, "two steps"
-    assert counted.calls.total() == 2 * trips, "two steps"
+    assert counted.sent_bytes == 2 * planned and counted.calls.total() == 2 * trips, "two steps"
     assert trips == 2 * buckets or sharding == "hybrid", "only copies may be at their owner already"
     assert counted.dtypes == {torch.bfloat16}
-    assert counted.in_flight == 0
-    assert counted.most_in_flight <= 3
+    assert counted.in_flight == 0 and counted.most_in_flight <= 3
     if layout != "auto":
         assert set(counted.calls) == {"even" if layout == "padded" else "uneven"}
     if buckets > 3 and sharding == "rows":
         assert counted.most_in_flight >= 2
     if sharding != "tensor parallel":
-        everywhere: list[Any] = [None] * 4
-        dist.all_gather_object(everywhere, computed)
+        everywhere = gathered(computed)
         assert sum(map(len, everywhere)) == 2 * 4, "two steps of four matrices"
         assert bucket or sum(map(bool, everywhere)) >= 3, "on nearly as many ranks"
 
@@ -76,19 +68,6 @@ def test_fp32_on_the_wire_gives_the_same_bits_for_twice_the_bytes() -> None:
     (_, narrow, _), (_, wide, _) = counted_steps("rows"), counted_steps("rows", exchange_dtype="float32")
     assert wide.sent_bytes == 2 * narrow.sent_bytes
     assert wide.dtypes == {torch.float32}
-
-
-@on_ranks(2)
-def test_equal_shapes_go_through_the_rule_together_as_on_an_accelerator() -> None:
-    """In fp32, because batched sums differ."""
-    results = []
-    for batch_numel in (0, 10**6):
-        run = BesideTwin("columns", ns_dtype="float32")
-        for stepper in run.optimizer._steppers:
-            stepper.stepper._batch_numel = batch_numel
-        run.train(3)
-        results.append(weights_of(run.model))
-    assert all(torch.allclose(results[0][name], results[1][name], rtol=0, atol=1e-6) for name in results[0])
 
 
 @on_ranks(4)
@@ -110,29 +89,6 @@ def test_the_exchange_has_a_communicator_of_its_own_which_optimizers_share() -> 
 
 # Exchange that begins in backward
 
-Touch = Callable[[BesideTwin], object]
-
-
-def leave_alone(run: BesideTwin) -> None:
-    pass
-
-
-def clip_with_torch(run: BesideTwin) -> None:
-    torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.05)
-
-
-def clip_with_ours(run: BesideTwin) -> None:
-    run.optimizer.clip_grad_norm_(0.05)
-
-
-def clip_at_a_large_norm(run: BesideTwin) -> None:
-    torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1e6)
-
-
-def unscale(run: BesideTwin) -> None:
-    for param in run.model.parameters():
-        param.grad.mul_(0.5)
-
 
 def touch_one_element(run: BesideTwin) -> None:
     """Of one matrix, on one rank."""
@@ -140,12 +96,28 @@ def touch_one_element(run: BesideTwin) -> None:
         run.model.layers[2].weight.grad.to_local()[0, 0] += 1.0
 
 
+def unscale(run: BesideTwin) -> None:
+    for param in run.model.parameters():
+        param.grad.mul_(0.5)
+
+
 def change_the_momentum(run: BesideTwin) -> None:
     for optimizer in (run.optimizer, run.twin.optimizers[0]):
         optimizer.param_groups[0]["momentum"] = 0.9
 
 
-def calls_of(touch: Touch, steps: int = 3, micro: int = 1, sync: bool = True) -> tuple[list[int], list[int]]:
+TOUCH: dict[str, Callable[[BesideTwin], object]] = {
+    "left alone": lambda run: None,
+    "clipped by torch": lambda run: torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.05),
+    "clipped by ours": lambda run: run.optimizer.clip_grad_norm_(0.05),
+    "clipped at a large norm": lambda run: torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1e6),
+    "unscaled": unscale,
+    "touched in one element": touch_one_element,
+    "momentum changed": change_the_momentum,
+}
+
+
+def calls_of(touch: str, steps: int = 3, micro: int = 1, sync: bool = True) -> tuple[list[int], list[int]]:
     """Per step, the all-to-alls that started in backward, and those in the step."""
     run = BesideTwin(attach=True, bucket_matrices=1)
     in_backward, in_step = [], []
@@ -154,9 +126,8 @@ def calls_of(touch: Touch, steps: int = 3, micro: int = 1, sync: bool = True) ->
         with Counted() as counted:
             for number in range(micro):
                 set_sync(run.model, sync or number == micro - 1)
-                tokens, targets = batch(step * micro + number, ROWS)
-                run.model(tokens[part::parts], targets[part::parts]).backward()
-            touch(run)
+                run.model(*(rows[part::parts] for rows in batch(step * micro + number, ROWS))).backward()
+            TOUCH[touch](run)
         in_backward.append(counted.calls.total())
         with Counted() as counted:
             run.update()
@@ -169,30 +140,28 @@ ALL = 4  # matrices that travel, each cut by rows
 
 
 @on_ranks(2, 4)
-@cells(touch=[leave_alone, clip_at_a_large_norm])
-def test_all_buckets_leave_in_backward_and_only_return_in_the_step(touch: Touch) -> None:
+@cells(touch=["left alone", "clipped at a large norm"])
+def test_all_buckets_leave_in_backward_and_only_return_in_the_step(touch: str) -> None:
     assert calls_of(touch) == ([ALL] * 3, [ALL] * 3)
 
 
 @on_ranks(2)
-@cells(touch=[clip_with_torch, clip_with_ours, unscale, touch_one_element])
-def test_touched_gradients_are_exchanged_again_and_then_left_alone_for_a_while(touch: Touch) -> None:
+@pytest.mark.parametrize(
+    ("touch", "again"),
+    [("clipped by torch", ALL), ("clipped by ours", ALL), ("unscaled", ALL), ("touched in one element", 1)],
+)
+def test_touched_gradients_are_exchanged_again_and_then_left_alone_for_a_while(touch: str, again: int) -> None:
     in_backward, in_step = calls_of(touch, 8)
     assert in_backward == [ALL, 0, ALL, 0, 0, ALL, 0, 0], "pauses of 1, 2 and 4 steps"
-    assert in_step[:2] == [ALL + (1 if touch is touch_one_element else ALL), 2 * ALL]
+    assert in_step[:2] == [ALL + again, 2 * ALL]
 
 
 @on_ranks(2)
-def test_hyperparameters_that_change_before_the_step_count() -> None:
-    in_backward, in_step = calls_of(change_the_momentum, 2)
+def test_hyperparameters_that_change_before_the_step_count_and_so_does_the_last_micro_batch() -> None:
+    in_backward, in_step = calls_of("momentum changed", 2)
     assert (in_backward[0], in_step[0]) == (ALL, 2 * ALL)
-
-
-@on_ranks(2)
-@cells(sync=[True, False])
-def test_micro_batches(sync: bool) -> None:
-    """With a reduction per micro-batch buckets leave each time, and the last counts; without, once."""
-    assert calls_of(leave_alone, 3, 2, sync) == ([ALL * (2 if sync else 1)] * 3, [ALL] * 3)
+    for sync in (True, False):  # with a reduction per micro-batch buckets leave each time; without, once
+        assert calls_of("left alone", 3, 2, sync) == ([ALL * (2 if sync else 1)] * 3, [ALL] * 3)
 
 
 @on_ranks(2)
