@@ -15,29 +15,35 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from torch import Tensor
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.optim.lr_scheduler import LambdaLR
+from transformers.pytorch_utils import Conv1D
 
+from lwopt_backend.integrations.deepspeed_zero import LayerWiseMuon
+from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
+from lwopt_backend.muon_config import LayerWiseMuonConfig
+from lwopt_backend.options import parse
+from tests.cells import cells
 from tests.launcher import ROOT, metrics, run_script, succeeds, surroundings_kept
+from tests.on_ranks import on_ranks
 from tests.ranks import RankPool, free_port
 from tests.zero import newton_schulz_in_float32
 
 pytest.importorskip("accelerate")
-pytest.importorskip("transformers")
 sys.path.append(str(ROOT / "examples"))
 
+import hugging_face  # noqa: E402
+from accelerate import Accelerator  # noqa: E402
+from accelerate import utils as accelerates  # noqa: E402
+from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
 from corpus import Corpus  # noqa: E402
 from hugging_face import ADAMW, MUON, ROWS, Windows, small_llama, small_model  # noqa: E402
 
 STEPS, HALF, ACCUMULATION, LAYERS, WIDTH, CONTEXT, CLIP = 6, 3, 2, 2, 32, 32, 1.0
-OPTIONS = {
-    "steps": STEPS,
-    "save-every": HALF,
-    "accumulation": ACCUMULATION,
-    "clip": CLIP,
-    "layers": LAYERS,
-    "width": WIDTH,
-    "context": CONTEXT,
-}
+OPTIONS = {"steps": STEPS, "save-every": HALF, "accumulation": ACCUMULATION, "clip": CLIP}
+SIZES = {"layers": LAYERS, "width": WIDTH, "context": CONTEXT}
 # Two ranks sum gradients in another order than one process: fp32 rounds that at 6e-8 of each gradient. An iteration of
 # Newton-Schulz multiplies small singular values by up to 3.4445, so five of them make 485 times that: 3e-5 of a matrix.
 # What AdamW trains has no such factor. A rate that is off by 0.1 % shows as 6e-4, a weight decay by 1 % as 1e-5.
@@ -90,49 +96,47 @@ def written_config(name: str, folder: Path, stage: int) -> Path:
 
 def train(ranks: RankPool, case: Case, out: Path, *more: object, launched: bool) -> str:
     """Run an example to its end; what it printed."""
-    options = [part for key, value in {**OPTIONS, "out": out}.items() for part in (f"--{key}", value)]
-    script, config = ROOT / "examples" / case.script, None
-    if case.config is None:
+    options = [part for key, value in {**OPTIONS, **SIZES, "out": out}.items() for part in (f"--{key}", value)]
+    config = written_config(case.config, out, case.stage) if case.config else None
+    if config is None:
         options += ["--ns-dtype", "float32"]
     else:
-        config = written_config(case.config, out, case.stage)
         model: str | Path = case.model
         if case.stage == 3:  # whose random weights are others
             model = out / "weights"
             small_model(case.model, LAYERS, WIDTH).save_pretrained(model)
-        options += ["--model", model]
-        options += ["--deepspeed", config] if case.launcher == "deepspeed" else []
-    arguments = [str(part) for part in [script, "--cpu", *options, *case.more, *more]]
+        options += ["--model", model, *(["--deepspeed", config] if case.launcher == "deepspeed" else [])]
+    arguments = [str(part) for part in [ROOT / "examples" / case.script, "--cpu", *options, *case.more, *more]]
     if launched:
-        return succeeds([*map(str, launcher_of(case, config)), *arguments], ROOT, **HIDDEN)
+        return launch(case, config, arguments)
     try:
-        port = {"MASTER_PORT": str(free_port())}
-        printed = ranks.run(run_example, arguments, {**variables_of(case, config), **port}, case.config is not None)
+        return "".join(ranks.run(run_example, arguments, variables_of(case, config), config is not None))
     finally:
         ranks.renew()
-    return "".join(printed)
 
 
-def launcher_of(case: Case, config: Path | None) -> list[object]:
-    """The launcher's program by its module, so that it is this interpreter's."""
-    python = [sys.executable, "-m"]
-    if case.launcher == "deepspeed":
-        return [*python, "deepspeed.launcher.runner", "--num_accelerators", 2, "--master_port", free_port()]
-    if case.launcher == "torchrun":
-        return [*python, "torch.distributed.run", "--nproc_per_node", 2, "--master_port", free_port()]
+def launch(case: Case, config: Path | None, arguments: list[str]) -> str:
+    """By the launcher's module, so that it is this interpreter's."""
+    port = "--main_process_port" if case.launcher == "accelerate" else "--master_port"
     settings = FSDP2_SETTINGS if config is None else ROOT / "configs" / "accelerate_deepspeed.yaml"
-    command = [*python, "accelerate.commands.launch", "--config_file", settings, "--num_processes", 2]
-    return [*command, "--main_process_port", free_port(), *(["--deepspeed_config_file", config] if config else [])]
+    of_accelerate = ["accelerate.commands.launch", "--config_file", settings, "--num_processes", 2]
+    command = {
+        "deepspeed": ["deepspeed.launcher.runner", "--num_accelerators", 2],
+        "torchrun": ["torch.distributed.run", "--nproc_per_node", 2],
+        "accelerate": [*of_accelerate, *(["--deepspeed_config_file", config] if config else [])],
+    }[case.launcher]
+    return succeeds([sys.executable, "-m", *map(str, [*command, port, free_port()]), *arguments], ROOT, **HIDDEN)
 
 
 def variables_of(case: Case, config: Path | None) -> dict[str, str]:
     """What a script learns from its launcher."""
+    variables = {**HIDDEN, "MASTER_PORT": str(free_port())}
     if case.launcher != "accelerate":
-        return HIDDEN
+        return variables
     if config is not None:
-        return {**HIDDEN, "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(config)}
+        return {**variables, "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(config)}
     settings = yaml.safe_load(FSDP2_SETTINGS.read_text())["fsdp_config"]
-    return {**HIDDEN, "ACCELERATE_USE_FSDP": "true", **{key.upper(): str(value) for key, value in settings.items()}}
+    return {**variables, "ACCELERATE_USE_FSDP": "true", **{key.upper(): str(value) for key, value in settings.items()}}
 
 
 def run_example(arguments: list[str], variables: dict[str, str], joined: bool) -> str:
@@ -146,8 +150,6 @@ def run_example(arguments: list[str], variables: dict[str, str], joined: bool) -
 @contextlib.contextmanager
 def accelerate_as_it_was() -> Iterator[None]:
     """Takes back what Accelerate and the examples keep in globals, and begins without it."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
     kept = AcceleratorState.__init__, PartialState._prepare_backend
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
@@ -160,49 +162,48 @@ def accelerate_as_it_was() -> Iterator[None]:
         GradientState._reset_state()
 
 
-@pytest.fixture(scope="module", params=CASES.values(), ids=CASES.keys())
-def run(
-    request: pytest.FixtureRequest, rank_pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Case, Path, str]:
-    """A whole run: what it was, its folder, and what it printed."""
-    out, case = tmp_path_factory.mktemp("run"), request.param
-    launched = case.launched or request.config.getoption("full")
-    return case, out, train(rank_pools[2], case, out, launched=launched)
+# The truth
 
 
 def is_matrix(name: str) -> bool:
     return bool(re.search(r"\.(\w+_proj|c_attn|c_fc)\.weight$", name))
 
 
-class StoredTransposed(torch.optim.Optimizer):
-    """torch.optim.Muon on transposed copies of weights that a model stores as (in, out)."""
+def stored_upright(model: nn.Module) -> nn.Module:
+    """With linears in place of GPT-2's layers, which store their weights as (in, out)."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, Conv1D):
+                linear = nn.Linear(*child.weight.shape)
+                linear.weight, linear.bias = nn.Parameter(child.weight.detach().T.contiguous()), child.bias
+                setattr(module, name, linear)
+    return model
 
-    def __init__(self, params: list[Tensor]) -> None:
-        super().__init__(params, {"lr": MUON["lr"]})
-        self.copies = [torch.nn.Parameter(param.detach().T.clone()) for param in params]
-        self.muon = torch.optim.Muon(self.copies, **MUON)
 
-    def step(self) -> None:  # type: ignore[override]
-        (group,) = self.param_groups
-        self.muon.param_groups[0]["lr"] = group["lr"]
-        for copy, param in zip(self.copies, group["params"]):
-            copy.grad = param.grad.T.clone()
-        self.muon.step()
-        with torch.no_grad():
-            for copy, param in zip(self.copies, group["params"]):
-                param.copy_(copy.T)
+def schedule(by_config: bool, optimizer: torch.optim.Optimizer, rate: float) -> Any:
+    """The Trainer's linear decay, or DeepSpeed's, both as they are alone with one optimizer."""
+    if not by_config:
+        return LambdaLR(optimizer, lambda step: 1 - step / STEPS)
+    from deepspeed.runtime.lr_schedules import WarmupDecayLR
+
+    return WarmupDecayLR(optimizer, total_num_steps=STEPS, warmup_max_lr=rate, warmup_num_steps=1)
+
+
+@dataclass
+class Truth:
+    losses: list[float]
+    norms: list[float]
+    rates: list[list[float]]
+    weights: dict[str, Tensor]
 
 
 @cache
-def reference(
-    model_name: str, by_config: bool
-) -> tuple[list[float], list[float], list[list[float]], dict[str, Tensor]]:
-    """Losses, gradient norms, rates and final weights of torch.optim on one process and the same batches."""
-    model = small_model(model_name, LAYERS, WIDTH)
+def reference(model_name: str, by_config: bool) -> Truth:
+    """torch.optim on one process and the same batches."""
+    model = stored_upright(small_model(model_name, LAYERS, WIDTH))
     named = dict(model.named_parameters())
     matrices = [named.pop(name) for name in list(named) if is_matrix(name)]
-    muon = StoredTransposed(matrices) if model_name == "gpt2" else torch.optim.Muon(matrices, **MUON)
-    optimizers = [muon, torch.optim.AdamW(list(named.values()), **ADAMW)]
+    optimizers = [torch.optim.Muon(matrices, **MUON), torch.optim.AdamW(list(named.values()), **ADAMW)]
     schedules = [schedule(by_config, *both) for both in zip(optimizers, (MUON["lr"], ADAMW["lr"]))]
     parts = ACCUMULATION * 2
     windows = Windows(Corpus.load(None, CONTEXT), STEPS * parts * ROWS, CONTEXT)
@@ -222,53 +223,9 @@ def reference(
                 optimizer.step()
                 optimizer.zero_grad()
                 its_schedule.step()
-    return losses, norms, rates, {name: param.detach() for name, param in model.named_parameters()}
-
-
-def schedule(by_config: bool, optimizer: torch.optim.Optimizer, rate: float) -> Any:
-    """The Trainer's linear decay, or DeepSpeed's, both as they are alone with one optimizer."""
-    if not by_config:
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)
-    from deepspeed.runtime.lr_schedules import WarmupDecayLR
-
-    return WarmupDecayLR(optimizer, total_num_steps=STEPS, warmup_max_lr=rate, warmup_num_steps=1)
-
-
-def test_it_trains_and_routes_the_matrices(run: tuple[Case, Path, str]) -> None:
-    case, out, output = run
-    assert [row["step"] for row in metrics(out)] == list(range(1, STEPS + 1))
-    matrices, trained = {"llama": (14, 21), "gpt2": (8, 28)}[case.model]
-    assert output.count(f"Routing: {matrices} of {trained} trained parameters are matrices") == 1
-    plan = f"{matrices} matrices by muon" if case.config else "14 matrices and 7 element-wise parameters on a mesh of"
-    assert output.count(plan) == 1
-    rules = dict(re.findall(r"│ (\S+) +│ [^│]+ │ (\w+)(?:: \w+)? +│", output))
-    assert len(rules) > 5 and {name for name, r in rules.items() if r == "matrix"} == {n for n in rules if is_matrix(n)}
-
-
-def test_it_equals_torch_optim_on_one_process(run: tuple[Case, Path, str]) -> None:
-    from safetensors.torch import load_file
-
-    case, out, _ = run
-    losses, norms, rates, weights = reference(case.model, case.config == BY_CONFIG)
-    ours = load_file(out / "model" / "model.safetensors")
-    if case.model == "gpt2":  # tied; under DeepSpeed both names are saved
-        assert torch.equal(ours.pop("lm_head.weight"), ours["transformer.wte.weight"])
-    assert ours.keys() == weights.keys()
-    rows = metrics(out)
-    assert rows[-1]["loss"] < rows[0]["loss"] - 0.1
-    for row, loss, norm in zip(rows, losses, norms, strict=True):
-        assert row["loss"] == pytest.approx(loss, rel=1e-6)
-        assert row["grad_norm"] == pytest.approx(norm, rel=2e-6)
-    if "lr" in rows[0]:
-        for row, expected in zip(rows, rates, strict=True):
-            assert row["lr"] == pytest.approx(expected, rel=1e-12)
-    else:  # under DeepSpeed, the Trainer logs the rate that comes next
-        logged = [matrix for matrix, _ in rates[case.config is not None :]]
-        assert [row["learning_rate"] for row in rows[: len(logged)]] == pytest.approx(logged)
-    for name, weight in weights.items():
-        tolerance = MATRIX_TOLERANCE if is_matrix(name) else ELEMENTWISE_TOLERANCE
-        found, expected = without_key_bias(name, ours[name]), without_key_bias(name, weight)
-        assert (found - expected).norm() <= tolerance * expected.norm(), name
+    weights = {name: param.detach() for name, param in model.named_parameters()}
+    turned = {name: weight.T for name, weight in weights.items() if is_matrix(name) and model_name == "gpt2"}
+    return Truth(losses, norms, rates, {**weights, **turned})
 
 
 def without_key_bias(name: str, weight: Tensor) -> Tensor:
@@ -279,111 +236,121 @@ def without_key_bias(name: str, weight: Tensor) -> Tensor:
     return torch.cat([query, value])
 
 
-def test_a_resumed_run_has_exactly_the_losses_of_a_whole_one(
-    request: pytest.FixtureRequest, ranks: RankPool, run: tuple[Case, Path, str], tmp_path: Path
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_routes_matrices_equals_torch_optim_and_resumes_exactly(
+    request: pytest.FixtureRequest, ranks: RankPool, tmp_path: Path, case: str
 ) -> None:
-    case, out, _ = run
-    train(ranks, case, tmp_path, "--resume", out / f"checkpoint-{HALF}", launched=request.config.getoption("full"))
+    of, (out, again), full = CASES[case], (tmp_path / "whole", tmp_path / "resumed"), request.config.getoption("full")
+    for folder in (out, again):
+        folder.mkdir()
+    check_routing(of, train(ranks, of, out, launched=of.launched or full))
+    rows = metrics(out)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    check_numbers(of, rows, load_file(out / "model" / "model.safetensors"))
+    train(ranks, of, again, "--resume", out / f"checkpoint-{HALF}", launched=full)
     keep = ("step", "loss", "grad_norm", "lr", "learning_rate")
-    whole, resumed = ([{k: row[k] for k in keep if k in row} for row in metrics(path)] for path in (out, tmp_path))
+    whole, resumed = ([{k: row[k] for k in keep if k in row} for row in metrics(path)] for path in (out, again))
     assert len(resumed) == STEPS - HALF and resumed == whole[HALF:]
-    final = [(path / "model" / "model.safetensors").read_bytes() for path in (out, tmp_path)]
+    final = [(path / "model" / "model.safetensors").read_bytes() for path in (out, again)]
     assert final[0] == final[1]
 
 
-# -- what a DeepSpeed configuration may say, under Accelerate's own prepare()
+def check_routing(case: Case, output: str) -> None:
+    matrices, trained = {"llama": (14, 21), "gpt2": (8, 28)}[case.model]
+    assert output.count(f"Routing: {matrices} of {trained} trained parameters are matrices") == 1
+    plan = f"{matrices} matrices by muon" if case.config else "14 matrices and 7 element-wise parameters on a mesh of"
+    assert output.count(plan) == 1
+    rules = dict(re.findall(r"│ (\S+) +│ [^│]+ │ (\w+)(?:: \w+)? +│", output))
+    assert len(rules) > 5 and {name for name, r in rules.items() if r == "matrix"} == {n for n in rules if is_matrix(n)}
 
 
-def settings_for(stage: int = 2, params: dict[str, Any] | None = None) -> dict[str, Any]:
-    optimizer = {"type": "LayerWiseMuon", "params": {"lr": "auto", "weight_decay": "auto", "report": False}}
-    optimizer["params"].update({"adamw": {"lr": 3e-3}} if params is None else params)
+def check_numbers(case: Case, rows: list[dict[str, Any]], ours: dict[str, Tensor]) -> None:
+    """Losses, gradient norms, rates and final weights."""
+    truth = reference(case.model, case.config == BY_CONFIG)
+    if case.model == "gpt2":  # tied; under DeepSpeed both names are saved
+        assert torch.equal(ours.pop("lm_head.weight"), ours["transformer.wte.weight"])
+    assert ours.keys() == truth.weights.keys()
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.1
+    for row, loss, norm in zip(rows, truth.losses, truth.norms, strict=True):
+        assert row["loss"] == pytest.approx(loss, rel=1e-6)
+        assert row["grad_norm"] == pytest.approx(norm, rel=2e-6)
+    if "lr" in rows[0]:
+        for row, expected in zip(rows, truth.rates, strict=True):
+            assert row["lr"] == pytest.approx(expected, rel=1e-12)
+    else:  # under DeepSpeed, the Trainer logs the rate that comes next
+        logged = [matrix for matrix, _ in truth.rates[case.config is not None :]]
+        assert [row["learning_rate"] for row in rows[: len(logged)]] == pytest.approx(logged)
+    for name, weight in truth.weights.items():
+        tolerance = MATRIX_TOLERANCE if is_matrix(name) else ELEMENTWISE_TOLERANCE
+        found, true = without_key_bias(name, ours[name]), without_key_bias(name, weight)
+        assert (found - true).norm() <= tolerance * true.norm(), name
+
+
+# What a DeepSpeed configuration may say, under Accelerate's own prepare()
+
+
+def settings_for(**params: Any) -> dict[str, Any]:
+    given = {"lr": "auto", "weight_decay": "auto", "report": False, **(params or {"adamw": {"lr": 3e-3}})}
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": stage},
-        "optimizer": optimizer,
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "LayerWiseMuon", "params": given},
     }
 
 
 @contextlib.contextmanager
-def deepspeed_accelerator(settings: dict[str, Any]) -> Iterator[Any]:
-    from accelerate import Accelerator
-    from accelerate.utils import DeepSpeedPlugin
-    from hugging_face import deepspeed_on_cpus_too
-
+def deepspeed_accelerator(settings: dict[str, Any]) -> Iterator[Accelerator]:
     with accelerate_as_it_was():
-        deepspeed_on_cpus_too()
-        yield Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings))
+        hugging_face.deepspeed_on_cpus_too()
+        yield Accelerator(deepspeed_plugin=accelerates.DeepSpeedPlugin(hf_ds_config=settings))
 
 
-def losses_of(model: Any, backward: Any, after: Any, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        generator = torch.Generator().manual_seed(10 * step + torch.distributed.get_rank())
-        tokens = torch.randint(256, (2, 16), generator=generator)
-        loss = model(input_ids=tokens, labels=tokens).loss
-        backward(loss)
-        after()
-        losses.append(loss.item())
-    return losses
+def loss_of(model: Any, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + torch.distributed.get_rank())
+    tokens = torch.randint(256, (2, 16), generator=generator)
+    return model(input_ids=tokens, labels=tokens).loss
 
 
-def slower_and_slower(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+def slower_and_slower(optimizer: torch.optim.Optimizer) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
 
-def groups_and_rates(as_object: bool) -> tuple[list[tuple[Any, ...]], list[list[float]], list[float]]:
-    """Rule and decay of every group, and the rates and losses of four steps."""
-    from accelerate.utils import DummyOptim, DummyScheduler
-
-    from lwopt_backend.integrations.deepspeed_zero import LayerWiseMuon
-
-    settings, model = settings_for(), small_model("llama", 1, 32)
-    named = list(model.named_parameters())
-    decayed, kept = ([p for name, p in named if ("norm" in name) == is_norm] for is_norm in (False, True))
-    # The two groups of nearly all of Hugging Face's scripts.
-    given = [{"params": decayed, "weight_decay": 0.1}, {"params": kept, "weight_decay": 0.0}]
-    if as_object:
-        del settings["optimizer"]
-    with deepspeed_accelerator(settings) as accelerator:
-        optimizer: Any = DummyOptim(given, lr=0.02)
-        if as_object:
-            optimizer = LayerWiseMuon(given, lr=0.02, adamw={"lr": 3e-3}, report=False)
-            engine, optimizer = accelerator.prepare(model, optimizer)
-            scheduler: Any = slower_and_slower(optimizer)
-        else:
-            scheduler = DummyScheduler(optimizer, lr_scheduler_callable=slower_and_slower)
-            engine, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-        groups = [(group["rule"], group["weight_decay"]) for group in optimizer.param_groups]
-        rates: list[list[float]] = []
-        losses: list[float] = []
-        for step in range(4):
-            rates.append([group["lr"] for group in optimizer.param_groups])
-            losses += losses_of(engine, accelerator.backward, lambda: None, range(step, step + 1))
-            scheduler.step()
-        engine.destroy()
-    return groups, rates, losses
-
-
-def test_groups_keep_their_decay_and_a_schedule_of_factors_their_ratio(ranks: RankPool) -> None:
+@on_ranks(2)
+def test_groups_keep_their_decay_and_a_schedule_of_factors_their_ratio() -> None:
     """By the configuration with ``DummyOptim``, and as an object, whose schedule is made after ``prepare``."""
-    by_config = ranks.run(groups_and_rates, as_object=False)
-    assert ranks.run(groups_and_rates, as_object=True) == by_config
-    for groups, rates, losses in by_config:
-        assert groups == [("muon", 0.1), ("adamw", 0.1), ("adamw", 0.0)]
-        assert len(set(losses)) == 4
-        for step, (matrix, *others) in enumerate(rates):
-            assert matrix == pytest.approx(0.02 / (1 + step)) and others == pytest.approx([3e-3 / (1 + step)] * 2)
+    losses: dict[bool, list[float]] = {True: [], False: []}
+    for as_object in losses:
+        settings, model = settings_for(), small_model("llama", 1, 32)
+        named = list(model.named_parameters())
+        decayed, kept = ([p for name, p in named if ("norm" in name) == is_norm] for is_norm in (False, True))
+        # The two groups of nearly all of Hugging Face's scripts.
+        given = [{"params": decayed, "weight_decay": 0.1}, {"params": kept, "weight_decay": 0.0}]
+        if as_object:
+            del settings["optimizer"]
+        with deepspeed_accelerator(settings) as accelerator:
+            optimizer: Any = accelerates.DummyOptim(given, lr=0.02)
+            if as_object:
+                optimizer = LayerWiseMuon(given, lr=0.02, adamw={"lr": 3e-3}, report=False)
+                engine, optimizer = accelerator.prepare(model, optimizer)
+                scheduler: Any = slower_and_slower(optimizer)
+            else:
+                scheduler = accelerates.DummyScheduler(optimizer, lr_scheduler_callable=slower_and_slower)
+                engine, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+            groups = [(group["rule"], group["weight_decay"]) for group in optimizer.param_groups]
+            assert groups == [("muon", 0.1), ("adamw", 0.1), ("adamw", 0.0)]
+            for step in range(4):
+                rates = [group["lr"] * (1 + step) for group in optimizer.param_groups]
+                assert rates == pytest.approx([0.02, 3e-3, 3e-3])
+                loss = loss_of(engine, step)
+                accelerator.backward(loss)
+                losses[as_object].append(loss.item())
+                scheduler.step()
+            engine.destroy()
+    assert losses[True] == losses[False] and len(set(losses[True])) == 4
 
 
-def prepare_only(settings: dict[str, Any]) -> None:
-    from accelerate.utils import DummyOptim
-
-    with deepspeed_accelerator(settings) as accelerator:
-        model = small_model("llama", 1, 32)
-        accelerator.prepare(model, DummyOptim(model.parameters(), lr=0.02))
-
-
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("params", "message"),
     [
@@ -394,28 +361,23 @@ def prepare_only(settings: dict[str, Any]) -> None:
         ({"betas": [0.9, 0.999], "adamw": {"lr": 3e-3}}, "unknown key 'betas'; did you mean 'adamw.betas'?"),
         ({"torch_adam": True}, "unknown key 'torch_adam'"),
     ],
-    ids=["adamw", "policy", "betas", "torch_adam"],
 )
-def test_what_cannot_be_filled_in_is_refused_by_name(ranks: RankPool, params: dict[str, Any], message: str) -> None:
-    for error in ranks.errors(prepare_only, settings_for(params=params)):
-        assert error.startswith("ValueError") and message in error
+def test_what_cannot_be_filled_in_is_refused_by_name(params: dict[str, Any], message: str) -> None:
+    model = small_model("llama", 1, 32)
+    refused = pytest.raises(ValueError, match=re.escape(message))
+    with deepspeed_accelerator(settings_for(**params)) as accelerator, refused:
+        accelerator.prepare(model, accelerates.DummyOptim(model.parameters(), lr=0.02))
 
 
-# -- FSDP2's sharded_later, under Accelerate's own prepare()
+# FSDP2's sharded_later, under Accelerate's own prepare()
 
 
 @contextlib.contextmanager
 def prepared(state_dict_type: str = "SHARDED_STATE_DICT") -> Iterator[tuple[Any, Any, Any]]:
     """An Accelerator, and a small Llama with its optimizer after ``prepare``."""
-    from accelerate import Accelerator
-    from accelerate.utils import FullyShardedDataParallelPlugin
-    from hugging_face import shard_on_cpus_too
-
-    from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
-
     with accelerate_as_it_was():
-        shard_on_cpus_too()
-        plugin = FullyShardedDataParallelPlugin(
+        hugging_face.shard_on_cpus_too()
+        plugin = accelerates.FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", state_dict_type=state_dict_type
         )
         accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
@@ -424,89 +386,70 @@ def prepared(state_dict_type: str = "SHARDED_STATE_DICT") -> Iterator[tuple[Any,
         yield accelerator, *accelerator.prepare(model, optimizer)
 
 
-def take_steps(model: Any, optimizer: Any, steps: range) -> list[float]:
-    def after() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return losses_of(model, torch.autograd.backward, after, steps)
-
-
-def state_before_the_first_step() -> tuple[int, int, set[float], bool]:
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
+@on_ranks(2)
+def test_state_is_there_without_a_step_once_parameters_are_sharded() -> None:
+    """Otherwise torch.distributed.checkpoint takes a step to get state, which leaves AdamW's counters at 1."""
     with prepared() as (_, model, optimizer):
         before = [param.detach().to_local().clone() for param in model.parameters()]
         if torch.distributed.get_rank() == 0:
             assert len(optimizer.state) == 12  # one rank alone may look: nothing is exchanged for it
         state = get_optimizer_state_dict(model, optimizer)["state"]
-        momenta = [values["momentum_buffer"] for values in state.values() if "momentum_buffer" in values]
-        counters = {float(values["step"]) for values in state.values() if "step" in values}
-        same = all(torch.equal(a, b.detach().to_local()) for a, b in zip(before, model.parameters()))
-    return len(state), len(momenta), counters, same
+        assert len(state) == 12 and sum("momentum_buffer" in values for values in state.values()) == 7
+        assert {float(values["step"]) for values in state.values() if "step" in values} == {0.0}
+        assert all(torch.equal(a, b.detach().to_local()) for a, b in zip(before, model.parameters()))
 
 
-def test_state_is_there_without_a_step_once_parameters_are_sharded(ranks: RankPool) -> None:
-    """Otherwise torch.distributed.checkpoint takes a step to get state, which leaves AdamW's counters at 1."""
-    for answer in ranks.run(state_before_the_first_step):
-        assert answer == (12, 7, {0.0}, True)
+def take_steps(model: Any, optimizer: Any, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        losses.append(loss_of(model, step))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [loss.item() for loss in losses]
 
 
-def losses_after_loading(folder: str, saved_after: int) -> tuple[list[float], list[float]]:
-    """Losses of the three steps after a save, of the run that saved and of one that loads before its first step."""
-    from accelerate.utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
-
-    kind, after = Path(folder).name, range(saved_after, saved_after + 3)
+@on_ranks(2)
+@cells(kind=["SHARDED_STATE_DICT", "FULL_STATE_DICT"], saved_after=[0, 2])
+def test_a_checkpoint_is_loaded_before_the_first_step(tmp_path: Path, kind: str, saved_after: int) -> None:
+    """The run that saved and the one that loads have equal losses in the three steps after it."""
+    after = range(saved_after, saved_after + 3)
     with prepared(kind) as (accelerator, model, optimizer):
         plugin = accelerator.state.fsdp_plugin
         take_steps(model, optimizer, range(saved_after))
-        save_fsdp_model(plugin, accelerator, model, folder)
-        save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
+        accelerates.save_fsdp_model(plugin, accelerator, model, str(tmp_path))
+        accelerates.save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(tmp_path))
         whole = take_steps(model, optimizer, after)
     with prepared(kind) as (accelerator, model, optimizer):
         plugin = accelerator.state.fsdp_plugin
-        load_fsdp_model(plugin, accelerator, model, folder)
-        load_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
-        return whole, take_steps(model, optimizer, after)
-
-
-@pytest.mark.parametrize("saved_after", [0, 2])
-@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
-def test_a_checkpoint_is_loaded_before_the_first_step(
-    ranks: RankPool, tmp_path: Path, kind: str, saved_after: int
-) -> None:
-    for whole, resumed in ranks.run(losses_after_loading, str(tmp_path / kind), saved_after):
-        assert len(whole) == 3 and resumed == whole
+        accelerates.load_fsdp_model(plugin, accelerator, model, str(tmp_path))
+        accelerates.load_fsdp_optimizer(plugin, accelerator, optimizer, model, str(tmp_path))
+        assert take_steps(model, optimizer, after) == whole
 
 
 def test_what_cannot_be_before_and_after_sharding_is_refused() -> None:
-    from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
-
     optimizer = LayerWiseOptimizer(small_llama(1, 32), **MUON, report=False, sharded_later=True)
     assert not optimizer.state
     with pytest.raises(RuntimeError, match="no parameter in its param groups is a DTensor; check that prepare"):
         optimizer.step()
     with pytest.raises(RuntimeError, match="takes no param group after it was made"):
-        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2, 2))]})
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
 
 
-# -- the page
+# The page
+
+PAGE = (ROOT / "docs" / "deepspeed_hugging_face.md").read_text()
 
 
 def test_the_pages_optimizer_entry_is_complete() -> None:
-    from lwopt_backend.muon_config import LayerWiseMuonConfig
-    from lwopt_backend.options import parse
-
-    page = (ROOT / "docs" / "deepspeed_hugging_face.md").read_text()
-    (entry,) = re.findall(r"^```json\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (entry,) = re.findall(r"^```json\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     params = json.loads(f"{{{entry}}}")["optimizer"]["params"]
     assert {key for key, value in params.items() if value == "auto"} == {"lr", "weight_decay"}
     parse(LayerWiseMuonConfig, {**params, "lr": 0.02, "weight_decay": 0.1}, "the page")
 
 
 def test_the_pages_table_has_a_row_for_every_case() -> None:
-    page = (ROOT / "docs" / "deepspeed_hugging_face.md").read_text()
-    section = page[page.index("## What is checked") :]
+    section = PAGE[PAGE.index("## What is checked") :]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][2:]
     told = {(row[0].split(",")[0], row[1].strip("`").split()[0], row[2][0], row[3].split(",")[0]) for row in rows}
     names = {TRAINER: "Trainer", ACCELERATE: "Accelerate", "llama": "Llama", "gpt2": "GPT-2"}
