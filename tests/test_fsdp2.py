@@ -76,15 +76,6 @@ def test_every_sharding_and_mode_has_the_bits_of_one_process(sharding: str, mode
     run.check(2**-8 if mode == "bf16 parameters" else 0.0)
 
 
-@on_ranks(3)
-@cells(attach=[False, True])
-def test_three_ranks(attach: bool) -> None:
-    """test_equality.py has 1, 2 and 4."""
-    run = BesideTwin(attach=attach)
-    run.train(5)
-    run.check()
-
-
 # Groups and rates
 
 

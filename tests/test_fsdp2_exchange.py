@@ -139,7 +139,7 @@ def calls_of(touch: str, steps: int = 3, micro: int = 1, sync: bool = True) -> t
 ALL = 4  # matrices that travel, each cut by rows
 
 
-@on_ranks(2, 4)
+@on_ranks(3, 4)
 @cells(touch=["left alone", "clipped at a large norm"])
 def test_all_buckets_leave_in_backward_and_only_return_in_the_step(touch: str) -> None:
     assert calls_of(touch) == ([ALL] * 3, [ALL] * 3)

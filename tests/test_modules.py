@@ -423,44 +423,35 @@ def test_modules_that_cannot_be_trained_together_are_refused_on_all_ranks() -> N
     with torch.no_grad():
         other.layers[2].bias[0] += rank == 1
     everyone, half = group_of((0, 1, 2, 3), "vision"), [group_of((0, 1), "half"), group_of((2, 3), "half")][rank // 2]
+
+    def on(group: Any, **options: Any) -> dict[str, Any]:
+        return {"vision": optimizer_for(model_of("vision"), process_group=group, **options)}
+
     order = "all ranks name all modules in one order, with None for those that they do not have: ranks differ"
     ours, both = {"vision": adam(vision)}, [("vision", adam(vision)), ("language", adam(language))]
+    shared, elsewhere = {**ours, "language": adam(language, *vision.layers[: rank == 1])}, on(everyone)
     given: list[tuple[str, dict[str, Any]]] = [
         (order, dict(both[:: -1 if rank == 2 else 1])),
         (order, ours if rank == 1 else {**ours, "language": None}),
         ("no rank has an optimizer of module 'language'", {**ours, "language": None}),
         ("the module's name 'vision/encoder' cannot name a folder", {"vision/encoder": adam(vision)}),
-        (
-            "module 'vision': expected a torch.optim.Optimizer, or None on ranks without it",
-            {"vision": vision} if rank == 3 else ours,
-        ),
+        ("module 'vision': expected a torch.optim.Optimizer, or None on ", {"vision": vision} if rank == 3 else ours),
         ("expected a mapping from modules' names to optimizers, found {}", {}),
-        (
-            "modules 'vision' and 'language' share a parameter, '1 of group 0' of 'vision' is ",
-            {**ours, "language": adam(language, *vision.layers[: rank == 1])},
-        ),
+        ("modules 'vision' and 'language' share a parameter, '1 of group 0' of 'vision' is ", shared),
         (
             "modules 'vision' and 'language' reduce gradients over one process group",
             {name: optimizer_for(model_of(name)) for name in NAMES},
         ),
         (
             "ranks [0, 1, 3] have an optimizer of module 'vision', but those work on so many: {0: 4,",
-            {
-                "vision": (optimizer_for(model_of("vision"), process_group=everyone), None)[rank == 2]
-            },  # made on all ranks
+            {"vision": None} if rank == 2 else elsewhere,
         ),
-        (
-            "ranks [0, 1, 2, 3] have an optimizer of module 'vision', but those work on so many: {0: 2,",
-            {"vision": optimizer_for(model_of("vision"), process_group=half)},
-        ),
+        ("ranks [0, 1, 2, 3] have an optimizer of module 'vision', but those work on so many: {0: 2,", on(half)),
         ("module 'vision' is not the same on ranks 0 and 1: parameter '4 of group 0", {"vision": adam(other)}),
-        (
-            "module 'vision' has optimizers of different kinds on ranks 0 and 2",
-            {"vision": optimizer_for(model_of("vision"), process_group=half)} if rank < 2 else ours,
-        ),
+        ("module 'vision' has optimizers of different kinds on ranks 0 and 2", on(half) if rank < 2 else ours),
         (
             "module 'vision': step_in_backward uses gradients before all ranks know",
-            {"vision": optimizer_for(model_of("vision"), process_group=everyone, step_in_backward=True)},
+            on(everyone, step_in_backward=True),
         ),
         (
             "module 'vision': '0 of group 0' is a DTensor, whose norm Adam cannot tell",
