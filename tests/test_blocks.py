@@ -13,7 +13,7 @@ from torch import Tensor
 from lwopt_backend.plan import FlatPartition, Fragment, MeshLayout, ParameterPartition, Replicas, Sharding
 from lwopt_backend.plan.block_cover import check_cover
 from lwopt_backend.plan.block_storage import BlockPartition, BlockReplicas, in_blocks
-from lwopt_backend.plan.blocks import Block, Grid, Parts, Stripes, divided, equal, grouped, undivided
+from lwopt_backend.plan.blocks import Block, Grid, Parts, Stripes, divided, grouped, undivided
 from lwopt_backend.runtime.views import flat_views, local_views
 
 QKV, GATE_UP = ("q", "k", "v"), ("gate", "up")
@@ -44,9 +44,13 @@ def some_parts(size: int, rng: random.Random) -> Parts:
 
 
 def some_param(rng: random.Random) -> tuple[tuple[int, ...], tuple[Block, ...]]:
-    """A parameter's shape and a division of it: a matrix, a stack of one or two dimensions, a flattened convolution."""
+    """A parameter's shape and a division of it: a matrix, a stack of one or two dimensions, a flattened convolution,
+    or gate and up side by side, as (outputs, 2, inputs) in each slice of a stack."""
     lead = rng.choice([0, 0, 0, 1, 1, 2])
     shape = tuple(rng.randint(1, 3) for _ in range(lead)) + (rng.randint(1, 12), rng.randint(1, 12))
+    if rng.random() < 0.1:
+        grid = Grid.of((*shape[:-1], 2 * shape[-1]), lead)
+        return (*shape[:-1], 2, shape[-1]), divided(grid, grouped(GATE_UP, [shape[-1]] * 2), transposed=True)
     if lead == 0 and rng.random() < 0.2:
         shape += (rng.randint(1, 3),)
         return shape, divided(Grid.of(shape, 0), some_parts(shape[0], rng))
@@ -67,41 +71,29 @@ def test_stripes_count_as_a_list_of_their_indices_does() -> None:
     for wrong in [(-1, 2), (0, 0), (0, 2, 0), (0, 2, 2, 2), (0, 3, 2, 1)]:
         with pytest.raises(ValueError, match="expected runs of one index or more with a gap between them"):
             Stripes(*wrong)
-
-
-def test_named_schemes_pick_the_rows_that_they_are_named_for() -> None:
-    def picked(parts: Parts) -> dict[str, list[int]]:
-        return {name: indices(stripes) for name, stripes in parts}
-
-    assert picked(grouped(QKV, (4, 2, 2))) == {"q": [0, 1, 2, 3], "k": [4, 5], "v": [6, 7]}
-    assert picked(grouped(QKV, (2, 1, 1), 2)) == {"q": [0, 1, 4, 5], "k": [2, 6], "v": [3, 7]}
-    assert picked(grouped(GATE_UP, (1, 1), 3)) == {"gate": [0, 2, 4], "up": [1, 3, 5]}
-    assert picked(equal(2, 3, "head")) == {"head0": [0, 1, 2], "head1": [3, 4, 5]}
-    assert picked(undivided(3)) == {"": [0, 1, 2]}
     assert grouped(("all",), (2,), 3) == [("all", Stripes(0, 6))], "what has no gaps is one run"
 
 
-def test_blocks_of_slices_are_named_by_slice_and_part() -> None:
-    stack = divided(Grid(2, 4, 3), grouped(GATE_UP, (2, 2)))
-    assert [block.of("w") for block in stack] == ["w[0].gate", "w[0].up", "w[1].gate", "w[1].up"]
-    assert [block.of("w") for block in divided(Grid(1, 4, 3), equal(2, 2, "head"))] == ["w.head0", "w.head1"]
-    assert [block.of("w") for block in divided(Grid(2, 4, 3), undivided(4))] == ["w[0]", "w[1]"]
-    (whole,) = divided(Grid(1, 4, 3), undivided(4))
-    assert whole.of("w") == "w" and whole.is_everything
-
-
 @pytest.mark.parametrize("seed", range(60))
-def test_blocks_cover_a_parameter_and_keep_its_order(seed: int) -> None:
+def test_blocks_cover_a_parameter_and_keep_its_order_and_where_it_is_whole_each_is_one_view(seed: int) -> None:
     shape, blocks = some_param(random.Random(seed))
     check_cover("p", blocks)
     param = numbered(shape)
     seen = torch.cat([matrix_of(block, param).flatten() for block in blocks])
     assert torch.equal(seen.sort().values, param.flatten())
-    for block in blocks:
-        places = matrix_of(block, param).flatten().tolist()
+    layout = in_blocks(Replicas(3, (param.numel(),)), [blocks])
+    assert isinstance(layout, BlockReplicas)
+    for index, block in enumerate(blocks):
+        matrix = matrix_of(block, param)
+        places = matrix.flatten().tolist()
         assert places == sorted(places) == [block.flat(place) for place in range(block.numel)]
         for i in range(param.numel() + 1):
             assert block.before(i) == sum(place < i for place in places)
+        (view,) = flat_views(param.flatten(), layout.views(index, 1))
+        assert torch.equal(view.reshape(block.shape), matrix)
+        assert [part.numel for part in layout.fragments(index)] == [block.numel] * 3
+        assert layout.sources(index, 2) == (layout.fragment(index, 2),)
+        assert layout.is_source(index, 2, 2) and not layout.is_source(index, 1, 2)
 
 
 def test_what_is_left_over_or_doubled_is_named() -> None:
@@ -179,20 +171,6 @@ def test_ranges_of_parameters_are_ranges_of_blocks_and_views_give_their_elements
             assert all(layout.fragment(index, rank) is None and not layout.views(index, rank) for rank in others)
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_a_block_that_is_whole_on_a_rank_is_one_view(seed: int) -> None:
-    shape, blocks = some_param(random.Random(seed))
-    param = numbered(shape)
-    layout = in_blocks(Replicas(3, (param.numel(),)), [blocks])
-    assert isinstance(layout, BlockReplicas)
-    for index, block in enumerate(blocks):
-        (view,) = flat_views(param.flatten(), layout.views(index, 1))
-        assert torch.equal(view.reshape(block.shape), matrix_of(block, param))
-        assert [part.numel for part in layout.fragments(index)] == [block.numel] * 3
-        assert layout.sources(index, 2) == (layout.fragment(index, 2),)
-        assert layout.is_source(index, 2, 2) and not layout.is_source(index, 1, 2)
-
-
 def test_blocks_that_lie_alike_are_of_one_kind_and_those_of_another_size_refused() -> None:
     qkv = divided(Grid(1, 12, 5), grouped(QKV, (2, 1, 1), 3))
     layout = in_blocks(ParameterPartition.build([60, 60, 60], 4), [qkv, qkv, divided(Grid(1, 12, 5), undivided(12))])
@@ -236,14 +214,15 @@ def test_boxes_of_parameters_are_rectangles_of_blocks_and_views_give_their_eleme
     """A refusal happens only for stored-transposed blocks in runs longer than one, over a mesh that cuts columns."""
     rng = random.Random(seed)
     shape, blocks = some_param(rng)
-    flattened = Grid.of(shape, len(shape) - 2) != blocks[0].grid
-    mesh, dims, late = some_mesh(2 if flattened else len(shape), rng)  # of flattened columns only the first
+    lead = blocks[0].grid.lead(shape)
+    flattened, side_by_side = len(shape) - lead > 2, blocks[0].name.endswith("gate")
+    mesh, dims, late = some_mesh(lead + (1 if side_by_side else 2), rng)  # of flattened columns only the first
     param, coordinates = numbered(shape), tuple(itertools.product(*map(range, mesh)))
     for block in blocks:
         sharding = Sharding(shape, mesh, dims, late, block)
         expected, refused = matrix_of(block, param).flatten(), cuts_runs(sharding)
         in_runs = block.columns.count > 1 and block.columns.length > 1
-        assert not refused or flattened or (in_runs and len(shape) - 1 in dims)
+        assert not refused or (flattened and not side_by_side) or (in_runs and len(shape) - 1 in dims)
         layout, seen = MeshLayout(coordinates, (sharding,)), []
         for rank, coordinate in enumerate(coordinates):
             local, fragment = in_box(param, sharding, coordinate), sharding.fragment(rank, coordinate)
