@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +26,22 @@ from lwopt_backend.checkpoint.names.rules import NameMap, Rule, rule
 from tests.command_line import genuine
 
 Tensors = Mapping[str, Tensor]
-EMBEDDING, HEAD, QKV = "embedding.word_embeddings.weight", "output_layer.weight", "self_attention.linear_qkv.weight"
+EMBEDDING, HEAD, LAYER = "embedding.word_embeddings.weight", "output_layer.weight", "decoder.layers.0"
+NORM, QKV = "decoder.final_layernorm", "self_attention.linear_qkv.weight"
+GROUPS = Numbers(qkv_layout="groups")
+
+
+def states_of(weight: Tensor, is_matrix: bool) -> dict[str, Tensor]:
+    """A momentum for matrices and Adam's moments for the rest: other values, each a function of the weight."""
+    weight = weight.float()
+    adams = {"exp_avg": weight + 1, "exp_avg_sq": weight * 2}
+    return {MASTER: weight * 3, **({"momentum_buffer": -weight} if is_matrix else adams)}
 
 
 def checkpoint_of(weights: Tensors, names: str, arguments: Mapping[str, Any] | None = None) -> Checkpoint:
-    """With a momentum for matrices and Adam's moments for the rest: other values, each a function of the weight."""
     params = {}
     for name, weight in weights.items():
-        states = {MASTER: held(weight.float() * 3, name)}
-        if weight.ndim > 1:
-            states["momentum_buffer"] = held(-weight.float(), name)
-        else:
-            states |= {"exp_avg": held(weight.float() + 1, name), "exp_avg_sq": held(weight.float() * 2, name)}
+        states = {key: held(state, name) for key, state in states_of(weight, weight.ndim > 1).items()}
         params[name] = Param(held(weight, name), states, step=3.0)
     return Checkpoint("a test's", "", names, params, arguments=arguments or {})
 
@@ -49,9 +52,7 @@ def weights_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
     for name, param in checkpoint.params.items():
         weight = found[name] = param.weight.read()
         assert tuple(weight.shape) == param.shape and weight.is_contiguous() and param.step == 3.0
-        expected = {MASTER: weight.float() * 3, "momentum_buffer": -weight.float()}
-        if "momentum_buffer" not in param.states:
-            expected = {MASTER: weight.float() * 3, "exp_avg": weight.float() + 1, "exp_avg_sq": weight.float() * 2}
+        expected = states_of(weight, "momentum_buffer" in param.states)
         assert_equal({key: state.read() for key, state in param.states.items()}, expected)
     return found
 
@@ -63,9 +64,8 @@ def assert_equal(found: Tensors, expected: Tensors) -> None:
 
 
 def replaced(source: Checkpoint, name: str, **changes: Any) -> Checkpoint:
-    return dataclasses.replace(
-        source, params={**source.params, name: dataclasses.replace(source.params[name], **changes)}
-    )
+    changed = dataclasses.replace(source.params[name], **changes)
+    return dataclasses.replace(source, params={**source.params, name: changed})
 
 
 # Megatron-core's form of a Hugging Face model, written down row by row
@@ -80,106 +80,61 @@ def grouped_rows(q: Tensor, k: Tensor, v: Tensor, groups: int) -> Tensor:
     return torch.stack(rows)
 
 
+# By Megatron-core's name the parameters of a layer that are joined into one, where the model has them
 OF_LLAMA = {
-    "input_layernorm.weight": "input_layernorm.weight",
-    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
-    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
-    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
-    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
-    "mlp.router.weight": "mlp.gate.weight",
-    "mlp.shared_experts.linear_fc2.weight": "mlp.shared_expert.down_proj.weight",
-    "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
+    "input_layernorm": "input_layernorm",
+    "pre_mlp_layernorm": "post_attention_layernorm",
+    "self_attention.linear_qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+    "self_attention.linear_proj": "self_attn.o_proj",
+    "self_attention.q_layernorm": "self_attn.q_norm",
+    "self_attention.k_layernorm": "self_attn.k_norm",
+    "mlp.linear_fc1": "mlp.gate_proj mlp.up_proj",
+    "mlp.linear_fc2": "mlp.down_proj",
+    "mlp.router": "mlp.gate",
+    "mlp.shared_experts.linear_fc1": "mlp.shared_expert.gate_proj mlp.shared_expert.up_proj",
+    "mlp.shared_experts.linear_fc2": "mlp.shared_expert.down_proj",
 }
-GATED = {"mlp.linear_fc1.weight": "mlp", "mlp.shared_experts.linear_fc1.weight": "mlp.shared_expert"}
-
-
-def core_of_llama(model: nn.Module) -> dict[str, Tensor]:
-    """Of any model that is called like Llama's, with transformers' stacked experts or without."""
-    state, config = model.state_dict(), model.config
-    core = {EMBEDDING: state["model.embed_tokens.weight"], "decoder.final_layernorm.weight": state["model.norm.weight"]}
-    if not config.tie_word_embeddings:
-        core[HEAD] = state["lm_head.weight"]
-    for number in range(config.num_hidden_layers):
-        ours, start = f"decoder.layers.{number}", f"model.layers.{number}."
-        layer = {name.removeprefix(start): tensor for name, tensor in state.items() if name.startswith(start)}
-        core |= {f"{ours}.{name}": layer[theirs] for name, theirs in OF_LLAMA.items() if theirs in layer}
-        for name, theirs in GATED.items():
-            if f"{theirs}.gate_proj.weight" in layer:
-                halves = [layer[f"{theirs}.{part}_proj.weight"] for part in ("gate", "up")]
-                core[f"{ours}.{name}"] = torch.cat(halves)
-        for kind in ("weight", "bias"):
-            if f"self_attn.q_proj.{kind}" in layer:
-                parts = [layer[f"self_attn.{part}_proj.{kind}"] for part in "qkv"]
-                fused = grouped_rows(*parts, config.num_key_value_heads)
-                core[f"{ours}.self_attention.linear_qkv.{kind}"] = fused
-        for expert in range(len(layer.get("mlp.experts.down_proj", ()))):
-            local = f"{ours}.mlp.experts.local_experts.{expert}"
-            core[f"{local}.linear_fc1.weight"] = layer["mlp.experts.gate_up_proj"][expert]
-            core[f"{local}.linear_fc2.weight"] = layer["mlp.experts.down_proj"][expert]
-    return {name: tensor.clone() for name, tensor in core.items()}
-
-
-def core_of_gpt2(model: nn.Module) -> dict[str, Tensor]:
-    state = model.state_dict()
-    core = {EMBEDDING: state["transformer.wte.weight"]}
-    core["embedding.position_embeddings.weight"] = state["transformer.wpe.weight"]
-    called = {"input_layernorm": "ln_1", "pre_mlp_layernorm": "ln_2", "self_attention.linear_proj": "attn.c_proj"}
-    called |= {"mlp.linear_fc1": "mlp.c_fc", "mlp.linear_fc2": "mlp.c_proj"}
-    for kind in ("weight", "bias"):
-        core[f"decoder.final_layernorm.{kind}"] = state[f"transformer.ln_f.{kind}"]
-        for number in range(model.config.n_layer):
-            for ours, theirs in called.items():
-                core[f"decoder.layers.{number}.{ours}.{kind}"] = state[f"transformer.h.{number}.{theirs}.{kind}"].t()
-            parts = state[f"transformer.h.{number}.attn.c_attn.{kind}"].t().chunk(3)
-            fused = grouped_rows(*parts, model.config.n_head)
-            core[f"decoder.layers.{number}.self_attention.linear_qkv.{kind}"] = fused
-    return {name: tensor.contiguous().clone() for name, tensor in core.items()}
-
-
-SMALL = dict(vocab_size=29, hidden_size=24, num_hidden_layers=2, num_attention_heads=6, max_position_embeddings=32)
-UNTIED = dict(SMALL, intermediate_size=40, num_key_value_heads=2, tie_word_embeddings=False)
-SHARED = dict(mlp_only_layers=[0], shared_expert_intermediate_size=32)  # the first layer has no experts
-MODELS = {  # the family of names in memory, that of files where it is another, and the model
-    "llama": ("hf-llama", "", transformers.LlamaConfig, UNTIED),
-    "qwen2": ("hf-llama", "", transformers.Qwen2Config, dict(UNTIED, num_key_value_heads=3, tie_word_embeddings=True)),
-    "qwen3": ("hf-llama", "", transformers.Qwen3Config, dict(UNTIED, head_dim=8)),
-    "mistral": ("hf-llama", "", transformers.MistralConfig, dict(UNTIED, num_key_value_heads=1)),
-    "mixtral": ("hf-moe-stacked", "hf-mixtral", transformers.MixtralConfig, dict(UNTIED, num_local_experts=3)),
-    "qwen2_moe": (
-        *("hf-moe-stacked", "hf-qwen-moe", transformers.Qwen2MoeConfig),
-        dict(UNTIED, **SHARED, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=16),
-    ),
-    "qwen3_moe": (
-        *("hf-moe-stacked", "hf-qwen-moe", transformers.Qwen3MoeConfig),
-        dict(UNTIED, head_dim=4, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=16),
-    ),
-    "gpt2": ("hf-gpt2", "", transformers.GPT2Config, dict(vocab_size=29, n_embd=24, n_layer=2, n_head=6, n_inner=40)),
+OF_GPT2 = {
+    "input_layernorm": "ln_1",
+    "pre_mlp_layernorm": "ln_2",
+    "self_attention.linear_qkv": "q k v",
+    "self_attention.linear_proj": "attn.c_proj",
+    "mlp.linear_fc1": "mlp.c_fc",
+    "mlp.linear_fc2": "mlp.c_proj",
 }
-
-
-def built(name: str, seed: int = 5) -> nn.Module:
-    """With random values, also in norms and biases, which begin as ones and zeros."""
-    _, _, config, options = MODELS[name]
-    model = transformers.AutoModelForCausalLM.from_config(config(**options))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.copy_(torch.randn(param.shape, generator=generator) * 0.3)
-    return model.eval()
-
-
-def logits(model: nn.Module) -> Tensor:
-    with torch.no_grad():
-        return model(torch.arange(20).view(2, 10) % 29).logits
 
 
 def core_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """And Megatron's args of it: without grouped queries their number of groups is an unused default."""
-    config = model.config
-    is_gpt2 = isinstance(model, transformers.GPT2LMHeadModel)
+    config, state, is_gpt2 = model.config, model.state_dict(), isinstance(model, transformers.GPT2LMHeadModel)
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
+    if is_gpt2:
+        core = {EMBEDDING: state["transformer.wte.weight"]}
+        core["embedding.position_embeddings.weight"] = state["transformer.wpe.weight"]
+        core |= {f"{NORM}.{kind}": state[f"transformer.ln_f.{kind}"] for kind in ("weight", "bias")}
+    else:
+        core = {EMBEDDING: state["model.embed_tokens.weight"], f"{NORM}.weight": state["model.norm.weight"]}
+        core |= {} if config.tie_word_embeddings else {HEAD: state["lm_head.weight"]}
+    for number in range(config.num_hidden_layers):
+        ours, start = f"decoder.layers.{number}", f"transformer.h.{number}." if is_gpt2 else f"model.layers.{number}."
+        layer = {name.removeprefix(start): tensor for name, tensor in state.items() if name.startswith(start)}
+        if is_gpt2:
+            layer = {name: tensor.t() for name, tensor in layer.items()}
+        for kind in ("weight", "bias"):
+            if is_gpt2:
+                layer |= {f"{part}.{kind}": t for part, t in zip("qkv", layer[f"attn.c_attn.{kind}"].chunk(3))}
+            for name, theirs in (OF_GPT2 if is_gpt2 else OF_LLAMA).items():
+                parts = [layer[f"{each}.{kind}"] for each in theirs.split() if f"{each}.{kind}" in layer]
+                if parts:
+                    whole = grouped_rows(*parts, groups) if len(parts) == 3 else torch.cat(parts)
+                    core[f"{ours}.{name}.{kind}"] = whole
+        if "mlp.shared_expert_gate.weight" in layer:
+            core[f"{ours}.mlp.shared_experts.gate_weight"] = layer["mlp.shared_expert_gate.weight"]
+        for expert in range(len(layer.get("mlp.experts.down_proj", ()))):
+            local = f"{ours}.mlp.experts.local_experts.{expert}"
+            core[f"{local}.linear_fc1.weight"] = layer["mlp.experts.gate_up_proj"][expert]
+            core[f"{local}.linear_fc2.weight"] = layer["mlp.experts.down_proj"][expert]
     arguments = {
         **{"num_layers": config.num_hidden_layers, "num_attention_heads": heads, "swiglu": not is_gpt2},
         **{"group_query_attention": groups != heads, "num_query_groups": groups if groups != heads else 1},
@@ -187,34 +142,90 @@ def core_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "num_experts": getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None),
         "muon_split_qkv": True,
     }
-    return core_of_gpt2(model) if is_gpt2 else core_of_llama(model), arguments
+    return {name: tensor.contiguous().clone() for name, tensor in core.items()}, arguments
+
+
+SMALL = dict(vocab_size=29, hidden_size=24, num_hidden_layers=2, num_attention_heads=6, max_position_embeddings=32)
+UNTIED = dict(SMALL, intermediate_size=40, num_key_value_heads=2, tie_word_embeddings=False)
+EXPERTS = dict(UNTIED, num_experts_per_tok=2, moe_intermediate_size=16)
+SHARED = dict(mlp_only_layers=[0], shared_expert_intermediate_size=32)  # the first layer has no experts
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {  # families of names: of the model in memory, and others
+    "Llama": ("hf-llama", "megatron-deepspeed", UNTIED),
+    "Llama, biases": ("hf-llama", "megatron-deepspeed", dict(UNTIED, attention_bias=True, mlp_bias=True)),
+    "Qwen2": ("hf-llama", "megatron-deepspeed", dict(UNTIED, num_key_value_heads=3, tie_word_embeddings=True)),
+    "Qwen3": ("hf-llama", "", dict(UNTIED, head_dim=8)),
+    "Mistral": ("hf-llama", "megatron-deepspeed", dict(UNTIED, num_key_value_heads=1)),
+    "Mixtral": ("hf-moe-stacked", "hf-mixtral hf-qwen-moe", dict(UNTIED, num_local_experts=3)),
+    "Qwen2Moe": ("hf-moe-stacked", "hf-qwen-moe", dict(EXPERTS, **SHARED, num_experts=3)),
+    "Qwen3Moe": ("hf-moe-stacked", "hf-qwen-moe", dict(EXPERTS, head_dim=4, num_experts=5)),
+    "GPT2": ("hf-gpt2", "megatron-deepspeed", dict(vocab_size=29, n_embd=24, n_layer=2, n_head=6, n_inner=40)),
+}
+OF_FAMILY = {**dict.fromkeys(FAMILIES, "Llama"), **dict.fromkeys(("hf-mixtral", "hf-moe-stacked"), "Mixtral")}
+OF_FAMILY.update({"hf-qwen-moe": "Qwen3Moe", "hf-gpt2": "GPT2"})
+
+
+def built(name: str, seed: int = 5, **options: Any) -> nn.Module:
+    """With random values, also in norms and biases, which begin as ones and zeros."""
+    config = getattr(transformers, f"{name.split(',')[0]}Config")(**{**MODELS[name][2], **options})
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.randn(param.shape, generator=generator) * 0.3)
+    return model.eval()
+
+
+def core(name: str = "Llama", **options: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Two layers in Megatron-core's form, untied unless asked otherwise, and Megatron's args."""
+    return core_of(built(name, **options))
+
+
+def logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(torch.arange(20).view(2, 10) % 29).logits
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_from_megatrons_form_gives_the_same_logits_and_goes_back(name: str, tmp_path: Path) -> None:
+def test_a_model_from_megatrons_form_gives_the_same_logits(name: str, tmp_path: Path) -> None:
     """In memory; and experts as in files, which are what transformers writes and reads."""
-    in_memory, in_files, *_ = MODELS[name]
+    in_memory, others, _ = MODELS[name]
     model, fresh = built(name), built(name, seed=6)
-    core, arguments = core_of(model)
-    there = translate(checkpoint_of(core, CORE, arguments), in_memory)
-    missing, unexpected = fresh.load_state_dict(weights_of(there), strict=False)
+    weights, arguments = core_of(model)
+    source = checkpoint_of(weights, CORE, arguments)
+    missing, unexpected = fresh.load_state_dict(weights_of(translate(source, in_memory)), strict=False)
     assert not unexpected and (missing == [] or missing == ["lm_head.weight"])
     assert torch.equal(logits(fresh), logits(model))
-    again = translate(there, CORE)
-    assert again.names == CORE
-    assert_equal(weights_of(again), core)
-    if in_files:
-        weights = weights_of(translate(checkpoint_of(core, CORE, arguments), in_files))
+    if in_memory == "hf-moe-stacked":
+        weights = weights_of(translate(source, others.split()[0]))
         model.save_pretrained(tmp_path)
         assert_equal(weights, load_file(tmp_path / "model.safetensors"))
         save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
         read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
         assert torch.equal(logits(read), logits(model))
-        assert_equal(weights_of(translate(checkpoint_of(weights, in_files, arguments), CORE)), core)
+
+
+@pytest.mark.parametrize("layout", ["groups", "blocks"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_map_is_undone_exactly(name: str, layout: str) -> None:
+    in_memory, others, _ = MODELS[name]
+    weights, arguments = core(name)
+    for family in (CORE, in_memory, *others.split()):
+        numbers = Numbers(qkv_layout=layout)
+        there = apply(find(family), checkpoint_of(weights, CORE, arguments), numbers)
+        assert there.names == family and there.arguments == arguments
+        back = apply(find(family).inverse(), there, numbers)
+        assert list(back.params) == list(weights) or family != CORE
+        assert_equal(weights_of(back), weights)
+        assert_equal(weights_of(translate(there, CORE, numbers)), weights)
+        seen, known = (
+            torch.cat([tensor.flatten() for tensor in tensors])
+            for tensors in ([param.weight.read() for param in there.params.values()], weights.values())
+        )
+        assert torch.equal(seen.sort().values, known.sort().values)
 
 
 def test_one_family_becomes_another() -> None:
-    model = built("mixtral")
+    model = built("Mixtral")
     stacked = checkpoint_of(model.state_dict(), "model", {"num_key_value_heads": 2, "num_attention_heads": 6})
     files = translate(stacked, "hf-mixtral", source="hf-moe-stacked")
     assert files.names == "hf-mixtral"
@@ -224,80 +235,6 @@ def test_one_family_becomes_another() -> None:
     assert translate(again, "hf-moe-stacked") is again
     cut = translate(again, "hf-moe-stacked", Numbers(vocab_size=20))
     assert cut.names == "hf-moe-stacked" and cut.params["lm_head.weight"].shape == (20, 24)
-
-
-# Every map is undone exactly
-
-
-def random_core(
-    seed: int, *, gated: bool = True, experts: int = 0, tied: bool | None = None, layers: int | None = None
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights of a made-up Megatron model, every element another, and its arguments."""
-    pick = random.Random(seed)
-    drawn, groups, size, width = (pick.randint(*ends) for ends in ((1, 3), (1, 4), (1, 5), (1, 6)))
-    layers, heads = layers or drawn, groups * pick.randint(1, 4)
-    inner, vocabulary = pick.randint(1, 7), pick.randint(2, 9)
-    has_bias, norm_bias, may_tie = (pick.random() < 0.5 for _ in range(3))
-    linears = {"self_attention.linear_qkv": (size * (heads + 2 * groups), width)}
-    linears["self_attention.linear_proj"] = (width, size * heads)
-    for prefix in [f"mlp.experts.local_experts.{number}" for number in range(experts)] or ["mlp"]:
-        linears[f"{prefix}.linear_fc1"] = ((2 if gated else 1) * inner, width)
-        linears[f"{prefix}.linear_fc2"] = (width, inner)
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (vocabulary, width)}
-    for layer in range(layers):
-        prefix = f"decoder.layers.{layer}"
-        for norm in ("input_layernorm", "pre_mlp_layernorm"):
-            shapes[f"{prefix}.{norm}.weight"] = (width,)
-            shapes |= {f"{prefix}.{norm}.bias": (width,)} if norm_bias and not gated else {}
-        for name, shape in linears.items():
-            shapes[f"{prefix}.{name}.weight"] = shape
-            shapes |= {f"{prefix}.{name}.bias": shape[:1]} if has_bias and not experts else {}
-        shapes |= {f"{prefix}.mlp.router.weight": (experts, width)} if experts else {}
-    shapes["decoder.final_layernorm.weight"] = (width,)
-    if not (may_tie if tied is None else tied):
-        shapes[HEAD] = (vocabulary, width)
-    start, weights = 0.0, {}
-    for name, shape in shapes.items():
-        count = torch.Size(shape).numel()
-        weights[name] = torch.arange(start, start + count).view(shape)
-        start += count
-    arguments = {"num_layers": layers, "num_attention_heads": heads, "num_query_groups": groups, "kv_channels": size}
-    return weights, {**arguments, "num_experts": experts or None, "swiglu": gated}
-
-
-CASES: dict[str, dict[str, Any]] = {
-    "megatron-core": {},
-    "megatron-deepspeed": dict(gated=False),
-    "hf-llama": {},
-    "hf-mixtral": dict(experts=3),
-    "hf-qwen-moe": dict(experts=4),
-    "hf-moe-stacked": dict(experts=1),
-    "hf-gpt2": dict(gated=False, tied=False),
-}
-
-
-def core_for(family: str, seed: int, **changes: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """A made-up model that the family has names for."""
-    weights, arguments = random_core(seed, **CASES[family] | changes)
-    if family == "hf-gpt2":
-        weights["embedding.position_embeddings.weight"] = torch.full((3, weights[EMBEDDING].shape[1]), -1.0)
-    return weights, arguments
-
-
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_is_undone_exactly(family: str, seed: int) -> None:
-    weights, arguments = core_for(family, seed)
-    numbers = Numbers(qkv_layout=("groups", "blocks")[seed % 2])
-    there = apply(find(family), checkpoint_of(weights, CORE, arguments), numbers)
-    if family == "hf-llama":
-        assert any("fc1.bias" in name for name in weights) == any("gate_proj.bias" in name for name in there.params)
-    assert there.names == family and there.arguments == arguments
-    back = apply(find(family).inverse(), there, numbers)
-    assert list(back.params) == list(weights) or family != "megatron-core"
-    assert_equal(weights_of(back), weights)
-    seen = torch.cat([param.weight.read().flatten() for param in there.params.values()])
-    assert seen.sort().values.tolist() == sorted(torch.cat([w.flatten() for w in weights.values()]).tolist())
 
 
 def test_the_way_back_of_the_way_back_is_the_way_there() -> None:
@@ -312,19 +249,20 @@ def test_the_way_back_of_the_way_back_is_the_way_there() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_stages_are_numbered_as_megatron_deepspeed_numbers_them(tied: bool) -> None:
-    weights, arguments = random_core(7, tied=tied)
-    weights = {name: weight for name, weight in weights.items() if not name.endswith("bias")}
-    weights["decoder.final_layernorm.bias"] = torch.ones(2)
-    layers = arguments["num_layers"]
-    names = {f"{layers + 2}.weight", f"{layers + 2}.bias"}
-    names |= {"tied_modules.embed.word_embeddings.weight"} if tied else {"1.word_embeddings.weight"}
-    names |= set() if tied else {f"{layers + 3}.lm_head.weight"}
+    weights, arguments = core(tie_word_embeddings=tied)
+    weights[f"{NORM}.bias"] = torch.ones(2)
     modules = ("input_layernorm", "post_attention_layernorm", "self_attention.query_key_value", "self_attention.dense")
     modules += ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
-    names |= {f"{layer + 2}.{module}.weight" for layer in range(layers) for module in modules}
-    there = translate(checkpoint_of(weights, CORE, arguments), "megatron-deepspeed", Numbers(qkv_layout="groups"))
-    assert set(there.params) == names
-    assert_equal(weights_of(translate(there, CORE, Numbers(qkv_layout="groups"))), weights)
+    names = {f"{stage}.{module}.weight" for stage in (2, 3) for module in modules} | {"4.weight", "4.bias"}
+    there = translate(checkpoint_of(weights, CORE, arguments), "megatron-deepspeed", GROUPS)
+    untied = {"1.word_embeddings.weight", "5.lm_head.weight"}
+    assert set(there.params) == names | ({"tied_modules.embed.word_embeddings.weight"} if tied else untied)
+    assert_equal(weights_of(translate(there, CORE, GROUPS)), weights)
+    if not tied:
+        stages = weights_of(there)
+        stages["7.lm_head.weight"] = stages.pop("5.lm_head.weight")
+        with pytest.raises(CheckpointError, match=r"1 problem\(s\)(?s:.*)'7.lm_head.weight' fits no rule"):
+            translate(checkpoint_of(stages, "megatron-deepspeed", arguments), CORE, GROUPS)
 
 
 def qkv_of(heads: int, groups: int, size: int, columns: int) -> list[Tensor]:
@@ -336,21 +274,12 @@ def qkv_of(heads: int, groups: int, size: int, columns: int) -> list[Tensor]:
 def test_blocks_of_q_k_and_v_lie_rank_by_rank(ranks: int) -> None:
     parts = qkv_of(8, 4, 3, 2)
     arguments = {"num_attention_heads": 8, "num_query_groups": 4, "swiglu": False}
-    source = checkpoint_of({f"decoder.layers.0.{QKV}": grouped_rows(*parts, 4)}, CORE, arguments)
+    source = checkpoint_of({f"{LAYER}.{QKV}": grouped_rows(*parts, 4)}, CORE, arguments)
     numbers = Numbers(qkv_layout="blocks", qkv_ranks=ranks)
     there = translate(source, "megatron-deepspeed", numbers)
     expected = torch.cat([part.chunk(ranks)[rank] for rank in range(ranks) for part in parts])
     assert torch.equal(there.params["2.self_attention.query_key_value.weight"].weight.read(), expected)
     assert_equal(weights_of(translate(there, CORE, numbers)), weights_of(source))
-
-
-def test_a_stage_whose_number_does_not_follow_the_layers_is_refused() -> None:
-    weights, arguments = random_core(2, tied=False, layers=2)
-    groups = Numbers(qkv_layout="groups")
-    there = weights_of(translate(checkpoint_of(weights, CORE, arguments), "megatron-deepspeed", groups))
-    there["7.lm_head.weight"] = there.pop("5.lm_head.weight")
-    with pytest.raises(CheckpointError, match=r"1 problem\(s\)(?s:.*)'7.lm_head.weight' fits no rule"):
-        translate(checkpoint_of(there, "megatron-deepspeed", arguments), CORE, groups)
 
 
 # Numbers
@@ -364,7 +293,7 @@ def only_qkv() -> NameMap:
 def test_two_numbers_divide_a_fused_matrix(known: tuple[str, ...]) -> None:
     sizes = {"heads": 6, "query_groups": 2, "kv_channels": 4}
     parts, only = qkv_of(6, 2, 4, 5), only_qkv()
-    source = checkpoint_of({f"decoder.layers.0.{QKV}": grouped_rows(*parts, 2)}, CORE)
+    source = checkpoint_of({f"{LAYER}.{QKV}": grouped_rows(*parts, 2)}, CORE)
     there = weights_of(apply(only, source, Numbers(**{key: sizes[key] for key in known})))
     assert_equal(there, {f"model.layers.0.self_attn.{n}_proj.weight": t for n, t in zip("qkv", parts)})
     for key in known:
@@ -376,37 +305,44 @@ def test_two_numbers_divide_a_fused_matrix(known: tuple[str, ...]) -> None:
         apply(only.inverse(), checkpoint_of(there, "hf-llama"))
 
 
-def test_parts_that_do_not_fit_each_other_are_refused() -> None:
-    def join(q: int, k: int, v: int, **numbers: int) -> None:
-        rows = zip("qkv", (q, k, v))
-        parts = {f"model.layers.0.self_attn.{part}_proj.weight": torch.ones(n, 4) for part, n in rows}
-        apply(only_qkv().inverse(), checkpoint_of(parts, "hf-llama"), Numbers(**numbers))
+def joined(rows: tuple[int, int, int], **numbers: int) -> Checkpoint:
+    """Of q, k and v with so many rows."""
+    parts = {f"model.layers.0.self_attn.{part}_proj.weight": torch.ones(n, 4) for part, n in zip("qkv", rows)}
+    return apply(only_qkv().inverse(), checkpoint_of(parts, "hf-llama"), Numbers(**numbers))
 
-    join(24, 8, 8, query_groups=2, heads=6)
-    with pytest.raises(CheckpointError, match="k and v must be alike"):
-        join(24, 8, 4, query_groups=2)
-    for numbers in ({"query_groups": 2, "heads": 5}, {"query_groups": 3}, {"query_groups": 2, "kv_channels": 2}):
-        with pytest.raises(CheckpointError, match="do not divide by heads"):
-            join(24, 8, 8, **numbers)
-    with pytest.raises(CheckpointError, match="20 rows of q, k and v do not divide"):
-        join(12, 4, 4, query_groups=1, kv_channels=8)
-    with pytest.raises(CheckpointError, match="28 rows of q, k and v do not divide"):  # one and a half heads a group
-        join(12, 8, 8, query_groups=2)
+
+@pytest.mark.parametrize(
+    ("rows", "numbers", "said"),
+    [
+        ((24, 8, 4), {"query_groups": 2}, "k and v must be alike"),
+        ((24, 8, 8), {"query_groups": 2, "heads": 5}, "do not divide by heads"),
+        ((24, 8, 8), {"query_groups": 3}, "do not divide by heads"),
+        ((24, 8, 8), {"query_groups": 2, "kv_channels": 2}, "do not divide by heads"),
+        ((12, 4, 4), {"query_groups": 1, "kv_channels": 8}, "20 rows of q, k and v do not divide"),
+        ((12, 8, 8), {"query_groups": 2}, "28 rows of q, k and v do not divide"),  # one and a half heads a group
+    ],
+)
+def test_parts_that_do_not_fit_each_other_are_refused(
+    rows: tuple[int, int, int], numbers: dict[str, int], said: str
+) -> None:
+    joined((24, 8, 8), query_groups=2, heads=6)
+    with pytest.raises(CheckpointError, match=said):
+        joined(rows, **numbers)
 
 
 def test_a_given_number_goes_before_the_arguments() -> None:
-    weights, arguments = random_core(3)
+    weights, arguments = core()
     source = checkpoint_of(weights, CORE, arguments | {"num_attention_heads": 31})
     there = translate(source, "hf-llama", Numbers(heads=arguments["num_attention_heads"]))
     assert_equal(weights_of(there), weights_of(translate(checkpoint_of(weights, CORE, arguments), "hf-llama")))
 
 
 def test_one_query_group_may_be_a_default_that_is_not_used() -> None:
-    weights, arguments = random_core(3, layers=1)
+    weights, arguments = core(num_hidden_layers=1)
     parts = qkv_of(6, 6, 2, 4)
-    weights[f"decoder.layers.0.{QKV}"] = grouped_rows(*parts, 6)
-    weights = {name: weight for name, weight in weights.items() if not name.endswith("linear_qkv.bias")}
-    arguments |= {"num_attention_heads": 6, "num_query_groups": 1, "kv_channels": 2}
+    weights[f"{LAYER}.{QKV}"] = grouped_rows(*parts, 6)
+    del arguments["group_query_attention"]
+    arguments |= {"num_query_groups": 1, "kv_channels": 2}
     for grouped in ({}, {"group_query_attention": False}):
         there = weights_of(translate(checkpoint_of(weights, CORE, arguments | grouped), "hf-llama"))
         assert torch.equal(there["model.layers.0.self_attn.k_proj.weight"], parts[1])
@@ -419,45 +355,72 @@ def test_one_query_group_may_be_a_default_that_is_not_used() -> None:
 
 # Refusals
 
-BLOCKS_OF_97 = Numbers(qkv_layout="blocks", qkv_ranks=97)
-TWO = dict(layers=2, tied=True)
-WRONG_ARGUMENTS = [  # the family, its model, what the arguments say otherwise, numbers, and what is said
-    ("megatron-deepspeed", {}, {}, Numbers(), "depends on its commit.*'groups'.*'blocks'"),
-    ("megatron-deepspeed", {}, {}, BLOCKS_OF_97, r"\d query groups do not divide among qkv_ranks 97"),
-    ("hf-llama", {}, {"num_attention_heads": 31}, Numbers(), "do not divide by heads"),
-    ("hf-llama", {}, {"kv_channels": 99}, Numbers(), "do not divide by heads"),
-    ("hf-llama", {}, {"num_attention_heads": "many"}, Numbers(), "is 'many'; expected a number; give 'heads'"),
-    ("hf-llama", TWO, {"num_layers": 3}, Numbers(), r"nothing was found of layer\(s\) 2, but of others up to"),
-    ("hf-llama", TWO, {"num_layers": 1}, Numbers(), "there are 2 layers, but 1 were expected"),
-    ("hf-llama", TWO, {"rotary_interleaved": True}, Numbers(), "rotary_interleaved"),
-    ("hf-llama", TWO, {"layernorm_zero_centered_gamma": True}, Numbers(), "layernorm_zero_centered_gamma"),
-    ("hf-gpt2", TWO, {"layernorm_zero_centered_gamma": True}, Numbers(), "layernorm_zero_centered_gamma"),
-    ("hf-llama", TWO, {"swiglu": False}, Numbers(), "swiglu"),
-    ("hf-gpt2", TWO, {"swiglu": True}, Numbers(), "swiglu"),
-    ("hf-moe-stacked", dict(experts=3), {"num_experts": 4}, Numbers(), r"experts.3.linear_fc1.weight' is missing"),
+Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+
+def without(end: str) -> Change:
+    return lambda weights: {name: weight for name, weight in weights.items() if not name.endswith(end)}
+
+
+def renumbered(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.replace("layers.1", "layers.9"): weight for name, weight in weights.items()}
+
+
+LAST, PLUS_ONE, NO = "experts.2.linear_fc2.weight", "layernorm_zero_centered_gamma", Numbers()
+NO_EXPERT = f"'{LAYER}.mlp.experts.local_{LAST}' is missing, which belongs with"
+NO_LAYERS = r"nothing was found of layer\(s\) .*8, but of others up to 9"
+WRONG: list[tuple[str, Change | None, dict[str, Any], Numbers, str]] = [
+    # the family, what is changed, what the arguments say otherwise, numbers, and what is said
+    ("megatron-deepspeed", None, {}, NO, "depends on its commit.*'groups'.*'blocks'"),
+    (
+        "megatron-deepspeed",
+        None,
+        {},
+        Numbers(qkv_layout="blocks", qkv_ranks=97),
+        "2 query groups do not divide among qkv_ranks 97",
+    ),
+    ("hf-llama", None, {"num_attention_heads": 31}, NO, "do not divide by heads"),
+    ("hf-llama", None, {"kv_channels": 99}, NO, "do not divide by heads"),
+    ("hf-llama", None, {"num_attention_heads": "many"}, NO, "is 'many'; expected a number; give 'heads'"),
+    ("hf-llama", None, {"num_layers": 3}, NO, r"nothing was found of layer\(s\) 2, but of others up to"),
+    ("hf-llama", None, {"num_layers": 1}, NO, "there are 2 layers, but 1 were expected"),
+    ("hf-llama", None, {"rotary_interleaved": True}, NO, "rotary_interleaved"),
+    ("hf-llama", None, {PLUS_ONE: True}, NO, PLUS_ONE),
+    ("hf-gpt2", None, {PLUS_ONE: True}, NO, PLUS_ONE),
+    ("hf-llama", None, {"swiglu": False}, NO, "swiglu"),
+    ("hf-gpt2", None, {"swiglu": True}, NO, "swiglu"),
+    ("hf-moe-stacked", None, {"num_experts": 4}, NO, r"experts.3.linear_fc1.weight' is missing"),
+    ("hf-moe-stacked", without(LAST), {}, NO, NO_EXPERT),
+    ("hf-moe-stacked", without(f"0.mlp.experts.local_{LAST}"), {}, NO, NO_EXPERT),
+    ("hf-moe-stacked", without(f"0.mlp.experts.local_{LAST}"), {"num_experts": None}, NO, NO_EXPERT),  # others tell
+    ("hf-llama", renumbered, {"num_layers": None}, NO, NO_LAYERS),
+    ("hf-gpt2", renumbered, {"num_layers": None}, NO, NO_LAYERS),
+    ("megatron-deepspeed", renumbered, {"num_layers": None}, GROUPS, NO_LAYERS),
+    ("hf-llama", without(f"0.{QKV}"), {"num_layers": None}, NO, "linear_qkv.* is missing for layer 0"),
 ]
 
 
-@pytest.mark.parametrize(("family", "model", "said", "numbers", "words"), WRONG_ARGUMENTS)
-def test_arguments_that_do_not_fit_the_weights_are_refused(
-    family: str, model: dict[str, Any], said: dict[str, Any], numbers: Numbers, words: str
+@pytest.mark.parametrize(("family", "change", "said", "numbers", "words"), WRONG)
+def test_weights_and_arguments_that_do_not_fit_are_refused(
+    family: str, change: Change | None, said: dict[str, Any], numbers: Numbers, words: str
 ) -> None:
-    weights, arguments = core_for(family, 3, **model)
-    if said:
-        translate(checkpoint_of(weights, CORE, arguments), family, Numbers(qkv_layout="groups"))
+    weights, arguments = core(OF_FAMILY[family])
+    translate(checkpoint_of(weights, CORE, arguments), family, GROUPS)
+    weights = change(weights) if change else weights
     with pytest.raises(CheckpointError, match=words):
         translate(checkpoint_of(weights, CORE, arguments | said), family, numbers)
 
 
 def test_a_stack_of_another_size_than_the_arguments_say_is_refused() -> None:
-    weights, arguments = random_core(5, experts=3)
+    weights, arguments = core("Mixtral")
     there = translate(checkpoint_of(weights, CORE, arguments), "hf-moe-stacked")
     with pytest.raises(CheckpointError, match="is a stack of 3; expected were 4 experts"):
         translate(dataclasses.replace(there, arguments=arguments | {"num_experts": 4}), CORE)
 
 
 def test_names_that_fit_no_rule_and_parts_that_are_missing_are_listed_in_one_error() -> None:
-    weights, arguments = random_core(4)
+    """At most twenty, and all are counted."""
+    weights, arguments = core()
     there = dict(weights_of(translate(checkpoint_of(weights, CORE, arguments), "hf-llama")))
     del there["model.layers.0.self_attn.k_proj.weight"]
     del there["model.norm.weight"]
@@ -472,50 +435,17 @@ def test_names_that_fit_no_rule_and_parts_that_are_missing_are_listed_in_one_err
         "'model.norm.weight' fits no name",
     ):
         assert expected in str(caught.value)
-
-
-def test_at_most_twenty_problems_are_listed_and_all_are_counted() -> None:
-    weights = {f"strange.{number}": torch.ones(1) for number in range(50)}
+    strange = {f"strange.{number}": torch.ones(1) for number in range(50)}
     names = NameMap(CORE, "mine", (rule("usual.{layer}", "other.{layer}", optional=True),))
     with pytest.raises(CheckpointError, match=r"50 problem\(s\)") as caught:
-        apply(names, checkpoint_of(weights, CORE))
+        apply(names, checkpoint_of(strange, CORE))
     assert str(caught.value).count("fits no rule") == 20 and "... and 30 more" in str(caught.value)
 
 
-@pytest.mark.parametrize("told_by", ["arguments", "other layers", "arguments alone"])
-def test_a_missing_expert_is_named(told_by: str) -> None:
-    weights, arguments = random_core(5, experts=3)
-    lost = "decoder.layers.0.mlp.experts.local_experts.2.linear_fc2.weight"
-    if told_by == "other layers":
-        arguments["num_experts"] = None
-        weights |= {name.replace("layers.0", f"layers.{arguments['num_layers']}"): w for name, w in weights.items()}
-        arguments["num_layers"] += 1
-    ends = "experts.2.linear_fc2.weight" if told_by == "arguments alone" else lost  # of all layers
-    weights = {name: weight for name, weight in weights.items() if not name.endswith(ends)}
-    with pytest.raises(CheckpointError, match=re.escape(f"{lost!r} is missing, which belongs with")):
-        translate(checkpoint_of(weights, CORE, arguments), "hf-moe-stacked")
-
-
-@pytest.mark.parametrize("family", ["hf-llama", "hf-gpt2", "megatron-deepspeed"])
-def test_a_missing_layer_is_named(family: str) -> None:
-    weights, arguments = random_core(6, gated=family == "hf-llama")
-    weights |= {name.replace("layers.0", "layers.9"): weight for name, weight in weights.items()}
-    with pytest.raises(CheckpointError, match=r"nothing was found of layer\(s\) .*8, but of others up to 9"):
-        translate(checkpoint_of(weights, CORE, arguments | {"num_layers": None}), family, Numbers(qkv_layout="groups"))
-
-
-def test_a_layer_without_one_of_its_matrices_is_named() -> None:
-    weights, arguments = random_core(8)
-    weights |= {name.replace("layers.0", f"layers.{arguments['num_layers']}"): w for name, w in weights.items()}
-    weights = {n: w for n, w in weights.items() if not n.startswith("decoder.layers.0.self_attention.linear_qkv.")}
-    with pytest.raises(CheckpointError, match="linear_qkv.* is missing for layer 0"):
-        translate(checkpoint_of(weights, CORE, arguments | {"num_layers": None}), "hf-llama")
-
-
 def test_states_of_another_form_follow_a_rename_only() -> None:
-    weights, arguments = random_core(10)
+    weights, arguments = core()
     source = checkpoint_of(weights, CORE, arguments)
-    fc1, fc2 = (f"decoder.layers.0.mlp.linear_fc{number}.weight" for number in (1, 2))
+    fc1, fc2 = (f"{LAYER}.mlp.linear_fc{number}.weight" for number in (1, 2))
     owned = {0: {"row": torch.ones(3)}}
     odd = {name: {**source.params[name].states, "second": held(torch.ones(2), "second")} for name in (fc1, fc2)}
     there = translate(replaced(source, fc2, states=odd[fc2], owner_states=owned), "hf-llama")
@@ -533,8 +463,8 @@ def test_states_of_another_form_follow_a_rename_only() -> None:
 
 def test_which_matrices_there_are_follows_a_rename_only() -> None:
     """Of what is split, joined or permuted these elements are not the same any more, so nothing is said of it."""
-    weights, arguments = random_core(10)
-    fc1, fc2, qkv = (f"decoder.layers.0.{name}" for name in ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight", QKV))
+    weights, arguments = core()
+    fc1, fc2, qkv = (f"{LAYER}.{name}" for name in ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight", QKV))
     matrices = {name: [f"some rows of {name}", "others"] for name in (fc1, fc2, qkv)}
     source = checkpoint_of(weights, CORE, {**arguments, "matrices": matrices})
     there = translate(source, "hf-llama")
@@ -547,7 +477,7 @@ def test_which_matrices_there_are_follows_a_rename_only() -> None:
 
 @pytest.mark.parametrize("changes", [{"step": 4.0}, {"group": 1}, {"states": {}}, {"weight": torch.bfloat16}])
 def test_parts_that_differ_are_not_joined(changes: dict[str, Any]) -> None:
-    weights, arguments = random_core(11)
+    weights, arguments = core()
     there, name = translate(checkpoint_of(weights, CORE, arguments), "hf-llama"), "model.layers.0.mlp.up_proj.weight"
     said = "are joined by rule .*, but differ in"
     if "weight" in changes:
@@ -557,17 +487,15 @@ def test_parts_that_differ_are_not_joined(changes: dict[str, Any]) -> None:
 
 
 def test_names_that_are_made_twice_and_maps_of_other_names_are_refused() -> None:
-    weights, arguments = random_core(0)
-    weights["decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"] = torch.ones(2)
-    with pytest.raises(CheckpointError, match="'decoder.layers.0.input_layernorm.weight'; one of them is too many"):
+    weights, arguments = core()
+    weights[f"{LAYER}.self_attention.linear_qkv.layer_norm_weight"] = torch.ones(2)
+    with pytest.raises(CheckpointError, match=f"'{LAYER}.input_layernorm.weight'; one of them is too many"):
         translate(checkpoint_of(weights, CORE, arguments), CORE)
     names = NameMap(CORE, "mine", (rule("a", "c"), rule("b", "c")))
     with pytest.raises(CheckpointError, match="two rules make 'c'"):
         apply(names, checkpoint_of({"a": torch.ones(1), "b": torch.ones(1)}, CORE))
     with pytest.raises(CheckpointError, match="the map is from megatron-core to hf-llama, but .* names are model"):
         apply(find("hf-llama"), checkpoint_of({}, "model"))
-    with pytest.raises(CheckpointError, match="unknown names 'hf-lama'; did you mean 'hf-llama'?"):
-        find("hf-lama")
     with pytest.raises(ValueError, match=r"rule a -> b \+ c: 1 tensors, but 2 names for them"):
         Rule((Pattern("a"),), (Pattern("b"), Pattern("c")))
 
@@ -576,7 +504,7 @@ def test_names_that_are_made_twice_and_maps_of_other_names_are_refused() -> None
 
 
 def test_names_of_transformer_engine_are_understood() -> None:
-    weights, arguments = random_core(13, experts=2)
+    weights, arguments = core("Mixtral")
     called = {}
     for name, weight in weights.items():
         name = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
@@ -587,7 +515,7 @@ def test_names_of_transformer_engine_are_understood() -> None:
 
 
 def test_ties_and_buffers_are_renamed_where_there_is_a_name_and_what_is_dropped_is_said() -> None:
-    weights, arguments = random_core(14, tied=True)
+    weights, arguments = core(tie_word_embeddings=True)
     buffers = {"router.expert_bias": held(torch.ones(1), "bias")}
     source = dataclasses.replace(checkpoint_of(weights, CORE, arguments), tied={HEAD: EMBEDDING}, buffers=buffers)
     there = translate(source, "hf-llama")
@@ -602,21 +530,20 @@ def test_ties_and_buffers_are_renamed_where_there_is_a_name_and_what_is_dropped_
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_padding_of_the_vocabulary_is_cut_and_put_back_as_zeros(family: str) -> None:
-    weights, arguments = core_for(family, 15, tied=False)
+    weights, arguments = core(OF_FAMILY[family])
     width = weights[EMBEDDING].shape[1]
     padded = torch.cat([torch.ones(5, width), torch.full((3, width), 7.0)])
     source = checkpoint_of(weights | {EMBEDDING: padded, HEAD: padded}, CORE, arguments)
-    layout = {"qkv_layout": "groups"}
-    there = apply(find(family), source, Numbers(vocab_size=5, **layout))
+    there = apply(find(family), source, Numbers(vocab_size=5, qkv_layout="groups"))
     assert sum(param.shape == (5, width) for param in there.params.values()) >= 2
-    back = apply(find(family).inverse(), there, Numbers(vocab_multiple=4, **layout))
+    back = apply(find(family).inverse(), there, Numbers(vocab_multiple=4, qkv_layout="groups"))
     for name in (EMBEDDING, HEAD):
         found = {"weight": back.params[name].weight, **back.params[name].states}
         for key, value in (("weight", 1.0), (MASTER, 3.0), ("momentum_buffer", -1.0)):
             expected = torch.cat([torch.full((5, width), value), torch.zeros(3, width)])
             assert torch.equal(found[key].read(), expected), (name, key)
     with pytest.raises(CheckpointError, match="has 8 rows, fewer than the vocabulary of 9 that was given"):
-        apply(find(family), source, Numbers(vocab_size=9, **layout))
+        apply(find(family), source, Numbers(vocab_size=9, qkv_layout="groups"))
 
 
 # Reading
@@ -625,36 +552,33 @@ def test_padding_of_the_vocabulary_is_cut_and_put_back_as_zeros(family: str) -> 
 def test_parts_read_no_more_than_themselves() -> None:
     reads: list[tuple[int, int]] = []
 
-    def counted(weight: Tensor) -> LazyTensor:
+    def counted(shape: tuple[int, ...]) -> LazyTensor:
         def part(start: int, stop: int) -> Tensor:
             reads.append((start, stop))
-            return weight.flatten()[start:stop].clone()
+            return torch.ones(stop - start)
 
-        whole = (tuple(weight.shape), weight.dtype, lambda: part(0, weight.numel()).view(weight.shape))
-        return LazyTensor(*whole, "w", part)
+        size = torch.Size(shape).numel()
+        return LazyTensor(shape, torch.float32, lambda: part(0, size).view(shape), "w", part)
 
-    weights = {QKV: torch.arange(96.0).view(48, 2), "mlp.linear_fc1.weight": torch.arange(40.0).view(20, 2)}
-    params = {f"decoder.layers.0.{name}": Param(counted(weight)) for name, weight in weights.items()}
-    source = Checkpoint("a test's", "", CORE, params)
+    params = {QKV: Param(counted((48, 2))), "mlp.linear_fc1.weight": Param(counted((20, 2)))}
+    source = Checkpoint("a test's", "", CORE, {f"{LAYER}.{name}": param for name, param in params.items()})
     rules = tuple(rule for rule in find("hf-llama").rules if any("split" in name for name in rule.do))
     there = apply(NameMap(CORE, "mine", rules), source, Numbers(heads=8, query_groups=2))
+    stack = Checkpoint("", "", "mine", {"fc2": Param(counted((3, 4, 5)))})
+    unstacked = apply(NameMap("mine", CORE, (rule("fc2", "layers.{layer}.fc2"),)), stack)
     assert not reads
     size = 4 * 2  # channels of a head, times columns
-    expected = {
-        "self_attn.q_proj": [(0, 4 * size), (6 * size, 10 * size)],
-        "self_attn.k_proj": [(4 * size, 5 * size), (10 * size, 11 * size)],
-        "self_attn.v_proj": [(5 * size, 6 * size), (11 * size, 12 * size)],
-        **{"mlp.gate_proj": [(0, 20)], "mlp.up_proj": [(20, 40)]},
-    }
-    for name, parts in expected.items():
+    for name, expected in {
+        "model.layers.0.self_attn.q_proj.weight": [(0, 4 * size), (6 * size, 10 * size)],
+        "model.layers.0.self_attn.k_proj.weight": [(4 * size, 5 * size), (10 * size, 11 * size)],
+        "model.layers.0.self_attn.v_proj.weight": [(5 * size, 6 * size), (11 * size, 12 * size)],
+        "model.layers.0.mlp.gate_proj.weight": [(0, 20)],
+        "model.layers.0.mlp.up_proj.weight": [(20, 40)],
+        "layers.1.fc2": [(20, 40)],
+    }.items():
         reads.clear()
-        there.params[f"model.layers.0.{name}.weight"].weight.read()
-        assert reads == parts, name
-    stack = Checkpoint("", "", "mine", {"fc2": Param(counted(torch.randn(3, 4, 5)))})
-    unstacked = apply(NameMap("mine", CORE, (rule("fc2", "layers.{layer}.fc2"),)), stack)
-    reads.clear()
-    unstacked.params["layers.1.fc2"].weight.read()
-    assert reads == [(20, 40)]
+        {**there.params, **unstacked.params}[name].weight.read()
+        assert reads == expected, name
 
 
 # The user's own
@@ -680,7 +604,7 @@ def test_a_users_file_serves_both_ways(tmp_path: Path) -> None:
     numbers = {"query_groups": 2, "heads": 4}
     path = written(tmp_path, {"target": "mine", "family": "hf-llama", "numbers": numbers, "rules": rules})
     parts = q, k, v = qkv_of(4, 2, 3, 5)
-    weights = {EMBEDDING: torch.randn(7, 5), "decoder.final_layernorm.weight": torch.ones(5)}
+    weights = {EMBEDDING: torch.randn(7, 5), f"{NORM}.weight": torch.ones(5)}
     down, gate_up = torch.randn(2, 3, 3, 4), torch.randn(2, 2, 4, 5)  # the layer's own, and those of two experts
     for number in range(2):
         name = f"decoder.layers.{number}"
@@ -728,19 +652,14 @@ def one(source: Any, target: Any, **more: Any) -> dict[str, Any]:
         (one("x{a}", "y{b}"), "only in the source"),
         (one(["x{a}", "y"], ["x{a}", "y"]), "must have the same fields"),
         (one("x", ["y", "z"]), "1 tensors, but 2 names"),
+        (one("embeding.weight", "y"), "'embeding.weight' fits no name; did you mean 'embedding.weight'?"),
     ],
 )
 def test_what_is_wrong_in_a_users_file_is_said(content: Any, said: str, tmp_path: Path) -> None:
     path = written(tmp_path, content)
     with pytest.raises(CheckpointError, match=said) as caught:
-        find(path)
-    assert path in str(caught.value)
-
-
-def test_a_rule_of_a_users_file_that_fits_nothing_is_said(tmp_path: Path) -> None:
-    path = written(tmp_path, one("embeding.weight", "y"))
-    with pytest.raises(CheckpointError, match="'embeding.weight' fits no name; did you mean 'embedding.weight'?"):
         translate(checkpoint_of({"embedding.weight": torch.ones(2, 2)}, CORE), path)
+    assert path in str(caught.value) or "fits no name" in said
 
 
 def test_patterns_read_and_write_names() -> None:
@@ -793,20 +712,20 @@ def test_the_setting_for_a_fused_matrix_divides_it_into_q_k_and_v(layout: str) -
 
 
 def test_joining_says_how_to_keep_matrices_apart() -> None:
-    weights, arguments = random_core(3)
+    weights, arguments = core()
     there = translate(checkpoint_of(weights, CORE, arguments | MUON), "hf-llama")
-    core, before = translate(there, CORE), weights_of(there)
-    assert len(list(atoms_in(core.notes))) == 2
-    settings = {key: value for each in atoms_in(core.notes) for key, value in each.items()}
-    found = blocks_by_part(core, "decoder.layers.0.mlp.linear_fc1.weight", settings, False)
-    found |= blocks_by_part(core, f"decoder.layers.0.{QKV}", settings, False)
+    again, before = translate(there, CORE), weights_of(there)
+    assert len(list(atoms_in(again.notes))) == 2
+    settings = {key: value for each in atoms_in(again.notes) for key, value in each.items()}
+    found = blocks_by_part(again, "decoder.layers.0.mlp.linear_fc1.weight", settings, False)
+    found |= blocks_by_part(again, f"decoder.layers.0.{QKV}", settings, False)
     names = ("mlp.gate", "mlp.up", *(f"self_attn.{part}" for part in "qkv"))
     assert_equal(found, {n.split(".")[1][0]: before[f"model.layers.0.{n}_proj.weight"] for n in names})
 
 
 @pytest.mark.parametrize(("split", "said"), [(True, "nothing changes"), (False, "no setting"), (None, "do not say")])
 def test_splitting_says_what_megatron_orthogonalized(split: bool | None, said: str) -> None:
-    weights, arguments = random_core(1, layers=2)
+    weights, arguments = core()
     arguments |= MUON | {"muon_split_qkv": split}
     notes = translate(checkpoint_of(weights, CORE, arguments), "hf-llama").notes
     (qkv,) = [note for note in notes if note.startswith("q, k and v are separate parameters now")]
@@ -818,7 +737,7 @@ def test_splitting_says_what_megatron_orthogonalized(split: bool | None, said: s
 
 
 def test_one_sentence_serves_all_layers_and_blockwise_ranks_and_none_what_muon_did_not_train() -> None:
-    weights, arguments = random_core(1, layers=3)
+    weights, arguments = core()
     source = checkpoint_of(weights, CORE, arguments | MUON | {"muon_tp_mode": "blockwise"})
     notes = translate(source, CORE).notes
     assert [list(settings) for settings in atoms_in(notes)] == [[f"decoder.layers.*.{QKV}"]]
@@ -834,28 +753,12 @@ def test_one_sentence_serves_all_layers_and_blockwise_ranks_and_none_what_muon_d
 # Genuine checkpoints
 
 
-def families_of(source: Checkpoint) -> list[str]:
-    """Those with names for what the arguments describe."""
-    if source.arguments.get("num_experts"):
-        return ["hf-mixtral", "hf-qwen-moe", "hf-moe-stacked"]
-    if source.arguments.get("swiglu"):
-        return ["hf-llama", "megatron-deepspeed"]
-    return ["hf-gpt2", "megatron-deepspeed"]
-
-
 @pytest.mark.parametrize("folder", genuine())
 def test_genuine_megatron_checkpoints_go_to_every_family_and_back(folder: Path) -> None:
     numbers, source = Numbers(qkv_layout="blocks"), formats.read(folder)
-    for family in families_of(source):
+    families = ["hf-llama" if source.arguments.get("swiglu") else "hf-gpt2", "megatron-deepspeed"]
+    for family in ["hf-mixtral", "hf-qwen-moe", "hf-moe-stacked"] if source.arguments.get("num_experts") else families:
         there = translate(source, family, numbers)
-        if family == "hf-llama":  # a matrix and its states by plain arithmetic
-            args, qkv = source.arguments, source.params[f"decoder.layers.1.{QKV}"]
-            groups, size = args["num_query_groups"], args["kv_channels"]
-            each = args["num_attention_heads"] // groups * size
-            for key, state in qkv.states.items():
-                fused = state.read()
-                q = torch.cat([fused[g * (each + 2 * size) : g * (each + 2 * size) + each] for g in range(groups)])
-                assert torch.equal(there.params["model.layers.1.self_attn.q_proj.weight"].states[key].read(), q)
         gates.check(there)
         back = translate(there, CORE, numbers)
         assert set(back.params) == set(source.params)
