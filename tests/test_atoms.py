@@ -430,6 +430,12 @@ def phi3() -> tuple[Any, Any]:
     return model, model.model.layers[0].self_attn
 
 
+def changed(model: Any, module: nn.Module, **attributes: Any) -> Any:
+    """The model, of which a module has other sizes."""
+    vars(module).update(attributes)
+    return model
+
+
 def test_a_class_with_a_forward_of_its_own_is_not_guessed_at() -> None:
     model, attention = phi3()
     known = type(attention)
@@ -446,20 +452,15 @@ def test_a_class_with_a_forward_of_its_own_is_not_guessed_at() -> None:
         assert (PHI3 in fused_of(model)) == is_known, (name, of_its_own)
 
 
-@pytest.mark.parametrize(("key", "value"), [("head_dim", 4), ("num_key_value_heads", 3), ("num_key_value_heads", None)])
-def test_sizes_that_do_not_fit_leave_a_weight_whole(key: str, value: int | None) -> None:
-    model, attention = phi3()
-    setattr(attention, key, value)
-    assert PHI3 not in fused_of(model)
-    delattr(attention, key)
-    assert PHI3 not in fused_of(model)
-
-
-def test_sizes_must_also_fit_the_linear_that_takes_the_result() -> None:
-    model: Any = MODELS["big code, one kv head"][0]()
-    attention = model.transformer.h[0].attn
+def test_sizes_that_do_not_fit_the_weight_and_the_linear_that_takes_the_result_leave_it_whole() -> None:
+    for key, value in (("head_dim", 4), ("num_key_value_heads", 3), ("num_key_value_heads", None)):
+        model, attention = phi3()
+        assert PHI3 not in fused_of(changed(model, attention, **{key: value}))
+        delattr(attention, key)
+        assert PHI3 not in fused_of(model)
+    model = MODELS["big code, one kv head"][0]()
     assert [len(outputs) for blocks in fused_of(model).values() for outputs in named(blocks).values()] == [32, 8, 8]
-    attention.embed_dim, attention.kv_dim = 16, 16
+    changed(model, model.transformer.h[0].attn, embed_dim=16, kv_dim=16)
     assert not fused_of(model), "16 + 16 + 16 are the 48 outputs, but 32 queries go into c_proj"
 
 
@@ -532,14 +533,6 @@ class Attention(nn.Module):
         return {"q_nope": q_nope, "q_rope": q_rope, "kv": kv, "k_rope": k_rope, "k_nope": k_nope, "v": v}
 
 
-class GptOssGroupedExperts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp1_weight_EGD = nn.Parameter(torch.randn(4, 10, 6))
-        self.mlp1_bias_EG = nn.Parameter(torch.randn(4, 10))
-        self.mlp2_weight_EDF = nn.Parameter(torch.randn(4, 6, 5))
-
-
 KV_PARTS = {"wkv_a": ["kv", "k_rope"], "wkv_b": ["k_nope", "v"]}
 
 
@@ -564,22 +557,18 @@ def test_parts_of_torchtitans_weights_are_what_its_modules_cut(module: Any, expe
 
 
 def test_experts_of_torchtitans_gpt_oss_have_gate_and_up_in_turn() -> None:
-    ((name, blocks),) = fused_of(nn.ModuleDict({"inner_experts": GptOssGroupedExperts()})).items()
+    shapes = {"mlp1_weight_EGD": (4, 10, 6), "mlp1_bias_EG": (4, 10), "mlp2_weight_EDF": (4, 6, 5)}
+    experts = nn.ParameterDict({name: torch.randn(shape) for name, shape in shapes.items()})
+    ((name, blocks),) = fused_of(nn.ModuleDict({"inner_experts": experts})).items()
     assert name == "inner_experts.mlp1_weight_EGD"
     assert [outputs_of(block) for block in blocks[:2]] == [numbers(torch.arange(s, 10.0, 2)) for s in (0, 1)]
     assert len(of_experts(blocks, "gate")) == 20
 
 
-class FusedSwiGLU(nn.Module):
-    """torchtitan's: as its experts have it, in one linear."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w13, self.w2 = nn.Parameter(torch.randn(6, 2, 8)), nn.Linear(6, 8, bias=False)
-
-
 def side_by_side() -> nn.Module:
-    return nn.ModuleDict({"moe": FusedGroupedExperts(3, 6), "shared_experts": FusedSwiGLU(), "first": nn.Linear(8, 8)})
+    """torchtitan's experts, and its linear for shared ones."""
+    shared = nn.ParameterDict({"w13": torch.randn(6, 2, 8)})
+    return nn.ModuleDict({"moe": FusedGroupedExperts(3, 6), "shared_experts": shared, "first": nn.Linear(8, 8)})
 
 
 def test_gate_and_up_that_lie_side_by_side_are_two_matrices_of_each_expert() -> None:
@@ -618,16 +607,13 @@ def reasons_of(model: nn.Module, **options: object) -> dict[str, str]:
     return {r.name.removesuffix(".weight"): r.reason for r in found.routes}
 
 
-def changed(module: nn.Module, **attributes: int) -> nn.Module:
-    vars(module).update(attributes)
-    return module
-
-
 def test_the_reason_tells_the_parts_and_whose_they_are_or_why_a_weight_stays_whole() -> None:
+    latent = Attention()
+    latent.v_head_dim = 9
     model = nn.ModuleDict(
         {
             **{"m": FusedQKVLinear(), "a": Attention(), "phi3": phi3()[0], **side_by_side(), "last": nn.Linear(8, 8)},
-            **{"b": FusedQKVLinear(heads=1, kv_heads=1, size=1), "c": changed(Attention(), v_head_dim=9)},
+            **{"b": FusedQKVLinear(heads=1, kv_heads=1, size=1), "c": latent},
         }
     )
     found = reasons_of(model, atoms={"*.o_proj.weight": {"heads": 8}})
@@ -648,8 +634,9 @@ def test_the_reason_tells_the_parts_and_whose_they_are_or_why_a_weight_stays_who
     }
     assert {name: found[name] for name in expected} == expected
     for key, value in (("head_dim", 7), ("r_dim", 5), ("heads_per_kv", 3)):
-        found = reasons_of(nn.ModuleDict({"m": changed(FusedQKVLinear(), **{key: value}), "other": nn.Linear(8, 8)}))
-        assert found["m.wqkv"] == misfit.format("FusedQKVLinear")
+        module = FusedQKVLinear()
+        setattr(module, key, value)
+        assert reasons_of(nn.Sequential(module))["0.wqkv"] == misfit.format("FusedQKVLinear")
     assert {name: each.reason for name, each in divided_of(stack_of("mixtral.MixtralExperts")).items()} == {
         "experts.gate_up_proj": "4 slices of gate, up, as MixtralExperts has them",
         "experts.down_proj": "4 slices",
@@ -704,11 +691,6 @@ def test_settings_come_before_what_is_known_and_are_about_outputs_however_a_matr
     blocks = experts["experts.down_proj"].blocks
     assert [block.of("w") for block in blocks[:3]] == ["w[0].head0", "w[0].head1", "w[1].head0"]
     assert [block.shape for block in blocks] == [(16, 48)] * 8
-    torchtitans = {**dict.fromkeys(("*.wq.weight", "*.wkv_b.weight"), {"heads": 3}), "*.wkv_a.weight": "whole"}
-    found = divided_of(nn.ModuleDict({"a": Attention()}), torchtitans)
-    shapes = {name: [block.shape for block in each.blocks] for name, each in found.items()}
-    assert shapes["a.wq.weight"] == [(10, 24)] * 3 and shapes["a.wkv_b.weight"] == [(16, 8)] * 3
-    assert shapes["a.wkv_a.weight"] == [(12, 24)]
 
 
 def test_parameters_of_more_dimensions_become_matrices_where_a_setting_says_how() -> None:
