@@ -38,6 +38,10 @@ T5 = {"num_layers": 2, "num_heads": 4, "d_model": 64, "d_kv": 16, "d_ff": 96, "v
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {  # configuration, model and sizes
     "llama": ("Llama", "ForCausalLM", SMALL),
     "llama-tied": ("Llama", "ForCausalLM", {**SMALL, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", "ForCausalLM", {**SMALL, "num_key_value_heads": 2, "head_dim": 16}),
+    "mistral": ("Mistral", "ForCausalLM", {**SMALL, "num_key_value_heads": 2}),
+    "gpt-neox": ("GPTNeoX", "ForCausalLM", SMALL),
+    "opt": ("OPT", "ForCausalLM", {**SMALL, "ffn_dim": 96, "word_embed_proj_dim": 32, "max_position_embeddings": 64}),
     "gpt2": ("GPT2", "LMHeadModel", GPT2),
     "mixtral": ("Mixtral", "ForCausalLM", {**SMALL, "num_key_value_heads": 2, "num_local_experts": 4}),
     "deepseek-v3": ("DeepseekV3", "ForCausalLM", DEEPSEEK),
@@ -149,10 +153,16 @@ def test_a_configuration_gives_the_built_models_shapes_and_a_checkpoint_the_same
     checkpoint = read_checkpoint(tmp_path)
     by_name, by_module = kinds(checkpoint), kinds(shapes)
     assert "matrix" in by_module.values()
+    tables = [each.weight for each in model.modules() if isinstance(each, nn.Embedding)]
+    if FAMILIES[family][1] in ("ForCausalLM", "LMHeadModel"):
+        for name, param in model.named_parameters():
+            outside = any(param is each for each in (*tables, model.get_output_embeddings().weight)) or "norm" in name
+            hidden = (param.ndim == 2 or ".experts." in name) and not outside
+            assert by_module[name] == ("matrix" if hidden else "elementwise"), name
     same = by_name.keys() & by_module.keys()
     assert {name: by_name[name] for name in same} == {name: by_module[name] for name in same}
     assert all(shape == true[name] for name, shape in read_shapes(checkpoint).items() if name in true)
-    apart = {name for name in by_name.keys() - same if "bias" not in name}
+    apart = {name for name in by_name.keys() - same if "bias" not in name and name != "embed_out.weight"}
     assert all(".experts." in name or ".gate." in name for name in apart)
     assert {by_name[name] for name in apart} <= {"matrix"}
     assert "routed by name" in checkpoint.notes[0] and "alphabetical order" in checkpoint.notes[1]

@@ -42,22 +42,12 @@ def module(**parts: Any) -> nn.Module:
     return made
 
 
-# Hugging Face's models
+# Models as they are; those of Hugging Face's families are in test_model_shapes.py
 
 SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "vocab_size": 512}
 MIDDLE = {**SMALL, "intermediate_size": 96}
 FEW_KEYS = {**SMALL, "intermediate_size": 128, "num_key_value_heads": 2}
 GPT2 = {"n_layer": 2, "n_head": 4, "n_embd": 64, "n_positions": 64}
-FAMILIES: dict[str, hf.PretrainedConfig] = {
-    "llama": hf.LlamaConfig(**FEW_KEYS),
-    "llama-tied": hf.LlamaConfig(**SMALL, intermediate_size=128, tie_word_embeddings=True),
-    "qwen3": hf.Qwen3Config(**FEW_KEYS, head_dim=16),
-    "mistral": hf.MistralConfig(**FEW_KEYS),
-    "gpt2": hf.GPT2Config(**GPT2, vocab_size=512),
-    "gpt-neox": hf.GPTNeoXConfig(**SMALL, intermediate_size=128),
-    "opt": hf.OPTConfig(**SMALL, ffn_dim=128, word_embed_proj_dim=32, max_position_embeddings=64),
-    "cohere": hf.CohereConfig(**SMALL, intermediate_size=128, use_qk_norm=True),
-}
 
 
 def on_meta(made: hf.PretrainedConfig) -> nn.Module:
@@ -65,18 +55,6 @@ def on_meta(made: hf.PretrainedConfig) -> nn.Module:
         model = hf.AutoModelForCausalLM.from_config(made)
     model.tie_weights()
     return model
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_embeddings_heads_norms_and_biases_of_real_models_stay_elementwise(family: str) -> None:
-    model = on_meta(FAMILIES[family])
-    routes = routes_of(model)
-    outside = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
-    for name, param in model.named_parameters():
-        position_table = "wpe" in name or "embed_positions" in name
-        hidden = param.ndim == 2 and id(param) not in outside and "norm" not in name and not position_table
-        assert routes[name].kind == ("matrix" if hidden else "elementwise"), routes[name]
-    assert any(r.kind == "matrix" for r in routes.values())
 
 
 def test_models_of_stacked_experts_say_how_little_is_a_matrix() -> None:
