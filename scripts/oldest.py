@@ -47,7 +47,8 @@ PARTS = {
     "torch": Part(
         f"torch=={OLDEST_TORCH}",
         tuple(INDEX),
-        ("test_equality", "test_fsdp2*", "test_owned*", "test_rules*", "test_muon", "test_modules*", "test_plan*"),
+        ("test_equality", "test_checkpoints", "test_fsdp2*", "test_owned*", "test_rules*", "test_muon", "test_modules*")
+        + ("test_plan*",),
         {},
     ),
 }

@@ -173,6 +173,17 @@ def _states_of_their_muon(engine: Any) -> States:
     return found
 
 
+def equal(a: Any, b: Any) -> bool:
+    """To the bit, whatever holds the tensors."""
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return bool(a == b)
+
+
 def assert_holds(checkpoint: Checkpoint, truth: dict[str, Any]) -> None:
     """The checkpoint's fp32 weights and states are those that the engine held, and no others."""
     trained = {name: param for name, param in checkpoint.params.items() if param.states}

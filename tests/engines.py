@@ -1,39 +1,58 @@
-"""Every engine trains a cell of options, and one process trains the truth: the sums are exact, so bits can be compared.
+"""Every engine trains a cell of options, saves and loads, and one process trains the truth. Sums are exact, so bits can
+be compared.
 
-Gradients are rounded to multiples of 2^-14 as they leave a layer's backward. Sums of a few are then exact in fp32, in
-whatever order and by whatever collective; so are means over 2 or 4 ranks.
+Gradients are rounded to multiples of 3 * 2^-14 as they leave a layer's backward. Sums of a few are then exact in fp32,
+in whatever order and by whatever collective; so are means over 2, 3 or 4 ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import hashlib
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torch.optim.lr_scheduler import LambdaLR
 
 from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.integrations import fsdp2 as fsdp2_engine
 from tests import fsdp2
 from tests.models import MATRICES, UnevenLM
 from tests.owned import BUCKET_MB, shares
-from tests.rules import CAUTIOUS, ELEMENTWISE, SECTIONS, elementwise_optimizer, matrix_optimizer
-from tests.zero import OWN_ROWS, engine_for, full_weights, newton_schulz_in_float32, own_rows
+from tests.rules import CAUTIOUS, ELEMENTWISE, SECTIONS, PlainRule, elementwise_optimizer, matrix_optimizer
+from tests.zero import OWN_ROWS, PRECISIONS, engine_for, full_weights, newton_schulz_in_float32
 
 ZERO = ("zero 0", "zero 1", "zero 2", "zero 3")
 OWNED = ("owned 0", "owned 1", "owned 2")  # owned storage under DeepSpeed
 ENGINES = ("plain", *ZERO, *OWNED, "fsdp2")
 RULES = {**ELEMENTWISE, **CAUTIOUS}
+CLIENT = {"mine": 3}  # what the user's own program saves along
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What is trained how; ``options`` are further ones of our optimizer, ``zero`` of DeepSpeed's zero_optimization."""
+    """What is trained how; ``options`` are further ones of our optimizer, ``zero`` of DeepSpeed's zero_optimization.
+
+    With ``alike`` all ranks train on all rows, so that any number of them comes to the same weights. Rates may be
+    ``falling`` from step to step, and begin at ``rate`` if it is given. ``form`` is what FSDP2's state is saved in.
+    """
 
     engine: str
     matrix: str = "muon"
@@ -44,6 +63,11 @@ class Cell:
     sharding: str = "rows"
     options: dict[str, Any] = field(default_factory=dict)
     zero: dict[str, Any] = field(default_factory=dict)
+    precision: str = "fp32"
+    alike: bool = False
+    falling: bool = False
+    rate: float | None = None
+    form: str = "nested"
 
 
 @dataclass(frozen=True)
@@ -62,7 +86,7 @@ class _Rounded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return (grad * 2**14).round() / 2**14
+        return (grad * (2**14 / 3)).round() * 3 / 2**14
 
 
 class _Linear(nn.Linear):
@@ -121,73 +145,216 @@ def verdicts(*cells: Cell) -> list[Verdict]:
 
 def train(cell: Cell) -> tuple[dict[str, Tensor], list[float]]:
     """Train a model on these ranks, each on its rows; its whole weights by name, and the norms that it clipped by."""
+    with running(cell, _model(cell.sharding)) as engine:
+        norms = engine.train(range(cell.steps))
+        return engine.weights(), norms
+
+
+@contextlib.contextmanager
+def running(cell: Cell, model: nn.Module, *, converted: bool = False) -> Iterator[Engine]:
+    """The engine of a cell. What it loads is ``converted``, for DeepSpeed to universal, or of an engine like it."""
+    rules = {"matrix": _matrix(cell), "elementwise": _elementwise(cell)}
     if cell.engine == "plain":
-        return _train_plain(cell)
-    if cell.engine == "fsdp2":
-        return _train_fsdp2(cell)
-    return _train_deepspeed(cell)
+        yield Engine(cell, model, LayerWiseOptimizer(model, **rules, **{"bucket_mb": BUCKET_MB, **_options(cell)}))
+    elif cell.engine == "fsdp2":
+        with _on_fsdp2(cell, model, rules) as engine:
+            engine.loaded_form = "nested" if converted else cell.form
+            yield engine
+    else:
+        schedule = {"lr_scheduler": falling} if cell.falling else {}
+        with engine_for(_settings(cell, rules, converted), model, **schedule) as made:
+            yield UnderDeepSpeed(cell, made)
 
 
-def _train_plain(cell: Cell) -> tuple[dict[str, Tensor], list[float]]:
-    model = ExactLM()
-    options = {"bucket_mb": BUCKET_MB, **_options(cell)}
-    optimizer = LayerWiseOptimizer(model, _matrix(cell), elementwise=RULES[cell.elementwise], **options)
-    norms = _loop(model, optimizer, cell, dist.get_rank(), dist.get_world_size())
-    optimizer.synchronize()
-    return {name: param.detach().clone() for name, param in model.named_parameters()}, norms
+def falling(optimizer: Any) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: 0.9**step)
 
 
-def _train_fsdp2(cell: Cell) -> tuple[dict[str, Tensor], list[float]]:
-    sharded = fsdp2.SHARDINGS[cell.sharding](_model(cell.sharding))
-    options = {"bucket_matrices": 2, **_options(cell)}
+class Engine:
+    """A model in training on these ranks, each on its rows or all on all; here with owned storage in plain PyTorch."""
+
+    def __init__(self, cell: Cell, model: nn.Module, optimizer: Any) -> None:
+        self.cell, self.model, self.optimizer = cell, model, optimizer
+        self.part, self.parts = (0, 1) if cell.alike else (dist.get_rank(), dist.get_world_size())
+        self.scheduler = falling(optimizer) if cell.falling else None
+        self.iteration = self.samples = 0
+
+    def train(self, steps: range) -> list[float]:
+        """The norms that it clipped by."""
+        count = self.parts * self.cell.accumulation
+        return [norm for step in steps for norm in self.step(shares(step, count)[self.part :: self.parts])]
+
+    def step(self, micro_batches: list[tuple[Tensor, Tensor]]) -> list[float]:
+        self.backward(micro_batches)
+        norms = [float(self.optimizer.clip_grad_norm_(self.cell.clip))] if self.cell.clip else []
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.iteration += 1
+        self.samples += OWN_ROWS * dist.get_world_size() // self.parts
+        return norms
+
+    def backward(self, micro_batches: list[tuple[Tensor, Tensor]]) -> None:
+        *first, last = micro_batches
+        with self.optimizer.no_sync():
+            for rows in first:
+                (self.model(*rows) / len(micro_batches)).backward()
+        (self.model(*last) / len(micro_batches)).backward()
+
+    def weights(self) -> dict[str, Tensor]:
+        self.optimizer.synchronize()
+        return {name: param.detach().clone() for name, param in self.model.named_parameters()}
+
+    def progress(self) -> dict[str, Any]:
+        """What a training program saves of itself."""
+        schedule = {} if self.scheduler is None else {"scheduler": self.scheduler.state_dict()}
+        return {"iteration": self.iteration, "samples": self.samples, **schedule, **CLIENT}
+
+    def go_on_from(self, progress: dict[str, Any]) -> None:
+        assert progress.items() >= CLIENT.items()
+        self.iteration, self.samples = progress["iteration"], progress["samples"]
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(progress["scheduler"])
+
+    def save(self, folder: str) -> None:
+        self.optimizer.save_state_dict(folder)
+        if dist.get_rank() == 0:
+            torch.save(self.progress(), Path(folder) / "training.pt")
+        weights = self.model.state_dict()
+        if dist.get_rank() == 0:
+            torch.save(weights, Path(folder) / "model.pt")
+
+    def load(self, folder: str, *, weights_last: bool = False) -> None:
+        weights = torch.load(f"{folder}/model.pt")
+        loads = [lambda: self.model.load_state_dict(weights), lambda: self.optimizer.load_state_dict_from(folder)]
+        for load in reversed(loads) if weights_last else loads:
+            load()
+        self.go_on_from(torch.load(f"{folder}/training.pt"))
+
+
+@contextlib.contextmanager
+def _on_fsdp2(cell: Cell, model: nn.Module, rules: dict[str, Any]) -> Iterator[OnFSDP2]:
+    whole = copy.deepcopy(model) if cell.sharding == "tensor parallel" else None
+    sharded = fsdp2.SHARDINGS[cell.sharding](model)
+    options = _options(cell)
     attach = options.pop("attach", False)
-    optimizer = fsdp2_engine.LayerWiseOptimizer(
-        sharded.model, _matrix(cell), elementwise=RULES[cell.elementwise], **options
-    )
+    optimizer = fsdp2_engine.LayerWiseOptimizer(sharded.model, **rules, bucket_matrices=2, **options)
+    engine = OnFSDP2(cell, sharded.model, optimizer)
+    engine.whole = whole
+    if not cell.alike:
+        engine.part, engine.parts = sharded.part, sharded.parts
     with fsdp2.attached(optimizer, sharded.model) if attach else contextlib.nullcontext():
-        norms = _loop(sharded.model, optimizer, cell, sharded.part, sharded.parts)
-    return fsdp2.weights_of(sharded.model), norms
+        yield engine
 
 
-def _loop(model: nn.Module, optimizer: Any, cell: Cell, part: int, parts: int) -> list[float]:
-    norms = []
-    for step in range(cell.steps):
-        for number, rows in enumerate(shares(step, parts * cell.accumulation)[part::parts]):
-            last = number == cell.accumulation - 1
-            fsdp2.set_sync(model, last)
-            with contextlib.nullcontext() if last or cell.engine == "fsdp2" else optimizer.no_sync():
-                (model(*rows) / cell.accumulation).backward()
-        if cell.clip:
-            norms.append(float(optimizer.clip_grad_norm_(cell.clip)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return norms
+class OnFSDP2(Engine):
+    loaded_form: str
+    whole: nn.Module | None
+
+    def backward(self, micro_batches: list[tuple[Tensor, Tensor]]) -> None:
+        if self.whole is not None:
+            self._deal_gradients(self.whole, micro_batches)
+            return
+        for number, rows in enumerate(micro_batches):
+            fsdp2.set_sync(self.model, number == len(micro_batches) - 1)
+            (self.model(*rows) / len(micro_batches)).backward()
+
+    def _deal_gradients(self, whole: nn.Module, micro_batches: list[tuple[Tensor, Tensor]]) -> None:
+        """Tensor parallelism adds up in parts, which rounds otherwise: gradients are those of the whole model here."""
+        whole.load_state_dict({**self.weights(), **dict(self.model.named_buffers())})
+        whole.zero_grad()
+        for rows in micro_batches:
+            (whole(*rows) / len(micro_batches)).backward()
+        for (_, param), of_whole in zip(fsdp2.named(self.model), whole.parameters(), strict=True):
+            if of_whole.grad is not None:
+                kept = {"run_check": False, "shape": param.shape, "stride": param.stride()}
+                part = fsdp2.distribute_like(of_whole.grad, param)
+                param.grad = DTensor.from_local(part, param.device_mesh, param.placements, **kept)
+        for buffer, of_whole in zip(self.model.buffers(), whole.buffers(), strict=True):
+            buffer.copy_(of_whole)
+
+    def weights(self) -> dict[str, Tensor]:
+        return fsdp2.weights_of(self.model)
+
+    def save(self, folder: str) -> None:
+        state = {**self._state(_options_of(self.cell.form)), **self.progress()}
+        if self.cell.form == "async":
+            dcp.async_save(state, checkpoint_id=folder).result()
+        elif "full" not in self.cell.form:
+            dcp.save(state, checkpoint_id=folder)
+        elif dist.get_rank() == 0:
+            Path(folder).mkdir()
+            torch.save(state, f"{folder}/full.pt")
+        dist.barrier()
+
+    def load(self, folder: str, *, weights_last: bool = False) -> None:
+        options = _options_of(self.loaded_form)
+        if "full" not in self.loaded_form:
+            state = {**self._state(options), **self.progress()}
+            dcp.load(state, checkpoint_id=folder)
+        else:
+            state = torch.load(f"{folder}/full.pt")
+            if self.loaded_form == "full" and dist.get_rank() > 0:
+                state = {**state, "model": {}, "optimizer": {}}
+        set_model_state_dict(self.model, state["model"], options=options)
+        if self.loaded_form == "flat full":  # torch 2.13 cannot shard one while loading, not for its own AdamW either
+            options = StateDictOptions(flatten_optimizer_state_dict=True)
+        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=options)
+        self.go_on_from(state)
+
+    def _state(self, options: StateDictOptions) -> dict[str, Any]:
+        """As docs/fsdp2.md saves it."""
+        optimizer = get_optimizer_state_dict(self.model, self.optimizer, options=options)
+        return {"model": get_model_state_dict(self.model, options=options), "optimizer": optimizer}
 
 
-def _train_deepspeed(cell: Cell) -> tuple[dict[str, Tensor], list[float]]:
+def _options_of(form: str) -> StateDictOptions:
+    full = dict.fromkeys(("full_state_dict", "cpu_offload", "broadcast_from_rank0"), "full" in form)
+    return StateDictOptions(flatten_optimizer_state_dict="flat" in form, **full)
+
+
+class UnderDeepSpeed(Engine):
+    """DeepSpeed counts, and moves the schedule, itself."""
+
+    def __init__(self, cell: Cell, made: Any) -> None:
+        super().__init__(replace(cell, falling=False), made.module, made.optimizer)
+        self.made = made
+
+    def step(self, micro_batches: list[tuple[Tensor, Tensor]]) -> list[float]:
+        for rows in micro_batches:
+            self.made.backward(self.made(*rows))
+            self.made.step()
+        return [float(self.made.get_global_grad_norm())] if self.cell.clip else []
+
+    def weights(self) -> dict[str, Tensor]:
+        return full_weights(self.made)
+
+    def save(self, folder: str) -> None:
+        self.made.save_checkpoint(folder, client_state=dict(CLIENT))
+
+    def load(self, folder: str, *, weights_last: bool = False) -> None:
+        if self.cell.engine in OWNED and self.cell.precision != "fp32":  # masters are not to be made of these
+            self.model.load_state_dict(self.model.state_dict())
+        path, client = self.made.load_checkpoint(folder)
+        assert path is not None and client.items() >= CLIENT.items()
+
+
+def _settings(cell: Cell, rules: dict[str, Any], universal: bool) -> dict[str, Any]:
     storage, stage = cell.engine.split()
     sizes = {"bucket_mb": BUCKET_MB} if storage == "owned" else {"bucket_numel": 2000}
-    options = {"storage": storage, **sizes, **_options(cell)}
-    settings = {
-        "train_micro_batch_size_per_gpu": OWN_ROWS // cell.accumulation // dist.get_world_size(),
+    params = {**rules, "storage": storage, **sizes, **_options(cell)}
+    parts = 1 if cell.alike else dist.get_world_size()
+    return {
+        "train_micro_batch_size_per_gpu": OWN_ROWS // cell.accumulation // parts,
         "gradient_accumulation_steps": cell.accumulation,
         "gradient_clipping": cell.clip,
         "zero_optimization": {"stage": int(stage), "reduce_bucket_size": 10_000, **cell.zero},
-        "optimizer": {
-            "type": "LayerWise",
-            "params": {"matrix": _matrix(cell), "elementwise": RULES[cell.elementwise], **options},
-        },
+        "optimizer": {"type": "LayerWise", "params": params},
         "steps_per_print": 1_000_000,
+        "checkpoint": {"load_universal": universal},
+        **PRECISIONS[cell.precision],
     }
-    norms = []
-    with engine_for(settings, ExactLM()) as engine:
-        for step in range(cell.steps):
-            for rows in own_rows(step, cell.accumulation):
-                engine.backward(engine(*rows))
-                engine.step()
-            if cell.clip:
-                norms.append(float(engine.get_global_grad_norm()))
-        return full_weights(engine), norms
 
 
 def _options(cell: Cell) -> dict[str, Any]:
@@ -195,7 +362,15 @@ def _options(cell: Cell) -> dict[str, Any]:
 
 
 def _matrix(cell: Cell) -> dict[str, Any]:
-    return {**SECTIONS[cell.matrix], **_precise(cell.matrix, cell.clip)}
+    return {**SECTIONS[cell.matrix], **_precise(cell.matrix, cell.clip), **_rate(cell)}
+
+
+def _elementwise(cell: Cell) -> dict[str, Any]:
+    return {**RULES[cell.elementwise], **_rate(cell)}
+
+
+def _rate(cell: Cell) -> dict[str, float]:
+    return {} if cell.rate is None else {"lr": cell.rate}
 
 
 def _precise(matrix: str, clip: float) -> dict[str, Any]:
@@ -207,30 +382,69 @@ def _model(sharding: str) -> ExactLM:
     return ExactLM(hidden=fsdp2.EVEN) if sharding in fsdp2.EVEN_ONLY else ExactLM()
 
 
+class Alone:
+    """One process, with torch's optimizers or a rule on whole matrices."""
+
+    def __init__(self, model: nn.Module, matrix: str, elementwise: str, clip: float = 0.0) -> None:
+        self.model, self.clip = model, clip
+        named = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        matrices = {name: named.pop(name) for name in MATRICES}
+        section = {**SECTIONS[matrix], **_precise(matrix, clip)}
+        torchs = {key: value for key, value in section.items() if key in ("lr", "weight_decay")}
+        of_all = list(matrices.values())
+        first = torch.optim.Muon(of_all, **torchs) if matrix == "muon" else matrix_optimizer(of_all, section)
+        self.optimizers = [first, elementwise_optimizer(list(named.values()), RULES[elementwise])]
+        self.params = [matrices, named]
+
+    def step(self, micro_batches: list[tuple[Tensor, Tensor]], ranks: int, factor: float = 1.0) -> list[float]:
+        """One step on all ranks' rows, with rates times ``factor``; the norm that it clipped by."""
+        for rows in micro_batches:
+            (self.model(*rows) / (len(micro_batches) // ranks)).backward()
+        for param in self.model.parameters():
+            if param.grad is not None:
+                param.grad.div_(ranks)
+        norms = [float(nn.utils.clip_grad_norm_(self.model.parameters(), self.clip))] if self.clip else []
+        for optimizer in self.optimizers:
+            with _at(optimizer, factor):
+                optimizer.step()
+            optimizer.zero_grad()
+        return norms
+
+    def states(self) -> dict[str, dict[str, Any]]:
+        """What a checkpoint has of each trained parameter: its master, states and counter, and what its owner keeps."""
+        found: dict[str, dict[str, Any]] = {}
+        for optimizer, params in zip(self.optimizers, self.params):
+            for place, (name, param) in enumerate(params.items()):
+                if isinstance(optimizer, PlainRule):
+                    state, owner = optimizer.state[place], optimizer.owned[place] or {}
+                elif isinstance(optimizer, torch.optim.Muon) or params is self.params[1]:
+                    state, owner = optimizer.state[param], {}
+                else:
+                    counted = {key: value for key, value in optimizer.param_groups[0].items() if key == "step"}
+                    state, owner = {}, {"group": counted, "state": dict(optimizer.state[param])}
+                found[name] = copy.deepcopy({"fp32": param.detach(), **state, "owner": owner})
+        return found
+
+
+@contextlib.contextmanager
+def _at(optimizer: Any, factor: float) -> Iterator[None]:
+    """With learning rates times ``factor``."""
+    rates = [vars(optimizer.rule)] if isinstance(optimizer, PlainRule) else optimizer.param_groups
+    before = [one["lr"] for one in rates]
+    for one in rates:
+        one["lr"] *= factor
+    yield
+    for one, rate in zip(rates, before):
+        one["lr"] = rate
+
+
 @functools.cache
 def reference(
     matrix: str, elementwise: str, world_size: int, accumulation: int, clip: float, steps: int, sharding: str
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """One process on all ranks' micro-batches, with torch's optimizers or a rule on whole matrices."""
-    model = _model(sharding)
-    named = dict(model.named_parameters())
-    matrices = [named.pop(name) for name in MATRICES]
-    section = {**SECTIONS[matrix], **_precise(matrix, clip)}
-    torchs = {key: value for key, value in section.items() if key in ("lr", "weight_decay")}
-    optimizers = [
-        torch.optim.Muon(matrices, **torchs) if matrix == "muon" else matrix_optimizer(matrices, section),
-        elementwise_optimizer(list(named.values()), RULES[elementwise]),
-    ]
-    norms = []
+    """One process on all ranks' micro-batches."""
+    alone, norms = Alone(_model(sharding), matrix, elementwise, clip), []
     with newton_schulz_in_float32() if clip else contextlib.nullcontext():
         for step in range(steps):
-            for share in shares(step, world_size * accumulation):
-                (model(*share) / accumulation).backward()
-            for param in model.parameters():
-                param.grad.div_(world_size)
-            if clip:
-                norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-    return {name: param.detach().clone() for name, param in model.named_parameters()}, norms
+            norms += alone.step(shares(step, world_size * accumulation), world_size)
+    return {name: param.detach().clone() for name, param in alone.model.named_parameters()}, norms

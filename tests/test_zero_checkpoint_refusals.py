@@ -212,7 +212,7 @@ def test_a_folder_without_checkpoints_is_left_to_deepspeed(ranks: RankPool, tmp_
 def test_universal_checkpoints_that_cannot_be_loaded_are_refused(
     ranks: RankPool, saved: Saving, tmp_path: Path
 ) -> None:
-    """Those that DeepSpeed's converter made; of ours see test_owned_universal.py and test_zero_universal.py."""
+    """Those that DeepSpeed's converter made; of ours see test_universal_checkpoints.py."""
     folder, _ = saved("owned", 1, {})
     shutil.copytree(folder, tmp_path / "native")
     universal = Path(convert_as_deepspeed_does(tmp_path / "native", "b"))

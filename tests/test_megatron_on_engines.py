@@ -1,12 +1,11 @@
-"""One run through all engines, Megatron's among them: every stop is one of ``lwopt convert``, and nothing is lost."""
+"""Megatron's runs make their next step here as on one process, to the bit, and go back; what is left out is said."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -26,281 +24,35 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
-from lwopt_backend import LayerWiseOptimizer as OwnedOptimizer
 from lwopt_backend.checkpoint import formats
-from lwopt_backend.checkpoint.dcp.files import DcpFolder
 from lwopt_backend.checkpoint.deepspeed import universal_writer
 from lwopt_backend.checkpoint.files.folders import write_folder
 from lwopt_backend.integrations import deepspeed_universal_loading as loading
 from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
 from tests import megatron_dist
-from tests.checkpoint_engines import PARTS, full_weights_of, without_compiling
+from tests.checkpoint_engines import without_compiling
 from tests.command_line import SAMPLES, succeeds
-from tests.engines import ExactLM
-from tests.fsdp2 import mesh_of, weights_of, whole
-from tests.models import batch
-from tests.owned import BUCKET_MB
+from tests.fsdp2 import mesh_of, whole
 from tests.ranks import RankPool
 from tests.rule_steps import Trained, rule_of
-from tests.rules import ELEMENTWISE, SECTIONS
-from tests.zero import ROWS, engine_for
-from tests.zero import train as train_engine
+from tests.zero import engine_for
 
-STEPS = 2  # on each engine
+States = dict[str, dict[str, Tensor]]
 
 
-class LM(ExactLM):
-    """Its gradients are few bits wide, so that the mean of equal ones over any number of ranks is exact."""
+class Given(nn.Module):
+    """Its weight has the gradient that it is called with."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.register_buffer("passes", torch.zeros(2))
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        self.passes += 1
-        return super().forward(tokens, targets)
-
-
-# The engines
-
-
-@dataclass(frozen=True)
-class Leg:
-    """Some steps on one engine."""
-
-    engine: str
-    ranks: int
-    stage: int = 0
-    straight: bool = False  # it loads what is made of the saved checkpoint itself, not of the universal one
-    flat: bool = False  # FSDP2's state is saved flattened
-
-
-@dataclass(frozen=True)
-class Run:
-    rule: str
-    tied: bool
-    steps: range
-    load: str | None = None
-    save: str | None = None
-
-    def model(self) -> LM:
-        return LM(seed=0 if self.load is None else 5, tied=self.tied)
-
-    @property
-    def matrix(self) -> dict[str, Any]:
-        return SECTIONS[self.rule.removesuffix(" of parts")]
-
-    @property
-    def atoms(self) -> dict[str, Any]:
-        return {"atoms": PARTS} if self.rule.endswith("of parts") else {}
-
-
-def schedule(optimizer: Any) -> LambdaLR:
-    return LambdaLR(optimizer, lambda step: 0.9**step)
-
-
-def on_zero(run: Run, leg: Leg) -> dict[str, Any]:
-    params = {"matrix": run.matrix, "elementwise": ELEMENTWISE["adamw"], "report": False, **run.atoms}
-    zero = {"stage": leg.stage, "stage3_param_persistence_threshold": 100}
-    if leg.engine == "owned in DeepSpeed":
-        params |= {"storage": "owned", "bucket_mb": 0.01}
-        zero = {"stage": leg.stage}
-    settings = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_clipping": 0.0,
-        "zero_optimization": zero,
-        "optimizer": {"type": "LayerWise", "params": params},
-        "steps_per_print": 1_000_000,
-        "checkpoint": {"load_universal": run.load is not None},
-    }
-    with engine_for(settings, run.model(), lr_scheduler=schedule) as engine:
-        if run.load:
-            path, client = engine.load_checkpoint(run.load)
-            assert path is not None and client == {"rows": 3}
-        losses = train_engine(engine, run.steps, same_rows=True)
-        assert engine.global_steps == run.steps.stop
-        if run.save:
-            engine.save_checkpoint(run.save, client_state={"rows": 3})
-        return {"losses": losses, "weights": full_weights_of(engine), "passes": engine.module.passes.clone()}
-
-
-def on_fsdp2(run: Run, leg: Leg) -> dict[str, Any]:
-    model = run.model()
-    mesh = mesh_of(dist.get_world_size())
-    for layer in (layer for layer in model.layers if list(layer.parameters())):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = LayerWiseOptimizer(model, run.matrix, elementwise=ELEMENTWISE["adamw"], report=False, **run.atoms)
-    scheduler = schedule(optimizer)
-    if run.load:
-        state = state_of(model, optimizer, scheduler, 0)
-        dcp.load(state, checkpoint_id=run.load)
-        set_model_state_dict(model, state["model"])
-        set_optimizer_state_dict(model, optimizer, state["optimizer"])
-        scheduler.load_state_dict(state["scheduler"])
-        assert (state["iteration"], state["rows"]) == (run.steps.start, 3)
-    losses = train_alone(model, optimizer, scheduler, run.steps)
-    if run.save:
-        dcp.save(state_of(model, optimizer, scheduler, run.steps.stop, leg.flat), checkpoint_id=run.save)
-    return {"losses": losses, "weights": weights_of(model), "passes": model.passes.clone()}
-
-
-def state_of(
-    model: nn.Module, optimizer: Any, scheduler: LambdaLR, iteration: int, flat: bool = False
-) -> dict[str, Any]:
-    """As docs/fsdp2.md saves it."""
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    return {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
-        "scheduler": scheduler.state_dict(),
-        "iteration": iteration,
-        "samples": iteration * ROWS * dist.get_world_size(),
-        "rows": 3,
-    }
-
-
-def train_alone(model: nn.Module, optimizer: Any, scheduler: LambdaLR, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        loss = model(*batch(step, ROWS))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-        losses.append(loss.item())
-    return losses
-
-
-def on_owned(run: Run, leg: Leg) -> dict[str, Any]:
-    model = run.model()
-    options = {"report": False, "bucket_mb": BUCKET_MB, **run.atoms}
-    optimizer = OwnedOptimizer(model, run.matrix, elementwise=ELEMENTWISE["adamw"], **options)
-    scheduler = schedule(optimizer)
-    if run.load:
-        folder = Path(run.load)
-        model.load_state_dict(torch.load(folder / "model.pt"))
-        optimizer.load_state_dict_from(folder)
-        training = torch.load(folder / "training.pt")
-        scheduler.load_state_dict(training["scheduler"])
-        assert (training["iteration"], training["rows"]) == (run.steps.start, 3)
-    losses = train_alone(model, optimizer, scheduler, run.steps)
-    if run.save:
-        optimizer.save_state_dict(run.save)
-        if dist.get_rank() == 0:
-            steps = run.steps.stop
-            samples = steps * ROWS * dist.get_world_size()
-            training = {"scheduler": scheduler.state_dict(), "iteration": steps, "samples": samples, "rows": 3}
-            torch.save(model.state_dict(), Path(run.save) / "model.pt")
-            torch.save(training, Path(run.save) / "training.pt")
-    weights = {name: param.detach().clone() for name, param in model.named_parameters()}
-    return {"losses": losses, "weights": weights, "passes": model.passes.clone()}
-
-
-ENGINES = {"zero": on_zero, "owned in DeepSpeed": on_zero, "fsdp2": on_fsdp2, "owned": on_owned}
-TARGETS = {"fsdp2": "dcp", "owned": "owned"}  # of lwopt convert; universal for the others
-
-
-# The chain
-
-
-def through(
-    rank_pools: dict[int, RankPool], folder: Path, rule: str, tied: bool, legs: Sequence[Leg]
-) -> list[dict[str, Any]]:
-    """What each leg came to, all ranks alike. Between them is a universal checkpoint, and of it what the next loads."""
-    found: list[dict[str, Any]] = []
-    load: Path | None = None
-    for number, leg in enumerate(legs):
-        saved, universal = folder / f"saved {number}", folder / f"universal {number}"
-        steps = range(number * STEPS, (number + 1) * STEPS)
-        if load is not None and leg.engine in TARGETS:
-            source = folder / f"saved {number - 1}" if leg.straight else load
-            succeeds("convert", source, folder / f"load {number}", "--to", TARGETS[leg.engine], "--json")
-            load = folder / f"load {number}"
-            if leg.engine == legs[number - 1].engine == "fsdp2" and not legs[number - 1].flat:
-                assert form(load) == form(folder / f"saved {number - 1}")
-        run = Run(rule, tied, steps, None if load is None else str(load), str(saved))
-        answers = rank_pools[leg.ranks].run(ENGINES[leg.engine], run, leg)
-        assert all(answer["losses"] == answers[0]["losses"] for answer in answers)
-        found.append(answers[0])
-        succeeds("convert", saved, universal, "--to", "universal", "--json")
-        load = universal
-        written = {path.name for path in universal.glob("*/zero/*/*")}  # where DeepSpeed looks
-        assert written <= {"fp32.pt", "step.pt", "exp_avg.pt", "exp_avg_sq.pt", "momentum_buffer.pt"}
-    return found
-
-
-def form(folder: Path) -> dict[str, Any]:
-    """Paths, shapes and dtypes of weights and states, as torch has them."""
-    found = DcpFolder(folder)
-    keys = [key for key in found.tensors if key.startswith(("model.", "optimizer.state."))]
-    return {key: (found.paths[key], found.tensors[key].shape, found.tensors[key].dtype) for key in keys}
-
-
-CHAINS = {
-    "zero first": [
-        Leg("zero", 2, stage=2),
-        Leg("fsdp2", 3),
-        Leg("owned in DeepSpeed", 2, stage=1),
-        Leg("zero", 1, stage=3),
-        Leg("owned", 3, straight=True),
-        Leg("zero", 4, stage=3),
-    ],
-    "owned first": [
-        Leg("owned", 2),
-        Leg("fsdp2", 2, straight=True),
-        Leg("zero", 4, stage=1),
-        Leg("owned in DeepSpeed", 3, stage=2),
-        Leg("fsdp2", 1, straight=True),
-        Leg("owned in DeepSpeed", 1, stage=0),
-        Leg("zero", 2, stage=0),
-    ],
-    "fsdp2 first": [Leg("fsdp2", 2), Leg("zero", 2, stage=1), Leg("fsdp2", 3), Leg("owned", 2, straight=True)],
-    "fsdp2 alone": [Leg("fsdp2", 2, flat=True), Leg("fsdp2", 3, straight=True), Leg("fsdp2", 1, straight=True)],
-}
-RUNS = [
-    *(("zero first", "muon", False), ("zero first", "soap", True), ("owned first", "muon", True)),
-    *(("owned first", "soap", False), ("fsdp2 first", "soap of parts", False), ("fsdp2 alone", "soap of parts", False)),
-    *(("fsdp2 alone", rule, False) for rule in ("muon", "adamuon", "shampoo", "a class")),
-]
-
-
-@pytest.mark.parametrize(("chain", "rule", "tied"), RUNS)
-def test_losses_are_those_of_a_run_without_a_stop(
-    rank_pools: dict[int, RankPool], tmp_path: Path, chain: str, rule: str, tied: bool
-) -> None:
-    legs = CHAINS[chain]
-    whole = Run(rule, tied, range(STEPS * len(legs)))
-    how = (on_fsdp2, Leg("fsdp2", 2)) if chain == "fsdp2 alone" else (on_zero, Leg("zero", 2, 2))
-    expected = rank_pools[2].run(how[0], whole, how[1])[0]
-    found = through(rank_pools, tmp_path, rule, tied, legs)
-    assert [loss for leg in found for loss in leg["losses"]] == expected["losses"]
-    for name, weight in found[-1]["weights"].items():
-        assert torch.equal(weight, expected["weights"][name]), name
-    assert torch.equal(found[-1]["passes"], expected["passes"])
-
-
-# From Megatron and back
-
-
-class Given:
-    """A layer whose weight has the gradient that it is called with."""
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(shape))
 
     def forward(self, grad: Tensor) -> Tensor:
         return (self.weight * grad.to(self.weight.dtype)).sum()
 
 
-class GivenLinear(Given, nn.Linear): ...
-
-
-class GivenEmbedding(Given, nn.Embedding): ...
-
-
-class GivenNorm(Given, nn.LayerNorm): ...
-
-
 class Named(nn.Module):
-    """Modules whose parameters have the names and shapes of a checkpoint's, and gradients that are known."""
+    """Parameters of the names and shapes of a checkpoint's."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         super().__init__()
@@ -312,12 +64,7 @@ class Named(nn.Module):
                 if part not in dict(place.named_children()):
                     place.add_module(part, nn.Module())
                 place = place.get_submodule(part)
-            if "embeddings" in last:
-                place.add_module(last, GivenEmbedding(*shape))
-            elif len(shape) == 2:
-                place.add_module(last, GivenLinear(shape[1], shape[0], bias=False))
-            else:
-                place.add_module(last, GivenNorm(shape, bias=False))
+            place.add_module(last, Given(shape))
 
     def forward(self, step: int) -> Tensor:
         grads = gradients(self.shapes, step)
@@ -333,11 +80,15 @@ EMBEDDINGS = ("*word_embeddings.weight", "*output_layer.weight")
 
 
 @dataclass(frozen=True)
-class Megatron:
-    """A checkpoint of Megatron's; ``states`` are known from elsewhere, by parameter, with ``fp32``."""
+class Source:
+    """A checkpoint of Megatron's, and what ``lwopt convert --to universal`` makes of it.
+
+    ``states`` are known from elsewhere, by parameter, with ``fp32``.
+    """
 
     folder: Path
-    states: dict[str, dict[str, Tensor]]
+    universal: Path
+    states: States
     step: int
     muon: dict[str, float]
     adam: dict[str, Any]
@@ -415,9 +166,7 @@ def step_on_zero(
         return {"groups": groups, "said": said, "states": states}
 
 
-def step_alone(
-    source: Megatron, *, decay_of_vectors: float = 0.0, steps_of_vectors: int = 0
-) -> dict[str, dict[str, Tensor]]:
+def step_alone(source: Source, *, decay_of_vectors: float = 0.0, steps_of_vectors: int = 0) -> States:
     """torch.optim.Muon and torch.optim.AdamW on one process, from what the checkpoint is known to hold."""
     grads, found = gradients(source.shapes, source.step), {}
     for name, states in source.states.items():
@@ -445,57 +194,37 @@ MUON_ARGUMENTS = {
 }
 
 
-def small_megatron(folder: Path, muon: bool = True) -> Megatron:
+def small_megatron(folder: Path, muon: bool) -> Source:
     """With torch's own DCP writer, in Megatron 0.16's layout."""
     arguments = {"num_attention_heads": 4, "num_query_groups": 2, "bf16": True, **MUON_ARGUMENTS}
     known = megatron_dist.truth(muon)
     for states in known.values():
         if "exp_avg_sq" in states:
             states["exp_avg_sq"].abs_()
-    megatron_dist.write(folder / "iter_0000007", megatron_dist.Setup(muon=muon, arguments=arguments), known)
-    return Megatron(
-        folder / "iter_0000007",
-        {name: {k: tensor for k, tensor in states.items() if k != "weight"} for name, states in known.items()},
-        step=7,
-        muon={"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1},
-        adam={"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8},
-    )
+    place = folder / "megatron" / "iter_0000007"
+    megatron_dist.write(place, megatron_dist.Setup(muon=muon, arguments=arguments), known)
+    states = {name: {k: tensor for k, tensor in of.items() if k != "weight"} for name, of in known.items()}
+    rates = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}, {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8}
+    return Source(place, folder / "universal", states, 7, *rates)
 
 
-GENUINE = SAMPLES / "t16_lw_muon_dp2_torchdist"
-
-
-def genuine_megatron(folder: Path) -> Megatron:
-    known = torch.load(GENUINE / "ground_truth.pt", weights_only=True)["params"]
+def genuine_megatron(folder: Path) -> Source:
+    genuine = SAMPLES / "t16_lw_muon_dp2_torchdist"
+    known = torch.load(genuine / "ground_truth.pt", weights_only=True)["params"]
     states = {
         name: {k.replace("fp32_param", "fp32"): t for k, t in of_name["states"].items() if t.ndim}
         for name, of_name in known.items()
     }
-    return Megatron(
-        GENUINE,
-        states,
-        step=3,
-        muon={"lr": 0.0073, "momentum": 0.9, "weight_decay": 0.1},
-        adam={"lr": 0.0073, "betas": (0.9, 0.999), "eps": 1e-8},
-    )
-
-
-@dataclass(frozen=True)
-class Source:
-    """A checkpoint of Megatron's, and what ``lwopt convert --to universal`` makes of it."""
-
-    known: Megatron
-    universal: Path
+    rates = {"lr": 0.0073, "momentum": 0.9, "weight_decay": 0.1}, {"lr": 0.0073, "betas": (0.9, 0.999), "eps": 1e-8}
+    return Source(genuine, folder / "universal", states, 3, *rates)
 
 
 @pytest.fixture(scope="session")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Source]:
-    makers = {"muon": small_megatron, "adam": partial(small_megatron, muon=False), "genuine": genuine_megatron}
-    found = {}
-    for name, make in makers.items():
-        folder = tmp_path_factory.mktemp(name)
-        found[name] = Source(make(folder / "megatron"), folder / "universal")
-        succeeds("convert", found[name].known.folder, folder / "universal", "--to", "universal", "--json")
+    found = {name: small_megatron(tmp_path_factory.mktemp(name), name == "muon") for name in ("muon", "adam")}
+    found["genuine"] = genuine_megatron(tmp_path_factory.mktemp("genuine"))
+    for source in found.values():
+        succeeds("convert", source.folder, source.universal, "--to", "universal", "--json")
     return found
 
 
@@ -508,9 +237,9 @@ def test_megatrons_run_makes_a_step_here_and_goes_back(
     ranks: RankPool, sources: dict[str, Source], tmp_path: Path, name: str, stage: int, version: str
 ) -> None:
     """The step is that of torch's own optimizers from what Megatron held, and Megatron's format has its result."""
-    source, save = sources[name].known, tmp_path / "native"
+    source, save = sources[name], tmp_path / "native"
     expected = step_alone(source)
-    given = (str(sources[name].universal), source.shapes, stage, ours(momentum=0.9, nesterov=False), str(save))
+    given = (str(source.universal), source.shapes, stage, ours(momentum=0.9, nesterov=False), str(save))
     for found in ranks.run(step_on_zero, *given):
         assert_states(found["states"], expected)
     names = ("--source-names", "megatron-core")
@@ -544,10 +273,10 @@ def test_megatrons_run_of_adam_goes_on_with_deepspeeds_own(
 
     So parameters of the second group, vectors, are decayed here, and a step further than they are.
     """
-    source = sources["adam"].known
+    source = sources["adam"]
     as_deepspeed = {"decay_of_vectors": source.muon["weight_decay"], "steps_of_vectors": source.step + 1}
     expected = step_alone(source, **(as_deepspeed if stage == 3 else {}))
-    given = (str(sources["adam"].universal), source.shapes, stage, STOCK)
+    given = (str(source.universal), source.shapes, stage, STOCK)
     for found in ranks.run(step_on_zero, *given, timeout=600.0):
         assert_states(found["states"], expected)
 
@@ -586,7 +315,7 @@ MUON_OF_MEGATRON = {
 }
 
 
-def step_as_megatron(source: Megatron) -> dict[str, dict[str, Tensor]]:
+def step_as_megatron(source: Source) -> States:
     """``step_alone``, with Emerging-Optimizers' Muon for torch's: as our rule computes it on one whole matrix."""
     grads, found = gradients(source.shapes, source.step), step_alone(source)
     for name, states in source.states.items():
@@ -597,37 +326,28 @@ def step_as_megatron(source: Megatron) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize(("name", "over"), [("muon", ""), ("muon", "universal"), ("genuine", "")])
+@pytest.mark.parametrize(("name", "over"), [("muon", ""), ("muon", "universal"), ("genuine", ""), ("adam", "")])
 def test_megatrons_run_goes_on_with_fsdp2(
     ranks: RankPool, sources: dict[str, Source], tmp_path: Path, name: str, over: str
 ) -> None:
-    """With Megatron's own hyperparameters, whatever the optimizer was made with."""
-    source = sources[name].known
-    succeeds("convert", sources[name].universal if over else source.folder, tmp_path / "dcp", "--to", "dcp", "--json")
-    expected = step_as_megatron(source)
-    for found in ranks.run(step_on_fsdp2, str(tmp_path / "dcp"), source.shapes, source.step, False):
-        muon, *others = found["groups"]
-        assert muon.items() >= {"rule": "muon", **source.muon, **MUON_OF_MEGATRON}.items()
-        for group, decay in zip(others, (source.muon["weight_decay"], 0.0), strict=True):
-            assert group.items() >= {"rule": "adamw", **source.adam, "weight_decay": decay}.items()
-        assert_states(found["states"], expected)
-
-
-def test_megatrons_run_of_adam_goes_on_with_torchs_own_on_fsdp2(
-    ranks: RankPool, sources: dict[str, Source], tmp_path: Path
-) -> None:
-    source = sources["adam"].known
-    succeeds("convert", source.folder, tmp_path / "dcp", "--to", "dcp", "--json")
-    expected = step_alone(source)
-    for found in ranks.run(step_on_fsdp2, str(tmp_path / "dcp"), source.shapes, source.step, True):
-        for group, decay in zip(found["groups"], (source.muon["weight_decay"], 0.0), strict=True):
-            assert group.items() >= {**source.adam, "weight_decay": decay}.items()
+    """With Megatron's own hyperparameters, whatever the optimizer was made with; of Adam with torch's AdamW."""
+    source, stock = sources[name], name == "adam"
+    succeeds("convert", source.universal if over else source.folder, tmp_path / "dcp", "--to", "dcp", "--json")
+    expected = step_alone(source) if stock else step_as_megatron(source)
+    for found in ranks.run(step_on_fsdp2, str(tmp_path / "dcp"), source.shapes, source.step, stock):
+        *muon, decayed, vectors = found["groups"]
+        assert [group.items() >= {"rule": "muon", **source.muon, **MUON_OF_MEGATRON}.items() for group in muon] == (
+            [] if stock else [True]
+        )
+        rule = {} if stock else {"rule": "adamw"}
+        for group, decay in ((decayed, source.muon["weight_decay"]), (vectors, 0.0)):
+            assert group.items() >= {**rule, **source.adam, "weight_decay": decay}.items()
         assert_states(found["states"], expected)
 
 
 def test_megatrons_run_goes_on_in_plain_pytorch(sources: dict[str, Source], tmp_path: Path) -> None:
     """Its weights are in bf16, so their masters are of the optimizer's state."""
-    source = sources["muon"].known
+    source = sources["muon"]
     succeeds("convert", source.folder, tmp_path / "owned", "--to", "owned", "--json")
     found = formats.read(tmp_path / "owned")
     assert_states({n: {k: t.read() for k, t in p.states.items()} for n, p in found.params.items()}, source.states)
@@ -688,7 +408,7 @@ def test_options_are_the_checkpoints_and_rank_0_says_what_is_not(
 ) -> None:
     """Also of parameters under other names than Megatron's."""
     change, left_out, configured, muon, said = SAID[case]
-    found, prefix = formats.read(sources["muon"].known.folder), "wrapped." * renamed
+    found, prefix = formats.read(sources["muon"].folder), "wrapped." * renamed
     checkpoint = dataclasses.replace(
         found,
         names="mine" if renamed else found.names,
@@ -698,7 +418,7 @@ def test_options_are_the_checkpoints_and_rank_0_says_what_is_not(
     )
     folder, pointers = tmp_path / "universal", {"latest_universal": "step"}
     write_folder(folder / "step", lambda made: universal_writer.write(checkpoint, made), pointers=pointers)
-    shapes = {f"{prefix}{name}": shape for name, shape in sources["muon"].known.shapes.items()}
+    shapes = {f"{prefix}{name}": shape for name, shape in sources["muon"].shapes.items()}
     first, second = ranks.run(step_on_zero, str(folder), shapes, 1, ours(**configured))
     for of_rank in (first, second):
         (group,) = (group for group in of_rank["groups"] if group["rule"] == "muon")
@@ -718,7 +438,8 @@ SCHEDULES = {
 def test_a_schedule_that_is_not_loaded_is_said_with_what_to_do(
     ranks: RankPool, sources: dict[str, Source], schedule: str
 ) -> None:
-    given = (str(sources["muon"].universal), sources["muon"].known.shapes, 1, ours(**CONFIGURED), None, schedule)
+    source = sources["muon"]
+    given = (str(source.universal), source.shapes, 1, ours(**CONFIGURED), None, schedule)
     first, second = ranks.run(step_on_zero, *given, load_lr_scheduler_states=False)
     assert second["said"] == []
     assert [words in said for words, said in zip(SCHEDULES[schedule], first["said"], strict=True)] in ([], [True])
