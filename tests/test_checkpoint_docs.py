@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import math
 import re
-import runpy
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +22,7 @@ from lwopt_backend.checkpoint.names.rules import MapFile, RuleEntry
 from lwopt_backend.cli.app import app
 from tests import megatron_dist
 from tests.command_line import lwopt
-from tests.launcher import ROOT, run_on_cpu
+from tests.launcher import ROOT, run_script, succeeds
 from tests.ranks import RankPool, free_port
 
 PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("checkpoints", "from_megatron")}
@@ -57,25 +53,19 @@ def run(page: str, folder: Path, ranks: RankPool | None = None) -> dict[str, str
             printed[command] = ended.out
         elif ranks is not None:
             assert arguments[:2] == ["--num_accelerators", "2"], command
-            printed[command] = ranks.run(run_script, folder, arguments[2:])[0]
+            printed[command] = ranks.run(run_there, folder, arguments[2:])[0]
             ranks.renew()
         else:
-            there = command.replace("torchrun", f"torchrun --master_port {free_port()}")
-            there = there.replace("deepspeed --num", f"deepspeed --master_port {free_port()} --num")
-            finished = run_on_cpu(there, folder)
-            assert finished.returncode == 0, (command, finished.stdout)
-            printed[command] = finished.stdout
+            there = re.sub("^(torchrun|deepspeed)", rf"\1 --master_port {free_port()}", command)
+            printed[command] = succeeds(there, folder)
     return printed
 
 
-def run_script(folder: Path, arguments: list[str]) -> str:
-    """Run a script as ``python`` does; what it prints."""
-    printed = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+def run_there(folder: Path, arguments: list[str]) -> str:
+    """On a rank: what a script prints, run in a folder."""
+    with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(sys, "argv", arguments)
-        runpy.run_path(arguments[0], run_name="__main__")
-    return printed.getvalue()
+        return run_script(arguments, {}, joined=True)[1]
 
 
 @pytest.fixture(scope="session")

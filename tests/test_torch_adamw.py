@@ -23,8 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.integrations import fsdp2
-from tests.fsdp2 import shard
-from tests.migration import whole
+from tests.fsdp2 import shard, whole
 from tests.models import UnevenLM, batch
 from tests.ranks import RankPool
 
