@@ -81,19 +81,44 @@ class Leg:
     steps: int = STEPS
 
 
-def leg(engine: str, ranks: int, *, via: tuple[str, ...] | None = None, **how: Any) -> Leg:
-    """After a conversion to the format that the engine loads; further options are those of our optimizer."""
-    of_leg = {key: how.pop(key) for key in ("used", "weights_last", "steps") if key in how}
-    of_cell = {key: how.pop(key) for key in ("zero", "sharding", "form") if key in how}
-    if engine == "zero 3":  # some parameters are kept whole, most are not
-        of_cell["zero"] = {"stage3_param_persistence_threshold": 100, **of_cell.get("zero", {})}
-    formats_of = {"fsdp2": ("dcp",), "plain": ("owned",)}
-    via = formats_of.get(engine, ("universal",)) if via is None else via
-    return Leg(ranks, Cell(engine, options=how, alike=True, falling=True, **of_cell), via, **of_leg)
+FORMS = ("nested", "flat", "async", "full", "flat full")  # of FSDP2's state
+WORDS: dict[str, dict[str, Any]] = {
+    # of the leg
+    **{"used": {"used": 2}, "last": {"weights_last": True}, "untrained": {"steps": 0}},
+    "twice": {"twice": True},  # converted, to universal first
+    # of the cell
+    **{form: {"form": form} for form in FORMS},
+    **{word: {"sharding": word} for word in ("rows", "columns", "hybrid", "ignored_params")},
+    **{"tensors": {"sharding": "tensor parallel"}, "roots": {"sharding": "several roots"}},
+    "offloaded": {"zero": {"offload_optimizer": {"device": "cpu"}}},
+    "aligned": {"zero": {"parameter_alignment": True}},
+    # of our optimizer
+    **{layout: {"layout": layout} for layout in ("padded", "compact", "auto")},
+    **{"pairs": {"group_size": 2}, "singles": {"group_size": 1}, "small": {"bucket_mb": 0.002}},
+    **{"large": {"bucket_mb": 1.0}, "bus": {"bus_alignment": True}, "lazy": {"overlap_param_gather": True}},
+    **{"kept": {"keep_full_grads": True}, "wide": {"grad_dtype": "float32"}},
+}
 
 
-def natively(*legs: Leg) -> list[Leg]:
-    return [replace(one, via=()) for one in legs]
+def route(text: str, *further: str, native: bool = False) -> list[Leg]:
+    """Legs such as "zero 2 on 4 used": the engine, the number of ranks, and words for options.
+
+    What a leg loads is converted to the format of its engine, or ``native``: as the one before has saved it.
+    """
+    legs = []
+    for words in text.split(", "):
+        engine, _, rest = words.partition(" on ")
+        ranks, *options = [*rest.split(), *further]
+        how = {key: value for word in options for key, value in WORDS[word].items()}
+        of_leg = {key: how.pop(key) for key in ("used", "weights_last", "steps") if key in how}
+        of_cell = {key: how.pop(key) for key in ("zero", "sharding", "form") if key in how}
+        if engine == "zero 3":  # some parameters are kept whole, most are not
+            of_cell["zero"] = {"stage3_param_persistence_threshold": 100, **of_cell.get("zero", {})}
+        via = () if native else {"fsdp2": ("dcp",), "plain": ("owned",)}.get(engine, ("universal",))
+        via = ("universal", *via) if how.pop("twice", False) else via
+        cell = Cell(engine, options=how, alike=True, falling=True, **of_cell)
+        legs.append(Leg(int(ranks), cell, via, **of_leg))
+    return legs
 
 
 @dataclass(frozen=True)
@@ -232,80 +257,51 @@ def go_on(rank_pools: Pools, folder: Path, tour: Tour) -> None:
         check_safetensors(saved, truth)
 
 
-OFFLOADED, ALIGNED = {"offload_optimizer": {"device": "cpu"}}, {"parameter_alignment": True}
-MUON = [
-    leg("zero 2", 2),
-    leg("owned 0", 1),
-    leg("zero 3", 4),
-    leg("fsdp2", 3, via=("universal", "dcp")),
-    leg("owned 1", 2),
-    leg("zero 1", 1, used=2),
-    leg("plain", 3),
-    leg("zero 0", 3),
-    leg("owned 1", 4, group_size=2, used=1),
-    leg("zero 2", 2, zero=OFFLOADED),
-    leg("zero 3", 2, zero=OFFLOADED),
-    leg("owned 2", 2, layout="padded"),
-    leg("fsdp2", 1),
-]
-SOAP = [
-    leg("plain", 2),
-    leg("fsdp2", 2),
-    leg("zero 1", 4),
-    leg("owned 2", 3, layout="compact"),
-    leg("fsdp2", 1),
-    leg("owned 0", 1),
-    leg("zero 0", 2, used=2),
-    leg("owned 0", 4, group_size=1),
-    leg("zero 2", 3),
-    leg("plain", 4, via=("universal", "owned")),
-    leg("zero 3", 1),
-]
-NORMUON = [
-    leg("zero 3", 2),
-    leg("zero 0", 4),
-    leg("owned 1", 3, layout="compact"),
-    leg("zero 1", 3, used=2),
-    leg("zero 2", 1),
-    leg("plain", 1),
-    leg("owned 2", 2, layout="padded"),
-    leg("zero 3", 3),
-    leg("fsdp2", 4),
-]
-SHAMPOO = [
-    leg("zero 0", 1),
-    leg("owned 1", 4, group_size=2),
-    leg("zero 1", 2, used=2),
-    leg("owned 2", 2, group_size=1),
-    leg("zero 2", 4),
-    leg("fsdp2", 3),
-    leg("zero 0", 1),
-]
-PARTED = [leg("fsdp2", 2), leg("zero 1", 2), leg("fsdp2", 3), leg("plain", 2)]
-FLAT = [leg("fsdp2", 2, form="flat"), leg("fsdp2", 3, form="flat"), leg("fsdp2", 1)]
-FUSED = [leg("zero 3", 2), leg("zero 1", 1), leg("zero 2", 4), leg("owned 1", 4), leg("zero 0", 2)]
+MUON = (
+    "zero 2 on 2, owned 0 on 1, zero 3 on 4, fsdp2 on 3 twice, owned 1 on 2, zero 1 on 1 used, plain on 3, "
+    "zero 0 on 3, owned 1 on 4 pairs used, zero 2 on 2 offloaded, zero 3 on 2 offloaded, owned 2 on 2, fsdp2 on 1"
+)
+SOAP = (
+    "plain on 2, fsdp2 on 2, zero 1 on 4, owned 2 on 3 compact, fsdp2 on 1, owned 0 on 1, zero 0 on 2 used, "
+    "owned 0 on 4 singles, zero 2 on 3, plain on 4 twice, zero 3 on 1"
+)
+NORMUON = (
+    "zero 3 on 2, zero 0 on 4, owned 1 on 3 compact, zero 1 on 3 used, zero 2 on 1, plain on 1, owned 2 on 2 padded, "
+    "zero 3 on 3, fsdp2 on 4"
+)
+SHAMPOO = (
+    "zero 0 on 1, owned 1 on 4 pairs, zero 1 on 2 used, owned 2 on 2 singles, zero 2 on 4, fsdp2 on 3, zero 0 on 1"
+)
+PARTED = "fsdp2 on 2, zero 1 on 2, fsdp2 on 3, plain on 2"
+FLAT = "fsdp2 on 2 flat, fsdp2 on 3 flat, fsdp2 on 1"
+FUSED = "zero 3 on 2, zero 1 on 1, zero 2 on 4, owned 1 on 4, zero 0 on 2"
+IN_BF16 = "zero 1 on 2, zero 1 on 1, zero 2 on 4 aligned, zero 1 on 4, zero 2 on 1"
+WAYS = {"muon": MUON, "soap": SOAP, "normuon": NORMUON, "shampoo": SHAMPOO}
 ACROSS: dict[str, Tour] = {
-    "muon": Tour("muon", MUON),
-    "soap": Tour("soap", SOAP, model={"tied": True}),
-    "normuon": Tour("normuon", NORMUON),
-    "shampoo": Tour("shampoo", SHAMPOO),
-    "parts": Tour("soap", PARTED, atoms=PARTS),
-    **{f"flat, {rule}": Tour(rule, FLAT) for rule in ("muon", "adamuon", "shampoo", "a class")},
-    "flat, parts": Tour("soap", FLAT, atoms=PARTS),
-    "fused, soap": Tour("soap", FUSED, fused, atoms=ATOMS),
-    "fused, normuon": Tour("normuon", [leg("owned 2", 2), *FUSED[:3]], fused, atoms=ATOMS),
-    "partial": Tour("soap", [leg("owned 1", 2), leg("owned 2", 4)], Partial, {"tied": True}),
-    "bf16": Tour("muon", [leg("zero 1", 2), leg("zero 1", 1), leg("zero 2", 4, zero=ALIGNED)], precision="bf16"),
-    "bf16, stage 3": Tour("muon", [leg("zero 3", 2), leg("zero 3", 1)], precision="bf16"),
-    "bf16, owned": Tour("muon", [leg("owned 1", 2), leg("owned 2", 4), leg("owned 0", 1)], precision="bf16"),
-    "bf16, to owned": Tour("muon", [leg("zero 3", 2), leg("owned 2", 4, steps=0)], precision="bf16"),
-    "bf16 + fp32": Tour("muon", [leg("zero 1", 2), leg("zero 1", 4)], precision="bf16+fp32"),
+    **{rule: Tour(rule, route(way), model={"tied": rule == "soap"}) for rule, way in WAYS.items()},
+    "parts": Tour("soap", route(PARTED), atoms=PARTS),
+    **{f"flat, {rule}": Tour(rule, route(FLAT)) for rule in ("muon", "adamuon", "shampoo", "a class")},
+    "flat, parts": Tour("soap", route(FLAT), atoms=PARTS),
+    "fused, soap": Tour("soap", route(FUSED), fused, atoms=ATOMS),
+    "fused, normuon": Tour("normuon", route("owned 2 on 2, zero 3 on 4, zero 2 on 2"), fused, atoms=ATOMS),
+    "partial": Tour("soap", route("owned 1 on 2, owned 2 on 4"), Partial, {"tied": True}),
+    "bf16": Tour("muon", route(IN_BF16), precision="bf16"),
+    "bf16, stage 3": Tour("muon", route("zero 3 on 2, zero 3 on 1, zero 3 on 4"), precision="bf16"),
+    "bf16, owned": Tour("muon", route("owned 1 on 2, owned 2 on 4, owned 0 on 1"), precision="bf16"),
+    "bf16, to owned": Tour("muon", route("zero 3 on 2, owned 2 on 4 untrained"), precision="bf16"),
+    "bf16 + fp32": Tour("muon", route("zero 1 on 2, zero 1 on 4, zero 1 on 1"), precision="bf16+fp32"),
 }
 
 
 @pytest.mark.parametrize("name", ACROSS)
 def test_a_run_goes_on_from_engine_to_engine(rank_pools: Pools, tmp_path: Path, name: str) -> None:
     go_on(rank_pools, tmp_path, ACROSS[name])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("rule", "way"), [pair for pair in itertools.product(WAYS, WAYS) if len({*pair}) == 2])
+def test_a_run_goes_on_with_every_rule_on_every_way(rank_pools: Pools, tmp_path: Path, rule: str, way: str) -> None:
+    go_on(rank_pools, tmp_path, Tour(rule, route(WAYS[way])))
 
 
 def test_every_engine_saves_and_loads_and_zero_does_at_every_stage_on_every_number_of_ranks() -> None:
@@ -318,33 +314,12 @@ def test_every_engine_saves_and_loads_and_zero_does_at_every_stage_on_every_numb
 # Without a conversion
 
 
-PADDED, COMPACT = {"layout": "padded"}, {"layout": "compact"}
-LAZY = {"overlap_param_gather": True}
 LAYOUTS = {  # of owned storage in plain PyTorch
-    "padded to compact": [
-        leg("plain", 2, **PADDED),
-        leg("plain", 1, **COMPACT, bucket_mb=0.002),
-        leg("plain", 3, **COMPACT, weights_last=True),
-        leg("plain", 4, **PADDED, bucket_mb=1.0),
-    ],
-    "compact to padded": [
-        leg("plain", 2, **COMPACT, **LAZY),
-        leg("plain", 1, **PADDED, weights_last=True),
-        leg("plain", 3, **PADDED, bus_alignment=True),
-        leg("plain", 4, **COMPACT, **LAZY, weights_last=True),
-    ],
-    "instances": [
-        leg("plain", 4, layout="auto", group_size=2),
-        leg("plain", 2, **COMPACT, group_size=1, weights_last=True),
-        leg("plain", 4, **PADDED, group_size=1),
-        leg("plain", 4, **COMPACT, group_size=2, **LAZY),
-        leg("plain", 1, **PADDED),
-    ],
-    "kept gradients": [
-        leg("plain", 2, layout="auto", keep_full_grads=True),
-        leg("plain", 3, **COMPACT, keep_full_grads=True),
-        leg("plain", 1, **PADDED, keep_full_grads=True),
-    ],
+    "to compact": "plain on 2 padded, plain on 1 compact small, plain on 3 compact last, plain on 4 padded large",
+    "to padded": "plain on 2 compact lazy, plain on 1 padded last, plain on 3 padded bus, plain on 4 compact lazy last",
+    "instances": "plain on 4 auto pairs, plain on 2 compact singles last, plain on 4 padded singles, "
+    "plain on 4 compact pairs lazy, plain on 1 padded",
+    "kept gradients": "plain on 2 auto kept, plain on 3 compact kept, plain on 1 padded kept",
 }
 OFTEN = [*zip(LAYOUTS, ("bfloat16", "float32", "bfloat16", "float32"))]
 SELDOM = [*zip(LAYOUTS, ("float32", "bfloat16", "float32"))]  # kept gradients of bf16 are in bf16 themselves
@@ -354,29 +329,27 @@ SELDOM = [*zip(LAYOUTS, ("float32", "bfloat16", "float32"))]  # kept gradients o
 def test_owned_storage_goes_on_on_other_ranks_and_layouts(
     rank_pools: Pools, tmp_path: Path, layouts: str, dtype: str
 ) -> None:
-    grads = {"grad_dtype": "float32"} if dtype == "bfloat16" else {}
-    legs = [replace(one, cell=replace(one.cell, options={**one.cell.options, **grads})) for one in LAYOUTS[layouts]]
-    go_on(rank_pools, tmp_path, Tour("muon", natively(*legs), dtype=dtype))
+    legs = route(LAYOUTS[layouts], *(["wide"] if dtype == "bfloat16" else []), native=True)
+    go_on(rank_pools, tmp_path, Tour("muon", legs, dtype=dtype))
 
 
 @pytest.mark.parametrize(("engine", "precision"), [("zero 0", "fp32"), ("owned 0", "fp32"), ("owned 0", "bf16")])
 def test_without_zero_deepspeeds_checkpoint_resumes_on_any_number_of_ranks(
     rank_pools: Pools, tmp_path: Path, engine: str, precision: str
 ) -> None:
-    pairs = {"group_size": 2, "layout": "compact"} if engine == "owned 0" else {}
-    legs = natively(leg(engine, 2), leg(engine, 1), leg(engine, 4, **pairs))
+    last = "pairs compact" if engine == "owned 0" else ""
+    legs = route(f"{engine} on 2, {engine} on 1, {engine} on 4 {last}", native=True)
     go_on(rank_pools, tmp_path, Tour("muon", legs, precision=precision))
 
 
-UNEVEN = [
-    *((4, "several roots"), (4, "hybrid"), (3, "rows"), (1, "rows"), (2, "rows"), (4, "hybrid")),
-    *((2, "rows"), (4, "rows"), (3, "rows")),
-]
-SQUARE = [
-    *((4, "tensor parallel"), (2, "columns"), (4, "tensor parallel"), (4, "hybrid"), (2, "rows"), (3, "rows")),
-    *((2, "ignored_params"), (4, "several roots"), (1, "rows")),
-]
-FORMS = ("nested", "flat", "async", "full", "flat full")
+UNEVEN = (
+    "fsdp2 on 4 roots, fsdp2 on 4 hybrid, fsdp2 on 3, fsdp2 on 1, fsdp2 on 2, fsdp2 on 4 hybrid, fsdp2 on 2, "
+    "fsdp2 on 4, fsdp2 on 3"
+)
+SQUARE = (
+    "fsdp2 on 4 tensors, fsdp2 on 2 columns, fsdp2 on 4 tensors, fsdp2 on 4 hybrid, fsdp2 on 2, fsdp2 on 3, "
+    "fsdp2 on 2 ignored_params, fsdp2 on 4 roots, fsdp2 on 1"
+)
 OF_TORCH = [(rule, ways, form) for rule, ways in (("muon", "uneven"), ("soap", "square")) for form in FORMS]
 
 
@@ -387,8 +360,7 @@ OF_TORCH = [(rule, ways, form) for rule, ways in (("muon", "uneven"), ("soap", "
 def test_fsdp2_goes_on_with_torchs_own_formats_on_other_ranks_and_shardings(
     rank_pools: Pools, tmp_path: Path, rule: str, ways: str, form: str
 ) -> None:
-    places = UNEVEN if ways == "uneven" else SQUARE
-    legs = natively(*(leg("fsdp2", ranks, sharding=sharding, form=form) for ranks, sharding in places))
+    legs = route(SQUARE if ways == "square" else UNEVEN, form, native=True)
     go_on(rank_pools, tmp_path, Tour(rule, legs, model={"hidden": EVEN} if ways == "square" else {}))
 
 
@@ -403,10 +375,11 @@ def test_what_is_written_for_fsdp2_is_formed_as_torch_writes_it(rank_pools: Pool
         keys = [key for key in found.tensors if key.startswith(("model.", "optimizer.state."))]
         return {key: (found.paths[key], found.tensors[key].shape, found.tensors[key].dtype) for key in keys}
 
-    for tour in (Tour("muon", [leg("fsdp2", 2)]), Tour("soap", [leg("fsdp2", 2)], atoms=PARTS)):
+    legs = route("fsdp2 on 2")
+    for tour in (Tour("muon", legs), Tour("soap", legs, atoms=PARTS)):
         saved = tmp_path / tour.rule
-        rank_pools[2].run(travel, tour, tour.legs[0], 0, [STEPS], [str(saved)])
-        assert form(converted(saved, tour.legs[0])) == form(saved)
+        rank_pools[2].run(travel, tour, *legs, 0, [STEPS], [str(saved)])
+        assert form(converted(saved, *legs)) == form(saved)
 
 
 def test_owners_keep_state_of_every_part_of_a_fused_parameter(rank_pools: Pools, tmp_path: Path) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,7 +30,7 @@ from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
 from tests import megatron_dist
 from tests.checkpoint_engines import without_compiling
 from tests.command_line import SAMPLES, succeeds
-from tests.fsdp2 import mesh_of, whole
+from tests.fsdp2 import mesh_of
 from tests.ranks import RankPool
 from tests.rule_steps import Trained, rule_of
 from tests.zero import engine_for
@@ -126,9 +124,9 @@ def step_on_zero(
     schedule: str = "none",
     **choice: Any,
 ) -> dict[str, Any]:
-    """One step by an engine that is told other learning rates and decays than the checkpoint's.
+    """One step by an engine that is told other learning rates and decays than the checkpoint's, saved in a folder.
 
-    Its param groups after loading, what this rank said then, and the states after the step.
+    Its param groups after loading, and what this rank said then.
     """
     said: list[str] = []
     warn, model = loading.logger.warning, Named(shapes)
@@ -157,13 +155,7 @@ def step_on_zero(
         engine.step()
         if save:
             engine.save_checkpoint(save)
-        get, state = deepspeed.utils.safe_get_full_fp32_param, deepspeed.utils.safe_get_full_optimizer_state
-        muon, states = optimizer["type"] == "LayerWise", {}
-        for name, p in engine.module.named_parameters():
-            matrix = muon and len(shapes[name]) == 2 and not any(fnmatch(name, pattern) for pattern in EMBEDDINGS)
-            keys = ("momentum_buffer",) if matrix else ("exp_avg", "exp_avg_sq")
-            states[name] = {"fp32": get(p).clone(), **{key: state(p, key).clone() for key in keys}}
-        return {"groups": groups, "said": said, "states": states}
+        return {"groups": groups, "said": said}
 
 
 def step_alone(source: Source, *, decay_of_vectors: float = 0.0, steps_of_vectors: int = 0) -> States:
@@ -240,15 +232,15 @@ def test_megatrons_run_makes_a_step_here_and_goes_back(
     source, save = sources[name], tmp_path / "native"
     expected = step_alone(source)
     given = (str(source.universal), source.shapes, stage, ours(momentum=0.9, nesterov=False), str(save))
-    for found in ranks.run(step_on_zero, *given):
-        assert_states(found["states"], expected)
+    ranks.run(step_on_zero, *given)
+    assert_states(states_in(save), expected)
     names = ("--source-names", "megatron-core")
     succeeds("convert", save, tmp_path / "again", "--to", "universal", *names, "--json")
     version_of = ("--megatron-version", version)
     succeeds("convert", tmp_path / "again", tmp_path / "back", "--to", "megatron", *HEADS, *version_of, "--json")
     back = formats.read(tmp_path / "back")
     assert (back.format, back.names, back.iteration) == ("megatron torch_dist", "megatron-core", source.step + 1)
-    assert_states({n: {k: t.read() for k, t in param.states.items()} for n, param in back.params.items()}, expected)
+    assert_states(states_in(tmp_path / "back"), expected)
     for name, states in expected.items():
         param = back.params[name]
         assert torch.equal(param.weight.read(), states["fp32"].bfloat16()), name
@@ -258,7 +250,12 @@ def test_megatrons_run_makes_a_step_here_and_goes_back(
         assert group["weight_decay"] == (0.0 if len(param.shape) == 1 else source.muon["weight_decay"])
 
 
-def assert_states(found: Mapping[str, Mapping[str, Tensor]], expected: Mapping[str, Mapping[str, Tensor]]) -> None:
+def states_in(folder: Path) -> States:
+    params = formats.read(folder).params.items()
+    return {n: {"fp32": p.best.read(), **{key: tensor.read() for key, tensor in p.states.items()}} for n, p in params}
+
+
+def assert_states(found: States, expected: States) -> None:
     assert found.keys() == expected.keys()
     for name, states in expected.items():
         assert found[name].keys() == states.keys(), name
@@ -267,7 +264,7 @@ def assert_states(found: Mapping[str, Mapping[str, Tensor]], expected: Mapping[s
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_megatrons_run_of_adam_goes_on_with_deepspeeds_own(
-    ranks: RankPool, sources: dict[str, Source], stage: int
+    ranks: RankPool, sources: dict[str, Source], tmp_path: Path, stage: int
 ) -> None:
     """At stage 3 DeepSpeed 0.19.8 gives all param groups the options of the first, and one counter that each counts up.
 
@@ -276,17 +273,16 @@ def test_megatrons_run_of_adam_goes_on_with_deepspeeds_own(
     source = sources["adam"]
     as_deepspeed = {"decay_of_vectors": source.muon["weight_decay"], "steps_of_vectors": source.step + 1}
     expected = step_alone(source, **(as_deepspeed if stage == 3 else {}))
-    given = (str(source.universal), source.shapes, stage, STOCK)
-    for found in ranks.run(step_on_zero, *given, timeout=600.0):
-        assert_states(found["states"], expected)
+    ranks.run(step_on_zero, str(source.universal), source.shapes, stage, STOCK, str(tmp_path), timeout=600.0)
+    assert_states(states_in(tmp_path), expected)
 
 
 # From Megatron to FSDP2
 
 
-def step_on_fsdp2(load: str, shapes: dict[str, tuple[int, ...]], step: int, stock: bool) -> dict[str, Any]:
-    """One step by our optimizer, or by torch's AdamW; groups, weights and states afterwards."""
-    model = Named(shapes)
+def step_on_fsdp2(load: str, source: Source, stock: bool, save: str) -> list[dict[str, Any]]:
+    """One step by our optimizer, or by torch's AdamW, saved in a folder; its param groups."""
+    model = Named(source.shapes)
     fully_shard(model, mesh=mesh_of(dist.get_world_size()))
     if stock:
         optimizer: Any = torch.optim.AdamW(groups_of(model), betas=(0.5, 0.5))
@@ -296,16 +292,11 @@ def step_on_fsdp2(load: str, shapes: dict[str, tuple[int, ...]], step: int, stoc
     dcp.load(state, checkpoint_id=load)
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    model(step).backward()
+    model(source.step).backward()
     optimizer.step()
-    states = get_optimizer_state_dict(model, optimizer)["state"]
-    return {
-        "groups": [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups],
-        "states": {
-            name: {"fp32": whole(p), **{key: whole(t) for key, t in states[name].items() if key != "step"}}
-            for name, p in model.named_parameters()
-        },
-    }
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=save)
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
 MUON_OF_MEGATRON = {
@@ -334,24 +325,23 @@ def test_megatrons_run_goes_on_with_fsdp2(
     source, stock = sources[name], name == "adam"
     succeeds("convert", source.universal if over else source.folder, tmp_path / "dcp", "--to", "dcp", "--json")
     expected = step_alone(source) if stock else step_as_megatron(source)
-    for found in ranks.run(step_on_fsdp2, str(tmp_path / "dcp"), source.shapes, source.step, stock):
-        *muon, decayed, vectors = found["groups"]
-        assert [group.items() >= {"rule": "muon", **source.muon, **MUON_OF_MEGATRON}.items() for group in muon] == (
-            [] if stock else [True]
-        )
-        rule = {} if stock else {"rule": "adamw"}
+    of_muon, of_adamw = ({} if stock else {"rule": rule} for rule in ("muon", "adamw"))
+    for groups in ranks.run(step_on_fsdp2, str(tmp_path / "dcp"), source, stock, str(tmp_path / "saved")):
+        *muon, decayed, vectors = groups
+        assert len(muon) == (0 if stock else 1)
+        for group in muon:
+            assert group.items() >= {**of_muon, **source.muon, **MUON_OF_MEGATRON}.items()
         for group, decay in ((decayed, source.muon["weight_decay"]), (vectors, 0.0)):
-            assert group.items() >= {**rule, **source.adam, "weight_decay": decay}.items()
-        assert_states(found["states"], expected)
+            assert group.items() >= {**of_adamw, **source.adam, "weight_decay": decay}.items()
+    assert_states(states_in(tmp_path / "saved"), expected)
 
 
 def test_megatrons_run_goes_on_in_plain_pytorch(sources: dict[str, Source], tmp_path: Path) -> None:
     """Its weights are in bf16, so their masters are of the optimizer's state."""
     source = sources["muon"]
     succeeds("convert", source.folder, tmp_path / "owned", "--to", "owned", "--json")
-    found = formats.read(tmp_path / "owned")
-    assert_states({n: {k: t.read() for k, t in p.states.items()} for n, p in found.params.items()}, source.states)
-    assert all(param.weight.dtype == torch.bfloat16 for param in found.params.values())
+    assert_states(states_in(tmp_path / "owned"), source.states)
+    assert {param.weight.dtype for param in formats.read(tmp_path / "owned").params.values()} == {torch.bfloat16}
 
 
 # Options of Megatron's param groups in our engines: what is taken, and what is said of the rest
