@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -64,13 +64,11 @@ def trained(rule: MatrixRule, shape: tuple[int, ...], steps: int = 4) -> Tensor:
     return matrix.value
 
 
-def trained_by(
-    optimizer: type[torch.optim.Optimizer], shape: tuple[int, ...], *, grouped: bool, **options: Any
-) -> Tensor:
-    """The same matrix after the same steps of someone else's optimizer; ``grouped``: its groups say ``use_muon``."""
+def trained_by(make: Callable[[torch.nn.Parameter], torch.optim.Optimizer], shape: tuple[int, int]) -> Tensor:
+    """The same matrix after the same steps of someone else's optimizer."""
     param = torch.nn.Parameter(random(shape, 1))
-    made = optimizer([{"params": [param], "use_muon": True}] if grouped else [param], **options)
+    optimizer = make(param)
     for grad in gradients(shape):
         param.grad = grad.clone()
-        made.step()
+        optimizer.step()
     return param.detach()

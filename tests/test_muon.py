@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import pytorch_optimizer
 import torch
-from pytorch_optimizer.optimizer.utils.matrix import zero_power_via_gram_newton_schulz
 from torch import Tensor
 from torch.optim import _muon
 from torch.utils.flop_counter import FlopCounterMode
@@ -26,8 +26,8 @@ from tests.rule_steps import SHAPES, Trained, gradients, random, rule_of, traine
 
 SIMPLE = (3.4445, -4.7750, 2.0315)
 STEPS = {"simple": 5, "quintic": 5, "polar_express": 8, "polar_express_5": 5}  # that a table is for
-FUSED_OR_NOT = pytest.mark.parametrize("iterate", [newton_schulz, gram_newton_schulz])
-MOMENTS = pytest.mark.parametrize("name", ["normuon", "adamuon"])
+WAYS = (newton_schulz, gram_newton_schulz)
+MOMENTS = ("normuon", "adamuon")
 Iterate = Callable[..., Tensor]
 
 
@@ -41,41 +41,38 @@ def with_spectrum(values: Tensor, shape: tuple[int, ...], seed: int = 0) -> Tens
     return u @ torch.diag(values.double()) @ v
 
 
+SPECTRA: dict[str, Callable[[int], Tensor] | None] = {
+    "gaussian": None,
+    "even in logarithm to 1e-2": lambda count: torch.logspace(0, -2, count),
+    "even in logarithm to 1e-6": lambda count: torch.logspace(0, -6, count),
+    "one large": lambda count: torch.cat([torch.ones(1), torch.full((count - 1,), 1e-3)]),
+    "half zero": lambda count: (torch.arange(count) < count // 2).float(),
+}
+
+
 def matrices_of(spectrum: str, shape: tuple[int, ...]) -> Tensor:
-    count = min(shape[-2:])
-    spectra = {
-        "even in logarithm to 1e-2": torch.logspace(0, -2, count),
-        "even in logarithm to 1e-6": torch.logspace(0, -6, count),
-        "one large": torch.cat([torch.ones(1), torch.full((count - 1,), 1e-3)]),
-        "half zero": (torch.arange(count) < count // 2).float(),
-    }
-    return with_spectrum(spectra[spectrum], shape) if spectrum in spectra else random(shape, 0).double()
-
-
-SPECTRA = ["gaussian", "even in logarithm to 1e-2", "even in logarithm to 1e-6", "one large", "half zero"]
+    values = SPECTRA[spectrum]
+    return with_spectrum(values(min(shape[-2:])), shape) if values else random(shape, 0).double()
 
 
 # Momentum, factors by shape, weight decay
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [
+@cells(
+    shape=SHAPES,
+    options=[
         {},
         {"nesterov": False, "momentum": 0.8, "adjust_lr_fn": "original"},
         {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0},
         {"lr": 0.02, "ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5), "weight_decay": 0.3},
     ],
-    ids=str,
 )
 def test_the_defaults_are_torchs_bit_by_bit(shape: tuple[int, int], options: dict[str, Any]) -> None:
-    theirs = trained_by(torch.optim.Muon, shape, grouped=False, **options)
+    theirs = trained_by(lambda param: torch.optim.Muon([param], **options), shape)
     assert torch.equal(trained(rule_of("muon", **options), shape), theirs)
 
 
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("form", ["ema", "sum"])
+@cells(nesterov=[True, False], form=["ema", "sum"])
 def test_momentum_and_direction_are_those_written_down_here(form: str, nesterov: bool) -> None:
     rule, share = rule_of("muon", momentum=0.9, momentum_form=form, nesterov=nesterov), 0.1 if form == "ema" else 1.0
     state, expected = {"momentum_buffer": torch.zeros(3)}, torch.zeros(3)
@@ -98,8 +95,7 @@ SCALES_WRITTEN_OUT: dict[str, Callable[[int, int], float]] = {
 }
 
 
-@pytest.mark.parametrize("name", SCALES)
-@pytest.mark.parametrize("shape", [(6, 24), (24, 6), (5, 5)], ids=str)
+@cells(name=list(SCALES), shape=[(6, 24), (24, 6), (5, 5)])
 def test_the_factor_by_shape_is_on_the_update_and_not_on_the_decay(name: str, shape: tuple[int, int]) -> None:
     rule = rule_of("muon", lr=0.1, weight_decay=0.5, adjust_lr_fn=name, extra_scale_factor=3.0)
     assert math.isclose(rule.scale(shape), 3 * SCALES_WRITTEN_OUT[name](*shape), rel_tol=1e-12)
@@ -126,11 +122,8 @@ def test_cautious_decay_takes_elements_that_the_update_moves_towards_zero() -> N
     value, update = random((8, 8), 0), random((8, 8), 1).bfloat16()
     update[0], value[1] = 0.0, 0.0
     value[2], update[2] = 1e-30, -1e-30  # whose product is zero
-    expected = value.clone()
-    for i in range(8):
-        for j in range(8):
-            towards_zero = (value[i, j] >= 0) == (update[i, j] >= 0) or value[i, j] == 0 or update[i, j] == 0
-            expected[i, j] = value[i, j] * (0.95 if towards_zero else 1.0) - 0.1 * update[i, j].float()
+    towards_zero = value.sign() * update.sign() >= 0
+    expected = value * torch.where(towards_zero, 0.95, 1.0) - 0.1 * update.float()
     rule.apply(value, update, (8, 8))
     torch.testing.assert_close(value, expected)
     torch.testing.assert_close(value[2], torch.full((8,), 1.1e-30), rtol=1e-2, atol=0)  # no decay, away from zero
@@ -140,7 +133,7 @@ def test_cautious_decay_takes_elements_that_the_update_moves_towards_zero() -> N
     assert torch.equal(*aligned)
 
 
-@pytest.mark.parametrize("name", ["muon", "normuon", "adamuon"])
+@pytest.mark.parametrize("name", ["muon", *MOMENTS])
 def test_a_zero_gradient_only_decays_by_the_unadjusted_learning_rate(name: str) -> None:
     matrix = Trained(rule_of(name, lr=0.1, weight_decay=0.5), random((9, 6), 1))
     torch.testing.assert_close(matrix.step(torch.zeros(9, 6)), random((9, 6), 1) * 0.95, rtol=1e-6, atol=0)
@@ -150,7 +143,7 @@ def test_a_zero_gradient_only_decays_by_the_unadjusted_learning_rate(name: str) 
     wrong=[math.nan, math.inf, -math.inf],
     shape=[(6, 9), (9, 6), (1, 4)],
     options=[{}, {"gram_aspect": 1.0}, {"weight_decay_form": "cautious"}],
-    name=["muon", "normuon", "adamuon"],
+    name=["muon", *MOMENTS],
 )
 def test_what_is_not_finite_is_seen_in_the_weight(
     name: str, options: dict[str, Any], shape: tuple[int, int], wrong: float
@@ -230,33 +223,32 @@ def test_polar_express_is_what_its_paper_computes_and_goes_on_with_its_last_row(
     torch.testing.assert_close(done, u @ v, rtol=0, atol=1e-9)
 
 
-MARGINS = {"simple": 1.0, "quintic": 1.0, "polar_express": 1.01, "polar_express_5": 1.02}  # on the norm
-# Where five steps take singular values of 0.01 to 1 in fp64.
+# The margin on the norm, and where five steps take singular values of 0.01 to 1 in fp64.
 BANDS = {
-    "simple": (0.68, 1.14),
-    "quintic": (0.97, 1.04),
-    "polar_express": (0.87, 1.13),
-    "polar_express_5": (0.85, 1.15),
+    "simple": (1.0, 0.68, 1.14),
+    "quintic": (1.0, 0.97, 1.04),
+    "polar_express": (1.01, 0.87, 1.13),
+    "polar_express_5": (1.02, 0.85, 1.15),
 }
 
 
-@FUSED_OR_NOT
-@pytest.mark.parametrize("table", TABLES)
+@cells(iterate=WAYS, table=list(TABLES))
 def test_a_table_takes_singular_values_where_its_polynomials_do(table: str, iterate: Iterate) -> None:
     def polynomials(x: Tensor) -> Tensor:
         for a, b, c in by_step(table, 5):
             x = a * x + b * x**3 + c * x**5
         return x
 
+    margin, low, high = BANDS[table]
     values = torch.logspace(-2, 0, 40, dtype=torch.float64)
     done = iterated(iterate, with_spectrum(values, (40, 64)), torch.float64, table)
-    expected = with_spectrum(polynomials(values / values.norm() / MARGINS[table]), (40, 64))
+    expected = with_spectrum(polynomials(values / values.norm() / margin), (40, 64))
     torch.testing.assert_close(done, expected, rtol=0, atol=1e-9)
-    full = polynomials(torch.logspace(-2, 0, 1000, dtype=torch.float64) / MARGINS[table])
-    assert full.min() > BANDS[table][0] and full.max() < BANDS[table][1]
+    full = polynomials(torch.logspace(-2, 0, 1000, dtype=torch.float64) / margin)
+    assert full.min() > low and full.max() < high
 
 
-@FUSED_OR_NOT
+@pytest.mark.parametrize("iterate", WAYS)
 def test_a_list_has_three_numbers_for_every_step(iterate: Iterate) -> None:
     matrix, rows = random((8, 12), 0).double(), [(3.0, -3.2, 1.2), (2.0, -1.5, 0.5)]
     expected = matrix / matrix.norm()
@@ -269,8 +261,7 @@ def test_a_list_has_three_numbers_for_every_step(iterate: Iterate) -> None:
 # Newton-Schulz: batches; tiny, large and zero matrices
 
 
-@pytest.mark.parametrize("norm", [1.01e-7, 1e-3, 1.0, 1e15])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@cells(norm=[1.01e-7, 1e-3, 1.0, 1e15], shape=SHAPES)
 def test_from_eps_on_the_bits_are_torchs(shape: tuple[int, int], norm: float) -> None:
     matrix = random(shape, 3)
     matrix *= norm / matrix.norm()
@@ -279,7 +270,7 @@ def test_from_eps_on_the_bits_are_torchs(shape: tuple[int, int], norm: float) ->
 
 
 @cells(
-    iterate=[newton_schulz, gram_newton_schulz],
+    iterate=WAYS,
     table=list(TABLES),
     shape=[(5, 24, 40), (5, 40, 24), (2, 3, 1, 8), (5, 8, 1)],
 )
@@ -301,7 +292,7 @@ def of_norm(shape: tuple[int, ...], norm: float) -> Tensor:
 
 
 @cells(
-    iterate=[newton_schulz, gram_newton_schulz],
+    iterate=WAYS,
     shape=[(12, 20), (20, 12), (16, 16), (1, 8), (3, 12, 20)],
     norm=[1e-8, 1e-12, 1e-20, 1e-30, 1e-37, 1e25],
     dtype=[torch.bfloat16, torch.float32],
@@ -329,7 +320,7 @@ def test_a_tiny_matrix_does_not_change_the_others_of_its_batch() -> None:
 
 
 @cells(
-    spectrum=SPECTRA,
+    spectrum=list(SPECTRA),
     shape=[(48, 192), (192, 48), (31, 47), (200, 3), (7, 1), (1, 1), (3, 24, 40), (2, 40, 24)],
     dtype=[torch.float64, torch.float32],
 )
@@ -342,8 +333,7 @@ def test_gram_newton_schulz_is_the_same_polynomial(spectrum: str, shape: tuple[i
         torch.testing.assert_close(gram, plain, rtol=0, atol=2 * torch.finfo(dtype).eps * SIMPLE[0] ** steps)
 
 
-@pytest.mark.parametrize("spectrum", SPECTRA)
-@pytest.mark.parametrize("shape", [(96, 144), (384, 96)], ids=str)
+@cells(spectrum=list(SPECTRA), shape=[(96, 144), (384, 96)])
 def test_gram_newton_schulz_in_bf16_keeps_singular_values_in_the_band(spectrum: str, shape: tuple[int, int]) -> None:
     """None above what the coefficients allow; those that exact steps bring to the band are there.
 
@@ -413,8 +403,7 @@ def test_the_cost_of_a_matrix_is_the_flops_that_its_transform_runs(
     assert aspect != 1.5 or cost <= cost_and_flops(shape, ns_steps=steps)
 
 
-@pytest.mark.parametrize("table", STEPS)
-@pytest.mark.parametrize("restarts", [None, (1,), (1, 2, 4)], ids=str)
+@cells(table=list(STEPS), restarts=[None, (1,), (1, 2, 4)])
 def test_the_cost_knows_tables_and_restarts(table: str, restarts: tuple[int, ...] | None) -> None:
     cost_and_flops((16, 64), gram_aspect=1.5, ns_coefficients=table, ns_steps=STEPS[table], gram_restarts=restarts)
 
@@ -441,7 +430,7 @@ def paper(name: str, shape: tuple[int, int]) -> Tensor:
     return weight
 
 
-def emerging_optimizers(name: str, shape: tuple[int, int], factor_first: bool) -> Tensor:
+def emerging_optimizers(name: str, shape: tuple[int, int], factor_first: bool = False) -> Tensor:
     """AdaptiveMuon with Nesterov's momentum and without signs; moments are of the longer side or of elements.
 
     Since 0.3.0 the factor by shape comes last, and moments of the longer side leave the norm as it was. In 0.2.0 the
@@ -474,26 +463,17 @@ def dion(name: str, shape: tuple[int, int]) -> Tensor:
     return weight
 
 
+emerging_optimizers_0_2 = partial(emerging_optimizers, factor_first=True)
 LONGER = {"second_moment_of": "longer_side", "nesterov": True}
 NO_SIGN = {"sign_momentum": False, "nesterov": True}
 SPECTRAL = {"adjust_lr_fn": "spectral"}
 WRITTEN_OUT: list[tuple[str, dict[str, Any], Callable[..., Tensor], float]] = [  # with the settings of docs/rules.md
     ("normuon", {"lr": 0.05}, paper, 1e-5),
     ("adamuon", {"lr": 0.05}, paper, 1e-5),
-    ("normuon", {"update_norm": "preserve", **SPECTRAL, **LONGER}, lambda n, s: emerging_optimizers(n, s, False), 1e-4),
-    ("adamuon", {"update_norm": "none", **SPECTRAL, **NO_SIGN}, lambda n, s: emerging_optimizers(n, s, False), 1e-4),
-    (
-        "normuon",
-        {"update_norm": "none", "adjust_lr_fn": "none", **LONGER},
-        lambda n, s: emerging_optimizers(n, s, True),
-        1e-4,
-    ),
-    (
-        "adamuon",
-        {"update_norm": "none", "adjust_lr_fn": "none", **NO_SIGN},
-        lambda n, s: emerging_optimizers(n, s, True),
-        1e-4,
-    ),
+    ("normuon", {"update_norm": "preserve", **SPECTRAL, **LONGER}, emerging_optimizers, 1e-4),
+    ("adamuon", {"update_norm": "none", **SPECTRAL, **NO_SIGN}, emerging_optimizers, 1e-4),
+    ("normuon", {"update_norm": "none", "adjust_lr_fn": "none", **LONGER}, emerging_optimizers_0_2, 1e-4),
+    ("adamuon", {"update_norm": "none", "adjust_lr_fn": "none", **NO_SIGN}, emerging_optimizers_0_2, 1e-4),
     # In fp32 its buffer may round to a direction whose bf16 differs in a bit here and there.
     ("normuon", {"momentum_form": "sum", "update_norm": "preserve", "adjust_lr_fn": "spectral_norm"}, dion, 5e-3),
 ]
@@ -513,8 +493,7 @@ def test_second_moments_are_those_written_down_here(
         assert (trained(rule_of(name, **options), shape) - expected).norm() < 4e-3 * moved
 
 
-@MOMENTS
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@cells(name=MOMENTS, shape=SHAPES)
 def test_the_update_is_global_and_has_the_length_that_was_asked_for(name: str, shape: tuple[int, int]) -> None:
     """Of the whole matrix: halves of it that were normalized on their own would differ."""
     for norm in ("match_rms", "preserve"):
@@ -534,7 +513,7 @@ def test_the_update_is_global_and_has_the_length_that_was_asked_for(name: str, s
         assert not torch.allclose(top.update(gradients(shape)[0][:24]), update[:24], atol=0.1)
 
 
-@MOMENTS
+@pytest.mark.parametrize("name", MOMENTS)
 def test_the_factor_by_shape_is_muons_unless_the_root_mean_square_is_fixed(name: str) -> None:
     assert rule_of(name, extra_scale_factor=2.0).scale((8, 2)) == 0.4
     for norm in ("preserve", "none"):
@@ -559,8 +538,7 @@ def test_second_moments_are_the_smallest_that_do(shape: tuple[int, int]) -> None
     assert made("normuon", second_moment_of="longer_side") == ((rows, 1) if rows >= columns else (1, columns))
 
 
-@MOMENTS
-@pytest.mark.parametrize("exchange", [torch.bfloat16, torch.float32])
+@cells(name=MOMENTS, exchange=[torch.bfloat16, torch.float32])
 def test_what_travels_is_in_one_dtype_and_costs_a_little_more_than_muon(name: str, exchange: torch.dtype) -> None:
     rule = rule_of(name)
     rule.exchange_dtype = exchange
@@ -571,78 +549,27 @@ def test_what_travels_is_in_one_dtype_and_costs_a_little_more_than_muon(name: st
 
 # Published implementations, which reduce norms in another order: a rounding of bf16 moves every element
 
-SHARED = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
-PRESERVE = {"update_norm": "preserve"}
-NORMUON = {**SHARED, "beta2": 0.8}
-PUBLISHED: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], float]] = {  # ours, theirs and how near
-    "original": ("muon", SHARED, "Muon", SHARED, 0.01),
-    "rms": ("muon", {**SHARED, "adjust_lr_fn": "match_rms_adamw"}, "Muon", {**SHARED, "use_adjusted_lr": True}, 0.01),
-    "quintic": ("muon", {**SHARED, "ns_coefficients": "quintic"}, "Muon", {**SHARED, "ns_coeffs": "quintic"}, 0.01),
-    "no nesterov": ("muon", {**SHARED, "nesterov": False}, "Muon", {**SHARED, "nesterov": False}, 0.01),
-    "coupled": ("muon", {**SHARED, "weight_decay_form": "coupled"}, "Muon", {**SHARED, "weight_decouple": False}, 0.01),
-    "sum": (
-        "muon",
-        {**SHARED, "momentum_form": "sum", "nesterov": False, "adjust_lr_fn": "match_rms_adamw"},
-        "MuonClip",
-        SHARED,
-        0.01,
-    ),
-    "normuon": ("normuon", {**NORMUON, **PRESERVE, "nesterov": True}, "NorMuon", NORMUON, 0.01),
-    "normuon, rms": (
-        "normuon",
-        {**NORMUON, **PRESERVE, "adjust_lr_fn": "match_rms_adamw"},
-        "NorMuon",
-        {**NORMUON, "nesterov": False, "use_adjusted_lr": True},
-        0.01,
-    ),
-    "normuon, paper": (
-        "normuon",
-        NORMUON,
-        "NorMuon",
-        {**NORMUON, "nesterov": False, "update_scale": "match_rms"},
-        0.01,
-    ),
+SHARED = {"lr": 0.02, "weight_decay": 0.1}
+NORMUON = {**SHARED, "momentum": 0.9, "beta2": 0.8}
+PRESERVE = {"update_norm": "preserve", "nesterov": True}
+MATCH = {"nesterov": False, "update_scale": "match_rms"}
+PUBLISHED: list[tuple[str, dict[str, Any], str, dict[str, Any], float]] = [  # ours, theirs and how near
+    ("normuon", {**NORMUON, **PRESERVE}, "NorMuon", NORMUON, 0.01),
+    ("normuon", NORMUON, "NorMuon", {**NORMUON, **MATCH}, 0.01),
     # It has no sign, divides in bf16, and corrects a bias that the fixed root mean square takes out again.
-    "adamuon": (
-        "adamuon",
-        {**NORMUON, "sign_momentum": False},
-        "AdaMuon",
-        {"lr": 0.02, "weight_decay": 0.1, "betas": (0.9, 0.8)},
-        0.02,
-    ),
-}
+    ("adamuon", {**NORMUON, "sign_momentum": False}, "AdaMuon", {**SHARED, "betas": (0.9, 0.8)}, 0.02),
+]
 
 
-@cells(
-    lambda case, shape=None: case != "sum" or shape in (None, (48, 63), (63, 48)),
-    case=list(PUBLISHED),
-    shape=[(48, 63), (63, 48), (32, 32), (200, 3)],
-)
-def test_rules_are_those_of_pytorch_optimizer(case: str, shape: tuple[int, int]) -> None:
-    name, ours, theirs, options, near = PUBLISHED[case]
-    expected = trained_by(getattr(pytorch_optimizer, theirs), shape, grouped=True, **options)
-    moments = {} if name == "muon" else {"second_moment_eps": 1e-10}
-    found = trained(rule_of(name, **ours, **moments), shape)
-    assert (found - expected).norm() < near * (expected - random(shape, 1)).norm()
-
-
-@pytest.mark.parametrize("restarts", [(2,), (1, 3)], ids=str)
-@pytest.mark.parametrize("table", ["simple", "quintic"])
-def test_gram_newton_schulz_is_that_of_pytorch_optimizer(table: str, restarts: tuple[int, ...]) -> None:
-    weights, matrix = {"simple": "original"}.get(table, table), random((24, 96), 0)
-    theirs = zero_power_via_gram_newton_schulz(matrix, weights=weights, dtype=torch.float32, reset_steps=restarts)
-    ours = iterated(gram_newton_schulz, matrix, torch.float32, table, restarts=restarts)
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
-
-
-@pytest.mark.full
-def test_gram_newton_schulz_is_that_of_the_package_of_this_name() -> None:
-    """Which iterates in fp16, and without its kernels runs anywhere."""
-    package, matrix = pytest.importorskip("gram_newton_schulz"), random((24, 96), 0)
-    rows = TABLES["quintic"].triples
-    theirs = package.GramNewtonSchulz(ns_use_kernels=False, ns_coefficients=rows, compile_kwargs=None)(matrix)
-    ours = iterated(gram_newton_schulz, matrix, torch.float32, "quintic", restarts=(2,))
-    assert (ours - theirs).norm() < 0.02 * ours.norm()
+@pytest.mark.parametrize(("name", "ours", "theirs", "options", "near"), PUBLISHED)
+def test_rules_are_those_of_pytorch_optimizer(
+    name: str, ours: dict[str, Any], theirs: str, options: dict[str, Any], near: float
+) -> None:
+    cls = getattr(pytorch_optimizer, theirs)
+    for shape in [(48, 63), (63, 48), (32, 32), (200, 3)]:
+        expected = trained_by(lambda param: cls([{"params": [param], "use_muon": True}], **options), shape)
+        found = trained(rule_of(name, second_moment_eps=1e-10, **ours), shape)
+        assert (found - expected).norm() < near * (expected - random(shape, 1)).norm()
 
 
 # QK-clip: logits of heads over the threshold come down to it, and no other head's change
@@ -667,8 +594,7 @@ def projections(key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     return query, random((key_heads * WIDTH, SIZE), 1), random((TOKENS, SIZE), 2)
 
 
-@pytest.mark.parametrize("query_share", [0.5, 0.0, 1.0, 0.3])
-@pytest.mark.parametrize("key_heads", [4, 2, 1])
+@cells(query_share=[0.5, 0.0, 1.0, 0.3], key_heads=[4, 2, 1])
 def test_heads_over_the_threshold_are_brought_down_to_it_and_the_others_stay(
     key_heads: int, query_share: float
 ) -> None:
@@ -716,40 +642,27 @@ def test_multi_head_latent_attention_is_clipped_in_both_parts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("max_logits", "options", "message"),
     [
-        (
-            lambda: qk_clip_factors(torch.ones(2, 3)),
-            r"max_logits: expected one per head, \(heads,\); found shape \(2, 3",
-        ),
-        (lambda: qk_clip_factors(torch.ones(0)), "max_logits: expected one per head"),
-        (
-            lambda: qk_clip_factors(torch.ones(4), key_heads=3),
-            "key_heads: expected a divisor of the 4 heads .* found 3",
-        ),
-        (lambda: qk_clip_factors(torch.ones(4), 0.0), "expected a threshold over 0 and a query_share in .* found 0.0"),
-        (lambda: qk_clip_factors(torch.ones(4), math.nan), "expected a threshold over 0"),
-        (lambda: qk_clip_factors(torch.ones(4), query_share=1.5), "found 100.0 and 1.5"),
-        (lambda: row_factors([(3, None)]), "parts: expected factors of equally many heads"),
-        (lambda: row_factors([(3, torch.ones(2)), (3, torch.ones(3))]), r"found \[\(2,\), \(3,\)\]"),
+        ((2, 3), {}, r"max_logits: expected one per head, \(heads,\); found shape \(2, 3"),
+        ((0,), {}, "max_logits: expected one per head"),
+        ((4,), {"key_heads": 3}, "key_heads: expected a divisor of the 4 heads .* found 3"),
+        ((4,), {"threshold": 0.0}, "expected a threshold over 0 and a query_share in .* found 0.0"),
+        ((4,), {"threshold": math.nan}, "expected a threshold over 0"),
+        ((4,), {"query_share": 1.5}, "found 100.0 and 1.5"),
     ],
 )
-def test_wrong_arguments_of_qk_clip_are_named(call: Callable[[], object], message: str) -> None:
+def test_wrong_arguments_of_qk_clip_are_named(
+    max_logits: tuple[int, ...], options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        call()
+        qk_clip_factors(torch.ones(max_logits), **options)
 
 
-def test_clipped_weights_are_those_of_pytorch_optimizers_muonclip() -> None:
-    """With a learning rate of zero, so that only its QK-clip changes weights."""
-    query, key, inputs = projections(HEADS)
-    params = {role: torch.nn.Parameter(weight.clone()) for role, weight in (("query", query), ("key", key))}
-    theirs = {"use_muon": True, "lr": 0.0, "attention_name": "layer"}
-    groups = [{"params": [param], "qk_clip": role, **theirs} for role, param in params.items()]
-    optimizer = pytorch_optimizer.MuonClip(groups, qk_clip_threshold=30.0)
-    for param in params.values():
-        param.grad = torch.ones_like(param)
-    most = largest(logits(query, key, inputs))
-    optimizer.step(attention_max_logits={"layer": most})
-    factors = qk_clip_factors(most, 30.0)
-    torch.testing.assert_close(params["query"].detach(), query * row_factors([(WIDTH, factors.query)])[:, None])
-    torch.testing.assert_close(params["key"].detach(), key * row_factors([(WIDTH, factors.key)])[:, None])
+def test_factors_of_rows_are_of_equally_many_heads() -> None:
+    for parts, message in [
+        ([(3, None)], "parts: expected factors of equally many heads"),
+        ([(3, torch.ones(2)), (3, torch.ones(3))], r"found \[\(2,\), \(3,\)\]"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            row_factors(parts)
