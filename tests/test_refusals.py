@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import pytest
@@ -21,15 +22,16 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 from lwopt_backend.integrations.deepspeed_zero import LayerWiseMuon
 from tests.models import UnevenLM
+from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
 from tests.zero import ADAMW, BF16, MUON, OWNED, build, config, engine_for, train
 
 ZENFLOW = {"topk_ratio": 0.1, "update_interval": 2, "full_warm_up_rounds": 0, "overlap_step": False, "offload": False}
 NVME = {"device": "nvme", "nvme_path": "there"}
 FP16 = {"fp16": {"enabled": True}}
+OFFLOAD = "zero_optimization.offload_optimizer"
 OFF = "is on; switch it off"
 AT_STAGE_0 = "zero_optimization.stage is 0 and the model is trained in"
-BY_CALLABLE = "deepspeed.initialize(lr_scheduler=lambda optimizer:"
 
 
 def zero(**options: Any) -> dict[str, Any]:
@@ -47,140 +49,97 @@ OF_BOTH: list[tuple[dict[str, Any], str]] = [
     ({"compile": {"deepcompile": True}}, f"compile.deepcompile {OFF}"),
     ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, f"bf16.bf16_master_weights_and_grads {OFF}"),
 ]
-SETTINGS: dict[str, list[tuple[dict[str, Any], str]]] = {
-    "zero": [
-        *OF_BOTH,
-        *(
-            (section | zero(stage=stage), f"{kind}.{kind}_master_weights_and_grads {OFF}")
-            for kind, stage in (("bf16", 1), ("bf16", 3), ("fp16", 1), ("fp16", 2), ("fp16", 3))
-            for section in [{kind: {"enabled": True, f"{kind}_master_weights_and_grads": True}}]
-        ),
-        (zero(offload_optimizer=NVME), "zero_optimization.offload_optimizer.device is 'nvme'"),
-        (zero(stage=3, offload_optimizer=NVME), "zero_optimization.offload_optimizer.device is 'nvme'"),
-        (zero(stage=3, offload_param=NVME), "zero_optimization.offload_param.device is 'nvme'"),
-        (
-            zero(stage=3, offload_optimizer={"device": "cpu", "ratio": 0.5}),
-            "zero_optimization.offload_optimizer.ratio is 0.5",
-        ),
-        (
-            zero(stage=3, offload_optimizer={"device": "cpu", "super_offload": True}),
-            "zero_optimization.offload_optimizer.super_offload is on",
-        ),
-        (zero(stage=0) | BF16, f"{AT_STAGE_0} bfloat16, for which DeepSpeed keeps full"),
-        (zero(stage=0) | FP16, f"{AT_STAGE_0} float16, for which DeepSpeed keeps full"),
-        (zero(stage=0) | BF16 | {"data_types": {"grad_accum_dtype": "fp32"}}, f"{AT_STAGE_0} bfloat16"),
-        ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast.dtype is float16"),
-        *(
-            (scheduler(name, **params), message)
-            for name, params, message in (
-                ("LambdaLR", {}, "missing 1 required positional argument: 'lr_lambda'"),
-                ("LambdaLR", {"lr_lambda": "lambda step: 0.5"}, "'str' object is not callable"),
-                ("CosineAnnealingLR", {"T_maximum": 10}, "unexpected keyword argument 'T_maximum'"),
-                ("ReduceLROnPlateau", {"factor": 0.5}, "call engine.step(lr_kwargs={'metrics': loss})"),
-            )
-        ),
-    ],
-    "owned": [
-        *OF_BOTH,
-        (
-            zero(stage=3),
-            "zero_optimization.stage is 3, where DeepSpeed shards the parameters itself; use stage 0, 1 or 2",
-        ),
-        (zero(offload_optimizer={"device": "cpu"}), "zero_optimization.offload_optimizer.device is 'cpu'"),
-        (zero(parameter_alignment=True), f"zero_optimization.parameter_alignment {OFF}"),
-        (zero(zero_quantized_gradients=True), f"zero_optimization.zero_quantized_gradients {OFF}"),
-        (
-            BF16 | {"communication_data_type": "fp32"},
-            "communication_data_type is float32, but gradients travel as they are accumulated, in bfloat16",
-        ),
-        (
-            BF16 | {"data_types": {"grad_accum_dtype": "fp16"}},
-            "data_types.grad_accum_dtype is float16 and the model is trained in bfloat16; use bfloat16 or float32",
-        ),
-    ],
-}
+OF_ZERO: list[tuple[dict[str, Any], str]] = [
+    *(
+        (section | zero(stage=stage), f"{kind}.{kind}_master_weights_and_grads {OFF}")
+        for kind, stage in (("bf16", 1), ("bf16", 3), ("fp16", 1), ("fp16", 2), ("fp16", 3))
+        for section in [{kind: {"enabled": True, f"{kind}_master_weights_and_grads": True}}]
+    ),
+    (zero(offload_optimizer=NVME), f"{OFFLOAD}.device is 'nvme'"),
+    (zero(stage=3, offload_optimizer=NVME), f"{OFFLOAD}.device is 'nvme'"),
+    (zero(stage=3, offload_param=NVME), "zero_optimization.offload_param.device is 'nvme'"),
+    (zero(stage=3, offload_optimizer={"device": "cpu", "ratio": 0.5}), f"{OFFLOAD}.ratio is 0.5"),
+    (zero(stage=3, offload_optimizer={"device": "cpu", "super_offload": True}), f"{OFFLOAD}.super_offload is on"),
+    (zero(stage=0) | BF16, f"{AT_STAGE_0} bfloat16, for which DeepSpeed keeps full"),
+    (zero(stage=0) | FP16, f"{AT_STAGE_0} float16, for which DeepSpeed keeps full"),
+    (zero(stage=0) | BF16 | {"data_types": {"grad_accum_dtype": "fp32"}}, f"{AT_STAGE_0} bfloat16"),
+    ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast.dtype is float16"),
+    (scheduler("LambdaLR"), "missing 1 required positional argument: 'lr_lambda'"),
+    (scheduler("LambdaLR", lr_lambda="lambda step: 0.5"), "'str' object is not callable"),
+    (scheduler("CosineAnnealingLR", T_maximum=10), "unexpected keyword argument 'T_maximum'"),
+    (scheduler("ReduceLROnPlateau", factor=0.5), "call engine.step(lr_kwargs={'metrics': loss})"),
+]
+OF_OWNED: list[tuple[dict[str, Any], str]] = [
+    (zero(stage=3), "zero_optimization.stage is 3, where DeepSpeed shards the parameters itself; use stage 0, 1 or 2"),
+    (zero(offload_optimizer={"device": "cpu"}), f"{OFFLOAD}.device is 'cpu'"),
+    (zero(parameter_alignment=True), f"zero_optimization.parameter_alignment {OFF}"),
+    (zero(zero_quantized_gradients=True), f"zero_optimization.zero_quantized_gradients {OFF}"),
+    (
+        BF16 | {"communication_data_type": "fp32"},
+        "communication_data_type is float32, but gradients travel as they are accumulated, in bfloat16",
+    ),
+    (
+        BF16 | {"data_types": {"grad_accum_dtype": "fp16"}},
+        "data_types.grad_accum_dtype is float16 and the model is trained in bfloat16; use bfloat16 or float32",
+    ),
+]
+SETTINGS = [
+    *(("zero", *row) for row in (*OF_BOTH, *OF_ZERO)),
+    *(("owned", *row) for row in (*OF_BOTH, *OF_OWNED)),
+]
 
 
-@pytest.mark.parametrize(
-    ("storage", "changes", "message"),
-    [(storage, changes, message) for storage, rows in SETTINGS.items() for changes, message in rows],
-    ids=lambda value: value[:60] if isinstance(value, str) else "",
-)
-def test_settings_that_cannot_work_are_refused(
-    ranks: RankPool, storage: str, changes: dict[str, Any], message: str
-) -> None:
-    settings = config(2, **(OWNED if storage == "owned" else {})) | zero() | changes
-    for error in ranks.errors(build, settings):
-        assert error.startswith("ValueError") and message in error
-        if "scheduler" in changes:
-            assert f"scheduler.type is {changes['scheduler']['type']!r}" in error and BY_CALLABLE in error
-        elif storage == "owned":
-            assert "LayerWiseMuon with owned storage cannot train with this configuration" in error
+@pytest.mark.parametrize(("storage", "changes", "message"), SETTINGS)
+@on_ranks(2)
+def test_settings_that_cannot_work_are_refused(storage: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        build(config(2, **(OWNED if storage == "owned" else {})) | zero() | changes)
+    error = str(caught.value)
+    assert message in error
+    if "scheduler" in changes:
+        assert f"scheduler.type is {changes['scheduler']['type']!r}" in error
+        assert "deepspeed.initialize(lr_scheduler=lambda optimizer:" in error
+    elif storage == "owned":
+        assert "LayerWiseMuon with owned storage cannot train with this configuration" in error
 
 
+# What is wrong without a model is in test_config.py.
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": -0.1}, "lr: input should be greater than or equal to 0; found -0.1"),
-        ({"ns_steps": 0}, "ns_steps: input should be greater than or equal to 1; found 0"),
-        ({"momentum": 1.0}, "momentum: input should be less than 1; found 1.0"),
-        ({"momentum": -0.5}, "momentum: input should be greater than or equal to 0; found -0.5"),
-        ({"weight_decy": 0.1}, "unknown key 'weight_decy'; did you mean 'weight_decay'?"),
-        ({"adamw": {"beta": [0.9, 0.95]}}, "unknown key 'adamw.beta'; did you mean 'betas'?"),
-        ({"betas": [0.9, 0.95]}, "unknown key 'betas'; did you mean 'adamw.betas'?"),
-        ({"adamw": {"lr": "auto"}}, "adamw.lr: input should be a valid number; found 'auto', which only Hugging Face"),
-        ({"lr": "auto"}, "lr: input should be a valid number; found 'auto'"),
         ({"include": ["*.nothing.*"]}, "include: '*.nothing.*' matches no parameter name"),
         ({"exclude": ["layers.0.wieght"]}, "exclude: 'layers.0.wieght' matches no parameter name; did you mean"),
         ({"exclude": ["*"]}, "none of the 11 trained parameters is a matrix"),
-        ({"bucket_mb": 1.0}, "'bucket_mb': only for \"storage\": \"owned\", but the storage is 'zero'"),
-        ({"storage": "mine"}, "storage: input should be 'zero' or 'owned'; found 'mine'"),
-        ({**OWNED, "layout": "dense"}, "layout: input should be 'auto', 'padded' or 'compact'; found 'dense'"),
-        ({**OWNED, "bucket_mb": 0.0}, "bucket_mb: input should be greater than 0; found 0.0"),
         ({**OWNED, "group_size": 3}, "group size 3 does not divide the 2 data-parallel ranks"),
-        ({**OWNED, "policy": "stay"}, "'policy': only for \"storage\": \"zero\", but the storage is 'owned'"),
         ({**OWNED, "exclude": ["layers.0.wieght"]}, "exclude: 'layers.0.wieght' matches no parameter name; did you"),
     ],
-    ids=str,
 )
-def test_wrong_options_are_refused(ranks: RankPool, options: dict[str, Any], message: str) -> None:
-    for error in ranks.errors(build, config(2, **options)):
-        assert message in error
-
-
-def test_a_model_without_matrices_trains_when_asked_for(ranks: RankPool) -> None:
-    ranks.run(build, config(2, exclude=["*"], allow_no_matrix=True))
-
-
-def errors_of_layer_wise(storage: str) -> list[str]:
-    """What ``"type": "LayerWise"`` says to a setting, a parameter, and a checkpoint that cannot work."""
-    options = {"matrix": {"name": "muon", "lr": 0.02}, "elementwise": {"name": "adamw", "lr": 3e-3}}
-    entry = {"type": "LayerWise", "params": {**options, "storage": storage, "report": False}}
-    settings = config(2) | {"optimizer": entry} | zero()
-    said = []
-    for changes in ({"compile": {"deepcompile": True}}, {"optimizer": {**entry, "params": {"matrx": "muon"}}}):
-        with pytest.raises(ValueError) as caught:
-            build(settings | changes)
-        said.append(str(caught.value))
-    with engine_for(settings) as engine:
-        with pytest.raises((ValueError, RuntimeError)) as caught:
-            engine.load_checkpoint("nowhere", tag=None if dist.get_rank() else "none")
-        said.append(str(caught.value))
-    return said
+@on_ranks(2)
+def test_options_that_do_not_fit_the_model_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build(config(2, **options))
+    build(config(2, exclude=["*"], allow_no_matrix=True))
 
 
 @pytest.mark.parametrize("storage", ["zero", "owned"])
-def test_errors_of_layer_wise_say_layer_wise(ranks: RankPool, storage: str) -> None:
-    for rank, (setting, option, checkpoint) in enumerate(ranks.run(errors_of_layer_wise, storage)):
-        assert setting.startswith("LayerWise ") and "cannot train with this configuration:" in setting
-        assert option.startswith("LayerWise: unknown key 'matrx'")
-        assert checkpoint.startswith("LayerWise: rank 0 failed with" if rank else "the checkpoint 'nowhere/none'")
+@on_ranks(2)
+def test_errors_of_layer_wise_say_layer_wise(storage: str) -> None:
+    options = {"matrix": {"name": "muon", "lr": 0.02}, "elementwise": {"name": "adamw", "lr": 3e-3}}
+    entry = {"type": "LayerWise", "params": {**options, "storage": storage, "report": False}}
+    settings = config(2) | {"optimizer": entry} | zero()
+    with pytest.raises(ValueError, match="^LayerWise .*cannot train with this configuration:"):
+        build(settings | {"compile": {"deepcompile": True}})
+    with pytest.raises(ValueError, match="^LayerWise: unknown key 'matrx'"):
+        build(settings | {"optimizer": {**entry, "params": {"matrx": "muon"}}})
+    says = "LayerWise: rank 0 failed with" if dist.get_rank() else "the checkpoint 'nowhere/none'"
+    with engine_for(settings) as engine, pytest.raises((ValueError, RuntimeError), match=f"^{says}"):
+        engine.load_checkpoint("nowhere", tag=None if dist.get_rank() else "none")
 
 
 # Models and ranks
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-OF_OWNED = config(2, **OWNED) | zero()
+ON_OWNED = config(2, **OWNED) | zero()
 
 
 class TensorParallel:
@@ -209,12 +168,8 @@ def experts_by_auto_ep(settings: dict[str, Any]) -> None:
     model = MixtralForCausalLM(MixtralConfig(vocab_size=32, num_key_value_heads=2, num_local_experts=4, **SIZES))
     experts = {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}
     # It moves transformers' recorders of router outputs, in a way that transformers 5 does not know.
-    retarget = auto_ep.AutoEP._retarget_transformers_output_recorders
-    auto_ep.AutoEP._retarget_transformers_output_recorders = lambda self, spec, replacement: None
-    try:
+    with mock.patch.object(auto_ep.AutoEP, "_retarget_transformers_output_recorders"):
         build(settings | {"expert_parallel": experts}, model)
-    finally:
-        auto_ep.AutoEP._retarget_transformers_output_recorders = retarget
 
 
 def experts(settings: dict[str, Any]) -> None:
@@ -232,17 +187,11 @@ def stages(settings: dict[str, Any]) -> None:
     ("make", "settings", "message"),
     [
         (shards, config(2), "tensor_parallel.autotp_size is 2: each rank holds a shard"),
-        (shards, OF_OWNED, "tensor_parallel.autotp_size is 2: each rank holds a shard"),
-        (
-            *(shards_by_an_mpu, config(2)),
-            "mpu.get_model_parallel_world_size() is 2: each rank holds a shard, and the matrix rule needs",
-        ),
-        (
-            *(experts_by_auto_ep, config(2)),
-            "expert_parallel.enabled is true (AutoEP), whose expert layers were not tried",
-        ),
-        (experts, OF_OWNED, "the model has DeepSpeed's expert layers"),
-        (stages, OF_OWNED, "the model is a PipelineModule"),
+        (shards, ON_OWNED, "tensor_parallel.autotp_size is 2: each rank holds a shard"),
+        (shards_by_an_mpu, config(2), "mpu.get_model_parallel_world_size() is 2: each rank holds a shard, and the"),
+        (experts_by_auto_ep, config(2), "expert_parallel.enabled is true (AutoEP), whose expert layers were not tried"),
+        (experts, ON_OWNED, "the model has DeepSpeed's expert layers"),
+        (stages, ON_OWNED, "the model is a PipelineModule"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
@@ -263,11 +212,7 @@ def tags_for_deepspeeds_own_muon() -> None:
 def sparse_gradients() -> None:
     model = UnevenLM()
     model.embedding.sparse = True
-    build(OF_OWNED, model)
-
-
-def parameters_of_another_model() -> None:
-    build(config(2), model_parameters=[*UnevenLM().parameters()])
+    build(ON_OWNED, model)
 
 
 def another_optimizer_on_our_param_groups() -> None:
@@ -296,13 +241,14 @@ def smaller_partitions_than_planned() -> None:
 
 
 def offloading_states() -> None:
-    with engine_for(OF_OWNED) as engine:
+    with engine_for(ON_OWNED) as engine:
         engine.offload_states()
 
 
 def a_device_without_fp16() -> None:
-    settings = config(1) | FP16
-    deepspeed.initialize(model=UnevenLM(), model_parameters=list(UnevenLM().parameters()), config=settings)
+    settings, model = config(1) | FP16, UnevenLM()
+    with mock.patch.object(deepspeed.accelerator.get_accelerator(), "is_fp16_supported", lambda: False):
+        deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
 
 
 def state_of_other_partitions() -> None:
@@ -313,43 +259,8 @@ def state_of_other_partitions() -> None:
         engine.basic_optimizer.load_state_dict(state)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (tags_for_deepspeeds_own_muon, "1 parameters, the first is 'layers.0.weight', carry use_muon=True"),
-        (sparse_gradients, "LayerWiseMuon: 'embedding' makes sparse gradients"),
-        (
-            parameters_of_another_model,
-            r"param group 0, position 0: the parameter of shape \(37, 24\) is not in the model",
-        ),
-        (
-            another_optimizer_on_our_param_groups,
-            "^ValueError: AdamW was built on the param groups of LayerWise or LayerWiseMuon, ",
-        ),
-        (
-            another_model_on_rank_1,
-            "rank 0 has 'lm_head.weight 37x24 float32 adamw', rank 1 has 'lm_head.weight 38x24",
-        ),
-        (smaller_partitions_than_planned, r"^RuntimeError: muon: planned \d+ elements a rank, found \d+"),
-        (offloading_states, "owned storage cannot move its states"),
-        (state_of_other_partitions, "param group 0: the checkpoint's momentum_buffer has"),
-        pytest.param(
-            *(a_device_without_fp16, "Type fp16 is not supported on your device"),
-            marks=pytest.mark.skipif(
-                deepspeed.accelerator.get_accelerator().is_fp16_supported(), reason="for devices without fp16"
-            ),
-        ),
-    ],
-    ids=lambda value: value.__name__ if callable(value) else "",
-)
-def test_what_cannot_be_trained_is_an_error_on_every_rank(
-    ranks: RankPool, make: Callable[[], None], message: str
-) -> None:
-    for error in ranks.errors(make):
-        assert re.search(message, error)
-
-
-def other_options_on_rank_1(settings: dict[str, Any], changes: dict[str, Any]) -> None:
+def other_options_on_rank_1(settings: dict[str, Any], **changes: Any) -> None:
+    settings = copy.deepcopy(settings)
     options = settings.pop("optimizer")["params"]
     if dist.get_rank() == 1:
         options |= changes
@@ -357,55 +268,84 @@ def other_options_on_rank_1(settings: dict[str, Any], changes: dict[str, Any]) -
     build(settings, model, optimizer=LayerWiseMuon(model.parameters(), **options))
 
 
-@pytest.mark.parametrize(
-    ("changes", "found"),
-    [
-        ({"weight_decay": 0.3}, "matrix.weight_decay: 0.1 on rank 0, 0.3 on rank 1"),
-        ({"adamw": {**ADAMW, "eps": 0.3}}, "elementwise.eps: 1e-08 on rank 0, 0.3 on rank 1"),
-        ({"exclude": ["layers.2.*"]}, "exclude: () on rank 0, ('layers.2.*',) on rank 1"),
-    ],
-)
-def test_ranks_with_other_options_all_stop_and_show_both(ranks: RankPool, changes: dict[str, Any], found: str) -> None:
-    for error in ranks.errors(other_options_on_rank_1, config(2), changes):
-        assert error == f"RanksDisagree: LayerWiseMuon: ranks differ in {found}; give all ranks the same"
-
-
-@pytest.mark.parametrize("settings", [config(2), OF_OWNED], ids=["zero", "owned"])
-def test_a_failure_on_one_rank_stops_the_others_with_its_message(ranks: RankPool, settings: dict[str, Any]) -> None:
-    first, second = ranks.errors(other_options_on_rank_1, copy.deepcopy(settings), {"include": ["nowhere"]})
-    assert "include: 'nowhere' matches no parameter name" in second
-    assert first.startswith("RuntimeError: LayerWiseMuon: rank 1 failed with ValueError(")
-
-
-def step_after_storage_moved() -> None:
+def storage_other_than_planned_on_rank_1() -> None:
+    """It is found before the first exchange."""
     with engine_for(config(2)) as engine:
         if dist.get_rank() == 1:
             engine.module.layers[5].weight._hp_mapping.hp_fragment_address.start += 1
         train(engine, 1)
 
 
-def test_storage_other_than_planned_stops_all_ranks_before_the_first_exchange(ranks: RankPool) -> None:
-    first, second = ranks.errors(step_after_storage_moved)
-    assert second.startswith("RuntimeError: parameter 'layers.5.weight': planned Fragment(rank=1")
-    assert "rank 1 failed" in first
+DIFFER = r"^RanksDisagree: LayerWiseMuon: ranks differ in {}; give all ranks the same$"
+FAILED = "^RuntimeError: LayerWiseMuon: rank 1 failed with ValueError\\("
+NOWHERE = "include: 'nowhere' matches no parameter name"
+# What cannot be trained, and the error on every rank, or on rank 0 and rank 1.
+CANNOT: dict[str, tuple[Any, ...]] = {
+    "tags for DeepSpeed's own Muon": (
+        tags_for_deepspeeds_own_muon,
+        "1 parameters, the first is 'layers.0.weight', carry use_muon=True",
+    ),
+    "sparse gradients": (sparse_gradients, "LayerWiseMuon: 'embedding' makes sparse gradients"),
+    "parameters of another model": (
+        lambda: build(config(2), model_parameters=[*UnevenLM().parameters()]),
+        r"param group 0, position 0: the parameter of shape \(37, 24\) is not in the model",
+    ),
+    "another optimizer": (
+        another_optimizer_on_our_param_groups,
+        "^ValueError: AdamW was built on the param groups of LayerWise or LayerWiseMuon, ",
+    ),
+    "another model": (
+        another_model_on_rank_1,
+        "rank 0 has 'lm_head.weight 37x24 float32 adamw', rank 1 has 'lm_head.weight 38x24",
+    ),
+    "smaller partitions": (
+        smaller_partitions_than_planned,
+        r"^RuntimeError: muon: planned \d+ elements a rank, found \d",
+    ),
+    "offloading states": (offloading_states, "owned storage cannot move its states"),
+    "no fp16": (a_device_without_fp16, "Type fp16 is not supported on your device"),
+    "state of other partitions": (state_of_other_partitions, "param group 0: the checkpoint's momentum_buffer has"),
+    "another option of matrices": (
+        lambda: other_options_on_rank_1(config(2), weight_decay=0.3),
+        DIFFER.format("matrix.weight_decay: 0.1 on rank 0, 0.3 on rank 1"),
+    ),
+    "another option of the others": (
+        lambda: other_options_on_rank_1(config(2), adamw={**ADAMW, "eps": 0.3}),
+        DIFFER.format("elementwise.eps: 1e-08 on rank 0, 0.3 on rank 1"),
+    ),
+    "another option": (
+        lambda: other_options_on_rank_1(config(2), exclude=["layers.2.*"]),
+        DIFFER.format(r"exclude: \(\) on rank 0, \('layers.2.\*',\) on rank 1"),
+    ),
+    "one rank fails": (lambda: other_options_on_rank_1(config(2), include=["nowhere"]), FAILED, NOWHERE),
+    "one rank of owned storage fails": (
+        lambda: other_options_on_rank_1(ON_OWNED, include=["nowhere"]),
+        FAILED,
+        NOWHERE,
+    ),
+    "other storage": (
+        storage_other_than_planned_on_rank_1,
+        "rank 1 failed",
+        r"^RuntimeError: parameter 'layers.5.weight': planned Fragment\(rank=1",
+    ),
+}
 
 
-# Without an engine
+@pytest.mark.parametrize("what", CANNOT)
+@on_ranks(2)
+def test_what_cannot_be_trained_is_an_error_on_every_rank(what: str) -> None:
+    make, *messages = CANNOT[what]
+    with pytest.raises((ValueError, RuntimeError, NotImplementedError)) as caught:
+        make()
+    error = f"{type(caught.value).__name__}: {caught.value}"
+    assert re.search(messages[min(dist.get_rank(), len(messages) - 1)], error), error
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda optimizer: optimizer.step(), "this LayerWiseMuon has no engine; give it to deepspeed.initialize"),
-        (copy.deepcopy, "belongs to its engine and cannot be copied or pickled; use state_dict()"),
-        (
-            lambda optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, 2))]}),
-            "takes no param group after it was made",
-        ),
-    ],
-    ids=["step", "copy", "add_param_group"],
-)
-def test_an_optimizer_belongs_to_its_engine(call: Callable[[Any], Any], message: str) -> None:
+def test_an_optimizer_belongs_to_its_engine() -> None:
     optimizer = LayerWiseMuon(UnevenLM().parameters(), **MUON, adamw=ADAMW)
-    with pytest.raises((RuntimeError, TypeError, ValueError, NotImplementedError), match=re.escape(message)):
-        call(optimizer)
+    with pytest.raises(RuntimeError, match="this LayerWiseMuon has no engine; give it to deepspeed.initialize"):
+        optimizer.step()
+    with pytest.raises(TypeError, match="belongs to its engine and cannot be copied or pickled; use state_dict"):
+        copy.deepcopy(optimizer)
+    with pytest.raises((NotImplementedError, RuntimeError, ValueError), match="takes no param group after it was made"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, 2))]})
