@@ -10,26 +10,35 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
 from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.integrations import fsdp2
 from tests.cells import cells, with_full
-from tests.engines import OWNED, ZERO, Cell, verdicts
+from tests.engines import OWNED, RULES, ZERO, Cell, verdicts
 from tests.fsdp2 import backward, copy_gradients, distribute_like, named, new_model, shard, weights_of
+from tests.migration import whole
 from tests.models import MATRICES, UnevenLM
+from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
 from tests.rules import CAUTIOUS, ELEMENTWISE, SECTIONS, elementwise_optimizer, matrix_optimizer
 from tests.zero import ROWS, engine_for, full_weights, largest_difference, train
 
-RULES = ["soap", "adamuon", "shampoo", "a class"]
+OWNER_RULES = ["soap", "adamuon", "shampoo", "a class"]
 Pools = dict[int, RankPool]
 # DeepSpeed's CPUAdam rounds otherwise in its loop over vectors than for what is left at the end, and where that is
 # depends on how parameters are cut: a last bit of fp32 in each of the steps, of at most 0.003.
@@ -42,27 +51,22 @@ def assert_exact(ranks: RankPool, *of: Cell, limit: float = 0.0) -> None:
         assert results[0].difference <= limit and len({result.digest for result in results}) == 1, cell
 
 
-def differ_on_fsdp2(sharding: str, rule: str) -> float:
+@cells(ranks=[4], sharding=["hybrid", "columns", "tensor parallel"], rule=["sum, coupled", "normuon", "soap"])
+@on_ranks()
+def test_rules_on_every_sharding_of_fsdp2(sharding: str, rule: str) -> None:
     """One process is given the whole gradients that FSDP2 has reduced."""
     sharded, single = shard(sharding, "fp32"), new_model(sharding, "fp32")
-    optimizer, theirs = fsdp2_optimizer(sharded.model, rule), dict(single.named_parameters())
-    others = [param for name, param in theirs.items() if name not in MATRICES]
-    references = [
-        matrix_optimizer([theirs[name] for name in MATRICES], SECTIONS[rule]),
-        elementwise_optimizer(others, ELEMENTWISE["adamw"]),
-    ]
+    theirs = dict(single.named_parameters())
+    matrices = [theirs.pop(name) for name in MATRICES]
+    adamw = elementwise_optimizer(list(theirs.values()), ELEMENTWISE["adamw"])
+    optimizers = matrix_optimizer(matrices, SECTIONS[rule]), adamw, fsdp2_optimizer(sharded.model, rule)
     for step in range(3):
         backward(sharded, step)
         copy_gradients(sharded.model, single)
-        for one in (*references, optimizer):
+        for one in optimizers:
             one.step()
             one.zero_grad()
-    return largest_difference(weights_of(sharded.model), single)
-
-
-@cells(ranks=[4], sharding=["hybrid", "columns", "tensor parallel"], rule=["sum, coupled", "normuon", "soap"])
-def test_rules_on_every_sharding_of_fsdp2(ranks: RankPool, sharding: str, rule: str) -> None:
-    assert set(ranks.run(differ_on_fsdp2, sharding, rule)) == {0.0}
+    assert largest_difference(weights_of(sharded.model), single) == 0.0
 
 
 def test_rules_attached_to_fsdp2(ranks: RankPool) -> None:
@@ -90,31 +94,17 @@ def compiled(request: pytest.FixtureRequest) -> str:
     for lock in folder.rglob("lock"):  # of a run that was killed; torch would wait for it for ever
         lock.unlink()
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(folder), "DS_ACCELERATOR": "cpu"}
-    command = [sys.executable, "-c", BUILD]
-    built = subprocess.run(
-        command, env=environment, timeout=1800, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert built.returncode == 0, f"DeepSpeed could not compile CPUAdam:\n{built.stdout}"
+    built = subprocess.run([sys.executable, "-c", BUILD], env=environment, timeout=1800, capture_output=True, text=True)
+    assert built.returncode == 0, f"DeepSpeed could not compile CPUAdam:\n{built.stdout}{built.stderr}"
     return str(folder)
-
-
-def with_cpu_adam(folder: str, engine: str) -> float:
-    before, os.environ["TORCH_EXTENSIONS_DIR"] = os.environ["TORCH_EXTENSIONS_DIR"], folder
-    ELEMENTWISE["cpu adam"] = CPU_ADAM
-    try:
-        from tests import engines
-
-        engines.RULES["cpu adam"] = CPU_ADAM
-        return verdicts(Cell(engine, elementwise="cpu adam"))[0].difference
-    finally:
-        os.environ["TORCH_EXTENSIONS_DIR"] = before
-        del ELEMENTWISE["cpu adam"], engines.RULES["cpu adam"]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("engine", [*ZERO, "plain", OWNED[0]])
-def test_cpu_adam_trains_as_on_one_process(ranks: RankPool, compiled: str, engine: str) -> None:
-    assert max(ranks.run(with_cpu_adam, compiled, engine)) <= 1e-6
+@on_ranks(2)
+def test_cpu_adam_trains_as_on_one_process(compiled: str, engine: str) -> None:
+    with mock.patch.dict(os.environ, TORCH_EXTENSIONS_DIR=compiled), mock.patch.dict(RULES, {"cpu adam": CPU_ADAM}):
+        assert verdicts(Cell(engine, elementwise="cpu adam"))[0].difference <= 1e-6
 
 
 # Owned storage: any number of ranks, any layout
@@ -163,7 +153,7 @@ def part_of_a_run(folder: str, rule: str, steps: range, **options: Any) -> dict[
     return found
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", OWNER_RULES)
 def test_owned_storage_resumes_on_other_ranks_and_layouts(rank_pools: Pools, tmp_path: Path, rule: str) -> None:
     for number, (ranks, layout) in enumerate([(2, "padded"), (3, "compact"), (1, "padded"), (4, "compact")]):
         steps = range(2 * number, 2 * number + 2)
@@ -171,27 +161,23 @@ def test_owned_storage_resumes_on_other_ranks_and_layouts(rank_pools: Pools, tmp
     assert equal(found, rank_pools[4].run(part_of_a_run, "", rule, range(8))[0])
 
 
-def continue_from_state_dict(rule: str) -> tuple[bool, int]:
-    """This rank's own state_dict, loaded into another optimizer, goes on; and what the report counts of its state."""
+@pytest.mark.parametrize("rule", OWNER_RULES)
+@on_ranks(2)
+def test_owned_state_dicts_go_on_and_the_memory_report_counts_them(rule: str) -> None:
+    """Each rank's own state_dict, loaded into another optimizer."""
     model, other, file = UnevenLM(), UnevenLM(seed=5), io.BytesIO()
     optimizer, again = optimizer_on(model, rule), optimizer_on(other, rule)
-    before = optimizer.memory_report()[dist.get_rank()].state
+    before = sum(of_rank.state for of_rank in optimizer.memory_report())
     other.load_state_dict(train_owned(model, optimizer, range(3)))
-    grown = optimizer.memory_report()[dist.get_rank()].state - before
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    again.load_state_dict(torch.load(file, weights_only=True))
-    return equal(train_owned(model, optimizer, range(3, 6)), train_owned(other, again, range(3, 6))), grown
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_owned_state_dicts_go_on_and_the_memory_report_counts_them(ranks: RankPool, rule: str) -> None:
-    found = ranks.run(continue_from_state_dict, rule)
-    assert all(same for same, _ in found)
+    grown = sum(of_rank.state for of_rank in optimizer.memory_report()) - before
     if rule == "soap":  # two moments of the matrix, and a statistic and a basis of every side
         shapes = [(63, 24), (41, 63), (24, 41), (2, 5)]
         least = sum(4 * (2 * m * n + 2 * (m * m + n * n)) for m, n in shapes)
-        assert least <= sum(grown for _, grown in found) <= least * 1.01
+        assert least <= grown <= least * 1.01
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    again.load_state_dict(torch.load(file, weights_only=True))
+    assert equal(train_owned(model, optimizer, range(3, 6)), train_owned(other, again, range(3, 6)))
 
 
 # DeepSpeed
@@ -221,7 +207,7 @@ def run_engine(folder: str, settings: dict[str, Any], load: bool) -> dict[str, T
 
 SMALL, OWNED_STORAGE = {"bucket_numel": 2000}, {"storage": "owned"}
 RESUMES: list[tuple[int, str, dict[str, Any], dict[str, Any], int]] = [  # stage, rule, options before and after, ranks
-    *((stage, rule, SMALL, SMALL, 2) for stage, rule in enumerate(RULES)),
+    *((stage, rule, SMALL, SMALL, 2) for stage, rule in enumerate(OWNER_RULES)),
     (3, "soap", SMALL, SMALL, 2),
     (2, "soap", {"policy": "stay"}, {"policy": "balance"}, 2),  # which brings what owners keep to others
     (0, "soap", OWNED_STORAGE, OWNED_STORAGE, 2),
@@ -230,7 +216,7 @@ RESUMES: list[tuple[int, str, dict[str, Any], dict[str, Any], int]] = [  # stage
     (0, "adamuon", {}, {}, 4),
 ]
 MORE_RESUMES = [
-    *((stage, rule, SMALL, SMALL, 2) for stage in range(4) for rule in RULES),
+    *((stage, rule, SMALL, SMALL, 2) for stage in range(4) for rule in OWNER_RULES),
     *((stage, rule, OWNED_STORAGE, OWNED_STORAGE, 2) for stage in (0, 2) for rule in ("soap", "adamuon")),
 ]
 
@@ -267,50 +253,53 @@ def train_fsdp2(model: nn.Module, optimizer: Any, steps: range) -> dict[str, Ten
     return weights_of(model)
 
 
-def run_fsdp2(folder: str, sharding: str, rule: str, kind: str, load: bool) -> dict[str, Any]:
-    """Train and save, or load into another model; and train on. Its weights, and the whole state."""
-    model = shard(sharding, "fp32").model
-    optimizer = fsdp2_optimizer(model, rule)
-    options = dcp_state.StateDictOptions(
-        flatten_optimizer_state_dict="flat" in kind, full_state_dict="full" in kind, cpu_offload="full" in kind
-    )
-    if load:
-        with torch.no_grad():
-            for param in model.parameters():
-                param.add_(1.0)
-    else:
-        train_fsdp2(model, optimizer, range(3))
-    if load and "full" in kind:
-        state = torch.load(f"{folder}/full.pt")
-        options = dcp_state.StateDictOptions(
-            flatten_optimizer_state_dict="flat" in kind, full_state_dict=kind == "full"
-        )
-    else:
-        parts = dcp_state.get_model_state_dict, dcp_state.get_optimizer_state_dict
-        state = {"model": parts[0](model, options=options), "optimizer": parts[1](model, optimizer, options=options)}
-    if not load and "full" in kind:
-        if dist.get_rank() == 0:
-            torch.save(state, f"{folder}/full.pt")
-        dist.barrier()
-    elif "full" not in kind:
-        (dcp.load if load else dcp.save)(state, checkpoint_id=folder)
-    if load:
-        whole = dcp_state.StateDictOptions(full_state_dict="full" in kind)
-        dcp_state.set_model_state_dict(model, state["model"], options=whole)
-        dcp_state.set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+def trained_on(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """Its weights after two more steps, and the whole state."""
     weights = train_fsdp2(model, optimizer, range(3, 5))
-    state = optimizer.state_dict()["state"]
-    found = {
-        f"{index}.{key}": value.full_tensor() if isinstance(value, DTensor) else value
-        for index in state
-        for key, value in state[index].items()
+    states = optimizer.state_dict()["state"].items()
+    return weights | {
+        f"{index}.{key}": whole(value)
+        for index, state in states
+        for key, value in state.items()
         if isinstance(value, Tensor)
     }
-    return {**weights, **found}
+
+
+def save_fsdp2(folder: str, sharding: str, rule: str, kind: str) -> dict[str, Tensor]:
+    model = shard(sharding, "fp32").model
+    optimizer, full = fsdp2_optimizer(model, rule), "full" in kind
+    train_fsdp2(model, optimizer, range(3))
+    options = StateDictOptions(flatten_optimizer_state_dict="flat" in kind, full_state_dict=full, cpu_offload=full)
+    state = state_of(model, optimizer, options)
+    if not full:
+        dcp.save(state, checkpoint_id=folder)
+    elif dist.get_rank() == 0:
+        torch.save(state, f"{folder}/full.pt")
+    return trained_on(model, optimizer)
+
+
+def load_fsdp2(folder: str, sharding: str, rule: str, kind: str) -> dict[str, Tensor]:
+    model = shard(sharding, "fp32").model
+    optimizer = fsdp2_optimizer(model, rule)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1.0)
+    options = StateDictOptions(flatten_optimizer_state_dict="flat" in kind, full_state_dict=kind == "full")
+    state = torch.load(f"{folder}/full.pt") if "full" in kind else state_of(model, optimizer, options)
+    if "full" not in kind:
+        dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(model, state["model"], options=StateDictOptions(full_state_dict="full" in kind))
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+    return trained_on(model, optimizer)
+
+
+def state_of(model: nn.Module, optimizer: Any, options: StateDictOptions) -> dict[str, Any]:
+    of_optimizer = get_optimizer_state_dict(model, optimizer, options=options)
+    return {"model": get_model_state_dict(model, options=options), "optimizer": of_optimizer}
 
 
 @cells(
-    rule=RULES,
+    rule=OWNER_RULES,
     kind=["nested", "flat", "full", "flat full"],
     way=[
         (2, "rows", 3, "rows"),
@@ -323,20 +312,17 @@ def test_fsdp2_resumes_on_other_ranks_and_shardings(
     rank_pools: Pools, tmp_path: Path, rule: str, kind: str, way: tuple[int, str, int, str]
 ) -> None:
     before, sharding, after, other = way
-    expected = rank_pools[before].run(run_fsdp2, str(tmp_path), sharding, rule, kind, False)[0]
-    for found in rank_pools[after].run(run_fsdp2, str(tmp_path), other, rule, kind, True):
+    expected = rank_pools[before].run(save_fsdp2, str(tmp_path), sharding, rule, kind)[0]
+    for found in rank_pools[after].run(load_fsdp2, str(tmp_path), other, rule, kind):
         assert equal(found, expected)
 
 
-def saved_before_a_step(rule: str) -> bool:
-    """A checkpoint of an optimizer that has not stepped is that of a fresh one, whatever was tried to know its form."""
+@pytest.mark.parametrize("rule", OWNER_RULES)
+@on_ranks(2)
+def test_a_checkpoint_before_the_first_step_is_that_of_a_fresh_optimizer(rule: str) -> None:
+    """Whatever was tried to know the form of its state."""
     models = [shard("rows", "fp32").model for _ in range(3)]
-    saved, loaded, untouched = (fsdp2_optimizer(model, rule) for model in models)
+    saved, loaded, untouched = optimizers = [fsdp2_optimizer(model, rule) for model in models]
     loaded.load_state_dict(copy.deepcopy(saved.state_dict()))
-    steps = [train_fsdp2(model, by, range(2)) for model, by in zip(models, (saved, loaded, untouched))]
-    return all(equal(weights, steps[2]) for weights in steps)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_a_checkpoint_before_the_first_step_is_a_fresh_one(ranks: RankPool, rule: str) -> None:
-    assert all(ranks.run(saved_before_a_step, rule))
+    first, *others = [train_fsdp2(model, by, range(2)) for model, by in zip(models, optimizers)]
+    assert all(equal(weights, first) for weights in others)
