@@ -18,6 +18,9 @@ from lwopt_backend.runtime.storage import Slices
 class Own(torch.optim.SGD):
     """What the classes here have in common: they scale the gradient by something that grows."""
 
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+
     def scaled_step(self, factor: float) -> None:
         for group in self.param_groups:
             for param in group["params"]:
@@ -48,7 +51,7 @@ class History(Own):
     """Changes an attribute in place."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, lr=lr)
+        super().__init__(params, lr)
         self.history: list[int] = []
 
     def step(self, closure: Any = None) -> None:
@@ -60,7 +63,7 @@ class TensorInGroup(Own):
     """Changes a tensor of its param group in place."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, lr=lr)
+        super().__init__(params, lr)
         self.param_groups[0]["count"] = torch.zeros(())
 
     def step(self, closure: Any = None) -> None:
@@ -71,9 +74,6 @@ class TensorInGroup(Own):
 class OwnSchedule(Own):
     """Lowers its own learning rate."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, lr=lr)
-
     def step(self, closure: Any = None) -> None:
         self.scaled_step(1.0)
         self.param_groups[0]["lr"] *= 0.9
@@ -82,12 +82,8 @@ class OwnSchedule(Own):
 class FromTheStart(Own):
     """Goes by the learning rate that it was made with."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, lr=lr)
-        self.first_lr = lr
-
     def step(self, closure: Any = None) -> None:
-        self.scaled_step(self.param_groups[0]["lr"] / self.first_lr)
+        self.scaled_step(self.param_groups[0]["lr"] / self.defaults["lr"])
 
 
 class Late(Own):
@@ -108,47 +104,35 @@ class NeedsClosure(Own):
 
 
 LOST = "trains otherwise when made anew between steps, as after a checkpoint, or under a schedule"
-REFUSED = [
-    (Forgetful, "Forgetful keeps something in its attribute 'velocity'; expected all of it in state"),
-    (Opaque, "the optimizer's state has a object at 'state.helper', which checkpoints do not hold"),
-    (History, LOST),
-    (TensorInGroup, LOST),
-    (OwnSchedule, LOST),
-    (FromTheStart, LOST),
-    (Late, LOST),
-    (NeedsClosure, "missing 1 required positional argument: 'closure'"),
-]
-
-
-@pytest.mark.parametrize(("cls", "message"), REFUSED, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_class_for_matrices_that_would_lose_something_is_refused_when_it_is_named(cls: type, message: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        LayerWiseOptimizer(nn.Linear(3, 2), {"name": "torch_optimizer", "class": cls, "lr": 0.1}, report=False)
-    assert message in str(caught.value)
-    assert f"{__name__}.{cls.__name__}" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("cls", "message"),
-    [
+CLOSURE = "missing 1 required positional argument: 'closure'"
+OF_BOTH = [(History, LOST), (OwnSchedule, LOST), (FromTheStart, LOST), (NeedsClosure, CLOSURE)]
+REFUSED: dict[str, list[tuple[Any, str]]] = {
+    "matrix": [
+        *OF_BOTH,
+        (Forgetful, "Forgetful keeps something in its attribute 'velocity'; expected all of it in state"),
+        (Opaque, "the optimizer's state has a object at 'state.helper', which checkpoints do not hold"),
+        (TensorInGroup, LOST),
+        (Late, LOST),
+    ],
+    "elementwise": [
+        *OF_BOTH,
         (Opaque, "its state keeps object 'helper'"),
-        (History, LOST),
         (TensorInGroup, "its param group keeps Tensor 'count'"),
-        (OwnSchedule, LOST),
-        (FromTheStart, LOST),
-        (NeedsClosure, "missing 1 required positional argument: 'closure'"),
         ("pytorch_optimizer.Lamb", "pytorch_optimizer.Lamb is not element-wise"),
         ("pytorch_optimizer.AdamP", "pytorch_optimizer.AdamP is not element-wise"),
         ("pytorch_optimizer.SM3", "pytorch_optimizer.SM3 is not element-wise"),
         ("torch.optim.NAdam", "torch.optim.NAdam: its state does not begin with zeros"),
     ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_a_class_for_everything_else_likewise(cls: Any, message: str) -> None:
-    section = {"name": "torch_optimizer", "class": cls}
+}
+
+
+@pytest.mark.parametrize(("kind", "cls", "message"), [(kind, *row) for kind, rows in REFUSED.items() for row in rows])
+def test_a_class_that_would_lose_something_is_refused_when_it_is_named(kind: str, cls: Any, message: str) -> None:
+    section = {"name": "torch_optimizer", "class": cls, "lr": 0.1}
     with pytest.raises(ValueError) as caught:
-        LayerWiseOptimizer(nn.Linear(3, 2), elementwise=section, lr=0.1, report=False)
+        LayerWiseOptimizer(nn.Linear(3, 2), **{kind: section}, report=False)
     assert message in str(caught.value)
+    assert isinstance(cls, str) or f"{__name__}.{cls.__name__}" in str(caught.value)
 
 
 class Keywords(torch.optim.AdamW):
@@ -174,15 +158,12 @@ class WithoutRate(torch.optim.Optimizer):
         pass
 
 
-def test_a_class_without_a_learning_rate_is_refused() -> None:
-    with pytest.raises(ValueError, match="'torch_optimizer' has no option 'lr', which schedules write to every"):
-        options_of("torch_optimizer", {"class": WithoutRate}, "here")
-
-
-def test_a_class_inside_something_else_is_refused() -> None:
+def test_a_class_without_a_learning_rate_or_inside_something_else_is_refused() -> None:
     class Inside(torch.optim.SGD):
         pass
 
+    with pytest.raises(ValueError, match="'torch_optimizer' has no option 'lr', which schedules write to every"):
+        options_of("torch_optimizer", {"class": WithoutRate}, "here")
     with pytest.raises(ValueError, match="Inside is defined inside something else; expected one at the top of a"):
         options_of("torch_optimizer", {"class": Inside}, "here")
 

@@ -7,6 +7,7 @@ some steps, loaded into a fresh optimizer, and trained on.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.integrations import fsdp2
 from tests.fsdp2 import shard, whole
 from tests.models import UnevenLM, batch
-from tests.ranks import RankPool
+from tests.on_ranks import on_ranks
 
+ADAMS = "param group 0: 'decoupled_weight_decay' is False, but AdamW here has True only"
 GIVEN: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 OPTIONS = {
     "sharded": {},
@@ -35,7 +37,6 @@ OPTIONS = {
     "flat": {"flatten_optimizer_state_dict": True},
     "flat, full": {"flatten_optimizer_state_dict": True, "full_state_dict": True},
 }
-ENGINES = ("fsdp2", "owned")
 
 
 def torchs() -> tuple[nn.Module, torch.optim.AdamW]:
@@ -85,53 +86,42 @@ def like(state_dict: Any, theirs: Any) -> Any:
     return copy.deepcopy(state_dict)
 
 
-def sequence(engine: str, form: str) -> tuple[bool, bool, bool]:
-    """Whether states are equal, and whether both continue like a run of torch's that was not broken, each from the
-    other's state."""
-    options = StateDictOptions(**OPTIONS[form])
+@pytest.mark.parametrize("form", OPTIONS)
+@pytest.mark.parametrize("engine", ["fsdp2", "owned"])
+@on_ranks(2)
+def test_torchs_sequence(engine: str, form: str) -> None:
+    """States are equal, and both go on like a run of torch's that was not broken, each from the other's state."""
+    options, in_flat = StateDictOptions(**OPTIONS[form]), StateDictOptions(flatten_optimizer_state_dict="flat" in form)
     (model, adamw), (our_model, ours) = torchs(), ours_on(engine)
     train(model, adamw, range(3))
     train(our_model, ours, range(3))
-    theirs_saved = copy.deepcopy(get_optimizer_state_dict(model, adamw, options=options))
-    ours_saved = get_optimizer_state_dict(our_model, ours, options=options)
-    equal = same(ours_saved, theirs_saved)
+    saved = copy.deepcopy(get_optimizer_state_dict(model, adamw, options=options))
+    assert same(get_optimizer_state_dict(our_model, ours, options=options), saved)
     now = weights(model)
     train(model, adamw, range(3, 6))
-    goal = weights(model)
 
     # torch's into ours. What is flat and full, torch cannot cut, for its own AdamW either.
-    (next_model, fresh) = ours_on(engine)
+    next_model, fresh = ours_on(engine)
     set_model_state_dict(next_model, dict(now), options=StateDictOptions(full_state_dict=True))
+    how = in_flat if "flat" in form else StateDictOptions(full_state_dict=True, broadcast_from_rank0="CPU" in form)
     if "flat" in form:
-        current = get_optimizer_state_dict(
-            next_model, fresh, options=StateDictOptions(flatten_optimizer_state_dict=True)
-        )
-        given, how = like(theirs_saved, current), StateDictOptions(flatten_optimizer_state_dict=True)
-    else:
-        given, how = theirs_saved, StateDictOptions(full_state_dict=True, broadcast_from_rank0="CPU" in form)
-    set_optimizer_state_dict(next_model, fresh, given, options=how)
-    train(next_model, fresh, range(3, 6))
+        saved = like(saved, get_optimizer_state_dict(next_model, fresh, options=in_flat))
+    set_optimizer_state_dict(next_model, fresh, saved, options=how)
 
     # Ours into torch's.
     other, other_adamw = torchs()
     other.load_state_dict(now)
-    flat = StateDictOptions(flatten_optimizer_state_dict="flat" in form)
-    given = whole_of(get_optimizer_state_dict(our_model, ours, options=flat))
-    set_optimizer_state_dict(other, other_adamw, given, options=flat)
-    train(other, other_adamw, range(3, 6))
-    return equal, same(weights(next_model), goal), same(weights(other), goal)
+    given = whole_of(get_optimizer_state_dict(our_model, ours, options=in_flat))
+    set_optimizer_state_dict(other, other_adamw, given, options=in_flat)
+    for one, optimizer in ((next_model, fresh), (other, other_adamw)):
+        train(one, optimizer, range(3, 6))
+        assert same(weights(one), weights(model))
 
 
 def whole_of(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: whole_of(entry) for key, entry in value.items()}
     return whole(value) if isinstance(value, Tensor) else value
-
-
-@pytest.mark.parametrize("form", OPTIONS)
-@pytest.mark.parametrize("engine", ENGINES)
-def test_torchs_sequence(ranks: RankPool, engine: str, form: str) -> None:
-    assert ranks.run(sequence, engine, form) == [(True, True, True)] * 2
 
 
 # On one process
@@ -145,11 +135,10 @@ def test_groups_have_torchs_keys_and_the_rule_can_still_be_read() -> None:
     torch.optim.lr_scheduler.OneCycleLR(ours, max_lr=0.1, total_steps=10)
     torch.optim.lr_scheduler.OneCycleLR(adamw, max_lr=0.1, total_steps=10)
     assert group.keys() == theirs.keys() and group["betas"] == theirs["betas"]
-
-
-def test_a_form_of_decay_that_torch_has_not_is_a_key() -> None:
+    with pytest.raises(ValueError, match="'maximize' is True, but AdamW here has False only"):
+        group["maximize"] = True
     (group,) = ours_on("owned", weight_decay_form="cautious")[1].param_groups
-    assert group["weight_decay_form"] == "cautious"
+    assert group["weight_decay_form"] == "cautious", "what torch has not is a key"
 
 
 def test_plain_state_dicts_go_both_ways() -> None:
@@ -176,7 +165,7 @@ def test_a_state_dict_from_before_the_first_step_begins_anew() -> None:
     assert same(weights(our_model), weights(model))
 
 
-def test_masters_of_16_bits_are_kept() -> None:
+def test_masters_of_16_bits_and_groups_as_they_are_are_kept(tmp_path: Path) -> None:
     settings = {"elementwise": {"name": "adamw", **GIVEN}, "exclude": ["*"], "allow_no_matrix": True, "report": False}
     models = [UnevenLM().bfloat16() for _ in range(2)]
     first, second = (LayerWiseOptimizer(model, **settings) for model in models)
@@ -186,66 +175,44 @@ def test_masters_of_16_bits_are_kept() -> None:
     for model, optimizer in zip(models, (first, second)):
         train(model, optimizer, range(3, 6))
     assert same(second.state_dict(), first.state_dict())
+    first.param_groups[0]["lr"] = 1e-4
+    first.save_state_dict(tmp_path)
+    second.load_state_dict_from(tmp_path)
+    assert same(second.state_dict(), first.state_dict())
 
 
-def test_a_folder_keeps_the_groups_as_they_are(tmp_path: Path) -> None:
-    (model, ours), (_, fresh) = ours_on("owned"), ours_on("owned")
-    train(model, ours, range(2))
-    ours.param_groups[0]["lr"] = 1e-4
-    ours.save_state_dict(tmp_path)
-    fresh.load_state_dict_from(tmp_path)
-    assert same(fresh.state_dict(), ours.state_dict())
-
-
-WRONG: dict[str, tuple[Any, str]] = {
-    "maximize": (
-        lambda saved: saved["param_groups"][0].update(maximize=True),
-        "'maximize' is True, but AdamW here has",
-    ),
-    "Adam's": (
-        lambda saved: saved["param_groups"][0].update(decoupled_weight_decay=False),
-        "'decoupled_weight_decay' is False, but AdamW here has True only",
-    ),
-    "another size": (lambda saved: saved["param_groups"][0]["params"].pop(), r"hold \[10\] parameters, .* hold \[11\]"),
-    "another shape": (
+WRONG: list[tuple[Callable[[Any], Any], str]] = [
+    (lambda saved: saved["param_groups"][0].update(maximize=True), "'maximize' is True, but AdamW here has"),
+    (lambda saved: saved["param_groups"][0].update(decoupled_weight_decay=False), f"^load_state_dict: {ADAMS}"),
+    (lambda saved: saved["param_groups"][0]["params"].pop(), r"hold \[10\] parameters, .* hold \[11\]"),
+    (
         lambda saved: saved["state"][0].update(exp_avg=torch.zeros(3)),
         r"parameter 'embedding.weight', 'exp_avg': expected shape \(37, 24\), found \(3,\)",
     ),
-    "another optimizer's": (
+    (
         lambda saved: saved["state"].update({0: {"momentum_buffer": torch.zeros(37, 24)}}),
         r"expected \['exp_avg', 'exp_avg_sq', 'step'\], found \['momentum_buffer'\]",
     ),
-    "something else": (lambda saved: saved.pop("state"), "expected a state dict with 'state' and 'param_groups'"),
-}
+    (lambda saved: saved.pop("state"), "expected a state dict with 'state' and 'param_groups'"),
+]
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_what_does_not_fit_is_refused_before_anything_changes(what: str) -> None:
+def test_what_does_not_fit_is_refused_before_anything_changes() -> None:
     (model, adamw), (_, ours) = torchs(), ours_on("owned")
     train(model, adamw, range(1))
-    before, saved = copy.deepcopy(ours.state_dict()), copy.deepcopy(adamw.state_dict())
-    spoil, message = WRONG[what]
-    spoil(saved)
-    with pytest.raises(ValueError, match=message):
-        ours.load_state_dict(saved)
-    assert same(ours.state_dict(), before)
+    before = copy.deepcopy(ours.state_dict())
+    for spoil, message in WRONG:
+        saved = copy.deepcopy(adamw.state_dict())
+        spoil(saved)
+        with pytest.raises(ValueError, match=message):
+            ours.load_state_dict(saved)
+        assert same(ours.state_dict(), before)
 
 
-def test_an_option_that_would_not_be_followed_cannot_be_written() -> None:
-    (group,) = ours_on("owned")[1].param_groups
-    with pytest.raises(ValueError, match="'maximize' is True, but AdamW here has False only"):
-        group["maximize"] = True
-
-
-def load_adams_state_on_fsdp2() -> str:
+@on_ranks(2)
+def test_adams_state_is_refused_on_fsdp2() -> None:
     (model, adamw), (_, ours) = torchs(), ours_on("fsdp2")
     train(model, adamw, range(1))
     adamw.param_groups[0]["decoupled_weight_decay"] = False
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=f"^load_state_dict: {ADAMS}"):
         ours.load_state_dict(adamw.state_dict())
-    return str(error.value)
-
-
-def test_adams_state_is_refused_on_fsdp2(ranks: RankPool) -> None:
-    for error in ranks.run(load_adams_state_on_fsdp2):
-        assert error.startswith("load_state_dict: param group 0: 'decoupled_weight_decay' is False")
