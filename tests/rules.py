@@ -9,10 +9,9 @@ import pytorch_optimizer
 import torch
 from torch import Tensor
 
-from lwopt_backend.config import HostConfig
 from lwopt_backend.optimizer_classes import class_named
-from lwopt_backend.registry import ELEMENTWISE_RULES, build_matrix_rule, options_of
-from lwopt_backend.rules import MatrixRule, OwnerStateRule
+from lwopt_backend.registry import ELEMENTWISE_RULES
+from tests.rule_steps import Trained, rule_of
 from tests.zero import ADAMW
 
 MUON = {"lr": 0.02, "weight_decay": 0.1}
@@ -88,24 +87,14 @@ class PlainRule:
     """A matrix rule on whole matrices, one by one."""
 
     def __init__(self, params: list[Tensor], section: dict[str, Any]) -> None:
-        options = {key: value for key, value in section.items() if key != "name"}
-        group = {"rule": section["name"], **options_of(section["name"], options, "test").model_dump()}
-        self.rule: MatrixRule = build_matrix_rule(group, HostConfig())
         self.params = params
-        self.state = [{key: torch.zeros_like(p) for key in self.rule.state_keys} for p in params]
-        keeps = isinstance(self.rule, OwnerStateRule)
-        self.owned = [self.rule.new_owner_state(tuple(p.shape), p.device) if keeps else None for p in params]
+        self.matrices = [Trained(rule_of(**section), param.detach()) for param in params]
 
     @torch.no_grad()
     def step(self) -> None:
-        for param, state, owned in zip(self.params, self.state, self.owned):
-            if param.grad is None:
-                continue
-            grad = self.rule.gradient(param.grad, param)
-            self.rule.accumulate(grad, state)
-            direction = self.rule.direction(grad, state)
-            update = self.rule.transform(direction) if owned is None else self.rule.transform_with(direction, owned)
-            self.rule.apply(param, update, tuple(param.shape))
+        for param, matrix in zip(self.params, self.matrices):
+            if param.grad is not None:
+                param.copy_(matrix.step(param.grad))
 
     def zero_grad(self) -> None:
         for param in self.params:

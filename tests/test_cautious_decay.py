@@ -1,4 +1,4 @@
-"""Cautious weight decay of the element-wise rules: equal to dion's formulas, however a parameter is cut."""
+"""Cautious weight decay of the element-wise rules, beside its formulas, which test_equality.py has."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from lwopt_backend.elementwise_groups import ElementwiseGroups
 from lwopt_backend.registry import new_state, options_of
 from lwopt_backend.runtime import cautious_decay
 from lwopt_backend.runtime.storage import Slices
-from tests.cells import cells
-from tests.migration import distance, rules_for
 from tests.rule_steps import gradients, random
 
 SHAPE = (13, 7)
@@ -44,34 +42,6 @@ def trained(group: dict[str, Any], start: Tensor) -> Tensor:
     for grad in GRADS:
         optimizers.step(0, group, [Slices(value, grad.clone(), state)])
     return value
-
-
-def dions(rule: str, start: Tensor, lr: float, decay: float, betas: tuple[float, float]) -> Tensor:
-    """AdamW as ever, and what was decayed of elements that grow is given back; Lion decays those that do not."""
-    value, mean, square = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
-    for step, grad in enumerate(GRADS, 1):
-        before, ahead = value, betas[0] * mean + (1 - betas[0]) * grad
-        if rule == "adamw":
-            mean, square = ahead, betas[1] * square + (1 - betas[1]) * grad * grad
-            update = mean / (1 - betas[0] ** step) / ((square / (1 - betas[1] ** step)).sqrt() + 1e-8)
-            value = before - lr * decay * before - lr * update + lr * decay * before * (mean * before < 0)
-        else:
-            mean, update = betas[1] * mean + (1 - betas[1]) * grad, ahead.sign()
-            value = before - lr * decay * before * (update * before >= 0) - lr * update
-    return value
-
-
-@cells(rule=["adamw", "lion"], decay=[0.01, 1.0])
-def test_dions_formulas(rule: str, decay: float) -> None:
-    start, given = random(SHAPE, 1), {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": decay}
-    if rule == "adamw":
-        given = {**rules_for("dion").elementwise.options.model_dump(), "weight_decay": decay}
-        given["weight_decay_form"] = "cautious"
-    group = group_of(rule, **given)
-    theirs = dions(rule, start, 0.01 if rule == "adamw" else 1e-3, decay, (0.9, 0.95))
-    assert distance(trained(group, start), theirs, start) < 1e-4
-    plain = trained({**group, "weight_decay_form": "decoupled" if rule == "adamw" else "own"}, start)
-    assert decay < 1 or distance(plain, theirs, start) > 0.1, "the mask must matter to be tested"
 
 
 @pytest.mark.parametrize("rule", ["adamw", "lion", "sgd"])

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
 
 import pytest
-import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
 from lwopt_backend.linked_rates import OWN_RATES, LinkedRates, ParamGroup
@@ -147,42 +145,13 @@ def optimizer_of_both(**options: Any) -> LayerWiseOptimizer:
     return LayerWiseOptimizer(model, **settings, report=False)
 
 
-CYCLES: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
-    "OneCycleLR": lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=10),
-    "CyclicLR": lambda optimizer: CyclicLR(optimizer, base_lr=0.01, max_lr=0.1, step_size_up=3),
-}
-TORCHS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}  # which the schedulers read again
-
-
-@cells(cycle=CYCLES, elementwise=[{"name": "adamw", "betas": (0.9, 0.95)}, {"name": "sgd", "momentum": 0.9}])
-def test_one_cycle_for_all_groups(cycle: str, elementwise: dict[str, Any]) -> None:
-    """Rates and momentum are those of single optimizers under the same schedule, AdamW's rate in its ratio."""
-    optimizer = optimizer_of_both(elementwise={"lr": 1e-3, **elementwise})
-    keys = [set(group) for group in optimizer.param_groups]
-    single = torch.optim.SGD([nn.Parameter(torch.zeros(2, 2))], lr=0.02, momentum=0.95)
-    schedules = [CYCLES[cycle](one) for one in (optimizer, single)]
-    (theirs,), momenta = single.param_groups, set()
-    for _ in range(6):
-        muon, other = optimizer.param_groups
-        assert muon["lr"] == pytest.approx(theirs["lr"]) and other["lr"] == pytest.approx(theirs["lr"] * 1e-3 / 0.02)
-        assert muon["momentum"] == theirs["momentum"]
-        key = "betas" if elementwise["name"] == "adamw" else "momentum"
-        assert other[key] == ((theirs["momentum"], 0.95) if key == "betas" else theirs["momentum"])
-        momenta.add(theirs["momentum"])
-        for one, schedule in zip((optimizer, single), schedules):
-            one.step()
-            schedule.step()
-    assert len(momenta) > 3
-    assert [set(group) - TORCHS for group in optimizer.param_groups] == keys
-
-
 def test_a_schedule_that_cycles_momentum_needs_a_rule_that_has_one() -> None:
     plain = {"name": "torch_optimizer", "class": "torch.optim.Adagrad"}
     optimizer = LayerWiseOptimizer(
         nn.Sequential(nn.LayerNorm(6)), elementwise=plain, allow_no_matrix=True, report=False
     )
     with pytest.raises(ValueError, match="must support momentum"):
-        CYCLES["OneCycleLR"](optimizer)
+        OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
 
 
 def test_rates_stay_linked_after_a_checkpoint_is_loaded_and_a_cosine_keeps_its_floor(tmp_path: Path) -> None:
