@@ -21,8 +21,6 @@ from deepspeed.ops.adam import FusedAdam
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.muon.original_muon import MuonWithAuxAdam
 from torch import Tensor, nn
-from transformers import TrainingArguments
-from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from lwopt_backend import LayerWiseOptimizer, MatrixRule, register_rule
 from lwopt_backend.atom_settings import AtomSettings
@@ -31,7 +29,6 @@ from lwopt_backend.config import OwnedConfig, ZeROConfig
 from lwopt_backend.fused_families import TABLE
 from lwopt_backend.grouping import group_parameters
 from lwopt_backend.integrations import deepspeed_engine
-from lwopt_backend.integrations.deepspeed_zero import LayerWise, LayerWiseMuon
 from lwopt_backend.muon_config import layer_wise_settings, muon_settings
 from lwopt_backend.options import Options
 from lwopt_backend.param_groups import as_groups, split
@@ -357,20 +354,17 @@ def test_parameters_may_have_names_and_are_given_once() -> None:
     fails(lambda: as_groups(twice), "param group 1, position 0: this parameter of shape")
 
 
-@pytest.mark.parametrize(
-    ("params", "error", "message"),
-    [
+def test_params_are_checked() -> None:
+    for params, error, message in [
         (torch.zeros(2), TypeError, "found a single tensor"),
         ([], ValueError, "params is empty"),
         (["weight"], TypeError, "param group 0, position 0: expected a parameter, found a str"),
         ([{"lr": 1.0}], ValueError, "param group 0: expected a key 'params', found 'lr'"),
         ([{"params": []}, torch.zeros(2)], TypeError, "param group 1: expected a dictionary .* found a Tensor"),
         ([torch.zeros(2), {"params": []}], TypeError, "param group 0: expected a dictionary .* found a Tensor"),
-    ],
-)
-def test_params_are_checked(params: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        as_groups(params)
+    ]:
+        with pytest.raises(error, match=message):
+            as_groups(params)
 
 
 def test_groups_are_split_in_halves_and_keep_extra_keys() -> None:
@@ -545,18 +539,6 @@ def test_options_of_ours_stand_beside_theirs_and_win_and_our_own_entries_are_lef
     assert rules.matrix.options.model_dump()["ns_dtype"] == "bfloat16"
     for own in ({"lr": 0.02, "momentum": 0.9, "eps": 1e-6}, {"lr": 0.02, "adamw": {"lr": 1e-3}}):
         assert muon_settings(own, "")[0].notes == ()
-
-
-@pytest.mark.parametrize("optimizer", [LayerWise, LayerWiseMuon])
-def test_what_the_trainer_fills_into_an_entry_of_adamw_is_understood(optimizer: Any, tmp_path: Path) -> None:
-    entry = {"type": optimizer.name, "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
-    filled = HfTrainerDeepSpeedConfig({**config(2), "optimizer": entry})
-    given = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, learning_rate=3e-5, adam_beta2=0.98, report_to=[])
-    filled.trainer_config_process(given)
-    groups = optimizer(UnevenLM().parameters(), **filled.config["optimizer"]["params"]).param_groups
-    found = [(group["rule"], group["lr"], group["weight_decay"]) for group in groups]
-    assert found == [("muon", 3e-5, 0.0), ("adamw", 3e-5, 0.0)]
-    assert (groups[1]["betas"], groups[1]["eps"]) == ((0.9, 0.98), 1e-8)
 
 
 @pytest.mark.parametrize(
