@@ -237,13 +237,8 @@ def test_what_is_written_wrongly_is_answered_with_what_was_expected_and_found(
     call: Callable[..., object], given: dict[str, Any], message: str
 ) -> None:
     answer = fails(lambda: call(**given), message)
-    beginning = {
-        muon_entry: "LayerWiseMuon: ",
-        layer_wise_entry: "LayerWise: ",
-        settings: "LayerWise",
-        arguments: "here",
-    }
-    assert answer.startswith(beginning.get(call, ""))
+    begins = {muon_entry: "LayerWiseMuon: ", layer_wise_entry: "LayerWise: ", settings: "LayerWise", arguments: "here"}
+    assert answer.startswith(begins.get(call, ""))
 
 
 # Options
@@ -285,9 +280,8 @@ def test_sections_name_the_rules_their_options_and_those_of_some_parameters() ->
     assert norms.params == ("*.q_norm.*", "*.k_norm.*")
     assert (everything.matrix, everything.elementwise) == ({"name": "soap"}, {"name": "lion"})
     assert rules.matrix.changed(everything.matrix, "here").rule == "soap"
-    assert settings(lr=0.5, weight_decay=0.25)[0].matrix.options.weight_decay == 0.25, (
-        "beside the sections: the matrix's"
-    )
+    beside, _ = settings(lr=0.5, weight_decay=0.25)
+    assert beside.matrix.options.weight_decay == 0.25, "beside the sections: the matrix's"
     assert settings(matrix={"name": "soap"}, lr=0.5)[0].matrix.lr == 0.5
 
 
@@ -321,18 +315,12 @@ def test_an_override_with_another_class_begins_with_that_classs_defaults() -> No
 def test_overrides_make_param_groups_of_their_own() -> None:
     model = Mixture()
     names = {id(param): name for name, param in model.named_parameters()}
-    optimizer = LayerWiseOptimizer(
-        model,
-        lr=0.02,
-        weight_decay=0.1,
-        report=False,
-        overrides=[
-            {"params": "experts.*", "matrix": {"lr": 0.01}},
-            {"params": "experts.1.*", "matrix": {"name": "normuon", "lr": 0.03}},
-            {"params": "q_norm.*", "elementwise": {"weight_decay": 0.0}},
-        ],
-    )
-    groups = optimizer.param_groups
+    overrides = [
+        {"params": "experts.*", "matrix": {"lr": 0.01}},
+        {"params": "experts.1.*", "matrix": {"name": "normuon", "lr": 0.03}},
+        {"params": "q_norm.*", "elementwise": {"weight_decay": 0.0}},
+    ]
+    groups = LayerWiseOptimizer(model, lr=0.02, weight_decay=0.1, report=False, overrides=overrides).param_groups
     found = [(g["rule"], g["lr"], g["weight_decay"], [names[id(p)] for p in g["params"]]) for g in groups]
     assert found == [
         ("muon", 0.02, 0.1, ["first.weight"]),

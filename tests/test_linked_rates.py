@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
 from lwopt_backend.linked_rates import OWN_RATES, LinkedRates, ParamGroup
 from lwopt_backend.registry import options_of
-from tests.cells import cells
 
 
 def linked(*rates: float, lr: float | None = None) -> list[Any]:
@@ -33,37 +32,28 @@ def close(*rates: float) -> Any:
     return pytest.approx(list(rates))
 
 
-# Rates of the groups and the optimizer's; what is written to the groups, round by round, and what they then have.
-ROUNDS: dict[str, tuple[tuple[float, ...], float, list[tuple[tuple[float, ...], Any]]]] = {
-    "one for all keeps the ratio": ((0.02, 0.001, 0.01), 0.02, [((0.2, 0.2, 0.2), close(0.2, 0.01, 0.1))]),
-    "rates of their own are taken as they are, for good: a cosine to one floor ends in equal rates": (
-        (0.02, 0.001),
-        0.02,
-        [((0.012, 0.0024), [0.012, 0.0024]), ((0.004, 0.004), [0.004, 0.004])],
-    ),
-    "rates scaled together stay linked": (
-        (0.02, 3e-4),
-        0.02,
-        [((0.01, 1.5e-4), [0.01, 1.5e-4]), ((0.02, 0.02), close(0.02, 3e-4))],
-    ),
-    "a schedule that starts at zero says nothing about the ratio": (
-        (0.02, 3e-4),
-        0.02,
-        [((0.0, 0.0), [0.0, 0.0]), ((0.02, 0.02), close(0.02, 3e-4))],
-    ),
-    "without a rate to relate to nothing is linked": ((0.0, 3e-4), 0.0, [((0.1, 0.1), [0.1, 0.1])]),
-    # Whatever the optimizer's own rate is: a schedule that reads rates back would shrink them step by step.
-    "groups of one rate take it as written": ((0.005, 0.005), 0.02, [((r, r), [r, r]) for r in (0.005, 0.0025)]),
-    "a single group takes it as written": ((3e-4,), 0.02, [((rate,), [rate]) for rate in (3e-4, 1.5e-4)]),
-}
+def test_one_rate_for_all_groups_keeps_the_ratio() -> None:
+    assert write(linked(0.02, 0.001, 0.01), 0.2, 0.2, 0.2) == close(0.2, 0.01, 0.1)
+    for first in ((0.01, 1.5e-4), (0.0, 0.0)):  # scaled together; a schedule that starts at zero says nothing
+        groups = linked(0.02, 3e-4)
+        assert write(groups, *first) == list(first)
+        assert write(groups, 0.02, 0.02) == close(0.02, 3e-4)
 
 
-@cells(case=ROUNDS)
-def test_rates_written_to_all_groups(case: str) -> None:
-    rates, lr, rounds = ROUNDS[case]
-    groups = linked(*rates, lr=lr)
-    for written, expected in rounds:
-        assert write(groups, *written) == expected
+def test_rates_of_their_own_are_taken_as_they_are_for_good() -> None:
+    """So that a cosine to one floor ends in equal rates."""
+    groups = linked(0.02, 0.001)
+    for own in ([0.012, 0.0024], [0.004, 0.004]):
+        assert write(groups, *own) == own
+
+
+def test_what_has_no_ratio_takes_rates_as_written() -> None:
+    """Whatever the optimizer's own rate is: a schedule that reads rates back would shrink them step by step."""
+    assert write(linked(0.0, 3e-4), 0.1, 0.1) == [0.1, 0.1]
+    of_one_rate, single = linked(0.005, 0.005, lr=0.02), linked(3e-4, lr=0.02)
+    for rate in (0.005, 0.0025):
+        assert write(of_one_rate, rate, rate) == [rate, rate]
+        assert write(single, rate) == [rate]
 
 
 def test_a_rate_written_to_one_group_changes_that_group_only_and_ends_no_round() -> None:

@@ -215,6 +215,10 @@ def sparse_gradients() -> None:
     build(ON_OWNED, model)
 
 
+def parameters_of_another_model() -> None:
+    build(config(2), model_parameters=[*UnevenLM().parameters()])
+
+
 def another_optimizer_on_our_param_groups() -> None:
     """As Accelerate does to an optimizer object where the configuration offloads."""
     settings = config(2)
@@ -269,76 +273,66 @@ def other_options_on_rank_1(settings: dict[str, Any], **changes: Any) -> None:
 
 
 def storage_other_than_planned_on_rank_1() -> None:
-    """It is found before the first exchange."""
     with engine_for(config(2)) as engine:
         if dist.get_rank() == 1:
             engine.module.layers[5].weight._hp_mapping.hp_fragment_address.start += 1
         train(engine, 1)
 
 
-DIFFER = r"^RanksDisagree: LayerWiseMuon: ranks differ in {}; give all ranks the same$"
-FAILED = "^RuntimeError: LayerWiseMuon: rank 1 failed with ValueError\\("
-NOWHERE = "include: 'nowhere' matches no parameter name"
-# What cannot be trained, and the error on every rank, or on rank 0 and rank 1.
-CANNOT: dict[str, tuple[Any, ...]] = {
-    "tags for DeepSpeed's own Muon": (
-        tags_for_deepspeeds_own_muon,
-        "1 parameters, the first is 'layers.0.weight', carry use_muon=True",
-    ),
-    "sparse gradients": (sparse_gradients, "LayerWiseMuon: 'embedding' makes sparse gradients"),
-    "parameters of another model": (
-        lambda: build(config(2), model_parameters=[*UnevenLM().parameters()]),
-        r"param group 0, position 0: the parameter of shape \(37, 24\) is not in the model",
-    ),
-    "another optimizer": (
-        another_optimizer_on_our_param_groups,
-        "^ValueError: AdamW was built on the param groups of LayerWise or LayerWiseMuon, ",
-    ),
-    "another model": (
-        another_model_on_rank_1,
-        "rank 0 has 'lm_head.weight 37x24 float32 adamw', rank 1 has 'lm_head.weight 38x24",
-    ),
-    "smaller partitions": (
-        smaller_partitions_than_planned,
-        r"^RuntimeError: muon: planned \d+ elements a rank, found \d",
-    ),
-    "offloading states": (offloading_states, "owned storage cannot move its states"),
-    "no fp16": (a_device_without_fp16, "Type fp16 is not supported on your device"),
-    "state of other partitions": (state_of_other_partitions, "param group 0: the checkpoint's momentum_buffer has"),
-    "another option of matrices": (
-        lambda: other_options_on_rank_1(config(2), weight_decay=0.3),
-        DIFFER.format("matrix.weight_decay: 0.1 on rank 0, 0.3 on rank 1"),
-    ),
-    "another option of the others": (
-        lambda: other_options_on_rank_1(config(2), adamw={**ADAMW, "eps": 0.3}),
-        DIFFER.format("elementwise.eps: 1e-08 on rank 0, 0.3 on rank 1"),
-    ),
-    "another option": (
-        lambda: other_options_on_rank_1(config(2), exclude=["layers.2.*"]),
-        DIFFER.format(r"exclude: \(\) on rank 0, \('layers.2.\*',\) on rank 1"),
-    ),
-    "one rank fails": (lambda: other_options_on_rank_1(config(2), include=["nowhere"]), FAILED, NOWHERE),
-    "one rank of owned storage fails": (
-        lambda: other_options_on_rank_1(ON_OWNED, include=["nowhere"]),
-        FAILED,
-        NOWHERE,
-    ),
-    "other storage": (
-        storage_other_than_planned_on_rank_1,
-        "rank 1 failed",
-        r"^RuntimeError: parameter 'layers.5.weight': planned Fragment\(rank=1",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", CANNOT)
-@on_ranks(2)
-def test_what_cannot_be_trained_is_an_error_on_every_rank(what: str) -> None:
-    make, *messages = CANNOT[what]
+def error_of(make: Callable[..., None], *args: Any, **kwargs: Any) -> str:
     with pytest.raises((ValueError, RuntimeError, NotImplementedError)) as caught:
-        make()
-    error = f"{type(caught.value).__name__}: {caught.value}"
-    assert re.search(messages[min(dist.get_rank(), len(messages) - 1)], error), error
+        make(*args, **kwargs)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+OF_ANOTHER_OPTIMIZER = "^ValueError: AdamW was built on the param groups of LayerWise or LayerWiseMuon, "
+HEADS_DIFFER = "rank 0 has 'lm_head.weight 37x24 float32 adamw', rank 1 has 'lm_head.weight 38x24"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (tags_for_deepspeeds_own_muon, "1 parameters, the first is 'layers.0.weight', carry use_muon=True"),
+        (sparse_gradients, "LayerWiseMuon: 'embedding' makes sparse gradients"),
+        (parameters_of_another_model, r"group 0, position 0: the parameter of shape \(37, 24\) is not in the model"),
+        (another_optimizer_on_our_param_groups, OF_ANOTHER_OPTIMIZER),
+        (another_model_on_rank_1, HEADS_DIFFER),
+        (smaller_partitions_than_planned, r"^RuntimeError: muon: planned \d+ elements a rank, found \d+"),
+        (offloading_states, "owned storage cannot move its states"),
+        (a_device_without_fp16, "Type fp16 is not supported on your device"),
+        (state_of_other_partitions, "param group 0: the checkpoint's momentum_buffer has"),
+    ],
+)
+@on_ranks(2)
+def test_what_cannot_be_trained_is_an_error_on_every_rank(make: Callable[[], None], message: str) -> None:
+    assert re.search(message, error_of(make))
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"weight_decay": 0.3}, "matrix.weight_decay: 0.1 on rank 0, 0.3 on rank 1"),
+        ({"adamw": {**ADAMW, "eps": 0.3}}, "elementwise.eps: 1e-08 on rank 0, 0.3 on rank 1"),
+        ({"exclude": ["layers.2.*"]}, "exclude: () on rank 0, ('layers.2.*',) on rank 1"),
+    ],
+)
+@on_ranks(2)
+def test_ranks_with_other_options_all_stop_and_show_both(changes: dict[str, Any], found: str) -> None:
+    error = error_of(other_options_on_rank_1, config(2), **changes)
+    assert error == f"RanksDisagree: LayerWiseMuon: ranks differ in {found}; give all ranks the same"
+
+
+@on_ranks(2)
+def test_a_failure_on_one_rank_stops_the_others_with_its_message() -> None:
+    """Of both storages, when an engine is built; and before the first exchange, where storage is not as planned."""
+    for settings in (config(2), ON_OWNED):
+        error = error_of(other_options_on_rank_1, settings, include=["nowhere"])
+        if dist.get_rank() == 1:
+            assert "include: 'nowhere' matches no parameter name" in error
+        else:
+            assert error.startswith("RuntimeError: LayerWiseMuon: rank 1 failed with ValueError(")
+    planned = "RuntimeError: parameter 'layers.5.weight': planned Fragment(rank=1"
+    assert ("rank 1 failed", planned)[dist.get_rank()] in error_of(storage_other_than_planned_on_rank_1)
 
 
 def test_an_optimizer_belongs_to_its_engine() -> None:
