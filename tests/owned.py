@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -26,8 +24,7 @@ def exact_sums(model: nn.Module) -> nn.Module:
 def optimizer_for(model: nn.Module, **options: Any) -> LayerWiseOptimizer:
     # torch.optim.Muon, the reference, takes fused weights whole.
     settings = {"bucket_mb": BUCKET_MB, "report": False, "atoms": {"*": "whole"}, **options}
-    elementwise = {"name": "adamw", **ADAMW}
-    return LayerWiseOptimizer(model, **MUON, elementwise=elementwise, **settings)
+    return LayerWiseOptimizer(model, **MUON, elementwise={"name": "adamw", **ADAMW}, **settings)
 
 
 def shares(step: int, count: int) -> list[tuple[Tensor, Tensor]]:
@@ -41,41 +38,30 @@ def train(
     *,
     accumulation: int = 1,
     clip: float | None = None,
-    sync_each: bool = False,
-) -> list[float]:
-    """The usual loop, every rank on its rows. Micro-batches accumulate locally, or are all reduced (``sync_each``)."""
+) -> None:
+    """The usual loop, every rank on its rows. Micro-batches accumulate locally."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    losses = []
     for step in range(steps) if isinstance(steps, int) else steps:
-        parts = shares(step, world_size * accumulation)
-        for number in range(accumulation):
-            last = number == accumulation - 1
-            with contextlib.nullcontext() if last or sync_each else optimizer.no_sync():
-                loss = model(*parts[number * world_size + rank])
-                loss.backward()
-                losses.append(loss.item())
+        *parts, last = shares(step, world_size * accumulation)[rank::world_size]
+        with optimizer.no_sync():
+            for part in parts:
+                model(*part).backward()
+        model(*last).backward()
         if clip is not None:
             optimizer.clip_grad_norm_(clip)
         optimizer.step()
         optimizer.zero_grad()
     optimizer.synchronize()
-    return losses
 
 
-def step_alone(
-    single: Reference, step: int, world_size: int, *, accumulation: int = 1, clip: float | None = None
-) -> None:
+def step_alone(single: Reference, step: int, world_size: int) -> None:
     """One step of a reference on what ``world_size`` ranks would get in ``train``."""
-    for tokens, targets in shares(step, world_size * accumulation):
+    for tokens, targets in shares(step, world_size):
         single.model(tokens, targets).backward()
-    grads = [param for param in single.model.parameters() if param.grad is not None]
-    for param in grads:
-        param.grad.div_(world_size)
-    if clip is not None:
-        torch.nn.utils.clip_grad_norm_(grads, clip)
-    for optimizer in (single.muon, single.adamw):
-        optimizer.step()
-        optimizer.zero_grad()
+    for param in single.model.parameters():
+        if param.grad is not None:
+            param.grad.div_(world_size)
+    single.step()
 
 
 def difference(ours: nn.Module, theirs: nn.Module) -> float:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lwopt_backend import LayerWiseOptimizer
 from tests import owned
 from tests.owned import difference, exact_sums
+from tests.ranks import kept_in_a_world
 from tests.zero import ADAMW, MUON
 
 MODES: dict[str, dict[str, Any]] = {
@@ -28,14 +29,6 @@ SEVERAL_PASSES = ("plain", "kept gradients", "lazy return", "no overlap")  # ste
 
 class Branches(nn.Module):
     """Layers, then two branches; ``use`` says which of them a forward pass takes."""
-
-    MATRICES = (
-        "first.weight",
-        *(f"middle.{number}.weight" for number in range(0, 10, 2)),
-        "left.weight",
-        "right.weight",
-        "last.weight",
-    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,12 +58,42 @@ def loss_of(output: Tensor) -> Tensor:
     return (output - 1).square().mean()
 
 
-# What one rank does between two steps: scenario(model, no_sync, step, rank). On one process all ranks' in turn.
-Scenario = Callable[[nn.Module, Callable[[], Any], int, int], None]
+@dataclass(frozen=True)
+class Turn:
+    """One rank, between two steps. On one process all ranks have theirs, one after the other."""
+
+    model: Any
+    step: int
+    rank: int
+    no_sync: Callable[[], Any] = contextlib.nullcontext
+
+    def rows(self, part: int = 0) -> Tensor:
+        return rows(self.step, self.rank, part)
+
+    def loss(self, part: int = 0, **how: Any) -> Tensor:
+        return loss_of(self.model(self.rows(part), **how))
+
+    def back(self, part: int = 0, **how: Any) -> None:
+        self.loss(part, **how).backward()
 
 
-def one_pass(model, no_sync, step, rank):
-    loss_of(model(rows(step, rank))).backward()
+Scenario = Callable[[Turn], None]  # what a rank does
+
+
+def micro_batches(*reduced: bool, **how: Any) -> Scenario:
+    """Passes, each one ``reduced`` or under no_sync."""
+
+    def scenario(turn: Turn) -> None:
+        for part, outside in enumerate(reduced):
+            with contextlib.nullcontext() if outside else turn.no_sync():
+                turn.back(part, **how)
+
+    return scenario
+
+
+def back(model: nn.Module, step: int) -> None:
+    """A pass on this rank's rows."""
+    Turn(model, step, dist.get_rank()).back()
 
 
 def optimizer_for(model: nn.Module, mode: str = "plain", **options: Any) -> LayerWiseOptimizer:
@@ -78,7 +101,7 @@ def optimizer_for(model: nn.Module, mode: str = "plain", **options: Any) -> Laye
     return owned.optimizer_for(model, **{"bucket_mb": 0.0001, **MODES[mode], **options})
 
 
-def made(build: Callable[[], nn.Module] = Branches, mode: str = "plain", **options: Any) -> tuple[nn.Module, Any]:
+def made(build: Callable[[], nn.Module] = Branches, mode: str = "plain", **options: Any) -> tuple[Any, Any]:
     """A model whose gradients have exact sums, and its optimizer."""
     model = exact_sums(build())
     return model, optimizer_for(model, mode, **options)
@@ -92,23 +115,24 @@ def train_ours(
     model: nn.Module,
     optimizer: LayerWiseOptimizer,
     steps: int | tuple[int, ...],
-    scenario: Scenario = one_pass,
+    scenario: Scenario = Turn.back,
     change: Callable[[nn.Module], object] = keep,
     forget: Callable[[nn.Module], object] | None = None,
 ) -> None:
     """``change`` is done to mean gradients before the step; ``forget`` instead of ``optimizer.zero_grad``."""
     for step in range(steps) if isinstance(steps, int) else steps:
-        scenario(model, optimizer.no_sync, step, dist.get_rank())
+        scenario(Turn(model, step, dist.get_rank(), optimizer.no_sync))
         change(model)
         optimizer.step()
         optimizer.zero_grad() if forget is None else forget(model)
     optimizer.synchronize()
 
 
-def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """torch.optim.Muon on the model's ``MATRICES``, AdamW on its other trained parameters."""
+def optimizers_of(model: Any) -> list[Any]:
+    """torch.optim.Muon on matrices, 2-D parameters but for the model's ``NO_MATRIX``, and AdamW on the rest."""
     named = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    matrices = [named.pop(name) for name in model.MATRICES]
+    no_matrix = getattr(model, "NO_MATRIX", "")
+    matrices = [named.pop(name) for name, param in list(named.items()) if param.ndim == 2 and name != no_matrix]
     return [torch.optim.Muon(matrices, **MUON), torch.optim.AdamW(named.values(), **ADAMW)]
 
 
@@ -121,26 +145,20 @@ def step_all(optimizers: list[Any]) -> None:
 def mean_gradients(model: nn.Module, scenario: Scenario, step: int) -> None:
     """On one process, add what all ranks get in one step, and divide it by them."""
     for rank in range(dist.get_world_size()):
-        scenario(model, contextlib.nullcontext, step, rank)
+        scenario(Turn(model, step, rank))
     for param in model.parameters():
         if param.grad is not None:
             param.grad = param.grad.detach() / dist.get_world_size()
 
 
+@kept_in_a_world
 def truth(
     steps: int | tuple[int, ...],
     build: Callable[[], nn.Module] = Branches,
-    scenario: Scenario = one_pass,
+    scenario: Scenario = Turn.back,
     change: Callable[[nn.Module], object] = keep,
 ) -> nn.Module:
     """torch.optim.Muon and AdamW on one process, from the mean of all ranks' gradients. Not to be changed."""
-    return _truth(steps, build, scenario, change, dist.get_world_size())
-
-
-@functools.cache
-def _truth(
-    steps: Any, build: Callable[[], nn.Module], scenario: Scenario, change: Callable[[nn.Module], object], ranks: int
-) -> nn.Module:
     model = exact_sums(build())
     optimizers = optimizers_of(model)
     for step in range(steps) if isinstance(steps, int) else steps:
@@ -150,17 +168,21 @@ def _truth(
     return model
 
 
-def differences(
-    scenario: Scenario = one_pass,
+def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
+    off = difference(ours, theirs)
+    assert off == 0.0, off
+
+
+def assert_trains_exactly(
+    scenario: Scenario = Turn.back,
     build: Callable[[], nn.Module] = Branches,
-    modes: Sequence[str] = tuple(MODES),
-    layouts: Sequence[str] = ("auto",) * len(MODES),
+    mode: str = "plain",
+    *,
+    change: Callable[[nn.Module], object] = keep,
+    forget: Callable[[nn.Module], object] | None = None,
     **options: Any,
-) -> dict[str, float]:
-    """Per mode, each in a layout of its own, how far this rank's parameters are from the truth after three steps."""
-    found = {}
-    for mode, layout in zip(modes, layouts):
-        model, optimizer = made(build, mode, layout=layout, **options)
-        train_ours(model, optimizer, 3, scenario)
-        found[mode] = difference(model, truth(3, build, scenario))
-    return found
+) -> None:
+    """After three steps this rank's parameters are the truth's, bit for bit."""
+    model, optimizer = made(build, mode, **options)
+    train_ours(model, optimizer, 3, scenario, change, forget)
+    assert_same(model, truth(3, build, scenario, change))

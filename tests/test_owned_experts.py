@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 
 from lwopt_backend import LayerWiseOptimizer
 from tests.cells import cells
-from tests.owned import difference, exact_sums
-from tests.owned_scenarios import optimizer_for, rows, train_ours, truth
+from tests.on_ranks import on_ranks
+from tests.owned import exact_sums
+from tests.owned_scenarios import Turn, assert_same, optimizer_for, rows, train_ours, truth
 from tests.ranks import RankPool, kept_in_a_world
 
 EXPERTS = 4  # ranks 0 and 2 have the first two, ranks 1 and 3 the others
@@ -25,26 +27,24 @@ def held_by(rank: int) -> range:
 class MoE(nn.Module):
     """Dense layers on this rank's rows, and experts, those of this rank, on those of its partner, too."""
 
+    NO_MATRIX = "last.weight"
+
     def __init__(self, held: range = range(EXPERTS)) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first, self.last = nn.Linear(6, 24), nn.Linear(24, 48)
-        self.experts = nn.ModuleDict()
-        for number in range(EXPERTS):
-            expert = nn.Sequential(nn.Linear(6, 63), nn.GELU(), nn.Linear(63, 24))
-            if number in held:
-                self.experts[str(number)] = expert
-        matrices = ["first.weight", *(f"experts.{number}.{layer}.weight" for number in held for layer in (0, 2))]
-        self.MATRICES = tuple(matrices)
+        experts = {str(n): nn.Sequential(nn.Linear(6, 63), nn.GELU(), nn.Linear(63, 24)) for n in range(EXPERTS)}
+        self.experts = nn.ModuleDict({number: experts[number] for number in map(str, held)})
 
     def forward(self, x: Tensor, of_partners: Tensor, held: range) -> Tensor:
         dense = self.last(self.first(x).tanh()).square().mean()
         return dense + sum(self.experts[str(n)](of_partners[n::EXPERTS]).square().mean() for n in held)
 
 
-def one_pass(model, no_sync, step, rank):
-    pair = rank // 2 * 2
-    model(rows(step, rank), torch.cat([rows(step, pair), rows(step, pair + 1)]), held_by(rank)).backward()
+def one_pass(turn: Turn) -> None:
+    pair = turn.rank // 2 * 2
+    of_partners = torch.cat([rows(turn.step, pair), rows(turn.step, pair + 1)])
+    turn.model(turn.rows(), of_partners, held_by(turn.rank)).backward()
 
 
 @kept_in_a_world
@@ -63,32 +63,25 @@ def expert_optimizer(model: nn.Module, **options: Any) -> LayerWiseOptimizer:
     return optimizer_for(model, bucket_mb=0.004, exclude=("last.weight",), **options)
 
 
-def compare(**options: Any) -> tuple[float, float]:
-    """How far weights are from one process's that has all experts after three steps, and the norm of the next."""
-    model = exact_sums(sharded()[0])
-    optimizer = expert_optimizer(model, **options)
-    train_ours(model, optimizer, 3, one_pass)
-    off = difference(model, truth(3, MoE, one_pass))
-    one_pass(model, None, 3, dist.get_rank())
-    norms: list[float] = []
-    truth(
-        4,
-        MoE,
-        one_pass,
-        lambda single: norms.append(float(nn.utils.get_total_norm([p.grad for p in single.parameters()]))),
-    )
-    return off, abs(float(optimizer.grad_norm()) / norms[-1] - 1)
-
-
 OPTIONS: list[dict[str, Any]] = [{}, {"group_size": 2}, {"expert_group_size": 1}, {"overlap_param_gather": True}]
 
 
+@on_ranks()
 @cells(ranks=[4], layout=["padded", "compact", "auto"], options=OPTIONS)
 def test_dense_and_expert_parameters_equal_one_process_and_all_count_in_the_norm(
-    ranks: RankPool, layout: str, options: dict[str, Any]
+    layout: str, options: dict[str, Any]
 ) -> None:
-    for weights, norm in ranks.run(compare, layout=layout, **options):
-        assert weights == 0.0 and norm <= 1e-6
+    def note_norm(single: nn.Module) -> None:
+        norms.append(float(nn.utils.get_total_norm([param.grad for param in single.parameters()])))
+
+    norms: list[float] = []
+    model = exact_sums(sharded()[0])
+    optimizer = expert_optimizer(model, layout=layout, **options)
+    train_ours(model, optimizer, 3, one_pass)
+    assert_same(model, truth(3, MoE, one_pass))
+    one_pass(Turn(model, 3, dist.get_rank()))
+    truth(4, MoE, one_pass, note_norm)
+    assert float(optimizer.grad_norm()) == pytest.approx(norms[-1], rel=1e-6)
 
 
 def loads_of_ranks() -> list[int]:
@@ -104,33 +97,20 @@ def test_dense_matrices_go_where_experts_leave_room(ranks: RankPool) -> None:
     assert min(experts for _, experts in loads) == max(with_dense)
 
 
-def wrong(**options: Any) -> None:
-    expert_optimizer(sharded()[0], **options)
-
-
-def not_told_of_experts(**options: Any) -> None:
-    """Ranks have parameters of other names, so they cannot share all of them."""
-    optimizer_for(sharded()[0], **options)
-
-
-def not_a_member() -> None:
-    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    not_told_of_experts(process_group=groups[dist.get_rank() - 1])
-
-
-def first_rank_outside_its_experts() -> None:
-    group = sharers_of_experts()
-    wrong(expert_process_group=group if dist.get_rank() else dist.GroupMember.NON_GROUP_MEMBER)
-
-
-@pytest.mark.parametrize("ranks", [4], indirect=True)
-def test_experts_that_are_not_named_and_groups_of_others_are_errors_on_every_rank(ranks: RankPool) -> None:
-    assert all("matches no parameter name" in error for error in ranks.errors(wrong, expert_params=("expert.*",)))
-    assert all("belong together" in error for error in ranks.errors(wrong, expert_params=()))
-    assert all("ranks differ" in error for error in ranks.errors(not_told_of_experts))
-    assert all("no expert_params say" in error for error in ranks.errors(not_told_of_experts, expert_group_size=2))
+@on_ranks(4)
+def test_experts_that_are_not_named_and_groups_of_others_are_errors_on_every_rank() -> None:
+    rank, model = dist.get_rank(), sharded()[0]
+    of_neighbour = [dist.new_group([other]) for other in range(4)][rank - 1]
+    of_others = sharers_of_experts() if rank else dist.GroupMember.NON_GROUP_MEMBER
     outside = "is not in the process group given; make the optimizer on the group's ranks only"
-    assert all(f"rank {rank} {outside}" in error for rank, error in enumerate(ranks.errors(not_a_member)))
-    first, *others = ranks.errors(first_rank_outside_its_experts)
-    assert f"rank 0 {outside}" in first
-    assert all("rank 0 failed with ValueError(" in error and outside in error for error in others)
+    told = "rank 0 failed with ValueError(" if rank else ""
+    for make, options, message in (
+        (expert_optimizer, {"expert_params": ("expert.*",)}, "matches no parameter name"),
+        (expert_optimizer, {"expert_params": ()}, "belong together"),
+        (optimizer_for, {}, "ranks differ"),
+        (optimizer_for, {"expert_group_size": 2}, "no expert_params say"),
+        (optimizer_for, {"process_group": of_neighbour}, f"rank {rank} {outside}"),
+        (expert_optimizer, {"expert_process_group": of_others}, f"{re.escape(told)}.*rank 0 {outside}"),
+    ):
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            make(model, **options)
