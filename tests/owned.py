@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -65,7 +66,7 @@ def step_alone(single: Reference, step: int, world_size: int) -> None:
 
 
 def difference(ours: nn.Module, theirs: nn.Module) -> float:
-    """The largest difference of any parameter."""
+    """The largest difference of any parameter; NaN if there is one."""
     other = dict(theirs.named_parameters())
     pairs = [(param.detach(), other[name].detach()) for name, param in ours.named_parameters() if param.numel()]
-    return max(float((mine - others).abs().max()) for mine, others in pairs)
+    return float(torch.stack([(mine - others).abs().max().double() for mine, others in pairs]).max())
