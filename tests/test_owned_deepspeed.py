@@ -22,11 +22,12 @@ from torch import Tensor, nn
 
 from lwopt_backend.checkpoint import convert as conversion
 from lwopt_backend.checkpoint import formats
-from lwopt_backend.integrations.deepspeed_owned import OwnedLayerWiseMuon
-from lwopt_backend.integrations.deepspeed_zero import LayerWiseMuon
 from tests.cells import cells
+from tests.checkpoint_engines import FROZEN, Buffered, scheduled
 from tests.engines import ExactLM
-from tests.models import MATRICES, UnevenLM
+from tests.models import MATRICES
+from tests.on_ranks import on_ranks
+from tests.owned_scenarios import assert_same
 from tests.ranks import RankPool
 from tests.zero import OWN_ROWS, Reference, batch_shares, build, engine_for, own_rows, settings_for, train
 
@@ -52,49 +53,25 @@ class Peculiar(ExactLM):
         return loss if rank % 2 else loss + self.sometimes(self.embedding(tokens)).square().mean()
 
 
-def train_peculiar(stage: int) -> float:
-    world_size, rank = dist.get_world_size(), dist.get_rank()
+@on_ranks(2)
+@each_stage
+def test_parameters_that_are_tied_frozen_unused_empty_or_used_by_some_ranks(stage: int) -> None:
     single = Reference(Peculiar(), matrices=(*MATRICES, "unused.weight", "sometimes.weight"))
     with engine_for(settings_of(stage, 2), Peculiar()) as engine:
         for step in range(4):
             for part in own_rows(step, 2):
-                engine.backward(engine(*part, rank=rank))
+                engine.backward(engine(*part, rank=dist.get_rank()))
                 engine.step()
-            for number, part in enumerate(batch_shares(step, 2 * world_size, OWN_ROWS)):
-                (single.model(*part, rank=number % world_size) / 2).backward()
+            for number, part in enumerate(batch_shares(step, 4, OWN_ROWS)):
+                (single.model(*part, rank=number % 2) / 2).backward()
             for param in single.model.parameters():
-                if param.grad is not None:
-                    param.grad.div_(world_size)
+                param.grad = param.grad if param.grad is None else param.grad / 2
             single.step()
         assert not any(engine.optimizer.state.get(p, {}).get("step", 0) for p in engine.module.unused.parameters())
-        theirs = dict(single.model.named_parameters())
-        rest = [(name, param) for name, param in engine.module.named_parameters() if param.numel()]
-        return max(float((param.detach() - theirs[name].detach()).abs().max()) for name, param in rest)
-
-
-@each_stage
-def test_parameters_that_are_tied_frozen_unused_empty_or_used_by_some_ranks(ranks: RankPool, stage: int) -> None:
-    assert set(ranks.run(train_peculiar, stage)) == {0.0}
+        assert_same(engine.module, single.model)
 
 
 # In training
-
-
-class Stumbling(ExactLM):
-    """Its backward pass fails where ``stumbles`` is set, after some gradients have come."""
-
-    stumbles = False
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        if self.stumbles and x.requires_grad:
-            x.register_hook(self.fail)
-        x = x + self.layers(x) * self.gated(x)
-        return nn.functional.cross_entropy(self.lm_head(x).float().flatten(0, 1), targets.flatten())
-
-    @staticmethod
-    def fail(grad: Tensor) -> None:
-        raise FloatingPointError("stumbled")
 
 
 def train_on_own(engine: Any, steps: range) -> None:
@@ -103,70 +80,48 @@ def train_on_own(engine: Any, steps: range) -> None:
         engine.step()
 
 
-def stumble_and_go_on(stage: int) -> tuple[str, float]:
-    """The second step's backward pass fails on rank 1; what the step says there, and how training goes on."""
-    model, single = Stumbling(), Reference(ExactLM())
+@on_ranks(2)
+@each_stage
+def test_a_backward_pass_that_fails_is_an_error_on_every_rank_and_training_can_go_on(stage: int) -> None:
+    """The second step's, on rank 1, after some gradients have come."""
+
+    def fail(grad: Tensor) -> None:
+        raise FloatingPointError("stumbled")
+
+    model, single = ExactLM(), Reference(ExactLM())
     single.train_on_all(3)
     with engine_for(settings_of(stage), model) as engine:
         train_on_own(engine, range(1))
-        model.stumbles = dist.get_rank() == 1
-        loss = engine(*own_rows(7, 1)[0])
-        try:
-            engine.backward(loss)
-        except FloatingPointError:
-            assert dist.get_rank() == 1
-        try:
+        if dist.get_rank() == 1:
+            handle = model.embedding.weight.register_hook(fail)
+        with pytest.raises(FloatingPointError) if dist.get_rank() == 1 else contextlib.nullcontext():
+            engine.backward(engine(*own_rows(7, 1)[0]))
+        with pytest.raises(RuntimeError, match="^LayerWiseMuon: a backward pass ended in an exception.*rank 1"):
             engine.step()
-        except RuntimeError as error:
-            said = str(error)
-        model.stumbles = False
+        if dist.get_rank() == 1:
+            handle.remove()
         engine.optimizer.zero_grad()
         train_on_own(engine, range(1, 3))
-        theirs = dict(single.model.named_parameters())
-        return said, max(float((p - theirs[name]).detach().abs().max()) for name, p in model.named_parameters())
+        assert_same(model, single.model)
 
 
-@each_stage
-def test_a_backward_pass_that_fails_is_an_error_on_every_rank_and_training_can_go_on(
-    ranks: RankPool, stage: int
-) -> None:
-    for said, different in ranks.run(stumble_and_go_on, stage):
-        assert said.startswith("LayerWiseMuon: a backward pass ended in an exception") and "rank 1" in said
-        assert different == 0.0
-
-
-def change_the_model(stage: int, how: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("how", ["replaced", "moved"])
+def test_a_model_that_was_changed_is_an_error_on_every_rank(stage: int, how: str) -> None:
     with engine_for(settings_of(stage)) as engine:
         train_on_own(engine, range(1))
         gate = engine.module.gate
-        if how == "replaced" and dist.get_rank() == 0:
-            gate.weight = nn.Parameter(gate.weight.detach().clone())
-        elif how == "moved" and dist.get_rank() == 0:
-            gate.weight.data = gate.weight.data.clone()
-        train_on_own(engine, range(1))
-
-
-@pytest.mark.parametrize(("stage", "how"), [(0, "replaced"), (0, "moved"), (2, "replaced"), (2, "moved")])
-def test_a_model_that_was_changed_is_an_error_on_every_rank(ranks: RankPool, stage: int, how: str) -> None:
-    for error in ranks.errors(change_the_model, stage, how):
-        assert "LayerWiseMuon: parameter 'gate.weight'" in error and "make the optimizer after" in error
+        other = gate.weight.detach().clone()
+        if dist.get_rank() == 0 and how == "replaced":
+            gate.weight = nn.Parameter(other)
+        elif dist.get_rank() == 0:
+            gate.weight.data = other
+        with pytest.raises(RuntimeError, match="LayerWiseMuon: parameter 'gate.weight'.*make the optimizer after"):
+            train_on_own(engine, range(1))
 
 
 # Universal checkpoints
-
-
-class WithMore(UnevenLM):
-    """A frozen parameter, and a buffer that training changes."""
-
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__(seed)
-        self.layers[4].weight.requires_grad_(False)
-        self.layers[4].weight.data.fill_(1.0 + seed)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(tokens, targets)
 
 
 def snapshot(engine: Any) -> dict[str, Any]:
@@ -182,29 +137,25 @@ def snapshot(engine: Any) -> dict[str, Any]:
 
 
 def trained(
-    folder: str, stage: int, precision: str, options: dict[str, Any], universal: bool | None
+    folder: str, stage: int, precision: str, options: dict[str, Any], load: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is saved (``universal`` is None) or loaded, and what there is two steps later, all ranks on all rows."""
-    settings = settings_for("owned", stage, precision, accumulation=2, **options)
-    settings["scheduler"] = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 8}}
-    settings["checkpoint"] = {"load_universal": bool(universal)}
-    with engine_for(settings, WithMore(seed=universal is not None)) as engine:
-        if universal is None:
+    """What is saved or loaded, of a model with a frozen parameter, and what there is two steps later.
+
+    All ranks train on all rows. Added up in fp32, micro-batches are alike at all numbers of ranks.
+    """
+    settings = scheduled(settings_for("owned", stage, precision, accumulation=2, **options))
+    settings["checkpoint"] = {"load_universal": load}
+    model = Buffered(seed=int(load))
+    model.get_parameter(FROZEN).requires_grad_(False).add_(float(load))
+    with engine_for(settings, model) as engine:
+        if load:
+            engine.load_checkpoint(folder, tag="step3")
+        else:
             train(engine, 3, same_rows=True)
             engine.save_checkpoint(folder, tag="step3")
-        else:
-            engine.load_checkpoint(folder, tag="step3")
         before = snapshot(engine)
         train(engine, range(3, 5), same_rows=True)
         return before, snapshot(engine)
-
-
-def convert_as_we_do(folder: Path, tag: str) -> str:
-    """The folder of the result."""
-    into = folder / "ours"
-    place = conversion.Place(into / tag, {"latest_universal": tag})
-    conversion.write(formats.read(folder / tag), "universal", place)
-    return str(into)
 
 
 def convert_as_deepspeed_does(folder: Path, tag: str) -> str:
@@ -216,7 +167,6 @@ def convert_as_deepspeed_does(folder: Path, tag: str) -> str:
     return str(into)
 
 
-CONVERTERS = {"ours": convert_as_we_do, "DeepSpeed's": convert_as_deepspeed_does}
 LAYOUTS: dict[str, dict[str, Any]] = {"padded": {"layout": "padded"}, "pieces": {"layout": "compact", "group_size": 1}}
 TARGETS = [
     (1, 0, {"layout": "padded"}),
@@ -228,60 +178,52 @@ TARGETS = [
 
 
 @pytest.fixture(scope="module")
-def converted(rank_pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A universal folder, and what saved it, made when it is first asked for."""
+def saved(rank_pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Universal folders by converter, and what saved them, made when they are first asked for."""
 
     @functools.cache
-    def save(precision: str, stage: int, layout: str) -> tuple[Path, tuple[dict[str, Any], dict[str, Any]]]:
+    def find(precision: str, stage: int, layout: str) -> tuple[dict[str, str], tuple[dict[str, Any], dict[str, Any]]]:
         folder = tmp_path_factory.mktemp("native")
-        return folder, rank_pools[2].run(trained, str(folder), stage, precision, LAYOUTS[layout], None)[0]
+        truth = rank_pools[2].run(trained, str(folder), stage, precision, LAYOUTS[layout], False)[0]
+        place = conversion.Place(folder / "ours" / "step3", {"latest_universal": "step3"})
+        conversion.write(formats.read(folder / "step3"), "universal", place)
+        return {"ours": str(folder / "ours"), "DeepSpeed's": convert_as_deepspeed_does(folder, "step3")}, truth
 
-    @functools.cache
-    def convert(precision: str, stage: int, layout: str, converter: str) -> tuple[str, Any]:
-        folder, truth = save(precision, stage, layout)
-        return CONVERTERS[converter](folder, "step3"), truth
-
-    return convert
+    return find
 
 
-@cells(saved=[("fp32", 1), ("bf16+fp32", 2), ("fp16+fp32", 1)], layout=LAYOUTS, target=TARGETS, converter=CONVERTERS)
+@cells(
+    source=[("fp32", 1), ("bf16+fp32", 2), ("fp16+fp32", 1)],
+    layout=LAYOUTS,
+    target=TARGETS,
+    converter=["ours", "DeepSpeed's"],
+)
 def test_universal_checkpoints_go_anywhere(
     rank_pools: dict[int, RankPool],
-    converted: Any,
-    saved: tuple[str, int],
+    saved: Any,
+    source: tuple[str, int],
     layout: str,
     target: tuple[int, int, dict[str, Any]],
     converter: str,
 ) -> None:
-    """To other numbers of ranks, stages, layouts and instances. Added up in fp32, micro-batches are alike at all."""
-    folder, truth = converted(*saved, layout, converter)
+    """To other numbers of ranks, stages, layouts and instances."""
+    folders, truth = saved(*source, layout)
     world_size, stage, options = target
-    found = rank_pools[world_size].run(trained, folder, stage, saved[0], options, True)[0]
+    found = rank_pools[world_size].run(trained, folders[converter], stage, source[0], options, True)[0]
     for ours, theirs in zip(found, truth):
         assert ours.keys() == theirs.keys() and ours.pop("schedule") == theirs["schedule"]
         assert {key for key in ours if not torch.equal(ours[key], theirs[key])} == set()
 
 
-# What it says and what it is
-
-
-def printed_by_a_build() -> str:
+@on_ranks(2)
+def test_the_first_rank_says_who_owns_what_and_which_settings_have_no_effect() -> None:
     settings = settings_for("owned", 2, report=True)
     settings["zero_optimization"]["reduce_bucket_size"] = 1000
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         build(settings)
-    return printed.getvalue()
-
-
-def test_the_first_rank_says_who_owns_what_and_which_settings_have_no_effect(ranks: RankPool) -> None:
-    first, second = ranks.run(printed_by_a_build)
-    assert "Storage: owned by 2 data-parallel ranks" in first
-    assert "Without effect on owned storage: zero_optimization.reduce_bucket_size." in first
-    assert "4 of 11 trained parameters are matrices" in first
-    assert "Storage" not in second
-
-
-def test_the_storage_says_which_optimizer_is_built() -> None:
-    params = list(nn.Linear(3, 3).parameters())
-    assert isinstance(LayerWiseMuon(params, storage="owned"), OwnedLayerWiseMuon)
-    assert not isinstance(LayerWiseMuon(params, storage="zero"), OwnedLayerWiseMuon)
+    for line in (
+        "Storage: owned by 2 data-parallel ranks",
+        "Without effect on owned storage: zero_optimization.reduce_bucket_size.",
+        "4 of 11 trained parameters are matrices",
+    ):
+        assert (line in printed.getvalue()) == (dist.get_rank() == 0)
