@@ -125,7 +125,10 @@ def test_buckets_come_in_the_order_in_which_backward_completes_them() -> None:
     assert firsts == sorted(firsts, reverse=True) and firsts[-1] == 0
 
 
-def test_a_bucket_that_cannot_be_is_named() -> None:
+def test_what_cannot_be_planned_and_a_bucket_that_cannot_be_are_named() -> None:
+    for group_size, layout in ((3, "auto"), (0, "auto"), (2, "sparse")):
+        with pytest.raises(ValueError, match="unknown layout 'sparse'" if layout == "sparse" else "not divide the 4"):
+            planned(gpt(), 4, group_size, layout=layout)
     five = Slot(0, 0, 5)
     for slots, parts, message in (
         ((five, Slot(1, 4, 3)), ((0, 8),), "overlaps another"),
