@@ -129,24 +129,13 @@ def uses(text: str) -> tuple[set[str], set[str]]:
     return imported, names
 
 
-def test_what_a_file_uses_is_found() -> None:
-    imported, names = uses(
-        "from deepspeed.a import b\n"
-        "HOOKED = '_hook'\n"
-        "def f(self, engine, param, binding):\n"
-        "    zero, plain = param._zero, param.shape\n"
-        "    zero.places, plain.numel, self._own, binding.engine.device.type, engine._config.table\n"
-        "    getattr(param, 'ds_size', None), getattr(engine, 'read'), getattr(param, 'tag', None)\n"
-    )
-    assert imported == {"deepspeed.a.b"}
-    assert names == {"_hook", "_zero", "places", "device", "_config", "table", "ds_size", "read"}
-
-
-@pytest.mark.parametrize("path", USERS, ids=lambda path: path.stem)
-def test_the_list_has_every_name_that_a_file_uses(path: Path) -> None:
-    imported, names = uses(path.read_text())
-    assert imported <= {f"{name.module}.{path}" for name in NAMES for path in (name.path, name.path.split(".")[0])}
-    assert names - DOCUMENTED <= {name.path.rpartition(".")[2] for name in NAMES}
+def test_the_list_has_every_name_that_a_file_uses() -> None:
+    places = {f"{name.module}.{path}" for name in NAMES for path in (name.path, name.path.split(".")[0])}
+    known = {name.path.rpartition(".")[2] for name in NAMES} | DOCUMENTED
+    found = {path.name: uses(path.read_text()) for path in USERS}
+    assert {file: imported - places for file, (imported, _) in found.items() if imported - places} == {}
+    assert {file: names - known for file, (_, names) in found.items() if names - known} == {}
+    assert len(set().union(*(names for _, names in found.values()))) > len(known) / 2, "most of them are found"
 
 
 def test_the_list_has_no_name_twice_and_none_that_nothing_uses() -> None:

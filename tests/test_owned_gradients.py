@@ -240,10 +240,6 @@ def narrow(dtype: torch.dtype, mixed: bool) -> nn.Module:
 
 @on_ranks(2)
 @cells(
-    lambda dtype, mixed, mode, load, **_: (
-        ((dtype, mixed) == (torch.bfloat16, False) or not (load or mode == "fp32 gradients"))
-        and (not load or mode in ("plain", "lazy return", "step in backward"))
-    ),
     dtype=[torch.bfloat16, torch.float16],
     mixed=[False, True],
     layout=["padded", "compact"],
