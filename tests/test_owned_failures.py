@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 from lwopt_backend.runtime.collectives import TorchCollectives
@@ -28,19 +28,24 @@ from tests.ranks import RankFailed, RankPool
 # Models and options
 
 
-def with_left(layer: Callable[[nn.Linear], nn.Module]) -> nn.Module:
+def float8() -> nn.Module:
     model = Branches()
-    model.left = layer(model.left)  # type: ignore[assignment]
+    model.left.weight = nn.Parameter(model.left.weight.to(torch.float8_e4m3fn), requires_grad=True)
     return model
 
 
-def float8(layer: nn.Linear) -> nn.Linear:
-    layer.weight = nn.Parameter(layer.weight.to(torch.float8_e4m3fn), requires_grad=True)
-    return layer
+def on_meta() -> nn.Module:
+    model = Branches()
+    model.left.to("meta")
+    return model
 
 
 def sharded_by_fsdp2() -> nn.Module:
     return fully_shard(Branches(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def sharded_by_fsdp() -> nn.Module:
+    return FullyShardedDataParallel(Branches(), use_orig_params=True, device_id=torch.device("cpu"))
 
 
 class Repeated(nn.Module):
@@ -76,39 +81,28 @@ def forward_after_a_broken_pass() -> None:
     back(model, 1)
 
 
-STEPS = {"step_in_backward": True}
-REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "DDP": (
-        lambda: optimizer_for(DistributedDataParallel(Branches())),
-        "wrapped in DistributedDataParallel; pass the module inside",
-    ),
+MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "DDP": (lambda: DDP(Branches()), "wrapped in DistributedDataParallel; pass the module inside"),
     "DDP within": (
-        lambda: optimizer_for(nn.Sequential(nn.Linear(6, 6), DistributedDataParallel(Branches()))),
+        lambda: nn.Sequential(nn.Linear(6, 6), DDP(Branches())),
         "its module '1' is wrapped in DistributedDataParallel",
     ),
-    "FSDP2": (
-        lambda: optimizer_for(sharded_by_fsdp2()),
-        "'first.weight' is a DTensor; for fully_shard models use lwopt_backend.integrations",
-    ),
-    "FSDP": (
-        lambda: optimizer_for(
-            FullyShardedDataParallel(Branches(), use_orig_params=True, device_id=torch.device("cpu"))
-        ),
-        "the model is sharded by FullyShardedDataParallel, which flattens matrices; pass the",
-    ),
+    "FSDP2": (sharded_by_fsdp2, "'first.weight' is a DTensor; for fully_shard models use lwopt_backend.integrations"),
+    "FSDP": (sharded_by_fsdp, "the model is sharded by FullyShardedDataParallel, which flattens matrices; pass the"),
     "float8": (
-        lambda: optimizer_for(with_left(float8)),
+        float8,
         "'left.weight' is stored in float8_e4m3fn; expected float32, bfloat16, float16 or float64 "
         "(computing in fp8 over bfloat16 parameters works)",
     ),
+    "float8 on one rank": (lambda: float8() if dist.get_rank() else Branches(), "float8_e4m3fn"),
     "sparse": (
-        lambda: optimizer_for(nn.Sequential(nn.Embedding(7, 6, sparse=True), Branches())),
+        lambda: nn.Sequential(nn.Embedding(7, 6, sparse=True), Branches()),
         "'0' makes sparse gradients, which no buffer holds; set sparse=False",
     ),
-    "meta": (
-        lambda: optimizer_for(with_left(lambda layer: layer.to("meta"))),
-        "'left.weight' is on the meta device and has no values yet",
-    ),
+    "meta": (on_meta, "'left.weight' is on the meta device and has no values yet"),
+}
+STEPS = {"step_in_backward": True}
+CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "unknown option": (lambda: made(bucket_md=3), "did you mean 'bucket_mb'?"),
     "step and keep": (lambda: made(**STEPS, keep_full_grads=True), "needs overlap_grad_reduce, and no keep"),
     "step without overlap": (lambda: made(**STEPS, overlap_grad_reduce=False), "needs overlap_grad_reduce"),
@@ -116,13 +110,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: made(bucket_mb=float(1 + dist.get_rank())),
         "ranks differ in bucket_mb: 1.0 on rank 0, 2.0 on rank 1",
     ),
-    "a model of one rank": (
-        lambda: optimizer_for(with_left(float8) if dist.get_rank() else Branches()),
-        "float8_e4m3fn",
-    ),
     # gloo would read tensors that lie elsewhere as if they were in its memory.
     "gloo for other devices": (lambda: TorchCollectives().direct(torch.device("cuda")), "cuda"),
-    "a glob that matches nothing": (lambda: passes(1).grad_norm("middel.*"), "'middel.*' matches no parameter name"),
+    "a glob that matches nothing": (
+        lambda: passes(1).grad_norm("middel.*"),
+        "'middel.*' matches no parameter name; names look like 'first.weight'",
+    ),
     "clipping after steps in backward": (
         lambda: passes(1, **STEPS).clip_grad_norm_(1.0),
         "with step_in_backward gradients are used before their norm is known",
@@ -152,11 +145,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", [*MODELS, *CALLS])
 def test_what_cannot_work_is_refused_on_all_ranks_in_words(case: str) -> None:
-    make, message = REFUSED[case]
+    make, message = {**MODELS, **CALLS}[case]
     with pytest.raises(Exception, match=re.escape(message)):
-        make()
+        optimizer_for(make()) if case in MODELS else make()
 
 
 # An exception inside backward
