@@ -15,29 +15,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
-from tests.cells import cells, with_full
+from tests.cells import with_full
 from tests.models import VOCABULARY
+from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
-from tests.zero import (
-    ADAMW,
-    BF16,
-    IN_FP32,
-    MUON,
-    batch_shares,
-    build,
-    config,
-    engine_for,
-    gather_named,
-    newton_schulz_in_float32,
-)
+from tests.zero import ADAMW, BF16, IN_FP32, Beside, Reference, batch_shares, build, config, engine_for
 
-RANKS, STAGES, DATA_PARALLEL, STEPS, MICRO_BATCHES = 4, 2, 2, 5, 2
+RANKS, STAGES, DATA_PARALLEL, MICRO_BATCHES = 4, 2, 2, 2
 WIDTH = 24
 MATRICES = ("up.weight", "down.weight", "mix.weight")
 PRECISIONS = {
@@ -48,10 +38,10 @@ PRECISIONS = {
 }
 
 
-@pytest.fixture(scope="module")
-def pipeline_ranks(rank_pools: dict[int, RankPool]) -> Iterator[RankPool]:
-    """Four ranks, and a new world after them: DeepSpeed keeps the pipeline's groups in globals of the process."""
-    yield rank_pools[RANKS]
+@pytest.fixture(scope="module", autouse=True)
+def new_world_afterwards(rank_pools: dict[int, RankPool]) -> Iterator[None]:
+    """DeepSpeed keeps the pipeline's groups in globals of the process."""
+    yield
     rank_pools[RANKS].renew()
 
 
@@ -67,6 +57,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.norm(self.mix(self.down(torch.tanh(self.up(x)))))
+
+
+class BlockAndHead(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(Block(), nn.Linear(WIDTH, VOCABULARY, bias=False))
 
 
 class Table(nn.Module):
@@ -88,25 +83,25 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
+EMBEDDING = LayerSpec(nn.Embedding, VOCABULARY, WIDTH)
+HEAD = LayerSpec(nn.Linear, WIDTH, VOCABULARY, bias=False)
+
+
 def untied() -> list[Any]:
-    return [
-        LayerSpec(nn.Embedding, VOCABULARY, WIDTH),
-        LayerSpec(Block),
-        LayerSpec(Block),
-        LayerSpec(nn.Linear, WIDTH, VOCABULARY, bias=False),
-    ]
+    return [EMBEDDING, LayerSpec(Block), LayerSpec(Block), HEAD]
 
 
-def tied_table(module: type[nn.Module] = Table, *sizes: int) -> list[Any]:
+def tied(module: type[nn.Module], *sizes: int) -> list[Any]:
     ends = (TiedLayerSpec("embed", module, *sizes), TiedLayerSpec("embed", module, *sizes, forward_fn=multiply))
     return [ends[0], LayerSpec(Block), LayerSpec(Block), ends[1]]
 
 
-def tied_embedding() -> list[Any]:
-    return tied_table(nn.Embedding, VOCABULARY, WIDTH)
-
-
-MODELS = {"untied": untied, "tied embedding": tied_embedding, "tied table": tied_table}
+MODELS = {
+    "untied": untied(),
+    "tied embedding": tied(nn.Embedding, VOCABULARY, WIDTH),
+    "tied table": tied(Table),
+    "embedding first": [EMBEDDING, LayerSpec(BlockAndHead)],
+}
 
 
 def pipeline(layers: list[Any], **kwargs: Any) -> PipelineModule:
@@ -116,9 +111,9 @@ def pipeline(layers: list[Any], **kwargs: Any) -> PipelineModule:
 
 
 class Whole(nn.Module):
-    """The pipeline's layers on one process, with the pipeline's names and weights."""
+    """The pipeline's layers on one process, with the pipeline's names."""
 
-    def __init__(self, layers: list[Any], weights: dict[str, Tensor]) -> None:
+    def __init__(self, layers: list[Any]) -> None:
         super().__init__()
         self.tied_modules = nn.ModuleDict()
         self.calls = []
@@ -130,36 +125,12 @@ class Whole(nn.Module):
             else:
                 self.add_module(str(number), spec.build())
                 self.calls.append((getattr(self, str(number)), None))
-        self.load_state_dict(weights)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = tokens
         for module, function in self.calls:
             x = function(module, x) if function else module(x)
         return loss_of(x, targets)
-
-
-class Reference:
-    """torch.optim.Muon for the blocks' matrices and torch.optim.AdamW for everything else, on one process."""
-
-    def __init__(self, layers: list[Any], weights: dict[str, Tensor]) -> None:
-        self.model = Whole(layers, weights)
-        named = dict(self.model.named_parameters())
-        matrices = [named.pop(name) for name in list(named) if name.endswith(MATRICES)]
-        self.optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(list(named.values()), **ADAMW)]
-        if matrices:
-            self.optimizers.append(torch.optim.Muon(matrices, **MUON))
-
-    def step(self, grads: dict[str, Tensor] | None = None) -> None:
-        for name, param in self.model.named_parameters():
-            if grads is not None:
-                param.grad = grads[name].clone()
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def largest_difference(self, weights: dict[str, Tensor]) -> float:
-        return max(float((weights[name] - p.detach()).abs().max()) for name, p in self.model.named_parameters())
 
 
 def settings_for(precision: str, *, rows: int = 2, **kwargs: Any) -> dict[str, Any]:
@@ -170,201 +141,88 @@ def settings_for(precision: str, *, rows: int = 2, **kwargs: Any) -> dict[str, A
     return settings | more
 
 
-def shares_of_this_rank(engine: Any, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+def train_step(engine: Any, step: int) -> None:
     shares = batch_shares(step, MICRO_BATCHES * DATA_PARALLEL)
-    return iter(shares[engine.grid.get_data_parallel_id() :: DATA_PARALLEL])
+    engine.train_batch(iter(shares[engine.grid.get_data_parallel_id() :: DATA_PARALLEL]))
 
 
-def train(engine: Any, steps: range) -> None:
-    for step in steps:
-        engine.train_batch(shares_of_this_rank(engine, step))
+def beside(model: str, settings: dict[str, Any]) -> Beside:
+    whole = Whole(MODELS[model])
+    matrices = [name for name, _ in whole.named_parameters() if name.endswith(MATRICES)]
+    return Beside(Reference(whole, matrices=matrices), train_step, settings=settings)
 
 
-def weights_of(engine: Any) -> dict[str, Tensor]:
-    sharded = hasattr(next(engine.module.parameters()), "_hp_mapping")
-    get = safe_get_full_fp32_param if sharded else torch.Tensor.detach
-    return gather_named({name: get(param).float().clone() for name, param in engine.module.named_parameters()})
-
-
-def grads_of(engine: Any, units: list[Any], tensors: list[Tensor]) -> dict[str, Tensor]:
-    """The gradients of ``units`` that our optimizer is given in ``tensors``, put together from all ranks' parts."""
-    names = {id(param): name for name, param in engine.module.named_parameters()}
-    found = {}
-    for unit, tensor in zip(units, tensors):
-        if tensor is unit.params[0]:  # stage 0: the parameters themselves
-            found.update((names[id(p)], torch.zeros_like(p) if p.grad is None else p.grad.clone()) for p in unit.params)
-            continue
-        flats = unit.ranks.gather_objects(tensor.grad.clone())
-        for index, param in enumerate(unit.params):
-            whole = torch.empty(param.numel())
-            for part in unit.layout.fragments(index):
-                whole[part.start : part.stop] = flats[part.rank][part.offset : part.offset + part.numel]
-            found[names[id(param)]] = whole.view(param.shape)
-    return found
-
-
-def record_grads(engine: Any) -> dict[str, Tensor]:
-    """A dictionary that holds, after every step, the gradients which that step was given on this rank's stage."""
-    optimizer = engine.basic_optimizer
-    units = optimizer._binding.units
-    recorded: dict[str, Tensor] = {}
-    tensors = [group["params"][0] for group in optimizer.param_groups]
-    step = optimizer.step
-
-    def record_and_step(*args: Any, **kwargs: Any) -> Any:
-        now = [group["params"][0] for group in optimizer.param_groups if group["params"]]
-        chosen = [(unit, t) for unit, t in zip(units, tensors) if any(t is other for other in now)]
-        recorded.update(grads_of(engine, *map(list, zip(*chosen))))
-        return step(*args, **kwargs)
-
-    optimizer.step = record_and_step
-    return recorded
-
-
-def differ_given_the_same_gradients(model: str, settings: dict[str, Any], folder: str) -> tuple[list[float], list[str]]:
-    """From one process, and from that of a run that was saved after three steps and went on."""
-    layers = MODELS[model]()
-    with engine_for(settings, pipeline(layers)) as engine:
-        reference = Reference(layers, weights_of(engine))
-        recorded = record_grads(engine)
-        for step in range(STEPS):
-            if step == 3:
-                engine.save_checkpoint(folder, tag="middle")
-            train(engine, range(step, step + 1))
-            grads = gather_named(recorded)
-            norm = float(torch.nn.utils.get_total_norm(grads.values()))
-            assert float(engine.get_global_grad_norm()) == pytest.approx(norm, rel=1e-3)  # bf16's is summed in bf16
-            reference.step(grads)
-        plans = engine.basic_optimizer._binding.plans
-        matrices = [spec.name for plan in plans if plan.matrices is not None for spec in plan.specs]
-        assert all(plan.matrices.buckets for plan in plans if plan.matrices is not None), "some matrix must travel"
-        differences = [reference.largest_difference(weights_of(engine))]
-    with engine_for(settings, pipeline(MODELS[model]())) as engine:
-        train(engine, range(7, 8))  # what it had before must not matter
-        path, _ = engine.load_checkpoint(folder, tag="middle")
-        assert path is not None and engine.global_steps == 3
-        train(engine, range(3, STEPS))
-        return [*differences, reference.largest_difference(weights_of(engine))], matrices
-
-
-TIED = [
-    ("tied embedding", "fp32, stage 1"),
-    ("tied embedding", "bf16, stage 1"),
-    ("tied table", "fp32, stage 0"),
-    ("tied table", "bf16 + fp32, stage 1"),
+CHOSEN = [
+    *(("untied", precision, 0.0) for precision in PRECISIONS),
+    ("tied embedding", "fp32, stage 1", 0.0),
+    ("tied embedding", "bf16, stage 1", 0.0),
+    ("tied table", "fp32, stage 0", 0.0),
+    ("tied table", "bf16 + fp32, stage 1", 0.0),
+    ("untied", "fp32, stage 1", 0.5),
+    ("tied embedding", "fp32, stage 0", 0.5),
+    ("tied table", "fp32, stage 1", 0.5),
 ]
+TIED_OR_NOT = ("untied", "tied embedding", "tied table")
+CLIPPED = itertools.product(TIED_OR_NOT, ("fp32, stage 0", "fp32, stage 1"), [0.5])
 
 
+@on_ranks(RANKS)
 @pytest.mark.parametrize(
-    ("model", "precision"),
-    with_full([*itertools.product(["untied"], PRECISIONS), *TIED], itertools.product(MODELS, PRECISIONS)),
+    ("model", "precision", "clip"),
+    with_full(CHOSEN, itertools.chain(itertools.product(TIED_OR_NOT, PRECISIONS, [0.0]), CLIPPED)),
 )
 def test_every_stage_has_the_bits_of_torch_muon_given_the_same_gradients_and_resumes(
-    pipeline_ranks: RankPool, tmp_path: Path, model: str, precision: str
+    tmp_path: Path, model: str, precision: str, clip: float
 ) -> None:
-    settings = settings_for(precision)
-    found = pipeline_ranks.run(differ_given_the_same_gradients, model, settings, str(tmp_path))
-    assert [differences for differences, _ in found] == [[0.0, 0.0]] * RANKS
-    first, second = ([f"{block}.{name}" for name in MATRICES] for block in (1, 2))
-    assert [matrices for _, matrices in found] == [first, first, second, second]
-
-
-def differ_from_whole_batch(model: str, settings: dict[str, Any]) -> tuple[float, list[tuple[float, float]]]:
-    """The reference computes its own gradients, of all micro-batches at once; norms are (ours, torch's)."""
-    layers = MODELS[model]()
-    norms = []
-    with engine_for(settings, pipeline(layers)) as engine, newton_schulz_in_float32():
-        reference = Reference(layers, weights_of(engine))
-        for step in range(STEPS):
-            train(engine, range(step, step + 1))
-            reference.model(*batch_shares(step, 1)[0]).backward()
-            clip = settings["gradient_clipping"] or float("inf")
-            truth = torch.nn.utils.clip_grad_norm_(reference.model.parameters(), clip)
-            norms.append((float(engine.get_global_grad_norm()), float(truth)))
-            reference.step()
-        return reference.largest_difference(weights_of(engine)), norms
-
-
-@cells(model=MODELS, precision=["fp32, stage 0", "fp32, stage 1"], clip=[0.5, 0.0])
-def test_parameters_and_norms_equal_a_single_process_on_the_whole_batch(
-    pipeline_ranks: RankPool, model: str, precision: str, clip: float
-) -> None:
-    settings = settings_for(precision, clip=clip, ns_dtype="float32")
-    for difference, norms in pipeline_ranks.run(differ_from_whole_batch, model, settings):
-        assert difference <= 2e-6
-        assert all(ours == pytest.approx(truth, rel=1e-5) for ours, truth in norms)
-        assert clip == 0.0 or all(truth > clip for _, truth in norms), "the clip must bite to be tested"
-
-
-def differ_with_an_embedding_stage(settings: dict[str, Any], **kwargs: Any) -> tuple[float, list[str]]:
-    layers = [LayerSpec(nn.Embedding, VOCABULARY, WIDTH), LayerSpec(BlockAndHead)]
-    with engine_for(settings, pipeline(layers), **kwargs) as engine:
-        reference = Reference(layers, weights_of(engine))
-        recorded = record_grads(engine)
-        rates = []
-        for step in range(STEPS):
-            rates.append(engine.basic_optimizer.param_groups[-1]["lr"] / ADAMW["lr"])
-            factor = rates[-1]
-            for optimizer in reference.optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = group.setdefault("base_lr", group["lr"]) * factor
-            train(engine, range(step, step + 1))
-            reference.step(gather_named(recorded))
-        rules = [group["rule"] for group in engine.basic_optimizer.param_groups]
-        return reference.largest_difference(weights_of(engine)), [*rules, f"{rates[-1]:.2f}"]
-
-
-class BlockAndHead(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.block(x))
+    settings = settings_for(precision, clip=clip, **({"ns_dtype": "float32"} if clip else {}))
+    engine = beside(model, settings).train_and_resume(lambda: engine_for(settings, pipeline(MODELS[model])), tmp_path)
+    plans = [plan for plan in engine.basic_optimizer._binding.plans if plan.matrices is not None]
+    block = 1 if dist.get_rank() < DATA_PARALLEL else 2
+    assert [spec.name for plan in plans for spec in plan.specs] == [f"{block}.{name}" for name in MATRICES]
+    assert all(plan.matrices.buckets for plan in plans), "some matrix must travel"
 
 
 def slower_and_slower(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - 0.1 * step)
 
 
+@on_ranks(RANKS)
 @pytest.mark.parametrize("precision", ["fp32, stage 0", "bf16 + fp32, stage 1"])
-def test_a_stage_without_matrices_trains_and_keeps_to_the_schedule(pipeline_ranks: RankPool, precision: str) -> None:
+def test_a_stage_without_matrices_trains_and_keeps_to_the_schedule(precision: str) -> None:
     settings = settings_for(precision)
-    found = pipeline_ranks.run(differ_with_an_embedding_stage, settings, lr_scheduler=slower_and_slower)
-    for (difference, facts), expected in zip(found, [["adamw"]] * 2 + [["muon", "adamw"]] * 2):
-        assert difference == 0.0
-        assert facts == [*expected, "0.60"]
+    both = beside("embedding first", settings)
+    schedules = [slower_and_slower(optimizer) for optimizer in (both.single.muon, both.single.adamw)]
+    with engine_for(settings, pipeline(MODELS["embedding first"]), lr_scheduler=slower_and_slower) as engine:
+        both.start(engine)
+        for step in range(4):
+            groups = engine.basic_optimizer.param_groups
+            assert groups[-1]["lr"] == pytest.approx(ADAMW["lr"] * (1 - 0.1 * step))
+            both.train(engine, range(step, step + 1))
+            for schedule in schedules:
+                schedule.step()
+        both.check(engine)
+        first = dist.get_rank() < DATA_PARALLEL
+        assert [group["rule"] for group in groups] == (["adamw"] if first else ["muon", "adamw"])
 
 
+@on_ranks(RANKS)
 @pytest.mark.parametrize("precision", ["fp32, stage 0", "bf16 + fp32, stage 1"])
-def test_one_rate_for_all_groups_stops_every_stage_where_one_has_no_matrices(
-    pipeline_ranks: RankPool, precision: str
-) -> None:
+def test_one_rate_for_all_groups_stops_every_stage_where_one_has_no_matrices(precision: str) -> None:
     warmup = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.001, "warmup_max_lr": 0.02, "warmup_num_steps": 3}}
+    message = r"schedule made adamw's learning rate \S+ on pipeline stage 0, but \S+ on stage 1"
     settings = settings_for(precision) | {"scheduler": warmup}
-    for error in pipeline_ranks.errors(differ_with_an_embedding_stage, settings):
-        assert re.search(r"schedule made adamw's learning rate \S+ on pipeline stage 0, but \S+ on stage 1", error)
+    with engine_for(settings, pipeline(MODELS["embedding first"])) as engine, pytest.raises(ValueError, match=message):
+        for step in range(4):
+            train_step(engine, step)
 
 
-@pytest.mark.parametrize("precision", ["fp32, stage 1", "bf16, stage 1"])
-def test_a_stage_without_matrices_is_refused_where_deepspeed_would_wait_forever(
-    pipeline_ranks: RankPool, precision: str
-) -> None:
-    for error in pipeline_ranks.errors(differ_with_an_embedding_stage, settings_for(precision)):
-        assert "pipeline stage 0 has 1 param group(s) and another stage 2: it has no matrices, or nothing else" in error
-
-
-def kinds_with(settings: dict[str, Any]) -> dict[str, str]:
+@on_ranks(RANKS)
+def test_globs_may_match_on_any_stage() -> None:
+    settings = settings_for("fp32, stage 1", exclude=["1.up.*"], include=["3.weight"])
     with engine_for(settings, pipeline(untied())) as engine:
-        return {route.name: route.kind for route in engine.basic_optimizer._binding.stage.all_routes}
-
-
-def test_globs_may_match_on_any_stage(pipeline_ranks: RankPool) -> None:
-    options = {"exclude": ["1.up.*"], "include": ["3.weight"]}
-    for kinds in pipeline_ranks.run(kinds_with, settings_for("fp32, stage 1", **options)):
-        assert kinds["1.up.weight"] == "elementwise" and kinds["2.up.weight"] == "matrix"
-        assert kinds["3.weight"] == "matrix" and len(kinds) == 16
+        kinds = {route.name: route.kind for route in engine.basic_optimizer._binding.stage.all_routes}
+    assert kinds["1.up.weight"] == "elementwise" and kinds["2.up.weight"] == "matrix"
+    assert kinds["3.weight"] == "matrix" and len(kinds) == 16
 
 
 def model_to_refuse(kind: str) -> PipelineModule:
@@ -372,69 +230,66 @@ def model_to_refuse(kind: str) -> PipelineModule:
         topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
         return PipelineModule(untied(), topology=topology, loss_fn=loss_of, partition_method="uniform")
     if kind == "experts":
-        return pipeline([LayerSpec(MoE, 8, nn.Linear(8, 8), 2), LayerSpec(MoE, 8, nn.Linear(8, 8), 2)])
-    if kind == "only an embedding first":
-        return pipeline([LayerSpec(nn.Embedding, VOCABULARY, WIDTH), LayerSpec(nn.Linear, WIDTH, VOCABULARY, False)])
-    model = pipeline(tied_table() if kind == "tied" else untied())
-    if kind == "tagged" and torch.distributed.get_rank() == 3:
+        return pipeline([LayerSpec(MoE, 8, nn.Linear(8, 8), 2)] * 2)
+    if kind == "embedding and head":
+        return pipeline([EMBEDDING, HEAD])
+    model = pipeline(MODELS.get(kind, untied()))
+    if kind == "tagged" and dist.get_rank() == 3:
         next(model.parameters()).use_muon = True
     return model
 
 
-def build_pipeline(settings: dict[str, Any], kind: str) -> None:
-    build(settings, model_to_refuse(kind))
-
-
 FP32 = settings_for("fp32, stage 1")
+NO_MATRICES = "pipeline stage 0 has 1 param group(s) and another stage 2: it has no matrices, or nothing else"
 
 
+@on_ranks(RANKS)
 @pytest.mark.parametrize(
     ("settings", "kind", "message"),
     [
         (config(0) | BF16, "untied", "stage is 0 and the pipeline is trained in bfloat16, where DeepSpeed saves one"),
         (config(2), "untied", "the model is a PipelineModule and zero_optimization.stage is 2; use stage 0 or 1"),
         (config(3), "untied", "the model is a PipelineModule and zero_optimization.stage is 3; use stage 0 or 1"),
-        (
-            FP32,
-            "only an embedding first",
-            "none of the 2 trained parameters is a matrix, so 'muon' would train nothing",
-        ),
+        (FP32, "embedding and head", "none of the 2 trained parameters is a matrix, so 'muon' would train nothing"),
+        # Where DeepSpeed would wait forever.
+        (FP32, "embedding first", NO_MATRICES),
+        (settings_for("bf16, stage 1"), "embedding first", NO_MATRICES),
         (
             settings_for("fp32, stage 1", exclude=["1.upp.*"]),
             *("untied", "exclude: '1.upp.*' matches no parameter name; did you mean '1.up."),
         ),
         (
             settings_for("fp32, stage 1", include=["tied_modules.*"]),
-            *("tied", "include: 'tied_modules.embed.weight' is tied between pipeline layers; such weights stay"),
+            *("tied table", "include: 'tied_modules.embed.weight' is tied between pipeline layers; such weights stay"),
         ),
         (FP32, "shards", "the pipeline's topology has model parallelism of 2: each rank holds a shard"),
         (FP32, "tagged", "carry use_muon=True"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_pipelines_that_cannot_be_trained_are_refused(
-    pipeline_ranks: RankPool, settings: dict[str, Any], kind: str, message: str
-) -> None:
-    errors = pipeline_ranks.errors(build_pipeline, settings, kind)
-    assert all(message in error for error in errors)
-    if kind == "tagged":  # on one rank, whose error stops the others
-        assert errors[3].startswith("ValueError") and all(error.startswith("RuntimeError") for error in errors[:3])
+def test_pipelines_that_cannot_be_trained_are_refused(settings: dict[str, Any], kind: str, message: str) -> None:
+    """Where one rank is at fault, its error stops the others."""
+    expected = RuntimeError if kind == "tagged" and dist.get_rank() < 3 else ValueError
+    with pytest.raises(expected, match=re.escape(message)) as caught:
+        build(settings, model_to_refuse(kind))
+    assert caught.type is expected
 
 
-def test_experts_in_a_pipeline_are_refused(ranks_to_spoil: RankPool) -> None:
-    for error in ranks_to_spoil.errors(build_pipeline, FP32, "experts"):
-        assert "the model is a PipelineModule with deepspeed.moe layers; use one of the two" in error
+@on_ranks(2)
+@pytest.mark.usefixtures("ranks_to_spoil")
+def test_experts_in_a_pipeline_are_refused() -> None:
+    with pytest.raises(ValueError, match="the model is a PipelineModule with deepspeed.moe layers; use one of the two"):
+        build(FP32, model_to_refuse("experts"))
 
 
-def printed_by_a_build(settings: dict[str, Any]) -> str:
+@on_ranks(RANKS)
+def test_the_report_shows_the_whole_models_routing_and_whose_plan_it_is() -> None:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        build(settings, pipeline(untied()))
-    return printed.getvalue()
-
-
-def test_the_report_shows_the_whole_models_routing_and_whose_plan_it_is(pipeline_ranks: RankPool) -> None:
-    first, *others = pipeline_ranks.run(printed_by_a_build, settings_for("fp32, stage 1", report=True))
-    assert "Routing: 6 of 16 trained parameters are matrices" in first
-    assert re.search(r"3.weight .* output head, as wide as an embedding has rows", first)
-    assert "Pipeline: 2 stages, each planned for by itself; this is the plan of stage 0" in first
-    assert not any("Routing" in other for other in others)
+        build(settings_for("fp32, stage 1", report=True), pipeline(untied()))
+    report = printed.getvalue()
+    if dist.get_rank():
+        assert "Routing" not in report
+        return
+    assert "Routing: 6 of 16 trained parameters are matrices" in report
+    assert re.search(r"3.weight .* output head, as wide as an embedding has rows", report)
+    assert "Pipeline: 2 stages, each planned for by itself; this is the plan of stage 0" in report

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import deepspeed
+import pytest
 import torch
 from deepspeed.runtime import torch_autocast
+from deepspeed.utils import safe_get_full_grad
 from torch import Tensor, nn
 
 from lwopt_backend.integrations import deepspeed_zero
@@ -164,19 +166,18 @@ class Reference:
             optimizer.zero_grad()
         return norm
 
+    def difference(self, engine: Any) -> float:
+        """The largest of an engine's fp32 weights from this process's."""
+        return largest_difference(full_weights(engine), self.model)
+
+    def check(self, engine: Any, limit: float = 0.0) -> None:
+        assert (difference := self.difference(engine)) <= limit, difference
+
     def state_of(self, name: str) -> dict[str, Tensor]:
         """Without its counter."""
         optimizer = self.muon if name in MATRICES else self.adamw
         state = optimizer.state[self.model.get_parameter(name)]
         return {key: value for key, value in state.items() if key != "step"}
-
-
-@functools.cache
-def trained(steps: int, parts: int = 1, amsgrad: bool = False) -> Reference:
-    """A reference after ``steps``, computed once in a process, for tests that only look at it."""
-    single = Reference(adamw={**ADAMW, "amsgrad": amsgrad})
-    single.train(steps, parts=parts)
-    return single
 
 
 class Masters(Reference):
@@ -253,3 +254,74 @@ def gather_named(mine: dict[str, Tensor]) -> dict[str, Tensor]:
         for name, tensor in of_rank.items():
             assert torch.equal(whole.setdefault(name, tensor), tensor), f"{name} differs between ranks that have it"
     return whole
+
+
+class Beside:
+    """Engines beside one process that steps on the gradients which DeepSpeed has reduced, whatever ranks share.
+
+    Those have to be the gradients of the whole batch, which the process computes, and the weights its weights.
+    """
+
+    def __init__(
+        self,
+        single: Reference,
+        train_step: Callable[[Any, int], None],
+        *,
+        whole_batch: Callable[[int], Any] = lambda step: batch_shares(step, 1)[0],
+        whole_name: Callable[[str], str] = str,
+        factor: float = 1.0,
+        settings: dict[str, Any],
+    ) -> None:
+        """``factor`` is of the gradients that DeepSpeed reduces, where it is known not to be 1."""
+        self.single, self.train_step = single, train_step
+        self.whole_batch, self.whole_name, self.factor = whole_batch, whole_name, factor
+        self.clip, self.is_bf16 = settings["gradient_clipping"], "bf16" in settings
+
+    def start(self, engine: Any) -> None:
+        self.single.model.load_state_dict(self._whole(full_weights(engine)))
+
+    def train(self, engine: Any, steps: range) -> None:
+        take_step, given = engine._take_model_step, {}
+
+        def note_and_step(*args: Any) -> None:
+            get = (lambda param: param.grad) if engine.zero_optimization_stage() == 0 else safe_get_full_grad
+            given.update(self._whole({name: get(param).float() for name, param in engine.module.named_parameters()}))
+            take_step(*args)
+
+        engine._take_model_step = note_and_step
+        rounding = 0.1 if self.is_bf16 else 1e-3 if self.clip else 1e-5
+        for step in steps:
+            self.single.model(*self.whole_batch(step)).backward()
+            self.train_step(engine, step)
+            for name, param in self.single.model.named_parameters():
+                apart = float((given[name] - self.factor * param.grad).norm() / param.grad.norm())
+                assert apart <= rounding, (name, apart)
+                param.grad.copy_(given[name])
+            with newton_schulz_in_float32() if self.clip else contextlib.nullcontext():
+                norm = self.single.step(self.clip)
+            assert self.clip == 0.0 or norm > self.clip, "the clip must bite to be tested"
+            assert float(engine.get_global_grad_norm()) == pytest.approx(norm, rel=1e-3 if self.is_bf16 else 1e-5)
+        engine._take_model_step = take_step
+
+    def check(self, engine: Any) -> None:
+        """A clip is by a norm that is summed in another order."""
+        difference = largest_difference(self._whole(full_weights(engine)), self.single.model)
+        assert difference <= (2e-6 if self.clip else 0.0), difference
+
+    def train_and_resume(self, new_engine: Callable[[], Any], folder: Path) -> Any:
+        """Two steps, and two of another engine that has loaded what was saved; that engine."""
+        with new_engine() as engine:
+            self.start(engine)
+            self.train(engine, range(2))
+            self.check(engine)
+            engine.save_checkpoint(folder)
+        with new_engine() as engine:
+            self.train_step(engine, 7)  # what it had before must not matter
+            path, _ = engine.load_checkpoint(folder)
+            assert path is not None and engine.global_steps == 2
+            self.train(engine, range(2, 4))
+            self.check(engine)
+        return engine
+
+    def _whole(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
+        return gather_named({self.whole_name(name): tensor.float().clone() for name, tensor in mine.items()})
