@@ -47,8 +47,6 @@ from lwopt_backend.rules import (
 
 @dataclass
 class Sign(MatrixRule):
-    """The sign of an averaged gradient."""
-
     lr: float = 0.01
     momentum: float = 0.9
     state_keys = ("average",)
@@ -68,8 +66,6 @@ class Sign(MatrixRule):
 
 @dataclass
 class RowNormalized(OwnerStateRule):
-    """Every row over the root of its squares' sum so far, which the matrix's owner keeps."""
-
     lr: float = 0.01
 
     def new_owner_state(self, shape: tuple[int, int], device: torch.device) -> dict[str, Any]:
@@ -83,8 +79,6 @@ class RowNormalized(OwnerStateRule):
 
 @dataclass
 class Whole(WeightRule):
-    """A step along the gradient of norm one."""
-
     lr: float = 0.01
 
     def step(self, value: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
@@ -110,6 +104,7 @@ def register_own_rules() -> None:
     register_rule("typed_whole", Whole)
     register_elementwise("typed_sgd", torch.optim.SGD, options=PlainSGD, new_state=sgd_state)
     assert_type(parse(PlainSGD, {"lr": 0.3}, "settings"), PlainSGD)
+    assert_type(lwopt_backend.__version__, str)
 
 
 # Plain PyTorch, in one process or several
@@ -159,13 +154,11 @@ def train_modules(vision: torch.optim.Optimizer, batches: Sequence[Tensor], mode
         with optimizers.no_sync():
             backward(model, batch)
         assert_type(optimizers.clip_grad_norm_({"vision": 1.0, "language": 0.5}), Tensor)
-        assert_type(optimizers.grad_norms(), dict[str, Tensor])
-        assert_type(optimizers.zero_counts(), dict[str, int])
+        assert_type((optimizers.grad_norms(), optimizers.zero_counts()), tuple[dict[str, Tensor], dict[str, int]])
         optimizers.scale_grads(0.5)
         stepped = assert_type(optimizers.step(), bool)
         optimizers.zero_grad()
-    assert_type(optimizers.overflowed, tuple[str, ...])
-    assert_type(optimizers.names, tuple[str, ...])
+    assert_type(optimizers.overflowed + optimizers.names, tuple[str, ...])
     for group in optimizers.param_groups:
         group["lr"] *= 0.5
     optimizers.save_state_dict(folder / "modules")
@@ -182,19 +175,12 @@ def clip_attention(optimizer: LayerWiseOptimizer | fsdp2.LayerWiseOptimizer, log
 # The mathematics alone
 
 
-def orthogonalized(matrices: Tensor) -> Tensor:
+def mathematics(matrices: Tensor, logits: Tensor, rule: Muon | NorMuon | AdaMuon) -> Tensor:
+    assert_type(rule.iterates_in, torch.dtype)
     plain = newton_schulz(matrices, steps=5, coefficients="polar_express", eps=1e-7, dtype=torch.float32)
     gram = gram_newton_schulz(matrices, steps=5, coefficients=(3.4445, -4.775, 2.0315), eps=1e-7, dtype=torch.float32)
-    return (plain + gram) / 2
-
-
-def projection_factors(logits: Tensor) -> Tensor:
     factors = assert_type(qk_clip_factors(logits, threshold=100.0), QKFactors)
-    return row_factors([(128, factors.query), (64, factors.rotary_query)])
-
-
-def iterations_dtype(rule: Muon | NorMuon | AdaMuon) -> torch.dtype:
-    return rule.iterates_in
+    return (plain + gram) * row_factors([(128, factors.query), (64, factors.rotary_query)])
 
 
 # FSDP2
@@ -209,9 +195,8 @@ def train_fsdp2(model: nn.Module, batches: Sequence[Tensor]) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
     handle.remove()
-    state_dict = assert_type(optimizer.state_dict(), dict[str, Any])
-    optimizer.load_state_dict(state_dict)
-    return state_dict
+    optimizer.load_state_dict(optimizer.state_dict())
+    return assert_type(optimizer.state_dict(), dict[str, Any])
 
 
 # DeepSpeed, whose engine has no types
@@ -238,15 +223,8 @@ def resume(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], name
     assert "torch.optim.Muon" in migration.SOURCES
     named = migration.from_checkpoint(state_dict, names, source="torch.optim.Muon", momentum=0.95)
     assert_type(named, dict[str, dict[str, Tensor]])
-    left = migration.load_named_state(optimizer, named)
+    converted = migration.convert_named_momentum(named, 0.95, source="ema", target="sum")
+    left = assert_type(migration.load_named_state(optimizer, converted), list[str])
+    assert_type(migration.convert_momentum(torch.ones(2), 0.95, source="ema", target="sum"), Tensor)
     migration.change_momentum_form(optimizer, "sum")
     return left
-
-
-def as_sums(named: Mapping[str, Mapping[str, Tensor]], buffer: Tensor) -> dict[str, dict[str, Tensor]]:
-    assert_type(migration.convert_momentum(buffer, 0.95, source="ema", target="sum"), Tensor)
-    return migration.convert_named_momentum(named, 0.95, source="ema", target="sum")
-
-
-def version() -> str:
-    return lwopt_backend.__version__
