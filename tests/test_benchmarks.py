@@ -31,27 +31,21 @@ def figures(tmp_path: Path, benchmark: str, arguments: str) -> tuple[Any, str]:
     return json.loads((tmp_path / "figures.json").read_text()), printed
 
 
-@pytest.fixture(scope="module")
-def deepspeed_cells(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    """Every system's figures, by stage and name."""
-    arguments = f"--ranks {RANKS} --layers 1 --width {WIDTH} --tokens 8 --rounds 1 --stages 0 1 2 3"
-    found, _ = figures(tmp_path_factory.mktemp("step"), "deepspeed_step", f"{arguments} --accumulation {PARTS}")
-    assert [(cell["stage"], cell["accumulation"]) for cell in found["cells"]] == [(stage, PARTS) for stage in range(4)]
-    return {cell["stage"]: {system["system"]: system for system in cell["systems"]} for cell in found["cells"]}
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("stage", range(4))
-def test_deepspeed_steps(deepspeed_cells: dict[int, dict[str, Any]], stage: int) -> None:
-    systems = deepspeed_cells[stage]
-    assert list(systems) == [OURS, GRAM, THEIRS, THEIR_GRAM, ADAMW]
-    assert set(systems[OURS]["to_ours"].values()) == {1.0}
-    for system in systems.values():
-        assert all(ms > 0 for ms in system["ms"].values())
-        assert all(math.isfinite(ratio) for ratio in system["to_ours"].values())
-    check_work(stage, systems)
-    check_memory(stage, systems)
-    check_traffic(stage, systems)
+def test_deepspeed_steps(tmp_path: Path) -> None:
+    arguments = f"--ranks {RANKS} --layers 1 --width {WIDTH} --tokens 8 --rounds 1 --stages 0 1 2 3"
+    found, _ = figures(tmp_path, "deepspeed_step", f"{arguments} --accumulation {PARTS}")
+    assert [(cell["stage"], cell["accumulation"]) for cell in found["cells"]] == [(stage, PARTS) for stage in range(4)]
+    for stage, cell in enumerate(found["cells"]):
+        systems = {system["system"]: system for system in cell["systems"]}
+        assert list(systems) == [OURS, GRAM, THEIRS, THEIR_GRAM, ADAMW]
+        assert set(systems[OURS]["to_ours"].values()) == {1.0}
+        for system in systems.values():
+            assert all(ms > 0 for ms in system["ms"].values())
+            assert all(math.isfinite(ratio) for ratio in system["to_ours"].values())
+        check_work(stage, systems)
+        check_memory(stage, systems)
+        check_traffic(stage, systems)
 
 
 def check_work(stage: int, systems: dict[str, Any]) -> None:
@@ -69,26 +63,24 @@ def check_work(stage: int, systems: dict[str, Any]) -> None:
 
 
 def check_memory(stage: int, systems: dict[str, Any]) -> None:
-    def kept(name: str, kind: str) -> list[int]:
-        return [state[kind] for state in systems[name]["state"]]
-
-    def total(name: str, kind: str) -> int:
-        return sum(kept(name, kind))
-
-    for name in (OURS, GRAM):
-        assert total(name, "momentum") == MATRIX_BYTES and kept(name, "staging") == [0] * RANKS
-        assert total(name, "masters") == (ALL_BYTES if stage else 0)
+    kept = {
+        name: {kind: [state[kind] for state in system["state"]] for kind in system["state"][0]}
+        for name, system in systems.items()
+    }
+    ours, theirs, adamw = (kept[name] for name in (OURS, THEIRS, ADAMW))
+    for each in (ours, kept[GRAM]):
+        assert sum(each["momentum"]) == MATRIX_BYTES and each["staging"] == [0] * RANKS
+        assert sum(each["masters"]) == (ALL_BYTES if stage else 0)
     if stage == 0:
-        assert kept(THEIRS, "momentum") == [MATRIX_BYTES] * RANKS and kept(THEIRS, "staging") == [0] * RANKS
-        assert kept(ADAMW, "adam")[0] > 2 * ALL_BYTES
+        assert theirs["momentum"] == [MATRIX_BYTES] * RANKS and theirs["staging"] == [0] * RANKS
+        assert adamw["adam"][0] > 2 * ALL_BYTES
     elif stage < 3:
-        assert kept(THEIRS, "momentum") == kept(THEIRS, "staging")
-        for ours, theirs in zip(kept(OURS, "momentum"), kept(THEIRS, "momentum")):
-            assert ours <= theirs  # and there it is kept twice
-        assert total(OURS, "momentum") < total(THEIRS, "momentum")  # whole matrices, the cut one twice
+        assert theirs["momentum"] == theirs["staging"]  # it is kept twice
+        assert all(mine <= other for mine, other in zip(ours["momentum"], theirs["momentum"]))
+        assert sum(ours["momentum"]) < sum(theirs["momentum"])  # whole matrices, the cut one twice
     else:
-        assert total(THEIRS, "momentum") == MATRIX_BYTES and total(THEIRS, "staging") > 0
-    assert total(THEIRS, "masters") == total(ADAMW, "masters") == total(OURS, "masters")
+        assert sum(theirs["momentum"]) == MATRIX_BYTES and sum(theirs["staging"]) > 0
+    assert sum(theirs["masters"]) == sum(adamw["masters"]) == sum(ours["masters"])
 
 
 def check_traffic(stage: int, systems: dict[str, Any]) -> None:
