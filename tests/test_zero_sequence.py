@@ -33,6 +33,12 @@ def new_worlds_afterwards(rank_pools: dict[int, RankPool]) -> Iterator[None]:
     rank_pools[2].renew()
 
 
+@pytest.fixture
+def new_world(ranks_to_spoil: RankPool) -> None:
+    """One in which no ranks have shared a sequence."""
+    ranks_to_spoil.renew()
+
+
 @contextlib.contextmanager
 def sharing_engine(settings: dict[str, Any], model: nn.Module | None = None) -> Iterator[Any]:
     """An engine on ranks of which two share a sequence."""
@@ -123,14 +129,14 @@ def test_fp32_accumulation_at_stage_1_is_refused() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.usefixtures("ranks_to_spoil")
+@pytest.mark.usefixtures("new_world")
 def test_sequence_parallelism_by_mesh_is_refused() -> None:
     with pytest.raises(ValueError, match="of 2 comes from mesh_param, with which DeepSpeed does not reduce"):
         build(config(2), mesh_param=(1, 2))
 
 
 @on_ranks(2)
-@pytest.mark.usefixtures("ranks_to_spoil")
+@pytest.mark.usefixtures("new_world")
 def test_deepspeed_does_not_reduce_over_a_mesh_of_sequences() -> None:
     """With its own AdamW the gradients on the two ranks of a sequence are apart."""
     settings = config(2) | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}

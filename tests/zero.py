@@ -138,13 +138,12 @@ class Reference:
         self.muon = torch.optim.Muon([named.pop(name) for name in matrices], **muon)
         self.adamw = torch.optim.AdamW(list(named.values()), **adamw)
 
-    def train(self, steps: int | range, *, parts: int = 1, clip: float = 0.0) -> list[float]:
-        """Train on the global batches, each in ``parts`` micro-batches; the gradient norms before clipping."""
+    def train(self, steps: int | range) -> list[float]:
+        """Train on the global batches; the gradient norms."""
         norms = []
         for step in range(steps) if isinstance(steps, int) else steps:
-            for tokens, targets in batch_shares(step, parts):
-                (self.model(tokens, targets) / parts).backward()
-            norms.append(self.step(clip))
+            self.model(*batch_shares(step, 1)[0]).backward()
+            norms.append(self.step())
         return norms
 
     def train_on_all(self, steps: int | range, *, parts: int = 1) -> None:

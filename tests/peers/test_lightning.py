@@ -17,10 +17,9 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from lwopt_backend import LayerWiseOptimizer
 from tests.launcher import torchrun
-from tests.zero import newton_schulz_in_float32
+from tests.zero import ADAMW, MUON, Reference, newton_schulz_in_float32
 
 ROWS, STEPS, HALF = 4, 6, 3  # of each of two epochs
-MUON, ADAMW = {"lr": 0.02, "weight_decay": 0.1}, {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 OURS = {"matrix": {"name": "muon", "ns_dtype": "float32", **MUON}, "elementwise": {"name": "adamw", **ADAMW}}
 
 
@@ -42,19 +41,13 @@ def network() -> nn.Sequential:
 
 def by_torch() -> list[float]:
     """The losses of torch.optim on one process."""
-    model = network()
-    named = dict(model.named_parameters())
-    matrices = [named.pop(name) for name in ("0.weight", "2.weight")]
-    optimizers = [torch.optim.Muon(matrices, **MUON), torch.optim.AdamW(list(named.values()), **ADAMW)]
-    losses = []
+    single, losses = Reference(network(), matrices=("0.weight", "2.weight")), []
     for inputs, labels in [*DataLoader(Rows(), batch_size=ROWS)] * 2:
-        loss = F.cross_entropy(model(inputs), labels)
+        loss = F.cross_entropy(single.model(inputs), labels)
         loss.backward()
         losses.append(loss.item())
         with newton_schulz_in_float32():
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            single.step()
     return losses
 
 

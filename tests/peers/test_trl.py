@@ -11,11 +11,10 @@ from torch import nn
 
 from lwopt_backend import LayerWiseOptimizer
 from tests.launcher import ROOT
-from tests.zero import newton_schulz_in_float32
+from tests.zero import MUON, newton_schulz_in_float32
 
 sys.path.append(str(ROOT / "examples"))
 
-MUON = {"lr": 0.02, "weight_decay": 0.1}
 TEXTS = [f"Question {n}: what is {n} plus {n}? Answer: {2 * n}." for n in range(40)]
 
 
