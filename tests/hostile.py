@@ -1,9 +1,9 @@
 """Files made to harm who reads them, and damaged ones; run as a program, so that a bomb takes this process alone.
 
-    python -m tests.hostile FOLDER bombs [APART]       every payload in every place, or every so-manieth, of a sample
-    python -m tests.hostile FOLDER flips SEED COUNT    bytes flipped, cut and moved in the samples' files
+    python -m tests.hostile FOLDER APART SEED COUNT
 
-Several such groups of words may follow each other.
+First every payload in every place, or every APART-th, of samples of all formats is inspected; then COUNT bytes that are
+flipped, cut and moved in the samples' files are given to every command.
 
 Prints a line of JSON for every run that ended in another way than well or with one error in plain words, and at last
 how many runs there were and how much memory was in use. One that takes longer than ``SECONDS`` counts as such, too.
@@ -11,11 +11,11 @@ how many runs there were and how much memory was in use. One that takes longer t
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import random
 import resource
-import shutil
 import signal
 import struct
 import sys
@@ -58,12 +58,10 @@ def stage0(folder: Path) -> Path:
     module = {"a.weight": torch.randn(3, 4), "b.weight": torch.randn(5)}
     moments = [{key: torch.zeros_like(t) for key in ("exp_avg", "exp_avg_sq")} for t in module.values()]
     state = {number: {"step": torch.tensor(3.0), **of_one} for number, of_one in enumerate(moments)}
-    group = {**GROUP, "params": [0, 1]}
-    saved = {
-        **{"module": module, "buffer_names": [], "param_shapes": None, "global_steps": 3, "global_samples": 6},
-        **{"optimizer": {"state": state, "param_groups": [group]}, "lr_scheduler": {"last_batch_iteration": 2}},
-        **{"dp_world_size": 1, "ds_config": {"bf16": {"enabled": False}}, "ds_version": "0.19.8", "mine": [1, 2]},
-    }
+    optimizer = {"state": state, "param_groups": [{**GROUP, "params": [0, 1]}]}
+    saved = {"module": module, "buffer_names": [], "param_shapes": None, "optimizer": optimizer, "dp_world_size": 1}
+    saved |= {"lr_scheduler": {"last_batch_iteration": 2}, "global_steps": 3, "global_samples": 6, "mine": [1, 2]}
+    saved |= {"ds_config": {"bf16": {"enabled": False}}, "ds_version": "0.19.8"}
     torch.save(saved, folder / "global_step3" / "mp_rank_00_model_states.pt")
     return folder
 
@@ -180,6 +178,19 @@ PAYLOADS = {
 }
 
 
+def pickled(path: Path) -> bool:
+    return path.suffix == ".pt" or path.name == ".metadata"
+
+
+@contextlib.contextmanager
+def replaced(path: Path, data: bytes | None) -> Iterator[None]:
+    """With other bytes in a file, or without it."""
+    kept = path.read_bytes()
+    path.unlink() if data is None else path.write_bytes(data)
+    yield
+    path.write_bytes(kept)
+
+
 def pickled_in(path: Path) -> bytes:
     """The pickle in a file of torch.save, or in one that is a pickle."""
     if not zipfile.is_zipfile(path):
@@ -201,18 +212,14 @@ def with_pickle(path: Path, data: bytes) -> bytes:
 
 def places(path: Path) -> Iterator[tuple[str, Callable[[bytes], bytes]]]:
     """Where a payload goes: in place of everything, and under each key of the outermost dictionary or object."""
-    whole = pickled_in(path)
     yield "everything", lambda payload: START + payload + b"."
-    is_object = path.name == ".metadata"
-    for key in ("planner_data", "state_dict_metadata") if is_object else keys_of(path):
-        put = b"}" + text(key) + b"%s" + b"s" if is_object else text(key) + b"%s"
-        end = b"b." if is_object else b"s."
-        yield key, lambda payload, put=put, end=end: whole[:-1] + put % payload + end  # type: ignore[misc]
-
-
-def keys_of(path: Path) -> list[str]:
-    saved = torch_files.load(path)
-    return [*(key for key in saved if isinstance(key, str))][:6] + ["more"] if isinstance(saved, dict) else []
+    begin, end, keys = pickled_in(path)[:-1], b"s.", []
+    if path.name == ".metadata":
+        begin, end, keys = begin + b"}", b"sb.", ["planner_data", "state_dict_metadata"]
+    elif isinstance(saved := torch_files.load(path), dict):
+        keys = [*(key for key in saved if isinstance(key, str))][:6] + ["more"]
+    for key, start in [(key, begin + text(key)) for key in keys]:
+        yield key, lambda payload, start=start: start + payload + end  # type: ignore[misc]
 
 
 # Runs
@@ -249,39 +256,32 @@ def commands(path: Path) -> dict[str, tuple[object, ...]]:
     }
 
 
-def bombs(found: dict[str, Path], apart: int = 1) -> Iterator[dict[str, Any]]:
-    """A run for every payload in every place of a file of each kind; with ``apart`` in every so-manieth place."""
+Harm = tuple[str, Path, Path, bytes]  # what it is, in which folder, which file, and what that holds then
+
+
+def bombs(found: dict[str, Path], apart: int) -> Iterator[Harm]:
+    """Every payload in every ``apart``-th place of a file of each kind."""
     every = [
-        (form, folder, path, place, put)
-        for form, folder in found.items()
-        for path in {path.name: path for path in sorted(folder.rglob("*")) if is_pickled(path)}.values()
+        (folder, path, place, put)
+        for folder in found.values()
+        for path in {path.name: path for path in sorted(folder.rglob("*")) if pickled(path)}.values()
         for place, put in places(path)
     ]
     for at, (name, payload) in enumerate(PAYLOADS.items()):
-        for form, folder, path, place, put in every[at * 37 % apart :: apart]:
-            kept = path.read_bytes()
-            path.write_bytes(with_pickle(path, put(payload)))
-            yield {"form": form, "file": path.name, "place": place, "payload": name, "folder": folder}
-            path.write_bytes(kept)
+        for folder, path, place, put in every[at * 37 % apart :: apart]:
+            yield f"{name} in {place}", folder, path, with_pickle(path, put(payload))
 
 
-def is_pickled(path: Path) -> bool:
-    return path.suffix == ".pt" or path.name == ".metadata"
-
-
-def flips(found: dict[str, Path], seed: int, count: int) -> Iterator[dict[str, Any]]:
-    """A run for each of ``count`` damages, most of them to what says where things are."""
+def flips(found: dict[str, Path], seed: int, count: int) -> Iterator[Harm]:
+    """So many damages, most of them to what says where things are."""
     generator = random.Random(seed)
-    for at in range(count):
-        form = generator.choice(sorted(found))
-        path = generator.choice([path for path in sorted(found[form].rglob("*")) if path.is_file()])
-        kept = path.read_bytes()
-        as_pickle = path.suffix in (".pt", "") and generator.random() < 0.7 and zipfile.is_zipfile(path)
-        data = bytearray(pickled_in(path) if as_pickle else kept)
+    for number in range(count):
+        folder = generator.choice([folder for _, folder in sorted(found.items())])
+        path = generator.choice([path for path in sorted(folder.rglob("*")) if path.is_file()])
+        in_pickle = path.suffix in (".pt", "") and generator.random() < 0.7 and zipfile.is_zipfile(path)
+        data = bytearray(pickled_in(path) if in_pickle else path.read_bytes())
         harm(data, generator)
-        path.write_bytes(with_pickle(path, bytes(data)) if as_pickle else data)
-        yield {"form": form, "file": path.name, "number": at, "folder": found[form]}
-        path.write_bytes(kept)
+        yield f"damage {number}", folder, path, with_pickle(path, bytes(data)) if in_pickle else bytes(data)
 
 
 def harm(data: bytearray, generator: random.Random) -> None:
@@ -301,33 +301,21 @@ def harm(data: bytearray, generator: random.Random) -> None:
             data[place] = generator.randrange(256) if kind < 5 else data[place] ^ 1 << generator.randrange(8)
 
 
-def asked(found: dict[str, Path], words: tuple[str, ...]) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
-    """Runs, each with the commands that are tried on what it is."""
-    starts = [at for at, word in enumerate(words) if not word.isdecimal()]
-    for start, end in zip(starts, [*starts[1:], len(words)]):
-        numbers = map(int, words[start + 1 : end])
-        if words[start] == "bombs":
-            yield from ((run, ("inspect",)) for run in bombs(found, *numbers))
-        else:
-            yield from ((run, ("inspect", "plan", "convert", "diff")) for run in flips(found, *numbers))
-
-
-def main(folder: str, *words: str) -> None:
-    root = Path(folder)
-    shutil.rmtree(root, ignore_errors=True)
-    found = samples(root)
+def main(folder: str, apart: int, seed: int, count: int) -> None:
+    found = samples(Path(folder))
     signal.signal(signal.SIGPROF, _too_long)
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
-    count = 0
-    for run, names in asked(found, words):
-        path = run.pop("folder")
-        for name in names:
-            count += 1
-            if reason := wrong(*commands(path)[name]):
-                print(json.dumps({**run, "command": name, "wrong": reason}), flush=True)
+    runs = 0
+    for harms, names in ((bombs(found, apart), ["inspect"]), (flips(found, seed, count), [*commands(Path())])):
+        for what, place, path, data in harms:
+            with replaced(path, data):
+                for name in names:
+                    runs += 1
+                    if reason := wrong(*commands(place)[name]):
+                        print(json.dumps({"what": what, "file": str(path), "command": name, "wrong": reason}))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps({"runs": count, "peak": peak}))
+    print(json.dumps({"runs": runs, "peak": peak}))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1], *map(int, sys.argv[2:]))
