@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from html import unescape
 from html.parser import HTMLParser
 from itertools import combinations
@@ -17,9 +18,7 @@ from typing import Any
 import matplotlib
 import pytest
 from matplotlib.axes import Axes
-from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
-from matplotlib.patches import StepPatch
 from matplotlib.text import Text
 
 from lwopt_backend.model_shapes import ModelShapes, Training
@@ -45,13 +44,12 @@ HOSTILE = """<img src=x onerror=alert(1)>"'&amp; $\\frac{$"""
 
 def layers(count: int, width: int, experts: int = 0) -> list[Route]:
     shapes = {"q": (width, width), "k": (width // 4, width), "up": (3 * width, width), "down": (width, 3 * width)}
-    named = [(f"layers.{i}.{name}", shape) for i in range(count) for name, shape in shapes.items()]
-    named += [(f"layers.{i}.experts.{e}.up", (width, width)) for i in range(count) for e in range(experts)]
-    return [Route(name, shape, "matrix", "a test's") for name, shape in named]
+    shapes |= {f"experts.{number}.up": (width, width) for number in range(experts)}
+    return [Route(f"layers.{i}.{n}", shape, "matrix", "a test's") for i in range(count) for n, shape in shapes.items()]
 
 
 def setting_of(engine: str, **options: Any) -> Setting:
-    options = {**options, "layout": "padded"} if engine == "owned" else options
+    options |= {"layout": "padded"} if engine == "owned" else {}
     return Setting.of(engine, CLUSTERS["h100-8x-ib"], COSTS["newton_schulz"], options, grad_dtype="float32")
 
 
@@ -88,10 +86,10 @@ def changed(case: str, **entries: Any) -> dict[str, Any]:
 
 def spans(axes: Axes, label: str) -> list[tuple[float, float]]:
     """What is drawn under a label, from the left: (bottom, top) of every rank."""
-    for container in axes.containers:
-        if isinstance(container, BarContainer) and container.get_label() == label:
-            return [(bar.get_y(), bar.get_y() + bar.get_height()) for bar in container]
-    steps = next(patch for patch in axes.patches if isinstance(patch, StepPatch) and patch.get_label() == label)
+    for bars in axes.containers:
+        if bars.get_label() == label:
+            return [(bar.get_y(), bar.get_y() + bar.get_height()) for bar in bars]
+    steps = next(patch for patch in axes.patches if patch.get_label() == label)
     values, edges, baseline = steps.get_data()
     runs = zip(baseline, values, edges[1:] - edges[:-1])
     return [(bottom, top) for bottom, top, width in runs for _ in range(int(width))]
@@ -189,7 +187,7 @@ def test_timeline_has_a_lane_per_bucket_or_per_few_with_its_three_spans(case: st
             assert [bar.get_y() + bar.get_height() / 2 for bar in container] == [i + 0.5 for i in range(len(lanes))]
     assert axes.get_ylim()[0] > axes.get_ylim()[1], "the first bucket is on top"
     if case == "buckets":
-        boxes = [[(bar.get_y(), bar.get_y() + bar.get_height()) for bar in drawn] for drawn in axes.containers]
+        boxes = [spans(axes, name) for name in ("reduce", "work", "back")]
         assert all(a[1] <= b[0] + 1e-9 for above, below in zip(boxes, boxes[1:]) for a, b in zip(above, below))
         assert len(buckets) > 60 and f"{share} buckets a lane" in words(plan_figure(case))
 
@@ -264,7 +262,7 @@ class Page(HTMLParser):
         return [[unescape(re.sub(r"<.*?>", "", cell)) for cell in row] for row in found]
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
+        self.handle_startendtag(tag, attrs)
         self.open += [tag] if tag not in ("meta", "br", "img", "link", "input") else []
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -278,8 +276,8 @@ class Page(HTMLParser):
 
     def table(self, heading: str) -> list[dict[str, str]]:
         """The rows of the table whose first heading this is."""
-        found = next(table for table in self.tables if table[0][0] == heading)
-        return [dict(zip(found[0], row, strict=True)) for row in found[1:]]
+        headings, *rows = next(table for table in self.tables if table[0][0] == heading)
+        return [dict(zip(headings, row, strict=True)) for row in rows]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -396,43 +394,36 @@ def test_equal_documents_give_equal_bytes_whatever_the_users_settings() -> None:
         assert matplotlib.rcParams["font.size"] == 30
 
 
-@pytest.mark.parametrize("kind", ["plan", "systems", "html"])
-def test_a_file_is_written_whole_or_stays_as_it_was(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "folder" / "file"
-    save, content = {"plan": (save_plan_png, "few"), "systems": (save_systems_png, ""), "html": (save_html, "few")}[
-        kind
-    ]
-    start = b"<!doctype html>" if kind == "html" else b"\x89PNG"
-    shown: Any = planned(content) if content else compared()
-    save(shown, path)
-    assert path.read_bytes().startswith(start)
-    path.write_bytes(b"old")
-
+def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: Path, content: bytes) -> int:
         with self.open("wb") as file:
             file.write(content[:10])
         raise OSError("no space left on device")
 
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space left"):
-        patch.setattr(Path, "write_bytes", full)
-        save(shown, path)
-    assert path.read_bytes() == b"old" and list(path.parent.iterdir()) == [path]
-    save(shown, str(path))
-    assert path.read_bytes().startswith(start) and list(path.parent.iterdir()) == [path]
+    path = tmp_path / "folder" / "file"
+    kinds: list[tuple[Callable[..., None], Any, bytes]] = [
+        (save_plan_png, planned("few"), b"\x89PNG"),
+        (save_systems_png, compared(), b"\x89PNG"),
+        (save_html, planned("few"), b"<!doctype html>"),
+    ]
+    for save, shown, start in kinds:
+        for place in (path, str(path)):
+            save(shown, place)
+            assert path.read_bytes().startswith(start)
+            path.write_bytes(b"old")
+            with monkeypatch.context() as patch, pytest.raises(OSError, match="no space left"):
+                patch.setattr(Path, "write_bytes", full)
+                save(shown, place)
+            assert path.read_bytes() == b"old" and list(path.parent.iterdir()) == [path]
 
 
 def test_without_matplotlib_the_error_says_what_to_install() -> None:
-    code = (
-        "import importlib, sys; sys.modules['matplotlib'] = None\n"
-        "for name in ('pictures', 'pictures.units'):\n"
-        "    try: importlib.import_module(f'lwopt_backend.{name}')\n"
-        "    except ImportError as error: print(error)"
-    )
-    tried = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert tried.returncode == 0, tried.stderr
-    said = tried.stdout.splitlines()
-    assert len(said) == 2 and all(line.startswith("pictures and HTML reports need matplotlib") for line in said)
-    assert all(line.endswith("pip install matplotlib") for line in said)
+    for name in ("pictures", "pictures.units"):
+        code = f"import sys; sys.modules['matplotlib'] = None; import lwopt_backend.{name}"
+        tried = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        said = tried.stderr.splitlines()[-1]
+        assert "ImportError: pictures and HTML reports need matplotlib" in said
+        assert said.endswith("pip install matplotlib")
 
 
 def test_numbers_are_spelled_in_three_digits_and_one_unit() -> None:
