@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,52 +105,54 @@ def test_help_imports_nothing_that_is_slow_and_plans_are_the_same_in_every_proce
     assert tuple(names.FAMILIES) == choices.FAMILIES, "the help names the families whose maps there are"
 
 
-@pytest.mark.parametrize("engine", ["owned", "zero1", "zero2", "zero3", "fsdp2"])
-def test_every_engine_can_be_planned_for(shapes: Path, engine: str) -> None:
-    found = plan(shapes, "--world-size", 4, "--engine", engine)
-    assert found["engine"] == engine and {c["what"] for c in found["parts"][0]["collectives"]}
-    assert len(found["memory_per_rank"]) == 4 and found["peak_bytes"] > 0
-    listed = written(shapes, [["layers.0.experts.up", [4, 64, 32]], ["layers.0.q", [64, 64]]])
-    printed = run("plan", "--shapes", listed, "--world-size", 2, "--engine", engine, "--no-what-if")
-    assert "Plan of the dense matrices: 5," in printed and "4 stacked experts" in printed
-
-
 def test_every_cost_can_be_planned_for(shapes: Path) -> None:
     for cost in ("newton_schulz", "gram", "batched", "soap", "shampoo", "max_min_squared"):
         found = plan(shapes, "--world-size", 5, "--cost", cost, "--layout", "compact")
         assert found["cost"] == cost and 1 <= found["flops_imbalance"] < 1.3
 
 
-def test_the_printed_plan(shapes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "160")  # where nothing is wrapped
-    odd = written(shapes.with_name("odd[red].json"), [["layers.0.w[bold]", [64, 64]], ["layers.1.w[/red]", [64, 64]]])
-    large = written(shapes.with_name("large.json"), [[f"layers.{i}.w", [32768, 32768]] for i in range(24)])
-    for words, expected in [
-        (
-            ("--shapes", shapes, "--world-size", 4, "--layout", "padded"),
-            ["24 of 24 trained parameters are matrices", "layers.*.up", "reduce-scatter of gradients", "Modelled step"]
-            + ["Plan of the dense matrices: 24, owned by all 4 ranks; padded layout"]
-            + ["chosen: padded, groups of 4", "Megatron compact"],
-        ),
-        (("--shapes", odd, "--world-size", 2), ["odd[red].json", "w[bold]", "w[/red]"]),
-        (("--help",), ['[["name", [rows, columns]], ...]']),
-        (("--shapes", large, "--world-size", 8, "--no-what-if"), ["Does not fit: the fullest rank holds"]),
-    ]:
-        printed = " ".join(run("plan", *words).split())
-        assert all(text in printed for text in expected), (expected, printed)
-    words = ("--shapes", large, "--world-size", 8, "--no-what-if", "--engine", "fsdp2")
-    assert "Does not fit" not in run("plan", *words)
-
-
-def test_experts_and_stages(tmp_path: Path) -> None:
+@pytest.fixture
+def models(shapes: Path, tmp_path: Path) -> dict[str, Path]:
+    """Files of shapes, by what is special in them."""
     layer = [["attn.o", [512, 512]], *([f"moe.experts.{e}.{w}", [256, 512]] for e in range(8) for w in ("up", "down"))]
-    moe = written(tmp_path / "moe.json", [[f"layers.{i}.{name}", shape] for i in range(4) for name, shape in layer])
-    words = ("--world-size", 32, "--pp", 2, "--ep", 8, "--layout", "padded")
-    found = plan(moe, *words)
+    made = {
+        "stack": [["layers.0.experts.up", [4, 64, 32]], ["layers.0.q", [64, 64]]],
+        "odd[red]": [["layers.0.w[bold]", [64, 64]], ["layers.1.w[/red]", [64, 64]]],
+        "large": [[f"layers.{i}.w", [32768, 32768]] for i in range(24)],
+        "experts": [[f"layers.{i}.{name}", shape] for i in range(4) for name, shape in layer],
+    }
+    return {"shapes": shapes, **{name: written(tmp_path / f"{name}.json", content) for name, content in made.items()}}
+
+
+EXPERTS = ("--world-size", 32, "--pp", 2, "--ep", 8, "--layout", "padded")
+ALONE_ON_8 = ("--world-size", 8, "--no-what-if")
+PRINTED: list[tuple[str, tuple[object, ...], list[str]]] = [
+    (
+        *("shapes", ("--world-size", 4, "--layout", "padded")),
+        ["24 of 24 trained parameters are matrices", "layers.*.up", "reduce-scatter of gradients", "Modelled step"]
+        + ["Plan of the dense matrices: 24, owned by all 4 ranks; padded layout"]
+        + ["chosen: padded, groups of 4", "Megatron compact"],
+    ),
+    ("odd[red]", ("--world-size", 2), ["odd[red].json", "w[bold]", "w[/red]"]),
+    ("large", ALONE_ON_8, ["Does not fit: the fullest rank holds"]),
+    ("experts", EXPERTS, ["the one that takes longest of 2", "Plan of the experts matrices"]),
+    ("shapes", ("--help",), ['[["name", [rows, columns]], ...]']),
+    *(
+        ("stack", ("--world-size", 2, "--engine", engine, "--no-what-if"), ["dense matrices: 5,", "4 stacked experts"])
+        for engine in ("owned", "zero1", "zero2", "zero3", "fsdp2")
+    ),
+]
+
+
+def test_the_printed_plan(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")  # where nothing is wrapped
+    for model, words, expected in PRINTED:
+        printed = " ".join(run("plan", "--shapes", models[model], *words).split())
+        assert all(text in printed for text in expected), (expected, printed)
+    assert "Does not fit" not in run("plan", "--shapes", models["large"], *ALONE_ON_8, "--engine", "fsdp2")
+    found = plan(models["experts"], *EXPERTS)
     assert [(part["name"], part["ranks"]) for part in found["parts"]] == [("dense", 16), ("experts", 2)]
     assert len(found["stages"]) == 2 and found["stages"][0]["padding_pct"]["experts"] == 0
-    printed = run("plan", "--shapes", moe, *words)
-    assert "the one that takes longest of 2" in printed and "Plan of the experts matrices" in printed
 
 
 def test_a_model_from_its_configuration(tmp_path: Path) -> None:
@@ -194,31 +195,30 @@ def test_simulate_prints_every_system_and_pictures_are_written(shapes: Path, tmp
     assert png.read_bytes().startswith(b"\x89PNG") and lines.read_bytes().startswith(b"\x89PNG")
 
 
-GIVEN = ("--shapes", "S", "--world-size")
-WRONG: list[tuple[Sequence[object], str]] = [
-    (["--world-size", 8], "give one of --hf, --checkpoint and --shapes; found none"),
-    ([*GIVEN, 8, "--hf", "x"], "found --hf and --shapes"),
-    (["--shapes", "missing.json", "--world-size", 8], "missing.json"),
-    ([*GIVEN, 8, "--cost", "newton_shulz"], "did you mean 'newton_schulz'?"),
-    ([*GIVEN, 8, "--cluster", "h100-8x"], "did you mean 'h100-8x-ib'?"),
-    ([*GIVEN, 8, "--group-size", 3], "group size 3 does not divide the 8"),
-    ([*GIVEN, 8, "--group-size", "x"], "--group-size: expected a number of ranks or 'auto'"),
-    ([*GIVEN, 8, "--engine", "zero2", "--layout", "padded"], "--layout is for engine 'owned'"),
-    ([*GIVEN, 8, "--engine", "fsdp2", "--group-size", 4], "--group-size is for engine 'owned'"),
-    ([*GIVEN, 8, "--bucket-numel", 400], "--bucket-numel is for engine 'zero1' and 'zero2' and"),
-    ([*GIVEN, 8, "--option", "layot=padded"], "unknown key 'layot'; did you mean 'layout'?"),
-    ([*GIVEN, 8, "--option", "layout"], "--option 'layout': expected KEY=VALUE, such as"),
-    ([*GIVEN, 8, "--layout", "padded", "--option", "layout=auto"], "'layout' is given twice"),
-    ([*GIVEN, 8, "--option", "atoms={'nothing': 'whole'}"], "'nothing' matches no parameter"),
-    ([*GIVEN, 9, "--pp", 2], "world_size 9 is not a multiple of tp x pp = 1 x 2"),
-    ([*GIVEN, 8, "--include", "*"], "--include and --exclude choose among a model's"),
-    (["--shapes", "S", "--world-sizee", 8], "--world-size"),
-]
+WRONG = {
+    "--world-size 8": "give one of --hf, --checkpoint and --shapes; found none",
+    "--shapes S --world-size 8 --hf x": "found --hf and --shapes",
+    "--shapes missing.json --world-size 8": "missing.json",
+    "--shapes S --world-size 8 --cost newton_shulz": "did you mean 'newton_schulz'?",
+    "--shapes S --world-size 8 --cluster h100-8x": "did you mean 'h100-8x-ib'?",
+    "--shapes S --world-size 8 --group-size 3": "group size 3 does not divide the 8",
+    "--shapes S --world-size 8 --group-size x": "--group-size: expected a number of ranks or 'auto'",
+    "--shapes S --world-size 8 --engine zero2 --layout padded": "--layout is for engine 'owned'",
+    "--shapes S --world-size 8 --engine fsdp2 --group-size 4": "--group-size is for engine 'owned'",
+    "--shapes S --world-size 8 --bucket-numel 400": "--bucket-numel is for engine 'zero1' and 'zero2' and",
+    "--shapes S --world-size 8 --option layot=padded": "unknown key 'layot'; did you mean 'layout'?",
+    "--shapes S --world-size 8 --option layout": "--option 'layout': expected KEY=VALUE, such as",
+    "--shapes S --world-size 8 --layout padded --option layout=auto": "'layout' is given twice",
+    "--shapes S --world-size 8 --option atoms={'nothing':'whole'}": "'nothing' matches no parameter",
+    "--shapes S --world-size 9 --pp 2": "world_size 9 is not a multiple of tp x pp = 1 x 2",
+    "--shapes S --world-size 8 --include *": "--include and --exclude choose among a model's",
+    "--shapes S --world-sizee 8": "--world-size",
+}
 
 
-@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[message[:40] for _, message in WRONG])
-def test_a_wrong_option_is_one_line_and_exit_code_two(shapes: Path, arguments: Sequence[object], message: str) -> None:
-    assert message in refused("plan", *(shapes if word == "S" else word for word in arguments))
+@pytest.mark.parametrize(("words", "message"), WRONG.items())
+def test_a_wrong_option_is_one_line_and_exit_code_two(shapes: Path, words: str, message: str) -> None:
+    assert message in refused("plan", *(shapes if word == "S" else word for word in words.split()))
 
 
 # lwopt rules
@@ -286,16 +286,16 @@ def test_the_arguments_of_a_class_are_described() -> None:
     assert "pytorch_optimizer.Lamb is not element-wise" in of["everything else"]["note"]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("muon", "--class", "torch.optim.SGD"), "--class is for 'torch_optimizer'; the options of 'muon' are known"),
-        (("--class", "torch.optim.Adm"), "torch.optim has no 'Adm'; did you mean 'Adam'?"),
-        (("moun",), "unknown rule 'moun'; did you mean 'muon'?"),
-    ],
-)
-def test_a_wrong_rule_or_class_is_one_line(words: tuple[str, ...], message: str) -> None:
-    assert message in refused("rules", *words)
+WRONG_RULES = {
+    "muon --class torch.optim.SGD": "--class is for 'torch_optimizer'; the options of 'muon' are known",
+    "--class torch.optim.Adm": "torch.optim has no 'Adm'; did you mean 'Adam'?",
+    "moun": "unknown rule 'moun'; did you mean 'muon'?",
+}
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG_RULES.items())
+def test_a_wrong_rule_or_class_is_one_line(words: str, message: str) -> None:
+    assert message in refused("rules", *words.split())
 
 
 def test_a_module_that_registers_a_rule_can_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,19 +340,12 @@ REST = """Short.
 """
 
 
-@pytest.mark.parametrize(
-    ("docstring", "expected"),
-    [
-        (GOOGLE, MEANINGS),
-        (REST, {"params": "PARAMETERS. what to train.", "eps": "added to the root."}),
-        ("lr: no section, so no argument", {}),
-        ("", {}),
-    ],
-)
-def test_docstrings_are_read_in_both_styles(docstring: str, expected: dict[str, str]) -> None:
-    assert meanings_in(docstring) == expected
-    indented = "\n".join(f"    {line}" if line else line for line in docstring.splitlines()).lstrip()
-    assert meanings_in(indented) == expected, "as it is written in a class"
+def test_docstrings_are_read_in_both_styles() -> None:
+    rest = {"params": "PARAMETERS. what to train.", "eps": "added to the root."}
+    for docstring, expected in ((GOOGLE, MEANINGS), (REST, rest), ("lr: no section, so no argument", {}), ("", {})):
+        assert meanings_in(docstring) == expected
+        indented = "\n".join(f"    {line}" if line else line for line in docstring.splitlines()).lstrip()
+        assert meanings_in(indented) == expected, "as it is written in a class"
 
 
 def test_the_nearest_class_has_the_word_and_its_bases_the_rest() -> None:
