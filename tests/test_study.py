@@ -50,21 +50,13 @@ def matrix(name: str, *shape: int) -> Route:
     return Route(name, shape, "matrix" if len(shape) == 2 else "elementwise", "test")
 
 
-def layers(count: int, width: int = 128) -> list[Route]:
-    return [
-        matrix(f"layers.{i}.{name}", *shape)
-        for i in range(count)
-        for name, shape in (("qkv", (3 * width, width)), ("o", (width, width)), ("norm", (width,)))
-    ]
+def layers(count: int, shapes: dict[str, tuple[int, ...]]) -> list[Route]:
+    return [matrix(f"layers.{i}.{name}", *shape) for i in range(count) for name, shape in shapes.items()]
 
 
-def moe(count: int, experts: int) -> list[Route]:
-    return [
-        matrix(f"layers.{i}.{name}", *shape)
-        for i in range(count)
-        for name, shape in [("attn", (256, 256)), ("router", (experts, 256))]
-        + [(f"mlp.experts.{e}.{m}", (512, 256)) for e in range(experts) for m in ("up", "down")]
-    ]
+DENSE = {"qkv": (384, 128), "o": (128, 128), "norm": (128,)}
+UP_DOWN = {f"mlp.experts.{e}.{name}": (512, 256) for e in range(8) for name in ("up", "down")}
+MOE = {"attn": (256, 256), "router": (8, 256), **UP_DOWN}
 
 
 # Deployments
@@ -83,7 +75,7 @@ def test_world_size_counts_all_ranks_and_numbers_that_do_not_divide_are_refused(
 
 
 def test_stages_are_whole_layers_and_the_earlier_ones_longer() -> None:
-    routes = [matrix("embed", 8, 8), *layers(5), matrix("head", 8, 8)]
+    routes = [matrix("embed", 8, 8), *layers(5, DENSE), matrix("head", 8, 8)]
     split = stages(routes, 2)
     assert [route.name for stage in split for route in stage] == [route.name for route in routes]
     assert split[0][0].name == "embed" and split[1][-1].name == "head"
@@ -93,7 +85,7 @@ def test_stages_are_whole_layers_and_the_earlier_ones_longer() -> None:
 
 
 def test_a_rank_holds_its_share_of_every_layers_experts() -> None:
-    local, _ = local_experts(moe(2, 8), {}, 4, "*.experts.*")
+    local, _ = local_experts(layers(2, MOE), {}, 4, "*.experts.*")
     first_two = [f"layers.{i}.mlp.experts.{e}.up" for i in (0, 1) for e in (0, 1)]
     assert [r.name for r in local if ".up" in r.name] == first_two
     stack = [matrix("layers.0.mlp.experts.w", 8, 16, 32)]
@@ -101,13 +93,13 @@ def test_a_rank_holds_its_share_of_every_layers_experts() -> None:
     (part,), parts = local_experts(stack, divided, 4, "*.experts.*")
     assert part.shape == (2, 16, 32) and parts[part.name].blocks == matrices_of((2, 16, 32))
     with pytest.raises(ValueError, match="ep 3 does not divide the 8 experts"):
-        local_experts(moe(1, 8), {}, 3, "*.experts.*")
+        local_experts(layers(1, MOE), {}, 3, "*.experts.*")
     with pytest.raises(ValueError, match="'layers.0.mlp.experts.w'.*neither one numbered expert"):
         local_experts(stack, {}, 3, "*.experts.*")
 
 
 def test_dense_and_expert_buffers_have_their_own_ranks_and_every_matrix_is_planned_once() -> None:
-    study = plan_study(moe(4, 8), Deployment(16, pp=2, ep=4), OWNED)
+    study = plan_study(layers(4, MOE), Deployment(16, pp=2, ep=4), OWNED)
     first, second = study.stages
     assert [(p.name, p.ranks, len(p.atoms)) for p in first.parts] == [("dense", 8, 4), ("experts", 2, 8)]
     names = [atom.name for stage in study.stages for part in stage.parts for atom in part.atoms]
@@ -181,7 +173,7 @@ def test_owned_memory_and_bytes_of_a_padded_buffer() -> None:
 
 
 def test_zero_holds_parameters_whole_the_rest_in_halves_and_stage_1_gradients_whole_too() -> None:
-    stage = plan_study(layers(4), Deployment(2), setting("zero2")).worst
+    stage = plan_study(layers(4, DENSE), Deployment(2), setting("zero2")).worst
     (part,), memory = stage.parts, stage.memory()[0]
     half, elementwise = part.numel // 2, 4 * 128
     assert part.buffer_numel == part.numel
@@ -190,13 +182,13 @@ def test_zero_holds_parameters_whole_the_rest_in_halves_and_stage_1_gradients_wh
     sent = {c.what: c.nbytes for c in part.collectives}
     assert sent["zero2's all-reduce of gradients"] == 4 * part.numel
     assert sent["zero2's all-gather of parameters"] == part.numel
-    whole = plan_study(layers(4), Deployment(2), setting("zero1")).worst.memory()[0].gradients
+    whole = plan_study(layers(4, DENSE), Deployment(2), setting("zero1")).worst.memory()[0].gradients
     assert whole - memory.gradients == 4 * (half + elementwise // 2)
 
 
 @pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
 def test_sharded_engines_exchange_every_matrix(engine: str) -> None:
-    study = plan_study(layers(4), Deployment(4), setting(engine))
+    study = plan_study(layers(4, DENSE), Deployment(4), setting(engine))
     (part,) = study.worst.parts
     shard = part.numel // 4
     exchange = part.collectives[0]
@@ -224,7 +216,7 @@ def test_other_systems_by_hand() -> None:
 
 
 def test_the_chosen_plan_is_the_first_what_if_row_and_its_own_figures() -> None:
-    found = of_stage(layers(6), 4)
+    found = of_stage(layers(6, DENSE), 4)
     rows = {row.what: row for row in alternatives(found, OWNED)}
     first = rows["chosen: padded, groups of 4"]
     assert found.part is not None and next(iter(rows.values())) is first
@@ -253,10 +245,8 @@ def test_a_cluster_file(tmp_path: Path) -> None:
     path, head = tmp_path / "mine.yaml", "name: mine\n"
     path.write_text(head + "flops_per_second: 1e14\nbytes_per_second: 25e9\nlatency_seconds: 0.00002\nnode_size: 4\n")
     assert cluster_named(str(path)) == Machine("mine", 1e14, 25e9, 2e-5, 4)
-    for wrong, message in [
-        (head + "flops_per_sec: 1\nbytes_per_second: 1\nlatency_seconds: 0\n", "did you mean 'flops_per_second'"),
-        ("- a\n", "expected a mapping"),
-    ]:
+    misspelt = head + "flops_per_sec: 1\n"
+    for wrong, message in ((misspelt, "did you mean 'flops_per_second'"), ("- a\n", "expected a mapping")):
         path.write_text(wrong)
         with pytest.raises(ValueError, match=f"(?s){message}"):
             cluster_named(str(path))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -20,31 +22,37 @@ from tests.zero import engine_for, full_weights, settings_for, train
 Weights = dict[str, torch.Tensor]
 
 
-def settings_of(kind: str, stage: int, **options: Any) -> dict[str, Any]:
+def settings_of(kind: str, stage: int, precision: str = "fp32", **options: Any) -> dict[str, Any]:
     """Of a storage, or AdamW's, in one param group or in those that ours would make."""
     if not kind.startswith("AdamW"):
-        return settings_for(kind, stage, options.pop("precision", "fp32"), rows=4, **options)
+        return settings_for(kind, stage, precision, rows=4, **options)
     adamw = {"type": "AdamW", "params": {"torch_adam": True, "lr": 1e-3}}
     return settings_for("zero", stage, rows=4) | {"optimizer": adamw}
 
 
-def save(folder: str, kind: str, stage: int, **options: Any) -> Weights:
-    """The weights after two steps; a tag is saved after each, "a" and "b"."""
+def save(folder: str, kind: str, stage: int, **options: Any) -> dict[str, Weights]:
+    """The weights at the tags "a" and "b", which are saved after the first and the second step."""
     model = UnevenLM()
     groups: list[Any] = list(model.parameters())
     if kind == "AdamW in our groups":
         named = dict(model.named_parameters())
         groups = [{"params": [named.pop(name) for name in MATRICES]}, {"params": list(named.values())}]
+    weights = {}
     with engine_for(settings_of(kind, stage, **options), model, model_parameters=groups) as engine:
         for step, tag in enumerate("ab"):
             train(engine, range(step, step + 1), same_rows=True)
             engine.save_checkpoint(folder, tag=tag)
-        return full_weights(engine)
+            weights[tag] = full_weights(engine)
+    return weights
 
 
 def weights_of(engine: Any) -> Weights:
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
         return {name: param.detach().clone() for name, param in engine.module.named_parameters()}
+
+
+def same(ours: Weights, theirs: Weights) -> bool:
+    return all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
 
 
 def load(folder: str, kind: str, stage: int, options: dict[str, Any], **choice: Any) -> tuple[str | None, Weights]:
@@ -56,28 +64,24 @@ def load(folder: str, kind: str, stage: int, options: dict[str, Any], **choice: 
         try:
             path, _ = engine.load_checkpoint(folder, **choice)
         except ValueError:
-            assert all(torch.equal(weight, before[name]) for name, weight in weights_of(engine).items())
-            assert list(engine.get_lr()) == rates and engine.global_steps == 0
+            assert same(weights_of(engine), before) and list(engine.get_lr()) == rates and engine.global_steps == 0
             raise
         return path, weights_of(engine)
 
 
-Saving = Callable[..., tuple[str, Weights]]
+Saving = Callable[..., tuple[str, dict[str, Weights]]]
 
 
 @pytest.fixture(scope="module")
 def saved(rank_pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFactory) -> Saving:
-    """The folder, and the weights, of a checkpoint that two ranks made when it was first asked for."""
-    made: dict[str, tuple[str, Weights]] = {}
+    """The folder, and the weights by tag, of a checkpoint that two ranks made when it was first asked for."""
 
-    def find(kind: str, stage: int, options: dict[str, Any]) -> tuple[str, Weights]:
-        key = f"{kind} {stage} {options}"
-        if key not in made:
-            folder = str(tmp_path_factory.mktemp("checkpoint"))
-            made[key] = folder, rank_pools[2].run(save, folder, kind, stage, **options)[0]
-        return made[key]
+    @functools.cache
+    def find(kind: str, stage: int, options: str = "{}") -> tuple[str, dict[str, Weights]]:
+        folder = str(tmp_path_factory.mktemp("checkpoint"))
+        return folder, rank_pools[2].run(save, folder, kind, stage, **json.loads(options))[0]
 
-    return find
+    return lambda kind, stage, options: find(kind, stage, json.dumps(options))
 
 
 def only(name: str) -> dict[str, Any]:
@@ -176,32 +180,19 @@ def test_a_checkpoint_that_does_not_fit_is_refused(
         (("zero", 1), ("zero", 2), 2, {}),
         (("zero", 2), ("zero", 1), 2, {}),
         *((("AdamW", stage), ("zero", stage), 2, WEIGHTS_ONLY) for stage in (1, 2, 3)),
+        *((("zero", stage), ("zero", stage), 2, {"tag": "a", "load_module_only": True}) for stage in (1, 2)),
     ],
     ids=in_short,
 )
 def test_weights_alone_and_stages_1_and_2_can_be_loaded(
     rank_pools: dict[int, RankPool], saved: Saving, theirs: Any, ours: Any, here: int, choice: dict[str, Any]
 ) -> None:
-    """On other numbers of ranks, and those of another optimizer."""
+    """On other numbers of ranks, those of another optimizer, and those of an earlier tag."""
     folder, weights = saved(*theirs, {})
+    tag = choice.get("tag", "b")
+    assert not same(weights["a"], weights["b"])
     for path, found in rank_pools[here].run(load, folder, *ours, {}, **choice):
-        assert str(path).startswith(f"{folder}/b")
-        assert all(torch.equal(weight, weights[name]) for name, weight in found.items())
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_the_weights_of_an_earlier_tag(ranks: RankPool, saved: Saving, tmp_path: Path, stage: int) -> None:
-    """Those after one step, which a run of one step has, too."""
-    folder, _ = saved("zero", stage, {})
-    expected = ranks.run(weights_after_one_step, stage)[0]
-    for _, found in ranks.run(load, folder, "zero", stage, {}, tag="a", load_module_only=True):
-        assert all(torch.equal(weight, expected[name]) for name, weight in found.items())
-
-
-def weights_after_one_step(stage: int) -> Weights:
-    with engine_for(settings_of("zero", stage)) as engine:
-        train(engine, 1, same_rows=True)
-        return full_weights(engine)
+        assert str(path).startswith(f"{folder}/{tag}") and same(found, weights[tag])
 
 
 @pytest.mark.parametrize("stage", [2, 3])
