@@ -9,11 +9,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from html import unescape
 from html.parser import HTMLParser
 from itertools import combinations
 from pathlib import Path
 from typing import Any
+from xml.etree.ElementTree import Element, TreeBuilder
 
 import matplotlib
 import pytest
@@ -243,36 +243,31 @@ def test_systems_are_lines_of_their_seconds_and_bytes() -> None:
 
 
 class Page(HTMLParser):
-    """All tags and texts, and tables as rows of texts; complains about tags that do not match."""
+    """The elements of a page; complains about tags that do not match."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
+        self.builder = TreeBuilder()
         self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: list[str] = []
         self.feed(html)
         self.close()
         assert not self.open
-        self.tables = [self.rows(table) for table in re.findall(r"<table>.*?</table>", html, re.DOTALL)]
-        self.chosen = self.rows("".join(re.findall(r'<tr class="chosen">.*?</tr>', html, re.DOTALL)))
-
-    @staticmethod
-    def rows(html: str) -> list[list[str]]:
-        found = [re.findall(r"<t[dh](?: [^>]*)?>(.*?)</t[dh]>", row, re.DOTALL) for row in html.split("</tr>")[:-1]]
-        return [[unescape(re.sub(r"<.*?>", "", cell)) for cell in row] for row in found]
+        self.root = self.builder.close()
+        self.texts = list(self.root.itertext())
+        self.tables = [[texts_of(row) for row in table.iter("tr")] for table in self.root.iter("table")]
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_startendtag(tag, attrs)
-        self.open += [tag] if tag not in ("meta", "br", "img", "link", "input") else []
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
+        self.builder.start(tag, {key: value or "" for key, value in attrs})
+        self.open.append(tag)
+        if tag in ("meta", "br", "img", "link", "input"):
+            self.handle_endtag(tag)
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag, f"</{tag}> in {self.open}"
+        self.builder.end(tag)
 
     def handle_data(self, data: str) -> None:
-        self.texts.append(data)
+        self.builder.data(data)
 
     def table(self, heading: str) -> list[dict[str, str]]:
         """The rows of the table whose first heading this is."""
@@ -280,16 +275,20 @@ class Page(HTMLParser):
         return [dict(zip(headings, row, strict=True)) for row in rows]
 
 
+def texts_of(row: Element) -> list[str]:
+    return ["".join(cell.itertext()) for cell in row]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_report_is_well_formed_and_needs_nothing_else(case: str) -> None:
     html = report(case)
     page = Page(html)
     assert set(re.findall(r"https?://[^\s\"'<>]*", html)) <= {"http://www.w3.org/2000/svg"}
-    assert {"script", "link", "img", "iframe"}.isdisjoint(tag for tag, _ in page.tags)
-    assert sum(tag == "svg" for tag, _ in page.tags) == 3
-    ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
+    tags = [element.tag for element in page.root.iter()]
+    assert {"script", "link", "img", "iframe"}.isdisjoint(tags) and tags.count("svg") == 3
+    ids = [element.get("id") for element in page.root.iter() if "id" in element.attrib]
     assert len(ids) == len(set(ids))
-    used = {attrs["href"] for tag, attrs in page.tags if tag == "use"} | set(re.findall(r"url\((#[^)]*)\)", html))
+    used = {element.get("href") for element in page.root.iter("use")} | set(re.findall(r"url\((#[^)]*)\)", html))
     assert used and used <= {f"#{name}" for name in ids}
     assert "prefers-color-scheme: dark" in html
     colors = [html.count(color) for color in ("#1f2328", "#5f6771", "#d0d7de")]
@@ -323,7 +322,7 @@ def test_report_tables_hold_the_documents_numbers() -> None:
 
 def test_report_compares_what_else_could_be_chosen() -> None:
     data, page = planned("few"), Page(report("few"))
-    bars = [attrs["style"] for tag, attrs in page.tags if tag == "i" and attrs.get("style")]
+    bars = [style for style in (element.get("style") for element in page.root.iter("i")) if style]
     longest = max(each["seconds"] for each in data["what_if"])
     for number, (row, each) in enumerate(zip(page.table("plan"), data["what_if"], strict=True)):
         assert row["plan"] == each["what"]
@@ -335,7 +334,8 @@ def test_report_compares_what_else_could_be_chosen() -> None:
         assert near(row["step, ms"], 1e3 * each["seconds"])
         shares = [float(style.split(":")[1].rstrip("%")) for style in bars[3 * number : 3 * number + 3]]
         assert sum(shares) == pytest.approx(100 * each["seconds"] / longest, abs=0.02)
-    assert [row[0] for row in page.chosen] == [data["what_if"][0]["what"]]
+    chosen = [texts_of(row)[0] for row in page.root.iter("tr") if row.get("class") == "chosen"]
+    assert chosen == [data["what_if"][0]["what"]]
     assert any(each["memory"] is None or each["buckets"] is None for each in data["what_if"])
     page = Page(html_report(changed("few", what_if=[], routing=[])))  # what does not apply is left out
     assert [table[0][0] for table in page.tables] == ["buffer", "collective"]
@@ -362,8 +362,8 @@ def hostile(data: Any) -> Any:
 def test_markup_and_formulas_in_names_are_text(case: str, tmp_path: Path) -> None:
     data = hostile(planned(case))
     page = Page(html_report(data))
-    assert "img" not in {tag for tag, _ in page.tags}
-    assert not any("onerror" in attribute for _, attributes in page.tags for attribute in attributes)
+    assert next(page.root.iter("img"), None) is None
+    assert not any("onerror" in attribute for element in page.root.iter() for attribute in element.attrib)
     assert data["source"] in page.texts and data["source"] + ": plan" in page.texts
     assert ("for the buffer " + data["parts"][0]["name"] in "".join(page.texts)) == (len(data["parts"]) > 1)
     assert [row["plan"] for row in page.table("plan")] == [each["what"] for each in data["what_if"]]
