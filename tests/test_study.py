@@ -18,7 +18,7 @@ from lwopt_backend.study import validation
 from lwopt_backend.study.cluster import cluster_named
 from lwopt_backend.study.deployment import Deployment, local_experts, stages
 from lwopt_backend.study.grouping import share_of
-from lwopt_backend.study.part import Planned, RankMemory
+from lwopt_backend.study.part import Planned
 from lwopt_backend.study.setting import Setting
 from lwopt_backend.study.study import Study
 from lwopt_backend.study.study import plan_study as plan_model
@@ -135,28 +135,18 @@ def test_tensor_parallel_ranks_store_a_part_and_take_turns_in_the_work() -> None
     assert (atom.name, atom.shape, atom.cost) == ("w", (24, 64), math.ceil(NS.of((96, 64)) / 4))
 
 
-# Memory, bytes and seconds, by hand
+# Memory, bytes and seconds, by hand; memory that lasts is compared with runs in test_planned.py
 
 
-def test_owned_memory_and_bytes_of_a_padded_buffer() -> None:
+def test_workspace_bytes_and_seconds_of_a_padded_buffer() -> None:
     # Two equal matrices and one of half their size on two ranks: shards of 1.5, so a quarter of one shard is padding.
-    # 100 elements of a norm are cut in two parts of 64.
-    routes = [matrix("l.0.a", 128, 128), matrix("l.1.b", 128, 128), matrix("l.2.c", 64, 128), matrix("l.2.n", 100)]
+    routes = [matrix("l.0.a", 128, 128), matrix("l.1.b", 128, 128), matrix("l.2.c", 64, 128)]
     study = plan_study(routes, Deployment(2), OWNED)
     (part,) = study.worst.parts
     large, small = 128 * 128, 64 * 128
     assert part.buffer_numel == 2 * (large + small) and part.numel == 2 * large + small
     assert sorted(part.owned_numels) == [large, large + small]
-    fullest = part.owned_numels.index(large + small)
-    held = (64, 36)[fullest]  # of the norm
-    assert study.worst.memory()[fullest] == RankMemory(
-        parameters=2 * part.numel + 2 * 100,
-        gradients=4 * (large + small) + 4 * held,
-        masters=4 * (large + small) + 4 * held,
-        state=4 * (large + small) + 8 * held + 4,  # AdamW counts its steps
-        padding=2 * small + 2 * 28 + 4 * (64 - held),
-        workspace=2 * (3 * large + 3 * large),
-    )
+    assert {memory.workspace for memory in study.worst.memory()} == {2 * (3 * large + 3 * large)}
     assert [(c.what, c.count, c.nbytes) for c in part.collectives] == [
         ("reduce-scatter of gradients", 1, 4 * (large + small)),
         ("all-gather of parameters", 1, 2 * (large + small)),
@@ -172,13 +162,12 @@ def test_owned_memory_and_bytes_of_a_padded_buffer() -> None:
     assert part.time.wire == pytest.approx(across / 1e9)
 
 
-def test_zero_holds_parameters_whole_the_rest_in_halves_and_stage_1_gradients_whole_too() -> None:
+def test_zero_holds_parameters_whole_gradients_in_halves_and_those_of_stage_1_whole_too() -> None:
     stage = plan_study(layers(4, DENSE), Deployment(2), setting("zero2")).worst
     (part,), memory = stage.parts, stage.memory()[0]
     half, elementwise = part.numel // 2, 4 * 128
     assert part.buffer_numel == part.numel
     assert memory.parameters == 2 * (part.numel + elementwise)
-    assert memory.masters == 4 * (half + elementwise // 2) and memory.state == 4 * half + 8 * elementwise // 2 + 4
     sent = {c.what: c.nbytes for c in part.collectives}
     assert sent["zero2's all-reduce of gradients"] == 4 * part.numel
     assert sent["zero2's all-gather of parameters"] == part.numel
