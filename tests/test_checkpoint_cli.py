@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -129,9 +130,7 @@ def test_converted_ones_are_equal_whatever_their_formats(made: dict[str, Path]) 
     assert any("B has no optimizer state; --weights" in note for note in found["notes"])
 
 
-def test_hugging_faces_names_and_back_with_numbers_that_the_checkpoint_does_not_say(
-    source: Path, tmp_path: Path
-) -> None:
+def test_hugging_faces_names_and_back_with_numbers_that_are_given(source: Path, tmp_path: Path) -> None:
     """Weights alone come back, with the numbers of config.json, from several files."""
     folder, wide = tmp_path / "hf", tmp_path / "wide"
     llama = ("--to", "safetensors", "--names", "hf-llama")
@@ -251,22 +250,18 @@ def test_what_is_there_is_only_replaced_by_force(made: dict[str, Path], tmp_path
         assert differing(other, tmp_path / "to")["different"] == []
 
 
-@pytest.mark.parametrize(
-    ("target", "where", "words"),
-    [
-        ("dcp", "run", "would replace the source"),
-        ("dcp", ".", "would replace the source"),
-        ("megatron", "run", "would replace what is in the source"),
-        ("universal", "run", "would replace what is in the source"),
-    ],
-)
-def test_not_even_force_replaces_the_source_or_its_newest_step(
-    made: dict[str, Path], tmp_path: Path, target: str, where: str, words: str
-) -> None:
-    shutil.copytree(made["source" if target == "dcp" else target], tmp_path / "in" / "run")
-    before = files(tmp_path)
-    said = refused("convert", tmp_path / "in" / "run", tmp_path / "in" / where, "--to", target, "--force")
-    assert words in said and files(tmp_path) == before
+def test_not_even_force_replaces_the_source_or_its_newest_step(made: dict[str, Path], tmp_path: Path) -> None:
+    for key, where, target, what in (
+        ("source", "run", "dcp", "the source"),
+        ("source", ".", "dcp", "the source"),
+        ("megatron", "run", "megatron", "what is in the source"),
+        ("universal", "run", "universal", "what is in the source"),
+    ):
+        folder = tmp_path / f"{target} {where}"
+        shutil.copytree(made[key], folder / "run")
+        before = files(folder)
+        said = refused("convert", folder / "run", folder / where, "--to", target, "--force")
+        assert f"would replace {what}" in said and files(folder) == before
 
 
 def test_a_pointer_names_the_newest_and_other_steps_stay(source: Path, tmp_path: Path) -> None:
@@ -287,18 +282,14 @@ def test_folders_that_were_moved_aside_are_brought_back(made: dict[str, Path], t
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
-@pytest.mark.parametrize("width", [80, 120])
 def test_tables_keep_within_the_width_of_the_terminal(
-    made: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
+    made: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    terminal = Console(width=width, highlight=False, markup=False)
-    monkeypatch.setattr("lwopt_backend.cli.tables.terminal", lambda: terminal)
     other = torch_dist(tmp_path / "other", muon=False)
-    for words in (
-        ("convert", made["source"], tmp_path / "to", "--to", "universal"),
-        ("inspect", made["source"]),
-        ("diff", made["source"], other),
-    ):
+    convert = ("convert", made["source"], tmp_path / "to", "--to", "universal", "--force")
+    for width, words in itertools.product((80, 120), (convert, ("inspect", other), ("diff", made["source"], other))):
+        terminal = Console(width=width, highlight=False, markup=False)
+        monkeypatch.setattr("lwopt_backend.cli.tables.terminal", lambda terminal=terminal: terminal)
         lines = lwopt(*words).out.splitlines()
         assert len(lines) > 8 and max(map(len, lines)) <= width, lines
         rows = [line for line in lines if line.startswith("│")]

@@ -146,9 +146,7 @@ def test_a_name_that_leads_elsewhere_or_to_nothing_is_refused(tmp_path: Path) ->
             read_pointer(pointer)
 
 
-def test_files_and_folders_are_on_the_disk_before_they_get_their_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: None
-) -> None:
+def test_what_gets_a_name_is_on_the_disk_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: None) -> None:
     """Seen from below: what is flushed, and when names change."""
     write_folder(tmp_path / "step1", fill("1"))
     events: list[tuple[str, str]] = []
@@ -365,14 +363,12 @@ def test_bytes_are_checked_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [zipfile.ZIP64_LIMIT, 60])
-def test_what_is_written_is_as_torch_maps_it_whatever_the_number_of_workers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
-) -> None:
+def test_what_is_written_is_as_torch_maps_it_by_any_number_of_workers(tmp_path: Path, limit: int) -> None:
     """With a low ``limit`` headers are those of records beyond 2 GB, which say their sizes elsewhere."""
     found, path, written = torch_files.load(saved(tmp_path / "a.pt")), tmp_path / "b.pt", set()
-    monkeypatch.setattr(zipfile, "ZIP64_LIMIT", limit)
     for workers in (1, 2, 5):
-        save(found, path, workers)
+        with mock.patch.object(zipfile, "ZIP64_LIMIT", limit):
+            save(found, path, workers)
         written.add(path.read_bytes())
     assert len(written) == 1
     archive = torch._C.PyTorchFileReader(str(path))
@@ -779,25 +775,23 @@ def test_links_within_the_folder_and_to_it_are_followed_and_one_at_the_target_is
     assert succeeds("diff", source, target)
 
 
-@pytest.mark.parametrize("target", ["to", "to/", "./to", "a/b/to", "there", "there/.", "."])
 def test_a_target_may_be_spelled_in_many_ways(
-    whole: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
+    whole: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The folders above it need not be there; one that is there keeps what is in it."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "there").mkdir()
-    (tmp_path / "there" / "file").write_text("mine")
-    words = ("convert", whole["megatron"], target, "--to", "universal")
-    succeeds(*words)
-    found, made = files(tmp_path), tmp_path / target
-    assert {name for name in found if "global_step7/" not in name} == {
-        "there/file",
-        str(Path(target) / "latest_universal"),
-    }
-    assert found["there/file"] == b"mine" and (made / "latest_universal").read_text() == "global_step7"
-    assert succeeds("diff", whole["megatron"], made)
-    assert "is there already" in refused(*words) and files(tmp_path) == found
-    assert not list(tmp_path.rglob(".*lwopt*"))
+    for number, target in enumerate(("to", "to/", "./to", "a/b/to", "there", "there/.", ".")):
+        root = tmp_path / str(number)
+        (root / "there").mkdir(parents=True)
+        (root / "there" / "file").write_text("mine")
+        monkeypatch.chdir(root)
+        words = ("convert", whole["megatron"], target, "--to", "universal")
+        succeeds(*words)
+        found, pointer = files(root), str(Path(target) / "latest_universal")
+        assert {name for name in found if "global_step7/" not in name} == {"there/file", pointer}
+        assert found["there/file"] == b"mine" and found[pointer] == b"global_step7"
+        assert succeeds("diff", whole["megatron"], target)
+        assert "is there already" in refused(*words) and files(root) == found
+        assert not list(root.rglob(".*lwopt*"))
 
 
 # A full disk

@@ -137,24 +137,22 @@ def test_panels_show_every_ranks_load_and_kinds_of_memory_busiest_first(case: st
     loads, held = data["load_per_rank"], data["memory_per_rank"]
     second, byte = time_unit(data["seconds_parts"]["compute"]).size, byte_unit(data["peak_bytes"]).size
     busiest = data["seconds_parts"]["compute"] / second
-    expected = [busiest * load / max(loads) for load in sorted(loads, reverse=True)]
-    assert heights(work, "work") == pytest.approx(expected, rel=1e-12)
+    totals = [sum(rank[kind] for kind in KINDS) for rank in held]
+    order = sorted(range(len(loads)), key=lambda rank: (-loads[rank], -totals[rank], rank))
+    assert heights(work, "work") == pytest.approx([busiest * loads[rank] / max(loads) for rank in order], rel=1e-12)
     assert len(set(loads)) > 1 or case == "fsdp2", "the case must not be flat"
     assert level(work, "busiest") == pytest.approx(busiest)
     assert level(work, "mean") == pytest.approx(busiest * sum(loads) / len(loads) / max(loads))
-    shown = [kind for kind in KINDS if any(rank[kind] for rank in held)]
-    for below, kind in zip([None, *shown], shown):
-        assert sorted(heights(memory, kind)) == pytest.approx(sorted(rank[kind] / byte for rank in held))
-        tops = [top for _, top in spans(memory, below)] if below else [0] * len(held)
-        assert [bottom for bottom, _ in spans(memory, kind)] == pytest.approx(tops)
-    totals = [sum(kinds) for kinds in zip(*(heights(memory, kind) for kind in shown))]
-    assert sorted(totals) == pytest.approx(sorted(sum(rank[kind] for kind in KINDS) / byte for rank in held))
-    assert max(totals) == pytest.approx(data["peak_bytes"] / byte)
+    below = [0.0] * len(held)
+    for kind in (kind for kind in KINDS if any(rank[kind] for rank in held)):
+        above = [end + held[rank][kind] / byte for end, rank in zip(below, order)]
+        assert spans(memory, kind) == [pytest.approx(pair) for pair in zip(below, above)]
+        below = above
+    assert max(below) == pytest.approx(data["peak_bytes"] / byte)
     if case == "few":
-        ranks, again = ([int(label.get_text()) for label in axes.get_xticklabels()] for axes in (work, memory))
-        assert ranks == again and sorted(ranks) == list(range(8)) and ranks != list(range(8))
-        assert expected == pytest.approx([busiest * loads[rank] / max(loads) for rank in ranks])
-        assert heights(memory, "state") == pytest.approx([held[rank]["state"] / byte for rank in ranks])
+        assert order != list(range(8))
+        for axes in (work, memory):
+            assert [int(label.get_text()) for label in axes.get_xticklabels()] == order
         color = {drawn.get_label(): drawn[0].get_facecolor() for drawn in plan_figure(case).axes[2].containers}
         same = {drawn.get_label(): drawn[0].get_facecolor() for drawn in (*work.containers, *memory.containers)}
         assert [same["work"], same["gradients"], same["parameters"]] == [color[of] for of in ("work", "reduce", "back")]

@@ -100,8 +100,9 @@ STAGE = "was saved at ZeRO stage {} and is loaded at stage {}"
 CONVERT = "lwopt convert SRC DST --to universal"
 FIRST = "'layers.0.weight' here, 'layers.2.weight' there;"
 THEIRS = "holds other parameters: 'layers.2.weight' \\(41, 63\\) by adamw here, 'layers.2.weight' \\(41, 63\\) by"
+Row = tuple[tuple[Any, ...], tuple[Any, ...], int, dict[str, Any], str]
 # What was saved: by which storage at which stage, with which options; what loads it, on how many ranks; what it says.
-REFUSED: list[tuple[tuple[Any, ...], tuple[Any, ...], int, dict[str, Any], str]] = [
+REFUSED: list[Row] = [
     *(
         (("zero", stage), ("zero", stage), here, {}, ON_2.format(here) + UNIVERSAL + end)
         for stage, here, end in (
@@ -151,45 +152,37 @@ REFUSED: list[tuple[tuple[Any, ...], tuple[Any, ...], int, dict[str, Any], str]]
 ]
 
 
-def in_short(value: Any) -> str:
-    return " ".join(map(str, value[:2])) if isinstance(value, tuple) else str(value)[:40]
+def in_short(row: Row) -> str:
+    return " - ".join(" ".join(map(str, part[:2])) if isinstance(part, tuple) else str(part)[:40] for part in row)
 
 
-@pytest.mark.parametrize(("theirs", "ours", "here", "choice", "message"), REFUSED, ids=in_short)
-def test_a_checkpoint_that_does_not_fit_is_refused(
-    rank_pools: dict[int, RankPool],
-    saved: Saving,
-    theirs: tuple[Any, ...],
-    ours: tuple[Any, ...],
-    here: int,
-    choice: dict[str, Any],
-    message: str,
-) -> None:
+@pytest.mark.parametrize("row", REFUSED, ids=in_short)
+def test_a_checkpoint_that_does_not_fit_is_refused(rank_pools: dict[int, RankPool], saved: Saving, row: Row) -> None:
+    theirs, ours, here, choice, message = row
     folder, _ = saved(*(*theirs, {})[:3])
     errors = rank_pools[here].errors(load, folder, *(*ours, {})[:3], **choice)
     assert all(re.search(message, error, re.DOTALL) for error in errors), errors
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours", "here", "choice"),
-    [
-        (("zero", 1), ("zero", 1), 1, WEIGHTS_ONLY),
-        (("zero", 2), ("zero", 2), 4, WEIGHTS_ONLY),
-        (("zero", 3), ("zero", 3), 1, {"load_module_only": True}),
-        (("zero", 3), ("zero", 3), 1, WEIGHTS_ONLY),
-        (("zero", 1), ("zero", 2), 2, {}),
-        (("zero", 2), ("zero", 1), 2, {}),
-        *((("AdamW", stage), ("zero", stage), 2, WEIGHTS_ONLY) for stage in (1, 2, 3)),
-        *((("zero", stage), ("zero", stage), 2, {"tag": "a", "load_module_only": True}) for stage in (1, 2)),
-    ],
-    ids=in_short,
-)
+LOADED: list[Row] = [  # the last: at which tag
+    (("zero", 1), ("zero", 1), 1, WEIGHTS_ONLY, "b"),
+    (("zero", 2), ("zero", 2), 4, WEIGHTS_ONLY, "b"),
+    (("zero", 3), ("zero", 3), 1, WEIGHTS_ONLY, "b"),
+    (("zero", 3), ("zero", 3), 1, {"load_module_only": True}, "b"),
+    (("zero", 1), ("zero", 2), 2, {}, "b"),
+    (("zero", 2), ("zero", 1), 2, {}, "b"),
+    *((("AdamW", stage), ("zero", stage), 2, WEIGHTS_ONLY, "b") for stage in (1, 2, 3)),
+    *((("zero", stage), ("zero", stage), 2, {"tag": "a", "load_module_only": True}, "a") for stage in (1, 2)),
+]
+
+
+@pytest.mark.parametrize("row", LOADED, ids=in_short)
 def test_weights_alone_and_stages_1_and_2_can_be_loaded(
-    rank_pools: dict[int, RankPool], saved: Saving, theirs: Any, ours: Any, here: int, choice: dict[str, Any]
+    rank_pools: dict[int, RankPool], saved: Saving, row: Row
 ) -> None:
     """On other numbers of ranks, those of another optimizer, and those of an earlier tag."""
+    theirs, ours, here, choice, tag = row
     folder, weights = saved(*theirs, {})
-    tag = choice.get("tag", "b")
     assert not same(weights["a"], weights["b"])
     for path, found in rank_pools[here].run(load, folder, *ours, {}, **choice):
         assert str(path).startswith(f"{folder}/{tag}") and same(found, weights[tag])
