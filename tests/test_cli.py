@@ -227,26 +227,27 @@ def test_a_wrong_option_is_one_line_and_exit_code_two(shapes: Path, words: str, 
 def test_every_option_of_every_rule_and_host_has_a_default_a_meaning_and_a_source() -> None:
     listed = json.loads(run("rules", "--json"))
     rules = {(rule["name"], rule["for"]): rule for rule in listed["rules"]}
-    hosts = {host["name"]: {option["name"]: option for option in host["options"]} for host in listed["hosts"]}
     for rule in listed["rules"]:
         assert rule["source"] and (rule["options"] or "expected 'class'" in rule["note"]), rule
     for options in (*(each["options"] for each in (*listed["rules"], *listed["hosts"])), listed["atoms"]):
         for option in options:
             assert all(option[key] for key in ("name", "default", "meaning", "source")), option
             assert "of the class" not in option["meaning"], option
-    momentum = next(o for o in rules["muon", "matrices"]["options"] if o["name"] == "momentum")
+    of = {key: {option["name"]: option for option in rule["options"]} for key, rule in rules.items()}
+    momentum = of["muon", "matrices"]["momentum"]
     assert (momentum["default"], momentum["source"]) == ("0.95", "torch.optim.Muon")
     assert "second_moment (rows x 1) at the owner" in rules["normuon", "matrices"]["state"]
-    assert {name for name, kind in rules if kind == "everything else"} >= {"adamw", "lion", "sgd", "torch_optimizer"}
-    every = {("soap", "matrices"), ("shampoo", "matrices"), ("lion", "everything else"), ("sgd", "everything else")}
-    assert all(rules[key]["options"] for key in every)
-    precondition = next(o for o in rules["soap", "matrices"]["options"] if o["name"] == "precondition_frequency")
-    assert precondition["meaning"] == "Number of steps between eigenbasis updates."
+    others = {(name, "everything else") for name in ("adamw", "lion", "sgd", "torch_optimizer")}
+    assert of.keys() >= {("soap", "matrices"), ("shampoo", "matrices"), *others}
+    meaning = of["soap", "matrices"]["precondition_frequency"]["meaning"]
+    assert meaning == "Number of steps between eigenbasis updates."
+    hosts = {
+        host["name"]: {option["name"]: option["default"] for option in host["options"]} for host in listed["hosts"]
+    }
     models = {"DeepSpeed": ZeROConfig, "FSDP2": FSDP2Config, "plain PyTorch": OwnedConfig}
     expected = {name: {"matrix", "elementwise", "overrides", *model.model_fields} for name, model in models.items()}
     assert {name: set(options) for name, options in hosts.items()} == expected
-    assert hosts["DeepSpeed"]["bucket_numel"]["default"] == "16777216"
-    assert hosts["FSDP2"]["elementwise"]["default"] == '"adamw"'
+    assert (hosts["DeepSpeed"]["bucket_numel"], hosts["FSDP2"]["elementwise"]) == ("16777216", '"adamw"')
     assert {option["name"] for option in listed["atoms"]} == set(Division.model_fields)
 
 

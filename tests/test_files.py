@@ -504,13 +504,13 @@ def at_one_place(metadata: Any, tensor: Any) -> None:
 
 DAMAGED: dict[str, Callable[[Any, Any], None]] = {
     "a has a chunk of .* bytes, but .* are stored": larger,
-    "a has a str for its dtype": lambda metadata, tensor: setattr(tensor.properties, "dtype", "float32"),
-    "a shape has sizes that cannot be": lambda metadata, tensor: setattr(tensor, "size", ("4", "3")),
-    r"a of shape \(4, 3\) has a chunk of \(4, 3\) at \(1, 0\)": (
-        lambda metadata, tensor: setattr(tensor.chunks[0], "offsets", torch.Size([1, 0]))
+    "a has a str for its dtype": lambda whole, a: setattr(a.properties, "dtype", "float32"),
+    "a shape has sizes that cannot be": lambda whole, a: setattr(a, "size", ("4", "3")),
+    r"a of shape \(4, 3\) has a chunk of \(4, 3\) at \(1, 0\)": lambda whole, a: setattr(
+        a.chunks[0], "offsets", (1, 0)
     ),
     "several tensors are at one place": at_one_place,
-    "a key is a str, or a long one": lambda metadata, tensor: metadata.state_dict_metadata.update({"a" * 2000: tensor}),
+    "a key is a str, or a long one": lambda whole, a: whole.state_dict_metadata.update({"a" * 2000: a}),
 }
 
 
@@ -525,12 +525,10 @@ def test_metadata_of_dcp_is_compared_with_what_is_stored(tmp_path: Path, said: s
 
 
 def test_an_error_in_a_reader_is_one_of_the_checkpoint_and_keeps_its_cause(tmp_path: Path) -> None:
-    def read() -> None:
-        raise RecursionError("too deep")
-
+    cause = RecursionError("too deep")
     with pytest.raises(CheckpointError, match=r"is not as DCP writes it \(RecursionError: too deep\)") as caught:
-        read_as_expected(read, tmp_path, "DCP")
-    assert isinstance(caught.value.__cause__, RecursionError)
+        read_as_expected(mock.Mock(side_effect=cause), tmp_path, "DCP")
+    assert caught.value.__cause__ is cause
 
 
 def test_what_would_take_a_square_of_the_size_is_refused_or_gone_through_once(tmp_path: Path) -> None:
