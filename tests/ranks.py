@@ -1,4 +1,4 @@
-"""A pool of ranks: processes that import torch and DeepSpeed once and then run many tests' functions.
+"""A pool of ranks: processes that are forked once, from one that has imported torch and DeepSpeed, for many tests.
 
 Starting ranks costs seconds, running a function on ranks that are up costs milliseconds. A function that must run on
 several ranks is a module-level function of a test module, given to ``RankPool.run``; it is called on every rank with
@@ -85,7 +85,8 @@ class RankProcesses:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self, count: int) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["tests.rank_imports"])
         if self._store is None:
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for _ in range(len(self._processes), count):
@@ -177,16 +178,12 @@ def free_port() -> int:
 
 def _serve(pipe: Connection, port: int, folder: str) -> None:
     """Enter the worlds that the test run names, and call in them what it sends."""
-    os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", TORCH_EXTENSIONS_DIR=folder)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    import deepspeed
+    os.environ.update(TORCH_EXTENSIONS_DIR=folder, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import torch
 
-    torch.set_num_threads(1)
-    from lwopt_backend.integrations import deepspeed_zero
+    import tests.rank_imports  # noqa: F401 - a process to fork from says nothing where this fails
 
-    deepspeed_zero.register()
-    deepspeed.utils.logger.setLevel("WARNING")
+    torch.set_num_threads(1)
     linear, worlds = torch.nn.functional.linear, _Worlds(TCPStore("127.0.0.1", port, is_master=False))
     while True:
         try:

@@ -1,0 +1,24 @@
+"""What ranks of tests/ranks.py import, in the process that all are forked from: once, in memory that they share."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+
+import deepspeed  # noqa: E402
+import pytorch_optimizer  # noqa: E402, F401
+import torch  # noqa: E402
+import torch._dynamo  # noqa: E402 - which DTensor imports at its first use
+import torch.distributed.checkpoint  # noqa: E402, F401
+import transformers.trainer  # noqa: E402, F401
+
+from lwopt_backend.integrations import deepspeed_zero, fsdp2  # noqa: E402, F401
+
+deepspeed_zero.register()
+deepspeed.utils.logger.setLevel("WARNING")
+# DeepSpeed's stage 3 collects garbage and makes text of its parameters in every engine, which would take half a second.
+torch.set_printoptions(threshold=8, edgeitems=1)
+gc.collect()
+gc.freeze()
