@@ -48,6 +48,14 @@ def rank_pools() -> Iterator[dict[int, RankPool]]:
     processes.remove()
 
 
+@pytest.fixture(autouse=True)
+def rested(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Rank processes that have come to be in many groups are ended after the test."""
+    yield
+    if "rank_pools" in request.fixturenames:
+        request.getfixturevalue("rank_pools")[1].processes.rest()
+
+
 @pytest.fixture
 def ranks(rank_pools: dict[int, RankPool], request: pytest.FixtureRequest) -> RankPool:
     """2 ranks, or as many as ``@cells(ranks=[...])`` says."""

@@ -416,7 +416,7 @@ class Alone:
         for optimizer, params in zip(self.optimizers, self.params):
             for place, (name, param) in enumerate(params.items()):
                 if isinstance(optimizer, PlainRule):
-                    state, owner = optimizer.state[place], optimizer.owned[place] or {}
+                    state, owner = optimizer.matrices[place].state, optimizer.matrices[place].owner_state
                 elif isinstance(optimizer, torch.optim.Muon) or params is self.params[1]:
                     state, owner = optimizer.state[param], {}
                 else:
@@ -429,7 +429,10 @@ class Alone:
 @contextlib.contextmanager
 def _at(optimizer: Any, factor: float) -> Iterator[None]:
     """With learning rates times ``factor``."""
-    rates = [vars(optimizer.rule)] if isinstance(optimizer, PlainRule) else optimizer.param_groups
+    if isinstance(optimizer, PlainRule):
+        rates = [vars(matrix.rule) for matrix in optimizer.matrices]
+    else:
+        rates = optimizer.param_groups
     before = [one["lr"] for one in rates]
     for one in rates:
         one["lr"] *= factor

@@ -13,6 +13,7 @@ import torch  # noqa: E402
 import torch._dynamo  # noqa: E402 - which DTensor imports at its first use
 import torch.distributed.checkpoint  # noqa: E402, F401
 import transformers.trainer  # noqa: E402, F401
+from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: E402, F401 - which asks torch to compile, at the first engine
 
 from lwopt_backend.integrations import deepspeed_zero, fsdp2  # noqa: E402, F401
 

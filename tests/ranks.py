@@ -20,12 +20,14 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import psutil
 import torch.multiprocessing as mp
 from torch._C import _distributed_c10d as torch_c10d
 from torch.distributed import TCPStore
 
 TIMEOUT_SECONDS = 120.0
 LOST = "lost"
+MOST_THREADS = 64
 
 
 class RankFailed(AssertionError):
@@ -68,6 +70,12 @@ class RankProcesses:
         pipes = self._pipes[:world_size]
         self._ask(pipes, [message] * world_size)
         return self._collect(pipes, time.monotonic() + timeout)
+
+    def rest(self) -> None:
+        """Between two tests: end processes that are in many groups, each of which keeps threads of gloo that poll."""
+        alive = all(process.is_alive() for process in self._processes)
+        if not alive or any(psutil.Process(process.pid).num_threads() > MOST_THREADS for process in self._processes):
+            self.close()
 
     def renew(self) -> None:
         """Make worlds new ones from the next call, with DeepSpeed's global groups as they were at the start."""

@@ -596,6 +596,7 @@ def test_state_that_is_not_all_there_is_refused_on_all_ranks(tmp_path: Path) -> 
     misspelled = {new: optimizers.modules.get(name) for name, new in zip(NAMES, ("vision", "langauge"))}
     refuses("has no module 'langauge'; did you mean 'language'", ModuleOptimizers(misspelled))
     (save,), pointer = folder.glob("save-*"), (folder / "modules.json").read_text()
+    dist.barrier()  # all have read it before it is damaged
     for text, words in (
         (pointer.replace('"pieces"', '"whole"'), "was saved by FSDP2's or a plain optimizer"),
         (pointer[:-20], "is damaged or not of modules' state"),
