@@ -7,8 +7,9 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -39,18 +40,15 @@ from lwopt_backend.plan.build import fill_buckets
 from lwopt_backend.plan.cost import newton_schulz_flops
 from lwopt_backend.plan.owners import balance, stay
 from lwopt_backend.plan.spread import critical_path, cut_buckets
+from lwopt_backend.plan.transfer import Segment, Transfer
 from lwopt_backend.runtime.agreement import digest
 from tests.fsdp2 import mesh_of
-from tests.planner_shapes import planned
-from tests.ranks import RankPool
+from tests.on_ranks import on_ranks
+from tests.planner_shapes import atoms_of, planned
 
 SHAPES = [(63, 24), (41, 63), (24, 41), (1, 5), (5, 1), (96, 96), (7, 300), (300, 7), (2, 2), (64, 64)]
 SMALL = [(1, 7), (7, 1), (6, 10), (13, 5), (4, 4), (64, 24)]
 NUMELS = [rows * columns for rows, columns in SMALL]
-
-
-def atoms_of(shapes: Sequence[tuple[int, int]]) -> list[Atom]:
-    return [Atom(f"layer{i}.weight", shape, newton_schulz_flops(shape, 5)) for i, shape in enumerate(shapes)]
 
 
 def plan_of(shapes: list[tuple[int, int]], world_size: int, policy: str, bucket_numel: int = 3000) -> MatrixPlan:
@@ -60,10 +58,15 @@ def plan_of(shapes: list[tuple[int, int]], world_size: int, policy: str, bucket_
     return plan_matrices(atoms, layout, policy=policy, machine=machine, bucket_numel=bucket_numel, element_bytes=2)
 
 
-# Flat partitions
+def rows_over(shapes: Sequence[tuple[int, int]], ranks: int, sharding: type[Sharding] = Sharding) -> MeshLayout:
+    kinds = {shape: sharding(shape, (ranks,), (0,), (False,)) for shape in set(shapes)}
+    return MeshLayout(tuple((rank,) for rank in range(ranks)), tuple(kinds[shape] for shape in shapes))
 
 
-def test_flat_partition_cuts_parameters_where_deepspeed_does() -> None:
+# Where parameters lie
+
+
+def test_partitions_cut_parameters_where_deepspeed_does() -> None:
     layout = FlatPartition.build([4, 5, 1], 3)
     assert layout.partition_numel == 4  # 10 elements, padded to a multiple of 2 * 3
     assert layout.fragments(0) == (Fragment(0, 0, 4, 0),)
@@ -73,15 +76,62 @@ def test_flat_partition_cuts_parameters_where_deepspeed_does() -> None:
     aligned = FlatPartition.build([3, 3], 1, param_alignment=4)
     assert (aligned.offsets, aligned.partition_numel) == ((0, 4), 8)
     assert FlatPartition.build([3, 5], 1, param_alignment=8).partition_numel == 14, "nothing is padded after the last"
+    in_parts = ParameterPartition.build([5, 2], 3)
+    assert in_parts.partition_numel == 3 and in_parts.stored_numel(2) == 1
+    assert in_parts.fragments(0) == (Fragment(0, 0, 2, 0), Fragment(1, 2, 4, 0), Fragment(2, 4, 5, 0))
+    assert in_parts.fragments(1) == (Fragment(0, 0, 1, 2), Fragment(1, 1, 2, 2))
+    stack = in_blocks(ParameterPartition.build([12], 2), [matrices_of((3, 2, 2))])
+    assert stack.fragments(1) == (Fragment(0, 0, 2, 4), Fragment(1, 2, 4, 0))
 
 
-def test_an_impossible_partition_names_what_is_wrong() -> None:
-    with pytest.raises(ValueError, match="parameter 1 has 0 elements"):
-        FlatPartition.build([4, 0], 2)
-    with pytest.raises(ValueError, match="parameter 1 starts at 3 but element 4 is next"):
-        FlatPartition(2, (4, 4), (0, 3), 8)
-    with pytest.raises(ValueError, match="parameters end at 8, beyond 2 partitions of 3"):
-        FlatPartition(2, (4, 4), (0, 4), 3)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FlatPartition.build([4, 0], 2), "parameter 1 has 0 elements"),
+        (lambda: FlatPartition(2, (4, 4), (0, 3), 8), "parameter 1 starts at 3 but element 4 is next"),
+        (lambda: FlatPartition(2, (4, 4), (0, 4), 3), "parameters end at 8, beyond 2 partitions of 3"),
+        (lambda: plan_of(SHAPES, 2, "spread"), "unknown policy 'spread'; expected one of auto, stay, balance"),
+        (
+            lambda: plan_spread(atoms_of(SMALL), rows_over(SMALL, 2), exchange_layout="dense"),
+            "unknown layout 'dense'; expected one of auto, padded, compact",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_named(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+PLACEMENTS = {
+    (4,): [(Shard(0),), (Shard(1),), (Replicate(),)],
+    (2, 2): [
+        *[(Replicate(), Shard(0)), (Replicate(), Shard(1)), (Shard(0), Shard(1)), (Shard(0), Shard(0))],
+        *[(_StridedShard(0, split_factor=2), Shard(0)), (Shard(0), Replicate())],
+    ],
+}
+
+
+@on_ranks(4)
+def test_parts_are_where_torch_puts_them() -> None:
+    for mesh_shape, all_placements in PLACEMENTS.items():
+        mesh = mesh_of(*mesh_shape, names=("outer", "inner")[: len(mesh_shape)])
+        coordinate = tuple(mesh.get_coordinate())
+        for placements, shape in itertools.product(all_placements, SMALL):
+            local, offset = compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
+            dims = tuple(None if isinstance(p, Replicate) else p.dim for p in placements)
+            ours = Sharding(shape, mesh_shape, dims, tuple(isinstance(p, _StridedShard) for p in placements))
+            if any(ours.late) and shape not in ((64, 24), (4, 4)):
+                continue  # torch 2.13 gives the parts of uneven chunks another offset than DTensor's own split
+            begins, sizes = zip(*ours.box(coordinate))
+            assert sizes == tuple(local) and (0 in local or begins == tuple(offset))
+            matrix = torch.arange(shape[0] * shape[1]).view(shape)
+            cut = torch.empty(0, dtype=torch.int64)
+            if (part := ours.fragment(dist.get_rank(), coordinate)) is not None:
+                cut = matrix.as_strided((part.runs, part.stop - part.start), (part.pitch, 1), part.start).flatten()
+            assert torch.equal(cut, matrix[tuple(slice(b, b + s) for b, s in zip(offset, local))].flatten())
+
+
+# Owners
 
 
 def test_stay_gives_an_atom_to_the_rank_that_stores_most_of_it() -> None:
@@ -106,7 +156,7 @@ def test_balance_is_longest_processing_time_first() -> None:
     assert halves.owners == (0,), "both ranks store a half: the lower one"
 
 
-def test_the_modelled_step_is_the_busiest_rank_on_its_machine() -> None:
+def test_the_modelled_step_is_the_busiest_rank_on_its_machine_and_auto_takes_the_shorter() -> None:
     # 2 x 3 by 5 steps: X X^T is 2*2*3*2 = 24 flops, A A is 2*2*2*2 = 16, B X is 24; 64 a step
     assert newton_schulz_flops((2, 3), 5) == newton_schulz_flops((3, 2), 5) == 5 * 64
     atoms = [Atom("a", (2, 4), 10), Atom("b", (3, 4), 30)]
@@ -118,30 +168,41 @@ def test_the_modelled_step_is_the_busiest_rank_on_its_machine() -> None:
     # Rank 2 does 30 flops, and sends back what 1 and 3 lent it: 4 + 2 elements. Each bucket goes forth and back.
     assert (time.compute, time.wire, time.latency) == (3.0, max(plan.wire_bytes()) / 2, 400.0)
     assert plan.wire_bytes() == [4, 12, 12, 4] and time.total == 409.0
-
-
-def test_auto_takes_the_shorter_modelled_step_and_says_both() -> None:
     # One huge matrix and many small ones: staying leaves rank 0 with all the work.
     plan = plan_of([(512, 512)] * 8 + [(1, 4096)] * 512, 2, "auto", bucket_numel=2**24)
-    assert plan.ownership.policy == "balance"
     (best, best_time), (other, other_time) = plan.modelled
     assert (best, other) == ("balance", "stay") and best_time.total < other_time.total
+    assert plan.ownership.policy == "balance"
     assert plan_of([(64, 64)] * 8, 2, "auto").ownership.policy == "stay", "already balanced, nothing to move"
 
 
-def test_unknown_choices_name_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="unknown policy 'spread'; expected one of auto, stay, balance"):
-        plan_of(SHAPES, 2, "spread")
-    with pytest.raises(ValueError, match="unknown layout 'dense'; expected one of auto, padded, compact"):
-        plan_spread(atoms_of([(4, 4)]), rows_over([(4, 4)], 2), exchange_layout="dense")
+GPT = [(1152, 384), (384, 384), (1536, 384), (384, 1536)] * 12
+
+
+@pytest.mark.parametrize(("ranks", "bound"), [(2, 1.01), (3, 1.01), (4, 1.01), (8, 1.05), (16, 1.34), (64, 1.0)])
+def test_work_is_balanced_over_all_buckets(ranks: int, bound: float) -> None:
+    atoms = atoms_of(GPT)
+    plan = plan_spread(atoms, rows_over(GPT, ranks))
+    ideal = max(sum(atom.cost for atom in atoms) / ranks, max(atom.cost for atom in atoms))
+    owners = dict(enumerate(plan.ownership.owners))
+    assert max(plan.ownership.loads) <= bound * ideal
+    assert critical_path(atoms, plan.buckets, owners, [0] * ranks) <= 1.35 * ideal
+    assert all(len(bucket) >= min(2 * ranks, len(atoms)) for bucket in plan.buckets)
+
+
+def test_owners_have_room_for_their_work_are_where_the_matrix_is_and_take_the_nearest_copy() -> None:
+    same = [(16, 16)] * 6
+    busy = plan_spread(atoms_of(same), rows_over(same, 2), loads=[4 * newton_schulz_flops((16, 16)), 0])
+    assert busy.owned_counts() == [1, 5], "rank 0 has work elsewhere, as much as of four of the six"
+    shapes = [(1, 50), (8, 8), (1, 20)]
+    plan = plan_spread(atoms_of(shapes), rows_over(shapes, 4))
+    assert (plan.ownership.owners[0], plan.ownership.owners[2]) == (0, 0), "rank 0 stores them whole"
+    assert [atom for bucket in plan.buckets for atom in bucket] == [1] and plan.local_atoms(0) == [0, 2]
+    hybrid = LAYOUTS["hybrid"]
+    assert [[part.rank for part in hybrid.sources(5, owner)] for owner in (3, 0)] == [[2, 3], [0, 1]]
 
 
 # Exchanges
-
-
-def rows_over(shapes: Sequence[tuple[int, int]], ranks: int) -> MeshLayout:
-    shardings = tuple(Sharding(shape, (ranks,), (0,), (False,)) for shape in shapes)
-    return MeshLayout(tuple((rank,) for rank in range(ranks)), shardings)
 
 
 def on_four(*dims: int | None, late: tuple[bool, bool] = (False, False)) -> MeshLayout:
@@ -163,14 +224,29 @@ LAYOUTS = {
 FLAT = ("stay", "balance")
 
 
-def plan_for(where: str, how: str | int) -> MatrixPlan:
-    if isinstance(how, int):
-        return plan_of(SHAPES, how, where)
-    return plan_spread(atoms_of(SMALL), LAYOUTS[where], exchange_layout=how, bucket_matrices=2)
+def elements(atom: int, part: Segment | Fragment) -> list[tuple[int, int]]:
+    """An atom's elements in a part of it, in their order."""
+    runs = range(part.start, part.start + part.runs * part.pitch, part.pitch) if part.runs > 1 else [part.start]
+    return [(atom, run + i) for run in runs for i in range(part.stop - part.start)]
 
 
-def elements(start: int, stop: int, runs: int, pitch: int) -> set[int]:
-    return {start + run * pitch + i for run in range(runs) for i in range(stop - start)}
+def assert_arrives(ways: list[Transfer]) -> None:
+    """An all-to-all of what all ranks send brings every rank what it expects, where it expects it."""
+    parts = []  # by sender, then by receiver
+    for way in ways:
+        buffer: list[tuple[int, int] | None] = [None] * sum(way.send_splits)
+        for segment, begin in zip(way.sends, way.send_offsets):
+            place = slice(begin, begin + segment.numel)
+            assert buffer[place] == [None] * segment.numel, "segments do not overlap, and there is room"
+            buffer[place] = elements(segment.atom, segment)
+        rest = iter(buffer)
+        parts.append([list(itertools.islice(rest, split)) for split in way.send_splits])
+    for rank, way in enumerate(ways):
+        assert way.receive_splits == [len(of_sender[rank]) for of_sender in parts]
+        received = list(itertools.chain(*(of_sender[rank] for of_sender in parts)))
+        for segment, begin in zip(way.receives, way.receive_offsets):
+            assert received[begin : begin + segment.numel] == elements(segment.atom, segment)
+        assert sum(segment.numel for segment in way.receives) == len(received) - received.count(None)
 
 
 @pytest.mark.parametrize(
@@ -178,31 +254,26 @@ def elements(start: int, stop: int, runs: int, pitch: int) -> set[int]:
     [*itertools.product(FLAT, [1, 2, 3, 4, 7]), *itertools.product(LAYOUTS, ["compact", "padded"])],
 )
 def test_every_element_reaches_its_owner_once_and_every_piece_its_holder(where: str, how: str | int) -> None:
-    plan = plan_for(where, how)
+    if isinstance(how, int):
+        plan = plan_of(SHAPES, how, where)
+    else:
+        plan = plan_spread(atoms_of(SMALL), LAYOUTS[where], exchange_layout=how, bucket_matrices=2)
     layout: Layout = plan.layout
     ranks, moved, sent_back = range(layout.world_size), [0] * layout.world_size, [0] * layout.world_size
     for bucket, members in enumerate(plan.buckets):
         forth = [plan.transfer(bucket, rank) for rank in ranks]
         back = [plan.way_back(bucket, rank) for rank in ranks]
-        for ways in (forth, back):
-            for a, b in itertools.product(ranks, ranks):
-                sent = [(s.atom, s.start, s.stop, s.runs) for s in ways[a].sends if s.peer == b]
-                received = [(s.atom, s.start, s.stop, s.runs) for s in ways[b].receives if s.peer == a]
-                assert sent == received, "both ends see the same elements in the same order"
-                assert ways[a].send_splits[b] == ways[b].receive_splits[a]
-            for way in ways:
-                starts = list(itertools.accumulate(way.send_splits, initial=0))
-                ends = [begin + s.numel for s, begin in zip(way.sends, way.send_offsets)]
-                assert all(end <= begin for end, begin in zip(ends, way.send_offsets[1:])), "parts do not overlap"
-                for segment, begin, end in zip(way.sends, way.send_offsets, ends):
-                    assert starts[segment.peer] <= begin and end <= starts[segment.peer + 1], "in the peer's part"
-        for atom in members:
-            owner = plan.ownership.owners[atom]
-            arrived = [elements(s.start, s.stop, s.runs, s.pitch) for s in forth[owner].receives if s.atom == atom]
-            assert sum(map(len, arrived)) == len(set().union(*arrived)) == plan.atoms[atom].numel
-            for rank in ranks:
-                returned = [s for s in back[rank].receives if s.atom == atom]
-                assert len(returned) == (layout.fragment(atom, rank) is not None)
+        assert_arrives(forth)
+        assert_arrives(back)
+        for atom, rank in itertools.product(members, ranks):
+            arrived, returned = (
+                [element for s in way[rank].receives if s.atom == atom for element in elements(atom, s)]
+                for way in (forth, back)
+            )
+            is_owner = plan.ownership.owners[atom] == rank
+            assert sorted(arrived) == [(atom, i) for i in range(plan.atoms[atom].numel if is_owner else 0)]
+            piece = layout.fragment(atom, rank)
+            assert returned == ([] if piece is None else elements(atom, piece))
         for rank in ranks:
             moved[rank] += forth[rank].wire_numel if plan.trips(bucket) == 2 else 0
             sent_back[rank] += back[rank].wire_numel
@@ -237,6 +308,20 @@ def test_buckets_hold_at_most_their_size_or_one_matrix() -> None:
     assert cut_buckets(atoms_of([(9, 9), (2, 2)]), range(2), 4, 10) == ((0,), (1,))
 
 
+def test_auto_takes_equal_parts_only_where_nothing_is_padded_and_padding_is_counted() -> None:
+    def found(shapes: list[tuple[int, int]], choice: str) -> tuple[int | None, list[int]]:
+        plan = plan_spread(atoms_of(shapes), rows_over(shapes, 2), exchange_layout=choice)
+        return plan.splits[0], plan.wire_bytes()
+
+    assert found([(4, 4)] * 2, "auto") == (8, [2 * (8 + 8)] * 2) == found([(4, 4)] * 2, "padded")
+    assert found([(4, 4)] * 2, "compact") == (None, [2 * (8 + 8)] * 2)
+    assert found([(4, 4), (5, 4)], "auto") == (None, [2 * (8 + 8)] * 2) == found([(4, 4), (5, 4)], "compact")
+    assert found([(4, 4), (5, 4)], "padded") == (12, [2 * 2 * 12] * 2)
+
+
+# Planning itself
+
+
 def everything() -> str:
     """Plans of every kind, of which none may hang on the order of a set."""
     draw = random.Random(0)
@@ -265,104 +350,15 @@ def test_the_plan_is_the_same_in_every_process_whatever_the_hash_seed() -> None:
     assert plan.lines() != replace(plan, element_bytes=4).lines(), "the size of an element is part of it"
 
 
-def test_planning_takes_one_pass_not_ranks_times_fragments() -> None:
-    """8,000 matrices on 1,024 ranks: counted, not timed. Planning asks for fragments a few times per matrix."""
-    generator = random.Random(0)
-    atoms = atoms_of([generator.choice([(64, 64), (64, 256), (256, 64)]) for _ in range(8000)])
-    calls = 0
-
-    class Counting(FlatPartition):
-        __slots__ = ()
-
-        def fragments(self, index: int) -> tuple[Fragment, ...]:
-            nonlocal calls
-            calls += 1
-            return FlatPartition.fragments(self, index)
-
-    layout = Counting.build([atom.numel for atom in atoms], 1024)
-    plan_matrices(atoms, layout, policy="auto", machine=MACHINES["cuda"], bucket_numel=2**24, element_bytes=2)
-    assert calls <= 10 * len(atoms)
-
-
-# Meshes
-
-PLACEMENTS = {
-    (4,): [(Shard(0),), (Shard(1),), (Replicate(),)],
-    (2, 2): [
-        *[(Replicate(), Shard(0)), (Replicate(), Shard(1)), (Shard(0), Shard(1)), (Shard(0), Shard(0))],
-        *[(_StridedShard(0, split_factor=2), Shard(0)), (Shard(0), Replicate())],
-    ],
-}
-
-
-def parts_unlike_torchs() -> list[str]:
-    """Where this rank's part is not what torch says, of every shape and placement."""
-    wrong = []
-    for mesh_shape, all_placements in PLACEMENTS.items():
-        mesh = mesh_of(*mesh_shape, names=("outer", "inner")[: len(mesh_shape)])
-        coordinate = tuple(mesh.get_coordinate())
-        for placements, shape in itertools.product(all_placements, SMALL):
-            local, offset = compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
-            dims = tuple(None if isinstance(p, Replicate) else p.dim for p in placements)
-            ours = Sharding(shape, mesh_shape, dims, tuple(isinstance(p, _StridedShard) for p in placements))
-            begins, sizes = zip(*ours.box(coordinate))
-            same = sizes == tuple(local) and (0 in local or begins == tuple(offset))
-            matrix = torch.arange(shape[0] * shape[1]).view(shape)
-            cut = torch.empty(0, dtype=torch.int64)
-            if (part := ours.fragment(dist.get_rank(), coordinate)) is not None:
-                cut = matrix.as_strided((part.runs, part.stop - part.start), (part.pitch, 1), part.start).flatten()
-            expected = matrix[tuple(slice(b, b + s) for b, s in zip(offset, local))].flatten()
-            # With a strided shard, torch 2.13 gives the parts of uneven chunks another offset than DTensor's own split.
-            uneven = any(ours.late) and shape not in ((64, 24), (4, 4))
-            wrong += [f"{shape} {placements}"] if not uneven and not (same and torch.equal(cut, expected)) else []
-    return wrong
-
-
-@pytest.mark.parametrize("ranks", [4], indirect=True)
-def test_parts_are_where_torch_puts_them(ranks: RankPool) -> None:
-    assert ranks.run(parts_unlike_torchs) == [[]] * 4
-
-
-def test_a_matrix_that_one_rank_stores_whole_stays_there_and_of_copies_the_owner_takes_the_nearest() -> None:
-    shapes = [(1, 50), (8, 8), (1, 20)]
-    plan = plan_spread(atoms_of(shapes), rows_over(shapes, 4))
-    assert (plan.ownership.owners[0], plan.ownership.owners[2]) == (0, 0)
-    assert [atom for bucket in plan.buckets for atom in bucket] == [1] and plan.local_atoms(0) == [0, 2]
-    hybrid = LAYOUTS["hybrid"]
-    assert [[part.rank for part in hybrid.sources(5, owner)] for owner in (3, 0)] == [[2, 3], [0, 1]]
-
-
-GPT = [(1152, 384), (384, 384), (1536, 384), (384, 1536)] * 12
-
-
-@pytest.mark.parametrize(("ranks", "bound"), [(2, 1.01), (3, 1.01), (4, 1.01), (8, 1.05), (16, 1.34), (64, 1.0)])
-def test_work_is_balanced_over_all_buckets(ranks: int, bound: float) -> None:
-    atoms = atoms_of(GPT)
-    plan = plan_spread(atoms, rows_over(GPT, ranks))
-    ideal = max(sum(atom.cost for atom in atoms) / ranks, max(atom.cost for atom in atoms))
-    owners = dict(enumerate(plan.ownership.owners))
-    assert max(plan.ownership.loads) <= bound * ideal
-    assert critical_path(atoms, plan.buckets, owners, [0] * ranks) <= 1.35 * ideal
-    assert all(len(bucket) >= min(2 * ranks, len(atoms)) for bucket in plan.buckets)
-    busy = plan_spread(
-        atoms_of([(16, 16)] * 6), rows_over([(16, 16)] * 6, 2), loads=[4 * newton_schulz_flops((16, 16), 5), 0]
-    )
-    assert busy.owned_counts() == [1, 5], "rank 0 has work elsewhere, as much as of four of the six"
-
-
-def test_auto_takes_equal_parts_only_where_nothing_is_padded_and_padding_is_counted() -> None:
-    def found(shapes: list[tuple[int, int]], choice: str) -> tuple[int | None, list[int]]:
-        plan = plan_spread(atoms_of(shapes), rows_over(shapes, 2), exchange_layout=choice)
-        return plan.splits[0], plan.wire_bytes()
-
-    assert found([(4, 4)] * 2, "auto") == (8, [2 * (8 + 8)] * 2) == found([(4, 4)] * 2, "padded")
-    assert found([(4, 4)] * 2, "compact") == (None, [2 * (8 + 8)] * 2)
-    assert found([(4, 4), (5, 4)], "auto") == (None, [2 * (8 + 8)] * 2) == found([(4, 4), (5, 4)], "compact")
-    assert found([(4, 4), (5, 4)], "padded") == (12, [2 * 2 * 12] * 2)
-
-
-def test_many_matrices_on_many_ranks_are_planned_by_kind() -> None:
-    """4,000 matrices on 256 ranks: fragments are worked out per kind of matrix, not per matrix and rank."""
+def test_planning_takes_one_pass_and_works_out_kinds_of_matrices_not_ranks_times_fragments() -> None:
+    """Counted, not timed: 8,000 matrices on 1,024 ranks, and 4,000 of two kinds on a mesh of 256."""
+    draw = random.Random(0)
+    atoms = atoms_of([draw.choice([(64, 64), (64, 256), (256, 64)]) for _ in range(8000)])
+    layout = FlatPartition.build([atom.numel for atom in atoms], 1024)
+    original = FlatPartition.fragments
+    with mock.patch.object(FlatPartition, "fragments", autospec=True, side_effect=original) as asked:
+        plan_matrices(atoms, layout, policy="auto", machine=MACHINES["cuda"], bucket_numel=2**24, element_bytes=2)
+    assert 0 < asked.call_count <= 10 * len(atoms)
     shapes, made = [(256, 64), (64, 256)] * 2000, []
 
     class Counted(Sharding):
@@ -370,18 +366,7 @@ def test_many_matrices_on_many_ranks_are_planned_by_kind() -> None:
             made.append(rank)
             return Sharding.fragment(self, rank, coordinate)
 
-    kinds = {shape: Counted(shape, (256,), (0,), (False,)) for shape in set(shapes)}
-    layout = MeshLayout(tuple((r,) for r in range(256)), tuple(kinds[shape] for shape in shapes))
-    plan = plan_spread(atoms_of(shapes), layout)
+    plan = plan_spread(atoms_of(shapes), rows_over(shapes, 256, Counted))
     plan.wire_bytes()
     plan.transfer(0, 3)
     assert len(made) == 2 * 256
-
-
-def test_parts_of_a_parameter_lie_end_to_end_on_every_rank() -> None:
-    layout = ParameterPartition.build([5, 2], 3)
-    assert layout.partition_numel == 3 and layout.stored_numel(2) == 1
-    assert layout.fragments(0) == (Fragment(0, 0, 2, 0), Fragment(1, 2, 4, 0), Fragment(2, 4, 5, 0))
-    assert layout.fragments(1) == (Fragment(0, 0, 1, 2), Fragment(1, 1, 2, 2))
-    stack = in_blocks(ParameterPartition.build([12], 2), [matrices_of((3, 2, 2))])
-    assert stack.fragments(1) == (Fragment(0, 0, 2, 4), Fragment(1, 2, 4, 0))
