@@ -15,7 +15,7 @@ from lwopt_backend.plan.buffers.step import BucketTime, Elements, buffer_step, s
 from lwopt_backend.plan.cost import COSTS, CostModel
 from lwopt_backend.plan.machine import CLUSTERS
 from tests.planner_shapes import atoms_of, model
-from tests.test_padded import assert_lawful, planned
+from tests.test_buffers import assert_lawful, planned
 
 FLOPS = COSTS["newton_schulz"]
 H100 = CLUSTERS["h100-8x-ib"]
