@@ -1,14 +1,14 @@
-"""examples/train_gpt.py with both engines: it trains, resumes exactly, and refuses what cannot work."""
+"""examples/train_gpt.py: its data; with both engines it trains, resumes exactly, and refuses what cannot work."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.launcher import ROOT, launch, metrics, run_on_ranks, succeeds, torchrun
 from tests.ranks import RankPool
@@ -16,11 +16,17 @@ from tests.ranks import RankPool
 sys.path.append(str(ROOT / "examples"))
 
 import train_gpt  # noqa: E402
+from corpus import Corpus  # noqa: E402
+from gpt import GPT, GPTConfig  # noqa: E402
+from run_folder import RunFolder, read_metrics  # noqa: E402
 
 SCRIPT = ROOT / "examples" / "train_gpt.py"
 ZERO, FSDP2 = ROOT / "configs" / "zero2_muon.json", ROOT / "configs" / "fsdp2_muon.json"
+STARTS: dict[str, list[str]] = {
+    "deepspeed": ["--deepspeed", "--deepspeed_config", str(ZERO)],
+    "fsdp2": ["--engine", "fsdp2", "--config", str(FSDP2)],
+}
 SMALL = ["--layers", "1", "--width", "32", "--context", "32", "--steps", "6"]
-TEXT = b"to be or not to be, that is the question. " * 200
 SAID = {
     "deepspeed": [
         "Routing: 6 of 13 trained parameters are matrices",
@@ -29,17 +35,17 @@ SAID = {
     ],
     "fsdp2": ["Routing: 6 of 12 trained parameters", "Plan: 6 matrices and 6 element-wise", "bytes to"],
 }
+TIED: dict[str, list[str]] = {"deepspeed": [], "fsdp2": ["--tied-head"]}
 
 
-def arguments(engine: str, out: Path, *more: str, config: Path | None = None) -> list[str]:
-    first = ["--deepspeed", "--deepspeed_config", ZERO] if engine == "deepspeed" else ["--engine", engine, "--config"]
-    chosen = [config or FSDP2] if engine == "fsdp2" else []
-    return [*map(str, [*first, *chosen]), "--out", str(out), *SMALL, *more]
+def run_example(ranks: RankPool, engine: str, out: Path, *more: str) -> tuple[list[Any], str]:
+    """How it ended on each rank, and what it printed. Of options that are given twice, the last counts."""
+    given = [*STARTS[engine], "--out", str(out), *SMALL, *more]
+    return run_on_ranks(ranks, SCRIPT, *given, joined=engine == "deepspeed")
 
 
-def train(ranks: RankPool, engine: str, out: Path, *more: str, **options: Any) -> str:
-    given = arguments(engine, out, *more, **options)
-    codes, output = run_on_ranks(ranks, SCRIPT, *given, joined=engine == "deepspeed")
+def train(ranks: RankPool, engine: str, out: Path, *more: str) -> str:
+    codes, output = run_example(ranks, engine, out, *more)
     assert codes == [0] * ranks.world_size, output
     return output
 
@@ -53,7 +59,8 @@ def whole_run(
     return engine, out / "whole", train(rank_pools[2], engine, out, "--name", "whole", *TIED[engine])
 
 
-TIED: dict[str, list[str]] = {"deepspeed": [], "fsdp2": ["--tied-head"]}
+def without_speeds(folder: Path) -> list[dict[str, Any]]:
+    return [{key: value for key, value in row.items() if key != "tokens_per_s"} for row in metrics(folder)]
 
 
 def test_a_run_leaves_metrics_a_picture_and_a_checkpoint(whole_run: tuple[str, Path, str]) -> None:
@@ -87,42 +94,33 @@ def test_losses_after_a_resume_equal_those_of_an_uninterrupted_run(
     assert not (run / "checkpoint" / ".step6.tmp").exists()
 
 
-def without_speeds(folder: Path) -> list[dict[str, Any]]:
-    return [{key: value for key, value in row.items() if key != "tokens_per_s"} for row in metrics(folder)]
-
-
 @pytest.mark.full
 def test_under_the_launcher_it_is_the_same_run(whole_run: tuple[str, Path, str], tmp_path: Path) -> None:
     engine, folder, _ = whole_run
     start = launch if engine == "deepspeed" else torchrun
-    output = start(SCRIPT, *arguments(engine, tmp_path, "--name", "again", *TIED[engine]))
+    given = [*STARTS[engine], "--out", tmp_path, *SMALL, "--name", "again", *TIED[engine]]
+    output = start(SCRIPT, *given)
     assert without_speeds(tmp_path / "again") == without_speeds(folder)
     assert [output.count(once) for once in SAID[engine]] == [1, 1, 1] and "built successfully" not in output
 
 
-@pytest.mark.parametrize(("engine", "world_size"), [("deepspeed", 2), ("fsdp2", 3)])
-def test_text_of_the_users_is_trained_on(
-    rank_pools: dict[int, RankPool], tmp_path: Path, engine: str, world_size: int
-) -> None:
+@pytest.mark.parametrize(("engine", "ranks"), [("deepspeed", 2), ("fsdp2", 3)], indirect=["ranks"])
+def test_text_of_the_users_is_trained_on(ranks: RankPool, tmp_path: Path, engine: str) -> None:
     """Three ranks share eight batches to validate on: FSDP2 gathers the weights from all ranks for each of them."""
     text = tmp_path / "text.txt"
-    text.write_bytes(TEXT)
-    more = ["--data", str(text), "--tied-head", "--name", "mine"]
-    output = train(rank_pools[world_size], engine, tmp_path, *more)
+    text.write_bytes(b"to be or not to be, that is the question. " * 200)
+    output = train(ranks, engine, tmp_path, "--data", str(text), "--tied-head", "--name", "mine")
     assert "7,560 bytes to train on and 840 to validate on" in output and "embedding, tied to lm_head" in output
     rows = metrics(tmp_path / "mine")
     assert rows[-1]["validation_loss"] < rows[0]["validation_loss"]
 
 
-def changed_config(path: Path, source: Path, section: list[str], training: dict[str, Any], **options: Any) -> Path:
-    """A copy of a shipped configuration with other top-level keys, and other options in its optimizer's section."""
+def changed_config(path: Path, source: Path, training: dict[str, Any], **options: Any) -> str:
+    """A copy of a shipped configuration with other top-level keys, and other options of its optimizer."""
     config = {**json.loads(source.read_text()), **training}
-    inner = config
-    for key in section:
-        inner = inner[key]
-    inner.update(options)
+    config["optimizer"].get("params", config["optimizer"]).update(options)
     path.write_text(json.dumps(config))
-    return path
+    return str(path)
 
 
 @pytest.mark.parametrize(
@@ -142,52 +140,56 @@ def changed_config(path: Path, source: Path, section: list[str], training: dict[
 def test_both_engines_train_alike(
     ranks: RankPool, tmp_path: Path, training: dict[str, Any], options: dict[str, Any], loss_tolerance: float
 ) -> None:
-    shape = ["--layers", "2", "--width", "64", "--context", "64", "--steps", "12", "--out", str(tmp_path)]
-    zero = changed_config(tmp_path / "zero.json", ZERO, ["optimizer", "params"], training, **options)
-    fsdp2 = changed_config(tmp_path / "fsdp2.json", FSDP2, ["optimizer"], training, **options)
-    for given, joined in (
-        (["--deepspeed", "--deepspeed_config", zero], True),
-        (["--engine", "fsdp2", "--config", fsdp2], False),
-    ):
-        codes, output = run_on_ranks(ranks, SCRIPT, *given, *shape, joined=joined)
-        assert codes == [0, 0], output
+    shape = ["--layers", "2", "--width", "64", "--context", "64", "--steps", "12"]
+    zero = changed_config(tmp_path / "zero.json", ZERO, training, **options)
+    fsdp2 = changed_config(tmp_path / "fsdp2.json", FSDP2, training, **options)
+    train(ranks, "deepspeed", tmp_path, *shape, "--deepspeed_config", zero)
+    train(ranks, "fsdp2", tmp_path, *shape, "--config", fsdp2)
     expected, found = metrics(tmp_path / "zero"), metrics(tmp_path / "fsdp2")
     assert [row.keys() for row in found] == [row.keys() for row in expected] and len(found) == 14
     for ours, theirs in zip(found, expected):
         assert ours.get("lr") == theirs.get("lr")
-        for key in {"loss", "validation_loss"} & ours.keys():
-            assert ours[key] == pytest.approx(theirs[key], rel=loss_tolerance, abs=0), ours["step"]
-        if "grad_norm" in ours:
-            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=2e-6, abs=0), ours["step"]
+        tolerances = {"loss": loss_tolerance, "validation_loss": loss_tolerance, "grad_norm": 2e-6}
+        for key in tolerances.keys() & ours.keys():
+            assert ours[key] == pytest.approx(theirs[key], rel=tolerances[key], abs=0), (key, ours["step"])
     assert found[-2]["grad_norm"] > 1, "clipping has something to do"
 
 
-def test_the_shipped_configurations_of_both_engines_say_the_same() -> None:
+def test_the_shipped_configurations_say_the_same_and_make_trains_with_both() -> None:
     zero, fsdp2 = (json.loads(path.read_text()) for path in (ZERO, FSDP2))
     of_zero, of_fsdp2 = zero.pop("optimizer"), fsdp2.pop("optimizer")
     assert fsdp2.pop("gradient_clipping") == zero["gradient_clipping"]
     assert fsdp2.items() <= zero.items()
     assert of_fsdp2.pop("matrix") == "muon" and of_fsdp2 == of_zero["params"]
+    for target, command in (
+        ("train", "examples/train_gpt.py --deepspeed --deepspeed_config configs/zero2_muon.json"),
+        ("train-fsdp2", "--torchrun examples/train_gpt.py --engine fsdp2 --config configs/fsdp2_muon.json"),
+    ):
+        assert command in succeeds(["make", "--dry-run", target], ROOT)
 
 
 @pytest.mark.parametrize(
     ("engine", "other"), [("fsdp2_engine", "deepspeed"), ("deepspeed_engine", "lwopt_backend.integrations.fsdp2")]
 )
 def test_an_engine_does_not_import_the_other_ones_module(engine: str, other: str) -> None:
-    code = (
-        f"import sys; sys.path.insert(0, 'examples'); import train_gpt, {engine}; assert '{other}' not in sys.modules"
-    )
-    succeeds([sys.executable, "-c", code], ROOT)
+    code = f"import sys, train_gpt, {engine}; assert '{other}' not in sys.modules"
+    succeeds([sys.executable, "-c", code], ROOT / "examples")
 
 
-OF_ZERO, OF_FSDP2 = ["--deepspeed_config", str(ZERO)], ["--engine", "fsdp2", "--config", str(FSDP2)]
-ALONE = "--single-process"
+# What is refused
+
+OF_ZERO, OF_FSDP2, ALONE = STARTS["deepspeed"][1:], STARTS["fsdp2"], "--single-process"
+UNSHARDED = "one process was started, so nothing would be sharded"
+
+
+def on_fsdp2(path: Path) -> list[str]:
+    return ["--engine", "fsdp2", "--config", str(path), ALONE]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (OF_ZERO, "one process was started, so nothing would be sharded"),
+        (OF_ZERO, UNSHARDED),
         (OF_ZERO, "deepspeed --num_accelerators 2"),
         ([*OF_ZERO, ALONE, "--data", "nowhere.txt"], "--data nowhere.txt: no such file or folder"),
         ([*OF_ZERO, ALONE, "--steps", "0"], "--steps: expected at least 1, found 0"),
@@ -198,11 +200,11 @@ ALONE = "--single-process"
         ),
         (["--config", "x.json"], "--config is for --engine fsdp2; --engine deepspeed takes --deepspeed_config"),
         (["--engine", "fsdp2"], "--config None: no such file; try configs/fsdp2_muon.json"),
-        (OF_FSDP2, "one process was started, so nothing would be sharded"),
+        (OF_FSDP2, UNSHARDED),
         ([*OF_FSDP2, ALONE], "is started by `torchrun"),
-        (["--engine", "fsdp2", "--config", str(ROOT / "README.md"), ALONE], "README.md is not JSON"),
+        (on_fsdp2(ROOT / "README.md"), "README.md is not JSON"),
         (
-            ["--engine", "fsdp2", "--config", str(ROOT / "configs" / "zero2_adamw.json"), ALONE],
+            on_fsdp2(ROOT / "configs" / "zero2_adamw.json"),
             "unknown key 'zero_optimization'; known: 'train_micro_batch_size_per_gpu'",
         ),
         (["--engine", "fsdp3"], "invalid choice: 'fsdp3'"),
@@ -219,22 +221,20 @@ def test_wrong_arguments_end_with_a_message(
     assert message in f"{ended.value.code}{capsys.readouterr().err}"
 
 
-def test_wrong_options_and_wrong_checkpoints_end_with_a_message(
+def test_wrong_options_and_wrong_checkpoints_end_with_a_message_on_the_ranks(
     ranks: RankPool, whole_run: tuple[str, Path, str], tmp_path: Path
 ) -> None:
-    """These are found on the ranks."""
     engine, folder, _ = whole_run
-    named = ["--name", "whole", *TIED[engine], "--resume"]
+    other_width = ["--name", "whole", *TIED[engine], "--resume", "--width", "64"]
     cases = [
-        (arguments(engine, tmp_path, "--resume"), f"--resume: no checkpoint in {tmp_path}"),
-        (arguments(engine, folder.parent, *named, "--width", "64"), "--resume: the checkpoint is of a run with"),
+        (tmp_path, ["--resume"], f"--resume: no checkpoint in {tmp_path}"),
+        (folder.parent, other_width, "--resume: the checkpoint is of a run with"),
     ]
     if engine == "fsdp2":
-        wrong = changed_config(tmp_path / "wrong.json", FSDP2, ["optimizer"], {}, momentun=0.9)
-        said = "unknown key 'momentun'; did you mean 'momentum'?"
-        cases.append((arguments(engine, tmp_path, config=wrong), said))
-    for given, message in cases:
-        codes, _ = run_on_ranks(ranks, SCRIPT, *given, joined=engine == "deepspeed")
+        wrong = changed_config(tmp_path / "wrong.json", FSDP2, {}, momentun=0.9)
+        cases.append((tmp_path, ["--config", wrong], "unknown key 'momentun'; did you mean 'momentum'?"))
+    for out, given, message in cases:
+        codes, _ = run_example(ranks, engine, out, *given)
         assert all(message in str(code) for code in codes), codes
     assert not list(tmp_path.rglob("metrics.jsonl"))
 
@@ -252,10 +252,70 @@ def test_compare_draws_the_best_of_both_sweeps(tmp_path: Path) -> None:
     assert first[0] == first[1], "the same first batch and the same initial weights"
 
 
-def test_make_trains_with_both_engines() -> None:
-    recipes = [
-        subprocess.run(["make", "--dry-run", target], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-        for target in ("train", "train-fsdp2")
-    ]
-    assert "examples/train_gpt.py --deepspeed --deepspeed_config configs/zero2_muon.json" in recipes[0]
-    assert "--torchrun examples/train_gpt.py --engine fsdp2 --config configs/fsdp2_muon.json" in recipes[1]
+# Data, model and metrics
+
+
+def test_the_text_is_the_standard_library_or_a_folder_of_disjoint_files(tmp_path: Path) -> None:
+    corpus = Corpus.load(None, 256)
+    assert len(corpus.train) > 2**20 and len(corpus.validation) > 2**17
+    assert corpus.train.dtype == torch.uint8
+    for number in range(25):
+        (tmp_path / f"{number:02}.txt").write_bytes(bytes([number or ord("A")]) * 100)
+    (tmp_path / "binary.bin").write_bytes(b"\0" * 500)
+    (tmp_path / ".hidden").write_bytes(b"x" * 500)
+    corpus = Corpus.load(str(tmp_path), 16)
+    train, validation = set(corpus.train.tolist()), set(corpus.validation.tolist())
+    assert train.isdisjoint(validation) and validation == {ord("A"), 10, 20}
+    assert len(corpus.train) + len(corpus.validation) == 2500
+
+
+def test_missing_empty_or_small_texts_are_errors(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "small").write_bytes(b"x" * 50)
+    for name, message in {
+        "missing": "no such file or folder",
+        "empty": "0 bytes for training",
+        "small": "5 bytes for validation",
+        "folder": r"0 bytes for training, at least 18 are needed \(0 text file",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            Corpus.load(str(tmp_path / name), 16)
+
+
+def test_batches_depend_on_seed_step_and_row_only(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(bytes(range(1, 256)) * 20)
+    corpus = Corpus.load(str(tmp_path / "text"), 16)
+    both, _ = corpus.train_batch(3, range(4), 16, seed=1)
+    second, targets = corpus.train_batch(3, range(2, 4), 16, seed=1)
+    assert torch.equal(both[2:], second)
+    assert torch.equal(targets, second % 255 + 1), "the next byte, in a text that counts up"
+    assert not torch.equal(both, corpus.train_batch(4, range(4), 16, seed=1)[0])
+    assert not torch.equal(both, corpus.train_batch(3, range(4), 16, seed=2)[0])
+
+
+def test_the_model_is_causal_and_can_tie_its_head() -> None:
+    torch.manual_seed(0)
+    model, tokens = GPT(GPTConfig(layers=2, width=32, context=16)), torch.randint(256, (1, 16))
+    changed = tokens.clone()
+    changed[0, 10] = (changed[0, 10] + 1) % 256
+    outputs: list[torch.Tensor] = []
+    model.lm_head.register_forward_hook(lambda module, args, output: outputs.append(output))
+    for some in (tokens, changed):
+        model(some, tokens)
+    assert torch.equal(outputs[0][:, :10], outputs[1][:, :10]), "a later byte must not change earlier predictions"
+    assert not torch.equal(outputs[0][:, 10:], outputs[1][:, 10:])
+    tied = GPT(GPTConfig(layers=1, width=32, tied_head=True))
+    assert tied.lm_head.weight is tied.embedding.weight
+
+
+def test_metrics_of_a_killed_run_are_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, is_writer=True)
+    folder.log({"step": 0, "validation_loss": 5.0})
+    for step in (1, 2, 3):
+        folder.log({"step": step, "loss": 4.0})
+    folder.log({"step": 3, "validation_loss": 3.9})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    folder.keep_until(2)
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2]
