@@ -18,30 +18,30 @@ from lwopt_backend.integrations.deepspeed_zero import LayerWise, LayerWiseMuon
 from lwopt_backend.muon_config import muon_settings
 from lwopt_backend.param_groups import split
 
+Door = Callable[..., object]
+
 
 def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
 
 
-def owned(**options: Any) -> None:
-    lwopt_backend.LayerWiseOptimizer(model(), report=False, **options)
+def owned(**options: Any) -> object:
+    return lwopt_backend.LayerWiseOptimizer(model(), report=False, **options)
 
 
-def on_fsdp2(**options: Any) -> None:
-    fsdp2.LayerWiseOptimizer(model(), sharded_later=True, report=False, **options)
+def on_fsdp2(**options: Any) -> object:
+    return fsdp2.LayerWiseOptimizer(model(), sharded_later=True, report=False, **options)
 
 
-def layer_wise(**options: Any) -> None:
-    LayerWise(options.pop("params", model().parameters()), report=False, **options)
+def layer_wise(**options: Any) -> object:
+    return LayerWise(**{"params": model().parameters(), "report": False, **options})
 
 
-def layer_wise_muon(**options: Any) -> None:
-    LayerWiseMuon(options.pop("params", model().parameters()), report=False, **options)
+def layer_wise_muon(**options: Any) -> object:
+    return LayerWiseMuon(**{"params": model().parameters(), "report": False, **options})
 
 
-Door = Callable[..., None]
-ARGUMENTS = (owned, on_fsdp2)
-RULES = (*ARGUMENTS, layer_wise)
+RULES = (owned, on_fsdp2, layer_wise)
 DOORS = (*RULES, layer_wise_muon)
 
 
@@ -74,33 +74,26 @@ def test_a_name_of_another_optimizer_is_answered_with_ours(
             assert f"unknown key '{foreign}'; did you mean {ours}?" in answer(door, **{foreign: 0.5}), door
 
 
-OTHER_KIND = "unknown rule 'torch_adam'; 'adamw' is a rule of the other kind; known here:"
-ANSWERS: list[tuple[tuple[Door, ...], dict[str, Any], str]] = [
+OTHER_KIND = "matrix: unknown rule 'torch_adam'; 'adamw' is a rule of the other kind; known here:"
+ENTRY = "ValueError: LayerWise: unknown key 'adamw'"
+AUTO = "lr: input should be a valid number; found 'auto', which only Hugging Face's Trainer and Accel"
+SECTION = "expected a section with 'params', a glob on names or several"
+GLOBS = "expert_params: expected a glob on names, or a list of them"
+GROUP = "expected None or a process group, such as torch.distributed.new_group(ranks) returns; found 5"
+ANSWERS: list[tuple[tuple[Door, ...], dict[str, Any], str]] = [  # which an answer contains, or begins and goes on with
     (DOORS, {"torch_adam": True}, "unknown key 'torch_adam'; leave it out: what is not a matrix is trained by"),
     (DOORS, {"max_grad_norm": 1.0}, "unknown key 'max_grad_norm'; clip with gradient_clipping in ds"),
-    (RULES, {"matrix": "torch_adam"}, f"matrix: {OTHER_KIND}"),
+    (RULES, {"matrix": "torch_adam"}, OTHER_KIND),
     (RULES, {"matrix": "dist_muon"}, "matrix: unknown rule 'dist_muon'; did you mean 'muon'?"),
     (RULES, {"elementwise": "torch_adam"}, "elementwise: unknown rule 'torch_adam'; did you mean 'adamw'?"),
     (RULES, {"elementwise": "muon"}, "elementwise: unknown rule 'muon'; 'muon' is a rule of the other kind"),
-    (
-        (layer_wise,),
-        {"adamw": {"lr": 0.1}},
-        "ValueError: LayerWise: unknown key 'adamw'; write {'elementwise': {'name': 'adamw', ...}}",
-    ),
-    (
-        DOORS,
-        {"lr": "auto"},
-        "lr: input should be a valid number; found 'auto', which only Hugging Face's Trainer and Accel",
-    ),
+    ((layer_wise,), {"adamw": {"lr": 0.1}}, f"{ENTRY}; write {{'elementwise': {{'name': 'adamw', ...}}}}"),
+    (DOORS, {"lr": "auto"}, AUTO),
     (DOORS, {"include": 5}, "include: input should be a list; found 5"),
     (DOORS, {"exclude": {"1.*": True}}, "exclude: input should be a list; found {'1.*': True}"),
     (DOORS, {"atoms": "1.*"}, "atoms: expected a mapping of globs to divisions; found '1.*'"),
     (DOORS, {"overrides": "1.*"}, "overrides: expected a list of sections with 'params'; found '1.*'"),
-    (
-        DOORS,
-        {"overrides": [5]},
-        "overrides[0]: expected a section with 'params', a glob on names or several; found 5",
-    ),
+    (DOORS, {"overrides": [5]}, f"overrides[0]: {SECTION}; found 5"),
     (DOORS, {"params": 5}, "TypeError: ... found 5; pass model.parameters() or a list of param groups"),
     (DOORS, {"params": set(model().parameters())}, "TypeError: ... in an order that all ranks share; found a set"),
     (DOORS, {"params": model()}, "TypeError: ... found a Sequential; pass model.parameters()"),
@@ -109,12 +102,11 @@ ANSWERS: list[tuple[tuple[Door, ...], dict[str, Any], str]] = [
         {"params": [{"params": 5}]},
         "TypeError: ... param group 0: params: expected a list of parameters, found 5",
     ),
-    ((owned,), {"expert_params": 5}, "ValueError: expert_params: expected a glob on names, or a list of them; found 5"),
-    (
-        (owned,),
-        {"expert_params": [1]},
-        "ValueError: expert_params: expected a glob on names, or a list of them; found [1]",
-    ),
+    ((owned,), {"expert_params": 5}, f"ValueError: {GLOBS}; found 5"),
+    ((owned,), {"expert_params": [1]}, f"ValueError: {GLOBS}; found [1]"),
+    ((owned,), {"process_group": 5}, f"TypeError: process_group: {GROUP}"),
+    ((owned,), {"expert_params": "1.*", "expert_process_group": 5}, f"TypeError: expert_process_group: {GROUP}"),
+    ((ModuleOptimizers,), {"optimizers": {}, "process_group": 5}, f"TypeError: process_group: {GROUP}"),
 ]
 
 
@@ -124,7 +116,8 @@ def test_a_wrong_value_is_answered_with_what_is_wanted(
 ) -> None:
     for door in doors:
         told, parts = answer(door, **given), found.split(" ... ")
-        assert all(part in told for part in parts) and (len(parts) == 1 or told.startswith(parts[0])), (door, told)
+        assert all(part in told for part in parts), (door, told)
+        assert told.startswith(parts[0]) or not found.startswith(("TypeError", "ValueError")), (door, told)
 
 
 def test_names_of_others_in_a_param_group_are_errors_too() -> None:
@@ -141,15 +134,21 @@ def test_one_glob_need_not_be_in_a_list() -> None:
     assert config.exclude == ("1.*",)
 
 
+PASS_THE_MODEL, PASS_AS_PARAMS = (
+    "Pass the model, not its parameters",
+    "Pass the model, and param groups as params=[...]",
+)
+
+
 @pytest.mark.parametrize(
     ("given", "found"),
     [
-        (lambda: model().parameters(), "of Parameter. Pass the model, not its parameters: its structure and"),
-        (lambda: list(model().parameters()), "found a list of Parameter. Pass the model, not its parameters"),
-        (lambda: model().named_parameters(), "of tuple. Pass the model, not its parameters"),
-        (lambda: [{"params": list(model().parameters())}], "of dict. Pass the model, and param groups as params=[...]"),
-        (lambda: {"params": list(model().parameters())}, "found a dict. Pass the model, and param groups as params="),
-        (lambda: nn.Parameter(torch.zeros(2, 2)), "found a Parameter. Pass the model, not its parameters"),
+        (lambda: model().parameters(), f"of Parameter. {PASS_THE_MODEL}: its structure and"),
+        (lambda: list(model().parameters()), f"found a list of Parameter. {PASS_THE_MODEL}"),
+        (lambda: model().named_parameters(), f"of tuple. {PASS_THE_MODEL}"),
+        (lambda: [{"params": list(model().parameters())}], f"of dict. {PASS_AS_PARAMS}"),
+        (lambda: {"params": list(model().parameters())}, f"found a dict. {PASS_AS_PARAMS}"),
+        (lambda: nn.Parameter(torch.zeros(2, 2)), f"found a Parameter. {PASS_THE_MODEL}"),
         (lambda: None, "found None"),
         (lambda: [], "found a list"),
         (lambda: 5, "found a int"),
@@ -160,11 +159,3 @@ def test_anything_but_a_model_is_answered_with_what_to_pass(given: Callable[[], 
         with pytest.raises(TypeError, match="LayerWiseOptimizer: model: expected a torch.nn.Module") as caught:
             optimizer(given())
         assert found in str(caught.value)
-
-
-def test_what_is_no_process_group_is_named() -> None:
-    group = "expected None or a process group, such as torch.distributed.new_group(ranks) returns; found 5"
-    assert answer(owned, process_group=5) == f"TypeError: process_group: {group}"
-    experts = {"expert_params": "1.*", "expert_process_group": 5}
-    assert answer(owned, **experts) == f"TypeError: expert_process_group: {group}"
-    assert answer(ModuleOptimizers, optimizers={}, process_group=5) == f"TypeError: process_group: {group}"
