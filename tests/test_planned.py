@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 import json
 from typing import Any
@@ -18,17 +17,16 @@ from torch.distributed.tensor import DTensor
 import lwopt_backend
 from lwopt_backend.integrations import fsdp2
 from lwopt_backend.integrations.deepspeed_zero import LayerWise, LayerWiseMuon
-from lwopt_backend.owned.memory import RankMemory
 from tests.fsdp2 import mesh_of
 from tests.models import UnevenLM
-from tests.ranks import RankPool
+from tests.on_ranks import on_ranks
 from tests.test_cli import run
 from tests.zero import config, engine_for
 
 transformers = pytest.importorskip("transformers")
 
 KINDS = ("parameters", "gradients", "masters", "state", "padding")
-Run = tuple[str, dict[str, int]]  # the plan's name, and bytes that this rank holds, of the kinds that were looked at
+Held = tuple[str, dict[str, int]]  # the plan's name, and bytes that this rank holds, of the kinds that were looked at
 
 
 @pytest.fixture(scope="module")
@@ -59,31 +57,27 @@ def state_of(optimizer: torch.optim.Optimizer) -> int:
     return nbytes([tensor for state in optimizer.state.values() for tensor in state.values()])
 
 
-def owned(folder: str, dtype: str, options: dict[str, Any]) -> Run:
+def owned(folder: str, dtype: str, options: dict[str, Any]) -> Held:
     optimizer = lwopt_backend.LayerWiseOptimizer(model_in(folder, dtype), report=False, **options)
-    held: RankMemory = optimizer.memory_report()[dist.get_rank()]
+    held = optimizer.memory_report()[dist.get_rank()]
     return optimizer.plan_digest, {kind: getattr(held, kind) for kind in KINDS}
 
 
-def on_fsdp2(folder: str, dtype: str, options: dict[str, Any]) -> Run:
+def on_fsdp2(folder: str, dtype: str, options: dict[str, Any]) -> Held:
     model = model_in(folder, dtype)
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh_of(2))
-    fully_shard(model, mesh=mesh_of(2))
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=mesh_of(2))
     optimizer = fsdp2.LayerWiseOptimizer(model, report=False, **options)
     return optimizer.plan_digest, {"parameters": nbytes(list(model.parameters())), "state": state_of(optimizer)}
 
 
-def under_deepspeed(stage: int, folder: str, dtype: str, options: dict[str, Any]) -> Run:
-    settings = copy.deepcopy(config(stage))
-    settings["optimizer"] = {"type": "LayerWise", "params": {"report": False, **options}}
+def under_deepspeed(stage: int, folder: str, dtype: str, options: dict[str, Any]) -> Held:
+    settings = config(stage) | {"optimizer": {"type": "LayerWise", "params": {"report": False, **options}}}
     settings["bf16"] = {"enabled": dtype == "bfloat16"}
     with engine_for(settings, model_in(folder, "float32")) as engine:
         optimizer = engine.basic_optimizer
-        if options.get("storage") == "owned":
-            return optimizer.plan_digest, {"state": state_of(optimizer)}
-        _, masters = optimizer.prepared()
-        return optimizer.plan_digest, {"masters": nbytes(masters), "state": state_of(optimizer)}
+        masters = {} if options.get("storage") == "owned" else {"masters": nbytes(optimizer.prepared()[1])}
+        return optimizer.plan_digest, {"state": state_of(optimizer), **masters}
 
 
 SMALL = {"bucket_mb": 0.01}  # several buckets of the small model
@@ -105,24 +99,21 @@ ENGINES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def train(engine: str, folder: str, dtype: str, options: dict[str, Any]) -> Run:
-    torch.manual_seed(0)
-    if engine == "owned":
-        return owned(folder, dtype, options)
-    if engine == "fsdp2":
-        return on_fsdp2(folder, dtype, options)
-    return under_deepspeed(int(engine[-1]), folder, dtype, options)
-
-
 @pytest.mark.parametrize("case", ENGINES)
-def test_the_planner_says_what_a_run_does(ranks: RankPool, phi3: str, case: str) -> None:
+@on_ranks(2)
+def test_the_planner_says_what_a_run_does(phi3: str, case: str) -> None:
     engine, dtype, options = ENGINES[case]
+    if engine == "owned":
+        digest, held = owned(phi3, dtype, options)
+    elif engine == "fsdp2":
+        digest, held = on_fsdp2(phi3, dtype, options)
+    else:
+        digest, held = under_deepspeed(int(engine[-1]), phi3, dtype, options)
     stored_by = "owned" if options.get("storage") else engine
     words = ("--world-size", 2, "--cluster", "cpu", "--engine", stored_by, "--dtype", dtype)
     found = planned(phi3, *words, **{key: value for key, value in options.items() if key != "storage"})
-    for rank, (digest, held) in enumerate(ranks.run(train, engine, phi3, dtype, options)):
-        assert digest == found["digest"] == found["stages"][0]["digest"]
-        assert held == {kind: found["memory_per_rank"][rank][kind] for kind in held}
+    assert digest == found["digest"] == found["stages"][0]["digest"]
+    assert held == {kind: found["memory_per_rank"][dist.get_rank()][kind] for kind in held}
 
 
 def test_a_plans_name_is_that_of_its_owners_and_stages_whatever_rates_costs_and_clusters_are(phi3: str) -> None:
@@ -137,28 +128,18 @@ def test_a_plans_name_is_that_of_its_owners_and_stages_whatever_rates_costs_and_
     assert len({stages["digest"], *(stage["digest"] for stage in stages["stages"])}) == 4
 
 
-def too_early(kind: str) -> str:
+@on_ranks(2)
+def test_before_there_is_a_plan_its_name_is_an_error() -> None:
     param = nn.Parameter(torch.zeros(4, 4))
-    made = {
-        "LayerWise": lambda: LayerWise([param]),
-        "owned": lambda: LayerWiseMuon([param], storage="owned"),
-        "sharded later": lambda: fsdp2.LayerWiseOptimizer(UnevenLM(), sharded_later=True, report=False),
-    }
-    return made[kind]().plan_digest
+    late = fsdp2.LayerWiseOptimizer(UnevenLM(), sharded_later=True, report=False)
+    for optimizer in (LayerWise([param]), LayerWiseMuon([param], storage="owned"), late):
+        with pytest.raises(RuntimeError, match="has no plan yet, so plan_digest has no value.*ask after that"):
+            _ = optimizer.plan_digest
 
 
-def test_before_there_is_a_plan_its_name_is_an_error(ranks: RankPool) -> None:
-    for kind in ("LayerWise", "owned", "sharded later"):
-        for error in ranks.errors(too_early, kind):
-            assert "has no plan yet, so plan_digest has no value" in error and "ask after that" in error
-
-
-def reported(folder: str) -> tuple[str, list[str]]:
+@on_ranks(2)
+def test_the_report_of_a_run_ends_with_the_name_of_its_plan(phi3: str) -> None:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        optimizer = lwopt_backend.LayerWiseOptimizer(model_in(folder, "float32"))
-    return optimizer.plan_digest, printed.getvalue().splitlines()
-
-
-def test_the_report_of_a_run_ends_with_the_name_of_its_plan(ranks: RankPool, phi3: str) -> None:
-    (digest, lines), (_, nothing) = ranks.run(reported, phi3)
-    assert lines[-1].startswith(f"Plan {digest}: ") and not nothing
+        optimizer = lwopt_backend.LayerWiseOptimizer(model_in(phi3, "float32"))
+    lines = printed.getvalue().splitlines()
+    assert lines[-1].startswith(f"Plan {optimizer.plan_digest}: ") if dist.get_rank() == 0 else lines == []
