@@ -14,26 +14,31 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from tests.ranks import RankPool, free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_SECONDS = 300
 
 
-def launch(*script: object, processes: int = 2, module: str | None = None, cwd: Path = ROOT) -> str:
-    """Run a script under ``deepspeed``; its output. Raises AssertionError, with its output, if it fails."""
-    command = [Path(sys.executable).parent / "deepspeed", "--num_accelerators", processes, "--master_port", free_port()]
-    command += (["--module", module] if module else []) + list(script)
-    return succeeds([str(part) for part in command], cwd)
+def launch(*script: object) -> str:
+    """Run a script under ``deepspeed``; its output."""
+    return _launched([Path(sys.executable).parent / "deepspeed", "--num_accelerators"], 2, script)
 
 
 def torchrun(*script: object, processes: int = 2) -> str:
-    """Run a script under ``torchrun``; its output. Raises AssertionError, with its output, if it fails."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", processes]
-    return succeeds([str(part) for part in [*command, "--master_port", free_port(), *script]], ROOT)
+    """Run a script under ``torchrun``; its output."""
+    return _launched([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node"], processes, script)
+
+
+def _launched(launcher: list[object], processes: int, script: tuple[object, ...]) -> str:
+    command = [*launcher, processes, "--master_port", free_port(), *script]
+    return succeeds([str(part) for part in command], ROOT)
 
 
 def succeeds(command: str | list[str], cwd: Path, **variables: str) -> str:
+    """What a command prints. Raises AssertionError, with that, if it fails."""
     finished = run_on_cpu(command, cwd, **variables)
     assert finished.returncode == 0, f"{command} ended with {finished.returncode}:\n{finished.stdout}"
     return finished.stdout
@@ -46,12 +51,10 @@ def run_on_cpu(command: str | list[str], cwd: Path, **variables: str) -> subproc
     """
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **variables}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
-    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    is_line = isinstance(command, str)
+    how: dict[str, Any] = {"shell": isinstance(command, str), "cwd": cwd, "env": environment, "text": True}
+    how |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "timeout": TIMEOUT_SECONDS}
     try:
-        return subprocess.run(
-            command, shell=is_line, cwd=cwd, env=environment, **streams, text=True, timeout=TIMEOUT_SECONDS
-        )
+        return subprocess.run(command, **how)
     except subprocess.TimeoutExpired as late:
         printed = late.stdout.decode(errors="replace") if isinstance(late.stdout, bytes) else late.stdout
         raise AssertionError(f"{command} had not ended after {TIMEOUT_SECONDS} s:\n{printed}") from None
@@ -74,8 +77,6 @@ def run_on_ranks(
 
 def run_script(arguments: list[str], variables: dict[str, str], joined: bool) -> tuple[Any, str]:
     """On a rank: what a script leaves of the interpreter (arguments, path, environment) is as it was before."""
-    import torch.distributed as dist
-
     if not joined:
         dist.destroy_process_group()
     printed, ended = io.StringIO(), 0
