@@ -20,8 +20,8 @@ from tests.rule_steps import SHAPES, Trained, gradients, random, rule_of, traine
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_torch_bit_by_bit_and_pytorch_optimizer_to_bfloat16s_rounding(shape: tuple[int, int]) -> None:
     torchs, others = (trained(ours_for(peer, shape).rule, shape) for peer in ("torch", "pytorch_optimizer"))
-    assert torch.equal(torchs, trained_by(torch.optim.Muon, shape, grouped=False, lr=0.02))
-    theirs = trained_by(pytorch_optimizer.Muon, shape, grouped=True)
+    assert torch.equal(torchs, trained_by(lambda param: torch.optim.Muon([param], lr=0.02), shape))
+    theirs = trained_by(lambda param: pytorch_optimizer.Muon([{"params": [param], "use_muon": True}]), shape)
     assert distance(others, theirs, random(shape, 1)) < 1e-2  # bfloat16 has 8 bits
 
 

@@ -30,8 +30,7 @@ from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.integrations import fsdp2
 from tests.cells import cells, with_full
 from tests.engines import OWNED, RULES, ZERO, Cell, verdicts
-from tests.fsdp2 import backward, copy_gradients, distribute_like, named, new_model, shard, weights_of
-from tests.migration import whole
+from tests.fsdp2 import backward, copy_gradients, distribute_like, named, new_model, shard, weights_of, whole
 from tests.models import MATRICES, UnevenLM
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
