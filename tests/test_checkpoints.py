@@ -350,18 +350,30 @@ SQUARE = (
     "fsdp2 on 4 tensors, fsdp2 on 2 columns, fsdp2 on 4 tensors, fsdp2 on 4 hybrid, fsdp2 on 2, fsdp2 on 3, "
     "fsdp2 on 2 ignored_params, fsdp2 on 4 roots, fsdp2 on 1"
 )
-OF_TORCH = [(rule, ways, form) for rule, ways in (("muon", "uneven"), ("soap", "square")) for form in FORMS]
+
+
+def quarter(way: str, number: int) -> str:
+    """Four legs of a way; those of numbers 0 to 3 are all of it."""
+    legs = way.split(", ")
+    return ", ".join((legs * 2)[2 * number : 2 * number + 4])
+
+
+WAYS = {"uneven": UNEVEN, "square": SQUARE}
+WAYS |= {f"{name}, {number}": quarter(way, number) for name, way in WAYS.items() for number in range(4)}
+RULES_AND_WAYS = [("muon", "uneven"), ("soap", "square"), ("muon", "square")]
+OF_TORCH = [(rule, ways, "nested") for rule, ways in RULES_AND_WAYS]
+OF_TORCH += [(rule, f"{ways}, {n}", form) for rule, ways in RULES_AND_WAYS[:2] for n, form in enumerate(FORMS[1:])]
 
 
 @pytest.mark.parametrize(
     ("rule", "ways", "form"),
-    with_full([*OF_TORCH, ("muon", "square", "nested")], [("muon", "square", form) for form in FORMS]),
+    with_full(OF_TORCH, itertools.product(("muon", "soap"), ("uneven", "square"), FORMS)),
 )
 def test_fsdp2_goes_on_with_torchs_own_formats_on_other_ranks_and_shardings(
     rank_pools: Pools, tmp_path: Path, rule: str, ways: str, form: str
 ) -> None:
-    legs = route(SQUARE if ways == "square" else UNEVEN, form, native=True)
-    go_on(rank_pools, tmp_path, Tour(rule, legs, model={"hidden": EVEN} if ways == "square" else {}))
+    legs = route(WAYS[ways], form, native=True)
+    go_on(rank_pools, tmp_path, Tour(rule, legs, model={"hidden": EVEN} if "square" in ways else {}))
 
 
 # What converters write is what the engine itself would have
