@@ -8,7 +8,7 @@ from __future__ import annotations
 from lwopt_backend.checkpoint.names import megatron_core as core
 from lwopt_backend.checkpoint.names.rules import NameMap, rule
 
-LAYER, EITHER = "transformer.h.{layer}", core.EITHER
+LAYER = "transformer.h.{layer}"
 
 MAP = NameMap(
     "megatron-core",
@@ -17,13 +17,13 @@ MAP = NameMap(
         rule(core.EMBEDDING, "transformer.wte.weight", "vocabulary"),
         rule(core.POSITIONS, "transformer.wpe.weight"),
         rule(core.HEAD, "lm_head.weight", "vocabulary", optional=True),
-        rule(f"{core.NORM1}.{EITHER}", f"{LAYER}.ln_1.{EITHER}"),
-        rule(f"{core.QKV}.{EITHER}", f"{LAYER}.attn.c_attn.{EITHER}", "qkv_blocks", "transpose"),
-        rule(f"{core.PROJ}.{EITHER}", f"{LAYER}.attn.c_proj.{EITHER}", "transpose"),
-        rule(f"{core.NORM2}.{EITHER}", f"{LAYER}.ln_2.{EITHER}"),
-        rule(f"{core.FC1}.{EITHER}", f"{LAYER}.mlp.c_fc.{EITHER}", "transpose"),
-        rule(f"{core.FC2}.{EITHER}", f"{LAYER}.mlp.c_proj.{EITHER}", "transpose"),
-        rule(f"{core.FINAL_NORM}.{EITHER}", f"transformer.ln_f.{EITHER}"),
+        rule(f"{core.NORM1}.{core.EITHER}", f"{LAYER}.ln_1.{core.EITHER}"),
+        rule(f"{core.QKV}.{core.EITHER}", f"{LAYER}.attn.c_attn.{core.EITHER}", "qkv_blocks", "transpose"),
+        rule(f"{core.PROJ}.{core.EITHER}", f"{LAYER}.attn.c_proj.{core.EITHER}", "transpose"),
+        rule(f"{core.NORM2}.{core.EITHER}", f"{LAYER}.ln_2.{core.EITHER}"),
+        rule(f"{core.FC1}.{core.EITHER}", f"{LAYER}.mlp.c_fc.{core.EITHER}", "transpose"),
+        rule(f"{core.FC2}.{core.EITHER}", f"{LAYER}.mlp.c_proj.{core.EITHER}", "transpose"),
+        rule(f"{core.FINAL_NORM}.{core.EITHER}", f"transformer.ln_f.{core.EITHER}"),
         rule([], f"{LAYER}.attn.{{bias|masked_bias}}", optional=True),  # masks, in files of old versions
     ),
     core.ALIASES,

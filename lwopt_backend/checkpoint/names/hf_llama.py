@@ -9,7 +9,7 @@ from __future__ import annotations
 from lwopt_backend.checkpoint.names import megatron_core as core
 from lwopt_backend.checkpoint.names.rules import NameMap, Rule, renamed, rule
 
-LAYER, EITHER = "model.layers.{layer}", core.EITHER
+LAYER = "model.layers.{layer}"
 
 REFUSED = {
     "rotary_interleaved": (True, "it rotates neighbouring elements of q and k, Hugging Face's models halves of a head"),
@@ -26,15 +26,15 @@ EMBEDDINGS: tuple[Rule, ...] = (
 # Also those of models with experts
 ATTENTION: tuple[Rule, ...] = (
     rule(
-        f"{core.QKV}.{EITHER}",
-        [f"{LAYER}.self_attn.{part}_proj.{EITHER}" for part in "qkv"],
+        f"{core.QKV}.{core.EITHER}",
+        [f"{LAYER}.self_attn.{part}_proj.{core.EITHER}" for part in "qkv"],
         "split_qkv",
     ),
     rule(f"{core.NORM1}.weight", f"{LAYER}.input_layernorm.weight"),
     rule(f"{core.NORM2}.weight", f"{LAYER}.post_attention_layernorm.weight"),
     *renamed(
         {
-            f"{core.PROJ}.{EITHER}": f"{LAYER}.self_attn.o_proj.{EITHER}",
+            f"{core.PROJ}.{core.EITHER}": f"{LAYER}.self_attn.o_proj.{core.EITHER}",
             f"{core.Q_NORM}.weight": f"{LAYER}.self_attn.q_norm.weight",
             f"{core.K_NORM}.weight": f"{LAYER}.self_attn.k_norm.weight",
         }
@@ -44,12 +44,12 @@ ATTENTION: tuple[Rule, ...] = (
 
 DENSE: tuple[Rule, ...] = (
     rule(
-        f"{core.FC1}.{EITHER}",
-        [f"{LAYER}.mlp.gate_proj.{EITHER}", f"{LAYER}.mlp.up_proj.{EITHER}"],
+        f"{core.FC1}.{core.EITHER}",
+        [f"{LAYER}.mlp.gate_proj.{core.EITHER}", f"{LAYER}.mlp.up_proj.{core.EITHER}"],
         "split_gate_up",
         optional=True,
     ),
-    rule(f"{core.FC2}.{EITHER}", f"{LAYER}.mlp.down_proj.{EITHER}", optional=True),
+    rule(f"{core.FC2}.{core.EITHER}", f"{LAYER}.mlp.down_proj.{core.EITHER}", optional=True),
 )
 
 MAP = NameMap("megatron-core", "hf-llama", (*EMBEDDINGS, *ATTENTION, *DENSE), core.ALIASES, refused=REFUSED)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from lwopt_backend.checkpoint.names import megatron_core as core
 from lwopt_backend.checkpoint.names.rules import NameMap, renamed, rule
 
-STAGE, EITHER = "{layer+2}", core.EITHER
+STAGE = "{layer+2}"
 
 MAP = NameMap(
     "megatron-core",
@@ -21,15 +21,15 @@ MAP = NameMap(
         rule(core.POSITIONS, "tied_modules.embed.position_embeddings.weight", optional=True, only="tied"),
         rule(core.POSITIONS, "1.position_embeddings.weight", optional=True, only="untied"),
         rule(core.HEAD, "{layers+3}.lm_head.weight", "vocabulary", optional=True, only="untied"),
-        rule(f"{core.QKV}.{EITHER}", f"{STAGE}.self_attention.query_key_value.{EITHER}", "qkv_to_layout"),
+        rule(f"{core.QKV}.{core.EITHER}", f"{STAGE}.self_attention.query_key_value.{core.EITHER}", "qkv_to_layout"),
         *renamed(
             {
-                f"{core.NORM1}.{EITHER}": f"{STAGE}.input_layernorm.{EITHER}",
-                f"{core.PROJ}.{EITHER}": f"{STAGE}.self_attention.dense.{EITHER}",
-                f"{core.NORM2}.{EITHER}": f"{STAGE}.post_attention_layernorm.{EITHER}",
-                f"{core.FC1}.{EITHER}": f"{STAGE}.mlp.dense_h_to_4h.{EITHER}",
-                f"{core.FC2}.{EITHER}": f"{STAGE}.mlp.dense_4h_to_h.{EITHER}",
-                f"{core.FINAL_NORM}.{EITHER}": f"{{layers+2}}.{EITHER}",
+                f"{core.NORM1}.{core.EITHER}": f"{STAGE}.input_layernorm.{core.EITHER}",
+                f"{core.PROJ}.{core.EITHER}": f"{STAGE}.self_attention.dense.{core.EITHER}",
+                f"{core.NORM2}.{core.EITHER}": f"{STAGE}.post_attention_layernorm.{core.EITHER}",
+                f"{core.FC1}.{core.EITHER}": f"{STAGE}.mlp.dense_h_to_4h.{core.EITHER}",
+                f"{core.FC2}.{core.EITHER}": f"{STAGE}.mlp.dense_4h_to_h.{core.EITHER}",
+                f"{core.FINAL_NORM}.{core.EITHER}": f"{{layers+2}}.{core.EITHER}",
             }
         ),
     ),
