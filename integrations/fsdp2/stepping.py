@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+import functools
 from typing import Any
 
 from torch import Tensor
@@ -46,7 +46,7 @@ def step_all(
         if attachment is not None:
             attachment.remove()
         raise RuntimeError(f"{NAME}: {changed}")
-    meanwhile: Callable[[], None] | None = partial(_step_elementwise, optimizers, groups, steppers, presences, states)
+    meanwhile: Callable[[], None] | None = functools.partial(_step_elementwise, optimizers, groups, steppers, presences, states)
     for number, (stepper, presence) in enumerate(zip(steppers, presences)):
         departed: Mapping[int, Any] = {}
         if attachment is not None and touched[number] is not None:

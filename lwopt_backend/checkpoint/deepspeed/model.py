@@ -166,7 +166,7 @@ def groups_of(groups: Any) -> tuple[dict[str, Any], ...]:
     """Param groups without their parameters, as plain data."""
 
     def option(value: Any) -> Any:
-        return number(value) if isinstance(value, LazyTensor) and not value.shape else plain(value, [])
+        return as_number(value) if isinstance(value, LazyTensor) and not value.shape else plain(value, [])
 
     return tuple({key: option(value) for key, value in group.items() if key != "params"} for group in groups)
 
@@ -191,7 +191,7 @@ def scaler_of(saved: Mapping[str, Any]) -> dict[str, Any] | None:
     return {key: value for key, value in plain(found, []).items() if key != "stub_args"}
 
 
-def number(value: Any) -> float | None:
+def as_number(value: Any) -> float | None:
     """A counter, which may be a tensor in the file."""
     found = value.read() if isinstance(value, LazyTensor) else value
     return None if found is None else float(found)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lwopt_backend.checkpoint.contents import MASTER, CheckpointError, Param
-from lwopt_backend.checkpoint.deepspeed.model import ModelStates, number, whole
+from lwopt_backend.checkpoint.deepspeed.model import ModelStates, as_number, whole
 from lwopt_backend.checkpoint.lazy import LazyTensor, held
 
 STEP = "step"
@@ -34,9 +34,9 @@ class Gathered:
 
     def add_number(self, name: str, key: str, value: Any, file: Path) -> None:
         """Raises CheckpointError if another rank had another number."""
-        if key in self.numbers and number(self.numbers[key]) != number(value):
+        if key in self.numbers and as_number(self.numbers[key]) != as_number(value):
             raise CheckpointError(
-                f"parameter {name!r}: {key!r} is {number(self.numbers[key])} on the ranks before, {number(value)} in "
+                f"parameter {name!r}: {key!r} is {as_number(self.numbers[key])} on the ranks before, {as_number(value)} in "
                 f"{file}; the files are of different savings"
             )
         self.numbers[key] = value
@@ -47,7 +47,7 @@ class Gathered:
         found.update({key: copies[0] for key, copies in self.copies.items()})
         found.update({key: _scalar(value, key) for key, value in self.numbers.items() if key != STEP})
         ordered = {key: found[key] for key in sorted(found, key=lambda key: key != MASTER)}
-        step = number(self.numbers.get(STEP))
+        step = as_number(self.numbers.get(STEP))
         return Param(states.weight(name, self.shape), ordered, step, self.group, self.owner)
 
     def replicas(self, name: str) -> list[tuple[str, LazyTensor, LazyTensor]]:

@@ -71,7 +71,7 @@ def _read(tag: Path) -> Checkpoint:
     group_of, shapes = _listed(states, stage3, ours)
     step = None
     if not ours and stage3 is not None and stage3.get("state"):
-        step = number(next(iter(stage3["state"].values())).get(STEP))
+        step = as_number(next(iter(stage3["state"].values())).get(STEP))
     params = {}
     for name in _ordered(tag, ours, states):
         _check_files(tag, name, ours.get("files", {}).get(name, ()))
@@ -159,7 +159,7 @@ def _param(tag: Path, name: str, shape: tuple[int, ...] | None, states: ModelSta
             raise CheckpointError(f"{folder / file} is no state of a parameter; remove it, or copy the folder again")
         saved = torch_files.load(folder / file)
         if key == STEP:
-            step = number(saved)
+            step = as_number(saved)
         else:
             found[key] = _tensor(saved, shape, folder / file)
     if MASTER not in found:

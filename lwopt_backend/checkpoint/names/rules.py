@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import dataclasses
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -107,7 +108,7 @@ class NameMap:
     rules: tuple[Rule, ...]
     aliases: tuple[tuple[Pattern, Pattern], ...] = ()
     target_aliases: tuple[tuple[Pattern, Pattern], ...] = ()
-    refused: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    refused: Mapping[str, tuple[Any, str]] = dataclasses.field(default_factory=dict)
     numbers: Numbers = Numbers()
 
     def inverse(self) -> NameMap:

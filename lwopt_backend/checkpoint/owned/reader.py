@@ -14,7 +14,7 @@ from typing import Any
 
 from lwopt_backend.checkpoint import inferred
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, Param, read_as_expected
-from lwopt_backend.checkpoint.deepspeed.model import groups_of, number, whole
+from lwopt_backend.checkpoint.deepspeed.model import groups_of, as_number, whole
 from lwopt_backend.checkpoint.deepspeed.owners import OwnerStates
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.made import shape_of
@@ -122,7 +122,7 @@ def _param(
         owner.update(piece["owner"])
         for key, tensor in piece["tensors"].items():
             if key == STEP and not tensor.shape:
-                step = number(tensor)
+                step = as_number(tensor)
             elif not tensor.shape:
                 found[key] = [tensor]
             elif tensor.numel != stop - start:
