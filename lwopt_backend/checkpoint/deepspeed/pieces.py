@@ -36,7 +36,8 @@ class Gathered:
         """Raises CheckpointError if another rank had another number."""
         if key in self.numbers and as_number(self.numbers[key]) != as_number(value):
             raise CheckpointError(
-                f"parameter {name!r}: {key!r} is {as_number(self.numbers[key])} on the ranks before, {as_number(value)} in "
+                f"parameter {name!r}: {key!r} is {as_number(self.numbers[key])} on the ranks before, "
+                f"{as_number(value)} in "
                 f"{file}; the files are of different savings"
             )
         self.numbers[key] = value

@@ -28,7 +28,7 @@ from lwopt_backend.checkpoint.deepspeed.model import (
     checkpoint_of,
     groups_of,
     load_mapping,
-    number,
+    as_number,
     plain,
     read_model_states,
     scaler_of,
