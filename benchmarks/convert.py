@@ -34,7 +34,7 @@ from convert_sources import largest, save_deepspeed, save_megatron, shapes
 from rich.console import Console
 from rich.table import Table
 
-from lwopt_backend.checkpoint.deepspeed import universal_reader as deepspeed_universal
+from lwopt_backend.checkpoint.deepspeed import universal as deepspeed_universal
 from lwopt_backend.checkpoint.differences import differences
 
 LIMIT = 10**9  # bytes of memory beyond the largest tensor

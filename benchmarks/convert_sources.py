@@ -14,9 +14,8 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, Param
-from lwopt_backend.checkpoint.lazy import LazyTensor
-from lwopt_backend.checkpoint.megatron import dist_writer as write_megatron
+from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, LazyTensor, Param
+from lwopt_backend.checkpoint.megatron import writer as write_megatron
 
 BYTES = 14  # of a parameter's element: the weight in bf16; master weight and two moments in fp32
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -74,11 +73,11 @@ def _save_rank(
 ) -> None:
     import deepspeed
 
-    from lwopt_backend.integrations import deepspeed_cpu
+    from lwopt_backend.integrations.deepspeed import types
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    deepspeed_cpu.compile_nothing()
+    types.compile_nothing()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_SIZE=str(ranks))
     deepspeed.init_distributed("gloo", False, verbose=False, init_method=meeting, rank=rank, world_size=ranks)
     deepspeed.utils.logger.setLevel(logging.ERROR)

@@ -18,15 +18,25 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from public_models import load
 
-from lwopt_backend.pictures.image_files import png, write_whole
-from lwopt_backend.pictures.look import GRADIENTS, INK, MASTERS, MUTED, PADDING, PARAMETERS, STATE, WORK, look, panel
-from lwopt_backend.plan.buffers.arrangement import Bucket
+from lwopt_backend.pictures.look import (
+    GRADIENTS,
+    INK,
+    MASTERS,
+    MUTED,
+    PADDING,
+    PARAMETERS,
+    STATE,
+    WORK,
+    look,
+    panel,
+    png,
+    write_whole,
+)
+from lwopt_backend.plan.atoms import Atom
+from lwopt_backend.plan.buffers.layout import Bucket, OwnedParam, Setting
 from lwopt_backend.plan.buffers.owned import LAYOUTS, OwnedPlan, plan_owned
-from lwopt_backend.plan.buffers.setting import OwnedParam, Setting
 from lwopt_backend.plan.buffers.step import Elements
-from lwopt_backend.plan.cost import COSTS, newton_schulz_flops
-from lwopt_backend.plan.machine import CLUSTERS
-from lwopt_backend.plan.types import Atom
+from lwopt_backend.plan.cost import CLUSTERS, COSTS, newton_schulz_flops
 
 RANK_COLORS = (PARAMETERS, GRADIENTS, WORK, STATE)
 COLORS = {"padded": GRADIENTS, "compact": PARAMETERS, "auto": MASTERS}

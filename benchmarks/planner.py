@@ -26,10 +26,9 @@ from rich.progress import track
 from rich.table import Table
 
 from lwopt_backend.plan.buffers.compact import plan_compact
-from lwopt_backend.plan.buffers.groups import plan_buffer
+from lwopt_backend.plan.buffers.instances import plan_buffer
 from lwopt_backend.plan.buffers.layout import imbalance
-from lwopt_backend.plan.cost import COSTS
-from lwopt_backend.plan.machine import CLUSTERS
+from lwopt_backend.plan.cost import CLUSTERS, COSTS
 
 FIGURES = Path(__file__).with_name("megatron_planner.csv")
 LOSS, TIE, ONE, BOTH = "loss", "tie", "better on one", "better on both"

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.cost import newton_schulz_flops
-from lwopt_backend.plan.types import Atom
 
 Matrix = tuple[str, tuple[int, int]]
 Model = Callable[[str], Iterator[Matrix]]  # of a flavour

@@ -37,8 +37,9 @@ from rich.table import Table
 from torch import Tensor
 from torch.optim import _muon
 
-from lwopt_backend.rule_options import MuonOptions
-from lwopt_backend.rules import gram_newton_schulz, newton_schulz
+from lwopt_backend.config.registry import MuonOptions
+from lwopt_backend.rules import newton_schulz
+from lwopt_backend.rules import newton_schulz as gram_newton_schulz
 
 SHAPES = {
     "GPT-2, fused QKV": (2304, 768),

@@ -13,46 +13,42 @@ from typing import Any
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
-from lwopt_backend.chosen import Rules
-from lwopt_backend.config import ZeROConfig
-from lwopt_backend.group_plan import GroupPlan
-from lwopt_backend.group_stepper import GroupStepper
-from lwopt_backend.integrations import (
-    deepspeed_check,
-    deepspeed_cpu,
-    deepspeed_engine,
-    deepspeed_tensors,
-    deepspeed_universal_zero,
-)
-from lwopt_backend.integrations.deepspeed_binding import Binding, bind
-from lwopt_backend.integrations.deepspeed_pipeline import check_rates
-from lwopt_backend.integrations.deepspeed_state import (
+from lwopt_backend.config.choices import Rules, layer_wise_settings, muon_settings
+from lwopt_backend.config.hosts import ZeROConfig
+from lwopt_backend.config.linked_rates import LinkedOptimizer, rate_of
+from lwopt_backend.config.param_groups import as_groups, split
+from lwopt_backend.config.registry import build_matrix_rules
+from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
+from lwopt_backend.integrations.deepspeed import types as deepspeed_cpu
+from lwopt_backend.integrations.deepspeed import universal, versions, zero
+from lwopt_backend.integrations.deepspeed.pipeline import check_rates
+from lwopt_backend.integrations.deepspeed.zero import (
+    Binding,
+    Unit,
+    bind,
     check_groups,
     check_partitions,
     load_whole,
     owner_states,
     save_matrices,
     save_whole,
+    scale_rows,
     take_owner_states,
 )
-from lwopt_backend.integrations.deepspeed_storage import Unit, scale_rows
-from lwopt_backend.linked_optimizer import LinkedOptimizer, rate_of
-from lwopt_backend.muon_config import layer_wise_settings, muon_settings
-from lwopt_backend.param_groups import as_groups, split
-from lwopt_backend.registry import build_matrix_rules
-from lwopt_backend.replicated_stepper import ReplicatedStepper
-from lwopt_backend.routing import full_shape
-from lwopt_backend.rules.step_hooks import one_call
-from lwopt_backend.runtime.owner_state import CHECKPOINT_KEY, keeps_state
+from lwopt_backend.routing.routing import full_shape
+from lwopt_backend.rules.protocol import one_call
+from lwopt_backend.runtime.state import CHECKPOINT_KEY, keeps_state
+from lwopt_backend.storage.flat import GroupPlan, GroupStepper
+from lwopt_backend.storage.replicated import ReplicatedStepper
 
 
 def register() -> None:
     """Make both types known to ds_config.json. Call it once, before ``deepspeed.initialize``.
 
     On a CPU it also keeps DeepSpeed from compiling an op that training does not use (``deepspeed_cpu``). Raises
-    ImportError for a DeepSpeed that is not supported (``deepspeed_check``).
+    ImportError for a DeepSpeed that is not supported (``deepspeed.versions``).
     """
-    deepspeed_check.check()
+    versions.check()
     deepspeed_cpu.compile_nothing()
     deepspeed_engine.install((LayerWise, LayerWiseMuon), lambda optimizer, engine: optimizer.bind(engine))
 
@@ -75,7 +71,7 @@ class LayerWise(LinkedOptimizer):
 
     def __new__(cls, params: Iterable[Any], **options: Any) -> LayerWise:
         if cls in (LayerWise, LayerWiseMuon) and options.get("storage") == "owned":
-            from lwopt_backend.integrations import deepspeed_owned  # which builds on this module
+            from lwopt_backend.integrations.deepspeed import owned as deepspeed_owned
 
             cls = deepspeed_owned.OwnedLayerWise if cls is LayerWise else deepspeed_owned.OwnedLayerWiseMuon
         return super().__new__(cls)
@@ -111,8 +107,8 @@ class LayerWise(LinkedOptimizer):
             deepspeed_engine.report_norm(engine, self)
         self._take_groups(self._binding.groups())
         deepspeed_engine.adopt_torch_scheduler(engine)
-        deepspeed_universal_zero.prepare_loading(engine, self, self._binding.ranks)
-        deepspeed_tensors.guard_state_keys(engine, self, self._binding.grouping)
+        universal.prepare_loading(engine, self, self._binding.ranks)
+        zero.guard_state_keys(engine, self, self._binding.grouping)
         self._binding.announce(self.config, self.rules.notes)
 
     def _take_groups(self, groups: list[dict[str, Any]]) -> None:

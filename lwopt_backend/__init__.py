@@ -4,25 +4,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lwopt_backend.modules.optimizer import ModuleOptimizers
-    from lwopt_backend.options import Options
-    from lwopt_backend.owned.optimizer import LayerWiseOptimizer
+    from lwopt_backend.config.options import Options
+    from lwopt_backend.config.registry import register_elementwise, register_rule
+    from lwopt_backend.modules import ModuleOptimizers
+    from lwopt_backend.optimizer import LayerWiseOptimizer
     from lwopt_backend.qk_clip import Heads, QKClip
-    from lwopt_backend.registry import register_elementwise, register_rule
     from lwopt_backend.rules import MatrixRule, OwnerStateRule, WeightRule
 
 __version__ = "0.1.0"
 _PLACES = {
     "Heads": "qk_clip",
-    "LayerWiseOptimizer": "owned.optimizer",
+    "LayerWiseOptimizer": "optimizer",
     "MatrixRule": "rules",
-    "ModuleOptimizers": "modules.optimizer",
-    "Options": "options",
+    "ModuleOptimizers": "modules",
+    "Options": "config.options",
     "OwnerStateRule": "rules",
     "QKClip": "qk_clip",
     "WeightRule": "rules",
-    "register_elementwise": "registry",
-    "register_rule": "registry",
+    "register_elementwise": "config.registry",
+    "register_rule": "config.registry",
 }
 __all__ = [
     "Heads",

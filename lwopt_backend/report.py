@@ -11,10 +11,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lwopt_backend.group_plan import GroupPlan
+from lwopt_backend.config.registry import MATRIX_RULES, rules_with_owner_state
 from lwopt_backend.plan import MatrixPlan, StepTime
-from lwopt_backend.registry import MATRIX_RULES, rules_with_owner_state
-from lwopt_backend.routing import Route
+from lwopt_backend.routing.routing import Route
+from lwopt_backend.storage.flat import GroupPlan
 
 WIDTH_WITHOUT_TERMINAL = 140  # a launcher's pipe has no width of its own; 80 columns would cut names
 MOST_RANKS = 16

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from beside import ROOT, environment
 
-from lwopt_backend.integrations.deepspeed_names import OLDEST
+from lwopt_backend.integrations.deepspeed.versions import OLDEST
 
 (OLDEST_TORCH,) = re.findall(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
 # An index of CPU builds, for machines whose default one has CUDA builds only: those work as well, and are larger.
@@ -41,7 +41,7 @@ PARTS = {
         f"deepspeed=={OLDEST}",
         # Without build isolation, in which pip would fetch a second torch; the tools to build it are installed.
         ("--no-deps", "--no-build-isolation"),
-        ("test_deepspeed_names", "test_equality", "test_zero_checkpoint*", "test_refusals"),
+        ("test_deepspeed_versions", "test_equality", "test_zero_checkpoint*", "test_refusals"),
         {"stage": (3,), "ranks": (1, 3, 4), "engine": ("zero 3", "plain", "fsdp2")},
     ),
     "torch": Part(

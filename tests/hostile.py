@@ -26,10 +26,9 @@ from typing import Any
 
 import torch
 
-from lwopt_backend.checkpoint.contents import Checkpoint, Param
+from lwopt_backend.checkpoint import owned as write_owned
+from lwopt_backend.checkpoint.contents import Checkpoint, Param, held
 from lwopt_backend.checkpoint.files import torch_files
-from lwopt_backend.checkpoint.lazy import held
-from lwopt_backend.checkpoint.owned import writer as write_owned
 from tests.command_line import lwopt, succeeds, torch_dist, torch_format
 
 SECONDS = 10  # of the processor's time

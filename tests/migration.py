@@ -12,9 +12,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from lwopt_backend.chosen import Rules, settings_of
-from lwopt_backend.config import ZeROConfig
-from lwopt_backend.muon_config import muon_settings
+from lwopt_backend.config.choices import Rules, muon_settings, settings_of
+from lwopt_backend.config.hosts import ZeROConfig
 from tests.launcher import ROOT
 from tests.rule_steps import Trained, random, rule_of
 

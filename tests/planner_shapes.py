@@ -15,8 +15,7 @@ from lwopt_backend.plan import Atom
 from lwopt_backend.plan.buffers.layout import BufferPlan, imbalance
 from lwopt_backend.plan.buffers.padded import plan_padded
 from lwopt_backend.plan.buffers.step import buffer_step
-from lwopt_backend.plan.cost import COSTS, newton_schulz_flops
-from lwopt_backend.plan.machine import CLUSTERS
+from lwopt_backend.plan.cost import CLUSTERS, COSTS, newton_schulz_flops
 
 
 class Figures(NamedTuple):

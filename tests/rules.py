@@ -9,8 +9,8 @@ import pytorch_optimizer
 import torch
 from torch import Tensor
 
-from lwopt_backend.optimizer_classes import class_named
-from lwopt_backend.registry import ELEMENTWISE_RULES
+from lwopt_backend.config.optimizer_classes import class_named
+from lwopt_backend.config.registry import ELEMENTWISE_RULES
 from tests.rule_steps import Trained, rule_of
 from tests.zero import ADAMW
 

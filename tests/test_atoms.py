@@ -17,17 +17,15 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.overrides import TorchFunctionMode
 
-from lwopt_backend.atom_settings import AtomSettings
-from lwopt_backend.atoms import Divided, divide
-from lwopt_backend.chosen import settings_of
-from lwopt_backend.config import HostConfig
-from lwopt_backend.fused_families import TABLE
-from lwopt_backend.grouping import group_parameters
-from lwopt_backend.model_shapes.by_name import route_by_name
-from lwopt_backend.model_shapes.training import Training
-from lwopt_backend.model_shapes.types import Stored
-from lwopt_backend.plan.blocks import Block, Stripes
-from lwopt_backend.routing import route
+from lwopt_backend.config.choices import settings_of
+from lwopt_backend.config.hosts import HostConfig
+from lwopt_backend.plan.atoms import Block, Stripes
+from lwopt_backend.planner.models import route_by_name
+from lwopt_backend.planner.shapes import Stored, Training
+from lwopt_backend.routing.fused import TABLE
+from lwopt_backend.routing.grouping import group_parameters
+from lwopt_backend.routing.matrices import Divided, divide
+from lwopt_backend.routing.routing import AtomSettings, route
 from tests.fused import FusedGroupedExperts
 
 Make = Callable[[], nn.Module]

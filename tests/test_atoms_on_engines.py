@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 
 from lwopt_backend import Heads, LayerWiseOptimizer, QKClip
 from lwopt_backend.integrations import fsdp2
-from lwopt_backend.row_scaling import RowScaling
+from lwopt_backend.qk_clip import RowScaling
 from tests.cells import cells
 from tests.fsdp2 import Sharded, backward, copy_gradients, mesh_of, weights_of
 from tests.fused import ATOMS, Experts, FusedLM, FusedReference

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.plan import FlatPartition, Fragment, MeshLayout, ParameterPartition, Replicas, Sharding
-from lwopt_backend.plan.block_cover import check_cover
-from lwopt_backend.plan.block_storage import BlockPartition, BlockReplicas, in_blocks
-from lwopt_backend.plan.blocks import Block, Grid, Parts, Stripes, divided, grouped, undivided
-from lwopt_backend.runtime.views import flat_views, local_views
+from lwopt_backend.plan.atoms import Block, Grid, Parts, Stripes, check_cover, divided, grouped, undivided
+from lwopt_backend.plan.layouts import BlockPartition, BlockReplicas, in_blocks
+from lwopt_backend.runtime.whole import flat_views, local_views
 
 QKV, GATE_UP = ("q", "k", "v"), ("gate", "up")
 

@@ -17,14 +17,21 @@ import pytest
 
 from lwopt_backend.plan import Atom
 from lwopt_backend.plan.buffers.compact import plan_compact
-from lwopt_backend.plan.buffers.cuts import Cuts, Packer, least_padding, whole_layers
-from lwopt_backend.plan.buffers.layout import BufferPlan
-from lwopt_backend.plan.buffers.megatron import capped_shards, closing_rule, ping_pong
-from lwopt_backend.plan.buffers.padded import plan_padded
-from lwopt_backend.plan.buffers.patterns import Pattern, fit, height_bound, longest_first, pack
-from lwopt_backend.plan.buffers.placement import Placement, deal_bins
-from lwopt_backend.plan.buffers.refine import relieve
-from lwopt_backend.plan.buffers.stream import MOST_KINDS, Stream
+from lwopt_backend.plan.buffers.layout import MOST_KINDS, BufferPlan, Stream
+from lwopt_backend.plan.buffers.padded import capped_shards, closing_rule, ping_pong, plan_padded, relieve
+from lwopt_backend.plan.buffers.placement import (
+    Cuts,
+    Packer,
+    Pattern,
+    Placement,
+    deal_bins,
+    fit,
+    height_bound,
+    least_padding,
+    longest_first,
+    pack,
+    whole_layers,
+)
 from lwopt_backend.plan.cost import COSTS, max_min_squared
 from tests.cells import cells
 from tests.planner_shapes import (

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from lwopt_backend import LayerWiseOptimizer
-from lwopt_backend.elementwise_groups import ElementwiseGroups
-from lwopt_backend.registry import new_state, options_of
-from lwopt_backend.runtime import cautious_decay
-from lwopt_backend.runtime.storage import Slices
+from lwopt_backend.config.param_groups import ElementwiseGroups
+from lwopt_backend.config.registry import new_state, options_of
+from lwopt_backend.runtime import elementwise as cautious_decay
+from lwopt_backend.runtime.whole import Slices
 from tests.rule_steps import gradients, random
 
 SHAPE = (13, 7)

@@ -15,13 +15,12 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from lwopt_backend.checkpoint import formats
-from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, Param
+from lwopt_backend.checkpoint import safetensors as safetensors_folder
+from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, Param, held
 from lwopt_backend.checkpoint.dcp import writer as write_dcp
-from lwopt_backend.checkpoint.deepspeed import universal_writer as write_universal
+from lwopt_backend.checkpoint.deepspeed import universal as write_universal
 from lwopt_backend.checkpoint.differences import differences
 from lwopt_backend.checkpoint.files import folders
-from lwopt_backend.checkpoint.lazy import held
-from lwopt_backend.checkpoint.safetensors import reader as safetensors_folder
 from tests.command_line import files, genuine, lwopt, refused, succeeds, torch_dist, torch_format
 
 TARGETS = ("universal", "megatron", "dcp", "safetensors")

@@ -15,8 +15,7 @@ import typer
 from transformers import LlamaConfig
 
 from lwopt_backend.checkpoint import choices, formats, names
-from lwopt_backend.checkpoint.contents import Checkpoint, Param
-from lwopt_backend.checkpoint.lazy import held
+from lwopt_backend.checkpoint.contents import Checkpoint, Param, held
 from lwopt_backend.checkpoint.names.operations import OPERATIONS
 from lwopt_backend.checkpoint.names.rules import MapFile, RuleEntry
 from lwopt_backend.cli.app import app

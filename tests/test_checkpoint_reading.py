@@ -22,14 +22,14 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from lwopt_backend import LayerWiseOptimizer as OwnedOptimizer
 from lwopt_backend.checkpoint import formats
+from lwopt_backend.checkpoint import owned as read_owned
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError
 from lwopt_backend.checkpoint.dcp import reader as read_dcp
-from lwopt_backend.checkpoint.dcp.files import DcpFolder
-from lwopt_backend.checkpoint.deepspeed import universal_reader as read_universal
-from lwopt_backend.checkpoint.deepspeed import universal_writer as write_universal
-from lwopt_backend.checkpoint.deepspeed import zero_reader as read_zero
+from lwopt_backend.checkpoint.dcp.reader import DcpFolder
+from lwopt_backend.checkpoint.deepspeed import universal as read_universal
+from lwopt_backend.checkpoint.deepspeed import universal as write_universal
+from lwopt_backend.checkpoint.deepspeed import zero as read_zero
 from lwopt_backend.checkpoint.files.folders import write_folder
-from lwopt_backend.checkpoint.owned import reader as read_owned
 from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
 from tests import checkpoint_engines as engines
 from tests.cells import cells

@@ -18,16 +18,17 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lwopt_backend.checkpoint import convert, formats, lazy, names
-from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, Param
+from lwopt_backend.checkpoint import contents as lazy
+from lwopt_backend.checkpoint import convert, formats, names
+from lwopt_backend.checkpoint import safetensors as write_safetensors
+from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, end_to_end, held
 from lwopt_backend.checkpoint.dcp import writer as write_dcp
-from lwopt_backend.checkpoint.dcp.files import DcpFolder
-from lwopt_backend.checkpoint.deepspeed import universal_reader, universal_writer
-from lwopt_backend.checkpoint.files.plain_data import plain
-from lwopt_backend.checkpoint.lazy import LazyTensor, end_to_end, held
-from lwopt_backend.checkpoint.megatron import dist_reader as read_megatron
-from lwopt_backend.checkpoint.megatron import dist_writer as write_megatron
-from lwopt_backend.checkpoint.safetensors import writer as write_safetensors
+from lwopt_backend.checkpoint.dcp.reader import DcpFolder
+from lwopt_backend.checkpoint.deepspeed import universal as universal_reader
+from lwopt_backend.checkpoint.deepspeed import universal as universal_writer
+from lwopt_backend.checkpoint.files.pickles import plain
+from lwopt_backend.checkpoint.megatron import dist as read_megatron
+from lwopt_backend.checkpoint.megatron import writer as write_megatron
 from tests.allocations import allocations
 from tests.checkpoint_contents import params_of, same
 from tests.command_line import genuine, torch_dist

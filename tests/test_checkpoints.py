@@ -21,10 +21,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lwopt_backend.checkpoint import formats
-from lwopt_backend.checkpoint.contents import Checkpoint, Param
-from lwopt_backend.checkpoint.dcp.files import DcpFolder
+from lwopt_backend.checkpoint.contents import Checkpoint, Param, held
+from lwopt_backend.checkpoint.dcp.reader import DcpFolder
 from lwopt_backend.checkpoint.differences import differences
-from lwopt_backend.checkpoint.lazy import held
 from tests.cells import with_full
 from tests.checkpoint_engines import FROZEN, PARTS
 from tests.command_line import succeeds

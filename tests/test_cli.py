@@ -13,13 +13,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lwopt_backend.atom_settings import Division
 from lwopt_backend.checkpoint import choices, names
 from lwopt_backend.cli.app import app
-from lwopt_backend.cli.docstrings import argument_meanings, meanings_in
-from lwopt_backend.config import FSDP2Config, OwnedConfig, ZeROConfig
+from lwopt_backend.cli.rule_facts import argument_meanings, meanings_in
+from lwopt_backend.config.hosts import FSDP2Config, OwnedConfig, ZeROConfig
+from lwopt_backend.config.registry import MATRIX_RULES
 from lwopt_backend.plan.cost import max_min_squared
-from lwopt_backend.registry import MATRIX_RULES
+from lwopt_backend.routing.routing import Division
 from tests.command_line import refused
 
 LAYER = [["q", [256, 256]], ["o", [256, 256]], ["up", [1024, 256]], ["down", [256, 1024]]]

@@ -23,23 +23,23 @@ from deepspeed.runtime.zero.muon.original_muon import MuonWithAuxAdam
 from torch import Tensor, nn
 
 from lwopt_backend import LayerWiseOptimizer, MatrixRule, register_rule
-from lwopt_backend.atom_settings import AtomSettings
-from lwopt_backend.chosen import arguments_of, settings_of
-from lwopt_backend.config import OwnedConfig, ZeROConfig
-from lwopt_backend.fused_families import TABLE
-from lwopt_backend.grouping import group_parameters
-from lwopt_backend.integrations import deepspeed_engine
-from lwopt_backend.muon_config import layer_wise_settings, muon_settings
-from lwopt_backend.options import Options
-from lwopt_backend.param_groups import as_groups, split
-from lwopt_backend.registry import (
+from lwopt_backend.config.choices import arguments_of, layer_wise_settings, muon_settings, settings_of
+from lwopt_backend.config.hosts import OwnedConfig, ZeROConfig
+from lwopt_backend.config.options import Options
+from lwopt_backend.config.param_groups import as_groups, split
+from lwopt_backend.config.registry import (
     ELEMENTWISE_RULES,
     MATRIX_RULES,
+    AdamWOptions,
+    MuonOptions,
     build_matrix_rule,
     cost_of,
     register_elementwise,
 )
-from lwopt_backend.rule_options import AdamWOptions, MuonOptions
+from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
+from lwopt_backend.routing.fused import TABLE
+from lwopt_backend.routing.grouping import group_parameters
+from lwopt_backend.routing.routing import AtomSettings
 from tests.cells import cells
 from tests.launcher import ROOT, run_on_cpu
 from tests.migration import rules_for

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from lwopt_backend import calibrate as calibration
-from lwopt_backend.calibrate import calibrate, default_path, device_name, write_cost_table
-from lwopt_backend.plan.cost import newton_schulz_flops
-from lwopt_backend.plan.cost_table import CostTable, read_cost_table
+from lwopt_backend.plan.cost import CostTable, newton_schulz_flops, read_cost_table
+from lwopt_backend.planner import calibrate as calibration
+from lwopt_backend.planner.calibrate import calibrate, default_path, device_name, write_cost_table
 from lwopt_backend.rules import newton_schulz
 
 Entry = tuple[tuple[int, int], int, float]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor
 
-from lwopt_backend.integrations.deepspeed_owned import OwnedLayerWiseMuon
+from lwopt_backend.integrations.deepspeed.owned import OwnedLayerWiseMuon
 from tests.cells import cells
 from tests.models import MATRICES
 from tests.on_ranks import on_ranks

@@ -11,12 +11,11 @@ from torch import nn
 
 import lwopt_backend
 from lwopt_backend import ModuleOptimizers
-from lwopt_backend.chosen import arguments_of
-from lwopt_backend.config import FSDP2Config
+from lwopt_backend.config.choices import arguments_of, muon_settings
+from lwopt_backend.config.hosts import FSDP2Config
+from lwopt_backend.config.param_groups import split
 from lwopt_backend.integrations import fsdp2
 from lwopt_backend.integrations.deepspeed_zero import LayerWise, LayerWiseMuon
-from lwopt_backend.muon_config import muon_settings
-from lwopt_backend.param_groups import split
 
 Door = Callable[..., object]
 

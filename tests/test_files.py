@@ -32,16 +32,17 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lwopt_backend import LayerWiseOptimizer
-from lwopt_backend.checkpoint import formats, gates, inferred
-from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, Param, read_as_expected
+from lwopt_backend.checkpoint import convert as inferred
+from lwopt_backend.checkpoint import formats, gates
+from lwopt_backend.checkpoint import owned as owned_reader
+from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyTensor, Param, held, read_as_expected
 from lwopt_backend.checkpoint.dcp import reader as dcp_reader
-from lwopt_backend.checkpoint.deepspeed import universal_writer as write_universal
-from lwopt_backend.checkpoint.files import folders, pickles, torch_files, zip_records
+from lwopt_backend.checkpoint.deepspeed import universal as write_universal
+from lwopt_backend.checkpoint.files import folders, pickles, torch_files
+from lwopt_backend.checkpoint.files import torch_files as zip_records
 from lwopt_backend.checkpoint.files.folders import read_pointer, write_folder
 from lwopt_backend.checkpoint.files.torch_saving import ALIGNMENT, save
-from lwopt_backend.checkpoint.lazy import LazyTensor, held
 from lwopt_backend.checkpoint.megatron import dist_names
-from lwopt_backend.checkpoint.owned import reader as owned_reader
 from tests import hostile
 from tests.command_line import files, lwopt, refused, succeeds, torch_dist
 from tests.hostile import replaced

@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from lwopt_backend.checkpoint import formats
-from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, Param
+from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, held
+from lwopt_backend.checkpoint.convert import as_ours
 from lwopt_backend.checkpoint.gates import check
-from lwopt_backend.checkpoint.groups import as_ours
-from lwopt_backend.checkpoint.lazy import LazyTensor, held
 from lwopt_backend.checkpoint.names import CORE, Numbers, translate
-from lwopt_backend.registry import option_names
+from lwopt_backend.config.registry import option_names
 from tests.command_line import SAMPLES
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"

@@ -9,11 +9,10 @@ from dataclasses import replace
 import pytest
 
 from lwopt_backend.plan import MACHINES, Atom, Machine
-from lwopt_backend.plan.buffers.groups import Grouped, plan_buffer
+from lwopt_backend.plan.buffers.instances import Grouped, plan_buffer
 from lwopt_backend.plan.buffers.layout import BufferPlan
 from lwopt_backend.plan.buffers.step import BucketTime, Elements, buffer_step, schedule, timeline
-from lwopt_backend.plan.cost import COSTS, CostModel
-from lwopt_backend.plan.machine import CLUSTERS
+from lwopt_backend.plan.cost import CLUSTERS, COSTS, CostModel
 from tests.planner_shapes import atoms_of, model
 from tests.test_buffers import assert_lawful, planned
 

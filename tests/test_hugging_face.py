@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim.lr_scheduler import LambdaLR
 from transformers.pytorch_utils import Conv1D
 
+from lwopt_backend.config.choices import LayerWiseMuonConfig
+from lwopt_backend.config.options import parse
 from lwopt_backend.integrations.deepspeed_zero import LayerWiseMuon
 from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
-from lwopt_backend.muon_config import LayerWiseMuonConfig
-from lwopt_backend.options import parse
 from tests.cells import cells
 from tests.launcher import ROOT, metrics, run_script, succeeds, surroundings_kept
 from tests.on_ranks import on_ranks

@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
-from lwopt_backend.linked_rates import OWN_RATES, LinkedRates, ParamGroup
-from lwopt_backend.registry import options_of
+from lwopt_backend.config.linked_rates import OWN_RATES, LinkedRates, ParamGroup
+from lwopt_backend.config.registry import options_of
 
 
 def linked(*rates: float, lr: float | None = None) -> list[Any]:

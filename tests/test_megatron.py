@@ -16,14 +16,14 @@ from torch import Tensor
 
 from lwopt_backend.checkpoint import formats
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError
-from lwopt_backend.checkpoint.dcp.files import DcpFolder
+from lwopt_backend.checkpoint.dcp.reader import DcpFolder
 from lwopt_backend.checkpoint.files import torch_files
-from lwopt_backend.checkpoint.megatron import dist_reader, fsdp_reader, torch_reader
+from lwopt_backend.checkpoint.megatron import dist as dist_reader
+from lwopt_backend.checkpoint.megatron import fsdp as fsdp_reader
+from lwopt_backend.checkpoint.megatron import torch as torch_reader
 from lwopt_backend.checkpoint.megatron.buffers import bucket_numel
-from lwopt_backend.checkpoint.megatron.folders import step_folder
-from lwopt_backend.checkpoint.megatron.names import local_spec
-from lwopt_backend.checkpoint.megatron.order import module_order
-from lwopt_backend.checkpoint.megatron.parallel import Cut, cut_of, local_shape
+from lwopt_backend.checkpoint.megatron.names import local_spec, module_order, step_folder
+from lwopt_backend.checkpoint.megatron.ranks import Cut, cut_of, local_shape
 from tests.checkpoint_contents import params_of, same
 from tests.command_line import SAMPLES, genuine, torch_dist
 from tests.megatron_dist import LAYERS, Setup, Truth, fsdp_state, save, truth, write

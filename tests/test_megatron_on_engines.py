@@ -23,9 +23,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
 from lwopt_backend.checkpoint import formats
-from lwopt_backend.checkpoint.deepspeed import universal_writer
+from lwopt_backend.checkpoint.deepspeed import universal as universal_writer
 from lwopt_backend.checkpoint.files.folders import write_folder
-from lwopt_backend.integrations import deepspeed_universal_loading as loading
+from lwopt_backend.integrations.deepspeed import universal as loading
 from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
 from tests import megatron_dist
 from tests.checkpoint_engines import without_compiling

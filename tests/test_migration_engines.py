@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lwopt_backend import LayerWiseOptimizer
-from lwopt_backend.integrations import deepspeed_migration
-from lwopt_backend.integrations.deepspeed_state import save_whole
+from lwopt_backend.integrations.deepspeed import migration
+from lwopt_backend.integrations.deepspeed.zero import save_whole
 from lwopt_backend.migration import change_momentum_form, from_checkpoint, load_named_state
-from lwopt_backend.owned.state import MASTER, state_pieces
+from lwopt_backend.storage.owned_state import MASTER, state_pieces
 from tests import test_owned_experts as experts
 from tests import test_zero_moe as moe
 from tests import test_zero_pipeline as pipelines
@@ -72,7 +72,7 @@ def moving(engine: str, matrix: str = "muon", **options: Any) -> Iterator[tuple[
 
 def load(engine: Engine, state: Named, **how: Any) -> list[str]:
     if isinstance(engine, UnderDeepSpeed):
-        return deepspeed_migration.load_named_state(engine.made, state, **how)
+        return migration.load_named_state(engine.made, state, **how)
     return load_named_state(engine.optimizer, state, **how)
 
 
@@ -225,7 +225,7 @@ def test_another_engine_is_refused() -> None:
     settings = {**config(0), "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
     expected = "expected a DeepSpeed engine whose optimizer is LayerWise or LayerWiseMuon, found DeepSpeedEngine"
     with engine_for(settings) as engine, pytest.raises(TypeError, match=expected):
-        deepspeed_migration.load_named_state(engine, {})
+        migration.load_named_state(engine, {})
 
 
 @on_ranks(2)
@@ -264,7 +264,7 @@ def test_deepspeed_sees_what_was_loaded(stage: int, precision: str) -> None:
     with engine_for(config(stage, rows=ROWS) | PRECISIONS[precision]) as engine:
         params = dict(engine.module.named_parameters())
         state = numbers_for(shapes_of(params), MATRICES.__contains__)
-        deepspeed_migration.load_named_state(engine, state)
+        migration.load_named_state(engine, state)
         for name, of_name in state.items():
             for key in of_name.keys() - {"step"}:
                 assert torch.equal(safe_get_full_optimizer_state(params[name], key), of_name[key]), (name, key)
@@ -339,7 +339,7 @@ def own_ranks() -> Iterator[RankPool]:
 
 def load_experts_under_deepspeed() -> None:
     with engine_for(moe.settings_for(2), moe.Mixture()) as engine:
-        deepspeed_migration.load_named_state(engine, {}, strict=False)
+        migration.load_named_state(engine, {}, strict=False)
 
 
 def test_experts_under_one_name_are_refused_under_deepspeed(own_ranks: RankPool) -> None:
@@ -355,7 +355,7 @@ def load_into_a_pipeline(precision: str) -> None:
         dist.all_gather_object(of_ranks, mine)
         shapes = {name: shape for of_rank in of_ranks for name, shape in of_rank.items()}
         state = numbers_for(shapes, lambda name: name.endswith(pipelines.MATRICES))
-        assert deepspeed_migration.load_named_state(engine, state) == []
+        assert migration.load_named_state(engine, state) == []
         binding = engine.basic_optimizer._binding
         names = [spec.name for plan in binding.plans for spec in plan.specs]
         saved = {
@@ -408,7 +408,7 @@ def test_deepspeeds_own_muon_goes_on_with_ours(stage: int, storage: str) -> None
     settings["optimizer"] = copy.deepcopy(entry("deepspeed"))
     settings["optimizer"]["params"].update(report=False, storage=storage)
     with engine_for(settings, model) as engine:
-        deepspeed_migration.load_named_state(engine, state)
+        migration.load_named_state(engine, state)
         train_engine(engine, AFTER, same_rows=True)
         assert largest_difference(full_weights(engine), expected) < 1e-4
 
@@ -428,7 +428,7 @@ def test_the_form_can_change_in_the_middle_of_a_run(engine: str) -> None:
     with running(Cell(engine, "gram", alike=True), ExactLM()) as ours:
         ours.train(BEFORE)
         if isinstance(ours, UnderDeepSpeed):
-            deepspeed_migration.change_momentum_form(ours.made, "sum")
+            migration.change_momentum_form(ours.made, "sum")
             assert forms_of(ours.made.basic_optimizer) == ["sum", None]
         else:
             change_momentum_form(ours.optimizer, "sum")

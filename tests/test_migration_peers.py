@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
+from lwopt_backend.config.registry import optimizer_arguments
 from lwopt_backend.migration import SOURCES, convert_momentum, convert_named_momentum, from_checkpoint
-from lwopt_backend.registry import optimizer_arguments
 from tests.migration import PAGE, distance, eager, ours_for, rules_for
 from tests.rule_steps import SHAPES, Trained, gradients, random, rule_of, trained, trained_by
 

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed import checkpoint as dcp
 
-from lwopt_backend.model_shapes import ModelShapes, read_checkpoint, read_hugging_face, read_shapes_json
+from lwopt_backend.planner.models import ModelShapes, read_checkpoint, read_hugging_face, read_shapes_json
 from tests import megatron_dist, megatron_torch
 from tests.models import MATRICES, UnevenLM
 from tests.ranks import RankPool

@@ -14,13 +14,12 @@ from torch import Tensor
 from torch.optim import _muon
 from torch.utils.flop_counter import FlopCounterMode
 
+from lwopt_backend.config.registry import MATRIX_RULES, MuonOptions
 from lwopt_backend.plan.cost import newton_schulz_flops
-from lwopt_backend.registry import MATRIX_RULES
-from lwopt_backend.rule_options import MuonOptions
-from lwopt_backend.rules import gram_newton_schulz, newton_schulz, qk_clip_factors, row_factors
-from lwopt_backend.rules.coefficients import TABLES, by_step
-from lwopt_backend.rules.gram_newton_schulz import segments
-from lwopt_backend.rules.scales import SCALES
+from lwopt_backend.rules import newton_schulz, qk_clip_factors, row_factors
+from lwopt_backend.rules import newton_schulz as gram_newton_schulz
+from lwopt_backend.rules.muon import SCALES
+from lwopt_backend.rules.newton_schulz import TABLES, by_step, segments
 from tests.cells import cells
 from tests.rule_steps import SHAPES, Trained, gradients, random, rule_of, trained, trained_by
 

@@ -17,13 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lwopt_backend.atom_settings import AtomSettings, blocks_of
 from lwopt_backend.checkpoint import formats, gates
-from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, Param
-from lwopt_backend.checkpoint.lazy import LazyTensor, held
+from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, held
 from lwopt_backend.checkpoint.names import CORE, FAMILIES, Numbers, apply, find, translate
-from lwopt_backend.checkpoint.names.patterns import Pattern
-from lwopt_backend.checkpoint.names.rules import NameMap, Rule, rule
+from lwopt_backend.checkpoint.names.rules import NameMap, Pattern, Rule, rule
+from lwopt_backend.routing.routing import AtomSettings, blocks_of
 from tests.command_line import genuine
 
 Tensors = Mapping[str, Tensor]

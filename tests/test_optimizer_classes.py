@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from lwopt_backend import LayerWiseOptimizer
-from lwopt_backend.optimizer_trials import elementwise_state
-from lwopt_backend.registry import options_of
+from lwopt_backend.config.optimizer_classes import elementwise_state
+from lwopt_backend.config.registry import options_of
 from lwopt_backend.runtime.elementwise import ElementwiseStepper
-from lwopt_backend.runtime.storage import Slices
+from lwopt_backend.runtime.whole import Slices
 
 
 class Own(torch.optim.SGD):

@@ -15,9 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lwopt_backend.runtime.collectives import TorchCollectives
-from lwopt_backend.runtime.maximum import largest_of_all
-from lwopt_backend.runtime.ranks import Pending
+from lwopt_backend.runtime.collectives import Pending, TorchCollectives, largest_of_all
 from tests.cells import cells
 from tests.models import UnevenLM
 from tests.on_ranks import on_ranks

@@ -21,8 +21,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from lwopt_backend.installing import install_command
-from lwopt_backend.optimizer_classes import PACKAGES
+from lwopt_backend.config.optimizer_classes import PACKAGES
+from lwopt_backend.config.options import install_command
 from tests.launcher import ROOT, TIMEOUT_SECONDS, unpack_page
 
 NOT_SOURCES = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")

@@ -18,12 +18,11 @@ import typer
 
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers, run
 from lwopt_backend.cli.app import app
-from lwopt_backend.config import FSDP2Config, HostConfig, OwnedConfig
-from lwopt_backend.muon_config import LayerWiseMuonConfig
-from lwopt_backend.plan.cost import COSTS
-from lwopt_backend.plan.machine import CLUSTERS
-from lwopt_backend.rule_options import AdamWOptions, MuonOptions
-from lwopt_backend.rules.coefficients import table_of
+from lwopt_backend.config.choices import LayerWiseMuonConfig
+from lwopt_backend.config.hosts import FSDP2Config, HostConfig, OwnedConfig
+from lwopt_backend.config.registry import AdamWOptions, MuonOptions
+from lwopt_backend.plan.cost import CLUSTERS, COSTS
+from lwopt_backend.rules.newton_schulz import table_of
 from tests.fsdp2 import MODES, SHARDINGS
 from tests.launcher import ROOT, run_on_ranks, succeeds, surroundings_kept, unpack_page
 from tests.migration import PEERS, entry, rules_for

@@ -21,20 +21,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from lwopt_backend.model_shapes import ModelShapes, Training
-from lwopt_backend.pictures.html_report import html_report, save_html
-from lwopt_backend.pictures.plan_picture import draw_plan, save_plan_png
-from lwopt_backend.pictures.systems_picture import draw_systems, save_systems_png
-from lwopt_backend.pictures.units import byte_unit, digits, one_line, rate, time_unit
-from lwopt_backend.plan.cost import COSTS
-from lwopt_backend.plan.machine import CLUSTERS, StepTime
-from lwopt_backend.routing import Route
-from lwopt_backend.study import systems
-from lwopt_backend.study.deployment import Deployment
-from lwopt_backend.study.document import document
-from lwopt_backend.study.setting import Setting
-from lwopt_backend.study.study import plan_study
-from lwopt_backend.study.what_if import alternatives
+from lwopt_backend.pictures.html import html_report, save_html
+from lwopt_backend.pictures.look import byte_unit, digits, one_line, rate, time_unit
+from lwopt_backend.pictures.panels import draw_plan, draw_systems, save_plan_png, save_systems_png
+from lwopt_backend.plan.cost import CLUSTERS, COSTS, StepTime
+from lwopt_backend.planner import systems
+from lwopt_backend.planner.document import alternatives, document
+from lwopt_backend.planner.models import ModelShapes, Training
+from lwopt_backend.planner.setting import Setting
+from lwopt_backend.planner.study import Deployment, plan_study
+from lwopt_backend.routing.routing import Route
 
 GIB = 2**30
 KINDS = ("parameters", "gradients", "masters", "state", "padding", "workspace")
@@ -204,7 +200,7 @@ def test_headline_holds_the_key_numbers_and_no_text_covers_another(case: str, mo
     assert f"{data['flops_imbalance']:.3f}" in shown and f"{data['padding_pct']:.1f} %" in shown
     assert time_unit(data["seconds"]).named(data["seconds"]) in shown
     assert byte_unit(data["peak_bytes"]).named(data["peak_bytes"]) in shown
-    monkeypatch.setattr("lwopt_backend.pictures.html_report.inline_svg", lambda figure, name: figures.append(figure))
+    monkeypatch.setattr("lwopt_backend.pictures.html.inline_svg", lambda figure, name: figures.append(figure))
     html_report(data)
     assert len(figures) == 4
     for figure in figures:

@@ -33,14 +33,12 @@ from lwopt_backend.plan import (
     plan_matrices,
     plan_spread,
 )
-from lwopt_backend.plan.block_storage import in_blocks
-from lwopt_backend.plan.blocks import matrices_of
+from lwopt_backend.plan.atoms import matrices_of
 from lwopt_backend.plan.buffers.compact import plan_compact
-from lwopt_backend.plan.build import fill_buckets
 from lwopt_backend.plan.cost import newton_schulz_flops
-from lwopt_backend.plan.owners import balance, stay
-from lwopt_backend.plan.spread import critical_path, cut_buckets
-from lwopt_backend.plan.transfer import Segment, Transfer
+from lwopt_backend.plan.exchange import Segment, Transfer
+from lwopt_backend.plan.layouts import in_blocks
+from lwopt_backend.plan.owners import balance, critical_path, cut_buckets, fill_buckets, stay
 from lwopt_backend.runtime.agreement import digest
 from tests.fsdp2 import mesh_of
 from tests.on_ranks import on_ranks

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 
-from lwopt_backend import peft_layers
-from lwopt_backend.atoms import divide
 from lwopt_backend.integrations import fsdp2
-from lwopt_backend.model_shapes.by_name import route_by_name
-from lwopt_backend.model_shapes.types import Stored
-from lwopt_backend.plan.blocks import Block, Stripes
+from lwopt_backend.plan.atoms import Block, Stripes
+from lwopt_backend.planner.models import route_by_name
+from lwopt_backend.planner.shapes import Stored
 from lwopt_backend.report import routing_headline
-from lwopt_backend.routing import Route, route
+from lwopt_backend.routing import models as peft_layers
+from lwopt_backend.routing.matrices import divide
+from lwopt_backend.routing.routing import Route, route
 from tests.fused import BLOCKS, FusedLM, Separate
 from tests.models import UnevenLM
 from tests.on_ranks import on_ranks

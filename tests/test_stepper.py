@@ -12,7 +12,7 @@ from lwopt_backend.plan import MatrixPlan
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime.collectives import TorchCollectives
 from lwopt_backend.runtime.stepper import MatrixStepper
-from lwopt_backend.runtime.storage import FlatStorage, Slices
+from lwopt_backend.runtime.whole import FlatStorage, Slices
 from tests.cells import cells
 from tests.counted import Counted
 from tests.on_ranks import on_ranks

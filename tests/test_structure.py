@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE, INTEGRATIONS = ROOT / "lwopt_backend", ROOT / "integrations"
 STANDARD = tuple(sys.stdlib_module_names)
-SHOWING = ("cli", "pictures", "study", "model_shapes", "calibrate")  # what only shows plans
+SHOWING = ("cli", "pictures", "planner")  # what only shows plans
 FSDP2 = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.device_mesh")
 
 
@@ -55,14 +55,14 @@ def test_plan_rules_and_runtime_import_little_but_themselves(
 
 
 def test_training_code_does_not_import_what_only_shows_plans() -> None:
-    showing = {path for name in SHOWING for path in files(PACKAGE / name)} | {PACKAGE / "calibrate.py"}
+    showing = {path for name in SHOWING for path in files(PACKAGE / name)}
     for path in {*files(PACKAGE, INTEGRATIONS)} - showing:
         assert not any(within(module, *(f"lwopt_backend.{name}" for name in SHOWING)) for module in imports(path)), path
 
 
 def test_torch_distributed_has_one_door() -> None:
     """Its collectives; FSDP2 and its DTensors are a host, read where hosts are; checkpoints' files need no ranks."""
-    hosts = {INTEGRATIONS / "fsdp2": FSDP2, PACKAGE / "checkpoint" / "dcp": ("torch.distributed.checkpoint",)}
+    hosts = {PACKAGE / "storage": FSDP2, PACKAGE / "checkpoint" / "dcp": ("torch.distributed.checkpoint",)}
     for path in set(files(PACKAGE, INTEGRATIONS)) - {PACKAGE / "runtime" / "collectives.py"}:
         used = {module for module in imports(path) if within(module, "torch.distributed")}
         assert all(within(module, *hosts.get(path.parent, ())) for module in used), (path, used)

@@ -8,22 +8,18 @@ from typing import Any
 
 import pytest
 
-from lwopt_backend.atoms import Divided
-from lwopt_backend.model_shapes import ModelShapes, Training
-from lwopt_backend.plan.blocks import matrices_of
-from lwopt_backend.plan.cost import COSTS
-from lwopt_backend.plan.machine import Machine
-from lwopt_backend.routing import Route
-from lwopt_backend.study import validation
-from lwopt_backend.study.cluster import cluster_named
-from lwopt_backend.study.deployment import Deployment, local_experts, stages
-from lwopt_backend.study.grouping import share_of
-from lwopt_backend.study.part import Planned
-from lwopt_backend.study.setting import Setting
-from lwopt_backend.study.study import Study
-from lwopt_backend.study.study import plan_study as plan_model
-from lwopt_backend.study.systems import compare
-from lwopt_backend.study.what_if import alternatives
+from lwopt_backend.plan.atoms import matrices_of
+from lwopt_backend.plan.cost import COSTS, Machine
+from lwopt_backend.planner import systems as validation
+from lwopt_backend.planner.document import alternatives
+from lwopt_backend.planner.models import ModelShapes, Training
+from lwopt_backend.planner.setting import Setting, cluster_named, share_of
+from lwopt_backend.planner.shares import Planned
+from lwopt_backend.planner.study import Deployment, Study, local_experts, stages
+from lwopt_backend.planner.study import plan_study as plan_model
+from lwopt_backend.planner.systems import compare
+from lwopt_backend.routing.matrices import Divided
+from lwopt_backend.routing.routing import Route
 
 NS = COSTS["newton_schulz"]
 MACHINE = Machine("test", 1e12, 1e9, 1e-4, node_size=2, node_bytes_per_second=1e10, memory_bytes=8e9)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lwopt_backend.registry import ELEMENTWISE_RULES, MATRIX_RULES
+from lwopt_backend.config.registry import ELEMENTWISE_RULES, MATRIX_RULES
 from tests import typed_user
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lwopt_backend.integrations.deepspeed_zero import LayerWiseMuon
 from lwopt_backend.plan import MACHINES
-from lwopt_backend.plan.build import modelled_time
+from lwopt_backend.plan.owners import modelled_time
 from lwopt_backend.runtime.stepper import MatrixStepper
 from tests.engines import ExactLM
 from tests.models import MATRICES, VOCABULARY, UnevenLM

@@ -29,18 +29,11 @@ from lwopt_backend import (
     register_elementwise,
     register_rule,
 )
-from lwopt_backend.integrations import deepspeed_migration, deepspeed_zero, fsdp2
-from lwopt_backend.options import NonNegative, parse
-from lwopt_backend.rules import (
-    AdaMuon,
-    Muon,
-    NorMuon,
-    QKFactors,
-    gram_newton_schulz,
-    newton_schulz,
-    qk_clip_factors,
-    row_factors,
-)
+from lwopt_backend.config.options import NonNegative, parse
+from lwopt_backend.integrations import deepspeed_zero, fsdp2
+from lwopt_backend.integrations.deepspeed import migration as deepspeed_migration
+from lwopt_backend.rules import AdaMuon, Muon, NorMuon, QKFactors, newton_schulz, qk_clip_factors, row_factors
+from lwopt_backend.rules import newton_schulz as gram_newton_schulz
 
 # Rules of one's own
 

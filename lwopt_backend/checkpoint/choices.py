@@ -1,6 +1,19 @@
-"""What can be read and written, by name. The command's help shows these, so nothing here imports torch."""
+"""The error of everything that reads, converts or writes checkpoints."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lwopt_backend.config.options import Count, Options, option
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read, or must not be converted. The message names file, tensor, and what to do."""
+
+
+# What can be read and written, by name. The command's help shows these, so nothing here imports torch.
 
 AUTO = "auto"
 
@@ -18,11 +31,11 @@ FORMATS = {
 }
 
 WRITERS = {  # imported when they are needed: torch.distributed.checkpoint is half a second
-    "universal": "lwopt_backend.checkpoint.deepspeed.universal_writer",
-    "megatron": "lwopt_backend.checkpoint.megatron.dist_writer",
+    "universal": "lwopt_backend.checkpoint.deepspeed.universal",
+    "megatron": "lwopt_backend.checkpoint.megatron.writer",
     "dcp": "lwopt_backend.checkpoint.dcp.writer",
-    "owned": "lwopt_backend.checkpoint.owned.writer",
-    "safetensors": "lwopt_backend.checkpoint.safetensors.writer",
+    "owned": "lwopt_backend.checkpoint.owned",
+    "safetensors": "lwopt_backend.checkpoint.safetensors",
 }
 
 # Families of parameter names; ``names`` has their maps.
@@ -30,3 +43,122 @@ FAMILIES = (
     *("megatron-core", "megatron-deepspeed"),
     *("hf-llama", "hf-mixtral", "hf-qwen-moe", "hf-moe-stacked", "hf-gpt2"),
 )
+
+
+# The numbers that a name map needs: given, from the checkpoint's arguments, or certain from shapes; never guessed.
+
+OURS = "this package"
+ARGUMENTS = {  # what Megatron's arguments and Hugging Face's configs call them
+    "layers": ("num_layers", "num_hidden_layers", "n_layer"),
+    "heads": ("num_attention_heads", "n_head"),
+    "query_groups": ("num_query_groups", "num_key_value_heads"),
+    "kv_channels": ("kv_channels", "head_dim"),
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+}
+
+
+class Numbers(Options):
+    """All of them may be left out where the checkpoint's arguments or shapes tell."""
+
+    layers: Count | None = option(None, "transformer layers", OURS)
+    heads: Count | None = option(None, "attention heads of queries", OURS)
+    query_groups: Count | None = option(None, "heads of keys; without grouping as many as of queries", OURS)
+    kv_channels: Count | None = option(None, "outputs of one head", OURS)
+    experts: Count | None = option(None, "experts of a layer", OURS)
+    vocab_size: Count | None = option(None, "rows of embedding and output layer to keep; None keeps all", OURS)
+    vocab_multiple: Count | None = option(None, "embedding and output layer get rows of zeros up to a multiple", OURS)
+    qkv_layout: Literal["groups", "blocks"] | None = option(
+        None,
+        "of Megatron-DeepSpeed's query_key_value, which depends on its commit: 'groups' (q, k, v of one query group "
+        "after the other) or 'blocks' (all q, all k, all v)",
+        OURS,
+    )
+    qkv_ranks: Count = option(1, "with qkv_layout 'blocks', tensor-parallel ranks, each of which has such blocks", OURS)
+
+    def filled(self, arguments: Mapping[str, Any]) -> Numbers:
+        """With what ``arguments`` say where nothing was given. Raises CheckpointError for a number that is none."""
+        found = {key: _said(key, names, arguments) for key, names in ARGUMENTS.items()}
+        grouped = arguments.get("group_query_attention")
+        if grouped is False:  # then Megatron's num_query_groups is 1, a default that is not used
+            found["query_groups"] = found["heads"]
+        elif grouped is None and arguments.get("num_query_groups") == 1:  # a default, or not; shapes tell
+            found["query_groups"] = None
+        given = {key: value for key, value in found.items() if value is not None and getattr(self, key) is None}
+        return self.model_copy(update=given)
+
+
+@dataclass(frozen=True, slots=True)
+class QKV:
+    """Outputs of q, k and v: ``groups`` times ``queries`` of q, then ``channels`` of k and as many of v."""
+
+    groups: int
+    queries: int
+    channels: int
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        return self.queries, self.channels, self.channels
+
+    @property
+    def rows(self) -> int:
+        return self.groups * sum(self.sizes)
+
+
+def qkv_of_fused(numbers: Numbers, rows: int, where: str) -> QKV:
+    """How the rows of a fused matrix divide, from two of heads, groups and channels. Raises CheckpointError."""
+    heads, groups, channels = numbers.heads, numbers.query_groups, numbers.kv_channels
+    if heads and groups:
+        channels = channels or rows // (heads + 2 * groups)
+    elif heads and channels:
+        groups = (rows // channels - heads) // 2
+    elif groups and channels:
+        heads = rows // channels - 2 * groups
+    else:
+        _need(where, "two of heads, query_groups and kv_channels", numbers)
+    return _fitting(
+        QKV(groups or 0, (heads or 0) * (channels or 0) // max(groups or 0, 1), channels or 0), rows, numbers, where
+    )
+
+
+def qkv_of_parts(numbers: Numbers, q: int, k: int, where: str) -> QKV:
+    """How rows of separate q and k divide, from one of heads, groups and channels. Raises CheckpointError."""
+    heads, groups, channels = numbers.heads, numbers.query_groups, numbers.kv_channels
+    if not channels:
+        if not groups and not heads:
+            _need(where, "one of heads, query_groups and kv_channels", numbers)
+        channels = k // groups if groups else q // (heads or 1)
+    groups = groups or k // max(channels, 1)
+    return _fitting(QKV(groups, q // max(groups, 1), channels), q + 2 * k, numbers, where)
+
+
+def _fitting(found: QKV, rows: int, numbers: Numbers, where: str) -> QKV:
+    heads = found.groups * found.queries // max(found.channels, 1)
+    whole = min(found.groups, found.queries, found.channels) > 0 and found.queries % found.channels == 0
+    if not whole or found.rows != rows or numbers.heads not in (None, heads):
+        raise CheckpointError(
+            f"{where}: {rows} rows of q, k and v do not divide by {_shown(numbers)}: expected "
+            "(heads + 2 * query_groups) * kv_channels; give the numbers of this model"
+        )
+    return found
+
+
+def _need(where: str, what: str, numbers: Numbers) -> None:
+    raise CheckpointError(
+        f"{where}: to divide q, k and v, {what} must be known; the checkpoint says {_shown(numbers)}; give them"
+    )
+
+
+def _shown(numbers: Numbers) -> str:
+    keys = ("heads", "query_groups", "kv_channels")
+    return ", ".join(f"{key} {getattr(numbers, key) or 'unknown'}" for key in keys)
+
+
+def _said(key: str, names: tuple[str, ...], arguments: Mapping[str, Any]) -> int | None:
+    for name in names:
+        value = arguments.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise CheckpointError(f"the checkpoint's argument {name!r} is {value!r}; expected a number; give {key!r}")
+        return value
+    return None

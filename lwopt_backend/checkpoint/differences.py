@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lwopt_backend.checkpoint.bits import same, unequal
-from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, Param
-from lwopt_backend.checkpoint.lazy import BLOCK, LazyTensor
+from lwopt_backend.checkpoint.contents import BLOCK, MASTER, Checkpoint, LazyTensor, Param, same, unequal
 
 WEIGHT, STEP, OWNER, BUFFER = "weight", "step", "owner", "buffer"
 

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+from lwopt_backend.checkpoint import owned
+from lwopt_backend.checkpoint import safetensors as safetensors_folder
 from lwopt_backend.checkpoint.choices import AUTO, FORMATS
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError
 from lwopt_backend.checkpoint.dcp import reader as dcp
-from lwopt_backend.checkpoint.deepspeed import universal_reader as deepspeed_universal
-from lwopt_backend.checkpoint.deepspeed import zero_reader as deepspeed_zero
-from lwopt_backend.checkpoint.files.links import check_links
-from lwopt_backend.checkpoint.megatron import dist_reader as megatron_dist
-from lwopt_backend.checkpoint.megatron import folders as megatron_folders
-from lwopt_backend.checkpoint.megatron import fsdp_reader as megatron_fsdp
-from lwopt_backend.checkpoint.megatron import torch_reader as megatron_torch
-from lwopt_backend.checkpoint.owned import reader as owned
-from lwopt_backend.checkpoint.safetensors import reader as safetensors_folder
-from lwopt_backend.spelling import suggestion
+from lwopt_backend.checkpoint.deepspeed import universal as deepspeed_universal
+from lwopt_backend.checkpoint.deepspeed import zero as deepspeed_zero
+from lwopt_backend.checkpoint.files.folders import check_links
+from lwopt_backend.checkpoint.megatron import dist as megatron_dist
+from lwopt_backend.checkpoint.megatron import fsdp as megatron_fsdp
+from lwopt_backend.checkpoint.megatron import names as megatron_folders
+from lwopt_backend.checkpoint.megatron import torch as megatron_torch
+from lwopt_backend.config.options import suggestion
 
 POINTERS = (deepspeed_zero.POINTER, deepspeed_universal.POINTER, megatron_folders.POINTER)  # files that name a folder
 

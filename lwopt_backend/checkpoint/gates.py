@@ -7,10 +7,17 @@ from functools import partial
 
 import torch
 
-from lwopt_backend.checkpoint.bits import infinite, same, unequal
-from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, Param
-from lwopt_backend.checkpoint.files.parallel import in_order
-from lwopt_backend.checkpoint.lazy import LazyTensor
+from lwopt_backend.checkpoint.contents import (
+    MASTER,
+    Checkpoint,
+    CheckpointError,
+    LazyTensor,
+    Param,
+    infinite,
+    same,
+    unequal,
+)
+from lwopt_backend.checkpoint.files.made import in_order
 from lwopt_backend.checkpoint.names import CORE, FAMILIES
 
 SHOWN = 20  # problems that are listed

@@ -6,13 +6,10 @@ import sys
 
 import typer
 
-from lwopt_backend.cli.calibrate_command import calibrate
-from lwopt_backend.cli.convert_command import convert
-from lwopt_backend.cli.diff_command import diff
-from lwopt_backend.cli.inspect_command import inspect
-from lwopt_backend.cli.plan_command import plan
-from lwopt_backend.cli.rules_command import rules
-from lwopt_backend.cli.simulate_command import simulate
+from lwopt_backend.cli.checkpoints import convert, diff, inspect
+from lwopt_backend.cli.plan import plan
+from lwopt_backend.cli.rules import rules
+from lwopt_backend.cli.simulate import calibrate, simulate
 
 app = typer.Typer(
     name="lwopt",

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lwopt_backend.plan.cost import COSTS, CostModel
-from lwopt_backend.plan.cost_table import read_cost_table
-from lwopt_backend.spelling import suggestion
+from lwopt_backend.config.options import suggestion
+from lwopt_backend.plan.cost import COSTS, CostModel, read_cost_table
 
 if TYPE_CHECKING:
     import torch
 
-    from lwopt_backend.model_shapes import ModelShapes, Training
+    from lwopt_backend.planner.models import ModelShapes, Training
 
 
 class Engine(str, Enum):
@@ -102,7 +101,7 @@ def read_model(
     given = [name for name, path in (("--hf", hf), ("--checkpoint", checkpoint), ("--shapes", shapes)) if path]
     if len(given) != 1:
         raise ValueError(f"give one of --hf, --checkpoint and --shapes; found {' and '.join(given) or 'none'}")
-    from lwopt_backend.model_shapes import read_checkpoint, read_hugging_face, read_shapes_json
+    from lwopt_backend.planner.models import read_checkpoint, read_hugging_face, read_shapes_json
 
     if hf:
         return read_hugging_face(hf, training=training)
@@ -121,7 +120,7 @@ def cost_named(name: str | None) -> CostModel | None:
     if name in COSTS:
         return COSTS[name]
     if name == MEASURED:
-        from lwopt_backend.calibrate import default_path
+        from lwopt_backend.planner.calibrate import default_path
 
         table = read_cost_table(default_path(own_device()))
     elif Path(name).suffix:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from lwopt_backend.study.setting import ENGINES
+from lwopt_backend.planner.setting import ENGINES
+
+if TYPE_CHECKING:
+    pass
+
 
 OF_OWNED_STORAGE = ("storage", "layout", "bucket_mb", "group_size")  # fields of ZeROConfig that are for engine owned
 

@@ -8,14 +8,13 @@ from rich.console import Console
 from rich.table import Table
 
 from lwopt_backend.plan.buffers.layout import imbalance
-from lwopt_backend.plan.machine import StepTime
+from lwopt_backend.plan.cost import StepTime
+from lwopt_backend.planner.document import Alternative
+from lwopt_backend.planner.setting import Setting
+from lwopt_backend.planner.shares import Part
+from lwopt_backend.planner.study import Stage, Study
+from lwopt_backend.planner.systems import Figure, Validated
 from lwopt_backend.report import WIDTH_WITHOUT_TERMINAL, nbytes, shown_ranks
-from lwopt_backend.study.part import Part
-from lwopt_backend.study.setting import Setting
-from lwopt_backend.study.study import Stage, Study
-from lwopt_backend.study.systems import Figure
-from lwopt_backend.study.validation import Validated
-from lwopt_backend.study.what_if import Alternative
 
 NONE = "–"
 UNEVEN = 1.25  # busiest rank over mean from which on the reason is given

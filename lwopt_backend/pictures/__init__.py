@@ -1,6 +1,6 @@
 """Pictures and the HTML report of a study, drawn from its document. They need matplotlib, which is an extra."""
 
-from lwopt_backend.installing import install_command
+from lwopt_backend.config.options import install_command
 
 try:
     import matplotlib  # noqa: F401
@@ -9,8 +9,7 @@ except ImportError as missing:
         f"pictures and HTML reports need matplotlib ({missing}); install it with: {install_command('matplotlib')}"
     ) from missing
 
-from lwopt_backend.pictures.html_report import save_html
-from lwopt_backend.pictures.plan_picture import draw_plan, save_plan_png
-from lwopt_backend.pictures.systems_picture import draw_systems, save_systems_png
+from lwopt_backend.pictures.html import save_html
+from lwopt_backend.pictures.panels import draw_plan, draw_systems, save_plan_png, save_systems_png
 
 __all__ = ["draw_plan", "draw_systems", "save_html", "save_plan_png", "save_systems_png"]

@@ -4,16 +4,12 @@ Pure functions of names and shapes, standard library only. Every rank computes t
 nothing here reads a tensor, a process group or the clock.
 """
 
-from lwopt_backend.plan.build import plan_matrices
-from lwopt_backend.plan.machine import MACHINES, Machine, StepTime, machine_of
-from lwopt_backend.plan.matrix_plan import MatrixPlan
+from lwopt_backend.plan.atoms import Atom, ParamSpec
+from lwopt_backend.plan.cost import MACHINES, Machine, StepTime, machine_of
+from lwopt_backend.plan.exchange import Segment, Transfer
+from lwopt_backend.plan.layouts import FlatPartition, Fragment, Layout, ParameterPartition, Replicas
 from lwopt_backend.plan.mesh import MeshLayout, Sharding
-from lwopt_backend.plan.owners import POLICIES, Ownership
-from lwopt_backend.plan.spread import plan_spread
-from lwopt_backend.plan.spread_storage import ParameterPartition, Replicas
-from lwopt_backend.plan.storage import FlatPartition, Fragment, Layout
-from lwopt_backend.plan.transfer import Segment, Transfer
-from lwopt_backend.plan.types import Atom, ParamSpec
+from lwopt_backend.plan.owners import POLICIES, MatrixPlan, Ownership, plan_matrices, plan_spread
 
 __all__ = [
     "MACHINES",

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
-from lwopt_backend.plan.block_views import Span, box_views, rectangle
-from lwopt_backend.plan.blocks import Block
-from lwopt_backend.plan.storage import Fragment
+from lwopt_backend.plan.atoms import Block
+from lwopt_backend.plan.layouts import Fragment
+from lwopt_backend.plan.views import Span, box_views, rectangle
 
 Coordinate = tuple[int, ...]
 

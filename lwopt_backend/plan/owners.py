@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from lwopt_backend.plan.storage import Layout
-from lwopt_backend.plan.types import Atom
+from lwopt_backend.plan.atoms import Atom
+from lwopt_backend.plan.buffers.compact import plan_compact
+from lwopt_backend.plan.cost import Machine, StepTime, step_time
+from lwopt_backend.plan.exchange import Transfer, equal_split, to_fragments, to_owners
+from lwopt_backend.plan.layouts import Layout
 
 POLICIES = ("auto", "stay", "balance")
 
@@ -59,3 +62,310 @@ def balance(atoms: Sequence[Atom], layout: Layout) -> Ownership:
         loads[owner] += atoms[index].cost
         heapq.heappush(lightest, (loads[owner], owner))
     return Ownership("balance", tuple(owners), tuple(loads))
+
+
+# Plans for storage that spreads every matrix over all ranks (FSDP2): all of them travel, so owners follow the work.
+
+LAYOUTS = ("auto", "padded", "compact")
+MATRICES_A_RANK = 2  # in a bucket, by default: fewer, and some ranks idle while others work
+
+
+def plan_spread(
+    atoms: Sequence[Atom],
+    layout: Layout,
+    *,
+    exchange_layout: str = "auto",
+    element_bytes: int = 2,
+    tensors: int = 1,
+    bucket_matrices: int | None = None,
+    bucket_numel: int | None = None,
+    loads: Sequence[int] | None = None,
+) -> MatrixPlan:
+    """Plan matrices, given in backward order.
+
+    A bucket holds at least ``bucket_matrices`` (by default twice as many as there are ranks), and at most
+    ``bucket_numel`` elements where that is given. Owners are balanced over everything: ``loads`` is the work that each
+    rank has elsewhere, and what it was given in one bucket counts in the next. A matrix that one rank stores whole
+    stays there. ``exchange_layout`` as in ``bucket_split``. Raises ValueError for an unknown one.
+    """
+    if exchange_layout not in LAYOUTS:
+        raise ValueError(f"unknown layout {exchange_layout!r}; expected one of {', '.join(LAYOUTS)}")
+    world_size = layout.world_size
+    loads = list(loads or [0] * world_size)
+    owners = [-1] * len(atoms)
+    holders: dict[Hashable, list[int]] = {}
+    for index, atom in enumerate(atoms):
+        kind = layout.kind(index)
+        if kind not in holders:
+            holders[kind] = [part.rank for part in layout.fragments(index)]
+        if len(holders[kind]) == 1:
+            owners[index] = holders[kind][0]
+            loads[owners[index]] += atom.cost
+    travelling = [index for index, owner in enumerate(owners) if owner < 0]
+    buckets = cut_buckets(atoms, travelling, bucket_matrices or MATRICES_A_RANK * world_size, bucket_numel)
+    best = min(_candidates(atoms, buckets, loads), key=lambda found: critical_path(atoms, buckets, found, loads))
+    for index, owner in best.items():
+        owners[index] = owner
+        loads[owner] += atoms[index].cost
+    ownership = Ownership("balance", tuple(owners), tuple(loads))
+    assert all(is_whole(layout, i, owners[i]) for i in range(len(atoms)) if i not in best)
+    splits = tuple(bucket_split(exchange_layout, bucket, atoms, owners, layout) for bucket in buckets)
+    return MatrixPlan(tuple(atoms), layout, ownership, buckets, element_bytes, splits=splits, tensors=tensors)
+
+
+def cut_buckets(
+    atoms: Sequence[Atom], travelling: Sequence[int], matrices: int, numel: int | None
+) -> tuple[tuple[int, ...], ...]:
+    """Consecutive atoms in buckets of at least ``matrices``, as many buckets as that allows, nearly equal in number.
+
+    Where one would hold more than ``numel`` elements it closes earlier; an atom of more has a bucket to itself.
+    """
+    count = max(1, len(travelling) // matrices)
+    ends = {len(travelling) * (number + 1) // count for number in range(count)}
+    buckets: list[list[int]] = []
+    closed, filled = True, 0
+    for position, index in enumerate(travelling):
+        if closed or (numel is not None and filled + atoms[index].numel > numel):
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(index)
+        filled += atoms[index].numel
+        closed = position + 1 in ends
+    return tuple(map(tuple, buckets))
+
+
+def bucket_split(
+    choice: str, bucket: Sequence[int], atoms: Sequence[Atom], owners: Sequence[int], layout: Layout
+) -> int | None:
+    """How a bucket lies on the wire: the length of its equal parts (``padded``), or None (``compact``).
+
+    ``auto`` takes equal parts where nothing has to be padded for it, because that is the plain all-to-all that every
+    transport does best, and parts as long as needed everywhere else.
+    """
+    if choice == "compact":
+        return None
+    split = equal_split(bucket, owners, layout)
+    travels = sum(atoms[atom].numel for atom in bucket)
+    return split if choice == "padded" or split * layout.world_size**2 == travels else None
+
+
+def critical_path(
+    atoms: Sequence[Atom], buckets: Sequence[Sequence[int]], owners: dict[int, int], loads: Sequence[int]
+) -> int:
+    """Work (flops) until the last rank is done, where no rank can be more than one bucket ahead of the slowest.
+
+    A bucket leaves when its predecessor is about to be computed, so it has arrived when all ranks have got that far.
+    """
+    done = list(loads)
+    slowest_before, slowest = 0, max(loads)
+    for bucket in buckets:
+        work = [0] * len(done)
+        for index in bucket:
+            work[owners[index]] += atoms[index].cost
+        done = [max(time, slowest_before) + more for time, more in zip(done, work)]
+        slowest_before, slowest = slowest, max(done)
+    return max(done)
+
+
+def _candidates(atoms: Sequence[Atom], buckets: Sequence[Sequence[int]], loads: Sequence[int]) -> list[dict[int, int]]:
+    """Owners bucket by bucket, and, where no rank has work elsewhere, owners for all of the matrices at once."""
+    found = [_bucket_by_bucket(atoms, buckets, loads)]
+    travelling = [index for bucket in buckets for index in bucket]
+    if travelling and not any(loads):
+        at_once = plan_compact([atoms[index] for index in reversed(travelling)], len(loads), bucket_numel=None)
+        found.append(dict(zip(reversed(travelling), at_once.owners)))
+    return found
+
+
+def _bucket_by_bucket(atoms: Sequence[Atom], buckets: Sequence[Sequence[int]], loads: Sequence[int]) -> dict[int, int]:
+    """In every bucket the costliest matrix first, to the rank with the least work so far (Graham 1969)."""
+    heap = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(heap)
+    owners = {}
+    for bucket in buckets:
+        for index in sorted(bucket, key=lambda i: (-atoms[i].cost, i)):
+            load, rank = heapq.heappop(heap)
+            owners[index] = rank
+            heapq.heappush(heap, (load + atoms[index].cost, rank))
+    return owners
+
+
+# Plans for flat partitions (ZeRO-1/2), where most matrices lie whole on one rank and only the others travel.
+
+
+def plan_matrices(
+    atoms: Sequence[Atom],
+    layout: Layout,
+    *,
+    policy: str,
+    machine: Machine,
+    bucket_numel: int,
+    element_bytes: int,
+    tensors: int = 1,
+) -> MatrixPlan:
+    """Choose owners by ``policy`` and put what has to travel into buckets of at most ``bucket_numel`` elements.
+
+    ``auto`` models the step time of every policy on ``machine`` and takes the fastest, ``stay`` on a tie.
+    ``element_bytes`` is the size of one element on the wire, of ``tensors`` that travel to the owner. Raises ValueError
+    for an unknown policy.
+    """
+    if policy not in POLICIES:
+        raise ValueError(f"unknown policy {policy!r}; expected one of {', '.join(POLICIES)}")
+    makers = {"stay": stay, "balance": balance}
+    wanted = makers if policy == "auto" else {policy: makers[policy]}
+    plans = [
+        _with_buckets(make(atoms, layout), atoms, layout, bucket_numel, element_bytes, tensors)
+        for make in wanted.values()
+    ]
+    timed = sorted(((plan, modelled_time(plan, machine)) for plan in plans), key=lambda pair: pair[1].total)
+    modelled = tuple((plan.ownership.policy, time) for plan, time in timed)
+    best = timed[0][0]
+    return MatrixPlan(best.atoms, layout, best.ownership, best.buckets, element_bytes, modelled, tensors=tensors)
+
+
+def modelled_time(plan: MatrixPlan, machine: Machine) -> StepTime:
+    """Modelled seconds per step: the busiest rank's work, the busiest link's bytes, and the buckets' collectives."""
+    return step_time(
+        machine,
+        flops=max(plan.ownership.loads),
+        nbytes=max(plan.wire_bytes()),
+        collectives=sum(map(plan.trips, range(len(plan.buckets)))),
+    )
+
+
+def fill_buckets(travelling: Sequence[int], atoms: Sequence[Atom], bucket_numel: int) -> tuple[tuple[int, ...], ...]:
+    """Consecutive atoms until a bucket would exceed ``bucket_numel`` elements; a larger atom has a bucket to itself."""
+    buckets: list[list[int]] = []
+    filled = 0
+    for index in travelling:
+        if not buckets or filled + atoms[index].numel > bucket_numel:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(index)
+        filled += atoms[index].numel
+    return tuple(map(tuple, buckets))
+
+
+def _with_buckets(
+    ownership: Ownership,
+    atoms: Sequence[Atom],
+    layout: Layout,
+    bucket_numel: int,
+    element_bytes: int,
+    tensors: int,
+) -> MatrixPlan:
+    travelling = [i for i, owner in enumerate(ownership.owners) if not is_whole(layout, i, owner)]
+    buckets = fill_buckets(travelling, atoms, bucket_numel)
+    return MatrixPlan(tuple(atoms), layout, ownership, buckets, element_bytes, tensors=tensors)
+
+
+# How one set of matrices is updated: who owns what, and in which buckets the rest travels.
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixPlan:
+    """How one group of matrices is updated: who owns what, and in which buckets the rest travels.
+
+    ``buckets`` hold only atoms that are not whole at their owner; everything else is stepped in place. ``modelled``
+    are the step times that were compared, the chosen policy's first. Without ``splits`` all buckets are compact.
+    """
+
+    atoms: tuple[Atom, ...]
+    layout: Layout
+    ownership: Ownership
+    buckets: tuple[tuple[int, ...], ...]
+    element_bytes: int
+    modelled: tuple[tuple[str, StepTime], ...] = ()
+    splits: tuple[int | None, ...] = ()  # per bucket: None for compact, else the length of its equal parts
+    tensors: int = 1  # that travel to the owner: the direction, or the gradient and the weight
+
+    def local_atoms(self, rank: int) -> list[int]:
+        """Atoms that ``rank`` owns and stores whole."""
+        return [i for i, owner in enumerate(self.ownership.owners) if owner == rank and is_whole(self.layout, i, owner)]
+
+    def keeps_state(self, atom: int, rank: int) -> bool:
+        """Whether ``rank`` keeps the state of a piece of ``atom``."""
+        if self.layout.fragment(atom, rank) is None:
+            return False
+        return self.layout.copies_keep_state or self.ownership.owners[atom] == rank
+
+    def stays(self, bucket: int) -> bool:
+        """Whether the owners of the bucket's atoms store them whole already, so that nothing has to come to them."""
+        alike = self._alike(self.buckets[bucket])
+        return all(part.rank == owner for atom, owner, _ in alike for part in self.layout.sources(atom, owner))
+
+    def trips(self, bucket: int) -> int:
+        """How many all-to-alls the bucket takes: to the owners, unless it stays, and back."""
+        return 1 if self.stays(bucket) else 1 + self.tensors
+
+    def split(self, bucket: int) -> int | None:
+        """The length of the equal parts in which the bucket travels, or None for parts as long as needed."""
+        return self.splits[bucket] if self.splits else None
+
+    def transfer(self, bucket: int, rank: int) -> Transfer:
+        """Bucket ``bucket``'s way to the owners as ``rank`` sees it."""
+        return to_owners(self.buckets[bucket], self.ownership.owners, self.layout, rank, self.split(bucket))
+
+    def way_back(self, bucket: int, rank: int) -> Transfer:
+        """The bucket's way from the owners to all ranks that store pieces, as ``rank`` sees it."""
+        return to_fragments(self.buckets[bucket], self.ownership.owners, self.layout, rank, self.split(bucket))
+
+    def lines(self) -> list[str]:
+        """One line per atom: what all ranks must have decided alike before the first exchange."""
+        return [
+            f"{atom.name} {atom.shape[0]}x{atom.shape[1]} {self.layout.place(index)} owner {owner}"
+            for index, (atom, owner) in enumerate(zip(self.atoms, self.ownership.owners))
+        ] + [f"buckets {self.buckets} in parts {self.splits} of {self.tensors} x {self.element_bytes} bytes an element"]
+
+    def owned_counts(self) -> list[int]:
+        """Per rank, how many atoms it owns."""
+        counts = [0] * self.layout.world_size
+        for owner in self.ownership.owners:
+            counts[owner] += 1
+        return counts
+
+    def owned_numels(self) -> list[int]:
+        """Per rank, the elements of the atoms it owns."""
+        numels = [0] * self.layout.world_size
+        for atom, owner in zip(self.atoms, self.ownership.owners):
+            numels[owner] += atom.numel
+        return numels
+
+    def moved_numel(self) -> list[int]:
+        """Per rank, the elements it stores whose update is computed by another rank."""
+        moved = [0] * self.layout.world_size
+        for atom, owner, times in self._alike(atom for bucket in self.buckets for atom in bucket):
+            for part in self.layout.fragments(atom):
+                moved[part.rank] += part.numel * times if part.rank != owner else 0
+        return moved
+
+    def wire_bytes(self) -> list[int]:
+        """Per rank, the bytes it sends in one step: fragments to owners, and updates back to fragments."""
+        sent = [0] * self.layout.world_size
+        compact: list[int] = []
+        for number, bucket in enumerate(self.buckets):
+            split = self.split(number)
+            if split is None:
+                compact += bucket
+            else:
+                sent = [numel + self.trips(number) * split * (len(sent) - 1) for numel in sent]
+        for atom, owner, times in self._alike(compact):
+            for part in self.layout.sources(atom, owner):
+                sent[part.rank] += part.numel * times * self.tensors if part.rank != owner else 0
+            for part in self.layout.fragments(atom):
+                sent[owner] += part.numel * times if part.rank != owner else 0
+        return [numel * self.element_bytes for numel in sent]
+
+    def _alike(self, atoms: Iterable[int]) -> Iterator[tuple[int, int, int]]:
+        """One of the atoms that lie alike and have one owner, that owner, and how many they are."""
+        counts: dict[tuple[Hashable, int], list[int]] = {}
+        for atom in atoms:
+            counts.setdefault((self.layout.kind(atom), self.ownership.owners[atom]), []).append(atom)
+        for (_, owner), alike in counts.items():
+            yield alike[0], owner, len(alike)
+
+
+def is_whole(layout: Layout, atom: int, rank: int) -> bool:
+    """Whether ``rank`` stores every element of ``atom`` and nobody else any."""
+    parts = layout.fragments(atom)
+    return len(parts) == 1 and parts[0].rank == rank

@@ -58,3 +58,54 @@ class SecondMomentMuon(Muon, OwnerStateRule):
 
     def scale(self, shape: tuple[int, int]) -> float:
         return ADAMW_RMS * self.extra_scale_factor if self.update_norm == "match_rms" else super().scale(shape)
+
+
+# NorMuon: Muon whose neurons have second moments (Li et al., "NorMuon", arXiv 2510.05491).
+
+
+@dataclass
+class NorMuon(SecondMomentMuon):
+    """One second moment per row of the weight, an output neuron: (rows, 1) at the owner.
+
+    ``second_moment_of`` "longer_side" keeps one per line of the longer side instead: (1, columns) for wide matrices,
+    which is what Emerging-Optimizers and modded-nanogpt do.
+    """
+
+    second_moment_of: str = "rows"
+
+    def mean_squares(self, update: Tensor) -> Tensor:
+        return update.square().mean(dim=-1 if self._by_rows(update.shape) else -2, keepdim=True)
+
+    def second_moment_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
+        return (shape[0], 1) if self._by_rows(shape) else (1, shape[1])
+
+    def _by_rows(self, shape: tuple[int, ...]) -> bool:
+        return self.second_moment_of == "rows" or shape[-2] >= shape[-1]
+
+
+# AdaMuon: Muon whose elements have second moments (Si, Zhang and Shen, "AdaMuon", arXiv 2507.11005).
+
+
+@dataclass
+class AdaMuon(SecondMomentMuon):
+    """A second moment per element: a matrix as large as the weight, in fp32, at the owner.
+
+    What is orthogonalized is the sign of the momentum; not ``sign_momentum``: the momentum itself, as in the paper's
+    first version, Emerging-Optimizers and pytorch_optimizer.
+    """
+
+    sign_momentum: bool = True
+
+    def transform(self, matrices: Tensor) -> Tensor:
+        return super().transform(_signs(matrices.to(self.iterates_in)) if self.sign_momentum else matrices)
+
+    def mean_squares(self, update: Tensor) -> Tensor:
+        return update.square()
+
+    def second_moment_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
+        return shape
+
+
+def _signs(matrices: Tensor) -> Tensor:
+    """What is not finite stays as it is, where it has a sign too: it must be seen."""
+    return torch.where(matrices.isfinite(), matrices.sign(), matrices)

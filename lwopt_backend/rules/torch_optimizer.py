@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lwopt_backend.rules.protocol import WeightRule
-from lwopt_backend.rules.step_hooks import inner_steps
+from lwopt_backend.rules.protocol import WeightRule, inner_steps
 
 
 class TorchOptimizer(WeightRule):

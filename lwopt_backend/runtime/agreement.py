@@ -1,17 +1,46 @@
-"""Nothing is exchanged before all ranks have shown that they decided the same.
-
-A rank that fails, or that decided differently, would otherwise leave the others waiting in a collective. Here every
-rank reports either what it decided or what went wrong, and all of them raise the same error.
-"""
+"""Errors of owned storage at work: of a transport, saying what it was doing, and of a model that it cannot follow."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any, TypeVar
 
-from lwopt_backend.runtime.ranks import Collectives
+from lwopt_backend.runtime.collectives import Collectives
+
+
+@contextmanager
+def failing(what: Callable[[], str]) -> Iterator[None]:
+    """Raises RuntimeError in place of a transport's: ``what()`` failed, and what may be the matter."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{what()} failed; another rank has ended, hangs, or ran other backward passes. {error}"
+        ) from error
+
+
+def left_already(name: str, bucket: int) -> RuntimeError:
+    return RuntimeError(
+        f"parameter {name!r} got another gradient in one backward pass after bucket {bucket} had left with its first: "
+        "it is used in several reentrant checkpoints; use checkpoint(..., use_reentrant=False), or "
+        'overlap_grad_reduce=False (under DeepSpeed "overlap_comm": false)'
+    )
+
+
+def read_too_early(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"parameter {name!r} was used before its new value had come, because its module was not called; call "
+        "optimizer.synchronize() before the forward pass, or switch overlap_param_gather off"
+    )
+
+
+# Nothing is exchanged before all ranks have shown that they decided the same.
+#
+# A rank that fails, or that decided differently, would otherwise leave the others waiting in a collective. Here every
+# rank reports either what it decided or what went wrong, and all of them raise the same error.
 
 T = TypeVar("T")
 IS = " = "  # in the line of an option, between its name and its value

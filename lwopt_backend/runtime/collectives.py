@@ -1,16 +1,37 @@
-"""The one door to torch.distributed."""
+"""What the parts of a step are called in profiles (``torch.profiler.record_function``), on every engine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lwopt_backend.runtime.ranks import Alone, PartCollectives, Pending
+EXCHANGE_OUT = "lwopt: exchange out"
+EXCHANGE_BACK = "lwopt: exchange back"
+NORM = "lwopt: norm"
+
+
+def of_rule(name: str) -> str:
+    """A matrix rule at work on whole matrices."""
+    return f"lwopt: rule {name}"
+
+
+def of_elementwise(group: Mapping[str, Any]) -> str:
+    """The step of an element-wise param group."""
+    return f"lwopt: elementwise {rule_name(group)}"
+
+
+def rule_name(group: Mapping[str, Any]) -> str:
+    """The name of a param group's rule; of one that runs any optimizer, that optimizer's class."""
+    return str(group.get("class", group["rule"]))
+
+
+# The one door to torch.distributed.
 
 # torch 2.13 renamed them and warns about the names that older versions have.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -208,3 +229,181 @@ def join(rank: int, world_size: int, meeting_point: str) -> TorchCollectives:
 def leave() -> None:
     """End what ``join`` began."""
     dist.destroy_process_group()
+
+
+# The largest of all ranks' numbers, where one may be NaN.
+
+
+def largest_of_all(collectives: Collectives, value: Tensor) -> Tensor:
+    """The largest of every rank's ``value``, without dimensions; NaN if any rank's is. Called on all ranks.
+
+    gloo's MAX compares, and so forgets a NaN or what came before it, by the order of ranks.
+    """
+    both = torch.stack([value.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf), value.isnan().to(value.dtype)])
+    collectives.all_reduce_max(both).wait()
+    return torch.where(both[1] > 0, math.nan, both[0])
+
+
+# What the runtime asks of a group of ranks, and the group of one.
+
+
+class Pending(Protocol):
+    """A collective under way; ``wait`` returns when its result may be read on the current stream."""
+
+    def wait(self) -> object: ...
+
+
+class Collectives(Protocol):
+    """What the runtime needs from a group of ranks. Every method is called by all ranks, in the same order."""
+
+    rank: int
+    world_size: int
+
+    def all_to_all(
+        self, received: Tensor, sent: Tensor, receive_splits: Sequence[int], send_splits: Sequence[int]
+    ) -> Pending:
+        """Start an all-to-all of two flat tensors; splits are in elements, one per rank, or empty for equal parts."""
+
+    def all_reduce_max(self, tensor: Tensor) -> Pending:
+        """Start taking the largest of every element over all ranks, in place."""
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, in rank order, on every rank."""
+
+    def all_gather(self, received: Tensor, mine: Tensor) -> None:
+        """``received`` becomes all ranks' equally long ``mine``, in rank order."""
+
+    def gather_to_first(self, mine: Tensor) -> list[Tensor] | None:
+        """All ranks' equally long ``mine``, in rank order, on the first rank; None on the others."""
+
+    def gather_objects_to_first(self, value: Any) -> list[Any] | None:
+        """Every rank's ``value``, in rank order, on the first rank; None on the others."""
+
+
+class PartCollectives(Collectives, Protocol):
+    """What buffers whose parts belong to ranks need beside it. What returns ``Pending`` only starts."""
+
+    def direct(self, device: torch.device) -> bool:
+        """Whether parts on such a device travel best from rank to rank.
+
+        gloo's reduce-scatter is an all-reduce inside, which moves twice the bytes, and it has no all-gather of unequal
+        parts. Raises ValueError for a device that gloo cannot serve so.
+        """
+
+    def exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int
+    ) -> Pending:
+        """Start sending flat tensors to ranks and receiving into others; between two ranks and a tag in order."""
+
+    def reduce_scatter_parts(self, mine: Tensor, parts: Sequence[Tensor], whole: Tensor | None) -> Pending:
+        """``mine`` becomes the sum of all ranks' part for this one; ``whole`` holds equal parts end to end."""
+
+    def all_gather_parts(self, parts: Sequence[Tensor], whole: Tensor | None) -> Pending:
+        """Every part becomes that of the rank it belongs to; ``whole`` holds equal parts end to end."""
+
+    def start_all_reduce(self, tensor: Tensor) -> Pending:
+        """Sum ``tensor`` over all ranks, in place."""
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """The same, and wait for it."""
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """``tensor`` becomes the first rank's."""
+
+
+class Alone:
+    """The collectives of a rank that shares nothing: what it sends, it receives."""
+
+    rank, world_size = 0, 1
+
+    def direct(self, device: torch.device) -> bool:
+        return True
+
+    def exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int
+    ) -> Pending:
+        assert not sends and not receives
+        return _Done()
+
+    def reduce_scatter_parts(self, mine: Tensor, parts: Sequence[Tensor], whole: Tensor | None) -> Pending:
+        mine.copy_(parts[0])
+        return _Done()
+
+    def all_gather_parts(self, parts: Sequence[Tensor], whole: Tensor | None) -> Pending:
+        return _Done()
+
+    def start_all_reduce(self, tensor: Tensor) -> Pending:
+        return _Done()
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        return None
+
+    def broadcast(self, tensor: Tensor) -> None:
+        return None
+
+    def barrier(self) -> None:
+        return None
+
+    def all_to_all(
+        self, received: Tensor, sent: Tensor, receive_splits: Sequence[int], send_splits: Sequence[int]
+    ) -> Pending:
+        received.copy_(sent)
+        return _Done()
+
+    def all_reduce_max(self, tensor: Tensor) -> Pending:
+        return _Done()
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+    def all_gather(self, received: Tensor, mine: Tensor) -> None:
+        received.copy_(mine)
+
+    def gather_to_first(self, mine: Tensor) -> list[Tensor] | None:
+        return [mine]
+
+    def gather_objects_to_first(self, value: Any) -> list[Any] | None:
+        return [value]
+
+
+class _Done:
+    def wait(self) -> None:
+        return None
+
+
+# Which parameters have a gradient on any rank: one vector, the same on every rank.
+
+
+class Presence:
+    """Starts to agree when made, and is waited for only by who needs the others' word.
+
+    A rank that has a gradient knows that it will be used; one that has not asks whether another has. So where all ranks
+    have all gradients nobody waits. Made on all ranks of the group.
+    """
+
+    def __init__(
+        self, collectives: Collectives, here: Sequence[bool], device: torch.device, more: Tensor | None = None
+    ) -> None:
+        self._here = list(here)
+        self._flags = torch.tensor(self._here, dtype=torch.int32, device=device)
+        if more is not None:
+            self._flags = torch.cat([self._flags, more])
+        self._pending = collectives.all_reduce_max(self._flags) if len(self._flags) else None
+        self._anywhere: list[int] | None = None
+
+    def __call__(self, index: int) -> bool:
+        """Whether any rank has a gradient for parameter ``index``."""
+        return self._here[index] or bool(self.anywhere()[index])
+
+    def anywhere(self) -> list[int]:
+        """Per parameter, and per flag of ``more`` (int32) after them, 1 if any rank has it."""
+        if self._anywhere is None:
+            self.finish()
+            self._anywhere = self._flags.tolist()
+        return self._anywhere
+
+    def finish(self) -> None:
+        """Wait for the collective, whether anybody asked or not."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None

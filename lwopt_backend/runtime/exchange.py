@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lwopt_backend.plan import MatrixPlan, Segment, Transfer
-from lwopt_backend.runtime.labels import EXCHANGE_BACK, EXCHANGE_OUT
-from lwopt_backend.runtime.ranks import Alone, Collectives, Pending
+from lwopt_backend.runtime.collectives import EXCHANGE_BACK, EXCHANGE_OUT, Alone, Collectives, Pending
 
 Fetch = Callable[[Segment], Tensor | None]
 Deliver = Callable[[Segment, Tensor], object]

@@ -15,7 +15,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from lwopt_backend.plan.types import Atom
+from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.rules import newton_schulz
 from lwopt_backend.runtime.collectives import TorchCollectives, join, leave
 

@@ -1,20 +1,94 @@
-"""Steps of matrices that lie whole on this rank, and what a rule is asked on the pieces of those that do not."""
+"""Where this rank's pieces of weights, gradients and state lie."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
 from lwopt_backend.plan import Atom
+from lwopt_backend.plan.atoms import Block
+from lwopt_backend.plan.views import Span, View, box_views
 from lwopt_backend.rules import MatrixRule, OwnerStateRule, WeightRule
 from lwopt_backend.runtime import nested
-from lwopt_backend.runtime.labels import of_rule
-from lwopt_backend.runtime.owner_state import OwnerState
-from lwopt_backend.runtime.storage import Slices, Storage
+from lwopt_backend.runtime.collectives import of_rule
+from lwopt_backend.runtime.state import OwnerState
+
+
+def owned_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which an owner steps parameters of ``dtype``: fp32, if they are narrower, in masters; else their own."""
+    return torch.float32 if dtype.itemsize < 4 else dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """The same elements of the weight, the gradient and every state tensor, in equal shapes."""
+
+    value: Tensor
+    grad: Tensor
+    state: dict[str, Tensor]
+
+
+class Storage(Protocol):
+    """This rank's part of a set of matrices."""
+
+    def parts(self, index: int) -> Sequence[Slices]:
+        """This rank's fragment of matrix ``index``, of which it stores something, in one or several views.
+
+        Their elements, one view after the other, are the fragment's row by row.
+        """
+
+
+class FlatLayout(Protocol):
+    """Storage of a rank in one flat tensor."""
+
+    def views(self, index: int, rank: int) -> Sequence[View]:
+        """Where in it the rank's fragment of matrix ``index`` lies, in order."""
+
+
+class FlatStorage:
+    """One flat partition per group, as ZeRO-1/2 keep it: views into it, nothing is copied."""
+
+    def __init__(self, layout: FlatLayout, rank: int, slices: Slices) -> None:
+        self._layout = layout
+        self._rank = rank
+        self._slices = slices
+
+    def parts(self, index: int) -> Sequence[Slices]:
+        views, flat = self._layout.views(index, self._rank), self._slices
+        values, grads, *states = (flat_views(t, views) for t in (flat.value, flat.grad, *flat.state.values()))
+        return [
+            Slices(value, grad, dict(zip(flat.state, state))) for value, grad, *state in zip(values, grads, *states)
+        ]
+
+
+# Views of a local tensor that a plan tells of; they share its memory.
+
+
+def flat_views(flat: Tensor, views: Sequence[View]) -> list[Tensor]:
+    """Views into a rank's flat tensor, of one dimension, such as ``BlockPartition.views`` gives."""
+    (stride,) = flat.stride()
+    return [_view(flat, View(v.offset * stride, v.sizes, tuple(stride * s for s in v.strides))) for v in views]
+
+
+def local_views(local: Tensor, block: Block, shape: Sequence[int], box: Sequence[Span]) -> list[Tensor]:
+    """What ``local``, a rank's ``box`` of a parameter of ``shape``, holds of a block, as it lies in memory.
+
+    Together they are the rank's fragment of the block row by row. Of two local tensors with other strides the views
+    have the same shapes. Raises ValueError as ``box_views`` does.
+    """
+    return [_view(local, view) for view in box_views(block, shape, box, local.stride())]
+
+
+def _view(tensor: Tensor, view: View) -> Tensor:
+    return tensor.as_strided(view.sizes, view.strides, tensor.storage_offset() + view.offset)
+
+
+# Steps of matrices that lie whole on this rank, and what a rule is asked on the pieces of those that do not.
 
 
 class WholeMatrices:

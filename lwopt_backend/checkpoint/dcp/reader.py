@@ -1,26 +1,269 @@
-"""Checkpoints of FSDP2 runs, ours and others', as torch.distributed.checkpoint writes them from torch's state dicts:
-
-    {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer), anything else}
-
-nested (``state.<parameter>.<key>``, ``param_groups.<number>.<option>``) or flattened
-(``param_groups.<parameter>.<option>``), under whatever names. Parameters have the module's own names. Of anything else
-``iteration``, ``samples``, ``scheduler`` (a state dict), ``arguments`` and ``names`` are taken for what ``Checkpoint``
-calls so; our writer writes them under these keys, and training may.
-"""
+"""A folder that torch.distributed.checkpoint (DCP) wrote: its tensors, read box by box, and its other objects."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lwopt_backend.checkpoint import inferred
-from lwopt_backend.checkpoint.contents import MATRICES, Checkpoint, CheckpointError, Param, read_as_expected
-from lwopt_backend.checkpoint.dcp.files import METADATA, DcpFolder
-from lwopt_backend.checkpoint.dcp.owners import take_matrices, with_owner_states
-from lwopt_backend.checkpoint.files.plain_data import plain
-from lwopt_backend.checkpoint.lazy import LazyTensor
+import torch
+from torch import Tensor
+
+from lwopt_backend.checkpoint import convert
+from lwopt_backend.checkpoint.contents import MATRICES, Checkpoint, CheckpointError, LazyTensor, Param, read_as_expected
+from lwopt_backend.checkpoint.dcp.saving import METADATA, Chunk, Entry, Sizes, incomplete, read_metadata
+from lwopt_backend.checkpoint.files import torch_files
+from lwopt_backend.checkpoint.files.pickles import plain
+from lwopt_backend.checkpoint.files.torch_files import Stored, StoredTensor
+from lwopt_backend.config import registry
+from lwopt_backend.runtime import nested
+from lwopt_backend.runtime.state import STEPPED, STRUCTURE
+
+__all__ = ["METADATA", "DcpFolder"]
+
+
+class DcpFolder:
+    """The tensors and objects of one step's folder. Raises CheckpointError for files that are missing or too short.
+
+    ``tensors`` and ``objects`` are by their keys; ``paths`` are the keys' parts as the state dict was nested, where it
+    was flattened; ``extra`` is what Megatron up to 0.15 noted about tensors. With ``metadata_only`` other files need
+    not be there: nothing can be read then.
+    """
+
+    def __init__(self, path: Path, metadata_only: bool = False) -> None:
+        metadata = read_metadata(path)
+        if not metadata_only:
+            metadata.check_files()
+        self.path, self.tensors, self.objects, self.paths = path, metadata.tensors, metadata.objects, metadata.paths
+        self.extra: Mapping[str, Mapping[str, Any]] = metadata.extra or {}
+        self.has_extra = metadata.extra is not None
+        self._saved: dict[Stored, StoredTensor] = {}
+
+    def tensor(self, key: str) -> LazyTensor:
+        """A whole tensor."""
+        entry = self.tensors[key]
+        return self.box(key, (0,) * len(entry.shape), entry.shape, entry.shape)
+
+    def box(self, key: str, offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> LazyTensor:
+        """A box of a tensor, reshaped to ``shape``; its ranges are read alone where it is flat."""
+        offsets, sizes, shape = tuple(offsets), tuple(sizes), tuple(shape)
+
+        def read() -> Tensor:
+            return self.read_box(key, offsets, sizes).view(shape)
+
+        def read_range(start: int, stop: int) -> Tensor:
+            inside = [
+                self.read_box(key, [a + b for a, b in zip(offsets, begin)], part).view(-1)
+                for begin, part in _boxes(sizes, start, stop)
+            ]
+            return torch.cat(inside) if len(inside) > 1 else inside[0]
+
+        return LazyTensor(shape, self.tensors[key].dtype, read, f"{key} in {self.path}", read_range)
+
+    def read_box(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """The elements of tensor ``key`` from ``offsets`` on, as many as ``sizes`` in each dimension.
+
+        Only those parts of chunks are read that are in the box. Raises CheckpointError for damage, and where chunks
+        are missing.
+        """
+        entry, where = self.tensors[key], f"{key} in {self.path}"
+        found = None
+        missing = math.prod(sizes)
+        for chunk in entry.near(tuple(offsets), tuple(sizes)):
+            begin = [max(a, b) for a, b in zip(offsets, chunk.offsets)]
+            end = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, chunk.offsets, chunk.sizes)]
+            shape = tuple(b - a for a, b in zip(begin, end))
+            if any(size <= 0 for size in shape):
+                continue
+            part = self._part(chunk, entry, tuple(a - b for a, b in zip(begin, chunk.offsets)), shape, where)
+            missing -= part.numel()
+            if shape == tuple(sizes):
+                found = part
+                continue
+            if found is None:
+                found = torch.empty(tuple(sizes), dtype=entry.dtype)
+            found[tuple(slice(a - o, b - o) for a, b, o in zip(begin, end, offsets))] = part
+        if missing:
+            raise CheckpointError(incomplete(where, math.prod(sizes) - missing, sizes, offsets))
+        return torch.empty(tuple(sizes), dtype=entry.dtype) if found is None else found
+
+    def object(self, key: str) -> Any:
+        """What is no tensor, with the tensors in it, in memory."""
+        stored = self.objects[key]
+        if stored is None:
+            raise CheckpointError(f"{self.path / METADATA} does not say where {key} is; copy it again")
+        return torch_files.load_here(stored, f"{key} in {stored.path}")
+
+    def _part(self, chunk: Chunk, entry: Entry, begin: Sizes, shape: Sizes, where: str) -> Tensor:
+        assert chunk.stored is not None  # as was checked
+        saved = self._saved.get(chunk.stored)
+        if saved is None:
+            loaded = torch_files.load_part(chunk.stored, f"{where}/{chunk.stored.path.name}")
+            saved = self._saved.setdefault(chunk.stored, loaded)
+        if not isinstance(saved, StoredTensor) or (saved.shape, saved.dtype) != (chunk.sizes, entry.dtype):
+            found = f"{saved.dtype} of {saved.shape}" if isinstance(saved, StoredTensor) else type(saved).__name__
+            raise CheckpointError(
+                f"{where}: expected {entry.dtype} of shape {chunk.sizes} at {chunk.offsets}, found {found} in "
+                f"{chunk.stored.path.name}; its files are not of one checkpoint"
+            )
+        return saved.box(sum(a * b for a, b in zip(begin, saved.stride)), shape, saved.stride)
+
+
+def _boxes(sizes: Sizes, start: int, stop: int) -> Iterator[tuple[Sizes, Sizes]]:
+    """The boxes, as (offsets, sizes), that the elements [start, stop) of a flattened tensor are, in their order."""
+    if start >= stop or not sizes:  # nothing, or one element
+        yield (0,) * len(sizes), (0,) * len(sizes)
+        return
+    inner = math.prod(sizes[1:])
+    row, first = divmod(start, inner)
+    if first or stop - start < inner:  # a part of one row
+        end = min(stop, (row + 1) * inner)
+        for begin, part in _boxes(sizes[1:], first, end - row * inner):
+            yield (row, *begin), (1, *part)
+    else:
+        end = stop - stop % inner
+        yield (row, *(0,) * (len(sizes) - 1)), ((end - start) // inner, *sizes[1:])
+    if end < stop:
+        yield from _boxes(sizes, end, stop)
+
+
+# What the optimizer keeps of one parameter in a DCP checkpoint: state as large as it, and what owners keep beside it.
+#
+# Owners' state is saved as ``<key>``, of several matrices in a parameter ``[<place>].<key>``, a row-wise cut tensor
+# each;
+# state that is more than tensors by name has ``structure`` and ``stepped`` beside it, and a parameter whose shape does
+# not tell its matrices has ``matrices`` (``lwopt_backend/runtime/state.py``).
+
+
+class OwnerStates(Mapping[int, Mapping[str, Any]]):
+    """State by a matrix's place in its parameter; it is read when it is asked for."""
+
+    def __init__(self, saved: Mapping[int, dict[str, LazyTensor]]) -> None:
+        self._saved = saved
+
+    def __getitem__(self, place: int) -> Mapping[str, Any]:
+        saved = self._saved[place]
+        found = {key: tensor.read() for key, tensor in saved.items() if key not in (STRUCTURE, STEPPED)}
+        if STRUCTURE not in saved:
+            return found
+        try:
+            described = nested.description(saved[STRUCTURE].read())
+            for path in _numbers(described):
+                found[path] = found[path].view(())
+            state: Mapping[str, Any] = nested.rebuild(described, found)
+            return state
+        except (KeyError, ValueError, TypeError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{saved[STRUCTURE].where}: it does not describe what is there, {sorted(found)} ({error!r})"
+            ) from error
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._saved)
+
+    def __len__(self) -> int:
+        return len(self._saved)
+
+
+def take_matrices(saved: dict[str, LazyTensor]) -> list[str] | None:
+    """Which elements a parameter's matrices are, taken out of all that is saved of it; None if that is not told."""
+    described = saved.get(MATRICES)
+    if described is None or described.dtype != torch.uint8 or len(described.shape) != 1:
+        return None
+    del saved[MATRICES]
+    try:
+        return list(map(str, nested.rebuild(nested.description(described.read()), {})))
+    except (KeyError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{described.where}: it does not tell which matrices there are ({error!r})") from error
+
+
+def with_owner_states(
+    weight: LazyTensor, saved: Mapping[str, LazyTensor], group: Mapping[str, Any] | None
+) -> tuple[dict[str, LazyTensor], OwnerStates]:
+    """The states of ``weight`` that are as large as it, and its owners', from all that is saved of it, by key.
+
+    ``group``: its options, with ``rule`` if it is one of our optimizers'. Raises CheckpointError for state that is
+    neither, and for matrices in it whose place is not known.
+    """
+    matrices = {key.removesuffix(STRUCTURE) for key in saved if key == STRUCTURE or key.endswith(f".{STRUCTURE}")}
+    of_matrix = {key: max((m for m in matrices if key.startswith(m)), key=len, default=None) for key in saved}
+    own = _own_keys(weight, group) if None in of_matrix.values() else None
+    states: dict[str, LazyTensor] = {}
+    owners: dict[int, dict[str, LazyTensor]] = {}
+    for key, tensor in saved.items():
+        matrix = of_matrix[key]
+        if matrix is None and (key in own if own is not None else tensor.shape == weight.shape):
+            if tensor.shape != weight.shape:
+                raise CheckpointError(
+                    f"{tensor.where}: expected the weight's shape {weight.shape}, found {tensor.shape}"
+                )
+            states[key] = tensor
+        elif matrix is None and own is None:
+            raise CheckpointError(
+                f"{tensor.where}: expected the weight's shape {weight.shape}, found {tensor.shape}; state of other "
+                "shapes is read only of rules of ours"
+            )
+        else:
+            matrix = key.rpartition(".")[0] if matrix is None else matrix.removesuffix(".")
+            owners.setdefault(_place(matrix, tensor), {})[key.removeprefix(f"{matrix}." if matrix else "")] = tensor
+    stepped = {place: state for place, state in sorted(owners.items()) if _was_stepped(state)}
+    return states, OwnerStates(stepped)
+
+
+def _was_stepped(state: Mapping[str, LazyTensor]) -> bool:
+    """Whether it is of a real step; before the first one its form alone is saved."""
+    return STEPPED not in state or bool(state[STEPPED].read().item())
+
+
+def _own_keys(weight: LazyTensor, group: Mapping[str, Any] | None) -> set[str] | None:
+    """The keys of the rule's state that lies where the parameter does; None if that is all there is."""
+    if group is None or group.get("rule", "") in {"", *registry.ELEMENTWISE_RULES}:
+        return None
+    if "class" in group:  # what it names is the file's word, and not imported; its state is all at owners
+        return set()
+    try:
+        return set(registry.new_state(torch.empty(weight.shape, device="meta"), group))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{weight.where}: its group's rule cannot be made ({error}): {dict(group)}") from error
+
+
+def _place(matrix: str, tensor: LazyTensor) -> int:
+    """The number of a matrix in its parameter, by its name."""
+    slice_number = re.fullmatch(r"\[(\d+)\]", matrix)
+    if matrix and slice_number is None:
+        raise CheckpointError(
+            f"{tensor.where}: the owner of matrix {matrix!r} keeps state of a part of a fused parameter, and the "
+            "checkpoint, which an earlier version saved, does not tell which rows it is; load it with that version, "
+            'and save it with "storage": "owned"'
+        )
+    return int(slice_number[1]) if slice_number else 0
+
+
+def _numbers(described: Any, path: str = "") -> Iterator[str]:
+    """The paths of tensors without dimensions, which are saved with one."""
+    if isinstance(described, str):
+        if described == "tensor ":
+            yield path
+        return
+    kind, content = described
+    if kind == "value":
+        return
+    for key, part in content if kind == "dict" else enumerate(content):
+        yield from _numbers(part, f"{path}.{key}" if path else str(key))
+
+
+# Checkpoints of FSDP2 runs, ours and others', as torch.distributed.checkpoint writes them from torch's state dicts:
+#
+#     {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer), anything else}
+#
+# nested (``state.<parameter>.<key>``, ``param_groups.<number>.<option>``) or flattened
+# (``param_groups.<parameter>.<option>``), under whatever names. Parameters have the module's own names. Of anything
+# else
+# ``iteration``, ``samples``, ``scheduler`` (a state dict), ``arguments`` and ``names`` are taken for what
+# ``Checkpoint``
+# calls so; our writer writes them under these keys, and training may.
 
 GROUPS, STATE = "param_groups.", "state."
 MOST_OPTIMIZERS = 64  # every key is compared with all their names
@@ -56,9 +299,9 @@ def _read(path: Path) -> Checkpoint:
             continue
         number = group_of.get(name)
         params[name] = _param(weight, saved.get(name, {}), None if number is None else groups[number], number)
-    tied = inferred.tied(params)
-    known, client = inferred.split(_others(folder, keys.others))
-    counted = inferred.iteration_of(params) if "iteration" not in known else None
+    tied = convert.tied(params)
+    known, client = convert.split(_others(folder, keys.others))
+    counted = convert.iteration_of(params) if "iteration" not in known else None
     arguments = dict(known.get("arguments", {}))
     if matrices:
         arguments[MATRICES] = {**(arguments.get(MATRICES) or {}), **matrices}
@@ -75,7 +318,7 @@ def _read(path: Path) -> Checkpoint:
         tied=tied,
         buffers=buffers,
         client=client,
-        notes=tuple(inferred.sentences(tied, path, counted)),
+        notes=tuple(convert.sentences(tied, path, counted)),
     )
 
 

@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, Param
+from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, held
 from lwopt_backend.checkpoint.dcp import saving as dcp_saving
 from lwopt_backend.checkpoint.dcp.saving import Boxes
-from lwopt_backend.checkpoint.lazy import LazyTensor, held
-from lwopt_backend.plan.blocks import matrices_of
+from lwopt_backend.plan.atoms import matrices_of
 from lwopt_backend.runtime import nested
-from lwopt_backend.runtime.owner_shards import MATRICES, STEPPED, STRUCTURE
+from lwopt_backend.runtime.state import MATRICES, STEPPED, STRUCTURE
 
 
 def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:

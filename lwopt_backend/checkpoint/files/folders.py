@@ -1,26 +1,116 @@
-"""Folders that are written whole or not at all, and the small files that point to them.
-
-A folder is filled under a temporary name beside its own, flushed to the disk, and renamed. One that is replaced changes
-places with the new one and is removed then; where the file system cannot exchange two names it is moved aside first,
-and ``recover`` brings it back if the program ended right then. So what is found under the folder's name is always the
-old state or the new one. Temporary names begin with a dot and end in ``.lwopt-new`` or ``.lwopt-old``; no pointer may
-name one. Pointers (``latest``, ``latest_universal``) are written last, and in the same way.
-"""
+"""What a checkpoint's folder must not have in it."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import errno
+import itertools
 import os
 import secrets
 import shutil
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+import torch
 
 from lwopt_backend.checkpoint.contents import CheckpointError
+from lwopt_backend.checkpoint.files.made import Stub
+
+
+def check_links(folder: Path) -> None:
+    """Raises CheckpointError for a link that leads out of a folder, and for what is no file: reading a pipe waits."""
+    root = folder.resolve()
+    for path in folder.rglob("*"):
+        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
+            raise CheckpointError(
+                f"{path} is a link that leads out of the folder, to {os.readlink(path)}; put what it leads to in its "
+                "place, if you know who made it"
+            )
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise CheckpointError(f"{path} is neither a file nor a folder; no checkpoint has such: remove it")
+
+
+# Structures from files that whoever reads them may walk, print and compare without another thought.
+
+DEEPEST = 100  # levels; checkpoints have about 15, and Python's own limit is met at a few hundred
+SHARED = 1  # times a file's bytes: how many elements there may be if all that is shared were written out
+CHARACTERS = 64  # of a text that count as one element
+_SEQUENCES = (list, tuple, set, frozenset, deque)
+_CONTAINERS = (dict, Stub, *_SEQUENCES)
+_TEXTS = (str, bytes, bytearray)
+_SINGLE = frozenset({int, float, bool, type(None), torch.dtype, torch.Size})  # most of what there is
+
+
+def check_tree(found: Any, nbytes: int) -> None:
+    """Raises ValueError for what holds itself, is nested too deep, or is far larger than its file of ``nbytes``.
+
+    A pickle may use a part again and again: 60 lists, each of which is in the next one twice, have 2**60 elements.
+    """
+    most = SHARED * nbytes + 2**17
+    done: dict[int, tuple[int, int]] = {}  # elements and levels, of containers by id; ``found`` keeps them alive
+    path: dict[int, tuple[int, list[Any]]] = {}  # of those that hold the one looked at: what else is in them
+    waiting = [found]
+    while waiting:
+        value = waiting[-1]
+        if id(value) in done:
+            waiting.pop()
+            continue
+        if id(value) not in path:
+            count, inner = path[id(value)] = _contents(value)
+            if any(id(part) in path for part in inner):
+                raise ValueError(f"a {type(value).__name__} in it holds itself")
+            if inner:
+                waiting += inner
+                continue
+        count, inner = path.pop(id(value))
+        inside = [done[id(part)] for part in inner]
+        count += sum(elements for elements, _ in inside)
+        depth = max((levels for _, levels in inside), default=0)
+        if depth >= DEEPEST:
+            raise ValueError(f"it is nested more than {DEEPEST} levels deep")
+        if count > most:
+            raise ValueError(
+                f"a {type(value).__name__} in it would have {count} elements, as it uses parts again and again"
+            )
+        done[id(value)] = count, depth + 1
+        waiting.pop()
+
+
+def _contents(value: Any) -> tuple[int, list[Any]]:
+    """How many elements a value has by itself, and the containers in it."""
+    count, inner = 1, []
+    for part in _parts(value):
+        if type(part) in _SINGLE:
+            count += 1
+        elif isinstance(part, _TEXTS):
+            count += 1 + len(part) // CHARACTERS
+        elif isinstance(part, _CONTAINERS) and part:
+            inner.append(part)
+        else:
+            count += 1
+    return count, inner
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return itertools.chain(value.keys(), value.values())
+    if isinstance(value, Stub):
+        return vars(value).values()
+    return value if isinstance(value, _SEQUENCES) else ()
+
+
+# Folders that are written whole or not at all, and the small files that point to them.
+#
+# A folder is filled under a temporary name beside its own, flushed to the disk, and renamed. One that is replaced
+# changes
+# places with the new one and is removed then; where the file system cannot exchange two names it is moved aside first,
+# and ``recover`` brings it back if the program ended right then. So what is found under the folder's name is always the
+# old state or the new one. Temporary names begin with a dot and end in ``.lwopt-new`` or ``.lwopt-old``; no pointer may
+# name one. Pointers (``latest``, ``latest_universal``) are written last, and in the same way.
 
 NEW, OLD = ".lwopt-new", ".lwopt-old"
 RENAME_EXCHANGE = 2  # linux/fs.h

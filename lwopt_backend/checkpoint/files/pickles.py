@@ -1,10 +1,4 @@
-"""Unpickling without running anything from the file, and without making more than the file can hold.
-
-A class or function that is named in a pickle is never imported. It becomes a ``Named`` that stands for it: one of a
-list of constructors of our own (``made.Made``), a stub for the classes of other programs, or an error. Only lists,
-dictionaries and sets are filled, and only stubs and numpy's arrays take state. What comes out is a tree of limited
-depth and size: as large as the file, if everything that it shares were written out.
-"""
+"""Objects of other programs, such as Megatron's ``args``, as plain data."""
 
 from __future__ import annotations
 
@@ -13,13 +7,60 @@ import pickle
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import PurePosixPath
 from typing import Any, cast
 
 import torch
 
-from lwopt_backend.checkpoint.contents import CheckpointError
+from lwopt_backend.checkpoint.contents import CheckpointError, LazyTensor
+from lwopt_backend.checkpoint.files.folders import check_tree
 from lwopt_backend.checkpoint.files.made import Made, Maker, Named, StorageKind, Stub, check_key
-from lwopt_backend.checkpoint.files.trees import check_tree
+
+
+def plain(value: Any) -> Any:
+    """The same with numbers, strings, lists, tuples and dictionaries only.
+
+    Namespaces become dictionaries, tensors lists, paths strings, enums ``"AttnBackend(5)"``, dtypes
+    ``"torch.bfloat16"``.
+    """
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return value
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, (int, str)) else str(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, set, frozenset)):
+        return [plain(entry) for entry in value]
+    if isinstance(value, tuple):
+        return tuple(plain(entry) for entry in value)
+    if isinstance(value, LazyTensor):
+        return value.read().tolist()
+    if isinstance(value, Stub):
+        return _plain_stub(value)
+    return value.item() if hasattr(value, "item") else str(value)
+
+
+def _plain_stub(stub: Stub) -> Any:
+    attributes = {key: value for key, value in vars(stub).items() if key != "stub_args"}
+    arguments = getattr(stub, "stub_args", ())
+    name = type(stub).__name__
+    if name.endswith("Path"):
+        return str(PurePosixPath(*arguments))
+    if attributes or not arguments:
+        return plain(attributes)
+    return f"{name}({', '.join(str(plain(argument)) for argument in arguments)})"
+
+
+def counter(value: Any) -> Any:
+    """A number that may be a tensor's one element, or what ``plain`` made of it."""
+    value = plain(value)
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+# Unpickling without running anything from the file, and without making more than the file can hold.
+#
+# A class or function that is named in a pickle is never imported. It becomes a ``Named`` that stands for it: one of a
+# list of constructors of our own (``made.Made``), a stub for the classes of other programs, or an error. Only lists,
+# dictionaries and sets are filled, and only stubs and numpy's arrays take state. What comes out is a tree of limited
+# depth and size: as large as the file, if everything that it shares were written out.
 
 __all__ = ["Stub", "load"]
 

@@ -16,9 +16,9 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from lwopt_backend.checkpoint.contents import LazyTensor, held
 from lwopt_backend.checkpoint.files.folders import start_flush
-from lwopt_backend.checkpoint.files.parallel import in_order
-from lwopt_backend.checkpoint.lazy import LazyTensor, held
+from lwopt_backend.checkpoint.files.made import in_order
 
 ALIGNMENT = 64  # bytes, so that files can be mapped into memory
 FORMAT_VERSION = b"3\n"  # of PyTorch's archives: kProducedFileFormatVersion

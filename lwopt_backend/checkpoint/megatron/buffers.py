@@ -14,12 +14,27 @@ a bucket do not depend on the number of ranks.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lwopt_backend.checkpoint.lazy import LazyTensor
-from lwopt_backend.checkpoint.megatron.names import EMBEDDING, OUTPUT, is_tied
+from lwopt_backend.checkpoint.contents import MASTER, CheckpointError, LazyTensor
+from lwopt_backend.checkpoint.dcp.reader import DcpFolder
+from lwopt_backend.checkpoint.megatron.dist_names import Chain, chain_of
+from lwopt_backend.checkpoint.megatron.names import (
+    EMBEDDING,
+    FLAT,
+    OUTPUT,
+    SAVED_WHOLE,
+    expert_of,
+    is_sharded_expert,
+    is_tied,
+    layer_of,
+    module_order,
+    world,
+)
+from lwopt_backend.checkpoint.megatron.ranks import Cut, cut_of, is_gated, local_shape, merge
 
 ALIGNMENT = 64  # elements: 128 bytes at 16 bits
 
@@ -124,3 +139,211 @@ def part(flat: LazyTensor, place: Place, first: int = 0) -> LazyTensor:
 
 def _aligned(start: int) -> int:
     return -(-start // ALIGNMENT) * ALIGNMENT
+
+
+# The optimizer's state in ``dp_reshardable`` checkpoints: flat buckets, without a word on what is in them.
+#
+#     [chained_<k>.]optimizer.distributed.dp_group_idx_<m>.gbuf_idx_<g>
+#         .dtype_(<of weights>, <of gradients>).bucket_idx_<b>.{param,exp_avg,exp_avg_sq}
+#
+# ``m`` counts model-parallel ranks, tensor parallel ones fastest, then (of experts' buffers) expert and pipeline
+# parallel
+# ones. What is in a bucket: see ``megatron.buffers``. Optimizers whose state is saved by name have nothing in them.
+
+_KEY = re.compile(
+    r"((?:chained_\d+\.)*)optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)"
+    r"\.dtype_\(torch\.(\w+), torch\.\w+\)\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)"
+)
+States = dict[str, dict[str, LazyTensor]]  # by parameter and state
+Replicas = list[tuple[str, LazyTensor, LazyTensor]]
+_Buffer = Mapping[str, Sequence[str]]  # the keys of each state's buckets
+
+
+def is_bucket(key: str) -> bool:
+    """Whether a key is a bucket's."""
+    return _KEY.fullmatch(key) is not None
+
+
+def states_in_buckets(
+    folder: DcpFolder, weights: Mapping[str, LazyTensor], of_experts: Mapping[Chain, bool], arguments: Mapping[str, Any]
+) -> tuple[States, Replicas]:
+    """The states of ``weights``: those parameters, whole, that have none by name; and what must be equal.
+
+    ``of_experts`` says of each chained optimizer whether its parameters are expert-parallel ones. Raises
+    CheckpointError where parameters do not fill the buckets exactly, and for virtual pipelines.
+    """
+    found: States = {}
+    replicas: Replicas = []
+    for chain, ranks in _buffers(folder).items():
+        experts = of_experts.get(chain, False)
+        chosen = {name: weight for name, weight in weights.items() if is_sharded_expert(name, arguments) == experts}
+        more, equal = _Optimizer(folder, chosen, ranks, experts, arguments).states()
+        twice = sorted(found.keys() & more.keys())
+        if twice:
+            raise CheckpointError(f"{folder.path}: {len(twice)} parameters are in two optimizers, e.g. {twice[0]}")
+        found.update(more)
+        replicas += equal
+    return found, replicas
+
+
+def _buffers(folder: DcpFolder) -> dict[Chain, dict[int, dict[str, _Buffer]]]:
+    """By chained optimizer, model-parallel rank and dtype of weights."""
+    found: dict[Chain, dict[int, dict[tuple[int, str], dict[str, dict[int, str]]]]] = {}
+    for key in folder.tensors:
+        if match := _KEY.fullmatch(key):
+            of_rank = found.setdefault(chain_of(match[1]), {}).setdefault(int(match[2]), {})
+            of_buffer = of_rank.setdefault((int(match[3]), match[4]), {})
+            of_buffer.setdefault(FLAT[match[6]], {})[int(match[5])] = key
+    return {
+        chain: {rank: _of_rank(folder, of_rank) for rank, of_rank in ranks.items()} for chain, ranks in found.items()
+    }
+
+
+def _of_rank(folder: DcpFolder, buffers: Mapping[tuple[int, str], dict[str, dict[int, str]]]) -> dict[str, _Buffer]:
+    found: dict[str, _Buffer] = {}
+    for (number, dtype), states in buffers.items():
+        if dtype in found:
+            raise CheckpointError(
+                f"{folder.path}: a rank has several buffers of {dtype}, as virtual pipelines make; their optimizer "
+                f"state is not read from dp_reshardable; {SAVED_WHOLE}"
+            )
+        numbers = {state: sorted(states.get(state, {})) for state in FLAT.values()}
+        if any(of_state != list(range(len(numbers[MASTER]))) for of_state in numbers.values()):
+            raise CheckpointError(
+                f"{folder.path}: buffer {number}: expected the same buckets 0, 1, ... of each state, found {numbers}; "
+                "copy it again"
+            )
+        found[dtype] = {state: [keys[bucket] for bucket in sorted(keys)] for state, keys in states.items()}
+    return found
+
+
+class _Optimizer:
+    """The parameters and buffers of one optimizer, on all its model-parallel ranks."""
+
+    def __init__(
+        self,
+        folder: DcpFolder,
+        weights: Mapping[str, LazyTensor],
+        ranks: Mapping[int, Mapping[str, _Buffer]],
+        experts: bool,
+        arguments: Mapping[str, Any],
+    ) -> None:
+        self._folder, self._weights, self._ranks = folder, weights, ranks
+        sizes = world(arguments)
+        self._tensor, self._expert, self._stages = sizes["tp"], 1, sizes["pp"]
+        if experts:
+            self._tensor = int(arguments.get("expert_tensor_parallel_size") or sizes["tp"])
+            self._expert = sizes["ep"]
+        expected = range(self._tensor * self._expert * self._stages)
+        if len(ranks) != len(expected) or sorted(ranks) != list(expected):
+            raise CheckpointError(
+                f"{folder.path}: expected the optimizer's buffers of {len(expected)} model-parallel ranks, found those "
+                f"of {sorted(ranks)}; was every rank's file copied?"
+            )
+        self._order = module_order(weights, arguments)
+        gated = is_gated(arguments)
+        self._cuts = {name: cut_of(name, gated=gated) if self._tensor > 1 else Cut("whole") for name in weights}
+        self._experts = 1 + max((expert_of(name) or 0 for name in weights), default=0)
+        self._tied = own_buckets(arguments) if not experts else ()  # the first stage's, and its copy on the last
+
+    def states(self) -> tuple[States, Replicas]:
+        """Whole states by parameter; and pairs that must be equal, because ranks have copies."""
+        parts: dict[tuple[str, str], list[LazyTensor]] = {}
+        for stage, (first, stop) in enumerate(self._layers_of_stages()):
+            for place in range(self._tensor * self._expert):
+                rank = stage * self._tensor * self._expert + place
+                for dtype, layout in self._layout(rank, first, stop).items():
+                    for state, keys in self._ranks[rank][dtype].items():
+                        for key, bucket in zip(keys, layout):
+                            flat = self._folder.tensor(key)
+                            for at in bucket.places:
+                                parts.setdefault((at.name, state), []).append(part(flat, at))
+        return self._merged(parts)
+
+    def _layers_of_stages(self) -> list[tuple[int, int]]:
+        """Each stage's first layer, and the next one's: as many as fill its buckets exactly, however they were cut."""
+        total = 1 + max((layer_of(name) or 0 for name in self._order), default=0)
+        if total > 1 + len(self._order):
+            raise CheckpointError(
+                f"{self._folder.path}: expected layers numbered without a gap, found number {total - 1}"
+            )
+        found: list[tuple[int, int]] = []
+        for stage in range(self._stages):
+            first = found[-1][1] if found else 0
+            rank = stage * self._tensor * self._expert
+            wrong = None
+            for stop in range(first, total + 1) if stage < self._stages - 1 else [total]:
+                try:
+                    self._layout(rank, first, stop)
+                except ValueError as error:
+                    wrong = error
+                else:
+                    found.append((first, stop))
+                    break
+            else:
+                raise CheckpointError(
+                    f"{self._folder.path}: the optimizer's buffers on model-parallel rank {rank} do not hold the "
+                    f"model's parameters ({wrong}); {SAVED_WHOLE}"
+                )
+        return found
+
+    def _layout(self, rank: int, first: int, stop: int) -> dict[str, tuple[Bucket, ...]]:
+        """What is in a rank's buckets, by dtype, if it has the layers [first, stop). Raises ValueError if not."""
+        shapes: dict[str, dict[str, tuple[int, ...]]] = {dtype: {} for dtype in self._ranks[rank]}
+        for name in self._names(rank, first, stop):
+            weight = self._weights[self._tied[0] if name in self._tied else name]
+            dtype = str(weight.dtype).removeprefix("torch.")
+            if dtype not in shapes:
+                raise ValueError(f"{name} is in {dtype}, the buffers hold {', '.join(shapes)}")
+            shapes[dtype][name] = local_shape(weight.shape, self._cut(name), self._tensor)
+        found = {}
+        for dtype, of_dtype in shapes.items():
+            numels = {state: [self._numel(key) for key in keys] for state, keys in self._ranks[rank][dtype].items()}
+            if any(numel != numels[MASTER] for numel in numels.values()):
+                raise ValueError(f"the buckets of the states are of different lengths, {numels}")
+            found[dtype] = buckets_of(of_dtype, numels[MASTER])
+        return found
+
+    def _numel(self, key: str) -> int:
+        shape = self._folder.tensors[key].shape
+        if len(shape) != 1:
+            raise ValueError(f"{key} is of shape {shape}, not flat")
+        return shape[0]
+
+    def _names(self, rank: int, first: int, stop: int) -> list[str]:
+        """A rank's parameters in the order of its modules; the last stage has a tied embedding's copy."""
+        stage = rank // (self._tensor * self._expert)
+        is_last = stage == self._stages - 1
+        found = []
+        for name in self._order:
+            layer = layer_of(name)
+            here = first <= layer < stop if layer is not None else self._is_at_end(name, stage == 0, is_last)
+            if here and self._expert_rank(name) in (None, rank // self._tensor % self._expert):
+                found.append(name)
+        return [*found, self._tied[1]] if self._tied and self._tied[0] in self._weights and is_last else found
+
+    @staticmethod
+    def _is_at_end(name: str, is_first: bool, is_last: bool) -> bool:
+        return is_first if name.startswith("embedding.") else is_last
+
+    def _expert_rank(self, name: str) -> int | None:
+        expert = expert_of(name) if self._expert > 1 else None
+        return None if expert is None else expert * self._expert // self._experts
+
+    def _cut(self, name: str) -> Any:
+        return self._cuts[self._tied[0] if name in self._tied else name]
+
+    def _merged(self, parts: Mapping[tuple[str, str], Sequence[LazyTensor]]) -> tuple[States, Replicas]:
+        found: States = {}
+        replicas: Replicas = []
+        for (name, state), of_ranks in parts.items():
+            cut = self._cut(name)
+            if cut.kind == "whole":
+                what = f"{state} of {name} on tensor-parallel ranks"
+                replicas += [(what, of_ranks[0], other) for other in of_ranks[1:]]
+            found.setdefault(name, {})[state] = merge(of_ranks, cut)
+        if self._tied and self._tied[1] in found:
+            for state, copy in found.pop(self._tied[1]).items():
+                what = f"{state} of the tied embedding on the first and the last pipeline stage"
+                replicas.append((what, found[self._tied[0]][state], copy))
+        return found, replicas

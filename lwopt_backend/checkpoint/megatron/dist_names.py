@@ -1,10 +1,7 @@
-"""The parameters in Megatron's torch_dist keys: layers and experts that are stacked into one tensor, gate and up apart.
+"""Param groups and step counts in Megatron's torch_dist checkpoints.
 
-decoder.layers.mlp.linear_fc1.weight (L, F, H)                    layers that are alike
-decoder.layers.3.mlp.linear_fc1.weight (F, H)                     layers that differ
-decoder.layers.mlp.experts.experts.linear_fc1.weight (L, E, F, H) experts in them
-decoder.layers.3.mlp.experts.experts.linear_fc1.weight (E, F, H)
-decoder.layers.3.mlp.experts.experts.1.linear_fc1.weight_w, ..._v every tensor by itself; gate and up apart
+They have every group's options, but not which parameters are in it (see ``megatron.groups``). Chained optimizers are
+numbered, and those that are chained in a chained one once more.
 """
 
 from __future__ import annotations
@@ -19,12 +16,82 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lwopt_backend.checkpoint.contents import CheckpointError
-from lwopt_backend.checkpoint.dcp.files import DcpFolder
+from lwopt_backend.checkpoint.contents import CheckpointError, LazyTensor, end_to_end
+from lwopt_backend.checkpoint.dcp.reader import DcpFolder
 from lwopt_backend.checkpoint.files.made import shape_of
-from lwopt_backend.checkpoint.lazy import LazyTensor, end_to_end
-from lwopt_backend.checkpoint.megatron.names import local_spec
-from lwopt_backend.checkpoint.megatron.order import module_order
+from lwopt_backend.checkpoint.files.pickles import counter, plain
+from lwopt_backend.checkpoint.megatron.names import local_spec, module_order
+
+Options = Mapping[str, Any]
+Chain = tuple[int, ...]  # of an optimizer its number in the chain, in the chain in that, ...; () if it is alone
+_OF_BUFFERS = re.compile(r"((?:chained_\d+\.)*)optimizer\.distributed\.dp_group_idx_0\.optimizer/shard_.+")
+
+
+def chain_of(prefix: str) -> Chain:
+    """``"chained_1."``: (1,)."""
+    return tuple(map(int, re.findall(r"\d+", prefix)))
+
+
+def optimizers(folder: DcpFolder, common: Mapping[str, Any]) -> dict[Chain, tuple[Options, ...]]:
+    """Each optimizer's groups. Adam's have "step", if it was saved."""
+    saved = dict(_unchained(common.get("optimizer") or {}, folder))
+    of_buffers = {chain_of(match[1]): key for key in folder.objects if (match := _OF_BUFFERS.fullmatch(key))}
+    found: dict[Chain, tuple[Options, ...]] = {}
+    for chain in sorted(saved.keys() | of_buffers.keys()):
+        state = saved.get(chain, {})
+        inner = state.get("optimizer", state)
+        groups = inner.get("param_groups", [])
+        if chain in of_buffers:
+            groups = _held(folder, of_buffers[chain])
+        steps = _steps(state, inner)
+        if len(steps) == 1:
+            groups = [{"step": steps[0], **group} if "betas" in group else group for group in groups]
+        found[chain] = tuple(
+            {key: counter(value) if key == "step" else value for key, value in group.items() if key != "params"}
+            for group in groups
+        )
+    return found
+
+
+def _unchained(saved: Any, folder: DcpFolder, chain: Chain = ()) -> Iterator[tuple[Chain, dict[str, Any]]]:
+    """The optimizers' states in a chain of them."""
+    if isinstance(saved, (list, tuple)):
+        saved = dict(enumerate(saved))
+    if not isinstance(saved, Mapping):
+        raise CheckpointError(f"{folder.path}: expected the optimizer's state as a dictionary, found {saved!r}")
+    if saved and all(str(number).isdecimal() for number in saved):  # as text where DCP flattened it
+        for number, state in saved.items():
+            yield from _unchained(state or {}, folder, (*chain, int(number)))
+    elif saved:
+        yield chain, plain(saved)
+
+
+def _held(folder: DcpFolder, key: str) -> list[Options]:
+    """The groups of an optimizer whose state is in flat buckets."""
+    held = plain(folder.object(key))
+    held = held[0] if isinstance(held, list) and len(held) == 1 else held
+    if not isinstance(held, Mapping) or "param_groups" not in held:
+        raise CheckpointError(f"{key} in {folder.path}: expected param_groups, found {held!r:.200}")
+    groups: list[Options] = held["param_groups"]
+    return groups
+
+
+def _steps(state: Mapping[str, Any], inner: Mapping[str, Any]) -> list[float]:
+    """The step counts that are saved beside the groups, each once."""
+    of_params = list((state.get("param_state") or {}).values())
+    of_params += [entry for entry in (inner.get("state") or {}).values() if isinstance(entry, Mapping)]
+    found = [entry["step"] for entry in of_params if "step" in entry]
+    common = (inner.get("state") or {}).get("common_step")
+    return sorted({counter(step) for step in [*found, *([] if common is None else [common])]})
+
+
+# The parameters in Megatron's torch_dist keys: layers and experts that are stacked into one tensor, gate and up apart.
+#
+# decoder.layers.mlp.linear_fc1.weight (L, F, H)                    layers that are alike
+# decoder.layers.3.mlp.linear_fc1.weight (F, H)                     layers that differ
+# decoder.layers.mlp.experts.experts.linear_fc1.weight (L, E, F, H) experts in them
+# decoder.layers.3.mlp.experts.experts.linear_fc1.weight (E, F, H)
+# decoder.layers.3.mlp.experts.experts.1.linear_fc1.weight_w, ..._v every tensor by itself; gate and up apart
 
 _STACKED_LAYERS = re.compile(r"^(.*?\blayers)\.(?!\d+\.)")
 _EXPERTS = re.compile(r"\.mlp\.experts\.experts\.(\d+\.)?")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from lwopt_backend.checkpoint.contents import CheckpointError
+from lwopt_backend.checkpoint.contents import MASTER, CheckpointError, LazyTensor
+from lwopt_backend.checkpoint.files.pickles import counter, plain
+from lwopt_backend.checkpoint.megatron import names as naming
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
@@ -81,3 +85,257 @@ def global_name(name: str, *, first_layer: int, first_expert: int) -> str:
     """A rank's own name with global layer and expert numbers."""
     name = _LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) + first_layer}.", name)
     return _EXPERT.sub(lambda match: f".mlp.experts.local_experts.{int(match[1]) + first_expert}.", name)
+
+
+# The optimizer's states that are known, by the keys under which Megatron's files have them.
+
+STATES = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+BY_NAME = {"fp32_param": MASTER, "param": MASTER, **{key: key for key in STATES}}  # in torch_dist, of each parameter
+FLAT = {"param": MASTER, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}  # in the DistributedOptimizer's buffers
+SAVED_WHOLE = (  # up to 0.19.1 several gradient buckets make it write masters and moments of other parameters
+    "load it in Megatron and save with --dist-ckpt-optim-fully-reshardable (up to 0.19.1 without "
+    "--overlap-grad-reduce, with which that option writes wrong state)"
+)
+
+
+# The order of Megatron-core's modules, for files that do not tell it: that of ``GPTModel.named_parameters()``.
+
+_IN_LAYER = re.compile(r"decoder\.layers\.\d+\.((?:mlp\.experts\.local_experts\.\d+\.)?(.+))")
+_BEFORE = ("embedding.word_embeddings", "embedding.position_embeddings", "embedding.tokentype_embeddings")
+_AFTER = ("decoder.final_layernorm", "output_layer")
+# As constructors make them: TransformerLayer, Attention before SelfAttention, MoELayer, MLP.
+_ATTENTION = ("self_attention.linear_proj", "self_attention.linear_qkv", "self_attention.q_layernorm")
+_LOCAL = (
+    *("input_layernorm", *_ATTENTION, "self_attention.k_layernorm", "pre_mlp_layernorm", "mlp.router"),
+    *("mlp.linear_fc1", "mlp.linear_fc2", "mlp.experts", "mlp.shared_experts"),
+)
+_FUSED = (  # Transformer Engine's linear layers have the norm before them, as their first parameters
+    *(_ATTENTION[0], "input_layernorm", *_ATTENTION[1:], "self_attention.k_layernorm", "pre_mlp_layernorm"),
+    *("mlp.router", "mlp.linear_fc1", "mlp.linear_fc2", "mlp.experts", "mlp.shared_experts"),
+)
+_LAST = ("weight", "bias")
+_MLP = ("gate_weight", "linear_fc1.weight", "linear_fc1.bias", "linear_fc2.weight", "linear_fc2.bias")
+
+
+def module_order(names: Iterable[str], arguments: Mapping[str, Any]) -> list[str]:
+    """Local-spec names in the order of the modules that ``arguments`` (Megatron's ``args``) describe.
+
+    Layer and expert numbers may be local or global, as long as they are of one rank. Raises CheckpointError with all
+    the names whose place is not known.
+    """
+    local = arguments.get("transformer_impl") == "local"
+    grouped = bool(arguments.get("moe_grouped_gemm"))
+    keys = {name: _key(name, _LOCAL if local else _FUSED, grouped) for name in names}
+    unknown = sorted(name for name, key in keys.items() if key is None)
+    if unknown:
+        raise CheckpointError(
+            f"the place of {', '.join(unknown)} among the modules is not known, so flat buffers cannot be taken apart; "
+            + SAVED_WHOLE
+        )
+    return sorted(keys, key=lambda name: keys[name] or ())
+
+
+def _key(name: str, modules: tuple[str, ...], grouped: bool) -> tuple[int, ...] | None:
+    layer, expert, match = layer_of(name), expert_of(name), _IN_LAYER.fullmatch(name)
+    if layer is None or match is None:
+        module, _, last = name.rpartition(".")
+        known: tuple[str, ...]
+        for part, known in ((0, _BEFORE), (2, _AFTER)):
+            if module in known and last in _LAST:
+                return (part, known.index(module), _LAST.index(last))
+        return None
+    rest, of_expert = match.groups()
+    place = next((i for i, module in enumerate(modules) if rest.startswith(f"{module}.")), None)
+    if place is None:
+        return None
+    rest = rest.removeprefix(f"{modules[place]}.")
+    if expert is not None and of_expert in _MLP:
+        inner = (_MLP.index(of_expert), expert) if grouped else (expert, _MLP.index(of_expert))
+        return (1, layer, place, *inner)
+    known = _MLP if modules[place] == "mlp.shared_experts" else _LAST
+    return (1, layer, place, known.index(rest), 0) if rest in known else None
+
+
+# Where Megatron keeps a checkpoint: the step's folder, and each rank's folder in it.
+#
+# latest_checkpointed_iteration.txt          a number, or the word "release"
+# iter_0000003/mp_rank_TT[_PPP][_EEE]/       tensor, pipeline (if > 1), expert parallel rank (if > 1)
+
+POINTER = "latest_checkpointed_iteration.txt"
+MOST_RANKS = 2**20  # more is damage
+_RANK = re.compile(r"mp_rank_(\d{2,})((?:_\d{3,}){0,2})")
+_STEP = re.compile(r"iter_(\d{7,})|release")
+Coordinates = tuple[int, int, int]  # ranks: tensor, pipeline, expert parallel
+
+
+def step_folder(path: Path) -> Path:
+    """The folder of one step: ``path`` itself, or the one that the pointer in it names.
+
+    Raises CheckpointError for a pointer that names none, or one that is not there.
+    """
+    pointer = path / POINTER
+    if not pointer.is_file():
+        return path
+    try:
+        text = pointer.read_bytes()[:100].decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{pointer} cannot be read: {error}; name the step's folder itself") from error
+    if text != "release" and not re.fullmatch(r"[0-9]{1,18}", text):
+        raise CheckpointError(f"{pointer}: expected an iteration or 'release', found {text!r}; name the step's folder")
+    found = path / (text if text == "release" else f"iter_{int(text):07d}")
+    if not found.is_dir():
+        raise CheckpointError(
+            f"{found} is missing, although {pointer} names it; copy it, or name another step's folder"
+        )
+    return found
+
+
+def iteration_of(step: Path) -> int | None:
+    """The iteration that the step folder's name says."""
+    match = _STEP.fullmatch(step.name)
+    return int(match[1]) if match and match[1] else None
+
+
+def rank_folders(step: Path) -> dict[tuple[int, ...], Path]:
+    """The ranks' folders by the numbers in their names."""
+    found = {}
+    for folder in sorted(step.iterdir()):
+        match = _RANK.fullmatch(folder.name)
+        if match and folder.is_dir():
+            found[(int(match[1]), *(int(number) for number in match[2].split("_")[1:]))] = folder
+    return found
+
+
+def expected_folders(arguments: Mapping[str, Any]) -> dict[tuple[int, ...], Coordinates]:
+    """The numbers in the names of all ranks' folders, and whose they are."""
+    tensor, pipeline, expert = (world(arguments)[size] for size in ("tp", "pp", "ep"))
+    return {
+        (t, *((p,) if pipeline > 1 else ()), *((e,) if expert > 1 else ())): (t, p, e)
+        for t in range(tensor)
+        for p in range(pipeline)
+        for e in range(expert)
+    }
+
+
+def world(arguments: Mapping[str, Any]) -> dict[str, int]:
+    """How many ranks there are of each kind of parallelism. Raises CheckpointError for numbers that cannot be."""
+    names = {
+        "dp": "data_parallel_size",
+        "tp": "tensor_model_parallel_size",
+        "pp": "pipeline_model_parallel_size",
+        "ep": "expert_model_parallel_size",
+        "cp": "context_parallel_size",
+    }
+    found = {short: int(arguments.get(name) or 1) for short, name in names.items()}
+    of_model = math.prod(found[short] for short in ("tp", "pp", "ep"))
+    if min(found.values()) < 1 or max(of_model, *found.values()) > MOST_RANKS:
+        sizes = ", ".join(f"{name} {found[short]}" for short, name in names.items())
+        raise CheckpointError(f"no checkpoint is of so many ranks as args say ({sizes}); copy it again")
+    return found
+
+
+# Which param group of Megatron's optimizers a parameter is in, by the rules that made the groups.
+
+EMBEDDINGS = (naming.EMBEDDING, naming.OUTPUT)  # "is_embedding_or_output_parameter"
+_Kind = tuple[bool, bool, bool, bool]  # is a sharded expert, a matrix's optimizer, has weight decay, has the usual lr
+
+
+def groups_of(
+    shapes: Mapping[str, Sequence[int]], groups: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
+) -> dict[str, int | None]:
+    """The number of each parameter's group; None where no group, or more than one, answers its description.
+
+    A group says whether it is of sharded experts, of Muon (the one without ``betas``, if others have them), with weight
+    decay (``wd_mult``), and with the usual learning rate. Muon gets the matrices but word
+    embeddings and output layer, among them learned positions and routers (``get_megatron_muon_optimizer`` in
+    megatron/core/optimizer/muon.py, ``_get_param_groups`` and ``get_standard_config_overrides`` beside it).
+    """
+    kinds = [_kind_of_group(group) for group in groups]
+    if len({matrix for _, matrix, _, _ in kinds}) == 1:  # one optimizer for all
+        kinds = [(expert, False, decay, usual) for expert, _, decay, usual in kinds]
+        mixed = False
+    else:
+        mixed = True
+    found: dict[str, int | None] = {}
+    for name, shape in shapes.items():
+        wanted = _kind_of(name, len(shape), arguments, mixed=mixed)
+        numbers = [number for number, kind in enumerate(kinds) if kind == wanted]
+        found[name] = numbers[0] if len(numbers) == 1 else None
+    return found
+
+
+def names_by_group(
+    weights: Mapping[str, LazyTensor], groups: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], where: str
+) -> list[list[str]]:
+    """The names in each group, in module order, that of ``weights``. Raises CheckpointError if it cannot be told."""
+    found: list[list[str]] = [[] for _ in groups]
+    for name, number in groups_of({name: w.shape for name, w in weights.items()}, groups, arguments).items():
+        if number is None:
+            raise CheckpointError(
+                f"{where}: which of {len(groups)} param groups has {name} cannot be told from their options; save this "
+                "checkpoint in the torch_dist format"
+            )
+        found[number].append(name)
+    return found
+
+
+def common_groups(ranks: Sequence[Sequence[Mapping[str, Any]]], where: str) -> tuple[dict[str, Any], ...]:
+    """The groups' options as plain data, from the ranks' own: of each group from a rank that has parameters in it.
+
+    Elsewhere counters in it may stand still. Raises CheckpointError if the ranks have not the same number of groups.
+    """
+    if len({len(groups) for groups in ranks}) > 1:
+        raise CheckpointError(
+            f"{where}: expected the same param groups on all ranks, found {[len(groups) for groups in ranks]} of them; "
+            "the ranks' files are of different checkpoints: copy them again"
+        )
+    found = []
+    for copies in zip(*ranks):
+        group = next((copy for copy in copies if copy.get("params", True)), copies[0])
+        found.append({key: plain(value) for key, value in group.items() if key != "params"})
+    return tuple(found)
+
+
+def step_of(groups: Sequence[Mapping[str, Any]], number: int | None) -> float | None:
+    """How many steps a parameter of Adam's made: as its group says, or all of Adam's if its group is not known."""
+    steps = {
+        counter(group.get("step")) for group in (groups if number is None else [groups[number]]) if "betas" in group
+    }
+    step = steps.pop() if len(steps) == 1 else None
+    return None if step is None else float(step)
+
+
+def expert_groups(groups: Iterable[Mapping[str, Any]]) -> frozenset[int]:
+    """The numbers of the groups of sharded experts."""
+    return frozenset(number for number, group in enumerate(groups) if group.get("is_expert_parallel", False))
+
+
+def is_sharded_expert(name: str, arguments: Mapping[str, Any]) -> bool:
+    """Whether other ranks have other experts in its place."""
+    return naming.is_expert(name) and int(arguments.get("expert_model_parallel_size") or 1) > 1
+
+
+def _kind_of_group(group: Mapping[str, Any]) -> _Kind:
+    usual = bool(group.get("default_config", True)) and not group.get("is_decoupled_lr", False)
+    return (
+        bool(group.get("is_expert_parallel", False)),
+        "betas" not in group,
+        group.get("wd_mult", 1.0) != 0,
+        usual,
+    )
+
+
+def _kind_of(name: str, dims: int, arguments: Mapping[str, Any], *, mixed: bool) -> _Kind:
+    matrix = mixed and dims == 2 and name not in EMBEDDINGS
+    skipped = dims == 1 or name.endswith(".bias")
+    if _norms_decay(arguments) and ("q_layernorm." in name or "k_layernorm." in name):
+        skipped = False
+    usual = arguments.get("decoupled_lr") is None or name not in EMBEDDINGS
+    return (is_sharded_expert(name, arguments), matrix, not skipped, usual)
+
+
+def _norms_decay(arguments: Mapping[str, Any]) -> bool:
+    return bool(
+        arguments.get("apply_wd_to_qk_layernorm")
+        or arguments.get("no_weight_decay_cond_type") == "apply_wd_to_qk_layernorm"
+    )

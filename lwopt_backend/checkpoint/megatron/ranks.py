@@ -1,18 +1,233 @@
-"""The ``model_optim_rng.pt`` of all ranks of a Megatron checkpoint, checked to be of one checkpoint."""
+"""How Megatron-core cuts each parameter over its tensor-parallel ranks, and how the parts become one tensor again."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from lwopt_backend.checkpoint.contents import CheckpointError
+import torch
+from torch import Tensor
+
+from lwopt_backend.checkpoint.contents import MASTER, CheckpointError, LazyTensor, end_to_end, joined
 from lwopt_backend.checkpoint.files import torch_files
-from lwopt_backend.checkpoint.files.plain_data import plain
-from lwopt_backend.checkpoint.lazy import LazyTensor
+from lwopt_backend.checkpoint.files.pickles import counter, plain
 from lwopt_backend.checkpoint.megatron import names as naming
-from lwopt_backend.checkpoint.megatron.folders import Coordinates, expected_folders, iteration_of, rank_folders, world
+from lwopt_backend.checkpoint.megatron.names import (
+    STATES,
+    Coordinates,
+    expected_folders,
+    iteration_of,
+    rank_folders,
+    world,
+)
+
+# What stands before a role; experts and shared experts are cut as a dense MLP is.
+_PREFIX = re.compile(
+    r"^(?:decoder\.layers\.\d+\.)?(?:mlp\.(?:experts\.local_experts\.\d+|shared_experts)\.(?=linear_fc))?"
+)
+_ROLES: tuple[tuple[str, str], ...] = (
+    (r"embedding\.word_embeddings\.weight|output_layer\.(weight|bias)", "columns"),
+    (
+        r"self_attention\.linear_qkv\.(weight|bias)",
+        "columns",
+    ),  # whole query groups: [q, k, v] of each, one after another
+    (r"(self_attention\.linear_proj|(mlp\.)?linear_fc2)\.weight", "rows"),
+    (r"(self_attention\.linear_proj|(mlp\.)?linear_fc2)\.bias", "replicated"),
+    (r"(mlp\.)?linear_fc1\.(weight|bias)", "fc1"),
+    (r"embedding\.(position|tokentype)_embeddings\.weight", "replicated"),
+    (r"([\w.]*\.)?\w*(layer)?norm\.(weight|bias)", "replicated"),
+    (r"mlp\.router\.(weight|bias|expert_bias)|mlp\.shared_experts\.gate_weight", "replicated"),
+)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a parameter lies on tensor-parallel ranks: ``whole`` on each, ``split`` along ``dim``, or ``gated``: rank r
+    holds [gate_r; up_r] and the whole tensor is [gate; up], both along dimension 0."""
+
+    kind: Literal["whole", "split", "gated"]
+    dim: int = 0
+
+
+def cut_of(name: str, *, gated: bool) -> Cut:
+    """How a parameter, by its local-spec name, is cut; ``gated``: fc1 holds gate and up (SwiGLU).
+
+    The rules are those which Megatron's parameters declare (``partition_dim``, ``partition_stride``). Raises
+    CheckpointError for a parameter that is none of those of a GPT model.
+    """
+    role = _PREFIX.sub("", name, count=1)
+    kind = next((kind for pattern, kind in _ROLES if re.fullmatch(pattern, role)), None)
+    if kind is None:
+        raise CheckpointError(
+            f"{name}: how it is cut over tensor-parallel ranks is not known; save with tensor parallel size 1, or in "
+            "the torch_dist format"
+        )
+    if kind == "fc1":
+        return Cut("gated" if gated else "split", 0)
+    return Cut("whole") if kind == "replicated" else Cut("split", 0 if kind == "columns" else 1)
+
+
+def is_gated(arguments: Mapping[str, Any]) -> bool:
+    """Whether Megatron's ``args`` say that fc1 holds gate and up."""
+    return bool(arguments.get("swiglu") or arguments.get("quick_geglu"))
+
+
+def merge(parts: Sequence[LazyTensor], cut: Cut) -> LazyTensor:
+    """The whole tensor, from all ranks' parts in the order of ranks; of a ``whole`` one rank 0's copy.
+
+    Raises CheckpointError if the parts are of different shapes or dtypes.
+    """
+    first = parts[0]
+    for part in parts[1:]:
+        if part.shape != first.shape or part.dtype != first.dtype:
+            raise CheckpointError(
+                f"{part.where}: expected shape {first.shape} in {first.dtype}, as in {first.where}, "
+                f"found {part.shape} in {part.dtype}; the ranks' files are not of one checkpoint"
+            )
+    if len(parts) == 1 or cut.kind == "whole":
+        return first
+    shape = list(first.shape)
+    shape[cut.dim] *= len(parts)
+    if cut.kind == "split":
+        return (
+            end_to_end(parts, shape) if cut.dim == 0 else joined(parts, lambda found: torch.cat(found, cut.dim), shape)
+        )
+    if first.shape[0] % 2:
+        raise CheckpointError(f"{first.where}: expected gate and up of one size, found shape {first.shape}")
+    half = first.numel // 2
+    gates, ups = [part.piece(0, half) for part in parts], [part.piece(half, 2 * half) for part in parts]
+    return end_to_end([*gates, *ups], shape)
+
+
+def local_shape(shape: Sequence[int], cut: Cut, ranks: int) -> tuple[int, ...]:
+    """The shape of one rank's part of a tensor of ``shape``. Raises ValueError if it does not divide."""
+    if cut.kind == "whole" or ranks == 1:
+        return tuple(shape)
+    halves = 2 if cut.kind == "gated" else 1
+    if shape[cut.dim] % (halves * ranks):
+        raise ValueError(f"shape {tuple(shape)} does not divide into {ranks} parts along dimension {cut.dim}")
+    return tuple(size // ranks if dim == cut.dim else size for dim, size in enumerate(shape))
+
+
+# Named states out of the state_dict of Megatron's optimizers, which keep them by number (Float16, FP32, LayerWise).
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What one rank's optimizer keeps of its part of a parameter."""
+
+    states: Mapping[str, LazyTensor]
+    step: float | None = None
+    group: int | None = None
+
+
+@dataclass(frozen=True)
+class Inner:
+    """One torch optimizer in the state_dict of one rank's: ``masters`` by group, None where there are none."""
+
+    where: str
+    state: Mapping[Any, Mapping[str, Any]]
+    groups: Sequence[Mapping[str, Any]]
+    masters: Sequence[Sequence[LazyTensor]] | None
+    others: Mapping[str, Any] = field(default_factory=dict)
+
+
+def inner_optimizers(saved: Any, where: str) -> list[Inner]:
+    """The torch optimizers in an optimizer's state_dict: a list of several, or one.
+
+    Raises CheckpointError for a key that is not known.
+    """
+    entries = saved if isinstance(saved, list) else [saved]
+    return [_inner(entry, f"optimizer {number} in {where}") for number, entry in enumerate(entries)]
+
+
+def _inner(saved: Any, where: str) -> Inner:
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"{where}: expected an optimizer's state_dict, found {type(saved).__name__}")
+    wrapped: dict[str, Any] = saved if "optimizer" in saved else {"optimizer": saved}  # FP32Optimizer has no wrapping
+    inner = wrapped["optimizer"]
+    others = {key: value for key, value in wrapped.items() if key not in ("optimizer", "fp32_from_fp16_params")}
+    unknown = sorted({*map(str, others)} - {"grad_scaler"} | {*map(str, inner)} - {"state", "param_groups"})
+    if unknown or "param_groups" not in inner:
+        raise CheckpointError(
+            f"{where}: expected param_groups, state and fp32_from_fp16_params, found also {unknown}, not known"
+        )
+    return Inner(where, inner.get("state", {}), inner["param_groups"], wrapped.get("fp32_from_fp16_params"), others)
+
+
+def named(
+    inners: Sequence[Inner], names: Sequence[Sequence[str]], weights: Mapping[str, LazyTensor]
+) -> dict[str, Kept]:
+    """What the optimizers keep, by parameter. ``names``: of each group, through all optimizers, in its order.
+
+    Every master weight is read and compared with the weight, bit for bit, so a wrong name is an error, never a mixed-up
+    state. Raises CheckpointError for that, for other counts or shapes, and for states that are not known.
+    """
+    found: dict[str, Kept] = {}
+    number = 0
+    for inner in inners:
+        for local, group in enumerate(inner.groups):
+            for name, identifier, master in _in_group(inner, local, names[number], weights):
+                state = inner.state.get(identifier, {})
+                states = {key: value for key, value in state.items() if key != "step"}
+                _check_states(states, name, weights[name], inner.where)
+                if master is not None:
+                    check_rounds(master, weights[name], name)
+                    states = {MASTER: master, **states}
+                step = counter(state.get("step", group.get("step")))
+                found[name] = Kept(states, None if step is None else float(step), number)
+            number += 1
+    return found
+
+
+def _in_group(
+    inner: Inner, local: int, names: Sequence[str], weights: Mapping[str, LazyTensor]
+) -> list[tuple[str, Any, LazyTensor | None]]:
+    """Name, identifier and master weight (16-bit parameters have one) of each parameter of a group."""
+    identifiers = inner.groups[local].get("params", [])
+    half = [name for name in names if weights[name].dtype in (torch.bfloat16, torch.float16)]
+    masters = inner.masters[local] if inner.masters is not None and local < len(inner.masters) else []
+    if len(identifiers) != len(names) or len(masters) != len(half):
+        raise CheckpointError(
+            f"param group {local} of {inner.where}: expected {len(names)} parameters, {len(half)} with master weights, "
+            f"by the rules of Megatron's assignment ({', '.join(names[:3])}, ...), found {len(identifiers)} and "
+            f"{len(masters)}; names cannot be told: save this checkpoint in the torch_dist format"
+        )
+    master_of = dict(zip(half, masters))
+    return [(name, identifier, master_of.get(name)) for name, identifier in zip(names, identifiers)]
+
+
+def _check_states(states: Mapping[str, Any], name: str, weight: LazyTensor, where: str) -> None:
+    for key, value in states.items():
+        if key not in STATES:
+            raise CheckpointError(
+                f"{where}: state {key!r} of {name} is not known, so it is not known how to convert it; "
+                f"known are {', '.join(STATES)}"
+            )
+        if not isinstance(value, LazyTensor) or value.shape != weight.shape:
+            shape = value.shape if isinstance(value, LazyTensor) else type(value).__name__
+            raise CheckpointError(f"{where}: expected {key} of {name} in shape {weight.shape}, found {shape}")
+
+
+def check_rounds(master: LazyTensor, weight: LazyTensor, name: str) -> None:
+    """Raises CheckpointError unless ``master``, rounded to the weight's dtype, has the weight's bits."""
+    if master.shape == weight.shape and _same_bits(master.read().to(weight.dtype), weight.read()):
+        return
+    raise CheckpointError(
+        f"{name}: expected a master weight of shape {weight.shape} that rounds to {weight.where}, found {master.where} "
+        f"of shape {master.shape} that does not; the files are of different steps, or the assignment of parameters to "
+        "ranks is not that of this Megatron: save the checkpoint in the torch_dist format"
+    )
+
+
+def _same_bits(left: Tensor, right: Tensor) -> bool:
+    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+
+
+# The ``model_optim_rng.pt`` of all ranks of a Megatron checkpoint, checked to be of one checkpoint.
 
 MODEL_FILE = "model_optim_rng.pt"
 Weights = dict[str, LazyTensor]

@@ -6,32 +6,20 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
+from lwopt_backend.checkpoint.choices import Numbers
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError
-from lwopt_backend.checkpoint.names import (
-    hf_gpt2,
-    hf_llama,
-    hf_mixtral,
-    hf_moe_stacked,
-    hf_qwen_moe,
-    megatron_core,
-    megatron_deepspeed,
-)
+from lwopt_backend.checkpoint.names import hugging_face as hf
+from lwopt_backend.checkpoint.names import megatron
 from lwopt_backend.checkpoint.names.applying import apply
 from lwopt_backend.checkpoint.names.rules import NameMap, read_map
-from lwopt_backend.checkpoint.numbers import Numbers
-from lwopt_backend.spelling import suggestion
+from lwopt_backend.config.options import suggestion
 
 __all__ = ["CORE", "FAMILIES", "NameMap", "Numbers", "apply", "find", "translate"]
 
-CORE = megatron_core.MAP.source
+CORE = megatron.CORE_MAP.source
 
-FAMILIES: Mapping[str, NameMap] = {
-    module.MAP.target: module.MAP
-    for module in (
-        *(megatron_core, megatron_deepspeed),
-        *(hf_llama, hf_mixtral, hf_qwen_moe, hf_moe_stacked, hf_gpt2),
-    )
-}
+_MAPS = (megatron.CORE_MAP, megatron.DEEPSPEED_MAP, hf.LLAMA, hf.MIXTRAL, hf.QWEN_MOE, hf.MOE_STACKED, hf.GPT2)
+FAMILIES: Mapping[str, NameMap] = {each.target: each for each in _MAPS}
 
 
 def find(name: str) -> NameMap:

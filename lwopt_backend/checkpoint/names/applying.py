@@ -1,18 +1,291 @@
-"""A name map applied to a checkpoint: the same tensors under other names, moved when they are read."""
+"""Which rule takes which names, and what it makes of them: the plan of a conversion, without any tensor."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from lwopt_backend.checkpoint.contents import MATRICES, Checkpoint, CheckpointError, Param
-from lwopt_backend.checkpoint.lazy import LazyTensor
-from lwopt_backend.checkpoint.names.matching import Unit, canonical, plan
-from lwopt_backend.checkpoint.names.muon import check_gated, sentences
+from lwopt_backend.checkpoint.choices import Numbers, qkv_of_fused, qkv_of_parts
+from lwopt_backend.checkpoint.contents import MATRICES, Checkpoint, CheckpointError, LazyTensor, Param
+from lwopt_backend.checkpoint.names.megatron import HEAD
 from lwopt_backend.checkpoint.names.operations import OPERATIONS, stacked, unstacked
-from lwopt_backend.checkpoint.names.rules import NameMap
-from lwopt_backend.checkpoint.numbers import Numbers
+from lwopt_backend.checkpoint.names.rules import LAYERS, NameMap, Pattern, Rule, Values
+from lwopt_backend.config.options import suggestion
+
+SHOWN = 20  # problems that are listed
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One use of a rule.
+
+    ``sources`` are names by place in the stack (one place if there is none), each as many as the rule has sources;
+    ``sizes`` are the stack's. ``values`` are those of the fields that both sides have, and of ``layers``.
+    """
+
+    rule: Rule
+    values: Values
+    sources: tuple[tuple[str, ...], ...]
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(itertools.chain.from_iterable(self.sources))
+
+    def targets(self, sizes: Sequence[int] = ()) -> tuple[tuple[str, ...], ...]:
+        """Names of what comes out, by place in a stack that is undone; ``sizes`` are its."""
+        places = itertools.product(*map(range, sizes))
+        filled = [{**self.values, **dict(zip(self.rule.unstacked_over, place))} for place in places]
+        return tuple(tuple(pattern.format(values) for pattern in self.rule.targets) for values in filled)
+
+
+@dataclass
+class _Found:
+    """What matched one rule under the same values of the fields that both sides have."""
+
+    values: dict[str, int | str]
+    names: dict[tuple[int, ...], dict[int, str]] = field(default_factory=dict)  # by place, by number of the source
+
+
+def plan(names: NameMap, found: Iterable[str], numbers: Numbers) -> list[Unit]:
+    """Units for all names, in the order of their first. Raises CheckpointError that lists what does not fit."""
+    found = list(found)
+    tied = HEAD not in found
+    rules = [rule for rule in names.rules if rule.only in (None, "tied" if tied else "untied")]
+    matches = [(name, _first(rules, name)) for name in found]
+    layers = _layers((match[2] for _, match in matches if match), numbers)
+    by_rule: dict[int, dict[tuple[tuple[str, int | str], ...], _Found]] = {at: {} for at in range(len(rules))}
+    problems = []
+    for name, match in matches:
+        if match is None or match[2].get(LAYERS, layers) != layers:
+            problems.append(f"{name!r} fits no rule")
+            continue
+        at, source, values = match
+        rule = rules[at]
+        place = tuple(int(values[key]) for key in rule.stacked_over)
+        kept = {key: value for key, value in values.items() if key not in (*rule.stacked_over, LAYERS)}
+        unit = by_rule[at].setdefault(tuple(sorted(kept.items())), _Found(kept))
+        unit.names.setdefault(place, {})[source] = name
+    units = []
+    for at, rule in enumerate(rules):
+        made, wrong = _units(rule, list(by_rule[at].values()), numbers, layers)
+        units += made
+        problems += wrong + _absent(rule, list(by_rule[at].values()), layers, found)
+    if problems:
+        raise CheckpointError(_listed(names, problems))
+    order = {name: at for at, name in enumerate(found)}
+    return sorted(units, key=lambda unit: min(order[name] for name in unit.names))
+
+
+def canonical(pairs: Sequence[tuple[Pattern, Pattern]], name: str) -> str:
+    """The name that an alias stands for, or itself."""
+    for alias, meant in pairs:
+        values = alias.match(name)
+        if values is not None:
+            return meant.format(values)
+    return name
+
+
+def _first(rules: Sequence[Rule], name: str) -> tuple[int, int, dict[str, int | str]] | None:
+    """The number of the rule that takes a name, of the source in it, and the fields' values."""
+    for at, rule in enumerate(rules):
+        for number, pattern in enumerate(rule.sources):
+            values = pattern.match(name)
+            if values is not None:
+                return at, number, values
+    return None
+
+
+def _layers(values: Iterable[Mapping[str, int | str]], numbers: Numbers) -> int | None:
+    """How many layers there are. Raises CheckpointError if one is missing, or the given number is another."""
+    seen = {int(each["layer"]) for each in values if "layer" in each}
+    if not seen:
+        return numbers.layers
+    count = max(seen) + 1
+    missing = sorted(set(range(max(count, numbers.layers or 0))) - seen)
+    if missing:
+        raise CheckpointError(
+            f"nothing was found of layer(s) {', '.join(map(str, missing[:SHOWN]))}, but of others up to {count - 1}; "
+            f"the checkpoint says that there are {numbers.layers or 'unknown'}; is a part of it missing?"
+        )
+    if numbers.layers not in (None, count):
+        raise CheckpointError(f"there are {count} layers, but {numbers.layers} were expected; give 'layers'")
+    return count
+
+
+def _units(rule: Rule, found: Sequence[_Found], numbers: Numbers, layers: int | None) -> tuple[list[Unit], list[str]]:
+    known = {"expert": numbers.experts, "layer": layers}
+    sizes = []
+    for number, name in enumerate(rule.stacked_over):
+        most = max((place[number] + 1 for each in found for place in each.names), default=0)
+        sizes.append(max(most, known.get(name) or 0))
+    places = list(itertools.product(*map(range, sizes)))
+    units, problems = [], []
+    for each in found:
+        if layers is not None:
+            each.values[LAYERS] = layers
+        missing = []
+        for place in places:
+            values = {**each.values, **dict(zip(rule.stacked_over, place))}
+            have = each.names.get(place, {})
+            missing += [p.format(values) for number, p in enumerate(rule.sources) if number not in have]
+        if missing:
+            some = next(iter(next(iter(each.names.values())).values()))
+            problems += [f"{name!r} is missing, which belongs with {some!r}" for name in missing]
+            continue
+        sources = tuple(tuple(each.names[place][n] for n in range(len(rule.sources))) for place in places)
+        if layers is None and any(LAYERS in pattern.fields for pattern in rule.targets):
+            problems.append(f"{rule}: the number of layers is not known; give 'layers'")
+            continue
+        units.append(Unit(rule, each.values, sources, tuple(sizes)))
+    return units, problems
+
+
+def _absent(rule: Rule, found: Sequence[_Found], layers: int | None, names: Sequence[str]) -> list[str]:
+    """What a rule that is not optional lacks."""
+    if rule.optional or not rule.sources:
+        return []
+    pattern = rule.sources[0]
+    if not found:
+        return [f"{pattern.text!r} fits no name; {suggestion(pattern.text, names) if names else 'there are none'}"]
+    if "layer" not in pattern.fields or layers is None or "layer" in rule.stacked_over:
+        return []
+    have = {each.values["layer"] for each in found}
+    return [f"{pattern.text!r} is missing for layer {number}" for number in range(layers) if number not in have]
+
+
+def _listed(names: NameMap, problems: Sequence[str]) -> str:
+    more = f"\n  ... and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+    return (
+        f"names do not fit the map from {names.source} to {names.target}, {len(problems)} problem(s); give another "
+        "map, or a file with rules of your own (a rule with target [] drops a name):\n  "
+        + "\n  ".join(problems[:SHOWN])
+        + more
+    )
+
+
+# What a conversion changes for Muon: which rows are orthogonalized together. Said in sentences, never silent.
+
+MOMENTUM = "momentum_buffer"  # what Muon keeps; a parameter without it is not Muon's
+
+
+def sentences(checkpoint: Checkpoint, units: Sequence[Unit], numbers: Numbers) -> list[str]:
+    """What is orthogonalized otherwise after a conversion, and what sets it as it was. ``checkpoint`` is the source."""
+    kept = [unit for unit in units if unit.rule.targets]
+    trained = [unit for unit in kept if any(MOMENTUM in checkpoint.params[name].states for name in unit.names)]
+    if not trained:
+        return []
+    groups: dict[str, list[Unit]] = {}
+    for unit in trained:
+        said = _sentence(checkpoint, unit, numbers)
+        if said:
+            groups.setdefault(said, []).append(unit)
+    found = [f"{said} This holds for {_counted(same)}." for said, same in groups.items()]
+    return [*_muon_arguments(checkpoint.arguments), *_blockwise(checkpoint), *found]
+
+
+def _muon_arguments(arguments: Mapping[str, Any]) -> list[str]:
+    muon = {key: value for key, value in sorted(arguments.items()) if key.startswith("muon_")}
+    if not muon:
+        return []
+    listed = ", ".join(f"{key}={value!r}" for key, value in muon.items())
+    return [f"Megatron's Muon ran with {listed}; they travel along in the checkpoint's arguments."]
+
+
+def _blockwise(checkpoint: Checkpoint) -> list[str]:
+    ranks, mode = checkpoint.world.get("tp", 1), checkpoint.arguments.get("muon_tp_mode")
+    if ranks == 1 or mode != "blockwise":
+        return []
+    return [
+        f"muon_tp_mode='blockwise': each of {ranks} tensor-parallel ranks orthogonalized its own part of a matrix; "
+        "here whole matrices are."
+    ]
+
+
+def _sentence(checkpoint: Checkpoint, unit: Unit, numbers: Numbers) -> str | None:
+    """Of one unit; the same for all layers, so that they can be counted."""
+    source, kinds = unit.sources[0][0], set(unit.rule.do)
+    split = checkpoint.arguments.get("muon_split_qkv")
+    if "split_gate_up" in kinds:
+        return (
+            "Gate and up were one matrix, orthogonalized together (as Megatron does), and are separate parameters now: "
+            "each is orthogonalized by itself, and no setting of 'atoms' joins parameters."
+        )
+    if "join_gate_up" in kinds:
+        return _set("Gate and up were separate parameters and are one now.", unit, {"gate_up": "halves"})
+    if "split_qkv" in kinds:
+        told: dict[object, str] = {
+            True: "muon_split_qkv=True orthogonalized each by itself too, so that nothing changes",
+            False: "muon_split_qkv=False orthogonalized them together, which no setting of 'atoms' does",
+        }
+        unknown = "the arguments do not say whether they were orthogonalized together before (muon_split_qkv)"
+        before = told.get(split, unknown)
+        return f"q, k and v are separate parameters now, each orthogonalized by itself; {before}."
+    if "join_qkv" in kinds:
+        q, k = (checkpoint.params[name].shape[0] for name in unit.sources[0][:2])
+        found = qkv_of_parts(numbers, q, k, source)
+        division = {"qkv": list(found.sizes), "groups": found.groups}
+        return _set("q, k and v were separate parameters and are one now.", unit, division)
+    if checkpoint.names == "megatron-core" and source.endswith("linear_qkv.weight"):
+        return _fused(checkpoint, unit, numbers)
+    if checkpoint.names == "megatron-core" and unit.rule.targets[0].text.endswith("gate_up_proj"):
+        return _set("Megatron orthogonalizes an expert's gate and up as one matrix.", unit, "stack")
+    return None
+
+
+def _fused(checkpoint: Checkpoint, unit: Unit, numbers: Numbers) -> str | None:
+    """Of q, k and v that stay in one parameter."""
+    split = checkpoint.arguments.get("muon_split_qkv")
+    if split is None:
+        return None
+    if not split:
+        return _set("muon_split_qkv=False orthogonalized q, k and v as one matrix.", unit, "whole")
+    what = "muon_split_qkv=True orthogonalized q, k and v each by itself."
+    try:
+        return _set(what, unit, _division(checkpoint, unit, numbers))
+    except CheckpointError:  # nothing is divided here, so that no number is needed
+        return f"{what} 'atoms' can do the same with us, but how they lie is not known."
+
+
+def _division(checkpoint: Checkpoint, unit: Unit, numbers: Numbers) -> dict[str, Any]:
+    """How q, k and v lie in a parameter that stays fused; outputs, however it is stored."""
+    name = unit.sources[0][0]
+    found = qkv_of_fused(numbers, checkpoint.params[name].shape[0], name)
+    blocks = "qkv_blocks" in unit.rule.do or ("qkv_to_layout" in unit.rule.do and numbers.qkv_layout == "blocks")
+    if not blocks:
+        return {"qkv": list(found.sizes), "groups": found.groups}
+    ranks = numbers.qkv_ranks if "qkv_to_layout" in unit.rule.do else 1
+    return {"qkv": [size * found.groups // ranks for size in found.sizes], "groups": ranks}
+
+
+def _set(what: str, unit: Unit, division: Any) -> str:
+    glob = re.sub(r"(?<=\.)[0-9]+(?=\.)", "*", unit.rule.targets[0].glob(unit.values))  # also numbers in {*}
+    return f'{what} Set "atoms": {json.dumps({glob: division})} for the same with us.'
+
+
+def _counted(units: Sequence[Unit]) -> str:
+    first = units[0].names[0]
+    return repr(first) if len(units) == 1 else f"{len(units)} parameters, the first of which is {first!r}"
+
+
+def check_gated(arguments: Mapping[str, Any], units: Sequence[Unit]) -> None:
+    """Raises CheckpointError if a rule divides gate and up of a model that has none."""
+    if arguments.get("swiglu") is not False or arguments.get("quick_geglu"):
+        return
+    for unit in units:
+        if {"split_gate_up", "join_gate_up"} & set(unit.rule.do):
+            raise CheckpointError(
+                f"{unit.names[0]!r}: {unit.rule} divides gate and up, but the checkpoint's argument swiglu is False: "
+                "its fc1 is one matrix; give the map of another family"
+            )
+
+
+# A name map applied to a checkpoint: the same tensors under other names, moved when they are read.
 
 WEIGHT = "weight"
 

@@ -13,9 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lwopt_backend.checkpoint.contents import CheckpointError
-from lwopt_backend.checkpoint.lazy import LazyTensor, end_to_end, joined
-from lwopt_backend.checkpoint.numbers import QKV, Numbers, qkv_of_fused, qkv_of_parts
+from lwopt_backend.checkpoint.choices import QKV, Numbers, qkv_of_fused, qkv_of_parts
+from lwopt_backend.checkpoint.contents import CheckpointError, LazyTensor, end_to_end, joined
 
 Tensors = Sequence[LazyTensor]
 OperationName = Literal[

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from lwopt_backend.plan.buffers.layout import BufferPlan, aligned_shard
-from lwopt_backend.plan.buffers.patterns import pack
-from lwopt_backend.plan.buffers.placement import Placement, place_costliest_first
-from lwopt_backend.plan.buffers.refine import relieve
-from lwopt_backend.plan.buffers.stream import MOST_KINDS, Stream
-from lwopt_backend.plan.buffers.weights import balanced_measures
-from lwopt_backend.plan.types import Atom
+from lwopt_backend.plan.atoms import Atom
+from lwopt_backend.plan.buffers.layout import MOST_KINDS, BufferPlan, Stream, aligned_shard
+from lwopt_backend.plan.buffers.padded import relieve
+from lwopt_backend.plan.buffers.placement import Placement, balanced_measures, pack, place_costliest_first
 
 NEAR = 1.01  # of the most even plan found; among those the one whose fullest shard holds least is taken
 

@@ -1,13 +1,134 @@
-"""A buffer as planned: which shard owns which matrix, in which bucket it travels, and what padding that costs."""
+"""What planning owned storage is given: parameters, and how to plan."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+import re
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
+from itertools import accumulate
+from typing import Literal
 
-from lwopt_backend.plan.buffers.stream import shard_multiple
-from lwopt_backend.plan.cost import max_min_squared
-from lwopt_backend.plan.types import Atom
+from lwopt_backend.plan.atoms import Atom
+from lwopt_backend.plan.buffers.step import Elements
+from lwopt_backend.plan.cost import CostModel, Machine, max_min_squared
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedParam:
+    """A parameter as planning sees it. ``atom`` is None for an element-wise one; ``tied`` has several uses.
+
+    ``parts`` are elements and cost of the matrices in it, where there are several that lie one after the other.
+    """
+
+    name: str
+    numel: int
+    dtype: str
+    atom: Atom | None
+    tied: bool = False
+    parts: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How to plan. ``bucket_numel`` is the least size of a bucket, ``bus_multiple`` what a padded one ends on."""
+
+    layout: str
+    bucket_numel: int
+    machine: Machine
+    cost: CostModel
+    elements: Elements
+    direct: bool = False  # parts go straight to their owners, so uneven ones cost nothing
+    bus_multiple: int = 1
+
+
+# The matrices of a buffer in backward order, the order in which gradients become ready.
+
+MOST_KINDS = 64  # packing tells so many kinds of matrices apart; models have about ten
+ALIGNMENT = 64  # elements; every matrix starts on a multiple, as in Megatron-Core (cuBLASLt wants 128 bytes in bf16)
+
+
+def aligned(numel: int) -> int:
+    """``numel`` rounded up to the alignment of a matrix's start."""
+    return -(-numel // ALIGNMENT) * ALIGNMENT
+
+
+def shard_multiple(world_size: int) -> int:
+    """What a shard's size is a multiple of, so that a bucket ends on lcm(world_size, 128) elements."""
+    return math.lcm(ALIGNMENT, math.lcm(world_size, 128) // world_size)
+
+
+@dataclass(frozen=True, slots=True)
+class AtomKind:
+    """What packing sees of a matrix: matrices of one kind are alike to it."""
+
+    numel: int  # aligned
+    cost: int  # by the cost model that is planned for
+    estimate: int  # by Megatron-Core's estimate
+
+
+def _kinds(seen: Sequence[AtomKind]) -> tuple[list[AtomKind], array[int]]:
+    """The kinds, largest first, and each matrix's. Where there are too many, a kind is a class of similar sizes.
+
+    A class stands for its largest member in every measure, so what is packed by classes fits.
+    """
+    kinds = sorted(set(seen), key=lambda kind: (-kind.numel, -kind.cost, -kind.estimate))
+    class_of = {kind: index for index, kind in enumerate(kinds)}
+    if len(kinds) > MOST_KINDS:
+        width = math.log(kinds[0].numel / kinds[-1].numel) / MOST_KINDS or 1.0
+        steps = [int(math.log(kinds[0].numel / kind.numel) / width) for kind in kinds]
+        places = {step: index for index, step in enumerate(sorted(set(steps)))}
+        class_of = {kind: places[step] for kind, step in zip(kinds, steps)}
+        members: list[list[AtomKind]] = [[] for _ in places]
+        for kind in kinds:
+            members[class_of[kind]].append(kind)
+        kinds = [AtomKind(*(max(measure) for measure in zip(*map(astuple, some)))) for some in members]
+    return kinds, array("H", (class_of[kind] for kind in seen))
+
+
+class Stream:
+    """Atoms in backward order, with their kinds (largest first) and running sums, so that any range is quick to judge.
+
+    ``atoms`` are given in model order; position 0 of the stream is the last of them. ``layer_starts`` are the positions
+    at which the first number in the names changes.
+    """
+
+    def __init__(self, atoms: Sequence[Atom]) -> None:
+        seen = [AtomKind(aligned(a.numel), a.cost, max_min_squared(a.shape)) for a in reversed(atoms)]
+        self.numels = [kind.numel for kind in seen]
+        self.costs = [kind.cost for kind in seen]
+        self.estimates = [kind.estimate for kind in seen]
+        self.kinds, self.kind_of = _kinds(seen)
+        self.numel_before = list(accumulate(self.numels, initial=0))
+        self._counts_before = self._running_counts()
+        numbers = [re.search(r"\d+", atom.name) for atom in reversed(atoms)]
+        layers = [number and number.group() for number in numbers]
+        self.layer_starts = [i for i in range(1, len(layers)) if layers[i] != layers[i - 1]]
+
+    def __len__(self) -> int:
+        return len(self.numels)
+
+    def numel(self, start: int, stop: int) -> int:
+        """Aligned elements of positions [start, stop)."""
+        return self.numel_before[stop] - self.numel_before[start]
+
+    def counts(self, start: int, stop: int) -> tuple[int, ...]:
+        """Per kind, how many matrices lie in positions [start, stop)."""
+        return tuple(after[stop] - after[start] for after in self._counts_before)
+
+    def _running_counts(self) -> list[array[int]]:
+        running = [array("L", bytes(8 * (len(self) + 1))) for _ in self.kinds]
+        for kind, counts in enumerate(running):
+            total = 0
+            for position, here in enumerate(self.kind_of):
+                total += here == kind
+                counts[position + 1] = total
+        return running
+
+
+# A buffer as planned: which shard owns which matrix, in which bucket it travels, and what padding that costs.
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,3 +231,178 @@ def aligned_shard(numel: int, shards: int) -> int:
     """A shard's size rounded up to where the next bucket may start."""
     multiple = shard_multiple(shards)
     return -(-numel // multiple) * multiple
+
+
+# Where the parameters of a bucket lie in its buffer, and which part of the buffer is whose.
+#
+# ::
+#
+#     padded     | a a a . | b b c . | d d d d |     equal parts, one per rank, every parameter starts on 64 elements
+#     compact    | a a a | b b c | d d d d |         parts as long as what they hold: no padding anywhere
+#
+# Matrices lie whole in the part of their owner. Element-wise parameters lie end to end and are cut wherever a part
+# ends.
+
+Kind = Literal["matrix", "elementwise"]
+BucketLayout = Literal["padded", "compact"]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Parameter ``param`` in elements [offset, offset + numel) of a bucket's buffer."""
+
+    param: int
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements [start, stop) of flattened parameter ``param``, from ``offset`` of the bucket's buffer on."""
+
+    param: int
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One bucket's buffer of ``numel`` elements. Rank r of those that share it owns ``parts[r]``, a (start, stop)."""
+
+    kind: Kind
+    layout: BucketLayout
+    dtype: str
+    slots: tuple[Slot, ...]
+    parts: tuple[tuple[int, int], ...]
+    numel: int
+
+    def __post_init__(self) -> None:
+        end = 0
+        for slot in sorted(self.slots, key=lambda slot: slot.offset):
+            if slot.offset < end or slot.offset + slot.numel > self.numel:
+                raise ValueError(f"parameter {slot.param} at {slot.offset} overlaps another or leaves the buffer")
+            end = slot.offset + slot.numel
+        end = 0
+        for start, stop in sorted(self.parts):
+            if start != end or stop < start:
+                raise ValueError(f"parts {self.parts} are not a partition of {self.numel} elements")
+            end = stop
+        if end != self.numel:
+            raise ValueError(f"parts {self.parts} are not a partition of {self.numel} elements")
+
+    @property
+    def padding(self) -> int:
+        """Elements of the buffer that no parameter has."""
+        return self.numel - sum(slot.numel for slot in self.slots)
+
+    @property
+    def even(self) -> bool:
+        """Whether the parts are equal and in rank order, so that fixed-size collectives move them."""
+        size = self.numel // len(self.parts)
+        return all(part == (rank * size, (rank + 1) * size) for rank, part in enumerate(self.parts))
+
+    def pieces(self, rank: int) -> Iterator[Piece]:
+        """What ``rank`` owns, in the order of the buffer."""
+        return self._pieces(sorted(self.slots, key=lambda slot: slot.offset), rank)
+
+    def pieces_of_all(self) -> list[list[Piece]]:
+        """Per rank, what it owns; of many ranks in less time than one by one."""
+        slots = sorted(self.slots, key=lambda slot: slot.offset)
+        ends = [slot.offset + slot.numel for slot in slots]
+        starts = [slot.offset for slot in slots]
+        found = []
+        for rank, (start, stop) in enumerate(self.parts):
+            near = slots[bisect_right(ends, start) : bisect_left(starts, stop)]
+            found.append(list(self._pieces(near, rank)))
+        return found
+
+    def _pieces(self, slots: Sequence[Slot], rank: int) -> Iterator[Piece]:
+        start, stop = self.parts[rank]
+        for slot in slots:
+            low, high = max(start, slot.offset), min(stop, slot.offset + slot.numel)
+            if low < high:
+                yield Piece(slot.param, low - slot.offset, high - slot.offset, low)
+
+    def reduce_numels(self) -> list[int]:
+        """Per rank, the elements that it sends to bring gradients to their owners: all but its own part."""
+        return [self.numel - (stop - start) for start, stop in self.parts]
+
+    def return_numels(self) -> list[int]:
+        """Per rank, the elements that it sends to bring new parameters to everybody: its part to each other rank."""
+        return [(stop - start) * (len(self.parts) - 1) for start, stop in self.parts]
+
+    def line(self) -> str:
+        """One line that all ranks must agree on."""
+        places = " ".join(f"{slot.param}@{slot.offset}+{slot.numel}" for slot in self.slots)
+        return f"{self.kind} {self.layout} {self.dtype} {places} in parts {self.parts}"
+
+
+def arrange_matrices(
+    plan: BufferPlan, params: Sequence[int], layout: BucketLayout, dtype: str, *, multiple: int = 1
+) -> list[Bucket]:
+    """The buckets of ``plan``, whose matrix i is parameter ``params[i]``, in backward order.
+
+    A padded buffer ends on a multiple of ``multiple``, beyond the usual alignment.
+    """
+    members: list[list[list[int]]] = [[[] for _ in range(plan.shards)] for _ in plan.shard_numels]
+    for index in reversed(range(len(plan.atoms))):
+        members[plan.buckets[index]][plan.owners[index]].append(index)
+    numels = [atom.numel for atom in plan.atoms]
+    buckets = []
+    for of_ranks in members:
+        if layout == "padded":
+            size = max(sum(aligned(numels[i]) for i in mine) for mine in of_ranks)
+            size = _part_size(size, plan.shards, multiple)
+            parts = [(rank * size, (rank + 1) * size) for rank in range(plan.shards)]
+        else:
+            of_ranks = [sorted(mine, key=lambda i: numels[i] % ALIGNMENT > 0) for mine in of_ranks]
+            parts = _end_to_end([sum(numels[i] for i in mine) for mine in of_ranks])
+        slots = []
+        for (start, _), mine in zip(parts, of_ranks):
+            for index in mine:
+                slots.append(Slot(params[index], start, numels[index]))
+                start += aligned(numels[index]) if layout == "padded" else numels[index]
+        buckets.append(Bucket("matrix", layout, dtype, tuple(slots), tuple(parts), max(stop for _, stop in parts)))
+    return buckets
+
+
+def arrange_elementwise(
+    members: Sequence[tuple[int, int]], shards: int, layout: BucketLayout, dtype: str, *, multiple: int = 1
+) -> Bucket:
+    """One bucket of (parameter, elements), cut evenly; a compact one on 64 elements, its last part is shorter."""
+    if layout == "compact":
+        members = sorted(members, key=lambda member: member[1] % ALIGNMENT > 0)
+    slots, end = [], 0
+    for param, numel in members:
+        slots.append(Slot(param, end, numel))
+        end += aligned(numel) if layout == "padded" else numel
+    if layout == "padded":
+        size = _part_size(-(-end // shards), shards, multiple)
+        parts = [(rank * size, (rank + 1) * size) for rank in range(shards)]
+        return Bucket("elementwise", layout, dtype, tuple(slots), tuple(parts), shards * size)
+    size = aligned(-(-end // shards))
+    parts = [(min(end, rank * size), min(end, (rank + 1) * size)) for rank in range(shards)]
+    return Bucket("elementwise", layout, dtype, tuple(slots), tuple(parts), end)
+
+
+def _part_size(numel: int, shards: int, multiple: int) -> int:
+    """At least ``numel``, so that ``shards`` parts end on lcm(shards, 128) and on ``multiple``."""
+    size = aligned_shard(numel, shards)
+    while size * shards % multiple:
+        size += shard_multiple(shards)
+    return size
+
+
+def _end_to_end(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Parts of these sizes; those that are no multiple of the alignment come last, so that they shift no other."""
+    parts = [(0, 0)] * len(sizes)
+    end = 0
+    for rank in sorted(range(len(sizes)), key=lambda r: sizes[r] % ALIGNMENT > 0):
+        parts[rank] = (end, end + sizes[rank])
+        end += sizes[rank]
+    return parts

@@ -1,18 +1,211 @@
-"""Padded layouts: several strategies, one objective, and never worse than what Megatron-Core would plan."""
+"""Local search: relieve the costliest shard without making any bucket's shards larger."""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from lwopt_backend.plan.buffers.cuts import EXACT_COUNTS, Cuts, Packer, least_padding, whole_layers
-from lwopt_backend.plan.buffers.layout import BufferPlan, aligned_shard
-from lwopt_backend.plan.buffers.megatron import capped_shards, closing_rule
-from lwopt_backend.plan.buffers.placement import Placement, deal_bins, place_costliest_first
-from lwopt_backend.plan.buffers.refine import relieve
-from lwopt_backend.plan.buffers.stream import Stream
-from lwopt_backend.plan.buffers.weights import balanced_measures
-from lwopt_backend.plan.types import Atom
+from lwopt_backend.plan.atoms import Atom
+from lwopt_backend.plan.buffers.layout import BufferPlan, Stream, aligned_shard
+from lwopt_backend.plan.buffers.placement import (
+    EXACT_COUNTS,
+    Cuts,
+    Packer,
+    Placement,
+    balanced_measures,
+    deal_bins,
+    least_padding,
+    place_costliest_first,
+    whole_layers,
+)
+
+WORK = 400_000  # comparisons in all; bounds the time, and is the same on every machine
+PARTNERS = 12  # the least loaded shards that the costliest one trades with
+
+
+def relieve(placement: Placement, caps: list[int]) -> None:
+    """Trade whole bins, then single matrices, away from the costliest shard while that lowers the largest load.
+
+    In place. ``caps`` are the largest sizes that the buckets' shards may have.
+    """
+    bins = _Bins(placement, caps)
+    work = WORK
+    while work > 0:
+        costliest = max(range(len(bins.loads)), key=lambda r: (bins.loads[r], -r))
+        work -= len(bins.loads)
+        trade, looked = bins.best_bin_trade(costliest)
+        work -= looked
+        if trade is None:
+            trade, looked = bins.best_matrix_trade(costliest)
+            work -= looked
+        if trade is None:
+            return
+        bins.make(costliest, *trade)
+
+
+Trade = tuple[int, int, list[int], list[int]]  # bucket, partner, positions given, positions taken
+
+
+class _Bins:
+    """What each shard holds of each bucket."""
+
+    def __init__(self, placement: Placement, caps: list[int]) -> None:
+        self.placement, self.caps = placement, caps
+        self.loads, self.filled = placement.loads, placement.filled
+        shards = len(self.loads)
+        self.content: list[list[list[int]]] = [[[] for _ in range(shards)] for _ in self.filled]
+        self.weight = [[0] * shards for _ in self.filled]
+        for bucket, (start, stop) in enumerate(zip(placement.cuts, placement.cuts[1:])):
+            for position in range(start, stop):
+                owner = placement.owners[position]
+                self.content[bucket][owner].append(position)
+                self.weight[bucket][owner] += placement.weights[position]
+
+    def best_bin_trade(self, costliest: int) -> tuple[Trade | None, int]:
+        """The swap of two whole bins of one bucket after which the heavier of the two shards is lightest."""
+        top = self.loads[costliest]
+        best, found = top, None
+        for bucket, weight in enumerate(self.weight):
+            mine = weight[costliest]
+            for partner, load in enumerate(self.loads):
+                given = mine - weight[partner]
+                if given > 0 and max(top - given, load + given) < best:
+                    best, found = max(top - given, load + given), (bucket, partner)
+        looked = len(self.loads) * len(self.weight)
+        if found is None:
+            return None, looked
+        bucket, partner = found
+        return (bucket, partner, list(self.content[bucket][costliest]), list(self.content[bucket][partner])), looked
+
+    def best_matrix_trade(self, costliest: int) -> tuple[Trade | None, int]:
+        """The best move of one matrix, or swap of two of one bucket, with one of the least loaded shards."""
+        placement = self.placement
+        numels, weights, kinds = placement.stream.numels, placement.weights, placement.stream.kind_of
+        top = self.loads[costliest]
+        best, found, looked = top, None, 1
+        partners = sorted(range(len(self.loads)), key=lambda r: (self.loads[r], r))[:PARTNERS]
+        for bucket, content in enumerate(self.content):
+            mine = {kinds[p]: p for p in content[costliest]}.values()
+            room = self.caps[bucket] - self.filled[bucket][costliest]
+            for partner in partners:
+                spare = self.caps[bucket] - self.filled[bucket][partner]
+                theirs = [None, *{kinds[p]: p for p in content[partner]}.values()]
+                for give in mine:
+                    for take in theirs:
+                        looked += 1
+                        moved = numels[give] - (numels[take] if take is not None else 0)
+                        relief = weights[give] - (weights[take] if take is not None else 0)
+                        if moved > spare or -moved > room or relief <= 0:
+                            continue
+                        after = max(top - relief, self.loads[partner] + relief)
+                        if after < best:
+                            best, found = after, (bucket, partner, [give], [] if take is None else [take])
+        return found, looked
+
+    def make(self, costliest: int, bucket: int, partner: int, given: list[int], taken: list[int]) -> None:
+        """Carry a trade out."""
+        self._move(bucket, costliest, partner, given)
+        self._move(bucket, partner, costliest, taken)
+
+    def _move(self, bucket: int, source: int, target: int, positions: list[int]) -> None:
+        placement = self.placement
+        gone = set(positions)
+        content = self.content[bucket]
+        content[source] = [p for p in content[source] if p not in gone]
+        content[target] = content[target] + positions
+        weight = sum(placement.weights[p] for p in positions)
+        numel = sum(placement.stream.numels[p] for p in positions)
+        for sums, amount in ((self.weight[bucket], weight), (self.filled[bucket], numel), (self.loads, weight)):
+            sums[source] -= amount
+            sums[target] += amount
+        for position in positions:
+            placement.owners[position] = target
+
+
+# What Megatron-Core plans for the same matrices: the reference that a plan of ours is never worse than.
+#
+# Written from the behaviour of ``LayerWiseDistributedOptimizer`` (Megatron-LM, August 2026): buckets close by a soft
+# minimum size, shards are filled by Megatron's cost estimate with loads carried over, within 1.3 times the mean size;
+# ``ping_pong`` is its older assignment, which its compact layout still uses. ``benchmarks/planner.py`` compares the
+# results with figures that Megatron's own code gave.
+
+SOFT_MINIMUM = 0.9  # of shards x the bucket's largest matrix
+CAP = 1.3  # of a shard's mean size
+
+
+def closing_rule(stream: Stream, shards: int, bucket_numel: int | None) -> Cuts:
+    """Megatron's buckets: at least ``bucket_numel``, then as long as the next matrix fits into existing padding."""
+    if bucket_numel is None:
+        return (0, len(stream))
+    cuts = [0]
+    loads, highest, filled, largest = [0] * shards, 0, 0, 0
+    for position, numel in enumerate(stream.numels):
+        enough = filled >= max(bucket_numel, int(shards * largest * SOFT_MINIMUM))
+        if position > cuts[-1] and enough and loads[0] + numel > highest:
+            cuts.append(position)
+            loads, highest, filled, largest = [0] * shards, 0, 0, 0
+        highest = max(highest, loads[0] + numel)
+        heapq.heapreplace(loads, loads[0] + numel)
+        filled += numel
+        largest = max(largest, numel)
+    return (*cuts, len(stream))
+
+
+def capped_shards(stream: Stream, cuts: Cuts, shards: int) -> list[int]:
+    """Megatron's owners, by position: the costliest matrix first, to the least loaded shard that has room."""
+    owners = [0] * len(stream)
+    loads = [0] * shards
+    for start, stop in zip(cuts, cuts[1:]):
+        _fill_bucket(stream, range(start, stop), owners, loads)
+    return owners
+
+
+def _fill_bucket(stream: Stream, bucket: range, owners: list[int], loads: list[int]) -> None:
+    numels, costs = stream.numels, stream.estimates
+    filled = [0] * len(loads)
+    cap = sum(numels[i] for i in bucket) / len(loads) * CAP
+    smallest = min(numels[i] for i in bucket)
+    lightest = [(load, shard) for shard, load in enumerate(loads)]
+    heapq.heapify(lightest)
+    for position in sorted(bucket, key=lambda i: -costs[i]):
+        owner = _with_room(lightest, filled, cap, numels[position], smallest)
+        if owner is None:
+            owner = min(range(len(filled)), key=filled.__getitem__)
+            lightest = [entry for entry in lightest if entry[1] != owner]
+            heapq.heapify(lightest)
+        owners[position] = owner
+        filled[owner] += numels[position]
+        loads[owner] += costs[position]
+        if filled[owner] + smallest <= cap:
+            heapq.heappush(lightest, (loads[owner], owner))
+
+
+def _with_room(lightest: list[tuple[int, int]], filled: list[int], cap: float, numel: int, smallest: int) -> int | None:
+    """Takes the least loaded shard with room for ``numel`` off the heap; shards with room for nothing are dropped."""
+    passed = []
+    owner = None
+    while lightest and owner is None:
+        load, shard = heapq.heappop(lightest)
+        if filled[shard] + numel <= cap:
+            owner = shard
+        elif filled[shard] + smallest <= cap:
+            passed.append((load, shard))
+    for entry in passed:
+        heapq.heappush(lightest, entry)
+    return owner
+
+
+def ping_pong(numels: Sequence[int], shards: int) -> list[int]:
+    """Owners of matrices of ``numels`` in model order: sorted by size, dealt 0..n-1, n-1..0, and so on."""
+    owners = [0] * len(numels)
+    for place, index in enumerate(sorted(range(len(numels)), key=numels.__getitem__)):
+        turn, step = divmod(place, shards)
+        owners[index] = step if turn % 2 == 0 else shards - 1 - step
+    return owners
+
+
+# Padded layouts: several strategies, one objective, and never worse than what Megatron-Core would plan.
 
 LOOSENED = (0.0, 0.02)  # how much larger than necessary shards may get in return for balance
 BISECTIONS = 5

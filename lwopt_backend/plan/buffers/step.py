@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from lwopt_backend.plan.cost import CostModel
-from lwopt_backend.plan.machine import Machine, StepTime, all_reduce_seconds, gather_seconds
+from lwopt_backend.plan.cost import CostModel, Machine, StepTime, all_reduce_seconds, gather_seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""DeepSpeed: what the door, ``deepspeed_zero``, opens to."""

@@ -1,0 +1,274 @@
+"""A checkpoint that DeepSpeed cannot load into an engine is refused on all ranks, before anything of it is loaded.
+
+DeepSpeed finds out late and rank by rank: it has put the weights into the model when it compares the world sizes, and
+at stage 3 ranks whose files are missing leave while the others wait for them. Some checkpoints it loads in part and
+says nothing. The file of the model's states tells enough, and is read here without its tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from lwopt_backend.config.param_groups import of_another_optimizer
+from lwopt_backend.integrations.deepspeed.tensors import mark
+from lwopt_backend.runtime.agreement import agree_in_all
+from lwopt_backend.runtime.collectives import Collectives
+from lwopt_backend.storage.owned import OwnedCore
+
+MARK = "lwopt.owned"  # the key by which a checkpoint says that it is one of owned storage
+CONVERT = (
+    "Another number of ranks needs DeepSpeed's universal format: convert the folder with lwopt convert --to universal, "
+    'and set "checkpoint": {"load_universal": true}'
+)
+Check = Callable[[str, "str | None", bool], list[str]]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint says of itself. ``groups`` has the parameters' names, one list per param group of the optimizer
+    (stages 1 and 2) or per sub-group (stage 3); it is None at stage 0. ``owned`` is what one of owned storage says,
+    ``stranger`` which other optimizer wrote it."""
+
+    world_size: int
+    groups: list[list[str]] | None
+    owned: Mapping[str, Any] | None = None
+    stranger: str | None = None
+
+
+def guard_loading(name: str, engine: DeepSpeedEngine, ranks: Sequence[Collectives], check_loading: Check) -> None:
+    """Make ``engine.load_checkpoint`` check first. ``ranks`` are the groups that share parameters with this rank,
+    ``name`` is the optimizer's, for errors.
+
+    Called once for an engine, on all ranks. From then on its ``load_checkpoint`` raises on every rank if
+    ``check_loading`` does on one. It is given the folder, the tag, and whether the optimizer's state is asked for, and
+    returns what all ranks must see alike.
+    """
+    load = engine.load_checkpoint
+    signature = inspect.signature(load)
+
+    @functools.wraps(load)
+    def load_checkpoint(*args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any] | None]:
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        choice = call.arguments
+        with_state = choice["load_optimizer_states"] and not choice["load_module_only"]
+
+        def check() -> tuple[None, list[list[str]]]:
+            return None, [check_loading(choice["load_dir"], choice["tag"], with_state)] * len(ranks)
+
+        agree_in_all(ranks, name, check)
+        if engine.zero_optimization_stage() == 3:
+            # With load_module_only alone DeepSpeed reads the weights from a file that has none, and says nothing.
+            choice["load_optimizer_states"] = with_state
+        loaded: tuple[str | None, dict[str, Any] | None] = load(*call.args, **call.kwargs)
+        return loaded
+
+    engine.load_checkpoint = load_checkpoint
+
+
+def check(engine: DeepSpeedEngine, load_dir: str, tag: str | None, with_state: bool) -> list[str]:
+    """Raises ValueError for a checkpoint of another world size, ZeRO stage, storage or optimizer; what all ranks must
+    see alike. One that does not exist is left to DeepSpeed, which warns and returns (None, None)."""
+    named = latest(load_dir)
+    if tag is None and named is None:
+        return ["no checkpoint"]
+    folder = Path(load_dir) / str(named if tag is None else tag)
+    stage = engine.zero_optimization_stage()
+    saved = read(folder, engine, with_state)
+    if with_state:
+        check_writer(folder, saved)
+    if with_state and saved.owned is not None:
+        raise ValueError(
+            f'the checkpoint {str(folder)!r} was saved with "storage": "owned"; load it with that, or its weights '
+            "alone, with load_optimizer_states=False"
+        )
+    if with_state and (saved.groups is None) != (stage == 0):
+        raise wrong_stage(folder, "0" if saved.groups is None else "1 or 2", stage)
+    check_world_size(folder, saved.world_size, engine, with_state, CONVERT)
+    if stage == 3 and not with_state and folder.name != named:
+        raise ValueError(
+            f"only the weights of tag {folder.name!r} are asked for, but at stage 3 DeepSpeed takes them from the tag "
+            f"that the file 'latest' names, here {named!r}; write {folder.name!r} into that file"
+        )
+    if with_state and saved.groups is not None:
+        _check_groups(saved.groups, [list(group) for group in engine._get_zero_param_shapes()])
+    return [f"{folder.name}, saved on {saved.world_size} ranks"]
+
+
+def check_writer(folder: Path, saved: Saved) -> None:
+    """Raises ValueError for a checkpoint of another optimizer, whose state has other names and other groups."""
+    if saved.stranger is not None:
+        raise ValueError(
+            f"the checkpoint {str(folder)!r} was written by another optimizer ({saved.stranger}), whose state this one "
+            "cannot go on with; load its weights alone, with engine.load_checkpoint(..., load_optimizer_states=False). "
+            "What another Muon has kept is taken along with lwopt_backend.migration"
+        )
+
+
+def check_world_size(folder: Path, saved_on: int, engine: DeepSpeedEngine, with_state: bool, advice: str) -> None:
+    """Raises ValueError, with ``advice`` in it, if the checkpoint can only be loaded on as many ranks as saved it."""
+    stage, here = engine.zero_optimization_stage(), engine.seq_dp_world_size
+    weights_can_be_loaded = stage < 3 or here <= saved_on  # at stage 3 every rank reads a file of its own
+    if stage == 0 or here == saved_on or (not with_state and weights_can_be_loaded):
+        return
+    raise ValueError(
+        f"the checkpoint {str(folder)!r} was saved on {saved_on} data-parallel ranks and is loaded on {here}; load it "
+        f"on {saved_on}. {advice}"
+        + ("; the weights alone can be loaded, with load_optimizer_states=False" if weights_can_be_loaded else "")
+    )
+
+
+def latest(load_dir: str, name: str = "latest") -> str | None:
+    """The tag that the file of that name holds."""
+    file = Path(load_dir) / name
+    return file.read_text().strip() if file.is_file() else None
+
+
+def read(folder: Path, engine: DeepSpeedEngine, with_state: bool) -> Saved:
+    """What the file of this rank's model-parallel part says, and if its state is asked for, that of its optimizer."""
+    stage = engine.zero_optimization_stage()
+    name = f"mp_rank_{engine.checkpoint_mp_rank:02d}_model_states.pt"
+    by_rank = f"zero_pp_rank_0_{name}"
+    file, other = (folder / by_rank, folder / name) if stage == 3 else (folder / name, folder / by_rank)
+    if not file.is_file():
+        if other.is_file():
+            raise wrong_stage(folder, "0, 1 or 2" if stage == 3 else "3", stage)
+        raise ValueError(f"the checkpoint {str(folder)!r} has no file {file.name!r}, so there is nothing to load")
+    states = _without_tensors(file)
+    shapes = states.get("param_shapes")
+    optimizer = states.get("optimizer")
+    if with_state and shapes is not None and stage > 0 and states["dp_world_size"] == engine.seq_dp_world_size:
+        of_rank = Path(engine._get_zero_ckpt_name(str(folder.parent), folder.name))
+        if not of_rank.is_file():
+            raise ValueError(
+                f"the checkpoint {str(folder)!r} has no file {of_rank.name!r}; load it in the precision it was saved in"
+            )
+        optimizer = _without_tensors(of_rank)["optimizer_state_dict"]
+    owned = optimizer.get(MARK) if isinstance(optimizer, Mapping) else None
+    groups = None if shapes is None else [list(group) for group in shapes]
+    return Saved(states["dp_world_size"], groups, owned, None if owned else _stranger(states, optimizer))
+
+
+def _stranger(states: Mapping[str, Any], optimizer: Any) -> str | None:
+    """What is known of the optimizer that wrote a checkpoint, if its param groups were read and are not ours."""
+    if isinstance(optimizer, Mapping) and "param_groups" not in optimizer:  # that of ZeRO's; the inner one's is in it
+        optimizer = optimizer.get("base_optimizer_state", optimizer.get("optimizer_state_dict"))
+    if not isinstance(optimizer, Mapping) or not of_another_optimizer(optimizer.get("param_groups")):
+        return None
+    name = ((states.get("ds_config") or {}).get("optimizer") or {}).get("type")
+    options = ", ".join(key for key in optimizer["param_groups"][0] if key != "params")
+    return f"its ds_config says {name!r}" if name else f"its param groups have {options}"
+
+
+def _without_tensors(file: Path) -> Mapping[str, Any]:
+    """On meta no weights are kept, and since pytorch#170619 none are read. Client states may be any objects; DeepSpeed
+    unpickles the same file next."""
+    states: Mapping[str, Any] = torch.load(file, map_location="meta", weights_only=False)
+    return states
+
+
+def wrong_stage(folder: Path, saved_at: str, stage: int) -> ValueError:
+    return ValueError(
+        f"the checkpoint {str(folder)!r} was saved at ZeRO stage {saved_at} and is loaded at stage {stage}; load it "
+        "at the stage it was saved at (1 and 2 can load each other's)"
+    )
+
+
+def _check_groups(saved: list[list[str]], ours: list[list[str]]) -> None:
+    """DeepSpeed copies by position; it notices other lengths only, and speaks of alignment then."""
+    advice = (
+        "load it with the optimizer, the model, the param groups, the 'include' and the 'exclude' it was saved with"
+    )
+    for number, (theirs, here) in enumerate(zip(saved, ours)):
+        if theirs != here:
+            pairs = zip([*theirs, None], [*here, None])
+            found, expected = next(pair for pair in pairs if pair[0] != pair[1])
+            raise ValueError(
+                f"group {number} holds other parameters than in the checkpoint: {_named(expected)} here, "
+                f"{_named(found)} there; {advice}"
+            )
+    if len(saved) != len(ours):
+        raise ValueError(f"the checkpoint has {len(saved)} groups of parameters, this optimizer {len(ours)}; {advice}")
+
+
+def _named(name: str | None) -> str:
+    return "no further parameter" if name is None else repr(name)
+
+
+# Which checkpoints owned storage may load, found out on all ranks before anything is changed.
+
+CONVERT_OWNED = (
+    "Another number of ranks or another layout needs DeepSpeed's universal format: convert the folder with lwopt "
+    'convert SRC DST --to universal, and set "checkpoint": {"load_universal": true}'
+)
+
+
+def check_owned(
+    engine: DeepSpeedEngine, core: OwnedCore, load_dir: str, tag: str | None, with_state: bool
+) -> list[str]:
+    """Raises ValueError if DeepSpeed's own checkpoint cannot be loaded; what all ranks must see alike."""
+    found = latest(load_dir) if tag is None else tag
+    if found is None:
+        return ["no checkpoint"]
+    folder = Path(load_dir) / str(found)
+    stage = engine.zero_optimization_stage()
+    saved = read(folder, engine, with_state)
+    if with_state:
+        check_writer(folder, saved)
+    if with_state and (saved.groups is None) != (stage == 0):
+        raise wrong_stage(folder, "0" if saved.groups is None else "1 or 2", stage)
+    check_world_size(folder, saved.world_size, engine, with_state, CONVERT_OWNED)
+    if with_state:
+        _check_storage(folder, saved.owned)
+        _check_members(folder, saved, core)
+        if stage > 0:
+            _check_pieces(folder, saved.owned or {}, core)
+    return [f"{folder.name}, saved on {saved.world_size} ranks"]
+
+
+def _check_storage(folder: Path, owned: Mapping[str, Any] | None) -> None:
+    if owned is None:
+        raise ValueError(
+            f'the checkpoint {str(folder)!r} was not saved with "storage": "owned", which holds the optimizer\'s state '
+            "in other pieces; load it with the storage it was saved with, convert it with lwopt convert SRC DST --to "
+            'universal and set "checkpoint": {"load_universal": true}, or load its weights alone, with '
+            "load_optimizer_states=False"
+        )
+
+
+def _check_members(folder: Path, saved: Saved, core: OwnedCore) -> None:
+    theirs, ours = (saved.owned or {})["members"], mark(core)["members"]
+    advice = "load it with the model, the param groups, the 'include', 'exclude' and 'atoms' it was saved with"
+    for their, our in zip([*theirs, None], [*ours, None]):
+        if their != our:
+            raise ValueError(
+                f"the checkpoint {str(folder)!r} holds other parameters: {_spell(our)} here, {_spell(their)} there; "
+                f"{advice}"
+            )
+
+
+def _check_pieces(folder: Path, owned: Mapping[str, Any], core: OwnedCore) -> None:
+    theirs, ours = owned["pieces"], mark(core)["pieces"]
+    for name in ours.keys() | theirs.keys():
+        if theirs.get(name) != ours.get(name):
+            here, there = (f"elements {x[0]} to {x[1]}" if x else "nothing" for x in (ours.get(name), theirs.get(name)))
+            raise ValueError(
+                f"the checkpoint {str(folder)!r} is laid out otherwise: of parameter {name!r} this rank owns {here}, "
+                f"there it owned {there}; load with the layout, bucket_mb and group_size it was saved with. "
+                f"{CONVERT_OWNED}"
+            )
+
+
+def _spell(member: tuple[str, tuple[int, ...], str, list[str]] | None) -> str:
+    if member is None:
+        return "no further parameter"
+    name, shape, rule, matrices = member
+    return f"{name!r} {shape} by {rule}" + (f" as the matrices {matrices}" if len(matrices) > 1 else "")

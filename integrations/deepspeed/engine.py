@@ -1,0 +1,233 @@
+"""What we read of DeepSpeed's engine and parameters beyond its documented interface, and the methods we replace.
+
+What is replaced here is in ``versions``, where ``register()`` looks it up first.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+from deepspeed.utils.logging import logger
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from lwopt_backend.integrations.deepspeed import types as deepspeed_types
+from lwopt_backend.plan import Fragment
+from lwopt_backend.runtime.collectives import NORM, TorchCollectives
+
+HOOKED = "_do_optimizer_sanity_check"
+
+
+def install(classes: tuple[type[torch.optim.Optimizer], ...], bind: Callable[[Any, DeepSpeedEngine], None]) -> None:
+    """Make ``classes`` names that ds_config.json knows, and call ``bind(optimizer, engine)`` for their instances.
+
+    The engine asks ``_do_optimizer_sanity_check`` right before it wraps the optimizer; it is the only moment at which
+    the module, the parameter names and the configuration are all known and the param groups may still be changed. What
+    it returns says how to wrap; None leaves the optimizer as it is, which is right for one that is a ZeRO optimizer
+    itself. Calling it again changes nothing.
+    """
+    deepspeed_types.name_types()
+    for optimizer_class in classes:
+        setattr(torch.optim, optimizer_class.__name__, optimizer_class)
+        if optimizer_class not in ZERO_SUPPORTED_OPTIMIZERS:
+            ZERO_SUPPORTED_OPTIMIZERS.append(optimizer_class)
+    original = getattr(DeepSpeedEngine, HOOKED)
+    if getattr(original, "_lwopt_binds", None) is not None:
+        return
+
+    @functools.wraps(original)
+    def check(self: DeepSpeedEngine, basic_optimizer: Any) -> Any:
+        if isinstance(basic_optimizer, classes):
+            bind(basic_optimizer, self)
+            if isinstance(basic_optimizer, ZeROOptimizer):
+                return None
+        elif any("from_group" in group for group in getattr(basic_optimizer, "param_groups", ())):
+            raise ValueError(
+                f"{type(basic_optimizer).__name__} was built on the param groups of "
+                f"{' or '.join(known.__name__ for known in classes)}, which would train nothing with it; Accelerate "
+                "does so to an optimizer object under offload_optimizer: write the optimizer into ds_config.json, or "
+                'set "zero_force_ds_cpu_optimizer": false'
+            )
+        return original(self, basic_optimizer)
+
+    check._lwopt_binds = classes  # type: ignore[attr-defined]
+    setattr(DeepSpeedEngine, HOOKED, check)
+
+
+def param_alignment(engine: DeepSpeedEngine, params: Sequence[Tensor]) -> int:
+    """On how many elements ZeRO-1/2 starts every parameter; compared with ``_hp_mapping`` at the first step."""
+    if engine.zero_parameter_alignment() and not uses_bf16_optimizer(engine):
+        return 16 // math.gcd(16, params[0].element_size())
+    return 1
+
+
+def uses_bf16_optimizer(engine: DeepSpeedEngine) -> bool:
+    """Whether parameters go to DeepSpeed's BF16_Optimizer, which shards as stage 1 does: stage 1 with bf16 parameters
+    and fp32 accumulation, not offloaded, and bf16 in a pipeline without ZeRO."""
+    stage, dtypes = engine.zero_optimization_stage(), engine.get_data_types()
+    if stage == 0:
+        return bool(engine.pipeline_parallelism) and dtypes[0] == torch.bfloat16
+    return stage == 1 and dtypes == (torch.bfloat16, torch.float32) and not engine.zero_cpu_offload()
+
+
+def sharding_stage(engine: DeepSpeedEngine) -> int:
+    """The ZeRO stage by whose rules parameters are sharded."""
+    return 1 if uses_bf16_optimizer(engine) else engine.zero_optimization_stage()
+
+
+def uses_auto_ep(engine: DeepSpeedEngine) -> bool:
+    """Whether DeepSpeed has put its own expert layers in place of the model's."""
+    settings = engine._config.expert_parallel_config
+    return settings is not None and settings.enabled
+
+
+def process_groups(engine: DeepSpeedEngine) -> list[Any]:
+    """The groups of ranks that share parameters with this one: first the data-parallel ranks, then those of experts.
+
+    In a pipeline also all ranks (None), which share no parameter, but fail together.
+    """
+    experts = engine.expert_data_parallel_group if engine.has_moe_layers else {}
+    world = [None] if engine.pipeline_parallelism else []
+    return list(dict.fromkeys([engine.seq_data_parallel_group, *(experts[name] for name in sorted(experts)), *world]))
+
+
+def pipeline_group(engine: DeepSpeedEngine) -> Any:
+    """One rank of every pipeline stage, in their order: those through which this rank's micro-batches go."""
+    return engine.mpu.get_pipe_parallel_group()
+
+
+def tied_modules(engine: DeepSpeedEngine) -> Mapping[str, nn.Module]:
+    """The modules of a pipeline that occur in it more than once, by their key."""
+    return dict(engine.module.tied_modules.items())
+
+
+def group_ranks(engine: DeepSpeedEngine, group: Mapping[str, Any]) -> Any:
+    """The ranks that share a param group: those of its experts, or the data-parallel ones."""
+    if group.get("moe"):
+        return engine.expert_data_parallel_group[group["name"]]
+    return engine.seq_data_parallel_group
+
+
+def sub_group_tensors(param: Tensor) -> list[Tensor]:
+    """This rank's flat fp32 tensors, one per sub-group, of the ZeRO-3 optimizer that has ``param``."""
+    tensors: list[Tensor] = param._z3_optimizer.fp32_partitioned_groups_flat  # type: ignore[attr-defined]
+    return tensors
+
+
+def stored_part(param: Tensor, rank: int, sub_group: int) -> Fragment | None:
+    """What ZeRO-3 says this rank stores of ``param`` in the flat tensor of ``sub_group``."""
+    partitioned: Any = param  # DeepSpeed puts attributes on it
+    zero = partitioned._z3_optimizer
+    found, offset, size = zero.grad_position[zero.get_param_id(param)]
+    if found != sub_group:
+        shape = tuple(partitioned.ds_shape)
+        raise RuntimeError(f"a parameter of shape {shape} is in sub-group {found}, not in {sub_group}")
+    start, stop = rank * size, min((rank + 1) * size, partitioned.ds_numel)
+    return Fragment(rank, start, stop, offset) if start < stop else None
+
+
+def stored_fragment(param: Tensor, rank: int) -> Fragment | None:
+    """What DeepSpeed says this rank stores of ``param`` in its flat partition."""
+    mapping = param._hp_mapping  # type: ignore[attr-defined]
+    if mapping is None:
+        return None
+    inside, stored = mapping.lp_fragment_address, mapping.hp_fragment_address
+    return Fragment(rank, inside.start, inside.start + inside.numel, stored.start)
+
+
+def leave_clipping_to_optimizer(engine: DeepSpeedEngine) -> None:
+    """At stage 0 the engine clips fp32 gradients itself, those that its parameters have."""
+    engine.clip_fp32_gradients = lambda: None
+
+
+def checks_overflow(engine: DeepSpeedEngine) -> bool:
+    """Whether gradients that are not finite are to be dropped."""
+    return not engine.bfloat16_enabled() or engine._config.bfloat16_config.check_grad_overflow
+
+
+def zero_settings(engine: DeepSpeedEngine) -> dict[str, Any]:
+    """What the configuration says in zero_optimization, without DeepSpeed's defaults."""
+    settings = dict(engine._config._param_dict)
+    return dict(settings.get("zero_optimization", {}))
+
+
+def warn(engine: DeepSpeedEngine, notes: Sequence[str]) -> None:
+    """Say ``notes``, and so where gradients are clipped because the configuration says nothing."""
+    for note in notes:
+        logger.warning(note)
+    norm = engine.gradient_clipping()
+    if norm and "gradient_clipping" not in engine._config._param_dict:
+        logger.warning(
+            f"gradient_clipping is not set, so DeepSpeed clips gradients at its default norm of {norm}; set it to 0 to "
+            "switch clipping off"
+        )
+
+
+def adopt_torch_scheduler(engine: DeepSpeedEngine) -> None:
+    """Let ``"scheduler": {"type": <a torch scheduler>}`` work under ZeRO.
+
+    DeepSpeed builds a scheduler named in the configuration on its own wrapper, which torch's schedulers refuse
+    ("DeepSpeedZeroOptimizer is not an Optimizer"). One given as a callable is built on ours; so it becomes one.
+    Raises ValueError for one that a configuration cannot describe.
+    """
+    name = engine.scheduler_name()
+    if name is None or engine.client_lr_scheduler is not None or hasattr(lr_schedules, name):
+        return
+    scheduler_class = getattr(torch.optim.lr_scheduler, name, None)
+    if scheduler_class is None:
+        return
+    by_callable = f"give it as deepspeed.initialize(lr_scheduler=lambda optimizer: {name}(optimizer, ...))"
+    if name == "ReduceLROnPlateau":
+        raise ValueError(
+            f"scheduler.type is {name!r}, which follows a metric; without one DeepSpeed gives it the batch size, so it "
+            f"would see no progress; {by_callable} and call engine.step(lr_kwargs={{'metrics': loss}})"
+        )
+    params = engine.scheduler_params() or {}
+
+    def build(optimizer: torch.optim.Optimizer) -> Any:
+        try:
+            return scheduler_class(optimizer, **params)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"scheduler.type is {name!r}, but it cannot be built from scheduler.params {params}: {error}; correct "
+                f"them, or {by_callable} if it needs what a configuration cannot hold"
+            ) from error
+
+    engine.client_lr_scheduler = build
+
+
+def report_norm(engine: DeepSpeedEngine, optimizer: Any) -> None:
+    """Clip at stage 0 by the norm of all gradients, and tell ``optimizer`` that norm, which DeepSpeed drops.
+
+    DeepSpeed's own counts the gradients of a pipeline's first stage only.
+    """
+
+    def clip_fp32_gradients() -> None:
+        optimizer.norm_before_clipping = norm = grad_norm(engine)
+        torch.nn.utils.clip_grads_with_norm_(engine.module.parameters(), engine.gradient_clipping(), norm)
+
+    engine.clip_fp32_gradients = clip_fp32_gradients
+
+
+def grad_norm(engine: DeepSpeedEngine) -> Tensor:
+    """The norm of all gradients at stage 0; in a pipeline of all stages', counting tied weights once."""
+    with record_function(NORM):
+        return _grad_norm(engine)
+
+
+def _grad_norm(engine: DeepSpeedEngine) -> Tensor:
+    with_grad = [p for p in engine.module.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in with_grad if not getattr(p, "ds_pipe_replicated", False)])
+    if not engine.pipeline_parallelism:
+        return norm
+    squared = norm.to(engine.device).square()
+    TorchCollectives(pipeline_group(engine)).all_reduce(squared)
+    return squared.sqrt()

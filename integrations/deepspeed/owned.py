@@ -1,0 +1,459 @@
+"""From reduced gradients to what is stepped on: the loss scale taken out, clipped, or dropped if not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.git_version_info import version
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+from torch import Tensor
+
+from lwopt_backend import report
+from lwopt_backend.config.choices import Rules, settings_lines
+from lwopt_backend.config.hosts import ZeROConfig
+from lwopt_backend.integrations.deepspeed import checkpoints as loading
+from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
+from lwopt_backend.integrations.deepspeed.checkpoints import MARK, guard_loading
+from lwopt_backend.integrations.deepspeed.engine import checks_overflow
+from lwopt_backend.integrations.deepspeed.refusals import reasons_to_refuse_owned, without_effect
+from lwopt_backend.integrations.deepspeed.tensors import (
+    Groups,
+    OwnedTensors,
+    Parts,
+    Source,
+    Whole,
+    load,
+    mark,
+    no_offload,
+    save_parts,
+    save_whole,
+)
+from lwopt_backend.integrations.deepspeed.universal import OwnedStorage, load_instead
+from lwopt_backend.integrations.deepspeed.zero import check_groups
+from lwopt_backend.integrations.deepspeed_zero import LayerWise, LayerWiseMuon
+from lwopt_backend.optimizer import Backward, check_model, show, tell_when_loaded
+from lwopt_backend.routing.grouping import Grouping, group_parameters
+from lwopt_backend.runtime.agreement import agree_in_all, digest
+from lwopt_backend.runtime.collectives import TorchCollectives
+from lwopt_backend.storage.owned import OwnedCore, OwnedGradients, Share
+from lwopt_backend.storage.owned_memory import rank_memory
+
+
+@dataclass(frozen=True)
+class GradientScaling:
+    """What an engine's configuration asks for. ``clip`` is 0 where gradients are not clipped."""
+
+    clip: float
+    tells_norm: bool
+    skips_overflow: bool
+
+    @classmethod
+    def of(cls, engine: DeepSpeedEngine) -> GradientScaling:
+        return cls(engine.gradient_clipping() or 0.0, engine.zero_compute_grad_norm(), checks_overflow(engine))
+
+    def apply(self, gradients: OwnedGradients, loss_scale: float) -> tuple[float | None, bool]:
+        """Scale the mean gradients in place. The norm before clipping, where it was needed, and whether it overflowed,
+        in which case they are as they were. Called on all ranks."""
+        norm, factor = None, 1 / loss_scale
+        if self.clip or self.tells_norm or self.skips_overflow:
+            norm = gradients.norm(2.0, lambda number: True) / loss_scale
+            if self.skips_overflow and not torch.isfinite(norm):
+                return float("inf"), True
+        if self.clip:
+            assert norm is not None
+            gradients.scale(self._clipping(norm) / loss_scale)
+        elif factor != 1:
+            gradients.scale(factor)
+        return None if norm is None else float(norm), False
+
+    def _clipping(self, norm: Tensor) -> Tensor:
+        """torch.nn.utils.clip_grad_norm_'s factor."""
+        return torch.clamp(self.clip / (norm + 1e-6), max=1.0)
+
+
+def loss_scaler(engine: DeepSpeedEngine) -> Any:
+    """DeepSpeed's: dynamic or static in fp16, one that does nothing in other precisions."""
+    return CreateLossScaler(
+        dtype=engine.get_data_types()[0],
+        static_loss_scale=engine.loss_scale(),
+        dynamic_scaling=engine.dynamic_loss_scale(),
+        dynamic_loss_args=engine.dynamic_loss_scale_args(),
+    )
+
+
+# What is decided when an engine takes an optimizer with owned storage, and the buffers that follow from it.
+
+
+@dataclass(frozen=True)
+class OwnedBinding:
+    """What an optimizer knows once an engine has taken it. ``ranks`` are those that share the parameters."""
+
+    name: str  # of the optimizer's type, for errors
+    engine: DeepSpeedEngine
+    grouping: Grouping
+    ranks: TorchCollectives
+
+    @property
+    def grad_dtype(self) -> torch.dtype | None:
+        """Of gradients until they are at their owners; None is the parameter's."""
+        dtype, accumulated = self.engine.get_data_types()
+        return None if dtype == accumulated else accumulated
+
+    @property
+    def divisor(self) -> float:
+        """Gradients are the sum over all ranks by this. Those of the ranks that share a sequence are parts of one."""
+        return self.ranks.world_size / self.engine.sequence_parallel_size if self.engine.gradient_average else 1.0
+
+    @property
+    def predivisor(self) -> float:
+        """How much of the divisor is applied before gradients are summed."""
+        if not self.engine.gradient_average:
+            return 1.0
+        return self.engine.gradient_predivide_factor() if self.engine.postscale_gradients() else self.divisor
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The param groups, each marked with what identifies its members in a checkpoint."""
+        names = self.grouping.names
+        return [
+            {**group, "members": digest([f"{names[id(p)]} {tuple(p.shape)}" for p in group["params"]])}
+            for group in self.grouping.groups
+        ]
+
+
+def bind(
+    name: str, engine: DeepSpeedEngine, given: list[dict[str, Any]], rules: Rules, config: ZeROConfig
+) -> OwnedBinding:
+    """Refuse, route and agree for the optimizer of type ``name``. Called on all ranks; raises ValueError on all of them
+    where something cannot work."""
+    ranks = [TorchCollectives(group) for group in deepspeed_engine.process_groups(engine)]
+
+    def decide() -> tuple[OwnedBinding, Sequence[Sequence[str]]]:
+        reasons = reasons_to_refuse_owned(engine)
+        if reasons:
+            raise ValueError(
+                "\n  ".join([f"{name} with owned storage cannot train with this configuration:", *reasons])
+            )
+        check_model(engine.module, name)
+        grouping = group_parameters(engine.module, given, rules, config, stacks=True)
+        return OwnedBinding(name, engine, grouping, ranks[0]), [settings_lines(rules, config)] * len(ranks)
+
+    return agree_in_all(ranks, name, decide)
+
+
+def build_core(binding: OwnedBinding, config: ZeROConfig) -> OwnedCore:
+    """The buffers of the model's parameters, which become views of them. Called on all ranks."""
+    overlap = deepspeed_engine.zero_settings(binding.engine).get("overlap_comm")
+    return OwnedCore(
+        binding.grouping,
+        [Share(binding.ranks, binding.divisor / binding.predivisor, config.group_size)],
+        config,
+        layout=config.layout,
+        bucket_mb=config.bucket_mb,
+        grad_dtype=binding.grad_dtype,
+        overlap=overlap is not False,
+    )
+
+
+def announce(binding: OwnedBinding, core: OwnedCore) -> None:
+    """Print the routing, the plan, and what the configuration says in vain."""
+    (held,) = core.holdings
+    members = [core.members[number] for number in held.numbers]
+    groups, grad_dtype = binding.grouping.groups, binding.grad_dtype
+    show(
+        binding.grouping.routes,
+        core,
+        groups,
+        lambda held, rank: rank_memory(held.plan, rank, members, groups, grad_dtype=grad_dtype, keep_full=False),
+    )
+    idle = without_effect(binding.engine)
+    if idle:
+        report.standard_output().print(f"Without effect on owned storage: {', '.join(idle)}.")
+
+
+# What DeepSpeed saves of an optimizer with owned storage, and loads into it.
+
+
+class OwnedCheckpoint:
+    """Saves and loads ``core``, the storage of the engine of ``binding``. All methods are called on all ranks."""
+
+    def __init__(self, binding: OwnedBinding, core: OwnedCore) -> None:
+        self._engine = binding.engine
+        self._ranks = binding.ranks
+        self._core = core
+
+    def prepare_loading(self, optimizer: Any) -> None:
+        """Make ``engine.load_checkpoint`` load universal checkpoints if it shall, else check DeepSpeed's own first.
+
+        ``optimizer`` is the engine's. Called once for an engine.
+        """
+        engine, core = self._engine, self._core
+        if engine.load_universal_checkpoint():
+            load_instead(engine, lambda: OwnedStorage(optimizer, core, self._ranks))
+        else:
+            guard_loading(optimizer.name, engine, [self._ranks], partial(loading.check_owned, engine, core))
+
+    def save(self, groups: Groups, common: Mapping[str, Any]) -> dict[str, Any]:
+        """What this rank saves; at stage 0, where the first rank saves everything, nothing on the others."""
+        stage = self._engine.zero_optimization_stage()
+        saved = (save_parts if stage else save_whole)(self._core, groups)
+        return {**saved, **common, MARK: mark(self._core), "zero_stage": stage, "ds_version": version} if saved else {}
+
+    def load(
+        self,
+        groups: Groups,
+        state_dict: Mapping[str, Any] | None,
+        of_ranks: Sequence[Mapping[str, Any]] | None,
+        *,
+        weights: bool,
+        state: bool,
+    ) -> tuple[Mapping[str, Any], list[dict[str, Any]]]:
+        """Load the checkpoint that was checked, or what ``save`` returned; what is common to all ranks, and the param
+        groups with the hyperparameters that were saved.
+
+        Raises ValueError if ``groups`` are others than those that were saved.
+        """
+        common = of_ranks[self._ranks.rank] if of_ranks is not None else state_dict
+        assert common is not None
+        source: Source
+        if of_ranks is not None or self._engine.zero_optimization_stage():
+            source = Parts(common)
+            saved_groups = common["base_optimizer_state"]["param_groups"]
+        else:
+            source, saved_groups = Whole(common), common["param_groups"]
+        check_groups(saved_groups, groups)
+        load(self._core, source, weights=weights, state=state)
+        kept = ("params", "members")
+        return common, [
+            {**saved, **{key: ours[key] for key in kept}} for saved, ours in zip(saved_groups, groups, strict=True)
+        ]
+
+
+# Layer-wise Muon as DeepSpeed's final optimizer: owned storage, ``"storage": "owned"``, at stages 0 to 2.
+#
+# The engine says when a backward pass ends and whether it completes a step; buffers, reduction, clipping, loss scaling,
+# masters and checkpoints are ours. What the engine asks of its optimizer is in the sections below, by when it asks.
+
+
+class OwnedLayerWise(LayerWise, ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no types
+    """What ``LayerWise(params, storage="owned")`` is. It is a ZeRO optimizer, which the engine asks to scale losses
+    and tells of backward passes.
+
+    ``param_groups`` hold the model's parameters, ``state`` has, for those of which this rank owns a piece, the state of
+    that piece, flat. ``param.grad`` is None after backward; the owners have the mean gradients until the step.
+    """
+
+    def __init__(self, params: Iterable[Any], **options: Any) -> None:
+        ZeROOptimizer.__init__(self)
+        super().__init__(params, **options)
+        self._owned: OwnedBinding | None = None
+        self._handles: list[Any] = []
+        self._reductions = 0  # backward passes since the last step whose gradients the engine wants reduced
+        self._loaded = False  # weights into the model, but not yet into masters
+        self.overflow = False
+        self.loss_scaler: Any = None
+        self.dynamic_loss_scale = False
+        self.custom_loss_scaler = False  # the next three are asked by ZeROOptimizer
+        self.external_loss_scale: Any = None  # DeepSpeed's engine writes a number
+        self.torch_autocast_gradscaler = None
+
+    # When the engine is built
+
+    def bind(self, engine: DeepSpeedEngine) -> None:
+        """Refuse, route, plan and make the buffers for ``engine``, whose optimizer this is. Called on all ranks."""
+        self.destroy()
+        binding = bind(self.name, engine, self._given, self.rules, self.config)
+        self._take_groups(binding.groups())
+        deepspeed_engine.adopt_torch_scheduler(engine)
+        self._stage = engine.zero_optimization_stage()
+        self._scaling, self.loss_scaler = GradientScaling.of(engine), loss_scaler(engine)
+        self.dynamic_loss_scale = self.loss_scaler.dynamic
+        self.core = build_core(binding, self.config)
+        self._owned, self.row_scaling = binding, self.core.row_scaling
+        self._plan_digest = self.core.plan_digest
+        self._follow(binding, self.core)
+        self._tensors = OwnedTensors(self.core, binding.grouping)
+        self._tensors.attach()
+        for number, state in self.core.stepper.state.items():
+            self.state[self.core.members[number].param] = state
+        self._checkpoint = OwnedCheckpoint(binding, self.core)
+        self._checkpoint.prepare_loading(self)
+        if self._stage == 0:
+            deepspeed_engine.leave_clipping_to_optimizer(engine)
+        else:
+            self.dp_process_group = binding.ranks.process_group  # with it the engine saves a file per rank
+        if engine.global_rank == 0:
+            if self.config.report:
+                announce(binding, self.core)
+            deepspeed_engine.warn(engine, self.rules.notes)
+
+    def _follow(self, binding: OwnedBinding, core: OwnedCore) -> None:
+        """Hooks on the model and its parameters."""
+        model, factor = binding.engine.module, 1 / binding.predivisor
+        if factor != 1:
+
+            def predivide(param: Tensor) -> None:
+                assert param.grad is not None
+                param.grad.mul_(factor)
+
+            self._handles += [p.register_post_accumulate_grad_hook(predivide) for p in core.manager.params]
+        core.manager.reduces = self._reduces
+        self._backward = Backward(core, model, self.name)
+        self._handles += tell_when_loaded(model, self._take_loaded)
+
+    def destroy(self) -> None:
+        """Let go of the model of an engine that ends; its parameters keep their values."""
+        if self._owned is None:
+            return
+        self._backward.remove()
+        self._tensors.detach()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._owned = self._plan_digest = None
+        self.__dict__.pop("dp_process_group", None)
+        self.state.clear()
+
+    # In and after backward
+
+    def _reduces(self) -> bool:
+        """Whether the backward pass that begins is to bring gradients to their owners, or only adds to them here."""
+        assert self._owned is not None
+        engine = self._owned.engine
+        if engine.inside_no_sync_ctxt or not engine.enable_backward_allreduce:
+            return False
+        return self._stage == 2 or bool(engine.is_gradient_accumulation_boundary())
+
+    def _reduce(self) -> None:
+        """Bring on its way what the hooks have not; a rank that had no gradient in this pass takes part with zeros."""
+        self._reductions += 1
+        self.core.manager.finish(self._reductions)
+
+    def get_grads_for_reduction(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+        """Stage 0, at the end of a step's last backward pass: nothing is left for the engine to reduce."""
+        self._reduce()
+        return [], {}
+
+    def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
+        """Stage 1, at the end of a step's last backward pass."""
+        self._reduce()
+
+    def overlapping_partition_gradients_reduce_epilogue(self) -> None:
+        """Stage 2, at the end of every backward pass."""
+        self._reduce()
+
+    def finalize_gradient_accumulation_boundary(self) -> None:
+        """Stage 2, before a step of a loop that says itself when to step: everything has been reduced."""
+
+    # The step
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """One step from the gradients of the backward passes since the last one. Called on all ranks.
+
+        Gradients that are not finite are dropped and ``overflow`` is set, but for bf16 with
+        ``bf16.check_grad_overflow`` off. Raises RuntimeError outside an engine and, on all ranks, if a backward pass
+        ended in an exception on one or the model's parameters were changed.
+        """
+        if self._owned is None:
+            raise RuntimeError(f"this {self.name} has no engine; give it to deepspeed.initialize(optimizer=...)")
+        presences = self._backward.finish()
+        if self._loaded:
+            self.refresh_fp32_params()
+        self._global_grad_norm, self.overflow = self._scaling.apply(self.core.gradients, self.loss_scale)
+        self.loss_scaler.update_scale(self.overflow)
+        if not self.overflow:
+            self.core.step(self.param_groups, presences)
+            self.core.manager.receive_values()
+        else:
+            self.core.manager.drop_gradients()
+            self.row_scaling.clear()
+        self._backward.stepped()
+        self._reductions = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients. Called on all ranks."""
+        if self._owned is None:
+            super().zero_grad(set_to_none)
+            return
+        self._backward.discard()
+        self._reductions = 0
+
+    @property
+    def loss_scale(self) -> float:
+        scale: float = self.external_loss_scale if self.custom_loss_scaler else self.loss_scaler.cur_scale
+        return scale
+
+    @property
+    def cur_scale(self) -> float:
+        """The name by which the engine's monitor asks."""
+        return self.loss_scale
+
+    offload_states = reload_states = no_offload
+
+    # Checkpoints
+
+    def _take_loaded(self) -> None:
+        self._loaded = True
+
+    def refresh_fp32_params(self) -> None:
+        """Take the parameters' values into the masters, after weights alone were loaded."""
+        self.core.refresh_masters()
+        self._loaded = False
+
+    def _restore_from_bit16_weights(self) -> None:
+        """Stages 1 and 2, after weights alone were loaded."""
+        self.refresh_fp32_params()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank saves; at stage 0 all there is, on the first rank. Called on all ranks."""
+        if self._owned is None:
+            return super().state_dict()
+        common = {key: getattr(self, key) for key in ("loss_scaler", "dynamic_loss_scale", "overflow")}
+        return self._checkpoint.save(self.param_groups, {**common, "clip_grad": self._scaling.clip})
+
+    def load_state_dict(
+        self,
+        state_dict: dict[str, Any] | None = None,
+        load_optimizer_states: bool = True,
+        *,
+        state_dict_list: list[dict[str, Any]] | None = None,
+        load_from_fp32_weights: bool = True,
+        checkpoint_folder: str | None = None,
+        load_serial: Any = None,
+        param_shapes: Any = None,
+    ) -> None:
+        """Load what ``state_dict`` returned on this rank (``state_dict_list``: on all). Called on all ranks. Raises
+        ValueError for other param groups."""
+        if self._owned is None:
+            assert state_dict is not None
+            super().load_state_dict(state_dict)
+            return
+        common, groups = self._checkpoint.load(
+            self.param_groups, state_dict, state_dict_list, weights=load_from_fp32_weights, state=load_optimizer_states
+        )
+        if load_optimizer_states:
+            self.link_groups(groups)
+            self.loss_scaler, self.overflow = common["loss_scaler"], common["overflow"]
+        if not load_from_fp32_weights:
+            self.refresh_fp32_params()
+        self._loaded = False
+
+    def take_loaded(self, options: Sequence[dict[str, Any]], held: dict[str, dict[str, Any]]) -> None:
+        """Go on with hyperparameters by param group, after weights, states and masters were loaded."""
+        super().take_loaded(options, held)
+        self._loaded = self.overflow = False
+
+    @property
+    def round_robin_bit16_groups(self) -> list[list[Tensor]]:
+        """The parameters in the order in which a checkpoint has them, one to a group."""
+        return [[member.param] for member in self.core.members]
+
+
+class OwnedLayerWiseMuon(OwnedLayerWise, LayerWiseMuon):
+    """What ``LayerWiseMuon(params, storage="owned")`` is."""

@@ -1,0 +1,142 @@
+"""What the stages of a pipeline tell each other before each of them plans for itself.
+
+A stage has a part of the model, and its data-parallel ranks share only that. What is decided about the whole model
+needs all stages: which linear is the output head (as wide as an embedding that lies on another stage), whether a glob
+matches anything, whether there is any matrix. Weights tied between stages are updated on each of them, from one summed
+gradient, and stay element-wise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import nn
+
+from lwopt_backend.config.choices import Rules
+from lwopt_backend.config.hosts import ZeROConfig
+from lwopt_backend.config.param_groups import overrides_of
+from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
+from lwopt_backend.routing.grouping import route_given
+from lwopt_backend.routing.output_heads import EMBEDDINGS, output_heads, rows_for_heads, widths
+from lwopt_backend.routing.routing import Route, named_parameters
+from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A pipeline stage: its parameters' ``routes`` and those of the other stages. ``ranks`` are one of each stage.
+
+    ``groups`` has, for every stage, its param groups, as numbers of the user's groups and what is trained in them.
+    """
+
+    ranks: Collectives
+    routes: list[Route]
+    elsewhere: list[Route]
+    groups: list[tuple[tuple[int, str], ...]]
+
+    @property
+    def groups_differ(self) -> bool:
+        """Whether some stage lacks param groups that another has."""
+        return len(set(self.groups)) > 1
+
+    @property
+    def all_routes(self) -> list[Route]:
+        """Every parameter's, once."""
+        return list({route.name: route for route in [*self.routes, *self.elsewhere]}.values())
+
+    @property
+    def note(self) -> str:
+        """What the report says of the plan that follows."""
+        return (
+            f"Pipeline: {self.ranks.world_size} stages, each planned for by itself; this is the plan of stage "
+            f"{self.ranks.rank}, over its data-parallel ranks."
+        )
+
+
+def meet(engine: DeepSpeedEngine, given: Sequence[Mapping[str, Any]], rules: Rules, config: ZeROConfig) -> Stage | None:
+    """Route this stage's parameters with what the other stages say; None if the model is no pipeline.
+
+    Called on all ranks. Raises nothing, so that no rank leaves the others waiting.
+    """
+    if not engine.pipeline_parallelism:
+        return None
+    ranks = TorchCollectives(deepspeed_engine.pipeline_group(engine))
+    tied = deepspeed_engine.tied_modules(engine)
+    mine = widths(engine.module)
+    mine = replace(mine, tied=mine.tied or any(isinstance(m, EMBEDDINGS) for m in _inside(tied.values())))
+    rows = rows_for_heads(ranks.gather_objects(mine))[ranks.rank]
+    reasons = {id(p): f"tied between pipeline layers as {key!r}" for key, m in tied.items() for p in m.parameters()}
+    heads = {**output_heads(engine.module, rows), **reasons}
+    routes = route_given(engine.module, given, rules, config, heads, stacks=True)
+    of_stages = ranks.gather_objects((routes, _groups(engine.module, given, routes, rules)))
+    elsewhere = [route for i, (some, _) in enumerate(of_stages) if i != ranks.rank for route in some]
+    return Stage(ranks, routes, elsewhere, [groups for _, groups in of_stages])
+
+
+def _groups(
+    model: nn.Module, given: Sequence[Mapping[str, Any]], routes: Sequence[Route], rules: Rules
+) -> tuple[tuple[int, str, tuple[int, ...]], ...]:
+    """The param groups that will be made of the ``given`` ones."""
+    names = {id(param): name for name, param in named_parameters(model)}
+    kinds = {route.name: route.kind for route in routes if math.prod(route.shape) > 0}
+    named = ((number, names.get(id(p))) for number, group in enumerate(given) for p in group["params"])
+    of_params = {
+        (number, kinds[name], overrides_of(name, kinds[name], rules))
+        for number, name in named
+        if name is not None and kinds.get(name) in ("matrix", "elementwise")
+    }
+    return tuple(sorted(of_params))
+
+
+def _inside(modules: Iterable[nn.Module]) -> Iterable[nn.Module]:
+    return (inner for module in modules for inner in module.modules())
+
+
+def check_tied(engine: DeepSpeedEngine, stage: Stage) -> None:
+    """Raises ValueError if ``include`` sends a tied weight to the matrix rule."""
+    prefixes = tuple(f"tied_modules.{key}." for key in deepspeed_engine.tied_modules(engine))
+    for route in stage.routes:
+        if route.kind == "matrix" and route.name.startswith(prefixes):
+            raise ValueError(f"include: {route.name!r} is tied between pipeline layers; such weights stay element-wise")
+
+
+def check_groups(engine: DeepSpeedEngine, stage: Stage) -> None:
+    """Raises ValueError if DeepSpeed would wait forever, because stages have different numbers of param groups."""
+    counts = [len(groups) for groups in stage.groups]
+    if engine.zero_optimization_stage() != 1 or deepspeed_engine.uses_bf16_optimizer(engine) or len(set(counts)) == 1:
+        return
+    fewest = min(range(len(counts)), key=counts.__getitem__)
+    raise ValueError(
+        f"pipeline stage {fewest} has {counts[fewest]} param group(s) and another stage {max(counts)}: it has no "
+        "matrices, or nothing else, in one of the groups given. ZeRO-1 sums the norm of the gradients over the stages "
+        "group by group, and they would wait for each other; choose a partition_method that gives every stage both, or "
+        "train in fp32 at stage 0, or in bf16 with data_types.grad_accum_dtype fp32"
+    )
+
+
+def check_rates(stage: Stage, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError, on every stage, if a learning rate is not the same on all of them. Called on all ranks.
+
+    A schedule that writes one rate to every group means the optimizer's ``lr``, and AdamW's follows in proportion; one
+    that scales each group's own rate is taken at its word (``linked_rates``). Where a stage has only one group, the two
+    look the same.
+    """
+    of_stages = stage.ranks.gather_objects({_key(group): float(group["lr"]) for group in groups})
+    for number, rates in enumerate(of_stages):
+        for key, rate in rates.items():
+            for other, theirs in enumerate(of_stages[:number]):
+                if key in theirs and not math.isclose(rate, theirs[key], rel_tol=1e-6):
+                    raise ValueError(
+                        f"the schedule made {key[1]}'s learning rate {theirs[key]:g} on pipeline stage {other}, but "
+                        f"{rate:g} on stage {number}: one of them has no matrices or nothing else, so a single rate "
+                        "for all groups is not divided there; use a schedule that scales each group's own rate, e.g. "
+                        "torch's LambdaLR"
+                    )
+
+
+def _key(group: Mapping[str, Any]) -> tuple[int, str, tuple[int, ...]]:
+    return group["from_group"], group["rule"], tuple(group["overrides"])

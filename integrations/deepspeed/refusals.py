@@ -1,0 +1,261 @@
+"""Settings of DeepSpeed that are not supported: refused by name, with the reason, before anything is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.engine import DeepSpeedEngine
+from packaging.version import Version
+
+from lwopt_backend.config.options import install_command
+from lwopt_backend.integrations.deepspeed.engine import uses_auto_ep, uses_bf16_optimizer, zero_settings
+from lwopt_backend.integrations.deepspeed.versions import BEFORE
+from lwopt_backend.routing.routing import full_shape
+
+
+def reasons_to_refuse(engine: DeepSpeedEngine, param_groups: list[dict[str, Any]]) -> list[str]:
+    """Every reason why this engine cannot train with layer-wise matrices, one sentence each; empty if it can."""
+    return [*_stage(engine), *_parallelism(engine, param_groups), *_storage(engine), *_tags(engine)]
+
+
+def _stage(engine: DeepSpeedEngine) -> list[str]:
+    dtype = engine.get_data_types()[0]
+    before_0_19_8 = Version(deepspeed.__version__) < Version("0.19.8")
+    if engine.zero_optimization_stage() == 3 and engine.device.type == "cpu" and before_0_19_8:
+        return [
+            f"zero_optimization.stage is 3 on a CPU, where DeepSpeed {deepspeed.__version__} uses parameters before "
+            f"all of them are gathered; run: {install_command('deepspeed', f'>=0.19.8,<{BEFORE}')}"
+        ]
+    if engine.zero_optimization_stage() == 0 and uses_bf16_optimizer(engine):
+        return [
+            "zero_optimization.stage is 0 and the pipeline is trained in bfloat16, where DeepSpeed saves one rank's "
+            "part of the state and cannot load it again; use stage 1, which shards alike"
+        ]
+    if engine.zero_optimization_stage() > 0 or dtype == torch.float32:
+        return []
+    return [
+        f"zero_optimization.stage is 0 and the model is trained in {str(dtype).removeprefix('torch.')}, for which "
+        "DeepSpeed keeps full master weights on every rank and takes a step on zero gradients at start; use stage 1, "
+        "or torch_autocast with fp32 parameters"
+    ]
+
+
+def _parallelism(engine: DeepSpeedEngine, param_groups: list[dict[str, Any]]) -> list[str]:
+    reasons = _experts(engine, param_groups)
+    if engine.pipeline_parallelism:
+        reasons += _pipeline(engine)
+    reasons += forms_of_sharding(engine)
+    size = engine.sequence_parallel_size
+    if size > 1 and uses_bf16_optimizer(engine):
+        reasons.append(
+            f"sequence parallelism of {size} with bf16 and fp32 accumulation at stage 1, where DeepSpeed counts "
+            "gradients on the first rank of a sequence only and fails on the others; use stage 2"
+        )
+    return [*reasons, *sequence_parallel_by_mesh(engine)]
+
+
+def sequence_parallel_by_mesh(engine: DeepSpeedEngine) -> list[str]:
+    """Sequence parallelism whose gradients do not add up."""
+    size = engine.sequence_parallel_size
+    if size == 1 or engine.mesh_device is None:
+        return []
+    return [
+        f"sequence parallelism of {size} comes from mesh_param, with which DeepSpeed does not reduce gradients "
+        "over the sequence-parallel ranks; pass an mpu, e.g. deepspeed.runtime.sequence_parallel.parallel_state_sp"
+    ]
+
+
+def forms_of_sharding(engine: DeepSpeedEngine) -> list[str]:
+    """What cuts a layer's matrices over ranks."""
+    reasons = []
+    shards = "each rank holds a shard, and the matrix rule needs the matrix; use 1"
+    if engine.autotp_size() > 1:
+        reasons.append(f"tensor_parallel.autotp_size is {engine.autotp_size()}: {shards}")
+    if engine.mp_world_size > 1 and not engine.pipeline_parallelism:  # a pipeline's stages count as model parallel
+        reasons.append(f"mpu.get_model_parallel_world_size() is {engine.mp_world_size}: {shards}")
+    return reasons
+
+
+def _pipeline(engine: DeepSpeedEngine) -> list[str]:
+    reasons = []
+    stage, size = engine.zero_optimization_stage(), engine.mpu.get_slice_parallel_world_size()
+    if stage > 1:
+        reasons.append(f"the model is a PipelineModule and zero_optimization.stage is {stage}; use stage 0 or 1")
+    if engine.has_moe_layers:
+        reasons.append("the model is a PipelineModule with deepspeed.moe layers; use one of the two")
+    if size > 1:
+        reasons.append(
+            f"the pipeline's topology has model parallelism of {size}: each rank holds a shard, and the matrix rule "
+            "needs the matrix; use PipeDataParallelTopology"
+        )
+    return reasons
+
+
+def _experts(engine: DeepSpeedEngine, param_groups: list[dict[str, Any]]) -> list[str]:
+    """Experts are trained where the stage shards them, in param groups of their own, each over the ranks it names."""
+    reasons = []
+    if uses_auto_ep(engine):
+        reasons.append(
+            "expert_parallel.enabled is true (AutoEP), whose expert layers were not tried with layer-wise matrices; "
+            "build the model with deepspeed.moe.layer.MoE"
+        )
+    stage = engine.zero_optimization_stage()
+    if engine.has_moe_layers and stage not in (1, 2):
+        reasons.append(f"the model has deepspeed.moe layers and zero_optimization.stage is {stage}; use stage 1 or 2")
+    known = sorted(engine.expert_data_parallel_group) if engine.has_moe_layers else []
+    split = "split groups with deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer"
+    for number, group in enumerate(param_groups):
+        experts = [is_moe_param(param) for param in group["params"]]
+        if not group.get("moe"):
+            if any(experts):
+                reasons.append(f"param group {number} has experts' parameters, but not 'moe': True; {split}")
+        elif group.get("name") not in known:
+            names = ", ".join(map(repr, known)) or "none, because it has no deepspeed.moe layers"
+            reasons.append(
+                f"param group {number} has 'moe': True and name {group.get('name')!r}; the model has {names}"
+            )
+        elif not all(experts):
+            reasons.append(f"param group {number} has 'moe': True, but not only experts' parameters; {split}")
+        elif wrong := sorted({param.group_name for param in group["params"]} - {group["name"]}):
+            reasons.append(f"param group {number} is named {group['name']!r}, but has experts of {wrong[0]!r}; {split}")
+    return reasons
+
+
+def _storage(engine: DeepSpeedEngine) -> list[str]:
+    reasons = []
+    offloads = {"offload_optimizer": engine.zero_offload_optimizer(), "offload_param": engine.zero_offload_param()}
+    for key, offload in offloads.items():
+        device = "none" if offload is None else getattr(offload.device, "value", offload.device)
+        if device not in ("none", "cpu"):
+            reasons.append(f"zero_optimization.{key}.device is {device!r}; set it to 'cpu' or 'none'")
+    offload = offloads["offload_optimizer"]
+    if offload is not None and offload.ratio < 1:
+        reasons.append(
+            f"zero_optimization.offload_optimizer.ratio is {offload.ratio}; DeepSpeed splits only its own CPU Adam so; "
+            "use 1.0"
+        )
+    empty = [name for name, param in engine.module.named_parameters() if 0 in full_shape(param)]
+    if engine.zero_optimization_stage() == 3 and empty:
+        reasons.append(
+            f"{len(empty)} parameters, the first is {empty[0]!r}, have no elements, which ZeRO-3 cannot gather; use "
+            "stage 1 or 2, or remove them"
+        )
+    return [*reasons, *switched_on(engine)]
+
+
+def switched_on(engine: DeepSpeedEngine) -> list[str]:
+    """Switches that must be off."""
+    switches = {
+        "zero_optimization.round_robin_gradients": engine.zero_round_robin_gradients(),
+        "zero_optimization.elastic_checkpoint": engine.zero_elastic_checkpoint(),
+        "zero_optimization.zenflow": engine.zenflow_config() is not None,
+        "zero_optimization.offload_optimizer.super_offload": engine.super_offload(),
+        "compile.deepcompile": engine.is_deepcompile_enabled(),
+        "bf16.bf16_master_weights_and_grads": engine.bf16_master_weights_and_gradients(),
+        "fp16.fp16_master_weights_and_grads": engine.fp16_master_weights_and_gradients(),
+    }
+    reasons = [f"{key} is on; switch it off" for key, on in switches.items() if on]
+    if engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16:
+        # torch's GradScaler skips the step on the ranks whose own fragment overflowed; the others would wait for them.
+        reasons.append("torch_autocast.dtype is float16, with which ranks may skip a step one by one; use bfloat16")
+    return reasons
+
+
+def _tags(engine: DeepSpeedEngine) -> list[str]:
+    tagged = [name for name, param in engine.module.named_parameters() if getattr(param, "use_muon", False)]
+    if not tagged:
+        return []
+    # DeepSpeed would orthogonalize these itself, because our class name contains "muon", and we once more.
+    return [
+        f"{len(tagged)} parameters, the first is {tagged[0]!r}, carry use_muon=True, which is for DeepSpeed's own "
+        "Muon; delete the attribute"
+    ]
+
+
+# Settings of DeepSpeed that owned storage cannot keep: refused by name; and those that mean nothing to it.
+
+# Keys of zero_optimization that owned storage keeps; all others it either refuses or has no use for.
+KEPT = ("stage", "overlap_comm", "compute_grad_norm", "load_from_fp32_weights")
+DEFAULT_STORAGE = '"storage": "zero"'
+
+
+def reasons_to_refuse_owned(engine: DeepSpeedEngine) -> list[str]:
+    """Every reason why this engine cannot train with owned storage, one sentence each; empty if it can."""
+    return [
+        *_owned_stage(engine),
+        *_owned_parallelism(engine),
+        *_offload(engine),
+        *_precision(engine),
+        *_switches(engine),
+    ]
+
+
+def without_effect(engine: DeepSpeedEngine) -> list[str]:
+    """The keys of zero_optimization that are set, and about what DeepSpeed's own buffers would do."""
+    return [f"zero_optimization.{key}" for key in zero_settings(engine) if key not in KEPT]
+
+
+def _owned_stage(engine: DeepSpeedEngine) -> list[str]:
+    stage = engine.zero_optimization_stage()
+    if stage <= 2:
+        return []
+    return [
+        f"zero_optimization.stage is {stage}, where DeepSpeed shards the parameters itself; use stage 0, 1 or 2, or "
+        f"{DEFAULT_STORAGE}"
+    ]
+
+
+def _owned_parallelism(engine: DeepSpeedEngine) -> list[str]:
+    reasons = []
+    if engine.pipeline_parallelism:
+        reasons.append(f"the model is a PipelineModule; use {DEFAULT_STORAGE}")
+    if engine.has_moe_layers or uses_auto_ep(engine):
+        reasons.append(f"the model has DeepSpeed's expert layers; use {DEFAULT_STORAGE} with deepspeed.moe.layer.MoE")
+    return [*reasons, *sequence_parallel_by_mesh(engine), *forms_of_sharding(engine)]
+
+
+def _offload(engine: DeepSpeedEngine) -> list[str]:
+    offloads = {"offload_optimizer": engine.zero_offload_optimizer(), "offload_param": engine.zero_offload_param()}
+    reasons = []
+    for key, offload in offloads.items():
+        device = "none" if offload is None else getattr(offload.device, "value", offload.device)
+        if device != "none":
+            reasons.append(f"zero_optimization.{key}.device is {device!r}; set it to 'none', or use {DEFAULT_STORAGE}")
+    return reasons
+
+
+def _precision(engine: DeepSpeedEngine) -> list[str]:
+    reasons = []
+    dtype, accumulated = engine.get_data_types()
+    if accumulated not in (dtype, torch.float32):
+        reasons.append(
+            f"data_types.grad_accum_dtype is {_spell(accumulated)} and the model is trained in {_spell(dtype)}; use "
+            f"{_spell(dtype)} or float32"
+        )
+    wire = engine._config.communication_data_type
+    if wire is not None and wire != accumulated:
+        reasons.append(
+            f"communication_data_type is {_spell(wire)}, but gradients travel as they are accumulated, in "
+            f"{_spell(accumulated)}; set data_types.grad_accum_dtype, or leave the key out"
+        )
+    return reasons
+
+
+def _switches(engine: DeepSpeedEngine) -> list[str]:
+    zero = engine._config.zero_config
+    switches: dict[str, Any] = {
+        "zero_optimization.parameter_alignment": engine.zero_parameter_alignment(),
+        "zero_optimization.zero_quantized_weights": engine.zero_quantized_weights(),
+        "zero_optimization.zero_quantized_nontrainable_weights": engine.zero_quantized_nontrainable_weights(),
+        "zero_optimization.zero_quantized_gradients": engine.zero_quantized_gradients(),
+        "zero_optimization.zero_hpz_partition_size": engine.zero_hpz_partition_size() > 1,
+        "zero_optimization.pipeline_loading_checkpoint": zero.pipeline_loading_checkpoint,
+    }
+    return [*switched_on(engine), *(f"{key} is on; switch it off" for key, on in switches.items() if on)]
+
+
+def _spell(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

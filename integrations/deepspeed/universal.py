@@ -1,0 +1,660 @@
+"""What of a universal checkpoint goes into an engine of any storage: decided, and checked, before any of it does.
+
+Parameters are found by name, and a param group's hyperparameters by the parameters in it: the checkpoint's groups may
+be others, in another order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+from deepspeed.utils.logging import logger
+from torch import Tensor
+
+from lwopt_backend.checkpoint import convert as translation
+from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param
+from lwopt_backend.checkpoint.deepspeed import universal as deepspeed_universal
+from lwopt_backend.checkpoint.deepspeed.files import tag_of
+from lwopt_backend.checkpoint.deepspeed.universal import OWNERS
+from lwopt_backend.checkpoint.files import torch_files
+from lwopt_backend.config.options import suggestion
+from lwopt_backend.config.param_groups import OURS, of_another_optimizer
+from lwopt_backend.config.registry import MATRIX_RULES, arguments, new_state, option_names
+from lwopt_backend.integrations.deepspeed import checkpoints as deepspeed_checkpoints
+from lwopt_backend.integrations.deepspeed.engine import sharding_stage
+from lwopt_backend.integrations.deepspeed.tensors import publish, put
+from lwopt_backend.integrations.deepspeed.zero import Binding
+from lwopt_backend.plan.atoms import Block
+from lwopt_backend.plan.buffers.layout import Piece
+from lwopt_backend.runtime.agreement import agree_in_all, check_in_all
+from lwopt_backend.runtime.collectives import Collectives
+from lwopt_backend.runtime.state import keeps_state
+from lwopt_backend.storage.owned import Member, OwnedCore
+from lwopt_backend.storage.replicated import take_part
+
+STEP = "step"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A parameter by its name and whole shape, and the matrices in it; none in an element-wise one."""
+
+    name: str
+    shape: tuple[int, ...]
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """Parameters that an engine steps at a time, with one count of steps. ``group`` is their param group's number."""
+
+    group: int
+    rule: str
+    params: tuple[Trained, ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """``params`` are the trained ones, by our names, ``rest`` what is frozen, and buffers. ``options`` are what each
+    param group goes on with, ``notes`` what rank 0 says of those that it cannot go on with."""
+
+    folder: Path
+    checkpoint: Checkpoint
+    params: Mapping[str, Param]
+    rest: Mapping[str, LazyTensor]
+    options: Sequence[dict[str, Any]]
+    notes: Sequence[str]
+
+
+def choose(
+    engine: DeepSpeedEngine,
+    stepped: Sequence[Stepped],
+    groups: Sequence[Group],
+    folder: Path,
+    checkpoint: Checkpoint,
+    *,
+    with_state: bool,
+    with_scheduler: bool,
+    strict: bool,
+) -> Choice:
+    """Of ``checkpoint``, which is in ``folder``, what an engine takes that trains ``stepped`` in param ``groups``.
+
+    Raises CheckpointError, which is a ValueError, for parameters, shapes, states or rules that do not fit. ``strict``
+    asks for every frozen parameter and buffer, too.
+    """
+    trained = {param.name: param for unit in stepped for param in unit.params}
+    others = _others(engine, trained)
+    params = _matched(folder, checkpoint, trained, others)
+    for name, param in trained.items():
+        _check_shape(folder / "zero" / name / f"{MASTER}.pt", name, param.shape, params[name].shape)
+    rest = _rest(folder, checkpoint, others, strict)
+    options: list[dict[str, Any]] = [{} for _ in groups]
+    notes: list[str] = []
+    if with_state:
+        members: list[dict[str, Param]] = [{} for _ in groups]
+        for unit in stepped:
+            notes += _check_states(folder, checkpoint, unit, groups[unit.group], params)
+            members[unit.group].update((param.name, params[param.name]) for param in unit.params)
+        options, more = options_of(folder, checkpoint, groups, members)
+        notes += more
+    if with_scheduler and engine.lr_scheduler is not None:
+        check_scheduler(folder, engine.lr_scheduler.state_dict(), checkpoint.scheduler)
+    return Choice(folder, checkpoint, params, rest, options, notes)
+
+
+def _others(engine: DeepSpeedEngine, trained: Mapping[str, Trained]) -> dict[str, tuple[int, ...]]:
+    """Names and whole shapes of the module's frozen parameters and of those buffers that are saved."""
+    saved = engine.module.state_dict().keys()  # at stage 3, too: only what the parameters hold is elsewhere
+    buffers = {name: tuple(buffer.shape) for name, buffer in engine.module.named_buffers() if name in saved}
+    params = engine.module.named_parameters()
+    frozen = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in params if name not in trained}
+    return {**frozen, **buffers}
+
+
+def _matched(
+    folder: Path, checkpoint: Checkpoint, trained: Mapping[str, Trained], others: Mapping[str, Any]
+) -> dict[str, Param]:
+    there = checkpoint.params
+    names = {name: name if name in there else checkpoint.tied.get(name, name) for name in trained}
+    missing = [name for name, theirs in names.items() if theirs not in there or not there[theirs].states]
+    if missing:
+        kind = "has it frozen" if missing[0] in there else f"has none of that name; {suggestion(missing[0], there)}"
+        raise CheckpointError(
+            f"{folder}: expected the state of all {len(trained)} trained parameters, but {len(missing)} are missing, "
+            f"first {missing[0]!r}: the checkpoint {kind}. Its names are {checkpoint.names!r}; convert it with lwopt "
+            "convert --names where the model's are others"
+        )
+    taken = {*names.values(), *others, *(checkpoint.tied.get(name) for name in others)}
+    left = [name for name in there if name not in taken]
+    if left:
+        raise CheckpointError(
+            f"{folder} has {len(left)} parameters that the model does not train, first {left[0]!r}; "
+            f"{suggestion(left[0], trained)} Load it into the model it was saved with"
+        )
+    return {name: there[theirs] for name, theirs in names.items()}
+
+
+def _rest(
+    folder: Path, checkpoint: Checkpoint, others: Mapping[str, tuple[int, ...]], strict: bool
+) -> dict[str, LazyTensor]:
+    """Tensors for frozen parameters and buffers, by name; DeepSpeed's converter makes parameters of both."""
+    found = {}
+    for name, shape in others.items():
+        there = checkpoint.params.get(checkpoint.tied.get(name, name))
+        tensor = checkpoint.buffers.get(name) if there is None or name in checkpoint.buffers else there.best
+        if tensor is not None:
+            _check_shape(folder, name, shape, tensor.shape)
+            found[name] = tensor
+        elif strict:
+            raise CheckpointError(
+                f"{folder}: the files of model states have no {name!r}, which is frozen or a buffer; with "
+                "load_module_strict=False it keeps what it has"
+            )
+    return found
+
+
+def _check_shape(file: Path, name: str, expected: Sequence[int], found: Sequence[int]) -> None:
+    if tuple(expected) != tuple(found):
+        raise CheckpointError(
+            f"{file}, parameter {name!r}: expected shape {tuple(expected)}, found {tuple(found)}; load it into the "
+            "model it was saved with"
+        )
+
+
+def _check_states(
+    folder: Path, checkpoint: Checkpoint, unit: Stepped, group: Group, params: Mapping[str, Param]
+) -> list[str]:
+    """Raises CheckpointError unless there is all that the rule of ``group`` keeps of a unit's parameters. Sentences on
+    what is different all the same."""
+    like = new_state(torch.empty(1, device="meta"), group)
+    expected = sorted(key for key, tensor in like.items() if tensor.ndim)
+    keeps_owner_state = unit.rule in MATRIX_RULES and keeps_state(MATRIX_RULES[unit.rule].build(**arguments(group)))
+    notes = []
+    for trained in unit.params:
+        name, param = trained.name, params[trained.name]
+        whose = f"parameter {name!r}, which {unit.rule!r} trains"
+        found = sorted(key for key in param.states if key != MASTER)
+        if found != expected:
+            others = "; another optimizer wrote the checkpoint" if of_another_optimizer(checkpoint.groups) else ""
+            raise CheckpointError(
+                f"{folder / 'zero' / name}: {whose}: expected the states {expected}, found {found}{others}; let the "
+                f"rule train it that trained it there, with include, exclude or overrides, or {ALONE}"
+            )
+        if STEP in like and param.step is None:
+            raise CheckpointError(f"{folder / 'zero' / name / STEP}.pt is missing: {whose}; {ALONE}")
+        if keeps_owner_state and checkpoint.iteration != 0:
+            notes += _check_owner_states(folder, checkpoint, trained, whose, param, unit.rule)
+        elif param.owner_states and not keeps_owner_state:
+            raise CheckpointError(f"{folder / OWNERS / name}.pt: {whose}, a rule that keeps no such state; {ALONE}")
+        ours, theirs = list(map(str, trained.blocks)), _matrices(checkpoint, name)
+        if theirs not in (None, ours):
+            notes.append(f"{folder}: {whose} as the matrices {ours}, was trained as {theirs}; their updates differ")
+    steps = {trained.name: params[trained.name].step for trained in unit.params}
+    if STEP in like and len(set(steps.values())) > 1:
+        raise CheckpointError(
+            f"{folder}: DeepSpeed steps the parameters of a param group as one tensor; expected one count of steps for "
+            f"those of {unit.rule!r}, found {steps}; put them into groups of their own"
+        )
+    return notes
+
+
+def _matrices(checkpoint: Checkpoint, name: str) -> list[str] | None:
+    """Which matrices a parameter was trained as, where the checkpoint tells."""
+    found = (checkpoint.arguments.get("matrices") or {}).get(checkpoint.tied.get(name, name))
+    return None if found is None else list(found)
+
+
+def _check_owner_states(
+    folder: Path, checkpoint: Checkpoint, trained: Trained, whose: str, param: Param, rule: str
+) -> list[str]:
+    """Raises CheckpointError unless there is something of every matrix, and of the same ones.
+
+    Of one that never had a gradient there is nothing; where others have something, that is said and no error.
+    """
+    ours, theirs = list(map(str, trained.blocks)), _matrices(checkpoint, trained.name)
+    found, file = param.owner_states, f"{folder / OWNERS / trained.name}.pt: {whose}"
+    if found and (theirs not in (None, ours) or max(found) >= len(ours)):
+        raise CheckpointError(
+            f"{file} as the matrices {ours}: found what owners keep of {theirs or sorted(found)}; load it with the "
+            f"'atoms' it was saved with, or {ALONE}"
+        )
+    if len(found) == len(ours):
+        return []
+    number = len(checkpoint.groups) if param.group is None else param.group
+    by = checkpoint.groups[number].get("rule") if number in range(len(checkpoint.groups)) else None
+    if by != rule or not any(other.owner_states for other in checkpoint.params.values()):
+        raise CheckpointError(
+            f"{file}: expected what the owner keeps of {len(ours)} matrices, found {len(found)}; convert the "
+            f"checkpoint with lwopt convert, which takes it along, or {ALONE}"
+        )
+    return [f"{file}: nothing was kept of {len(ours) - len(found)} of {len(ours)} matrices; they begin anew"]
+
+
+# What param groups and a scheduler go on with after a universal checkpoint: found by parameters, checked first.
+
+PLACED = {"params", *OURS}  # a group's keys that say what it is, not how it is trained
+ALONE = "load the weights alone, with load_optimizer_states=False"
+Group = Mapping[str, Any]
+
+
+def options_of(
+    folder: Path, checkpoint: Checkpoint, groups: Sequence[Group], members: Sequence[Mapping[str, Param]]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """What each of the param ``groups`` goes on with, and sentences on what it does not go on with.
+
+    ``members`` are, by group, its parameters in the checkpoint, by our names. Raises CheckpointError where they follow
+    other rules, or options that one group cannot have.
+    """
+    translated, notes = translation.translated(checkpoint)
+    checkpoint = dataclasses.replace(checkpoint, groups=tuple(map(_named_as_ours, checkpoint.groups)))
+    notes = [f"{folder}: {note}" for note in notes]
+    notes += _differences(folder, checkpoint.groups, translated, groups, members)
+    options = [
+        _options(folder, checkpoint, number, group, {name: param.group for name, param in of_group.items()}, notes)
+        for number, (group, of_group) in enumerate(zip(groups, members))
+    ]
+    return options, notes
+
+
+def _named_as_ours(group: Group) -> Group:
+    """Megatron's Muon has had two names for its momentum."""
+    return {"momentum": group["momentum_beta"], **group} if "momentum_beta" in group else group
+
+
+def _differences(
+    folder: Path,
+    saved: Sequence[Group],
+    translated: Sequence[Group],
+    groups: Sequence[Group],
+    members: Sequence[Mapping[str, Param]],
+) -> list[str]:
+    """Sentences on what another optimizer did by its arguments, not by its groups' options, and is configured otherwise
+    here. ``translated`` are the ``saved`` groups with our options."""
+    said: dict[str, None] = {}
+    for number, (group, of_group) in enumerate(zip(groups, members)):
+        for theirs in sorted({p.group for p in of_group.values() if p.group is not None and p.group < len(saved)}):
+            made = translated[theirs]
+            if "rule" in saved[theirs] or made.get("rule") != group["rule"]:
+                continue
+            keys = [key for key in option_names(group) if key in made and key not in saved[theirs]]
+            listed = [f"{key} {made[key]!r} (here {group.get(key)!r})" for key in keys if made[key] != group.get(key)]
+            if listed:
+                trained = f"param group {number} was trained with {', '.join(listed)} where it comes from"
+                said[f"{folder}: {trained}, and goes on with what is configured here"] = None
+    return list(said)
+
+
+def _options(
+    folder: Path,
+    checkpoint: Checkpoint,
+    number: int,
+    group: Group,
+    of_params: Mapping[str, int | None],
+    notes: list[str],
+) -> dict[str, Any]:
+    """What param group ``number`` goes on with. ``of_params`` are its parameters' groups in the checkpoint.
+
+    All but what it consists of, where our optimizers saved it, which say by what rule; of others the rule's options.
+    """
+    numbers = sorted({n for n in of_params.values() if n is not None and n < len(checkpoint.groups)})
+    theirs = [checkpoint.groups[n] for n in numbers]
+    for name, n in of_params.items():
+        rule = checkpoint.groups[n].get("rule") if n in numbers else None
+        if rule not in (None, group["rule"]):
+            raise CheckpointError(
+                f"{folder}: parameter {name!r} was trained by {rule!r}, here by {group['rule']!r}; let the same rule "
+                f"train it, with include, exclude or overrides, or {ALONE}"
+            )
+    ours = all("rule" in of_group for of_group in theirs)
+    wanted = {*option_names(group), "initial_lr"}
+    keys = [
+        key for key in dict.fromkeys(k for g in theirs for k in g) if (key not in PLACED if ours else key in wanted)
+    ]
+    taken = {}
+    for key in keys:
+        first = theirs[0].get(key)
+        if all(of_group.get(key) == first for of_group in theirs):
+            taken[key] = first
+            continue
+        values = [of_group.get(key) for of_group in theirs]
+        text = (
+            f"param group {number} here has parameters of the checkpoint's groups {numbers}, whose {key!r} are {values}"
+        )
+        if ours:
+            raise CheckpointError(
+                f"{folder}: {text}; give the optimizer the param groups it was saved with, or {ALONE}"
+            )
+        notes.append(f"{folder}: {text}; it keeps {group.get(key)}, as configured")
+    return taken
+
+
+def check_scheduler(folder: Path, ours: Mapping[str, Any], theirs: Mapping[str, Any] | None) -> None:
+    """A scheduler takes whatever it is given, and fails, or goes on with another's numbers, later."""
+
+    def form(state: Mapping[str, Any]) -> list[tuple[str, int | None]]:
+        return sorted((key, len(value) if isinstance(value, list) else None) for key, value in state.items())
+
+    if theirs is None or form(theirs) != form(ours):
+        raise CheckpointError(
+            f"{folder}: expected the state of a scheduler like the one here, with {sorted(ours)}, found "
+            f"{'none' if theirs is None else sorted(theirs)}; use the scheduler and the param groups it was saved "
+            "with, or load_lr_scheduler_states=False"
+        )
+
+
+# Universal checkpoints in engines with ZeRO's storage: a rank takes the parts of whole tensors that it stores.
+
+
+def prepare_loading(engine: DeepSpeedEngine, optimizer: Any, ranks: Sequence[Collectives]) -> None:
+    """Make ``engine.load_checkpoint`` load universal checkpoints if it shall, else check DeepSpeed's own first.
+
+    Called once for an engine, on all ranks. ``optimizer`` is ours, ``ranks`` are the groups that share parameters with
+    this rank.
+    """
+    if engine.load_universal_checkpoint():
+        load_instead(engine, lambda: ZeROStorage(optimizer))
+    else:
+        check = partial(deepspeed_checkpoints.check, engine)
+        deepspeed_checkpoints.guard_loading(optimizer.name, engine, ranks, check)
+
+
+class ZeROStorage:
+    """What an engine stores of the parameters that ``optimizer``, which is ours, trains. Made on all ranks."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._binding, self._tensors = optimizer.prepared()
+        self.ranks: Sequence[Collectives] = self._binding.ranks
+
+    def groups(self) -> Sequence[Mapping[str, Any]]:
+        groups: Sequence[Mapping[str, Any]] = self._optimizer.param_groups
+        return groups
+
+    def stepped(self) -> list[Stepped]:
+        return [
+            Stepped(
+                unit.group,
+                plan.rule,
+                tuple(Trained(spec.name, spec.shape, blocks) for spec, blocks in zip(plan.specs, plan.blocks)),
+            )
+            for unit, plan in zip(self._binding.units, self._binding.plans)
+        ]
+
+    @torch.no_grad()
+    def put(self, choice: Choice, with_state: bool) -> None:
+        """Weights, master weights where there are, and state, as far as this rank has them."""
+        binding = self._binding
+        for unit, plan, tensor in zip(binding.units, binding.plans, self._tensors):
+            state = self._optimizer.state[tensor]
+            of_unit = [choice.params[spec.name] for spec in plan.specs]
+            if binding.replicated:
+                for param, saved in zip(unit.params, of_unit):
+                    param.data.copy_(saved.best.read())
+                if with_state:
+                    whole = [_States(saved, list(state)) for saved in of_unit]
+                    for key, value in take_part(plan, whole, unit.ranks.rank, binding.engine.device).items():
+                        state[key].copy_(value)
+                continue
+            for index, saved in enumerate(of_unit):
+                held = plan.layout.fragment(index, unit.ranks.rank)
+                if held is None:
+                    continue
+                tensor.data.narrow(0, held.offset, held.numel).copy_(saved.best.piece(held.start, held.stop).read())
+                for key in (key for key, value in state.items() if with_state and value.ndim):
+                    part = saved.states[key].piece(held.start, held.stop).read()
+                    state[key].narrow(0, held.offset, held.numel).copy_(part)
+            if with_state and STEP in state:
+                state[STEP].fill_(of_unit[0].step)
+
+    def finish(self, choice: Choice, with_state: bool) -> None:
+        """Hyperparameters and what owners keep; then the module's parameters show the new master weights."""
+        if with_state:
+            self._optimizer.take_loaded(choice.options, dict(_owner_states(self._binding, choice.params)))
+        engine = self._binding.engine
+        stage, wrapper = sharding_stage(engine), engine.optimizer
+        if stage in (1, 2):
+            wrapper.update_lp_params()
+        elif stage == 3:
+            wrapper.checkpoint_event_prologue()
+            for number in range(len(wrapper.fp32_partitioned_groups_flat)):
+                wrapper._reassign_or_swap_out_partitioned_parameters(number)
+            wrapper.checkpoint_event_epilogue()
+
+
+class _States(Mapping[str, Tensor]):
+    """The states ``keys`` of a parameter, which are read when they are asked for."""
+
+    def __init__(self, param: Param, keys: Sequence[str]) -> None:
+        self._param = param
+        self._keys = keys
+
+    def __getitem__(self, key: str) -> Tensor:
+        if key == STEP:
+            return torch.tensor(float(self._param.step or 0))
+        return self._param.states[key].read()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+def _owner_states(binding: Binding, params: Mapping[str, Param]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """By a matrix's name, what is kept of those that this rank owns."""
+    for unit, plan in zip(binding.units, binding.plans):
+        places = [(params[s.name], place) for s, blocks in zip(plan.specs, plan.blocks) for place in range(len(blocks))]
+        if plan.matrices is None:
+            continue
+        for atom, owner, (param, place) in zip(plan.matrices.atoms, plan.matrices.ownership.owners, places):
+            if owner == unit.ranks.rank and place in param.owner_states:
+                yield atom.name, dict(param.owner_states[place])
+
+
+# ``"checkpoint": {"load_universal": true}``: whole tensors by name, of which every rank reads what it stores.
+#
+# DeepSpeed's own loader knows AdamW at stage 3 and nothing at stage 0, pairs param groups by position, and leaves
+# buffers and frozen parameters as they are. So ours takes its place.
+
+WHAT = "load_checkpoint"
+
+
+class Storage(Protocol):
+    """Where an engine has the parameters that it trains. ``ranks`` are all groups that share some with this rank."""
+
+    ranks: Sequence[Collectives]
+
+    def groups(self) -> Sequence[Mapping[str, Any]]: ...  # the optimizer's param groups
+
+    def stepped(self) -> Sequence[Stepped]: ...
+
+    def put(self, choice: Choice, with_state: bool) -> None:
+        """Take what this rank stores of weights and states. It may fail on one rank alone."""
+
+    def finish(self, choice: Choice, with_state: bool) -> None:
+        """Take options, and bring weights to those who need them. Called on all ranks."""
+
+
+def load_instead(engine: DeepSpeedEngine, storage: Callable[[], Storage]) -> None:
+    """Make ``engine.load_checkpoint`` load universal checkpoints, into what ``storage`` gives then on all ranks."""
+    signature = inspect.signature(engine.load_checkpoint)
+
+    @functools.wraps(engine.load_checkpoint)
+    def load_checkpoint(*args: Any, **kwargs: Any) -> tuple[str, dict[str, Any]]:
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        return _load(engine, storage(), call.arguments)
+
+    engine.load_checkpoint = load_checkpoint
+
+
+def _load(engine: DeepSpeedEngine, storage: Storage, asked: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Load what ``engine.load_checkpoint`` was ``asked`` for; the folder and the client's state.
+
+    Raises ValueError, on every rank and before anything is changed, if it cannot be loaded.
+    """
+    alone = asked["load_module_only"]
+    with_state = asked["load_optimizer_states"] and not alone
+    with_scheduler = asked["load_lr_scheduler_states"] and not alone
+
+    def decide() -> tuple[Choice, list[list[str]]]:
+        _refuse(engine, asked)
+        root, tag = Path(asked["load_dir"]), asked["tag"]
+        folder = tag_of(root, deepspeed_universal.POINTER) if tag is None else root / str(tag)
+        if not deepspeed_universal.recognises(folder):
+            raise CheckpointError(
+                f"checkpoint.load_universal is on, but {folder} is no universal checkpoint: it has no file "
+                "zero/optimizer_state.pt; switch it off, or convert the checkpoint first, with lwopt convert --to "
+                "universal"
+            )
+        with torch_files.checked_later() as files:
+            checkpoint = deepspeed_universal.read(folder)
+        choice = choose(
+            engine,
+            storage.stepped(),
+            storage.groups(),
+            folder,
+            checkpoint,
+            with_state=with_state,
+            with_scheduler=with_scheduler,
+            strict=asked["load_module_strict"],
+        )
+        ranks = storage.ranks[0]
+        for file in sorted(files)[ranks.rank :: ranks.world_size]:  # together the ranks check every byte
+            torch_files.check(file)
+        return choice, [[f"{folder.name}, after {checkpoint.iteration} steps"]] * len(storage.ranks)
+
+    choice = agree_in_all(storage.ranks, WHAT, decide)
+    check_in_all(storage.ranks, WHAT, lambda: storage.put(choice, with_state))
+    storage.finish(choice, with_state)
+    if with_state:
+        _restore_scaler(engine, choice)
+    _put_rest(engine, choice)
+    if not alone:
+        _count(engine, choice, with_scheduler)
+    notes = [*choice.notes, *([] if alone or with_scheduler else _scheduler_notes(engine, choice))]
+    if engine.global_rank == 0:
+        for note in notes:
+            logger.warning(note)
+    return str(choice.folder), dict(choice.checkpoint.client)
+
+
+def _refuse(engine: DeepSpeedEngine, asked: Mapping[str, Any]) -> None:
+    """Raises ValueError for what is not supported."""
+    if asked["custom_load_fn"] is not None:
+        raise ValueError("checkpoint.load_universal is on, with which there is no use for custom_load_fn; leave it out")
+    if engine.pipeline_parallelism or engine.has_moe_layers:
+        what = "a PipelineModule" if engine.pipeline_parallelism else "deepspeed.moe layers"
+        raise ValueError(
+            f"checkpoint.load_universal is on, and this version loads no universal checkpoint into {what}; load "
+            "DeepSpeed's own on as many ranks as it was saved on"
+        )
+
+
+def _restore_scaler(engine: DeepSpeedEngine, choice: Choice) -> None:
+    """The loss scale of fp16, and what it follows."""
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    for key, value in (choice.checkpoint.arguments.get("loss_scaler") or {}).items():
+        if key in getattr(scaler, "__dict__", ()):
+            setattr(scaler, key, value)
+
+
+@torch.no_grad()
+def _put_rest(engine: DeepSpeedEngine, choice: Choice) -> None:
+    """Buffers and frozen parameters, whole; what stage 3 has cut is read by the first rank. Called on all ranks."""
+    there = {**dict(engine.module.named_buffers()), **dict(engine.module.named_parameters())}
+    for name, tensor in choice.rest.items():
+        if hasattr(there[name], "ds_shape"):
+            with GatheredParameters([there[name]], modifier_rank=0):
+                if engine.global_rank == 0:
+                    there[name].data.copy_(tensor.read())
+        else:
+            there[name].data.copy_(tensor.read())
+
+
+def _count(engine: DeepSpeedEngine, choice: Choice, with_scheduler: bool) -> None:
+    """Go on counting, and with the schedule, from where the checkpoint was saved."""
+    checkpoint = choice.checkpoint
+    engine.global_steps = checkpoint.iteration or 0
+    engine.global_samples = checkpoint.samples or engine.global_steps * engine.train_batch_size()
+    engine.skipped_steps = checkpoint.arguments.get("skipped_steps", 0)
+    if with_scheduler and engine.lr_scheduler is not None:
+        engine.lr_scheduler.load_state_dict(dict(checkpoint.scheduler or {}))
+
+
+def _scheduler_notes(engine: DeepSpeedEngine, choice: Choice) -> list[str]:
+    """What to do about a schedule that is not loaded, where it stands elsewhere than the checkpoint's."""
+    steps = engine.global_steps - engine.skipped_steps
+    scheduler = engine.lr_scheduler
+    for key, there in {"last_epoch": steps, "last_batch_iteration": steps - 1}.items():  # torch's, and DeepSpeed's
+        here = getattr(scheduler, key, None)
+        if here not in (None, there):
+            return [
+                f"{choice.folder}: the scheduler's state is not loaded, so it goes on from its {key} {here}, but the "
+                f"checkpoint was saved after {steps} steps; to go on with the schedule from there, set its {key} to "
+                f"{there} after loading"
+            ]
+    return []
+
+
+# Universal checkpoints in engines with owned storage: an owner takes its pieces of whole tensors.
+
+
+class OwnedStorage:
+    """What an engine owns of the parameters that ``optimizer``, which is ours, trains, in ``core``."""
+
+    def __init__(self, optimizer: Any, core: OwnedCore, ranks: Collectives) -> None:
+        self._optimizer = optimizer
+        self._core = core
+        self.ranks: Sequence[Collectives] = [ranks]
+
+    def groups(self) -> Sequence[Mapping[str, Any]]:
+        groups: Sequence[Mapping[str, Any]] = self._optimizer.param_groups
+        return groups
+
+    def stepped(self) -> list[Stepped]:
+        """Every parameter by itself: each has a count of its own."""
+        return [
+            Stepped(member.group, member.rule, (Trained(member.name, tuple(member.param.shape), member.blocks),))
+            for member in self._core.members
+        ]
+
+    def put(self, choice: Choice, with_state: bool) -> None:
+        """Weights, into masters where there are, states, and what rules keep beside them."""
+        put(self._core, _Universal(choice), weights=True, state=with_state)
+
+    def finish(self, choice: Choice, with_state: bool) -> None:
+        """Weights go to all ranks."""
+        publish(self._core)
+        self._optimizer.take_loaded(choice.options, {})
+
+
+class _Universal:
+    """What goes into an engine, piece by piece; of every instance, as each reads for itself."""
+
+    of_first_instance = False
+
+    def __init__(self, choice: Choice) -> None:
+        self._params = choice.params
+
+    def weights(self, member: Member, number: int, piece: Piece) -> Tensor:
+        return self._params[member.name].best.piece(piece.start, piece.stop).read()
+
+    def state(self, member: Member, number: int, piece: Piece, key: str) -> Tensor:
+        param = self._params[member.name]
+        if key == STEP:
+            return torch.tensor(param.step)
+        return param.states[key].piece(piece.start, piece.stop).read()
+
+    def owner(self) -> Mapping[str, Mapping[int, Mapping[str, Any]]]:
+        return {name: param.owner_states for name, param in self._params.items()}

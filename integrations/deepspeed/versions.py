@@ -1,0 +1,68 @@
+"""Which DeepSpeed we work with: the range of versions, and the undocumented names that we replace or call."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from lwopt_backend.config.options import install_command
+
+OLDEST, BEFORE = "0.19.7", "0.20"  # older ones lack zero_parameter_alignment; make test-full runs with it, too
+SUPPORTED = f">={OLDEST},<{BEFORE}"  # pyproject.toml has the same
+
+_LINKED = "_link_all_hp_params _lazy_init_hp_params_optimizer_state update_lp_params"
+NAMES = {
+    "deepspeed.runtime.engine:DeepSpeedEngine": "_do_optimizer_sanity_check _configure_lr_scheduler load_checkpoint "
+    "clip_fp32_gradients _get_zero_param_shapes _get_zero_ckpt_name zero_parameter_alignment zero_sub_group_size",
+    "deepspeed.runtime.config": "get_optimizer_name DEEPSPEED_OPTIMIZERS",
+    "deepspeed.runtime.zero.utils": "ZERO_SUPPORTED_OPTIMIZERS",
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": _LINKED,
+    "deepspeed.runtime.bf16_optimizer:BF16_Optimizer": _LINKED,
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": "_reassign_or_swap_out_partitioned_parameters "
+    "checkpoint_event_prologue checkpoint_event_epilogue get_param_id get_full_hp_param set_full_hp_param "
+    "get_local_fp32_param set_local_hp_param",
+    "deepspeed.utils.tensor_fragment": "fragment_address get_full_hp_param set_full_hp_param",
+    "deepspeed.runtime.base_optimizer": "ZeROOptimizer",
+    "deepspeed.runtime.fp16.loss_scaler": "CreateLossScaler",
+    "deepspeed.moe.utils": "is_moe_param",
+    "deepspeed.ops": "__compatible_ops__",
+}
+
+
+@functools.cache
+def check() -> None:
+    """Raises ImportError if the installed DeepSpeed is not supported, or lacks names that we use; lists all of them."""
+    import deepspeed
+
+    found = deepspeed.__version__
+    if not SpecifierSet(SUPPORTED).contains(Version(found), prereleases=True):
+        newer = Version(found).release >= Version(BEFORE).release
+        raise ImportError(
+            f"DeepSpeed {found} is installed, but lwopt_backend supports {SUPPORTED}: "
+            + ("a newer one may have moved what it replaces" if newer else "an older one lacks what it needs")
+            + f"; run: {install_command('deepspeed', SUPPORTED)}"
+            + (", or a newer lwopt_backend if there is one" if newer else "")
+        )
+    if lacks := list(_missing()):
+        raise ImportError(
+            f"DeepSpeed {found} is installed, but lacks what lwopt_backend uses of it: {', '.join(lacks)}. "
+            f"Reinstall a supported version: {install_command('deepspeed', SUPPORTED)} --force-reinstall --no-deps"
+        )
+
+
+def _missing() -> Iterator[str]:
+    for place, names in NAMES.items():
+        module, _, cls = place.partition(":")
+        try:
+            holder: Any = importlib.import_module(module)
+        except ImportError:
+            yield module
+            continue
+        if cls:
+            holder = getattr(holder, cls, None)
+        yield from (f"{module}.{f'{cls}.' if cls else ''}{name}" for name in names.split() if not hasattr(holder, name))

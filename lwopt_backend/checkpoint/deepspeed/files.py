@@ -1,0 +1,283 @@
+"""Where the files of a DeepSpeed checkpoint are, by DeepSpeed 0.19.8's names.
+
+::
+
+    latest                                               the newest tag; latest_universal the same of universal ones
+    global_step100/                                      a tag
+      mp_rank_00_model_states.pt                           stages 0-2: the module, counters; at stage 0 the optimizer
+      zero_pp_rank_1_mp_rank_00_model_states.pt            stage 3: of every rank, the module without weights
+      [bf16_]zero_pp_rank_1_mp_rank_00_optim_states.pt     stages 1-3: of every rank, its part of the optimizer
+      zero/<parameter>/<key>.pt                            a universal checkpoint
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyTensor, Param, end_to_end
+from lwopt_backend.checkpoint.files import torch_files
+from lwopt_backend.checkpoint.files.folders import read_pointer
+from lwopt_backend.checkpoint.files.made import shape_of
+from lwopt_backend.checkpoint.files.pickles import Stub
+
+MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+UNIVERSAL_MARK = Path("zero", "optimizer_state.pt")
+CONVERT = "convert it with DeepSpeed's ds_to_universal first, where that can, and give the folder it makes"
+
+
+def tag_of(path: Path, pointer: str) -> Path:
+    """The tag's folder: the one that ``pointer`` in ``path`` names, or ``path``. Raises CheckpointError."""
+    file = path / pointer
+    return read_pointer(file) if file.is_file() else path
+
+
+def names_in(folder: Path) -> list[str]:
+    """The files in a folder; none in what is no folder."""
+    try:
+        return sorted(entry.name for entry in folder.iterdir())
+    except OSError:
+        return []
+
+
+def model_files(tag: Path) -> list[Path]:
+    """The files of model states, by data-parallel rank; one at stages 0 to 2.
+
+    Raises CheckpointError for one of several model-parallel ranks or with experts apart, and if a file is missing.
+    """
+    names = names_in(tag)
+    apart = [name for name in names if name.startswith(("layer_", "expp_rank_"))]
+    if apart:
+        raise CheckpointError(
+            f"{tag} has parts of the model in files of their own ({apart[0]}), as pipelines and expert parallelism "
+            f"write them, which are not read here; {CONVERT}"
+        )
+    found = {(int(m[1] or 0), int(m[2])): name for name in names if (m := MODEL.fullmatch(name))}
+    parts = {part for _, part in found}
+    if len(parts) > 1:
+        raise CheckpointError(
+            f"{tag} holds the parts of {len(parts)} model-parallel ranks; how they fit together is not in the "
+            f"checkpoint. {CONVERT.capitalize()}"
+        )
+    return _complete(tag, {rank: name for (rank, _), name in found.items()}, "mp_rank_00_model_states.pt")
+
+
+def optimizer_files(tag: Path, ranks: int) -> list[Path]:
+    """The files of the optimizer's state by data-parallel rank. Raises CheckpointError if there are not ``ranks``."""
+    found: dict[int, str] = {}
+    for name in names_in(tag):
+        if m := OPTIMIZER.fullmatch(name):
+            if int(m[1]) in found:
+                raise CheckpointError(
+                    f"{tag} has two files for rank {int(m[1])}, {found[int(m[1])]} and {name}, of two savings; remove "
+                    "those of the older one"
+                )
+            found[int(m[1])] = name
+    files = _complete(tag, found, "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    if len(files) != ranks:
+        raise CheckpointError(
+            f"{tag}: expected the optimizer's files of {ranks} data-parallel ranks, found {len(files)}; copy the "
+            "whole folder again"
+        )
+    return files
+
+
+def _complete(tag: Path, found: dict[int, str], first: str) -> list[Path]:
+    if not found:
+        raise CheckpointError(f"{tag} has no file {first}; is it the folder of a DeepSpeed checkpoint?")
+    for rank in range(max(found) + 1):
+        if rank not in found:
+            raise CheckpointError(
+                f"{tag}: the file of rank {rank} is missing beside {found[max(found)]}; copy it again"
+            )
+    return [tag / found[rank] for rank in range(len(found))]
+
+
+# DeepSpeed's files of model states: the module, what is frozen or tied in it, counters, what the user saved along.
+
+# What the engine writes; the rest is the user's.
+ENGINE_KEYS = {
+    *("module", "buffer_names", "param_shapes", "shared_params", "frozen_param_shapes", "frozen_param_fragments"),
+    *("optimizer", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples"),
+    *("dp_world_size", "mp_world_size", "ds_config", "ds_version", "universal_checkpoint_info"),
+    "checkpoint_parallel_dimensions",
+}
+NOT_KEPT = ("data_sampler", "random_ltd")
+
+
+@dataclass(frozen=True)
+class ModelStates:
+    """What is in the files of one tag. ``shapes`` are the trained parameters' by name, in lists as DeepSpeed has them:
+    by param group (stages 1 and 2) or sub-group (stage 3); None at stage 0. ``frozen`` are whole."""
+
+    path: Path
+    saved: Mapping[str, Any]
+    shapes: list[dict[str, tuple[int, ...]]] | None
+    module: Mapping[str, LazyTensor]
+    buffers: Mapping[str, LazyTensor]
+    frozen: Mapping[str, LazyTensor]
+    tied: Mapping[str, str]
+
+    @property
+    def ranks(self) -> int:
+        """Data-parallel ranks that saved it."""
+        return int(self.saved.get("dp_world_size") or 1)
+
+    def weight(self, name: str, shape: tuple[int, ...]) -> LazyTensor | None:
+        """The module's own, where the file has it whole."""
+        found = self.module.get(name)
+        return found if found is not None and found.shape == shape else None
+
+
+def read_model_states(files: list[Path]) -> ModelStates:
+    """Those of the first rank, and of the others their fragments of what is frozen. Raises CheckpointError."""
+    of_ranks = [load_mapping(file) for file in files]
+    saved = of_ranks[0]
+    for file, of_rank in zip(files, of_ranks):
+        if not isinstance(of_rank.get("module"), Mapping):
+            raise CheckpointError(
+                f"{file}: expected the model under 'module', found {type(of_rank.get('module')).__name__}; is it a "
+                "file of DeepSpeed's model states?"
+            )
+    module = saved["module"]
+    tensors = {name: value for name, value in module.items() if isinstance(value, LazyTensor)}
+    buffers = {name: tensors[name] for name in saved.get("buffer_names") or () if name in tensors}
+    listed = saved.get("param_shapes")
+    shapes = None if listed is None else [{name: shape_of(shape) for name, shape in g.items()} for g in listed]
+    tied = dict(saved.get("shared_params") or (_aliases(tensors) if shapes is None else {}))
+    trained = {name for group in shapes or () for name in group}
+    frozen = _frozen(files[0], of_ranks, tensors)
+    if shapes is not None:  # at stage 1 DeepSpeed does not list what is frozen, but the module has it
+        known = {*trained, *buffers, *tied, *frozen}
+        frozen.update({name: t for name, t in tensors.items() if name not in known and t.numel})
+    return ModelStates(files[0], saved, shapes, tensors, buffers, frozen, tied)
+
+
+def _aliases(tensors: Mapping[str, LazyTensor]) -> dict[str, str]:
+    """Names of tensors that are another one's bytes, with its name; at stage 0 DeepSpeed lists none."""
+    first: dict[Any, str] = {}
+    named = {name: first.setdefault((t.place, t.shape), name) for name, t in tensors.items() if t.numel}
+    return {name: other for name, other in named.items() if name != other}
+
+
+def load_mapping(file: Path) -> Mapping[str, Any]:
+    """A file that must hold a dictionary. Raises CheckpointError."""
+    saved = torch_files.load(file)
+    if not isinstance(saved, Mapping):
+        raise CheckpointError(
+            f"{file}: expected a dictionary, found {type(saved).__name__}; it is no file of DeepSpeed's"
+        )
+    return saved
+
+
+def _frozen(file: Path, of_ranks: list[Mapping[str, Any]], module: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Frozen parameters: whole in the module (stages 1, 2), or cut into equal flat parts over the ranks (stage 3)."""
+    saved = of_ranks[0].get("frozen_param_shapes") or {}
+    shapes = {name: shape_of(shape) for name, shape in saved.items()}
+    found = {name: module[name] for name, shape in shapes.items() if name in module and module[name].shape == shape}
+    missing = [name for name in shapes if name not in found]
+    for name in missing:
+        parts = [(of_rank.get("frozen_param_fragments") or {}).get(name) for of_rank in of_ranks]
+        found[name] = from_flat_parts(parts, shapes[name], f"frozen parameter {name!r}", file)
+    return found
+
+
+def from_flat_parts(parts: list[Any], shape: tuple[int, ...], what: str, file: Path) -> LazyTensor:
+    """A tensor from flat parts that lie one after the other; what is too much is padding. Raises CheckpointError."""
+    tensors = [part for part in parts if isinstance(part, LazyTensor)]
+    numel = math.prod(shape)
+    if len(tensors) != len(parts) or sum(part.numel for part in tensors) < numel:
+        raise CheckpointError(
+            f"{what}: expected {numel} elements over {len(parts)} ranks' files, of which the first is {file}, found "
+            f"{sum(part.numel for part in tensors)} in {len(tensors)}; copy the whole folder again"
+        )
+    pieces: list[LazyTensor] = []
+    left = numel
+    for part in tensors:
+        taken = min(left, part.numel)
+        if taken or not pieces:
+            pieces.append(part.piece(0, taken))
+        left -= taken
+    return whole(pieces, shape)
+
+
+def whole(pieces: list[LazyTensor], shape: tuple[int, ...]) -> LazyTensor:
+    """Flat pieces end to end, in a shape."""
+    return end_to_end(pieces, shape)
+
+
+def checkpoint_of(
+    states: ModelStates,
+    format: str,
+    params: Mapping[str, Param],
+    groups: tuple[Mapping[str, Any], ...],
+    arguments: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> Checkpoint:
+    """What the readers of all stages return: trained parameters with their states, and everything else there is."""
+    saved, notes = states.saved, list(more.pop("notes", ()))
+    notes += [f"{key!r} of {states.path} is not kept" for key in NOT_KEPT if saved.get(key) is not None]
+    frozen = {name: Param(weight) for name, weight in states.frozen.items() if name not in params}
+    everything = {**params, **frozen}
+    order = [name for name in states.module if name in everything]
+    return Checkpoint(
+        format,
+        str(saved.get("ds_version") or "unknown"),
+        more.pop("names", "model"),
+        {name: everything[name] for name in (*order, *(name for name in everything if name not in states.module))},
+        groups,
+        {
+            "ds_config": plain(saved.get("ds_config") or {}, notes),
+            "skipped_steps": saved.get("skipped_steps") or 0,
+            **{key: value for key, value in (arguments or {}).items() if value is not None},
+        },
+        iteration=saved.get("global_steps"),
+        samples=saved.get("global_samples"),
+        scheduler=plain(saved.get("lr_scheduler"), notes),
+        world={"dp": states.ranks, "tp": 1, "pp": 1, **more.pop("world", {})},
+        tied=states.tied,
+        buffers=states.buffers,
+        client={key: plain(value, notes) for key, value in saved.items() if key not in ENGINE_KEYS},
+        notes=tuple(notes),
+        **more,
+    )
+
+
+def groups_of(groups: Any) -> tuple[dict[str, Any], ...]:
+    """Param groups without their parameters, as plain data."""
+
+    def option(value: Any) -> Any:
+        return as_number(value) if isinstance(value, LazyTensor) and not value.shape else plain(value, [])
+
+    return tuple({key: option(value) for key, value in group.items() if key != "params"} for group in groups)
+
+
+def plain(value: Any, notes: list[str]) -> Any:
+    """The same with dictionaries of their attributes for objects of other programs; ``notes`` tell of these."""
+    if isinstance(value, Stub):
+        notes.append(f"an object of class {type(value).__name__} was kept as plain data")
+        return plain(vars(value), notes)
+    if isinstance(value, Mapping):
+        return {key: plain(entry, notes) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return type(value)(plain(entry, notes) for entry in value)
+    return value
+
+
+def scaler_of(saved: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The loss scaler's attributes, such as ``cur_scale``; None where there is none."""
+    found = saved.get("loss_scaler")
+    if not isinstance(found, Stub):
+        return None
+    return {key: value for key, value in plain(found, []).items() if key != "stub_args"}
+
+
+def as_number(value: Any) -> float | None:
+    """A counter, which may be a tensor in the file."""
+    found = value.read() if isinstance(value, LazyTensor) else value
+    return None if found is None else float(found)

@@ -1,0 +1,316 @@
+"""Reads DeepSpeed's universal checkpoints: those of ds_to_universal, of DeepSpeed 0.19.8, and ours.
+
+::
+
+    latest_universal                             the tag
+    <tag>/mp_rank_00_model_states.pt             as ``deepspeed.model`` reads it; stage 3: zero_pp_rank_0_mp_rank_00_...
+    <tag>/zero/optimizer_state.pt                param groups, counters, loss scaling; ours adds ``OURS``
+    <tag>/zero/<parameter>/fp32.pt, <key>.pt     {"param": the whole tensor, ...}; from stage 3 the flat tensor itself
+    <tag>/zero/<parameter>/step.pt               the number itself
+    <tag>/owner_state/<parameter>.pt             ours: what owners keep of its matrices, by their place
+
+DeepSpeed takes every file in a parameter's folder whose name has ``pt`` in it for state of the parameter's size, so
+what is not of that size is not in there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, read_as_expected
+from lwopt_backend.checkpoint.deepspeed.files import (
+    MODEL,
+    UNIVERSAL_MARK,
+    ModelStates,
+    as_number,
+    checkpoint_of,
+    groups_of,
+    load_mapping,
+    names_in,
+    plain,
+    read_model_states,
+    scaler_of,
+    tag_of,
+)
+from lwopt_backend.checkpoint.deepspeed.zero import MARK, OwnerStates, as_marked, matrices_of_mark
+from lwopt_backend.checkpoint.files import torch_files
+from lwopt_backend.checkpoint.files.folders import check_name
+from lwopt_backend.checkpoint.files.made import all_done
+from lwopt_backend.checkpoint.files.torch_saving import save, save_as_it_lies
+
+POINTER = "latest_universal"
+OWNERS = "owner_state"  # the folder beside "zero"
+OURS = "lwopt"  # the key in optimizer_state.pt under which our writer says what the format has no place for
+STEP = "step"
+
+
+def recognises(path: Path) -> bool:
+    """Whether it is the tag of a universal checkpoint, or a folder with a pointer to one."""
+    try:
+        return (tag_of(path, POINTER) / UNIVERSAL_MARK).is_file()
+    except (CheckpointError, OSError):
+        return False
+
+
+def read(path: Path) -> Checkpoint:
+    """The checkpoint of a tag's folder, or of the tag that ``latest_universal`` names. Raises CheckpointError."""
+    tag = tag_of(path, POINTER)
+    return read_as_expected(lambda: _read(tag), tag, "DeepSpeed")
+
+
+def _read(tag: Path) -> Checkpoint:
+    common = load_mapping(tag / UNIVERSAL_MARK)
+    ours = plain(common.get(OURS) or {}, [])
+    states, parts = _model_states(tag)
+    if ours and states.path.name.startswith("zero_pp"):
+        raise CheckpointError(f"{tag}: mp_rank_00_model_states.pt is missing; copy the whole folder again")
+    stage3 = (
+        common.get("optimizer_state_dict") if "param_groups" in (common.get("optimizer_state_dict") or {}) else None
+    )
+    groups = common.get("param_groups") or (stage3 or {})["param_groups"]
+    group_of, shapes = _listed(states, stage3, ours)
+    step = None
+    if not ours and stage3 is not None and stage3.get("state"):
+        step = as_number(next(iter(stage3["state"].values())).get(STEP))
+    params = {}
+    for name in _ordered(tag, ours, states):
+        _check_files(tag, name, ours.get("files", {}).get(name, ()))
+        found = _param(tag, name, shapes.get(name), states if parts == 1 else None)
+        params[name] = replace(found, step=step if found.step is None else found.step, group=group_of.get(name))
+    missing = [name for name in shapes if name not in params]
+    if missing:
+        raise CheckpointError(f"{tag} has no folder zero/{missing[0]}; copy the whole folder again")
+    if parts > 1:
+        states = replace(states, frozen={}, buffers={})
+    arguments = {"clip_grad": common.get("clip_grad"), "loss_scaler": scaler_of(common)}
+    if MARK in common:
+        params = as_marked(params, common[MARK], groups)
+        arguments["matrices"] = matrices_of_mark(common[MARK])
+    checkpoint = checkpoint_of(
+        states,
+        "deepspeed universal",
+        params,
+        groups_of(groups),
+        arguments,
+        names=ours.get("names", "model"),
+        world=ours.get("world", {}),
+        notes=["model states of several model-parallel ranks: frozen parameters and buffers are not read"][: parts - 1],
+    )
+    order = [name for name in ours.get("params", ()) if name in checkpoint.params]
+    return replace(
+        checkpoint,
+        params={name: checkpoint.params[name] for name in order or checkpoint.params},
+        arguments={**checkpoint.arguments, **ours.get("arguments", {})},
+    )
+
+
+def _model_states(tag: Path) -> tuple[ModelStates, int]:
+    """The model states, and how many model-parallel ranks there are; those of the first of them."""
+    found: dict[int, dict[tuple[int, str], Path]] = {}
+    for name in names_in(tag):
+        if m := MODEL.fullmatch(name):
+            found.setdefault(int(m[2]), {})[int(m[1] or -1), name] = tag / name
+    if not found:
+        raise CheckpointError(f"{tag} has no file mp_rank_00_model_states.pt; copy the whole folder again")
+    first = [path for _, path in sorted(found[min(found)].items())]
+    if not first[0].name.startswith("zero_pp"):
+        first = first[:1]
+    return read_model_states(first), len(found)
+
+
+def _listed(
+    states: ModelStates, stage3: Mapping[str, Any] | None, ours: Mapping[str, Any]
+) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
+    """Parameters' groups and shapes, as far as the files tell."""
+    shapes = {name: shape for group in states.shapes or () for name, shape in group.items()}
+    if "params" in ours:
+        return {name: group for name, group in ours["params"].items() if group is not None}, shapes
+    lists = {index: number for number, g in enumerate((stage3 or {}).get("param_groups", ())) for index in g["params"]}
+    group_of = {
+        name: lists.get(index, 0) if stage3 is not None else index
+        for index, group in enumerate(states.shapes or ())
+        for name in group
+    }
+    return group_of, shapes
+
+
+def _ordered(tag: Path, ours: Mapping[str, Any], states: ModelStates) -> Iterator[str]:
+    """The parameters that have a folder."""
+    folders = {name for name in names_in(tag / "zero") if (tag / "zero" / name).is_dir()}
+    listed = [name for name in (*ours.get("params", ()), *states.module) if name in folders]
+    yield from dict.fromkeys((*listed, *sorted(folders)))
+
+
+def _check_files(tag: Path, name: str, keys: Iterable[str]) -> None:
+    """Raises CheckpointError if a file is missing that our writer says it wrote."""
+    for key in keys:
+        file = tag / OWNERS / f"{name}.pt" if key == OWNERS else tag / "zero" / name / f"{key}.pt"
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing; copy the whole folder again")
+
+
+def _param(tag: Path, name: str, shape: tuple[int, ...] | None, states: ModelStates | None) -> Param:
+    folder = tag / "zero" / name
+    found: dict[str, LazyTensor] = {}
+    step = None
+    for file in names_in(folder):
+        key, dot, ending = file.rpartition(".")
+        if not dot or ending != "pt":
+            raise CheckpointError(f"{folder / file} is no state of a parameter; remove it, or copy the folder again")
+        saved = torch_files.load(folder / file)
+        if key == STEP:
+            step = as_number(saved)
+        else:
+            found[key] = _tensor(saved, shape, folder / file)
+    if MASTER not in found:
+        raise CheckpointError(f"{folder} has no file fp32.pt; copy the whole folder again")
+    whole = found[MASTER].shape
+    for key, tensor in found.items():
+        if tensor.shape not in (whole, ()):
+            raise CheckpointError(
+                f"{folder / key}.pt: expected shape {whole}, as fp32.pt has it, found {tensor.shape}; the files are of "
+                "different checkpoints"
+            )
+    owners = tag / OWNERS / f"{name}.pt"
+    owner = OwnerStates(load_mapping(owners)) if owners.is_file() else {}
+    ordered = {key: found[key] for key in sorted(found, key=lambda key: key != MASTER)}
+    return Param(states.weight(name, whole) if states else None, ordered, step, owner_states=owner)
+
+
+def _tensor(saved: Any, shape: tuple[int, ...] | None, file: Path) -> LazyTensor:
+    tensor = saved.get("param") if isinstance(saved, Mapping) else saved
+    if not isinstance(tensor, LazyTensor):
+        raise CheckpointError(f"{file}: expected a tensor under 'param', found {type(tensor).__name__}")
+    if isinstance(saved, Mapping):
+        return tensor
+    if shape is None or math.prod(shape) != tensor.numel:
+        raise CheckpointError(
+            f"{file} holds a flat tensor of {tensor.numel} elements, as stage 3 writes it, and the model states say "
+            f"that its shape is {shape}; copy the *_model_states.pt files of the same checkpoint beside the folder zero"
+        )
+    return tensor.view(shape)
+
+
+# Writes DeepSpeed's universal format; what is where is told in ``deepspeed.universal_reader``.
+#
+# For AdamW it is one that DeepSpeed 0.19.8 loads at ZeRO 1, 2 and 3 at any world size: the first two read
+# ``param_groups``, stage 3 ``optimizer_state_dict`` and another file of model states. The loss scaler, an object of a
+# class of DeepSpeed, is left out, and begins anew there; our own key has its numbers.
+
+LOADER_VERSION = "0.19.8"  # whose loader this is made for; it asks for a version of 0.3.17 or later
+UNIVERSAL_VERSION = 0.4  # DeepSpeed's UNIVERSAL_CHECKPOINT_VERSION_VALUE
+
+
+def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:
+    """Fill ``folder``, a tag's, which is empty. ``workers`` files are written at a time.
+
+    Parameters without state, which are frozen, go with the buffers into the files of model states. Raises
+    CheckpointError for a parameter whose name cannot be that of a folder.
+    """
+    trained = {name: param for name, param in checkpoint.params.items() if param.states or param.group is not None}
+    for name in trained:
+        check_name(name, f"the parameter {name!r}, which becomes a folder's name")
+    groups = _groups(checkpoint, trained)
+    frozen = {name: param.best for name, param in checkpoint.params.items() if name not in trained}
+    rest = {**frozen, **checkpoint.buffers}
+    weights = {name: param.weight for name, param in trained.items() if param.weight is not None}
+    module = {name: weights.get(name, frozen.get(name)) for name in checkpoint.params if name in {**weights, **frozen}}
+    states = _model_states_to_write(checkpoint, trained, frozen, len(groups))
+    whole = {**states, "module": OrderedDict({**module, **rest})}
+    by_rank = {**states, "module": OrderedDict(rest)}
+    (folder / "zero").mkdir()
+    all_done(
+        [
+            partial(save, whole, folder / "mp_rank_00_model_states.pt"),  # the largest file
+            partial(save, by_rank, folder / "zero_pp_rank_0_mp_rank_00_model_states.pt"),
+            partial(save, _common(checkpoint, trained, groups), folder / "zero" / "optimizer_state.pt"),
+            *(partial(_write_param, name, param, folder) for name, param in trained.items()),
+        ],
+        workers,
+    )
+
+
+def _write_param(name: str, param: Param, folder: Path) -> None:
+    """Its files; what is saved in 16 bits stays so, but for the master weight."""
+    place = folder / "zero" / name
+    place.mkdir(parents=True)
+    tensors = {MASTER: param.best.to(torch.float32), **{k: t for k, t in param.states.items() if k != MASTER}}
+    for key, tensor in tensors.items():
+        check_name(key, f"the state {key!r} of parameter {name!r}")
+        save({"param": tensor, "cat_dim": 0}, place / f"{key}.pt")
+    if param.step is not None:
+        save(torch.tensor(float(param.step)), place / f"{STEP}.pt")
+    if param.owner_states:
+        owners = folder / OWNERS
+        owners.mkdir(exist_ok=True)
+        with (owners / f"{name}.pt").open("wb") as file:
+            save_as_it_lies({place: dict(state) for place, state in param.owner_states.items()}, file)
+
+
+def _files(param: Param) -> list[str]:
+    """What ``_write_param`` writes, by key, so that a reader knows what is missing."""
+    steps, owners = [STEP] * (param.step is not None), [OWNERS] * bool(param.owner_states)
+    return [*dict.fromkeys((MASTER, *param.states)), *steps, *owners]
+
+
+def _groups(checkpoint: Checkpoint, trained: Mapping[str, Param]) -> list[dict[str, Any]]:
+    """Param groups as torch's state dicts have them; the loaders pair them with the engine's by position."""
+    count = max([len(checkpoint.groups), *((param.group or 0) + 1 for param in trained.values())])
+    given = [dict(group) for group in checkpoint.groups] + [{} for _ in range(count - len(checkpoint.groups))]
+    return [{**group, "params": [number]} for number, group in enumerate(given)]
+
+
+def _common(checkpoint: Checkpoint, trained: Mapping[str, Param], groups: list[dict[str, Any]]) -> dict[str, Any]:
+    steps = [param.step for param in trained.values() if param.step is not None]
+    step = {STEP: torch.tensor(max(steps))} if steps else {}
+    arguments = {key: value for key, value in checkpoint.arguments.items() if key != "ds_config"}
+    common = {
+        "param_groups": groups,
+        "ds_version": LOADER_VERSION,
+        "optimizer_state_dict": {"state": {0: step}, "param_groups": groups},
+        OURS: {
+            "names": checkpoint.names,
+            "source": f"{checkpoint.format} {checkpoint.version}",
+            "world": dict(checkpoint.world),
+            "params": {name: param.group for name, param in checkpoint.params.items()},
+            "files": {name: _files(param) for name, param in trained.items()},
+            "arguments": arguments,
+        },
+    }
+    clip = checkpoint.arguments.get("clip_grad")
+    return common if clip is None else {**common, "clip_grad": clip}
+
+
+def _model_states_to_write(
+    checkpoint: Checkpoint, trained: Mapping[str, Param], frozen: Mapping[str, LazyTensor], groups: int
+) -> dict[str, Any]:
+    shapes = [
+        OrderedDict((name, torch.Size(p.shape)) for name, p in trained.items() if (p.group or 0) == number)
+        for number in range(groups)
+    ]
+    return {
+        **checkpoint.client,
+        "buffer_names": list(checkpoint.buffers),
+        "optimizer": None,
+        "param_shapes": shapes,
+        "frozen_param_shapes": OrderedDict((name, torch.Size(tensor.shape)) for name, tensor in frozen.items()),
+        "frozen_param_fragments": None,
+        "shared_params": dict(checkpoint.tied),
+        "lr_scheduler": checkpoint.scheduler,
+        "skipped_steps": checkpoint.arguments.get("skipped_steps", 0),
+        "global_steps": checkpoint.iteration or 0,
+        "global_samples": checkpoint.samples or 0,
+        "dp_world_size": checkpoint.world.get("dp", 1),
+        "mp_world_size": 1,
+        "ds_config": checkpoint.arguments.get("ds_config", {}),
+        "ds_version": LOADER_VERSION,
+        "universal_checkpoint_info": {"universal_checkpoint_version": UNIVERSAL_VERSION},
+    }

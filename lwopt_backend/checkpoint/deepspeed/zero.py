@@ -1,0 +1,689 @@
+"""State in flat tensors that DeepSpeed cuts over ranks: gathered by parameter and key, and put together again."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lwopt_backend.checkpoint.contents import (
+    MASTER,
+    Checkpoint,
+    CheckpointError,
+    LazyTensor,
+    Param,
+    held,
+    read_as_expected,
+)
+from lwopt_backend.checkpoint.deepspeed.files import (
+    MODEL,
+    UNIVERSAL_MARK,
+    ModelStates,
+    as_number,
+    checkpoint_of,
+    groups_of,
+    load_mapping,
+    model_files,
+    names_in,
+    optimizer_files,
+    read_model_states,
+    scaler_of,
+    tag_of,
+    whole,
+)
+from lwopt_backend.config.registry import MATRIX_RULES, new_state
+from lwopt_backend.runtime.agreement import digest
+
+STEP = "step"
+
+
+@dataclass
+class Gathered:
+    """What the ranks' files have of one parameter. ``pieces`` by key are (start, tensor), flat; ``copies`` by key are
+    whole and must be equal; ``numbers`` are the same on all ranks."""
+
+    shape: tuple[int, ...]
+    group: int
+    pieces: dict[str, list[tuple[int, LazyTensor]]] = field(default_factory=dict)
+    copies: dict[str, list[LazyTensor]] = field(default_factory=dict)
+    numbers: dict[str, LazyTensor | float] = field(default_factory=dict)
+    owner: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+
+    def add(self, key: str, start: int, tensor: LazyTensor) -> None:
+        self.pieces.setdefault(key, []).append((start, tensor))
+
+    def add_number(self, name: str, key: str, value: Any, file: Path) -> None:
+        """Raises CheckpointError if another rank had another number."""
+        if key in self.numbers and as_number(self.numbers[key]) != as_number(value):
+            raise CheckpointError(
+                f"parameter {name!r}: {key!r} is {as_number(self.numbers[key])} on the ranks before, "
+                f"{as_number(value)} in "
+                f"{file}; the files are of different savings"
+            )
+        self.numbers[key] = value
+
+    def param(self, name: str, states: ModelStates) -> Param:
+        """Raises CheckpointError unless the pieces are the whole parameter, once."""
+        found = {key: self._whole(name, key, pieces, states.path) for key, pieces in self.pieces.items()}
+        found.update({key: copies[0] for key, copies in self.copies.items()})
+        found.update({key: _scalar(value, key) for key, value in self.numbers.items() if key != STEP})
+        ordered = {key: found[key] for key in sorted(found, key=lambda key: key != MASTER)}
+        step = as_number(self.numbers.get(STEP))
+        return Param(states.weight(name, self.shape), ordered, step, self.group, self.owner)
+
+    def replicas(self, name: str) -> list[tuple[str, LazyTensor, LazyTensor]]:
+        """Copies that two ranks have."""
+        return [
+            (f"{key} of {name}, which several ranks store whole", copies[0], other)
+            for key, copies in self.copies.items()
+            for other in copies[1:]
+        ]
+
+    def _whole(self, name: str, key: str, pieces: list[tuple[int, LazyTensor]], file: Path) -> LazyTensor:
+        end = 0
+        ordered = sorted(pieces, key=lambda piece: piece[0])
+        for start, tensor in ordered:
+            if start != end:
+                raise CheckpointError(
+                    f"{key} of parameter {name!r} in {file.parent}: element {end} comes next, found a piece from "
+                    f"{start} on ({tensor.where}); the files do not belong together"
+                )
+            end += tensor.numel
+        if end != math.prod(self.shape):
+            raise CheckpointError(
+                f"{key} of parameter {name!r} in {file.parent}: expected {math.prod(self.shape)} elements, found {end} "
+                "in all ranks' files; copy the whole folder again"
+            )
+        return whole([tensor for _, tensor in ordered if tensor.numel] or [ordered[0][1]], self.shape)
+
+
+def _scalar(value: LazyTensor | float, key: str) -> LazyTensor:
+    return value if isinstance(value, LazyTensor) else held(torch.tensor(float(value)), key)
+
+
+def cut(tensor: Any, start: int, numel: int, what: str, file: Path) -> LazyTensor:
+    """Elements from ``start`` on of a flat tensor. Raises CheckpointError if there are not as many."""
+    if not isinstance(tensor, LazyTensor) or len(tensor.shape) != 1 or start < 0 or start + numel > tensor.numel:
+        found = tensor.shape if isinstance(tensor, LazyTensor) else type(tensor).__name__
+        raise CheckpointError(
+            f"{what}: expected a flat tensor with elements {start} to {start + numel} in {file}, found {found}"
+        )
+    return tensor.piece(start, start + numel)
+
+
+def params_of(gathered: Mapping[str, Gathered], states: ModelStates) -> dict[str, Param]:
+    return {name: found.param(name, states) for name, found in gathered.items()}
+
+
+def replicas_of(gathered: Mapping[str, Gathered]) -> tuple[tuple[str, LazyTensor, LazyTensor], ...]:
+    return tuple(pair for name, found in gathered.items() for pair in found.replicas(name))
+
+
+# Native checkpoints of ZeRO 1 and 2, BF16_Optimizer among them: a flat tensor per param group, cut over the ranks.
+#
+# What lies where is in ``param_slice_mappings``: by group and parameter, where in the rank's part its elements begin,
+# and
+# how many there are. A parameter's pieces follow each other in the order of the ranks. State lies as the weights do,
+# but
+# for DeepSpeed's own Muon: a rank keeps momentum, in whole tensors and in the same order, of all parameters of which it
+# stores a part (stage_1_and_2.py, ``_get_flat_partition_unpadded``), unless optimizer state is offloaded. Read in
+# 0.19.8.
+
+BUFFER = "momentum_buffer"
+
+
+def read_partitions(states: ModelStates, of_ranks: list[tuple[Path, Mapping[str, Any]]]) -> Checkpoint:
+    """``of_ranks`` are the files of the optimizer's state with what they hold. Raises CheckpointError."""
+    assert states.shapes is not None
+    gathered = {
+        name: Gathered(shape, number) for number, group in enumerate(states.shapes) for name, shape in group.items()
+    }
+    for file, saved in of_ranks:
+        _add_partitions(gathered, file, saved, states)
+    _, first = of_ranks[0]
+    take_owner_states(gathered, [(file, saved["base_optimizer_state"]) for file, saved in of_ranks])
+    return checkpoint_of(
+        states,
+        f"deepspeed zero {'1 or 2' if 'zero_stage' in first else '1 (BF16_Optimizer)'}",
+        params_of(gathered, states),
+        groups_of(first["base_optimizer_state"]["param_groups"]),
+        {
+            "clip_grad": first.get("clip_grad"),
+            "loss_scaler": scaler_of(first),
+            "matrices": matrices_in(first["base_optimizer_state"]),
+        },
+        replicas=replicas_of(gathered),
+    )
+
+
+def _add_partitions(
+    gathered: Mapping[str, Gathered], file: Path, saved: Mapping[str, Any], states: ModelStates
+) -> None:
+    base = saved["base_optimizer_state"]
+    if not isinstance(base, Mapping):
+        raise CheckpointError(
+            f"{file}: 'base_optimizer_state' is a list, as with zero_optimization.elastic_checkpoint, which is not "
+            "read; load it with DeepSpeed and save it with elastic_checkpoint off"
+        )
+    for number, places in enumerate(saved["param_slice_mappings"]):
+        flat = saved["single_partition_of_fp32_groups"][number]
+        state = base["state"].get(number, {})
+        group = base["param_groups"][number]
+        ordered = sorted(places.items(), key=lambda place: place[1].start)
+        unknown = [name for name, _ in ordered if name not in gathered]
+        if unknown:
+            raise CheckpointError(f"{file} holds parameter {unknown[0]!r}, which {states.path} does not list")
+        whole_momentum = _has_whole_momentum(saved, state, group, [gathered[name] for name, _ in ordered], states)
+        offset = 0
+        for name, place in ordered:
+            found = gathered[name]
+            numel = math.prod(found.shape)
+            begin = _stored_so_far(found)
+            found.add(MASTER, begin, cut(flat, place.start, place.numel, f"{name!r}", file))
+            for key, value in state.items():
+                if key == BUFFER and whole_momentum:
+                    copy = cut(value, offset, numel, f"{key} of {name!r}", file)
+                    found.copies.setdefault(key, []).append(copy.view(found.shape))
+                elif isinstance(value, LazyTensor) and value.shape:
+                    found.add(key, begin, cut(value, place.start, place.numel, f"{key} of {name!r}", file))
+                elif value is not None:
+                    found.add_number(name, key, value, file)
+            offset += numel
+
+
+def _stored_so_far(found: Gathered) -> int:
+    """Where a rank's piece begins: ranks' pieces follow each other."""
+    return sum(tensor.numel for _, tensor in found.pieces.get(MASTER, ()))
+
+
+def _has_whole_momentum(
+    saved: Mapping[str, Any],
+    state: Mapping[str, Any],
+    group: Mapping[str, Any],
+    params: list[Gathered],
+    states: ModelStates,
+) -> bool:
+    """Whether it is Muon of DeepSpeed with whole momentum. BF16_Optimizer, which tells no stage, cuts it."""
+    buffer = state.get(BUFFER)
+    if not group.get("use_muon") or "zero_stage" not in saved or not isinstance(buffer, LazyTensor):
+        return False
+    offload = (states.saved.get("ds_config") or {}).get("zero_optimization", {}).get("offload_optimizer") or {}
+    if offload.get("device", "none") != "none":
+        return False
+    return buffer.numel == sum(math.prod(found.shape) for found in params)
+
+
+# What rules keep at the owners of matrices, in checkpoints of ours: read_as_it_lay when it is asked for, laid out as
+# it was.
+
+KEY = "owner_state"  # under which our optimizers save it
+MATRICES = "matrices"  # and which matrices are in a parameter: their names and elements, in the order of their places
+
+
+class OwnerStates(Mapping[int, Mapping[str, Any]]):
+    """State by a matrix's place in its parameter; its tensors are read from the file when one is asked for."""
+
+    def __init__(self, saved: Mapping[Any, Any]) -> None:
+        self._saved = saved
+
+    def __getitem__(self, place: int) -> Mapping[str, Any]:
+        state: Mapping[str, Any] = read_as_it_lay(self._saved[place])
+        return state
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._saved)
+
+    def __len__(self) -> int:
+        return len(self._saved)
+
+
+def read_as_it_lay(state: Any) -> Any:
+    """The same with tensors in place of those that were lazy."""
+    if isinstance(state, LazyTensor):
+        return _as_it_lay(state.read(), state.stride)
+    if isinstance(state, dict):
+        return {key: read_as_it_lay(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(read_as_it_lay(value) for value in state)
+    return state
+
+
+def _as_it_lay(tensor: Tensor, stride: tuple[int, ...] | None) -> Tensor:
+    """The bits of a matrix product depend on how its factors lie in memory."""
+    if stride is None or stride == tensor.stride() or 0 in stride:
+        return tensor
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor)
+
+
+def matrices_in(saved: Mapping[str, Any]) -> dict[str, list[str]] | None:
+    """By parameter, which elements its matrices are, of what our optimizer saved; None where it does not tell."""
+    if MATRICES not in saved:
+        return None
+    return {name: [elements for _, elements in matrices] for name, matrices in saved[MATRICES].items()}
+
+
+def take_owner_states(gathered: Mapping[str, Gathered], of_ranks: list[tuple[Path, Mapping[str, Any]]]) -> None:
+    """Put what the files' dictionaries hold by a matrix's name where its parameter is. Raises CheckpointError."""
+    found: dict[str, dict[int, Any]] = {}
+    for file, saved in of_ranks:
+        places = {
+            matrix: (name, place)
+            for name, matrices in (saved.get(MATRICES) or {}).items()
+            for place, (matrix, _) in enumerate(matrices)
+        }
+        for matrix, state in (saved.get(KEY) or {}).items():
+            name, place = places.get(matrix) or _place(matrix, gathered, file)
+            found.setdefault(name, {})[place] = state
+    for name, states in found.items():
+        gathered[name].owner = OwnerStates(dict(sorted(states.items())))
+
+
+def _place(matrix: str, params: Mapping[str, Gathered], file: Path) -> tuple[str, int]:
+    """The parameter and the place in it, where the file does not tell; a slice's name ends in its number."""
+    if matrix in params:
+        return matrix, 0
+    if (numbered := re.fullmatch(r"(.+)\[(\d+)\]", matrix)) and numbered[1] in params:
+        return numbered[1], int(numbered[2])
+    raise CheckpointError(
+        f"{file}: the owner of {matrix!r} keeps state of a part of a fused parameter, and the checkpoint, which an "
+        "earlier version saved, does not tell which rows it is; load it where it was saved, and save it again"
+    )
+
+
+# Checkpoints of our owned storage under DeepSpeed, ``"storage": "owned"``, stages 0 to 2; see the mark in the file.
+#
+# At stages 1 and 2 a rank's file has the pieces of parameters that it owns, each in a group of its own; at stage 0 the
+# file of model states has everything whole. Both name parameters, and say which matrices are in them.
+
+MARK = "lwopt.owned"  # the key by which a checkpoint says what it is
+READABLE = ("exp_avg", "exp_avg_sq")  # that DeepSpeed's converter asks for, put last where the rule has none
+
+
+def read_owned(states: ModelStates, of_ranks: list[tuple[Path, Mapping[str, Any]]]) -> Checkpoint:
+    """``of_ranks`` are the files with the optimizer's state they hold: one, at stage 0. Raises CheckpointError."""
+    file, first = of_ranks[0]
+    whole = "weights" in first
+    groups = first["param_groups"] if whole else first["base_optimizer_state"]["param_groups"]
+    group_of = {name: number for number, group in enumerate(groups) for name in group["params"]}
+    members = first[MARK]["members"]
+    gathered = {name: Gathered(tuple(shape), group_of[name]) for name, shape, _, _ in members}
+    for file, saved in of_ranks:
+        for number, (name, _, rule, _) in enumerate(members):
+            if whole:
+                _add(gathered, name, rule, 0, saved["weights"][name], saved["state"][name], file)
+            else:
+                start, stop = saved[MARK]["pieces"].get(name, (0, 0))
+                weights = saved["single_partition_of_fp32_groups"][number]
+                if weights.numel != 0:
+                    _check_piece(name, weights, stop - start, file)
+                    _add(gathered, name, rule, start, weights, saved["base_optimizer_state"]["state"][number], file)
+        for name, of_places in (saved.get(KEY) or {}).items():
+            gathered[name].owner = OwnerStates(of_places)
+    if whole:  # at stage 0 DeepSpeed does not list what is frozen
+        known = {*gathered, *states.buffers, *states.tied}
+        states = replace(states, frozen={name: t for name, t in states.module.items() if name not in known})
+    return checkpoint_of(
+        states,
+        f"lwopt owned storage in deepspeed, stage {first.get('zero_stage')}",
+        params_of(gathered, states),
+        groups_of(groups),
+        {
+            "clip_grad": first.get("clip_grad"),
+            "loss_scaler": scaler_of(first),
+            "matrices": matrices_of_mark(first[MARK]),
+        },
+    )
+
+
+def _check_piece(name: str, weights: LazyTensor, numel: int, file: Path) -> None:
+    if weights.numel != numel:
+        raise CheckpointError(f"{file}: of {name!r} it says it owns {numel} elements, and it has {weights.numel}")
+
+
+def _add(
+    gathered: Mapping[str, Gathered],
+    name: str,
+    rule: str,
+    start: int,
+    weights: LazyTensor,
+    state: Mapping[str, Any],
+    file: Path,
+) -> None:
+    found = gathered[name]
+    added = READABLE if _was_added(state, rule) else ()
+    for key, value in {MASTER: weights, **state}.items():
+        if key in added:
+            continue
+        if isinstance(value, LazyTensor) and value.shape:
+            flat = value.view((value.numel,))
+            found.add(key, start, cut(flat, 0, weights.numel, f"{key} of {name!r}", file))
+        else:
+            found.add_number(name, key, value, file)
+
+
+def _was_added(state: Mapping[str, Any], rule: str) -> bool:
+    """Whether the moments are not the rule's: they come last, behind others, or they are nothing but zeros."""
+    if tuple(state)[-2:] != READABLE:
+        return False
+    tensors = [key for key, value in state.items() if isinstance(value, LazyTensor) and value.shape]
+    if tensors[:1] != ["exp_avg"]:
+        return True
+    moments = [state[key] for key in READABLE]
+    expanded = all(t.stride == (0,) or t.numel == 1 and not t.read().any() for t in moments)
+    return rule in MATRIX_RULES and expanded
+
+
+def as_marked(
+    params: Mapping[str, Param], mark: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+) -> dict[str, Param]:
+    """What ds_to_universal made of a checkpoint of ours: ``params`` with their groups and the states of their rules.
+
+    It knows no group but a parameter's own, and takes along ``READABLE`` only, the first of which is a matrix's
+    momentum if its rule keeps one. What owners keep is lost.
+    """
+    group_of = {name: number for number, group in enumerate(groups) for name in group["params"]}
+    found = dict(params)
+    for name, _, rule, _ in mark["members"]:
+        group, states = groups[group_of[name]], dict(params[name].states)
+        if rule in MATRIX_RULES:
+            first, _ = states.pop(READABLE[0], None), states.pop(READABLE[1], None)
+            # A class that the file names is not imported; all its state is at owners.
+            kept = [] if "class" in group else list(new_state(torch.empty(1, device="meta"), group))
+            if first is not None and len(kept) == 1:
+                states[kept[0]] = first
+        found[name] = replace(params[name], states=states, group=group_of[name])
+    return found
+
+
+def matrices_of_mark(mark: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Which matrices are in each parameter, in the order of their places."""
+    return {name: list(matrices) for name, _, _, matrices in mark["members"]}
+
+
+# Native checkpoints of stage 0: the first rank's optimizer, whole, in the file of model states.
+#
+# State is by a parameter's number in the param groups, and no names are saved. They are found by replaying how groups
+# are filled, in the module's order, and verified: by shapes, and where our optimizer saved it by each group's digest of
+# its members. Where shapes leave more than one way, the checkpoint is refused.
+
+WAYS, STEPS = 10_000, 10_000_000  # that are tried before giving up
+Shape = tuple[int, ...]
+Named = list[str]
+
+
+def read_stage0(states: ModelStates) -> Checkpoint:
+    """Raises CheckpointError, also where the names of the states cannot be told for certain."""
+    saved = states.saved["optimizer"]
+    inner = saved.get("optimizer_state_dict", saved)  # DeepSpeed's wrappers of 16-bit models have it inside
+    if "fp32_groups_flat" in saved:
+        inner, masters = _cut_flat(states, saved)
+    else:
+        masters = [tensor for group in saved.get("fp32_groups") or () for tensor in group]
+    state, groups = inner["state"], inner["param_groups"]
+    shapes = [_shapes(group["params"], state, masters) for group in groups]
+    matrices = matrices_in(inner)
+    named = _names(states, groups, shapes, matrices or {})
+    gathered: dict[str, Gathered] = {}
+    for number, (group, names) in enumerate(zip(groups, named)):
+        for index, name in zip(group["params"], names):
+            if state and index not in state and "rule" not in group:  # frozen, or it never had a gradient
+                continue
+            weight = states.module[name]
+            found = gathered[name] = Gathered(weight.shape, number)
+            found.copies[MASTER] = [masters[index] if masters else weight]
+            for key, value in state.get(index, {}).items():
+                if isinstance(value, LazyTensor) and value.shape:
+                    found.copies[key] = [value]
+                elif value is not None:
+                    found.add_number(name, key, value, states.path)
+    take_owner_states(gathered, [(states.path, inner)])
+    frozen = {name: t for name, t in _candidates(states).items() if name not in gathered}
+    everything = ModelStates(**{**vars(states), "frozen": frozen})
+    params = params_of(gathered, everything)
+    arguments = {"loss_scaler": scaler_of(saved), "matrices": matrices}
+    return checkpoint_of(everything, "deepspeed stage 0", params, groups_of(groups), arguments)
+
+
+def _candidates(states: ModelStates) -> dict[str, LazyTensor]:
+    return {name: t for name, t in states.module.items() if name not in states.buffers and name not in states.tied}
+
+
+def _shapes(
+    indices: Sequence[int], state: Mapping[int, Mapping[str, Any]], masters: Sequence[LazyTensor]
+) -> list[Shape | None]:
+    """Of a group's parameters, as far as their states tell."""
+
+    def shape(index: int) -> Shape | None:
+        if masters:
+            return masters[index].shape
+        tensors = (t for t in state.get(index, {}).values() if isinstance(t, LazyTensor) and t.shape)
+        return next((tensor.shape for tensor in tensors), None)
+
+    return [shape(index) for index in indices]
+
+
+def _names(
+    states: ModelStates,
+    groups: Sequence[Mapping[str, Any]],
+    shapes: Sequence[Sequence[Shape | None]],
+    matrices: Mapping[str, list[str]],
+) -> list[Named]:
+    """The parameters' names by group. Raises CheckpointError unless there is one way only.
+
+    ``matrices`` are which there are in a parameter, as far as the file tells.
+    """
+    found = [(name, tensor.shape) for name, tensor in _candidates(states).items()]
+    ways = list(islice(_ways(found, [list(group) for group in shapes]), WAYS))
+    if all("members" in group for group in groups):
+        verified = [
+            way for way in ways if all(_is_verified(states, g, names, matrices) for g, names in zip(groups, way))
+        ]
+        ways = verified or ways
+    if len(ways) == 1:
+        return ways[0]
+    what = "no way" if not ways else f"{len(ways) if len(ways) < WAYS else 'too many'} ways"
+    raise CheckpointError(
+        f"{states.path}: at stage 0 the optimizer's states have no names, and their shapes leave {what} to tell which "
+        "parameter each is of; load it where it was saved, and save it at ZeRO stage 1 or 2"
+    )
+
+
+def _ways(params: list[tuple[str, Shape]], groups: list[list[Shape | None]]) -> Iterator[list[Named]]:
+    """All ways in which the parameters, in their order, fill the groups, in theirs. What is left over is frozen.
+
+    Raises CheckpointError where the search takes too long.
+    """
+    spare = len(params) - sum(map(len, groups))
+    tried = 0
+
+    def fill(place: int, filled: list[Named], left: int) -> Iterator[list[Named]]:
+        nonlocal tried
+        while place < len(params):
+            tried += 1
+            if tried > STEPS:
+                raise CheckpointError("at stage 0 states have no names, and there are too many ways to name them")
+            name, shape = params[place]
+            fits = [
+                number
+                for number, group in enumerate(groups)
+                if len(filled[number]) < len(group) and group[len(filled[number])] in (None, shape)
+            ]
+            if len(fits) + (left > 0) != 1:
+                break
+            place += 1
+            if fits:
+                filled = [[*names, name] if number == fits[0] else names for number, names in enumerate(filled)]
+            else:
+                left -= 1
+        else:
+            yield filled
+            return
+        for number in fits:
+            yield from fill(place + 1, [[*n, name] if i == number else n for i, n in enumerate(filled)], left)
+        if left:
+            yield from fill(place + 1, filled, left - 1)
+
+    if spare >= 0:
+        yield from fill(0, [[] for _ in groups], spare)
+
+
+def _is_verified(
+    states: ModelStates, group: Mapping[str, Any], names: Named, matrices: Mapping[str, list[str]]
+) -> bool:
+    """By what our optimizer saved of a group's members (``lwopt_backend.storage.flat.members_digest``)."""
+    lines = []
+    for name in names:
+        several = matrices.get(name, [])
+        lines.append(f"{name} {states.module[name].shape} {group['rule']}{several if len(several) > 1 else ''}")
+    return bool(digest(lines)[:16] == group["members"])
+
+
+def _cut_flat(states: ModelStates, saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[LazyTensor]]:
+    """FP16_Optimizer's flat tensors, one per param group, as one per parameter. Raises CheckpointError for several."""
+    flats, inner = saved["fp32_groups_flat"], saved["optimizer_state_dict"]
+    found = _candidates(states)
+    if len(flats) != 1 or flats[0].numel < sum(t.numel for t in found.values()):
+        raise CheckpointError(
+            f"{states.path}: a stage-0 checkpoint in 16 bits does not tell which parameters are in its {len(flats)} "
+            "flat tensors; load it where it was saved, and save it at ZeRO stage 1 or 2"
+        )
+    masters, state, start = [], {}, 0
+    for index, tensor in enumerate(found.values()):
+        stop = start + tensor.numel
+
+        def part(flat: LazyTensor, a: int = start, b: int = stop, shape: Shape = tensor.shape) -> LazyTensor:
+            return flat.piece(a, b).view(shape)
+
+        masters.append(part(flats[0]))
+        state[index] = {
+            key: part(value) if isinstance(value, LazyTensor) and value.numel == flats[0].numel else value
+            for key, value in inner["state"].get(0, {}).items()
+        }
+        start = stop
+    return {
+        "state": state,
+        "param_groups": [{**inner["param_groups"][0], "params": list(range(len(masters)))}],
+    }, masters
+
+
+# Native checkpoints of ZeRO 3: every parameter cut into equal flat parts, one for each rank, by sub-groups.
+#
+# A rank's flat tensor of a sub-group holds its parts of the sub-group's parameters one after the other, each as long as
+# the first rank's; what the last ranks have too much is padding (stage3.py, ``_create_fp16_sub_groups``). Read in
+# 0.19.8.
+
+
+def read_stage3(states: ModelStates, of_ranks: list[tuple[Path, Mapping[str, Any]]]) -> Checkpoint:
+    """``of_ranks`` are the files of the optimizer's state with what they hold. Raises CheckpointError."""
+    assert states.shapes is not None
+    file, first = of_ranks[0]
+    if first.get("ds_zero_partition_groups"):
+        raise CheckpointError(f"{file} has experts on some ranks only (AutoEP), which is not read; see ds_to_universal")
+    groups = first["optimizer_state_dict"]["param_groups"]
+    group_of = {index: number for number, group in enumerate(groups) for index in group["params"]}
+    gathered = {
+        name: Gathered(shape, group_of.get(index, 0))
+        for index, sub_group in enumerate(states.shapes)
+        for name, shape in sub_group.items()
+    }
+    for rank, (file, saved) in enumerate(of_ranks):
+        _add_stage3_rank(gathered, rank, len(of_ranks), file, saved, states)
+    take_owner_states(gathered, [(file, saved["optimizer_state_dict"]) for file, saved in of_ranks])
+    return checkpoint_of(
+        states,
+        "deepspeed zero 3",
+        params_of(gathered, states),
+        groups_of(groups),
+        {"loss_scaler": scaler_of(first), "matrices": matrices_in(first["optimizer_state_dict"])},
+        replicas=replicas_of(gathered),
+    )
+
+
+def _add_stage3_rank(
+    gathered: Mapping[str, Gathered],
+    rank: int,
+    ranks: int,
+    file: Path,
+    saved: Mapping[str, Any],
+    states: ModelStates,
+) -> None:
+    assert states.shapes is not None
+    flats = saved["fp32_flat_groups"]
+    if len(flats) != len(states.shapes):
+        raise CheckpointError(
+            f"{file}: expected {len(states.shapes)} sub-groups, as {states.path} lists, found {len(flats)}; the files "
+            "are of different savings"
+        )
+    for index, (flat, sub_group) in enumerate(zip(flats, states.shapes)):
+        state = saved["optimizer_state_dict"]["state"].get(index, {})
+        offset = 0
+        for name, shape in sub_group.items():
+            found, numel = gathered[name], math.prod(shape)
+            part = -(-numel // ranks)
+            begin = min(rank * part, numel)
+            held = min(part, numel - begin)
+            found.add(MASTER, begin, cut(flat, offset, held, f"{name!r}", file))
+            for key, value in state.items():
+                if isinstance(value, LazyTensor) and value.shape:
+                    found.add(key, begin, cut(value, offset, held, f"{key} of {name!r}", file))
+                elif value is not None:
+                    found.add_number(name, key, value, file)
+            offset += part
+
+
+# Reads DeepSpeed's native checkpoints: ZeRO 1, 2, 3 and stage 0, of AdamW, of DeepSpeed's Muon, and of ours.
+#
+# Names are the module's own. DeepSpeed itself is not needed, and no class of it is imported.
+
+POINTER = "latest"
+
+
+def recognises(path: Path) -> bool:
+    """Whether it is a tag of a native checkpoint, or a folder with a pointer to one."""
+    try:
+        tag = tag_of(path, POINTER)
+    except CheckpointError:
+        return False
+    return not (tag / UNIVERSAL_MARK).is_file() and any(map(MODEL.fullmatch, names_in(tag)))
+
+
+def read(path: Path) -> Checkpoint:
+    """The checkpoint of a tag's folder, or of the tag that ``latest`` in a folder names. Raises CheckpointError."""
+    tag = tag_of(path, POINTER)
+    files = model_files(tag)
+    return read_as_expected(lambda: _read(tag, files), tag, "DeepSpeed")
+
+
+def _read(tag: Path, files: list[Path]) -> Checkpoint:
+    states = read_model_states(files)
+    if states.shapes is None:
+        optimizer = states.saved.get("optimizer")
+        if not isinstance(optimizer, Mapping):
+            raise CheckpointError(f"{states.path} holds no optimizer; there is nothing to read but weights")
+        if MARK in optimizer:
+            return read_owned(states, [(states.path, optimizer)])
+        return read_stage0(states)
+    of_ranks = [(file, _optimizer_state(file)) for file in optimizer_files(tag, states.ranks)]
+    if all(MARK in saved for _, saved in of_ranks):
+        return read_owned(states, of_ranks)
+    if all("fp32_flat_groups" in saved for _, saved in of_ranks):
+        if len(files) != states.ranks:
+            raise CheckpointError(
+                f"{tag}: expected the model states' files of {states.ranks} ranks, found {len(files)}; copy it again"
+            )
+        return read_stage3(states, of_ranks)
+    return read_partitions(states, of_ranks)
+
+
+def _optimizer_state(file: Path) -> Mapping[str, Any]:
+    saved = load_mapping(file).get("optimizer_state_dict")
+    if not isinstance(saved, Mapping):
+        raise CheckpointError(f"{file} holds no 'optimizer_state_dict'; it is no file of ZeRO's optimizer state")
+    return saved

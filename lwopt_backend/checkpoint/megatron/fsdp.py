@@ -1,0 +1,151 @@
+"""Megatron-FSDP's ``fsdp_dtensor`` checkpoints: every tensor whole, by its name, with its own hyperparameters.
+
+model.module.<name>                                                fp32: the master weight
+optimizer.state.module.module.module.<name>.{exp_avg, exp_avg_sq}
+optimizer.param_to_group_meta.module.module.module.<name>.<option> e.g. lr, betas, step
+args, iteration, opt_param_scheduler.<option>, ...
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, read_as_expected
+from lwopt_backend.checkpoint.dcp.reader import METADATA, DcpFolder
+from lwopt_backend.checkpoint.files.pickles import plain
+from lwopt_backend.checkpoint.megatron.dist_names import ordered, whole_name, with_gate_and_up
+from lwopt_backend.checkpoint.megatron.names import POINTER, STATES, is_buffer, iteration_of, step_folder, tied, world
+
+_MODEL = re.compile(r"model\.(?:module\.)+(.+)")
+_STATE = re.compile(r"optimizer\.state\.(?:module\.)*(.+)\.([^.]+)")
+_OPTION = re.compile(r"optimizer\.param_to_group_meta\.(?:module\.)*(.+)\.([^.]+)")
+_LEFT_OUT = re.compile(r"(checkpoint_version|num_floating_point_operations_so_far|content_metadata).*")
+_RANDOM = re.compile(r"(rng_state|rerun_state_machine(_state)?)\b.*")
+_SCHEDULER = "opt_param_scheduler."
+
+
+def recognises(path: Path) -> bool:
+    """Whether it is what Megatron wrote with DCP alone, or the folder of one of its steps."""
+    try:
+        step = step_folder(path)
+        is_step = (path / POINTER).is_file() or step.name == "release" or iteration_of(step) is not None
+        return is_step and (step / METADATA).is_file() and not (step / "metadata.json").exists()
+    except (CheckpointError, OSError):
+        return False
+
+
+def read(path: Path) -> Checkpoint:
+    """What is in it. Raises CheckpointError for what is damaged, and for keys that are not known."""
+    step = step_folder(path)
+    return read_as_expected(lambda: _read(step), step, "Megatron")
+
+
+def read_weights(path: Path) -> Mapping[str, Param]:
+    """The parameters; nothing but small tensors is read for them. Raises CheckpointError."""
+    return read(path).params
+
+
+def _read(step: Path) -> Checkpoint:
+    folder = DcpFolder(step)
+    weights: dict[str, LazyTensor] = {}
+    by_state: dict[str, dict[str, LazyTensor]] = {}
+    options, arguments, scheduler, notes = _objects(folder)
+    for key in folder.tensors:
+        if match := _MODEL.fullmatch(key):
+            if not match[1].endswith("_extra_state"):
+                weights[match[1]] = folder.tensor(key)
+        elif (match := _STATE.fullmatch(key)) and match[2] in STATES:
+            by_state.setdefault(match[2], {})[match[1]] = folder.tensor(key)
+        elif match and match[2] == "step":  # torch's AdamW counts by parameter
+            options.setdefault(match[1], {}).setdefault("step", folder.tensor(key).read().item())
+        elif match := _OPTION.fullmatch(key):
+            options.setdefault(match[1], {})[match[2]] = folder.tensor(key).read().item()
+        elif not _RANDOM.fullmatch(key):
+            raise CheckpointError(
+                f"{key} in {step} is neither a weight nor a state that is known ({', '.join(STATES)}); "
+                "a checkpoint of another optimizer cannot be read"
+            )
+    groups, numbers = _groups(options)
+    whole = with_gate_and_up(weights)
+    states = {state: with_gate_and_up(tensors) for state, tensors in by_state.items()}
+    _check(states, whole)
+    of_model = [name for name in whole if not is_buffer(name)]
+    saved = plain(folder.object("iteration")) if "iteration" in folder.objects else None
+    return Checkpoint(
+        format="megatron fsdp_dtensor",
+        version="0.14 or later",
+        names="megatron-core",
+        params={name: _param(name, whole[name], states, groups, numbers) for name in ordered(of_model, arguments)},
+        groups=groups,
+        arguments=arguments,
+        iteration=saved if isinstance(saved, int) else iteration_of(step),
+        samples=arguments.get("consumed_train_samples"),
+        scheduler=scheduler or None,
+        world=world(arguments),
+        tied=tied(whole, arguments),
+        buffers={name: tensor for name, tensor in whole.items() if is_buffer(name)},
+        notes=notes,
+    )
+
+
+def _objects(
+    folder: DcpFolder,
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any], dict[str, Any], tuple[str, ...]]:
+    """Each parameter's options, Megatron's arguments, the scheduler's state, and what was left out."""
+    options: dict[str, dict[str, Any]] = {}
+    scheduler: dict[str, Any] = {}
+    left_out: dict[str, None] = {}
+    for key in folder.objects:
+        if match := _OPTION.fullmatch(key):
+            options.setdefault(match[1], {})[match[2]] = plain(folder.object(key))
+        elif key.startswith(_SCHEDULER):
+            scheduler[key.removeprefix(_SCHEDULER)] = plain(folder.object(key))
+        elif key not in ("args", "iteration") and not _LEFT_OUT.fullmatch(key):
+            left_out.setdefault("rng_state" if _RANDOM.fullmatch(key) else key)
+    arguments = plain(folder.object("args")) if "args" in folder.objects else {}
+    return options, arguments, scheduler, tuple(f"left out: {what}" for what in left_out)
+
+
+def _groups(options: Mapping[str, Mapping[str, Any]]) -> tuple[tuple[Mapping[str, Any], ...], dict[str, int]]:
+    """Groups of those parameters whose options are equal, and each parameter's group."""
+    found: list[Mapping[str, Any]] = []
+    numbers = {}
+    for name, of_name in options.items():
+        if of_name not in found:
+            found.append(of_name)
+        numbers[whole_name(name)] = found.index(of_name)
+    return tuple(found), numbers
+
+
+def _param(
+    name: str,
+    weight: LazyTensor,
+    states: Mapping[str, Mapping[str, LazyTensor]],
+    groups: tuple[Mapping[str, Any], ...],
+    numbers: Mapping[str, int],
+) -> Param:
+    """The weight is the master weight, too: what the model computes with is not saved."""
+    of_name = {state: tensors[name] for state, tensors in states.items() if name in tensors}
+    number = numbers.get(name)
+    step = None if number is None else groups[number].get("step")
+    return Param(weight, {MASTER: weight, **of_name}, None if step is None else float(step), number)
+
+
+def _check(states: Mapping[str, Mapping[str, LazyTensor]], weights: Mapping[str, LazyTensor]) -> None:
+    for state, tensors in states.items():
+        for name, tensor in tensors.items():
+            expected = weights[name].shape if name in weights else None
+            if tensor.shape != expected:
+                raise CheckpointError(
+                    f"{tensor.where}: {state} of {name}: expected the weight's shape {expected}, found {tensor.shape}"
+                )
+    for name, weight in weights.items():
+        if weight.dtype != torch.float32 and not is_buffer(name):
+            raise CheckpointError(
+                f"{weight.where}: expected fp32, as Megatron-FSDP keeps weights, found {weight.dtype}"
+            )

@@ -1,0 +1,472 @@
+"""Which rank of Megatron's LayerWiseDistributedOptimizer has which parameters, replayed.
+
+The parameters of all param groups, one group after another and each in module order, are sorted by size (equal sizes
+keep their order) and dealt to the ranks back and forth: 0, 1, ..., n-1, n-1, ..., 1, 0, 0, 1, ... Experts that are
+sharded over expert-parallel ranks are dealt in the same way, separately, to the ranks that hold the same experts.
+Source: ``shard_params`` in megatron/core/optimizer/layer_wise_optimizer.py of 0.16, the ping-pong path in later ones.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyTensor, Param, read_as_expected
+from lwopt_backend.checkpoint.files import torch_files
+from lwopt_backend.checkpoint.files.pickles import plain
+from lwopt_backend.checkpoint.megatron.buffers import Bucket, bucket_numel, buckets, own_buckets, part
+from lwopt_backend.checkpoint.megatron.names import (
+    EMBEDDING,
+    FLAT,
+    OUTPUT,
+    Coordinates,
+    common_groups,
+    expert_groups,
+    groups_of,
+    is_sharded_expert,
+    is_tied,
+    layer_of,
+    names_by_group,
+    rank_folders,
+    step_folder,
+    step_of,
+    tied,
+)
+from lwopt_backend.checkpoint.megatron.ranks import (
+    Cut,
+    Inner,
+    Kept,
+    Rank,
+    Ranks,
+    cut_of,
+    inner_optimizers,
+    is_gated,
+    merge,
+    named,
+    read_ranks,
+)
+
+
+def dealt(
+    groups: Sequence[Sequence[str]],
+    numels: Mapping[str, int],
+    *,
+    ranks: int,
+    expert_groups: frozenset[int] = frozenset(),
+    expert_ranks: int = 1,
+) -> list[list[list[str]]]:
+    """``[group][rank]``: the names that the rank has of the group, in its optimizer's order.
+
+    For a group in ``expert_groups`` the rank is that among ``expert_ranks`` ranks. One rank keeps the groups' order.
+    """
+    if ranks == 1:
+        return [[list(names)] for names in groups]
+    found: list[list[list[str]]] = [
+        [[] for _ in range(expert_ranks if group in expert_groups else ranks)] for group in range(len(groups))
+    ]
+    entries = [(name, group) for group, names in enumerate(groups) for name in names]
+    turn = {False: 0, True: 0}
+    for name, group in sorted(entries, key=lambda entry: numels[entry[0]]):
+        expert = group in expert_groups
+        size = expert_ranks if expert else ranks
+        place = turn[expert] % (2 * size)
+        found[group][place if place < size else 2 * size - 1 - place].append(name)
+        turn[expert] += 1
+    return found
+
+
+# Named states out of ``layer_wise_optimizer_*.pt``, which tell no names: the assignment to ranks is replayed.
+
+_FILE = re.compile(r"layer_wise_optimizer_(\d+)\.pt")
+
+
+def is_layer_wise(ranks: Ranks) -> bool:
+    """Whether the checkpoint has files of a LayerWiseDistributedOptimizer, or its ``args`` say that it must have."""
+    arguments = ranks.arguments
+    says = str(arguments.get("optimizer", "")).startswith("dist_") or arguments.get(
+        "use_layer_wise_distributed_optimizer"
+    )
+    return bool(says) or any(_files(rank) for rank in ranks.ranks)
+
+
+def from_layer_wise(ranks: Ranks) -> list[tuple[Rank, list[Inner], dict[str, Kept]]]:
+    """What every file keeps, by parameter, with the rank in whose folder it is and the optimizers in it.
+
+    Data parallel rank r is in the folder of expert parallel rank r % ep, and has place r // ep among those with the
+    same experts. Raises CheckpointError for files that are missing or too many, for context parallelism, and for names
+    that cannot be told (``megatron.optimizers.named``).
+    """
+    data, experts = ranks.world["dp"], ranks.world["ep"]
+    if ranks.world["cp"] > 1:
+        raise CheckpointError(
+            f"context parallel size {ranks.world['cp']}: with it, ranks overwrite one another's "
+            "layer_wise_optimizer_*.pt, so optimizer state is lost; save in the torch_dist format"
+        )
+    if data % experts:
+        raise CheckpointError(
+            f"expected a data parallel size that {experts} expert parallel ranks divide, found {data}"
+        )
+    found = []
+    for rank in ranks.ranks:
+        files = _files(rank)
+        expected = {number for number in range(data) if number % experts == rank.coordinates[2]}
+        if set(files) != expected:
+            raise CheckpointError(
+                f"{rank.file.parent}: expected layer_wise_optimizer_*.pt of data parallel ranks {sorted(expected)}, "
+                f"found those of {sorted(files)}; copy the files of all ranks of one checkpoint"
+            )
+        for number, path in sorted(files.items()):
+            inners = inner_optimizers(torch_files.load(path), str(path))
+            found.append((rank, inners, _kept(rank, inners, ranks, number)))
+    return found
+
+
+def _kept(rank: Rank, inners: list[Inner], ranks: Ranks, number: int) -> dict[str, Kept]:
+    data, experts = ranks.world["dp"], ranks.world["ep"]
+    groups = [group for inner in inners for group in inner.groups]
+    sharded = expert_groups(groups)
+    weights = rank.weights
+    shares = dealt(
+        names_by_group(weights, groups, ranks.arguments, inners[0].where),
+        {name: weight.numel for name, weight in weights.items()},
+        ranks=data,
+        expert_groups=sharded,
+        expert_ranks=data // experts,
+    )
+    names = [share[number // experts if group in sharded else number] for group, share in enumerate(shares)]
+    return named(inners, names, weights)
+
+
+def _files(rank: Rank) -> Mapping[int, Path]:
+    matches = {path: _FILE.fullmatch(path.name) for path in rank.file.parent.iterdir()}
+    return {int(match[1]): path for path, match in matches.items() if match}
+
+
+# Named states out of ``distrib_optim.pt``: the flat buffers of Megatron's DistributedOptimizer.
+
+FLAT_FILE = "distrib_optim.pt"
+
+
+def from_buffers(
+    rank: Rank, arguments: Mapping[str, Any], numbers: Mapping[str, int | None], groups: Sequence[Mapping[str, Any]]
+) -> dict[str, Kept]:
+    """What the rank's file keeps, by parameter; ``numbers``: the group of each.
+
+    Bucket sizes are not in the file: they are computed from ``arguments`` and compared with the buffers' lengths.
+    Raises CheckpointError if these differ, for states that are not known, and for a file of another format.
+    """
+    path = rank.file.with_name(FLAT_FILE)
+    saved = torch_files.load(path)
+    found: dict[str, Kept] = {}
+    for key, buffer, shapes, chunk in _buffers(saved, rank, arguments, str(path)):
+        closed_at = bucket_numel(
+            arguments,
+            parameters=sum(weight.numel for weight in rank.weights.values()),
+            pipeline_rank=rank.coordinates[1],
+            chunk=chunk,
+        )
+        layout = buckets(shapes, closed_at=closed_at, alone=own_buckets(arguments))
+        for name, states in _states(buffer, layout, f"{key} in {path}").items():
+            number = numbers[name]
+            found[name] = Kept(states, step_of(groups, number), number)
+    return found
+
+
+def _buffers(
+    saved: Any, rank: Rank, arguments: Mapping[str, Any], where: str
+) -> Iterator[tuple[str, Mapping[str, Any], dict[str, tuple[int, ...]], int]]:
+    """Each buffer in the file: its key, what it has, the shapes of its parameters in module order, virtual stage.
+
+    A file has a list of two if experts are sharded: those of the dense parameters, None where another rank has them,
+    and those of the rank's experts.
+    """
+    expected = 1 + (bool(arguments.get("num_experts")) and int(arguments.get("expert_model_parallel_size") or 1) > 1)
+    entries = saved if isinstance(saved, list) else [saved]
+    if len(entries) != expected or arguments.get("overlap_param_gather_with_optimizer_step"):
+        raise CheckpointError(
+            f"{where}: expected the buffers of {expected} optimizers, found {len(entries)}; those split for "
+            "--overlap-param-gather-with-optimizer-step are not read: save as torch_dist"
+        )
+    for entry, sharded in zip(entries, (False, True)):
+        if entry is None:
+            continue
+        if not isinstance(entry, dict) or not entry.get("buckets_coalesced"):
+            raise CheckpointError(
+                f"{where}: expected buffers with 'buckets_coalesced', found none; files of before 2024 are not read: "
+                "load and save them with a newer Megatron"
+            )
+        wanted = _parameters(rank, arguments, sharded=sharded)
+        indices = [key for key in entry if key != "buckets_coalesced"]
+        if indices != list(range(len(wanted))):
+            raise CheckpointError(f"{where}: expected buffers {list(range(len(wanted)))}, found {indices}")
+        for index, (chunk, dtype, shapes) in enumerate(wanted):
+            keys = list(entry[index])
+            if len(keys) != 1 or keys[0][0] != dtype:
+                raise CheckpointError(f"{where}: expected buffer {index} to hold {dtype}, found {keys}")
+            yield f"buffer {index}", entry[index][keys[0]], shapes, chunk
+
+
+def _parameters(
+    rank: Rank, arguments: Mapping[str, Any], *, sharded: bool
+) -> list[tuple[int, torch.dtype, dict[str, tuple[int, ...]]]]:
+    """(virtual stage, dtype, shapes) of each buffer: one for each dtype of each virtual stage."""
+    found = []
+    for chunk, weights in enumerate(rank.chunks):
+        by_dtype: dict[torch.dtype, dict[str, tuple[int, ...]]] = {}
+        for name, weight in weights.items():
+            if is_sharded_expert(name, arguments) == sharded:
+                by_dtype.setdefault(weight.dtype, {})[name] = weight.shape
+        found += [(chunk, dtype, shapes) for dtype, shapes in by_dtype.items()]
+    return found
+
+
+def _states(buffer: Mapping[str, Any], layout: Sequence[Bucket], where: str) -> dict[str, dict[str, LazyTensor]]:
+    """The states of each parameter in a buffer whose buckets follow one another without padding."""
+    flats = {key: value for key, value in buffer.items() if key != "numel_unpadded"}
+    if set(flats) != set(FLAT):
+        raise CheckpointError(f"{where}: expected the states {sorted(FLAT)}, found {sorted(map(str, flats))}")
+    numels = [bucket.numel for bucket in layout]
+    lengths = {key: math.prod(flat.shape) for key, flat in flats.items()} | {"numel_unpadded": buffer["numel_unpadded"]}
+    if set(lengths.values()) != {sum(numels)}:
+        raise CheckpointError(
+            f"{where}: expected {sum(numels)} elements in buckets of {numels}, by args.overlap_grad_reduce, "
+            f"ddp_num_buckets, ddp_bucket_size, found {lengths}; what lies where cannot be told: save as torch_dist"
+        )
+    found: dict[str, dict[str, LazyTensor]] = {}
+    first = 0
+    for bucket in layout:
+        for place in bucket.places:
+            found[place.name] = {FLAT[key]: part(flat, place, first) for key, flat in flats.items()}
+        first += bucket.numel
+    return found
+
+
+# Whole parameters out of what Megatron's tensor, pipeline and expert parallel ranks hold of them.
+
+Pair = tuple[str, LazyTensor, LazyTensor]
+_PLACES = ("embedding.", "decoder.layers.", "decoder.", "")
+
+
+def merged(
+    ranks: Ranks, kept: Mapping[Coordinates, Mapping[str, Kept]]
+) -> tuple[dict[str, Param], tuple[Pair, ...], dict[str, str]]:
+    """Whole parameters in the model's order; pairs of copies that must be equal; the tied embedding's other name.
+
+    ``kept``: what the optimizers keep, by rank. Raises CheckpointError for parameters or states that a rank lacks.
+    """
+    held: dict[str, dict[Coordinates, LazyTensor]] = {}
+    for rank in ranks.ranks:
+        for name, weight in rank.weights.items():
+            held.setdefault(name, {})[rank.coordinates] = weight
+    pairs: list[Pair] = []
+    params = {name: _param(name, held[name], kept, ranks, pairs) for name in sorted(held, key=_place)}
+    if is_tied(ranks.arguments) and EMBEDDING in params and OUTPUT in params:  # the last pipeline stage has a copy
+        pairs += _tied_pairs(params[EMBEDDING], params.pop(OUTPUT))
+    return params, tuple(pairs), tied(params, ranks.arguments)
+
+
+def _param(
+    name: str,
+    weights: Mapping[Coordinates, LazyTensor],
+    kept: Mapping[Coordinates, Mapping[str, Kept]],
+    ranks: Ranks,
+    pairs: list[Pair],
+) -> Param:
+    size = ranks.world["tp"]
+    cut = cut_of(name, gated=is_gated(ranks.arguments)) if size > 1 else Cut("whole")
+    if len({place[1] for place in weights}) > 1:
+        raise CheckpointError(
+            f"{name}: expected on one pipeline rank, found on {sorted({place[1] for place in weights})}; the ranks' "
+            "files are not of one checkpoint"
+        )
+    mine = {place: kept[place][name] for place in weights if name in kept[place]}
+    keys = {key: None for found in mine.values() for key in found.states}
+    states = {key: {place: found.states[key] for place, found in mine.items() if key in found.states} for key in keys}
+    steps, groups = {found.step for found in mine.values()}, {found.group for found in mine.values()}
+    if len(steps) > 1 or len(groups) > 1:
+        raise CheckpointError(
+            f"{name}: expected one step and param group, found steps {sorted(map(str, steps))} and groups "
+            f"{sorted(map(str, groups))} on ranks {sorted(mine)}; the ranks' files are not of one checkpoint"
+        )
+    return Param(
+        weight=_whole(f"weight of {name}", weights, size, cut, pairs),
+        states={key: _whole(f"{key} of {name}", parts, size, cut, pairs) for key, parts in states.items()},
+        step=next(iter(steps), None),
+        group=next(iter(groups), None),
+    )
+
+
+def _whole(what: str, parts: Mapping[Coordinates, LazyTensor], size: int, cut: Cut, pairs: list[Pair]) -> LazyTensor:
+    """One tensor out of the ranks' parts; equal copies of a part are added to ``pairs``."""
+    by_rank: list[list[tuple[Coordinates, LazyTensor]]] = [
+        [(place, part) for place, part in sorted(parts.items()) if place[0] == rank] for rank in range(size)
+    ]
+    missing = [rank for rank, copies in enumerate(by_rank) if not copies]
+    if missing:
+        raise CheckpointError(
+            f"{what}: expected a part on each of {size} tensor parallel ranks, none on {missing}; the ranks' files are "
+            "not of one checkpoint, or not whole: copy them again"
+        )
+    same = [[entry for copies in by_rank for entry in copies]] if cut.kind == "whole" else by_rank
+    for copies in same:
+        first = copies[0]
+        pairs += [(f"{what} on ranks {first[0]} and {place}", first[1], part) for place, part in copies[1:]]
+    return merge([copies[0][1] for copies in by_rank], cut)
+
+
+def _tied_pairs(embedding: Param, output: Param) -> Iterable[Pair]:
+    what = f"{EMBEDDING} and {OUTPUT}, which are tied"
+    if embedding.weight is not None and output.weight is not None:
+        yield f"weight of {what}", embedding.weight, output.weight
+    for key in embedding.states.keys() & output.states.keys():
+        yield f"{key} of {what}", embedding.states[key], output.states[key]
+
+
+def _place(name: str) -> tuple[int, int]:
+    return next(i for i, start in enumerate(_PLACES) if name.startswith(start)), layer_of(name) or 0
+
+
+# Reads Megatron's ``torch`` checkpoints: ``mp_rank_*/model_optim_rng.pt`` and the optimizers' files beside them.
+
+_READ = {"args", "checkpoint_version", "iteration", "model", "optimizer", "opt_param_scheduler", "lr_scheduler"}
+_NOT_OURS = {"rng_state", "rerun_state_machine", "num_floating_point_operations_so_far", "content_metadata"}
+
+
+def recognises(path: Path) -> bool:
+    """Whether a folder, or the step in it that its pointer names, has folders of ranks."""
+    try:
+        return bool(rank_folders(step_folder(path)))
+    except (OSError, CheckpointError):
+        return False
+
+
+def read(path: Path) -> Checkpoint:
+    """The whole checkpoint in a folder: of one step, or with the pointer to it.
+
+    Weights and states are whole (tensor, pipeline, expert and data parallel ranks put together) and named as
+    Megatron-core's local spec does, layers and experts numbered through. Raises CheckpointError for a checkpoint that
+    is damaged, not complete, or of a kind that is not read.
+    """
+    step = step_folder(path)
+    return read_as_expected(lambda: _read(step), step, "Megatron")
+
+
+def _read(step: Path) -> Checkpoint:
+    ranks = read_ranks(step)
+    kept, groups, notes = _optimizers(ranks)
+    _check_the_rest(ranks)
+    params, replicas, tied = merged(ranks, kept)
+    first = ranks.ranks[0].saved
+    return Checkpoint(
+        format="megatron torch",
+        version=str(first.get("checkpoint_version", "")),
+        names="megatron-core",
+        params=params,
+        groups=groups,
+        arguments=ranks.arguments,
+        iteration=first["iteration"] if isinstance(first.get("iteration"), int) else None,
+        samples=ranks.arguments.get("consumed_train_samples"),
+        scheduler=plain(first.get("opt_param_scheduler", first.get("lr_scheduler"))),
+        world=ranks.world,
+        replicas=replicas,
+        tied=tied,
+        buffers={name: buffer for rank in ranks.ranks for name, buffer in rank.buffers.items()},
+        notes=(*notes, *_left_out(ranks.ranks)),
+    )
+
+
+def read_weights(path: Path) -> Mapping[str, Param]:
+    """The parameters without the optimizer's state, for which no tensor is read. Raises CheckpointError."""
+    step = step_folder(path)
+    return read_as_expected(lambda: _read_weights(step), step, "Megatron")
+
+
+def _read_weights(step: Path) -> Mapping[str, Param]:
+    ranks = read_ranks(step)
+    return merged(ranks, {rank.coordinates: {} for rank in ranks.ranks})[0]
+
+
+_ByRank = dict[Coordinates, dict[str, Kept]]
+
+
+def _optimizers(ranks: Ranks) -> tuple[_ByRank, tuple[dict[str, Any], ...], list[str]]:
+    """What the optimizers keep on each rank, the param groups, and notes."""
+    found: _ByRank = {rank.coordinates: {} for rank in ranks.ranks}
+    where = str(ranks.ranks[0].file.parent.parent)
+    if not any("optimizer" in rank.saved for rank in ranks.ranks):
+        return found, (), [f"{where} has no optimizer state (--no-save-optim)"]
+    has_flat = any(rank.file.with_name(FLAT_FILE).exists() for rank in ranks.ranks)
+    flat = has_flat or bool(ranks.arguments.get("use_distributed_optimizer"))
+    groups: list[list[Mapping[str, Any]]] = []
+    inners: list[Inner] = []
+    if is_layer_wise(ranks):
+        if has_flat:
+            raise CheckpointError(
+                f"{where}: a LayerWise optimizer beside a distributed one is not read from torch checkpoints, which no "
+                "Megatron writes whole; save with torch_dist, or with --no-use-layer-wise-param-layout"
+            )
+        for rank, of_file, kept in from_layer_wise(ranks):
+            found[rank.coordinates].update(kept)
+            groups.append([group for inner in of_file for group in inner.groups])
+            inners += of_file
+    else:
+        for rank in ranks.ranks:
+            of_rank = inner_optimizers(rank.saved.get("optimizer"), str(rank.file))
+            groups.append([group for inner in of_rank for group in inner.groups])
+            inners += of_rank
+            found[rank.coordinates] = (_flat if flat else _plain)(rank, of_rank, groups[-1], ranks.arguments)
+    return found, common_groups(groups, where), _notes(inners)
+
+
+def _flat(
+    rank: Rank, _: list[Inner], groups: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
+) -> dict[str, Kept]:
+    shapes = {name: weight.shape for name, weight in rank.weights.items()}
+    return from_buffers(rank, arguments, groups_of(shapes, groups, arguments), groups)
+
+
+def _plain(
+    rank: Rank, inners: list[Inner], groups: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
+) -> dict[str, Kept]:
+    return named(inners, names_by_group(rank.weights, groups, arguments, str(rank.file)), rank.weights)
+
+
+def _check_the_rest(ranks: Ranks) -> None:
+    """Read the tensors that have no use, so that damage to them is noticed, too: random states, and of LayerWise's
+    optimizers the share that the model's file repeats."""
+    used = {"model"} if is_layer_wise(ranks) else {"model", "optimizer"}
+    for rank in ranks.ranks:
+        for key, value in rank.saved.items():
+            if str(key).rstrip("0123456789") not in used:
+                for tensor in _tensors_in(value):
+                    tensor.read()
+
+
+def _tensors_in(value: Any) -> Iterator[LazyTensor]:
+    if isinstance(value, LazyTensor):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for entry in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors_in(entry)
+
+
+def _notes(inners: Sequence[Inner]) -> list[str]:
+    notes = []
+    if any(inner.others for inner in inners):
+        notes.append("the loss scaler's state (grad_scaler) was left out")
+    if any(inner.masters is None and inner.state for inner in inners):
+        notes.append(
+            "the optimizer has no master weights of its own, so its states' names could not be checked by value"
+        )
+    return notes
+
+
+def _left_out(ranks: Sequence[Rank]) -> list[str]:
+    """Notes on what is in the files and not in the result."""
+    keys = {str(key) for rank in ranks for key in rank.saved if not str(key).removeprefix("model").isdigit()}
+    return [f"{key!r} in model_optim_rng.pt was left out" for key in sorted(keys - _READ - _NOT_OURS)]

@@ -1,0 +1,395 @@
+"""Parameters under the keys of Megatron's torch_dist format: the way back from ``megatron.dist_names``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param
+from lwopt_backend.checkpoint.convert import weight_of
+from lwopt_backend.checkpoint.dcp import saving as dcp_saving
+from lwopt_backend.checkpoint.dcp.saving import Boxes, Place, stacked
+from lwopt_backend.checkpoint.files.torch_saving import save_as_it_lies
+from lwopt_backend.checkpoint.megatron.names import EMBEDDINGS, FUSED, STATES, is_expert, is_sharded_expert, local_spec
+
+_LAYER = re.compile(r"^(decoder\.layers)\.(\d+)\.")
+_EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.")
+_LINEAR = re.compile(r"(.*\.linear_\w+)\.weight")
+_OF_EXPERTS = ".pre_mlp_layernorm."
+
+
+class Keys:
+    """Where each parameter of a model goes.
+
+    Layers are stacked if they are all alike, experts always. Norms have the names of Transformer Engine's fused
+    modules, also where the local spec is used; but in a layer with experts Transformer Engine keeps the norm before
+    them by itself.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], arguments: Mapping[str, Any]) -> None:
+        layers: dict[int, dict[str, tuple[int, ...]]] = {}
+        for name, shape in shapes.items():
+            if layer := _LAYER.match(name):
+                layers.setdefault(int(layer[2]), {})[name[layer.end() :]] = shape
+        self._count = len(layers)
+        alike = sorted(layers) == list(range(len(layers)))
+        self._stacked = alike and all(of_layer == layers[0] for of_layer in layers.values())
+        local = arguments.get("transformer_impl") == "local"
+        with_experts = {
+            number for number, of_layer in layers.items() if any(is_expert(f".{name}") for name in of_layer)
+        }
+        self._own_norm = set() if local else with_experts
+
+    def place(self, name: str) -> tuple[str, Place]:
+        """The key, and the parameter's place along its first axes."""
+        layer, expert = _LAYER.match(name), _EXPERT.search(name)
+        place: list[int] = []
+        key = name
+        for fused, separate in FUSED:
+            if not (separate == _OF_EXPERTS and layer is not None and int(layer[2]) in self._own_norm):
+                key = key.replace(separate, fused)
+        if layer is not None and self._stacked:
+            key = _LAYER.sub(r"\1.", key)
+            place.append(int(layer[2]))
+        if expert is not None:
+            key = _EXPERT.sub(".mlp.experts.experts.", key)
+            place.append(int(expert[1]))
+        return key, tuple(place)
+
+    def stacks(self, tensors: Mapping[str, LazyTensor], prefix: str = "") -> dict[str, Boxes]:
+        """Tensors by names as torch_dist has them, by its keys. Raises CheckpointError where layers lack something."""
+        found: dict[str, dict[Place, LazyTensor]] = {}
+        for name, tensor in tensors.items():
+            key, place = self.place(name)
+            found.setdefault(prefix + key, {})[place] = tensor
+        return {key: stacked(parts, key) for key, parts in found.items()}
+
+    def extra_states(self, names: Iterable[str]) -> dict[str, Any]:
+        """What linear modules of layers save beside their weights, by key: nothing, in a list."""
+        found: dict[str, list[Place]] = {}
+        for name in names:
+            key, place = self.place(name)
+            if _LAYER.match(name) and (linear := _LINEAR.fullmatch(key)):
+                found.setdefault(f"{linear[1]}._extra_state", []).append(place)
+        return {
+            f"{key}/shard_{_numbers(place or (0,))}_{_numbers([max(n) + 1 for n in zip(*places)] or [1])}": [None]
+            for key, places in found.items()
+            for place in places
+        }
+
+
+def _numbers(numbers: Iterable[int]) -> str:
+    return ".".join(map(str, numbers))
+
+
+# What is no tensor in Megatron's torch_dist checkpoints: arguments, param groups, scheduler.
+
+OLD, NEW = "0.16", "0.19"
+_TORCH_ONLY = ("amsgrad", "foreach")  # options of torch's AdamW, which counts by parameter; Apex's and TE's by group
+_SCHEDULER = ("lr_warmup_steps", "num_steps", "lr_decay_style", "lr_decay_steps", "start_wd", "end_wd")
+
+
+def common(checkpoint: Checkpoint, arguments: Mapping[str, Any], version: str) -> dict[str, Any]:
+    """The dictionary that Megatron's ``load_checkpoint`` takes all but tensors from."""
+    metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if is_distributed(checkpoint, arguments, version):
+        metadata["distrib_optim_sharding_type"] = "fully_reshardable"
+        metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
+    found = {
+        "args": _namespace(arguments),
+        "checkpoint_version": 3.0,
+        "iteration": checkpoint.iteration or 0,
+        "opt_param_scheduler": _scheduler(checkpoint, arguments),
+        "num_floating_point_operations_so_far": arguments.get("num_floating_point_operations_so_far", 0),
+        "content_metadata": metadata,
+    }
+    if any(param.states for param in checkpoint.params.values()):
+        found["optimizer"] = _optimizers(checkpoint, arguments, version)
+    return found
+
+
+def arguments_of(checkpoint: Checkpoint, version: str) -> dict[str, Any]:
+    """Megatron's ``args``: the checkpoint's, and those that it lacks but loading needs, as far as they show.
+
+    Raises CheckpointError where the number of attention heads is not known: no tensor tells it.
+    """
+    given = dict(checkpoint.arguments)
+    if given.get("num_attention_heads") is None:
+        raise CheckpointError(
+            f"{checkpoint.format}: expected num_attention_heads among its arguments, found {sorted(given)[:20]}; "
+            "Megatron compares it when it loads: put Megatron's arguments into Checkpoint.arguments"
+        )
+    embedding, output = EMBEDDINGS
+    if embedding not in checkpoint.params:
+        raise CheckpointError(f"{checkpoint.format}: {embedding} is missing; Megatron cannot load a model without it")
+    rows, columns = checkpoint.params[embedding].shape
+    layers = {int(found[1]) for name in checkpoint.params if (found := re.match(r"decoder\.layers\.(\d+)\.", name))}
+    muon = has_muon(checkpoint)
+    shown = {
+        "num_layers": len(layers),
+        "hidden_size": columns,
+        "padded_vocab_size": rows,
+        "untie_embeddings_and_output_weights": output in checkpoint.params,
+        "add_position_embedding": True,  # Megatron's own default, also of models with rotary positions
+        "max_position_embeddings": None,
+        "make_vocab_size_divisible_by": 128,
+        "tokenizer_type": None,
+        "tensor_model_parallel_size": checkpoint.world.get("tp", 1),
+        "pipeline_model_parallel_size": checkpoint.world.get("pp", 1),
+        "data_parallel_size": checkpoint.world.get("dp", 1),
+        "world_size": checkpoint.world.get("dp", 1) * checkpoint.world.get("tp", 1) * checkpoint.world.get("pp", 1),
+        "consumed_train_samples": checkpoint.samples or 0,
+        "optimizer": ("dist_muon" if version == OLD else "muon") if muon else "adam",
+        "ckpt_format": "torch_dist",
+    }
+    trained = {} if checkpoint.samples is None else {"consumed_train_samples": checkpoint.samples}
+    known = {key: value for key, value in given.items() if value is not None or key not in shown}
+    return {**shown, **known, **trained}
+
+
+def has_muon(checkpoint: Checkpoint) -> bool:
+    """Whether a parameter is trained by Muon."""
+    return any(is_muon(param) for param in checkpoint.params.values())
+
+
+def is_muon(param: Param) -> bool:
+    """Whether it has Muon's state."""
+    return "momentum_buffer" in param.states
+
+
+def is_distributed(checkpoint: Checkpoint, arguments: Mapping[str, Any], version: str) -> bool:
+    """Whether Adam's state is Megatron's DistributedOptimizer's, whose master weights have another key."""
+    if has_muon(checkpoint):
+        return version == NEW
+    return bool(arguments.get("use_distributed_optimizer", True))
+
+
+def _namespace(arguments: Mapping[str, Any]) -> argparse.Namespace:
+    """As Megatron has them. Random states are not written, and it must not look for them."""
+    values = {key: _with_dtype(value) for key, value in arguments.items()}
+    return argparse.Namespace(**{**values, "no_save_rng": True})
+
+
+def _with_dtype(value: Any) -> Any:
+    if isinstance(value, str) and value.startswith("torch."):
+        found = getattr(torch, value.removeprefix("torch."), None)
+        return found if isinstance(found, torch.dtype) else value
+    return value
+
+
+def _scheduler(checkpoint: Checkpoint, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The checkpoint's if it is Megatron's own; else one that says how far training came.
+
+    Of the latter, the other numbers are those of ``arguments``; Megatron takes its command line's with
+    --override-opt_param-scheduler.
+    """
+    found = dict(checkpoint.scheduler or {})
+    if all(key in found for key in _SCHEDULER):
+        return found
+    batch = arguments.get("global_batch_size") or 1
+    decay = arguments.get("weight_decay", 0.01)
+    every = (arguments.get("lr_decay_iters") or arguments.get("train_iters") or 1) * batch
+    return {
+        "max_lr": arguments.get("lr") or max((group.get("lr", 0.0) for group in checkpoint.groups), default=0.0),
+        "lr_warmup_steps": (arguments.get("lr_warmup_iters") or 0) * batch,
+        "num_steps": checkpoint.samples or (checkpoint.iteration or 0) * batch,
+        "lr_decay_style": arguments.get("lr_decay_style", "linear"),
+        "lr_decay_steps": every,
+        "min_lr": arguments.get("min_lr") or 0.0,
+        "start_wd": arguments.get("start_weight_decay", decay),
+        "end_wd": arguments.get("end_weight_decay", decay),
+        "wd_incr_style": arguments.get("weight_decay_incr_style", "constant"),
+        "wd_incr_steps": (arguments.get("train_iters") or 1) * batch,
+    }
+
+
+def _optimizers(checkpoint: Checkpoint, arguments: Mapping[str, Any], version: str) -> dict[Any, Any]:
+    """Muon's groups first, then Adam's, those of sharded experts by themselves; one optimizer alone has no number."""
+    groups = _megatron_groups(checkpoint, arguments)
+    parts: dict[tuple[bool, bool], list[dict[str, Any]]] = {}
+    for group in groups:
+        adam = "betas" in group
+        parts.setdefault((adam, adam and bool(group.get("is_expert_parallel"))), []).append(group)
+    distributed = is_distributed(checkpoint, arguments, version)
+    found = [_optimizer(parts[kind], kind[0], distributed, version) for kind in sorted(parts)]
+    return found[0] if len(found) == 1 else dict(enumerate(found))
+
+
+def _optimizer(groups: Sequence[dict[str, Any]], adam: bool, distributed: bool, version: str) -> dict[str, Any]:
+    if not adam:
+        old, new = "momentum_beta", "momentum"
+        wanted, other = (old, new) if version == OLD else (new, old)
+        return {
+            "optimizer": {
+                "param_groups": [{wanted if key == other else key: v for key, v in g.items()} for g in groups]
+            }
+        }
+    if version == NEW:
+        groups = [{"optimizer": "adam", **group} for group in groups]
+    steps = {group["step"] for group in groups if "step" in group}
+    if not distributed and any(key in group for group in groups for key in _TORCH_ONLY):
+        without = [{key: value for key, value in group.items() if key != "step"} for group in groups]
+        state = {"state": {"common_step": torch.tensor(float(steps.pop()))}} if len(steps) == 1 else {}
+        return {"optimizer": {**state, "param_groups": without}}
+    counted = [{**group, "step": int(group["step"])} if "step" in group else group for group in groups]
+    found: dict[str, Any] = {"optimizer": {"param_groups": counted}}
+    return {**found, "param_state_sharding_type": "fully_reshardable"} if distributed else found
+
+
+def _megatron_groups(checkpoint: Checkpoint, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The checkpoint's groups if Megatron made them, with how many steps their parameters made; else such groups."""
+    if checkpoint.groups and all("wd_mult" in group for group in checkpoint.groups):
+        steps: dict[int, set[float]] = {}
+        for param in checkpoint.params.values():
+            if param.group is not None and param.step is not None:
+                steps.setdefault(param.group, set()).add(param.step)
+        return [_counted(dict(g), steps.get(n, set()), n) for n, g in enumerate(checkpoint.groups)]
+    return _made_groups(checkpoint, arguments)
+
+
+def _counted(group: dict[str, Any], steps: set[float], number: Any) -> dict[str, Any]:
+    if "betas" not in group:  # Megatron's Muon counts none
+        return group
+    if len(steps) > 1:
+        raise CheckpointError(
+            f"param group {number}: its parameters made {sorted(steps)} steps, but Megatron counts them by group; "
+            "train parameters that began later in a group of their own"
+        )
+    return {**group, "step": steps.pop()} if steps else group
+
+
+def _made_groups(checkpoint: Checkpoint, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Groups as Megatron makes them, with the options of another optimizer's: Muon's, Adam's, Adam's without decay."""
+    members: dict[tuple[bool, bool, bool], list[tuple[str, Param]]] = {}
+    for name, param in checkpoint.params.items():
+        if set(param.states) - {MASTER}:
+            adam = not is_muon(param)
+            kind = (
+                adam,
+                is_sharded_expert(name, arguments),
+                adam and (len(param.shape) == 1 or name.endswith(".bias")),
+            )
+            members.setdefault(kind, []).append((name, param))
+    found = []
+    for (adam, expert, no_decay), params in sorted(members.items()):
+        given = [dict(checkpoint.groups[p.group]) for _, p in params if p.group is not None]
+        options = _same_options(given, ("lr", "betas", "eps") if adam else ("lr", "momentum"), params[0][0])
+        decay = (
+            0.0
+            if no_decay
+            else arguments.get("weight_decay", max((g.get("weight_decay", 0.0) for g in given), default=0.0))
+        )
+        lr = options.get("lr", arguments.get("lr") or 0.0)
+        own = (
+            {
+                "betas": tuple(options.get("betas", (0.9, 0.999))),
+                "eps": options.get("eps", 1e-8),
+                "bias_correction": True,
+            }
+            if adam
+            else {"momentum": options.get("momentum", 0.95)}
+        )
+        group = {
+            **{
+                "is_expert_parallel": expert,
+                "default_config": True,
+                "wd_mult": 0.0 if no_decay else 1.0,
+                "lr_mult": 1.0,
+            },
+            **{"is_decoupled_lr": False, "max_lr": arguments.get("lr") or lr, "min_lr": arguments.get("min_lr") or 0.0},
+            **{"lr": lr, "weight_decay": decay, **own},
+        }
+        found.append(_counted(group, {p.step for _, p in params if p.step is not None}, params[0][0]))
+    return found
+
+
+def _same_options(groups: Sequence[Mapping[str, Any]], keys: Sequence[str], name: str) -> dict[str, Any]:
+    found = {}
+    for key in keys:
+        values = [group[key] for group in groups if key in group]
+        if any(list(v) != list(values[0]) if isinstance(v, (list, tuple)) else v != values[0] for v in values):
+            raise CheckpointError(
+                f"{name} and others that Megatron trains in one param group have different {key}: {values[:5]}; make "
+                "their groups' options equal"
+            )
+        if values:
+            found[key] = values[0]
+    return found
+
+
+# Writes Megatron's ``torch_dist`` format, of 0.16 and of 0.19 and later; what is where is told in ``dist_reader``.
+#
+# 0.16   common.pt; states as ``optimizer.state.<state>.<name>``, master weights as ``fp32_param``. This is what its
+#        LayerWise optimizer loads (--optimizer dist_muon).
+# 0.19   common state among the tensors; the fully reshardable layout (--dist-ckpt-optim-fully-reshardable), in which
+#        Adam's master weights are ``param``, Muon's ``fp32_param``.
+#
+# Checkpoints of Adam alone are the DistributedOptimizer's, fully reshardable, unless their arguments say that there was
+# none. Megatron loads both at any tensor, pipeline and data parallel size. Random states are not written.
+
+
+def write(checkpoint: Checkpoint, folder: Path, version: str = OLD, workers: int = 1) -> None:
+    """Fill ``folder``, an ``iter_%07d``, which is empty. ``workers`` parameters of one layer are in memory at a time.
+
+    ``version``: "0.16" or "0.19". Raises CheckpointError for names that are not Megatron-core's, and for what this
+    format has no place for.
+    """
+    if version not in (OLD, NEW):
+        raise CheckpointError(f"version {version!r} of Megatron is not written, only {OLD} and {NEW} (and later)")
+    if checkpoint.names != "megatron-core":
+        raise CheckpointError(
+            f"{checkpoint.format}: expected parameters named as in Megatron-core, found names of {checkpoint.names!r}; "
+            "choose the table of names that leads to megatron-core"
+        )
+    for name in checkpoint.params:
+        if local_spec(name) != name:
+            raise CheckpointError(f"{name}: expected the local spec's name, {local_spec(name)}; rename it")
+    arguments = arguments_of(checkpoint, version)
+    keys = Keys({name: param.shape for name, param in checkpoint.params.items()}, arguments)
+    weights = {name: weight_of(checkpoint, param) for name, param in checkpoint.params.items()}
+    tensors = keys.stacks({**weights, **checkpoint.buffers})
+    distributed = is_distributed(checkpoint, arguments, version)
+    states: dict[str, dict[str, LazyTensor]] = {}
+    for name, param in checkpoint.params.items():
+        for state, tensor in _states(name, param, weights[name], distributed).items():
+            states.setdefault(state, {})[name] = tensor
+    for state, of_state in states.items():
+        tensors.update(keys.stacks(of_state, f"optimizer.state.{state}."))
+    objects = keys.extra_states(weights)
+    metadata: dict[str, Any] = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    rest = common(checkpoint, arguments, version)
+    if version == OLD:
+        metadata.update(common_backend="torch", common_backend_version=1)
+        with (folder / "common.pt").open("wb") as file:
+            save_as_it_lies(rest, file)
+    else:
+        objects["common_state/shard_0_1"] = [rest]
+    (folder / "metadata.json").write_text(json.dumps(metadata))
+    dcp_saving.save(folder, tensors, objects, workers=workers)
+
+
+def _states(name: str, param: Param, weight: LazyTensor, distributed: bool) -> dict[str, LazyTensor]:
+    """By the format's own keys. Weights in fp32 are their own masters, but the DistributedOptimizer has both."""
+    if param.owner_states:
+        raise CheckpointError(
+            f"{name}: Megatron has no place for what the rule's owner keeps of it; convert to universal or dcp"
+        )
+    unknown = sorted(set(param.states) - {MASTER, *STATES})
+    if unknown:
+        raise CheckpointError(
+            f"{param.states[unknown[0]].where}: Megatron has no place for {', '.join(unknown)} of {name}; its "
+            f"optimizers keep {', '.join(STATES)}"
+        )
+    if not param.states:
+        return {}
+    master = "param" if distributed and not is_muon(param) else "fp32_param"
+    found = {state: param.states[state] for state in STATES if state in param.states}
+    if master == "fp32_param" and weight.dtype == torch.float32:
+        return found
+    return {master: param.best.to(torch.float32), **found}

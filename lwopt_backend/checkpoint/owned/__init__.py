@@ -1,1 +1,0 @@
-"""Checkpoints of runs in plain PyTorch: the optimizer state of owned storage, beside the model's own file."""

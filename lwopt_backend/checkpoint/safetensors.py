@@ -1,0 +1,245 @@
+"""Writes weights, without optimizer state, as safetensors, as ``from_pretrained`` reads them.
+
+    model.safetensors                                 or, where that would be larger than a file may be:
+    model-00001-of-00002.safetensors, ...             and
+    model.safetensors.index.json                      {"metadata": {"total_size": bytes}, "weight_map": {name: file}}
+
+A file: length of the header (8 bytes), header (JSON; dtype, shape and place of each tensor), tensors. Format:
+https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyTensor, Param, read_as_expected
+from lwopt_backend.checkpoint.files import torch_files
+from lwopt_backend.checkpoint.files.folders import check_name
+from lwopt_backend.checkpoint.files.made import in_order, shape_of
+
+FILE_BYTES = 5 * 10**9  # of tensors in one file, as transformers has it by default
+DTYPES = {
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
+    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"},
+    **{torch.uint8: "U8", torch.bool: "BOOL"},
+}
+INDEX = "model.safetensors.index.json"
+
+
+def write(
+    checkpoint: Checkpoint,
+    folder: Path,
+    dtype: torch.dtype | None = None,
+    file_bytes: int = FILE_BYTES,
+    workers: int = 1,
+) -> None:
+    """Fill ``folder``, which is empty. ``workers`` tensors are in memory at a time.
+
+    Weights are as the model has them; in ``dtype``, if that is given, made from master weights where there are any.
+    Buffers stay as they are. Tied names are left out, as transformers does. Raises CheckpointError for a dtype that
+    the format lacks.
+    """
+    tensors = {name: _weight(param.weight, param.best, dtype) for name, param in checkpoint.params.items()}
+    tensors.update(checkpoint.buffers)
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES:
+            raise CheckpointError(f"{tensor.where}: safetensors has no {tensor.dtype}, which {name} is; give a dtype")
+    files = _files(tensors, file_bytes)
+    count = len(files)
+    names = [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
+    names = names if count > 1 else ["model.safetensors"]
+    for name, content in zip(names, files):
+        _write_file(folder / name, content, workers)
+    if count > 1:
+        place = {tensor: name for name, content in zip(names, files) for tensor in content}
+        total = {"total_size": sum(tensor.nbytes for tensor in tensors.values())}
+        index = {"metadata": total, "weight_map": {name: place[name] for name in tensors}}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _weight(weight: LazyTensor | None, best: LazyTensor, dtype: torch.dtype | None) -> LazyTensor:
+    if weight is not None and dtype in (None, weight.dtype):
+        return weight
+    return best if dtype is None else best.to(dtype)
+
+
+def _files(tensors: Mapping[str, LazyTensor], file_bytes: int) -> list[dict[str, LazyTensor]]:
+    """In their order, as many in each file as it may have; one that is larger is by itself."""
+    files: list[dict[str, LazyTensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if files[-1] and size + tensor.nbytes > file_bytes:
+            files.append({})
+            size = 0
+        files[-1][name] = tensor
+        size += tensor.nbytes
+    return files
+
+
+def _write_file(path: Path, tensors: Mapping[str, LazyTensor], workers: int) -> None:
+    order = sorted(tensors.items(), key=lambda entry: -entry[1].dtype.itemsize)  # so that every tensor is aligned
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in order:
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + tensor.nbytes],
+        }
+        end += tensor.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for read in in_order((tensor.read for _, tensor in order), workers):
+            file.write(_bytes(read))
+            del read
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+# Reads weights that lie in a folder as safetensors, as ``safetensors.writer`` and Hugging Face's libraries write them.
+#
+#     model.safetensors, or files that model.safetensors.index.json names    weights and buffers
+#     config.json, where there is one                                       how the model was built
+#
+# The format has no checksums: what a damaged file shows is that its header does not fit its size. It has no optimizer
+# state either. Format: https://github.com/huggingface/safetensors#format
+
+ONE_FILE, CONFIG = "model.safetensors", "config.json"
+MOST_HEADER_BYTES = 100_000_000  # the format's own limit
+_DTYPES = {word: dtype for dtype, word in DTYPES.items()}
+
+
+def recognises(path: Path) -> bool:
+    """Whether there is one file with the usual name, or an index of several."""
+    return (path / ONE_FILE).is_file() or (path / INDEX).is_file()
+
+
+def read(path: Path) -> Checkpoint:
+    """The weights in a folder, without state. Raises CheckpointError for what is damaged, missing or not listed."""
+    return read_as_expected(lambda: _read(path), path, "safetensors")
+
+
+def _read(path: Path) -> Checkpoint:
+    tensors = _indexed(path) if (path / INDEX).is_file() else load(path / ONE_FILE)
+    config = _json(path / CONFIG) if (path / CONFIG).is_file() else {}
+    return Checkpoint(
+        format="safetensors",
+        version="",
+        names="model",
+        params={name: Param(tensor) for name, tensor in tensors.items() if tensor.dtype.is_floating_point},
+        arguments=config,
+        buffers={name: tensor for name, tensor in tensors.items() if not tensor.dtype.is_floating_point},
+    )
+
+
+def load(path: Path) -> dict[str, LazyTensor]:
+    """The tensors of one file, each read when it is needed. Raises CheckpointError unless header and size agree."""
+    try:
+        nbytes = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if nbytes < 8 or length > min(nbytes - 8, MOST_HEADER_BYTES):
+                raise CheckpointError(
+                    f"{path} is damaged: its {nbytes} bytes do not begin with a header's length; copy it again"
+                )
+            header = file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; copy all files of {path.parent}") from error
+    try:
+        entries = _object(header)
+        entries.pop("__metadata__", None)
+        found = {name: _tensor(path, name, entry, 8 + length) for name, entry in entries.items()}
+        _check_places(entries, nbytes - 8 - length)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        what = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{path} is damaged: its header is wrong ({what}); copy it again") from error
+    return found
+
+
+def _tensor(path: Path, name: str, entry: Mapping[str, Any], start: int) -> LazyTensor:
+    """One of a header's entries; ``start`` is where tensors begin. Raises ValueError, TypeError, KeyError."""
+    if entry["dtype"] not in _DTYPES:
+        raise ValueError(f"{name!r} has the unknown dtype {entry['dtype']!r}")
+    dtype, (begin, end) = _DTYPES[entry["dtype"]], entry["data_offsets"]
+    try:
+        shape, _ = shape_of(entry["shape"]), shape_of((begin, end))
+    except ValueError as error:
+        said = f"shape and place of {name!r} are {entry['shape']} and {entry['data_offsets']}"
+        raise ValueError(said[:300]) from error
+    if end - begin != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{name!r} has {end - begin} bytes, but {entry['dtype']} of shape {list(shape)}")
+    where = f"{name} in {path}"
+
+    def part(first: int, sizes: tuple[int, ...]) -> Tensor:
+        strides = tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+        return torch_files.read_strided(path, start + begin + first * dtype.itemsize, sizes, strides, dtype, where)
+
+    return LazyTensor(shape, dtype, lambda: part(0, shape), where, lambda first, stop: part(first, (stop - first,)))
+
+
+def _check_places(entries: Mapping[str, Mapping[str, Any]], nbytes: int) -> None:
+    """Raises ValueError unless tensors follow each other without a gap up to the end of the file."""
+    at = 0
+    for begin, end in sorted(tuple(entry["data_offsets"]) for entry in entries.values()):
+        if begin != at:
+            raise ValueError(f"a tensor begins at byte {begin}, but the one before it ends at {at}")
+        at = end
+    if at != nbytes:
+        raise ValueError(f"tensors take {at} bytes, but the file has {nbytes} for them")
+
+
+def _indexed(path: Path) -> dict[str, LazyTensor]:
+    """The tensors of all files, in the index' order."""
+    places = _json(path / INDEX).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise CheckpointError(f"{path / INDEX}: expected files by tensors' names under 'weight_map'; copy it again")
+    found: dict[str, LazyTensor] = {}
+    for file in dict.fromkeys(places.values()):
+        check_name(file, f"{path / INDEX}")
+        of_file = load(path / file)
+        listed = {name for name, place in places.items() if place == file}
+        if different := sorted(listed ^ set(of_file)):
+            where = "its header" if different[0] in listed else INDEX
+            raise CheckpointError(
+                f"{path / file}: {different[0]!r} is missing in {where}; the files are of different checkpoints"
+            )
+        found |= of_file
+    return {name: found[name] for name in places}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        return _object(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; copy it again") from error
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    found = json.loads(text, object_pairs_hook=_once)
+    if not isinstance(found, dict):
+        raise ValueError(f"expected an object in JSON, found {type(found).__name__}")
+    return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{name!r} is there twice")
+    return found

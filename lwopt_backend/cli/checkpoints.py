@@ -1,0 +1,564 @@
+"""Options that the commands on checkpoints share, and what they print alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from lwopt_backend.checkpoint import choices
+from lwopt_backend.checkpoint.choices import AUTO, WRITERS, CheckpointError, Numbers
+from lwopt_backend.config.options import parse, suggestion
+
+if TYPE_CHECKING:
+    from lwopt_backend.checkpoint.contents import Checkpoint
+    from lwopt_backend.checkpoint.differences import Compared
+    from lwopt_backend.checkpoint.formats import Reader
+
+MODEL = "The model's numbers, where the checkpoint does not say"
+FAMILIES = ", ".join(choices.FAMILIES)
+FORMATS = ", ".join(choices.FORMATS)
+
+
+def _number(field: str) -> Any:
+    meaning = Numbers.model_fields[field].description or ""
+    return typer.Option(help=f"{meaning[0].upper()}{meaning[1:]}.", rich_help_panel=MODEL)
+
+
+Layers = Annotated[int | None, _number("layers")]
+Heads = Annotated[int | None, _number("heads")]
+QueryGroups = Annotated[int | None, _number("query_groups")]
+KVChannels = Annotated[int | None, _number("kv_channels")]
+Experts = Annotated[int | None, _number("experts")]
+VocabSize = Annotated[int | None, _number("vocab_size")]
+VocabMultiple = Annotated[int | None, _number("vocab_multiple")]
+QKVLayout = Annotated[str | None, _number("qkv_layout")]
+QKVRanks = Annotated[int | None, _number("qkv_ranks")]
+AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def numbers_of(given: Mapping[str, Any]) -> Numbers:
+    """Those that were given, by field. Raises ValueError for one that is none."""
+    found = {key: value for key, value in given.items() if value is not None}
+    if "qkv_ranks" in found and found.get("qkv_layout") != "blocks":
+        raise CheckpointError("--qkv-ranks is of --qkv-layout blocks only; give that, or leave it out")
+    return parse(Numbers, {key: found[key] for key in given if key in found}, "lwopt")
+
+
+def opened(path: Path, format: str) -> tuple[Reader, Checkpoint]:
+    """A checkpoint and what reads it, after folders that a killed program had moved aside are back."""
+    from lwopt_backend.checkpoint import formats
+    from lwopt_backend.checkpoint.files import folders
+
+    folders.recover(path)
+    if path.is_dir():
+        folders.recover_within(path)
+    reader = formats.find(path, format)
+    return reader, reader.read(path)
+
+
+@contextmanager
+def progress(silent: bool) -> Iterator[Progress]:
+    """A bar of bytes on standard error, while that is a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    disable = silent or not console.is_terminal
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=disable) as bar:
+        yield bar
+
+
+def described(checkpoint: Checkpoint) -> dict[str, Any]:
+    """A checkpoint's facts as plain data; sizes in bytes."""
+    states: dict[str, dict[str, Any]] = {}
+    for param in checkpoint.params.values():
+        tensors = {**({"weight": param.weight} if param.weight is not None else {}), **param.states}
+        for key, tensor in tensors.items():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            entry = states.setdefault(
+                f"{key}, {dtype}", {"state": key, "dtype": dtype, "tensors": 0, "elements": 0, "size": 0}
+            )
+            entry["tensors"] += 1
+            entry["elements"] += tensor.numel
+            entry["size"] += tensor.nbytes
+    found = list(states.values())
+    if checkpoint.buffers:
+        buffers = checkpoint.buffers.values()
+        found.append(
+            {
+                **{"state": "buffers", "dtype": "", "tensors": len(buffers)},
+                **{"elements": sum(t.numel for t in buffers), "size": sum(t.nbytes for t in buffers)},
+            }
+        )
+    world = dict(checkpoint.world)
+    return {
+        "format": checkpoint.format,
+        "version": checkpoint.version,
+        "names": checkpoint.names,
+        "step": checkpoint.iteration,
+        "samples": checkpoint.samples,
+        "world_size": math.prod(world.get(key, 1) for key in ("dp", "tp", "pp", "cp")) if world else None,
+        "world": world,
+        "parameters": len(checkpoint.params),
+        "elements": sum(param.best.numel for param in checkpoint.params.values()),
+        "states": found,
+        "size": sum(entry["size"] for entry in found),
+        "owner_states": sum(bool(param.owner_states) for param in checkpoint.params.values()),
+        "groups": [dict(group) for group in checkpoint.groups],
+        "tied": dict(checkpoint.tied),
+    }
+
+
+def print_json(found: Mapping[str, Any]) -> None:
+    """To standard output; what JSON has no form for becomes a string."""
+    typer.echo(json.dumps(_plain(found), indent=2, allow_nan=False))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(entry) for entry in value]
+    if (
+        isinstance(value, float)
+        and not math.isfinite(value)
+        or not isinstance(value, (bool, int, float, str, None.__class__))
+    ):
+        return str(value)
+    return value
+
+
+def columns(rows: Sequence[tuple[str, str]]) -> Table:
+    """What and its value beside it; what is long is broken within its column."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for row in rows:
+        grid.add_row(*row)
+    return grid
+
+
+def sentences(heading: str, found: Sequence[str]) -> Iterator[RenderableType]:
+    """A heading and a list under it, or nothing."""
+    if found:
+        yield f"\n{heading}:"
+        yield columns([("  -", sentence) for sentence in found])
+
+
+# ``lwopt convert``: a checkpoint of one system as one of another.
+
+DTYPES = ("float32", "bfloat16", "float16")
+SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+VERSIONS = ("0.16", "0.19")
+WORKERS = 2  # one thread computes checksums while another waits for the disk; each has a tensor in memory
+WRITTEN = {
+    "universal": "deepspeed universal",
+    "megatron": "megatron torch_dist",
+    "dcp": "torch dcp",
+    "owned": "lwopt_backend owned optimizer state",
+    "safetensors": "safetensors",
+}
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint's folder.")],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="Where the new one goes.")],
+    to: Annotated[str, typer.Option(help=f"One of {', '.join(WRITERS)}.")],
+    format: Annotated[str, typer.Option("--from", help=f"Its format: {FORMATS}.")] = AUTO,
+    vocabulary: Annotated[
+        str | None,
+        typer.Option(
+            "--names", help=f"Of the new one's parameters: {FAMILIES}, or a .json file. Default: as they are."
+        ),
+    ] = None,
+    source_names: Annotated[
+        str | None, typer.Option("--source-names", help="The same of the source, where it does not say itself.")
+    ] = None,
+    megatron_version: Annotated[
+        str | None, typer.Option(help=f"Megatron that loads it: {' or '.join(VERSIONS)} (and later). Default: 0.16.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help=f"Of weights in safetensors: {', '.join(DTYPES)}. Default: as they are.")
+    ] = None,
+    layers: Layers = None,
+    heads: Heads = None,
+    query_groups: QueryGroups = None,
+    kv_channels: KVChannels = None,
+    experts: Experts = None,
+    vocab_size: VocabSize = None,
+    vocab_multiple: VocabMultiple = None,
+    qkv_layout: QKVLayout = None,
+    qkv_ranks: QKVRanks = None,
+    workers: Annotated[
+        int,
+        typer.Option(min=1, help="Tensors that are read and checked, or written, at a time; so many are in memory."),
+    ] = WORKERS,
+    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Read, check and rename; write nothing.")] = False,
+    as_json: AsJSON = False,
+) -> None:
+    """Convert a checkpoint: weights, optimizer state, counters, schedule. Nothing is written unless all is in order."""
+    from lwopt_backend.checkpoint import convert as conversion
+    from lwopt_backend.checkpoint import names
+
+    options = _options(to, megatron_version, dtype)
+    numbers = numbers_of(
+        {
+            **{"layers": layers, "heads": heads, "query_groups": query_groups, "kv_channels": kv_channels},
+            **{"experts": experts, "vocab_size": vocab_size, "vocab_multiple": vocab_multiple},
+            **{"qkv_layout": qkv_layout, "qkv_ranks": qkv_ranks},
+        }
+    )
+    for given in (vocabulary, source_names):
+        if given is not None:
+            names.find(given)
+    reader, found = opened(source, format)
+    place = conversion.place_of(found, to, destination)
+    conversion.check_free(place, force, source)
+    with progress(as_json) as bar:
+        checking = bar.add_task("checking", total=conversion.nbytes(found))
+        checked = conversion.watched(found, lambda count: bar.advance(checking, count))
+        made = conversion.prepared(checked, to, vocabulary, source_names, numbers, workers)
+        result = _as_written(made, to, options)
+        if not dry_run:
+            bar.update(checking, visible=False)  # what is written is read through it once more
+            writing = bar.add_task("writing", total=conversion.nbytes(result))
+            made = conversion.watched(made, lambda count: bar.advance(writing, count))
+            conversion.write(made, to, place, force=force, workers=workers, **options)
+    summary = {
+        "source": {"path": str(source), "reader": reader.name, **described(found)},
+        "result": {"path": str(place.folder), "written": not dry_run, **described(result)},
+        "notes": list(made.notes),
+    }
+    print_json(summary) if as_json else _show_conversion(summary)
+
+
+def _options(to: str, megatron_version: str | None, dtype: str | None) -> dict[str, Any]:
+    """The writer's. Raises CheckpointError for a value that is none, and for one that is of another target."""
+    if to not in WRITERS:
+        raise CheckpointError(f"unknown target {to!r} for --to; {suggestion(to, WRITERS)}")
+    if megatron_version is not None and to != "megatron":
+        raise CheckpointError(f"--megatron-version is of --to megatron, not of --to {to}; leave it out")
+    if dtype is not None and to != "safetensors":
+        raise CheckpointError(
+            f"--dtype is of --to safetensors, not of --to {to}, which keeps all as it was trained; leave it out"
+        )
+    if megatron_version is not None and megatron_version not in VERSIONS:
+        known = " or ".join(VERSIONS)
+        raise CheckpointError(f"--megatron-version {megatron_version!r} is not written; give {known} (and later)")
+    if dtype is not None and SHORT.get(dtype, dtype) not in DTYPES:
+        raise CheckpointError(f"unknown --dtype {dtype!r}; {suggestion(dtype, DTYPES)}")
+    if to == "megatron":
+        return {"version": megatron_version or VERSIONS[0]}
+    if to == "safetensors":
+        import torch
+
+        return {"dtype": None if dtype is None else getattr(torch, SHORT.get(dtype, dtype))}
+    return {}
+
+
+def _as_written(made: Checkpoint, to: str, options: Mapping[str, Any]) -> Checkpoint:
+    """What the target has of it: exports have weights only, FSDP2's weights are the masters."""
+    from lwopt_backend.checkpoint.contents import MASTER, Param
+
+    params = dict(made.params)
+    if to == "safetensors":
+        dtype = options["dtype"]
+        params = {
+            name: Param((param.weight or param.best) if dtype is None else param.best.to(dtype))
+            for name, param in params.items()
+        }
+    elif to == "dcp":
+        params = {
+            name: dataclasses.replace(
+                param, weight=param.best, states={key: t for key, t in param.states.items() if key != MASTER}
+            )
+            for name, param in params.items()
+        }
+    version = options.get("version", "")
+    return dataclasses.replace(made, params=params, format=WRITTEN[to], version=version)
+
+
+def _show_conversion(summary: Mapping[str, Any]) -> None:
+    from lwopt_backend.cli.tables import terminal
+    from lwopt_backend.report import nbytes
+
+    console = terminal()
+    before, after = summary["source"], summary["result"]
+    rows = []
+    for word, side in (("from", before), ("to", after)):
+        step = "" if side["step"] is None else f", step {side['step']}"
+        count = f"{side['parameters']:,} parameters of {side['elements']:,} elements"
+        rows += [(word, side["path"]), ("", f"{side['format']} {side['version']}".strip() + step)]
+        rows += [("", f"{count}, names of {side['names']}")]
+    console.print(columns(rows))
+    table = Table("state", "dtype", title=None)
+    for heading in ("from", "size", "to", "size"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for key, counts in _by_state(before, after):
+        cells = [cell for entry in counts for cell in _cells(entry)]
+        table.add_row(*key, *cells)
+    table.add_section()
+    table.add_row("all", "", "", nbytes(before["size"]), "", nbytes(after["size"]))
+    console.print(table)
+    for part in sentences("Notes", summary["notes"]):
+        console.print(part)
+    console.print(f"\nWritten to {after['path']}." if after["written"] else "\nNothing was written (--dry-run).")
+
+
+def _by_state(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], list[Any]]]:
+    sides = [{(entry["state"], entry["dtype"]): entry for entry in side["states"]} for side in (before, after)]
+    for key in {**sides[0], **sides[1]}:
+        yield key, [side.get(key) for side in sides]
+
+
+def _cells(entry: Mapping[str, Any] | None) -> tuple[str, str]:
+    from lwopt_backend.cli.tables import NONE
+    from lwopt_backend.report import nbytes
+
+    return (NONE, NONE) if entry is None else (f"{entry['tensors']:,}", nbytes(entry["size"]))
+
+
+# ``lwopt inspect``: what a checkpoint is, and whether it is whole.
+
+OPTIONS = ("lr", "weight_decay", "momentum", "momentum_beta", "betas", "eps", "rule")
+UNCHECKED = "Tensors were not read (--no-check), so that only missing ones were noticed."
+
+
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A checkpoint's folder.")],
+    format: Annotated[str, typer.Option("--from", help=f"Its format: {FORMATS}.")] = AUTO,
+    check: Annotated[bool, typer.Option(help="Read every tensor and look for problems.")] = True,
+    as_json: AsJSON = False,
+) -> None:
+    """Show what a checkpoint is: format, version, world size, step, parameters, states, size, problems.
+
+    The exit code is 1 if there are problems, and 2 if it cannot be read.
+    """
+    reader, checkpoint = opened(path, format)
+    problems, advice, notes = _checked(checkpoint, as_json) if check else ([], "", [UNCHECKED])
+    files = [file for file in path.rglob("*") if file.is_file()]
+    found = {
+        **{"path": str(path), "reader": reader.name, **described(checkpoint)},
+        **{"files": len(files), "size_of_files": sum(file.stat().st_size for file in files)},
+        **{"notes": [*checkpoint.notes, *notes], "problems": problems, "advice": advice},
+    }
+    print_json(found) if as_json else _show_contents(found, check)
+    if problems:
+        typer.secho(f"error: {path} has problems ({len(problems)})", fg="red", err=True)
+        raise typer.Exit(1)
+
+
+def _checked(checkpoint: Checkpoint, silent: bool) -> tuple[list[str], str, list[str]]:
+    """Problems, what to do about them if that is known, and notes; every tensor is read."""
+    from lwopt_backend.checkpoint import convert, gates
+
+    with progress(silent) as bar:
+        task = bar.add_task("checking", total=convert.nbytes(checkpoint))
+        try:
+            return [], "", gates.check(convert.watched(checkpoint, lambda count: bar.advance(task, count)))
+        except gates.Refused as error:
+            return list(error.problems), error.advice, []
+        except CheckpointError as error:  # a tensor that cannot be read
+            return [str(error)], "", []
+
+
+def _show_contents(found: Mapping[str, Any], checked: bool) -> None:
+    from lwopt_backend.checkpoint.gates import SHOWN
+    from lwopt_backend.cli.tables import terminal
+    from lwopt_backend.report import nbytes
+
+    console = terminal()
+    world = ", ".join(f"{name} {size}" for name, size in found["world"].items())
+    rows = [
+        ("path", found["path"]),
+        ("format", f"{found['format']} ({found['reader']})"),
+        ("version", _said(found["version"])),
+        ("names", found["names"]),
+        ("world size", _said(found["world_size"]) + f" ({world})" * bool(world)),
+        ("step", _said(found["step"])),
+        ("samples", _said(found["samples"])),
+        ("parameters", f"{found['parameters']:,}, of {found['elements']:,} elements"),
+        ("size", f"{nbytes(found['size'])} of tensors; {found['files']} file(s), {nbytes(found['size_of_files'])}"),
+    ]
+    if found["owner_states"]:
+        rows.append(("owners' state", f"of {found['owner_states']} parameters"))
+    if found["tied"]:
+        rows.append(("tied", ", ".join(f"{name} is {of}" for name, of in found["tied"].items())))
+    for number, group in enumerate(found["groups"]):
+        options = {key: group[key] for key in OPTIONS if group.get(key) is not None}
+        rows.append((f"group {number}", ", ".join(f"{key} {value}" for key, value in options.items()) or "no options"))
+    console.print(columns(rows))
+    table = Table("state", "dtype")
+    for heading in ("tensors", "elements", "size"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for entry in found["states"]:
+        counts = (f"{entry['tensors']:,}", f"{entry['elements']:,}", nbytes(entry["size"]))
+        table.add_row(entry["state"], entry["dtype"], *counts)
+    console.print(table)
+    problems = found["problems"][:SHOWN]
+    more = len(found["problems"]) - len(problems)
+    problems += [f"and {more} more; --json has all of them"] * bool(more)
+    for part in (*sentences("Notes", found["notes"]), *sentences("Problems", problems)):
+        console.print(part)
+    if found["advice"]:
+        console.print(f"\n{found['advice']}.")
+    if checked and not found["problems"]:
+        console.print("\nNo problems found.")
+
+
+def _said(value: object) -> str:
+    return "not said" if value in (None, "") else str(value)
+
+
+# ``lwopt diff``: two checkpoints, tensor by tensor.
+
+SHOWN = 30
+UNNAMED = "model"  # names of checkpoints that do not say what they are
+
+
+def diff(
+    a: Annotated[Path, typer.Argument(help="A checkpoint's folder.")],
+    b: Annotated[Path, typer.Argument(help="Another one.")],
+    format_a: Annotated[str, typer.Option("--from-a", help=f"A's format: {FORMATS}.")] = AUTO,
+    format_b: Annotated[str, typer.Option("--from-b", help="The same of B.")] = AUTO,
+    vocabulary: Annotated[
+        str | None,
+        typer.Option(
+            "--names",
+            help=f"Compare under these names: {FAMILIES}, or a .json file. Default: as they are, or megatron-core's "
+            "where the two have different ones.",
+        ),
+    ] = None,
+    names_a: Annotated[
+        str | None, typer.Option("--names-a", help="A's names, where it does not say itself, as of a saved model.")
+    ] = None,
+    names_b: Annotated[str | None, typer.Option("--names-b", help="The same of B.")] = None,
+    weights: Annotated[
+        bool, typer.Option("--weights", help="Compare weights only, as with an export without optimizer state.")
+    ] = False,
+    layers: Layers = None,
+    heads: Heads = None,
+    query_groups: QueryGroups = None,
+    kv_channels: KVChannels = None,
+    experts: Experts = None,
+    vocab_size: VocabSize = None,
+    qkv_layout: QKVLayout = None,
+    qkv_ranks: QKVRanks = None,
+    as_json: AsJSON = False,
+) -> None:
+    """Compare two checkpoints, whatever their formats: weights, states, counters, buffers.
+
+    The exit code is 1 if they differ, and 2 if one cannot be read.
+    """
+    from lwopt_backend.checkpoint import names
+
+    numbers = numbers_of(
+        {
+            **{"layers": layers, "heads": heads, "query_groups": query_groups, "kv_channels": kv_channels},
+            **{"experts": experts, "vocab_size": vocab_size, "qkv_layout": qkv_layout, "qkv_ranks": qkv_ranks},
+        }
+    )
+    ours, theirs = opened(a, format_a)[1], opened(b, format_b)[1]
+    if vocabulary is None and numbers != Numbers():
+        vocabulary = names.CORE
+    said = {names_a or ours.names, names_b or theirs.names}
+    if vocabulary is None and len(said) > 1 and said <= {names.CORE, *names.FAMILIES}:
+        vocabulary = names.CORE
+    notes = _notes(ours, theirs)
+    names_a = _taken_for("a", ours, names_a, vocabulary, notes)
+    names_b = _taken_for("b", theirs, names_b, vocabulary, notes)
+    ours, theirs = _under(ours, vocabulary, names_a, numbers), _under(theirs, vocabulary, names_b, numbers)
+    if not set(ours.params) & set(theirs.params):
+        notes.append(
+            f"No parameter has the same name in both: A's are such as {next(iter(ours.params), 'none')}, B's such as "
+            f"{next(iter(theirs.params), 'none')}. Say what they are with --names-a and --names-b."
+        )
+    for side, checkpoint in (("A", ours), ("B", theirs)):
+        if not weights and not any(param.states for param in checkpoint.params.values()):
+            notes.append(f"{side} has no optimizer state; --weights compares weights only.")
+    compared = _compared(ours, theirs, weights, as_json)
+    different = [entry for entry in compared if entry.what]
+    found = {
+        **{"a": str(a), "b": str(b), "parameters": len({**ours.params, **theirs.params})},
+        **{"equal": len(compared) - len(different), "different": [dataclasses.asdict(entry) for entry in different]},
+        "notes": notes,
+    }
+    print_json(found) if as_json else _show_differences(found, different)
+    if different:
+        raise typer.Exit(1)
+
+
+def _taken_for(
+    side: str, checkpoint: Checkpoint, source: str | None, vocabulary: str | None, notes: list[str]
+) -> str | None:
+    """What its names are: those of ``vocabulary``, with a note, where nobody says it."""
+    if source is not None or vocabulary is None or checkpoint.names != UNNAMED:
+        return source
+    notes.append(
+        f"{side.upper()} does not say what its names are; they are taken for {vocabulary}'s. If they are others, say "
+        f"so with --names-{side}."
+    )
+    return vocabulary
+
+
+def _compared(a: Checkpoint, b: Checkpoint, weights: bool, silent: bool) -> list[Compared]:
+    from lwopt_backend.checkpoint import convert
+    from lwopt_backend.checkpoint.differences import differences
+
+    with progress(silent) as bar:
+        task = bar.add_task("comparing", total=convert.nbytes(a) + convert.nbytes(b))
+        watched = [convert.watched(each, lambda count: bar.advance(task, count)) for each in (a, b)]
+        return list(differences(watched[0], watched[1], weights))
+
+
+def _under(checkpoint: Checkpoint, vocabulary: str | None, source: str | None, numbers: Numbers) -> Checkpoint:
+    from lwopt_backend.checkpoint import names
+
+    if vocabulary is None and source is None:
+        return checkpoint
+    return names.translate(checkpoint, vocabulary or source or "", numbers, source=source)
+
+
+def _notes(a: Checkpoint, b: Checkpoint) -> list[str]:
+    """What differs beside tensors, as far as both say it."""
+    pairs = [("Step", a.iteration, b.iteration), ("Samples", a.samples, b.samples)]
+    if len(a.groups) == len(b.groups):
+        for number, (ours, theirs) in enumerate(zip(a.groups, b.groups)):
+            both = [key for key in ("lr", "weight_decay", "momentum", "eps") if key in ours and key in theirs]
+            pairs += [(f"{key} of group {number}", ours[key], theirs[key]) for key in both]
+    return [
+        f"{what}: {ours} in A, {theirs} in B."
+        for what, ours, theirs in pairs
+        if ours is not None and theirs is not None and ours != theirs
+    ]
+
+
+def _show_differences(found: Mapping[str, Any], different: Sequence[Compared]) -> None:
+    from lwopt_backend.cli.tables import terminal
+
+    console = terminal()
+    console.print(columns([("A", found["a"]), ("B", found["b"])]))
+    if different:
+        table = Table()
+        table.add_column("parameter", overflow="fold", ratio=3)
+        table.add_column("tensor", overflow="fold", ratio=1)
+        table.add_column("difference", ratio=2)
+        table.add_column("largest", justify="right", no_wrap=True)
+        for entry in different[:SHOWN]:
+            table.add_row(entry.name, entry.key, entry.what, f"{entry.largest:.3g}" if entry.elements else "")
+        console.print(table)
+        if len(different) > SHOWN:
+            console.print(f"and {len(different) - SHOWN} more; --json has all of them")
+    for part in sentences("Notes", found["notes"]):
+        console.print(part)
+    count = f"{found['equal']:,} tensors and counters of {found['parameters']:,} parameters"
+    console.print(f"\n{count} are equal, {len(different):,} differ.")

@@ -1,0 +1,172 @@
+"""Options of ``lwopt plan`` as the engine's own options."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from lwopt_backend.cli import inputs
+from lwopt_backend.plan.layouts import SUB_GROUP_SIZE
+from lwopt_backend.planner import EXPERTS
+
+if TYPE_CHECKING:
+    from lwopt_backend.planner.document import Alternative
+    from lwopt_backend.planner.models import ModelShapes
+    from lwopt_backend.planner.study import Study
+
+
+# ``lwopt plan``: what a step would cost, before a cluster is booked.
+
+
+def plan(
+    world_size: Annotated[int, typer.Option(min=1, help="All ranks.", rich_help_panel=inputs.CLUSTER)],
+    hf: inputs.HuggingFace = None,
+    checkpoint: inputs.Checkpoint = None,
+    shapes: inputs.Shapes = None,
+    include: inputs.Include = None,
+    exclude: inputs.Exclude = None,
+    experts: Annotated[
+        str, typer.Option(metavar="GLOB", help="Parameters that --ep spreads.", rich_help_panel=inputs.MODEL)
+    ] = EXPERTS,
+    dtype: Annotated[
+        inputs.Dtype | None,
+        typer.Option(help="Of parameters. Default: bfloat16, on fsdp2 float32.", rich_help_panel=inputs.MODEL),
+    ] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism.", rich_help_panel=inputs.CLUSTER)] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.", rich_help_panel=inputs.CLUSTER)] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="Expert parallelism.", rich_help_panel=inputs.CLUSTER)] = 1,
+    cluster: inputs.Cluster = "h100-8x-ib",
+    engine: Annotated[
+        inputs.Engine, typer.Option(help="Who stores parameters.", rich_help_panel=inputs.PLAN)
+    ] = inputs.Engine.owned,
+    layout: Annotated[
+        inputs.Layout | None,
+        typer.Option(
+            help="Of buckets: with padding, without, or what the engine chooses.", rich_help_panel=inputs.PLAN
+        ),
+    ] = None,
+    bucket_mb: inputs.BucketMb = None,
+    bucket_numel: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of zero and fsdp2: most elements of an exchange.", rich_help_panel=inputs.PLAN),
+    ] = None,
+    group_size: Annotated[
+        str | None,
+        typer.Option(metavar="N|auto", help="Of owned: ranks that share ownership.", rich_help_panel=inputs.PLAN),
+    ] = None,
+    policy: Annotated[
+        inputs.Policy | None, typer.Option(help="Of zero: who owns a matrix.", rich_help_panel=inputs.PLAN)
+    ] = None,
+    sub_group_size: Annotated[
+        int, typer.Option(min=1, help="DeepSpeed's, of zero3.", rich_help_panel=inputs.PLAN)
+    ] = SUB_GROUP_SIZE,
+    grad_dtype: Annotated[
+        inputs.GradDtype, typer.Option(help="Of gradients, kept and sent.", rich_help_panel=inputs.PLAN)
+    ] = inputs.GradDtype.parameter,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Any other option of the engine, or a section of rules: matrix=soap. `lwopt rules` lists them.",
+            rich_help_panel=inputs.PLAN,
+        ),
+    ] = None,
+    cost: inputs.Cost = None,
+    what_if: Annotated[
+        bool | None,
+        typer.Option(help="Rows for other choices. Default: yes, unless --json.", rich_help_panel=inputs.OUTPUT),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the plan as JSON, nothing else.", rich_help_panel=inputs.OUTPUT)
+    ] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a report.", rich_help_panel=inputs.OUTPUT)
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a picture.", rich_help_panel=inputs.OUTPUT)
+    ] = None,
+) -> None:
+    """The plan that an engine trains by: who owns what, work and memory per rank, bytes and modelled seconds of a step.
+
+    Options that are left out have the engine's defaults.
+    """
+    import torch
+
+    from lwopt_backend.cli.plan_options import engine_options, group_size_of
+    from lwopt_backend.planner.document import document
+    from lwopt_backend.planner.setting import Setting, cluster_named
+    from lwopt_backend.planner.study import Deployment, plan_study
+
+    named = {
+        "include": tuple(include) if include else None,
+        "exclude": tuple(exclude) if exclude else None,
+        "layout": layout and layout.value,
+        "bucket_mb": bucket_mb,
+        "bucket_numel": bucket_numel,
+        "group_size": group_size_of(group_size),
+        "policy": policy and policy.value,
+    }
+    setting = Setting.of(
+        engine.value,
+        cluster_named(cluster),
+        inputs.cost_named(cost),
+        engine_options(engine.value, named, option or ()),
+        dtype=getattr(torch, dtype.value) if dtype else None,
+        grad_dtype=grad_dtype.value,
+        sub_group_size=sub_group_size,
+    )
+    model = inputs.read_model(hf, checkpoint, shapes, setting.training)
+    messages = Console(stderr=True)
+    with messages.status("planning"):
+        study = plan_study(model, Deployment(world_size, tp, pp, ep), setting, experts=experts)
+    wanted = what_if if what_if is not None else not as_json
+    rows = _what_if(study, messages) if wanted else []
+    content = document(study, source=model.source, rows=rows)
+    if html or png:
+        _draw(content, html, png)
+    if as_json:
+        typer.echo(json.dumps(content))
+    else:
+        _print(model, study, rows)
+
+
+def _what_if(study: Study, messages: Console) -> list[Alternative]:
+    """Rows for the first buffer of the stage that is shown."""
+    from lwopt_backend.planner.document import alternatives
+
+    planned = next(each for each in study.worst.planned if each.part is not None)
+    with messages.status("what if") as status:
+        return list(alternatives(planned, study.setting, lambda what: status.update(f"what if: {what}")))
+
+
+def _draw(content: dict[str, object], html: Path | None, png: Path | None) -> None:
+    from lwopt_backend.pictures import save_html, save_plan_png  # matplotlib is an extra, and slow to import
+
+    if html:
+        save_html(content, html)
+    if png:
+        save_plan_png(content, png)
+
+
+def _print(model: ModelShapes, study: Study, rows: list[Alternative]) -> None:
+    from lwopt_backend.cli import tables
+    from lwopt_backend.report import routing_headline, routing_table, show_digest
+
+    console = tables.terminal()
+    console.print(f"Model: {model.source}")
+    for sentence in (*model.notes, *routing_headline(study.routes)):
+        console.print(sentence)
+    console.print(routing_table(study.routes))
+    for sentence in tables.headline(study):
+        console.print(sentence)
+    if len(study.stages) > 1:
+        console.print(tables.stage_table(study))
+    console.print(tables.rank_table(study.worst))
+    console.print(tables.collective_table(study.worst))
+    if rows:
+        console.print(tables.what_if_table(study.worst.parts[0].name, rows))
+    show_digest(console, study.digest)

@@ -1,0 +1,64 @@
+"""What a class's docstrings say of its constructor's arguments, in the two styles that optimizers are documented in::
+
+:param lr: float. learning rate.        Args:
+                                            lr (float, optional): learning rate (default: 1e-3)
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+# Rules and hosts as plain data: every option with its default, meaning and source.
+
+
+# ``lwopt rules``: every rule and every host, and every option of them with its default, meaning and source.
+
+
+def rules(
+    name: Annotated[str | None, typer.Argument(help="Show this rule only, and no hosts.")] = None,
+    class_path: Annotated[
+        str | None, typer.Option("--class", metavar="PATH", help="The optimizer whose arguments torch_optimizer has.")
+    ] = None,
+    imports: Annotated[
+        list[str] | None, typer.Option("--import", metavar="MODULE", help="A module that registers rules; repeatable.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the rules and hosts that a configuration may name, and their options with default, meaning and source."""
+    from lwopt_backend.cli.rule_facts import rule_facts
+    from lwopt_backend.cli.tables import terminal
+
+    sys.path.insert(0, "")
+    for module in imports or ():
+        importlib.import_module(module)
+    found = rule_facts(name, class_path)
+    if as_json:
+        print(json.dumps(found, indent=2, default=str))
+        return
+    console = terminal()
+    table = Table("rule", "for", "state", "cost", "source", title="Rules")
+    for rule in found["rules"]:
+        table.add_row(*(rule[key] for key in ("name", "for", "state", "cost", "source")))
+    console.print(table)
+    for rule in found["rules"]:
+        titled = _table(f"{rule['name']}, for {rule['for']}", rule["options"])
+        console.print(f"{rule['name']}: {rule['note']}" if rule["note"] else titled)
+    for host in found["hosts"]:
+        console.print(_table(f"on {host['name']}, for the whole optimizer", host["options"]))
+    if found["atoms"]:
+        console.print(_table("a division in atoms", found["atoms"]))
+
+
+def _table(title: str, options: Sequence[Mapping[str, str]]) -> Table:
+    columns = ("default", "meaning", "source")
+    table = Table("option", *columns, title=title)
+    for option in options:
+        table.add_row(option["name"], *(option[key] for key in columns))
+    return table

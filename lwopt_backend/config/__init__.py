@@ -1,0 +1,1 @@
+"""Options: what users write, checked; the rules by name; param groups."""

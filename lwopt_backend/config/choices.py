@@ -1,0 +1,293 @@
+"""Which rules train a model, with which options: from configurations and arguments to one checked ``Rules``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from lwopt_backend.config.hosts import HostConfig, ZeROConfig
+from lwopt_backend.config.optimizer_classes import class_named, path_of
+from lwopt_backend.config.options import Options, option_suggestion, parse, rule_suggestion, suggestion, translated
+from lwopt_backend.config.registry import (
+    ELEMENTWISE,
+    ELEMENTWISE_RULES,
+    MATRIX_RULES,
+    AdamWOptions,
+    MuonOptions,
+    options_of,
+    rule_named,
+)
+from lwopt_backend.routing.routing import as_globs
+from lwopt_backend.runtime.agreement import setting
+
+KINDS: Mapping[str, Mapping[str, object]] = {"matrix": MATRIX_RULES, "elementwise": ELEMENTWISE_RULES}
+SECTIONS = {  # and what they mean
+    "matrix": "the rule of the matrices: its name, or a section with 'name' and options",
+    "elementwise": "the rule of everything else, likewise",
+    "overrides": "sections with 'params', globs on names, and in 'matrix' or 'elementwise' what holds for them instead",
+}
+DEFAULTS = {"matrix": "muon", "elementwise": "adamw"}
+C = TypeVar("C", bound=HostConfig)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A rule and its options."""
+
+    rule: str
+    options: Options
+
+    @property
+    def lr(self) -> float:
+        return getattr(self.options, "lr", 0.0)
+
+    def changed(self, given: Mapping[str, Any], where: str) -> Choice:
+        """With the options ``given`` in place of these; of another rule, if a ``name`` is among them, with its own
+        defaults."""
+        given = _by_path(given, where)
+        kind = "matrix" if self.rule in MATRIX_RULES else "elementwise"
+        rule = _rule_of(kind, given.pop("name", self.rule), where)
+        before = self.options.model_dump() if rule == self.rule and _same_class(self.options, given) else {}
+        return Choice(rule, options_of(rule, {**before, **given}, where))
+
+
+def _same_class(options: Options, given: Mapping[str, Any]) -> bool:
+    """Options of one class say nothing about another's. A class may have several paths."""
+    before = getattr(options, "class", None)
+    if "class" not in given or before is None or given["class"] == before:
+        return True
+    try:
+        return class_named(given["class"]) is class_named(before)
+    except ValueError:
+        return False  # what is wrong with it, the options' model says
+
+
+def _by_path(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """With the path of a class in its place."""
+    try:
+        return {**given, "class": path_of(given["class"])} if "class" in given else dict(given)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Override:
+    """Options of the parameters whose names match one of the globs ``params``; those left out stay as they are."""
+
+    params: tuple[str, ...]
+    matrix: Mapping[str, Any] = field(default_factory=dict)
+    elementwise: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The rule for matrices, the rule for everything else, and what some parameters have otherwise; later ones win.
+
+    ``notes`` say how what was given was understood, where it was written for another optimizer.
+    """
+
+    matrix: Choice
+    elementwise: Choice
+    overrides: tuple[Override, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def settings_lines(rules: Rules, config: HostConfig) -> list[str]:
+    """What all ranks must have been given alike, a line to every option. Whether to print is each rank's business."""
+    lines = []
+    for kind, choice in (("matrix", rules.matrix), ("elementwise", rules.elementwise)):
+        lines.append(setting(kind, choice.rule))
+        lines += [setting(f"{kind}.{key}", value) for key, value in choice.options.model_dump().items()]
+    for number, override in enumerate(rules.overrides):
+        lines += [setting(f"overrides[{number}].{key}", value) for key, value in vars(override).items()]
+    return lines + [setting(key, value) for key, value in config.model_dump(exclude={"report"}).items()]
+
+
+def settings_of(model: type[C], options: Mapping[str, Any], where: str) -> tuple[Rules, C]:
+    """From the sections ``matrix``, ``elementwise`` and ``overrides``, and the options of the host beside them.
+
+    A ``lr`` or ``weight_decay`` beside the sections is the matrix rule's. Raises ValueError for an unknown rule or
+    option, for a wrong value, and for an option that is given twice.
+    """
+    rest = {key: value for key, value in options.items() if key not in SECTIONS}
+    given = {kind: _section(options.get(kind, default), kind, where) for kind, default in DEFAULTS.items()}
+    for key in ("lr", "weight_decay"):
+        if key in rest:
+            given["matrix"] = merged(given["matrix"], {key: rest.pop(key)}, "matrix", where)
+    choices = {kind: _choice(kind, section, f"{where}: {kind}") for kind, section in given.items()}
+    unknown = [key for key in rest if key not in model.model_fields]
+    if unknown:
+        kind = next((kind for kind, rules in KINDS.items() if unknown[0] in rules), None)
+        as_section = f"write {{{kind!r}: {{'name': {unknown[0]!r}, ...}}}}"
+        hint = as_section if kind else option_suggestion(unknown[0], _known(model, choices))
+        raise ValueError(f"{where}: unknown key {unknown[0]!r}; {hint}")
+    overrides = _overrides(options.get("overrides", ()), choices, where)
+    return Rules(choices["matrix"], choices["elementwise"], overrides), parse(model, rest, where)
+
+
+def _section(given: Any, kind: str, where: str) -> dict[str, Any]:
+    if isinstance(given, str):
+        return {"name": given}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{where}: {kind}: expected a rule's name, or a section with a 'name'; found {given!r}")
+    if "name" not in given:
+        raise ValueError(f"{where}: {kind}: expected a key 'name', one of {', '.join(KINDS[kind])}; found {given!r}")
+    return dict(given)
+
+
+def _choice(kind: str, section: Mapping[str, Any], where: str) -> Choice:
+    section = _by_path(section, where)
+    name = _rule_of(kind, section.pop("name"), where)
+    return Choice(name, options_of(name, section, where))
+
+
+def _rule_of(kind: str, name: object, where: str) -> str:
+    if not isinstance(name, str):
+        raise ValueError(f"{where}: name: expected one of {', '.join(KINDS[kind])}; found {name!r}")
+    name = ELEMENTWISE.get(name, name) if kind == "elementwise" else name
+    if name not in KINDS[kind]:
+        others = {other for rules in KINDS.values() for other in rules} - set(KINDS[kind])
+        raise ValueError(f"{where}: unknown rule {name!r}; {rule_suggestion(name, KINDS[kind], others)}")
+    return name
+
+
+def merged(options: Mapping[str, Any], more: Mapping[str, Any], what: str, where: str) -> dict[str, Any]:
+    """Both together. Raises ValueError for a key that both have."""
+    for key, value in more.items():
+        if key in options:
+            raise ValueError(f"{where}: {key!r} is given twice, as {options[key]!r} and in {what!r} as {value!r}")
+    return {**options, **more}
+
+
+def _known(model: type[HostConfig], choices: Mapping[str, Choice]) -> Iterable[str]:
+    yield from [*SECTIONS, *model.model_fields]
+    for kind, choice in choices.items():
+        yield from (f"{kind}.{key}" for key in type(choice.options).model_fields)
+
+
+def _overrides(given: Any, choices: Mapping[str, Choice], where: str) -> tuple[Override, ...]:
+    if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
+        raise ValueError(f"{where}: overrides: expected a list of sections with 'params'; found {given!r}")
+    overrides = []
+    for number, entry in enumerate(given):
+        place = f"{where}: overrides[{number}]"
+        if not isinstance(entry, Mapping) or not entry.get("params"):
+            raise ValueError(f"{place}: expected a section with 'params', a glob on names or several; found {entry!r}")
+        for key in entry:
+            if key not in ("params", *KINDS):
+                raise ValueError(f"{place}: unknown key {key!r}; {suggestion(str(key), ('params', *KINDS))}")
+        sections = {kind: _changes(entry[kind], f"{place}: {kind}") for kind in KINDS if kind in entry}
+        if not any(sections.values()):
+            raise ValueError(f"{place}: expected options in 'matrix' or 'elementwise'; found none")
+        for kind, section in sections.items():
+            choices[kind].changed(section, f"{place}: {kind}")
+        overrides.append(Override(as_globs(entry["params"], f"{place}: params"), **sections))
+    return tuple(overrides)
+
+
+def _changes(given: Any, where: str) -> dict[str, Any]:
+    if isinstance(given, str):
+        return {"name": given}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{where}: expected a rule's name, or a section of options; found {given!r}")
+    return dict(given)
+
+
+def arguments_of(
+    model: type[C],
+    matrix: str | Mapping[str, Any],
+    lr: float | None,
+    elementwise: str | Mapping[str, Any],
+    elementwise_lr: float | None,
+    overrides: Iterable[Mapping[str, Any]],
+    options: Mapping[str, Any],
+    where: str,
+) -> tuple[Rules, C]:
+    """``settings_of`` for arguments in Python, where the matrix rule's options may also stand beside the host's.
+
+    A section named as the element-wise rule, ``adamw={...}``, has options of that rule.
+    """
+    sections = {"matrix": _section(matrix, "matrix", where), "elementwise": _section(elementwise, "elementwise", where)}
+    for kind, section in sections.items():
+        _rule_of(kind, section["name"], f"{where}: {kind}")
+    rest = dict(options)
+    name = sections["elementwise"]["name"]
+    more = rest.pop(name, {})
+    if not isinstance(more, Mapping):
+        raise ValueError(f"{where}: {name}: expected a section of options; found {more!r}")
+    sections["elementwise"] = merged(sections["elementwise"], more, name, where)
+    fields = _fields({"lr": lr, **rest} if lr is not None else rest, sections["matrix"], model, f"{where}: matrix")
+    for key in rest:
+        if key not in fields and key not in model.model_fields:
+            known = [*model.model_fields, *fields, "elementwise_lr"]
+            known += [f"{name}.{option}" for option in _fields({}, sections["elementwise"], model, where)]
+            raise ValueError(f"{where}: unknown key {key!r}; {option_suggestion(key, known, _as_argument)}")
+    own = {key: rest.pop(key) for key in list(rest) if key in fields and key not in model.model_fields}
+    sections["matrix"] = merged(own, sections["matrix"], "matrix", where)
+    if lr is not None:
+        sections["matrix"] = merged(sections["matrix"], {"lr": lr}, "lr", where)
+    if elementwise_lr is not None:
+        sections["elementwise"] = merged(sections["elementwise"], {"lr": elementwise_lr}, "elementwise_lr", where)
+    return settings_of(model, {**rest, **sections, "overrides": overrides}, where)
+
+
+def _fields(
+    beside: Mapping[str, Any], section: Mapping[str, Any], model: type[HostConfig], where: str
+) -> Mapping[str, Any]:
+    """Options of the section's rule, which may depend on those given, in the section or ``beside`` it."""
+    given = {**{key: value for key, value in beside.items() if key not in model.model_fields}, **section}
+    given = _by_path(given, where)
+    name = given.pop("name")
+    rule = MATRIX_RULES.get(name) or rule_named(ELEMENTWISE.get(name, name))
+    return rule.model(given, where).model_fields
+
+
+def _as_argument(name: str) -> str:
+    """An option of a section as it is written in Python."""
+    section, _, key = name.rpartition(".")
+    return f"{section}={{{key!r}: ...}}" if section else repr(name)
+
+
+# ``"type": "LayerWiseMuon"``: Muon's options, AdamW's in a section, DeepSpeed's beside them, in one flat model.
+#
+# Both types take the entries that were written for DeepSpeed's Muon and for AdamW, too.
+
+
+class LayerWiseMuonConfig(ZeROConfig, MuonOptions):
+    """Short for ``LayerWise`` with ``"matrix": {"name": "muon", ...}, "elementwise": {"name": "adamw", ...}``."""
+
+    adamw: AdamWOptions = AdamWOptions()
+    overrides: Any = ()  # ``settings_of`` looks at them
+
+
+def muon_settings(options: Mapping[str, Any], where: str) -> tuple[Rules, ZeROConfig]:
+    """Raises ValueError that names every wrong key."""
+    options, note = translated(options, where)
+    rules, config = settings_of(ZeROConfig, _sections(parse(LayerWiseMuonConfig, options, where)), where)
+    return _noted(rules, note), config
+
+
+def layer_wise_settings(options: Mapping[str, Any], where: str) -> tuple[Rules, ZeROConfig]:
+    """``settings_of`` for DeepSpeed, also of an entry that was written for an optimizer of others."""
+    options, note = translated(options, where)
+    if note is not None:
+        options = _sections(parse(LayerWiseMuonConfig, options, where))
+    rules, config = settings_of(ZeROConfig, options, where)
+    return _noted(rules, note), config
+
+
+def _sections(config: LayerWiseMuonConfig) -> dict[str, Any]:
+    """The same as options of ``LayerWise``."""
+    muon = {key: getattr(config, key) for key in MuonOptions.model_fields}
+    host = {key: getattr(config, key) for key in ZeROConfig.model_fields if key in config.model_fields_set}
+    sections = {
+        "matrix": {"name": "muon", **muon},
+        "elementwise": {"name": "adamw", **config.adamw.model_dump()},
+        "overrides": config.overrides,
+    }
+    return {**host, **sections}
+
+
+def _noted(rules: Rules, note: str | None) -> Rules:
+    return rules if note is None else replace(rules, notes=(note,))

@@ -1,0 +1,139 @@
+"""The options that hold for a whole optimizer, by host. Those of the rules are in ``rule_options``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import PlainValidator, StrictBool, model_validator
+
+from lwopt_backend.config.options import Count, Globs, Options, Positive, option
+from lwopt_backend.routing.routing import AtomSettings
+
+OURS = "this package"
+MEGATRON = "Megatron-Core"
+OWNED_LAYOUT = (
+    "of every bucket: 'padded' (equal parts, fixed-size collectives), 'compact' (no padding, parts as long as needed) "
+    "or 'auto' (the shorter modelled step; says which and why)"
+)
+BUCKET_MB = "a bucket is closed once it has so many MiB of gradients"
+GROUP_SIZE = (
+    "ranks that own together; the others are instances of them that hold the same. None: chosen by the planner, all "
+    "ranks unless there are too few matrices for them"
+)
+
+
+def _checked_atoms(atoms: dict[str, Any]) -> dict[str, Any]:
+    AtomSettings.parse(atoms)
+    return atoms
+
+
+class HostConfig(Options):
+    """What every host has."""
+
+    include: Globs = option(
+        (), "globs on names of parameters that are matrices, whatever the routing by structure says", OURS
+    )
+    exclude: Globs = option((), "globs on names of parameters that are none; wins over include", OURS)
+    atoms: Annotated[dict[str, Any], PlainValidator(_checked_atoms)] = option(
+        {}, "by glob, which matrices are in a parameter, where that is not found out: a division, or a word", OURS
+    )
+    allow_no_matrix: StrictBool = option(
+        False, "a model without a single matrix parameter is an error unless this is set", OURS
+    )
+    exchange_dtype: Literal["auto", "bfloat16", "float32"] = option(
+        "auto", "dtype on the wire; 'auto' is the rule's, with which nothing is lost", OURS
+    )
+    report: StrictBool = option(True, "print the routing and the plan once, on rank 0", OURS)
+
+
+class ZeROConfig(HostConfig):
+    """For DeepSpeed. ``storage`` tells which of the others may be given."""
+
+    policy: Literal["auto", "stay", "balance"] = option(
+        "auto",
+        "who owns a matrix: 'stay' (the rank that stores most of it), 'balance' (even work) or 'auto' (whichever has "
+        "the shorter modelled step)",
+        OURS,
+    )
+    bucket_numel: Count = option(
+        2**24, "elements of the matrices that share one all-to-all; two such buckets are in flight", OURS
+    )
+    ns_device: Literal["auto", "cpu"] = option(
+        "auto",
+        "where matrices are updated, also where DeepSpeed keeps the optimizer in the CPU's memory: 'auto' on the "
+        "accelerator if there is one, 'cpu' on the CPU",
+        OURS,
+    )
+    storage: Literal["zero", "owned"] = option(
+        "zero",
+        "who holds parameters, gradients and state: 'zero', DeepSpeed's optimizers, to which policy, bucket_numel and "
+        "ns_device belong; or 'owned', we ourselves (stages 0 to 2), to which layout, bucket_mb and group_size belong",
+        OURS,
+    )
+    layout: Literal["auto", "padded", "compact"] = option("auto", OWNED_LAYOUT, OURS)
+    bucket_mb: Positive = option(64.0, BUCKET_MB, OURS)
+    group_size: Count | None = option(None, GROUP_SIZE, OURS)
+
+    @model_validator(mode="after")
+    def _options_of_the_storage(self) -> ZeROConfig:
+        of = {"zero": ("policy", "bucket_numel", "ns_device"), "owned": ("layout", "bucket_mb", "group_size")}
+        other = "owned" if self.storage == "zero" else "zero"
+        wrong = [key for key in of[other] if key in self.model_fields_set]
+        if wrong:
+            raise ValueError(
+                f'{", ".join(map(repr, wrong))}: only for "storage": "{other}", but the storage is {self.storage!r}'
+            )
+        return self
+
+
+class FSDP2Config(HostConfig):
+    """For ``LayerWiseOptimizer`` on FSDP2."""
+
+    layout: Literal["auto", "padded", "compact"] = option(
+        "auto",
+        "how a bucket lies on the wire: 'compact' (parts as long as needed), 'padded' (equal parts) or 'auto' (equal "
+        "where nothing is padded for it)",
+        OURS,
+    )
+    bucket_matrices: Count | None = option(
+        None,
+        "matrices that share one all-to-all; None: twice the number of ranks. Two such buckets are in flight",
+        OURS,
+    )
+    bucket_numel: Count | None = option(
+        None, "a bucket never holds more elements than this, unless a single matrix does; None: no limit", OURS
+    )
+    state_dtype: Literal["parameter", "float32"] = option(
+        "parameter", "of the optimizer's state: the parameter's, as torch's optimizers, or 'float32'", OURS
+    )
+
+
+class OwnedConfig(HostConfig):
+    """For ``lwopt_backend.LayerWiseOptimizer``, which owns the buffers of parameters and gradients."""
+
+    layout: Literal["auto", "padded", "compact"] = option("auto", OWNED_LAYOUT, OURS)
+    bucket_mb: Positive = option(64.0, BUCKET_MB, OURS)
+    group_size: Count | None = option(None, GROUP_SIZE, OURS)
+    grad_dtype: Literal["parameter", "float32"] = option(
+        "parameter", "of gradients until they are at their owners: the parameter's, or 'float32'", OURS
+    )
+    keep_full_grads: StrictBool = option(
+        False,
+        "the mean gradients are on all ranks after backward, in param.grad, at the memory that takes; otherwise only "
+        "owners have them",
+        OURS,
+    )
+    overlap_grad_reduce: StrictBool = option(
+        True, "buckets leave during backward as they fill, rather than at the step", MEGATRON
+    )
+    overlap_param_gather: StrictBool = option(
+        False, "parameters return while the next forward pass runs, each module waiting for its own", MEGATRON
+    )
+    step_in_backward: StrictBool = option(
+        False, "a bucket is updated in backward as soon as it is there; gradients cannot be clipped then", OURS
+    )
+    bus_alignment: StrictBool = option(
+        False,
+        "padded buckets end on 2^16 elements, which NCCL moves at full bandwidth",
+        f"{MEGATRON}'s pad_buckets_for_high_nccl_busbw",
+    )

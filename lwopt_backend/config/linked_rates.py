@@ -1,0 +1,257 @@
+"""Param groups of AdamW alone, with the keys of torch.optim.AdamW's, so that state dicts go from one to the other.
+
+torch.distributed.checkpoint reads a flattened state dict by the keys that the groups have. So where AdamW trains
+everything they are just torch's. What we know of a group beside them is in the ``marks`` of its ``ParamGroup``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lwopt_backend.config.choices import Rules
+from lwopt_backend.config.param_groups import OURS
+from lwopt_backend.config.registry import ELEMENTWISE_RULES, MATRIX_RULES, AdamWOptions, option_names
+
+RULE = "adamw"
+
+
+@functools.cache
+def torchs() -> Mapping[str, Any]:
+    """torch.optim.AdamW's options of a group, with their defaults."""
+    return {k: v for k, v in torch.optim.AdamW([torch.zeros(1)]).param_groups[0].items() if k != "params"}
+
+
+@functools.cache
+def fixed() -> Mapping[str, Any]:
+    """Those of them that are no options of ours; they are there for others to read."""
+    return {key: value for key, value in torchs().items() if key not in AdamWOptions.model_fields}
+
+
+def is_alone(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether AdamW trains everything. ``groups`` are as they come from the routing, with ``rule``."""
+    return all(group["rule"] == RULE for group in groups)
+
+
+def marks_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """By group, what is not to stand among its keys; empty where other rules train, too."""
+    if not is_alone(groups):
+        return [{} for _ in groups]
+    # Options that torch's does not have are there where they say something.
+    ours = {k: field.default for k, field in AdamWOptions.model_fields.items() if k not in torchs()}
+    return [{**ours, **{key: group[key] for key in OURS if key in group}} for group in groups]
+
+
+def shown(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Copies of the groups, with all of torch's keys where AdamW trains everything."""
+    return [{**(fixed() if is_alone(groups) else {}), **group} for group in groups]
+
+
+def check(group: Mapping[str, Any], where: str) -> None:
+    """Raises ValueError for an option of torch.optim.AdamW that ours would not follow."""
+    for key, value in fixed().items():
+        if group.get(key, value) != value:
+            raise ValueError(
+                f"{where}: {key!r} is {group[key]!r}, but AdamW here has {value!r} only; set it to that, if what was "
+                "trained so far allows it"
+            )
+
+
+# Param groups as schedulers write to them: one rate for all keeps their ratio, one momentum reaches every rule.
+
+OWN_RATES = "own_rates"  # a group's key, kept in checkpoints: whether its rate is taken as it is written
+CYCLED = ("momentum", "betas")  # schedulers write a momentum under either name, the same for all groups
+
+
+class ParamGroup(dict[str, Any]):
+    """A param group to which a scheduler may write one rate and one momentum for all groups.
+
+    *Rates.* The matrix rule and AdamW need learning rates that differ by a factor of 10 to 100. Many schedulers write a
+    single rate to every group (torch's OneCycleLR with one ``max_lr``, DeepSpeed's WarmupLR), which would give AdamW
+    Muon's. So a rate that is written to every group in turn is taken as the optimizer's ``lr``, and each group holds it
+    times the ratio it was configured with. A scheduler that has once written rates in another ratio knows its groups:
+    from then on every rate is taken as it is written. So it is from the start where all groups were configured with one
+    rate. ``group["lr"]`` is always the rate in use.
+
+    *Momentum.* Of ``momentum`` and ``betas`` a group keeps the one that its rule has. A write of the other sets it:
+    ``betas[0]`` is the momentum. A rule with neither ignores both, and so does an element-wise rule with a momentum of
+    0, whose state has no place for one. Reading works likewise, for torch's schedulers read ``betas`` of every group to
+    write its first number.
+
+    ``marks`` are values that can be read by their keys and are in no list of them, as long as no others were written
+    (``torch_adamw``).
+    """
+
+    def __init__(
+        self, group: Mapping[str, Any], rates: LinkedRates, index: int, marks: Mapping[str, Any] | None = None
+    ) -> None:
+        self._marks = dict(marks or {})
+        if self._marks:
+            check(group, f"param group {index}")
+        super().__init__({k: v for k, v in group.items() if k not in self._marks or v != self._marks[k]})
+        self._rates = rates
+        self._index = index
+        names = option_names(self) if "rule" in self or "rule" in self._marks else list(self)
+        self._has = [key for key in CYCLED if key in names]
+        for key in CYCLED:
+            if key not in self._has:
+                self.pop(key, None)  # a checkpoint may bring what a scheduler once left there
+        self._still = "momentum" in self and not self["momentum"] and self["rule"] in ELEMENTWISE_RULES
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key in CYCLED and (self._still or key not in self._has):
+            if self._has == ["betas"]:
+                self["betas"] = (value, *self["betas"][1:])
+            elif self._has == ["momentum"] and not self._still:
+                self["momentum"] = value[0]
+            return
+        if self._marks:
+            check({key: value}, f"param group {self._index}")
+        super().__setitem__(key, value)
+        if key == "lr":
+            self._rates.written(self._index, value)
+
+    def __missing__(self, key: str) -> Any:
+        if key in self._marks:
+            return self._marks[key]
+        if key == "betas":
+            return (self["momentum"],) if self._has else ()
+        if key == "momentum" and self._has:
+            return self["betas"][0]
+        raise KeyError(key)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+class LinkedRates:
+    """The learning rates written to a list of param groups, round by round.
+
+    ``marks`` are, by group, those of the ``ParamGroup``s.
+    """
+
+    def __init__(self, ratios: Sequence[float], marks: Sequence[Mapping[str, Any]] = ()) -> None:
+        self._ratios = tuple(ratios)
+        self._marks = list(marks) or [{} for _ in self._ratios]
+        self._alike = len(set(self._ratios)) == 1
+        self._groups: list[ParamGroup] = []
+        self._round: list[Any] = []  # what was written to the first groups, in their order
+
+    @classmethod
+    def of(
+        cls, groups: Iterable[Mapping[str, Any]], rate: float, marks: Sequence[Mapping[str, Any]] = ()
+    ) -> LinkedRates:
+        """Ratios of freshly configured groups to the optimizer's ``lr``; with an ``lr`` of 0 there is none to keep."""
+        return cls([group["lr"] / rate if rate else 1.0 for group in groups], marks)
+
+    def link(self, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """``groups`` as param groups that know each other, in the order of the ratios."""
+        before, self._round = self._groups, []
+        pairs = zip(groups, self._marks, strict=True)
+        self._groups = [ParamGroup(group, self, index, marks) for index, (group, marks) in enumerate(pairs)]
+        for group, marks in zip(self._groups, self._marks):
+            if self._alike or (marks and not group.get(OWN_RATES)):
+                group.pop(OWN_RATES, None)
+            elif not marks:  # from the beginning: a flattened checkpoint is read by the keys that there are
+                group.setdefault(OWN_RATES, False)
+        if not self._alike and any(group.get(OWN_RATES) for group in [*before, *self._groups]):
+            self._unlink()
+        return [*self._groups]
+
+    def written(self, index: int, value: Any) -> None:
+        """Take note that ``value`` was written to group ``index``."""
+        if self._alike or self._groups[index].get(OWN_RATES):
+            return
+        # A schedule writes to the groups in their order; anything else is somebody writing to a single group.
+        self._round = [*self._round, value] if index == len(self._round) else [value] if index == 0 else []
+        if len(self._round) < len(self._groups):
+            return
+        values, self._round = self._round, []
+        if all(written == value for written in values):
+            for group, ratio in zip(self._groups, self._ratios):
+                dict.__setitem__(group, "lr", value * ratio)
+        elif not self._in_ratio(values):
+            self._unlink()
+
+    def _in_ratio(self, values: Sequence[Any]) -> bool:
+        """Rates scaled together, by hand or by a schedule of factors, say nothing against the ratio."""
+        pairs = list(zip(values, self._ratios))
+        first, ratio = max(pairs, key=lambda pair: pair[1])
+        return all(math.isclose(value * ratio, first * other, rel_tol=1e-6) for value, other in pairs)
+
+    def _unlink(self) -> None:
+        for group in self._groups:
+            dict.__setitem__(group, OWN_RATES, True)
+
+
+# What our optimizers have in common: param groups that a scheduler may treat as one, and a plan with a name.
+
+Groups = Sequence[Mapping[str, Any]]
+
+
+class LinkedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose param groups are ``ParamGroup``s, as many as it was made with."""
+
+    _rates: LinkedRates | None = None  # once the groups are linked, which the base class's constructor makes one by one
+    _plan_digest: str | None = None  # once there is a plan
+
+    @property
+    def plan_digest(self) -> str:
+        """The name of this rank's plan: the ``digest`` of ``lwopt plan`` for the same model, ranks and options.
+
+        Raises RuntimeError before there is a plan.
+        """
+        if self._plan_digest is None:
+            raise RuntimeError(
+                f"this {getattr(self, 'name', type(self).__name__)} has no plan yet, so plan_digest has no value; "
+                "under DeepSpeed it plans in deepspeed.initialize, with sharded_later in the first step: ask after that"
+            )
+        return self._plan_digest
+
+    def _begin(self, rules: Rules, groups: Groups, marks: Groups = (), *, rate: float | None = None) -> None:
+        """Link the groups as they were configured, and show schedulers what they look for."""
+        self.defaults = defaults_of(rules, groups)
+        self._rates = LinkedRates.of(groups, rate_of(rules, groups) if rate is None else rate, marks)
+        self.link_groups(self.param_groups)
+
+    def link_groups(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Go on with ``groups``, as after a checkpoint, which brings plain dictionaries."""
+        assert self._rates is not None
+        self.param_groups = self._rates.link(groups)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only for the base class's constructor. Raises RuntimeError afterwards: the plan knows no later parameters."""
+        if self._rates is not None:
+            name = getattr(self, "name", "LayerWiseOptimizer")
+            raise RuntimeError(f"{name} takes no param group after it was made; give all groups to the constructor")
+        super().add_param_group(param_group)
+
+
+def rate_of(rules: Rules, groups: Groups) -> float:
+    """The optimizer's ``lr``: the matrix rule's, or the other's where that trains everything."""
+    return (rules.matrix if _has_matrices(groups) else rules.elementwise).lr
+
+
+def defaults_of(rules: Rules, groups: Groups) -> dict[str, Any]:
+    """What schedulers read of the optimizer: options, and ``momentum`` and ``betas`` if any group has one of them.
+
+    torch's OneCycleLR and CyclicLR ask for either, DeepSpeed's OneCycle for ``betas`` alone.
+    """
+    defaults = (rules.matrix if _has_matrices(groups) else rules.elementwise).options.model_dump()
+    found = [group[key] for group in groups for key in CYCLED if key in option_names(group)]
+    if found:
+        momentum = found[0] if isinstance(found[0], (int, float)) else found[0][0]
+        defaults = {"momentum": momentum, "betas": (momentum,), **defaults}
+    return defaults
+
+
+def _has_matrices(groups: Groups) -> bool:
+    return any(group["rule"] in MATRIX_RULES for group in groups)

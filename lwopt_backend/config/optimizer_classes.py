@@ -1,0 +1,334 @@
+"""Optimizer classes tried on a few numbers, on every rank and before anything is trained with them.
+
+Whatever a class keeps must be in the state of its parameter, or be counted in its param group: that is what checkpoints
+hold and what other ranks can go on with. A class that trains otherwise when everything else is made anew is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeGuard, TypeVar
+
+import torch
+from pydantic import create_model
+from torch import Tensor, nn
+
+from lwopt_backend.config.options import Options, install_command, option, suggestion
+from lwopt_backend.rules.protocol import inner_steps
+from lwopt_backend.rules.torch_optimizer import TorchOptimizer
+from lwopt_backend.runtime import nested
+from lwopt_backend.runtime.elementwise import Counters, ElementwiseStepper
+from lwopt_backend.runtime.whole import Slices
+
+STEPS = 8
+LOWER_FROM, LOWER_BY = 3, 10  # from this step on the learning rate is so much lower, as under a schedule
+REGISTER = "Register it with register_elementwise(..., new_state=...)"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ElementwiseState:
+    """The state that an optimizer keeps of an element-wise parameter: all zeros at first.
+
+    ``like`` are the keys of tensors as large as the parameter, ``steps`` those of tensors without dimensions.
+    """
+
+    like: tuple[str, ...]
+    steps: tuple[str, ...]
+    counters: Counters
+    steps_on_device: bool = False  # as fused implementations want it
+
+    def new(self, flat: Tensor) -> dict[str, Tensor]:
+        """Fresh state of the elements of ``flat``."""
+        kinds = {**self.counters.state, **dict(self.counters.group.values())}
+        device = flat.device if self.steps_on_device else "cpu"
+        state = {key: torch.zeros((), device=device) for key in self.steps}
+        state.update({k: torch.zeros((), dtype=torch.float32 if t is float else torch.int64) for k, t in kinds.items()})
+        return {**state, **{key: torch.zeros_like(flat) for key in self.like}}
+
+
+_MATRICES: set[str] = set()
+_CAUTIOUS: set[str] = set()
+_ELEMENTWISE: dict[str, ElementwiseState] = {}
+
+
+def try_matrix(path: str, arguments: Mapping[str, Any]) -> None:
+    """Raises ValueError for an optimizer that cannot be the rule of matrices."""
+    key = _key(path, arguments)
+    if key not in _MATRICES:
+        _on_some_device(lambda device: _try_matrix(path, arguments, device))
+        _MATRICES.add(key)
+
+
+def _try_matrix(path: str, arguments: Mapping[str, Any], device: str) -> None:
+    value, grads = _numbers(device, 3, 2)
+    whole, _, _ = _plain(path, arguments, value, grads)
+    with _as_sentence(path):
+        states: dict[str, Any] = {}
+        ours = value.clone()
+        with _seeded():
+            for step, grad in enumerate(grads):
+                rule = TorchOptimizer(class_named(path), **_arguments(arguments, step))
+                rule.step(ours, grad.clone(), states)
+                states = copy.deepcopy(states)
+                nested.check(states)
+    _check_same(path, ours, whole)
+
+
+def elementwise_state(path: str, arguments: Mapping[str, Any]) -> ElementwiseState:
+    """What an optimizer keeps of an element-wise parameter.
+
+    Raises ValueError for an optimizer whose update of some elements depends on others, which ranks that hold parts of a
+    parameter could not tell; for one whose fresh state is not zeros; and for one that would lose some of it.
+    """
+    key = _key(path, arguments)
+    if key not in _ELEMENTWISE:
+        _ELEMENTWISE[key] = _on_some_device(lambda device: _found_out(path, arguments, device))
+    return _ELEMENTWISE[key]
+
+
+def _found_out(path: str, arguments: Mapping[str, Any], device: str) -> ElementwiseState:
+    value, grads = _numbers(device, 6)
+    whole, state, counted = _plain(path, arguments, value, grads)
+    halves = [_plain(path, arguments, value[i : i + 3], [grad[i : i + 3] for grad in grads])[0] for i in (0, 3)]
+    matrix = _plain(path, arguments, value.view(3, 2), [grad.view(3, 2) for grad in grads])[0]
+    if not (_same(torch.cat(halves), whole) and _same(matrix.flatten(), whole)):
+        raise ValueError(
+            f"{path} is not element-wise: its update of some elements depends on the others, which other ranks hold, "
+            "or on the shape; use it as the matrix rule, or another one here"
+        )
+    fused = bool(arguments.get("fused") or arguments.get("capturable"))
+    found = replace(_form(path, state, counted, value), steps_on_device=fused)
+    ours, kept = value.clone(), found.new(value)
+    first = None
+    with _as_sentence(path), _seeded():
+        for step, grad in enumerate(grads):
+            stepper = ElementwiseStepper(class_named(path), found.counters)
+            stepper.step(_arguments(arguments, step), [Slices(ours, grad.clone(), kept)])
+            first = ours.clone() if first is None else first
+    assert first is not None
+    if not _same(first, _plain(path, arguments, value, grads[:1])[0]):
+        raise ValueError(f"{path}: its state does not begin with zeros. {REGISTER}")
+    _check_same(path, ours, whole)
+    return found
+
+
+def try_cautious(path: str, arguments: Mapping[str, Any]) -> None:
+    """Raises ValueError for an optimizer whose update depends on the weight, though it has no decay."""
+    key = _key(path, arguments)
+    if key not in _CAUTIOUS:
+        _on_some_device(lambda device: _try_cautious(path, arguments, device))
+        _CAUTIOUS.add(key)
+
+
+def _try_cautious(path: str, arguments: Mapping[str, Any], device: str) -> None:
+    value, grads = _numbers(device, 6)
+    moved = _plain(path, arguments, value, grads)[0] - value
+    if not torch.allclose(moved, _plain(path, arguments, torch.zeros_like(value), grads)[0], rtol=1e-4, atol=1e-6):
+        raise ValueError(
+            f"weight_decay_form is 'cautious', but {path} updates by the weight even without decay; leave "
+            "weight_decay_form out, or choose another optimizer"
+        )
+
+
+def _form(path: str, state: Mapping[str, Any], counted: Mapping[str, Any], value: Tensor) -> ElementwiseState:
+    """Of what an optimizer has after some steps."""
+    like = tuple(k for k, v in state.items() if isinstance(v, Tensor) and v.shape == value.shape)
+    steps = tuple(k for k, v in state.items() if isinstance(v, Tensor) and v.ndim == 0)
+    rest = {k: v for k, v in state.items() if k not in (*like, *steps) and v is not None}
+    for where, entries in (("state", rest), ("param group", counted)):
+        odd = [key for key, entry in entries.items() if type(entry) not in (int, float)]
+        if odd:
+            raise ValueError(
+                f"{path}: its {where} keeps {type(entries[odd[0]]).__name__} {odd[0]!r}; expected tensors as large as "
+                f"the parameter, and numbers. {REGISTER}"
+            )
+    taken = {*like, *steps, *rest}
+    group = {key: (f"group_{key}" if key in taken else key, type(entry)) for key, entry in counted.items()}
+    return ElementwiseState(like, steps, Counters({key: type(entry) for key, entry in rest.items()}, group))
+
+
+def _plain(
+    path: str, arguments: Mapping[str, Any], value: Tensor, grads: Sequence[Tensor]
+) -> tuple[Tensor, dict[str, Any], dict[str, Any]]:
+    """Some steps as anybody would take them: the value, the state, and what changed in the param group."""
+    with _as_sentence(path), _seeded():
+        storage = value.clone()
+        param = nn.Parameter(storage)
+        inner = class_named(path)([param], **_arguments(arguments, 0))
+        (group,) = inner.param_groups
+        before = {key: repr(entry) for key, entry in group.items()}
+        for step, grad in enumerate(grads):
+            if step == LOWER_FROM:
+                group.update({k: v for k, v in _arguments(arguments, step).items() if k == "lr" and k in group})
+            param.grad = grad.clone()
+            with inner_steps():
+                inner.step()
+        counted = {k: v for k, v in group.items() if k not in ("params", *arguments) and before.get(k) != repr(v)}
+        return param.detach(), dict(inner.state.get(param, {})), counted
+
+
+def _arguments(arguments: Mapping[str, Any], step: int) -> dict[str, Any]:
+    lr = arguments.get("lr")
+    lower = {"lr": lr / LOWER_BY} if step >= LOWER_FROM and isinstance(lr, (int, float)) else {}
+    return {**arguments, **lower}
+
+
+def _numbers(device: str, *shape: int) -> tuple[Tensor, list[Tensor]]:
+    """A value and gradients of that shape, of six elements."""
+    numbers = torch.Generator().manual_seed(0)
+    value, *grads = torch.randn((1 + STEPS, 3, 2), generator=numbers).to(device)
+    # One is nearly orthogonal to the value, row by row: some optimizers project matrices then.
+    grads[0] = torch.stack([-value[:, 1], value[:, 0]], dim=1) + 0.05 * value
+    return value.reshape(shape), [grad.reshape(shape) for grad in grads]
+
+
+def _on_some_device(trial: Callable[[str], T]) -> T:
+    """On the CPU; or, for what only runs there, on the accelerator."""
+    if torch.accelerator.is_available():
+        try:
+            return trial("cpu")
+        except ValueError:
+            return trial(str(torch.accelerator.current_accelerator()))
+    return trial("cpu")
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """But for a last bit: DeepSpeed's CPUAdam multiplies powers up, and computes them anew after a checkpoint."""
+    return torch.allclose(one, other, rtol=2e-6, atol=2e-7)
+
+
+def _check_same(path: str, ours: Tensor, whole: Tensor) -> None:
+    if not _same(ours, whole):
+        raise ValueError(
+            f"{path} trains otherwise when made anew between steps, as after a checkpoint, or under a schedule: it "
+            "keeps something outside of state[parameter] and of what it counts in its param group, or goes by other "
+            "arguments than it is given; expected all of it there"
+        )
+
+
+def _key(path: str, arguments: Mapping[str, Any]) -> str:
+    return f"{path} {sorted(arguments.items(), key=str)!r}"
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+@contextmanager
+def _as_sentence(path: str) -> Iterator[None]:
+    """Whatever an optimizer raises, as a ValueError that names it."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{path} fails on a few numbers: {error or type(error).__name__}") from error
+
+
+# Optimizers by the path of their class, ``"pytorch_optimizer.SOAP"``: their options, and whether they may be used.
+
+Trial = Callable[[str, Mapping[str, Any]], object]
+DECAY_FORM = "weight_decay_form"  # an option of ours, no argument of a class
+PACKAGES = {"pytorch_optimizer": "pytorch-optimizer", "deepspeed": "deepspeed"}  # by the module that each installs
+
+
+def path_of(given: Any) -> str:
+    """The path of a class that is given as itself or as its path. Raises ValueError for anything else."""
+    if isinstance(given, str):
+        return given
+    if isinstance(given, type):
+        if "." in given.__qualname__:
+            raise ValueError(
+                f"class: {given.__qualname__} is defined inside something else; expected one at the top of a module, "
+                "from which every rank imports it"
+            )
+        return f"{given.__module__}.{given.__qualname__}"
+    raise ValueError(
+        f"class: expected an optimizer's class or its path, e.g. 'pytorch_optimizer.SOAP'; found {given!r}"
+    )
+
+
+@functools.cache
+def class_named(path: str) -> type[torch.optim.Optimizer]:
+    """The optimizer class of that path. Raises ValueError if there is none, with the nearest name."""
+    module_name, _, name = path.rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, ValueError) as error:
+        package = PACKAGES.get(module_name.partition(".")[0])
+        how = f"; run: {install_command(package)}" if package else ""
+        raise ValueError(f"class {path!r} cannot be imported: {error}{how}") from error
+    found = getattr(module, name, None)
+    if found is None:
+        known = [key for key, value in vars(module).items() if _is_optimizer(value)]
+        raise ValueError(f"class {path!r}: {module_name} has no {name!r}; {suggestion(name, known)}")
+    if not _is_optimizer(found):
+        raise ValueError(f"class {path!r}: expected a torch.optim.Optimizer, found {found!r}")
+    return found
+
+
+def _is_optimizer(value: Any) -> TypeGuard[type[torch.optim.Optimizer]]:
+    return isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+
+
+@functools.cache
+def options_model(path: str, *, with_class: bool, with_form: bool = False) -> type[Options]:
+    """The arguments of a class as an options model: names and defaults as in its signature.
+
+    One with ``**kwargs`` takes those of its base class, too. Of one with weight decay it can be said how it decays.
+    """
+    fields: dict[str, Any] = {"class": (str, ...)} if with_class else {}
+    for name, parameter in _parameters(class_named(path)).items():
+        fields[name] = (Any, ... if parameter.default is parameter.empty else parameter.default)
+    if with_form and "weight_decay" in fields:
+        meaning = "as the class has it; or only what the update moves towards zero"
+        form = option("own", meaning, "Cautious Weight Decay, arXiv 2510.12402")
+        fields[DECAY_FORM] = (Literal["own", "cautious"], form)
+    return create_model(path.rpartition(".")[2], __base__=Options, **fields)
+
+
+def _parameters(cls: type) -> dict[str, inspect.Parameter]:
+    """The parameters of a class's constructor but ``self`` and the optimizer's parameters."""
+    found: dict[str, inspect.Parameter] = {}
+    for base in cls.__mro__:
+        if base is torch.optim.Optimizer:
+            break
+        if "__init__" not in vars(base):
+            continue
+        parameters = list(inspect.signature(vars(base)["__init__"]).parameters.items())[2:]
+        named = {k: p for k, p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and k != "defaults"}
+        found = {**named, **found}
+        if len(named) == len(parameters):
+            break
+    return found
+
+
+def checked_model(
+    path: str, given: Mapping[str, Any], where: str, trial: Trial, *, with_class: bool, with_form: bool = False
+) -> type[Options]:
+    """``options_model``. Raises ValueError for arguments that the class itself refuses, or that fail in a ``trial``."""
+    try:
+        model = options_model(path, with_class=with_class, with_form=with_form)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}" if where else str(error)) from error
+    named = {key: value for key, value in given.items() if key != "class"}
+    if where and set(named) <= set(model.model_fields):
+        defaults = {key: field.default for key, field in model.model_fields.items() if not field.is_required()}
+        try:
+            arguments = {key: value for key, value in named.items() if key != DECAY_FORM}
+            class_named(path)([nn.Parameter(torch.zeros(2, 2))], **arguments)
+        except Exception as error:
+            raise ValueError(f"{where}: {path} refuses these arguments: {error}") from error
+        try:
+            trial(path, {**defaults, **named})
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+    return model

@@ -1,0 +1,218 @@
+"""The optimizers of the element-wise param groups, by a group's number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any
+
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from lwopt_backend.config.choices import Choice, Rules
+from lwopt_backend.config.hosts import FSDP2Config, OwnedConfig, ZeROConfig
+from lwopt_backend.config.options import is_foreign, nearest, option_suggestion
+from lwopt_backend.config.registry import ELEMENTWISE_RULES, arguments, is_cautious, optimizer_arguments
+from lwopt_backend.routing.routing import named_like
+from lwopt_backend.runtime.collectives import of_elementwise
+from lwopt_backend.runtime.elementwise import ElementwiseStepper, step_cautiously
+from lwopt_backend.runtime.whole import Slices
+
+
+class ElementwiseGroups:
+    """Steps parts of element-wise param groups; every group's optimizer is made once."""
+
+    def __init__(self) -> None:
+        self._steppers: dict[int, ElementwiseStepper] = {}
+
+    def step(self, number: int, group: Mapping[str, Any], parts: Sequence[Slices]) -> None:
+        """One step of ``parts``, of param group ``number``, with the options that it has now."""
+        options = arguments(group)
+        given = optimizer_arguments(options)
+        if number not in self._steppers:
+            entry = ELEMENTWISE_RULES[group["rule"]]
+            self._steppers[number] = ElementwiseStepper(entry.optimizer(options), entry.counters(options))
+        stepper = self._steppers[number]
+        with record_function(of_elementwise(group)):
+            if is_cautious(options):
+                step_cautiously(stepper, given, options["lr"] * options["weight_decay"], parts)
+            else:
+                stepper.step(given, parts)
+
+
+# Param groups: every group of the user's is split by rule, and by the overrides that its parameters have.
+
+SHARED = ("lr", "weight_decay")  # a group's own value of these is meant for both halves
+OURS = frozenset({"rule", "from_group", "overrides", "members"})  # written by us into the parts
+
+
+def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+    """``params`` as torch.optim takes it (parameters, named parameters, or group dictionaries) as a list of groups.
+
+    Names are not kept, the model's own are used. Raises TypeError for anything else, ValueError for no parameter at all
+    or one that occurs twice.
+    """
+    if isinstance(params, Tensor) or not _is_ordered(params):
+        found = "a single tensor" if isinstance(params, Tensor) else _kind(params)
+        raise TypeError(
+            f"params must be an iterable of parameters or of param groups, in an order that all ranks share; found "
+            f"{found}; pass model.parameters() or a list of param groups"
+        )
+    items = list(params)
+    if not items:
+        raise ValueError("params is empty; pass model.parameters() or a list of param groups")
+    if not any(isinstance(item, Mapping) for item in items):
+        items = [{"params": items}]
+    for number, group in enumerate(items):
+        if not isinstance(group, Mapping):
+            raise TypeError(f"param group {number}: expected a dictionary like the other groups, found {_kind(group)}")
+        if "params" not in group:
+            raise ValueError(f"param group {number}: expected a key 'params', found {', '.join(map(repr, group))}")
+        if not _is_ordered(group["params"]):
+            raise TypeError(
+                f"param group {number}: params: expected a list of parameters, found {_kind(group['params'])}"
+            )
+    groups = [{**group, "params": _listed(group["params"])} for group in items]
+    for group in groups:
+        group.pop("param_names", None)  # torch's, of all parameters; a group is about to be split
+    _check_members(groups)
+    return groups
+
+
+def _is_ordered(params: Any) -> bool:
+    """Whether these can be parameters; a set has another order on every rank."""
+    if isinstance(params, (Set, Mapping)) or isinstance(params, nn.Module) and not isinstance(params, nn.ParameterList):
+        return False
+    return isinstance(params, (Tensor, Iterable))
+
+
+def _listed(params: Any) -> list[Any]:
+    if isinstance(params, Tensor):
+        return [params]
+    return [item[1] if isinstance(item, tuple) and len(item) == 2 else item for item in params]
+
+
+def _check_members(groups: Sequence[Mapping[str, Any]]) -> None:
+    seen: set[int] = set()
+    for number, group in enumerate(groups):
+        for position, param in enumerate(group["params"]):
+            place = f"param group {number}, position {position}"
+            if not isinstance(param, Tensor):
+                raise TypeError(f"{place}: expected a parameter, found {_kind(param)}")
+            if id(param) in seen:
+                raise ValueError(f"{place}: this parameter of shape {tuple(param.shape)} was given before")
+            seen.add(id(param))
+
+
+def _kind(value: Any) -> str:
+    return repr(value) if value is None or isinstance(value, (int, float)) else f"a {type(value).__name__}"
+
+
+def of_another_optimizer(saved: Any) -> bool:
+    """Whether these are a checkpoint's param groups, and none has the rule that ours write."""
+    groups = isinstance(saved, Sequence) and bool(saved) and all(isinstance(group, Mapping) for group in saved)
+    return groups and not any("rule" in group for group in saved)
+
+
+def split(
+    groups: Sequence[Mapping[str, Any]],
+    is_matrix: Mapping[int, bool],
+    rules: Rules,
+    names: Mapping[int, str] | None = None,
+) -> list[dict[str, Any]]:
+    """Each group's matrices, then its element-wise parameters, both in the group's order; empty parts are left out.
+
+    ``is_matrix`` tells by ``id(parameter)``; parameters missing from it (frozen ones) are dropped. Parameters with
+    other overrides are parts of their own; ``names``, by id, say which those are. A group's own ``lr`` and
+    ``weight_decay`` hold for all its parts, its other options are the matrix rule's, those in the section
+    ``"elementwise"`` or of that rule's name the other's; overrides come last. Keys that are no option stay in all
+    parts. How many come out depends on the model and the user's groups only, never on the ranks.
+    """
+    parts = []
+    for number, group in enumerate(groups):
+        matrix, elementwise, extra = _options(group, rules, f"param group {number}")
+        for kind, choice in (("matrix", matrix), ("elementwise", elementwise)):
+            wanted = [p for p in group["params"] if is_matrix.get(id(p)) == (kind == "matrix")]
+            by_overrides: dict[tuple[int, ...], list[Any]] = {}
+            for param in wanted:
+                which = () if names is None else overrides_of(names[id(param)], kind, rules)
+                by_overrides.setdefault(which, []).append(param)
+            for which, params in sorted(by_overrides.items()):
+                changed = _overridden(choice, kind, which, rules)
+                marks = {"rule": changed.rule, "from_group": number, "overrides": list(which)}
+                parts.append({"params": params, **extra, **changed.options.model_dump(), **marks})
+    return parts
+
+
+def overrides_of(name: str, kind: str, rules: Rules) -> tuple[int, ...]:
+    """Which overrides say something of the rule of a parameter."""
+    return tuple(
+        number
+        for number, override in enumerate(rules.overrides)
+        if getattr(override, kind) and named_like(override.params)(name)
+    )
+
+
+def _overridden(choice: Choice, kind: str, which: Sequence[int], rules: Rules) -> Choice:
+    for number in which:
+        choice = choice.changed(getattr(rules.overrides[number], kind), f"overrides[{number}]: {kind}")
+    return choice
+
+
+def _options(group: Mapping[str, Any], rules: Rules, where: str) -> tuple[Choice, Choice, dict[str, Any]]:
+    """A group's rules with its own options, and its keys that are none."""
+    matrix, elementwise = rules.matrix, rules.elementwise
+    fields = type(matrix.options).model_fields
+    sections: dict[str, dict[str, Any]] = {"matrix": {}, "elementwise": {}}
+    extra = {}
+    for key, value in group.items():
+        kind = "elementwise" if key == elementwise.rule else key
+        if kind in sections:
+            if not isinstance(value, Mapping):
+                raise ValueError(f"{where}: {key}: expected a section of options; found {value!r}")
+            sections[kind].update(value)
+        elif key in fields:
+            sections["matrix"].setdefault(key, value)
+        elif key != "params":
+            _check_foreign(str(key), rules, where)
+            extra[key] = value
+    known = type(elementwise.options).model_fields
+    shared = {key: group[key] for key in SHARED if key in group and key in known}
+    section = f"{where}, {elementwise.rule!r}"
+    return (
+        matrix.changed(sections["matrix"], where),
+        elementwise.changed({**shared, **sections["elementwise"]}, section),
+        extra,
+    )
+
+
+def _check_foreign(key: str, rules: Rules, where: str) -> None:
+    """A key that is nobody's option is the user's business; one that looks like an option would do nothing."""
+    known = ["params", "matrix", "elementwise", rules.elementwise.rule, *type(rules.matrix.options).model_fields]
+    close = nearest(key, known, cutoff=0.8)
+    if key in type(rules.elementwise.options).model_fields:
+        name = rules.elementwise.rule
+        raise ValueError(f"{where}: {key!r} is an option of {name!r}; write it into the group's section {name!r}")
+    if any(key in config.model_fields for config in (ZeROConfig, FSDP2Config, OwnedConfig)):
+        raise ValueError(f"{where}: {key!r} is an option of the whole optimizer, not of a param group")
+    if key in OURS:
+        raise ValueError(f"{where}: {key!r} is a key that this optimizer writes itself; rename yours")
+    if close or is_foreign(key):
+        sections = [f"{rules.elementwise.rule}.{option}" for option in type(rules.elementwise.options).model_fields]
+        raise ValueError(f"{where}: unknown key {key!r}; {option_suggestion(key, [*known, *sections])}")
+
+
+def check_overrides(rules: Rules, names: Mapping[str, bool]) -> None:
+    """Raises ValueError for an override that changes nothing. ``names`` of all parameters: whether it is a matrix."""
+    for number, override in enumerate(rules.overrides):
+        like = named_like(override.params)
+        matching = [is_matrix for name, is_matrix in names.items() if like(name)]
+        where = f"overrides[{number}]: {', '.join(map(repr, override.params))}"
+        for glob in override.params:
+            if not any(map(named_like([glob]), names)):
+                close = nearest(glob, names)
+                hint = f"did you mean {close!r}?" if close else f"names look like {next(iter(names), None)!r}"
+                raise ValueError(f"overrides[{number}]: {glob!r} matches no trained parameter; {hint}")
+        for kind, wanted in (("matrix", True), ("elementwise", False)):
+            if getattr(override, kind) and wanted not in matching:
+                other = "elementwise" if wanted else "matrix"
+                raise ValueError(f"{where} have options in {kind!r}, but all that match are trained by {other!r}")

@@ -1,0 +1,248 @@
+"""One optimizer over modules that lie on different ranks: ``ModuleOptimizers({"vision": ..., "language": None})``.
+
+Each module keeps its own optimizer, process groups and number of ranks. What has to be one decision is taken here: is
+every gradient finite, how large are they together, did everybody step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lwopt_backend.config.options import suggestion
+from lwopt_backend.rules.protocol import inner_steps
+from lwopt_backend.runtime.agreement import agree, check_in_all
+from lwopt_backend.runtime.collectives import ranks_of
+from lwopt_backend.runtime.gradients import checked_order
+from lwopt_backend.storage.modules import NAME, check_held, held_by, load, parts_of, save, together
+
+
+class ModuleOptimizers(torch.optim.Optimizer):
+    """Steps the optimizers of several modules as one.
+
+    - ``optimizers``: by a module's name its optimizer, or None on a rank that does not have the module. All ranks give
+      the same names in the same order. An optimizer is one of ``lwopt_backend.LayerWiseOptimizer``, of
+      ``lwopt_backend.integrations.fsdp2.LayerWiseOptimizer``, or any of torch's, whose module is then a copy on each of
+      its ranks, as under DDP, or on one rank only.
+    - ``process_group``: all ranks of all modules; by default all there are.
+
+    ``modules`` are this rank's optimizers by name, ``names`` all modules. Everything here is called on all ranks.
+    Raises TypeError, ValueError or RuntimeError, on all of them, for modules that cannot be trained together.
+    """
+
+    def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer | None], *, process_group: Any = None) -> None:
+        self._everyone = ranks_of(process_group)
+        what = f"{NAME}: all ranks name all modules in one order, with None for those that they do not have"
+        self._parts = agree(self._everyone, what, lambda: (parts_of(optimizers), list(optimizers)))
+        self.names = tuple(optimizers)
+        self.modules = {name: part.optimizer for name, part in self._parts.items()}
+        held = self._everyone.gather_objects({name: held_by(part) for name, part in self._parts.items()})
+        check_held(self.names, held)
+        self._first = {name: next(rank for rank, has in enumerate(held) if name in has) for name in self.names}
+        self.overflowed: tuple[str, ...] = ()
+        common = set.intersection(*(set(has.defaults) for of_rank in held for has in of_rank.values()))
+        mine = next((optimizer.defaults for optimizer in self.modules.values()), {})
+        # As after unpickling. The base class's constructor wants parameters, of which a rank may have none.
+        self.__setstate__({"defaults": {key: mine.get(key) for key in sorted(common)}})
+        self._mark()  # on all ranks alike, whoever looks at them: checkpoints compare groups between ranks
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of this rank's modules, in their order; ``group["module"]`` says whose. Writing to one sets it."""
+        self._mark()
+        return [group for optimizer in self.modules.values() for group in optimizer.param_groups]
+
+    def _mark(self) -> None:
+        for name, optimizer in self.modules.items():
+            for group in optimizer.param_groups:
+                group["module"] = name
+
+    @property
+    def state(self) -> dict[Any, Any]:  # type: ignore[override]
+        """What this rank's optimizers keep in their ``state``."""
+        return {param: state for optimizer in self.modules.values() for param, state in optimizer.state.items()}
+
+    # The loop
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it gradients of modules in owned storage stay on their ranks; hosts have switches of their own."""
+        with ExitStack() as stack:
+            for part in self._parts.values():
+                stack.enter_context(part.no_sync())
+            yield
+
+    @torch.no_grad()
+    def grad_norms(self, norm_type: float = 2.0) -> dict[str, Tensor]:
+        """The norm of each module's mean gradients, in fp32 on the CPU; of all modules, on all ranks."""
+        return {name: torch.tensor(norm, dtype=torch.float32) for name, norm in self._norms(norm_type).items()}
+
+    @torch.no_grad()
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of all modules' mean gradients as one vector, every element counted once, in fp32 on the CPU."""
+        return _total(self._norms(norm_type), checked_order(norm_type))
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self,
+        max_norm: float | Mapping[str, float],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """Multiply all gradients by ``max_norm / (norm + 1e-6)``, if that is below 1, where ``norm`` is ``grad_norm``.
+
+        With a ``max_norm`` for every module, each by its own over that same norm. ``foreach`` changes nothing.
+        Returns the norm before clipping. If it is not finite, gradients are left alone: ``step`` uses none of them.
+        Raises RuntimeError for such a norm if asked to, ValueError for modules without a ``max_norm`` or unknown.
+        """
+        limits = max_norm if isinstance(max_norm, Mapping) else dict.fromkeys(self.names, max_norm)
+        self._check_names("max_norm", limits, self.names)
+        norm = self.grad_norm(norm_type)
+        if torch.isfinite(norm):
+            for name, part in self._parts.items():
+                factor = torch.clamp(limits[name] / (norm + 1e-6), max=1.0).item()
+                if factor < 1:
+                    part.scale(factor)
+        elif error_if_nonfinite:
+            raise RuntimeError(
+                f"the total norm of order {norm_type} of all modules' gradients is {norm.item()}; set "
+                "error_if_nonfinite=False to have step() skip them"
+            )
+        return norm
+
+    @torch.no_grad()
+    def scale_grads(self, factor: float) -> None:
+        """Multiply all gradients, as after a backward pass from a scaled loss."""
+        self._norms(2.0)  # brings them to their owners
+        for part in self._parts.values():
+            part.scale(factor)
+
+    @torch.no_grad()
+    def zero_counts(self) -> dict[str, int]:
+        """How many elements of each module's mean gradients are exactly zero; of all modules, on all ranks."""
+        return self._of_first("count_zeros", lambda name, part: part.count_zeros())
+
+    def count_zeros(self) -> int:
+        """How many elements of all modules' mean gradients are exactly zero."""
+        return sum(self.zero_counts().values())
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> bool:  # type: ignore[override]
+        """Step every module, or none: whether all ranks have stepped.
+
+        If a gradient is not finite, anywhere, no module is stepped, all gradients are forgotten, ``overflowed`` names
+        the modules where it was, and the result is False on all ranks. Raises RuntimeError, on all ranks, with what
+        went wrong in a module on any: before anybody steps for what can be known then.
+        """
+        if closure is not None:
+            raise TypeError(f"{NAME}.step takes no closure; it returns whether all modules stepped")
+        norms = self._norms(2.0)
+        self.overflowed = tuple(name for name, norm in norms.items() if not math.isfinite(norm))
+        if self.overflowed:
+            self.zero_grad()
+            return False
+        with inner_steps():
+            self._each("step", lambda name, part: part.optimizer.step())
+        return True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, those of an interrupted backward pass included."""
+        for optimizer in self.modules.values():
+            optimizer.zero_grad(set_to_none)
+
+    def _norms(self, norm_type: float) -> dict[str, float]:
+        order = checked_order(norm_type)
+        return self._of_first("the norm of gradients", lambda name, part: part.norm(order))
+
+    def _of_first(self, what: str, measure: Callable[[str, Any], Any]) -> dict[str, Any]:
+        """By module, what all of its ranks measured. Raises RuntimeError, on all ranks, where they differ."""
+        found = together(self._everyone, what, self._parts, measure)
+        agreed = {}
+        for name in self.names:
+            values = {rank: of_rank[name] for rank, of_rank in enumerate(found) if name in of_rank}
+            first = self._first[name]
+            agreed[name] = next((v for v in values.values() if not math.isfinite(v)), values[first])
+            for rank, value in values.items():
+                if math.isfinite(agreed[name]) and not math.isclose(value, values[first], rel_tol=1e-5):
+                    raise RuntimeError(
+                        f"{NAME}: {what} of module {name!r} is {values[first]} on rank {first} and {value} on rank "
+                        f"{rank}; its ranks hold copies, so reduce their gradients before (DDP does)"
+                    )
+        return agreed
+
+    def _each(self, what: str, do: Callable[[str, Any], Any]) -> None:
+        def without_result(name: str, part: Any) -> None:
+            do(name, part)
+
+        together(self._everyone, what, self._parts, without_result)
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """By module, the ``state_dict`` of this rank's optimizers; what may load it is what each of them says."""
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        state_dict: dict[str, Any] = {name: optimizer.state_dict() for name, optimizer in self.modules.items()}
+        for change in self._optimizer_state_dict_post_hooks.values():
+            state_dict = change(self, state_dict) or state_dict
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load each of this rank's modules; those of other ranks may be there, too.
+
+        Raises ValueError, on all ranks and before anything is changed, for unknown modules and for missing ones.
+        """
+        for change in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = change(self, state_dict) or state_dict
+        names = tuple(self.modules)
+        check_in_all([self._everyone], NAME, lambda: self._check_names("load_state_dict", state_dict, names))
+        self._each("load_state_dict", lambda name, part: part.optimizer.load_state_dict(state_dict[name]))
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def save_state_dict(self, path: str | PathLike[str]) -> None:
+        """Write all modules' state into a folder of its own that all ranks see, one folder in it for each module."""
+        save(self._everyone, self.names, self._parts, self._first, Path(path))
+
+    def load_state_dict_from(self, path: str | PathLike[str]) -> None:
+        """Read what ``save_state_dict`` wrote, on whatever ranks the modules are now."""
+        load(self._everyone, self.names, self._parts, Path(path))
+
+    def _check_names(self, what: str, found: Mapping[str, Any], needed: tuple[str, ...]) -> None:
+        for name in found:
+            if name not in self.names:
+                raise ValueError(f"{NAME}: {what} has an unknown module {name!r}; {suggestion(str(name), self.names)}")
+        missing = [name for name in needed if name not in found]
+        if missing:
+            raise ValueError(f"{NAME}: {what} lacks module {missing[0]!r}; it has {sorted(found)}")
+
+    # What it is not
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises RuntimeError: a module's optimizer takes them, if it does."""
+        raise RuntimeError(f"{NAME} has no param groups of its own; add this one to a module's: .modules[name]")
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Read by torch.amp.GradScaler. Raises RuntimeError: it would skip a step on some ranks only."""
+        raise RuntimeError(f"{NAME}: GradScaler decides on each rank alone; use scale_grads(), and step() skips on all")
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(f"{NAME} holds process groups and cannot be copied or pickled; use state_dict()")
+
+
+def _total(norms: Mapping[str, float], norm_type: float) -> Tensor:
+    """Of the modules' norms that of all. Divided by the largest, none leaves the range of numbers."""
+    values = torch.tensor(list(norms.values()), dtype=torch.float64)
+    largest = values.max()
+    if norm_type != math.inf and 0 < largest < math.inf:
+        largest = largest * torch.linalg.vector_norm(values / largest, norm_type)
+    return largest.float()

@@ -1,0 +1,322 @@
+"""The things a plan is about: parameters, and the matrices (atoms) in them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """One trainable parameter as every rank sees it.
+
+    ``rule`` is a name in the registry (``"muon"``, ``"adamw"``); ``dtype`` is the model's, e.g. ``"bfloat16"``.
+    ``transposed`` as in ``Atom``.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    rule: str
+    transposed: bool = False
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def line(self) -> str:
+        """One line that two ranks must agree on, in a fixed spelling (see ``runtime.agreement``)."""
+        shape = "x".join(map(str, self.shape))
+        return f"{self.name} {shape} {self.dtype} {self.rule}{' transposed' if self.transposed else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Atom:
+    """One independent matrix, stored in ``shape`` (rows, columns), whose update costs ``cost`` flops at its owner.
+
+    A matrix rule is about (outputs, inputs); a ``transposed`` matrix is stored as (inputs, outputs).
+    """
+
+    name: str
+    shape: tuple[int, int]
+    cost: int
+    transposed: bool = False
+
+    @property
+    def rule_shape(self) -> tuple[int, int]:
+        """(outputs, inputs), the shape in which the rule sees the matrix."""
+        return self.shape[::-1] if self.transposed else self.shape
+
+    @property
+    def numel(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+
+# Matrices inside a parameter: blocks of it, such as q, k and v of a fused weight or the experts of a stack.
+#
+# A parameter is seen as slices of a matrix each (a ``Grid``). A block is one slice, some of its rows and some of its
+# columns; which ones is told by ``Stripes``, equal runs at equal distances::
+#
+#     q k v of two groups, sizes 4, 2, 2:   q q q q k k v v q q q q k k v v      q: Stripes(0, 4, count=2, pitch=8)
+#     gate and up, interleaved:             g u g u g u g u                      up: Stripes(1, 1, count=4, pitch=2)
+#
+# The elements of a block, row by row, have the order in which they lie in the flattened parameter: a contiguous range
+# of the parameter holds a contiguous range of the block.
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A parameter's elements as ``slices`` x ``rows`` x ``columns``, in their order in memory."""
+
+    slices: int
+    rows: int
+    columns: int
+
+    @classmethod
+    def of(cls, shape: Sequence[int], lead: int) -> Grid:
+        """``lead`` dimensions number the slices, the next the rows; the rest are columns, several as if flattened."""
+        return cls(math.prod(shape[:lead]), shape[lead], math.prod(shape[lead + 1 :]))
+
+    def lead(self, shape: Sequence[int]) -> int:
+        """How many dimensions of ``shape`` number the slices. Raises ValueError for a shape of another grid.
+
+        Of several numbers, which dimensions of size 1 allow, the largest: the fewest dimensions are flattened.
+        """
+        for lead in reversed(range(len(shape) - 1)):
+            if Grid.of(shape, lead) == self:
+                return lead
+        raise ValueError(f"a parameter of shape {tuple(shape)} is no {self}")
+
+    @property
+    def slice_numel(self) -> int:
+        return self.rows * self.columns
+
+    def __str__(self) -> str:
+        return f"{self.slices} x {self.rows} x {self.columns}"
+
+
+@dataclass(frozen=True, slots=True)
+class Stripes:
+    """``count`` runs of ``length`` indices, ``pitch`` apart, the first of them from ``start``."""
+
+    start: int
+    length: int
+    count: int = 1
+    pitch: int = 0
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.length < 1 or self.count < 1 or (self.count > 1 and self.pitch <= self.length):
+            raise ValueError(f"{self!r}: expected runs of one index or more with a gap between them")
+
+    @property
+    def size(self) -> int:
+        """How many indices there are."""
+        return self.length * self.count
+
+    @property
+    def stop(self) -> int:
+        """The index after the last."""
+        return self.at(self.size - 1) + 1
+
+    def at(self, place: int) -> int:
+        """The index at ``place`` among these."""
+        run, rest = divmod(place, self.length)
+        return self.start + run * self.pitch + rest
+
+    def before(self, index: int) -> int:
+        """How many of these are less than ``index``."""
+        if index <= self.start:
+            return 0
+        if self.count == 1:
+            return min(index - self.start, self.length)
+        run, rest = divmod(index - self.start, self.pitch)
+        return self.size if run >= self.count else run * self.length + min(rest, self.length)
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """Start and stop of every run."""
+        for number in range(self.count):
+            start = self.start + number * self.pitch
+            yield start, start + self.length
+
+    def __str__(self) -> str:
+        repeated = f" x {self.count} every {self.pitch}" if self.count > 1 else ""
+        return f"{self.start}:{self.start + self.length}{repeated}"
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One matrix in a parameter. ``name`` tells it from the others: ``"q"``, ``"[3]"``, ``"[3].gate"``; ``""`` alone.
+
+    Two blocks are equal if they hold the same elements of equally large parameters.
+    """
+
+    name: str = field(compare=False)
+    grid: Grid
+    slice: int
+    rows: Stripes
+    columns: Stripes
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows.size, self.columns.size
+
+    @property
+    def numel(self) -> int:
+        return self.rows.size * self.columns.size
+
+    @property
+    def is_everything(self) -> bool:
+        """Whether the block is the whole parameter."""
+        return self.grid.slices == 1 and self.shape == (self.grid.rows, self.grid.columns)
+
+    def of(self, param: str) -> str:
+        """The full name of the block of parameter ``param``."""
+        return f"{param}.{self.name}" if self.name and not self.name.startswith("[") else param + self.name
+
+    def flat(self, place: int) -> int:
+        """Where in the flattened parameter the element at ``place`` of the flattened block lies."""
+        row, column = divmod(place, self.columns.size)
+        return self._begin + self.rows.at(row) * self.grid.columns + self.columns.at(column)
+
+    def before(self, flat: int) -> int:
+        """How many of the block's elements lie before element ``flat`` of the flattened parameter."""
+        row, column = divmod(max(0, flat - self._begin), self.grid.columns)
+        above = self.rows.before(row)
+        in_row = self.columns.before(column) if self.rows.before(row + 1) > above else 0
+        return above * self.columns.size + in_row
+
+    @property
+    def _begin(self) -> int:
+        return self.slice * self.grid.slice_numel
+
+    def __str__(self) -> str:
+        return f"slice {self.slice} rows {self.rows} columns {self.columns} of {self.grid}"
+
+
+# How the outputs of a matrix are divided: a name and indices for every part
+
+Parts = Sequence[tuple[str, Stripes]]
+
+
+def undivided(size: int) -> Parts:
+    return [("", Stripes(0, size))]
+
+
+def grouped(names: Sequence[str], sizes: Sequence[int], groups: int = 1) -> Parts:
+    """``groups`` times over a run of every part, ``sizes`` long: with 1, the parts one after the other.
+
+    Block order of q, k and v is one group; interleaving by query group or by head is as many groups; gate and up
+    alternating are sizes (1, 1) in as many groups as there are of each.
+    """
+    pitch, start, parts = sum(sizes), 0, []
+    for name, size in zip(names, sizes, strict=True):
+        if size == pitch or groups == 1:
+            parts.append((name, Stripes(start, size * groups)))
+        else:
+            parts.append((name, Stripes(start, size, groups, pitch)))
+        start += size
+    return parts
+
+
+def equal(count: int, size: int, name: str) -> Parts:
+    """``count`` consecutive parts of ``size``: the heads of a projection."""
+    return grouped([f"{name}{number}" for number in range(count)], [size] * count)
+
+
+def divided(grid: Grid, parts: Parts, *, transposed: bool = False) -> tuple[Block, ...]:
+    """Every slice's outputs divided into ``parts``: its rows, or, stored ``transposed``, its columns."""
+    inputs = Stripes(0, grid.rows if transposed else grid.columns)
+    blocks = []
+    for number in range(grid.slices):
+        for part, outputs in parts:
+            label = ".".join(filter(None, [f"[{number}]", part])) if grid.slices > 1 else part
+            rows, columns = (inputs, outputs) if transposed else (outputs, inputs)
+            blocks.append(Block(label, grid, number, rows, columns))
+    return tuple(blocks)
+
+
+def matrices_of(shape: Sequence[int]) -> tuple[Block, ...]:
+    """The matrices of a parameter that nothing divides: itself, or of more than two dimensions every slice."""
+    grid = Grid.of(shape, len(shape) - 2)
+    return divided(grid, undivided(grid.rows))
+
+
+def end_to_end(blocks: Sequence[Block]) -> bool:
+    """Whether the blocks lie one after the other in the flattened parameter, each in one piece."""
+    place = 0
+    for block in blocks:
+        if (block.flat(0), block.flat(block.numel - 1)) != (place, place + block.numel - 1):
+            return False
+        place += block.numel
+    return True
+
+
+# The proof that the blocks of a parameter are exactly its elements: none left, none in two blocks.
+
+
+def check_cover(param: str, blocks: Sequence[Block]) -> None:
+    """Raises ValueError that names the parameter and what is outside of it, left over or in two blocks.
+
+    Works on runs of rows and columns, and once for all slices that are divided alike.
+    """
+    if not blocks:
+        raise ValueError(f"parameter {param!r}: expected at least one block")
+    grid = blocks[0].grid
+    slices: dict[int, list[Block]] = {number: [] for number in range(grid.slices)}
+    for block in blocks:
+        if block.grid != grid:
+            raise ValueError(f"parameter {param!r} of {grid}: block {block.name!r} is of {block.grid}")
+        if block.slice not in slices or block.rows.stop > grid.rows or block.columns.stop > grid.columns:
+            raise ValueError(f"parameter {param!r} of {grid}: block {block.name!r} reaches beyond it: {block}")
+        slices[block.slice].append(block)
+    alike: set[tuple[tuple[Stripes, Stripes], ...]] = set()
+    for number, members in slices.items():
+        form = tuple((block.rows, block.columns) for block in members)
+        if form not in alike:
+            _check_slice(f"parameter {param!r} of {grid}, slice {number}", members)
+            alike.add(form)
+
+
+def _check_slice(where: str, blocks: Sequence[Block]) -> None:
+    if not blocks:
+        raise ValueError(f"{where}: belongs to no block")
+    grid = blocks[0].grid
+    rows = _intervals(grid.rows, [block.rows for block in blocks])
+    columns = _intervals(grid.columns, [block.columns for block in blocks])
+    holders: dict[tuple[int, int], Block] = {}
+    for block in blocks:
+        across = _within(columns, block.columns)
+        for top in _within(rows, block.rows):
+            for left in across:
+                other = holders.setdefault((top, left), block)
+                if other is not block:
+                    shared = _place(top, rows[top], left, columns[left])
+                    raise ValueError(f"{where}: {shared} are in {other.name!r} and in {block.name!r}")
+    left = grid.slice_numel - sum(block.numel for block in blocks)
+    if left:
+        top, side = next((r, c) for r in rows for c in columns if (r, c) not in holders)
+        missing = _place(top, rows[top], side, columns[side])
+        raise ValueError(f"{where}: {left} of {grid.slice_numel} elements belong to no block, the first {missing}")
+
+
+def _intervals(size: int, selections: Sequence[Stripes]) -> dict[int, int]:
+    """Indices between two neighbouring ends of runs, as start: stop."""
+    ends = {0, size, *chain.from_iterable(run for stripes in set(selections) for run in stripes.runs())}
+    ordered = sorted(ends)
+    return dict(zip(ordered, ordered[1:]))
+
+
+def _within(intervals: dict[int, int], stripes: Stripes) -> list[int]:
+    """The starts of the intervals that the stripes consist of."""
+    starts = []
+    for start, stop in stripes.runs():
+        while start < stop:
+            starts.append(start)
+            start = intervals[start]
+    return starts
+
+
+def _place(top: int, bottom: int, left: int, right: int) -> str:
+    return f"rows {top}:{bottom}, columns {left}:{right}"

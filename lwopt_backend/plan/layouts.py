@@ -1,0 +1,381 @@
+"""How a host stores parameters: which rank holds which elements of which parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import ClassVar, Protocol
+
+from lwopt_backend.plan.atoms import Block
+from lwopt_backend.plan.views import View, range_views
+
+SUB_GROUP_SIZE = 10**9  # elements of a rank, DeepSpeed's default of zero_optimization.sub_group_size
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Elements of a flattened parameter, stored by ``rank`` from ``offset`` of its local storage.
+
+    They are ``runs`` runs of ``stop - start`` elements, ``pitch`` apart, the first of them ``[start, stop)``: one run
+    for a range of the flattened parameter or for whole rows, several for a rectangle.
+    """
+
+    rank: int
+    start: int
+    stop: int
+    offset: int
+    runs: int = 1
+    pitch: int = 0
+
+    @property
+    def numel(self) -> int:
+        return (self.stop - self.start) * self.runs
+
+
+class Layout(Protocol):
+    """Where the parameters of a plan lie. A parameter has at most one fragment on each rank."""
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def copies_keep_state(self) -> bool:
+        """Whether every copy's rank keeps the state of its piece, or only the rank that sends it."""
+
+    def fragments(self, index: int) -> Sequence[Fragment]:
+        """Every rank's fragment of parameter ``index``, in rank order, copies included; empty ones are left out."""
+
+    def fragment(self, index: int, rank: int) -> Fragment | None:
+        """What ``rank`` stores of parameter ``index``, or None."""
+
+    def sources(self, index: int, owner: int) -> Sequence[Fragment]:
+        """The fragments, in rank order, that are sent to ``owner``: together exactly the parameter's elements."""
+
+    def is_source(self, index: int, rank: int, owner: int) -> bool:
+        """Whether the fragment of ``rank`` is among ``sources(index, owner)``, if it has one."""
+
+    def kind(self, index: int) -> Hashable:
+        """Parameters of one kind lie alike."""
+
+    def place(self, index: int) -> str:
+        """Where parameter ``index`` lies, in a spelling that ranks can compare."""
+
+
+class Partition:
+    """Storage in which a rank holds one contiguous range of a parameter, from every ``size`` elements the next rank."""
+
+    __slots__ = ()
+    copies_keep_state: ClassVar[bool] = True
+
+    def span(self, index: int) -> tuple[int, int, int, int]:
+        """Of parameter ``index``: where it begins in what is cut, its elements, a rank's ``size`` and base."""
+        raise NotImplementedError
+
+    def fragments(self, index: int) -> tuple[Fragment, ...]:
+        """The fragments of parameter ``index`` in rank order; together they are exactly its elements."""
+        begin, numel, size, _ = self.span(index)
+        ranks = range(begin // size, (begin + numel - 1) // size + 1)
+        return tuple(part for rank in ranks if (part := self.fragment(index, rank)) is not None)
+
+    def fragment(self, index: int, rank: int) -> Fragment | None:
+        """What ``rank`` stores of parameter ``index``, or None."""
+        begin, numel, size, base = self.span(index)
+        low, high = max(begin, rank * size), min(begin + numel, (rank + 1) * size)
+        return Fragment(rank, low - begin, high - begin, base + low - rank * size) if low < high else None
+
+    def views(self, index: int, rank: int) -> tuple[View, ...]:
+        """Where in the flat tensor of ``rank`` its fragment of parameter ``index`` lies; none if it has none."""
+        held = self.fragment(index, rank)
+        return () if held is None else (View(held.offset, (held.numel,), (1,)),)
+
+    def sources(self, index: int, owner: int) -> tuple[Fragment, ...]:
+        return self.fragments(index)
+
+    def is_source(self, index: int, rank: int, owner: int) -> bool:
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPartition(Partition):
+    """ZeRO-1/2's storage of one param group: parameters end to end, padded, cut into equal parts.
+
+    ::
+
+        p0 p0 p0 p0 | p0 p1 p1 p1 | p1 p2 __ __        world_size 3, partition_numel 4, 2 elements of padding
+           rank 0        rank 1        rank 2
+
+    A parameter lies in one contiguous fragment on each rank it touches. Offsets are exact integers, so the
+    storage of every rank is known on every rank without a message.
+    """
+
+    world_size: int
+    numels: tuple[int, ...]
+    offsets: tuple[int, ...]  # start of every parameter in the group's flat buffer
+    partition_numel: int
+
+    @classmethod
+    def build(
+        cls, numels: Iterable[int], world_size: int, *, alignment: int = 2, param_alignment: int = 1
+    ) -> FlatPartition:
+        """DeepSpeed's layout: every start on ``param_alignment`` elements, the end on ``alignment * world_size``.
+
+        ``alignment`` is DeepSpeed's ``nccl_start_alignment_factor`` (2), ``param_alignment`` is 1 unless
+        ``zero_optimization.parameter_alignment`` is set.
+        """
+        numels = tuple(numels)
+        padded = [-(-n // param_alignment) * param_alignment for n in numels]
+        ends = list(accumulate(padded))
+        offsets = tuple(end - size for end, size in zip(ends, padded))
+        used = offsets[-1] + numels[-1] if numels else 0
+        unit = alignment * world_size
+        return cls(world_size, numels, offsets, -(-used // unit) * unit // world_size)
+
+    def __post_init__(self) -> None:
+        end = 0
+        for index, (offset, numel) in enumerate(zip(self.offsets, self.numels, strict=True)):
+            if numel < 1:
+                raise ValueError(
+                    f"parameter {index} has {numel} elements; a flat partition holds parameters of at least one"
+                )
+            if offset < end:
+                raise ValueError(f"parameter {index} starts at {offset} but element {end} is next; parameters overlap")
+            end = offset + numel
+        if end > self.world_size * self.partition_numel:
+            raise ValueError(
+                f"parameters end at {end}, beyond {self.world_size} partitions of {self.partition_numel} elements"
+            )
+
+    def span(self, index: int) -> tuple[int, int, int, int]:
+        return self.offsets[index], self.numels[index], self.partition_numel, 0
+
+    def kind(self, index: int) -> int:
+        return index
+
+    def place(self, index: int) -> str:
+        return f"at {self.offsets[index]} of {self.partition_numel}"
+
+    def stored_numel(self, rank: int) -> int:
+        """Elements of parameters, without padding, that ``rank`` stores."""
+        low, high = rank * self.partition_numel, (rank + 1) * self.partition_numel
+        return sum(max(0, min(high, o + n) - max(low, o)) for o, n in zip(self.offsets, self.numels))
+
+
+# Storage in which every parameter lies on every rank: a part of it (ZeRO-3), or a copy (stage 0).
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """``numel`` elements from ``begin`` of a parameter of which every rank holds ``part``, from ``base`` of its own."""
+
+    begin: int
+    numel: int
+    part: int
+    base: int
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterPartition(Partition):
+    """ZeRO-3's storage: every parameter is padded and cut into equal parts, and a rank's parts lie end to end.
+
+    ::
+
+        p0 p0 | p0 p0 | p0 __        p0 of 5 elements and p1 of 2 on 3 ranks, 3 elements a rank:
+        p1    | p1    | __           rank 0 stores p0 p0 p1, rank 1 p0 p0 p1, rank 2 p0 __ __
+
+    """
+
+    world_size: int
+    places: tuple[Place, ...]
+    partition_numel: int
+
+    @classmethod
+    def build(cls, numels: Iterable[int], world_size: int) -> ParameterPartition:
+        """Raises ValueError for a parameter without elements."""
+        numels = tuple(numels)
+        if 0 in numels:
+            raise ValueError(f"parameter {numels.index(0)} has no elements; a partition holds parameters of at least 1")
+        parts = [-(-numel // world_size) for numel in numels]
+        bases = [0, *accumulate(parts)]
+        places = tuple(Place(0, numel, part, base) for numel, part, base in zip(numels, parts, bases))
+        return cls(world_size, places, bases[-1])
+
+    def span(self, index: int) -> tuple[int, int, int, int]:
+        place = self.places[index]
+        return place.begin, place.numel, place.part, place.base
+
+    def kind(self, index: int) -> tuple[int, int, int]:
+        place = self.places[index]
+        return place.begin, place.numel, place.part
+
+    def place(self, index: int) -> str:
+        place = self.places[index]
+        return f"from {place.begin} in parts of {place.part} at {place.base} of {self.partition_numel}"
+
+    def stored_numel(self, rank: int) -> int:
+        """Elements of parameters, without padding, that ``rank`` stores."""
+        held = (self.fragment(index, rank) for index in range(len(self.places)))
+        return sum(part.numel for part in held if part is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """Every rank stores every parameter; the owner takes its own copy and keeps the state alone."""
+
+    copies_keep_state: ClassVar[bool] = False
+
+    world_size: int
+    numels: tuple[int, ...]
+
+    def fragments(self, index: int) -> tuple[Fragment, ...]:
+        return tuple(Fragment(rank, 0, self.numels[index], 0) for rank in range(self.world_size))
+
+    def fragment(self, index: int, rank: int) -> Fragment:
+        return Fragment(rank, 0, self.numels[index], 0)
+
+    def sources(self, index: int, owner: int) -> tuple[Fragment, ...]:
+        return (self.fragment(index, owner),)
+
+    def is_source(self, index: int, rank: int, owner: int) -> bool:
+        return rank == owner
+
+    def kind(self, index: int) -> int:
+        return self.numels[index]
+
+    def place(self, index: int) -> str:
+        return f"{self.world_size} copies"
+
+    def stored_numel(self, rank: int) -> int:
+        return sum(self.numels)
+
+
+# Blocks of parameters in flat storage: which elements of a block a rank holds, and where they lie.
+
+
+def in_blocks(
+    storage: FlatPartition | ParameterPartition | Replicas, blocks: Sequence[Sequence[Block]]
+) -> BlockPartition | BlockReplicas:
+    """The same storage of the blocks of every parameter; ``blocks[i]`` are those of parameter i, numbered end to end.
+
+    Raises ValueError for blocks of another parameter's size.
+    """
+    params = tuple(param for param, members in enumerate(blocks) for _ in members)
+    flat = tuple(block for members in blocks for block in members)
+    for param, block in zip(params, flat):
+        numel = storage.numels[param] if isinstance(storage, Replicas) else storage.span(param)[1]
+        if block.grid.slices * block.grid.slice_numel != numel:
+            raise ValueError(f"parameter {param} has {numel} elements, but block {block.name!r} is of {block.grid}")
+    return (
+        BlockReplicas(storage, params, flat) if isinstance(storage, Replicas) else BlockPartition(storage, params, flat)
+    )
+
+
+@dataclass(frozen=True)
+class BlockPartition:
+    """Storage in which a rank holds one contiguous range of a parameter, and so of each block. A plan's ``Layout``."""
+
+    copies_keep_state: ClassVar[bool] = True
+
+    storage: FlatPartition | ParameterPartition
+    params: tuple[int, ...]  # the parameter of every block
+    blocks: tuple[Block, ...]
+    _views: dict[tuple[int, int], tuple[View, ...]] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def world_size(self) -> int:
+        return self.storage.world_size
+
+    def fragment(self, index: int, rank: int) -> Fragment | None:
+        """What ``rank`` stores of block ``index``, or None; it begins at ``offset``, ``views`` tells how it lies."""
+        part, block = self.storage.fragment(self.params[index], rank), self.blocks[index]
+        if part is None:
+            return None
+        start, stop = block.before(part.start), block.before(part.stop)
+        return Fragment(rank, start, stop, part.offset + block.flat(start) - part.start) if start < stop else None
+
+    def fragments(self, index: int) -> tuple[Fragment, ...]:
+        """The fragments of block ``index`` in rank order; together they are exactly its elements."""
+        begin, _, size, _ = self.storage.span(self.params[index])
+        block, found, place = self.blocks[index], [], 0
+        while place < block.numel:
+            part = self.fragment(index, (begin + block.flat(place)) // size)
+            assert part is not None and part.start == place, (block, place, part)
+            found.append(part)
+            place = part.stop
+        return tuple(found)
+
+    def views(self, index: int, rank: int) -> tuple[View, ...]:
+        """Where in the flat tensor of ``rank`` its fragment of block ``index`` lies, in order; none if it has none."""
+        if (index, rank) not in self._views:  # asked for in every step
+            part = self.storage.fragment(self.params[index], rank)
+            found = () if part is None else range_views(self.blocks[index], part.start, part.stop, part.offset)
+            self._views[index, rank] = found
+        return self._views[index, rank]
+
+    def sources(self, index: int, owner: int) -> tuple[Fragment, ...]:
+        return self.fragments(index)
+
+    def is_source(self, index: int, rank: int, owner: int) -> bool:
+        return True
+
+    def kind(self, index: int) -> int:
+        return self._kinds[index]
+
+    @cached_property
+    def _kinds(self) -> list[int]:
+        """The number of the first block that lies alike: numbers are quicker to compare than blocks."""
+        first: dict[Hashable, int] = {}
+        keys = ((self.storage.kind(param), block) for param, block in zip(self.params, self.blocks))
+        return [first.setdefault(key, index) for index, key in enumerate(keys)]
+
+    def place(self, index: int) -> str:
+        block, place = self.blocks[index], self.storage.place(self.params[index])
+        return place if block.is_everything else f"{block} {place}"
+
+    def stored_numel(self, rank: int) -> int:
+        """Elements of parameters, without padding, that ``rank`` stores."""
+        return self.storage.stored_numel(rank)
+
+
+@dataclass(frozen=True)
+class BlockReplicas:
+    """Every rank stores every parameter, in a tensor of its own, and so every block. A plan's ``Layout``."""
+
+    copies_keep_state: ClassVar[bool] = False
+
+    storage: Replicas
+    params: tuple[int, ...]
+    blocks: tuple[Block, ...]
+
+    @property
+    def world_size(self) -> int:
+        return self.storage.world_size
+
+    def fragment(self, index: int, rank: int) -> Fragment:
+        block = self.blocks[index]
+        return Fragment(rank, 0, block.numel, block.flat(0))
+
+    def fragments(self, index: int) -> tuple[Fragment, ...]:
+        return tuple(self.fragment(index, rank) for rank in range(self.world_size))
+
+    def views(self, index: int, rank: int) -> tuple[View, ...]:
+        """Where in its parameter's flat tensor block ``index`` lies, the same on every rank."""
+        block = self.blocks[index]
+        return range_views(block, 0, block.grid.slices * block.grid.slice_numel, 0)
+
+    def sources(self, index: int, owner: int) -> tuple[Fragment, ...]:
+        return (self.fragment(index, owner),)
+
+    def is_source(self, index: int, rank: int, owner: int) -> bool:
+        return rank == owner
+
+    def kind(self, index: int) -> int:
+        return self.blocks[index].numel
+
+    def place(self, index: int) -> str:
+        block, place = self.blocks[index], self.storage.place(self.params[index])
+        return place if block.is_everything else f"{block}, {place}"
+
+    def stored_numel(self, rank: int) -> int:
+        return self.storage.stored_numel(rank)

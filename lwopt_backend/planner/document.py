@@ -1,0 +1,223 @@
+"""What else could be chosen, and what it would cost: other layouts, group and bucket sizes, and other systems."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lwopt_backend.plan.buffers.layout import imbalance
+from lwopt_backend.plan.cost import StepTime, max_min_squared
+from lwopt_backend.planner.setting import Setting
+from lwopt_backend.planner.shares import Part, Planned
+from lwopt_backend.planner.study import Stage, Study, plan_share
+from lwopt_backend.planner.systems import compare
+
+OTHER_GROUPS = 2  # group sizes besides all ranks and the chosen one
+ONE_BUCKET_MB = 2.0**40
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """One row: what would be different, and the same matrices' figures then. None where a figure does not apply."""
+
+    what: str
+    buckets: int | None
+    padding: float | None
+    flops_imbalance: float | None
+    time: StepTime
+    memory: int | None
+
+
+Progress = Callable[[str], None]
+
+
+def alternatives(planned: Planned, setting: Setting, progress: Progress = lambda what: None) -> Iterator[Alternative]:
+    """Rows for the matrices of ``planned``: the chosen plan first, owned storage with other options, other systems.
+
+    ``progress`` is told what is planned next. Raises ValueError if it has no matrix.
+    """
+    part = planned.part
+    if part is None:
+        raise ValueError(f"{planned.name}: there is no matrix to plan")
+    yield _row(f"chosen: {part.layout}, groups of {part.group_size}", part)
+    for what, options in _choices(part, setting):
+        progress(what)
+        other = plan_share(planned.name, planned.shared, part.ranks, setting.owned(**options), planned.base)
+        assert other.part is not None
+        yield _row(what, other.part)
+    for figure in compare(part, setting)[1:]:
+        yield Alternative(f"{figure.system}: {figure.detail}", None, None, None, figure.time, figure.memory)
+
+
+def _choices(part: Part, setting: Setting) -> list[tuple[str, dict[str, Any]]]:
+    """Layouts, group sizes and bucket sizes to look at, each with what it is.
+
+    Groups of all ranks, the chosen size, and the largest that leave no rank idle; the chosen size with one bucket.
+    """
+    most = min(part.ranks - 1, len(part.atoms))
+    smaller = [size for size in range(most, 0, -1) if part.ranks % size == 0]
+    sizes = dict.fromkeys([part.ranks, part.group_size, *smaller[:OTHER_GROUPS]])
+    rows = [(layout, size) for size in sizes for layout in ("padded", "compact")]
+    chosen = (part.layout, part.group_size) if setting.engine == "owned" else None
+    found: list[tuple[str, dict[str, Any]]] = [
+        (f"{layout}, groups of {size}", {"layout": layout, "group_size": size})
+        for layout, size in rows
+        if (layout, size) != chosen
+    ]
+    one = {"layout": "padded", "group_size": part.group_size, "bucket_mb": ONE_BUCKET_MB}
+    return [*found, (f"padded, groups of {part.group_size}, one bucket", one)]
+
+
+def _row(what: str, part: Part) -> Alternative:
+    memory = max(memory.peak for memory in part.memory)
+    return Alternative(what, len(part.bucket_numels), part.padding, part.flops_imbalance, part.time, memory)
+
+
+# A study as plain data: what ``--json`` prints, and what the report and the picture are made from.
+
+SCHEMA = 1
+
+
+def document(study: Study, *, source: str, rows: Sequence[Alternative] = ()) -> dict[str, Any]:
+    """The study as JSON-able data.
+
+    ``digest`` is the name of the plan; ``stages`` has one for each pipeline stage. The figures at the top are those of
+    the stage that takes longest, over all its buffers of matrices: ``buckets`` (their number),
+    ``buffer_numel``, ``padding_pct``, ``cost_imbalance`` (max over mean of l s^2 per rank), ``flops_imbalance`` (of the
+    work), ``numel_imbalance``, ``owners`` (of ``matrices``, in model order; the rank within its
+    buffer's group), ``group_size`` (of the dense buffer), ``seconds`` (modelled, parts added). Memory is in bytes.
+    Percentages have two decimal places and imbalances four; ``buffer_numel``, ``numel`` and ``owners`` are exact.
+    """
+    stage = study.worst
+    numel = sum(part.numel for part in stage.parts)
+    buffer_numel = sum(part.buffer_numel for part in stage.parts)
+    body = {
+        "schema": SCHEMA,
+        "source": source,
+        "engine": study.setting.engine,
+        "options": _options(study.setting),
+        "cost": study.setting.work.name,
+        "cluster": asdict(study.setting.machine),
+        "routing": _routing(study),
+        "deployment": asdict(study.deployment) | {"dp": study.deployment.dp, "expert_dp": study.deployment.expert_dp},
+        "buckets": sum(len(part.bucket_numels) for part in stage.parts),
+        "numel": numel,
+        "buffer_numel": buffer_numel,
+        "padding_pct": _percent(buffer_numel / numel - 1),
+        "cost_imbalance": _ratio(_per_rank(stage, [_estimates(part) for part in stage.parts])),
+        "flops_imbalance": _ratio(stage.loads()),
+        "numel_imbalance": _ratio(_per_rank(stage, [part.owned_numels for part in stage.parts])),
+        "group_size": stage.parts[0].group_size,
+        "layout": stage.parts[0].layout,
+        "seconds": stage.time.total,
+        "seconds_parts": _seconds(stage.time),
+        "peak_bytes": max(memory.peak for memory in stage.memory()),
+        "stage": stage.index,
+        "stages": [_stage_line(each) for each in study.stages],
+        "parts": [_part(part) for part in stage.parts],
+        "elementwise": [_elementwise(each) for each in stage.planned],
+        "load_per_rank": stage.loads(),
+        "memory_per_rank": [asdict(memory) for memory in stage.memory()],
+        "what_if": [asdict(row) | {"seconds": row.time.total} for row in rows],
+        "matrices": [atom.name for part in stage.parts for atom in part.atoms],
+        "owners": [owner for part in stage.parts for owner in part.owners],
+    }
+    return body | {"digest": study.digest}
+
+
+def _routing(study: Study) -> list[dict[str, Any]]:
+    """Parameters and elements by kind and reason."""
+    sums: dict[tuple[str, str], list[int]] = {}
+    for route in study.routes:
+        counts = sums.setdefault((route.kind, route.reason), [0, 0])
+        counts[0] += 1
+        counts[1] += math.prod(route.shape)
+    return [
+        {"kind": kind, "reason": reason, "parameters": parameters, "numel": numel}
+        for (kind, reason), (parameters, numel) in sums.items()
+    ]
+
+
+def _part(part: Part) -> dict[str, Any]:
+    return {
+        "name": part.name,
+        "matrices": len(part.atoms),
+        "ranks": part.ranks,
+        "group_size": part.group_size,
+        "instances": part.ranks // part.group_size,
+        "layout": part.layout,
+        "strategy": part.strategy,
+        "buckets": len(part.bucket_numels),
+        "bucket_numels": list(part.bucket_numels),
+        "bucket_of": list(part.buckets),
+        "numel": part.numel,
+        "buffer_numel": part.buffer_numel,
+        "padding_pct": _percent(part.padding),
+        "cost_imbalance": _ratio(_estimates(part)),
+        "flops_imbalance": _ratio(part.loads),
+        "numel_imbalance": _ratio(part.owned_numels),
+        "seconds": part.time.total,
+        "seconds_parts": _seconds(part.time),
+        "collectives": [asdict(collective) for collective in part.collectives],
+        "timeline": [asdict(bucket) for bucket in part.timeline],
+        "loads": list(part.loads),
+    }
+
+
+def _elementwise(planned: Planned) -> dict[str, Any]:
+    rest = planned.elementwise
+    return {
+        "name": planned.name,
+        "numel": rest.numel,
+        "collectives": [asdict(collective) for collective in rest.collectives],
+    }
+
+
+def _options(setting: Setting) -> dict[str, Any]:
+    """The engine's options, and what else a plan depends on."""
+    dtypes = {key: str(getattr(setting, key)).removeprefix("torch.") for key in ("dtype", "grad_dtype")}
+    rules = {"matrix": setting.rules.matrix.rule, "elementwise": setting.rules.elementwise.rule}
+    return setting.config.model_dump(mode="json", exclude={"report"}) | dtypes | rules
+
+
+def _stage_line(stage: Stage) -> dict[str, Any]:
+    return {
+        "stage": stage.index,
+        "matrices": sum(len(part.atoms) for part in stage.parts),
+        "padding_pct": {part.name: _percent(part.padding) for part in stage.parts},
+        "group_size": {part.name: part.group_size for part in stage.parts},
+        "flops_imbalance": _ratio(stage.loads()),
+        "seconds": stage.time.total,
+        "peak_bytes": max(memory.peak for memory in stage.memory()),
+        "digest": stage.digest,
+    }
+
+
+def _percent(share: float) -> float:
+    return round(100 * share, 2)
+
+
+def _ratio(loads: Sequence[int]) -> float:
+    """Largest over mean, to four places."""
+    return round(imbalance(loads), 4)
+
+
+def _seconds(time: StepTime) -> dict[str, float]:
+    return {"compute": time.compute, "wire": time.wire, "latency": time.latency}
+
+
+def _estimates(part: Part) -> list[int]:
+    sums = [0] * part.group_size
+    for atom, owner in zip(part.atoms, part.owners):
+        sums[owner] += max_min_squared(atom.shape)
+    return sums
+
+
+def _per_rank(stage: Stage, amounts: Sequence[Sequence[int]]) -> list[int]:
+    """Per rank of the stage, the sum over its buffers of what its shards have."""
+    return [
+        sum(per_shard[stage.place(part, rank)] for part, per_shard in zip(stage.parts, amounts))
+        for rank in range(stage.ranks)
+    ]

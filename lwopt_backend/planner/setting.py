@@ -1,0 +1,220 @@
+"""Clusters by name, or described in a YAML file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import yaml
+from pydantic import Field
+from torch import nn
+
+from lwopt_backend.config.choices import Rules, settings_of
+from lwopt_backend.config.hosts import FSDP2Config, HostConfig, OwnedConfig, ZeROConfig
+from lwopt_backend.config.options import Options, parse, suggestion
+from lwopt_backend.config.param_groups import split
+from lwopt_backend.config.registry import MATRIX_RULES, cost_of
+from lwopt_backend.plan.atoms import Atom, matrices_of
+from lwopt_backend.plan.buffers.step import Elements
+from lwopt_backend.plan.cost import CLUSTERS, MACHINES, CostModel, Machine, Shape
+from lwopt_backend.plan.layouts import SUB_GROUP_SIZE
+from lwopt_backend.planner.shapes import Training
+from lwopt_backend.routing.grouping import Grouping
+from lwopt_backend.routing.matrices import Divided
+from lwopt_backend.routing.routing import Route
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class ClusterOptions(Options):
+    """A cluster file: what one rank can do. ``node_*`` and ``memory_bytes`` may be left out."""
+
+    name: str
+    flops_per_second: Positive
+    bytes_per_second: Positive
+    latency_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    node_size: Annotated[int, Field(ge=1)] = 1
+    node_bytes_per_second: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    memory_bytes: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+
+
+def cluster_named(name: str) -> Machine:
+    """The cluster called ``name``, or the one that the YAML file ``name`` describes. Raises ValueError."""
+    known = {**CLUSTERS, **MACHINES}
+    if name in known:
+        return known[name]
+    path = Path(name)
+    if path.suffix not in (".yaml", ".yml") and not path.is_file():
+        raise ValueError(f"unknown cluster {name!r}; {suggestion(name, known)} (or give a YAML file of one)")
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"cluster file {name}: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"cluster file {name}: expected a mapping with flops_per_second, bytes_per_second and so on")
+    options = parse(ClusterOptions, {str(key): value for key, value in content.items()}, f"cluster file {name}")
+    return Machine(**options.model_dump())
+
+
+# What a study plans for: an engine with its own options, and by what seconds are counted.
+
+ENGINES: Mapping[str, type[HostConfig]] = {
+    "owned": OwnedConfig,
+    "zero1": ZeROConfig,
+    "zero2": ZeROConfig,
+    "zero3": ZeROConfig,
+    "fsdp2": FSDP2Config,
+}
+WHERE = "lwopt plan"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a model is planned for.
+
+    - ``config``, ``rules``: the engine's options, with the engine's defaults.
+    - ``machine``: the cluster whose seconds are modelled; ``cost`` says what work costs there, None as the rule does.
+      Neither changes the plan, which is made for ``plans_for``: an engine knows whether it is on CPUs, and no more.
+    - ``dtype``, ``grad_dtype``: of parameters, and of gradients as they are kept and sent.
+    - ``sub_group_size``: ZeRO-3's.
+    """
+
+    engine: str
+    config: HostConfig
+    rules: Rules
+    machine: Machine
+    cost: CostModel | None
+    dtype: torch.dtype
+    grad_dtype: torch.dtype
+    plans_for: Machine
+    sub_group_size: int = SUB_GROUP_SIZE
+
+    @classmethod
+    def of(
+        cls,
+        engine: str = "owned",
+        machine: Machine = CLUSTERS["h100-8x-ib"],
+        cost: CostModel | None = None,
+        options: Mapping[str, Any] | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        grad_dtype: str = "parameter",
+        plans_for: Machine | None = None,
+        sub_group_size: int = SUB_GROUP_SIZE,
+    ) -> Setting:
+        """For an engine with ``options`` as its optimizer takes them: the engine's own, and sections of rules.
+
+        ``dtype`` is bf16 by default, on FSDP2, whose shards are the masters, fp32. ``plans_for`` is a CPU on the
+        cluster of that name, else an accelerator. Raises ValueError for wrong options.
+        """
+        given = {**({"grad_dtype": grad_dtype} if engine == "owned" else {}), **(options or {})}
+        rules, config = settings_of(ENGINES[engine], given, f"{WHERE}, engine {engine!r}")
+        dtype = dtype or (torch.float32 if engine == "fsdp2" else torch.bfloat16)
+        wide = (config.grad_dtype if isinstance(config, OwnedConfig) else grad_dtype) == "float32"
+        plans_for = plans_for or (machine if machine == MACHINES["cpu"] else MACHINES["cuda"])
+        grad = torch.float32 if wide else dtype
+        return cls(engine, config, rules, machine, cost, dtype, grad, plans_for, sub_group_size)
+
+    @property
+    def training(self) -> Training:
+        return Training(self.rules, self.config)
+
+    @property
+    def work(self) -> CostModel:
+        """What work costs: as was said, or the flops of the matrix rule."""
+        if self.cost is not None:
+            return self.cost
+        name = self.rules.matrix.rule
+        group = {"rule": name, **self.rules.matrix.options.model_dump()}
+        return CostModel(name, "flops", lambda shape: cost_of(shape, group), f"flops of {MATRIX_RULES[name].work}")
+
+    def seconds(self, cost: int) -> float:
+        """What work of that cost takes a rank."""
+        return self.work.seconds(cost, self.machine.flops_per_second)
+
+    def costs(self, planned: int, whole: Shape, ranks: int) -> int:
+        """The cost of a matrix whose cost was ``planned``; if ``ranks`` take turns in it, each one's share."""
+        if self.cost is None and ranks == 1:
+            return planned
+        return -(-self.work.of(whole) // ranks)
+
+    @property
+    def elements(self) -> Elements:
+        """Bytes of an element, in systems that are compared."""
+        masters = 4 if self.dtype.itemsize < 4 else 0
+        return Elements(self.dtype.itemsize, self.grad_dtype.itemsize, masters, 4)
+
+    @property
+    def bucket_numel(self) -> int:
+        """The least elements of a bucket, in systems that are compared: as many as of owned storage."""
+        config = self.owned().config
+        assert isinstance(config, OwnedConfig)
+        return max(1, int(config.bucket_mb * 2**20 / self.grad_dtype.itemsize))
+
+    def owned(self, **options: Any) -> Setting:
+        """The same for owned storage, with other ``options``; of another engine's only those of every host are kept."""
+        if isinstance(self.config, OwnedConfig):
+            return replace(self, config=OwnedConfig(**{**self.config.model_dump(), **options}))
+        common = {name: getattr(self.config, name) for name in HostConfig.model_fields}
+        grad = "float32" if self.grad_dtype == torch.float32 else "parameter"
+        return replace(self, engine="owned", config=OwnedConfig(**{**common, "grad_dtype": grad, **options}))
+
+
+# Param groups of a part of a model, as an optimizer would make them, from names and shapes.
+
+
+@dataclass(frozen=True)
+class Share:
+    """The parameters that some ranks share. ``wholes`` are the shapes of matrices that ``tp`` ranks hold together."""
+
+    grouping: Grouping
+    wholes: Mapping[str, Shape]
+    tp: int = 1
+
+    def shown(self, atom: Atom, setting: Setting) -> Atom:
+        """The matrix with what its work costs one rank."""
+        return replace(atom, cost=setting.costs(atom.cost, self.wholes.get(atom.name, atom.shape), self.tp))
+
+
+def share_of(routes: Sequence[Route], divided: Mapping[str, Divided], setting: Setting, *, tp: int = 1) -> Share:
+    """Param groups of parameters without memory, of all that are trained in one group that is split by rule.
+
+    With ``tp`` > 1 a rank stores one part in ``tp`` of every matrix's longer side, each for itself, and of everything
+    else; the ``tp`` ranks take turns in the work.
+    """
+    wholes: dict[str, Shape] = {}
+    if tp > 1:
+        routes, divided, wholes = _cut(routes, divided, tp)
+    params = {
+        route.name: nn.Parameter(torch.empty(route.shape, dtype=setting.dtype, device="meta"))
+        for route in routes
+        if route.kind != "frozen" and 0 not in route.shape
+    }
+    is_matrix = {id(params[r.name]): r.kind == "matrix" for r in routes if r.name in params}
+    names = {id(param): name for name, param in params.items()}
+    groups = split([{"params": list(params.values())}], is_matrix, setting.rules, names)
+    own = {route.name: divided[route.name] for route in routes if route.kind == "matrix"}
+    return Share(Grouping(list(routes), groups, names, own), wholes, tp)
+
+
+def _cut(
+    routes: Sequence[Route], divided: Mapping[str, Divided], tp: int
+) -> tuple[list[Route], dict[str, Divided], dict[str, Shape]]:
+    """What one of ``tp`` ranks stores: of every matrix in a parameter a part, as a parameter of its own."""
+    found: list[Route] = []
+    parts: dict[str, Divided] = {}
+    wholes: dict[str, Shape] = {}
+    for route in routes:
+        if route.kind != "matrix":
+            first = -(-route.shape[0] // tp) if route.shape else 1
+            found.append(replace(route, shape=(first, *route.shape[1:]) if route.shape else ()))
+            continue
+        for block in divided[route.name].blocks:
+            name, (rows, columns) = block.of(route.name), block.shape
+            shape = (-(-rows // tp), columns) if rows >= columns else (rows, -(-columns // tp))
+            found.append(replace(route, name=name, shape=shape, aliases=()))
+            parts[name], wholes[name] = Divided(matrices_of(shape)), block.shape
+    return found, parts, wholes

@@ -1,0 +1,274 @@
+"""What is read: the routes of a model, and before that the tensors of a checkpoint."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from lwopt_backend.config.choices import Rules, settings_of
+from lwopt_backend.config.hosts import HostConfig
+from lwopt_backend.config.options import install_command, nearest
+from lwopt_backend.config.param_groups import check_overrides
+from lwopt_backend.routing.grouping import as_taken, group_parameters
+from lwopt_backend.routing.matrices import Divided, divide_by_name
+from lwopt_backend.routing.routing import AtomSettings, Route, named_as_stack, stacked
+
+NOT_IN_MODEL_ORDER = (
+    "the parameters are in alphabetical order, since the format does not keep the model's: which rank stores what is "
+    "approximate"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShapes:
+    """A model's parameters and where each goes.
+
+    - ``source``: what was read, e.g. ``"config.json of LlamaForCausalLM"``.
+    - ``routes``: one per parameter, in model order as far as the source keeps it.
+    - ``divided``: by the name of a parameter that the matrix rule trains, the matrices in it.
+    - ``notes``: sentences that the user should read.
+    """
+
+    source: str
+    routes: tuple[Route, ...]
+    divided: Mapping[str, Divided]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor of a checkpoint, without its elements. ``aliases`` are the other names it is stored under."""
+
+    name: str
+    shape: tuple[int, ...]
+    floating: bool = True
+    frozen: bool = False
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What one reader found: the model's tensors (no optimizer state), and sentences for the user."""
+
+    source: str
+    tensors: tuple[Stored, ...]
+    notes: tuple[str, ...] = ()
+
+
+def in_natural_order(tensors: Iterable[Stored]) -> tuple[Stored, ...]:
+    """By name, numbers by value: layer 2 before layer 10. For formats that forget the model's order."""
+    return tuple(
+        sorted(tensors, key=lambda t: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", t.name)])
+    )
+
+
+# Reading a JSON file, with errors that a user can act on.
+
+Pairs = list[tuple[str, Any]]
+
+
+def read_json(path: Path, expected: str, objects: Callable[[Pairs], Any] = dict) -> Any:
+    """The content of ``path``; ``expected`` says for errors what should stand there.
+
+    ``objects`` makes an object from its pairs; a dict forgets which names came twice. Raises ValueError for a missing
+    file and for anything that is not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=objects)
+    except OSError as error:
+        raise ValueError(f"{path}: expected {expected}, but the file cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: expected {expected}, but this is not JSON: {error}; correct the file") from error
+
+
+# A Hugging Face model from its config.json: built on the meta device, so nothing is allocated or downloaded.
+
+EXPECTED = "a Hugging Face config.json"
+
+
+def read_hugging_face(
+    path: str | os.PathLike[str],
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    training: Training | None = None,
+) -> ModelShapes:
+    """The model that ``path``, a config.json or a folder that holds one, describes, as it would be trained.
+
+    ``training`` says by which rules, by default ours for ``include`` and ``exclude``. The class is the one the
+    configuration names; else the one that transformers has for training it on text, else its bare model. Code that
+    comes with a checkpoint is never run. Raises ImportError without transformers, and ValueError for a file that it
+    cannot build a model from.
+    """
+    path = Path(path)
+    path = path / "config.json" if path.is_dir() else path
+    written = read_json(path, EXPECTED)
+    if not isinstance(written, dict):
+        raise ValueError(f"{path}: expected {EXPECTED}, an object, found {type(written).__name__}; give another file")
+    transformers = _transformers(path)
+    config = _config(path, written, transformers)
+    model_class, notes = _model_class(path, config, transformers)
+    model = _build(path, model_class, config, transformers)
+    training = training or Training.routed(include, exclude)
+    trained = [{"params": [param for param in model.parameters() if param.requires_grad]}]
+    found = group_parameters(model, trained, training.rules, training.config, stacks=True)
+    return ModelShapes(f"{path.name} of {model_class.__name__}", tuple(found.routes), found.divided, notes)
+
+
+def _transformers(path: Path) -> ModuleType:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(
+            f"{path}: reading a Hugging Face configuration needs transformers, which cannot be imported ({error}); "
+            f"run: {install_command('transformers')}"
+        ) from error
+    return transformers
+
+
+def _config(path: Path, written: Mapping[str, Any], transformers: ModuleType) -> Any:
+    kind, known = written.get("model_type"), transformers.CONFIG_MAPPING
+    if not isinstance(kind, str):
+        raise ValueError(f"{path}: expected {EXPECTED} with a 'model_type', found {kind!r}; give the model's own file")
+    if kind not in known:
+        own = f"; its own code {written['auto_map']} is not run" if written.get("auto_map") else ""
+        close = nearest(kind, known)
+        hint = f"did you mean {close!r}?" if close else "a newer transformers may have it."
+        raise ValueError(
+            f"{path}: model_type {kind!r} is not one of transformers {transformers.__version__}{own}; {hint} "
+            "Else read a checkpoint of the model, or list its shapes in a JSON file."
+        )
+    try:
+        return known[kind].from_dict(dict(written))
+    except Exception as error:  # every configuration class checks in its own way
+        raise ValueError(_not_possible(path, f"read the {kind!r} configuration", error, transformers)) from error
+
+
+def _model_class(path: Path, config: Any, transformers: ModuleType) -> tuple[type[nn.Module], tuple[str, ...]]:
+    """The class to build, and a note unless the configuration names it."""
+    named = list(config.architectures or [])
+    for name in named:
+        found = getattr(transformers, name, None)
+        if inspect.isclass(found) and issubclass(found, transformers.PreTrainedModel):
+            assert issubclass(found, nn.Module)
+            return found, ()
+    with_head = (
+        transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING  # the other mapping has some of their decoders alone
+        if config.is_encoder_decoder
+        else transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    )
+    for mapping in (with_head, transformers.MODEL_MAPPING):
+        if type(config) in mapping:
+            found = mapping[type(config)]
+            found = found[0] if isinstance(found, tuple) else found
+            why = f"names {named[0]}, which transformers does not have" if named else "names no architecture"
+            return found, (f"{path.name} {why}; built as {found.__name__}",)
+    raise ValueError(
+        f"{path}: transformers {transformers.__version__} has no model class for {type(config).__name__} "
+        f"(architectures: {named}); name one under 'architectures', or list the shapes in a JSON file"
+    )
+
+
+def _build(path: Path, model_class: type[nn.Module], config: Any, transformers: ModuleType) -> nn.Module:
+    config._attn_implementation = "eager"  # another one that the file asks for may not be installed here
+    try:
+        with torch.device("meta"):
+            return model_class(config)
+    except Exception as error:  # model code of several hundred families
+        raise ValueError(_not_possible(path, f"build {model_class.__name__}", error, transformers)) from error
+
+
+def _not_possible(path: Path, what: str, error: Exception, transformers: ModuleType) -> str:
+    return (
+        f"{path}: transformers {transformers.__version__} cannot {what}: {type(error).__name__}: {error}; correct the "
+        "file, use the version it was written by, or list the shapes in a JSON file"
+    )
+
+
+# Shapes that the user wrote down: ``[["layers.0.q", [4096, 4096]], ...]`` in model order.
+
+FORM = '[["name", [rows, columns]], ...] or {"name": [rows, columns], ...}'
+
+
+def read_shapes_json(path: str | os.PathLike[str], training: Training | None = None) -> ModelShapes:
+    """The parameters listed in ``path``, in its order. Whatever has two dimensions is a matrix: it was listed for that.
+
+    ``training`` says by which rules it is trained.
+    Raises ValueError that names the file, the entry, what was expected and what was found.
+    """
+    path = Path(path)
+    entries = read_json(path, FORM, objects=tuple)  # an object comes as a tuple of pairs, a list stays a list
+    if not isinstance(entries, (list, tuple)) or not entries:
+        found = "no entry" if entries in ([], ()) else repr(entries)
+        raise ValueError(f"{path}: expected {FORM}, found {found}; list the model's parameters")
+    routes: dict[str, Route] = {}
+    for index, entry in enumerate(entries):
+        name, shape = _checked(entry, type(entries), f"{path}: entry {index}")
+        if name in routes:
+            first = list(routes).index(name)
+            raise ValueError(
+                f"{path}: entry {index} ({name!r}): expected a new name, found that of entry {first}; "
+                "give every parameter a name of its own"
+            )
+        matrix = len(shape) == 2
+        reason = "listed as a matrix" if matrix else f"{len(shape)}-D"
+        stack = named_as_stack(name, shape)
+        routes[name] = Route(name, tuple(shape), "matrix" if matrix else "elementwise", reason, stack=stack)
+    return ModelShapes(path.name, *(training or Training()).of(list(routes.values())))
+
+
+def _checked(entry: Any, pair: type[list[Any]] | type[tuple[Any, ...]], where: str) -> tuple[str, list[int]]:
+    """The name and shape of an entry, which is a ``pair``: a list, or of an object a tuple."""
+    if not (type(entry) is pair and len(entry) == 2 and isinstance(entry[0], str) and entry[0]):
+        found = dict(entry) if isinstance(entry, tuple) else entry
+        raise ValueError(f'{where}: expected ["name", [rows, columns]], found {found!r}; write it in this form')
+    name, shape = entry
+    if not (isinstance(shape, list) and shape and all(type(n) is int and n > 0 for n in shape)):
+        raise ValueError(
+            f"{where} ({name!r}): expected a shape of positive integers, such as [4096, 1024], found {shape!r}; "
+            "correct it"
+        )
+    return name, shape
+
+
+# Which rules a model is read for, and what they train of it where there are names and shapes only.
+
+
+def _default_rules() -> Rules:
+    return settings_of(HostConfig, {}, "default rules")[0]
+
+
+@dataclass(frozen=True)
+class Training:
+    """The rules, and the options that routing reads."""
+
+    rules: Rules = field(default_factory=_default_rules)
+    config: HostConfig = field(default_factory=lambda: HostConfig(allow_no_matrix=True))
+
+    @classmethod
+    def routed(cls, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> Training:
+        """With the default rules."""
+        return cls(config=HostConfig(include=tuple(include), exclude=tuple(exclude), allow_no_matrix=True))
+
+    def of(self, routes: Sequence[Route]) -> tuple[tuple[Route, ...], dict[str, Divided]]:
+        """Routes by name as training has them, stacked experts slice by slice, and the matrices in each parameter."""
+        found = [as_taken(_as_stack(route), self.rules.matrix.rule, self.config) for route in routes]
+        check_overrides(self.rules, {r.name: r.kind == "matrix" for r in found if r.kind != "frozen"})
+        return tuple(found), divide_by_name(found, AtomSettings.parse(self.config.atoms))
+
+
+def _as_stack(route: Route) -> Route:
+    if route.kind != "elementwise" or route.reason != f"{len(route.shape)}-D":
+        return route
+    if route.stack:
+        return replace(route, kind="matrix", reason=stacked(route.joined))
+    return replace(route, kind="matrix", reason=f"{route.reason} weight") if route.side_by_side else route

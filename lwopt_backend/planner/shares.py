@@ -1,0 +1,626 @@
+"""What some ranks share, as an engine plans it: owners, buckets, bytes, memory of every rank, seconds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+
+from lwopt_backend.config.hosts import FSDP2Config, OwnedConfig, ZeROConfig
+from lwopt_backend.config.registry import MATRIX_RULES, build_matrix_rules
+from lwopt_backend.plan import MACHINES, FlatPartition, ParameterPartition, Sharding
+from lwopt_backend.plan.atoms import Atom
+from lwopt_backend.plan.buffers.layout import Bucket, imbalance
+from lwopt_backend.plan.buffers.owned import OwnedPlan
+from lwopt_backend.plan.buffers.step import BucketTime, bucket_work, buffer_step, schedule, timeline
+from lwopt_backend.plan.cost import StepTime, gather_seconds
+from lwopt_backend.plan.owners import MatrixPlan
+from lwopt_backend.planner.setting import Setting, Share
+from lwopt_backend.storage.flat import GroupPlan, plan_group, unit_layouts
+from lwopt_backend.storage.flat import Member as ZeROMember
+from lwopt_backend.storage.mesh import Member as MeshMember
+from lwopt_backend.storage.mesh import MeshPlan, by_wire, mesh_state_nbytes, plan_mesh
+from lwopt_backend.storage.owned import Member as OwnedMember
+from lwopt_backend.storage.owned import members_of, plan_lines, plan_members
+from lwopt_backend.storage.owned_memory import rank_memories
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A kind of collective that a step has: how many, and the bytes that the busiest rank sends in all of them."""
+
+    what: str
+    count: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes that one rank holds between a backward pass and its step, and on top of them what the step works with."""
+
+    parameters: int = 0
+    gradients: int = 0
+    masters: int = 0
+    state: int = 0
+    padding: int = 0
+    workspace: int = 0
+
+    @property
+    def peak(self) -> int:
+        return self.parameters + self.gradients + self.masters + self.state + self.padding + self.workspace
+
+    def __add__(self, other: RankMemory) -> RankMemory:
+        """Of two buffers on one rank; they are worked on one after the other."""
+        return RankMemory(
+            self.parameters + other.parameters,
+            self.gradients + other.gradients,
+            self.masters + other.masters,
+            self.state + other.state,
+            self.padding + other.padding,
+            max(self.workspace, other.workspace),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Matrices with an owner and a bucket each: what a step's seconds are worked out from.
+
+    A matrix in bucket -1 does not travel.
+    """
+
+    atoms: tuple[Atom, ...]
+    shards: int
+    owners: tuple[int, ...]
+    buckets: tuple[int, ...]
+    bucket_numels: tuple[int, ...]  # that travel, with padding
+
+    def loads(self) -> list[int]:
+        """Per rank, the cost of what it owns."""
+        return per_rank(self.owners, [atom.cost for atom in self.atoms], self.shards)
+
+    def bucket_loads(self) -> list[dict[int, int]]:
+        """Per bucket, the cost of what each of its owners has there."""
+        table: list[dict[int, int]] = [{} for _ in self.bucket_numels]
+        for atom, bucket, owner in zip(self.atoms, self.buckets, self.owners):
+            if bucket >= 0:
+                table[bucket][owner] = table[bucket].get(owner, 0) + atom.cost
+        return table
+
+    def owned(self) -> list[list[Atom]]:
+        """Per rank, what it owns."""
+        return owned_atoms(self.atoms, self.owners, self.shards)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The matrices that ``ranks`` ranks share, in instances of ``group_size``, each with its owner and bucket.
+
+    ``loads`` (in the cost model's unit), ``owned_numels`` and ``memory`` are per rank of an instance.
+    """
+
+    name: str  # "dense" or "experts"
+    ranks: int
+    layout: str
+    strategy: str
+    placed: Placed
+    buffer_numel: int
+    memory: tuple[RankMemory, ...]
+    collectives: tuple[Collective, ...]
+    time: StepTime
+    timeline: tuple[BucketTime, ...]
+
+    @property
+    def group_size(self) -> int:
+        return self.placed.shards
+
+    @property
+    def atoms(self) -> tuple[Atom, ...]:
+        return self.placed.atoms
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        return self.placed.owners
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        return self.placed.buckets
+
+    @property
+    def bucket_numels(self) -> tuple[int, ...]:
+        return self.placed.bucket_numels
+
+    @property
+    def loads(self) -> list[int]:
+        return self.placed.loads()
+
+    @property
+    def numel(self) -> int:
+        return sum(atom.numel for atom in self.atoms)
+
+    @property
+    def padding(self) -> float:
+        return self.buffer_numel / self.numel - 1 if self.atoms else 0.0
+
+    @property
+    def flops_imbalance(self) -> float:
+        """Max over mean of the work."""
+        return imbalance(self.loads)
+
+    @property
+    def owned_numels(self) -> list[int]:
+        return per_rank(self.owners, [atom.numel for atom in self.atoms], self.group_size)
+
+    @property
+    def wire_bytes(self) -> int:
+        """What the busiest rank sends in a step."""
+        return sum(collective.nbytes for collective in self.collectives)
+
+
+@dataclass(frozen=True, slots=True)
+class Elementwise:
+    """What the same ranks share besides matrices."""
+
+    numel: int
+    memory: tuple[RankMemory, ...]  # per rank of an instance
+    collectives: tuple[Collective, ...]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What an engine plans for the parameters that ``ranks`` ranks share. ``part`` is None if none is a matrix.
+
+    ``lines`` are those of the engine's plan, ``loads`` the work by which it was made, per rank of an instance. It was
+    made for ``shared`` on top of the work ``base`` of each of the ranks.
+    """
+
+    name: str
+    ranks: int
+    group_size: int
+    part: Part | None
+    elementwise: Elementwise
+    lines: tuple[str, ...]
+    loads: tuple[int, ...]
+    shared: Share
+    base: tuple[int, ...] | None = None
+
+    def memory(self, place: int) -> RankMemory:
+        """Of one rank of an instance."""
+        rest = self.elementwise.memory[place]
+        return rest if self.part is None else self.part.memory[place] + rest
+
+
+def workspace(atoms: Sequence[Atom]) -> int:
+    """Bytes of a Newton-Schulz of the largest of ``atoms``: X, B X and the update, A, A A and B, in bf16."""
+    return max((2 * (3 * atom.numel + 3 * min(atom.shape) ** 2) for atom in atoms), default=0)
+
+
+def owned_atoms(atoms: Sequence[Atom], owners: Sequence[int], ranks: int) -> list[list[Atom]]:
+    """Per rank, what it owns."""
+    owned: list[list[Atom]] = [[] for _ in range(ranks)]
+    for atom, owner in zip(atoms, owners):
+        owned[owner].append(atom)
+    return owned
+
+
+def per_rank(owners: Sequence[int], amounts: Sequence[int], ranks: int) -> list[int]:
+    sums = [0] * ranks
+    for owner, amount in zip(owners, amounts):
+        sums[owner] += amount
+    return sums
+
+
+# Storage of a host in a study: DeepSpeed's ZeRO and FSDP2 keep parameters, we exchange what has to be whole.
+
+IN_FLIGHT = 2  # exchange buckets at a time
+
+
+def host_part(
+    name: str,
+    plans: Sequence[MatrixPlan],
+    shared: Share,
+    setting: Setting,
+    memory: Sequence[RankMemory],
+    *,
+    buffer_numel: int,
+    host: Sequence[Collective],
+    spread: bool,
+) -> Part:
+    """The figures of ``plans``, one after the other on the same ranks. ``memory`` is what the host holds of them.
+
+    ``host`` are the host's own collectives. ``spread`` says that every matrix lies on all ranks.
+    """
+    ranks = plans[0].layout.world_size
+    placed = _placed(plans, shared, setting, spread)
+    trips = sum(plan.trips(bucket) for plan in plans for bucket in range(len(plan.buckets)))
+    sent = max(map(sum, zip(*(plan.wire_bytes() for plan in plans))))
+    moved = (Collective("all-to-all to the owners, and back", trips, sent), *host)
+    in_flight = IN_FLIGHT * 2 * max(map(_largest_bucket, plans)) // (ranks if spread else 1)
+    held = [replace(memory[rank], workspace=workspace(mine) + in_flight) for rank, mine in enumerate(placed.owned())]
+    time = StepTime(
+        setting.seconds(max(placed.loads())),
+        sum(each.nbytes for each in moved) / setting.machine.link(ranks),
+        trips * setting.machine.latency_seconds,
+    )
+    return Part(
+        name,
+        ranks,
+        "compact" if spread else "host",
+        f"policy {plans[0].ownership.policy!r}",
+        placed,
+        buffer_numel,
+        tuple(held),
+        moved,
+        time,
+        tuple(_timeline(placed, plans[0].element_bytes, setting)) if spread else (),
+    )
+
+
+def _largest_bucket(plan: MatrixPlan) -> int:
+    """Bytes."""
+    sizes = (sum(plan.atoms[i].numel for i in members) for members in plan.buckets)
+    return plan.element_bytes * max(sizes, default=0)
+
+
+def _placed(plans: Sequence[MatrixPlan], shared: Share, setting: Setting, spread: bool) -> Placed:
+    """Matrices of all plans, in the model's order. Where all travel, one that stays is counted with the one before."""
+    rows: list[tuple[Atom, int, int]] = []
+    numels: list[int] = []
+    for plan in plans:
+        bucket_of = {atom: len(numels) + number for number, members in enumerate(plan.buckets) for atom in members}
+        stays = len(numels) if spread and plan.buckets else -1
+        buckets = [bucket_of.get(atom, stays) for atom in range(len(plan.atoms))]
+        buckets = list(accumulate(buckets, max)) if spread else buckets
+        rows += list(zip(plan.atoms, plan.ownership.owners, buckets))
+        numels += [sum(plan.atoms[i].numel for i in members) for members in plan.buckets]
+    order = {name: place for place, name in enumerate(_names(shared))}
+    rows.sort(key=lambda row: order[row[0].name])
+    return Placed(
+        tuple(shared.shown(atom, setting) for atom, _, _ in rows),
+        plans[0].layout.world_size,
+        tuple(owner for _, owner, _ in rows),
+        tuple(bucket for _, _, bucket in rows),
+        tuple(numels),
+    )
+
+
+def _names(shared: Share) -> list[str]:
+    """Of the matrices, in the model's order."""
+    grouping = shared.grouping
+    return [block.of(route.name) for route in grouping.routes for block in grouping.matrices_in(route.name)]
+
+
+def _timeline(placed: Placed, element_bytes: int, setting: Setting) -> list[BucketTime]:
+    """Of our exchange alone: the host's own collectives are over before the step, or come after it."""
+    bytes_each = [numel * element_bytes // placed.shards for numel in placed.bucket_numels]
+    wire = [sum(gather_seconds(setting.machine, nbytes, placed.shards)) for nbytes in bytes_each]
+    work = bucket_work(placed, setting.machine, setting.work)
+    return schedule([(nbytes, nbytes) for nbytes in bytes_each], wire, work, wire)
+
+
+# ZeRO in a study: what ``LayerWise`` plans under DeepSpeed for a data-parallel model.
+
+MASTER = 4  # bytes: DeepSpeed keeps fp32 partitions beside parameters of any dtype
+
+
+def plan_zero_share(name: str, shared: Share, ranks: int, setting: Setting) -> Planned:
+    """What ``LayerWise`` plans, param group by param group; DeepSpeed's own collectives are counted, ours follow."""
+    config, stage = setting.config, int(setting.engine[-1])
+    assert isinstance(config, ZeROConfig)
+    plans = []
+    for group in shared.grouping.groups:
+        layouts = unit_layouts(
+            [param.numel() for param in group["params"]],
+            ranks,
+            stage,
+            is_matrix=group["rule"] in MATRIX_RULES,
+            sub_group_size=setting.sub_group_size,
+        )
+        members = _zero_members(group["params"], shared)
+        plans += [plan_group(group, members[part], layout, config, setting.plans_for) for part, layout in layouts]
+    matrices = [plan for plan in plans if plan.matrices is not None]
+    rest = [plan for plan in plans if plan.matrices is None]
+    part = None
+    if matrices:
+        part = host_part(
+            name,
+            [plan.matrices for plan in matrices if plan.matrices is not None],
+            shared,
+            setting,
+            _zero_memory(matrices, ranks, setting, stage),
+            buffer_numel=sum(map(_stored, matrices)) * ranks,
+            host=_zero_traffic(matrices, ranks, setting, stage),
+            spread=stage == 3,
+        )
+    return Planned(
+        name,
+        ranks,
+        ranks,
+        part,
+        Elementwise(
+            sum(map(_zero_numel, rest)),
+            tuple(_zero_memory(rest, ranks, setting, stage)),
+            tuple(_zero_traffic(rest, ranks, setting, stage)) if rest else (),
+        ),
+        tuple(line for plan in plans for line in plan.plan_lines()),
+        tuple(part.loads) if part else (0,) * ranks,
+        shared,
+    )
+
+
+def _zero_members(params: Sequence[object], shared: Share) -> list[ZeROMember]:
+    grouping, found = shared.grouping, []
+    shapes = {route.name: route.shape for route in grouping.routes}
+    for param in params:
+        name = grouping.names[id(param)]
+        dtype = str(getattr(param, "dtype", "")).removeprefix("torch.")
+        found.append((name, shapes[name], dtype, name in grouping.transposed, grouping.matrices_in(name)))
+    return found
+
+
+def _zero_numel(plan: GroupPlan) -> int:
+    return sum(spec.numel for spec in plan.specs)
+
+
+def _stored(plan: GroupPlan) -> int:
+    """Elements that every rank holds of the fp32 parameters."""
+    assert isinstance(plan.layout, (FlatPartition, ParameterPartition))
+    return plan.layout.partition_numel
+
+
+def _zero_memory(plans: Sequence[GroupPlan], ranks: int, setting: Setting, stage: int) -> list[RankMemory]:
+    """Per rank, what DeepSpeed holds, and the state that the plan says."""
+    stored, numel = sum(map(_stored, plans)), sum(map(_zero_numel, plans))
+    parameter, gradient = setting.dtype.itemsize, setting.grad_dtype.itemsize
+    state = [sum(plan.state_bytes[rank] for plan in plans) for rank in range(ranks)]
+    if stage == 3:
+        return [RankMemory(stored * parameter, stored * gradient, stored * MASTER, mine) for mine in state]
+    kept = stored * ranks * gradient if stage == 1 else stored * gradient
+    copied = stored * 4  # the step's own fp32 copy of the partition's gradients
+    padding = (stored * ranks - numel) * parameter
+    return [RankMemory(numel * parameter, kept + copied, stored * MASTER, mine, padding) for mine in state]
+
+
+def _zero_traffic(plans: Sequence[GroupPlan], ranks: int, setting: Setting, stage: int) -> list[Collective]:
+    """DeepSpeed's own: stages 1 and 2 all-reduce gradients and gather parameters, stage 3 shards both."""
+    share = (ranks - 1) / ranks
+    numel = sum(map(_stored, plans)) * ranks
+    parameters, gradients = (
+        int(numel * setting.dtype.itemsize * share),
+        int(numel * setting.grad_dtype.itemsize * share),
+    )
+    if stage == 3:
+        return [
+            Collective("zero3's reduce-scatter of gradients", 1, gradients),
+            Collective("zero3's all-gathers of parameters", 2, 2 * parameters),
+        ]
+    return [
+        Collective(f"{setting.engine}'s all-reduce of gradients", 1, 2 * gradients),
+        Collective(f"{setting.engine}'s all-gather of parameters", 1, parameters),
+    ]
+
+
+# Owned storage in a study: the plan that training makes, and what it holds and sends.
+
+
+def plan_owned_share(
+    name: str, shared: Share, ranks: int, setting: Setting, base: Sequence[int] | None = None
+) -> Planned:
+    """What ``lwopt_backend.LayerWiseOptimizer`` plans over ``ranks`` ranks, each of which has the work ``base``."""
+    config = setting.config
+    assert isinstance(config, OwnedConfig)
+    members, groups = members_of(shared.grouping), shared.grouping.groups
+    plan = plan_members(
+        members,
+        groups,
+        ranks,
+        setting.plans_for,
+        layout=config.layout,
+        bucket_mb=config.bucket_mb,
+        group_size=config.group_size,
+        grad_dtype=_wide(config),
+        direct=setting.plans_for == MACHINES["cpu"] or ranks == 1,  # as gloo and a single process are
+        bus_alignment=config.bus_alignment,
+        base=base,
+    )
+    of_kind = {kind: replace(plan, buckets=_of(plan, kind)) for kind in ("matrix", "elementwise")}
+    rest = of_kind["elementwise"]
+    return Planned(
+        name,
+        ranks,
+        plan.group_size,
+        _part(name, of_kind["matrix"], members, shared, setting) if of_kind["matrix"].buckets else None,
+        Elementwise(
+            sum(slot.numel for bucket in rest.buckets for slot in bucket.slots),
+            tuple(_owned_memory(rest, members, shared, config)),
+            tuple(_collectives(rest, setting, config)),
+        ),
+        tuple(plan_lines(members, plan)),
+        plan.loads,
+        shared,
+        None if base is None else tuple(base),
+    )
+
+
+def _wide(config: OwnedConfig) -> torch.dtype | None:
+    return torch.float32 if config.grad_dtype == "float32" else None
+
+
+def _of(plan: OwnedPlan, kind: str) -> tuple[Bucket, ...]:
+    return tuple(bucket for bucket in plan.buckets if bucket.kind == kind)
+
+
+def _part(name: str, plan: OwnedPlan, members: Sequence[OwnedMember], shared: Share, setting: Setting) -> Part:
+    """The figures of a plan's matrix buckets."""
+    config = setting.config
+    assert isinstance(config, OwnedConfig)
+    placed = _owned_placed(plan, members, shared, setting)
+    held = _owned_memory(plan, members, shared, config)
+    works = [workspace(atoms) for atoms in placed.owned()]
+    machine, work, elements = setting.machine, setting.work, setting.elements
+    layouts = {bucket.layout for bucket in plan.buckets}
+    return Part(
+        name,
+        plan.group_size * plan.instances,
+        layouts.pop() if len(layouts) == 1 else "mixed",
+        f"layout {config.layout!r}",
+        placed,
+        sum(bucket.numel for bucket in plan.buckets),
+        tuple(replace(memory, workspace=transient) for memory, transient in zip(held, works)),
+        tuple(_collectives(plan, setting, config)),
+        buffer_step(placed, machine, work, instances=plan.instances, elements=elements),
+        tuple(timeline(placed, machine, work, instances=plan.instances, elements=elements)),
+    )
+
+
+def _owned_placed(plan: OwnedPlan, members: Sequence[OwnedMember], shared: Share, setting: Setting) -> Placed:
+    """Every matrix, in the model's order, at the rank whose part of the buffer it lies in."""
+    found: dict[int, list[tuple[Atom, int, int]]] = {}
+    groups = shared.grouping.groups
+    for number, bucket in enumerate(plan.buckets):
+        for rank, pieces in enumerate(bucket.pieces_of_all()):
+            for piece in pieces:
+                member = members[piece.param]
+                found.setdefault(piece.param, []).extend(
+                    (atom, rank, number)
+                    for atom, block in zip(member.atoms(groups[member.group]), member.blocks)
+                    if piece.start <= block.flat(0) < piece.stop
+                )
+    rows = [row for param in sorted(found) for row in found[param]]
+    return Placed(
+        tuple(shared.shown(atom, setting) for atom, _, _ in rows),
+        plan.group_size,
+        tuple(rank for _, rank, _ in rows),
+        tuple(number for _, _, number in rows),
+        tuple(bucket.numel for bucket in plan.buckets),
+    )
+
+
+def _owned_memory(
+    plan: OwnedPlan, members: Sequence[OwnedMember], shared: Share, config: OwnedConfig
+) -> list[RankMemory]:
+    """Per rank of an instance, what ``memory_report`` says of the plan's buckets."""
+    groups, keep_full = shared.grouping.groups, config.keep_full_grads
+    held = rank_memories(plan, members, groups, grad_dtype=_wide(config), keep_full=keep_full)
+    return [RankMemory(m.parameters, m.gradients, m.masters, m.state, m.padding) for m in held]
+
+
+def _collectives(plan: OwnedPlan, setting: Setting, config: OwnedConfig) -> list[Collective]:
+    """From the busiest rank, as ``traffic`` counts."""
+    if not plan.buckets:
+        return []
+    count, wire = len(plan.buckets), setting.grad_dtype.itemsize
+
+    def busiest(amounts: Sequence[Sequence[int]]) -> int:
+        return max(map(sum, zip(*amounts)))
+
+    back = busiest([bucket.return_numels() for bucket in plan.buckets])
+    found = [
+        Collective("reduce-scatter of gradients", count, wire * busiest([b.reduce_numels() for b in plan.buckets])),
+        Collective("all-gather of parameters", count, setting.dtype.itemsize * back),
+    ]
+    if plan.instances > 1:
+        owned = busiest([[stop - start for start, stop in bucket.parts] for bucket in plan.buckets])
+        stepped = 4  # fp32, in which owners sum
+        across = 2 * owned * stepped * (plan.instances - 1) // plan.instances
+        found.insert(1, Collective("all-reduce across instances", count, across))
+    if config.keep_full_grads:
+        found.append(Collective("all-gather of gradients", count, wire * back))
+    return found
+
+
+# FSDP2 in a study: what ``LayerWiseOptimizer`` plans for a model whose rows are sharded over all ranks.
+
+PARAMETER_BYTES = 2  # bf16 on the wire, whatever dtype the shards have
+
+
+def plan_fsdp2_share(
+    name: str, shared: Share, ranks: int, setting: Setting, base: Sequence[int] | None = None
+) -> Planned:
+    """What is planned for a mesh of ``ranks`` ranks, each of which has the work ``base`` on smaller meshes."""
+    config, groups = setting.config, shared.grouping.groups
+    assert isinstance(config, FSDP2Config)
+    rules = build_matrix_rules(groups, config)
+    members = _members(shared, ranks)
+    coordinates = tuple((rank,) for rank in range(ranks))
+    loads = tuple(base or (0,) * ranks)
+    plans: list[MeshPlan] = []
+    for own in by_wire(members, rules):
+        plans.append(plan_mesh(own, groups, rules, config, coordinates, loads))
+        loads = plans[-1].plan.ownership.loads
+    matrices = [member for member in members if member.rule in MATRIX_RULES]
+    rest = [member for member in members if member.rule not in MATRIX_RULES]
+    part = None
+    if matrices:
+        part = host_part(
+            name,
+            [planned.plan for planned in plans if planned.plan.atoms],
+            shared,
+            setting,
+            _memory(matrices, shared, setting, ranks),
+            buffer_numel=_numel(matrices),
+            host=_traffic(matrices, setting, ranks),
+            spread=True,
+        )
+    return Planned(
+        name,
+        ranks,
+        ranks,
+        part,
+        Elementwise(_numel(rest), tuple(_memory(rest, shared, setting, ranks)), tuple(_traffic(rest, setting, ranks))),
+        tuple(line for planned in plans for line in planned.lines()),
+        loads,
+        shared,
+        None if base is None else tuple(base),
+    )
+
+
+def _members(shared: Share, ranks: int) -> list[MeshMember]:
+    """All trained parameters in the model's order, as ``fully_shard`` has them."""
+    grouping = shared.grouping
+    group_of = {id(param): number for number, group in enumerate(grouping.groups) for param in group["params"]}
+    params = {grouping.names[id(param)]: param for group in grouping.groups for param in group["params"]}
+    found = []
+    for route in grouping.routes:
+        param = params.get(route.name)
+        if param is None:
+            continue
+        number = group_of[id(param)]
+        sharding = Sharding(tuple(param.shape), (ranks,), (0,), (False,))
+        transposed, blocks = route.name in grouping.transposed, grouping.matrices_in(route.name)
+        found.append(
+            MeshMember(route.name, param, number, grouping.groups[number]["rule"], sharding, transposed, blocks)
+        )
+    return found
+
+
+def _numel(members: Sequence[MeshMember]) -> int:
+    return sum(member.param.numel() for member in members)
+
+
+def _memory(members: Sequence[MeshMember], shared: Share, setting: Setting, ranks: int) -> list[RankMemory]:
+    """Per rank, its shards of parameters and gradients, and the state that the optimizer makes for them."""
+    config, groups = setting.config, shared.grouping.groups
+    assert isinstance(config, FSDP2Config)
+    alike: dict[tuple[tuple[int, ...], int], list[MeshMember]] = {}
+    for member in members:
+        alike.setdefault((member.sharding.shape, member.group), []).append(member)
+    found = []
+    for rank in range(ranks):
+        numel = sum(len(some) * math.prod(some[0].sharding.local_shape((rank,))) for some in alike.values())
+        state = sum(len(some) * mesh_state_nbytes(some[:1], groups, config, (rank,)) for some in alike.values())
+        found.append(RankMemory(numel * setting.dtype.itemsize, numel * setting.dtype.itemsize, 0, state))
+    return found
+
+
+def _traffic(members: Sequence[MeshMember], setting: Setting, ranks: int) -> list[Collective]:
+    """FSDP2's own."""
+    if not members:
+        return []
+    sent = _numel(members) * (ranks - 1) / ranks
+    return [
+        Collective("fsdp2's reduce-scatter of gradients", 1, int(sent * setting.grad_dtype.itemsize)),
+        Collective("fsdp2's all-gathers of parameters", 2, int(2 * sent * PARAMETER_BYTES)),
+    ]

@@ -1,0 +1,273 @@
+"""How each engine plans what some ranks share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from lwopt_backend.config.hosts import OwnedConfig
+from lwopt_backend.plan.cost import StepTime
+from lwopt_backend.planner import EXPERTS
+from lwopt_backend.planner.models import ModelShapes
+from lwopt_backend.planner.setting import Setting, Share, share_of
+from lwopt_backend.planner.shares import Part, Planned, RankMemory, plan_fsdp2_share, plan_owned_share, plan_zero_share
+from lwopt_backend.routing.matrices import Divided
+from lwopt_backend.routing.routing import Route
+from lwopt_backend.runtime.agreement import plan_digest
+
+if TYPE_CHECKING:
+    from lwopt_backend.routing.matrices import Divided
+    from lwopt_backend.routing.routing import Route
+
+
+def plan_share(name: str, shared: Share, ranks: int, setting: Setting, base: Sequence[int] | None = None) -> Planned:
+    """Plan over ``ranks`` ranks for ``setting.engine``, as it does itself.
+
+    ``base`` is the work that each rank has elsewhere, which DeepSpeed's groups do not look at.
+    """
+    if setting.engine == "owned":
+        return plan_owned_share(name, shared, ranks, setting, base)
+    if setting.engine == "fsdp2":
+        return plan_fsdp2_share(name, shared, ranks, setting, base)
+    return plan_zero_share(name, shared, ranks, setting)
+
+
+# How a model is spread over ranks by tensor, pipeline and expert parallelism, and what is left to each.
+
+EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")  # one expert's number in its parameters' names
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """``world_size`` ranks: ``pp`` stages, each of ``tp`` x ``dp`` ranks; experts over ``ep`` of a stage's ranks.
+
+    Experts are not cut by ``tp``. Raises ValueError where the numbers do not divide.
+    """
+
+    world_size: int
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("world_size", "tp", "pp", "ep"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, found {getattr(self, name)}")
+        if self.world_size % (self.tp * self.pp):
+            raise ValueError(
+                f"world_size {self.world_size} is not a multiple of tp x pp = {self.tp} x {self.pp}; "
+                f"give the number of all ranks, e.g. {self.tp * self.pp * self.world_size} for {self.world_size} "
+                "data-parallel ranks"
+            )
+        if self.stage_ranks % self.ep:
+            raise ValueError(
+                f"ep {self.ep} does not divide the {self.stage_ranks} ranks of a pipeline stage "
+                f"(world_size {self.world_size} / pp {self.pp}); world_size counts all ranks, not data-parallel ones"
+            )
+
+    @property
+    def stage_ranks(self) -> int:
+        return self.world_size // self.pp
+
+    @property
+    def dp(self) -> int:
+        """Ranks over which a dense matrix's owner is chosen."""
+        return self.world_size // (self.tp * self.pp)
+
+    @property
+    def expert_dp(self) -> int:
+        """Ranks over which an expert matrix's owner is chosen."""
+        return self.stage_ranks // self.ep
+
+
+def stages(routes: Sequence[Route], pp: int) -> list[list[Route]]:
+    """The parameters of each pipeline stage: whole layers, as evenly as they go, earlier stages the longer ones.
+
+    A layer is what shares the first number in its name. What precedes the first layer joins the first stage, what
+    follows the last one the last. Raises ValueError if there are fewer layers than stages.
+    """
+    if pp == 1:
+        return [list(routes)]
+    layers = sorted({int(number.group()) for r in routes if (number := re.search(r"\d+", r.name))})
+    if len(layers) < pp:
+        raise ValueError(f"pp {pp}: the parameters' names show only {len(layers)} layers to spread over the stages")
+    sizes = [len(layers) // pp + (stage < len(layers) % pp) for stage in range(pp)]
+    stage_of = dict(zip(layers, (stage for stage, size in enumerate(sizes) for _ in range(size))))
+    found: list[list[Route]] = [[] for _ in range(pp)]
+    last_seen = 0
+    seen_layer = False
+    for route in routes:
+        number = re.search(r"\d+", route.name)
+        if number:
+            last_seen, seen_layer = stage_of[int(number.group())], True
+        found[last_seen if number else (pp - 1 if seen_layer else 0)].append(route)
+    return found
+
+
+def is_expert(route: Route, pattern: str) -> bool:
+    """Whether a parameter belongs to the experts that ``ep`` spreads, by a glob on its name."""
+    return fnmatchcase(route.name, pattern)
+
+
+def local_experts(
+    routes: Sequence[Route], divided: Mapping[str, Divided], ep: int, pattern: str
+) -> tuple[list[Route], dict[str, Divided]]:
+    """What one rank of ``ep`` holds of the expert parameters among ``routes``: the first ``1/ep`` of every layer's.
+
+    And the matrices in them, of the ``divided`` ones. Experts are counted by the number behind ``.experts.`` in their
+    names, or by the first dimension of a stack. All ranks hold equally many, so one stands for all. Raises ValueError
+    where ``ep`` does not divide them.
+    """
+
+    experts = [route for route in routes if is_expert(route, pattern)]
+    numbers = [EXPERT.search(route.name) for route in experts]
+    stacked = [route for route, number in zip(experts, numbers) if number is None]
+    for route in stacked:
+        if len(route.shape) < 3 or route.shape[0] % ep:
+            raise ValueError(
+                f"ep {ep}: {route.name!r} of shape {route.shape} is neither one numbered expert "
+                f"(...experts.<number>...) nor a stack whose first dimension {ep} divides"
+            )
+    count = 1 + max((int(number.group()) for number in numbers if number), default=-1)
+    if count % ep:
+        raise ValueError(f"ep {ep} does not divide the {count} experts of a layer")
+    local = []
+    parts = {}
+    for route, number in zip(experts, numbers):
+        if number is not None and int(number.group()) >= count // ep:
+            continue
+        local.append(route if number else replace(route, shape=(route.shape[0] // ep, *route.shape[1:])))
+        if route.name in divided:
+            parts[route.name] = divided[route.name] if number else _first(divided[route.name], ep)
+    return local, parts
+
+
+def _first(divided: Divided, ep: int) -> Divided:
+    """The matrices in the first ``1/ep`` of a stack's slices."""
+    count = divided.blocks[0].grid.slices // ep
+    blocks = [replace(b, grid=replace(b.grid, slices=count)) for b in divided.blocks if b.slice < count]
+    return replace(divided, blocks=tuple(blocks))
+
+
+# A study: one model on one deployment, every pipeline stage and both kinds of buffers planned.
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage: what its ranks share, the dense parameters first."""
+
+    index: int
+    planned: tuple[Planned, ...]
+    deployment: Deployment
+    setting: Setting
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Its matrices."""
+        return tuple(each.part for each in self.planned if each.part is not None)
+
+    @property
+    def ranks(self) -> int:
+        return self.deployment.stage_ranks
+
+    @property
+    def digest(self) -> str:
+        """The name of the plan: of one stage without ``tp`` and ``ep`` that of a run."""
+        return plan_digest(self.lines())
+
+    def lines(self) -> Iterator[str]:
+        for each in self.planned:
+            yield from each.lines
+
+    def loads(self) -> list[int]:
+        """Per rank of the stage, the cost of what it owns of all buffers."""
+        sums = [0] * self.ranks
+        for part in self.parts:
+            loads = part.loads
+            for rank in range(self.ranks):
+                sums[rank] += loads[self.place(part, rank)]
+        return sums
+
+    def memory(self) -> list[RankMemory]:
+        """Per rank of the stage, of everything that is trained."""
+        return [
+            sum((each.memory(self.place(each, rank)) for each in self.planned), start=RankMemory())
+            for rank in range(self.ranks)
+        ]
+
+    def place(self, shared: Part | Planned, rank: int) -> int:
+        """Which rank of an instance a rank of the stage is. Neighbours differ in tp first, and in ep, then in dp."""
+        apart = self.deployment.ep if shared.name == "experts" else self.deployment.tp
+        return rank // apart % shared.group_size
+
+    @property
+    def time(self) -> StepTime:
+        """Of all buffers: the rank that is busiest in all of them together, wires one after the other."""
+        both = [part.time for part in self.parts]
+        busiest = self.setting.seconds(max(self.loads()))
+        return StepTime(busiest, sum(time.wire for time in both), sum(time.latency for time in both))
+
+
+@dataclass(frozen=True)
+class Study:
+    """All stages of a model on a deployment. ``worst`` is the stage that takes longest, the one that is shown."""
+
+    routes: tuple[Route, ...]
+    deployment: Deployment
+    setting: Setting
+    stages: tuple[Stage, ...]
+
+    @property
+    def worst(self) -> Stage:
+        return max(self.stages, key=lambda stage: (stage.time.total, -stage.index))
+
+    @property
+    def digest(self) -> str:
+        """The name of the plan; of several stages, of all their names."""
+        if len(self.stages) == 1:
+            return self.stages[0].digest
+        return plan_digest(f"stage {stage.index}: {stage.digest}" for stage in self.stages)
+
+
+def plan_study(model: ModelShapes, deployment: Deployment, setting: Setting, *, experts: str = EXPERTS) -> Study:
+    """Plan every stage of ``deployment``.
+
+    ``experts`` is the glob of the parameters that expert parallelism spreads. Raises ValueError if a stage has no
+    matrix, or numbers do not divide.
+    """
+    planned = []
+    for index, members in enumerate(stages(model.routes, deployment.pp)):
+        dense, spread = _shares(members, model.divided, deployment, setting, experts)
+        planned.append(_plan_stage(index, dense, spread, deployment, setting))
+    return Study(model.routes, deployment, setting, tuple(planned))
+
+
+def _shares(
+    members: Sequence[Route], divided: Mapping[str, Divided], deployment: Deployment, setting: Setting, experts: str
+) -> tuple[Share, Share | None]:
+    """The dense parameters of a stage, and the experts of one of its ranks."""
+    if deployment.ep == 1:
+        return share_of(members, divided, setting, tp=deployment.tp), None
+    local, parts = local_experts(members, divided, deployment.ep, experts)
+    dense = [route for route in members if not is_expert(route, experts)]
+    return share_of(dense, divided, setting, tp=deployment.tp), share_of(local, parts, setting) if local else None
+
+
+def _plan_stage(index: int, dense: Share, spread: Share | None, deployment: Deployment, setting: Setting) -> Stage:
+    stage = Stage(index, (), deployment, setting)
+    planned: list[Planned] = []
+    base = None
+    if spread is not None:
+        # Experts bring their own ranks; a group size that the user gave is the dense buffer's.
+        own = setting.owned(group_size=None) if isinstance(setting.config, OwnedConfig) else setting
+        experts = plan_share("experts", spread, deployment.expert_dp, own)
+        planned.append(experts)
+        base = [experts.loads[stage.place(experts, rank * deployment.tp)] for rank in range(deployment.dp)]
+    if dense.grouping.groups:
+        planned.insert(0, plan_share("dense", dense, deployment.dp, setting, base))
+    if not any(each.part for each in planned):
+        raise ValueError(f"stage {index} has no matrix to plan; name some with --include, or train it with AdamW")
+    return replace(stage, planned=tuple(planned))

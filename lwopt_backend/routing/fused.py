@@ -1,0 +1,387 @@
+"""Fused weights of models that are known: which outputs of a linear are q, k and v, or gate and up.
+
+A layout is told by the class whose ``forward`` runs, or of torchtitan's modules by their attributes, and only if the
+sizes agree with the module's attributes and with the linear that takes the result. A weight that is not recognised
+stays whole, as it does in other optimizers; a wrong guess would be worse. Copies of Hugging Face's modelling code in
+other packages (``trust_remote_code``) may differ, and are not looked at.
+
+LoRA's B has the outputs of the weight that it changes. Where that is a stack of experts, PEFT has A and B of all of
+them in one parameter each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lwopt_backend.plan.atoms import Parts, equal, grouped
+from lwopt_backend.routing.models import LoRA, all_lora
+
+Sizes = Callable[[Tensor], tuple[int, int] | None]  # outputs and inputs of a matrix parameter, also one of a stack
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """The parts of a weight's outputs and, where these are divided as well, of its inputs; empty: not divided.
+
+    ``why`` says whose parts they are, or why a weight that is known stays whole.
+    """
+
+    outputs: Parts = ()
+    inputs: Parts = ()
+    why: str = ""
+
+
+def fused_weights(model: nn.Module, sizes: Sizes) -> dict[int, Fusion]:
+    """By the id of a weight what is known of its parts.
+
+    ``sizes`` tells the outputs and inputs of a parameter, None of one that is no matrix, or no stack of them.
+    """
+    found: dict[int, Fusion] = {}
+    disputed: set[int] = set()  # weights that two modules share and use in two ways
+    for module in model.modules():
+        name, recipes = _recipes(module)
+        for fused in recipes:
+            weight = _weight(module, fused.weight)
+            out = weight if fused.out is None else _weight(module, fused.out)
+            ours, theirs = (None if each is None else sizes(each) for each in (weight, out))
+            if weight is None or ours is None or theirs is None:
+                continue
+            fusion = _fusion(module, name, fused, ours[0], theirs[0 if fused.out is None else 1])
+            if fusion is not None and found.setdefault(id(weight), fusion).outputs != fusion.outputs:
+                disputed.add(id(weight))
+    found = {weight: fusion for weight, fusion in found.items() if weight not in disputed}
+    for lora in all_lora(model):
+        found.update(_of_lora(lora, found, sizes))
+    return found
+
+
+def _fusion(module: nn.Module, name: str, fused: Fused, outputs: int, width: int) -> Fusion | None:
+    """The parts of ``outputs``, where the sizes add up and the part that is taken is ``width``."""
+    try:
+        layout = fused.layout(module, width)
+    except (AttributeError, TypeError, ZeroDivisionError):  # a version of the module without these attributes
+        return Fusion(why=f"whole, as {name} lacks the sizes of its parts")
+    if layout is None:
+        return None
+    names, sizes, groups = layout
+    fits = fused.taken is None or sizes[fused.taken] * groups == width
+    if min(*sizes, groups) < 1 or sum(sizes) * groups != outputs or not fits:
+        return Fusion(why=f"whole, as the sizes that {name} has for its parts do not add up")
+    if min(sizes) * groups == 1:
+        return Fusion(why=f"whole, as a part of it that {name} has is one row")
+    return Fusion(grouped(names, sizes, groups), why=f"as {name} has them")
+
+
+def _of_lora(lora: LoRA, found: dict[int, Fusion], sizes: Sizes) -> dict[int, Fusion]:
+    """Of LoRA's factors what the weight that they change says of them."""
+    changed = getattr(lora.base, lora.key, None)
+    changed = getattr(lora.base, "in_proj_weight", None) if changed is None else changed  # torch's attention
+    base, of_a, of_b = found.get(id(changed), Fusion()), sizes(lora.a), sizes(lora.b)
+    if of_a is None or of_b is None:
+        return {}
+    if sum(part.size for _, part in base.outputs) not in (0, of_b[0]):
+        base = Fusion()
+    if lora.stacked == 1:
+        return {id(lora.b): base} if base.why else {}
+    rank, names = of_a[0] // lora.stacked, [f"expert{number}" for number in range(lora.stacked)]
+    in_turn, why = grouped(names, [1] * lora.stacked, rank), "as PEFT has them"
+    return {
+        id(lora.a): Fusion(equal(lora.stacked, rank, "expert"), why=why),
+        id(lora.b): Fusion(base.outputs, in_turn, why),
+    }
+
+
+def _recipes(module: nn.Module) -> tuple[str, tuple[Fused, ...]]:
+    """The name of the class whose ``forward`` the module runs, and what is known of that class."""
+    runs = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+    if runs is nn.MultiheadAttention:
+        return runs.__name__, (Fused("in_proj_weight", "out_proj", thirds),)
+    for attributes, recipes in BY_ATTRIBUTES:
+        if all(hasattr(module, attribute) for attribute in attributes):
+            return runs.__name__, recipes
+    package, _, path = runs.__module__.partition("models.")
+    if package != "transformers.":
+        return "", ()
+    if all(isinstance(getattr(module, flag, None), bool) for flag in ("has_gate", "is_concatenated", "is_transposed")):
+        return runs.__name__, (Fused("gate_up_proj", "down_proj", experts),)
+    return runs.__name__, TABLE.get(f"{path.partition('.')[0]}.{runs.__name__}", ())
+
+
+def _weight(module: nn.Module, name: str) -> Tensor | None:
+    found = getattr(module, name, None)
+    found = found if isinstance(found, Tensor) else getattr(found, "weight", None)
+    return found if isinstance(found, Tensor) else None
+
+
+# How models lay out their fused weights: q, k and v, the parts of latent attention (MLA), or gate and up.
+#
+# Read from the modelling code of transformers 5.23, class by class; torchtitan's are in ``fused_torchtitan``. ``taken``
+# and the sizes that a layout gives are compared with the weights themselves in ``fused_weights``.
+
+Outputs = tuple[tuple[str, ...], tuple[int, ...], int]  # names and sizes of the parts, and in how many groups they come
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """``weight`` of a module is laid out as ``layout`` says of it; ``out`` takes what part number ``taken`` leads to.
+
+    ``layout`` is given the module and the inputs of ``out``; without ``out`` the outputs of ``weight`` itself. Without
+    ``taken`` it is the layout that compares the inputs of ``out``.
+    """
+
+    weight: str
+    out: str | None
+    layout: Callable[[Any, int], Outputs | None]
+    taken: int | None = 0
+
+
+# Layouts of q, k and v
+
+
+def thirds(module: Any, width: int) -> Outputs:
+    return ("q", "k", "v"), (width,) * 3, 1
+
+
+def _thirds_or_cross(module: Any, width: int) -> Outputs:
+    return (("k", "v"), (width,) * 2, 1) if module.is_cross_attention else thirds(module, width)
+
+
+def _by_head(size: str) -> Callable[[Any, int], Outputs]:
+    """q, k and v of one head after the other; the module's attribute ``size`` is that of a head."""
+    return lambda module, width: (("q", "k", "v"), (getattr(module, size),) * 3, width // getattr(module, size))
+
+
+def _fewer_keys(module: Any, width: int) -> Outputs:
+    size = module.num_key_value_heads * module.head_dim
+    return ("q", "k", "v"), (width, size, size), 1
+
+
+def _exaone_vision(module: Any, width: int) -> Outputs:
+    return ("q", "k", "v"), (module.q_dim, module.kv_dim, module.kv_dim), 1
+
+
+def _big_code(module: Any, width: int) -> Outputs | None:
+    if module.is_cross_attention:
+        return None
+    if module.multi_query:
+        return ("q", "k", "v"), (module.embed_dim, module.kv_dim, module.kv_dim), 1
+    return _by_head("head_dim")(module, width)
+
+
+def _falcon(module: Any, width: int) -> Outputs:
+    size = module.head_dim
+    if module.new_decoder_architecture:
+        queries = module.num_heads // module.num_kv_heads
+        return ("q", "k", "v"), (queries * size, size, size), module.num_kv_heads
+    if module.multi_query:
+        return ("q", "k", "v"), (width, size, size), 1
+    return _by_head("head_dim")(module, width)
+
+
+def _code_gen(module: Any, width: int) -> Outputs:
+    """In four groups, one for each of the cores that it was trained on, and v before k."""
+    return ("q", "v", "k"), (width // 4,) * 3, 4
+
+
+def _query_and_gate(module: Any, width: int) -> Outputs:
+    return ("q", "gate"), (module.head_dim,) * 2, width // module.head_dim
+
+
+def _delta_net_qkvz(module: Any, width: int) -> Outputs:
+    keys, values = module.head_k_dim, module.num_v_heads // module.num_k_heads * module.head_v_dim
+    return ("q", "k", "v", "z"), (keys, keys, values, values), module.num_k_heads
+
+
+def _delta_net_qkv(module: Any, width: int) -> Outputs:
+    return ("q", "k", "v"), (module.key_dim, module.key_dim, module.value_dim), 1
+
+
+# Layouts of latent attention, whose matrices are those of DeepSeek's report (arXiv 2405.04434, 2.1): W_UQ and W_QR in
+# the queries' weight, W_DKV and W_KR in the one that compresses, W_UK and W_UV in the one that expands
+
+
+def _latent_queries(module: Any, width: int) -> Outputs:
+    heads = 0 if width % module.v_head_dim else width // module.v_head_dim
+    return ("q_nope", "q_rope"), (module.qk_nope_head_dim, module.qk_rope_head_dim), heads
+
+
+def _latent_compressed(module: Any, width: int) -> Outputs:
+    return ("kv", "k_rope"), (module.kv_lora_rank, module.qk_rope_head_dim), 1
+
+
+def _latent_expanded(module: Any, width: int) -> Outputs:
+    return ("k_nope", "v"), (module.qk_nope_head_dim, module.v_head_dim), width // module.v_head_dim
+
+
+def latent(queries: Sequence[str], compressed: str, expanded: str, out: str) -> tuple[Fused, ...]:
+    """Of the weights with these names; models without a compressed query have the first of ``queries``."""
+    return (
+        *(Fused(weight, out, _latent_queries, taken=None) for weight in queries),
+        Fused(compressed, expanded, _latent_compressed),
+        Fused(expanded, out, _latent_expanded, taken=1),
+    )
+
+
+# Layouts of gate (what goes through the activation) and up
+
+
+def _gate_up(module: Any, width: int) -> Outputs:
+    return ("gate", "up"), (width,) * 2, 1
+
+
+def _up_gate(module: Any, width: int) -> Outputs:
+    return ("up", "gate"), (width,) * 2, 1
+
+
+def gate_up_in_turn(module: Any, width: int) -> Outputs:
+    return ("gate", "up"), (1, 1), width
+
+
+def experts(module: Any, width: int) -> Outputs | None:
+    """Experts say how gate and up lie, and what their gate makes of four outputs must agree."""
+    if not module.has_gate:
+        return None
+    with torch.enable_grad():
+        outputs = torch.tensor([[0.5, 0.6, 0.7, 0.8]], requires_grad=True)
+        try:
+            (used,) = torch.autograd.grad(module._apply_gate(outputs)[0, 0], outputs)
+        except RuntimeError:  # an activation that has tensors of its own, elsewhere
+            return None
+    expected = [True, False, True, False] if module.is_concatenated else [True, True, False, False]
+    if (used[0] != 0).tolist() != expected:
+        return None
+    return (_gate_up if module.is_concatenated else gate_up_in_turn)(module, width)
+
+
+def _each(fused: Fused, *classes: str) -> Iterator[tuple[str, tuple[Fused, ...]]]:
+    return ((name, (fused,)) for name in classes)
+
+
+QUERIES = ("q_proj", "q_b_proj")
+
+# By family and class, as in ``transformers.models.<family>.modeling_<family>.<class>``
+TABLE: Mapping[str, tuple[Fused, ...]] = dict(
+    [
+        *_each(
+            Fused("c_attn", "c_proj", _thirds_or_cross),
+            *(
+                "gpt2.GPT2Attention",
+                "imagegpt.ImageGPTAttention",
+                "decision_transformer.DecisionTransformerGPT2Attention",
+            ),
+        ),
+        *_each(Fused("c_attn", "c_proj", thirds), "openai.Attention"),
+        *_each(Fused("c_attn", "c_proj", _big_code), "gpt_bigcode.GPTBigCodeAttention"),
+        *_each(
+            Fused("query_key_value", "dense", _by_head("head_size")),
+            *("gpt_neox.GPTNeoXAttention", "gpt_neox_japanese.GPTNeoXJapaneseAttention"),
+        ),
+        *_each(
+            Fused("query_key_value", "dense", _by_head("head_dim")),
+            *("bloom.BloomAttention", "persimmon.PersimmonAttention"),
+        ),
+        *_each(Fused("query_key_value", "dense", _falcon), "falcon.FalconAttention"),
+        *_each(Fused("qkv_proj", "out_proj", _by_head("head_dim")), "minimax.MiniMaxLightningAttention"),
+        *_each(Fused("qkv_proj", "out_proj", _code_gen), "codegen.CodeGenAttention"),
+        *_each(
+            Fused("qkv_proj", "o_proj", _fewer_keys), "phi3.Phi3Attention", "phi4_multimodal.Phi4MultimodalAttention"
+        ),
+        *_each(Fused("Wqkv", "out_proj", thirds), "mpt.MptAttention"),
+        *_each(Fused("Wqkv", "out_proj", _fewer_keys), "dbrx.DbrxAttention"),
+        *_each(Fused("Wqkv", "Wo", thirds), "modernbert.ModernBertAttention"),
+        *_each(Fused("att_proj", "out_proj", thirds), "bark.BarkSelfAttention"),
+        *_each(
+            Fused("qkv", "projection", thirds),
+            *("blip.BlipAttention", "blip_2.Blip2Attention", "instructblip.InstructBlipAttention"),
+            "instructblipvideo.InstructBlipVideoAttention",
+        ),
+        *_each(
+            Fused("qkv", "proj", thirds),
+            *("florence2.Florence2VisionChannelAttention", "florence2.Florence2VisionWindowAttention"),
+            *("glm4v.Glm4vVisionAttention", "glm4v_moe.Glm4vMoeVisionAttention", "got_ocr2.GotOcr2VisionAttention"),
+            *("hiera.HieraMaskUnitAttention", "mgp_str.MgpstrAttention", "qwen2_vl.VisionAttention"),
+            *("qwen2_5_vl.Qwen2_5_VLVisionAttention", "qwen3_5.Qwen3_5VisionAttention"),
+            *("qwen3_5_moe.Qwen3_5MoeVisionAttention", "qwen3_omni_moe.Qwen3OmniMoeVisionAttention"),
+            *("qwen3_vl.Qwen3VLVisionAttention", "qwen3_vl_moe.Qwen3VLMoeVisionAttention", "sam.SamVisionAttention"),
+            *("sam2.Sam2MultiScaleAttention", "sam_hq.SamHQVisionAttention", "seggpt.SegGptAttention"),
+            *("ernie4_5_vl_moe.Ernie4_5_VLMoeVisionAttention", "vitdet.VitDetAttention"),
+        ),
+        *_each(Fused("qkv", "proj", _exaone_vision), "exaone4_5.Exaone4_5_VisionAttention"),
+        *_each(
+            Fused("q_proj", "o_proj", _query_and_gate),
+            *("qwen3_next.Qwen3NextAttention", "qwen3_5.Qwen3_5Attention", "qwen3_5_moe.Qwen3_5MoeAttention"),
+        ),
+        *_each(Fused("in_proj_qkvz", "out_proj", _delta_net_qkvz, taken=2), "qwen3_next.Qwen3NextGatedDeltaNet"),
+        *_each(
+            Fused("in_proj_qkv", "out_proj", _delta_net_qkv, taken=2),
+            *("qwen3_5.Qwen3_5GatedDeltaNet", "qwen3_5_moe.Qwen3_5MoeGatedDeltaNet"),
+        ),
+        *_each(
+            Fused("gate_up_proj", "down_proj", _gate_up),
+            *("phi3.Phi3MLP", "phi4_multimodal.Phi4MultimodalMLP", "glm.GlmMLP", "glm4.Glm4MLP", "glm4v.Glm4vTextMLP"),
+            *("dia.DiaMLP", "zamba2.Zamba2MLP", "llama4.Llama4TextExperts"),
+        ),
+        *_each(Fused("gate_up_proj", "down_proj", _up_gate), "phi4_multimodal.Phi4MultimodalAudioMLP"),
+        *_each(
+            Fused("input_linear", "output_linear", _gate_up),
+            *("granitemoehybrid.GraniteMoeHybridMLP", "granitemoeshared.GraniteMoeSharedMLP", "jetmoe.JetMoeMoE"),
+        ),
+        *_each(Fused("Wi", "Wo", _gate_up), "modernbert.ModernBertMLP", "modernbert_decoder.ModernBertDecoderMLP"),
+        *_each(Fused("fc1", "fc2", _up_gate), "moonshine.MoonshineDecoderMLP"),
+        *(
+            (f"{family}.{kind}", latent(queries, "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"))
+            for family, kind, queries in [
+                ("axk1", "AXK1Attention", QUERIES),
+                ("deepseek_v2", "DeepseekV2Attention", QUERIES),
+                ("deepseek_v3", "DeepseekV3Attention", QUERIES),
+                ("deepseek_v32", "DeepseekV32Attention", QUERIES),
+                ("glm4_moe_lite", "Glm4MoeLiteAttention", QUERIES),
+                ("glm_moe_dsa", "GlmMoeDsaAttention", QUERIES),
+                ("kimi_linear", "KimiLinearAttention", ()),  # its queries have no part that is rotated
+                ("longcat_flash", "LongcatFlashMLA", QUERIES),
+                ("minicpm3", "MiniCPM3Attention", QUERIES),
+                ("youtu", "YoutuAttention", QUERIES),
+            ]
+        ),
+    ]
+)
+
+
+# How torchtitan's modules lay out their fused weights, read from its release 0.3.0.
+#
+# They are known by the attributes that a module has, since torchtitan is made to be copied and changed: its own
+# variants
+# of a module replace ``forward`` and keep the parameters. ``fused_weights`` compares the sizes with the weights.
+
+
+def _by_group(module: Any, outputs: int) -> Outputs:
+    """torchtitan's: the queries of a group, their key, their value, and so on."""
+    queries, size = module.heads_per_kv, module.head_dim
+    groups = outputs // (module.r_dim * size) if module.r_dim == queries + 2 else 0
+    return ("q", "k", "v"), (queries * size, size, size), groups
+
+
+# Attributes that a module must have, and its weights
+BY_ATTRIBUTES: Sequence[tuple[tuple[str, ...], tuple[Fused, ...]]] = [
+    (("wqkv", "heads_per_kv", "r_dim", "head_dim"), (Fused("wqkv", None, _by_group, taken=None),)),
+    (
+        ("wkv_a", "wkv_b", "wo", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+        latent(("wq", "wq_b"), "wkv_a", "wkv_b", "wo"),
+    ),
+    (("mlp1_weight_EGD", "mlp2_weight_EDF"), (Fused("mlp1_weight_EGD", "mlp2_weight_EDF", gate_up_in_turn),)),
+]
+
+
+def side_by_side(name: str, shape: Sequence[int]) -> bool:
+    """Gate and up in one parameter of (..., outputs, 2, inputs): ``w13`` of torchtitan's opt-in ``fused_swiglu``."""
+    return name.rpartition(".")[2] == "w13" and len(shape) > 2 and shape[-2] == 2 and 0 not in shape
+
+
+def joined(name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape in which gate and up that lie side by side are the halves of every row; of all others their own."""
+    return (*shape[:-2], 2 * shape[-1]) if side_by_side(name, shape) else tuple(shape)

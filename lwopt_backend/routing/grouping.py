@@ -1,0 +1,240 @@
+"""A model that is watched, so that no parameter stops being trained without a word."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import is_
+from typing import Any
+
+from torch import Tensor, nn
+
+from lwopt_backend.config.choices import Rules
+from lwopt_backend.config.hosts import HostConfig
+from lwopt_backend.config.param_groups import check_overrides, split
+from lwopt_backend.config.registry import MATRIX_RULES
+from lwopt_backend.plan.atoms import Block
+from lwopt_backend.qk_clip import RowScaling
+from lwopt_backend.routing.matrices import Divided, divide
+from lwopt_backend.routing.output_heads import output_heads
+from lwopt_backend.routing.routing import (
+    AtomSettings,
+    Kind,
+    Route,
+    by_glob,
+    check_all_globs,
+    full_shape,
+    named_parameters,
+    route_part,
+)
+
+ADVICE = "make the optimizer after the last such change"
+SHOWN = 5  # names in a sentence
+
+
+class WatchedModel:
+    """The ``trained`` parameters of ``model``, with their names, as they were when an optimizer was made for them.
+
+    With ``alone`` that optimizer trains all that is trained; otherwise what else required a gradient may go on to.
+    ``restore`` is called before the model is looked at closely: some hosts put other tensors into modules for a while.
+    ``advice`` ends the sentence.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        trained: Sequence[tuple[str, Tensor]],
+        *,
+        alone: bool = False,
+        restore: Callable[[nn.Module], object] = lambda model: None,
+        advice: str = ADVICE,
+    ) -> None:
+        self._model = model
+        self._restore = restore
+        self._advice = advice
+        restore(model)
+        here = {id(param) for param in model.parameters()}
+        ours = {id(param) for _, param in trained}
+        self._trained = [(name, param) for name, param in trained if id(param) in here]
+        # Held, so that no other tensor gets their ids.
+        self._others = [p for p in model.parameters() if p.requires_grad and id(p) not in ours and not alone]
+        # What every module held when it was last looked at and nothing was wrong, and what was frozen then.
+        self._seen: list[tuple[nn.Module, list[Tensor | None], list[nn.Module | None]]] | None = None
+        self._frozen: list[Tensor] = []
+        self._told: str | None = None
+
+    def news(self) -> str | None:
+        """``changes``, unless that is what was said last."""
+        told, self._told = self._told, self.changes()
+        return None if told == self._told else self._told
+
+    def changes(self) -> str | None:
+        """A sentence on parameters that were replaced, unfrozen or added, so that the optimizer does not train them.
+
+        Costs a comparison per parameter and module, as long as they are the same objects.
+        """
+        if self._is_as_seen():
+            return None
+        self._restore(self._model)
+        now = dict(named_parameters(self._model))
+        there = {id(param) for param in now.values()}
+        known = {id(param) for param in (*(param for _, param in self._trained), *self._others)}
+        replaced = [name for name, param in self._trained if id(param) not in there]
+        trained = [n for n, p in now.items() if p.requires_grad and id(p) not in known and 0 not in full_shape(p)]
+        new = [name for name in trained if name not in replaced]
+        said = []
+        if replaced:
+            said.append(f"{_are(replaced)} no longer in the model (replaced), and no step reaches what is there now")
+        if new:
+            since = "new, or requires_grad set since"
+            said.append(
+                f"{_are(new)} trained now, but not when the optimizer was made ({since}), so no step uses the gradient"
+            )
+        if said:
+            return f"{'; '.join(said)}; {self._advice}"
+        self._seen = [(m, [*m._parameters.values()], [*m._modules.values()]) for m in self._model.modules()]
+        self._frozen = [param for param in self._model.parameters() if not param.requires_grad]
+        return None
+
+    def _is_as_seen(self) -> bool:
+        if self._seen is None or any(param.requires_grad for param in self._frozen):
+            return False
+        return all(_same(params, m._parameters) and _same(modules, m._modules) for m, params, modules in self._seen)
+
+
+def _same(before: list[Any], now: Mapping[str, Any]) -> bool:
+    return len(before) == len(now) and all(map(is_, before, now.values()))
+
+
+def _are(names: Sequence[str]) -> str:
+    """The beginning of a sentence on these parameters."""
+    if len(names) == 1:
+        return f"parameter {names[0]!r} is"
+    shown, more = ", ".join(map(repr, names[:SHOWN])), len(names) - SHOWN
+    return f"parameters {shown}{f' and {more} more' if more > 0 else ''} are"
+
+
+# From a model and the user's param groups to the groups that are stepped.
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """``groups`` are param groups of one rule each; ``names`` gives a parameter's name by its id."""
+
+    routes: list[Route]
+    groups: list[dict[str, Any]]
+    names: Mapping[int, str]
+    divided: Mapping[str, Divided]  # by a matrix parameter's name, the matrices in it
+
+    def row_scaling(self) -> RowScaling:
+        """Factors on the outputs of the trained parameters, none so far."""
+        trained = {id(param) for group in self.groups for param in group["params"]}
+        shapes = {route.name: route.shape for route in self.routes}
+        names = [name for key, name in self.names.items() if key in trained]
+        return RowScaling({name: shapes[name] for name in names}, self.transposed, self.matrices_in)
+
+    def matrices_in(self, name: str) -> tuple[Block, ...]:
+        """The matrices in a parameter; none in one that the matrix rule does not update."""
+        return self.divided[name].blocks if name in self.divided else ()
+
+    @property
+    def transposed(self) -> frozenset[str]:
+        """Names of the matrices that are stored as (inputs, outputs)."""
+        return frozenset(r.name for r in self.routes if r.kind == "matrix" and r.transposed)
+
+
+def group_parameters(
+    model: nn.Module,
+    given: Sequence[Mapping[str, Any]],
+    rules: Rules,
+    config: HostConfig,
+    *,
+    stacks: bool = False,
+    routes: Sequence[Route] | None = None,
+    elsewhere: Sequence[Route] = (),
+) -> Grouping:
+    """Route ``model``'s parameters and split the ``given`` param groups by rule.
+
+    With ``stacks`` stacked experts go to the matrix rule, slice by slice. A part of a model comes with its ``routes``,
+    from ``route_given``, and those of the other parts ``elsewhere``. Raises ValueError if a given parameter is not the
+    model's, if a glob or an override matches nothing, or if no parameter is a matrix and the configuration does not
+    allow that.
+    """
+    names = {id(param): name for name, param in named_parameters(model)}
+    _check_known(given, names)
+    if routes is None:
+        routes = route_given(model, given, rules, config, output_heads(model), stacks=stacks)
+    everywhere = [*routes, *elsewhere]
+    check_all_globs(config.include, config.exclude, everywhere)
+    kinds = [r.kind for r in everywhere if r.kind != "frozen" and math.prod(r.shape) > 0]
+    if "matrix" not in kinds and not config.allow_no_matrix:
+        raise ValueError(
+            f"none of the {len(kinds)} trained parameters is a matrix, so {rules.matrix.rule!r} would train "
+            "nothing; name some in 'include', use AdamW, or set 'allow_no_matrix'"
+        )
+    check_overrides(rules, {r.name: r.kind == "matrix" for r in everywhere if r.kind != "frozen"})
+    divided = divide(model, routes, AtomSettings.parse(config.atoms), elsewhere=elsewhere)
+    routes = [_told(r, divided.get(r.name)) for r in routes]
+    return Grouping(routes, split(given, _are_matrices(routes, names), rules, names), names, divided)
+
+
+def _told(found: Route, matrices: Divided | None) -> Route:
+    """The route with what is in the parameter, where that is more than one matrix or less than plain."""
+    if matrices is None or matrices.is_plain:
+        return found
+    return replace(found, reason=f"{found.reason}: {matrices.reason}")
+
+
+def route_given(
+    model: nn.Module,
+    given: Sequence[Mapping[str, Any]],
+    rules: Rules,
+    config: HostConfig,
+    heads: Mapping[int, str],
+    *,
+    stacks: bool = False,
+) -> list[Route]:
+    """Route ``model``'s parameters, as the matrix rule wants it; those that are not in ``given`` are frozen."""
+    names = {id(param): name for name, param in named_parameters(model)}
+    wanted = {names.get(id(param)) for group in given for param in group["params"]}
+    routes = [
+        as_taken(r, rules.matrix.rule, config)
+        if r.name in wanted
+        else replace(r, kind="frozen", reason="not given to the optimizer")
+        for r in route_part(
+            model, config.include, config.exclude, heads, stacks=stacks, atoms=AtomSettings.parse(config.atoms)
+        )
+    ]
+    groups = split(given, _are_matrices(routes, names), rules, names)
+    rule = {names[id(param)]: group.get("class", group["rule"]) for group in groups for param in group["params"]}
+    return [replace(r, rule=rule.get(r.name, "")) for r in routes]
+
+
+def _are_matrices(routes: Sequence[Route], names: Mapping[int, str]) -> dict[int, bool]:
+    """By a trained parameter's id, whether it is a matrix."""
+    trained = {r.name: r for r in routes if r.kind != "frozen" and math.prod(r.shape) > 0}
+    return {key: trained[name].kind == "matrix" for key, name in names.items() if name in trained}
+
+
+def as_taken(found: Route, rule: str, config: HostConfig) -> Route:
+    """The route as the matrix rule's default routing has it, where no glob decides."""
+    takes = MATRIX_RULES[rule].takes
+    names, shape = [found.name, *found.aliases], found.shape
+    if takes is None or found.kind == "frozen" or by_glob(shape, names, config.include, config.exclude) is not None:
+        return found
+    taken = takes(found)
+    if taken is None or len(shape) != 2 or 0 in shape or taken == (found.kind == "matrix"):
+        return found
+    kind: Kind = "matrix" if taken else "elementwise"
+    return replace(found, kind=kind, reason=f"{found.reason}; {rule!r} {'takes' if taken else 'leaves'} it")
+
+
+def _check_known(given: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> None:
+    for number, group in enumerate(given):
+        for position, param in enumerate(group["params"]):
+            if id(param) not in names:
+                raise ValueError(
+                    f"param group {number}, position {position}: the parameter of shape {tuple(param.shape)} is not in "
+                    "the model that is trained; pass that model's parameters"
+                )

@@ -1,0 +1,141 @@
+"""Which matrices are in each parameter: one, the slices of a stack, or the blocks of a fused weight, and why.
+
+Settings by glob come first, then what the model's modules are known to do (``fused_weights``). Everything else is as it
+lies: a parameter of two dimensions is one matrix, one of more is a stack of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from lwopt_backend.config.options import nearest
+from lwopt_backend.plan.atoms import Block, Grid, check_cover, divided, grouped, matrices_of, undivided
+from lwopt_backend.routing.fused import Fusion, fused_weights
+from lwopt_backend.routing.routing import AtomSettings, Route, blocks_of, named_parameters
+
+SHOWN = 4  # names of parts that are printed
+
+
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """The matrices of one parameter, together exactly its elements. ``reason`` is empty for a plain matrix.
+
+    ``is_plain`` if nothing is known or set: it is a matrix or a stack of them, which its route says already.
+    """
+
+    blocks: tuple[Block, ...]
+    reason: str = ""
+    is_plain: bool = False
+
+
+def divide(
+    model: nn.Module,
+    routes: Sequence[Route],
+    settings: AtomSettings | None = None,
+    *,
+    elsewhere: Sequence[Route] = (),
+) -> dict[str, Divided]:
+    """The matrices of every parameter among ``routes`` that goes to the matrix rule, by its name.
+
+    ``routes`` are those of all parameters of ``model``; if it is a part of one, those of the other parts are
+    ``elsewhere``. Reads the model and changes nothing; the same on all ranks. Raises ValueError for a glob that matches
+    no matrix parameter, and for sizes that do not add up.
+    """
+    settings = settings or AtomSettings()
+    matrices = [route for route in routes if route.kind == "matrix"]
+    _check_globs(settings, [*routes, *elsewhere])
+    params = {name: param for name, param in named_parameters(model)}
+    by_id = {id(params[route.name]): route for route in routes}
+    fused = fused_weights(model, lambda param: _sizes(by_id.get(id(param))))
+    reversed_kernels = {id(m.weight) for m in model.modules() if isinstance(m, nn.modules.conv._ConvTransposeNd)}
+    found = {}
+    for route in matrices:
+        setting = settings.of([route.name, *route.aliases])
+        if setting is not None and setting[1] == "flatten" and id(params[route.name]) in reversed_kernels:
+            raise ValueError(
+                f"atoms {setting[0]!r}: {route.name!r} is of a transposed convolution, whose outputs are not its first "
+                "dimension; it cannot be flattened"
+            )
+        found[route.name] = _divided(route, settings, fused.get(id(params[route.name])))
+        check_cover(route.name, found[route.name].blocks)
+    return found
+
+
+def divide_by_name(routes: Sequence[Route], settings: AtomSettings) -> dict[str, Divided]:
+    """``divide`` where there are no modules, which would know what is fused: by the settings and by shape."""
+    _check_globs(settings, routes)
+    return {route.name: _divided(route, settings, None) for route in routes if route.kind == "matrix"}
+
+
+def _divided(route: Route, settings: AtomSettings, fused: Fusion | None) -> Divided:
+    setting = settings.of([route.name, *route.aliases])
+    shape = route.shape if setting is not None and setting[1] in ("stack", "flatten") else route.joined
+    if setting is not None:
+        blocks = blocks_of(route.name, shape, route.transposed, *setting)
+        return Divided(blocks, f"{_described(blocks)}, set by atoms {setting[0]!r}")
+    if fused is not None and (fused.outputs or fused.inputs):
+        blocks = _fused(shape, fused, transposed=route.transposed)
+        return Divided(blocks, f"{_described(blocks)}, {fused.why}")
+    if route.side_by_side:
+        grid = Grid.of(shape, len(shape) - 2)
+        blocks = divided(grid, grouped(("gate", "up"), [shape[-1] // 2] * 2), transposed=True)
+        return Divided(blocks, f"{_described(blocks)}, side by side")
+    blocks = matrices_of(shape)
+    if fused is not None:
+        return Divided(blocks, fused.why)
+    return Divided(blocks, _described(blocks) if len(shape) > 2 else "", is_plain=True)
+
+
+def _fused(shape: Sequence[int], fused: Fusion, *, transposed: bool) -> tuple[Block, ...]:
+    grid = Grid.of(shape, len(shape) - 2)
+    if not fused.inputs:
+        return divided(grid, fused.outputs, transposed=transposed)
+    assert grid.slices == 1 and not transposed, "only LoRA's B has inputs that are divided"
+    parts = [(of_input, of_output) for of_input in fused.inputs for of_output in fused.outputs or undivided(grid.rows)]
+    return tuple(
+        Block(".".join(filter(None, (of, name))), grid, 0, rows, columns) for (of, columns), (name, rows) in parts
+    )
+
+
+def _described(blocks: Sequence[Block]) -> str:
+    """E.g. ``"q, k, v"``, ``"head0, head1, ... head11"``, ``"8 slices of gate, up"``."""
+    slices = blocks[0].grid.slices
+    names = [block.name.removeprefix("[0]").removeprefix(".") for block in blocks if block.slice == 0]
+    shown = names if len(names) <= SHOWN else [*names[: SHOWN - 2], f"... {names[-1]}"]
+    parts = ", ".join(shown)
+    if slices == 1:
+        return parts or "one matrix"
+    return f"{slices} slices of {parts}" if parts else f"{slices} slices"
+
+
+def _sizes(route: Route | None) -> tuple[int, int] | None:
+    """Outputs and inputs."""
+    if route is None or len(route.shape) < 2:
+        return None
+    rows, columns = route.shape[-2:]
+    return (columns, rows) if route.transposed else (rows, columns)
+
+
+def _check_globs(settings: AtomSettings, routes: Sequence[Route]) -> None:
+    for glob, _ in settings.by_glob:
+        if any(route.kind == "matrix" and _matches(route, glob) for route in routes):
+            continue
+        others = [route for route in routes if _matches(route, glob)]
+        if others:
+            route = others[0]
+            raise ValueError(
+                f"atoms: {glob!r} matches only parameters that no matrix rule updates, such as {route.name!r} "
+                f"({route.kind}: {route.reason}); leave it out, or include the parameter"
+            )
+        names = [name for route in routes for name in (route.name, *route.aliases)]
+        close = nearest(glob, names)
+        hint = f"did you mean {close!r}?" if close else f"names look like {(names or ['nothing'])[0]!r}"
+        raise ValueError(f"atoms: {glob!r} matches no parameter name; {hint}")
+
+
+def _matches(route: Route, glob: str) -> bool:
+    return any(fnmatchcase(name, glob) for name in (route.name, *route.aliases))

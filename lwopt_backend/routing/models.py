@@ -1,0 +1,207 @@
+"""The first argument of an optimizer that routes a model's parameters: the model, not its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def check_is_module(model: Any, caller: str) -> None:
+    """Raises TypeError for anything else, with what to pass."""
+    if not isinstance(model, nn.Module):
+        raise _no_module(model, caller, "a torch.nn.Module")
+
+
+def as_module(models: Any, caller: str) -> nn.Module:
+    """A module, or several as one. Raises TypeError for anything else."""
+    if isinstance(models, nn.Module):
+        return models
+    items = _items(models)
+    if not items or not all(isinstance(item, nn.Module) for item in items):
+        raise _no_module(
+            items if isinstance(models, Iterator) else models, caller, "a torch.nn.Module, or a list of them"
+        )
+    return nn.ModuleList(items)
+
+
+def _items(given: Any) -> list[Any]:
+    """What is in a list or an iterator of anything; else the thing itself."""
+    return [given] if isinstance(given, (Tensor, Mapping, str)) or not isinstance(given, Iterable) else list(given)
+
+
+def _no_module(given: Any, caller: str, wanted: str) -> TypeError:
+    first = next(iter(_items(given)), None)
+    found = "None" if given is None else f"a {type(given).__name__}"
+    if first is not None and first is not given:
+        found += f" of {type(first).__name__}"
+    problem = f"{caller}: model: expected {wanted}; found {found}"
+    if not isinstance(first, (Tensor, Mapping, tuple)):
+        return TypeError(problem)
+    groups = ", and param groups as params=[...]" if isinstance(first, Mapping) else ", not its parameters"
+    return TypeError(
+        f"{problem}. Pass the model{groups}: its structure and its parameters' names decide which of them are matrices"
+    )
+
+
+# What PEFT put into a model: the parameters of its adapters, and which modules are the model's own.
+#
+# A module is PEFT's by where its classes are defined: subclasses that FSDP2 or users make of them count, and PEFT is
+# never imported. What a parameter of an adapter is, is told by the attribute of the layer that holds it; the adapter's
+# own name, which users choose, says nothing.
+
+# Attributes in which PEFT's modules hold the model's own: a module in its place, by adapter copies of it, all of them.
+IN_PLACE = frozenset({"base_layer", "original_module", "token_adapter"})
+COPIES = frozenset({"modules_to_save", "ln_tuning_layers"})
+MODELS = frozenset({"model", "base_model", "lora_model", "word_embeddings"})
+
+LORA = {"lora_A": "lora_B", "lora_B": "lora_A"}  # the factors by the attribute that holds them, each with the other's
+
+
+def _each(what: str, *attributes: str) -> dict[str, str]:
+    return dict.fromkeys(attributes, what)
+
+
+# What other attributes hold. In LoRA activations go through A and then through B, as through two linears. That is true
+# of nothing here: LoHa multiplies its factors element by element, LoKr's map activations that are reshaped, DeLoRA
+# divides by their norms, HiRA multiplies by the weight.
+ADAPTERS: Mapping[str, str] = {
+    **_each("LoRA of an embedding", "lora_embedding_A", "lora_embedding_B"),
+    **_each("AdaLoRA's singular values", "lora_E"),
+    **_each("DoRA magnitude", "lora_magnitude_vector"),
+    **_each("IA3 gain", "ia3_l"),
+    **_each("VeRA vector", "vera_lambda_b", "vera_lambda_d", "pvera_lambda_b", "pvera_lambda_d"),
+    **_each("random projection", "vera_A", "vera_B", "pvera_A", "pvera_B", "randlora_A", "randlora_B"),
+    **_each("VB-LoRA's logits and vectors", "vblora_vector_bank", "vblora_logits_A", "vblora_logits_B"),
+    **_each("RandLoRA scale", "randlora_lambda", "randlora_gamma"),
+    **_each("DeLoRA factor", "delora_A", "delora_B", "delora_lambda"),
+    **_each("HiRA factor", "hira_A", "hira_B", "hira_embedding_A", "hira_embedding_B"),
+    **_each("OFT rotation", "oft_R", "oft_embedding_R"),
+    **_each("BOFT rotation", "boft_R"),
+    **_each("BOFT gain", "boft_s"),
+    **_each("HRA reflection", "hra_u"),
+    **_each("LoHa factor", "hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2"),
+    **_each("LoKr factor", "lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2"),
+    **_each("Fourier or wavelet spectrum", "fourierft_spectrum", "waveft_spectrum"),
+    **_each("MiSS block", "miss_block"),
+    **_each("trainable token rows", "trainable_tokens_delta"),
+    **_each("prompt", "prompt_encoder", "prompt_embeddings"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A module of a model, under the name it has without PEFT: base layers and copies have that of their layer.
+
+    ``outer`` is the outermost layer of PEFT that stands in the module's place, or the module itself. ``added_by`` is
+    the full name of the module of PEFT that this is part of, or is; None of the model's own.
+    """
+
+    name: str
+    module: nn.Module
+    outer: nn.Module
+    added_by: str | None
+
+    @property
+    def is_own(self) -> bool:
+        return self.added_by is None
+
+
+def places(model: nn.Module, remove_duplicate: bool = False) -> dict[str, Place]:
+    """Every module of ``model`` by its full name, in ``named_modules`` order."""
+    found: dict[str, Place] = {}
+    for full_name, module in model.named_modules(remove_duplicate=remove_duplicate):
+        place = _under(found, full_name, module) if full_name else Place("", module, module, None)
+        if is_peft(module) and (place.is_own or hasattr(module, "adapter_layer_names")):
+            place = Place(place.name, module, place.outer, full_name)
+        found[full_name] = place
+    return found
+
+
+def _under(found: Mapping[str, Place], full_name: str, module: nn.Module) -> Place:
+    """The place of a module, by that of the module that it is an attribute of."""
+    above, _, key = full_name.rpartition(".")
+    parent = found[above]
+    in_peft, copied = parent.added_by == above, above.rpartition(".")[2] in COPIES
+    if in_peft and key in COPIES:
+        return Place(parent.name, module, parent.outer, full_name)
+    if in_peft and (key in IN_PLACE or copied):
+        return Place(parent.name, module, parent.outer, None)
+    if in_peft and key in MODELS:
+        return Place(parent.name, module, module, None)
+    return Place(f"{parent.name}.{key}" if parent.name else key, module, module, parent.added_by)
+
+
+def is_peft(module: nn.Module) -> bool:
+    return any(kind.__module__.partition(".")[0] == "peft" for kind in type(module).__mro__)
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A parameter that a module of PEFT, the layer, added. ``path`` leads there, e.g. ``("lora_A", "default")``."""
+
+    layer: Place
+    path: tuple[str, ...]
+
+    @property
+    def what(self) -> str:
+        return ADAPTERS.get(self.path[0], f"PEFT's {self.path[0]}, not known to be a linear's weight")
+
+
+@dataclass(frozen=True, slots=True)
+class LoRA:
+    """A change of the weight of ``base`` by B A, or of each of the ``stacked`` slices of parameter ``key`` by its own.
+
+    Of stacked slices A has the rows of one slice after the other; in B's columns the slices take turns.
+    """
+
+    a: Tensor
+    b: Tensor
+    base: nn.Module
+    key: str
+    stacked: int
+
+
+def lora_of(layer: nn.Module, adapter: str) -> LoRA | None:
+    """LoRA by that adapter in a layer of PEFT; None where A and B are not the weights of two plain linears."""
+    factors = []
+    for attribute in LORA:
+        factor = dict(getattr(layer, attribute, {})).get(adapter)
+        factors.append(factor.weight if isinstance(factor, nn.Linear) else factor)
+    a, b = factors
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return None
+    base, inner = layer, getattr(layer, "base_layer", None)
+    while isinstance(inner, nn.Module):
+        base, inner = inner, getattr(inner, "base_layer", None)
+    return LoRA(a, b, base, getattr(layer, "parameter_name", "weight"), getattr(layer, "num_experts", 1))
+
+
+def all_lora(model: nn.Module) -> Iterator[LoRA]:
+    """LoRA by every adapter in every layer of ``model``."""
+    for module in model.modules():
+        if is_peft(module):
+            found = (lora_of(module, adapter) for adapter in getattr(module, "lora_A", ()))
+            yield from (lora for lora in found if lora is not None)
+
+
+# By name alone, where there are no modules
+
+
+def without_peft(name: str) -> str:
+    """A name as it was before PEFT: without the layers and the adapters' names that it puts between."""
+    kept, copies = [], False
+    for part in name.removeprefix("base_model.model.").split("."):
+        if not copies and part not in IN_PLACE and part not in COPIES:
+            kept.append(part)
+        copies = part in COPIES
+    return ".".join(kept)
+
+
+def adapter_in(name: str) -> tuple[str, str] | None:
+    """Of a parameter of an adapter its layer's name, as without PEFT, and the attribute that holds it; else None."""
+    parts = name.split(".")
+    held = [number for number, part in enumerate(parts) if part in LORA or part in ADAPTERS]
+    return (without_peft(".".join(parts[: held[-1]])), parts[held[-1]]) if held else None

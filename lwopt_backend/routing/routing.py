@@ -1,0 +1,371 @@
+"""The setting ``atoms``: by glob on parameters' names, which matrices are in a parameter.
+
+::
+
+    {"*.attn.c_attn.weight": {"qkv": [768, 768, 768]},          q, k and v one after the other
+     "*.linear_qkv.weight": {"qkv": [512, 128, 128], "groups": 8},   again and again for each query group
+     "*.o_proj.weight": {"heads": 12}, "*.gate_up_proj": {"gate_up": "interleaved"},
+     "*.w_in.weight": {"split_sizes": [1024, 64]},
+     "*.conv.weight": "flatten", "*.experts.w1": "stack", "*.fused.weight": "whole"}
+
+Sizes are numbers of outputs, however the matrix is stored, and of every matrix of a stack alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from pydantic import model_validator
+from torch import Tensor, nn
+
+from lwopt_backend.config.options import Count, Options, nearest, option, parse, suggestion
+from lwopt_backend.plan.atoms import Block, Grid, Parts, divided, equal, grouped, undivided
+from lwopt_backend.routing.fused import joined, side_by_side
+from lwopt_backend.routing.models import LORA, Adapter, lora_of
+from lwopt_backend.routing.output_heads import EMBEDDINGS, Use, output_heads, plain_name, uses_of
+
+Word = Literal["whole", "stack", "flatten"]
+WORDS: tuple[Word, ...] = ("whole", "stack", "flatten")
+
+
+class Division(Options):
+    """How the outputs of a matrix are divided; one of the first four."""
+
+    split_sizes: tuple[Count, ...] | None = option(None, "parts of these many outputs, one after the other", "dion's")
+    heads: Count | None = option(None, "equal parts, as many as there are heads", "dion's num_heads")
+    qkv: tuple[Count, Count, Count] | None = option(
+        None, "outputs of q, k and v; with groups, of one", "Megatron's split_qkv"
+    )
+    gate_up: Literal["halves", "interleaved"] | None = option(None, "gate and up, or gate, up, gate, up, ...", "ours")
+    groups: Count = option(1, "how often qkv or split_sizes come", "Megatron's query groups")
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Division:
+        forms = [key for key in ("split_sizes", "heads", "qkv", "gate_up") if getattr(self, key) is not None]
+        if len(forms) != 1 or self.split_sizes == ():
+            found = " and ".join(map(repr, forms)) or "none"
+            raise ValueError(f"expected one of 'split_sizes', 'heads', 'qkv', 'gate_up', with sizes; found {found}")
+        if self.groups > 1 and forms[0] in ("heads", "gate_up"):
+            raise ValueError(f"'groups' goes with 'qkv' or 'split_sizes'; found it with {forms[0]!r}")
+        return self
+
+    def parts(self, outputs: int, whose: str) -> Parts:
+        """The parts of so many outputs. Raises ValueError that begins with ``whose`` if they do not add up."""
+        if self.heads is not None or self.gate_up is not None:
+            count = self.heads or 2
+            if outputs % count:
+                raise ValueError(f"{whose} has {outputs} outputs, which do not divide into {count} equal parts")
+            if self.heads is not None:
+                return equal(count, outputs // count, "head")
+            halves = self.gate_up == "halves"
+            return grouped(("gate", "up"), *(([outputs // 2] * 2, 1) if halves else ((1, 1), outputs // 2)))
+        sizes = self.qkv or self.split_sizes or ()
+        if sum(sizes) * self.groups != outputs:
+            times = f", {self.groups} times," if self.groups > 1 else ""
+            together = f"{'+'.join(map(str, sizes))}{times} are {sum(sizes) * self.groups}"
+            raise ValueError(f"{whose} has {outputs} outputs, but {together}")
+        names = ("q", "k", "v") if self.qkv else [f"part{number}" for number in range(len(sizes))]
+        return grouped(names, sizes, self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class AtomSettings:
+    """By glob, in order, what was set; the first glob that matches one of a parameter's names counts."""
+
+    by_glob: tuple[tuple[str, Word | Division], ...] = ()
+
+    @classmethod
+    def parse(cls, settings: Mapping[str, Any]) -> AtomSettings:
+        """Raises ValueError for a value that is no division, naming the glob, what was expected and what was found."""
+        if not isinstance(settings, Mapping):
+            raise ValueError(f"atoms: expected a mapping of globs to divisions; found {settings!r}")
+        return cls(tuple((str(glob), _parsed(glob, value)) for glob, value in settings.items()))
+
+    def of(self, names: Sequence[str]) -> tuple[str, Word | Division] | None:
+        """The glob and the setting of the parameter with these names, or None."""
+        matches = (each for each in self.by_glob if any(fnmatchcase(name, each[0]) for name in names))
+        return next(matches, None)
+
+    def makes_matrix(self, names: Sequence[str], shape: Sequence[int]) -> str | None:
+        """The reason for which a parameter of more than two dimensions is to be updated as matrices, or None."""
+        found = self.of(names)
+        if found is None or len(shape) < 3 or 0 in shape or found[1] == "whole":
+            return None
+        glob, _ = found
+        return f"{len(shape)}-D, set by atoms {glob!r}"
+
+
+def blocks_of(
+    name: str, shape: Sequence[int], transposed: bool, glob: str, setting: Word | Division
+) -> tuple[Block, ...]:
+    """The blocks of parameter ``name`` by a setting. Raises ValueError for one that does not fit its shape."""
+    whose = f"atoms {glob!r}: {name!r} of shape {tuple(shape)}"
+    if setting in ("stack", "flatten") and len(shape) < 3:
+        raise ValueError(f"{whose}: {setting!r} is for parameters of three dimensions or more")
+    if setting == "flatten":
+        return divided(Grid.of(shape, 0), undivided(shape[0]))
+    outputs = shape[-1] if transposed else shape[-2]
+    parts = setting.parts(outputs, whose) if isinstance(setting, Division) else undivided(outputs)
+    return divided(Grid.of(shape, len(shape) - 2), parts, transposed=transposed)
+
+
+def _parsed(glob: str, value: Any) -> Word | Division:
+    where = f"atoms {glob!r}"
+    if isinstance(value, str):
+        if value not in WORDS:
+            raise ValueError(f"{where}: unknown word {value!r}; {suggestion(value, WORDS)}")
+        return value
+    if not isinstance(value, Mapping):
+        words = ", ".join(map(repr, WORDS))
+        raise ValueError(f"{where}: expected one of {words} or a mapping such as {{'heads': 12}}; found {value!r}")
+    return parse(Division, value, where)
+
+
+# Which parameters go to the matrix rule: decided by the model's structure, overruled by name, never silent.
+#
+# A matrix rule is for the hidden layers' 2-D weights. Embeddings, output heads, norms, biases and everything that is
+# not
+# 2-D are updated element by element. The reason for each decision is kept and printed.
+
+Kind = Literal["matrix", "elementwise", "frozen"]
+
+NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+# Words in the name of a parameter that belongs to a module directly: what it is, whatever its shape.
+BY_WORD = {
+    "bias": "bias",  # a layer's own, a table of relative ones, one row per expert or head
+    **dict.fromkeys(("embedding", "embeddings", "embed", "emb"), "embedding by name"),
+}
+BY_NAME = {"A_log": "one decay per channel and state"}  # of state-space models; used element by element
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where one parameter goes and why. ``aliases`` are the other names of a tied parameter.
+
+    A ``stack`` holds a matrix in its last two dimensions for every index of the others; a ``transposed`` one is stored
+    as (inputs, outputs), two ``side_by_side`` as (outputs, 2, inputs). ``rule`` trains it, once that is known.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: Kind
+    reason: str
+    aliases: tuple[str, ...] = ()
+    stack: bool = False
+    transposed: bool = False
+    rule: str = ""
+
+    @property
+    def side_by_side(self) -> bool:
+        return side_by_side(self.name, self.shape)
+
+    @property
+    def joined(self) -> tuple[int, ...]:
+        """The shape in which two matrices side by side are the halves of every row; the parameter's own elsewhere."""
+        return joined(self.name, self.shape)
+
+
+def route(
+    model: nn.Module, include: Sequence[str] = (), exclude: Sequence[str] = (), *, stacks: bool = False
+) -> list[Route]:
+    """Route every parameter of ``model``, in ``named_parameters()`` order, by its plain name.
+
+    With ``stacks`` the experts that a model stacks in one parameter go to the matrix rule, slice by slice; without they
+    are element-wise. ``include`` sends 2-D parameters to the matrix rule and ``exclude`` keeps parameters from it, both
+    by glob on the parameter's names (a tied parameter has several); exclude wins. Raises ValueError for a glob that
+    matches nothing, or an ``include`` that matches nothing with two dimensions.
+    """
+    routes = route_part(model, include, exclude, output_heads(model), stacks=stacks)
+    check_all_globs(include, exclude, routes)
+    return routes
+
+
+def route_part(
+    model: nn.Module,
+    include: Sequence[str],
+    exclude: Sequence[str],
+    heads: Mapping[int, str],
+    *,
+    stacks: bool = False,
+    atoms: AtomSettings | None = None,
+) -> list[Route]:
+    """``route`` of a part of a model, whose output heads (ids of weights, reasons) and globs the whole decides.
+
+    ``atoms`` may make a matrix of what has more than two dimensions, where no glob excludes it.
+    """
+    uses = uses_of(model)
+    routes = []
+    kind: Kind
+    for name, param in named_parameters(model):
+        shape, same = full_shape(param), uses[id(param)]
+        names = [name] + [use.name for use in same if use.name != name]
+        if not param.requires_grad:
+            kind, reason = "frozen", "requires_grad is False"
+        else:
+            kind, reason = _by_structure(shape, same, heads.get(id(param)))
+            kind, reason = by_glob(shape, names, include, exclude) or (kind, reason)
+        joined_shape, transposed = joined(name, shape), any(_stored_transposed(use.module) for use in same)
+        stack = _is_stack(joined_shape, same)
+        if (stack or side_by_side(name, shape)) and (kind, reason) == ("elementwise", _dimensions(shape)):
+            if vector(joined_shape) is not None:
+                reason = f"{stacked(joined_shape)} of {vector(joined_shape)}"
+            elif stacks:
+                kind, reason = "matrix", stacked(joined_shape) if stack else f"{reason} weight"
+        set_so = atoms.makes_matrix(names, shape) if atoms is not None else None
+        if set_so is not None and kind == "elementwise" and _first_match(names, exclude) is None:
+            kind, reason = "matrix", set_so
+        reason += ", stored transposed" if kind == "matrix" and transposed else ""
+        routes.append(Route(name, shape, kind, reason, tuple(names[1:]), stack, transposed))
+    return routes
+
+
+def check_all_globs(include: Sequence[str], exclude: Sequence[str], routes: Sequence[Route]) -> None:
+    """Raise ValueError for a glob that matches nothing in a model with these routes."""
+    check_globs("include", include, [r for r in routes if len(r.shape) == 2], routes)
+    check_globs("exclude", exclude, routes, routes)
+
+
+def _by_structure(shape: Sequence[int], uses: Sequence[Use], head: str | None) -> tuple[Kind, str]:
+    added = next((use.adapter for use in uses if use.adapter is not None), None)
+    if added is not None:
+        return _by_adapter(added, shape, head)
+    if any(isinstance(use.module, EMBEDDINGS) for use in uses):
+        tied = [use.module_name for use in uses if not isinstance(use.module, EMBEDDINGS)]
+        return "elementwise", f"embedding, tied to {tied[0]}" if tied else "embedding"
+    if len(shape) != 2:
+        return "elementwise", _dimensions(shape)
+    for use in uses:
+        # A norm may have one weight per head and channel (Cohere's does), and every model family brings its own class.
+        if isinstance(use.module, NORMS) or type(use.module).__name__.endswith("Norm"):
+            return "elementwise", "norm"
+        if use.key in BY_NAME:
+            return "elementwise", BY_NAME[use.key]
+        for word in use.key.split("_"):
+            if word in BY_WORD:
+                return "elementwise", BY_WORD[word]
+    if head is not None:
+        return "elementwise", head
+    if 0 in shape:
+        return "elementwise", "no elements"
+    one = vector(shape)
+    return ("matrix", "2-D weight") if one is None else ("elementwise", one)
+
+
+def vector(shape: Sequence[int]) -> str | None:
+    """The reason for which a matrix, or those of a stack, are none: orthogonalized, a vector is just normalized."""
+    if 1 not in shape[-2:]:
+        return None
+    return "one row" if shape[-2] == 1 else "one column"
+
+
+def _by_adapter(adapter: Adapter, shape: Sequence[int], head: str | None) -> tuple[Kind, str]:
+    """LoRA's A and B go the way of the weight that they change, both of them or neither."""
+    if adapter.path[0] not in LORA:
+        return "elementwise", adapter.what
+    name = plain_name(adapter.layer.name)
+    said, lora = lora_factor(adapter.path[0], name), lora_of(adapter.layer.module, adapter.path[1])
+    if len(shape) != 2 or lora is None:
+        return "elementwise", f"{said}: {_dimensions(shape) if len(shape) != 2 else 'not a plain linear'}"
+    a, b = full_shape(lora.a), full_shape(lora.b)
+    kind, reason = _by_structure((b[0], a[1]), [Use(f"{name}.{lora.key}", name, lora.base)], head)
+    if kind == "elementwise":
+        return kind, f"{said}: {reason}"
+    rank = a[0] // lora.stacked
+    return (kind, said) if rank > 1 else ("elementwise", f"{said}: rank {rank}")
+
+
+def lora_factor(attribute: str, layer: str) -> str:
+    """E.g. ``"LoRA A of q_proj"``, alike for all layers that differ in their number."""
+    words = [part for part in layer.split(".") if not part.isdecimal()]
+    leaf = layer.rpartition(".")[2] if not words or layer.endswith(words[-1]) else f"{words[-1]}.*"
+    return f"LoRA {attribute.removeprefix('lora_')} of {leaf}"
+
+
+def _dimensions(shape: Sequence[int]) -> str:
+    return f"{len(shape)}-D"
+
+
+def stacked(shape: Sequence[int]) -> str:
+    """The reason of a stack's slices for being matrices."""
+    return f"{math.prod(shape[:-2])} stacked experts"
+
+
+def _is_stack(shape: Sequence[int], uses: Sequence[Use]) -> bool:
+    """Experts in one parameter: it belongs to a module that is called so, by its class or by its place."""
+    if len(shape) < 3 or 0 in shape or any(use.adapter is not None for use in uses):
+        return False
+    return any("expert" in f"{use.module_name.rpartition('.')[2]} {type(use.module).__name__}".lower() for use in uses)
+
+
+def named_as_stack(name: str, shape: Sequence[int]) -> bool:
+    """Whether a parameter of that name is a stack of experts, where its module is not at hand."""
+    return (
+        len(joined(name, shape)) > 2
+        and 0 not in shape
+        and "expert" in name.rpartition(".")[0].rpartition(".")[2].lower()
+    )
+
+
+def _stored_transposed(module: nn.Module) -> bool:
+    """Hugging Face's Conv1D (GPT-2's linear), Llama 4's experts, and experts whose module says so itself."""
+    return type(module).__name__ in ("Conv1D", "Llama4TextExperts") or getattr(module, "is_transposed", False) is True
+
+
+def by_glob(
+    shape: Sequence[int], names: Sequence[str], include: Sequence[str], exclude: Sequence[str]
+) -> tuple[Kind, str] | None:
+    """What the globs say of the parameter with these names, or None; exclude wins."""
+    excluded = _first_match(names, exclude)
+    if excluded is not None:
+        return "elementwise", f"excluded by {excluded!r}"
+    included = _first_match(names, include)
+    if included is not None and len(shape) == 2 and 0 not in shape:
+        return "matrix", f"included by {included!r}"
+    return None
+
+
+def _first_match(names: Sequence[str], globs: Sequence[str]) -> str | None:
+    return next((glob for glob in globs if any(fnmatchcase(name, glob) for name in names)), None)
+
+
+def named_like(globs: Sequence[str]) -> Callable[[str], bool]:
+    """Whether a name matches any of the globs."""
+    return lambda name: _first_match([name], globs) is not None
+
+
+def as_globs(given: Any, option: str) -> tuple[str, ...]:
+    """A glob or several. Raises ValueError for anything else."""
+    globs = (given,) if isinstance(given, str) else given
+    if not isinstance(globs, Sequence) or not all(isinstance(glob, str) for glob in globs):
+        raise ValueError(f"{option}: expected a glob on names, or a list of them; found {given!r}")
+    return tuple(globs)
+
+
+def check_globs(option: str, globs: Sequence[str], eligible: Iterable[Route], routes: Iterable[Route]) -> None:
+    """Raise ValueError for a glob that matches none of ``eligible``; ``routes`` are all there are."""
+    eligible, routes = list(eligible), list(routes)
+    for glob in globs:
+        if any(_first_match([r.name, *r.aliases], [glob]) for r in eligible):
+            continue
+        names = [name for r in routes for name in (r.name, *r.aliases)]
+        if _first_match(names, [glob]):
+            raise ValueError(
+                f"{option}: {glob!r} matches only parameters that are not 2-D; a matrix rule cannot take them"
+            )
+        close = nearest(glob, names)
+        hint = f"did you mean {close!r}?" if close else f"names look like {names[0]!r}"
+        raise ValueError(f"{option}: {glob!r} matches no parameter name; {hint}")
+
+
+def full_shape(param: Tensor) -> tuple[int, ...]:
+    """The parameter's shape, also where DeepSpeed's ZeRO-3 keeps it in parts and shows an empty tensor."""
+    return tuple(getattr(param, "ds_shape", param.shape))
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """``model.named_parameters()`` with plain names."""
+    return ((plain_name(name), param) for name, param in model.named_parameters())

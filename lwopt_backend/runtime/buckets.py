@@ -1,0 +1,440 @@
+"""The ranks that share parameters in owned storage."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from lwopt_backend.plan.buffers.layout import Bucket, Piece
+from lwopt_backend.runtime.collectives import EXCHANGE_BACK, EXCHANGE_OUT, PartCollectives, Pending
+from lwopt_backend.runtime.whole import owned_dtype
+
+
+class Sharers:
+    """The ranks that share some parameters: ``instance`` owns them, ``replicas`` are this rank's likes elsewhere.
+
+    ``everyone`` are the ranks of all instances. A mean gradient is the sum over ``divisor``.
+    """
+
+    def __init__(
+        self, everyone: PartCollectives, instance: PartCollectives, replicas: PartCollectives | None, divisor: float
+    ) -> None:
+        self.everyone = everyone
+        self.instance = instance
+        self.replicas = replicas
+        self.divisor = divisor
+
+
+# Bytes of gradients that are held, and bytes that are sent, counted exactly.
+
+
+class Ledger:
+    """Hands out all tensors that hold gradients, in backward and until the step, and counts what they take.
+
+    ``held`` are the bytes of those that are there, ``most_held`` the most there ever were. ``sent`` are the bytes that
+    this rank has sent, by what they were. Flags and norms, a few bytes per parameter, are not counted.
+    """
+
+    def __init__(self) -> None:
+        self.held = 0
+        self.most_held = 0
+        self.sent: Counter[str] = Counter()
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor that ``free`` is told of before its last reference goes."""
+        self.held += numel * dtype.itemsize
+        self.most_held = max(self.most_held, self.held)
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def free(self, tensor: Tensor) -> None:
+        self.held -= tensor.numel() * tensor.itemsize
+
+
+def all_reduce_nbytes(nbytes: int, ranks: int) -> int:
+    """What a rank sends to sum a tensor of ``nbytes`` over ``ranks``, around a ring: twice all shares but its own."""
+    return 2 * nbytes * (ranks - 1) // ranks
+
+
+# The two ways of a bucket's buffer: every rank's gradients to the owners of the parts, and the parts back to all.
+#
+# Where parts travel from rank to rank (gloo), an owner adds them up itself, in rank order and in its own dtype: the sum
+# does not depend on the layout. Elsewhere (NCCL) a reduce-scatter and an all-gather do it, of equal parts where the
+# layout has such.
+
+WIDENED_NUMEL = 2**16  # elements that are widened at a time to be added
+
+
+class PartsPending:
+    """A buffer under way. ``received[r]`` is what rank r has of this rank's part, or there is one, the sum.
+
+    ``held`` are the ledger's tensors among them and beside them; until it is done the transport reads and writes there.
+    ``label`` is for profiles.
+    """
+
+    def __init__(
+        self, label: str, pending: Pending, received: Sequence[Tensor], held: Sequence[Tensor], ledger: Ledger | None
+    ) -> None:
+        self._label = label
+        self._pending = pending
+        self._received = received
+        self._held = held
+        self._ledger = ledger
+
+    def wait(self) -> None:
+        with record_function(self._label):
+            self._pending.wait()
+
+    def sum(self, dtype: torch.dtype) -> Tensor:
+        """Wait; this rank's part, summed over all ranks in their order, in a tensor of the ledger's for the caller.
+
+        Where the dtype allows it that is one of the tensors that came: of the first two, whose sum is the same either
+        way. One that only looks into a buffer is copied, it would keep all of it.
+        """
+        assert self._ledger is not None
+        self.wait()
+        whole = [part for part in self._received[:2] if part.dtype == dtype and any(part is t for t in self._held)]
+        if whole:
+            total = whole[0]
+            others = [part for part in self._received if part is not total]
+        else:
+            first, *others = self._received
+            total = self._ledger.empty(first.numel(), dtype, first.device).copy_(first)
+        for other in others:
+            add(total, other, self._ledger)
+        self._free(total)
+        return total
+
+    def discard(self) -> None:
+        """Wait, and forget what came."""
+        self.wait()
+        self._free(None)
+
+    def _free(self, kept: Tensor | None) -> None:
+        for tensor in self._held:
+            if tensor is not kept:
+                assert self._ledger is not None
+                self._ledger.free(tensor)
+        self._received, self._held = (), ()
+
+
+def add(total: Tensor, other: Tensor, ledger: Ledger) -> None:
+    """Add ``other``, which may be narrower; PyTorch would widen all of it at once in memory that nobody counts."""
+    if total.dtype == other.dtype:
+        total.add_(other)
+        return
+    flat, narrow = total.view(-1), other.reshape(-1)
+    wide = ledger.empty(min(flat.numel(), WIDENED_NUMEL), total.dtype, total.device)
+    for begin in range(0, flat.numel(), WIDENED_NUMEL):
+        strip = narrow[begin : begin + WIDENED_NUMEL]
+        flat[begin : begin + WIDENED_NUMEL].add_(wide[: strip.numel()].copy_(strip))
+    ledger.free(wide)
+
+
+def split(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
+    """The parts of a buffer, as views in rank order."""
+    return [buffer[start:stop] for start, stop in bucket.parts]
+
+
+def zero_padding(buffer: Tensor, bucket: Bucket) -> None:
+    """Zero what no parameter has of a buffer."""
+    end = 0
+    for slot in sorted(bucket.slots, key=lambda slot: slot.offset):
+        buffer[end : slot.offset].zero_()
+        end = slot.offset + slot.numel
+    buffer[end:].zero_()
+
+
+def reduce_parts(
+    buffer: Tensor, bucket: Bucket, ranks: PartCollectives, ledger: Ledger, tag: int, *, keep: bool = False
+) -> PartsPending:
+    """Start bringing every rank's ``buffer`` to the parts' owners. It is given up unless ``keep``."""
+    parts = split(buffer, bucket)
+    mine = parts[ranks.rank] if ranks.world_size > 1 else buffer
+    held = [] if keep else [buffer]
+    ledger.sent["gradients"] += bucket.reduce_numels()[ranks.rank] * buffer.itemsize
+    if not ranks.direct(buffer.device):
+        total = ledger.empty(mine.numel(), buffer.dtype, buffer.device)
+        with record_function(EXCHANGE_OUT):
+            pending = ranks.reduce_scatter_parts(total, parts, buffer if bucket.even else None)
+        return PartsPending(EXCHANGE_OUT, pending, [total], [*held, total], ledger)
+    others = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
+    received = {rank: ledger.empty(mine.numel(), buffer.dtype, buffer.device) for rank in others}
+    with record_function(EXCHANGE_OUT):
+        pending = ranks.exchange(
+            [(rank, parts[rank]) for rank in others if parts[rank].numel()],
+            [(rank, into) for rank, into in received.items() if mine.numel()],
+            tag,
+        )
+    in_order = [received.get(rank, mine) for rank in range(ranks.world_size)]
+    return PartsPending(EXCHANGE_OUT, pending, in_order, [*held, *received.values()], ledger)
+
+
+def reduce_across(part: Tensor, replicas: PartCollectives, ledger: Ledger) -> PartsPending:
+    """Start summing an owner's part, a tensor of the ledger's, over the owners of the same part elsewhere."""
+    ledger.sent["across instances"] += all_reduce_nbytes(part.numel() * part.itemsize, replicas.world_size)
+    with record_function(EXCHANGE_OUT):
+        pending = replicas.start_all_reduce(part)
+    return PartsPending(EXCHANGE_OUT, pending, [part], [part], ledger)
+
+
+def return_parts(
+    buffer: Tensor, bucket: Bucket, ranks: PartCollectives, ledger: Ledger, tag: int, what: str = "parameters"
+) -> PartsPending:
+    """Start bringing every owner's part of ``buffer`` to all ranks."""
+    parts = split(buffer, bucket)
+    mine = parts[ranks.rank]
+    ledger.sent[what] += bucket.return_numels()[ranks.rank] * buffer.itemsize
+    if not ranks.direct(buffer.device):
+        with record_function(EXCHANGE_BACK):
+            pending = ranks.all_gather_parts(parts, buffer if bucket.even else None)
+        return PartsPending(EXCHANGE_BACK, pending, (), (), None)
+    others = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
+    with record_function(EXCHANGE_BACK):
+        pending = ranks.exchange(
+            [(rank, mine) for rank in others if mine.numel()],
+            [(rank, parts[rank]) for rank in others if parts[rank].numel()],
+            tag,
+        )
+    return PartsPending(EXCHANGE_BACK, pending, (), (), None)
+
+
+# One bucket on one rank: its parameters' buffer, its gradients on their way to the owners, what this rank owns of it.
+#
+# ::
+#
+#     values    | p0 | p1 . | p2 | p3 |      every parameter is a view of it, for good
+#     grads     | g0 | g1 0 | g2 | g3 |      in backward only: filled as gradients arrive, gone once it was reduced
+#     mine           | g1 0 |                 fp32: the sum over all ranks and backward passes of this rank's part
+#     masters        | p1 |                   fp32, where the parameters are narrower; without padding
+
+
+class BucketBuffers:
+    """The buffers of ``bucket``. ``params`` are all parameters of the manager; the bucket's become views of ``values``.
+
+    ``grad_dtype`` is that of gradients until they are at their owner. With ``keep_full`` the buffer of gradients stays,
+    ``param.grad`` are views of it, and it ends up with the mean gradients on every rank.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        params: Sequence[Tensor],
+        sharers: Sharers,
+        grad_dtype: torch.dtype,
+        ledger: Ledger,
+        *,
+        keep_full: bool,
+        tag: int,
+    ) -> None:
+        self.bucket = bucket
+        self.sharers = sharers
+        self.tag = tag
+        self._grad_dtype = grad_dtype
+        self._ledger = ledger
+        self._keep_full = keep_full
+        self._params = {slot.param: params[slot.param] for slot in bucket.slots}
+        self._slots = {slot.param: slot for slot in bucket.slots}
+        self._arrived: set[int] = set()
+        self._way: PartsPending | None = None
+        self._across: PartsPending | None = None
+        self._back: PartsPending | None = None
+        first = params[bucket.slots[0].param]
+        self.values = torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
+        for slot in bucket.slots:
+            view = self.view(self.values, slot.param)
+            view.copy_(params[slot.param].data)
+            params[slot.param].data = view
+        self.pieces: list[Piece] = list(bucket.pieces(sharers.instance.rank))
+        self.owned_dtype = owned_dtype(first.dtype)
+        self.masters: Tensor | None = None
+        if self.owned_dtype != first.dtype:
+            numel = sum(piece.numel for piece in self.pieces)
+            self.masters = torch.full((numel,), torch.nan, dtype=self.owned_dtype, device=first.device)
+        self.full: Tensor | None = None
+        if keep_full:
+            self.full = ledger.empty(bucket.numel, grad_dtype, first.device).zero_()
+        self.mine: Tensor | None = None
+        self._averaged = False
+        self.refresh_masters()
+
+    @property
+    def grad_nbytes(self) -> int:
+        """Bytes of the gradients that are there between a backward pass and its step."""
+        if self._keep_full:
+            return self.bucket.numel * self._grad_dtype.itemsize
+        start, stop = self.bucket.parts[self.sharers.instance.rank]
+        return (stop - start) * self.owned_dtype.itemsize
+
+    def view(self, buffer: Tensor, param: int) -> Tensor:
+        """Parameter ``param``'s elements of a buffer laid out as this bucket."""
+        slot = self._slots[param]
+        return buffer.narrow(0, slot.offset, slot.numel).view(self._params[param].shape)
+
+    def owned_values(self) -> list[Tensor]:
+        """What is stepped, piece by piece, flat: masters, or where there are none the parameters themselves."""
+        if self.masters is None:
+            return [self.values.narrow(0, piece.offset, piece.numel) for piece in self.pieces]
+        return list(self.masters.split([piece.numel for piece in self.pieces])) if self.pieces else []
+
+    def owned_grads(self) -> list[Tensor]:
+        """The reduced gradients of the pieces, flat, as they are stepped on."""
+        if self._keep_full:
+            assert self.full is not None
+            grads = [self.full.narrow(0, piece.offset, piece.numel) for piece in self.pieces]
+            return [grad.to(self.owned_dtype) for grad in grads]
+        assert self.mine is not None
+        start = self.bucket.parts[self.sharers.instance.rank][0]
+        return [self.mine.narrow(0, piece.offset - start, piece.numel) for piece in self.pieces]
+
+    def stored_grads(self) -> list[Tensor]:
+        """The tensors that hold this rank's reduced gradients, padding included where it lies between them."""
+        if self._keep_full:
+            return [self.full] if self.full is not None else []
+        return [self.mine] if self.mine is not None else []
+
+    def refresh_masters(self) -> None:
+        """Take the parameters' values into the masters, but for elements whose master rounds to just that value.
+
+        So weights and optimizer state may be loaded in either order, and masters keep their precision.
+        """
+        if self.masters is not None:
+            for piece, master in zip(self.pieces, self.owned_values()):
+                value = self.values.narrow(0, piece.offset, piece.numel)
+                torch.where(value == master.to(value.dtype), master, value.to(master.dtype), out=master)
+
+    def publish_masters(self) -> None:
+        """Round the masters into this rank's part of the parameters."""
+        if self.masters is not None:
+            for piece, master in zip(self.pieces, self.owned_values()):
+                self.values.narrow(0, piece.offset, piece.numel).copy_(master)
+
+    # Gradients
+
+    def take(self, index: int) -> None:
+        """Take a parameter's ``grad`` into the buffer."""
+        param, view = self._params[index], self.view(self._full_buffer(), index)
+        if self._keep_full:
+            self._take_kept(param, view)
+            return
+        assert param.grad is not None
+        add(view, param.grad, self._ledger) if index in self._arrived else view.copy_(param.grad)
+        self._arrived.add(index)
+        param.grad = None
+
+    def take_changed(self) -> None:
+        """With ``keep_full``: take gradients that are no longer ours, because somebody has assigned others."""
+        for index, param in self._params.items():
+            if param.grad is not None:
+                self._take_kept(param, self.view(self._full_buffer(), index))
+
+    def _take_kept(self, param: Tensor, view: Tensor) -> None:
+        """autograd adds to a gradient that is there in place, and then it is the view; else it made a new one."""
+        assert param.grad is not None
+        if param.grad.data_ptr() != view.data_ptr():
+            view.copy_(param.grad)
+            param.grad = view
+
+    def _full_buffer(self) -> Tensor:
+        if self.full is None:
+            self.full = self._ledger.empty(self.bucket.numel, self._grad_dtype, self.values.device)
+        return self.full
+
+    def launch(self) -> None:
+        """Start bringing the gradients to their owners; those that have not arrived are zero. Called on all ranks."""
+        full, ranks = self._full_buffer(), self.sharers.instance
+        here = {i for i, p in self._params.items() if p.grad is not None} if self._keep_full else self._arrived
+        for index in self._slots.keys() - here:
+            self.view(full, index).zero_()
+        if self.bucket.padding and not self._keep_full:
+            zero_padding(full, self.bucket)
+        self._way = reduce_parts(full, self.bucket, ranks, self._ledger, self.tag, keep=self._keep_full)
+        if not self._keep_full:
+            self.full = None
+            self._arrived = set()
+
+    @property
+    def under_way(self) -> bool:
+        return self._way is not None
+
+    def arrive(self) -> None:
+        """Wait for what ``launch`` started, and add it to what this rank has of earlier backward passes."""
+        assert self._way is not None
+        came, self._way = self._way.sum(self.owned_dtype), None
+        if self.sharers.replicas is not None:
+            self._settle_across()
+            self._across = reduce_across(came, self.sharers.replicas, self._ledger)
+        else:
+            self._add(came)
+
+    def settle(self) -> None:
+        """Make what arrived the mean gradient. Called on all ranks, after ``arrive``."""
+        self._settle_across()
+        if self.mine is not None and not self._averaged:
+            self.mine.div_(self.sharers.divisor)
+            self._averaged = True
+
+    def _settle_across(self) -> None:
+        if self._across is not None:
+            came, self._across = self._across.sum(self.owned_dtype), None
+            self._add(came)
+
+    def _add(self, came: Tensor) -> None:
+        if self._keep_full:
+            assert self.full is not None
+            split(self.full, self.bucket)[self.sharers.instance.rank].copy_(came.div_(self.sharers.divisor))
+            self._ledger.free(came)
+        elif self.mine is None:
+            self.mine, self._averaged = came, False
+        else:
+            self.mine.add_(came.div_(self.sharers.divisor) if self._averaged else came)
+            self._ledger.free(came)
+
+    def spread_gradients(self) -> None:
+        """Bring the mean gradients to all ranks (``keep_full``). Called on all ranks."""
+        assert self.full is not None
+        return_parts(self.full, self.bucket, self.sharers.instance, self._ledger, self.tag, "gradients").wait()
+
+    def drop_owned_gradients(self) -> None:
+        """Forget the reduced gradients, which have been used."""
+        if self.mine is not None:
+            self._ledger.free(self.mine)
+        self.mine = None
+        self._averaged = False
+
+    @property
+    def is_here(self) -> bool:
+        """Whether all that was started has arrived."""
+        return self._way is None and self.mine is not None
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients, those on their way included."""
+        for way in (self._way, self._across):
+            if way is not None:
+                way.discard()
+        self._way = self._across = None
+        self.drop_owned_gradients()
+        self._arrived = set()
+        if not self._keep_full and self.full is not None:
+            self._ledger.free(self.full)
+            self.full = None
+
+    # Parameters
+
+    def send_values(self) -> None:
+        """Start bringing this rank's part of the parameters to all ranks, and theirs here. Called on all ranks."""
+        self._back = return_parts(self.values, self.bucket, self.sharers.instance, self._ledger, self.tag)
+
+    def receive_values(self) -> None:
+        """Return when the parameters are all ranks'."""
+        if self._back is not None:
+            self._back.wait()
+            self._back = None
+
+    @property
+    def stale(self) -> bool:
+        """Whether parameters are still on their way here."""
+        return self._back is not None

@@ -1,0 +1,256 @@
+"""How ZeRO stores the parameters of a param group, and which of them it steps at a time.
+
+===========================  =====================================  ==========================================
+stage                        stored on every rank                   stepped at a time
+===========================  =====================================  ==========================================
+0                            all parameters, whole                  a param group
+1, 2 (and BF16_Optimizer)    an equal part of each param group      a param group
+3                            an equal part of each parameter        a sub-group: parameters of one param group
+===========================  =====================================  ==========================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lwopt_backend.config.hosts import ZeROConfig
+from lwopt_backend.config.param_groups import ElementwiseGroups
+from lwopt_backend.config.registry import (
+    MATRIX_RULES,
+    arguments,
+    build_matrix_rule,
+    cost_of,
+    new_state,
+    state_nbytes,
+    wire_of,
+)
+from lwopt_backend.plan import (
+    Atom,
+    FlatPartition,
+    Machine,
+    MatrixPlan,
+    ParameterPartition,
+    ParamSpec,
+    Replicas,
+    plan_matrices,
+    plan_spread,
+)
+from lwopt_backend.plan.atoms import Block
+from lwopt_backend.plan.layouts import SUB_GROUP_SIZE, BlockPartition, BlockReplicas, Partition, in_blocks
+from lwopt_backend.plan.owners import modelled_time
+from lwopt_backend.rules import MatrixRule
+from lwopt_backend.runtime.agreement import plan_digest, setting
+from lwopt_backend.runtime.collectives import Collectives
+from lwopt_backend.runtime.stepper import MatrixStepper
+from lwopt_backend.runtime.whole import FlatStorage, Slices
+
+
+def unit_layouts(
+    numels: Sequence[int],
+    ranks: int,
+    stage: int,
+    *,
+    is_matrix: bool,
+    sub_group_size: int = SUB_GROUP_SIZE,
+    param_alignment: int = 1,
+) -> Iterator[tuple[slice, HostLayout]]:
+    """Which parameters of a group, of so many elements each, are stepped at a time, and how they lie.
+
+    ``param_alignment`` is that of ``FlatPartition.build``. ``is_matrix`` says whether a matrix rule steps them.
+    """
+    if stage == 3:
+        for part in _sub_groups(numels, ranks, sub_group_size):
+            yield part, ParameterPartition.build(numels[part], ranks)
+    elif stage == 0 and is_matrix:
+        yield slice(None), Replicas(ranks, tuple(numels))
+    elif stage == 0:
+        yield slice(None), FlatPartition.build(numels, ranks, alignment=1)
+    else:
+        yield slice(None), FlatPartition.build(numels, ranks, param_alignment=param_alignment)
+
+
+def _sub_groups(numels: Sequence[int], ranks: int, size: int) -> Iterator[slice]:
+    """ZeRO-3 closes a sub-group with the parameter whose part brings a rank's elements to ``size``."""
+    start, filled = 0, 0
+    for place, numel in enumerate(numels):
+        filled += -(-numel // ranks)
+        if filled >= size:
+            yield slice(start, place + 1)
+            start, filled = place + 1, 0
+    if start < len(numels):
+        yield slice(start, len(numels))
+
+
+# Plans for what a host steps at a time: a param group, or the part of one that has a flat tensor of its own.
+
+Member = tuple[str, tuple[int, ...], str, bool, tuple[Block, ...]]  # name, shape, dtype, whether transposed, matrices
+HostLayout = FlatPartition | ParameterPartition | Replicas
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """Parameters of one rule as planned. ``matrices`` is None for an element-wise rule, whose gradients never travel.
+
+    ``layout`` tells where the parameters lie, ``matrices.layout`` the same of the atoms in them.
+    """
+
+    rule: str
+    specs: tuple[ParamSpec, ...]
+    layout: HostLayout
+    options: tuple[str, ...]  # the rule's, a line to each
+    matrices: MatrixPlan | None
+    state_bytes: tuple[int, ...]  # of the state that each rank keeps
+    blocks: tuple[tuple[Block, ...], ...]  # the matrices in each parameter, in the order of the atoms
+
+    def lines(self) -> list[str]:
+        """What all ranks must have decided alike."""
+        return [*self.plan_lines(), *self.options]
+
+    def plan_lines(self) -> list[str]:
+        """What the plan is: the same whatever rates and other options the rule has."""
+        return [*(spec.line() for spec in self.specs), *(self.matrices.lines() if self.matrices else [])]
+
+
+def members_digest(plans: Sequence[GroupPlan]) -> str:
+    """Identifies a param group's parameters, their shapes and their rule; the same at every world size.
+
+    And which matrices are in them, where there are several: state that owners keep is by matrix.
+    """
+    lines = [
+        f"{spec.name} {spec.shape} {spec.rule}{'' if len(blocks) < 2 else list(map(str, blocks))}"
+        for plan in plans
+        for spec, blocks in zip(plan.specs, plan.blocks)
+    ]
+    return plan_digest(lines)
+
+
+def plan_group(
+    group: Mapping[str, Any],
+    members: Sequence[Member],
+    layout: HostLayout,
+    config: ZeROConfig,
+    machine: Machine,
+) -> GroupPlan:
+    """Plan parameters ``members`` of a param group with options ``group``; they lie in ``layout`` in that order.
+
+    Raises ValueError for a policy that the layout leaves no room for.
+    """
+    rule = group["rule"]
+    specs = tuple(ParamSpec(name, shape, dtype, rule, transposed) for name, shape, dtype, transposed, _ in members)
+    matrices = None
+    if rule in MATRIX_RULES:
+        blocks = [blocks for *_, blocks in members]
+        atoms = [
+            Atom(block.of(spec.name), block.shape, cost_of(block.shape, group), spec.transposed)
+            for spec, of_param in zip(specs, blocks)
+            for block in of_param
+        ]
+        whole = all(len(of_param) == 1 for of_param in blocks)
+        of_atoms = layout if whole else in_blocks(layout, blocks)
+        matrices = _plan_atoms(atoms, of_atoms, build_matrix_rule(group, config), config, machine)
+    options = tuple(setting(f"{rule}.{key}", value) for key, value in arguments(group).items())
+    return GroupPlan(
+        rule,
+        specs,
+        layout,
+        options,
+        matrices,
+        _state_bytes(group, layout, matrices),
+        tuple(blocks for *_, blocks in members),
+    )
+
+
+def _plan_atoms(
+    atoms: Sequence[Atom],
+    layout: HostLayout | BlockPartition | BlockReplicas,
+    matrix_rule: MatrixRule,
+    config: ZeROConfig,
+    machine: Machine,
+) -> MatrixPlan:
+    """Where matrices lie whole on one rank or nearly so, by the policy; where all ranks hold of all, by work."""
+    wire = wire_of(matrix_rule)
+    stored = layout.storage if isinstance(layout, (BlockPartition, BlockReplicas)) else layout
+    if isinstance(stored, FlatPartition):
+        return plan_matrices(
+            atoms,
+            layout,
+            policy=config.policy,
+            machine=machine,
+            bucket_numel=config.bucket_numel,
+            **wire,
+        )
+    if config.policy == "stay" and layout.world_size > 1:
+        raise ValueError(
+            "policy is 'stay', but here every rank stores a part or a copy of every matrix; use 'balance' or 'auto'"
+        )
+    plan = plan_spread(atoms, layout, bucket_numel=config.bucket_numel, **wire)
+    return replace(plan, modelled=((plan.ownership.policy, modelled_time(plan, machine)),))
+
+
+def _state_bytes(group: Mapping[str, Any], layout: HostLayout, matrices: MatrixPlan | None) -> tuple[int, ...]:
+    """Asked of the rule itself, on fp32 tensors without memory, as long as what each rank keeps state of."""
+    if not isinstance(layout, Replicas):
+        numels = [layout.partition_numel] * layout.world_size
+    else:
+        assert matrices is not None, "element-wise parameters are replicated, but stepped in partitions"
+        numels = matrices.owned_numels()
+    return tuple(state_nbytes(numel, group) for numel in numels)
+
+
+# Steps of planned parameters whose pieces lie in one flat tensor on this rank.
+
+
+class GroupStepper:
+    """Steps what ``plan`` is about. ``flat`` is this rank's partition of its weights, ``device`` where matrices travel.
+
+    Hyperparameters are read anew every step.
+    """
+
+    def __init__(
+        self, plan: GroupPlan, flat: Tensor, collectives: Collectives, config: ZeROConfig, device: torch.device
+    ) -> None:
+        self._plan = plan
+        self._flat = flat
+        self._rank = collectives.rank
+        self._config = config
+        self._matrices: MatrixStepper | None = None
+        self._elementwise = ElementwiseGroups()
+        if plan.matrices is not None:
+            self._matrices = matrix_stepper(plan.matrices, collectives, config, device)
+
+    @property
+    def matrices(self) -> MatrixStepper | None:
+        """The stepper of a matrix rule's parameters."""
+        return self._matrices
+
+    def fill_state(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
+        """Add the state tensors that a fresh optimizer lacks; what a checkpoint restored is kept."""
+        for key, tensor in new_state(self._flat, group).items():
+            state.setdefault(key, tensor)
+
+    def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
+        """One step from ``flat.grad`` with the hyperparameters in ``group``. Called on all ranks of the group."""
+        planned, grad = self._plan.matrices, self._flat.grad
+        assert grad is not None
+        if self._matrices is None or planned is None:
+            self._elementwise.step(0, group, [Slices(self._flat, grad, state)])
+            return
+        rule, layout = build_matrix_rule(group, self._config), planned.layout
+        assert isinstance(layout, (Partition, BlockPartition))
+        elements = Slices(self._flat, grad, {key: state[key] for key in rule.state_keys})
+        storage = FlatStorage(layout, self._rank, elements)
+        self._matrices.step([rule] * len(planned.atoms), storage)
+
+
+def matrix_stepper(
+    plan: MatrixPlan, collectives: Collectives, config: ZeROConfig, device: torch.device
+) -> MatrixStepper:
+    """The stepper of ``plan`` whose matrices travel on ``device`` and are computed where the configuration says."""
+    rule_device = torch.device("cpu") if config.ns_device == "cpu" else device
+    batch_numel = 0 if rule_device.type == "cpu" else config.bucket_numel
+    return MatrixStepper(plan, collectives, device, batch_numel=batch_numel, rule_device=rule_device)

@@ -1,0 +1,530 @@
+"""Reading an FSDP2 model: its parameters, their meshes, and which rectangle of a parameter each rank holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from lwopt_backend.config import registry
+from lwopt_backend.config.hosts import FSDP2Config
+from lwopt_backend.config.registry import ELEMENTWISE_RULES, build_matrix_rules, cost_of, state_nbytes, wire_of
+from lwopt_backend.plan import Atom, MatrixPlan, MeshLayout, Sharding, plan_spread
+from lwopt_backend.plan.atoms import Block
+from lwopt_backend.plan.mesh import Coordinate
+from lwopt_backend.qk_clip import RowScaling
+from lwopt_backend.routing.grouping import Grouping
+from lwopt_backend.routing.models import as_module
+from lwopt_backend.rules import MatrixRule
+from lwopt_backend.runtime.agreement import agree_in_all
+from lwopt_backend.runtime.collectives import Alone, Collectives, Presence, TorchCollectives
+from lwopt_backend.runtime.stepper import MatrixStepper
+from lwopt_backend.runtime.whole import Slices, local_views
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A device mesh as plain data: its global ranks in row-major order, its shape, and its kind of device."""
+
+    ranks: tuple[int, ...]
+    shape: tuple[int, ...]
+    device_type: str
+    handle: DeviceMesh = field(compare=False, repr=False)
+
+    @property
+    def order(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        """Sorts the meshes of a model alike on all ranks, so that their collectives never cross."""
+        return len(self.ranks), tuple(sorted(self.ranks)), self.shape
+
+    @property
+    def coordinates(self) -> tuple[Coordinate, ...]:
+        """Where each rank of the exchange group sits; the group counts its ranks from the lowest."""
+        places = {rank: _unravel(position, self.shape) for position, rank in enumerate(self.ranks)}
+        return tuple(places[rank] for rank in sorted(self.ranks))
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        if self.device_type == "cpu":
+            return torch.device("cpu")
+        return torch.device(self.device_type, torch.get_device_module(self.device_type).current_device())
+
+    def __str__(self) -> str:
+        shape = f"{'x'.join(map(str, self.shape))} " if len(self.shape) > 1 else ""
+        return f"{shape}mesh of ranks {_ranges(sorted(self.ranks))}"
+
+
+def sharded_module(model: Any, caller: str) -> nn.Module:
+    """The model, or its several modules as one. Raises TypeError for anything else, and for the wrappers of others."""
+    module = as_module(model, caller)
+    for name, inner in module.named_modules():
+        which = f"module {name!r}" if name else "the model"
+        if isinstance(inner, (DistributedDataParallel, DataParallel)):
+            raise TypeError(
+                f"{caller}: {which} is wrapped in {type(inner).__name__}, which shards nothing; pass model.module to "
+                "lwopt_backend.LayerWiseOptimizer, which takes its place, or call fully_shard(model) instead of it"
+            )
+        if isinstance(inner, FullyShardedDataParallel):
+            raise TypeError(
+                f"{caller}: {which} is wrapped in FullyShardedDataParallel (FSDP1), which flattens matrices; call "
+                "fully_shard(model) instead of it"
+            )
+    return module
+
+
+def reshard(model: nn.Module) -> None:
+    """Put every FSDP module's sharded parameters in place: after a forward pass the root keeps the unsharded ones."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def mesh_of(param: Tensor) -> Mesh | None:
+    """The mesh of a DTensor; None for a plain tensor."""
+    if not isinstance(param, DTensor):
+        return None
+    ranks = param.device_mesh.mesh
+    return Mesh(tuple(ranks.flatten().tolist()), tuple(ranks.shape), param.device_mesh.device_type, param.device_mesh)
+
+
+def meshes_of(params: Iterable[Tensor]) -> list[Mesh]:
+    """The meshes of all DTensors, in an order that ranks share."""
+    found = {mesh for param in params if (mesh := mesh_of(param)) is not None}
+    return sorted(found, key=lambda mesh: mesh.order)
+
+
+def sharding_of(name: str, param: Tensor) -> Sharding:
+    """How a parameter lies over its mesh; a plain tensor lies whole on a single rank.
+
+    Raises ValueError for placements that no rule can be given a whole matrix from, or that leave another shape on this
+    rank than they say.
+    """
+    shape = tuple(param.shape)
+    if not isinstance(param, DTensor):
+        return Sharding(shape, (1,), (None,), (False,))
+    for placement in param.placements:
+        if not (placement.is_replicate() or _is_late(placement) or isinstance(placement, Shard)):
+            raise ValueError(f"{describe(name, param)}: expected Shard or Replicate placements only")
+    sharding = placed(param)
+    coordinate = param.device_mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"{describe(name, param)}: this rank is not in the mesh")
+    for dim, place in enumerate(coordinate):
+        if param.device_mesh.get_local_rank(dim) != place:
+            raise ValueError(
+                f"{describe(name, param)}: the mesh's ranks do not ascend along dimension {dim}; this rank is at place "
+                f"{place} of the mesh and {param.device_mesh.get_local_rank(dim)} of its group, and FSDP2 goes by that"
+            )
+    planned, found = sharding.local_shape(tuple(coordinate)), tuple(local(param).shape)
+    if planned != found:
+        raise ValueError(
+            f"{describe(name, param)}: these placements put a part of shape {planned} on this rank, found {found}; "
+            "this way of sharding is not supported"
+        )
+    return sharding
+
+
+def placed(tensor: DTensor) -> Sharding:
+    """How a DTensor lies by its placements, whatever this rank's part looks like."""
+    dims = tuple(_dim(p, tensor.ndim) for p in tensor.placements)
+    late = tuple(_is_late(p) for p in tensor.placements)
+    return Sharding(tuple(tensor.shape), tuple(tensor.device_mesh.shape), dims, late)
+
+
+def _dim(placement: Placement, ndim: int) -> int | None:
+    """The tensor dimension that is cut, counted from the front; None: a copy."""
+    if placement.is_replicate():
+        return None
+    dim: int = placement.dim  # type: ignore[attr-defined]  # Shard and _StridedShard have it
+    return dim % max(1, ndim)
+
+
+def _is_late(placement: Placement) -> bool:
+    return type(placement).__name__ == "_StridedShard"
+
+
+def describe(name: str, param: Tensor) -> str:
+    """A parameter for an error message: its name, shape, placements and mesh."""
+    text = f"parameter {name!r} of shape {tuple(param.shape)}"
+    if isinstance(param, DTensor):
+        mesh = param.device_mesh
+        named = f", dimensions {mesh.mesh_dim_names}" if mesh.mesh_dim_names else ""
+        text += f", placements {tuple(param.placements)} on a {mesh_of(param)}{named}"
+    return text
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, sharing its memory; a plain tensor itself."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    if not torch.is_grad_enabled():  # as it is in a step, where this is called for every tensor
+        return tensor.to_local()
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def gradient(name: str, param: Tensor) -> Tensor | None:
+    """This rank's part of a gradient, laid out as the parameter is; None if there is none.
+
+    Raises TypeError for a plain gradient of a DTensor.
+    """
+    grad = param.grad
+    if grad is None or not isinstance(param, DTensor):
+        return grad
+    if not isinstance(grad, DTensor):
+        raise TypeError(f"{describe(name, param)}: expected a DTensor gradient, found a plain tensor")
+    if grad.placements != param.placements:  # e.g. still to be summed; the same on all ranks, as it is by the model
+        grad = grad.redistribute(param.device_mesh, param.placements)
+    return grad.to_local()
+
+
+def _unravel(position: int, shape: Sequence[int]) -> Coordinate:
+    coordinate = []
+    for size in reversed(shape):
+        coordinate.append(position % size)
+        position //= size
+    return tuple(reversed(coordinate))
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """E.g. "0-3" or "0, 2"."""
+    if len(ranks) > 1 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ", ".join(map(str, ranks))
+
+
+# Plans for the parameters of one device mesh, as FSDP2 shards them.
+
+
+@dataclass(frozen=True)
+class Member:
+    """A trained parameter: its name, its param group's position and rule, how it lies over its mesh, whether it is
+    stored as (inputs, outputs), and the matrices in it."""
+
+    name: str
+    param: Tensor
+    group: int
+    rule: str
+    sharding: Sharding
+    transposed: bool
+    blocks: tuple[Block, ...] = ()
+
+    def line(self) -> str:
+        """What ranks must have decided alike of it."""
+        return f"{self.name} {self.sharding} {self.param.dtype} by {self.rule} of group {self.group}"
+
+
+@dataclass(frozen=True)
+class MeshPlan:
+    """``members`` in the model's order, and how their matrices are updated. An atom is block ``places[atom]`` of member
+    ``matrices[atom]``."""
+
+    members: tuple[Member, ...]
+    matrices: tuple[int, ...]
+    places: tuple[int, ...]
+    plan: MatrixPlan
+
+    def block(self, atom: int) -> Block:
+        return self.members[self.matrices[atom]].blocks[self.places[atom]]
+
+    def lines(self) -> list[str]:
+        """What all ranks of the mesh must have decided alike."""
+        return [*(member.line() for member in self.members), *self.plan.lines()]
+
+
+def plan_mesh(
+    members: Sequence[Member],
+    groups: Sequence[Mapping[str, Any]],
+    rules: Mapping[int, MatrixRule],
+    config: FSDP2Config,
+    coordinates: tuple[Coordinate, ...],
+    loads: Sequence[int],
+) -> MeshPlan:
+    """Plan ``members`` of one mesh, whose ``rules``, by param group, exchange alike.
+
+    ``coordinates`` are the ranks' places in the mesh, ``loads`` the flops that each rank has elsewhere.
+    """
+    # Backward computes the last layers' gradients first, so these are sent first.
+    pairs = [(i, place) for i in reversed(range(len(members))) for place in range(len(members[i].blocks))]
+    found = [(members[i], members[i].blocks[place]) for i, place in pairs]
+    wire = wire_of(rules[found[0][0].group]) if found else {}
+    plan = plan_spread(
+        [
+            Atom(block.of(m.name), block.shape, cost_of(block.shape, groups[m.group]), m.transposed)
+            for m, block in found
+        ],
+        MeshLayout(coordinates, tuple(sharding_in(m.sharding, block) for m, block in found)),
+        exchange_layout=config.layout,
+        bucket_matrices=config.bucket_matrices,
+        bucket_numel=config.bucket_numel,
+        loads=loads,
+        **wire,
+    )
+    return MeshPlan(tuple(members), tuple(i for i, _ in pairs), tuple(place for _, place in pairs), plan)
+
+
+def sharding_in(sharding: Sharding, block: Block) -> Sharding:
+    """How one matrix in a parameter lies, of which ``sharding`` tells how it lies itself."""
+    return sharding if block.is_everything and len(sharding.shape) == 2 else replace(sharding, block=block)
+
+
+def by_wire(members: Sequence[Member], rules: Mapping[int, MatrixRule]) -> list[list[Member]]:
+    """Matrices whose rules exchange alike; element-wise members are with the first of them."""
+    found: dict[tuple[object, ...], list[Member]] = {}
+    for member in members:
+        if member.group in rules:
+            found.setdefault(tuple(wire_of(rules[member.group]).values()), []).append(member)
+    if not found:
+        return [list(members)] if members else []
+    first = next(iter(found.values()))
+    kept = {id(member) for member in first} | {id(member) for member in members if member.group not in rules}
+    return [[m for m in members if id(m) in kept], *list(found.values())[1:]]
+
+
+def new_state(like: Tensor, group: Mapping[str, Any], config: FSDP2Config) -> dict[str, Tensor]:
+    """Fresh state for a parameter, laid out as it is and in the dtype that the configuration says."""
+    if config.state_dtype == "float32":
+        like = torch.empty_like(like, dtype=torch.float32)
+    return dict(registry.new_state(like, group))
+
+
+def mesh_state_nbytes(
+    members: Sequence[Member], groups: Sequence[Mapping[str, Any]], config: FSDP2Config, coordinate: Coordinate
+) -> int:
+    """Bytes of the state that the rank at ``coordinate`` keeps."""
+    found = 0
+    for m in members:
+        dtype = torch.float32 if config.state_dtype == "float32" else m.param.dtype
+        found += state_nbytes(math.prod(m.sharding.local_shape(coordinate)), groups[m.group], dtype)
+    return found
+
+
+# From param groups of sharded parameters to steppers: one per device mesh, planned in an order that ranks share.
+
+NAME = "LayerWiseOptimizer"
+Exchange = Sequence[tuple[Mesh, Collectives]]
+
+
+def exchange_groups(params: Iterable[Tensor]) -> list[tuple[Mesh, Collectives]]:
+    """The meshes of the parameters with their exchange groups, in the order in which all ranks go through them.
+
+    Called on all ranks of the meshes. Raises ValueError if no parameter is a DTensor.
+    """
+    meshes = meshes_of(params)
+    if not meshes:
+        raise ValueError(
+            f"{NAME}: no parameter of the model is a DTensor; call fully_shard(model) before, or pass "
+            "sharded_later=True if Accelerate shards it in prepare()"
+        )
+    return [(mesh, own_group(mesh)) for mesh in meshes]
+
+
+def bind(
+    exchange: Exchange,
+    groups: Sequence[Mapping[str, Any]],
+    names: Sequence[Sequence[str]],
+    grouping: Grouping,
+    config: FSDP2Config,
+) -> list[MeshStepper]:
+    """Plan for the parameters that ``groups`` hold, in the model's order. Called on all ranks of the meshes.
+
+    The work that a rank was given on one mesh counts on the next. Plain tensors come last, in a stepper of their own.
+    Raises, on all ranks, what is wrong on any.
+    """
+
+    order = {name: position for position, name in enumerate(grouping.names.values())}
+
+    def decide() -> tuple[list[Member], list[list[str]]]:
+        members = sorted(_members(groups, names, grouping), key=lambda member: order[member.name])
+        return members, [[m.line() for m in members if mesh_of(m.param) == mesh] for mesh, _ in exchange]
+
+    collectives = [of_mesh for _, of_mesh in exchange]
+    members = agree_in_all(collectives, NAME, decide)
+    rules = build_matrix_rules(groups, config)
+    load = 0  # of this rank, on the meshes before
+    steppers = []
+    lines: list[list[str]] = [[] for _ in exchange]
+    for number, (mesh, of_mesh) in enumerate(exchange):
+        for own in by_wire([member for member in members if mesh_of(member.param) == mesh], rules):
+            stepper = MeshStepper(mesh, of_mesh, own, groups, rules, config, of_mesh.gather_objects(load))
+            load = stepper.plan.ownership.loads[of_mesh.rank]
+            steppers.append(stepper)
+            lines[number] += stepper.planned.lines()
+    agree_in_all(collectives, NAME, lambda: (None, lines))
+    plain = [member for member in members if mesh_of(member.param) is None]
+    alone = [MeshStepper(None, Alone(), own, groups, rules, config, [0]) for own in by_wire(plain, rules)]
+    return [*steppers, *alone]
+
+
+def names_of(
+    held: Sequence[Sequence[Tensor]], bound: Sequence[Sequence[Tensor]], names: Sequence[Sequence[str]]
+) -> list[list[str]]:
+    """Names of the parameters ``held``: as they were bound under ``names``, or by place if others took their places.
+
+    Raises RuntimeError for parameters that are neither.
+    """
+    known = {id(p): n for params, theirs in zip(bound, names) for p, n in zip(params, theirs)}
+    if all(id(param) in known for params in held for param in params):
+        return [[known[id(param)] for param in params] for params in held]
+    if [len(params) for params in held] != [len(theirs) for theirs in names]:
+        raise RuntimeError(f"{NAME}: the param groups hold parameters that it was not made with; make a new one")
+    return [list(theirs) for theirs in names]
+
+
+def _members(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]], grouping: Grouping) -> list[Member]:
+    members = []
+    for number, (group, group_names) in enumerate(zip(groups, names)):
+        for name, param in zip(group_names, group["params"]):
+            if param.is_meta:
+                raise ValueError(
+                    f"parameter {name!r} is on the meta device; call model.to_empty(device=...) and initialise it "
+                    "before the optimizer is made"
+                )
+            blocks = grouping.matrices_in(name)
+            sharding = sharding_of(name, param)
+            for block in blocks:
+                sharding_in(sharding, block).check(name)
+            members.append(Member(name, param, number, group["rule"], sharding, name in grouping.transposed, blocks))
+    return members
+
+
+# The parameters of one device mesh: planned together, exchanged over one process group, stepped together.
+
+BATCH_NUMEL = 2**26  # elements that an accelerator takes through a rule at once
+States = Mapping[Tensor, dict[str, Any]]
+
+
+class MeshStepper:
+    """``members`` of one ``mesh``, or the plain tensors, of which every rank steps its own copy, where it is None.
+
+    Their ``rules``, by param group, exchange alike. ``loads`` are the flops that each rank of the mesh has elsewhere.
+    Made on all ranks of the mesh.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh | None,
+        collectives: Collectives,
+        members: Sequence[Member],
+        groups: Sequence[Mapping[str, Any]],
+        rules: Mapping[int, MatrixRule],
+        config: FSDP2Config,
+        loads: Sequence[int],
+    ) -> None:
+        self.mesh = mesh
+        self.collectives = collectives
+        self.members = list(members)
+        self.groups = groups
+        self.config = config
+        coordinates = mesh.coordinates if mesh else ((0,),)
+        self.planned = plan_mesh(self.members, groups, rules, config, coordinates, loads)
+        self.plan = self.planned.plan
+        self.matrices, self.places = self.planned.matrices, self.planned.places
+        self.blocks = [self.planned.block(atom) for atom in range(len(self.matrices))]
+        self.device = mesh.device if mesh else (local(members[0].param).device if members else torch.device("cpu"))
+        batch = 0 if self.device.type == "cpu" else BATCH_NUMEL
+        self.stepper = MatrixStepper(self.plan, collectives, self.device, batch_numel=batch)
+
+    def presence(self, more: Tensor | None = None, *, changed: bool = False) -> Presence:
+        """Start to agree on which members have a gradient, on whether the model was ``changed``, and on ``more`` flags.
+        Called on all ranks of the mesh."""
+        here = [member.param.grad is not None for member in self.members]
+        return Presence(self.collectives, [*here, changed], self.device, more)
+
+    def step_matrices(
+        self,
+        rules: Sequence[MatrixRule],
+        storage: Shards,
+        presence: Presence,
+        departed: Mapping[int, Any] | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        """One step of the matrices, ``rules`` one for each. Called on all ranks of the mesh."""
+        self.stepper.step(
+            rules,
+            storage,
+            active=lambda atom: presence(self.matrices[atom]),
+            departed=departed,
+            meanwhile=meanwhile,
+        )
+
+    def rules_of(self, rules: Mapping[int, MatrixRule]) -> list[MatrixRule]:
+        """One rule per matrix of the plan, from the rules of the param groups."""
+        return [rules[self.members[index].group] for index in self.matrices]
+
+    def storage(self, states: States) -> Shards:
+        coordinate = self.mesh.coordinates[self.collectives.rank] if self.mesh else (0,)
+        return Shards([self.members[index] for index in self.matrices], self.blocks, coordinate, states)
+
+    def scale_rows(self, row_scaling: RowScaling) -> None:
+        """Apply the factors that were set for a step to this rank's parts."""
+        coordinate = self.mesh.coordinates[self.collectives.rank] if self.mesh else (0,)
+        for member in self.members:
+            row_scaling.scale_box(member.name, local(member.param), member.sharding.box(coordinate))
+
+    def elementwise(self, group: int, states: States, presence: Presence) -> list[Slices]:
+        """This rank's pieces of the element-wise members of a param group that have a gradient somewhere."""
+        chosen = [i for i, m in enumerate(self.members) if m.group == group and m.rule in ELEMENTWISE_RULES]
+        return [piece(self.members[i], states[self.members[i].param]) for i in chosen if presence(i)]
+
+
+class Shards:
+    """This rank's pieces of the matrices, looked up once a step."""
+
+    def __init__(
+        self, members: Sequence[Member], blocks: Sequence[Block], coordinate: Coordinate, states: States
+    ) -> None:
+        self._members = members
+        self._blocks = blocks
+        self._coordinate = coordinate
+        self._states = states
+        self._whole: dict[str, Slices] = {}  # this rank's part of a member, by its name
+        self._pieces: dict[int, list[Slices]] = {}
+
+    def parts(self, index: int) -> Sequence[Slices]:
+        if index not in self._pieces:
+            self._pieces[index] = self._parts(self._members[index], self._blocks[index])
+        return self._pieces[index]
+
+    def _parts(self, member: Member, block: Block) -> list[Slices]:
+        if member.name not in self._whole:
+            self._whole[member.name] = piece(member, self._states[member.param])
+        whole, sharding = self._whole[member.name], member.sharding
+        if block.is_everything and len(sharding.shape) == 2:
+            return [whole]
+        box = sharding.box(self._coordinate)
+        tensors = whole.value, whole.grad, *whole.state.values()
+        values, grads, *states = (local_views(tensor, block, sharding.shape, box) for tensor in tensors)
+        return [
+            Slices(value, grad, dict(zip(whole.state, state))) for value, grad, *state in zip(values, grads, *states)
+        ]
+
+
+def piece(member: Member, state: Mapping[str, Any]) -> Slices:
+    """This rank's part of the parameter, its gradient in the state's dtype (zero where it is missing), and its state.
+
+    Raises TypeError for a gradient that is not a dense tensor.
+    """
+    value = local(member.param)
+    shards = {key: local(tensor) for key, tensor in state.items() if not tensor.is_meta}  # the rest is at the owner
+    grad = gradient(member.name, member.param)
+    if grad is None:
+        grad = torch.zeros_like(value)
+    if grad.layout != torch.strided:
+        raise TypeError(f"{describe(member.name, member.param)}: expected a dense gradient, found {grad.layout}")
+    dtype = next((s.dtype for key, s in shards.items() if key != "step" and s.shape == value.shape), value.dtype)
+    return Slices(value, grad.to(dtype), shards)
+
+
+def own_group(mesh: Mesh) -> Collectives:
+    """The exchange group of a mesh, a communicator of its own. Called on all its ranks."""
+    return TorchCollectives.over(mesh.ranks, mesh.handle.get_all_groups()) if len(mesh.ranks) > 1 else Alone()

@@ -1,0 +1,279 @@
+"""Optimizer state of FSDP2 parameters: what may be loaded, and that it keeps its dtype."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from lwopt_backend.config import linked_rates
+from lwopt_backend.config.param_groups import of_another_optimizer
+from lwopt_backend.plan.atoms import matrices_of
+from lwopt_backend.rules import MatrixRule
+from lwopt_backend.runtime import nested
+from lwopt_backend.runtime.state import MATRICES, Key, OwnerShards
+from lwopt_backend.storage.mesh import MeshStepper, describe, local, placed
+
+
+def check_loadable(
+    state_dict: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    names: Sequence[Sequence[str]],
+    rules: Sequence[str],
+    made: Mapping[Tensor, Mapping[str, Any]],
+) -> None:
+    """Raise ValueError for groups of other rules or sizes, and for state that is missing, foreign or of other shape."""
+    saved = state_dict["param_groups"]
+    _check_writer(state_dict, groups, made)
+    ours, theirs = ([len(group["params"]) for group in some] for some in (groups, saved))
+    if ours != theirs:
+        raise ValueError(f"the checkpoint's param groups hold {theirs} parameters, this optimizer's hold {ours}")
+    saved_rules = [group.get("rule", rule) for group, rule in zip(saved, rules)]
+    if saved_rules != list(rules):
+        raise ValueError(
+            f"the checkpoint's param groups follow the rules {saved_rules}, this optimizer's {list(rules)}"
+        )
+    if linked_rates.is_alone(groups):
+        for number, group in enumerate(saved):
+            linked_rates.check(group, f"load_state_dict: param group {number}")
+    if not state_dict["state"]:
+        return  # saved by an optimizer that had not made its state yet
+    missing = []
+    for theirs_group, group, group_names in zip(saved, groups, names):
+        for index, param, name in zip(theirs_group["params"], group["params"], group_names):
+            found = state_dict["state"].get(index)
+            if found:
+                _check_state(found, made[param], name, param)
+            else:
+                missing.append(name)
+    if missing:
+        warnings.warn(f"the checkpoint has no state of {missing}; theirs is left as it is", stacklevel=3)
+
+
+def _check_writer(
+    state_dict: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    made: Mapping[Tensor, Mapping[str, Any]],
+) -> None:
+    """Raise ValueError for the state dict of another optimizer, unless it has our groups and our state."""
+    saved = state_dict["param_groups"]
+    theirs = {key for state in state_dict["state"].values() for key in state}
+    ours = {key for state in made.values() for key in state}
+    fits = len(saved) == len(groups) and theirs in (set(), ours)
+    if of_another_optimizer(saved) and not fits:
+        raise ValueError(
+            f"the checkpoint was written by another optimizer: its {len(saved)} param group(s) have no 'rule', and its "
+            f"state is {sorted(theirs)}; expected {len(groups)} groups and {sorted(ours)}. Load the model's weights "
+            "alone and begin with new state, or take that of another Muon along with lwopt_backend.migration"
+        )
+
+
+def _check_state(found: Mapping[str, Any], expected: Mapping[str, Any], name: str, param: Tensor) -> None:
+    where = f"the checkpoint's state of {describe(name, param)}"
+    keys = sorted(found)
+    if keys != sorted(expected):
+        raise ValueError(f"{where}: expected {sorted(expected)}, found {keys}")
+    for key, tensor in expected.items():
+        value = found[key]
+        if not isinstance(value, Tensor):
+            if tensor.ndim == 0:
+                continue  # a counter that was saved as a number
+            raise ValueError(f"{where}, {key!r}: expected a tensor, found {value!r}")
+        if value.shape != tensor.shape or (isinstance(value, DTensor) and not isinstance(tensor, DTensor)):
+            raise ValueError(f"{where}, {key!r}: expected {_kind(tensor)}, found {_kind(value)}")
+        if isinstance(value, DTensor) and value.placements != tensor.placements:
+            raise ValueError(
+                f"{where}, {key!r}: expected placements {tensor.placements}, found {value.placements}; load it with "
+                "torch.distributed.checkpoint, which shards it anew"
+            )
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"a {'DTensor' if isinstance(tensor, DTensor) else 'plain tensor'} of shape {tuple(tensor.shape)}"
+
+
+def with_shards(
+    state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], expected: Mapping[Tensor, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """``state_dict`` with whole tensors cut to this rank's part, where the expected state is sharded."""
+    params = {
+        index: param
+        for saved, group in zip(state_dict["param_groups"], groups)
+        for index, param in zip(saved["params"], group["params"])
+    }
+    state = {}
+    for index, entry in state_dict["state"].items():
+        made = expected.get(params[index], {}) if index in params else {}
+        state[index] = {key: _cut_like(value, made.get(key)) for key, value in entry.items()}
+    return {**state_dict, "state": state}
+
+
+def _cut_like(value: Any, made: Any) -> Any:
+    if not isinstance(made, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return value
+    coordinate = made.device_mesh.get_coordinate()
+    assert coordinate is not None
+    box = placed(made).box(tuple(coordinate))
+    part = value[tuple(slice(begin, begin + size) for begin, size in box)].contiguous()
+    if not made.is_meta:
+        part = part.to(made.device)
+    return DTensor.from_local(
+        part, made.device_mesh, made.placements, run_check=False, shape=made.shape, stride=made.stride()
+    )
+
+
+def restore_groups(optimizer: torch.optim.Optimizer, before: Sequence[Mapping[str, Any]], rules: Sequence[str]) -> None:
+    """After ``Optimizer.load_state_dict``: options that the checkpoint lacks are kept, rules are never loaded."""
+    for group, old, rule in zip(optimizer.param_groups, before, rules):
+        for key in old.keys() - group.keys():
+            group[key] = old[key]
+        group["rule"] = rule
+
+
+def restore_dtypes(
+    optimizer: torch.optim.Optimizer, made: Mapping[Tensor, Mapping[str, Any]], state_dict: Mapping[str, Any]
+) -> None:
+    """After ``Optimizer.load_state_dict``, which casts state to the parameter's dtype: back to the state's own."""
+    for saved, group in zip(state_dict["param_groups"], optimizer.param_groups):
+        for index, param in zip(saved["params"], group["params"]):
+            state = optimizer.state.get(param, {})
+            for key, tensor in made.get(param, {}).items():
+                if key not in state:
+                    state[key] = tensor
+                elif not isinstance(state[key], Tensor):
+                    state[key] = torch.as_tensor(state[key], dtype=tensor.dtype)
+                elif state[key].dtype != tensor.dtype:
+                    state[key] = state_dict["state"][index][key].to(device=tensor.device, dtype=tensor.dtype)
+            if state:
+                optimizer.state[param] = state
+
+
+# Owner-held state in an optimizer's state dict: DTensors, cut by rows over the parameter's mesh.
+#
+# Of several matrices in a parameter they are named by their place in it, ``"[1].GG.0"``. Which elements these are
+# stands
+# beside them where the parameter's shape does not tell: of q, k and v, say.
+
+Groups = Sequence[Sequence[Tensor]]
+Of = list[tuple[MeshStepper, OwnerShards]]
+
+
+def owner_shards(
+    steppers: Sequence[MeshStepper], rules: Mapping[int, MatrixRule], states: Mapping[Tensor, dict[str, Any]]
+) -> Of:
+    """What the owners of each stepper's matrices keep. Called on all ranks of the meshes.
+
+    In ``states`` its names stand for it, with tensors that have no memory: a flattened checkpoint is read by them.
+    """
+    shards = [
+        (s, OwnerShards(s.plan, s.rules_of(rules), s.stepper.owner_state, s.collectives, s.device)) for s in steppers
+    ]
+    for state in states.values():
+        for name in [name for name, tensor in state.items() if tensor.is_meta]:
+            del state[name]
+    for param, name, like in _entries(shards):
+        states[param][name] = like
+    for param, elements in _elements(shards):
+        states[param][MATRICES] = nested.described(elements).to("meta")
+    return shards
+
+
+def with_owner_state(state_dict: dict[str, Any], shards: Of, groups: Groups) -> dict[str, Any]:
+    """``state_dict`` with what the owners of ``groups``' matrices hold. Called on all ranks of the meshes."""
+    state = dict(state_dict["state"])
+    index_of = _indices(state_dict, groups)
+    for stepper, held in shards:
+        for key, (shape, part) in held.save().items():
+            param = _param(stepper, key)
+            index = index_of[id(param)]
+            state[index] = {**state.get(index, {}), _name(stepper, key): _as_dtensor(part, shape, param)}
+    for param, elements in _elements(shards):
+        state[index_of[id(param)]][MATRICES] = nested.described(elements)
+    return {**state_dict, "state": state}
+
+
+def take_owner_state(state_dict: Mapping[str, Any], shards: Of, groups: Groups) -> dict[str, Any]:
+    """``state_dict`` without what owners hold, which is brought to them. Called on all ranks of the meshes."""
+    state = {index: dict(entry) for index, entry in state_dict["state"].items()}
+    index_of = _indices(state_dict, groups)
+    for param, _ in _elements(shards):
+        state.get(index_of[id(param)], {}).pop(MATRICES, None)
+    for stepper, held in shards:
+        keys = [(entry.atom, entry.key) for entry in held.entries]
+        places = [(key, _name(stepper, key), state.get(index_of[id(_param(stepper, key))], {})) for key in keys]
+        if places and all(name in entry for _, name, entry in places):
+            held.load({key: local(entry.pop(name)) for key, name, entry in places})
+    return {**state_dict, "state": state}
+
+
+def check_matrices(state_dict: Mapping[str, Any], shards: Of, groups: Groups) -> None:
+    """Raises ValueError for owners' state of other matrices than there are here."""
+    index_of = _indices(state_dict, groups)
+    for param, elements in _elements(shards):
+        index = index_of.get(id(param))
+        saved = state_dict["state"].get(index, {}).get(MATRICES)
+        found = elements if saved is None else nested.rebuild(nested.description(saved.cpu()), {})
+        if found != elements:
+            raise ValueError(
+                f"the checkpoint's state of parameter {index!r} is of the matrices {found}, expected those that there "
+                f"are here, {elements}; load it with the 'atoms' it was saved with"
+            )
+
+
+def _entries(shards: Of) -> Iterator[tuple[Tensor, str, Tensor]]:
+    """By parameter and name, tensors without memory of the shape and dtype that owner-held state has."""
+    for stepper, held in shards:
+        for entry in held.entries:
+            key = (entry.atom, entry.key)
+            yield _param(stepper, key), _name(stepper, key), torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+
+
+def with_owner_keys(states: Mapping[Tensor, Mapping[str, Any]], shards: Of) -> dict[Tensor, dict[str, Any]]:
+    """What state each parameter should have in a checkpoint: its own, and of owner-held tensors their shapes."""
+    expected = {param: dict(state) for param, state in states.items()}
+    for param, name, like in _entries(shards):
+        expected[param][name] = _as_dtensor(like, like.shape, param)
+    for param, elements in _elements(shards):
+        expected[param][MATRICES] = nested.described(elements)
+    return expected
+
+
+def _elements(shards: Of) -> Iterator[tuple[Tensor, list[str]]]:
+    """By parameter with owner-held state, which elements its matrices are, where its shape does not tell."""
+    for stepper, held in shards:
+        for number in sorted({stepper.matrices[entry.atom] for entry in held.entries}):
+            member = stepper.members[number]
+            if member.blocks != matrices_of(member.sharding.shape):
+                yield member.param, list(map(str, member.blocks))
+
+
+def _param(stepper: MeshStepper, key: Key) -> Tensor:
+    return stepper.members[stepper.matrices[key[0]]].param
+
+
+def _name(stepper: MeshStepper, key: Key) -> str:
+    """Unique among a parameter's: of several matrices in it, which one's."""
+    atom, path = key
+    several = len(stepper.members[stepper.matrices[atom]].blocks) > 1
+    return f"[{stepper.places[atom]}].{path}" if several else path
+
+
+def _indices(state_dict: Mapping[str, Any], groups: Groups) -> dict[int, Any]:
+    """Each parameter's key in a state dict, by its place: a number, or from torch.distributed.checkpoint a name."""
+    saved = (index for group in state_dict["param_groups"] for index in group["params"])
+    return {id(param): index for param, index in zip((p for group in groups for p in group), saved)}
+
+
+def _as_dtensor(part: Tensor, shape: Sequence[int], param: Tensor) -> Tensor:
+    """This rank's rows as a DTensor of the whole ``shape``; of a plain parameter the rows are all there are."""
+    if not isinstance(param, DTensor):
+        return part
+    placements = [Replicate() if p.is_replicate() or 0 in shape else Shard(0) for p in param.placements]
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    return DTensor.from_local(
+        part, param.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )

@@ -1,0 +1,522 @@
+"""Which ranks share which parameters: all of a process group, in instances of fewer that each own everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from lwopt_backend.config.hosts import HostConfig
+from lwopt_backend.config.param_groups import ElementwiseGroups
+from lwopt_backend.config.registry import MATRIX_RULES, build_matrix_rules, cost_of, new_state
+from lwopt_backend.plan import Atom, Machine, machine_of
+from lwopt_backend.plan.atoms import Block, end_to_end
+from lwopt_backend.plan.buffers.layout import Bucket, OwnedParam, Setting
+from lwopt_backend.plan.buffers.owned import OwnedPlan, plan_owned
+from lwopt_backend.plan.buffers.step import Elements
+from lwopt_backend.plan.cost import COSTS
+from lwopt_backend.plan.views import View, range_views
+from lwopt_backend.qk_clip import RowScaling
+from lwopt_backend.routing.grouping import Grouping
+from lwopt_backend.rules import MatrixRule
+from lwopt_backend.runtime.agreement import agree, agree_in_all, plan_digest
+from lwopt_backend.runtime.bucket_manager import BucketManager
+from lwopt_backend.runtime.buckets import BucketBuffers, Sharers
+from lwopt_backend.runtime.collectives import NORM, Alone, PartCollectives, Presence, TorchCollectives, largest_of_all
+from lwopt_backend.runtime.whole import Slices, WholeMatrices, flat_views, owned_dtype
+
+
+def share(everyone: PartCollectives, plan: OwnedPlan, divisor: float) -> Sharers:
+    """Instances of neighbouring ranks, and the ranks at the same place of each. Called on all of ``everyone``."""
+    if plan.instances == 1:
+        return Sharers(everyone, everyone, None, divisor)
+    if plan.group_size == 1:
+        return Sharers(everyone, Alone(), everyone, divisor)
+    assert isinstance(everyone, TorchCollectives)
+    size, mine = plan.group_size, everyone.ranks()
+    first = everyone.rank - everyone.rank % size
+    along = [everyone.process_group]
+    instance = TorchCollectives.over(mine[first : first + size], along)
+    replicas = TorchCollectives.over(mine[everyone.rank % size :: size], along)
+    return Sharers(everyone, instance, replicas, divisor)
+
+
+# The parameters of owned storage, and the plan of each set of ranks that shares some of them.
+
+BUS_MULTIPLE = 2**16  # elements; NCCL reaches its full bus bandwidth on multiples of it
+
+
+@dataclass(frozen=True)
+class Member:
+    """One trained parameter. ``group`` is the number of its param group, ``blocks`` are the matrices in it."""
+
+    name: str
+    param: Tensor
+    group: int
+    rule: str
+    transposed: bool
+    tied: bool
+    blocks: tuple[Block, ...] = ()
+
+    @property
+    def is_matrix(self) -> bool:
+        return self.rule in MATRIX_RULES
+
+    @property
+    def dtype(self) -> str:
+        return str(self.param.dtype).removeprefix("torch.")
+
+    def atoms(self, group: Mapping[str, Any]) -> list[Atom]:
+        """The parameter's matrices; none of an element-wise one."""
+        return [
+            Atom(block.of(self.name), block.shape, cost_of(block.shape, group), self.transposed)
+            for block in self.blocks
+        ]
+
+
+def members_of(grouping: Grouping) -> list[Member]:
+    """All trained parameters in the model's order."""
+    tied = {route.name for route in grouping.routes if route.aliases}
+    found = {
+        grouping.names[id(param)]: (param, number, group["rule"])
+        for number, group in enumerate(grouping.groups)
+        for param in group["params"]
+    }
+    order = [route.name for route in grouping.routes if route.name in found]
+    return [
+        Member(name, *found[name], name in grouping.transposed, name in tied, grouping.matrices_in(name))
+        for name in order
+    ]
+
+
+def plan_members(
+    members: Sequence[Member],
+    groups: Sequence[Mapping[str, Any]],
+    ranks: int,
+    machine: Machine,
+    *,
+    layout: str,
+    bucket_mb: float,
+    group_size: int | None,
+    grad_dtype: torch.dtype | None,
+    direct: bool,
+    bus_alignment: bool,
+    base: Sequence[int] | None = None,
+) -> OwnedPlan:
+    """Plan ``members`` over ``ranks`` of ``machine``. Every rank computes the same; slots name members by position.
+
+    ``base`` is the work that each rank has anyway.
+    """
+    params = [_owned_param(member, groups[member.group]) for member in members]
+    dtype = members[0].param.dtype
+    gradient = (grad_dtype or dtype).itemsize
+    masters = 0 if owned_dtype(dtype) == dtype else owned_dtype(dtype).itemsize
+    setting = Setting(
+        layout,
+        max(1, int(bucket_mb * 2**20 / gradient)),
+        machine,
+        COSTS["newton_schulz"],
+        Elements(parameter=dtype.itemsize, gradient=gradient, master=masters, state=4),
+        direct=direct,
+        bus_multiple=BUS_MULTIPLE if bus_alignment else 1,
+    )
+    return plan_owned(params, ranks, setting, group_size, base)
+
+
+def _owned_param(member: Member, group: Mapping[str, Any]) -> OwnedParam:
+    """A parameter stays in one piece, to be a view; it may be cut where its matrices lie one after the other."""
+    atoms = member.atoms(group)
+    whole = None
+    if atoms:
+        rows = max(1, member.param.shape[0])
+        shape = (rows, member.param.numel() // rows)
+        whole = Atom(member.name, shape, sum(atom.cost for atom in atoms))
+    parts = tuple((atom.numel, atom.cost) for atom in atoms) if len(atoms) > 1 and end_to_end(member.blocks) else ()
+    return OwnedParam(member.name, member.param.numel(), member.dtype, whole, member.tied, parts)
+
+
+def plan_lines(members: Sequence[Member], plan: OwnedPlan) -> list[str]:
+    """What all ranks that share these members must have decided alike."""
+    shapes = [f"{m.name} {tuple(m.param.shape)} {m.dtype} {m.rule} group {m.group}" for m in members]
+    return [*shapes, *plan.lines()]
+
+
+def renumbered(bucket: Bucket, numbers: Sequence[int]) -> Bucket:
+    """The bucket with ``numbers[i]`` for parameter i."""
+    return replace(bucket, slots=tuple(replace(slot, param=numbers[slot.param]) for slot in bucket.slots))
+
+
+# One step of owned buffers on one rank, bucket by bucket.
+
+BATCH_NUMEL = 2**24  # elements of equal matrices that go through the rule together on an accelerator
+Groups = Sequence[Mapping[str, Any]]
+
+
+class OwnedStepper:
+    """Steps what this rank owns of ``members``, the parameters of ``manager``, and keeps their state.
+
+    ``state`` has, by a member's number, the state tensors of this rank's piece of it, flat.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        groups: Groups,
+        manager: BucketManager,
+        config: HostConfig,
+        row_scaling: RowScaling,
+    ) -> None:
+        self._row_scaling = row_scaling
+        self._members = members
+        self._manager = manager
+        self._config = config
+        mine = {piece.param: piece for bucket in manager.buckets for piece in bucket.pieces}
+        self._atoms: list[Atom] = []
+        self._places: list[tuple[int, Sequence[View]]] = []  # by atom: its member, and where it lies in our piece of it
+        self._atoms_of: dict[int, dict[int, int]] = {}  # of every member's matrices that are ours, by their place in it
+        for number, member in enumerate(members):
+            self._atoms_of[number] = {}
+            for place, (atom, block) in enumerate(zip(member.atoms(groups[member.group]), member.blocks)):
+                piece = mine.get(number)
+                if piece is not None and piece.start <= block.flat(0) < piece.stop:
+                    self._atoms_of[number][place] = len(self._atoms)
+                    self._atoms.append(atom)
+                    self._places.append((number, range_views(block, piece.start, piece.stop, 0)))
+        device = members[0].param.device
+        self._whole = WholeMatrices(self._atoms, device, batch_numel=0 if device.type == "cpu" else BATCH_NUMEL)
+        self._pieces: dict[int, Slices] = {}  # of the bucket that is being stepped
+        self._elementwise = ElementwiseGroups()
+        self.updated: set[int] = set()  # buckets that were stepped in backward
+        self.state: dict[int, dict[str, Tensor]] = {}
+        for bucket in manager.buckets:
+            for piece, value in zip(bucket.pieces, bucket.owned_values()):
+                member = members[piece.param]
+                self.state[piece.param] = new_state(value, groups[member.group])
+
+    @torch.no_grad()
+    def step(self, groups: Groups, active: Callable[[int], bool]) -> None:
+        """Update every bucket and start its parameters' return. Called on all ranks, after ``manager.finish``.
+
+        A member that is not ``active`` stays as it is, state included; all ranks must say the same of it.
+        """
+        rules = self._rules(groups)
+        for number, bucket in enumerate(self._manager.settled()):
+            if number not in self.updated:
+                self._update(bucket, groups, rules, active)
+            self._scale(bucket)
+            self._manager.send_values(number)
+        self.updated = set()
+        self._row_scaling.clear()
+
+    @torch.no_grad()
+    def step_arrived(self, groups: Groups) -> None:
+        """Update the buckets that have come in backward, as far as this rank knows that their owned members have a
+        gradient; the others wait for the step."""
+        rules = None
+        for number, bucket in self._manager.here():
+            if number in self.updated or not all(self._manager.has_gradient(p.param) for p in bucket.pieces):
+                continue
+            rules = rules or self._rules(groups)
+            self._update(bucket, groups, rules, lambda member: True)
+            bucket.drop_owned_gradients()
+            self.updated.add(number)
+
+    def _scale(self, bucket: BucketBuffers) -> None:
+        """Multiply what this rank owns by the factors that were set for this step."""
+        pieces = zip(bucket.pieces, bucket.owned_values()) if self._row_scaling else ()
+        if any([self._row_scaling.scale_range(self._members[p.param].name, value, p.start) for p, value in pieces]):
+            bucket.publish_masters()
+
+    def parts(self, index: int) -> Sequence[Slices]:
+        """Matrix ``index`` of the bucket that is being stepped."""
+        number, views = self._places[index]
+        whole = self._pieces[number]
+        values, grads, *states = (flat_views(t, views) for t in (whole.value, whole.grad, *whole.state.values()))
+        return [
+            Slices(value, grad, dict(zip(whole.state, state))) for value, grad, *state in zip(values, grads, *states)
+        ]
+
+    def owner_states(self, number: int) -> dict[int, dict[str, Any]]:
+        """What this rank keeps of a member's matrices beside the flat state, by a matrix's place in the member."""
+        held = self._whole.owner_state.held()
+        return {place: held[atom] for place, atom in self._atoms_of[number].items() if atom in held}
+
+    def take_owner_states(self, number: int, states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Take over what was loaded for a member's matrices; those without any begin anew."""
+        for place, atom in self._atoms_of[number].items():
+            if place in states:
+                self._whole.owner_state.put(atom, states[place])
+            else:
+                self._whole.owner_state.forget(atom)
+
+    def owner_nbytes(self) -> int:
+        """Of all that ``owner_states`` gives."""
+        return self._whole.owner_state.nbytes()
+
+    def _rules(self, groups: Groups) -> list[MatrixRule]:
+        by_group = build_matrix_rules(groups, self._config)
+        return [by_group[self._members[number].group] for number, _ in self._places]
+
+    def _update(
+        self, bucket: BucketBuffers, groups: Groups, rules: Sequence[MatrixRule], active: Callable[[int], bool]
+    ) -> None:
+        pieces = zip(bucket.pieces, bucket.owned_values(), bucket.owned_grads())
+        self._pieces = {
+            piece.param: Slices(value, grad, self.state[piece.param])
+            for piece, value, grad in pieces
+            if active(piece.param)
+        }
+        self._whole.step([atom for number in self._pieces for atom in self._atoms_of[number].values()], rules, self)
+        by_group: dict[int, list[Slices]] = {}
+        for number, slices in self._pieces.items():
+            if not self._members[number].is_matrix:
+                by_group.setdefault(self._members[number].group, []).append(slices)
+        for number, parts in by_group.items():
+            self._elementwise.step(number, groups[number], parts)
+        self._pieces = {}
+        bucket.publish_masters()
+
+
+# Norms, zeros and scaling of the mean gradients that owners have: every element counts once, wherever it lies.
+
+
+class OwnedGradients:
+    """The gradients of ``manager`` after ``finish``. ``widest`` are the ranks that have all sharers' parameters.
+
+    Sums run over a vector with one entry per parameter that all of ``widest`` have, and one for all others (experts),
+    so that what a rank adds up does not depend on where a layout puts it.
+    """
+
+    def __init__(self, manager: BucketManager, widest: Sharers) -> None:
+        self._manager = manager
+        self._widest = widest
+        common = [slot.param for b in manager.buckets if b.sharers is widest for slot in b.bucket.slots]
+        self._entry = {param: number for number, param in enumerate(sorted(common))}
+
+    @torch.no_grad()
+    def norm(self, norm_type: float, pick: Callable[[int], bool]) -> Tensor:
+        """The norm of the mean gradients of the parameters that ``pick`` says, in fp32. Called on all ranks."""
+        with record_function(NORM):
+            return self._norm(norm_type, pick)
+
+    def _norm(self, norm_type: float, pick: Callable[[int], bool]) -> Tensor:
+        if norm_type == float("inf"):
+            largest = [g.abs().max() for _, g in self._owned(pick)]
+            total = torch.stack(largest).max().float() if largest else torch.zeros((), device=self._device())
+            return largest_of_all(self._widest.everyone, total)
+
+        def power(grad: Tensor) -> Tensor:
+            norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
+            return norm**norm_type
+
+        return (self._summed(pick, power).sum() ** (1 / norm_type)).float()
+
+    @torch.no_grad()
+    def count_zeros(self, pick: Callable[[int], bool]) -> int:
+        """How many elements of the mean gradients are exactly zero. Called on all ranks."""
+        zeros = self._summed(pick, lambda grad: (grad.numel() - torch.count_nonzero(grad)).double())
+        return int(zeros.sum())
+
+    @torch.no_grad()
+    def scale(self, factor: Tensor | float) -> None:
+        """Multiply all mean gradients."""
+        for bucket in self._settled():
+            for grad in bucket.stored_grads():
+                grad.mul_(factor)
+
+    def _summed(self, pick: Callable[[int], bool], measure: Callable[[Tensor], Tensor]) -> Tensor:
+        """Per parameter the sum of ``measure`` over its pieces on all ranks; the last entry is that of experts."""
+        sums = torch.zeros(len(self._entry) + 1, dtype=torch.float64, device=self._device())
+        for param, grad in self._owned(pick):
+            sums[self._entry.get(param, len(self._entry))] += measure(grad)
+        self._widest.everyone.all_reduce(sums)
+        return sums
+
+    def _owned(self, pick: Callable[[int], bool]) -> list[tuple[int, Tensor]]:
+        """This rank's pieces; of several instances only the first counts."""
+        found = []
+        for bucket in self._settled():
+            sharers = bucket.sharers
+            if sharers.replicas is not None and sharers.replicas.rank > 0:
+                continue
+            pieces = zip(bucket.pieces, bucket.owned_grads())
+            found += [(piece.param, grad) for piece, grad in pieces if pick(piece.param)]
+        return found
+
+    def _settled(self) -> Sequence[BucketBuffers]:
+        return list(self._manager.settled())
+
+    def _device(self) -> torch.device:
+        return self._manager.params[0].device
+
+
+# Owned storage put together: members, plans, buffers, steps. What hosts build their optimizers on.
+
+WHAT = "owned storage"
+
+
+@dataclass(frozen=True)
+class Share:
+    """Parameters that the ranks of one process group share. ``takes`` says which, by name; the first takes the rest.
+
+    ``group_size`` as in ``OwnedConfig``. Gradients are means: sums over these ranks by ``divisor``.
+    """
+
+    ranks: PartCollectives
+    divisor: float
+    group_size: int | None
+    takes: Callable[[str], bool] | None = None
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What one process group shares: its members by number, their plan, and the groups that carry it out."""
+
+    numbers: tuple[int, ...]
+    plan: OwnedPlan
+    sharers: Sharers
+
+
+class OwnedCore:
+    """The buffers of a model's trained parameters, and their steps. Made on all ranks of all ``shares``.
+
+    Raises ValueError, on all of them, if they do not plan alike.
+    """
+
+    def __init__(
+        self,
+        grouping: Grouping,
+        shares: Sequence[Share],
+        config: HostConfig,
+        *,
+        layout: str,
+        bucket_mb: float,
+        grad_dtype: torch.dtype | None = None,
+        keep_full: bool = False,
+        overlap: bool = True,
+        bus_alignment: bool = False,
+    ) -> None:
+        self.members = members_of(grouping)
+        self.config = config
+
+        ranks = [shared.ranks for shared in shares]
+        parts = agree_in_all(ranks, WHAT, lambda: (_divide(self.members, shares), [[] for _ in shares]))
+
+        def planned(number: int, base: Sequence[int] | None = None) -> OwnedPlan:
+            members, shared = [self.members[n] for n in parts[number]], shares[number]
+            return plan_members(
+                members,
+                grouping.groups,
+                shared.ranks.world_size,
+                machine_of(members[0].param.device.type),
+                layout=layout,
+                bucket_mb=bucket_mb,
+                group_size=shared.group_size,
+                grad_dtype=grad_dtype,
+                direct=shared.ranks.direct(members[0].param.device),
+                bus_alignment=bus_alignment,
+                base=base,
+            )
+
+        def plan_experts() -> tuple[list[OwnedPlan], list[list[str]]]:
+            plans = [planned(number) for number in range(1, len(shares))]
+            return plans, [[], *(self._lines(part, plan) for part, plan in zip(parts[1:], plans))]
+
+        def plan_dense() -> tuple[OwnedPlan, list[str]]:
+            plan = planned(0, base)
+            return plan, self._lines(parts[0], plan)
+
+        # Experts' owners have little choice; the dense matrices then go where there is least to do.
+        experts = agree_in_all(ranks, WHAT, plan_experts)
+        mine = sum(plan.loads[s.ranks.rank % plan.group_size] for plan, s in zip(experts, shares[1:]))
+        base = shares[0].ranks.gather_objects(mine) if experts else None
+        plans = [agree(shares[0].ranks, WHAT, plan_dense), *experts]
+        self.holdings = [
+            Holdings(part, plan, share(shared.ranks, plan, shared.divisor))
+            for part, plan, shared in zip(parts, plans, shares)
+        ]
+        buckets = [
+            (renumbered(bucket, held.numbers), held.sharers) for held in self.holdings for bucket in held.plan.buckets
+        ]
+        buckets.sort(key=lambda pair: -min(slot.param for slot in pair[0].slots))
+        self.manager = BucketManager(
+            [bucket for bucket, _ in buckets],
+            [sharers for _, sharers in buckets],
+            [member.param for member in self.members],
+            [member.name for member in self.members],
+            grad_dtype=grad_dtype,
+            keep_full=keep_full,
+            overlap=overlap,
+        )
+        for bucket in self.manager.buckets:
+            bucket.sharers.everyone.broadcast(bucket.values)
+            bucket.refresh_masters()
+        self.row_scaling = grouping.row_scaling()
+        self.stepper = OwnedStepper(self.members, grouping.groups, self.manager, config, self.row_scaling)
+        self.gradients = OwnedGradients(self.manager, self.holdings[0].sharers)
+
+    def refresh_masters(self) -> None:
+        """Take the parameters' values into the fp32 masters of 16-bit parameters."""
+        for bucket in self.manager.buckets:
+            bucket.refresh_masters()
+
+    @property
+    def plan_digest(self) -> str:
+        """The name of the plan of what this rank shares."""
+        return plan_digest(line for held in self.holdings for line in self._lines(held.numbers, held.plan))
+
+    def _lines(self, part: Sequence[int], plan: OwnedPlan) -> list[str]:
+        return plan_lines([self.members[number] for number in part], plan)
+
+    def presences(self, more: torch.Tensor) -> list[Presence]:
+        """Which members have a gradient on any rank, per holdings; ``more`` are flags of all ranks of the first."""
+        device = self.members[0].param.device
+        found = []
+        for number, held in enumerate(self.holdings):
+            here = [self.manager.has_gradient(member) for member in held.numbers]
+            found.append(Presence(held.sharers.everyone, here, device, None if number else more))
+        return found
+
+    def step(self, groups: Sequence[Mapping[str, Any]], presences: Sequence[Presence]) -> None:
+        """Update what this rank owns and start the parameters' return. Called on all ranks."""
+        of_member = {
+            number: (presence, place)
+            for held, presence in zip(self.holdings, presences)
+            for place, number in enumerate(held.numbers)
+        }
+
+        def active(number: int) -> bool:
+            presence, place = of_member[number]
+            return presence(place)
+
+        self.stepper.step(groups, active)
+        for presence in presences:
+            presence.finish()
+        self.manager.stepped()
+
+
+def _divide(members: Sequence[Member], shares: Sequence[Share]) -> list[tuple[int, ...]]:
+    """Which members each share has, by number. Raises ValueError for one that has none."""
+    parts: list[list[int]] = [[] for _ in shares]
+    for number, member in enumerate(members):
+        claims = [i for i, shared in enumerate(shares) if shared.takes is not None and shared.takes(member.name)]
+        parts[claims[0] if claims else 0].append(number)
+    for shared, part in zip(shares, parts):
+        if not part:
+            raise ValueError(
+                "no trained parameter is left for the dense ranks"
+                if shared.takes is None
+                else f"no trained parameter is named like the experts; names look like {members[0].name!r}"
+            )
+    return [tuple(part) for part in parts]
+
+
+def broadcast_buffers(model: nn.Module, shares: Sequence[Share]) -> None:
+    """Buffers become those of the first rank that shares them, as in DDP; experts have theirs. Called on all ranks."""
+    for name, buffer in model.named_buffers():
+        claims = [shared for shared in shares if shared.takes is not None and shared.takes(name)]
+        (claims or shares)[0].ranks.broadcast(buffer)

@@ -1,0 +1,131 @@
+"""What a rank holds and sends in owned storage, worked out from the plan, byte by byte."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lwopt_backend.config.hosts import OwnedConfig
+from lwopt_backend.config.registry import state_nbytes
+from lwopt_backend.plan.buffers.layout import Bucket, Piece
+from lwopt_backend.plan.buffers.owned import OwnedPlan
+from lwopt_backend.runtime.buckets import all_reduce_nbytes
+from lwopt_backend.runtime.whole import owned_dtype
+from lwopt_backend.storage.owned import Holdings, Member, OwnedCore
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes of one rank. ``parameters`` to ``padding`` are held between a backward pass and its step.
+
+    ``gradients`` are gone after the step unless all ranks keep them; ``padding`` is that of parameters and gradients.
+    ``transient`` is what backward passes needed on top of all of these, so far: ``long_lived + transient`` is the most
+    there was at once. What rules work with, matrix by matrix, and a flag per parameter are not counted. ``sent`` is
+    what a step with one backward pass sends.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    masters: int = 0
+    state: int = 0
+    padding: int = 0
+    transient: int = 0
+    sent: int = 0
+
+    @property
+    def long_lived(self) -> int:
+        return self.parameters + self.gradients + self.masters + self.state + self.padding
+
+    def __add__(self, other: RankMemory) -> RankMemory:
+        return RankMemory(*(getattr(self, f) + getattr(other, f) for f in self.__slots__))
+
+
+def memory_of_all(core: OwnedCore, groups: Sequence[Mapping[str, Any]], config: OwnedConfig) -> list[RankMemory]:
+    """What every rank holds, transient included. Called on all ranks."""
+    kept = sum(bucket.grad_nbytes for bucket in core.manager.buckets)
+    mine = RankMemory(transient=max(0, core.manager.ledger.most_held - kept), state=core.stepper.owner_nbytes())
+    for held in core.holdings:
+        mine += memory_of(core, groups, config, held, held.sharers.instance.rank)
+    return core.holdings[0].sharers.everyone.gather_objects(mine)
+
+
+def memory_of(
+    core: OwnedCore, groups: Sequence[Mapping[str, Any]], config: OwnedConfig, held: Holdings, rank: int
+) -> RankMemory:
+    """What ``rank`` of an instance holds of what ``held`` shares."""
+    members = [core.members[number] for number in held.numbers]
+    grad_dtype = torch.float32 if config.grad_dtype == "float32" else None
+    return rank_memory(held.plan, rank, members, groups, grad_dtype=grad_dtype, keep_full=config.keep_full_grads)
+
+
+def rank_memory(
+    plan: OwnedPlan,
+    rank: int,
+    members: Sequence[Member],
+    groups: Sequence[Mapping[str, Any]],
+    *,
+    grad_dtype: torch.dtype | None,
+    keep_full: bool,
+) -> RankMemory:
+    """What ``rank`` of an instance holds of ``members``, which the plan's slots name by position."""
+    found = RankMemory()
+    for bucket in plan.buckets:
+        pieces = list(bucket.pieces(rank))
+        found += _of_bucket(bucket, rank, pieces, plan, members, groups, grad_dtype, keep_full)
+    return found
+
+
+def rank_memories(
+    plan: OwnedPlan,
+    members: Sequence[Member],
+    groups: Sequence[Mapping[str, Any]],
+    *,
+    grad_dtype: torch.dtype | None,
+    keep_full: bool,
+) -> list[RankMemory]:
+    """``rank_memory`` of every rank of an instance."""
+    found = [RankMemory()] * plan.group_size
+    for bucket in plan.buckets:
+        for rank, pieces in enumerate(bucket.pieces_of_all()):
+            found[rank] += _of_bucket(bucket, rank, pieces, plan, members, groups, grad_dtype, keep_full)
+    return found
+
+
+def _of_bucket(
+    bucket: Bucket,
+    rank: int,
+    pieces: Sequence[Piece],
+    plan: OwnedPlan,
+    members: Sequence[Member],
+    groups: Sequence[Mapping[str, Any]],
+    grad_dtype: torch.dtype | None,
+    keep_full: bool,
+) -> RankMemory:
+    dtype = members[bucket.slots[0].param].param.dtype
+    stepped = owned_dtype(dtype)
+    wire = (grad_dtype or dtype).itemsize
+    filled = bucket.numel - bucket.padding
+    owned = sum(piece.numel for piece in pieces)
+    start, stop = bucket.parts[rank]
+    if keep_full:
+        gradients, padding = filled * wire, bucket.padding * wire
+    else:
+        gradients, padding = owned * stepped.itemsize, (stop - start - owned) * stepped.itemsize
+    state = 0
+    for piece in pieces:
+        member = members[piece.param]
+        state += state_nbytes(piece.numel, groups[member.group], stepped)
+    gathered = bucket.return_numels()[rank]
+    sent = bucket.reduce_numels()[rank] * wire + gathered * (dtype.itemsize + (wire if keep_full else 0))
+    sent += all_reduce_nbytes((stop - start) * stepped.itemsize, plan.instances)
+    return RankMemory(
+        parameters=filled * dtype.itemsize,
+        gradients=gradients,
+        masters=owned * stepped.itemsize if stepped != dtype else 0,
+        state=state,
+        padding=bucket.padding * dtype.itemsize + padding,
+        sent=sent,
+    )

@@ -1,0 +1,251 @@
+"""State of replicated parameters in a checkpoint: whole, parameter by parameter, as a single process would save it.
+
+So it can be loaded with another number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from lwopt_backend.config.hosts import ZeROConfig
+from lwopt_backend.config.param_groups import ElementwiseGroups
+from lwopt_backend.config.registry import build_matrix_rule, new_state
+from lwopt_backend.plan import FlatPartition
+from lwopt_backend.plan.views import View, range_views
+from lwopt_backend.runtime.collectives import EXCHANGE_BACK, Collectives
+from lwopt_backend.runtime.stepper import MatrixStepper
+from lwopt_backend.runtime.whole import Slices, flat_views, local_views
+from lwopt_backend.storage.flat import GroupPlan, matrix_stepper
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements of parameter ``param``, by a view of it flattened; their state begins at ``offset`` of a rank's."""
+
+    param: int
+    view: View
+    offset: int
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The piece of a tensor that is as large as the parameter and contiguous."""
+        (found,) = flat_views(whole.view(-1), [self.view])
+        return found
+
+
+def gather_whole(plan: GroupPlan, state: Mapping[str, Any], ranks: Collectives) -> list[dict[str, Any]] | None:
+    """Every parameter's state, on the CPU, on the first of ``ranks``; None on the others. Called on all of them."""
+    whole: list[dict[str, Any]] = [{} for _ in plan.specs]
+    for key, value in state.items():
+        if not isinstance(value, Tensor) or value.ndim == 0:
+            for of_param in whole:
+                of_param[key] = value.clone() if isinstance(value, Tensor) else value
+            continue
+        padded = value.new_zeros(max(state_numel(plan, rank) for rank in range(ranks.world_size)))
+        padded[: value.numel()] = value
+        flats = ranks.gather_to_first(padded)
+        if flats is None:
+            continue
+        for spec, of_param in zip(plan.specs, whole):
+            of_param[key] = torch.empty(spec.shape, dtype=value.dtype)
+        for rank, flat in enumerate(flats):
+            for piece in _pieces(plan, rank):
+                target = piece.of(whole[piece.param][key])
+                target.copy_(flat.narrow(0, piece.offset, target.numel()).view(target.shape))
+    return whole if ranks.rank == 0 else None
+
+
+def take_part(plan: GroupPlan, saved: Sequence[Mapping[str, Any]], rank: int, device: torch.device) -> dict[str, Any]:
+    """This rank's flat state of the parameters whose whole states were ``saved``."""
+    part: dict[str, Any] = {}
+    for key, value in saved[0].items():
+        if not isinstance(value, Tensor) or value.ndim == 0:
+            part[key] = value.clone() if isinstance(value, Tensor) else value
+            continue
+        flat = torch.zeros(state_numel(plan, rank), dtype=value.dtype)
+        for piece in _pieces(plan, rank):
+            source = piece.of(saved[piece.param][key].contiguous())
+            flat.narrow(0, piece.offset, source.numel()).view(source.shape).copy_(source)
+        part[key] = flat.to(device)
+    return part
+
+
+def _pieces(plan: GroupPlan, rank: int) -> Iterator[Piece]:
+    """What ``rank`` keeps state of."""
+    if plan.matrices is None:
+        assert isinstance(plan.layout, FlatPartition)
+        for index in range(len(plan.specs)):
+            held = plan.layout.fragment(index, rank)
+            if held is not None:
+                yield Piece(index, View(held.start, (held.numel,), (1,)), held.offset)
+        return
+    bases = owned_bases(plan, rank)
+    blocks = [(index, block) for index, of_param in enumerate(plan.blocks) for block in of_param]
+    for atom, (index, block) in enumerate(blocks):
+        offset = bases.get(atom)
+        if offset is None:
+            continue
+        for view in range_views(block, 0, plan.specs[index].numel, 0):
+            yield Piece(index, view, offset)
+            offset += math.prod(view.sizes)
+
+
+# Steps of planned parameters that every rank stores whole (stage 0): work and state are shared out, weights are not.
+#
+# Matrices: the owner alone keeps the momentum and computes the update, which goes to all ranks; each applies it to its
+# copy. Element-wise parameters: each rank steps its partition of them, and the new values are gathered.
+
+
+def new_replicated_stepper(
+    plan: GroupPlan,
+    params: Sequence[Tensor],
+    collectives: Collectives,
+    config: ZeROConfig,
+    device: torch.device,
+) -> ReplicatedStepper:
+    """The stepper of ``plan``, of whichever kind. ``device`` is where matrices travel."""
+    kind = ElementwiseReplicas if plan.matrices is None else MatrixReplicas
+    return kind(plan, params, collectives, config, device)
+
+
+class ReplicatedStepper:
+    """What both kinds have: state in flat tensors, of what this rank steps."""
+
+    def __init__(
+        self,
+        plan: GroupPlan,
+        params: Sequence[Tensor],
+        collectives: Collectives,
+        config: ZeROConfig,
+        device: torch.device,
+    ) -> None:
+        self._plan = plan
+        self._params = params
+        self._collectives = collectives
+        self._config = config
+        self._device = device
+
+    @property
+    def matrices(self) -> MatrixStepper | None:
+        """The stepper of a matrix rule's parameters."""
+        return None
+
+    def fill_state(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
+        """Add the state tensors that a fresh optimizer lacks; what a checkpoint restored is kept."""
+        for key, tensor in new_state(self._flat(), group).items():
+            state.setdefault(key, tensor)
+
+    def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
+        """One step from the parameters' gradients, which are equal on all ranks. Called on all ranks."""
+        raise NotImplementedError
+
+    def _flat(self) -> Tensor:
+        """A flat tensor of zeros as long as the state."""
+        numel = state_numel(self._plan, self._collectives.rank)
+        return torch.zeros(numel, dtype=torch.float32, device=self._device)
+
+
+class MatrixReplicas(ReplicatedStepper):
+    """Matrices of which each rank keeps the state of its own in one flat tensor, in the order of the plan."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        assert self._plan.matrices is not None
+        self._matrices = matrix_stepper(self._plan.matrices, self._collectives, self._config, self._device)
+        self._places = [(param, block) for param, blocks in zip(self._params, self._plan.blocks) for block in blocks]
+        self._bases = owned_bases(self._plan, self._collectives.rank)
+        self._state: dict[str, Tensor] = {}
+
+    @property
+    def matrices(self) -> MatrixStepper | None:
+        return self._matrices
+
+    def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
+        """One step from the parameters' gradients, which are equal on all ranks. Called on all ranks."""
+        rule = build_matrix_rule(group, self._config)
+        self._state = {key: state[key] for key in rule.state_keys}
+        self._matrices.step([rule] * len(self._places), self)
+
+    def parts(self, index: int) -> Sequence[Slices]:
+        """Matrix ``index``; with its state if this rank owns it."""
+        param, block = self._places[index]
+        box = [(0, size) for size in param.shape]
+        values, grads = (local_views(t, block, param.shape, box) for t in (param.data, _grad(param)))
+        base = self._bases.get(index)
+        if base is None:
+            return [Slices(value, grad, {}) for value, grad in zip(values, grads)]
+        found = []
+        for value, grad in zip(values, grads):
+            state = {key: flat.narrow(0, base, value.numel()).view(value.shape) for key, flat in self._state.items()}
+            found.append(Slices(value, grad, state))
+            base += value.numel()
+        return found
+
+
+class ElementwiseReplicas(ReplicatedStepper):
+    """Element-wise parameters end to end, of which each rank steps an equal part."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        assert isinstance(self._plan.layout, FlatPartition)
+        self._layout = self._plan.layout
+        share = self._config.bucket_numel // self._collectives.world_size
+        self._chunk = max(1, min(share, self._layout.partition_numel))
+        self._elementwise = ElementwiseGroups()
+
+    @torch.no_grad()
+    def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
+        """One step from the parameters' gradients, which are equal on all ranks. Called on all ranks."""
+        value, grad = self._flat(), self._flat()
+        for index, param in enumerate(self._params):
+            held = self._layout.fragment(index, self._collectives.rank)
+            if held is not None:
+                for flat, tensor in ((value, param.data), (grad, _grad(param))):
+                    flat.narrow(0, held.offset, held.numel).copy_(tensor.reshape(-1)[held.start : held.stop])
+        self._elementwise.step(0, group, [Slices(value, grad, state)])
+        with record_function(EXCHANGE_BACK):
+            for begin in range(0, self._layout.partition_numel, self._chunk):
+                self._gather(value.narrow(0, begin, min(self._chunk, self._layout.partition_numel - begin)), begin)
+
+    def _gather(self, mine: Tensor, begin: int) -> None:
+        """Bring all ranks' new values from ``begin`` of their partitions into the parameters."""
+        received = mine.new_empty(mine.numel() * self._collectives.world_size)
+        self._collectives.all_gather(received, mine)
+        for index, param in enumerate(self._params):
+            flat = param.data.view(-1) if param.data.is_contiguous() else param.data.flatten()
+            for part in self._layout.fragments(index):
+                low = max(part.offset, begin)
+                high = min(part.offset + part.numel, begin + mine.numel())
+                if low < high:
+                    source = received.narrow(0, part.rank * mine.numel() + low - begin, high - low)
+                    flat.narrow(0, part.start + low - part.offset, high - low).copy_(source)
+            if not param.data.is_contiguous():
+                param.data.copy_(flat.view(param.shape))
+
+
+def state_numel(plan: GroupPlan, rank: int) -> int:
+    """How long the flat state of ``rank`` is."""
+    if plan.matrices is None:
+        assert isinstance(plan.layout, FlatPartition)
+        return plan.layout.partition_numel
+    return plan.matrices.owned_numels()[rank]
+
+
+def owned_bases(plan: GroupPlan, rank: int) -> dict[int, int]:
+    """Where the state of each matrix that ``rank`` owns begins in its flat state."""
+    assert plan.matrices is not None
+    owned = [index for index, owner in enumerate(plan.matrices.ownership.owners) if owner == rank]
+    ends = accumulate((plan.matrices.atoms[index].numel for index in owned), initial=0)
+    return dict(zip(owned, ends))
+
+
+def _grad(param: Tensor) -> Tensor:
+    """As in ZeRO, a missing gradient is a zero one."""
+    return torch.zeros_like(param) if param.grad is None else param.grad

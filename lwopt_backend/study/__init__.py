@@ -1,1 +1,0 @@
-"""Studies: what a model would cost on a cluster, planned without either."""
