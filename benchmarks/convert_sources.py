@@ -73,11 +73,11 @@ def _save_rank(
 ) -> None:
     import deepspeed
 
-    from lwopt_backend.integrations.deepspeed import types
+    from lwopt_backend.integrations.deepspeed import engine
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    types.compile_nothing()
+    engine.compile_nothing()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_SIZE=str(ranks))
     deepspeed.init_distributed("gloo", False, verbose=False, init_method=meeting, rank=rank, world_size=ranks)
     deepspeed.utils.logger.setLevel(logging.ERROR)

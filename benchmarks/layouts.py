@@ -41,7 +41,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from lwopt_backend.integrations.deepspeed import types
+from lwopt_backend.integrations.deepspeed import engine
 
 TIMES = ("step\nCPU, ms", "\nwall, ms")
 BYTES = ("sent a rank\nMB", "wire\nMB", "padding\nelements", "kept\nMB", "peak\nMB")
@@ -87,7 +87,7 @@ def run_rank(rank: int, shapes: Shapes, rounds: int, folder: str, messages: Any)
     """All systems on one rank, called on all of them."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # torch renames collectives that DeepSpeed and DDP call
-    types.compile_nothing()
+    engine.compile_nothing()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(shapes.ranks), LOCAL_SIZE=str(shapes.ranks))
     deepspeed.init_distributed(
         "gloo", False, verbose=False, init_method=f"file://{folder}/meeting", rank=rank, world_size=shapes.ranks

@@ -19,7 +19,6 @@ from lwopt_backend.config.linked_rates import LinkedOptimizer, rate_of
 from lwopt_backend.config.param_groups import as_groups, split
 from lwopt_backend.config.registry import build_matrix_rules
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
-from lwopt_backend.integrations.deepspeed import types as deepspeed_cpu
 from lwopt_backend.integrations.deepspeed import universal, versions, zero
 from lwopt_backend.integrations.deepspeed.pipeline import check_rates
 from lwopt_backend.integrations.deepspeed.zero import (
@@ -45,11 +44,11 @@ from lwopt_backend.storage.replicated import ReplicatedStepper
 def register() -> None:
     """Make both types known to ds_config.json. Call it once, before ``deepspeed.initialize``.
 
-    On a CPU it also keeps DeepSpeed from compiling an op that training does not use (``deepspeed_cpu``). Raises
+    On a CPU it also keeps DeepSpeed from compiling an op that training does not use (``compile_nothing``). Raises
     ImportError for a DeepSpeed that is not supported (``deepspeed.versions``).
     """
     versions.check()
-    deepspeed_cpu.compile_nothing()
+    deepspeed_engine.compile_nothing()
     deepspeed_engine.install((LayerWise, LayerWiseMuon), lambda optimizer, engine: optimizer.bind(engine))
 
 

@@ -20,7 +20,7 @@ from lwopt_backend.config.options import suggestion
 from lwopt_backend.rules.protocol import inner_steps
 from lwopt_backend.runtime.agreement import agree, check_in_all
 from lwopt_backend.runtime.collectives import ranks_of
-from lwopt_backend.runtime.gradients import checked_order
+from lwopt_backend.storage.gradients import checked_order
 from lwopt_backend.storage.modules import NAME, check_held, held_by, load, parts_of, save, together
 
 

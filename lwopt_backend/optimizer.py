@@ -29,7 +29,7 @@ from lwopt_backend.routing.routing import Route, as_globs, check_globs, named_li
 from lwopt_backend.runtime.agreement import agree_in_all, failing
 from lwopt_backend.runtime.bucket_manager import BackwardPasses, BucketManager, Hook, is_followed
 from lwopt_backend.runtime.collectives import Presence, ranks_of
-from lwopt_backend.runtime.gradients import check_finite, checked_order
+from lwopt_backend.storage.gradients import check_finite, checked_order
 from lwopt_backend.storage.owned import Holdings, Member, OwnedCore, Share, broadcast_buffers
 from lwopt_backend.storage.owned_files import load, save
 from lwopt_backend.storage.owned_memory import RankMemory, memory_of, memory_of_all

@@ -13,8 +13,8 @@ from lwopt_backend.plan.cost import COSTS, Machine
 from lwopt_backend.planner import systems as validation
 from lwopt_backend.planner.document import alternatives
 from lwopt_backend.planner.models import ModelShapes, Training
+from lwopt_backend.planner.part import Planned
 from lwopt_backend.planner.setting import Setting, cluster_named, share_of
-from lwopt_backend.planner.shares import Planned
 from lwopt_backend.planner.study import Deployment, Study, local_experts, stages
 from lwopt_backend.planner.study import plan_study as plan_model
 from lwopt_backend.planner.systems import compare

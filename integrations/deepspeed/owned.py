@@ -41,7 +41,8 @@ from lwopt_backend.optimizer import Backward, check_model, show, tell_when_loade
 from lwopt_backend.routing.grouping import Grouping, group_parameters
 from lwopt_backend.runtime.agreement import agree_in_all, digest
 from lwopt_backend.runtime.collectives import TorchCollectives
-from lwopt_backend.storage.owned import OwnedCore, OwnedGradients, Share
+from lwopt_backend.storage.gradients import OwnedGradients
+from lwopt_backend.storage.owned import OwnedCore, Share
 from lwopt_backend.storage.owned_memory import rank_memory
 
 

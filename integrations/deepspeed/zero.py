@@ -15,7 +15,7 @@ from deepspeed.utils.logging import logger
 from torch import Tensor
 
 from lwopt_backend import report
-from lwopt_backend.checkpoint.deepspeed.zero import MATRICES
+from lwopt_backend.checkpoint.deepspeed.files import MATRICES
 from lwopt_backend.config.choices import Rules, settings_lines
 from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.config.param_groups import of_another_optimizer

@@ -26,8 +26,7 @@ from lwopt_backend.checkpoint.contents import (
     read_as_expected,
 )
 from lwopt_backend.checkpoint.convert import weight_of
-from lwopt_backend.checkpoint.deepspeed.files import as_number, groups_of, whole
-from lwopt_backend.checkpoint.deepspeed.zero import OwnerStates
+from lwopt_backend.checkpoint.deepspeed.files import OwnerStates, as_number, groups_of, whole
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.made import shape_of
 from lwopt_backend.checkpoint.files.pickles import plain

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console, RenderableType
@@ -29,29 +31,44 @@ FAMILIES = ", ".join(choices.FAMILIES)
 FORMATS = ", ".join(choices.FORMATS)
 
 
-def _number(field: str) -> Any:
-    meaning = Numbers.model_fields[field].description or ""
-    return typer.Option(help=f"{meaning[0].upper()}{meaning[1:]}.", rich_help_panel=MODEL)
+NUMBERS, NONE = tuple(Numbers.model_fields), Numbers()
 
 
-Layers = Annotated[int | None, _number("layers")]
-Heads = Annotated[int | None, _number("heads")]
-QueryGroups = Annotated[int | None, _number("query_groups")]
-KVChannels = Annotated[int | None, _number("kv_channels")]
-Experts = Annotated[int | None, _number("experts")]
-VocabSize = Annotated[int | None, _number("vocab_size")]
-VocabMultiple = Annotated[int | None, _number("vocab_multiple")]
-QKVLayout = Annotated[str | None, _number("qkv_layout")]
-QKVRanks = Annotated[int | None, _number("qkv_ranks")]
+def takes_numbers(*fields: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of these fields of ``Numbers``, and itself all of them, as ``numbers``."""
+
+    def with_options(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            command(**{key: given[key] for key in given if key not in fields}, numbers=numbers_of(given, fields))
+
+        hints = {**get_type_hints(command, include_extras=True), **{field: _option(field) for field in fields}}
+        hints.pop("numbers")
+        own = [p for p in signature(command).parameters.values() if p.name != "numbers"]
+        options = [Parameter(field, Parameter.KEYWORD_ONLY, default=None) for field in fields]
+        every = [p.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[p.name]) for p in [*own, *options]]
+        run.__annotations__ = hints
+        vars(run)["__signature__"] = Signature(every)
+        return run
+
+    return with_options
+
+
+def _option(field: str) -> Any:
+    info = Numbers.model_fields[field]
+    meaning, kind = info.description or "", str if field == "qkv_layout" else int
+    return Annotated[kind | None, typer.Option(help=f"{meaning[0].upper()}{meaning[1:]}.", rich_help_panel=MODEL)]
+
+
 AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def numbers_of(given: Mapping[str, Any]) -> Numbers:
+def numbers_of(given: Mapping[str, Any], fields: Iterable[str]) -> Numbers:
     """Those that were given, by field. Raises ValueError for one that is none."""
-    found = {key: value for key, value in given.items() if value is not None}
+    found = {field: given[field] for field in fields if given[field] is not None}
     if "qkv_ranks" in found and found.get("qkv_layout") != "blocks":
         raise CheckpointError("--qkv-ranks is of --qkv-layout blocks only; give that, or leave it out")
-    return parse(Numbers, {key: found[key] for key in given if key in found}, "lwopt")
+    return parse(Numbers, found, "lwopt")
 
 
 def opened(path: Path, format: str) -> tuple[Reader, Checkpoint]:
@@ -168,6 +185,7 @@ WRITTEN = {
 }
 
 
+@takes_numbers(*NUMBERS)
 def convert(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint's folder.")],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="Where the new one goes.")],
@@ -188,15 +206,6 @@ def convert(
     dtype: Annotated[
         str | None, typer.Option(help=f"Of weights in safetensors: {', '.join(DTYPES)}. Default: as they are.")
     ] = None,
-    layers: Layers = None,
-    heads: Heads = None,
-    query_groups: QueryGroups = None,
-    kv_channels: KVChannels = None,
-    experts: Experts = None,
-    vocab_size: VocabSize = None,
-    vocab_multiple: VocabMultiple = None,
-    qkv_layout: QKVLayout = None,
-    qkv_ranks: QKVRanks = None,
     workers: Annotated[
         int,
         typer.Option(min=1, help="Tensors that are read and checked, or written, at a time; so many are in memory."),
@@ -204,19 +213,13 @@ def convert(
     force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Read, check and rename; write nothing.")] = False,
     as_json: AsJSON = False,
+    numbers: Numbers = NONE,
 ) -> None:
     """Convert a checkpoint: weights, optimizer state, counters, schedule. Nothing is written unless all is in order."""
     from lwopt_backend.checkpoint import convert as conversion
     from lwopt_backend.checkpoint import names
 
     options = _options(to, megatron_version, dtype)
-    numbers = numbers_of(
-        {
-            **{"layers": layers, "heads": heads, "query_groups": query_groups, "kv_channels": kv_channels},
-            **{"experts": experts, "vocab_size": vocab_size, "vocab_multiple": vocab_multiple},
-            **{"qkv_layout": qkv_layout, "qkv_ranks": qkv_ranks},
-        }
-    )
     for given in (vocabulary, source_names):
         if given is not None:
             names.find(given)
@@ -425,6 +428,7 @@ SHOWN = 30
 UNNAMED = "model"  # names of checkpoints that do not say what they are
 
 
+@takes_numbers(*(field for field in NUMBERS if field != "vocab_multiple"))
 def diff(
     a: Annotated[Path, typer.Argument(help="A checkpoint's folder.")],
     b: Annotated[Path, typer.Argument(help="Another one.")],
@@ -445,15 +449,8 @@ def diff(
     weights: Annotated[
         bool, typer.Option("--weights", help="Compare weights only, as with an export without optimizer state.")
     ] = False,
-    layers: Layers = None,
-    heads: Heads = None,
-    query_groups: QueryGroups = None,
-    kv_channels: KVChannels = None,
-    experts: Experts = None,
-    vocab_size: VocabSize = None,
-    qkv_layout: QKVLayout = None,
-    qkv_ranks: QKVRanks = None,
     as_json: AsJSON = False,
+    numbers: Numbers = NONE,
 ) -> None:
     """Compare two checkpoints, whatever their formats: weights, states, counters, buffers.
 
@@ -461,12 +458,6 @@ def diff(
     """
     from lwopt_backend.checkpoint import names
 
-    numbers = numbers_of(
-        {
-            **{"layers": layers, "heads": heads, "query_groups": query_groups, "kv_channels": kv_channels},
-            **{"experts": experts, "vocab_size": vocab_size, "qkv_layout": qkv_layout, "qkv_ranks": qkv_ranks},
-        }
-    )
     ours, theirs = opened(a, format_a)[1], opened(b, format_b)[1]
     if vocabulary is None and numbers != Numbers():
         vocabulary = names.CORE

@@ -90,6 +90,47 @@ BucketMb = Annotated[
     typer.Option(metavar="MIB", help="Of owned storage: MiB of gradients that close a bucket.", rich_help_panel=PLAN),
 ]
 
+WorldSize = Annotated[int, typer.Option(min=1, help="All ranks.", rich_help_panel=CLUSTER)]
+TensorParallel = Annotated[int, typer.Option(min=1, help="Tensor parallelism.", rich_help_panel=CLUSTER)]
+PipelineParallel = Annotated[int, typer.Option(min=1, help="Pipeline stages.", rich_help_panel=CLUSTER)]
+ExpertParallel = Annotated[int, typer.Option(min=1, help="Expert parallelism.", rich_help_panel=CLUSTER)]
+Experts = Annotated[str, typer.Option(metavar="GLOB", help="Parameters that --ep spreads.", rich_help_panel=MODEL)]
+ParameterDtype = Annotated[
+    Dtype | None,
+    typer.Option(help="Of parameters. Default: bfloat16, on fsdp2 float32.", rich_help_panel=MODEL),
+]
+PlannedEngine = Annotated[Engine, typer.Option(help="Who stores parameters.", rich_help_panel=PLAN)]
+PlannedLayout = Annotated[
+    Layout | None,
+    typer.Option(help="Of buckets: with padding, without, or what the engine chooses.", rich_help_panel=PLAN),
+]
+BucketNumel = Annotated[
+    int | None,
+    typer.Option(min=1, help="Of zero and fsdp2: most elements of an exchange.", rich_help_panel=PLAN),
+]
+GroupSize = Annotated[
+    str | None,
+    typer.Option(metavar="N|auto", help="Of owned: ranks that share ownership.", rich_help_panel=PLAN),
+]
+PlannedPolicy = Annotated[Policy | None, typer.Option(help="Of zero: who owns a matrix.", rich_help_panel=PLAN)]
+SubGroupSize = Annotated[int, typer.Option(min=1, help="DeepSpeed's, of zero3.", rich_help_panel=PLAN)]
+GradientDtype = Annotated[GradDtype, typer.Option(help="Of gradients, kept and sent.", rich_help_panel=PLAN)]
+Option = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUE",
+        help="Any other option of the engine, or a section of rules: matrix=soap. `lwopt rules` lists them.",
+        rich_help_panel=PLAN,
+    ),
+]
+WhatIf = Annotated[
+    bool | None,
+    typer.Option(help="Rows for other choices. Default: yes, unless --json.", rich_help_panel=OUTPUT),
+]
+AsJSON = Annotated[bool, typer.Option("--json", help="Print the plan as JSON, nothing else.", rich_help_panel=OUTPUT)]
+HTML = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a report.", rich_help_panel=OUTPUT)]
+PNG = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a picture.", rich_help_panel=OUTPUT)]
+
 
 def read_model(
     hf: Path | None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -23,72 +23,32 @@ if TYPE_CHECKING:
 
 
 def plan(
-    world_size: Annotated[int, typer.Option(min=1, help="All ranks.", rich_help_panel=inputs.CLUSTER)],
+    world_size: inputs.WorldSize,
     hf: inputs.HuggingFace = None,
     checkpoint: inputs.Checkpoint = None,
     shapes: inputs.Shapes = None,
     include: inputs.Include = None,
     exclude: inputs.Exclude = None,
-    experts: Annotated[
-        str, typer.Option(metavar="GLOB", help="Parameters that --ep spreads.", rich_help_panel=inputs.MODEL)
-    ] = EXPERTS,
-    dtype: Annotated[
-        inputs.Dtype | None,
-        typer.Option(help="Of parameters. Default: bfloat16, on fsdp2 float32.", rich_help_panel=inputs.MODEL),
-    ] = None,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism.", rich_help_panel=inputs.CLUSTER)] = 1,
-    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.", rich_help_panel=inputs.CLUSTER)] = 1,
-    ep: Annotated[int, typer.Option(min=1, help="Expert parallelism.", rich_help_panel=inputs.CLUSTER)] = 1,
+    experts: inputs.Experts = EXPERTS,
+    dtype: inputs.ParameterDtype = None,
+    tp: inputs.TensorParallel = 1,
+    pp: inputs.PipelineParallel = 1,
+    ep: inputs.ExpertParallel = 1,
     cluster: inputs.Cluster = "h100-8x-ib",
-    engine: Annotated[
-        inputs.Engine, typer.Option(help="Who stores parameters.", rich_help_panel=inputs.PLAN)
-    ] = inputs.Engine.owned,
-    layout: Annotated[
-        inputs.Layout | None,
-        typer.Option(
-            help="Of buckets: with padding, without, or what the engine chooses.", rich_help_panel=inputs.PLAN
-        ),
-    ] = None,
+    engine: inputs.PlannedEngine = inputs.Engine.owned,
+    layout: inputs.PlannedLayout = None,
     bucket_mb: inputs.BucketMb = None,
-    bucket_numel: Annotated[
-        int | None,
-        typer.Option(min=1, help="Of zero and fsdp2: most elements of an exchange.", rich_help_panel=inputs.PLAN),
-    ] = None,
-    group_size: Annotated[
-        str | None,
-        typer.Option(metavar="N|auto", help="Of owned: ranks that share ownership.", rich_help_panel=inputs.PLAN),
-    ] = None,
-    policy: Annotated[
-        inputs.Policy | None, typer.Option(help="Of zero: who owns a matrix.", rich_help_panel=inputs.PLAN)
-    ] = None,
-    sub_group_size: Annotated[
-        int, typer.Option(min=1, help="DeepSpeed's, of zero3.", rich_help_panel=inputs.PLAN)
-    ] = SUB_GROUP_SIZE,
-    grad_dtype: Annotated[
-        inputs.GradDtype, typer.Option(help="Of gradients, kept and sent.", rich_help_panel=inputs.PLAN)
-    ] = inputs.GradDtype.parameter,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUE",
-            help="Any other option of the engine, or a section of rules: matrix=soap. `lwopt rules` lists them.",
-            rich_help_panel=inputs.PLAN,
-        ),
-    ] = None,
+    bucket_numel: inputs.BucketNumel = None,
+    group_size: inputs.GroupSize = None,
+    policy: inputs.PlannedPolicy = None,
+    sub_group_size: inputs.SubGroupSize = SUB_GROUP_SIZE,
+    grad_dtype: inputs.GradientDtype = inputs.GradDtype.parameter,
+    option: inputs.Option = None,
     cost: inputs.Cost = None,
-    what_if: Annotated[
-        bool | None,
-        typer.Option(help="Rows for other choices. Default: yes, unless --json.", rich_help_panel=inputs.OUTPUT),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the plan as JSON, nothing else.", rich_help_panel=inputs.OUTPUT)
-    ] = False,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a report.", rich_help_panel=inputs.OUTPUT)
-    ] = None,
-    png: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a picture.", rich_help_panel=inputs.OUTPUT)
-    ] = None,
+    what_if: inputs.WhatIf = None,
+    as_json: inputs.AsJSON = False,
+    html: inputs.HTML = None,
+    png: inputs.PNG = None,
 ) -> None:
     """The plan that an engine trains by: who owns what, work and memory per rank, bytes and modelled seconds of a step.
 

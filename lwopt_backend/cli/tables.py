@@ -10,8 +10,8 @@ from rich.table import Table
 from lwopt_backend.plan.buffers.layout import imbalance
 from lwopt_backend.plan.cost import StepTime
 from lwopt_backend.planner.document import Alternative
+from lwopt_backend.planner.part import Part
 from lwopt_backend.planner.setting import Setting
-from lwopt_backend.planner.shares import Part
 from lwopt_backend.planner.study import Stage, Study
 from lwopt_backend.planner.systems import Figure, Validated
 from lwopt_backend.report import WIDTH_WITHOUT_TERMINAL, nbytes, shown_ranks

@@ -9,8 +9,8 @@ from typing import Any
 
 from lwopt_backend.plan.buffers.layout import imbalance
 from lwopt_backend.plan.cost import StepTime, max_min_squared
+from lwopt_backend.planner.part import Part, Planned
 from lwopt_backend.planner.setting import Setting
-from lwopt_backend.planner.shares import Part, Planned
 from lwopt_backend.planner.study import Stage, Study, plan_share
 from lwopt_backend.planner.systems import compare
 

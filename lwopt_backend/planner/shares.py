@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -13,11 +13,12 @@ from lwopt_backend.config.hosts import FSDP2Config, OwnedConfig, ZeROConfig
 from lwopt_backend.config.registry import MATRIX_RULES, build_matrix_rules
 from lwopt_backend.plan import MACHINES, FlatPartition, ParameterPartition, Sharding
 from lwopt_backend.plan.atoms import Atom
-from lwopt_backend.plan.buffers.layout import Bucket, imbalance
+from lwopt_backend.plan.buffers.layout import Bucket
 from lwopt_backend.plan.buffers.owned import OwnedPlan
 from lwopt_backend.plan.buffers.step import BucketTime, bucket_work, buffer_step, schedule, timeline
 from lwopt_backend.plan.cost import StepTime, gather_seconds
 from lwopt_backend.plan.owners import MatrixPlan
+from lwopt_backend.planner.part import Collective, Elementwise, Part, Placed, Planned, RankMemory, workspace
 from lwopt_backend.planner.setting import Setting, Share
 from lwopt_backend.storage.flat import GroupPlan, plan_group, unit_layouts
 from lwopt_backend.storage.flat import Member as ZeROMember
@@ -26,191 +27,6 @@ from lwopt_backend.storage.mesh import MeshPlan, by_wire, mesh_state_nbytes, pla
 from lwopt_backend.storage.owned import Member as OwnedMember
 from lwopt_backend.storage.owned import members_of, plan_lines, plan_members
 from lwopt_backend.storage.owned_memory import rank_memories
-
-
-@dataclass(frozen=True, slots=True)
-class Collective:
-    """A kind of collective that a step has: how many, and the bytes that the busiest rank sends in all of them."""
-
-    what: str
-    count: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class RankMemory:
-    """Bytes that one rank holds between a backward pass and its step, and on top of them what the step works with."""
-
-    parameters: int = 0
-    gradients: int = 0
-    masters: int = 0
-    state: int = 0
-    padding: int = 0
-    workspace: int = 0
-
-    @property
-    def peak(self) -> int:
-        return self.parameters + self.gradients + self.masters + self.state + self.padding + self.workspace
-
-    def __add__(self, other: RankMemory) -> RankMemory:
-        """Of two buffers on one rank; they are worked on one after the other."""
-        return RankMemory(
-            self.parameters + other.parameters,
-            self.gradients + other.gradients,
-            self.masters + other.masters,
-            self.state + other.state,
-            self.padding + other.padding,
-            max(self.workspace, other.workspace),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """Matrices with an owner and a bucket each: what a step's seconds are worked out from.
-
-    A matrix in bucket -1 does not travel.
-    """
-
-    atoms: tuple[Atom, ...]
-    shards: int
-    owners: tuple[int, ...]
-    buckets: tuple[int, ...]
-    bucket_numels: tuple[int, ...]  # that travel, with padding
-
-    def loads(self) -> list[int]:
-        """Per rank, the cost of what it owns."""
-        return per_rank(self.owners, [atom.cost for atom in self.atoms], self.shards)
-
-    def bucket_loads(self) -> list[dict[int, int]]:
-        """Per bucket, the cost of what each of its owners has there."""
-        table: list[dict[int, int]] = [{} for _ in self.bucket_numels]
-        for atom, bucket, owner in zip(self.atoms, self.buckets, self.owners):
-            if bucket >= 0:
-                table[bucket][owner] = table[bucket].get(owner, 0) + atom.cost
-        return table
-
-    def owned(self) -> list[list[Atom]]:
-        """Per rank, what it owns."""
-        return owned_atoms(self.atoms, self.owners, self.shards)
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The matrices that ``ranks`` ranks share, in instances of ``group_size``, each with its owner and bucket.
-
-    ``loads`` (in the cost model's unit), ``owned_numels`` and ``memory`` are per rank of an instance.
-    """
-
-    name: str  # "dense" or "experts"
-    ranks: int
-    layout: str
-    strategy: str
-    placed: Placed
-    buffer_numel: int
-    memory: tuple[RankMemory, ...]
-    collectives: tuple[Collective, ...]
-    time: StepTime
-    timeline: tuple[BucketTime, ...]
-
-    @property
-    def group_size(self) -> int:
-        return self.placed.shards
-
-    @property
-    def atoms(self) -> tuple[Atom, ...]:
-        return self.placed.atoms
-
-    @property
-    def owners(self) -> tuple[int, ...]:
-        return self.placed.owners
-
-    @property
-    def buckets(self) -> tuple[int, ...]:
-        return self.placed.buckets
-
-    @property
-    def bucket_numels(self) -> tuple[int, ...]:
-        return self.placed.bucket_numels
-
-    @property
-    def loads(self) -> list[int]:
-        return self.placed.loads()
-
-    @property
-    def numel(self) -> int:
-        return sum(atom.numel for atom in self.atoms)
-
-    @property
-    def padding(self) -> float:
-        return self.buffer_numel / self.numel - 1 if self.atoms else 0.0
-
-    @property
-    def flops_imbalance(self) -> float:
-        """Max over mean of the work."""
-        return imbalance(self.loads)
-
-    @property
-    def owned_numels(self) -> list[int]:
-        return per_rank(self.owners, [atom.numel for atom in self.atoms], self.group_size)
-
-    @property
-    def wire_bytes(self) -> int:
-        """What the busiest rank sends in a step."""
-        return sum(collective.nbytes for collective in self.collectives)
-
-
-@dataclass(frozen=True, slots=True)
-class Elementwise:
-    """What the same ranks share besides matrices."""
-
-    numel: int
-    memory: tuple[RankMemory, ...]  # per rank of an instance
-    collectives: tuple[Collective, ...]
-
-
-@dataclass(frozen=True)
-class Planned:
-    """What an engine plans for the parameters that ``ranks`` ranks share. ``part`` is None if none is a matrix.
-
-    ``lines`` are those of the engine's plan, ``loads`` the work by which it was made, per rank of an instance. It was
-    made for ``shared`` on top of the work ``base`` of each of the ranks.
-    """
-
-    name: str
-    ranks: int
-    group_size: int
-    part: Part | None
-    elementwise: Elementwise
-    lines: tuple[str, ...]
-    loads: tuple[int, ...]
-    shared: Share
-    base: tuple[int, ...] | None = None
-
-    def memory(self, place: int) -> RankMemory:
-        """Of one rank of an instance."""
-        rest = self.elementwise.memory[place]
-        return rest if self.part is None else self.part.memory[place] + rest
-
-
-def workspace(atoms: Sequence[Atom]) -> int:
-    """Bytes of a Newton-Schulz of the largest of ``atoms``: X, B X and the update, A, A A and B, in bf16."""
-    return max((2 * (3 * atom.numel + 3 * min(atom.shape) ** 2) for atom in atoms), default=0)
-
-
-def owned_atoms(atoms: Sequence[Atom], owners: Sequence[int], ranks: int) -> list[list[Atom]]:
-    """Per rank, what it owns."""
-    owned: list[list[Atom]] = [[] for _ in range(ranks)]
-    for atom, owner in zip(atoms, owners):
-        owned[owner].append(atom)
-    return owned
-
-
-def per_rank(owners: Sequence[int], amounts: Sequence[int], ranks: int) -> list[int]:
-    sums = [0] * ranks
-    for owner, amount in zip(owners, amounts):
-        sums[owner] += amount
-    return sums
-
 
 # Storage of a host in a study: DeepSpeed's ZeRO and FSDP2 keep parameters, we exchange what has to be whole.
 

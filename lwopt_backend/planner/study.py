@@ -12,8 +12,9 @@ from lwopt_backend.config.hosts import OwnedConfig
 from lwopt_backend.plan.cost import StepTime
 from lwopt_backend.planner import EXPERTS
 from lwopt_backend.planner.models import ModelShapes
+from lwopt_backend.planner.part import Part, Planned, RankMemory
 from lwopt_backend.planner.setting import Setting, Share, share_of
-from lwopt_backend.planner.shares import Part, Planned, RankMemory, plan_fsdp2_share, plan_owned_share, plan_zero_share
+from lwopt_backend.planner.shares import plan_fsdp2_share, plan_owned_share, plan_zero_share
 from lwopt_backend.routing.matrices import Divided
 from lwopt_backend.routing.routing import Route
 from lwopt_backend.runtime.agreement import plan_digest

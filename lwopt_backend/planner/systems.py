@@ -17,8 +17,8 @@ from lwopt_backend.plan.buffers.step import buffer_step
 from lwopt_backend.plan.cost import MACHINES, CostModel, Machine, StepTime, all_reduce_seconds, gather_seconds
 from lwopt_backend.plan.layouts import FlatPartition
 from lwopt_backend.planner.models import ModelShapes, Training
+from lwopt_backend.planner.part import Part, owned_atoms, workspace
 from lwopt_backend.planner.setting import Setting
-from lwopt_backend.planner.shares import Part, owned_atoms, workspace
 from lwopt_backend.planner.study import Deployment, plan_study
 from lwopt_backend.routing.routing import Route
 from lwopt_backend.runtime.trial import Bucket, Measured, Schedule, run_trial

@@ -14,7 +14,6 @@ So state is made when it is first looked at after 3. That needs no other rank. P
 from __future__ import annotations
 
 import functools
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -24,7 +23,6 @@ import torch
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.profiler import record_function
 
 from lwopt_backend import report
 from lwopt_backend.config import linked_rates
@@ -38,23 +36,20 @@ from lwopt_backend.routing.grouping import Grouping, WatchedModel, group_paramet
 from lwopt_backend.routing.routing import Route
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime.agreement import agree_in_all, plan_digest
-from lwopt_backend.runtime.collectives import NORM, Collectives, Presence, largest_of_all
-from lwopt_backend.runtime.gradients import check_finite, checked_order
+from lwopt_backend.runtime.collectives import Presence
 from lwopt_backend.runtime.state import keeps_state
 from lwopt_backend.runtime.stepper import EarlyExchange
 from lwopt_backend.runtime.whole import Slices
+from lwopt_backend.storage.gradients import MeshGradients, hold_different_parameters
 from lwopt_backend.storage.mesh import (
     NAME,
     Exchange,
-    Member,
     Mesh,
     MeshStepper,
     Shards,
     States,
     bind,
     exchange_groups,
-    gradient,
-    local,
     mesh_state_nbytes,
     names_of,
     new_state,
@@ -109,176 +104,6 @@ def same(some: list[Any], others: list[Any]) -> bool:
 
 
 # Norms, zeros and scaling of all gradients of a model whose parameters lie on several meshes, or on none.
-
-
-class MeshGradients:
-    """The gradients of ``steppers``, of which ``different`` says what ``hold_different_parameters`` found.
-
-    ``place`` is this rank's and the number of ranks of the largest mesh, on all of which the methods are called.
-    """
-
-    def __init__(self, steppers: Sequence[MeshStepper], different: Sequence[bool]) -> None:
-        self._steppers = steppers
-        self._different = different
-        ranks = _largest(steppers).collectives
-        self.place = ranks.rank, ranks.world_size
-
-    def params(self) -> list[tuple[str, Tensor]]:
-        """All parameters with their names."""
-        return [(member.name, member.param) for stepper in self._steppers for member in stepper.members]
-
-    @property
-    def collectives(self) -> list[Collectives]:
-        """Those of the meshes, in the order in which all ranks go through them."""
-        return [stepper.collectives for stepper in self._steppers]
-
-    @property
-    def holds_different(self) -> bool:
-        """Whether ranks have different parameters (experts) under one name."""
-        return any(self._different)
-
-    def norm(self, norm_type: float = 2.0, foreach: bool | None = None) -> Tensor:
-        """``total_norm``."""
-        with record_function(NORM):
-            return total_norm(self._steppers, self._different, checked_order(norm_type), foreach)
-
-    def count_zeros(self) -> int:
-        """How many elements are exactly zero, each counted once; where no gradient is, all are."""
-        counts = [_zeros(stepper) for stepper in self._steppers]
-        if any(_partial(self._steppers)):
-            counts = _with_other_ranks(self._steppers, self._different, counts, 1.0)
-        return round(sum(count.item() for count in counts))
-
-    def scale(self, factor: float) -> None:
-        """Multiply all gradients."""
-        for _, param in self.params():
-            if param.grad is not None:
-                param.grad.mul_(factor)
-
-    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None) -> Tensor:
-        """``torch.nn.utils.clip_grad_norm_``; the norm before."""
-        norm = self.norm(norm_type, foreach)
-        check_finite(norm, norm_type, error_if_nonfinite)
-        for stepper in self._steppers:
-            torch.nn.utils.clip_grads_with_norm_([m.param for m in stepper.members], max_norm, norm, foreach=foreach)
-        return norm
-
-
-def hold_different_parameters(steppers: Sequence[MeshStepper]) -> list[bool]:
-    """Per stepper, whether other ranks hold other parameters under the same names (experts), rather than copies.
-
-    Only a mesh that leaves out some ranks of the largest can be asked that. Copies are equal bit by bit, different
-    parameters are not. Called on all ranks of the largest mesh.
-    """
-    partial = _partial(steppers)
-    if not any(partial):
-        return partial
-    prints = [_fingerprint(stepper.members) if part else 0.0 for stepper, part in zip(steppers, partial)]
-    everywhere = _largest(steppers).collectives.gather_objects(
-        [(_place(s), p) if part else None for s, p, part in zip(steppers, prints, partial)]
-    )
-    different = []
-    for number, part in enumerate(partial):
-        of_place: dict[object, set[float]] = {}
-        for found in everywhere:
-            if part and found[number] is not None:
-                of_place.setdefault(found[number][0], set()).add(found[number][1])
-        different.append(part and any(len(values) > 1 for values in of_place.values()))
-    return different
-
-
-def total_norm(
-    steppers: Sequence[MeshStepper],
-    different: Sequence[bool],
-    norm_type: float,
-    foreach: bool | None,
-) -> Tensor:
-    """The norm of all gradients as one vector, each element counted once. Called on all ranks of the meshes.
-
-    Per mesh it is ``torch.nn.utils.get_total_norm``, so for a single mesh it is what ``clip_grad_norm_`` gives, bit for
-    bit. Plain tensors are taken to be copies.
-    """
-    if norm_type == float("inf"):
-        return _largest_element(steppers)
-    norms = [_norm(stepper, norm_type, foreach) for stepper in steppers]
-    if any(_partial(steppers)):
-        norms = _with_other_ranks(steppers, different, norms, norm_type)
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
-
-
-def _largest_element(steppers: Sequence[MeshStepper]) -> Tensor:
-    """The infinity norm. torch's own fails on ranks that hold an empty part, and leaves the others waiting."""
-    grads = [gradient(m.name, m.param) for stepper in steppers for m in stepper.members]
-    largest = [grad.abs().max().float() for grad in grads if grad is not None and grad.numel()]
-    everywhere = _largest(steppers)
-    total = torch.stack(largest).max() if largest else torch.zeros(())
-    return largest_of_all(everywhere.collectives, total.to(everywhere.device))
-
-
-def _norm(stepper: MeshStepper, norm_type: float, foreach: bool | None) -> Tensor:
-    """Of a stepper's gradients that some rank has; torch's norm is a collective, so all ranks take part with them."""
-    presence = stepper.presence()
-    params = [member.param for index, member in enumerate(stepper.members) if presence(index)]
-    presence.finish()
-    grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
-    if not grads:
-        return torch.zeros((), device=stepper.device)
-    norm = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-def _zeros(stepper: MeshStepper) -> Tensor:
-    """How many zeros a stepper's gradients have on all ranks of its mesh, of several copies one counted."""
-    count = 0.0
-    for member in stepper.members:
-        grad = gradient(member.name, member.param)
-        found = local(member.param).numel() - (0 if grad is None else int(torch.count_nonzero(grad)))
-        copies = 1
-        if isinstance(member.param, DTensor):
-            dims = zip(member.param.placements, member.param.device_mesh.shape)
-            copies = math.prod(size for placement, size in dims if placement.is_replicate())
-        count += found / copies
-    return torch.tensor(sum(stepper.collectives.gather_objects(count)), dtype=torch.float64)
-
-
-def _with_other_ranks(
-    steppers: Sequence[MeshStepper], different: Sequence[bool], norms: Sequence[Tensor], norm_type: float
-) -> list[Tensor]:
-    """Norms of partial meshes: together with the other ranks' parameters, or of copies the largest, on every rank."""
-    mine = [(tuple(sorted(s.mesh.ranks)) if s.mesh else None, norm.item()) for s, norm in zip(steppers, norms)]
-    everywhere = _largest(steppers).collectives.gather_objects(mine)
-    totals = []
-    for number, (norm, partial) in enumerate(zip(norms, _partial(steppers))):
-        if not partial:
-            totals.append(norm)
-            continue
-        values = torch.tensor(list(dict(found[number] for found in everywhere).values()), dtype=norm.dtype)
-        kind = norm_type if different[number] else float("inf")
-        totals.append(torch.linalg.vector_norm(values, kind).to(norm.device))
-    return totals
-
-
-def _largest(steppers: Sequence[MeshStepper]) -> MeshStepper:
-    return max((s for s in steppers if s.mesh is not None), key=lambda s: len(_mesh(s).ranks))
-
-
-def _mesh(stepper: MeshStepper) -> Mesh:
-    assert stepper.mesh is not None
-    return stepper.mesh
-
-
-def _partial(steppers: Sequence[MeshStepper]) -> list[bool]:
-    most = set(_mesh(_largest(steppers)).ranks)
-    return [s.mesh is not None and set(s.mesh.ranks) < most for s in steppers]
-
-
-def _place(stepper: MeshStepper) -> object:
-    return _mesh(stepper).coordinates[stepper.collectives.rank]
-
-
-def _fingerprint(members: Sequence[Member]) -> float:
-    parts = (local(member.param).double() for member in members)
-    return float(sum((number + 1) * part.abs().sum() + part.sum() for number, part in enumerate(parts)))
 
 
 # The hook: exchange begins in the backward pass, when FSDP2 has reduced a bucket's last gradient.

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import record_function
 
 from lwopt_backend.config.hosts import HostConfig
 from lwopt_backend.config.param_groups import ElementwiseGroups
@@ -26,8 +25,9 @@ from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime.agreement import agree, agree_in_all, plan_digest
 from lwopt_backend.runtime.bucket_manager import BucketManager
 from lwopt_backend.runtime.buckets import BucketBuffers, Sharers
-from lwopt_backend.runtime.collectives import NORM, Alone, PartCollectives, Presence, TorchCollectives, largest_of_all
+from lwopt_backend.runtime.collectives import Alone, PartCollectives, Presence, TorchCollectives
 from lwopt_backend.runtime.whole import Slices, WholeMatrices, flat_views, owned_dtype
+from lwopt_backend.storage.gradients import OwnedGradients
 
 
 def share(everyone: PartCollectives, plan: OwnedPlan, divisor: float) -> Sharers:
@@ -284,76 +284,6 @@ class OwnedStepper:
 # Norms, zeros and scaling of the mean gradients that owners have: every element counts once, wherever it lies.
 
 
-class OwnedGradients:
-    """The gradients of ``manager`` after ``finish``. ``widest`` are the ranks that have all sharers' parameters.
-
-    Sums run over a vector with one entry per parameter that all of ``widest`` have, and one for all others (experts),
-    so that what a rank adds up does not depend on where a layout puts it.
-    """
-
-    def __init__(self, manager: BucketManager, widest: Sharers) -> None:
-        self._manager = manager
-        self._widest = widest
-        common = [slot.param for b in manager.buckets if b.sharers is widest for slot in b.bucket.slots]
-        self._entry = {param: number for number, param in enumerate(sorted(common))}
-
-    @torch.no_grad()
-    def norm(self, norm_type: float, pick: Callable[[int], bool]) -> Tensor:
-        """The norm of the mean gradients of the parameters that ``pick`` says, in fp32. Called on all ranks."""
-        with record_function(NORM):
-            return self._norm(norm_type, pick)
-
-    def _norm(self, norm_type: float, pick: Callable[[int], bool]) -> Tensor:
-        if norm_type == float("inf"):
-            largest = [g.abs().max() for _, g in self._owned(pick)]
-            total = torch.stack(largest).max().float() if largest else torch.zeros((), device=self._device())
-            return largest_of_all(self._widest.everyone, total)
-
-        def power(grad: Tensor) -> Tensor:
-            norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
-            return norm**norm_type
-
-        return (self._summed(pick, power).sum() ** (1 / norm_type)).float()
-
-    @torch.no_grad()
-    def count_zeros(self, pick: Callable[[int], bool]) -> int:
-        """How many elements of the mean gradients are exactly zero. Called on all ranks."""
-        zeros = self._summed(pick, lambda grad: (grad.numel() - torch.count_nonzero(grad)).double())
-        return int(zeros.sum())
-
-    @torch.no_grad()
-    def scale(self, factor: Tensor | float) -> None:
-        """Multiply all mean gradients."""
-        for bucket in self._settled():
-            for grad in bucket.stored_grads():
-                grad.mul_(factor)
-
-    def _summed(self, pick: Callable[[int], bool], measure: Callable[[Tensor], Tensor]) -> Tensor:
-        """Per parameter the sum of ``measure`` over its pieces on all ranks; the last entry is that of experts."""
-        sums = torch.zeros(len(self._entry) + 1, dtype=torch.float64, device=self._device())
-        for param, grad in self._owned(pick):
-            sums[self._entry.get(param, len(self._entry))] += measure(grad)
-        self._widest.everyone.all_reduce(sums)
-        return sums
-
-    def _owned(self, pick: Callable[[int], bool]) -> list[tuple[int, Tensor]]:
-        """This rank's pieces; of several instances only the first counts."""
-        found = []
-        for bucket in self._settled():
-            sharers = bucket.sharers
-            if sharers.replicas is not None and sharers.replicas.rank > 0:
-                continue
-            pieces = zip(bucket.pieces, bucket.owned_grads())
-            found += [(piece.param, grad) for piece, grad in pieces if pick(piece.param)]
-        return found
-
-    def _settled(self) -> Sequence[BucketBuffers]:
-        return list(self._manager.settled())
-
-    def _device(self) -> torch.device:
-        return self._manager.params[0].device
-
-
 # Owned storage put together: members, plans, buffers, steps. What hosts build their optimizers on.
 
 WHAT = "owned storage"
@@ -403,42 +333,14 @@ class OwnedCore:
         self.members = members_of(grouping)
         self.config = config
 
-        ranks = [shared.ranks for shared in shares]
-        parts = agree_in_all(ranks, WHAT, lambda: (_divide(self.members, shares), [[] for _ in shares]))
-
-        def planned(number: int, base: Sequence[int] | None = None) -> OwnedPlan:
-            members, shared = [self.members[n] for n in parts[number]], shares[number]
-            return plan_members(
-                members,
-                grouping.groups,
-                shared.ranks.world_size,
-                machine_of(members[0].param.device.type),
-                layout=layout,
-                bucket_mb=bucket_mb,
-                group_size=shared.group_size,
-                grad_dtype=grad_dtype,
-                direct=shared.ranks.direct(members[0].param.device),
-                bus_alignment=bus_alignment,
-                base=base,
-            )
-
-        def plan_experts() -> tuple[list[OwnedPlan], list[list[str]]]:
-            plans = [planned(number) for number in range(1, len(shares))]
-            return plans, [[], *(self._lines(part, plan) for part, plan in zip(parts[1:], plans))]
-
-        def plan_dense() -> tuple[OwnedPlan, list[str]]:
-            plan = planned(0, base)
-            return plan, self._lines(parts[0], plan)
-
-        # Experts' owners have little choice; the dense matrices then go where there is least to do.
-        experts = agree_in_all(ranks, WHAT, plan_experts)
-        mine = sum(plan.loads[s.ranks.rank % plan.group_size] for plan, s in zip(experts, shares[1:]))
-        base = shares[0].ranks.gather_objects(mine) if experts else None
-        plans = [agree(shares[0].ranks, WHAT, plan_dense), *experts]
-        self.holdings = [
-            Holdings(part, plan, share(shared.ranks, plan, shared.divisor))
-            for part, plan, shared in zip(parts, plans, shares)
-        ]
+        self.holdings = self._plan(
+            grouping,
+            shares,
+            layout=layout,
+            bucket_mb=bucket_mb,
+            grad_dtype=grad_dtype,
+            bus_alignment=bus_alignment,
+        )
         buckets = [
             (renumbered(bucket, held.numbers), held.sharers) for held in self.holdings for bucket in held.plan.buckets
         ]
@@ -458,6 +360,42 @@ class OwnedCore:
         self.row_scaling = grouping.row_scaling()
         self.stepper = OwnedStepper(self.members, grouping.groups, self.manager, config, self.row_scaling)
         self.gradients = OwnedGradients(self.manager, self.holdings[0].sharers)
+
+    def _plan(self, grouping: Grouping, shares: Sequence[Share], **options: Any) -> list[Holdings]:
+        """Plan what each of ``shares`` has, with ``options`` of ``plan_members``, and agree."""
+        ranks = [shared.ranks for shared in shares]
+        parts = agree_in_all(ranks, WHAT, lambda: (_divide(self.members, shares), [[] for _ in shares]))
+
+        def planned(number: int, base: Sequence[int] | None = None) -> OwnedPlan:
+            members, shared = [self.members[n] for n in parts[number]], shares[number]
+            return plan_members(
+                members,
+                grouping.groups,
+                shared.ranks.world_size,
+                machine_of(members[0].param.device.type),
+                group_size=shared.group_size,
+                direct=shared.ranks.direct(members[0].param.device),
+                base=base,
+                **options,
+            )
+
+        def plan_experts() -> tuple[list[OwnedPlan], list[list[str]]]:
+            plans = [planned(number) for number in range(1, len(shares))]
+            return plans, [[], *(self._lines(part, plan) for part, plan in zip(parts[1:], plans))]
+
+        def plan_dense() -> tuple[OwnedPlan, list[str]]:
+            plan = planned(0, base)
+            return plan, self._lines(parts[0], plan)
+
+        # Experts' owners have little choice; the dense matrices then go where there is least to do.
+        experts = agree_in_all(ranks, WHAT, plan_experts)
+        mine = sum(plan.loads[s.ranks.rank % plan.group_size] for plan, s in zip(experts, shares[1:]))
+        base = shares[0].ranks.gather_objects(mine) if experts else None
+        plans = [agree(shares[0].ranks, WHAT, plan_dense), *experts]
+        return [
+            Holdings(part, plan, share(shared.ranks, plan, shared.divisor))
+            for part, plan, shared in zip(parts, plans, shares)
+        ]
 
     def refresh_masters(self) -> None:
         """Take the parameters' values into the fp32 masters of 16-bit parameters."""

@@ -14,12 +14,23 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyTensor, Param, end_to_end
+import torch
+from torch import Tensor
+
+from lwopt_backend.checkpoint.contents import (
+    MASTER,
+    Checkpoint,
+    CheckpointError,
+    LazyTensor,
+    Param,
+    end_to_end,
+    held,
+)
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.folders import read_pointer
 from lwopt_backend.checkpoint.files.made import shape_of
@@ -281,3 +292,164 @@ def as_number(value: Any) -> float | None:
     """A counter, which may be a tensor in the file."""
     found = value.read() if isinstance(value, LazyTensor) else value
     return None if found is None else float(found)
+
+
+STEP = "step"
+
+
+@dataclass
+class Gathered:
+    """What the ranks' files have of one parameter. ``pieces`` by key are (start, tensor), flat; ``copies`` by key are
+    whole and must be equal; ``numbers`` are the same on all ranks."""
+
+    shape: tuple[int, ...]
+    group: int
+    pieces: dict[str, list[tuple[int, LazyTensor]]] = field(default_factory=dict)
+    copies: dict[str, list[LazyTensor]] = field(default_factory=dict)
+    numbers: dict[str, LazyTensor | float] = field(default_factory=dict)
+    owner: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+
+    def add(self, key: str, start: int, tensor: LazyTensor) -> None:
+        self.pieces.setdefault(key, []).append((start, tensor))
+
+    def add_number(self, name: str, key: str, value: Any, file: Path) -> None:
+        """Raises CheckpointError if another rank had another number."""
+        if key in self.numbers and as_number(self.numbers[key]) != as_number(value):
+            raise CheckpointError(
+                f"parameter {name!r}: {key!r} is {as_number(self.numbers[key])} on the ranks before, "
+                f"{as_number(value)} in "
+                f"{file}; the files are of different savings"
+            )
+        self.numbers[key] = value
+
+    def param(self, name: str, states: ModelStates) -> Param:
+        """Raises CheckpointError unless the pieces are the whole parameter, once."""
+        found = {key: self._whole(name, key, pieces, states.path) for key, pieces in self.pieces.items()}
+        found.update({key: copies[0] for key, copies in self.copies.items()})
+        found.update({key: _scalar(value, key) for key, value in self.numbers.items() if key != STEP})
+        ordered = {key: found[key] for key in sorted(found, key=lambda key: key != MASTER)}
+        step = as_number(self.numbers.get(STEP))
+        return Param(states.weight(name, self.shape), ordered, step, self.group, self.owner)
+
+    def replicas(self, name: str) -> list[tuple[str, LazyTensor, LazyTensor]]:
+        """Copies that two ranks have."""
+        return [
+            (f"{key} of {name}, which several ranks store whole", copies[0], other)
+            for key, copies in self.copies.items()
+            for other in copies[1:]
+        ]
+
+    def _whole(self, name: str, key: str, pieces: list[tuple[int, LazyTensor]], file: Path) -> LazyTensor:
+        end = 0
+        ordered = sorted(pieces, key=lambda piece: piece[0])
+        for start, tensor in ordered:
+            if start != end:
+                raise CheckpointError(
+                    f"{key} of parameter {name!r} in {file.parent}: element {end} comes next, found a piece from "
+                    f"{start} on ({tensor.where}); the files do not belong together"
+                )
+            end += tensor.numel
+        if end != math.prod(self.shape):
+            raise CheckpointError(
+                f"{key} of parameter {name!r} in {file.parent}: expected {math.prod(self.shape)} elements, found {end} "
+                "in all ranks' files; copy the whole folder again"
+            )
+        return whole([tensor for _, tensor in ordered if tensor.numel] or [ordered[0][1]], self.shape)
+
+
+def _scalar(value: LazyTensor | float, key: str) -> LazyTensor:
+    return value if isinstance(value, LazyTensor) else held(torch.tensor(float(value)), key)
+
+
+def cut(tensor: Any, start: int, numel: int, what: str, file: Path) -> LazyTensor:
+    """Elements from ``start`` on of a flat tensor. Raises CheckpointError if there are not as many."""
+    if not isinstance(tensor, LazyTensor) or len(tensor.shape) != 1 or start < 0 or start + numel > tensor.numel:
+        found = tensor.shape if isinstance(tensor, LazyTensor) else type(tensor).__name__
+        raise CheckpointError(
+            f"{what}: expected a flat tensor with elements {start} to {start + numel} in {file}, found {found}"
+        )
+    return tensor.piece(start, start + numel)
+
+
+def params_of(gathered: Mapping[str, Gathered], states: ModelStates) -> dict[str, Param]:
+    return {name: found.param(name, states) for name, found in gathered.items()}
+
+
+def replicas_of(gathered: Mapping[str, Gathered]) -> tuple[tuple[str, LazyTensor, LazyTensor], ...]:
+    return tuple(pair for name, found in gathered.items() for pair in found.replicas(name))
+
+
+KEY = "owner_state"  # under which our optimizers save it
+
+
+MATRICES = "matrices"  # and which matrices are in a parameter: their names and elements, in the order of their places
+
+
+class OwnerStates(Mapping[int, Mapping[str, Any]]):
+    """State by a matrix's place in its parameter; its tensors are read from the file when one is asked for."""
+
+    def __init__(self, saved: Mapping[Any, Any]) -> None:
+        self._saved = saved
+
+    def __getitem__(self, place: int) -> Mapping[str, Any]:
+        state: Mapping[str, Any] = read_as_it_lay(self._saved[place])
+        return state
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._saved)
+
+    def __len__(self) -> int:
+        return len(self._saved)
+
+
+def read_as_it_lay(state: Any) -> Any:
+    """The same with tensors in place of those that were lazy."""
+    if isinstance(state, LazyTensor):
+        return _as_it_lay(state.read(), state.stride)
+    if isinstance(state, dict):
+        return {key: read_as_it_lay(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(read_as_it_lay(value) for value in state)
+    return state
+
+
+def _as_it_lay(tensor: Tensor, stride: tuple[int, ...] | None) -> Tensor:
+    """The bits of a matrix product depend on how its factors lie in memory."""
+    if stride is None or stride == tensor.stride() or 0 in stride:
+        return tensor
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor)
+
+
+def matrices_in(saved: Mapping[str, Any]) -> dict[str, list[str]] | None:
+    """By parameter, which elements its matrices are, of what our optimizer saved; None where it does not tell."""
+    if MATRICES not in saved:
+        return None
+    return {name: [elements for _, elements in matrices] for name, matrices in saved[MATRICES].items()}
+
+
+def take_owner_states(gathered: Mapping[str, Gathered], of_ranks: list[tuple[Path, Mapping[str, Any]]]) -> None:
+    """Put what the files' dictionaries hold by a matrix's name where its parameter is. Raises CheckpointError."""
+    found: dict[str, dict[int, Any]] = {}
+    for file, saved in of_ranks:
+        places = {
+            matrix: (name, place)
+            for name, matrices in (saved.get(MATRICES) or {}).items()
+            for place, (matrix, _) in enumerate(matrices)
+        }
+        for matrix, state in (saved.get(KEY) or {}).items():
+            name, place = places.get(matrix) or _place(matrix, gathered, file)
+            found.setdefault(name, {})[place] = state
+    for name, states in found.items():
+        gathered[name].owner = OwnerStates(dict(sorted(states.items())))
+
+
+def _place(matrix: str, params: Mapping[str, Gathered], file: Path) -> tuple[str, int]:
+    """The parameter and the place in it, where the file does not tell; a slice's name ends in its number."""
+    if matrix in params:
+        return matrix, 0
+    if (numbered := re.fullmatch(r"(.+)\[(\d+)\]", matrix)) and numbered[1] in params:
+        return numbered[1], int(numbered[2])
+    raise CheckpointError(
+        f"{file}: the owner of {matrix!r} keeps state of a part of a fused parameter, and the checkpoint, which an "
+        "earlier version saved, does not tell which rows it is; load it where it was saved, and save it again"
+    )

@@ -30,6 +30,7 @@ from lwopt_backend.checkpoint.deepspeed.files import (
     MODEL,
     UNIVERSAL_MARK,
     ModelStates,
+    OwnerStates,
     as_number,
     checkpoint_of,
     groups_of,
@@ -40,7 +41,7 @@ from lwopt_backend.checkpoint.deepspeed.files import (
     scaler_of,
     tag_of,
 )
-from lwopt_backend.checkpoint.deepspeed.zero import MARK, OwnerStates, as_marked, matrices_of_mark
+from lwopt_backend.checkpoint.deepspeed.zero import MARK, as_marked, matrices_of_mark
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.folders import check_name
 from lwopt_backend.checkpoint.files.made import all_done
