@@ -230,6 +230,18 @@ def gathered(mine: Any) -> list[Any]:
     return everyone
 
 
+def of_everyone(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Every rank's tensors, which have the same names and shapes on all, in one collective."""
+    mine = torch.cat([tensor.double().reshape(-1) for tensor in tensors.values()])
+    everyone = mine.new_empty(dist.get_world_size() * len(mine))
+    dist.all_gather_into_tensor(everyone, mine)
+    sizes = [tensor.numel() for tensor in tensors.values()]
+    return [
+        {name: part.view(tensor.shape) for (name, tensor), part in zip(tensors.items(), flat.split(sizes))}
+        for flat in everyone.view(dist.get_world_size(), -1)
+    ]
+
+
 class Twin:
     """The same parameters whole on this process, stepped by torch.optim.Muon and torch.optim.AdamW."""
 
@@ -295,12 +307,12 @@ class BesideTwin:
             plain.to(torch.bfloat16)
         set_weights(plain, self.twin.params)
         backward(Sharded(plain, self.sharded.parts, self.sharded.part), step, self.mode)
-        everyone, found = gathered(gradients_of(plain)), gradients_of(self.model)
+        everyone, found = of_everyone(gradients_of(plain)), gradients_of(self.model)
         assert found.keys() == everyone[0].keys()
         for name, grad in found.items():
             of_expert = self.sharding == "expert parallel" and name.startswith("layers.2.")
             grads = everyone[dist.get_rank() % 2 :: 2] if of_expert else everyone
-            expected = torch.stack([grads_of_rank[name].double() for grads_of_rank in grads]).mean(0)
+            expected = torch.stack([grads_of_rank[name] for grads_of_rank in grads]).mean(0)
             difference = (grad - expected).norm() / expected.norm()
             assert difference <= limit, name
 
