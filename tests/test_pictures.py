@@ -23,9 +23,8 @@ from matplotlib.text import Text
 
 from lwopt_backend.pictures.html import html_report, save_html
 from lwopt_backend.pictures.look import byte_unit, digits, one_line, rate, time_unit
-from lwopt_backend.pictures.panels import draw_plan, draw_systems, save_plan_png, save_systems_png
-from lwopt_backend.plan.cost import CLUSTERS, COSTS, StepTime
-from lwopt_backend.planner import systems
+from lwopt_backend.pictures.panels import draw_plan, save_plan_png
+from lwopt_backend.plan.cost import CLUSTERS, COSTS
 from lwopt_backend.planner.document import alternatives, document
 from lwopt_backend.planner.models import ModelShapes, Training
 from lwopt_backend.planner.setting import Setting
@@ -207,35 +206,6 @@ def test_headline_holds_the_key_numbers_and_no_text_covers_another(case: str, mo
         assert_apart(figure)
 
 
-@functools.cache
-def compared() -> tuple[systems.Figure, ...]:
-    setting, model = setting_of("owned", bucket_mb=16.0), ModelShapes("test", *Training().of(layers(6, 1024)))
-    parts = [plan_study(model, Deployment(ranks), setting).worst.parts[0] for ranks in (8, 64, 512)]
-    return tuple(figure for part in parts for figure in systems.compare(part, setting))
-
-
-def test_systems_are_lines_of_their_seconds_and_bytes() -> None:
-    figure = draw_systems(compared()[::-1])
-    time, memory = figure.axes
-    lines = {line.get_label(): line for line in time.lines if not line.get_label().startswith("_")}
-    assert set(lines) == set(systems.SYSTEMS)
-    for system in systems.SYSTEMS:
-        mine = [each for each in compared() if each.system == system]
-        sizes = next(line for line in memory.lines if line.get_label() == system)
-        assert list(lines[system].get_xdata()) == list(sizes.get_xdata()) == [8, 64, 512]
-        assert list(lines[system].get_ydata()) == pytest.approx([1e3 * each.time.total for each in mine])
-        assert list(sizes.get_ydata()) == pytest.approx([each.memory / GIB for each in mine])
-    assert max(lines.values(), key=lambda line: line.get_linewidth()).get_label() == "ours"
-    assert {axis.get_xscale() for axis in figure.axes} | {axis.get_yscale() for axis in figure.axes} == {"log"}
-    assert_apart(figure)
-    # Lines that end together, whose names do not cover each other either
-    same = [systems.Figure(f"system {i}", ranks, StepTime(1, 1, 1), GIB, 1, "") for i in range(9) for ranks in (8, 16)]
-    assert_apart(draw_systems(same))
-    assert all(words(draw_systems(same)).count(f"system {number} ") == 2 for number in range(9))
-    with pytest.raises(ValueError, match="at least one figure"):
-        draw_systems([])
-
-
 class Page(HTMLParser):
     """The elements of a page; complains about tags that do not match."""
 
@@ -330,7 +300,6 @@ def test_report_compares_what_else_could_be_chosen() -> None:
         assert sum(shares) == pytest.approx(100 * each["seconds"] / longest, abs=0.02)
     chosen = [texts_of(row)[0] for row in page.root.iter("tr") if row.get("class") == "chosen"]
     assert chosen == [data["what_if"][0]["what"]]
-    assert any(each["memory"] is None or each["buckets"] is None for each in data["what_if"])
     page = Page(html_report(changed("few", what_if=[], routing=[])))  # what does not apply is left out
     assert [table[0][0] for table in page.tables] == ["buffer", "collective"]
     for said in (
@@ -397,7 +366,6 @@ def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path: Path, monkeypatch:
     path = tmp_path / "folder" / "file"
     kinds: list[tuple[Callable[..., None], Any, bytes]] = [
         (save_plan_png, planned("few"), b"\x89PNG"),
-        (save_systems_png, compared(), b"\x89PNG"),
         (save_html, planned("few"), b"<!doctype html>"),
     ]
     for save, shown, start in kinds:

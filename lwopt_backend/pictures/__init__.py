@@ -10,6 +10,6 @@ except ImportError as missing:
     ) from missing
 
 from lwopt_backend.pictures.html import save_html
-from lwopt_backend.pictures.panels import draw_plan, draw_systems, save_plan_png, save_systems_png
+from lwopt_backend.pictures.panels import draw_plan, save_plan_png
 
-__all__ = ["draw_plan", "draw_systems", "save_html", "save_plan_png", "save_systems_png"]
+__all__ = ["draw_plan", "save_html", "save_plan_png"]
