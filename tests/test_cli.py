@@ -183,7 +183,10 @@ def test_pictures_are_written(shapes: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     html, png = tmp_path / "report.html", tmp_path / "plan.png"
     run("plan", "--shapes", shapes, "--world-size", 8, "--html", html, "--png", png)
-    assert "<svg" in html.read_text() and "</html>" in html.read_text()
+    report = html.read_text()
+    assert "data:image/png;base64," in report and "</html>" in report
+    for said in ("24 of 24 trained parameters are matrices", "Per rank", "Per step", "chosen: ", "equal plans have"):
+        assert said in report
     assert png.read_bytes().startswith(b"\x89PNG")
 
 

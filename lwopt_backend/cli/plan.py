@@ -54,6 +54,7 @@ def plan(
     """
     import torch
 
+    from lwopt_backend.cli import tables
     from lwopt_backend.cli.plan_options import engine_options, group_size_of
     from lwopt_backend.planner.document import document
     from lwopt_backend.planner.setting import Setting, cluster_named
@@ -85,11 +86,18 @@ def plan(
     rows = _what_if(study, messages) if wanted else []
     content = document(study, source=model.source, rows=rows)
     if html or png:
-        _draw(content, html, png)
+        from lwopt_backend.pictures import save_html, save_plan_png  # matplotlib is an extra, and slow to import
+
+        if html:
+            page = tables.recording()
+            _print(page, model, study, rows)
+            save_html(content, page, html)
+        if png:
+            save_plan_png(content, png)
     if as_json:
         typer.echo(json.dumps(content))
     else:
-        _print(model, study, rows)
+        _print(tables.terminal(), model, study, rows)
 
 
 def _what_if(study: Study, messages: Console) -> list[Alternative]:
@@ -101,20 +109,10 @@ def _what_if(study: Study, messages: Console) -> list[Alternative]:
         return list(alternatives(planned, study.setting, lambda what: status.update(f"what if: {what}")))
 
 
-def _draw(content: dict[str, object], html: Path | None, png: Path | None) -> None:
-    from lwopt_backend.pictures import save_html, save_plan_png  # matplotlib is an extra, and slow to import
-
-    if html:
-        save_html(content, html)
-    if png:
-        save_plan_png(content, png)
-
-
-def _print(model: ModelShapes, study: Study, rows: list[Alternative]) -> None:
+def _print(console: Console, model: ModelShapes, study: Study, rows: list[Alternative]) -> None:
     from lwopt_backend.cli import tables
     from lwopt_backend.report import routing_headline, routing_table, show_digest
 
-    console = tables.terminal()
     console.print(f"Model: {model.source}")
     for sentence in (*model.notes, *routing_headline(study.routes)):
         console.print(sentence)

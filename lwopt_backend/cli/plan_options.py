@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from lwopt_backend.planner.setting import ENGINES
-
-if TYPE_CHECKING:
-    pass
-
 
 OF_OWNED_STORAGE = ("storage", "layout", "bucket_mb", "group_size")  # fields of ZeROConfig that are for engine owned
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -23,6 +24,11 @@ def terminal() -> Console:
     """Standard output, wide enough for the tables where it is not a terminal. Names are printed as they are."""
     console = Console(highlight=False, markup=False)
     return console if console.is_terminal else Console(width=WIDTH_WITHOUT_TERMINAL, highlight=False, markup=False)
+
+
+def recording() -> Console:
+    """A console that keeps what it prints, for a page."""
+    return Console(record=True, file=io.StringIO(), width=WIDTH_WITHOUT_TERMINAL, highlight=False, markup=False)
 
 
 def headline(study: Study) -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from rich.console import Console
 
 from lwopt_backend.pictures.look import (
     GRADIENTS,
@@ -43,11 +46,10 @@ from lwopt_backend.pictures.look import (
 
 @dataclass(frozen=True, slots=True)
 class KeyNumber:
-    """A number, what it is, and a few words on where it comes from."""
+    """A number, and what it is."""
 
     name: str
     value: str
-    note: str
     is_bad: bool = False
 
 
@@ -68,42 +70,14 @@ def deployment_words(document: Mapping[str, Any]) -> str:
 def key_numbers(document: Mapping[str, Any]) -> list[KeyNumber]:
     """Busiest rank over mean, padding, modelled step, peak memory, buckets, groups."""
     peak, owned = document["peak_bytes"], document["cluster"]["memory_bytes"]
-    unit = byte_unit(peak)
     return [
-        KeyNumber("busiest rank / mean", ratio(document["flops_imbalance"]), f"work counted by {document['cost']}"),
-        KeyNumber("padding", f"{percent(document['padding_pct'])} %", f"of {_elements(document['numel'])}"),
-        KeyNumber(
-            "modelled step",
-            time_unit(document["seconds"]).named(document["seconds"]),
-            _added(document["seconds_parts"]),
-        ),
-        KeyNumber("peak memory", unit.named(peak), _memory_words(owned), bool(owned) and peak > owned),
-        KeyNumber("buckets", count(document["buckets"]), f"{count(len(document['matrices']))} matrices"),
-        KeyNumber("group size", count(document["group_size"]), _groups(document)),
+        KeyNumber("busiest rank / mean", ratio(document["flops_imbalance"])),
+        KeyNumber("padding", f"{percent(document['padding_pct'])} %"),
+        KeyNumber("modelled step", time_unit(document["seconds"]).named(document["seconds"])),
+        KeyNumber("peak memory", byte_unit(peak).named(peak), 0 < owned < peak),
+        KeyNumber("buckets", count(document["buckets"])),
+        KeyNumber("group size", count(document["group_size"])),
     ]
-
-
-def _elements(numel: int) -> str:
-    return f"{numel / 1e9:,.2f} G elements" if numel >= 1e8 else f"{numel / 1e6:,.2f} M elements"
-
-
-def _added(seconds: Mapping[str, float]) -> str:
-    unit = time_unit(sum(seconds.values()))
-    work, wire, latency = (unit.text(seconds[name]) for name in ("compute", "wire", "latency"))
-    return f"{work} work + {wire} wire + {latency} latency"
-
-
-def _memory_words(owned: float) -> str:
-    return f"of {byte_unit(owned).named(owned)} per rank" if owned else "per rank"
-
-
-def _groups(document: Mapping[str, Any]) -> str:
-    """Instances of each buffer's group."""
-    parts = document["parts"]
-    words = [f"{part['instances']:,} instance{'s' if part['instances'] > 1 else ''}" for part in parts]
-    if len(parts) == 1:
-        return words[0]
-    return ", ".join(f"{one_line(p['name'], 20)} {p['group_size']:,} × {p['instances']:,}" for p in parts)
 
 
 # Two panels over the ranks of a stage, busiest rank first in both: modelled work, and memory by kind.
@@ -396,6 +370,37 @@ def draw_plan(document: Mapping[str, Any]) -> Figure:
 def save_plan_png(document: Mapping[str, Any], path: str | Path) -> None:
     """Write ``draw_plan`` as a PNG, whole or not at all."""
     write_whole(path, png(draw_plan(document)))
+
+
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>{title}: plan</title>
+<style>
+body {{ margin: 24px; color: #1f2328; background: #ffffff; }}
+img {{ max-width: 1180px; width: 100%; }}
+pre {{ font: 13px/1.3 ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; }}
+</style>
+</head>
+<body>
+<img alt="The plan in one picture" src="data:image/png;base64,{picture}">
+<pre>{printed}</pre>
+</body>
+</html>
+"""
+
+
+def html_report(document: Mapping[str, Any], console: Console) -> str:
+    """A page that needs nothing else: the plan's picture, and below it what the recording ``console`` has printed."""
+    picture = base64.b64encode(png(draw_plan(document))).decode()
+    printed = console.export_html(code_format="{code}", inline_styles=True, clear=False)
+    return PAGE.format(title=escape(one_line(document["source"])), picture=picture, printed=printed)
+
+
+def save_html(document: Mapping[str, Any], console: Console, path: str | Path) -> None:
+    """Write ``html_report``, whole or not at all. What is no text in UTF-8 becomes a question mark."""
+    write_whole(path, html_report(document, console).encode(errors="replace"))
 
 
 def _headline(figure: Figure, document: Mapping[str, Any]) -> None:
