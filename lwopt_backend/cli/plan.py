@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -60,15 +61,8 @@ def plan(
     from lwopt_backend.planner.setting import Setting, cluster_named
     from lwopt_backend.planner.study import Deployment, plan_study
 
-    named = {
-        "include": tuple(include) if include else None,
-        "exclude": tuple(exclude) if exclude else None,
-        "layout": layout and layout.value,
-        "bucket_mb": bucket_mb,
-        "bucket_numel": bucket_numel,
-        "group_size": group_size_of(group_size),
-        "policy": policy and policy.value,
-    }
+    named = {"include": include, "exclude": exclude, "layout": layout, "bucket_mb": bucket_mb, "policy": policy}
+    named |= {"bucket_numel": bucket_numel, "group_size": group_size_of(group_size)}
     setting = Setting.of(
         engine.value,
         cluster_named(cluster),
@@ -86,18 +80,24 @@ def plan(
     rows = _what_if(study, messages) if wanted else []
     content = document(study, source=model.source, rows=rows)
     if html or png:
-        from lwopt_backend.pictures import save_html, save_plan_png  # matplotlib is an extra, and slow to import
-
-        if html:
-            page = tables.recording()
-            _print(page, model, study, rows)
-            save_html(content, page, html)
-        if png:
-            save_plan_png(content, png)
+        _draw(content, html, png, lambda console: _print(console, model, study, rows))
     if as_json:
         typer.echo(json.dumps(content))
     else:
         _print(tables.terminal(), model, study, rows)
+
+
+def _draw(content: dict[str, Any], html: Path | None, png: Path | None, show: Callable[[Console], None]) -> None:
+    """Write the report, with what ``show`` prints, and the picture."""
+    from lwopt_backend.cli import tables
+    from lwopt_backend.pictures import save_html, save_plan_png  # matplotlib is an extra, and slow to import
+
+    if html:
+        page = tables.recording()
+        show(page)
+        save_html(content, page, html)
+    if png:
+        save_plan_png(content, png)
 
 
 def _what_if(study: Study, messages: Console) -> list[Alternative]:
