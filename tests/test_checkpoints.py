@@ -357,8 +357,8 @@ def quarter(way: str, number: int) -> str:
     return ", ".join((legs * 2)[2 * number : 2 * number + 4])
 
 
-WAYS = {"uneven": UNEVEN, "square": SQUARE}
-WAYS |= {f"{name}, {number}": quarter(way, number) for name, way in WAYS.items() for number in range(4)}
+LONG_WAYS = {"uneven": UNEVEN, "square": SQUARE}
+LONG_WAYS |= {f"{name}, {number}": quarter(way, number) for name, way in LONG_WAYS.items() for number in range(4)}
 RULES_AND_WAYS = [("muon", "uneven"), ("soap", "square"), ("muon", "square")]
 OF_TORCH = [(rule, ways, "nested") for rule, ways in RULES_AND_WAYS]
 OF_TORCH += [(rule, f"{ways}, {n}", form) for rule, ways in RULES_AND_WAYS[:2] for n, form in enumerate(FORMS[1:])]
@@ -371,7 +371,7 @@ OF_TORCH += [(rule, f"{ways}, {n}", form) for rule, ways in RULES_AND_WAYS[:2] f
 def test_fsdp2_goes_on_with_torchs_own_formats_on_other_ranks_and_shardings(
     rank_pools: Pools, tmp_path: Path, rule: str, ways: str, form: str
 ) -> None:
-    legs = route(WAYS[ways], form, native=True)
+    legs = route(LONG_WAYS[ways], form, native=True)
     go_on(rank_pools, tmp_path, Tour(rule, legs, model={"hidden": EVEN} if "square" in ways else {}))
 
 

@@ -39,7 +39,7 @@ class MatrixRule:
         return grad
 
     def accumulate(self, grad: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Take ``grad`` into the element-wise ``state``, in place."""
+        """Take ``grad``, which is not changed, into the element-wise ``state``, in place."""
 
     def direction(self, grad: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         """What ``transform`` needs, in ``grad``'s shape; neither argument is changed."""

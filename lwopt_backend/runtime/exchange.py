@@ -45,29 +45,7 @@ class Arrival:
 
 
 class Way:
-    """One bucket's transfer in one direction, ``label`` in profiles, with splits and offsets worked out once."""
-
-    def __init__(self, transfer: Transfer, label: str) -> None:
-        self.transfer = transfer
-        self.label = label
-        self.send_splits, self.receive_splits = transfer.send_splits, transfer.receive_splits
-        self.send_offsets, self.receive_offsets = transfer.send_offsets, transfer.receive_offsets
-
-    def start(self, collectives: Collectives, dtype: torch.dtype, device: torch.device, fetch: Fetch) -> Arrival:
-        """Pack what ``fetch`` gives, in any shape of the segment's size, and send it. None is not packed."""
-        sent = torch.empty(sum(self.send_splits), dtype=dtype, device=device)
-        received = torch.empty(sum(self.receive_splits), dtype=dtype, device=device)
-        for segment, begin in zip(self.transfer.sends, self.send_offsets):
-            piece = fetch(segment)
-            if piece is not None:
-                sent.narrow(0, begin, segment.numel).view(piece.shape).copy_(piece)
-        even = self.transfer.split is not None
-        splits: tuple[Sequence[int], Sequence[int]] = ((), ()) if even else (self.receive_splits, self.send_splits)
-        return Arrival(self, received, sent, collectives.all_to_all(received, sent, *splits))
-
-
-class ExchangeBuckets:
-    """One plan's buckets on one rank, each in the layout that the plan chose for it.
+    """One bucket's transfer in one direction, ``label`` in profiles, with splits and offsets worked out once.
 
     ::
 
@@ -75,23 +53,41 @@ class ExchangeBuckets:
         padded               | to 0 . . . | to 1       | to 2 . . . |   equally long, plain all-to-all
     """
 
-    def __init__(self, plan: MatrixPlan, collectives: Collectives, device: torch.device) -> None:
+    def __init__(self, transfer: Transfer, label: str, collectives: Collectives, device: torch.device) -> None:
+        self.transfer = transfer
+        self.label = label
         self._collectives = collectives
         self._device = device
-        self._stays = [plan.stays(bucket) for bucket in range(len(plan.buckets))]
-        self._forth = [Way(plan.transfer(n, collectives.rank), EXCHANGE_OUT) for n in range(len(plan.buckets))]
-        self._back = [Way(plan.way_back(n, collectives.rank), EXCHANGE_BACK) for n in range(len(plan.buckets))]
+        self.send_splits, self.receive_splits = transfer.send_splits, transfer.receive_splits
+        self.send_offsets, self.receive_offsets = transfer.send_offsets, transfer.receive_offsets
 
-    def __len__(self) -> int:
-        return len(self._forth)
+    def start(self, dtype: torch.dtype, fetch: Fetch) -> Arrival:
+        """Pack what ``fetch`` gives, in any shape of the segment's size, and send it in ``dtype``.
 
-    def to_owners(self, bucket: int, dtype: torch.dtype, fetch: Fetch) -> Arrival:
-        """Start bringing the bucket's fragments to their owners in ``dtype``. Called on all ranks, bucket by bucket."""
-        collectives = Alone() if self._stays[bucket] else self._collectives
-        with record_function(EXCHANGE_OUT):
-            return self._forth[bucket].start(collectives, dtype, self._device, fetch)
+        None is not packed. Called on all ranks, bucket by bucket.
+        """
+        with record_function(self.label):
+            sent = torch.empty(sum(self.send_splits), dtype=dtype, device=self._device)
+            received = torch.empty(sum(self.receive_splits), dtype=dtype, device=self._device)
+            for segment, begin in zip(self.transfer.sends, self.send_offsets):
+                piece = fetch(segment)
+                if piece is not None:
+                    sent.narrow(0, begin, segment.numel).view(piece.shape).copy_(piece)
+            even = self.transfer.split is not None
+            splits: tuple[Sequence[int], Sequence[int]] = ((), ()) if even else (self.receive_splits, self.send_splits)
+            return Arrival(self, received, sent, self._collectives.all_to_all(received, sent, *splits))
 
-    def to_fragments(self, bucket: int, dtype: torch.dtype, fetch: Fetch) -> Arrival:
-        """Start bringing the bucket's updates back to where the fragments came from. Called on all ranks."""
-        with record_function(EXCHANGE_BACK):
-            return self._back[bucket].start(self._collectives, dtype, self._device, fetch)
+
+def ways_to_owners(plan: MatrixPlan, collectives: Collectives, device: torch.device) -> list[Way]:
+    """One for each bucket, which brings this rank's fragments to their owners."""
+    alone = Alone()
+    return [
+        Way(plan.transfer(n, collectives.rank), EXCHANGE_OUT, alone if plan.stays(n) else collectives, device)
+        for n in range(len(plan.buckets))
+    ]
+
+
+def ways_back(plan: MatrixPlan, collectives: Collectives, device: torch.device) -> list[Way]:
+    """One for each bucket, which brings owners' updates to where the fragments came from."""
+    rank = collectives.rank
+    return [Way(plan.way_back(n, rank), EXCHANGE_BACK, collectives, device) for n in range(len(plan.buckets))]

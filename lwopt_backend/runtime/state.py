@@ -17,7 +17,7 @@ from lwopt_backend.plan.owners import Ownership, cut_buckets
 from lwopt_backend.rules import MatrixRule, OwnerStateRule, WeightRule
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.collectives import Collectives
-from lwopt_backend.runtime.exchange import Arrival, ExchangeBuckets
+from lwopt_backend.runtime.exchange import Arrival, Fetch, Way, ways_back, ways_to_owners
 
 BUCKET_BYTES = 2**26  # of state that travel together when it is saved or loaded
 STRUCTURE, STEPPED = "structure", "stepped"  # beside the tensors, of state that is more than tensors by name
@@ -92,7 +92,7 @@ class OwnerShards:
             entry = self._moving[segment.atom]
             return _bytes(tensors[entry.atom, entry.key])[segment.start : segment.stop]
 
-        for arrival in self._exchange(lambda buckets, b: buckets.to_fragments(b, torch.uint8, fetch)):
+        for arrival in self._exchange(ways_back, fetch):
             arrival.wait(lambda segment, data: parts[segment.atom].copy_(data))
         found = {}
         for entry, part in zip(self._moving, parts):
@@ -120,7 +120,7 @@ class OwnerShards:
             entry = self._moving[segment.atom]
             _bytes(arrived[entry.atom, entry.key])[segment.start : segment.stop].copy_(data)
 
-        for arrival in self._exchange(lambda buckets, b: buckets.to_owners(b, torch.uint8, fetch)):
+        for arrival in self._exchange(ways_to_owners, fetch):
             arrival.wait(deliver)
         for atom in self._owned:
             self._put(atom, {key: tensor for (of, key), tensor in arrived.items() if of == atom})
@@ -143,11 +143,10 @@ class OwnerShards:
         held = self._plan.layout.fragment(index, self._collectives.rank)
         return held.numel if held is not None else 0
 
-    def _exchange(self, start: Callable[[ExchangeBuckets, int], Arrival]) -> list[Arrival]:
+    def _exchange(self, ways: Callable[..., list[Way]], fetch: Fetch) -> list[Arrival]:
         if not self.entries:
             return []
-        buckets = ExchangeBuckets(self._plan, self._collectives, self._device)
-        return [start(buckets, bucket) for bucket in range(len(buckets))]
+        return [way.start(torch.uint8, fetch) for way in ways(self._plan, self._collectives, self._device)]
 
 
 def _plan_of(entries: Sequence[Entry], plan: MatrixPlan) -> MatrixPlan:

@@ -10,9 +10,18 @@ from torch import Tensor
 from lwopt_backend.plan import MatrixPlan, Segment
 from lwopt_backend.rules import MatrixRule, WeightRule
 from lwopt_backend.runtime.collectives import Collectives
-from lwopt_backend.runtime.exchange import Arrival, ExchangeBuckets
+from lwopt_backend.runtime.exchange import Arrival, ways_back, ways_to_owners
 from lwopt_backend.runtime.state import OwnerState
-from lwopt_backend.runtime.whole import Slices, Storage, WholeMatrices, advance, apply_update, directed, joined, put
+from lwopt_backend.runtime.whole import (
+    Slices,
+    Storage,
+    WholeMatrices,
+    advance,
+    apply_update,
+    directions_of,
+    joined,
+    put,
+)
 
 LONGEST_PAUSE = 32  # steps
 
@@ -73,13 +82,15 @@ class EarlyExchange:
             if missing.intersection(self._buckets[bucket]):
                 flags[bucket] = 1
                 continue
-            for atom in self._stepper.held(bucket):
-                advance(rules[atom], storage.parts(atom))
-            self._advanced.add(bucket)
+            copies = set(self._stepper.held(bucket))  # those that another rank sends
             for segment, sent in arrival.sent():
-                now = joined(directed(rules[segment.atom], storage.parts(segment.atom)))
+                copies.discard(segment.atom)
+                now = joined(directions_of(rules[segment.atom], storage.parts(segment.atom), advance=True))
                 now = now.to(sent.device, sent.dtype).reshape(-1)
                 flags[bucket] |= (_bits(now) != _bits(sent)).any()
+            for atom in copies:
+                advance(rules[atom], storage.parts(atom))
+            self._advanced.add(bucket)
         return flags
 
     def settle(self, touched: Sequence[int]) -> Mapping[int, Arrival | None]:
@@ -105,8 +116,7 @@ def preview(rule: MatrixRule, storage: Storage, atom: int) -> Tensor:
         Slices(part.value, part.grad, {key: tensor.clone() for key, tensor in part.state.items()})
         for part in storage.parts(atom)
     ]
-    advance(rule, pieces)
-    return joined(directed(rule, pieces))
+    return joined(directions_of(rule, pieces, advance=True))
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -152,8 +162,9 @@ class MatrixStepper:
     ) -> None:
         rank = collectives.rank
         self._atoms = plan.atoms
-        self._buckets = ExchangeBuckets(plan, collectives, device)
-        self._local = share_out(plan.local_atoms(rank), len(self._buckets) + 1)
+        self._to_owners = ways_to_owners(plan, collectives, device)
+        self._back = ways_back(plan, collectives, device)
+        self._local = share_out(plan.local_atoms(rank), len(plan.buckets) + 1)
         self._owned = [[atom for atom in bucket if plan.ownership.owners[atom] == rank] for bucket in plan.buckets]
         self._held = [[a for a in bucket if plan.keeps_state(a, rank)] for bucket in plan.buckets]
         self._first = [bucket[0] for bucket in plan.buckets]
@@ -192,7 +203,7 @@ class MatrixStepper:
         if meanwhile is not None:
             meanwhile()
         returning: Arrival | None = None
-        for bucket in range(len(self._buckets)):
+        for bucket in range(len(self._to_owners)):
             following = self._depart(bucket + 1, run)
             self._whole.step(run.active_of(self._local[bucket]), rules, storage)
             departed_back = self._update_owned(bucket, arriving, run)
@@ -208,11 +219,11 @@ class MatrixStepper:
     def send(self, bucket: int, rules: Sequence[MatrixRule], direction: Callable[[int], Tensor | None]) -> Arrival:
         """Start the bucket's way to its owners with what ``direction`` gives for this rank's piece of an atom."""
         dtype = rules[self._first[bucket]].exchange_dtype
-        return self._buckets.to_owners(bucket, dtype, lambda segment: direction(segment.atom))
+        return self._to_owners[bucket].start(dtype, lambda segment: direction(segment.atom))
 
     def _depart(self, bucket: int, run: _Run) -> list[Arrival]:
         """What is on its way to the bucket's owners: directions, and where the rule changes weights itself those."""
-        if bucket >= len(self._buckets):
+        if bucket >= len(self._to_owners):
             return []
         arrivals = [self._depart_directions(bucket, run)]
         if isinstance(run.rules[self._first[bucket]], WeightRule):
@@ -222,18 +233,15 @@ class MatrixStepper:
     def _depart_directions(self, bucket: int, run: _Run) -> Arrival:
         if bucket in run.departed:
             return run.departed[bucket] or self.send(bucket, run.rules, run.direction)
-        advanced = set()
+        copies = set(self._held[bucket])  # those that another rank sends
 
-        def advance_and_direct(atom: int) -> Tensor | None:
-            """One matrix after the other, so that its momentum is still in the cache when the direction is taken."""
-            run.advance(atom)
-            advanced.add(atom)
-            return run.direction(atom)
+        def direction(atom: int) -> Tensor | None:
+            copies.discard(atom)
+            return run.direction(atom, advance=True)
 
-        arrival = self.send(bucket, run.rules, advance_and_direct)
-        for atom in self._held[bucket]:
-            if atom not in advanced:  # a copy, which another rank sends
-                run.advance(atom)
+        arrival = self.send(bucket, run.rules, direction)
+        for atom in run.active_of(sorted(copies)):
+            advance(run.rules[atom], run.storage.parts(atom))
         return arrival
 
     def _update_owned(self, bucket: int, arriving: Sequence[Arrival], run: _Run) -> Arrival:
@@ -253,7 +261,7 @@ class MatrixStepper:
             return _cut(updates[segment.atom], segment) if segment.atom in updates else None
 
         dtype = run.rules[self._first[bucket]].exchange_dtype
-        return self._buckets.to_fragments(bucket, dtype, fetch)
+        return self._back[bucket].start(dtype, fetch)
 
     def _whole_of(self, arrival: Arrival) -> dict[int, Tensor]:
         """The matrices that arrive here, by atom."""
@@ -300,16 +308,11 @@ class _Run:
     def active_of(self, atoms: Sequence[int]) -> list[int]:
         return [atom for atom in atoms if self.active(atom)]
 
-    def advance(self, atom: int) -> None:
-        """Take the gradient of this rank's piece into its state, unless the matrix stays as it is."""
-        if self.active(atom):
-            advance(self.rules[atom], self.storage.parts(atom))
-
-    def direction(self, atom: int) -> Tensor | None:
+    def direction(self, atom: int, *, advance: bool = False) -> Tensor | None:
         """What the rule's transform needs of this rank's piece; None for a matrix that stays as it is."""
         if not self.active(atom):
             return None
-        return joined(directed(self.rules[atom], self.storage.parts(atom)))
+        return joined(directions_of(self.rules[atom], self.storage.parts(atom), advance=advance))
 
     def value(self, atom: int) -> Tensor | None:
         """This rank's piece of the weight; None for a matrix that stays as it is."""

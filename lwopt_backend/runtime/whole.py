@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,14 +33,28 @@ class Slices:
     state: dict[str, Tensor]
 
 
-class Storage(Protocol):
-    """This rank's part of a set of matrices."""
+def slices_of(views: Sequence[Sequence[Tensor]], keys: Iterable[str]) -> list[Slices]:
+    """From views of the weight, the gradient and the state of each of ``keys``: as many slices as each has views."""
+    return [Slices(value, grad, dict(zip(keys, state))) for value, grad, *state in zip(*views)]
+
+
+class Storage:
+    """This rank's part of a set of matrices, for one step: views are made once."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, Sequence[Slices]] = {}
 
     def parts(self, index: int) -> Sequence[Slices]:
         """This rank's fragment of matrix ``index``, of which it stores something, in one or several views.
 
         Their elements, one view after the other, are the fragment's row by row.
         """
+        if index not in self._found:
+            self._found[index] = self._views_of(index)
+        return self._found[index]
+
+    def _views_of(self, index: int) -> Sequence[Slices]:
+        raise NotImplementedError
 
 
 class FlatLayout(Protocol):
@@ -50,20 +64,18 @@ class FlatLayout(Protocol):
         """Where in it the rank's fragment of matrix ``index`` lies, in order."""
 
 
-class FlatStorage:
+class FlatStorage(Storage):
     """One flat partition per group, as ZeRO-1/2 keep it: views into it, nothing is copied."""
 
     def __init__(self, layout: FlatLayout, rank: int, slices: Slices) -> None:
+        super().__init__()
         self._layout = layout
         self._rank = rank
         self._slices = slices
 
-    def parts(self, index: int) -> Sequence[Slices]:
+    def _views_of(self, index: int) -> Sequence[Slices]:
         views, flat = self._layout.views(index, self._rank), self._slices
-        values, grads, *states = (flat_views(t, views) for t in (flat.value, flat.grad, *flat.state.values()))
-        return [
-            Slices(value, grad, dict(zip(flat.state, state))) for value, grad, *state in zip(values, grads, *states)
-        ]
+        return slices_of([flat_views(t, views) for t in (flat.value, flat.grad, *flat.state.values())], flat.state)
 
 
 # Views of a local tensor that a plan tells of; they share its memory.
@@ -116,8 +128,7 @@ class WholeMatrices:
                 continue
             directions = []
             for atom, pieces in zip(batch, parts):
-                advance(rules[atom], pieces)
-                directions.append(self._matrix(atom, directed(rules[atom], pieces)))
+                directions.append(self._matrix(atom, directions_of(rules[atom], pieces, advance=True)))
             for atom, pieces, update in zip(batch, parts, self.transform(rule, batch, directions)):
                 apply_update(pieces, update, rules[atom], self._atoms[atom])
 
@@ -178,9 +189,18 @@ def advance(rule: MatrixRule, pieces: Sequence[Slices]) -> None:
         rule.accumulate(rule.gradient(part.grad, part.value), part.state)
 
 
-def directed(rule: MatrixRule, pieces: Sequence[Slices]) -> list[Tensor]:
-    """What the rule's ``transform`` needs of these pieces."""
-    return [rule.direction(rule.gradient(part.grad, part.value), part.state) for part in pieces]
+def directions_of(rule: MatrixRule, pieces: Sequence[Slices], *, advance: bool) -> list[Tensor]:
+    """What the rule's ``transform`` needs of these pieces, once their gradients are in the state.
+
+    ``advance`` takes them there, piece by piece, so that the state is still in the cache when it is read.
+    """
+    found = []
+    for part in pieces:
+        grad = rule.gradient(part.grad, part.value)
+        if advance:
+            rule.accumulate(grad, part.state)
+        found.append(rule.direction(grad, part.state))
+    return found
 
 
 def joined(pieces: Sequence[Tensor]) -> Tensor:

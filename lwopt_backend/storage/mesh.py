@@ -28,7 +28,7 @@ from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.collectives import Alone, Collectives, Presence, TorchCollectives
 from lwopt_backend.runtime.stepper import MatrixStepper
-from lwopt_backend.runtime.whole import Slices, local_views
+from lwopt_backend.runtime.whole import Slices, Storage, local_views, slices_of
 
 
 @dataclass(frozen=True)
@@ -477,25 +477,21 @@ class MeshStepper:
         return [piece(self.members[i], states[self.members[i].param]) for i in chosen if presence(i)]
 
 
-class Shards:
+class Shards(Storage):
     """This rank's pieces of the matrices, looked up once a step."""
 
     def __init__(
         self, members: Sequence[Member], blocks: Sequence[Block], coordinate: Coordinate, states: States
     ) -> None:
+        super().__init__()
         self._members = members
         self._blocks = blocks
         self._coordinate = coordinate
         self._states = states
         self._whole: dict[str, Slices] = {}  # this rank's part of a member, by its name
-        self._pieces: dict[int, list[Slices]] = {}
 
-    def parts(self, index: int) -> Sequence[Slices]:
-        if index not in self._pieces:
-            self._pieces[index] = self._parts(self._members[index], self._blocks[index])
-        return self._pieces[index]
-
-    def _parts(self, member: Member, block: Block) -> list[Slices]:
+    def _views_of(self, index: int) -> Sequence[Slices]:
+        member, block = self._members[index], self._blocks[index]
         if member.name not in self._whole:
             self._whole[member.name] = piece(member, self._states[member.param])
         whole, sharding = self._whole[member.name], member.sharding
@@ -503,10 +499,7 @@ class Shards:
             return [whole]
         box = sharding.box(self._coordinate)
         tensors = whole.value, whole.grad, *whole.state.values()
-        values, grads, *states = (local_views(tensor, block, sharding.shape, box) for tensor in tensors)
-        return [
-            Slices(value, grad, dict(zip(whole.state, state))) for value, grad, *state in zip(values, grads, *states)
-        ]
+        return slices_of([local_views(tensor, block, sharding.shape, box) for tensor in tensors], whole.state)
 
 
 def piece(member: Member, state: Mapping[str, Any]) -> Slices:

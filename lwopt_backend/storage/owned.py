@@ -26,7 +26,7 @@ from lwopt_backend.runtime.agreement import agree, agree_in_all, plan_digest
 from lwopt_backend.runtime.bucket_manager import BucketManager
 from lwopt_backend.runtime.buckets import BucketBuffers, Sharers
 from lwopt_backend.runtime.collectives import Alone, PartCollectives, Presence, TorchCollectives
-from lwopt_backend.runtime.whole import Slices, WholeMatrices, flat_views, owned_dtype
+from lwopt_backend.runtime.whole import Slices, Storage, WholeMatrices, flat_views, owned_dtype, slices_of
 from lwopt_backend.storage.gradients import OwnedGradients
 
 
@@ -188,7 +188,6 @@ class OwnedStepper:
                     self._places.append((number, range_views(block, piece.start, piece.stop, 0)))
         device = members[0].param.device
         self._whole = WholeMatrices(self._atoms, device, batch_numel=0 if device.type == "cpu" else BATCH_NUMEL)
-        self._pieces: dict[int, Slices] = {}  # of the bucket that is being stepped
         self._elementwise = ElementwiseGroups()
         self.updated: set[int] = set()  # buckets that were stepped in backward
         self.state: dict[int, dict[str, Tensor]] = {}
@@ -231,15 +230,6 @@ class OwnedStepper:
         if any([self._row_scaling.scale_range(self._members[p.param].name, value, p.start) for p, value in pieces]):
             bucket.publish_masters()
 
-    def parts(self, index: int) -> Sequence[Slices]:
-        """Matrix ``index`` of the bucket that is being stepped."""
-        number, views = self._places[index]
-        whole = self._pieces[number]
-        values, grads, *states = (flat_views(t, views) for t in (whole.value, whole.grad, *whole.state.values()))
-        return [
-            Slices(value, grad, dict(zip(whole.state, state))) for value, grad, *state in zip(values, grads, *states)
-        ]
-
     def owner_states(self, number: int) -> dict[int, dict[str, Any]]:
         """What this rank keeps of a member's matrices beside the flat state, by a matrix's place in the member."""
         held = self._whole.owner_state.held()
@@ -265,20 +255,34 @@ class OwnedStepper:
         self, bucket: BucketBuffers, groups: Groups, rules: Sequence[MatrixRule], active: Callable[[int], bool]
     ) -> None:
         pieces = zip(bucket.pieces, bucket.owned_values(), bucket.owned_grads())
-        self._pieces = {
+        stepped = {
             piece.param: Slices(value, grad, self.state[piece.param])
             for piece, value, grad in pieces
             if active(piece.param)
         }
-        self._whole.step([atom for number in self._pieces for atom in self._atoms_of[number].values()], rules, self)
+        matrices = [atom for number in stepped for atom in self._atoms_of[number].values()]
+        self._whole.step(matrices, rules, _Pieces(stepped, self._places))
         by_group: dict[int, list[Slices]] = {}
-        for number, slices in self._pieces.items():
+        for number, slices in stepped.items():
             if not self._members[number].is_matrix:
                 by_group.setdefault(self._members[number].group, []).append(slices)
         for number, parts in by_group.items():
             self._elementwise.step(number, groups[number], parts)
-        self._pieces = {}
         bucket.publish_masters()
+
+
+class _Pieces(Storage):
+    """The matrices in a bucket's pieces. ``places`` are by matrix: its member's number, and the views of it there."""
+
+    def __init__(self, pieces: Mapping[int, Slices], places: Sequence[tuple[int, Sequence[View]]]) -> None:
+        super().__init__()
+        self._pieces = pieces
+        self._places = places
+
+    def _views_of(self, index: int) -> Sequence[Slices]:
+        number, views = self._places[index]
+        whole = self._pieces[number]
+        return slices_of([flat_views(t, views) for t in (whole.value, whole.grad, *whole.state.values())], whole.state)
 
 
 # Norms, zeros and scaling of the mean gradients that owners have: every element counts once, wherever it lies.

@@ -19,10 +19,11 @@ from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.config.param_groups import ElementwiseGroups
 from lwopt_backend.config.registry import build_matrix_rule, new_state
 from lwopt_backend.plan import FlatPartition
+from lwopt_backend.plan.atoms import Block
 from lwopt_backend.plan.views import View, range_views
 from lwopt_backend.runtime.collectives import EXCHANGE_BACK, Collectives
 from lwopt_backend.runtime.stepper import MatrixStepper
-from lwopt_backend.runtime.whole import Slices, flat_views, local_views
+from lwopt_backend.runtime.whole import Slices, Storage, flat_views, local_views
 from lwopt_backend.storage.flat import GroupPlan, matrix_stepper
 
 
@@ -161,7 +162,6 @@ class MatrixReplicas(ReplicatedStepper):
         self._matrices = matrix_stepper(self._plan.matrices, self._collectives, self._config, self._device)
         self._places = [(param, block) for param, blocks in zip(self._params, self._plan.blocks) for block in blocks]
         self._bases = owned_bases(self._plan, self._collectives.rank)
-        self._state: dict[str, Tensor] = {}
 
     @property
     def matrices(self) -> MatrixStepper | None:
@@ -170,11 +170,22 @@ class MatrixReplicas(ReplicatedStepper):
     def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
         """One step from the parameters' gradients, which are equal on all ranks. Called on all ranks."""
         rule = build_matrix_rule(group, self._config)
-        self._state = {key: state[key] for key in rule.state_keys}
-        self._matrices.step([rule] * len(self._places), self)
+        replicas = _Replicas(self._places, self._bases, {key: state[key] for key in rule.state_keys})
+        self._matrices.step([rule] * len(self._places), replicas)
 
-    def parts(self, index: int) -> Sequence[Slices]:
-        """Matrix ``index``; with its state if this rank owns it."""
+
+class _Replicas(Storage):
+    """Whole matrices; with their state where this rank owns them."""
+
+    def __init__(
+        self, places: Sequence[tuple[Tensor, Block]], bases: Mapping[int, int], state: Mapping[str, Tensor]
+    ) -> None:
+        super().__init__()
+        self._places = places
+        self._bases = bases
+        self._state = state
+
+    def _views_of(self, index: int) -> Sequence[Slices]:
         param, block = self._places[index]
         box = [(0, size) for size in param.shape]
         values, grads = (local_views(t, block, param.shape, box) for t in (param.data, _grad(param)))
