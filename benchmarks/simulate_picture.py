@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from simulate_systems import Figure as SystemFigure
 
+from lwopt_backend.checkpoint.files.atomic import write_whole
 from lwopt_backend.pictures.look import (
     GRADIENTS,
     MASTERS,
@@ -28,7 +29,6 @@ from lwopt_backend.pictures.look import (
     panel,
     png,
     time_unit,
-    write_whole,
 )
 
 SYSTEMS_WIDTH, HEIGHT = 12.4, 4.55  # inches

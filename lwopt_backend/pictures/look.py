@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import io
 import math
-import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import matplotlib.style
 from matplotlib.axes import Axes
@@ -182,7 +180,7 @@ def spread(heights: Sequence[float], gap: float) -> list[float]:
     return [min(max(height, 0.0), highest) + index * gap for index, height in enumerate(wanted)]
 
 
-# Figures as PNG, and files that are written whole or not at all.
+# Figures as PNG.
 
 DPI = 140
 
@@ -201,15 +199,3 @@ def _saving() -> Iterator[None]:
     with look(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         yield
-
-
-def write_whole(path: str | Path, content: bytes) -> None:
-    """Write a file so that nobody sees half of it; if that fails, what was there before stays. Makes its folder."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

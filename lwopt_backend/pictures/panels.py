@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from rich.console import Console
 
+from lwopt_backend.checkpoint.files.atomic import write_whole
 from lwopt_backend.pictures.look import (
     GRADIENTS,
     INK,
@@ -40,7 +41,6 @@ from lwopt_backend.pictures.look import (
     png,
     ratio,
     time_unit,
-    write_whole,
 )
 
 
