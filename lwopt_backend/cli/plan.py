@@ -55,7 +55,6 @@ def plan(
     """
     import torch
 
-    from lwopt_backend.cli import tables
     from lwopt_backend.cli.plan_options import engine_options, group_size_of
     from lwopt_backend.planner.document import document
     from lwopt_backend.planner.setting import Setting, cluster_named
@@ -73,22 +72,21 @@ def plan(
         sub_group_size=sub_group_size,
     )
     model = inputs.read_model(hf, checkpoint, shapes, setting.training)
-    messages = Console(stderr=True)
-    with messages.status("planning"):
+    with Console(stderr=True).status("planning"):
         study = plan_study(model, Deployment(world_size, tp, pp, ep), setting, experts=experts)
-    wanted = what_if if what_if is not None else not as_json
-    rows = _what_if(study, messages) if wanted else []
+    rows = _what_if(study) if (not as_json if what_if is None else what_if) else []
     content = document(study, source=model.source, rows=rows)
-    if html or png:
-        _draw(content, html, png, lambda console: _print(console, model, study, rows))
+    _draw(content, html, png, lambda console: _print(console, model, study, rows))
     if as_json:
         typer.echo(json.dumps(content))
     else:
-        _print(tables.terminal(), model, study, rows)
+        _print(None, model, study, rows)
 
 
 def _draw(content: dict[str, Any], html: Path | None, png: Path | None, show: Callable[[Console], None]) -> None:
-    """Write the report, with what ``show`` prints, and the picture."""
+    """Write the report, with what ``show`` prints, and the picture; what is None is not written."""
+    if html is None and png is None:
+        return
     from lwopt_backend.cli import tables
     from lwopt_backend.pictures import save_html, save_plan_png  # matplotlib is an extra, and slow to import
 
@@ -100,19 +98,20 @@ def _draw(content: dict[str, Any], html: Path | None, png: Path | None, show: Ca
         save_plan_png(content, png)
 
 
-def _what_if(study: Study, messages: Console) -> list[Alternative]:
+def _what_if(study: Study) -> list[Alternative]:
     """Rows for the first buffer of the stage that is shown."""
     from lwopt_backend.planner.document import alternatives
 
     planned = next(each for each in study.worst.planned if each.part is not None)
-    with messages.status("what if") as status:
+    with Console(stderr=True).status("what if") as status:
         return list(alternatives(planned, study.setting, lambda what: status.update(f"what if: {what}")))
 
 
-def _print(console: Console, model: ModelShapes, study: Study, rows: list[Alternative]) -> None:
+def _print(console: Console | None, model: ModelShapes, study: Study, rows: list[Alternative]) -> None:
     from lwopt_backend.cli import tables
     from lwopt_backend.report import routing_headline, routing_table, show_digest
 
+    console = console or tables.terminal()
     console.print(f"Model: {model.source}")
     for sentence in (*model.notes, *routing_headline(study.routes)):
         console.print(sentence)
