@@ -18,6 +18,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from public_models import load
 
+from lwopt_backend.checkpoint.files.atomic import write_whole
 from lwopt_backend.pictures.look import (
     GRADIENTS,
     INK,
@@ -30,7 +31,6 @@ from lwopt_backend.pictures.look import (
     look,
     panel,
     png,
-    write_whole,
 )
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buffers.layout import Bucket, OwnedParam, Setting

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from lwopt_backend.checkpoint import formats
 from lwopt_backend.checkpoint import safetensors as safetensors_folder
-from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, Param, held
+from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, Param, held, same
 from lwopt_backend.checkpoint.dcp import writer as write_dcp
 from lwopt_backend.checkpoint.deepspeed import universal as write_universal
 from lwopt_backend.checkpoint.differences import differences
@@ -272,11 +272,11 @@ def test_a_pointer_names_the_newest_and_other_steps_stay(source: Path, tmp_path:
 
 
 def test_folders_that_were_moved_aside_are_brought_back(made: dict[str, Path], tmp_path: Path) -> None:
-    """As a program leaves them that is killed between two renames, where a file system cannot exchange names."""
+    """As a program leaves them that is killed between two renames."""
     shutil.copytree(made["universal"], tmp_path / "a")
     shutil.copytree(made["dcp"], tmp_path / "b")
     for folder in (tmp_path / "a" / "global_step7", tmp_path / "b"):
-        folder.rename(folder.with_name(f".{folder.name}.{folders._here()}.{2**22 + 1}.0123{folders.OLD}"))
+        folder.rename(folders.beside(folder, folders.OLD))
     assert differing(tmp_path / "a", tmp_path / "b")["different"] == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
@@ -393,15 +393,16 @@ def test_safetensors_are_read_as_their_own_library_reads_them(tmp_path: Path) ->
         "d": torch.tensor(2.5),
         "e": torch.empty(0, 4),
         "f": torch.tensor([True, False]),
+        "g": torch.ones(3).to(torch.float8_e5m2),
     }
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     found = safetensors_folder.load(tmp_path / "model.safetensors")
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert found[name].read().dtype == tensor.dtype and torch.equal(found[name].read(), tensor)
+        assert found[name].read().dtype == tensor.dtype and same(found[name].read(), tensor)
     assert torch.equal(found["a"].piece(4, 9).read(), tensors["a"].view(-1)[4:9])
     read = safetensors_folder.read(tmp_path)
-    assert set(read.params) == {"a", "b", "d", "e"} and set(read.buffers) == {"c", "f"}
+    assert set(read.params) == {"a", "b", "d", "e", "g"} and set(read.buffers) == {"c", "f"}
 
 
 def header(**changes: Any) -> str:
@@ -413,21 +414,24 @@ def header(**changes: Any) -> str:
 def test_headers_of_safetensors_that_make_no_sense_are_an_error(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     for content, words in (
-        ("{", "its header is wrong"),
-        ("[]", "expected an object"),
-        (header(dtype="F31"), "unknown dtype 'F31'"),
-        (header(data_offsets=[-8, 0]), "shape and place of 'a'"),
-        (header(shape=["2"]), "shape and place of 'a'"),
-        (header(shape=[3]), "'a' has 8 bytes, but F32 of shape [3]"),
-        (header(shape=[1], data_offsets=[4, 8]), "begins at byte 4"),
-        (header(shape=[1], data_offsets=[0, 4]), "tensors take 4 bytes, but the file has 8"),
-        (header(shape=[4], data_offsets=[0, 16]), "take 16 bytes, but the file has 8"),
-        (f"{header()[:-1]},{header()[1:]}", "'a' is there twice"),
-        (header(data_offsets=None), "KeyError"),
+        ("{", "invalid JSON in header"),
+        ("[]", "invalid JSON in header"),
+        (header(dtype="F31"), "unknown variant `F31`"),
+        (header(dtype="C64", shape=[1]), "C64"),
+        (header(data_offsets=[-8, 0]), "integer `-8`"),
+        (header(shape=["2"]), 'string "2"'),
+        (header(shape=[3]), "invalid shape, data type, or offset"),
+        (header(shape=[1] * 33 + [2]), "a shape is no tuple, or too long"),
+        (header(shape=[1], data_offsets=[4, 8]), "invalid offset for tensor `a`"),
+        (header(shape=[1], data_offsets=[0, 4]), "file not fully covered"),
+        (header(shape=[4], data_offsets=[0, 16]), "file not fully covered"),
+        (f"{header()[:-1]},{header(shape=[1], data_offsets=[0, 4])[1:]}", "file not fully covered"),  # twice
+        (header(data_offsets=None), "missing field `data_offsets`"),
     ):
         file.write_bytes(len(content).to_bytes(8, "little") + content.encode() + b"\0" * 8)
         said = refused("inspect", tmp_path)
         assert words in said and str(file) in said, content
+        assert "is damaged" in said or "has the dtype C64" in said, content
 
 
 def test_an_index_of_other_files_is_an_error(tmp_path: Path) -> None:

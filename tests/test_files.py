@@ -40,6 +40,7 @@ from lwopt_backend.checkpoint.dcp import reader as dcp_reader
 from lwopt_backend.checkpoint.deepspeed import universal as write_universal
 from lwopt_backend.checkpoint.files import folders, pickles, torch_files
 from lwopt_backend.checkpoint.files import torch_files as zip_records
+from lwopt_backend.checkpoint.files.atomic import NEW
 from lwopt_backend.checkpoint.files.folders import read_pointer, write_folder
 from lwopt_backend.checkpoint.files.torch_saving import ALIGNMENT, save
 from lwopt_backend.checkpoint.megatron import dist_names
@@ -72,14 +73,7 @@ def filled(text: str, step: str = "step1") -> dict[str, str]:
     return {f"{step}/{name}": text for name in FILES}
 
 
-@pytest.fixture(params=["exchange", "move aside"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On file systems that exchange two names, and on those that do not."""
-    if request.param == "move aside":
-        monkeypatch.setattr(folders, "exchange", lambda one, other: False)
-
-
-def test_a_folder_and_its_pointer_are_written_once_and_replaced_only_by_force(tmp_path: Path, way: None) -> None:
+def test_a_folder_and_its_pointer_are_written_once_and_replaced_only_by_force(tmp_path: Path) -> None:
     write_folder(tmp_path / "step1", fill("1"), pointers={"latest": "step1"})
     assert content(tmp_path) == {"latest": "step1", **filled("1")}
     assert read_pointer(tmp_path / "latest") == tmp_path / "step1"
@@ -93,7 +87,7 @@ def test_a_folder_and_its_pointer_are_written_once_and_replaced_only_by_force(tm
     assert content(tmp_path) == {"latest": "step1", "file": "mine", **filled("2")}
 
 
-def test_what_cannot_be_written_leaves_everything_as_it_was(tmp_path: Path, way: None) -> None:
+def test_what_cannot_be_written_leaves_everything_as_it_was(tmp_path: Path) -> None:
     """The target that appears meanwhile, too."""
     write_folder(tmp_path / "step1", fill("1"), pointers={"latest": "step1"})
 
@@ -116,11 +110,10 @@ def test_what_cannot_be_written_leaves_everything_as_it_was(tmp_path: Path, way:
 
 def test_a_rename_that_fails_brings_the_old_folder_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_folder(tmp_path / "step1", fill("1"))
-    monkeypatch.setattr(folders, "exchange", lambda one, other: False)
     rename = Path.rename
 
     def fail_once(path: Path, target: Path) -> Path:
-        if path.name.endswith(folders.NEW):
+        if path.name.endswith(NEW):
             raise OSError("no space left on device")
         return rename(path, target)
 
@@ -134,7 +127,7 @@ def test_a_name_that_leads_elsewhere_or_to_nothing_is_refused(tmp_path: Path) ->
     pointer = tmp_path / "root" / "latest"
     for folder in ("root", "step1"):
         (tmp_path / folder).mkdir()
-    for name in ("..", ".", "", "a/b", "../step1", "/etc", "a\\b", f".step1.host.1.x{folders.OLD}"):
+    for name in ("..", ".", "", "a/b", "../step1", "/etc", "a\\b", f".step1.0123abcd{folders.OLD}"):
         pointer.write_text(name)
         with pytest.raises(CheckpointError, match="leads elsewhere"):
             read_pointer(pointer)
@@ -147,7 +140,7 @@ def test_a_name_that_leads_elsewhere_or_to_nothing_is_refused(tmp_path: Path) ->
             read_pointer(pointer)
 
 
-def test_what_gets_a_name_is_on_the_disk_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: None) -> None:
+def test_what_gets_a_name_is_on_the_disk_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen from below: what is flushed, and when names change."""
     write_folder(tmp_path / "step1", fill("1"))
     events: list[tuple[str, str]] = []
@@ -156,14 +149,13 @@ def test_what_gets_a_name_is_on_the_disk_before(tmp_path: Path, monkeypatch: pyt
         def call(*paths: Path) -> Any:
             done = real(*paths)
             parts = paths[-1].relative_to(tmp_path).parts
-            shown = str(Path(*("new" if part.endswith(folders.NEW) else part for part in parts)))
-            events.extend([(what, shown)] * (done is not False))
+            shown = str(Path(*("new" if part.endswith(NEW) else part for part in parts)))
+            events.append((what, shown))
             return done
 
         return call
 
-    monkeypatch.setattr(folders, "_flush", watched("flush", folders._flush))
-    monkeypatch.setattr(folders, "exchange", watched("rename", folders.exchange))
+    monkeypatch.setattr(folders, "flush", watched("flush", folders.flush))
     monkeypatch.setattr(Path, "rename", watched("rename", Path.rename))
     write_folder(tmp_path / "step1", fill("2"), force=True)
     place = events.index(("rename", "step1"))
@@ -171,27 +163,35 @@ def test_what_gets_a_name_is_on_the_disk_before(tmp_path: Path, monkeypatch: pyt
     assert events[place + 1] == ("flush", ".")
 
 
-def test_what_a_running_program_writes_is_left_alone(tmp_path: Path) -> None:
-    """And what is of another folder, whose name begins alike."""
-    others = [folders._aside(tmp_path / name, folders.NEW) for name in ("step1", "step1.more")]
-    for other in others:
-        other.mkdir()
-    write_folder(tmp_path / "step1", fill("1"))
-    assert {path.name for path in tmp_path.iterdir()} == {"step1", *(other.name for other in others)}
+def test_what_another_program_has_unfinished_is_removed_and_what_is_of_other_folders_is_left_alone(
+    tmp_path: Path,
+) -> None:
+    """The other program fails, and puts no part of a folder in place."""
+    other = folders.beside(tmp_path / "step1.more", NEW)
+    other.mkdir()
+
+    def overtaken(folder: Path) -> None:
+        fill("1")(folder)
+        write_folder(tmp_path / "step1", fill("2"))
+
+    with pytest.raises(CheckpointError, match="step1"):
+        write_folder(tmp_path / "step1", overtaken, force=True)
+    assert content(tmp_path) == filled("2") and {path.name for path in tmp_path.iterdir()} == {"step1", other.name}
 
 
 # A kill at any moment
 
-CHANGES = {"os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree", "ctypes.dlsym"}  # the last: an exchange
+CHANGES = {"os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree"}
 
 
 def killed(work: Callable[[], object], change: int) -> bool:
-    """Do it in a copy of this process, killed before the ``change``-th change to the disk; whether it came to that."""
+    """Do it in a copy of this process, killed before the ``change``-th change to the disk or flush; whether it was."""
     seen = 0
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
         nonlocal seen
-        if event in CHANGES or event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR):
+        flushes = event == "open" and arguments[1] is None  # by os.open
+        if event in CHANGES or flushes or event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR):
             seen += 1
             if seen >= change:  # with several threads a count may be lost
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -226,21 +226,17 @@ def lasting(folder: Path) -> dict[str, bytes]:
     return {name: data for name, data in files(folder).items() if not any(map(folders.is_temporary, Path(name).parts))}
 
 
-@pytest.mark.parametrize("there", ["nothing", "an empty folder", "another checkpoint", "another, moved aside"])
-def test_a_command_that_is_killed_leaves_the_old_checkpoint_or_the_new(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str
-) -> None:
-    """And where names cannot be exchanged the next command brings back the old."""
+@pytest.mark.parametrize("there", ["nothing", "an empty folder", "another checkpoint"])
+def test_a_command_that_is_killed_leaves_the_old_checkpoint_or_the_new(tmp_path: Path, there: str) -> None:
+    """Between two renames the old one is aside, and the next command brings it back."""
     source, other, root = tiny(tmp_path / "source", 1.0), tiny(tmp_path / "other", 2.0), tmp_path / "in"
     target = root / "further" / "to" if there == "nothing" else root / "to"
     anew = ("convert", source, f"{target}/", "--to", "universal", "--force")
-    if there == "another, moved aside":
-        monkeypatch.setattr(folders, "exchange", lambda one, other: False)
 
     def prepare() -> dict[str, bytes]:
         shutil.rmtree(root, ignore_errors=True)
         root.mkdir()
-        if there.startswith("another"):
+        if there == "another checkpoint":
             shutil.copytree(other, target)
         elif there == "an empty folder":
             target.mkdir()
@@ -252,7 +248,7 @@ def test_a_command_that_is_killed_leaves_the_old_checkpoint_or_the_new(
     possible = {"old": old, "new": new}
     if there == "an empty folder":
         possible["new without its pointer"] = {name: data for name, data in new.items() if "latest" not in name}
-    if there == "another, moved aside":
+    if there == "another checkpoint":
         possible["its pointer alone"] = {name: data for name, data in old.items() if "latest" in name}
     found = []
     for change in itertools.count(1):

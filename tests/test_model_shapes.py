@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import pickle
 import random
 import sys
@@ -271,16 +272,17 @@ def test_safetensors_are_read_from_their_header_alone_and_what_only_ends_so_is_a
     header = json.dumps({"w": {"dtype": "BF16", "shape": [2**20, 2**19], "data_offsets": [0, 2**40]}}).encode()
     path = tmp_path / "model.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(path, 8 + len(header) + 2**40)
     assert read_shapes(read_checkpoint(path)) == {"w": (2**20, 2**19)}
     for content, message in [
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 4976698672\n", "Git LFS"),
-        (b"", "found 0 bytes"),
-        ((4).to_bytes(8, "little") + b"[[[[", "something else"),
-        ((16).to_bytes(8, "little") + b'{"w": {"d": [] }', "something else"),
-        ((2).to_bytes(8, "little") + b"{}", "no floating-point tensor"),
+        (b"", "is damaged: .* too small"),
+        ((4).to_bytes(8, "little") + b"[[[[", "is damaged: .* invalid JSON"),
+        ((16).to_bytes(8, "little") + b'{"w": {"d": [] }', "is damaged: .* invalid JSON"),
+        ((2).to_bytes(8, "little") + b"{}", "expected .* no floating-point tensor"),
     ]:
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=rf"model\.safetensors: expected .*{message}"):
+        with pytest.raises(ValueError, match=rf"model\.safetensors:? .*{message}"):
             read_checkpoint(path)
 
 
@@ -440,7 +442,7 @@ def test_a_deepspeed_checkpoint_gives_the_whole_model_at_every_stage(
     for states in (folder / "universal").glob("*model_states.pt"):
         states.unlink()
     if stage == 3:  # which writes the parameters flat
-        with pytest.raises(ValueError, match=r"fp32\.pt: expected .* copy the \*_model_states\.pt files"):
+        with pytest.raises(ValueError, match=r"fp32\.pt holds a flat tensor .* copy the \*_model_states\.pt files"):
             read_checkpoint(folder)
     else:
         universal = read_checkpoint(folder)

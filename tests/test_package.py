@@ -165,7 +165,7 @@ Path("codes.json").write_text(json.dumps(codes))
 """
 PLANNED = "--shapes shapes.json --world-size 8"
 SUCCEED = (
-    *("--help", "rules", f"plan {PLANNED}", f"plan {PLANNED} --json", "simulate --shapes shapes.json --world-sizes 8"),
+    *("--help", "rules", f"plan {PLANNED}", f"plan {PLANNED} --json"),
     "calibrate --shapes shapes.json --max-seconds 0.05 --output cost.json",
     f"plan {PLANNED} --engine fsdp2 --cost cost.json",
     *(f"convert trained {target} --to {target}" for target in ("universal", "dcp", "owned", "safetensors")),
@@ -175,7 +175,6 @@ SUCCEED = (
 NEED_AN_EXTRA = {
     f"plan {PLANNED} --png plan.png": "matplotlib",
     f"plan {PLANNED} --html plan.html": "matplotlib",
-    "simulate --shapes shapes.json --world-sizes 8 --png systems.png": "matplotlib",
     "plan --hf config.json --world-size 8": "transformers",
 }
 

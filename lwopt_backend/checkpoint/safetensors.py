@@ -4,20 +4,23 @@
     model-00001-of-00002.safetensors, ...             and
     model.safetensors.index.json                      {"metadata": {"total_size": bytes}, "weight_map": {name: file}}
 
-A file: length of the header (8 bytes), header (JSON; dtype, shape and place of each tensor), tensors. Format:
-https://github.com/huggingface/safetensors#format
+A file: length of the header (8 bytes), header (JSON; dtype, shape and place of each tensor), tensors. The library would
+need all tensors of a file in memory; here one is at a time. Format: https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyTensor, Param, read_as_expected
@@ -110,16 +113,15 @@ def _bytes(tensor: Tensor) -> memoryview:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-# Reads weights that lie in a folder as safetensors, as ``safetensors.writer`` and Hugging Face's libraries write them.
+# Reads weights that lie in a folder as safetensors, as Hugging Face's libraries and the writer above leave them.
 #
 #     model.safetensors, or files that model.safetensors.index.json names    weights and buffers
 #     config.json, where there is one                                       how the model was built
 #
-# The format has no checksums: what a damaged file shows is that its header does not fit its size. It has no optimizer
-# state either. Format: https://github.com/huggingface/safetensors#format
+# The library reads the header. It has no checksums: what a damaged file shows is that its header does not fit its size.
+# Elements are read from the file, as the library would map all of it, for which large files lack memory.
 
 ONE_FILE, CONFIG = "model.safetensors", "config.json"
-MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 _DTYPES = {word: dtype for dtype, word in DTYPES.items()}
 
 
@@ -146,62 +148,59 @@ def _read(path: Path) -> Checkpoint:
     )
 
 
-def load(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of one file, each read when it is needed. Raises CheckpointError unless header and size agree."""
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor of a file: its dtype by the format's word, and the byte at which it begins."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+
+def entries(path: Path) -> list[Entry]:
+    """The tensors of one file as they lie in it, from its header alone. Raises CheckpointError for a damaged one."""
     try:
+        with safe_open(path, framework="numpy") as file:
+            slices = [(name, file.get_slice(name)) for name in file.offset_keys()]
+            tensors = [(name, each.get_dtype(), shape_of(each.get_shape())) for name, each in slices]
         nbytes = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if nbytes < 8 or length > min(nbytes - 8, MOST_HEADER_BYTES):
-                raise CheckpointError(
-                    f"{path} is damaged: its {nbytes} bytes do not begin with a header's length; copy it again"
-                )
-            header = file.read(length)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}; copy all files of {path.parent}") from error
-    try:
-        entries = _object(header)
-        entries.pop("__metadata__", None)
-        found = {name: _tensor(path, name, entry, 8 + length) for name, entry in entries.items()}
-        _check_places(entries, nbytes - 8 - length)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        what = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{path} is damaged: its header is wrong ({what}); copy it again") from error
-    return found
+    except (SafetensorError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is damaged: {error}; copy or download it again (a Git LFS pointer has some 130 bytes)"
+        ) from error
+    found: list[Entry] = []
+    end = nbytes  # tensors follow each other up to the end of the file, as the library has made sure
+    for name, dtype, shape in reversed(tensors):
+        end -= math.prod(shape) * _bits(dtype) // 8
+        found.append(Entry(name, dtype, shape, end))
+    return found[::-1]
 
 
-def _tensor(path: Path, name: str, entry: Mapping[str, Any], start: int) -> LazyTensor:
-    """One of a header's entries; ``start`` is where tensors begin. Raises ValueError, TypeError, KeyError."""
-    if entry["dtype"] not in _DTYPES:
-        raise ValueError(f"{name!r} has the unknown dtype {entry['dtype']!r}")
-    dtype, (begin, end) = _DTYPES[entry["dtype"]], entry["data_offsets"]
-    try:
-        shape, _ = shape_of(entry["shape"]), shape_of((begin, end))
-    except ValueError as error:
-        said = f"shape and place of {name!r} are {entry['shape']} and {entry['data_offsets']}"
-        raise ValueError(said[:300]) from error
-    if end - begin != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{name!r} has {end - begin} bytes, but {entry['dtype']} of shape {list(shape)}")
-    where = f"{name} in {path}"
+def _bits(dtype: str) -> int:
+    """Of an element, which the format's words tell: F32, BF16, F8_E4M3."""
+    return 8 if dtype == "BOOL" else int(re.findall(r"\d+", dtype)[0])
+
+
+def load(path: Path) -> dict[str, LazyTensor]:
+    """The tensors of one file, each read when it is needed. Raises CheckpointError for what is damaged or unknown."""
+    return {entry.name: _tensor(path, entry) for entry in entries(path)}
+
+
+def _tensor(path: Path, entry: Entry) -> LazyTensor:
+    where = f"{entry.name} in {path}"
+    if entry.dtype not in _DTYPES:
+        raise CheckpointError(f"{where} has the dtype {entry.dtype}; known are {', '.join(_DTYPES)}")
+    dtype = _DTYPES[entry.dtype]
 
     def part(first: int, sizes: tuple[int, ...]) -> Tensor:
         strides = tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
-        return torch_files.read_strided(path, start + begin + first * dtype.itemsize, sizes, strides, dtype, where)
+        return torch_files.read_strided(path, entry.start + first * dtype.itemsize, sizes, strides, dtype, where)
 
+    shape = entry.shape
     return LazyTensor(shape, dtype, lambda: part(0, shape), where, lambda first, stop: part(first, (stop - first,)))
-
-
-def _check_places(entries: Mapping[str, Mapping[str, Any]], nbytes: int) -> None:
-    """Raises ValueError unless tensors follow each other without a gap up to the end of the file."""
-    at = 0
-    for begin, end in sorted(tuple(entry["data_offsets"]) for entry in entries.values()):
-        if begin != at:
-            raise ValueError(f"a tensor begins at byte {begin}, but the one before it ends at {at}")
-        at = end
-    if at != nbytes:
-        raise ValueError(f"tensors take {at} bytes, but the file has {nbytes} for them")
 
 
 def _indexed(path: Path) -> dict[str, LazyTensor]:

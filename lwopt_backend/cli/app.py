@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import typer
 
 from lwopt_backend.cli.checkpoints import convert, diff, inspect
-from lwopt_backend.cli.plan import plan
+from lwopt_backend.cli.plan import calibrate, plan
 from lwopt_backend.cli.rules import rules
-from lwopt_backend.cli.simulate import calibrate, simulate
 
 app = typer.Typer(
     name="lwopt",
@@ -18,15 +18,15 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (plan, simulate, calibrate, convert, inspect, diff):
+for command in (plan, calibrate, convert, inspect, diff):
     app.command(no_args_is_help=True)(command)
 app.command()(rules)
 
 
-def main() -> None:
+def main(commands: Callable[[], None] = app) -> None:
     """Run a command; what a user can mend is one line and exit code 2, not a traceback."""
     try:
-        app()
+        commands()
     except (ValueError, OSError, ImportError, MemoryError) as error:
         sys.stdout.flush()
         said = "not enough memory" if isinstance(error, MemoryError) else error

@@ -1,13 +1,15 @@
-"""Options of ``lwopt plan`` as the engine's own options."""
+"""``lwopt plan``: what a step would cost, before a cluster is booked; ``lwopt calibrate`` makes its table."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import Progress
 
 from lwopt_backend.cli import inputs
 from lwopt_backend.plan.layouts import SUB_GROUP_SIZE
@@ -17,9 +19,6 @@ if TYPE_CHECKING:
     from lwopt_backend.planner.document import Alternative
     from lwopt_backend.planner.models import ModelShapes
     from lwopt_backend.planner.study import Study
-
-
-# ``lwopt plan``: what a step would cost, before a cluster is booked.
 
 
 def plan(
@@ -61,15 +60,8 @@ def plan(
     from lwopt_backend.planner.setting import Setting, cluster_named
     from lwopt_backend.planner.study import Deployment, plan_study
 
-    named = {
-        "include": tuple(include) if include else None,
-        "exclude": tuple(exclude) if exclude else None,
-        "layout": layout and layout.value,
-        "bucket_mb": bucket_mb,
-        "bucket_numel": bucket_numel,
-        "group_size": group_size_of(group_size),
-        "policy": policy and policy.value,
-    }
+    named = {"include": include, "exclude": exclude, "layout": layout, "bucket_mb": bucket_mb, "policy": policy}
+    named |= {"bucket_numel": bucket_numel, "group_size": group_size_of(group_size)}
     setting = Setting.of(
         engine.value,
         cluster_named(cluster),
@@ -80,43 +72,46 @@ def plan(
         sub_group_size=sub_group_size,
     )
     model = inputs.read_model(hf, checkpoint, shapes, setting.training)
-    messages = Console(stderr=True)
-    with messages.status("planning"):
+    with Console(stderr=True).status("planning"):
         study = plan_study(model, Deployment(world_size, tp, pp, ep), setting, experts=experts)
-    wanted = what_if if what_if is not None else not as_json
-    rows = _what_if(study, messages) if wanted else []
+    rows = _what_if(study) if (not as_json if what_if is None else what_if) else []
     content = document(study, source=model.source, rows=rows)
-    if html or png:
-        _draw(content, html, png)
+    _draw(content, html, png, lambda console: _print(console, model, study, rows))
     if as_json:
         typer.echo(json.dumps(content))
     else:
-        _print(model, study, rows)
+        _print(None, model, study, rows)
 
 
-def _what_if(study: Study, messages: Console) -> list[Alternative]:
-    """Rows for the first buffer of the stage that is shown."""
-    from lwopt_backend.planner.document import alternatives
-
-    planned = next(each for each in study.worst.planned if each.part is not None)
-    with messages.status("what if") as status:
-        return list(alternatives(planned, study.setting, lambda what: status.update(f"what if: {what}")))
-
-
-def _draw(content: dict[str, object], html: Path | None, png: Path | None) -> None:
+def _draw(content: dict[str, Any], html: Path | None, png: Path | None, show: Callable[[Console], None]) -> None:
+    """Write the report, with what ``show`` prints, and the picture; what is None is not written."""
+    if html is None and png is None:
+        return
+    from lwopt_backend.cli import tables
     from lwopt_backend.pictures import save_html, save_plan_png  # matplotlib is an extra, and slow to import
 
     if html:
-        save_html(content, html)
+        page = tables.recording()
+        show(page)
+        save_html(content, page, html)
     if png:
         save_plan_png(content, png)
 
 
-def _print(model: ModelShapes, study: Study, rows: list[Alternative]) -> None:
+def _what_if(study: Study) -> list[Alternative]:
+    """Rows for the first buffer of the stage that is shown."""
+    from lwopt_backend.planner.document import alternatives
+
+    planned = next(each for each in study.worst.planned if each.part is not None)
+    with Console(stderr=True).status("what if") as status:
+        return list(alternatives(planned, study.setting, lambda what: status.update(f"what if: {what}")))
+
+
+def _print(console: Console | None, model: ModelShapes, study: Study, rows: list[Alternative]) -> None:
     from lwopt_backend.cli import tables
     from lwopt_backend.report import routing_headline, routing_table, show_digest
 
-    console = tables.terminal()
+    console = console or tables.terminal()
     console.print(f"Model: {model.source}")
     for sentence in (*model.notes, *routing_headline(study.routes)):
         console.print(sentence)
@@ -130,3 +125,52 @@ def _print(model: ModelShapes, study: Study, rows: list[Alternative]) -> None:
     if rows:
         console.print(tables.what_if_table(study.worst.parts[0].name, rows))
     show_digest(console, study.digest)
+
+
+# ``lwopt calibrate``: how long Newton-Schulz takes on this device, for plans that go by it.
+
+
+def calibrate(
+    hf: inputs.HuggingFace = None,
+    checkpoint: inputs.Checkpoint = None,
+    shapes: inputs.Shapes = None,
+    include: inputs.Include = None,
+    exclude: inputs.Exclude = None,
+    device: Annotated[str | None, typer.Option(help="Default: the accelerator, or the CPU.")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    steps: Annotated[int, typer.Option(min=1, help="Newton-Schulz iterations.")] = 5,
+    max_seconds: Annotated[float, typer.Option(min=0.01, help="For one shape; a slower one is not timed.")] = 10.0,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Default: a file in the user's cache folder.")
+    ] = None,
+) -> None:
+    """Time every shape of a model on this device, once, and keep the table for `lwopt plan --cost measured`."""
+    import torch
+
+    from lwopt_backend.planner import calibrate as timing
+    from lwopt_backend.planner.models import Training
+
+    if dtype not in ("bfloat16", "float32"):
+        raise ValueError(f"--dtype: expected bfloat16 or float32, found {dtype!r}")
+    training = Training.routed(include or (), exclude or ())
+    model = inputs.read_model(hf, checkpoint, shapes, training)
+    wanted = {block.shape for divided in model.divided.values() for block in divided.blocks}
+    if not wanted:
+        raise ValueError(f"{model.source}: there is no matrix to time")
+    on = torch.device(device) if device else inputs.own_device()
+    console = Console(highlight=False, markup=False)
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task("timing", total=None)
+
+        def progress(done: int, total: int, line: str) -> None:
+            console.print(line)
+            bar.update(task, total=total, completed=done)
+
+        table = timing.calibrate(
+            wanted, device=on, dtype=getattr(torch, dtype), steps=steps, max_seconds=max_seconds, progress=progress
+        )
+    for short, long in table.unmeasured(wanted):
+        console.print(f"{short} x {long}: too slow to time; a plan scales it by flops from the nearest that was timed")
+    path = output or timing.default_path(on)
+    timing.write_cost_table(table, path)
+    console.print(f"{len(table.seconds)} measurements on {table.device} in {path}")

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from enum import Enum
+from typing import Any
 
 import yaml
 
 from lwopt_backend.planner.setting import ENGINES
-
-if TYPE_CHECKING:
-    pass
-
 
 OF_OWNED_STORAGE = ("storage", "layout", "bucket_mb", "group_size")  # fields of ZeROConfig that are for engine owned
 
@@ -27,7 +24,7 @@ def engine_options(engine: str, named: Mapping[str, Any], more: Sequence[str]) -
 
     Raises ValueError for one that this engine does not have, that is given twice, or that cannot be read.
     """
-    options = {key: value for key, value in named.items() if value is not None}
+    options = {key: _plain(value) for key, value in named.items() if value not in (None, [])}
     for key in options:
         if key not in fields_of(engine):
             engines = [name for name in ENGINES if key in fields_of(name)]
@@ -41,6 +38,11 @@ def engine_options(engine: str, named: Mapping[str, Any], more: Sequence[str]) -
             raise ValueError(f"--option {text!r}: {key!r} is given twice")
         options[key] = value
     return options
+
+
+def _plain(value: Any) -> Any:
+    """A choice of the command line as its word, several globs as a tuple."""
+    return value.value if isinstance(value, Enum) else tuple(value) if isinstance(value, list) else value
 
 
 def group_size_of(text: str | None) -> int | None:

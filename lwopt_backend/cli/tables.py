@@ -1,7 +1,8 @@
-"""What ``lwopt plan`` and ``lwopt simulate`` print."""
+"""What ``lwopt plan`` prints."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -13,7 +14,6 @@ from lwopt_backend.planner.document import Alternative
 from lwopt_backend.planner.part import Part
 from lwopt_backend.planner.setting import Setting
 from lwopt_backend.planner.study import Stage, Study
-from lwopt_backend.planner.systems import Figure, Validated
 from lwopt_backend.report import WIDTH_WITHOUT_TERMINAL, nbytes, shown_ranks
 
 NONE = "–"
@@ -24,6 +24,11 @@ def terminal() -> Console:
     """Standard output, wide enough for the tables where it is not a terminal. Names are printed as they are."""
     console = Console(highlight=False, markup=False)
     return console if console.is_terminal else Console(width=WIDTH_WITHOUT_TERMINAL, highlight=False, markup=False)
+
+
+def recording() -> Console:
+    """A console that keeps what it prints, for a page."""
+    return Console(record=True, file=io.StringIO(), width=WIDTH_WITHOUT_TERMINAL, highlight=False, markup=False)
 
 
 def headline(study: Study) -> list[str]:
@@ -133,43 +138,10 @@ def what_if_table(name: str, rows: Sequence[Alternative]) -> Table:
         times = (row.time.compute, row.time.wire, row.time.total)
         table.add_row(
             row.what,
-            NONE if row.buckets is None else str(row.buckets),
-            NONE if row.padding is None else f"{row.padding:.2%}",
-            NONE if row.flops_imbalance is None else f"{row.flops_imbalance:.3f}",
+            str(row.buckets),
+            f"{row.padding:.2%}",
+            f"{row.flops_imbalance:.3f}",
             *(f"{1e3 * seconds:.4g}" for seconds in times),
-            NONE if row.memory is None else nbytes(row.memory),
+            nbytes(row.memory),
         )
-    return table
-
-
-def simulate_table(figures: Sequence[Figure]) -> Table:
-    """One row per system and number of ranks."""
-    table = Table()
-    table.add_column("ranks", justify="right")
-    table.add_column("system")
-    for heading in ("work ms", "wire ms", "latency ms", "step ms", "peak", "work done / needed"):
-        table.add_column(heading, justify="right")
-    table.add_column("how")
-    last = None
-    for figure in figures:
-        if last is not None and last != figure.ranks:
-            table.add_section()
-        time = figure.time
-        cells = (f"{1e3 * seconds:.4g}" for seconds in (time.compute, time.wire, time.latency, time.total))
-        ranks = str(figure.ranks) if last != figure.ranks else ""
-        table.add_row(ranks, figure.system, *cells, nbytes(figure.memory), f"{figure.work_ratio:.3g}", figure.detail)
-        last = figure.ranks
-    return table
-
-
-def validation_table(rows: Sequence[Validated]) -> Table:
-    """Modelled beside measured."""
-    table = Table()
-    table.add_column("system")
-    for heading in ("work ms", "wire ms", "latency ms", "modelled ms", "measured ms", "modelled / measured"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        time = row.modelled
-        seconds = (time.compute, time.wire, time.latency, time.total, row.measured)
-        table.add_row(row.system, *(f"{1e3 * each:.4g}" for each in seconds), f"{row.ratio:.2f}")
     return table

@@ -9,7 +9,6 @@ except ImportError as missing:
         f"pictures and HTML reports need matplotlib ({missing}); install it with: {install_command('matplotlib')}"
     ) from missing
 
-from lwopt_backend.pictures.html import save_html
-from lwopt_backend.pictures.panels import draw_plan, draw_systems, save_plan_png, save_systems_png
+from lwopt_backend.pictures.panels import draw_plan, save_html, save_plan_png
 
-__all__ = ["draw_plan", "draw_systems", "save_html", "save_plan_png", "save_systems_png"]
+__all__ = ["draw_plan", "save_html", "save_plan_png"]

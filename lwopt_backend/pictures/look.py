@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import io
 import math
-import os
-import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import matplotlib.style
 from matplotlib.axes import Axes
@@ -37,7 +34,6 @@ class Unit:
 
 TIME_UNITS = (Unit("ms", 1e-3), Unit("µs", 1e-6), Unit("ns", 1e-9))
 BYTE_UNITS = (Unit("GiB", 2**30), Unit("MiB", 2**20), Unit("KiB", 2**10))
-SI_PREFIXES = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0), ("m", 1e-3), ("µ", 1e-6))
 
 
 def byte_unit(largest: float) -> Unit:
@@ -74,12 +70,6 @@ def percent(value: float | None) -> str:
     return NONE if value is None else f"{value:,.1f}"
 
 
-def rate(value: float, unit: str) -> str:
-    """With a decimal prefix, as rates are quoted: ``400 TFLOP/s``."""
-    prefix, size = next((pair for pair in SI_PREFIXES if value >= pair[1] * 0.9995), SI_PREFIXES[-1])
-    return f"{value / size:.3g} {prefix}{unit}"
-
-
 def one_line(text: object, most: int = 10_000) -> str:
     """Printable text on one line; what is longer than ``most`` loses its middle. Line breaks become spaces."""
     line = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(str(text).split()))
@@ -93,7 +83,6 @@ def one_line(text: object, most: int = 10_000) -> str:
 PARAMETERS, GRADIENTS, WORK = "#0072b2", "#e69f00", "#009e73"
 MASTERS, STATE, PADDING, WORKSPACE = "#56b4e9", "#cc79a7", "#a3a9b1", "#d55e00"
 WARNING = "#d1242f"
-# Colours that change in dark mode; a colour of a thing must not equal one of them.
 INK, MUTED, RULE, PAPER = "#1f2328", "#5f6771", "#d0d7de", "#ffffff"
 
 STYLE = {
@@ -117,8 +106,6 @@ STYLE = {
     "ytick.labelsize": 9,
     "ytick.major.size": 0,
     "figure.dpi": 100,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "lwopt",
 }
 OUTDENT = 0.45  # inches from a caption to its axes, room for the scale
 LINE_POINTS = 13.0  # from one label's line to the next
@@ -193,12 +180,9 @@ def spread(heights: Sequence[float], gap: float) -> list[float]:
     return [min(max(height, 0.0), highest) + index * gap for index, height in enumerate(wanted)]
 
 
-# Figures as PNG and SVG, and files that are written whole or not at all.
+# Figures as PNG.
 
 DPI = 140
-# Colours that a page sets by its mode; the names are those of the report's style sheet.
-PAGE_COLORS = {INK: "var(--ink)", MUTED: "var(--muted)", RULE: "var(--rule)", PAPER: "var(--card)"}
-NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 
 def png(figure: Figure) -> bytes:
@@ -209,38 +193,9 @@ def png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def inline_svg(figure: Figure, name: str) -> str:
-    """The figure as an ``<svg>`` element for an HTML page, transparent, its ids beginning with ``name``.
-
-    Texts stay texts and take the page's font. Equal figures give equal strings.
-    """
-    buffer = io.StringIO()
-    with _saving():
-        figure.savefig(buffer, format="svg", transparent=True, metadata=NO_METADATA)
-    text = buffer.getvalue()
-    svg = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", text[text.index("<svg") :], count=1, flags=re.DOTALL)
-    svg = svg.replace(' xmlns:xlink="http://www.w3.org/1999/xlink"', "").replace("xlink:href=", "href=")
-    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{name}-", svg)
-    for color, variable in PAGE_COLORS.items():
-        svg = re.sub(rf"(fill|stroke): {color}", rf"\1: {variable}", svg)
-    return svg.strip()
-
-
 @contextmanager
 def _saving() -> Iterator[None]:
     """A name may hold letters that the font lacks; a PNG shows boxes for them, which is no reason to warn."""
     with look(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         yield
-
-
-def write_whole(path: str | Path, content: bytes) -> None:
-    """Write a file so that nobody sees half of it; if that fails, what was there before stays. Makes its folder."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from rich.console import Console
 
+from lwopt_backend.checkpoint.files.atomic import write_whole
 from lwopt_backend.pictures.look import (
     GRADIENTS,
     INK,
@@ -38,18 +41,15 @@ from lwopt_backend.pictures.look import (
     png,
     ratio,
     time_unit,
-    write_whole,
 )
-from lwopt_backend.planner.systems import Figure as SystemFigure
 
 
 @dataclass(frozen=True, slots=True)
 class KeyNumber:
-    """A number, what it is, and a few words on where it comes from."""
+    """A number, and what it is."""
 
     name: str
     value: str
-    note: str
     is_bad: bool = False
 
 
@@ -70,42 +70,14 @@ def deployment_words(document: Mapping[str, Any]) -> str:
 def key_numbers(document: Mapping[str, Any]) -> list[KeyNumber]:
     """Busiest rank over mean, padding, modelled step, peak memory, buckets, groups."""
     peak, owned = document["peak_bytes"], document["cluster"]["memory_bytes"]
-    unit = byte_unit(peak)
     return [
-        KeyNumber("busiest rank / mean", ratio(document["flops_imbalance"]), f"work counted by {document['cost']}"),
-        KeyNumber("padding", f"{percent(document['padding_pct'])} %", f"of {_elements(document['numel'])}"),
-        KeyNumber(
-            "modelled step",
-            time_unit(document["seconds"]).named(document["seconds"]),
-            _added(document["seconds_parts"]),
-        ),
-        KeyNumber("peak memory", unit.named(peak), _memory_words(owned), bool(owned) and peak > owned),
-        KeyNumber("buckets", count(document["buckets"]), f"{count(len(document['matrices']))} matrices"),
-        KeyNumber("group size", count(document["group_size"]), _groups(document)),
+        KeyNumber("busiest rank / mean", ratio(document["flops_imbalance"])),
+        KeyNumber("padding", f"{percent(document['padding_pct'])} %"),
+        KeyNumber("modelled step", time_unit(document["seconds"]).named(document["seconds"])),
+        KeyNumber("peak memory", byte_unit(peak).named(peak), 0 < owned < peak),
+        KeyNumber("buckets", count(document["buckets"])),
+        KeyNumber("group size", count(document["group_size"])),
     ]
-
-
-def _elements(numel: int) -> str:
-    return f"{numel / 1e9:,.2f} G elements" if numel >= 1e8 else f"{numel / 1e6:,.2f} M elements"
-
-
-def _added(seconds: Mapping[str, float]) -> str:
-    unit = time_unit(sum(seconds.values()))
-    work, wire, latency = (unit.text(seconds[name]) for name in ("compute", "wire", "latency"))
-    return f"{work} work + {wire} wire + {latency} latency"
-
-
-def _memory_words(owned: float) -> str:
-    return f"of {byte_unit(owned).named(owned)} per rank" if owned else "per rank"
-
-
-def _groups(document: Mapping[str, Any]) -> str:
-    """Instances of each buffer's group."""
-    parts = document["parts"]
-    words = [f"{part['instances']:,} instance{'s' if part['instances'] > 1 else ''}" for part in parts]
-    if len(parts) == 1:
-        return words[0]
-    return ", ".join(f"{one_line(p['name'], 20)} {p['group_size']:,} × {p['instances']:,}" for p in parts)
 
 
 # Two panels over the ranks of a stage, busiest rank first in both: modelled work, and memory by kind.
@@ -400,6 +372,37 @@ def save_plan_png(document: Mapping[str, Any], path: str | Path) -> None:
     write_whole(path, png(draw_plan(document)))
 
 
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>{title}: plan</title>
+<style>
+body {{ margin: 24px; color: #1f2328; background: #ffffff; }}
+img {{ max-width: 1180px; width: 100%; }}
+pre {{ font: 13px/1.3 ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; }}
+</style>
+</head>
+<body>
+<img alt="The plan in one picture" src="data:image/png;base64,{picture}">
+<pre>{printed}</pre>
+</body>
+</html>
+"""
+
+
+def html_report(document: Mapping[str, Any], console: Console) -> str:
+    """A page that needs nothing else: the plan's picture, and below it what the recording ``console`` has printed."""
+    picture = base64.b64encode(png(draw_plan(document))).decode()
+    printed = console.export_html(code_format="{code}", inline_styles=True, clear=False)
+    return PAGE.format(title=escape(one_line(document["source"])), picture=picture, printed=printed)
+
+
+def save_html(document: Mapping[str, Any], console: Console, path: str | Path) -> None:
+    """Write ``html_report``, whole or not at all. What is no text in UTF-8 becomes a question mark."""
+    write_whole(path, html_report(document, console).encode(errors="replace"))
+
+
 def _headline(figure: Figure, document: Mapping[str, Any]) -> None:
     """Source, deployment, and the key numbers in a row."""
     down = figure.get_size_inches()[1]
@@ -412,77 +415,3 @@ def _headline(figure: Figure, document: Mapping[str, Any]) -> None:
             across, 1 - 1.08 / down, key.value, fontsize=14, weight="bold", color=WARNING if key.is_bad else INK
         )
         figure.text(across, 1 - 1.27 / down, key.name, color=MUTED, fontsize=9)
-
-
-# Systems compared over world sizes: modelled step and peak memory, one line each.
-
-SYSTEMS_WIDTH, HEIGHT = 12.4, 4.55  # inches
-OURS = "ours"
-COLORS = (WORKSPACE, GRADIENTS, PARAMETERS, MASTERS, STATE, PADDING)  # of the others, in their order; again if more
-SYSTEM_DASHES = ("-", (0, (5, 1.5)), (0, (1, 1.2)), "-", (0, (5, 1.5)), (0, (1, 1.2)))
-Lines = dict[str, list[tuple[int, float]]]
-
-
-def draw_systems(figures: Sequence[SystemFigure], *, headline: str = "One optimizer step, modelled") -> Figure:
-    """Step time and peak memory over ranks, both scales logarithmic; ours is the broad line. Raises without figures."""
-    if not figures:
-        raise ValueError("there is no system to draw: expected at least one figure")
-    seconds = _lines([(f.system, f.ranks, f.time.total) for f in figures])
-    memory = _lines([(f.system, f.ranks, float(f.memory)) for f in figures])
-    time, size = time_unit(max(f.time.total for f in figures)), byte_unit(max(f.memory for f in figures))
-    with look():
-        figure = Figure(figsize=(SYSTEMS_WIDTH, HEIGHT))
-        figure.text(0.4 / SYSTEMS_WIDTH, 1 - 0.38 / HEIGHT, one_line(headline, 80), fontsize=15, weight="bold")
-        _draw(panel(figure, 0.85, 1.15, 3.05, 2.75), seconds, time, "Step", "work + wire + latency, not overlapped")
-        _draw(panel(figure, 6.9, 1.15, 3.05, 2.75), memory, size, "Peak memory per rank", "matrices only")
-    return figure
-
-
-def save_systems_png(
-    figures: Sequence[SystemFigure], path: str | Path, *, headline: str = "One optimizer step, modelled"
-) -> None:
-    """Write ``draw_systems`` as a PNG, whole or not at all."""
-    write_whole(path, png(draw_systems(figures, headline=headline)))
-
-
-def _lines(points: Sequence[tuple[str, int, float]]) -> Lines:
-    """Per system, (ranks, amount) by ranks."""
-    lines: Lines = {}
-    for system, ranks, amount in points:
-        lines.setdefault(system, []).append((ranks, amount))
-    return {system: sorted(line) for system, line in lines.items()}
-
-
-def _draw(axes: Axes, lines: Lines, unit: Unit, title: str, below: str) -> None:
-    """All lines of one panel, their names at their ends; of lines that coincide all stay visible."""
-    others = [system for system in lines if system != OURS]
-    labels = []
-    for system, line in lines.items():
-        ours = system == OURS
-        number = 0 if ours else others.index(system)
-        color, dashes = (
-            (WORK, "-") if ours else (COLORS[number % len(COLORS)], SYSTEM_DASHES[number % len(SYSTEM_DASHES)])
-        )
-        ranks, amounts = zip(*((ranks, amount / unit.size) for ranks, amount in line))
-        width, order = (5.0, 2) if ours else (1.5, 3 if dashes == "-" else 4)
-        axes.plot(ranks, amounts, "o", ls=dashes, lw=width, ms=width + 1.5, color=color, label=system, zorder=order)
-        labels.append(EndLabel(amounts[-1], f"{one_line(system, 24)}  {unit.text(line[-1][1])}", color, ours))
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    _ticks(axes, sorted({ranks for line in lines.values() for ranks, _ in line}))
-    end_labels(axes, labels)
-    caption(axes, title, f"{unit.name}, {below}")
-
-
-def _ticks(axes: Axes, ranks: Sequence[int]) -> None:
-    """Plain numbers on both scales."""
-    axes.set_xlim(ranks[0] / 1.12, ranks[-1] * 1.12)
-    shown = ranks[:: -(-len(ranks) // 10)]
-    axes.set_xticks(shown, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in shown])
-    axes.xaxis.set_minor_locator(NullLocator())
-    low, high = axes.get_ylim()
-    axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5) if high / low < 300 else (1,), numticks=12))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    axes.set_xlabel("data-parallel ranks")
-    axes.grid()

@@ -8,13 +8,13 @@ import platform
 import re
 import statistics
 import time
-import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from lwopt_backend.checkpoint.files.atomic import write_whole
 from lwopt_backend.config.registry import MuonOptions
 from lwopt_backend.plan.cost import RULE, CostTable, Shape, newton_schulz_flops
 from lwopt_backend.rules import newton_schulz
@@ -144,15 +144,5 @@ def default_path(device: torch.device | str) -> Path:
 
 
 def write_cost_table(table: CostTable, path: str | Path) -> None:
-    """Write the file whole or not at all: a reader, or a crash half-way, finds the old one. Makes its folder."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with temporary.open("x", encoding="utf-8") as file:
-            file.write(table.to_json())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    """Write the file whole or not at all. Makes its folder."""
+    write_whole(path, table.to_json().encode())

@@ -1,4 +1,4 @@
-"""What else could be chosen, and what it would cost: other layouts, group and bucket sizes, and other systems."""
+"""What else could be chosen, and what it would cost: other layouts, group and bucket sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from lwopt_backend.plan.cost import StepTime, max_min_squared
 from lwopt_backend.planner.part import Part, Planned
 from lwopt_backend.planner.setting import Setting
 from lwopt_backend.planner.study import Stage, Study, plan_share
-from lwopt_backend.planner.systems import compare
 
 OTHER_GROUPS = 2  # group sizes besides all ranks and the chosen one
 ONE_BUCKET_MB = 2.0**40
@@ -20,21 +19,21 @@ ONE_BUCKET_MB = 2.0**40
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """One row: what would be different, and the same matrices' figures then. None where a figure does not apply."""
+    """One row: what would be different, and the same matrices' figures then."""
 
     what: str
-    buckets: int | None
-    padding: float | None
-    flops_imbalance: float | None
+    buckets: int
+    padding: float
+    flops_imbalance: float
     time: StepTime
-    memory: int | None
+    memory: int
 
 
 Progress = Callable[[str], None]
 
 
 def alternatives(planned: Planned, setting: Setting, progress: Progress = lambda what: None) -> Iterator[Alternative]:
-    """Rows for the matrices of ``planned``: the chosen plan first, owned storage with other options, other systems.
+    """Rows for the matrices of ``planned``: the chosen plan first, then owned storage with other options.
 
     ``progress`` is told what is planned next. Raises ValueError if it has no matrix.
     """
@@ -47,8 +46,6 @@ def alternatives(planned: Planned, setting: Setting, progress: Progress = lambda
         other = plan_share(planned.name, planned.shared, part.ranks, setting.owned(**options), planned.base)
         assert other.part is not None
         yield _row(what, other.part)
-    for figure in compare(part, setting)[1:]:
-        yield Alternative(f"{figure.system}: {figure.detail}", None, None, None, figure.time, figure.memory)
 
 
 def _choices(part: Part, setting: Setting) -> list[tuple[str, dict[str, Any]]]:

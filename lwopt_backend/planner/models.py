@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import zipfile
@@ -11,9 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lwopt_backend.checkpoint import safetensors
 from lwopt_backend.checkpoint.contents import LONGEST_NAME, LazyTensor, read_as_expected
 from lwopt_backend.checkpoint.dcp.reader import METADATA, DcpFolder
-from lwopt_backend.checkpoint.deepspeed.files import MODEL, model_files, names_in, tag_of
+from lwopt_backend.checkpoint.deepspeed.files import MODEL, model_files, names_in, read_model_states, tag_of
+from lwopt_backend.checkpoint.deepspeed.universal import state_in
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.folders import check_links
 from lwopt_backend.checkpoint.megatron import dist as megatron_dist
@@ -74,15 +75,7 @@ def _nested(tensors: Mapping[str, Stored], paths: Mapping[str, tuple[Any, ...]])
     return tree
 
 
-# Names and shapes of a DeepSpeed checkpoint, as DeepSpeed 0.19.8 writes it. DeepSpeed itself is not needed.
-#
-# ::
-#
-#     latest                                      the name of the newest tag
-#     global_step100/                             a tag
-#       mp_rank_00_model_states.pt                  stages 0-2: "module", whole
-#       zero_pp_rank_0_mp_rank_00_model_states.pt   stage 3: "module" of empty tensors, shapes in "param_shapes"
-#       zero/<parameter>/fp32.pt                    a universal checkpoint (ds_to_universal), beside the files above
+# Names and shapes of a DeepSpeed checkpoint.
 
 POINTERS = ("latest", "latest_universal")
 
@@ -100,48 +93,28 @@ def read_deepspeed_folder(folder: Path) -> Contents:
     """The parameters of the newest tag, in the module's order. Raises ValueError for pieces of model parallelism."""
     tag = tag_of(folder, next((name for name in POINTERS if (folder / name).is_file()), POINTERS[0]))
     if any(map(MODEL.fullmatch, names_in(tag))) or not (tag / "zero").is_dir():
-        first, *_ = model_files(tag)
-        return Contents(f"DeepSpeed checkpoint {tag.name}", read_model_states(load_without_elements(first), first))
-    return Contents(f"DeepSpeed universal checkpoint {tag.name}", _universal(tag), (NOT_IN_MODEL_ORDER,))
+        return Contents(f"DeepSpeed checkpoint {tag.name}", parameters_in(model_files(tag)))
+    files = tag.glob("zero/*/fp32.pt")
+    tensors = [stored(file.parent.name, state_in(torch_files.load(file), None, file)) for file in files]
+    return Contents(f"DeepSpeed universal checkpoint {tag.name}", in_natural_order(tensors), (NOT_IN_MODEL_ORDER,))
 
 
-def read_model_states(saved: Any, where: Path) -> tuple[Stored, ...]:
-    """The parameters in a file of model states; those that no optimizer trained are frozen."""
-    if not (isinstance(saved, Mapping) and isinstance(saved.get("module"), Mapping)):
-        raise ValueError(
-            f"{where}: expected DeepSpeed's model states with the weights under 'module', found none there, as with "
-            "pipeline parallelism; list the shapes in a JSON file"
-        )
-    buffers, shared = set(saved.get("buffer_names") or ()), saved.get("shared_params") or {}
-    groups = saved.get("param_shapes")  # one mapping per param group; None at stage 0
-    trained = {name: shape for group in groups or () for name, shape in group.items()}
-    shapes = {**trained, **(saved.get("frozen_param_shapes") or {})}
-    tensors = stored_tensors({name: t for name, t in saved["module"].items() if isinstance(t, LazyTensor)})
+def parameters_in(files: list[Path]) -> tuple[Stored, ...]:
+    """The parameters in files of model states; those that no optimizer trained are frozen. Stage 0 does not say."""
+    states = read_model_states(files)
+    trained = {name: shape for group in states.shapes or () for name, shape in group.items()}
+    shapes = {name: tensor.shape for name, tensor in {**states.module, **states.frozen}.items()} | trained
     return tuple(
         Stored(
-            t.name,
-            tuple(shapes.get(t.name, t.shape)),
-            t.floating,
-            frozen=groups is not None and t.name not in trained,
-            aliases=t.aliases or tuple(alias for alias, name in shared.items() if name == t.name),
+            name,
+            tuple(shapes[name]),
+            tensor.dtype.is_floating_point,
+            frozen=states.shapes is not None and name not in trained,
+            aliases=tuple(alias for alias, other in states.tied.items() if other == name),
         )
-        for t in tensors
-        if t.name not in buffers and t.name not in shared
+        for name, tensor in states.module.items()
+        if name not in states.buffers and name not in states.tied
     )
-
-
-def _universal(tag: Path) -> tuple[Stored, ...]:
-    tensors = []
-    for file in tag.glob("zero/*/fp32.pt"):
-        saved = load_without_elements(file)
-        param = saved.get("param") if isinstance(saved, Mapping) else None
-        if not isinstance(param, LazyTensor):
-            raise ValueError(
-                f"{file}: expected a parameter with its shape under 'param', found {type(saved).__name__}, as stage 3 "
-                "writes it, flat; copy the *_model_states.pt files beside the folder zero, they hold the shapes"
-            )
-        tensors.append(stored(file.parent.name, param))
-    return in_natural_order(tensors)
 
 
 # Names and shapes of a Megatron checkpoint: whole parameters, layer by layer, whatever ranks wrote it.
@@ -164,38 +137,10 @@ def read_megatron_folder(folder: Path) -> Contents:
     )
 
 
-# Names and shapes of *.safetensors: their header is JSON, and nothing behind it is read.
-#
-# Layout: 8 bytes, the header's length as a little-endian integer; the header; the tensors.
-# https://github.com/huggingface/safetensors#format
-
-MOST_HEADER_BYTES = 100_000_000  # the format's own limit
-
-
 def read_safetensors(path: Path) -> list[Stored]:
     """The tensors of one file, in its order, which is by dtype and name. Raises ValueError if it is no such file."""
-    nbytes = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if nbytes < 8 or length > min(nbytes - 8, MOST_HEADER_BYTES):
-            raise ValueError(
-                f"{path}: expected a safetensors file, found {nbytes} bytes that do not begin with the length of a "
-                "header; download it again (a Git LFS pointer has some 130 bytes)"
-            )
-        header = file.read(length)
-    try:
-        entries = json.loads(header)
-        return [_stored(name, entry) for name, entry in entries.items() if name != "__metadata__"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{path}: expected a safetensors header with a dtype and a shape per tensor, found something else "
-            f"({type(error).__name__}: {error}); download it again"
-        ) from error
-
-
-def _stored(name: str, entry: Any) -> Stored:
-    floating = entry["dtype"].startswith(("F", "BF"))  # F32, BF16, F8_E4M3, ...; others are I, U, BOOL and C
-    return Stored(name, tuple(map(int, entry["shape"])), floating)
+    floating = ("F", "BF")  # F32, BF16, F8_E4M3, ...; others are I, U, BOOL and C
+    return [Stored(each.name, each.shape, each.dtype.startswith(floating)) for each in safetensors.entries(path)]
 
 
 # Names and shapes of files by torch.save, of which no weights are read.
@@ -344,7 +289,7 @@ def _read_folder(folder: Path) -> Contents:
 def _read_torch(path: Path) -> tuple[Stored, ...]:
     saved = load_without_elements(path)
     if isinstance(saved, dict) and {"module", "param_shapes", "ds_version"} <= saved.keys():
-        return read_model_states(saved, path)
+        return parameters_in(model_files(path.parent) if MODEL.fullmatch(path.name) else [path])
     return tuple(stored_tensors(state_dict_in(saved, path, LazyTensor)))
 
 

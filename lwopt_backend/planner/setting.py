@@ -143,16 +143,9 @@ class Setting:
 
     @property
     def elements(self) -> Elements:
-        """Bytes of an element, in systems that are compared."""
+        """Bytes of an element."""
         masters = 4 if self.dtype.itemsize < 4 else 0
         return Elements(self.dtype.itemsize, self.grad_dtype.itemsize, masters, 4)
-
-    @property
-    def bucket_numel(self) -> int:
-        """The least elements of a bucket, in systems that are compared: as many as of owned storage."""
-        config = self.owned().config
-        assert isinstance(config, OwnedConfig)
-        return max(1, int(config.bucket_mb * 2**20 / self.grad_dtype.itemsize))
 
     def owned(self, **options: Any) -> Setting:
         """The same for owned storage, with other ``options``; of another engine's only those of every host are kept."""

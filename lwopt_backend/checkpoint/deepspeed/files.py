@@ -152,8 +152,8 @@ def read_model_states(files: list[Path]) -> ModelStates:
     for file, of_rank in zip(files, of_ranks):
         if not isinstance(of_rank.get("module"), Mapping):
             raise CheckpointError(
-                f"{file}: expected the model under 'module', found {type(of_rank.get('module')).__name__}; is it a "
-                "file of DeepSpeed's model states?"
+                f"{file}: expected the model under 'module', found {type(of_rank.get('module')).__name__}, as "
+                "with pipeline parallelism; is it a file of DeepSpeed's model states?"
             )
     module = saved["module"]
     tensors = {name: value for name, value in module.items() if isinstance(value, LazyTensor)}

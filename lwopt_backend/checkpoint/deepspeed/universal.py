@@ -170,7 +170,7 @@ def _param(tag: Path, name: str, shape: tuple[int, ...] | None, states: ModelSta
         if key == STEP:
             step = as_number(saved)
         else:
-            found[key] = _tensor(saved, shape, folder / file)
+            found[key] = state_in(saved, shape, folder / file)
     if MASTER not in found:
         raise CheckpointError(f"{folder} has no file fp32.pt; copy the whole folder again")
     whole = found[MASTER].shape
@@ -186,7 +186,8 @@ def _param(tag: Path, name: str, shape: tuple[int, ...] | None, states: ModelSta
     return Param(states.weight(name, whole) if states else None, ordered, step, owner_states=owner)
 
 
-def _tensor(saved: Any, shape: tuple[int, ...] | None, file: Path) -> LazyTensor:
+def state_in(saved: Any, shape: tuple[int, ...] | None, file: Path) -> LazyTensor:
+    """The tensor in what a parameter's ``file`` holds. Raises CheckpointError for a flat one, unless of ``shape``."""
     tensor = saved.get("param") if isinstance(saved, Mapping) else saved
     if not isinstance(tensor, LazyTensor):
         raise CheckpointError(f"{file}: expected a tensor under 'param', found {type(tensor).__name__}")

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
 import itertools
 import os
-import secrets
+import re
 import shutil
-import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +15,8 @@ from typing import Any, BinaryIO
 import torch
 
 from lwopt_backend.checkpoint.contents import CheckpointError
+from lwopt_backend.checkpoint.files.atomic import NEW, beside, write_whole
+from lwopt_backend.checkpoint.files.atomic import flush as flush
 from lwopt_backend.checkpoint.files.made import Stub
 
 
@@ -105,16 +104,15 @@ def _parts(value: Any) -> Iterable[Any]:
 
 # Folders that are written whole or not at all, and the small files that point to them.
 #
-# A folder is filled under a temporary name beside its own, flushed to the disk, and renamed. One that is replaced
-# changes
-# places with the new one and is removed then; where the file system cannot exchange two names it is moved aside first,
-# and ``recover`` brings it back if the program ended right then. So what is found under the folder's name is always the
-# old state or the new one. Temporary names begin with a dot and end in ``.lwopt-new`` or ``.lwopt-old``; no pointer may
-# name one. Pointers (``latest``, ``latest_universal``) are written last, and in the same way.
+# A folder is filled under a temporary name beside its own, flushed to the disk, and renamed. One that it replaces is
+# moved aside first and removed afterwards; ``recover`` brings it back if the program ended between the two renames. So
+# the old state or the new one is always there. Temporary names begin with a dot and end in ``.lwopt-new`` or
+# ``.lwopt-old``; no pointer may name one. Pointers (``latest``, ``latest_universal``) are written last.
+#
+# Of two programs that write the same folder at once the later one removes what the earlier one has unfinished, which
+# then fails.
 
-NEW, OLD = ".lwopt-new", ".lwopt-old"
-RENAME_EXCHANGE = 2  # linux/fs.h
-AT_FDCWD = -100  # fcntl.h
+OLD = ".lwopt-old"
 
 
 def write_folder(
@@ -141,7 +139,7 @@ def write_folder(
         for name in (target.name, *(pointers or {})):
             for path in _left_over(target.with_name(name)):
                 _remove(path)
-        new = _aside(target, NEW)
+        new = beside(target, NEW)
         new.mkdir()
     except OSError as error:
         raise CheckpointError(f"{target} cannot be made: {error}") from error
@@ -157,7 +155,6 @@ def write_folder(
         if isinstance(error, OSError):  # a full disk's names no file
             raise CheckpointError(f"{target} is as it was, nothing is written: {error}") from error
         raise
-    shutil.rmtree(new, ignore_errors=True)  # after an exchange it is the old one
     for name, text in (pointers or {}).items():
         write_pointer(target.with_name(name), text)
 
@@ -170,18 +167,10 @@ def refuse_existing(target: Path) -> None:
 
 def write_pointer(path: Path, text: str) -> None:
     """Make ``path`` a file with ``text``; at no moment is there a part of it."""
-    new = _aside(path, NEW)
     try:
-        with new.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
-        _flush(path.parent)
+        write_whole(path, text.encode())
     except OSError as error:
         raise CheckpointError(f"{path} is not written: {error}; it has to name {text!r}") from error
-    finally:
-        new.unlink(missing_ok=True)
 
 
 def read_pointer(path: Path) -> Path:
@@ -220,84 +209,56 @@ def recover(target: Path) -> None:
     for path in _left_over(target):
         if path.name.endswith(OLD):
             path.rename(target)
-            _flush(target.parent)
+            flush(target.parent)
             return
 
 
 def recover_within(folder: Path) -> None:
     """``recover`` for everything that was moved aside in a folder."""
     for path in folder.iterdir():
-        if is_temporary(path.name) and path.name.endswith(OLD) and path.name.count(".") > 4:
-            recover(path.with_name(path.name.rsplit(".", 4)[0].removeprefix(".")))
+        if path.name.endswith(OLD) and _belongs_to(path.name):
+            recover(path.with_name(_belongs_to(path.name)))
 
 
 def _put_in_place(new: Path, target: Path) -> None:
     if not os.path.lexists(target):
         new.rename(target)
-        _flush(target.parent)
+        flush(target.parent)
         return
-    if not exchange(new, target):
-        old = _aside(target, OLD)
-        target.rename(old)
-        try:
-            new.rename(target)
-        except OSError:
-            old.rename(target)
-            raise
-        new = old
-    _flush(target.parent)
-    _remove(new)
-
-
-def exchange(one: Path, other: Path) -> bool:
-    """Give two paths each other's name, at once; False where system or file system cannot."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        return False
-    if rename(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM):
-        return False
-    raise OSError(number, os.strerror(number), str(other))
-
-
-def _aside(target: Path, ending: str) -> Path:
-    return target.with_name(f".{target.name}.{_here()}.{os.getpid()}.{secrets.token_hex(4)}{ending}")
-
-
-def _here() -> str:
-    return socket.gethostname().replace(".", "-") or "host"
-
-
-def _is_running(path: Path) -> bool:
-    """Whether the program that made a temporary path may still be at work; one on another machine may."""
-    *_, host, process, _, _ = path.name.split(".")
-    if host != _here():
-        return True
+    old = beside(target, OLD)
+    target.rename(old)
     try:
-        os.kill(int(process), 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, ValueError):
-        return True
-    return True
+        new.rename(target)
+    except OSError:
+        old.rename(target)
+        raise
+    flush(target.parent)
+    _remove(old)
+
+
+def _belongs_to(temporary: str) -> str:
+    """The name that something unfinished is to get, or had; nothing for other names."""
+    found = re.fullmatch(rf"\.(.+)\.[0-9a-f]+({NEW}|{OLD})", temporary, re.DOTALL)
+    return found[1] if found else ""
 
 
 def _left_over(target: Path) -> list[Path]:
-    """What programs that have ended in the middle left of this target."""
-    return [
-        path
-        for path in target.parent.iterdir()
-        if is_temporary(path.name) and path.name.rsplit(".", 4)[0] == f".{target.name}" and not _is_running(path)
-    ]
+    """What programs left unfinished of this target."""
+    return [path for path in target.parent.iterdir() if _belongs_to(path.name) == target.name]
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+    """Remove something unfinished or replaced, if that can be done; what stays is removed by a later program.
+
+    It is renamed first: a program that still fills it cannot put a part of it in place.
+    """
+    with contextlib.suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            gone = beside(path.with_name(_belongs_to(path.name)), NEW)
+            path.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:
@@ -310,8 +271,8 @@ def _remove_empty(folders: Sequence[Path]) -> None:
 def _flush_tree(folder: Path) -> None:
     for place, _, files in os.walk(folder, topdown=False):
         for name in files:
-            _flush(Path(place, name))
-        _flush(Path(place))
+            flush(Path(place, name))
+        flush(Path(place))
 
 
 def start_flush(file: BinaryIO) -> None:
@@ -322,12 +283,3 @@ def start_flush(file: BinaryIO) -> None:
     file.flush()
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _flush(path: Path) -> None:
-    """Have the disk hold a file's bytes, or a folder's names."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
