@@ -16,8 +16,8 @@ from tests import typed_user
 
 ROOT = Path(__file__).resolve().parent.parent
 PUBLIC = [  # where users' scripts import from
-    *(ROOT / "lwopt_backend" / name / "__init__.py" for name in (".", "migration", "rules")),
-    ROOT / "integrations" / "fsdp2" / "__init__.py",
+    *(ROOT / "lwopt_backend" / name for name in ("__init__.py", "migration.py", "rules/__init__.py")),
+    ROOT / "integrations" / "fsdp2.py",
 ]
 MARKDOWN = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
 IN_MARKDOWN = re.compile(r"^```python[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -33,7 +33,7 @@ def test_the_typed_user_uses_every_public_name() -> None:
         for names in re.findall(r"^__all__ = (\[.*?\])", path.read_text(), re.MULTILINE | re.DOTALL)
         for name in ast.literal_eval(names)
     }
-    for path in (ROOT / "integrations" / "deepspeed_zero.py", ROOT / "integrations" / "deepspeed_migration.py"):
+    for path in (ROOT / "integrations" / "deepspeed_zero.py", ROOT / "integrations" / "deepspeed" / "migration.py"):
         listed |= set(re.findall(r"^(?:def|class) ([a-zA-Z]\w*)", path.read_text(), re.MULTILINE))
     codes = [code for path in MARKDOWN for code in IN_MARKDOWN.findall(path.read_text())]
     codes += [path.read_text() for path in (ROOT / "examples").glob("*.py")]

@@ -37,13 +37,13 @@ from lwopt_backend.integrations.deepspeed.tensors import (
 from lwopt_backend.integrations.deepspeed.universal import OwnedStorage, load_instead
 from lwopt_backend.integrations.deepspeed.zero import check_groups
 from lwopt_backend.integrations.deepspeed_zero import LayerWise, LayerWiseMuon
-from lwopt_backend.optimizer import Backward, check_model, show, tell_when_loaded
 from lwopt_backend.routing.grouping import Grouping, group_parameters
 from lwopt_backend.runtime.agreement import agree_in_all, digest
 from lwopt_backend.runtime.collectives import TorchCollectives
 from lwopt_backend.storage.gradients import OwnedGradients
 from lwopt_backend.storage.owned import OwnedCore, Share
 from lwopt_backend.storage.owned_memory import rank_memory
+from lwopt_backend.storage.owned_model import Backward, check_model, show, tell_when_loaded
 
 
 @dataclass(frozen=True)

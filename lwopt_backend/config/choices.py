@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from lwopt_backend.config.hosts import HostConfig, ZeROConfig
+from lwopt_backend.config.hosts import HOSTS, HostConfig, ZeROConfig
 from lwopt_backend.config.optimizer_classes import class_named, path_of
 from lwopt_backend.config.options import Options, option_suggestion, parse, rule_suggestion, suggestion, translated
 from lwopt_backend.config.registry import (
@@ -118,12 +118,20 @@ def settings_of(model: type[C], options: Mapping[str, Any], where: str) -> tuple
     choices = {kind: _choice(kind, section, f"{where}: {kind}") for kind, section in given.items()}
     unknown = [key for key in rest if key not in model.model_fields]
     if unknown:
+        _check_host(model, unknown[0], where)
         kind = next((kind for kind, rules in KINDS.items() if unknown[0] in rules), None)
         as_section = f"write {{{kind!r}: {{'name': {unknown[0]!r}, ...}}}}"
         hint = as_section if kind else option_suggestion(unknown[0], _known(model, choices))
         raise ValueError(f"{where}: unknown key {unknown[0]!r}; {hint}")
     overrides = _overrides(options.get("overrides", ()), choices, where)
     return Rules(choices["matrix"], choices["elementwise"], overrides), parse(model, rest, where)
+
+
+def _check_host(model: type[HostConfig], key: str, where: str) -> None:
+    """Raises ValueError for an option that only another host has."""
+    other = next((host for host in reversed(HOSTS.values()) if key in host.model_fields), None)
+    if other is not None:
+        raise ValueError(f"{where}: {model.lacks(repr(key), other)}")
 
 
 def _section(given: Any, kind: str, where: str) -> dict[str, Any]:
@@ -220,6 +228,7 @@ def arguments_of(
     fields = _fields({"lr": lr, **rest} if lr is not None else rest, sections["matrix"], model, f"{where}: matrix")
     for key in rest:
         if key not in fields and key not in model.model_fields:
+            _check_host(model, key, where)
             known = [*model.model_fields, *fields, "elementwise_lr"]
             known += [f"{name}.{option}" for option in _fields({}, sections["elementwise"], model, where)]
             raise ValueError(f"{where}: unknown key {key!r}; {option_suggestion(key, known, _as_argument)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import PlainValidator, StrictBool, model_validator
 
@@ -30,6 +30,14 @@ def _checked_atoms(atoms: dict[str, Any]) -> dict[str, Any]:
 class HostConfig(Options):
     """What every host has."""
 
+    whose: ClassVar[str]  # and ``advice``, to who gives what only these have to another host: for errors
+    advice: ClassVar[str] = "leave it out"
+
+    @classmethod
+    def lacks(cls, name: str, other: type[HostConfig]) -> str:
+        """A sentence on an option or a method ``name`` of the host ``other``."""
+        return f"{name} is {other.whose}, but this optimizer is {cls.whose}; {other.advice}"
+
     include: Globs = option(
         (), "globs on names of parameters that are matrices, whatever the routing by structure says", OURS
     )
@@ -48,6 +56,8 @@ class HostConfig(Options):
 
 class ZeROConfig(HostConfig):
     """For DeepSpeed. ``storage`` tells which of the others may be given."""
+
+    whose: ClassVar[str] = "for DeepSpeed"
 
     policy: Literal["auto", "stay", "balance"] = option(
         "auto",
@@ -87,7 +97,12 @@ class ZeROConfig(HostConfig):
 
 
 class FSDP2Config(HostConfig):
-    """For ``LayerWiseOptimizer`` on FSDP2."""
+    """For ``LayerWiseOptimizer`` of a ``fully_shard`` model."""
+
+    whose: ClassVar[str] = "for fully_shard models"
+    advice: ClassVar[str] = (
+        "call fully_shard(model) before it is made, or pass sharded_later=True if Accelerate shards it in prepare()"
+    )
 
     layout: Literal["auto", "padded", "compact"] = option(
         "auto",
@@ -109,7 +124,9 @@ class FSDP2Config(HostConfig):
 
 
 class OwnedConfig(HostConfig):
-    """For ``lwopt_backend.LayerWiseOptimizer``, which owns the buffers of parameters and gradients."""
+    """For ``LayerWiseOptimizer`` of a plain model, which owns the buffers of parameters and gradients."""
+
+    whose: ClassVar[str] = "for plain models"
 
     layout: Literal["auto", "padded", "compact"] = option("auto", OWNED_LAYOUT, OURS)
     bucket_mb: Positive = option(64.0, BUCKET_MB, OURS)
@@ -137,3 +154,6 @@ class OwnedConfig(HostConfig):
         "padded buckets end on 2^16 elements, which NCCL moves at full bandwidth",
         f"{MEGATRON}'s pad_buckets_for_high_nccl_busbw",
     )
+
+
+HOSTS: dict[str, type[HostConfig]] = {"DeepSpeed": ZeROConfig, "FSDP2": FSDP2Config, "plain PyTorch": OwnedConfig}
