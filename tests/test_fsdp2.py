@@ -509,7 +509,7 @@ REFUSALS: list[tuple[Callable[[], Any], str]] = [
     ),
     (
         lambda: OwnedOptimizer(shard("rows", "fp32").model),
-        "parameter 'embed.weight' is a DTensor; for fully_shard models use lwopt_backend.LayerWiseOptimizer",
+        "parameter 'embedding.weight' is a DTensor; for fully_shard models use lwopt_backend.LayerWiseOptimizer",
     ),
     (lambda: of_rows(bucket_mb=1.0), "'bucket_mb' is for plain models, but this optimizer is for fully_shard models"),
     (
