@@ -72,10 +72,10 @@ SEEN: list[tuple[str, dict[str, Any], str, set[str] | None]] = [
     ("fsdp2", {}, "MeshOptimizer", PARTS),
     ("owned", {}, "OwnedOptimizer", PARTS),
     ("modules", {}, "ModuleOptimizers", None),
-    ("deepspeed", {"stage": 0}, "LayerWise", PARTS),
-    ("deepspeed", {"stage": 1}, "LayerWise", None),
-    ("deepspeed", {"stage": 2}, "LayerWise", PARTS - {"lwopt: norm"}),
-    ("deepspeed", {"stage": 3}, "LayerWise", None),
+    ("deepspeed", {"stage": 0}, "ZeROLayerWise", PARTS),
+    ("deepspeed", {"stage": 1}, "ZeROLayerWise", None),
+    ("deepspeed", {"stage": 2}, "ZeROLayerWise", PARTS - {"lwopt: norm"}),
+    ("deepspeed", {"stage": 3}, "ZeROLayerWise", None),
     ("deepspeed", {"stage": 2, "storage": "owned"}, "OwnedLayerWise", None),
 ]
 

@@ -459,15 +459,12 @@ def _rule(path: Path, **options: Any) -> TorchOptimizer:
     return TorchOptimizer(class_named(path(options)), **optimizer_arguments(options))
 
 
-def _flops(path: Path, shape: Shape, options: Mapping[str, Any]) -> int:
-    """SOAP's and Shampoo's own; of any other as many as it has elements."""
-    name = class_named(path(options)).__name__.lower()
-    if "soap" in name:
-        frequency = options.get("precondition_frequency", 10)
-        return soap_flops(shape, frequency, options.get("max_precondition_dim", 10_000))
-    if "shampoo" in name:
-        frequency = options.get("preconditioning_compute_steps", 1)  # it has no largest side
-        return shampoo_flops(shape, frequency, max(shape))
+def _flops(shape: Shape, options: Mapping[str, Any]) -> int:
+    """SOAP's and Shampoo's by the options that only they have; of any other class as many as it has elements."""
+    if {"precondition_frequency", "max_precondition_dim"} <= options.keys():
+        return soap_flops(shape, options["precondition_frequency"], options["max_precondition_dim"])
+    if "preconditioning_compute_steps" in options:
+        return shampoo_flops(shape, options["preconditioning_compute_steps"], max(shape))  # it has no largest side
     return shape[0] * shape[1]
 
 
@@ -496,8 +493,8 @@ def _always(path: str) -> Path:
 
 
 def _matrix(name: str, path: Path, source: str, work: str) -> None:
-    model, rule, cost = _model(path, try_matrix, with_class=name == ANY), partial(_rule, path), partial(_flops, path)
-    register_rule(name, rule, options=model, cost=cost, work=work, source=source)
+    model = _model(path, try_matrix, with_class=name == ANY)
+    register_rule(name, partial(_rule, path), options=model, cost=_flops, work=work, source=source)
 
 
 def _elementwise(name: str, path: Path, source: str) -> None:
