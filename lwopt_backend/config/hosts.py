@@ -11,15 +11,6 @@ from lwopt_backend.routing.routing import AtomSettings
 
 OURS = "this package"
 MEGATRON = "Megatron-Core"
-OWNED_LAYOUT = (
-    "of every bucket: 'padded' (equal parts, fixed-size collectives), 'compact' (no padding, parts as long as needed) "
-    "or 'auto' (the shorter modelled step; says which and why)"
-)
-BUCKET_MB = "a bucket is closed once it has so many MiB of gradients"
-GROUP_SIZE = (
-    "ranks that own together; the others are instances of them that hold the same. None: chosen by the planner, all "
-    "ranks unless there are too few matrices for them"
-)
 
 
 def _checked_atoms(atoms: dict[str, Any]) -> dict[str, Any]:
@@ -54,7 +45,25 @@ class HostConfig(Options):
     report: StrictBool = option(True, "print the routing and the plan once, on rank 0", OURS)
 
 
-class ZeROConfig(HostConfig):
+class OwnedStorageConfig(HostConfig):
+    """Where we own the buffers of parameters and gradients, inside DeepSpeed or in its place."""
+
+    layout: Literal["auto", "padded", "compact"] = option(
+        "auto",
+        "of every bucket: 'padded' (equal parts, fixed-size collectives), 'compact' (no padding, parts as long as "
+        "needed) or 'auto' (the shorter modelled step; says which and why)",
+        OURS,
+    )
+    bucket_mb: Positive = option(64.0, "a bucket is closed once it has so many MiB of gradients", OURS)
+    group_size: Count | None = option(
+        None,
+        "ranks that own together; the others are instances of them that hold the same. None: chosen by the planner, "
+        "all ranks unless there are too few matrices for them",
+        OURS,
+    )
+
+
+class ZeROConfig(OwnedStorageConfig):
     """For DeepSpeed. ``storage`` tells which of the others may be given."""
 
     whose: ClassVar[str] = "for DeepSpeed"
@@ -80,9 +89,6 @@ class ZeROConfig(HostConfig):
         "ns_device belong; or 'owned', we ourselves (stages 0 to 2), to which layout, bucket_mb and group_size belong",
         OURS,
     )
-    layout: Literal["auto", "padded", "compact"] = option("auto", OWNED_LAYOUT, OURS)
-    bucket_mb: Positive = option(64.0, BUCKET_MB, OURS)
-    group_size: Count | None = option(None, GROUP_SIZE, OURS)
 
     @model_validator(mode="after")
     def _options_of_the_storage(self) -> ZeROConfig:
@@ -123,14 +129,11 @@ class FSDP2Config(HostConfig):
     )
 
 
-class OwnedConfig(HostConfig):
+class OwnedConfig(OwnedStorageConfig):
     """For ``LayerWiseOptimizer`` of a plain model, which owns the buffers of parameters and gradients."""
 
     whose: ClassVar[str] = "for plain models"
 
-    layout: Literal["auto", "padded", "compact"] = option("auto", OWNED_LAYOUT, OURS)
-    bucket_mb: Positive = option(64.0, BUCKET_MB, OURS)
-    group_size: Count | None = option(None, GROUP_SIZE, OURS)
     grad_dtype: Literal["parameter", "float32"] = option(
         "parameter", "of gradients until they are at their owners: the parameter's, or 'float32'", OURS
     )
