@@ -1,4 +1,4 @@
-"""The options that hold for a whole optimizer, by host. Those of the rules are in ``rule_options``."""
+"""The options that hold for a whole optimizer, by host. Those of a rule are the fields of its dataclass."""
 
 from __future__ import annotations
 
