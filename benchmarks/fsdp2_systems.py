@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
+from lwopt_backend import LayerWiseOptimizer
 
 MUON = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
 COMPARED_AFTER = 3  # steps; each has gradients of its own

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import CommDebugMode
 
-from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
+from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.runtime.collectives import TorchCollectives
 
 

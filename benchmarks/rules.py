@@ -37,8 +37,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.optim import _muon
 
-from lwopt_backend.config.registry import MuonOptions
-from lwopt_backend.rules import gram_newton_schulz, newton_schulz
+from lwopt_backend.rules import Muon, gram_newton_schulz, newton_schulz
 
 SHAPES = {
     "GPT-2, fused QKV": (2304, 768),
@@ -48,7 +47,7 @@ SHAPES = {
     "Llama-3-8B, gate": (14336, 4096),
 }
 PEER, PLAIN, PACKAGE = "torch.optim.Muon", "plain", "gram-newton-schulz"
-MUON = MuonOptions()
+MUON = Muon()
 Iterate = Callable[[Tensor], Tensor]
 Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 

@@ -20,7 +20,7 @@ from hugging_face import ADAMW, MUON, ROWS, SEED, Windows, fsdp2_parser, log, sh
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
+from lwopt_backend import LayerWiseOptimizer
 
 
 def main() -> None:

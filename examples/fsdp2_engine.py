@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
+from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.config.options import NonNegative, Options, parse
-from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
 
 PositiveInt = Annotated[int, Field(ge=1, strict=True)]
 

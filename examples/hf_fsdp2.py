@@ -17,7 +17,7 @@ from corpus import Corpus
 from hugging_face import ADAMW, MUON, ROWS, SEED, Windows, fsdp2_parser, log, shard_on_cpus_too, small_llama
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
+from lwopt_backend import LayerWiseOptimizer
 
 
 class LayerWiseTrainer(Trainer):

@@ -1,7 +1,7 @@
-"""FSDP2: ``LayerWiseOptimizer`` for models that ``fully_shard`` has sharded."""
+"""FSDP2: ``lwopt_backend.LayerWiseOptimizer``, which is for models that ``fully_shard`` has sharded, too."""
 
 from __future__ import annotations
 
-from lwopt_backend.storage.mesh_optimizer import LayerWiseOptimizer
+from lwopt_backend.optimizer import LayerWiseOptimizer
 
 __all__ = ["LayerWiseOptimizer"]

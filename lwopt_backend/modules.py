@@ -28,9 +28,8 @@ class ModuleOptimizers(torch.optim.Optimizer):
     """Steps the optimizers of several modules as one.
 
     - ``optimizers``: by a module's name its optimizer, or None on a rank that does not have the module. All ranks give
-      the same names in the same order. An optimizer is one of ``lwopt_backend.LayerWiseOptimizer``, of
-      ``lwopt_backend.integrations.fsdp2.LayerWiseOptimizer``, or any of torch's, whose module is then a copy on each of
-      its ranks, as under DDP, or on one rank only.
+      the same names in the same order. An optimizer is a ``LayerWiseOptimizer``, or any of torch's, whose module is
+      then a copy on each of its ranks, as under DDP, or on one rank only.
     - ``process_group``: all ranks of all modules; by default all there are.
 
     ``modules`` are this rank's optimizers by name, ``names`` all modules. Everything here is called on all ranks.

@@ -1,376 +1,265 @@
-"""Models that owned storage cannot train, and models that were changed behind its back: refused by name."""
+"""``LayerWiseOptimizer(model)``: layer-wise matrix optimizers in plain PyTorch and on FSDP2.
+
+A plain model is trained by ``OwnedOptimizer``, in place of DDP and an optimizer: every rank runs the whole model on its
+share of a batch. Gradients are reduced during backward to the ranks that own them, each matrix is updated by its owner
+once, and new parameters return to all.
+
+A ``fully_shard`` model is trained by ``MeshOptimizer``. FSDP2 keeps what is its own: sharding, gradient reduction,
+mixed precision, offload. Parameters, gradients and state stay sharded DTensors; at ``step()`` every matrix is brought
+to one rank of its mesh, updated there whole, and sent back.
+"""
 
 from __future__ import annotations
 
-import gc
-import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from rich.table import Table
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from lwopt_backend import report
 from lwopt_backend.config import linked_rates
 from lwopt_backend.config.choices import Rules, arguments_of, settings_lines
-from lwopt_backend.config.hosts import OwnedConfig
-from lwopt_backend.config.linked_rates import LinkedOptimizer
-from lwopt_backend.config.param_groups import as_groups
-from lwopt_backend.plan.buffers.owned import OwnedPlan
-from lwopt_backend.routing.grouping import ADVICE, Grouping, WatchedModel, group_parameters
-from lwopt_backend.routing.models import check_is_module
-from lwopt_backend.routing.routing import Route, as_globs, check_globs, named_like, named_parameters
-from lwopt_backend.runtime.agreement import agree_in_all, failing
-from lwopt_backend.runtime.bucket_manager import BackwardPasses, BucketManager, Hook, is_followed
-from lwopt_backend.runtime.collectives import Presence, ranks_of
-from lwopt_backend.storage.gradients import check_finite, checked_order
-from lwopt_backend.storage.owned import Holdings, Member, OwnedCore, Share, broadcast_buffers
+from lwopt_backend.config.hosts import FSDP2Config, HostConfig, OwnedConfig
+from lwopt_backend.config.linked_rates import NAME, LinkedOptimizer
+from lwopt_backend.config.param_groups import ElementwiseGroups, as_groups
+from lwopt_backend.config.registry import build_matrix_rules
+from lwopt_backend.routing.grouping import Grouping, WatchedModel, group_parameters
+from lwopt_backend.routing.routing import as_globs, check_globs, named_like
+from lwopt_backend.rules import MatrixRule
+from lwopt_backend.runtime.agreement import agree_in_all, plan_digest
+from lwopt_backend.runtime.collectives import ranks_of
+from lwopt_backend.runtime.state import keeps_state
+from lwopt_backend.storage import mesh_stepping, owned_model
+from lwopt_backend.storage.gradients import MeshGradients, check_finite, checked_order, hold_different_parameters
+from lwopt_backend.storage.mesh import (
+    Exchange,
+    MeshStepper,
+    bind,
+    exchange_groups,
+    is_sharded,
+    names_of,
+    new_state,
+    reshard,
+    sharded_module,
+)
+from lwopt_backend.storage.mesh_state import (
+    Of,
+    check_loadable,
+    check_matrices,
+    owner_shards,
+    restore_dtypes,
+    restore_groups,
+    take_owner_state,
+    with_owner_keys,
+    with_owner_state,
+    with_shards,
+)
+from lwopt_backend.storage.mesh_stepping import Attachment, StateOnceSharded, check_is_of, check_sharded, same, step_all
+from lwopt_backend.storage.owned import OwnedCore, Share, broadcast_buffers
 from lwopt_backend.storage.owned_files import load, save
 from lwopt_backend.storage.owned_memory import RankMemory, memory_of, memory_of_all
+from lwopt_backend.storage.owned_model import Backward, check_model, check_options, tell_when_loaded, wait_in_forward
 from lwopt_backend.storage.owned_state import held_state, load_state_dict_into, state_dict_of
 
-NAME = "LayerWiseOptimizer"
-FSDP2 = "for fully_shard models use lwopt_backend.integrations.fsdp2.LayerWiseOptimizer"
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+C = TypeVar("C", bound=HostConfig)
 
 
-def check_model(model: nn.Module, caller: str = NAME) -> None:
-    """Raises TypeError or ValueError for a model whose parameters cannot become views of ``caller``'s buffers."""
-    check_is_module(model, caller)
-    for name, module in model.named_modules():
-        if isinstance(module, (DistributedDataParallel, DataParallel)):
-            place = f"its module {name!r} is" if name else "it is"
-            raise TypeError(
-                f"{caller} reduces gradients itself and takes a plain module, but {place} wrapped in "
-                f"{type(module).__name__}; pass the module inside, model.module"
-            )
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise ValueError(f"{caller}: {name!r} makes sparse gradients, which no buffer holds; set sparse=False")
-    devices: dict[torch.device, str] = {}
-    for name, param in named_parameters(model):
-        if hasattr(param, "device_mesh"):
-            raise TypeError(f"{caller}: parameter {name!r} is a DTensor; {FSDP2}")
-        if not param.requires_grad:
-            continue
-        if is_followed(param) and _still_followed(param):
-            raise ValueError(
-                f"{caller}: parameter {name!r} belongs to an earlier optimizer of ours, which is still in use; remove "
-                "every reference to that one first (del optimizer)"
-            )
-        if param.dtype not in DTYPES:
-            raise TypeError(
-                f"{caller}: parameter {name!r} is stored in {_spell(param.dtype)}; expected float32, bfloat16, "
-                "float16 or float64 (computing in fp8 over bfloat16 parameters works)"
-            )
-        if param.device.type == "meta":
-            raise ValueError(
-                f"{caller}: parameter {name!r} is on the meta device and has no values yet; materialize it"
-            )
-        devices.setdefault(param.device, name)
-    for name, module in model.named_modules():
-        if getattr(module, "_is_fsdp_managed_module", False):
-            which = f"module {name!r}" if name else "the model"
-            raise TypeError(
-                f"{caller}: {which} is sharded by FullyShardedDataParallel, which flattens matrices; pass the plain "
-                f"module, or shard it with fully_shard instead: {FSDP2}"
-            )
-    if len(devices) > 1:
-        places = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
-        raise ValueError(f"{caller}: parameters are on several devices, {places}; move the model to one")
+class Sharing(NamedTuple):
+    """The arguments that say which ranks share a plain model's parameters."""
+
+    process_group: Any = None
+    expert_params: Sequence[str] = ()
+    expert_process_group: Any = None
+    expert_group_size: int | None = None
 
 
-def moved(names: Sequence[str], params: Sequence[Tensor], places: Sequence[int]) -> str | None:
-    """A sentence on a parameter that is no longer a view of our buffers, if there is one."""
-    for name, param, place in zip(names, params, places):
-        if param.data_ptr() != place:
-            return f"parameter {name!r} was moved or got other data (model.to(), param.data = ...); {ADVICE}"
-    return None
+class Given(NamedTuple):
+    """The arguments that say which rules train a model, with which options."""
 
+    matrix: str | Mapping[str, Any]
+    lr: float | None
+    elementwise: str | Mapping[str, Any]
+    elementwise_lr: float | None
+    overrides: Iterable[Mapping[str, Any]]
+    options: Mapping[str, Any]
+    params: Iterable[Any] | None
 
-def check_options(
-    config: OwnedConfig,
-    grouping: Grouping,
-    expert_params: Sequence[str],
-    expert_process_group: Any,
-    expert_group_size: int | None,
-) -> None:
-    """Raises ValueError for options that exclude each other, or do not fit the parameters."""
-    if bool(expert_params) != (expert_process_group is not None):
-        raise ValueError(f"{NAME}: expert_params and expert_process_group belong together; give both or neither")
-    if expert_group_size is not None and not expert_params:
-        raise ValueError(f"{NAME}: expert_group_size is {expert_group_size}, but no expert_params say whose; name them")
-    by_name = {grouping.names[id(p)]: p for group in grouping.groups for p in group["params"]}
-    narrow = [name for name, p in by_name.items() if p.dtype.itemsize < 4]
-    if config.keep_full_grads and config.grad_dtype == "float32" and narrow:
-        raise ValueError(
-            f"{NAME}: keep_full_grads puts gradients into param.grad, which has the parameter's dtype, but grad_dtype "
-            f"is 'float32' and {narrow[0]!r} is narrower; leave one of both"
-        )
-    if config.step_in_backward and (config.keep_full_grads or not config.overlap_grad_reduce):
-        raise ValueError(f"{NAME}: step_in_backward needs overlap_grad_reduce, and no keep_full_grads")
-
-
-def _still_followed(param: Tensor) -> bool:
-    """``is_followed``, once optimizers are gone that only cycles of references hold."""
-    gc.collect()
-    return is_followed(param)
-
-
-def _spell(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-# From backward passes to a step: everything has left, all ranks are well, and all know who has gradients.
-
-
-class Backward:
-    """Follows backward passes of ``model``, whose parameters ``core`` holds. All methods are called on all ranks."""
-
-    def __init__(self, core: OwnedCore, model: nn.Module, name: str = NAME) -> None:
-        self._core = core
-        self._name = name  # of the optimizer, for errors
-        self._manager = core.manager
-        self._watched = WatchedModel(model, list(zip(core.manager.names, core.manager.params)), alone=True)
-        self._passes = BackwardPasses(core.manager, model)
-        self._agreed: tuple[int, list[Presence]] | None = None  # after so many passes
-
-    def finish(self) -> list[Presence]:
-        """Which parameters have a gradient on any rank. Raises RuntimeError, on all ranks, if one is not well."""
-        if self._agreed is None or self._agreed[0] != self._manager.passes or not self._manager.all_left:
-            problem = self._agree()
-            if problem:
-                self._manager.drop_gradients()
-                raise RuntimeError(f"{self._name}: {problem}")
-        assert self._agreed is not None
-        self._manager.take_changed()
-        return self._agreed[1]
-
-    def stepped(self) -> None:
-        """The gradients have been used."""
-        self._agreed = None
-
-    def discard(self) -> None:
-        """Forget all gradients. Ranks whose pass was interrupted meet the others here, or at their step."""
-        if self._passes.interrupted or self._manager.has_unused_gradients:
-            self._agree(drops=True)
-        self._agreed = None
-        self._manager.drop_gradients()
-
-    def remove(self) -> None:
-        """Follow the model no longer."""
-        self._passes.remove()
-
-    def _agree(self, *, drops: bool = False) -> str | None:
-        """Bring on its way what is left of a backward pass, and hear from all ranks; what is wrong anywhere.
-
-        All ranks take part in the same collectives, whatever they say, and leave with the same answer. A rank that
-        ``drops`` its gradients meets here ranks that want to use theirs.
-        """
-        mine = self._problem()
-        self._passes.forget()
-        self._manager.finish()
-        passes = self._manager.passes
-        flags = torch.tensor([mine is not None, drops, passes, -passes], dtype=torch.int32)
-        presences = self._core.presences(flags.to(self._manager.params[0].device))
-        self._agreed = (passes, presences)
-        with failing(self._hearing):
-            any_problem, any_drops, most, fewest = presences[0].anywhere()[-4:]
-        if most != -fewest:
-            raise RuntimeError(
-                f"{self._name}: since the last step some ranks have reduced the gradients of {most} backward passes, "
-                f"others of {-fewest}, this rank of {passes}; run equally many on all, or accumulate under no_sync()"
-            )
-        if any_problem:
-            everyone = self._core.holdings[0].sharers.everyone
-            return next(f"{said} (rank {rank})" for rank, said in enumerate(everyone.gather_objects(mine)) if said)
-        if any_drops and not drops:
-            return "another rank has called zero_grad() where this one uses its gradients; all ranks drop them"
-        return None
-
-    def _hearing(self) -> str:
-        manager = self._manager
-        ways = [manager.label(number) for number, bucket in enumerate(manager.buckets) if bucket.under_way]
-        what = f"{self._name}: hearing from all ranks which parameters have gradients"
-        return f"{what}, with gradients of {', '.join(ways)} on their way," if ways else what
-
-    def _problem(self) -> str | None:
-        """What is wrong with the model, or with the last backward pass, on this rank."""
-        manager = self._manager
-        changed = self._watched.changes() or moved(manager.names, manager.params, manager.places)
-        if changed is not None:
-            return changed
-        if self._passes.interrupted:
-            return "a backward pass ended in an exception; all gradients are dropped, on all ranks"
-        return None
-
-
-# Hooks on a model whose parameters are views of our buffers: they are waited for before anybody reads them.
-
-
-def wait_in_forward(model: nn.Module, manager: BucketManager) -> list[Any]:
-    """Every module waits for the parameters it reads when it is called, and for all when it is saved, loaded or copied.
-
-    It reads its own, and those of modules within it that nobody has called so far: their weights are used by hand, as
-    ``nn.MultiheadAttention`` does with its output projection.
-    """
-    numbers = {id(param): manager.bucket_of[index] for index, param in enumerate(manager.params)}
-    own = {}
-    for module in model.modules():
-        own[id(module)] = {numbers[id(p)] for p in module.parameters(recurse=False) if id(p) in numbers}
-    called: set[int] = set()
-    handles: list[Any] = []
-    for module in model.modules():
-        handles.append(module.register_forward_pre_hook(Hook(manager, _before_call, own, called)))
-        handles.append(module.register_state_dict_pre_hook(Hook(manager, _before_reading)))
-        handles.append(module.register_load_state_dict_pre_hook(Hook(manager, _before_reading)))
-        module.__dict__["__getstate__"] = _StateForCopies(manager, module)
-    return handles
-
-
-def tell_when_loaded(model: nn.Module, loaded: Callable[[], None]) -> list[Any]:
-    """Call ``loaded``, a method, when weights were loaded into the model or a part of it."""
-    method = loaded.__func__  # type: ignore[attr-defined]
-    hook = Hook(loaded.__self__, lambda owner, *args: method(owner))  # type: ignore[attr-defined]
-    return [module.register_load_state_dict_post_hook(hook) for module in model.modules()]
-
-
-def _before_call(
-    manager: BucketManager, own: Mapping[int, set[int]], called: set[int], module: nn.Module, *args: Any
-) -> None:
-    called.add(id(module))
-    if any(bucket.stale for bucket in manager.buckets):
-        within = [m for m in module.modules() if m is module or id(m) not in called]
-        manager.receive_values(sorted(set().union(*(own.get(id(m), ()) for m in within))))
-
-
-def _before_reading(manager: BucketManager, *args: Any) -> None:
-    manager.receive_values()
-
-
-class _StateForCopies:
-    """A module's ``__getstate__``, which ``copy`` and ``pickle`` ask: its attributes, once its parameters are there."""
-
-    def __init__(self, manager: BucketManager, module: nn.Module) -> None:
-        self._manager = weakref.ref(manager)
-        self._module = weakref.ref(module)
-
-    def __call__(self) -> dict[str, Any]:
-        manager, module = self._manager(), self._module()
-        assert module is not None
-        if manager is not None:
-            manager.receive_values()
-        of_class = getattr(type(module), "__getstate__", None)
-        state = module.__dict__ if of_class is None else of_class(module)
-        return {key: value for key, value in state.items() if value is not self}
-
-
-# What is printed when owned storage is made: the routing, the layout and why, and what each rank owns.
-
-
-def show(
-    routes: Sequence[Route],
-    core: OwnedCore,
-    groups: Sequence[Mapping[str, Any]],
-    memory: Callable[[Holdings, int], RankMemory],
-) -> None:
-    """Print the routing table and, for each set of ranks, its layout and a row per rank of an instance.
-
-    ``groups`` are the param groups. ``memory`` tells what a rank of an instance holds; it is asked for those that are
-    shown.
-    """
-    console = report.standard_output()
-    report.show_routing(console, routes, groups)
-    for number, held in enumerate(core.holdings):
-        plan = held.plan
-        whose = f"{held.sharers.everyone.world_size} {'ranks that share experts' if number else 'data-parallel ranks'}"
-        kinds = [bucket.kind for bucket in plan.buckets]
-        counts = f"{kinds.count('matrix')} matrix and {kinds.count('elementwise')} element-wise bucket(s)"
-        console.print(f"Storage: owned by {whose}; {counts}, {plan.padding} elements of padding.")
-        for sentence in plan.choices:
-            console.print(sentence)
-        console.print(plan_table(plan, partial(memory, held), [core.members[number] for number in held.numbers]))
-    report.show_digest(console, core.plan_digest)
-
-
-def plan_table(plan: OwnedPlan, memory: Callable[[int], RankMemory], members: Sequence[Member]) -> Table:
-    """One row per rank: what it owns, how much work that is, what it holds between steps and sends in one."""
-    table = Table()
-    for heading in ("rank", "storage", "matrices", "GFLOP", "of all", "parameters", "masters", "state", "sent a step"):
-        table.add_column(heading, justify="right")
-    for rank in report.shown_ranks(plan.loads):
-        held = memory(rank)
-        pieces = [piece for bucket in plan.buckets for piece in bucket.pieces(rank)]
-        owned = sum(p.start <= block.flat(0) < p.stop for p in pieces for block in members[p.param].blocks)
-        table.add_row(
-            str(rank),
-            "owned",
-            str(owned),
-            f"{plan.loads[rank] / 1e9:.3g}",
-            f"{plan.loads[rank] / max(1, sum(plan.loads)):.1%}",
-            report.nbytes(held.parameters + held.padding),
-            report.nbytes(held.masters),
-            report.nbytes(held.state),
-            report.nbytes(held.sent),
-        )
-    return table
-
-
-# Layer-wise matrix optimizers in plain PyTorch: ``LayerWiseOptimizer(model)`` in place of DDP and an optimizer.
-#
-# Every rank runs the whole model on its share of a batch. The optimizer reduces gradients during backward to the ranks
-# that own them, each matrix is updated by its owner once, and new parameters return to all.
+    def decide(self, config: type[C], model: nn.Module) -> tuple[Rules, C, Grouping]:
+        """Raises ValueError for wrong options, and for parameters that are not ``model``'s."""
+        rules, settings = arguments_of(config, *self[:-1], NAME)
+        trained = [param for param in model.parameters() if param.requires_grad]
+        groups = as_groups(trained if self.params is None else self.params)
+        return rules, settings, group_parameters(model, groups, rules, settings, stacks=True)
 
 
 class LayerWiseOptimizer(LinkedOptimizer):
     """A matrix rule for the model's matrices and an element-wise rule for the rest, data-parallel.
 
-    - ``model``: the module, as it is; not wrapped in DDP, which this replaces. Its parameters and buffers become those
-      of the group's first rank.
+    Of a model that ``fully_shard`` has sharded it is a ``MeshOptimizer``, of a plain one an ``OwnedOptimizer``.
+
+    - ``model``: the module, as it is; not wrapped in DDP, which this replaces. On FSDP2 the sharded module, or a list
+      of modules (pipeline stages of one rank).
     - ``matrix``, ``lr``: the matrix rule and its learning rate; torch.optim.Muon's other arguments by their names.
     - ``elementwise``, ``elementwise_lr``: the rule of everything else and its rate. Either rule may be given as a
       mapping with its options: ``elementwise={"name": "adamw", "lr": 3e-4, "betas": (0.9, 0.95)}``.
-    - ``process_group``: the data-parallel ranks; by default all. Without torch.distributed this process trains alone.
-    - ``expert_params``, ``expert_process_group``, ``expert_group_size``: globs of the parameters that only some of the
-      ranks share, those ranks, and how many of them own together. Their gradients, too, are means over
-      ``process_group``.
     - ``params``: param groups as torch.optim takes them, each with its own ``lr``, ``weight_decay`` and section
       ``"adamw"``; by default all trainable parameters in one group.
-    - further options: those of ``OwnedConfig``.
+    - ``sharded_later``: the model is not sharded yet and somebody else will put the sharded parameters into
+      ``param_groups`` (Accelerate's ``prepare``).
+    - ``process_group``, of a plain model: the data-parallel ranks; by default all. Without torch.distributed this
+      process trains alone.
+    - ``expert_params``, ``expert_process_group``, ``expert_group_size``, of a plain model: globs of the parameters that
+      only some of the ranks share, those ranks, and how many of them own together. Their gradients, too, are means over
+      ``process_group``.
+    - further options: those of ``OwnedConfig`` or ``FSDP2Config``.
 
-    ``param_groups`` holds, for each group given, a matrix half and an element-wise half. After backward ``param.grad``
-    is None, unless ``keep_full_grads``: the owners have the mean gradients. ``step`` uses them up. Everything here is
-    called on all ranks. Raises TypeError or ValueError, on all of them, for a model or options that cannot work.
+    ``param_groups`` holds, for each group given, a matrix half and an element-wise half. Everything here is called on
+    all ranks. Raises TypeError or ValueError, on all of them, for a model or options that cannot work.
     """
+
+    config: Any
+    _grouping: Grouping
+
+    def __new__(cls, model: Any = None, *args: Any, sharded_later: bool = False, **options: Any) -> LayerWiseOptimizer:
+        if cls is LayerWiseOptimizer:
+            cls = MeshOptimizer if sharded_later or is_sharded(model) else OwnedOptimizer
+        return super().__new__(cls)
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Sequence[nn.Module],
         matrix: str | Mapping[str, Any] = "muon",
         lr: float | None = None,
         elementwise: str | Mapping[str, Any] = "adamw",
         elementwise_lr: float | None = None,
         *,
-        process_group: Any = None,
         params: Iterable[Any] | None = None,
         overrides: Iterable[Mapping[str, Any]] = (),
+        sharded_later: bool = False,
+        process_group: Any = None,
         expert_params: Sequence[str] = (),
         expert_process_group: Any = None,
         expert_group_size: int | None = None,
         **options: Any,
     ) -> None:
-        everyone = ranks_of(process_group)
+        given = Given(matrix, lr, elementwise, elementwise_lr, overrides, options, params)
+        sharing = Sharing(process_group, expert_params, expert_process_group, expert_group_size)
+        self._train(model, given, sharing, sharded_later)
+
+    def _train(self, model: Any, given: Given, sharing: Sharing, sharded_later: bool) -> None:
+        """Decide, plan and make the state. Called on all ranks."""
+        raise TypeError(f"subclass OwnedOptimizer or MeshOptimizer, not {NAME}, which chooses one of them")
+
+    def _take_groups(self, rules: Rules, *, without: Sequence[str] = ()) -> None:
+        """Begin with the param groups of the routing, ``without`` some of their keys."""
+        groups = self._grouping.groups
+        shown = [{k: v for k, v in group.items() if k not in without} for group in linked_rates.shown(groups)]
+        super().__init__(shown, {})
+        self._begin(rules, groups, linked_rates.marks_of(groups))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step from the gradients since the last one; the closure's result. Called on all ranks.
+
+        A parameter that has no gradient on any rank is left alone, state included; where only some ranks have one, the
+        others count as zero. Raises RuntimeError, on all ranks, if a backward pass of a plain model ended in an
+        exception on one, if a parameter was replaced, or if some are trained now that were not when the optimizer was
+        made.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step()
+        return loss
+
+    def _step(self) -> None:
+        raise NotImplementedError
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> Tensor:
+        """``torch.nn.utils.clip_grad_norm_`` over all gradients, wherever they lie. Called on all ranks.
+
+        Returns the norm before clipping, a plain fp32 tensor that is the same on all ranks.
+        """
+        raise NotImplementedError
+
+    # On FSDP2
+
+    def attach(self, model: nn.Module | Sequence[nn.Module]) -> Attachment:
+        """Begin the exchange of a bucket in the backward pass, as soon as its last gradient has been reduced.
+
+        The result is that of a step without it, bit for bit, whatever happens to the gradients in between: a bucket
+        whose gradients were touched after they had left (clipped, unscaled) is exchanged again, and a few steps are
+        then left alone. Costs the memory of what has been sent and received until the step. Returns a handle whose
+        ``remove()`` takes the hooks off. Called on all ranks. Raises ValueError for a model other than the optimizer's.
+        """
+        raise self._only_of(FSDP2Config, "attach")
+
+    # Of a plain model
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within it backward passes accumulate on this rank; the next one outside reduces what they left."""
+        raise self._only_of(OwnedConfig, "no_sync")
+
+    def grad_norm(self, names: str | Sequence[str] = "*", norm_type: float = 2.0) -> Tensor:
+        """The norm of the mean gradients of the parameters whose names match a glob, in fp32."""
+        raise self._only_of(OwnedConfig, "grad_norm")
+
+    def count_zeros(self, names: str | Sequence[str] = "*") -> int:
+        """How many elements of the mean gradients are exactly zero."""
+        raise self._only_of(OwnedConfig, "count_zeros")
+
+    def synchronize(self) -> None:
+        """Return when the parameters of the last step are on this rank (``overlap_param_gather``)."""
+        raise self._only_of(OwnedConfig, "synchronize")
+
+    def refresh_masters(self) -> None:
+        """Take the parameters' values into the fp32 masters of 16-bit parameters, after they were changed by hand."""
+        raise self._only_of(OwnedConfig, "refresh_masters")
+
+    def save_state_dict(self, path: str | PathLike[str]) -> None:
+        """Write optimizer state into a folder of its own, for any ranks and layout; the model saves its weights."""
+        raise self._only_of(OwnedConfig, "save_state_dict")
+
+    def load_state_dict_from(self, path: str | PathLike[str]) -> None:
+        """Read what this rank owns of what ``save_state_dict`` wrote; before or after the model's weights."""
+        raise self._only_of(OwnedConfig, "load_state_dict_from")
+
+    def memory_report(self) -> list[RankMemory]:
+        """Per rank of the process group, the bytes it holds for this optimizer."""
+        raise self._only_of(OwnedConfig, "memory_report")
+
+    def traffic(self) -> dict[str, int]:
+        """Bytes that this rank has sent so far, by what they were; flags and norms, a few per parameter, not."""
+        raise self._only_of(OwnedConfig, "traffic")
+
+    def _only_of(self, config: type[HostConfig], name: str) -> TypeError:
+        return TypeError(f"{NAME}: {type(self.config).lacks(name, config)}")
+
+
+class OwnedOptimizer(LayerWiseOptimizer):
+    """``LayerWiseOptimizer`` of a plain model, whose parameters and buffers become those of the group's first rank.
+
+    After backward ``param.grad`` is None, unless ``keep_full_grads``: the owners have the mean gradients. ``step`` uses
+    them up.
+    """
+
+    config: OwnedConfig
+
+    def _train(self, model: Any, given: Given, sharing: Sharing, sharded_later: bool) -> None:
+        everyone = ranks_of(sharing.process_group)
 
         def decide() -> tuple[tuple[Rules, OwnedConfig, Grouping, list[Share]], list[list[str]]]:
             check_model(model)
-            rules, config = arguments_of(OwnedConfig, matrix, lr, elementwise, elementwise_lr, overrides, options, NAME)
-            taken = as_groups([p for p in model.parameters() if p.requires_grad] if params is None else params)
-            grouping = group_parameters(model, taken, rules, config, stacks=True)
+            rules, config, grouping = given.decide(OwnedConfig, model)
+            _, expert_params, expert_process_group, expert_group_size = sharing
             experts = as_globs(expert_params, "expert_params")
             check_globs("expert_params", experts, grouping.routes, grouping.routes)
             check_options(config, grouping, experts, expert_process_group, expert_group_size)
@@ -394,8 +283,7 @@ class LayerWiseOptimizer(LinkedOptimizer):
         )
         self._plan_digest = self.core.plan_digest
         broadcast_buffers(model, shares)
-        super().__init__(linked_rates.shown(self._grouping.groups), {})
-        self._begin(rules, self._grouping.groups, linked_rates.marks_of(self._grouping.groups))
+        self._take_groups(rules)
         self.state.update(held_state(self.core, self.param_groups))
         self._model = model
         self._manager, self.row_scaling = self.core.manager, self.core.row_scaling
@@ -408,12 +296,11 @@ class LayerWiseOptimizer(LinkedOptimizer):
             self._manager.on_launch = self._step_arrived
         if self.config.report and everyone.rank == 0:
             memory = partial(memory_of, self.core, self.param_groups, self.config)
-            show(self._grouping.routes, self.core, self.param_groups, memory)
+            owned_model.show(self._grouping.routes, self.core, self.param_groups, memory)
 
     # The loop
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Within it backward passes accumulate on this rank; the next one outside reduces what they left."""
         return self._manager.no_sync()
 
     @torch.no_grad()
@@ -428,27 +315,14 @@ class LayerWiseOptimizer(LinkedOptimizer):
         return norm
 
     def grad_norm(self, names: str | Sequence[str] = "*", norm_type: float = 2.0) -> Tensor:
-        """The norm of the mean gradients of the parameters whose names match a glob, in fp32."""
         self._finish_backward()
         return self.core.gradients.norm(checked_order(norm_type), self._picked(names))
 
     def count_zeros(self, names: str | Sequence[str] = "*") -> int:
-        """How many elements of the mean gradients are exactly zero."""
         self._finish_backward()
         return self.core.gradients.count_zeros(self._picked(names))
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step from the gradients of the backward passes since the last one; the closure's result.
-
-        A parameter that has no gradient on any rank is left alone, state included; where only some ranks have one, the
-        others count as zero. Raises RuntimeError, on all ranks, if a backward pass ended in an exception on one, if the
-        model's parameters were replaced, or if some are trained now that were not when the optimizer was made.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _step(self) -> None:
         presences = self._backward.finish()
         if self._loaded:
             self.refresh_masters()
@@ -457,18 +331,15 @@ class LayerWiseOptimizer(LinkedOptimizer):
         self._backward.stepped()
         if not self.config.overlap_param_gather:
             self._manager.receive_values()
-        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, those of an interrupted backward pass included."""
         self._backward.discard()
 
     def synchronize(self) -> None:
-        """Return when the parameters of the last step are on this rank (``overlap_param_gather``)."""
         self._manager.receive_values()
 
     def refresh_masters(self) -> None:
-        """Take the parameters' values into the fp32 masters of 16-bit parameters, after they were changed by hand."""
         self._manager.receive_values()
         self.core.refresh_masters()
         self._loaded = False
@@ -501,11 +372,9 @@ class LayerWiseOptimizer(LinkedOptimizer):
     # Checkpoints
 
     def save_state_dict(self, path: str | PathLike[str]) -> None:
-        """Write optimizer state into a folder of its own, for any ranks and layout; the model saves its weights."""
         save(self.core, self.param_groups, Path(path))
 
     def load_state_dict_from(self, path: str | PathLike[str]) -> None:
-        """Read what this rank owns of what ``save_state_dict`` wrote; before or after the model's weights."""
         self.link_groups(load(self.core, self.param_groups, Path(path)))
         self._loaded = True
 
@@ -519,11 +388,9 @@ class LayerWiseOptimizer(LinkedOptimizer):
         self._loaded = True
 
     def memory_report(self) -> list[RankMemory]:
-        """Per rank of the process group, the bytes it holds for this optimizer."""
         return memory_of_all(self.core, self.param_groups, self.config)
 
     def traffic(self) -> dict[str, int]:
-        """Bytes that this rank has sent so far, by what they were; flags and norms, a few per parameter, not."""
         return dict(self._manager.ledger.sent)
 
     @property
@@ -533,5 +400,153 @@ class LayerWiseOptimizer(LinkedOptimizer):
             raise RuntimeError(f"{NAME}: GradScaler unscales param.grad, which only owners have; set keep_full_grads")
         return False
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(f"{NAME} holds buffers and process groups and cannot be copied or pickled")
+
+class MeshOptimizer(LayerWiseOptimizer):
+    """``LayerWiseOptimizer`` of a model that ``fully_shard`` has sharded, or will have by the first step.
+
+    Made on all ranks of the model's meshes. Raises ValueError, on all of them, for a model without DTensors or without
+    a matrix, and for placements that are not supported.
+    """
+
+    config: FSDP2Config
+    state = StateOnceSharded()
+
+    def _train(self, model: Any, given: Given, sharing: Sharing, sharded_later: bool) -> None:
+        module = sharded_module(model, NAME)
+        self._steppers: list[MeshStepper] = []
+        self._elementwise = ElementwiseGroups()
+        self._attachment: Attachment | None = None
+        self._bound: list[list[Tensor]] = []
+        self._stated: list[Tensor] = []
+        self._model = module
+        reshard(module)
+        exchange = [] if sharded_later else exchange_groups(module.parameters())
+
+        def decide() -> tuple[tuple[Rules, FSDP2Config, Grouping], list[list[str]]]:
+            for name, value in sharing._asdict().items():
+                if value is not None and value != ():
+                    raise ValueError(f"{NAME}: {FSDP2Config.lacks(repr(name), OwnedConfig)}: meshes say who shares")
+            rules, config, grouping = given.decide(FSDP2Config, module)
+            lines = [
+                *settings_lines(rules, config),
+                *(f"{r.name} {r.shape} {r.kind}" for r in grouping.routes),
+            ]
+            return (rules, config, grouping), [lines for _ in exchange]
+
+        rules, self.config, self._grouping = agree_in_all([c for _, c in exchange], NAME, decide)
+        self.row_scaling = self._grouping.row_scaling()
+        self._names = [[self._grouping.names[id(p)] for p in group["params"]] for group in self._grouping.groups]
+        self._rules = [group["rule"] for group in self._grouping.groups]
+        self._take_groups(rules, without=("from_group", "overrides"))
+        if not sharded_later:
+            self._bind(exchange)
+
+    def _bind(self, exchange: Exchange) -> None:
+        """Plan for the parameters that the param groups hold now, and make their state. Called on all ranks."""
+        held = [group["params"] for group in self.param_groups]
+        self._names = names_of(held, self._bound, self._names)
+        self._steppers = bind(exchange, self.param_groups, self._names, self._grouping, self.config)
+        self._plan_digest = plan_digest(line for stepper in self._steppers for line in stepper.planned.lines())
+        self._bound = [list(group["params"]) for group in self.param_groups]
+        trained = [(member.name, member.param) for stepper in self._steppers for member in stepper.members]
+        self._watched = WatchedModel(self._model, trained, restore=reshard)
+        self._make_state()
+        self._owner_shards()  # its names are read from ``state``
+        self._different = hold_different_parameters(self._steppers)
+        if self._attachment is not None and self._attachment.is_on:
+            self._attachment.remove()
+            self._attachment = Attachment(self._steppers, self._matrix_rules, lambda: self.state)
+        if self.config.report and exchange[-1][1].rank == 0:
+            mesh_stepping.show(self._grouping.routes, self._steppers, self.plan_digest)
+
+    def _make_state(self) -> None:
+        """State for every parameter before the first step, so that no checkpoint lacks any; what is there stays."""
+        before: Mapping[Tensor, dict[str, Any]] = self.__dict__["state"]
+        state: defaultdict[Tensor, Any] = defaultdict(dict)
+        for group in self.param_groups:
+            for param in group["params"]:
+                state[param] = before.get(param) or new_state(param.detach(), group, self.config)
+        self.state, self._stated = state, list(state)
+
+    def _step(self) -> None:
+        self._ensure_bound()
+        rules, kept = self._matrix_rules(), (self._elementwise, self.state, self._attachment, self.row_scaling)
+        step_all(self._steppers, self.param_groups, rules, *kept, self._watched.changes())
+
+    def attach(self, model: nn.Module | Sequence[nn.Module]) -> Attachment:
+        module = sharded_module(model, "attach")
+        self._ensure_bound()
+        reshard(module)
+        check_is_of(module, [group["params"] for group in self.param_groups], self._names)
+        if self._attachment is not None:
+            self._attachment.remove()
+        self._attachment = Attachment(self._steppers, self._matrix_rules, lambda: self.state)
+        return self._attachment
+
+    def _matrix_rules(self) -> dict[int, MatrixRule]:
+        return build_matrix_rules(self.param_groups, self.config)
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> Tensor:
+        """``torch.nn.utils.clip_grad_norm_`` over all parameters, also where they lie on several meshes.
+
+        Returns the norm before clipping, a plain fp32 tensor that is the same on all ranks. Called on all ranks. With
+        parameters on one mesh it gives the bits of torch's. Parameters on a mesh that leaves out some ranks count once
+        if those have copies, and together with theirs if they have others (experts).
+        """
+        return self.gradients.clip(max_norm, norm_type, error_if_nonfinite, foreach).float()
+
+    @property
+    def gradients(self) -> MeshGradients:
+        """Norms, zero counts and scaling of all gradients; ``ModuleOptimizers`` asks for them."""
+        self._ensure_bound()
+        return MeshGradients(self._steppers, self._different)
+
+    def _ensure_bound(self) -> None:
+        """Plan again if the param groups hold other parameters than were planned for."""
+        held = [group["params"] for group in self.param_groups]
+        if len(held) == len(self._bound) and all(map(same, held, self._bound)):
+            return
+        check_sharded(param for params in held for param in params)
+        self._bind(exchange_groups(param for params in held for param in params))
+
+    def _owner_shards(self) -> Of:
+        """What owners hold, if rules keep state there; then called on all ranks.
+
+        Parameters that were sharded late are planned for at the first step; state that owners hold needs owners.
+        """
+        rules = self._matrix_rules()
+        if not any(map(keeps_state, rules.values())):
+            return []
+        self._ensure_bound()
+        return owner_shards(self._steppers, rules, self.state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of every torch optimizer, owner-held state in sharded tensors; if there is any, called on all ranks."""
+        shards = self._owner_shards() if self.state else []
+        return with_owner_state(super().state_dict(), shards, self._bound)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` returned. Raises ValueError for state that does not fit, before anything is changed.
+
+        State keeps the dtype it was made with, whatever the parameters have; which rule trains what is never loaded. A
+        whole tensor is cut to this rank's part.
+        """
+        if self.state:
+            shards = self._owner_shards()
+            expected = with_owner_keys(self.state, shards)
+            check_matrices(state_dict, shards, self._bound)
+            check_loadable(state_dict, self.param_groups, self._names, self._rules, expected)
+            state_dict = with_shards(state_dict, self.param_groups, expected)
+            state_dict = take_owner_state(state_dict, shards, self._bound)
+            if not state_dict["state"]:  # saved before there was any: begin anew
+                self.state = {}
+                self._make_state()
+        made = {param: dict(state) for param, state in self.state.items()}
+        groups = [dict(group) for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        restore_groups(self, groups, self._rules)
+        self.link_groups(self.param_groups)
+        restore_dtypes(self, made, state_dict)

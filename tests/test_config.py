@@ -23,6 +23,7 @@ from deepspeed.runtime.zero.muon.original_muon import MuonWithAuxAdam
 from torch import Tensor, nn
 
 from lwopt_backend import LayerWiseOptimizer, MatrixRule, register_rule
+from lwopt_backend.cli.rule_facts import rule_facts
 from lwopt_backend.config.choices import arguments_of, layer_wise_settings, muon_settings, settings_of
 from lwopt_backend.config.hosts import OwnedConfig, ZeROConfig
 from lwopt_backend.config.options import Options
@@ -40,6 +41,7 @@ from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.routing.fused import TABLE
 from lwopt_backend.routing.grouping import group_parameters
 from lwopt_backend.routing.routing import AtomSettings
+from lwopt_backend.rules import option
 from tests.cells import cells
 from tests.launcher import ROOT, run_on_cpu
 from tests.migration import rules_for
@@ -418,6 +420,34 @@ def test_a_dataclass_and_one_call_make_a_rule(own_rules: None) -> None:
     assert cost_of((4, 5), {"rule": "sign", "lr": 0.1, "power": 0.5}) == 60
     fails(lambda: settings(matrix={"name": "sign", "powr": 1.0}), "unknown key 'powr'; did you mean 'power'?")
     fails(lambda: settings(matrix={"name": "sign", "lr": "fast"}), "lr: input should be a valid number")
+
+
+@dataclass
+class Bounded(Sign):
+    power: float = option(0.5, "of the number of columns", "this test", ge=0, lt=1)
+    parts: tuple[int, ...] = option((1,), "of a matrix", "this test", check=tuple)
+
+    def __post_init__(self) -> None:
+        if sum(self.parts) != 1 and not self.power:
+            raise ValueError("parts: expected (1,) without a power")
+
+
+def test_an_option_of_a_rule_has_what_its_field_says_of_it() -> None:
+    with mock.patch.dict(MATRIX_RULES):
+        register_rule("bounded", Bounded)
+        (rule,) = rule_facts("bounded", None)["rules"]
+        assert rule["options"][-2:] == [
+            {"name": "power", "default": "0.5", "meaning": "of the number of columns", "source": "this test"},
+            {"name": "parts", "default": "[1]", "meaning": "of a matrix", "source": "this test"},
+        ]
+        rules, _ = settings(matrix={"name": "bounded", "parts": [1, 2]})
+        assert rules.matrix.options.model_dump()["parts"] == (1, 2)
+        for wrong, found in (
+            ({"power": 1.0}, "power: input should be less than 1; found 1.0"),
+            ({"power": "0.5"}, "power: input should be a valid number; found '0.5'"),
+            ({"power": 0.0, "parts": [1, 1]}, "parts: expected (1,) without a power"),
+        ):
+            fails(lambda: settings(matrix={"name": "bounded", **wrong}), found)  # noqa: B023
 
 
 def test_names_are_taken_once_and_a_rule_has_options(own_rules: None) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor
 
-from lwopt_backend.integrations.deepspeed.owned import OwnedLayerWiseMuon
+from lwopt_backend.integrations.deepspeed.owned import OwnedLayerWise
 from tests.cells import cells
 from tests.models import MATRICES
 from tests.on_ranks import on_ranks
@@ -33,7 +33,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def masters_of(engine: Any) -> dict[str, Tensor]:
     """Also of 16-bit parameters at stage 0, which owned storage trains."""
-    if not isinstance(engine.optimizer, OwnedLayerWiseMuon):
+    if not isinstance(engine.optimizer, OwnedLayerWise):
         return full_weights(engine)
     return {name: safe_get_full_fp32_param(param) for name, param in engine.module.named_parameters()}
 

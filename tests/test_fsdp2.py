@@ -23,7 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from transformers.pytorch_utils import Conv1D
 
+import lwopt_backend
 from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
+from lwopt_backend.optimizer import MeshOptimizer, OwnedOptimizer
 from tests.cells import cells, with_full
 from tests.fsdp2 import (
     MATRIX_NAMES,
@@ -478,16 +480,44 @@ def of_rows(**options: Any) -> LayerWiseOptimizer:
 REFUSALS: list[tuple[Callable[[], Any], str]] = [
     (
         lambda: LayerWiseOptimizer(DistributedDataParallel(UnevenLM())),
-        "the model is wrapped in DistributedDataParallel, which shards nothing; pass model.module to lwopt_backend.",
+        "takes a plain module, but it is wrapped in DistributedDataParallel; pass the module inside, model.module",
+    ),
+    (
+        lambda: LayerWiseOptimizer(DistributedDataParallel(UnevenLM()), sharded_later=True),
+        "the model is wrapped in DistributedDataParallel, which shards nothing; call fully_shard(model) instead of it",
     ),
     (
         lambda: LayerWiseOptimizer(FullyShardedDataParallel(UnevenLM(), device_id=torch.device("cpu"))),
+        "which flattens matrices; pass the plain module, or shard it with fully_shard instead",
+    ),
+    (
+        lambda: LayerWiseOptimizer(
+            FullyShardedDataParallel(UnevenLM(), device_id=torch.device("cpu")), sharded_later=True
+        ),
         "wrapped in FullyShardedDataParallel (FSDP1), which flattens matrices; call fully_shard(model) instead",
     ),
     (
-        lambda: LayerWiseOptimizer(UnevenLM(), lr=0.02),
+        lambda: LayerWiseOptimizer(UnevenLM(), lr=0.02, state_dtype="float32"),
+        "'state_dtype' is for fully_shard models, but this optimizer is for plain models; call fully_shard(model)",
+    ),
+    (
+        lambda: LayerWiseOptimizer(UnevenLM(), report=False).attach(UnevenLM()),
+        "attach is for fully_shard models, but this optimizer is for plain models; call fully_shard(model) before",
+    ),
+    (
+        lambda: MeshOptimizer([UnevenLM()]),
         "no parameter of the model is a DTensor; call fully_shard(model) before",
     ),
+    (
+        lambda: OwnedOptimizer(shard("rows", "fp32").model),
+        "parameter 'embedding.weight' is a DTensor; for fully_shard models use lwopt_backend.LayerWiseOptimizer",
+    ),
+    (lambda: of_rows(bucket_mb=1.0), "'bucket_mb' is for plain models, but this optimizer is for fully_shard models"),
+    (
+        lambda: of_rows(process_group=dist.group.WORLD),
+        "'process_group' is for plain models, but this optimizer is for fully_shard models; leave it out",
+    ),
+    (lambda: of_rows().no_sync(), "no_sync is for plain models, but this optimizer is for fully_shard models"),
     (on_the_meta_device, "is on the meta device; call model.to_empty(device=...)"),
     (
         lambda: with_first_weight(DTensor.from_local(torch.zeros(63, 24), mesh_of(), [Partial()])),
@@ -527,3 +557,14 @@ def test_refusals_name_what_is_wrong_on_every_rank() -> None:
         if "found 'x'" in words and dist.get_rank() == 0:
             assert "rank 1 failed with" in told and "rank 0 stops with it" in told
         assert words in told or (refused is of_other_shape and dist.get_rank() == 1), (words, told)
+
+
+@on_ranks(2)
+def test_one_name_is_the_optimizer_of_either_model() -> None:
+    assert lwopt_backend.LayerWiseOptimizer is LayerWiseOptimizer
+    run = BesideTwin()
+    run.model(*batch(0, 2))  # after it the root keeps its parameters as plain tensors
+    sharded = LayerWiseOptimizer(run.model, report=False)
+    plain, later = LayerWiseOptimizer(UnevenLM(), report=False), LayerWiseOptimizer(UnevenLM(), sharded_later=True)
+    assert [type(each) for each in (sharded, plain, later)] == [MeshOptimizer, OwnedOptimizer, MeshOptimizer]
+    assert all(isinstance(each, LayerWiseOptimizer) for each in (sharded, plain, later))

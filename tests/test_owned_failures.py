@@ -88,7 +88,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: nn.Sequential(nn.Linear(6, 6), DDP(Branches())),
         "its module '1' is wrapped in DistributedDataParallel",
     ),
-    "FSDP2": (sharded_by_fsdp2, "'first.weight' is a DTensor; for fully_shard models use lwopt_backend.integrations"),
+    "FSDP2": (sharded_by_fsdp2, "'bucket_mb' is for plain models, but this optimizer is for fully_shard models"),
     "FSDP": (sharded_by_fsdp, "the model is sharded by FullyShardedDataParallel, which flattens matrices; pass the"),
     "float8": (
         float8,

@@ -175,6 +175,13 @@ def test_make_commands_exist_and_ci_runs_the_readmes() -> None:
 def test_every_option_is_in_a_table_and_every_row_is_an_option() -> None:
     table = part(README, "### Options", "## What is printed")
     assert named_in(table) == set(LayerWiseMuonConfig.model_fields)
+    words = {"Jordan's": [3.4445, -4.7750, 2.0315], "AdamW's": AdamWOptions()}
+    for names, written in re.findall(r"^\| (`.*?) \| (.*?) \|", table, re.MULTILINE):
+        keys, cells = re.findall(r"`(\w+)`", names), written.replace("`", "").partition(" = ")[0].split(", ")
+        for key, cell in zip(keys, cells * len(keys) if len(cells) == 1 else cells, strict=True):
+            default = LayerWiseMuonConfig.model_fields[key].default
+            expected = words[cell] if cell in words else json.loads(cell)
+            assert expected == (list(default) if isinstance(default, tuple) else default), key
     (adamw,) = re.findall(r"^\| `adamw` .*$", table, re.MULTILINE)
     assert set(re.findall(r"`(\w+)`", adamw)) - {"adamw"} == set(AdamWOptions.model_fields)
     assert json.loads(FILES["ds_config.json"])["optimizer"]["type"] == "LayerWiseMuon"

@@ -339,7 +339,7 @@ def test_an_optimizer_belongs_to_its_engine() -> None:
     optimizer = LayerWiseMuon(UnevenLM().parameters(), **MUON, adamw=ADAMW)
     with pytest.raises(RuntimeError, match="this LayerWiseMuon has no engine; give it to deepspeed.initialize"):
         optimizer.step()
-    with pytest.raises(TypeError, match="belongs to its engine and cannot be copied or pickled; use state_dict"):
+    with pytest.raises(TypeError, match="cannot be copied or pickled; use state_dict"):
         copy.deepcopy(optimizer)
     with pytest.raises((NotImplementedError, RuntimeError, ValueError), match="takes no param group after it was made"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, 2))]})

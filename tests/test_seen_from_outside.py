@@ -69,13 +69,13 @@ PARTS = {f"lwopt: {part}" for part in ("exchange out", "rule muon", "exchange ba
 # What is seen of: an engine, its options, the optimizer of which hooks are told, and the parts that a profile names.
 # At stages 1 to 3 the norm is DeepSpeed's; it steps a group at a time, of which hooks are told once.
 SEEN: list[tuple[str, dict[str, Any], str, set[str] | None]] = [
-    ("fsdp2", {}, "LayerWiseOptimizer", PARTS),
-    ("owned", {}, "LayerWiseOptimizer", PARTS),
+    ("fsdp2", {}, "MeshOptimizer", PARTS),
+    ("owned", {}, "OwnedOptimizer", PARTS),
     ("modules", {}, "ModuleOptimizers", None),
-    ("deepspeed", {"stage": 0}, "LayerWise", PARTS),
-    ("deepspeed", {"stage": 1}, "LayerWise", None),
-    ("deepspeed", {"stage": 2}, "LayerWise", PARTS - {"lwopt: norm"}),
-    ("deepspeed", {"stage": 3}, "LayerWise", None),
+    ("deepspeed", {"stage": 0}, "ZeROLayerWise", PARTS),
+    ("deepspeed", {"stage": 1}, "ZeROLayerWise", None),
+    ("deepspeed", {"stage": 2}, "ZeROLayerWise", PARTS - {"lwopt: norm"}),
+    ("deepspeed", {"stage": 3}, "ZeROLayerWise", None),
     ("deepspeed", {"stage": 2, "storage": "owned"}, "OwnedLayerWise", None),
 ]
 

@@ -39,6 +39,7 @@ from lwopt_backend.rules import (
     QKFactors,
     gram_newton_schulz,
     newton_schulz,
+    option,
     qk_clip_factors,
     row_factors,
 )
@@ -49,7 +50,7 @@ from lwopt_backend.rules import (
 @dataclass
 class Sign(MatrixRule):
     lr: float = 0.01
-    momentum: float = 0.9
+    momentum: float = option(0.9, "of the average of gradients", "Keller Jordan 2024", ge=0, lt=1)
     state_keys = ("average",)
 
     def accumulate(self, grad: Tensor, state: Mapping[str, Tensor]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +27,8 @@ from lwopt_backend.runtime.collectives import NORM, TorchCollectives
 HOOKED = "_do_optimizer_sanity_check"
 
 
-def install(classes: tuple[type[torch.optim.Optimizer], ...], bind: Callable[[Any, DeepSpeedEngine], None]) -> None:
-    """Make ``classes`` names that ds_config.json knows, and call ``bind(optimizer, engine)`` for their instances.
+def install(types: Mapping[str, Callable[..., Any]], classes: Iterable[type[torch.optim.Optimizer]]) -> None:
+    """Make ``types`` known to ds_config.json, by what makes an optimizer, and ``bind`` instances of ``classes``.
 
     The engine asks ``_do_optimizer_sanity_check`` right before it wraps the optimizer; it is the only moment at which
     the module, the parameter names and the configuration are all known and the param groups may still be changed. What
@@ -36,8 +36,10 @@ def install(classes: tuple[type[torch.optim.Optimizer], ...], bind: Callable[[An
     itself. Calling it again changes nothing.
     """
     name_types()
-    for optimizer_class in classes:
-        setattr(torch.optim, optimizer_class.__name__, optimizer_class)
+    ours = tuple(classes)
+    for name, make in types.items():
+        setattr(torch.optim, name, make)
+    for optimizer_class in ours:
         if optimizer_class not in ZERO_SUPPORTED_OPTIMIZERS:
             ZERO_SUPPORTED_OPTIMIZERS.append(optimizer_class)
     original = getattr(DeepSpeedEngine, HOOKED)
@@ -46,20 +48,20 @@ def install(classes: tuple[type[torch.optim.Optimizer], ...], bind: Callable[[An
 
     @functools.wraps(original)
     def check(self: DeepSpeedEngine, basic_optimizer: Any) -> Any:
-        if isinstance(basic_optimizer, classes):
-            bind(basic_optimizer, self)
+        if isinstance(basic_optimizer, ours):
+            basic_optimizer.bind(self)  # type: ignore[attr-defined]
             if isinstance(basic_optimizer, ZeROOptimizer):
                 return None
         elif any("from_group" in group for group in getattr(basic_optimizer, "param_groups", ())):
             raise ValueError(
                 f"{type(basic_optimizer).__name__} was built on the param groups of "
-                f"{' or '.join(known.__name__ for known in classes)}, which would train nothing with it; Accelerate "
+                f"{' or '.join(types)}, which would train nothing with it; Accelerate "
                 "does so to an optimizer object under offload_optimizer: write the optimizer into ds_config.json, or "
                 'set "zero_force_ds_cpu_optimizer": false'
             )
         return original(self, basic_optimizer)
 
-    check._lwopt_binds = classes  # type: ignore[attr-defined]
+    check._lwopt_binds = ours  # type: ignore[attr-defined]
     setattr(DeepSpeedEngine, HOOKED, check)
 
 
@@ -234,15 +236,15 @@ def _grad_norm(engine: DeepSpeedEngine) -> Tensor:
     return squared.sqrt()
 
 
-TYPE_READER = "get_optimizer_name"
+# Types of optimizer entries as DeepSpeed reads them.
 
-
+READS_TYPE = "get_optimizer_name"
 TYPES = ("LayerWise", "LayerWiseMuon")
 
 
 def name_types() -> None:
     """Have DeepSpeed read the type of an optimizer entry through ``canonical``. Calling it again changes nothing."""
-    original = getattr(config, TYPE_READER, None)
+    original = getattr(config, READS_TYPE, None)
     if original is None or getattr(original, "_lwopt_names", False):  # ``register()`` says what is missing
         return
 
@@ -251,7 +253,7 @@ def name_types() -> None:
         return canonical(original(param_dict))
 
     get_optimizer_name._lwopt_names = True  # type: ignore[attr-defined]
-    setattr(config, TYPE_READER, get_optimizer_name)
+    setattr(config, READS_TYPE, get_optimizer_name)
 
 
 def canonical(name: Any) -> Any:

@@ -9,9 +9,9 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from lwopt_backend import migration
+from lwopt_backend.integrations.deepspeed.optimizer import EngineOptimizer, ZeROLayerWise
 from lwopt_backend.integrations.deepspeed.owned import OwnedLayerWise
 from lwopt_backend.integrations.deepspeed.zero import Binding, Unit, load_whole, save_whole
-from lwopt_backend.integrations.deepspeed_zero import LayerWise
 from lwopt_backend.migration import Form, Named, check_form
 from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.storage.flat import GroupPlan
@@ -31,6 +31,7 @@ def load_named_state(engine: DeepSpeedEngine, named: Named, *, strict: bool = Tr
     optimizer = _ours(engine, WHAT)
     if isinstance(optimizer, OwnedLayerWise):
         return migration.load_named_state(optimizer, named, strict=strict)
+    assert isinstance(optimizer, ZeROLayerWise)
     binding, held = _held(optimizer)
     targets = [
         migration.Target(spec.name, tuple(spec.shape), optimizer.param_groups[unit.group])
@@ -63,14 +64,15 @@ def change_momentum_form(engine: DeepSpeedEngine, target: Form) -> None:
         migration.change_momentum_form(optimizer, target)
         return
     check_form("target", target)
+    assert isinstance(optimizer, ZeROLayerWise)
     _, held = _held(optimizer)
     groups = optimizer.param_groups
     migration.rescale([(groups[unit.group], state) for unit, _, state in held], groups, target)
 
 
-def _ours(engine: Any, what: str) -> LayerWise:
+def _ours(engine: Any, what: str) -> EngineOptimizer:
     optimizer = getattr(engine, "basic_optimizer", None)
-    if not isinstance(optimizer, LayerWise):
+    if not isinstance(optimizer, EngineOptimizer):
         raise TypeError(
             f"{what}: expected a DeepSpeed engine whose optimizer is LayerWise or LayerWiseMuon, found "
             f"{type(engine).__name__} with {type(optimizer).__name__}"
@@ -78,7 +80,7 @@ def _ours(engine: Any, what: str) -> LayerWise:
     return optimizer
 
 
-def _held(optimizer: LayerWise) -> tuple[Binding, list[tuple[Unit, GroupPlan, dict[str, Any]]]]:
+def _held(optimizer: ZeROLayerWise) -> tuple[Binding, list[tuple[Unit, GroupPlan, dict[str, Any]]]]:
     """What is stepped at a time, with its plan and this rank's state, which is made if no step has been."""
     binding, tensors = optimizer.prepared()
     return binding, [(u, plan, optimizer.state[t]) for u, plan, t in zip(binding.units, binding.plans, tensors)]

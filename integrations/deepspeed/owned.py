@@ -21,6 +21,7 @@ from lwopt_backend.integrations.deepspeed import checkpoints as loading
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.integrations.deepspeed.checkpoints import MARK, guard_loading
 from lwopt_backend.integrations.deepspeed.engine import checks_overflow
+from lwopt_backend.integrations.deepspeed.optimizer import EngineOptimizer
 from lwopt_backend.integrations.deepspeed.refusals import reasons_to_refuse_owned, without_effect
 from lwopt_backend.integrations.deepspeed.tensors import (
     Groups,
@@ -36,14 +37,13 @@ from lwopt_backend.integrations.deepspeed.tensors import (
 )
 from lwopt_backend.integrations.deepspeed.universal import OwnedStorage, load_instead
 from lwopt_backend.integrations.deepspeed.zero import check_groups
-from lwopt_backend.integrations.deepspeed_zero import LayerWise, LayerWiseMuon
-from lwopt_backend.optimizer import Backward, check_model, show, tell_when_loaded
 from lwopt_backend.routing.grouping import Grouping, group_parameters
 from lwopt_backend.runtime.agreement import agree_in_all, digest
 from lwopt_backend.runtime.collectives import TorchCollectives
 from lwopt_backend.storage.gradients import OwnedGradients
 from lwopt_backend.storage.owned import OwnedCore, Share
 from lwopt_backend.storage.owned_memory import rank_memory
+from lwopt_backend.storage.owned_model import Backward, check_model, show, tell_when_loaded
 
 
 @dataclass(frozen=True)
@@ -241,17 +241,17 @@ class OwnedCheckpoint:
 # masters and checkpoints are ours. What the engine asks of its optimizer is in the sections below, by when it asks.
 
 
-class OwnedLayerWise(LayerWise, ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no types
-    """What ``LayerWise(params, storage="owned")`` is. It is a ZeRO optimizer, which the engine asks to scale losses
-    and tells of backward passes.
+class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no types
+    """With ``"storage": "owned"``. It is a ZeRO optimizer, which the engine asks to scale losses and tells of backward
+    passes.
 
     ``param_groups`` hold the model's parameters, ``state`` has, for those of which this rank owns a piece, the state of
     that piece, flat. ``param.grad`` is None after backward; the owners have the mean gradients until the step.
     """
 
-    def __init__(self, params: Iterable[Any], **options: Any) -> None:
+    def __init__(self, name: str, params: Iterable[Any], rules: Rules, config: ZeROConfig) -> None:
         ZeROOptimizer.__init__(self)
-        super().__init__(params, **options)
+        super().__init__(name, params, rules, config)
         self._owned: OwnedBinding | None = None
         self._handles: list[Any] = []
         self._reductions = 0  # backward passes since the last step whose gradients the engine wants reduced
@@ -454,7 +454,3 @@ class OwnedLayerWise(LayerWise, ZeROOptimizer):  # type: ignore[misc]  # DeepSpe
     def round_robin_bit16_groups(self) -> list[list[Tensor]]:
         """The parameters in the order in which a checkpoint has them, one to a group."""
         return [[member.param] for member in self.core.members]
-
-
-class OwnedLayerWiseMuon(OwnedLayerWise, LayerWiseMuon):
-    """What ``LayerWiseMuon(params, storage="owned")`` is."""

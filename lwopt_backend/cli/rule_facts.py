@@ -12,7 +12,7 @@ import torch
 from pydantic.fields import FieldInfo
 
 from lwopt_backend.config.choices import DEFAULTS, SECTIONS
-from lwopt_backend.config.hosts import OURS, FSDP2Config, HostConfig, OwnedConfig, ZeROConfig
+from lwopt_backend.config.hosts import HOSTS, OURS, HostConfig
 from lwopt_backend.config.optimizer_classes import class_named
 from lwopt_backend.config.registry import (
     ELEMENTWISE,
@@ -98,9 +98,6 @@ CLASS = "class"
 
 
 CLASS_MEANING = "the optimizer's class, or its path, such as 'torch.optim.RMSprop'"
-
-
-HOSTS: dict[str, type[HostConfig]] = {"DeepSpeed": ZeROConfig, "FSDP2": FSDP2Config, "plain PyTorch": OwnedConfig}
 
 
 COLUMNS = ("name", "default", "meaning", "source")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from lwopt_backend.config.hosts import HostConfig, ZeROConfig
-from lwopt_backend.config.optimizer_classes import class_named, path_of
+from pydantic import create_model
+
+from lwopt_backend.config.hosts import HOSTS, HostConfig, ZeROConfig
+from lwopt_backend.config.optimizer_classes import class_named
 from lwopt_backend.config.options import Options, option_suggestion, parse, rule_suggestion, suggestion, translated
 from lwopt_backend.config.registry import (
     ELEMENTWISE,
@@ -15,6 +17,7 @@ from lwopt_backend.config.registry import (
     MATRIX_RULES,
     AdamWOptions,
     MuonOptions,
+    by_path,
     options_of,
     rule_named,
 )
@@ -29,6 +32,7 @@ SECTIONS = {  # and what they mean
 }
 DEFAULTS = {"matrix": "muon", "elementwise": "adamw"}
 C = TypeVar("C", bound=HostConfig)
+M = TypeVar("M", bound=Options)
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,9 @@ class Choice:
     def changed(self, given: Mapping[str, Any], where: str) -> Choice:
         """With the options ``given`` in place of these; of another rule, if a ``name`` is among them, with its own
         defaults."""
-        given = _by_path(given, where)
+        if not given:
+            return self
+        given = by_path(given, where)
         kind = "matrix" if self.rule in MATRIX_RULES else "elementwise"
         rule = _rule_of(kind, given.pop("name", self.rule), where)
         before = self.options.model_dump() if rule == self.rule and _same_class(self.options, given) else {}
@@ -61,14 +67,6 @@ def _same_class(options: Options, given: Mapping[str, Any]) -> bool:
         return class_named(given["class"]) is class_named(before)
     except ValueError:
         return False  # what is wrong with it, the options' model says
-
-
-def _by_path(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """With the path of a class in its place."""
-    try:
-        return {**given, "class": path_of(given["class"])} if "class" in given else dict(given)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -118,12 +116,20 @@ def settings_of(model: type[C], options: Mapping[str, Any], where: str) -> tuple
     choices = {kind: _choice(kind, section, f"{where}: {kind}") for kind, section in given.items()}
     unknown = [key for key in rest if key not in model.model_fields]
     if unknown:
+        _check_host(model, unknown[0], where)
         kind = next((kind for kind, rules in KINDS.items() if unknown[0] in rules), None)
         as_section = f"write {{{kind!r}: {{'name': {unknown[0]!r}, ...}}}}"
         hint = as_section if kind else option_suggestion(unknown[0], _known(model, choices))
         raise ValueError(f"{where}: unknown key {unknown[0]!r}; {hint}")
     overrides = _overrides(options.get("overrides", ()), choices, where)
     return Rules(choices["matrix"], choices["elementwise"], overrides), parse(model, rest, where)
+
+
+def _check_host(model: type[HostConfig], key: str, where: str) -> None:
+    """Raises ValueError for an option that only another host has."""
+    other = next((host for host in reversed(HOSTS.values()) if key in host.model_fields), None)
+    if other is not None:
+        raise ValueError(f"{where}: {model.lacks(repr(key), other)}")
 
 
 def _section(given: Any, kind: str, where: str) -> dict[str, Any]:
@@ -137,9 +143,8 @@ def _section(given: Any, kind: str, where: str) -> dict[str, Any]:
 
 
 def _choice(kind: str, section: Mapping[str, Any], where: str) -> Choice:
-    section = _by_path(section, where)
-    name = _rule_of(kind, section.pop("name"), where)
-    return Choice(name, options_of(name, section, where))
+    name = _rule_of(kind, section["name"], where)
+    return Choice(name, options_of(name, {key: value for key, value in section.items() if key != "name"}, where))
 
 
 def _rule_of(kind: str, name: object, where: str) -> str:
@@ -220,6 +225,7 @@ def arguments_of(
     fields = _fields({"lr": lr, **rest} if lr is not None else rest, sections["matrix"], model, f"{where}: matrix")
     for key in rest:
         if key not in fields and key not in model.model_fields:
+            _check_host(model, key, where)
             known = [*model.model_fields, *fields, "elementwise_lr"]
             known += [f"{name}.{option}" for option in _fields({}, sections["elementwise"], model, where)]
             raise ValueError(f"{where}: unknown key {key!r}; {option_suggestion(key, known, _as_argument)}")
@@ -237,7 +243,7 @@ def _fields(
 ) -> Mapping[str, Any]:
     """Options of the section's rule, which may depend on those given, in the section or ``beside`` it."""
     given = {**{key: value for key, value in beside.items() if key not in model.model_fields}, **section}
-    given = _by_path(given, where)
+    given = by_path(given, where)
     name = given.pop("name")
     rule = MATRIX_RULES.get(name) or rule_named(ELEMENTWISE.get(name, name))
     return rule.model(given, where).model_fields
@@ -254,40 +260,33 @@ def _as_argument(name: str) -> str:
 # Both types take the entries that were written for DeepSpeed's Muon and for AdamW, too.
 
 
-class LayerWiseMuonConfig(ZeROConfig, MuonOptions):
-    """Short for ``LayerWise`` with ``"matrix": {"name": "muon", ...}, "elementwise": {"name": "adamw", ...}``."""
-
-    adamw: AdamWOptions = AdamWOptions()
-    overrides: Any = ()  # ``settings_of`` looks at them
+LayerWiseMuonConfig = create_model(
+    "LayerWiseMuonConfig",
+    __base__=(ZeROConfig, MuonOptions),
+    adamw=(AdamWOptions, AdamWOptions()),
+    overrides=(Any, ()),  # ``_overrides`` looks at them
+)
 
 
 def muon_settings(options: Mapping[str, Any], where: str) -> tuple[Rules, ZeROConfig]:
     """Raises ValueError that names every wrong key."""
-    options, note = translated(options, where)
-    rules, config = settings_of(ZeROConfig, _sections(parse(LayerWiseMuonConfig, options, where)), where)
-    return _noted(rules, note), config
+    return _flat(*translated(options, where), where)
 
 
 def layer_wise_settings(options: Mapping[str, Any], where: str) -> tuple[Rules, ZeROConfig]:
     """``settings_of`` for DeepSpeed, also of an entry that was written for an optimizer of others."""
     options, note = translated(options, where)
-    if note is not None:
-        options = _sections(parse(LayerWiseMuonConfig, options, where))
-    rules, config = settings_of(ZeROConfig, options, where)
-    return _noted(rules, note), config
+    return settings_of(ZeROConfig, options, where) if note is None else _flat(options, note, where)
 
 
-def _sections(config: LayerWiseMuonConfig) -> dict[str, Any]:
-    """The same as options of ``LayerWise``."""
-    muon = {key: getattr(config, key) for key in MuonOptions.model_fields}
-    host = {key: getattr(config, key) for key in ZeROConfig.model_fields if key in config.model_fields_set}
-    sections = {
-        "matrix": {"name": "muon", **muon},
-        "elementwise": {"name": "adamw", **config.adamw.model_dump()},
-        "overrides": config.overrides,
-    }
-    return {**host, **sections}
+def _flat(options: Mapping[str, Any], note: str | None, where: str) -> tuple[Rules, ZeROConfig]:
+    flat: Any = parse(LayerWiseMuonConfig, options, where)
+    choices = {"matrix": Choice("muon", _part(MuonOptions, flat)), "elementwise": Choice("adamw", flat.adamw)}
+    overrides = _overrides(flat.overrides, choices, where)
+    return Rules(**choices, overrides=overrides, notes=() if note is None else (note,)), _part(ZeROConfig, flat)
 
 
-def _noted(rules: Rules, note: str | None) -> Rules:
-    return rules if note is None else replace(rules, notes=(note,))
+def _part(model: type[M], flat: Options) -> M:
+    """What a checked configuration has of a model's options."""
+    values = {key: getattr(flat, key) for key in model.model_fields}
+    return model.model_construct(flat.model_fields_set & values.keys(), **values)

@@ -1,8 +1,8 @@
-"""The options that hold for a whole optimizer, by host. Those of the rules are in ``rule_options``."""
+"""The options that hold for a whole optimizer, by host. Those of a rule are the fields of its dataclass."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import PlainValidator, StrictBool, model_validator
 
@@ -11,15 +11,6 @@ from lwopt_backend.routing.routing import AtomSettings
 
 OURS = "this package"
 MEGATRON = "Megatron-Core"
-OWNED_LAYOUT = (
-    "of every bucket: 'padded' (equal parts, fixed-size collectives), 'compact' (no padding, parts as long as needed) "
-    "or 'auto' (the shorter modelled step; says which and why)"
-)
-BUCKET_MB = "a bucket is closed once it has so many MiB of gradients"
-GROUP_SIZE = (
-    "ranks that own together; the others are instances of them that hold the same. None: chosen by the planner, all "
-    "ranks unless there are too few matrices for them"
-)
 
 
 def _checked_atoms(atoms: dict[str, Any]) -> dict[str, Any]:
@@ -29,6 +20,14 @@ def _checked_atoms(atoms: dict[str, Any]) -> dict[str, Any]:
 
 class HostConfig(Options):
     """What every host has."""
+
+    whose: ClassVar[str]  # and ``advice``, to who gives what only these have to another host: for errors
+    advice: ClassVar[str] = "leave it out"
+
+    @classmethod
+    def lacks(cls, name: str, other: type[HostConfig]) -> str:
+        """A sentence on an option or a method ``name`` of the host ``other``."""
+        return f"{name} is {other.whose}, but this optimizer is {cls.whose}; {other.advice}"
 
     include: Globs = option(
         (), "globs on names of parameters that are matrices, whatever the routing by structure says", OURS
@@ -46,8 +45,28 @@ class HostConfig(Options):
     report: StrictBool = option(True, "print the routing and the plan once, on rank 0", OURS)
 
 
-class ZeROConfig(HostConfig):
+class OwnedStorageConfig(HostConfig):
+    """Where we own the buffers of parameters and gradients, inside DeepSpeed or in its place."""
+
+    layout: Literal["auto", "padded", "compact"] = option(
+        "auto",
+        "of every bucket: 'padded' (equal parts, fixed-size collectives), 'compact' (no padding, parts as long as "
+        "needed) or 'auto' (the shorter modelled step; says which and why)",
+        OURS,
+    )
+    bucket_mb: Positive = option(64.0, "a bucket is closed once it has so many MiB of gradients", OURS)
+    group_size: Count | None = option(
+        None,
+        "ranks that own together; the others are instances of them that hold the same. None: chosen by the planner, "
+        "all ranks unless there are too few matrices for them",
+        OURS,
+    )
+
+
+class ZeROConfig(OwnedStorageConfig):
     """For DeepSpeed. ``storage`` tells which of the others may be given."""
+
+    whose: ClassVar[str] = "for DeepSpeed"
 
     policy: Literal["auto", "stay", "balance"] = option(
         "auto",
@@ -70,9 +89,6 @@ class ZeROConfig(HostConfig):
         "ns_device belong; or 'owned', we ourselves (stages 0 to 2), to which layout, bucket_mb and group_size belong",
         OURS,
     )
-    layout: Literal["auto", "padded", "compact"] = option("auto", OWNED_LAYOUT, OURS)
-    bucket_mb: Positive = option(64.0, BUCKET_MB, OURS)
-    group_size: Count | None = option(None, GROUP_SIZE, OURS)
 
     @model_validator(mode="after")
     def _options_of_the_storage(self) -> ZeROConfig:
@@ -87,7 +103,12 @@ class ZeROConfig(HostConfig):
 
 
 class FSDP2Config(HostConfig):
-    """For ``LayerWiseOptimizer`` on FSDP2."""
+    """For ``LayerWiseOptimizer`` of a ``fully_shard`` model."""
+
+    whose: ClassVar[str] = "for fully_shard models"
+    advice: ClassVar[str] = (
+        "call fully_shard(model) before it is made, or pass sharded_later=True if Accelerate shards it in prepare()"
+    )
 
     layout: Literal["auto", "padded", "compact"] = option(
         "auto",
@@ -108,12 +129,11 @@ class FSDP2Config(HostConfig):
     )
 
 
-class OwnedConfig(HostConfig):
-    """For ``lwopt_backend.LayerWiseOptimizer``, which owns the buffers of parameters and gradients."""
+class OwnedConfig(OwnedStorageConfig):
+    """For ``LayerWiseOptimizer`` of a plain model, which owns the buffers of parameters and gradients."""
 
-    layout: Literal["auto", "padded", "compact"] = option("auto", OWNED_LAYOUT, OURS)
-    bucket_mb: Positive = option(64.0, BUCKET_MB, OURS)
-    group_size: Count | None = option(None, GROUP_SIZE, OURS)
+    whose: ClassVar[str] = "for plain models"
+
     grad_dtype: Literal["parameter", "float32"] = option(
         "parameter", "of gradients until they are at their owners: the parameter's, or 'float32'", OURS
     )
@@ -137,3 +157,6 @@ class OwnedConfig(HostConfig):
         "padded buckets end on 2^16 elements, which NCCL moves at full bandwidth",
         f"{MEGATRON}'s pad_buckets_for_high_nccl_busbw",
     )
+
+
+HOSTS: dict[str, type[HostConfig]] = {"DeepSpeed": ZeROConfig, "FSDP2": FSDP2Config, "plain PyTorch": OwnedConfig}

@@ -194,12 +194,14 @@ class LinkedRates:
 
 # What our optimizers have in common: param groups that a scheduler may treat as one, and a plan with a name.
 
+NAME = "LayerWiseOptimizer"
 Groups = Sequence[Mapping[str, Any]]
 
 
 class LinkedOptimizer(torch.optim.Optimizer):
     """An optimizer whose param groups are ``ParamGroup``s, as many as it was made with."""
 
+    name = NAME  # for errors
     _rates: LinkedRates | None = None  # once the groups are linked, which the base class's constructor makes one by one
     _plan_digest: str | None = None  # once there is a plan
 
@@ -211,7 +213,7 @@ class LinkedOptimizer(torch.optim.Optimizer):
         """
         if self._plan_digest is None:
             raise RuntimeError(
-                f"this {getattr(self, 'name', type(self).__name__)} has no plan yet, so plan_digest has no value; "
+                f"this {self.name} has no plan yet, so plan_digest has no value; "
                 "under DeepSpeed it plans in deepspeed.initialize, with sharded_later in the first step: ask after that"
             )
         return self._plan_digest
@@ -230,9 +232,13 @@ class LinkedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only for the base class's constructor. Raises RuntimeError afterwards: the plan knows no later parameters."""
         if self._rates is not None:
-            name = getattr(self, "name", "LayerWiseOptimizer")
-            raise RuntimeError(f"{name} takes no param group after it was made; give all groups to the constructor")
+            raise RuntimeError(
+                f"{self.name} takes no param group after it was made; give all groups to the constructor"
+            )
         super().add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(f"{self.name} belongs to its process groups and cannot be copied or pickled; use state_dict()")
 
 
 def rate_of(rules: Rules, groups: Groups) -> float:

@@ -274,10 +274,7 @@ def _from_adamw(rest: dict[str, Any], decay: float) -> dict[str, Any]:
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 BelowOne = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False, strict=True)]
-Finite = Annotated[float, Field(allow_inf_nan=False, strict=True)]
-Aspect = Annotated[float, Field(ge=1, allow_inf_nan=False, strict=True)]
 Count = Annotated[int, Field(ge=1, strict=True)]
-Steps = Annotated[int, Field(ge=1, lt=100, strict=True)]
 
 
 # What pydantic calls otherwise than a configuration does, by its names of errors.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from lwopt_backend.config.choices import Choice, Rules
-from lwopt_backend.config.hosts import FSDP2Config, OwnedConfig, ZeROConfig
+from lwopt_backend.config.hosts import HOSTS
 from lwopt_backend.config.options import is_foreign, nearest, option_suggestion
 from lwopt_backend.config.registry import ELEMENTWISE_RULES, arguments, is_cautious, optimizer_arguments
 from lwopt_backend.routing.routing import named_like
@@ -192,7 +192,7 @@ def _check_foreign(key: str, rules: Rules, where: str) -> None:
     if key in type(rules.elementwise.options).model_fields:
         name = rules.elementwise.rule
         raise ValueError(f"{where}: {key!r} is an option of {name!r}; write it into the group's section {name!r}")
-    if any(key in config.model_fields for config in (ZeROConfig, FSDP2Config, OwnedConfig)):
+    if any(key in config.model_fields for config in HOSTS.values()):
         raise ValueError(f"{where}: {key!r} is an option of the whole optimizer, not of a param group")
     if key in OURS:
         raise ValueError(f"{where}: {key!r} is a key that this optimizer writes itself; rename yours")

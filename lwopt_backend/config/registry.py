@@ -1,16 +1,19 @@
-"""The options of the rules that come with the package. Names and defaults are torch.optim's where it has the rule."""
+"""The rules by name, in one table: options, cost, state, and the class that does the work.
+
+``register_rule`` adds a matrix rule, ``register_elementwise`` an optimizer for everything that is not a matrix. The
+options of a rule are the fields of its dataclass; those of AdamW, which is torch's, stand here.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal, TypedDict, get_type_hints
+from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
 
 import torch
-from pydantic import PlainValidator, StrictBool, create_model, model_validator
+from pydantic import Field, PlainValidator, StrictBool, create_model, model_validator
 from torch import Tensor
 
 from lwopt_backend.config.hosts import HostConfig
@@ -24,142 +27,17 @@ from lwopt_backend.config.optimizer_classes import (
     try_cautious,
     try_matrix,
 )
-from lwopt_backend.config.options import Aspect, BelowOne, Count, NonNegative, Options, Steps, option, parse, suggestion
+from lwopt_backend.config.options import BelowOne, NonNegative, Options, option, parse, suggestion
 from lwopt_backend.plan.cost import SECOND_MOMENT_FLOPS, gram_flops, shampoo_flops, soap_flops
 from lwopt_backend.routing.routing import Route
 from lwopt_backend.rules import AdaMuon, MatrixRule, Muon, NorMuon, OwnerStateRule, WeightRule
-from lwopt_backend.rules.newton_schulz import Coefficients, by_step, segments, table_of
+from lwopt_backend.rules.muon import CAUTIOUS
+from lwopt_backend.rules.newton_schulz import segments
 from lwopt_backend.rules.torch_optimizer import TorchOptimizer
 from lwopt_backend.runtime.collectives import rule_name
 from lwopt_backend.runtime.elementwise import Counters
 
-TORCH = "torch.optim.Muon"
 ADAMW = "torch.optim.AdamW"
-MOONLIGHT = "Muon is Scalable for LLM Training, arXiv 2502.16982"
-NORMUON = "NorMuon, arXiv 2510.05491"
-ADAMUON = "AdaMuon, arXiv 2507.11005"
-CAUTIOUS = "Cautious Weight Decay, arXiv 2510.12402"
-SCALE = (
-    "factor on the learning rate by a matrix's rows and columns. 'original' (Megatron: 'shape_scaling'): "
-    "sqrt(max(1, rows / columns)); 'match_rms_adamw' (dion: 'rms_norm'): 0.2 sqrt(max(rows, columns)); 'spectral': "
-    "Megatron's sqrt(max(rows, columns)); 'unit_rms_norm' (dion: 'spectral_norm'): sqrt(rows / columns); 'none': 1. "
-    "Mind that 'spectral' and 'spectral_norm' are not the same. Without a value: 'original'"
-)
-ScaleName = Literal[
-    "original", "match_rms_adamw", "shape_scaling", "spectral", "unit_rms_norm", "spectral_norm", "rms_norm", "none"
-]
-
-
-def _coefficients(given: Any) -> Coefficients:
-    """A name, three numbers, or three for every step; lists become tuples."""
-    triples = table_of(given).triples
-    if not all(math.isfinite(number) for triple in triples for number in triple):
-        raise ValueError(f"ns_coefficients: expected finite numbers; found {given!r}")
-    if isinstance(given, str):
-        return given
-    return triples if isinstance(given[0], Sequence) else triples[0]
-
-
-class MuonOptions(Options):
-    """torch.optim.Muon's arguments, then ours."""
-
-    lr: NonNegative = option(1e-3, "learning rate, before the factor by shape", TORCH)
-    weight_decay: NonNegative = option(0.1, "goes by the learning rate as it is, without the factor by shape", TORCH)
-    momentum: BelowOne = option(0.95, "of the average of gradients", TORCH)
-    nesterov: StrictBool = option(True, "go by the average that the next gradient like this one would give", TORCH)
-    ns_coefficients: Annotated[Coefficients, PlainValidator(_coefficients)] = option(
-        (3.4445, -4.7750, 2.0315),
-        "of the quintic Newton-Schulz iteration: three numbers, or three for every step, or a published table: "
-        "'simple' (any number of steps; these three numbers), 'quintic' (5 steps), 'polar_express' (any number), "
-        "'polar_express_5' (5 steps; dion's and nanochat's)",
-        f"{TORCH}; quintic: Cesista, You and Jordan 2025; Polar Express, arXiv 2505.16932",
-    )
-    eps: NonNegative = option(
-        1e-7, "least norm that a matrix is divided by; one below it is scaled up first, so it is orthogonalized", TORCH
-    )
-    ns_steps: Steps = option(5, "Newton-Schulz iterations", TORCH)
-    adjust_lr_fn: ScaleName | None = option(None, SCALE, f"{TORCH}; Megatron-Core; dion; Scion, arXiv 2502.07529")
-    extra_scale_factor: NonNegative = option(1.0, "on the factor by shape", "Megatron-Core")
-    momentum_form: Literal["ema", "sum"] = option(
-        "ema",
-        "B <- momentum B + (1 - momentum) G, as torch computes, or B <- momentum B + G, as dion and Moonlight; "
-        "checkpoints differ by the factor 1 - momentum",
-        f"{TORCH}; {MOONLIGHT}",
-    )
-    weight_decay_form: Literal["decoupled", "coupled", "cautious"] = option(
-        "decoupled",
-        "decay the weight; or add its share to the gradient; or decay only what the update moves towards zero",
-        f"{TORCH}; {CAUTIOUS}",
-    )
-    ns_dtype: Literal["bfloat16", "float32"] = option("bfloat16", "dtype of the iteration, and of what travels", "ours")
-    gram_aspect: Aspect | None = option(
-        None,
-        "matrices whose longer side is at least this many times the shorter take Gram Newton-Schulz; None: none do",
-        "Dao-AILab, Gram Newton-Schulz",
-    )
-    gram_restarts: tuple[Count, ...] | None = option(
-        None,
-        "numbers of steps after which Gram Newton-Schulz forms its matrices anew; None: where rounding needs it, after "
-        "3 of 5 steps of torch's coefficients and after 2 of the tables'",
-        "Dao-AILab, Gram Newton-Schulz; the default is ours",
-    )
-
-    @model_validator(mode="after")
-    def _steps_fit(self) -> MuonOptions:
-        by_step(self.ns_coefficients, self.ns_steps)
-        restarts = self.gram_restarts or ()
-        if list(restarts) != sorted(set(restarts)) or any(restart >= self.ns_steps for restart in restarts):
-            raise ValueError(
-                f"gram_restarts: expected increasing numbers below ns_steps, {self.ns_steps}; found {restarts!r}"
-            )
-        if self.gram_restarts is not None and self.gram_aspect is None:
-            raise ValueError(
-                f"gram_restarts is {restarts!r}, but without gram_aspect no matrix takes Gram Newton-Schulz; set "
-                "gram_aspect, 1.0 for all matrices, or leave gram_restarts out"
-            )
-        return self
-
-
-class SecondMomentOptions(MuonOptions):
-    """What NorMuon and AdaMuon have beside Muon's options."""
-
-    nesterov: StrictBool = option(False, "go by the average that the next gradient like this one would give", TORCH)
-    beta2: BelowOne = option(0.95, "of the moving average of the update's squares", f"{NORMUON}; {ADAMUON}")
-    second_moment_eps: NonNegative = option(1e-8, "added to the root of that average", "dion")
-    update_norm: Literal["match_rms", "preserve", "none"] = option(
-        "match_rms",
-        "the update's length: a root mean square of 0.2, in place of the factor by shape; or the Frobenius norm that "
-        "it had before the division, as in dion and, since 0.3.0, in Emerging-Optimizers' NorMuon; or what the "
-        "division gave, as in its AdaMuon. 0.2.0 of it is 'none' with adjust_lr_fn 'none' in both",
-        f"{NORMUON}; {ADAMUON}; dion; Emerging-Optimizers",
-    )
-
-    @model_validator(mode="after")
-    def _one_scale(self) -> SecondMomentOptions:
-        if self.update_norm == "match_rms" and self.adjust_lr_fn is not None:
-            raise ValueError(
-                f"adjust_lr_fn is {self.adjust_lr_fn!r}, but with update_norm 'match_rms' there is no factor by shape; "
-                "leave adjust_lr_fn out, or choose update_norm 'preserve' or 'none'"
-            )
-        return self
-
-
-class NorMuonOptions(SecondMomentOptions):
-    """Muon whose neurons have second moments."""
-
-    second_moment_of: Literal["rows", "longer_side"] = option(
-        "rows",
-        "a second moment for every row, an output neuron; or for every line of the longer side, as Emerging-Optimizers",
-        f"{NORMUON}; Emerging-Optimizers",
-    )
-
-
-class AdaMuonOptions(SecondMomentOptions):
-    """Muon whose elements have second moments."""
-
-    sign_momentum: StrictBool = option(
-        True, "orthogonalize the signs of the momentum; false: the momentum, as Emerging-Optimizers", ADAMUON
-    )
 
 
 class AdamWOptions(Options):
@@ -182,10 +60,6 @@ class AdamWOptions(Options):
             raise ValueError("foreach and fused are both true, but torch has them one at a time; leave one of them out")
         return self
 
-
-# The rules by name, in one table: options, cost, state, and the class that does the work.
-#
-# ``register_rule`` adds a matrix rule, ``register_elementwise`` an optimizer for everything that is not a matrix.
 
 State = dict[str, Tensor]
 Shape = tuple[int, int]
@@ -282,19 +156,46 @@ def _check_free(name: str) -> None:
 
 
 def _model_of(name: str, rule: Any, options: type[Options] | ModelOf | None) -> ModelOf:
+    if options is None:
+        if not dataclasses.is_dataclass(rule):
+            raise ValueError(f"rule {name!r}: expected a dataclass, or the options' model in 'options'")
+        options = options_model(name, rule)
     if isinstance(options, type):
         return lambda given, where: options
-    if options is not None:
-        return options
-    if not dataclasses.is_dataclass(rule):
-        raise ValueError(f"rule {name!r}: expected a dataclass, or the options' model in 'options'")
+    return options
+
+
+def options_model(name: str, rule: Any) -> type[Options]:
+    """The fields of a rule's dataclass as a model of options, which are right if the rule can be made from them."""
     hints = get_type_hints(rule)
-    fields: dict[str, Any] = {
-        field.name: (hints[field.name], ... if field.default is dataclasses.MISSING else field.default)
-        for field in dataclasses.fields(rule)
-    }
-    model = create_model(f"{name}Options", __base__=Options, **fields)
-    return lambda given, where: model
+    names = [field.name for field in dataclasses.fields(rule)]
+    fields: dict[str, Any] = {field.name: _as_option(field, hints[field.name]) for field in dataclasses.fields(rule)}
+
+    def fits(options: Options) -> Options:
+        rule(**{name: getattr(options, name) for name in names})
+        return options
+
+    validators: dict[str, Any] = {"fits": model_validator(mode="after")(fits)}
+    return create_model(f"{name}Options", __base__=Options, __validators__=validators, **fields)
+
+
+def _as_option(field: dataclasses.Field[Any], hint: Any) -> tuple[Any, Any]:
+    """A field's type and default, with what ``rules.protocol.option`` says of it."""
+    default = ... if field.default is dataclasses.MISSING else field.default
+    if "meaning" not in field.metadata:
+        return hint, default
+    said = field.metadata
+    kinds = {*get_args(hint), hint}
+    if said["check"] is not None:
+        hint = Annotated[hint, PlainValidator(said["check"])]
+    elif kinds & {bool, int, float}:
+        limits: dict[str, Any] = {
+            "strict": True,
+            **said["bounds"],
+            **({"allow_inf_nan": False} if float in kinds else {}),
+        }
+        hint = Annotated[hint, Field(**limits)]
+    return hint, option(default, said["meaning"], said["source"])
 
 
 def rule_named(name: str) -> MatrixEntry | ElementwiseEntry:
@@ -307,12 +208,19 @@ def rule_named(name: str) -> MatrixEntry | ElementwiseEntry:
 
 def options_of(rule: str, given: Mapping[str, Any], where: str) -> Options:
     """Raises ValueError for wrong options of a rule. A class among them becomes its path."""
-    if "class" in given:
-        given = {**given, "class": path_of(given["class"])}
+    given = by_path(given, where)
     model = rule_named(rule).model(given, where)
     if "lr" not in model.model_fields:
         raise ValueError(f"{where}: {rule!r} has no option 'lr', which schedules write to every param group")
     return parse(model, given, where)
+
+
+def by_path(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Options with the path of a class in its place."""
+    try:
+        return {**given, "class": path_of(given["class"])} if "class" in given else dict(given)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def option_names(group: Mapping[str, Any]) -> list[str]:
@@ -409,11 +317,11 @@ def _second_moment_flops(shape: Shape, options: Mapping[str, Any]) -> int:
     return _muon_flops(shape, options) + SECOND_MOMENT_FLOPS * shape[0] * shape[1]
 
 
+MuonOptions = options_model("Muon", Muon)
 register_rule("muon", Muon, options=MuonOptions, cost=_muon_flops, work="Newton-Schulz", source="Keller Jordan 2024")
 register_rule(
     "normuon",
     NorMuon,
-    options=NorMuonOptions,
     cost=_second_moment_flops,
     work="Newton-Schulz, second moments by row",
     source="arXiv 2510.05491",
@@ -421,7 +329,6 @@ register_rule(
 register_rule(
     "adamuon",
     AdaMuon,
-    options=AdaMuonOptions,
     cost=_second_moment_flops,
     work="Newton-Schulz, second moments",
     source="arXiv 2507.11005",
@@ -459,15 +366,12 @@ def _rule(path: Path, **options: Any) -> TorchOptimizer:
     return TorchOptimizer(class_named(path(options)), **optimizer_arguments(options))
 
 
-def _flops(path: Path, shape: Shape, options: Mapping[str, Any]) -> int:
-    """SOAP's and Shampoo's own; of any other as many as it has elements."""
-    name = class_named(path(options)).__name__.lower()
-    if "soap" in name:
-        frequency = options.get("precondition_frequency", 10)
-        return soap_flops(shape, frequency, options.get("max_precondition_dim", 10_000))
-    if "shampoo" in name:
-        frequency = options.get("preconditioning_compute_steps", 1)  # it has no largest side
-        return shampoo_flops(shape, frequency, max(shape))
+def _flops(shape: Shape, options: Mapping[str, Any]) -> int:
+    """SOAP's and Shampoo's by the options that only they have; of any other class as many as it has elements."""
+    if {"precondition_frequency", "max_precondition_dim"} <= options.keys():
+        return soap_flops(shape, options["precondition_frequency"], options["max_precondition_dim"])
+    if "preconditioning_compute_steps" in options:
+        return shampoo_flops(shape, options["preconditioning_compute_steps"], max(shape))  # it has no largest side
     return shape[0] * shape[1]
 
 
@@ -496,8 +400,8 @@ def _always(path: str) -> Path:
 
 
 def _matrix(name: str, path: Path, source: str, work: str) -> None:
-    model, rule, cost = _model(path, try_matrix, with_class=name == ANY), partial(_rule, path), partial(_flops, path)
-    register_rule(name, rule, options=model, cost=cost, work=work, source=source)
+    model = _model(path, try_matrix, with_class=name == ANY)
+    register_rule(name, partial(_rule, path), options=model, cost=_flops, work=work, source=source)
 
 
 def _elementwise(name: str, path: Path, source: str) -> None:

@@ -15,13 +15,12 @@ from pathlib import Path
 import torch
 
 from lwopt_backend.checkpoint.files.atomic import write_whole
-from lwopt_backend.config.registry import MuonOptions
 from lwopt_backend.plan.cost import RULE, CostTable, Shape, newton_schulz_flops
-from lwopt_backend.rules import newton_schulz
+from lwopt_backend.rules import Muon, newton_schulz
 
 STACK_NUMEL = 2**24  # elements of a stack at most: the default bucket_numel, the stepper's limit
 SURELY_SHORT = 2**27  # flops that need no prediction: a seventh of a second on a core that does 1 GFLOP/s
-MUON = MuonOptions()
+MUON = Muon()
 
 Progress = Callable[[int, int, str], None]  # shapes done, of how many, what the last one gave
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from lwopt_backend.rules.newton_schulz import Coefficients, gram_newton_schulz, newton_schulz
-from lwopt_backend.rules.protocol import MatrixRule
+from lwopt_backend.rules.newton_schulz import Coefficients, by_step, gram_newton_schulz, newton_schulz, table_of
+from lwopt_backend.rules.protocol import MatrixRule, option
 
 Scale = Callable[[int, int], float]
 
@@ -61,40 +61,111 @@ SCALES: dict[str, Scale] = {
 
 # Muon: momentum, then the whole matrix's Newton-Schulz (Keller Jordan 2024; argument names of torch.optim.Muon).
 
+TORCH = "torch.optim.Muon"
+MOONLIGHT = "Muon is Scalable for LLM Training, arXiv 2502.16982"
+CAUTIOUS = "Cautious Weight Decay, arXiv 2510.12402"
+NESTEROV = "go by the average that the next gradient like this one would give"
+SCALE = (
+    "factor on the learning rate by a matrix's rows and columns. 'original' (Megatron: 'shape_scaling'): "
+    "sqrt(max(1, rows / columns)); 'match_rms_adamw' (dion: 'rms_norm'): 0.2 sqrt(max(rows, columns)); 'spectral': "
+    "Megatron's sqrt(max(rows, columns)); 'unit_rms_norm' (dion: 'spectral_norm'): sqrt(rows / columns); 'none': 1. "
+    "Mind that 'spectral' and 'spectral_norm' are not the same. Without a value: 'original'"
+)
+ScaleName = Literal[
+    "original", "match_rms_adamw", "shape_scaling", "spectral", "unit_rms_norm", "spectral_norm", "rms_norm", "none"
+]
+
+
+def checked_coefficients(given: Any) -> Coefficients:
+    """A name, three numbers, or three for every step; lists become tuples."""
+    triples = table_of(given).triples
+    if not all(math.isfinite(number) for triple in triples for number in triple):
+        raise ValueError(f"ns_coefficients: expected finite numbers; found {given!r}")
+    if isinstance(given, str):
+        return given
+    return triples if isinstance(given[0], Sequence) else triples[0]
+
+
+def checked_restarts(given: Any) -> tuple[int, ...] | None:
+    if given is None:
+        return None
+    if not isinstance(given, (list, tuple)) or not all(type(step) is int and step >= 1 for step in given):
+        raise ValueError(f"gram_restarts: expected a list of numbers of steps, 1 or more; found {given!r}")
+    return tuple(given)
+
 
 @dataclass
 class Muon(MatrixRule):
     """torch.optim.Muon's update as a matrix rule; its state is one ``momentum_buffer`` per element.
 
-    - ``momentum_form``: "ema" is B <- mu B + (1 - mu) G, which torch computes (its docstring writes the other); "sum"
-      is B <- mu B + G. One is the other times 1 - mu, in the buffer too, so their checkpoints are not interchangeable.
-    - ``ns_dtype``: of the iteration and of what travels: bfloat16 on the wire loses nothing when the iteration is in
-      bfloat16, because it starts with that cast and ends in that dtype.
-    - ``gram_aspect``: matrices whose longer side is at least so many times the shorter take the cheaper Gram
-      Newton-Schulz, with ``gram_restarts``; None: none do.
-    - ``weight_decay_form``: "decoupled" takes ``lr * weight_decay`` of the weight off, "cautious" only of elements that
-      the update moves towards zero ("Cautious Weight Decay", arXiv 2510.12402), "coupled" adds ``weight_decay`` of the
-      weight to the gradient. All go by the learning rate without the factor by shape.
+    ``momentum_form`` "ema" is what torch computes (its docstring writes the other); one is the other times
+    1 - momentum, in the buffer too, so their checkpoints are not interchangeable. bfloat16 on the wire loses nothing
+    when the iteration is in bfloat16, because it starts with that cast and ends in that dtype. All forms of decay go by
+    the learning rate without the factor by shape.
     """
 
-    lr: float
-    weight_decay: float
-    momentum: float
-    nesterov: bool
-    ns_coefficients: Coefficients
-    eps: float
-    ns_steps: int
-    adjust_lr_fn: str | None
-    ns_dtype: str = "bfloat16"
-    gram_aspect: float | None = None
-    gram_restarts: Sequence[int] | None = None
-    momentum_form: str = "ema"
-    weight_decay_form: str = "decoupled"
-    extra_scale_factor: float = 1.0
+    lr: float = option(1e-3, "learning rate, before the factor by shape", TORCH, ge=0)
+    weight_decay: float = option(0.1, "goes by the learning rate as it is, without the factor by shape", TORCH, ge=0)
+    momentum: float = option(0.95, "of the average of gradients", TORCH, ge=0, lt=1)
+    nesterov: bool = option(True, NESTEROV, TORCH)
+    ns_coefficients: Coefficients = option(
+        (3.4445, -4.7750, 2.0315),
+        "of the quintic Newton-Schulz iteration: three numbers, or three for every step, or a published table: "
+        "'simple' (any number of steps; these three numbers), 'quintic' (5 steps), 'polar_express' (any number), "
+        "'polar_express_5' (5 steps; dion's and nanochat's)",
+        f"{TORCH}; quintic: Cesista, You and Jordan 2025; Polar Express, arXiv 2505.16932",
+        check=checked_coefficients,
+    )
+    eps: float = option(
+        1e-7,
+        "least norm that a matrix is divided by; one below it is scaled up first, so it is orthogonalized",
+        TORCH,
+        ge=0,
+    )
+    ns_steps: int = option(5, "Newton-Schulz iterations", TORCH, ge=1, lt=100)
+    adjust_lr_fn: ScaleName | None = option(None, SCALE, f"{TORCH}; Megatron-Core; dion; Scion, arXiv 2502.07529")
+    extra_scale_factor: float = option(1.0, "on the factor by shape", "Megatron-Core", ge=0)
+    momentum_form: Literal["ema", "sum"] = option(
+        "ema",
+        "B <- momentum B + (1 - momentum) G, as torch computes, or B <- momentum B + G, as dion and Moonlight; "
+        "checkpoints differ by the factor 1 - momentum",
+        f"{TORCH}; {MOONLIGHT}",
+    )
+    weight_decay_form: Literal["decoupled", "coupled", "cautious"] = option(
+        "decoupled",
+        "decay the weight; or add its share to the gradient; or decay only what the update moves towards zero",
+        f"{TORCH}; {CAUTIOUS}",
+    )
+    ns_dtype: Literal["bfloat16", "float32"] = option("bfloat16", "dtype of the iteration, and of what travels", "ours")
+    gram_aspect: float | None = option(
+        None,
+        "matrices whose longer side is at least this many times the shorter take Gram Newton-Schulz; None: none do",
+        "Dao-AILab, Gram Newton-Schulz",
+        ge=1,
+    )
+    gram_restarts: tuple[int, ...] | None = option(
+        None,
+        "numbers of steps after which Gram Newton-Schulz forms its matrices anew; None: where rounding needs it, after "
+        "3 of 5 steps of torch's coefficients and after 2 of the tables'",
+        "Dao-AILab, Gram Newton-Schulz; the default is ours",
+        check=checked_restarts,
+    )
     state_keys: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
 
     def __post_init__(self) -> None:
+        """Raises ValueError for options that do not fit each other."""
         self.exchange_dtype = self.iterates_in
+        by_step(self.ns_coefficients, self.ns_steps)
+        restarts = self.gram_restarts or ()
+        if list(restarts) != sorted(set(restarts)) or any(restart >= self.ns_steps for restart in restarts):
+            raise ValueError(
+                f"gram_restarts: expected increasing numbers below ns_steps, {self.ns_steps}; found {restarts!r}"
+            )
+        if self.gram_restarts is not None and self.gram_aspect is None:
+            raise ValueError(
+                f"gram_restarts is {restarts!r}, but without gram_aspect no matrix takes Gram Newton-Schulz; set "
+                "gram_aspect, 1.0 for all matrices, or leave gram_restarts out"
+            )
 
     @property
     def iterates_in(self) -> torch.dtype:

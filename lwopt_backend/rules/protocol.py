@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from dataclasses import field
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -11,6 +12,18 @@ import torch
 from torch import Tensor
 from torch.optim import optimizer as of_torch
 from torch.profiler import record_function
+
+Check = Callable[[Any], Any]
+
+
+def option(default: Any, meaning: str, source: str, *, check: Check | None = None, **bounds: float) -> Any:
+    """A field of a rule's dataclass: the one declaration of an option, from which all others are derived.
+
+    ``lwopt rules`` shows ``meaning`` and ``source``, where the option comes from. ``bounds`` of a number are ``ge``,
+    ``gt`` and ``lt``. ``check`` takes what was given and returns what the rule wants, or raises ValueError. Whether
+    options fit each other is checked in the dataclass's ``__post_init__``.
+    """
+    return field(default=default, metadata={"meaning": meaning, "source": source, "check": check, "bounds": bounds})
 
 
 class MatrixRule:

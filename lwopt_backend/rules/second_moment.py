@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lwopt_backend.rules.muon import Muon
-from lwopt_backend.rules.protocol import OwnerStateRule
+from lwopt_backend.rules.muon import NESTEROV, TORCH, Muon
+from lwopt_backend.rules.protocol import OwnerStateRule, option
 
+NORMUON = "NorMuon, arXiv 2510.05491"
+ADAMUON = "AdaMuon, arXiv 2507.11005"
 LEAST_NORM = 1e-8  # of the divided update, so that a zero matrix stays zero
 ADAMW_RMS = 0.2  # the usual root mean square of AdamW's updates, "Muon is Scalable for LLM Training", arXiv 2502.16982
 
@@ -21,18 +23,29 @@ class SecondMomentMuon(Muon, OwnerStateRule):
 
     v <- beta2 v + (1 - beta2) mean(O^2), in fp32 at the owner alone; ``mean_squares`` says over what. Then O becomes
     O / (sqrt(v) + second_moment_eps), and ``update_norm`` decides its length, by norms of the whole matrix: the owner
-    has it, whereas on shards of a matrix these would be other norms.
+    has it, whereas on shards of a matrix these would be other norms. With "match_rms" there is no factor by shape.
 
-    - "match_rms": the root mean square of its elements is 0.2, whatever the shape; there is no factor by shape then.
-    - "preserve": the Frobenius norm that O had before the division; the factor by shape is Muon's.
-    - "none": whatever the division gave; the factor by shape is Muon's.
-
-    No bias correction of v: the first two cancel it, and where others have the third they have none either.
+    No bias correction of v: 'match_rms' and 'preserve' cancel it, and where others have 'none' they have none either.
     """
 
-    beta2: float = 0.95
-    second_moment_eps: float = 1e-8
-    update_norm: str = "match_rms"
+    nesterov: bool = option(False, NESTEROV, TORCH)
+    beta2: float = option(0.95, "of the moving average of the update's squares", f"{NORMUON}; {ADAMUON}", ge=0, lt=1)
+    second_moment_eps: float = option(1e-8, "added to the root of that average", "dion", ge=0)
+    update_norm: Literal["match_rms", "preserve", "none"] = option(
+        "match_rms",
+        "the update's length: a root mean square of 0.2, in place of the factor by shape; or the Frobenius norm that "
+        "it had before the division, as in dion and, since 0.3.0, in Emerging-Optimizers' NorMuon; or what the "
+        "division gave, as in its AdaMuon. 0.2.0 of it is 'none' with adjust_lr_fn 'none' in both",
+        f"{NORMUON}; {ADAMUON}; dion; Emerging-Optimizers",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.update_norm == "match_rms" and self.adjust_lr_fn is not None:
+            raise ValueError(
+                f"adjust_lr_fn is {self.adjust_lr_fn!r}, but with update_norm 'match_rms' there is no factor by shape; "
+                "leave adjust_lr_fn out, or choose update_norm 'preserve' or 'none'"
+            )
 
     def mean_squares(self, update: Tensor) -> Tensor:
         """What v averages over time, of a matrix's update; of v's shape."""
@@ -71,7 +84,11 @@ class NorMuon(SecondMomentMuon):
     which is what Emerging-Optimizers and modded-nanogpt do.
     """
 
-    second_moment_of: str = "rows"
+    second_moment_of: Literal["rows", "longer_side"] = option(
+        "rows",
+        "a second moment for every row, an output neuron; or for every line of the longer side, as Emerging-Optimizers",
+        f"{NORMUON}; Emerging-Optimizers",
+    )
 
     def mean_squares(self, update: Tensor) -> Tensor:
         return update.square().mean(dim=-1 if self._by_rows(update.shape) else -2, keepdim=True)
@@ -94,7 +111,9 @@ class AdaMuon(SecondMomentMuon):
     first version, Emerging-Optimizers and pytorch_optimizer.
     """
 
-    sign_momentum: bool = True
+    sign_momentum: bool = option(
+        True, "orthogonalize the signs of the momentum; false: the momentum, as Emerging-Optimizers", ADAMUON
+    )
 
     def transform(self, matrices: Tensor) -> Tensor:
         return super().transform(_signs(matrices.to(self.iterates_in)) if self.sign_momentum else matrices)

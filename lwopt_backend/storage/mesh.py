@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lwopt_backend.config import registry
 from lwopt_backend.config.hosts import FSDP2Config
+from lwopt_backend.config.linked_rates import NAME
 from lwopt_backend.config.registry import ELEMENTWISE_RULES, build_matrix_rules, cost_of, state_nbytes, wire_of
 from lwopt_backend.plan import Atom, MatrixPlan, MeshLayout, Sharding, plan_spread
 from lwopt_backend.plan.atoms import Block
@@ -70,8 +72,8 @@ def sharded_module(model: Any, caller: str) -> nn.Module:
         which = f"module {name!r}" if name else "the model"
         if isinstance(inner, (DistributedDataParallel, DataParallel)):
             raise TypeError(
-                f"{caller}: {which} is wrapped in {type(inner).__name__}, which shards nothing; pass model.module to "
-                "lwopt_backend.LayerWiseOptimizer, which takes its place, or call fully_shard(model) instead of it"
+                f"{caller}: {which} is wrapped in {type(inner).__name__}, which shards nothing; call "
+                "fully_shard(model) instead of it, or pass the plain model.module without sharded_later"
             )
         if isinstance(inner, FullyShardedDataParallel):
             raise TypeError(
@@ -79,6 +81,14 @@ def sharded_module(model: Any, caller: str) -> nn.Module:
                 "fully_shard(model) instead of it"
             )
     return module
+
+
+def is_sharded(models: Any) -> bool:
+    """Whether a model, or one in a list, has DTensors, or parameters that FSDP2 has unsharded for now."""
+    given = models if isinstance(models, (list, tuple)) else [models]
+    modules = [module for model in given if isinstance(model, nn.Module) for module in model.modules()]
+    params = (param for module in modules for param in module.parameters(recurse=False))
+    return any(isinstance(each, (FSDPModule, DTensor)) for each in chain(modules, params))
 
 
 def reshard(model: nn.Module) -> None:
@@ -310,7 +320,6 @@ def mesh_state_nbytes(
 
 # From param groups of sharded parameters to steppers: one per device mesh, planned in an order that ranks share.
 
-NAME = "LayerWiseOptimizer"
 Exchange = Sequence[tuple[Mesh, Collectives]]
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.config.options import suggestion
-from lwopt_backend.optimizer import LayerWiseOptimizer
+from lwopt_backend.optimizer import OwnedOptimizer
 from lwopt_backend.runtime.agreement import agree, failing
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.storage.owned_files import write_whole
@@ -62,11 +62,11 @@ class Part(Protocol):
 
 
 class OwnedPart:
-    """``lwopt_backend.LayerWiseOptimizer``."""
+    """``lwopt_backend.LayerWiseOptimizer`` of a plain model."""
 
     kind = "pieces"
 
-    def __init__(self, optimizer: LayerWiseOptimizer) -> None:
+    def __init__(self, optimizer: OwnedOptimizer) -> None:
         if optimizer.config.step_in_backward:
             raise ValueError("step_in_backward uses gradients before all ranks know that all are finite; leave it out")
         self.optimizer = optimizer
@@ -151,7 +151,7 @@ class CopyPart:
             if hasattr(param, "device_mesh"):
                 raise TypeError(
                     f"{name!r} is a DTensor, whose norm {type(optimizer).__name__} cannot tell; use "
-                    "lwopt_backend.integrations.fsdp2.LayerWiseOptimizer"
+                    "lwopt_backend.LayerWiseOptimizer"
                 )
 
     def params(self) -> Sequence[tuple[str, Tensor]]:
@@ -184,7 +184,7 @@ def part_of(optimizer: Any) -> Part:
     """Raises TypeError or ValueError for what is no optimizer, or one whose steps cannot be held back."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, or None on ranks without it; found {optimizer!r}")
-    if isinstance(optimizer, LayerWiseOptimizer):
+    if isinstance(optimizer, OwnedOptimizer):
         return OwnedPart(optimizer)
     if hasattr(type(optimizer), "gradients"):
         return HostPart(optimizer)

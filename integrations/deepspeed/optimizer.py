@@ -1,0 +1,207 @@
+"""Our optimizers inside DeepSpeed: what all of them are, and the one that DeepSpeed's ZeRO wraps.
+
+With ZeRO DeepSpeed keeps what is its own: sharding, master weights, gradient reduction, clipping, loss scaling,
+checkpoints. The optimizer steps on what each rank stores; matrices that are cut, or owned elsewhere, travel to their
+owner and back. ``owned`` is the other storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor
+
+from lwopt_backend.config.choices import Rules
+from lwopt_backend.config.hosts import ZeROConfig
+from lwopt_backend.config.linked_rates import LinkedOptimizer, rate_of
+from lwopt_backend.config.param_groups import as_groups, split
+from lwopt_backend.config.registry import build_matrix_rules
+from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
+from lwopt_backend.integrations.deepspeed import universal, zero
+from lwopt_backend.integrations.deepspeed.pipeline import check_rates
+from lwopt_backend.integrations.deepspeed.zero import (
+    Binding,
+    Unit,
+    bind,
+    check_groups,
+    check_partitions,
+    load_whole,
+    owner_states,
+    save_matrices,
+    save_whole,
+    scale_rows,
+    take_owner_states,
+)
+from lwopt_backend.routing.routing import full_shape
+from lwopt_backend.rules.protocol import one_call
+from lwopt_backend.runtime.state import CHECKPOINT_KEY, keeps_state
+from lwopt_backend.storage.flat import GroupPlan, GroupStepper
+from lwopt_backend.storage.replicated import ReplicatedStepper
+
+
+class EngineOptimizer(LinkedOptimizer):
+    """An optimizer for an engine, which takes it with ``bind``; until then groups are split by dimensions alone.
+
+    ``name`` is the type that ds_config.json has for it. ``param_groups`` holds, for each group given, a part for its
+    matrices and one for the others, and more where overrides differ.
+    """
+
+    def __init__(self, name: str, params: Iterable[Any], rules: Rules, config: ZeROConfig) -> None:
+        self.name, self.rules, self.config = name, rules, config
+        self._given = as_groups(params)
+        trainable = [p for group in self._given for p in group["params"] if p.requires_grad]
+        groups = split(self._given, {id(p): len(full_shape(p)) == 2 for p in trainable}, rules)
+        super().__init__(groups, {})
+        self._begin(rules, groups, rate=self._rate(groups))
+
+    def bind(self, engine: DeepSpeedEngine) -> None:
+        """Route, plan and agree for ``engine``, which is about to take this optimizer. Called on all ranks."""
+        raise NotImplementedError
+
+    def _take_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Put the routed groups in place of the provisional ones, keeping what a scheduler already wrote into those."""
+        routed = groups
+        before, after = ([(g["from_group"], g["rule"]) for g in some] for some in (self.param_groups, groups))
+        if before == after:
+            pairs = zip(self.param_groups, groups)
+            groups = [{**old, "params": new["params"], "members": new["members"]} for old, new in pairs]
+        elif any("initial_lr" in group for group in self.param_groups):  # torch's schedulers write it
+            raise ValueError(
+                f"the lr_scheduler was built on {len(before)} param groups, but routing the model makes {len(groups)}; "
+                "pass a callable instead, lr_scheduler=lambda optimizer: ..., or under Accelerate make it on the "
+                "optimizer that prepare() returned"
+            )
+        self.param_groups = groups
+        self._begin(self.rules, routed, rate=self._rate(routed))
+
+    def _rate(self, groups: Sequence[dict[str, Any]]) -> float:
+        """A stage of a pipeline may have no matrices of its own."""
+        return rate_of(self.rules, groups) if self.config.allow_no_matrix else self.rules.matrix.lr
+
+    def take_loaded(self, options: Sequence[dict[str, Any]], held: dict[str, dict[str, Any]]) -> None:
+        """Go on with hyperparameters by param group and owners' states by matrix. Called on all ranks."""
+        self.link_groups({**group, **new} for group, new in zip(self.param_groups, options, strict=True))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` returned. Raises ValueError if it was saved with other parameters or partitions."""
+        check_groups(state_dict["param_groups"], self.param_groups)
+        check_partitions(state_dict["param_groups"], state_dict["state"], self.param_groups)
+        super().load_state_dict(state_dict)
+        self.link_groups(self.param_groups)
+
+
+class ZeROLayerWise(EngineOptimizer):
+    """With DeepSpeed's storage: its optimizers of stages 0 to 3 wrap this one."""
+
+    def __init__(self, name: str, params: Iterable[Any], rules: Rules, config: ZeROConfig) -> None:
+        self._binding: Binding | None = None
+        self._steppers: dict[int, GroupStepper | ReplicatedStepper] = {}  # by id of their tensor
+        self._units: dict[int, tuple[Unit, GroupPlan]] = {}  # by the same id
+        self._owner_state: dict[str, dict[str, Any]] = {}  # loaded, by a matrix's name, until the steppers are made
+        self._global_grad_norm: Any = None  # read by the engine at stage 0
+        self.norm_before_clipping: Any = None  # written by the engine at stage 0
+        super().__init__(name, params, rules, config)
+
+    def bind(self, engine: DeepSpeedEngine) -> None:
+        """Route, plan and agree for ``engine``, which is about to wrap this optimizer. Called on all ranks."""
+        self._binding = bind(self.name, engine, self._given, self.rules, self.config)
+        self._plan_digest = self._binding.plan_digest
+        self.row_scaling = self._binding.grouping.row_scaling()
+        self._steppers = {}
+        self.state.clear()  # an earlier engine's, whose partitions are gone
+        if self._binding.replicated:
+            deepspeed_engine.report_norm(engine, self)
+        self._take_groups(self._binding.groups())
+        deepspeed_engine.adopt_torch_scheduler(engine)
+        universal.prepare_loading(engine, self, self._binding.ranks)
+        zero.guard_state_keys(engine, self, self._binding.grouping)
+        self._binding.announce(self.config, self.rules.notes)
+
+    def link_groups(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        super().link_groups(groups)
+        self._linked = self.param_groups  # DeepSpeed puts its own list in place of ours
+
+    def step(self) -> None:  # type: ignore[override]
+        """One step of what DeepSpeed shows us: everything (stage 0, BF16_Optimizer), a param group (ZeRO-1/2) or a
+        sub-group (ZeRO-3). Called on all ranks, without a closure.
+
+        Raises RuntimeError outside an engine, and on every rank if DeepSpeed stores parameters elsewhere than planned.
+        """
+        if self._binding is None:
+            raise RuntimeError(f"this {self.name} has no engine; give it to deepspeed.initialize(optimizer=...)")
+        if not self._steppers:
+            self._prepare(self._binding)
+        shown = [(g, tensor) for g in self.param_groups for tensor in g["params"] if id(tensor) in self._steppers]
+        ids, units = [id(tensor) for _, tensor in shown], list(self._steppers)
+        if ids[:1] == units[:1]:
+            self._binding.warn_of_changes()
+        with one_call(self, begins=ids[:1] == units[:1], ends=ids[-1:] == units[-1:]):
+            self._step(self._binding, shown)
+
+    step.hooked = True  # type: ignore[attr-defined]  # see one_call
+
+    def _step(self, binding: Binding, shown: Sequence[tuple[dict[str, Any], Tensor]]) -> None:
+        if binding.stage is not None and binding.stage.groups_differ:
+            check_rates(binding.stage, self._linked)
+        if binding.replicated:
+            clipped, self.norm_before_clipping = self.norm_before_clipping, None
+            self._global_grad_norm = deepspeed_engine.grad_norm(binding.engine) if clipped is None else clipped
+        for group, tensor in shown:
+            self._steppers[id(tensor)].step(group, self.state[tensor])
+            if self.row_scaling:
+                scale_rows(*self._units[id(tensor)], tensor, self.row_scaling)
+
+    @property
+    def _keeps_owner_state(self) -> bool:
+        return any(map(keeps_state, build_matrix_rules(self.param_groups, self.config).values()))
+
+    def prepared(self) -> tuple[Binding, list[Tensor]]:
+        """The binding and every unit's tensor, whose state is made if no step has been. Called on all ranks."""
+        assert self._binding is not None
+        if not self._steppers:
+            self._prepare(self._binding)
+        return self._binding, self._binding.stored(self._linked)
+
+    def _prepare(self, binding: Binding) -> None:
+        """Before the first step: check that DeepSpeed stores what was planned, and make the state of every group.
+
+        All groups at once: DeepSpeed links every group's state to its parameters after the first one has stepped.
+        """
+        for unit, plan, tensor in zip(binding.units, binding.plans, binding.stored(self._linked), strict=True):
+            stepper = binding.stepper(unit, plan, tensor, self.config)
+            stepper.fill_state(self._linked[unit.group], self.state[tensor])
+            self._steppers[id(tensor)] = stepper
+            self._units[id(tensor)] = unit, plan
+        if self._keeps_owner_state:
+            take_owner_states(binding, list(self._steppers.values()), self._owner_state)
+            self._owner_state = {}
+
+    def take_loaded(self, options: Sequence[dict[str, Any]], held: dict[str, dict[str, Any]]) -> None:
+        super().take_loaded(options, held)
+        if self._binding is not None and self._keeps_owner_state:
+            take_owner_states(self._binding, list(self._steppers.values()), held)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What torch's optimizers return. At stage 0, where DeepSpeed saves one rank's, the first rank's has every
+        parameter's state whole, and it must be called on all ranks."""
+        state_dict = super().state_dict()
+        if self._binding is not None and self._binding.replicated:
+            state_dict["state"] = save_whole(self._binding, self.state)
+        if self._binding is not None:
+            held = owner_states(self._steppers.values()) if self._steppers else self._owner_state
+            state_dict.update(save_matrices(self._binding, held if self._keeps_owner_state else None))
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._binding is not None and self._binding.replicated:
+            groups = state_dict["param_groups"]
+            check_groups(groups, self.param_groups)
+            parts = load_whole(self._binding, state_dict["state"])
+            super().load_state_dict({"param_groups": groups, "state": {}})
+            self.state.update(parts)
+        else:
+            super().load_state_dict(state_dict)
+        self._steppers = {}  # what was loaded may lack state: it was saved before the first step
+        self._owner_state = state_dict.get(CHECKPOINT_KEY, {})

@@ -1,0 +1,311 @@
+"""Models that owned storage cannot train, and models that were changed behind its back: refused by name."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from lwopt_backend import report
+from lwopt_backend.config.hosts import OwnedConfig
+from lwopt_backend.config.linked_rates import NAME
+from lwopt_backend.plan.buffers.owned import OwnedPlan
+from lwopt_backend.routing.grouping import ADVICE, Grouping, WatchedModel
+from lwopt_backend.routing.models import check_is_module
+from lwopt_backend.routing.routing import Route, named_parameters
+from lwopt_backend.runtime.agreement import failing
+from lwopt_backend.runtime.bucket_manager import BackwardPasses, BucketManager, Hook, is_followed
+from lwopt_backend.runtime.collectives import Presence
+from lwopt_backend.storage.owned import Holdings, Member, OwnedCore
+from lwopt_backend.storage.owned_memory import RankMemory
+
+FSDP2 = "for fully_shard models use lwopt_backend.LayerWiseOptimizer"
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def check_model(model: nn.Module, caller: str = NAME) -> None:
+    """Raises TypeError or ValueError for a model whose parameters cannot become views of ``caller``'s buffers."""
+    check_is_module(model, caller)
+    for name, module in model.named_modules():
+        if isinstance(module, (DistributedDataParallel, DataParallel)):
+            place = f"its module {name!r} is" if name else "it is"
+            raise TypeError(
+                f"{caller} reduces gradients itself and takes a plain module, but {place} wrapped in "
+                f"{type(module).__name__}; pass the module inside, model.module"
+            )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ValueError(f"{caller}: {name!r} makes sparse gradients, which no buffer holds; set sparse=False")
+    devices: dict[torch.device, str] = {}
+    for name, param in named_parameters(model):
+        if hasattr(param, "device_mesh"):
+            raise TypeError(f"{caller}: parameter {name!r} is a DTensor; {FSDP2}")
+        if not param.requires_grad:
+            continue
+        if is_followed(param) and _still_followed(param):
+            raise ValueError(
+                f"{caller}: parameter {name!r} belongs to an earlier optimizer of ours, which is still in use; remove "
+                "every reference to that one first (del optimizer)"
+            )
+        if param.dtype not in DTYPES:
+            raise TypeError(
+                f"{caller}: parameter {name!r} is stored in {_spell(param.dtype)}; expected float32, bfloat16, "
+                "float16 or float64 (computing in fp8 over bfloat16 parameters works)"
+            )
+        if param.device.type == "meta":
+            raise ValueError(
+                f"{caller}: parameter {name!r} is on the meta device and has no values yet; materialize it"
+            )
+        devices.setdefault(param.device, name)
+    for name, module in model.named_modules():
+        if getattr(module, "_is_fsdp_managed_module", False):
+            which = f"module {name!r}" if name else "the model"
+            raise TypeError(
+                f"{caller}: {which} is sharded by FullyShardedDataParallel, which flattens matrices; pass the plain "
+                f"module, or shard it with fully_shard instead: {FSDP2}"
+            )
+    if len(devices) > 1:
+        places = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+        raise ValueError(f"{caller}: parameters are on several devices, {places}; move the model to one")
+
+
+def moved(names: Sequence[str], params: Sequence[Tensor], places: Sequence[int]) -> str | None:
+    """A sentence on a parameter that is no longer a view of our buffers, if there is one."""
+    for name, param, place in zip(names, params, places):
+        if param.data_ptr() != place:
+            return f"parameter {name!r} was moved or got other data (model.to(), param.data = ...); {ADVICE}"
+    return None
+
+
+def check_options(
+    config: OwnedConfig,
+    grouping: Grouping,
+    expert_params: Sequence[str],
+    expert_process_group: Any,
+    expert_group_size: int | None,
+) -> None:
+    """Raises ValueError for options that exclude each other, or do not fit the parameters."""
+    if bool(expert_params) != (expert_process_group is not None):
+        raise ValueError(f"{NAME}: expert_params and expert_process_group belong together; give both or neither")
+    if expert_group_size is not None and not expert_params:
+        raise ValueError(f"{NAME}: expert_group_size is {expert_group_size}, but no expert_params say whose; name them")
+    by_name = {grouping.names[id(p)]: p for group in grouping.groups for p in group["params"]}
+    narrow = [name for name, p in by_name.items() if p.dtype.itemsize < 4]
+    if config.keep_full_grads and config.grad_dtype == "float32" and narrow:
+        raise ValueError(
+            f"{NAME}: keep_full_grads puts gradients into param.grad, which has the parameter's dtype, but grad_dtype "
+            f"is 'float32' and {narrow[0]!r} is narrower; leave one of both"
+        )
+    if config.step_in_backward and (config.keep_full_grads or not config.overlap_grad_reduce):
+        raise ValueError(f"{NAME}: step_in_backward needs overlap_grad_reduce, and no keep_full_grads")
+
+
+def _still_followed(param: Tensor) -> bool:
+    """``is_followed``, once optimizers are gone that only cycles of references hold."""
+    gc.collect()
+    return is_followed(param)
+
+
+def _spell(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# From backward passes to a step: everything has left, all ranks are well, and all know who has gradients.
+
+
+class Backward:
+    """Follows backward passes of ``model``, whose parameters ``core`` holds. All methods are called on all ranks."""
+
+    def __init__(self, core: OwnedCore, model: nn.Module, name: str = NAME) -> None:
+        self._core = core
+        self._name = name  # of the optimizer, for errors
+        self._manager = core.manager
+        self._watched = WatchedModel(model, list(zip(core.manager.names, core.manager.params)), alone=True)
+        self._passes = BackwardPasses(core.manager, model)
+        self._agreed: tuple[int, list[Presence]] | None = None  # after so many passes
+
+    def finish(self) -> list[Presence]:
+        """Which parameters have a gradient on any rank. Raises RuntimeError, on all ranks, if one is not well."""
+        if self._agreed is None or self._agreed[0] != self._manager.passes or not self._manager.all_left:
+            problem = self._agree()
+            if problem:
+                self._manager.drop_gradients()
+                raise RuntimeError(f"{self._name}: {problem}")
+        assert self._agreed is not None
+        self._manager.take_changed()
+        return self._agreed[1]
+
+    def stepped(self) -> None:
+        """The gradients have been used."""
+        self._agreed = None
+
+    def discard(self) -> None:
+        """Forget all gradients. Ranks whose pass was interrupted meet the others here, or at their step."""
+        if self._passes.interrupted or self._manager.has_unused_gradients:
+            self._agree(drops=True)
+        self._agreed = None
+        self._manager.drop_gradients()
+
+    def remove(self) -> None:
+        """Follow the model no longer."""
+        self._passes.remove()
+
+    def _agree(self, *, drops: bool = False) -> str | None:
+        """Bring on its way what is left of a backward pass, and hear from all ranks; what is wrong anywhere.
+
+        All ranks take part in the same collectives, whatever they say, and leave with the same answer. A rank that
+        ``drops`` its gradients meets here ranks that want to use theirs.
+        """
+        mine = self._problem()
+        self._passes.forget()
+        self._manager.finish()
+        passes = self._manager.passes
+        flags = torch.tensor([mine is not None, drops, passes, -passes], dtype=torch.int32)
+        presences = self._core.presences(flags.to(self._manager.params[0].device))
+        self._agreed = (passes, presences)
+        with failing(self._hearing):
+            any_problem, any_drops, most, fewest = presences[0].anywhere()[-4:]
+        if most != -fewest:
+            raise RuntimeError(
+                f"{self._name}: since the last step some ranks have reduced the gradients of {most} backward passes, "
+                f"others of {-fewest}, this rank of {passes}; run equally many on all, or accumulate under no_sync()"
+            )
+        if any_problem:
+            everyone = self._core.holdings[0].sharers.everyone
+            return next(f"{said} (rank {rank})" for rank, said in enumerate(everyone.gather_objects(mine)) if said)
+        if any_drops and not drops:
+            return "another rank has called zero_grad() where this one uses its gradients; all ranks drop them"
+        return None
+
+    def _hearing(self) -> str:
+        manager = self._manager
+        ways = [manager.label(number) for number, bucket in enumerate(manager.buckets) if bucket.under_way]
+        what = f"{self._name}: hearing from all ranks which parameters have gradients"
+        return f"{what}, with gradients of {', '.join(ways)} on their way," if ways else what
+
+    def _problem(self) -> str | None:
+        """What is wrong with the model, or with the last backward pass, on this rank."""
+        manager = self._manager
+        changed = self._watched.changes() or moved(manager.names, manager.params, manager.places)
+        if changed is not None:
+            return changed
+        if self._passes.interrupted:
+            return "a backward pass ended in an exception; all gradients are dropped, on all ranks"
+        return None
+
+
+# Hooks on a model whose parameters are views of our buffers: they are waited for before anybody reads them.
+
+
+def wait_in_forward(model: nn.Module, manager: BucketManager) -> list[Any]:
+    """Every module waits for the parameters it reads when it is called, and for all when it is saved, loaded or copied.
+
+    It reads its own, and those of modules within it that nobody has called so far: their weights are used by hand, as
+    ``nn.MultiheadAttention`` does with its output projection.
+    """
+    numbers = {id(param): manager.bucket_of[index] for index, param in enumerate(manager.params)}
+    own = {}
+    for module in model.modules():
+        own[id(module)] = {numbers[id(p)] for p in module.parameters(recurse=False) if id(p) in numbers}
+    called: set[int] = set()
+    handles: list[Any] = []
+    for module in model.modules():
+        handles.append(module.register_forward_pre_hook(Hook(manager, _before_call, own, called)))
+        handles.append(module.register_state_dict_pre_hook(Hook(manager, _before_reading)))
+        handles.append(module.register_load_state_dict_pre_hook(Hook(manager, _before_reading)))
+        module.__dict__["__getstate__"] = _StateForCopies(manager, module)
+    return handles
+
+
+def tell_when_loaded(model: nn.Module, loaded: Callable[[], None]) -> list[Any]:
+    """Call ``loaded``, a method, when weights were loaded into the model or a part of it."""
+    method = loaded.__func__  # type: ignore[attr-defined]
+    hook = Hook(loaded.__self__, lambda owner, *args: method(owner))  # type: ignore[attr-defined]
+    return [module.register_load_state_dict_post_hook(hook) for module in model.modules()]
+
+
+def _before_call(
+    manager: BucketManager, own: Mapping[int, set[int]], called: set[int], module: nn.Module, *args: Any
+) -> None:
+    called.add(id(module))
+    if any(bucket.stale for bucket in manager.buckets):
+        within = [m for m in module.modules() if m is module or id(m) not in called]
+        manager.receive_values(sorted(set().union(*(own.get(id(m), ()) for m in within))))
+
+
+def _before_reading(manager: BucketManager, *args: Any) -> None:
+    manager.receive_values()
+
+
+class _StateForCopies:
+    """A module's ``__getstate__``, which ``copy`` and ``pickle`` ask: its attributes, once its parameters are there."""
+
+    def __init__(self, manager: BucketManager, module: nn.Module) -> None:
+        self._manager = weakref.ref(manager)
+        self._module = weakref.ref(module)
+
+    def __call__(self) -> dict[str, Any]:
+        manager, module = self._manager(), self._module()
+        assert module is not None
+        if manager is not None:
+            manager.receive_values()
+        of_class = getattr(type(module), "__getstate__", None)
+        state = module.__dict__ if of_class is None else of_class(module)
+        return {key: value for key, value in state.items() if value is not self}
+
+
+# What is printed when owned storage is made: the routing, the layout and why, and what each rank owns.
+
+
+def show(
+    routes: Sequence[Route],
+    core: OwnedCore,
+    groups: Sequence[Mapping[str, Any]],
+    memory: Callable[[Holdings, int], RankMemory],
+) -> None:
+    """Print the routing table and, for each set of ranks, its layout and a row per rank of an instance.
+
+    ``groups`` are the param groups. ``memory`` tells what a rank of an instance holds; it is asked for those that are
+    shown.
+    """
+    console = report.standard_output()
+    report.show_routing(console, routes, groups)
+    for number, held in enumerate(core.holdings):
+        plan = held.plan
+        whose = f"{held.sharers.everyone.world_size} {'ranks that share experts' if number else 'data-parallel ranks'}"
+        kinds = [bucket.kind for bucket in plan.buckets]
+        counts = f"{kinds.count('matrix')} matrix and {kinds.count('elementwise')} element-wise bucket(s)"
+        console.print(f"Storage: owned by {whose}; {counts}, {plan.padding} elements of padding.")
+        for sentence in plan.choices:
+            console.print(sentence)
+        console.print(plan_table(plan, partial(memory, held), [core.members[number] for number in held.numbers]))
+    report.show_digest(console, core.plan_digest)
+
+
+def plan_table(plan: OwnedPlan, memory: Callable[[int], RankMemory], members: Sequence[Member]) -> Table:
+    """One row per rank: what it owns, how much work that is, what it holds between steps and sends in one."""
+    table = Table()
+    for heading in ("rank", "storage", "matrices", "GFLOP", "of all", "parameters", "masters", "state", "sent a step"):
+        table.add_column(heading, justify="right")
+    for rank in report.shown_ranks(plan.loads):
+        held = memory(rank)
+        pieces = [piece for bucket in plan.buckets for piece in bucket.pieces(rank)]
+        owned = sum(p.start <= block.flat(0) < p.stop for p in pieces for block in members[p.param].blocks)
+        table.add_row(
+            str(rank),
+            "owned",
+            str(owned),
+            f"{plan.loads[rank] / 1e9:.3g}",
+            f"{plan.loads[rank] / max(1, sum(plan.loads)):.1%}",
+            report.nbytes(held.parameters + held.padding),
+            report.nbytes(held.masters),
+            report.nbytes(held.state),
+            report.nbytes(held.sent),
+        )
+    return table
