@@ -177,7 +177,7 @@ def write_pointer(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(new, path)
-        _flush(path.parent)
+        flush(path.parent)
     except OSError as error:
         raise CheckpointError(f"{path} is not written: {error}; it has to name {text!r}") from error
     finally:
@@ -220,7 +220,7 @@ def recover(target: Path) -> None:
     for path in _left_over(target):
         if path.name.endswith(OLD):
             path.rename(target)
-            _flush(target.parent)
+            flush(target.parent)
             return
 
 
@@ -234,7 +234,7 @@ def recover_within(folder: Path) -> None:
 def _put_in_place(new: Path, target: Path) -> None:
     if not os.path.lexists(target):
         new.rename(target)
-        _flush(target.parent)
+        flush(target.parent)
         return
     if not exchange(new, target):
         old = _aside(target, OLD)
@@ -245,7 +245,7 @@ def _put_in_place(new: Path, target: Path) -> None:
             old.rename(target)
             raise
         new = old
-    _flush(target.parent)
+    flush(target.parent)
     _remove(new)
 
 
@@ -310,8 +310,8 @@ def _remove_empty(folders: Sequence[Path]) -> None:
 def _flush_tree(folder: Path) -> None:
     for place, _, files in os.walk(folder, topdown=False):
         for name in files:
-            _flush(Path(place, name))
-        _flush(Path(place))
+            flush(Path(place, name))
+        flush(Path(place))
 
 
 def start_flush(file: BinaryIO) -> None:
@@ -324,7 +324,7 @@ def start_flush(file: BinaryIO) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Have the disk hold a file's bytes, or a folder's names."""
     number = os.open(path, os.O_RDONLY)
     try:
