@@ -38,8 +38,7 @@ from torch import Tensor
 from torch.optim import _muon
 
 from lwopt_backend.config.registry import MuonOptions
-from lwopt_backend.rules import newton_schulz
-from lwopt_backend.rules import newton_schulz as gram_newton_schulz
+from lwopt_backend.rules import gram_newton_schulz, newton_schulz
 
 SHAPES = {
     "GPT-2, fused QKV": (2304, 768),

@@ -16,8 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lwopt_backend.config.registry import MATRIX_RULES, MuonOptions
 from lwopt_backend.plan.cost import newton_schulz_flops
-from lwopt_backend.rules import newton_schulz, qk_clip_factors, row_factors
-from lwopt_backend.rules import newton_schulz as gram_newton_schulz
+from lwopt_backend.rules import gram_newton_schulz, newton_schulz, qk_clip_factors, row_factors
 from lwopt_backend.rules.muon import SCALES
 from lwopt_backend.rules.newton_schulz import TABLES, by_step, segments
 from tests.cells import cells

@@ -32,8 +32,16 @@ from lwopt_backend import (
 from lwopt_backend.config.options import NonNegative, parse
 from lwopt_backend.integrations import deepspeed_zero, fsdp2
 from lwopt_backend.integrations.deepspeed import migration as deepspeed_migration
-from lwopt_backend.rules import AdaMuon, Muon, NorMuon, QKFactors, newton_schulz, qk_clip_factors, row_factors
-from lwopt_backend.rules import newton_schulz as gram_newton_schulz
+from lwopt_backend.rules import (
+    AdaMuon,
+    Muon,
+    NorMuon,
+    QKFactors,
+    gram_newton_schulz,
+    newton_schulz,
+    qk_clip_factors,
+    row_factors,
+)
 
 # Rules of one's own
 

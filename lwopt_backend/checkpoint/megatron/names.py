@@ -10,7 +10,6 @@ from typing import Any
 
 from lwopt_backend.checkpoint.contents import MASTER, CheckpointError, LazyTensor
 from lwopt_backend.checkpoint.files.pickles import counter, plain
-from lwopt_backend.checkpoint.megatron import names as naming
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
@@ -236,7 +235,7 @@ def world(arguments: Mapping[str, Any]) -> dict[str, int]:
 
 # Which param group of Megatron's optimizers a parameter is in, by the rules that made the groups.
 
-EMBEDDINGS = (naming.EMBEDDING, naming.OUTPUT)  # "is_embedding_or_output_parameter"
+EMBEDDINGS = (EMBEDDING, OUTPUT)  # "is_embedding_or_output_parameter"
 _Kind = tuple[bool, bool, bool, bool]  # is a sharded expert, a matrix's optimizer, has weight decay, has the usual lr
 
 
@@ -312,7 +311,7 @@ def expert_groups(groups: Iterable[Mapping[str, Any]]) -> frozenset[int]:
 
 def is_sharded_expert(name: str, arguments: Mapping[str, Any]) -> bool:
     """Whether other ranks have other experts in its place."""
-    return naming.is_expert(name) and int(arguments.get("expert_model_parallel_size") or 1) > 1
+    return is_expert(name) and int(arguments.get("expert_model_parallel_size") or 1) > 1
 
 
 def _kind_of_group(group: Mapping[str, Any]) -> _Kind:
