@@ -234,15 +234,15 @@ def _grad_norm(engine: DeepSpeedEngine) -> Tensor:
     return squared.sqrt()
 
 
-HOOKED = "get_optimizer_name"
+# Types of optimizer entries as DeepSpeed reads them.
 
-
+READS_TYPE = "get_optimizer_name"
 TYPES = ("LayerWise", "LayerWiseMuon")
 
 
 def name_types() -> None:
     """Have DeepSpeed read the type of an optimizer entry through ``canonical``. Calling it again changes nothing."""
-    original = getattr(config, HOOKED, None)
+    original = getattr(config, READS_TYPE, None)
     if original is None or getattr(original, "_lwopt_names", False):  # ``register()`` says what is missing
         return
 
@@ -251,7 +251,7 @@ def name_types() -> None:
         return canonical(original(param_dict))
 
     get_optimizer_name._lwopt_names = True  # type: ignore[attr-defined]
-    setattr(config, HOOKED, get_optimizer_name)
+    setattr(config, READS_TYPE, get_optimizer_name)
 
 
 def canonical(name: Any) -> Any:

@@ -296,8 +296,8 @@ class Checked:
         theirs = self.saved.matrices.get(key, list(map(str, matrices_by_shape(shape))))
         if ours != theirs:
             raise ValueError(
-                f"{self.saved.folder.path}: {key!r}: its state is of the matrices {theirs}, here the parameter has {ours}; "
-                "load it with the 'atoms' it was saved with"
+                f"{self.saved.folder.path}: {key!r}: its state is of the matrices {theirs}, here the parameter has "
+                f"{ours}; load it with the 'atoms' it was saved with"
             )
 
     def _found(self, key: str, ours: Tensor) -> tuple[Param, dict[str, LazyTensor]]:
