@@ -131,12 +131,6 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def of_another_save(path: Path) -> None:
-    """Its bytes under this name."""
-    other = next((path.parent.parent / "other").glob(f"{path.name[:4]}*"))
-    path.write_bytes(other.read_bytes() + bytes(max(0, path.stat().st_size - other.stat().st_size)))
-
-
 def without_a_chunk(path: Path) -> None:
     """A hole in a tensor."""
     saved = pickle.loads((path.parent / ".metadata").read_bytes())
@@ -149,7 +143,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "cut": (lambda path: os.truncate(path, path.stat().st_size - 64), "ends early: expected"),
     "zeros": (lambda path: path.write_bytes(bytes(path.stat().st_size)), "is damaged"),
     "another bit": (flip, "is damaged: a checksum is wrong"),
-    "another save's": (of_another_save, "is damaged"),
     "no metadata": (lambda path: (path.parent / ".metadata").unlink(), "there is no .metadata, which is written last"),
     "cut metadata": (lambda path: os.truncate(path.parent / ".metadata", 400), ".metadata"),
     "hole": (without_a_chunk, "was every rank's file copied?"),
@@ -158,9 +151,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.fixture(scope="module")
 def saves(rank_pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two saves, of other steps: "state" and "other"."""
+    """A save, in its folder "state"."""
     folder = tmp_path_factory.mktemp("saves")
-    rank_pools[2].run(save_one, str(folder / "other"), 2)
     rank_pools[2].run(save_one, str(folder / "state"))
     return folder
 
@@ -221,7 +213,7 @@ OTHERS: dict[str, tuple[Callable[[], LayerWiseOptimizer], str]] = {
     ),
     "more": (lambda: optimizer_for(with_more()), "parameter 'more.weight' is in this model, and not in the checkpoint"),
     "state": (lambda: adamw_with(amsgrad=True), "max_exp_avg_sq"),
-    "a buffer": (lambda: optimizer_for(buffered()), "the weight 'passes' is in the model, and not in the checkpoint"),
+    "a buffer": (lambda: optimizer_for(buffered()), "the weight 'passes' is in this model, and not in the checkpoint"),
 }
 
 

@@ -211,14 +211,13 @@ def load(
         known = {*saved.weights, *(key.removeprefix(f"{MODEL}.") for key in saved.keys.others)}
         for key in [*names.keys.values(), *others, *saved.weights]:
             if key not in known or key not in names.params and key not in elsewhere:
-                where = (
-                    "the checkpoint, and not in this model" if key in known else "this model, and not in the checkpoint"
-                )
-                raise ValueError(f"the weight {key!r} is in {where}; load a checkpoint of the same model")
+                raise ValueError(f"the weight {key!r} is in {_side(key in known)}; load a checkpoint of the same model")
         for key, value in others.items():
             if isinstance(value, Tensor) and value.shape != saved.weights[key].shape:
                 found = saved.weights[key].shape
                 raise ValueError(f"the weight {key!r}: expected shape {tuple(value.shape)}, the checkpoint has {found}")
+        for key in (*names.keys.values(), *(key for key in others if key in saved.weights)):
+            saved.folder.check_range(saved.keys.weights[key], 0, saved.weights[key].numel)
         rest = read_as_expected(saved.others, folder, "DCP")
         return (checked, rest), []
 
@@ -285,11 +284,13 @@ class Checked:
                     f"{where}, {name!r}: expected {into.dtype} of shape {shape}, found {saved.dtype} of {saved.shape}"
                 )
             if into.ndim:
-                self._check_bytes(key, name, piece)
+                self._check_bytes(key, name, piece.start, piece.stop)
                 saved = saved.piece(piece.start, piece.stop)
             self._sources.append((into, saved))
         if param.owner_states:
             self._check_matrices(key, matrices_of(self._core, piece.member), param.shape)
+            for name in self.saved.states[key].keys() - found.keys():
+                self._check_bytes(key, name, 0, self.saved.states[key][name].numel)
         self._owner[piece.member] = param.owner_states
 
     def _check_matrices(self, key: str, ours: list[str], shape: tuple[int, ...]) -> None:
@@ -312,10 +313,10 @@ class Checked:
             found[OWN_MASTER] = param.best.to(owned_dtype(ours.dtype))
         return param, found
 
-    def _check_bytes(self, key: str, name: str, piece: StatePiece) -> None:
+    def _check_bytes(self, key: str, name: str, start: int, stop: int) -> None:
         saved = self.saved
         place = saved.key_of.get((key, MASTER if name == OWN_MASTER else name)) or saved.keys.weights[key]
-        saved.folder.check_range(place, piece.start, piece.stop)
+        saved.folder.check_range(place, start, stop)
 
     def take(self) -> None:
         """Read everything into its place."""
@@ -325,13 +326,17 @@ class Checked:
             self._core.stepper.take_owner_states(number, states)
 
 
+def _side(in_checkpoint: bool, missing: str = "not in this model") -> str:
+    return f"the checkpoint, and {missing}" if in_checkpoint else "this model, and not in the checkpoint"
+
+
 def _check_params(names: Names, saved: Saved) -> None:
     """Raises ValueError for parameters that only one side has, and for other shapes, dtypes or rules."""
     trained = {**saved.group_of, **saved.states}
     for key in [*names.params, *trained]:
         ours = names.params.get(key)
         if ours is None or key not in trained:
-            where = "the checkpoint, and not trained here" if ours is None else "this model, and not in the checkpoint"
+            where = _side(ours is None, "not trained here")
             raise ValueError(f"parameter {key!r} is in {where}; load a checkpoint of the same trained parameters")
         rule = saved.groups[saved.group_of[key]].get("rule") if key in saved.group_of else None
         weight = saved.weights.get(key)
