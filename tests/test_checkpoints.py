@@ -331,6 +331,12 @@ def test_owned_storage_goes_on_on_other_ranks_and_layouts(
     go_on(rank_pools, tmp_path, Tour("muon", legs, dtype=dtype))
 
 
+@pytest.mark.parametrize("rule", ["muon", "soap"])
+def test_plain_pytorch_and_fsdp2_read_each_others_checkpoints(rank_pools: Pools, tmp_path: Path, rule: str) -> None:
+    legs = route("fsdp2 on 2, plain on 3, fsdp2 on 1, plain on 4 small, plain on 1", native=True)
+    go_on(rank_pools, tmp_path, Tour(rule, legs, atoms=PARTS if rule == "soap" else None))
+
+
 @pytest.mark.parametrize(("engine", "precision"), [("zero 0", "fp32"), ("owned 0", "fp32"), ("owned 0", "bf16")])
 def test_without_zero_deepspeeds_checkpoint_resumes_on_any_number_of_ranks(
     rank_pools: Pools, tmp_path: Path, engine: str, precision: str

@@ -297,6 +297,11 @@ def test_param_groups_that_cannot_be_saved_are_an_error_on_all_ranks(tmp_path: P
     optimizer.param_groups[1]["path"] = tmp_path
     with pytest.raises(Exception, match="of 'path' cannot be read back"):
         optimizer.save_state_dict(tmp_path)
+    del optimizer.param_groups[1]["path"]
+    with pytest.raises(Exception, match="save_state_dict: the value .* of 'path' cannot be read back"):
+        optimizer.save_state_dict(tmp_path, path=tmp_path)
+    with pytest.raises(Exception, match="'model' is what weights and state are saved as"):
+        optimizer.save_state_dict(tmp_path, model=1)
     assert not list(tmp_path.iterdir())
 
 

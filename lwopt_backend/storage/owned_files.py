@@ -60,11 +60,9 @@ def save(core: OwnedCore, groups: Groups, model: nn.Module, folder: Path, more: 
     numbers = {member.name: number for number, member in enumerate(core.members)}
 
     def add() -> None:
-        taken = {key for key in more if key in (MODEL, OPTIMIZER)}
-        if taken:
-            raise ValueError(
-                f"{SAVING}: {taken.pop()!r} is the optimizer's own word in a checkpoint; save it as another"
-            )
+        for key in {MODEL, OPTIMIZER} & set(more):
+            raise ValueError(f"{SAVING}: {key!r} is what weights and state are saved as; give it another name")
+        check_readable(SAVING, more)
         if everyone.rank == 0:
             shards.objects.update(flattened(more))
         for name, value in model.state_dict().items():  # in its order, whoever has a part of it
@@ -146,7 +144,12 @@ def common_options(core: OwnedCore, groups: Groups) -> dict[str, dict[str, Any]]
     """
     everyone = core.holdings[0].sharers.everyone
     mine = {group_key(group): {key: value for key, value in group.items() if key != "params"} for group in groups}
-    check_in_all([everyone], SAVING, lambda: _check_readable(mine))
+
+    def check() -> None:
+        for key, options in mine.items():
+            check_readable(f"param group {key}", options)
+
+    check_in_all([everyone], SAVING, check)
     common: dict[str, dict[str, Any]] = {}
     for rank, of_rank in enumerate(everyone.gather_objects(mine)):
         for key, options in of_rank.items():
@@ -165,19 +168,19 @@ def common_options(core: OwnedCore, groups: Groups) -> dict[str, dict[str, Any]]
     return common
 
 
-def _check_readable(options: Mapping[str, Mapping[str, Any]]) -> None:
-    for group, entries in options.items():
-        for key, value in entries.items():
-            try:
-                stored = io.BytesIO()
-                torch.save(value, stored)
-                stored.seek(0)
-                torch.load(stored, weights_only=True)
-            except Exception as error:
-                raise ValueError(
-                    f"param group {group}: the value {value!r} of {key!r} cannot be read back with "
-                    f"torch.load(weights_only=True); keep it elsewhere. {error}"
-                ) from error
+def check_readable(where: str, values: Mapping[str, Any]) -> None:
+    """Raises ValueError for values that ``torch.load`` would not read."""
+    for key, value in values.items():
+        try:
+            stored = io.BytesIO()
+            torch.save(value, stored)
+            stored.seek(0)
+            torch.load(stored, weights_only=True)
+        except Exception as error:
+            raise ValueError(
+                f"{where}: the value {value!r} of {key!r} cannot be read back with torch.load(weights_only=True); keep "
+                f"it elsewhere. {error}"
+            ) from error
 
 
 # Reading from a folder what this rank owns, whatever ranks and layout, or what other engine, have written it.
