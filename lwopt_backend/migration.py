@@ -14,8 +14,7 @@ from lwopt_backend.config.registry import MATRIX_RULES, arguments, new_state
 from lwopt_backend.runtime.agreement import agree, agree_in_all
 from lwopt_backend.runtime.state import keeps_state
 from lwopt_backend.storage.owned import OwnedCore
-from lwopt_backend.storage.owned_files import names_of
-from lwopt_backend.storage.owned_state import check_between_steps, state_pieces
+from lwopt_backend.storage.owned_state import check_between_steps, names_of, state_pieces
 
 __all__ = [
     "SOURCES",

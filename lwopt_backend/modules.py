@@ -208,8 +208,8 @@ class ModuleOptimizers(torch.optim.Optimizer):
             hook(self)
 
     def save_state_dict(self, path: str | PathLike[str]) -> None:
-        """Write all modules' state into a folder of its own that all ranks see, one folder in it for each module."""
-        save(self._everyone, self.names, self._parts, self._first, Path(path))
+        """Write all modules' state into a folder of torch.distributed.checkpoint that all ranks see."""
+        save(self._everyone, self._parts, Path(path))
 
     def load_state_dict_from(self, path: str | PathLike[str]) -> None:
         """Read what ``save_state_dict`` wrote, on whatever ranks the modules are now."""

@@ -61,7 +61,6 @@ from lwopt_backend.storage.mesh_state import (
 )
 from lwopt_backend.storage.mesh_stepping import Attachment, StateOnceSharded, check_is_of, check_sharded, same, step_all
 from lwopt_backend.storage.owned import OwnedCore, Share, broadcast_buffers
-from lwopt_backend.storage.owned_files import load, save
 from lwopt_backend.storage.owned_memory import RankMemory, memory_of, memory_of_all
 from lwopt_backend.storage.owned_model import Backward, check_model, check_options, tell_when_loaded, wait_in_forward
 from lwopt_backend.storage.owned_state import held_state, load_state_dict_into, state_dict_of
@@ -224,12 +223,20 @@ class LayerWiseOptimizer(LinkedOptimizer):
         """Take the parameters' values into the fp32 masters of 16-bit parameters, after they were changed by hand."""
         raise self._only_of(OwnedConfig, "refresh_masters")
 
-    def save_state_dict(self, path: str | PathLike[str]) -> None:
-        """Write optimizer state into a folder of its own, for any ranks and layout; the model saves its weights."""
+    def save_state_dict(self, path: str | PathLike[str], **more: Any) -> None:
+        """Write weights, state and what ``more`` there is into a folder that torch.distributed.checkpoint reads.
+
+        It is one of its own that all ranks see; a checkpoint in it is replaced, in one moment. Raises, on all ranks,
+        what goes wrong on any. Of owned storage only.
+        """
         raise self._only_of(OwnedConfig, "save_state_dict")
 
-    def load_state_dict_from(self, path: str | PathLike[str]) -> None:
-        """Read what this rank owns of what ``save_state_dict`` wrote; before or after the model's weights."""
+    def load_state_dict_from(self, path: str | PathLike[str]) -> dict[str, Any]:
+        """Take weights and state of any engine's ``{"model": ..., "optimizer": ...}``, whatever ranks saved it.
+
+        Returns what else is in the folder. Raises, on all ranks and before anything is changed, for what does not fit.
+        Of owned storage only.
+        """
         raise self._only_of(OwnedConfig, "load_state_dict_from")
 
     def memory_report(self) -> list[RankMemory]:
@@ -371,11 +378,21 @@ class OwnedOptimizer(LayerWiseOptimizer):
 
     # Checkpoints
 
-    def save_state_dict(self, path: str | PathLike[str]) -> None:
-        save(self.core, self.param_groups, Path(path))
+    def save_state_dict(self, path: str | PathLike[str], **more: Any) -> None:
+        from lwopt_backend.storage import owned_files  # torch.distributed.checkpoint takes a second to import
 
-    def load_state_dict_from(self, path: str | PathLike[str]) -> None:
-        self.link_groups(load(self.core, self.param_groups, Path(path)))
+        owned_files.save(self.core, self.param_groups, self._model, Path(path), more)
+
+    def load_state_dict_from(self, path: str | PathLike[str]) -> dict[str, Any]:
+        from lwopt_backend.storage import owned_files
+
+        groups, more = owned_files.load(self.core, self.param_groups, self._model, Path(path))
+        self.take_groups(groups)
+        return more
+
+    def take_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Go on with param groups that were loaded with state."""
+        self.link_groups(groups)
         self._loaded = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -384,8 +401,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a ``state_dict``. Raises ValueError, on all ranks, if it is another rank's or of another plan."""
-        load_state_dict_into(self, self.core, state_dict, self.link_groups)
-        self._loaded = True
+        load_state_dict_into(self, self.core, state_dict, self.take_groups)
 
     def memory_report(self) -> list[RankMemory]:
         return memory_of_all(self.core, self.param_groups, self.config)

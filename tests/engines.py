@@ -218,19 +218,10 @@ class Engine:
             self.scheduler.load_state_dict(progress["scheduler"])
 
     def save(self, folder: str) -> None:
-        self.optimizer.save_state_dict(folder)
-        if dist.get_rank() == 0:
-            torch.save(self.progress(), Path(folder) / "training.pt")
-        weights = self.model.state_dict()
-        if dist.get_rank() == 0:
-            torch.save(weights, Path(folder) / "model.pt")
+        self.optimizer.save_state_dict(folder, **self.progress())
 
-    def load(self, folder: str, *, weights_last: bool = False) -> None:
-        weights = torch.load(f"{folder}/model.pt")
-        loads = [lambda: self.model.load_state_dict(weights), lambda: self.optimizer.load_state_dict_from(folder)]
-        for load in reversed(loads) if weights_last else loads:
-            load()
-        self.go_on_from(torch.load(f"{folder}/training.pt"))
+    def load(self, folder: str) -> None:
+        self.go_on_from(self.optimizer.load_state_dict_from(folder))
 
 
 @contextlib.contextmanager
@@ -288,7 +279,7 @@ class OnFSDP2(Engine):
             torch.save(state, f"{folder}/full.pt")
         dist.barrier()
 
-    def load(self, folder: str, *, weights_last: bool = False) -> None:
+    def load(self, folder: str) -> None:
         options = _options_of(self.loaded_form)
         if "full" not in self.loaded_form:
             state = {**self._state(options), **self.progress()}
@@ -333,7 +324,7 @@ class UnderDeepSpeed(Engine):
     def save(self, folder: str) -> None:
         self.made.save_checkpoint(folder, client_state=dict(CLIENT))
 
-    def load(self, folder: str, *, weights_last: bool = False) -> None:
+    def load(self, folder: str) -> None:
         if self.cell.engine in OWNED and self.cell.precision != "fp32":  # masters are not to be made of these
             self.model.load_state_dict(self.model.state_dict())
         path, client = self.made.load_checkpoint(folder)

@@ -26,8 +26,6 @@ from typing import Any
 
 import torch
 
-from lwopt_backend.checkpoint import owned as write_owned
-from lwopt_backend.checkpoint.contents import Checkpoint, Param, held
 from lwopt_backend.checkpoint.files import torch_files
 from tests.command_line import lwopt, succeeds, torch_dist, torch_format
 
@@ -40,7 +38,7 @@ MEMO = 1 << 20  # where payloads' own places begin, after those of the file that
 def samples(folder: Path) -> dict[str, Path]:
     """A small checkpoint of every format."""
     found = {"megatron": torch_dist(folder / "megatron"), "torch": torch_format(folder / "torch")}
-    found |= {"stage0": stage0(folder / "stage0"), "owned": owned(folder / "owned")}
+    found |= {"stage0": stage0(folder / "stage0")}
     for target in ("universal", "dcp", "safetensors"):
         found[target] = folder / target
         succeeds("convert", found["megatron"], found[target], "--to", target)
@@ -62,16 +60,6 @@ def stage0(folder: Path) -> Path:
     saved |= {"lr_scheduler": {"last_batch_iteration": 2}, "global_steps": 3, "global_samples": 6, "mine": [1, 2]}
     saved |= {"ds_config": {"bf16": {"enabled": False}}, "ds_version": "0.19.8"}
     torch.save(saved, folder / "global_step3" / "mp_rank_00_model_states.pt")
-    return folder
-
-
-def owned(folder: Path) -> Path:
-    """As ``--to owned`` writes it."""
-    folder.mkdir(parents=True)
-    group = {"rule": "adamw", **GROUP, "from_group": 0}
-    weights = {name: held(torch.randn(4, 3), name) for name in ("a.weight", "b.weight")}
-    params = {name: Param(weight, {"exp_avg": weight}, 3.0, 0) for name, weight in weights.items()}
-    write_owned.write(Checkpoint("made here", "", "model", params, (group,), iteration=3, client={"mine": 1}), folder)
     return folder
 
 

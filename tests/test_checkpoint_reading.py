@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import pickle
 import shutil
@@ -16,13 +15,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from deepspeed.checkpoint import ds_to_universal
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from lwopt_backend import LayerWiseOptimizer as OwnedOptimizer
 from lwopt_backend.checkpoint import formats
-from lwopt_backend.checkpoint import owned as read_owned
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError
 from lwopt_backend.checkpoint.dcp import reader as read_dcp
 from lwopt_backend.checkpoint.dcp.reader import DcpFolder
@@ -208,17 +205,14 @@ def owned_optimizer() -> tuple[UnevenLM, Any]:
 def save_owned(folder: str) -> dict[str, Tensor]:
     model, optimizer = owned_optimizer()
     train_owned(model, optimizer, 2)
-    optimizer.save_state_dict(f"{folder}/optimizer")
-    if dist.get_rank() == 0:
-        torch.save(model.state_dict(), f"{folder}/model.pt")
+    optimizer.save_state_dict(folder)
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 def on_one_rank(folder: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The state as the optimizer has it when one rank owns everything, and its param groups."""
     model, optimizer = owned_optimizer()
-    model.load_state_dict(torch.load(f"{folder}/model.pt", weights_only=True))
-    optimizer.load_state_dict_from(f"{folder}/optimizer")
+    optimizer.load_state_dict_from(folder)
     groups = [{k: v for k, v in group.items() if k not in ("params", "members")} for group in optimizer.param_groups]
     return optimizer.state_dict()["state"], groups
 
@@ -227,8 +221,7 @@ def test_state_and_weights_of_owned_storage_are_read_whole(rank_pools: dict[int,
     """That engines go on with that of fp32 models and of other rules is tested with DeepSpeed's engines."""
     weights = rank_pools[3].run(save_owned, str(tmp_path))[0]
     state, groups = rank_pools[1].run(on_one_rank, str(tmp_path))[0]
-    assert read_owned.recognises(tmp_path / "optimizer") and not read_owned.recognises(tmp_path)
-    checkpoint = read_owned.read(tmp_path / "optimizer")
+    checkpoint = formats.read(tmp_path)
     assert list(checkpoint.params) == list(weights)
     for name, found in params_of(checkpoint).items():
         step = state[name].pop("step", None)
@@ -238,19 +231,6 @@ def test_state_and_weights_of_owned_storage_are_read_whole(rank_pools: dict[int,
         assert group.items() >= ours.items()
         steps = None if step is None else step.item()
         assert same(found, {"weight": weights[name], **expected, "step": steps, "owners": {}}), name
-
-
-def test_weights_of_safetensors_are_found_and_without_weights_there_is_a_note(ranks: RankPool, tmp_path: Path) -> None:
-    weights = ranks.run(save_owned, str(tmp_path))[0]
-    (tmp_path / "model.pt").unlink()
-    checkpoint = read_owned.read(tmp_path / "optimizer")
-    assert any("no weights beside" in note for note in checkpoint.notes)
-    assert all(param.weight is None and param.states["fp32"].numel for param in checkpoint.params.values())
-    for place in (tmp_path / "optimizer", tmp_path):  # in it, beside it
-        save_file(weights, place / "model.safetensors")
-        found = read_owned.read(tmp_path / "optimizer").params
-        assert all(torch.equal(found[name].weight.read(), weight) for name, weight in weights.items())
-        (place / "model.safetensors").unlink()
 
 
 # What is damaged, made to do harm, or not whole
@@ -283,7 +263,7 @@ DAMAGE: dict[Callable[[Path], None], str] = {
     truncate: "is damaged",
     engines.flip: "is damaged",
     harm: "asks for .*mkdir",
-    another: "holds no|expected|is not as DeepSpeed writes it|is a file of another save",
+    another: "holds no|expected|is not as DeepSpeed writes it",
 }
 FORMS = {"host 2": ("host", 2, "fp32"), "host 3": ("host", 3, "fp32"), "owned 1": ("owned", 1, "fp32")}
 
@@ -291,17 +271,15 @@ FORMS = {"host 2": ("host", 2, "fp32"), "host 3": ("host", 3, "fp32"), "owned 1"
 @pytest.fixture(scope="module")
 def saved(rank_pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A checkpoint of every form."""
-    found = {form: tmp_path_factory.mktemp("saved") for form in (*FORMS, "universal", "owned storage")}
+    found = {form: tmp_path_factory.mktemp("saved") for form in (*FORMS, "universal")}
     for form, how in FORMS.items():
         rank_pools[2].run(engines.save, str(found[form]), how, steps=1, timeout=PATIENCE)
     universal(found["host 2"], found["universal"])
-    rank_pools[2].run(save_owned, str(found["owned storage"]))
-    (found["owned storage"] / "model.pt").unlink()
     return found
 
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
-@pytest.mark.parametrize("form", [*FORMS, "universal", "owned storage"])
+@pytest.mark.parametrize("form", [*FORMS, "universal"])
 def test_damaged_files_are_an_error_and_nothing_of_them_is_run(
     saved: dict[str, Path], tmp_path: Path, damage: Callable[[Path], None], form: str
 ) -> None:
@@ -312,20 +290,12 @@ def test_damaged_files_are_an_error_and_nothing_of_them_is_run(
             continue
         kept = file.read_bytes()
         damage(file)
-        index = source / "optimizer" / "optimizer.json"
-        text = index.read_text() if form == "owned storage" else ""
-        if text and damage in (harm, another):  # or its size tells
-            told = json.loads(text)
-            told["files"][file.name] = file.stat().st_size
-            index.write_text(json.dumps(told))
         with pytest.raises(CheckpointError, match=DAMAGE[damage]) as raised:
-            checkpoint = formats.read(source / "optimizer" if text else source)
+            checkpoint = formats.read(source)
             write_folder(tmp_path / "target", lambda new, c=checkpoint: write_universal.write(c, new))
         assert str(source) in str(raised.value)
         assert not list(tmp_path.rglob("harmed")) and {path.name for path in tmp_path.iterdir()} == {"source"}
         file.write_bytes(kept)
-        if text:
-            index.write_text(text)
 
 
 def test_folders_that_are_not_whole_or_lead_elsewhere_are_refused(
@@ -352,13 +322,6 @@ def test_folders_that_are_not_whole_or_lead_elsewhere_are_refused(
     ):
         with pytest.raises(CheckpointError, match=words):
             read_zero.read(tmp_path / case)
-    folder = copied("owned storage", "owned") / "optimizer"
-    text = (folder / "optimizer.json").read_text()
-    name = next(iter(json.loads(text)["files"]))
-    shutil.copy(folder / name, folder.parent / name)
-    (folder / "optimizer.json").write_text(text.replace(name, f"../{name}"))
-    with pytest.raises(CheckpointError, match="leads out of the folder"):
-        read_owned.read(folder)
 
 
 # Folders of torch.distributed.checkpoint

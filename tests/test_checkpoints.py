@@ -76,14 +76,13 @@ class Leg:
     cell: Cell
     via: tuple[str, ...] = ()
     used: int = 0
-    weights_last: bool = False
     steps: int = STEPS
 
 
 FORMS = ("nested", "flat", "async", "full", "flat full")  # of FSDP2's state
 WORDS: dict[str, dict[str, Any]] = {
     # of the leg
-    **{"used": {"used": 2}, "last": {"weights_last": True}, "untrained": {"steps": 0}},
+    **{"used": {"used": 2}, "untrained": {"steps": 0}},
     "twice": {"twice": True},  # converted, to universal first
     # of the cell
     **{form: {"form": form} for form in FORMS},
@@ -109,11 +108,11 @@ def route(text: str, *further: str, native: bool = False) -> list[Leg]:
         engine, _, rest = words.partition(" on ")
         ranks, *options = [*rest.split(), *further]
         how = {key: value for word in options for key, value in WORDS[word].items()}
-        of_leg = {key: how.pop(key) for key in ("used", "weights_last", "steps") if key in how}
+        of_leg = {key: how.pop(key) for key in ("used", "steps") if key in how}
         of_cell = {key: how.pop(key) for key in ("zero", "sharding", "form") if key in how}
         if engine == "zero 3":  # some parameters are kept whole, most are not
             of_cell["zero"] = {"stage3_param_persistence_threshold": 100, **of_cell.get("zero", {})}
-        via = () if native else {"fsdp2": ("dcp",), "plain": ("owned",)}.get(engine, ("universal",))
+        via = () if native else ("dcp",) if engine in ("fsdp2", "plain") else ("universal",)
         via = ("universal", *via) if how.pop("twice", False) else via
         cell = Cell(engine, options=how, alike=True, falling=True, **of_cell)
         legs.append(Leg(int(ranks), cell, via, **of_leg))
@@ -151,7 +150,7 @@ def travel(tour: Tour, leg: Leg, begin: int, stops: list[int], folders: list[str
     ) as engine:
         if load:
             engine.train(range(leg.used))
-            engine.load(load, weights_last=leg.weights_last)
+            engine.load(load)
         for stop, folder in zip(stops, folders, strict=True):
             engine.train(range(begin, stop))
             engine.save(folder)
@@ -314,9 +313,9 @@ def test_every_engine_saves_and_loads_and_zero_does_at_every_stage_on_every_numb
 
 
 LAYOUTS = {  # of owned storage in plain PyTorch
-    "to compact": "plain on 2 padded, plain on 1 compact small, plain on 3 compact last, plain on 4 padded large",
-    "to padded": "plain on 2 compact lazy, plain on 1 padded last, plain on 3 padded bus, plain on 4 compact lazy last",
-    "instances": "plain on 4 auto pairs, plain on 2 compact singles last, plain on 4 padded singles, "
+    "to compact": "plain on 2 padded, plain on 1 compact small, plain on 3 compact, plain on 4 padded large",
+    "to padded": "plain on 2 compact lazy, plain on 1 padded, plain on 3 padded bus, plain on 4 compact lazy",
+    "instances": "plain on 4 auto pairs, plain on 2 compact singles, plain on 4 padded singles, "
     "plain on 4 compact pairs lazy, plain on 1 padded",
     "kept gradients": "plain on 2 auto kept, plain on 3 compact kept, plain on 1 padded kept",
 }
@@ -330,6 +329,12 @@ def test_owned_storage_goes_on_on_other_ranks_and_layouts(
 ) -> None:
     legs = route(LAYOUTS[layouts], *(["wide"] if dtype == "bfloat16" else []), native=True)
     go_on(rank_pools, tmp_path, Tour("muon", legs, dtype=dtype))
+
+
+@pytest.mark.parametrize("rule", ["muon", "soap"])
+def test_plain_pytorch_and_fsdp2_read_each_others_checkpoints(rank_pools: Pools, tmp_path: Path, rule: str) -> None:
+    legs = route("fsdp2 on 2, plain on 3, fsdp2 on 1, plain on 4 small, plain on 1", native=True)
+    go_on(rank_pools, tmp_path, Tour(rule, legs, atoms=PARTS if rule == "soap" else None))
 
 
 @pytest.mark.parametrize(("engine", "precision"), [("zero 0", "fp32"), ("owned 0", "fp32"), ("owned 0", "bf16")])

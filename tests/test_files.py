@@ -34,7 +34,6 @@ from torch import Tensor, nn
 from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.checkpoint import convert as inferred
 from lwopt_backend.checkpoint import formats, gates
-from lwopt_backend.checkpoint import owned as owned_reader
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyTensor, Param, held, read_as_expected
 from lwopt_backend.checkpoint.dcp import reader as dcp_reader
 from lwopt_backend.checkpoint.deepspeed import universal as write_universal
@@ -277,9 +276,8 @@ def test_a_program_that_is_killed_as_it_saves_owned_state_leaves_the_save_before
         return momentum(folder)
 
     def momentum(folder: Path) -> Tensor:
-        return owned_reader.read(folder).params["weight"].states["momentum_buffer"].read()
+        return dcp_reader.read(folder).params["weight"].states["momentum_buffer"].read()
 
-    torch.save(model.state_dict(), tmp_path / "model.pt")
     old, new = (trained_and_saved(tmp_path / name) for name in ("old", "new"))
     found = []
     for change in itertools.count(1):
@@ -289,8 +287,7 @@ def test_a_program_that_is_killed_as_it_saves_owned_state_leaves_the_save_before
         found.append(torch.equal(momentum(folder), new))
         assert found[-1] or torch.equal(momentum(folder), old)
         optimizer.save_state_dict(folder)
-        index = json.loads((folder / "optimizer.json").read_text())
-        assert set(files(folder)) == {"optimizer.json", *index["files"]} and torch.equal(momentum(folder), new)
+        assert len(files(folder)) == 2 and torch.equal(momentum(folder), new)
     assert len(found) > 4 and set(found) == {False, True}
 
 
@@ -449,7 +446,7 @@ def test_a_payload_is_refused_for_what_it_is(name: str, words: str) -> None:
 
 def test_bombs_and_damaged_files_are_refused_in_plain_words_and_take_little_memory(tmp_path: Path) -> None:
     """In one process of their own; each payload in one place of one format, and a few random damages."""
-    words = [sys.executable, "-m", "tests.hostile", str(tmp_path), "84", "0", "25"]
+    words = [sys.executable, "-m", "tests.hostile", str(tmp_path), "60", "0", "25"]
     run = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=500)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
     *wrong, last = map(json.loads, run.stdout.splitlines())
@@ -468,21 +465,6 @@ def test_states_of_random_generators_and_numbers_of_numpy_are_read(tmp_path: Pat
     assert found["new"] == new and (found["columns"] == columns).all()
     assert found["number"] == numpy.float32(0.1) and found["number"].dtype == numpy.float32 and found["flag"]
     assert found["word"].tolist() == ["ab", "c"] and found["none"].shape == (0, 3)
-
-
-def test_owned_state_without_its_weights_says_what_is_missing(tmp_path: Path) -> None:
-    folder = hostile.owned(tmp_path / "run" / "state")
-    owned_reader.read(folder)
-    expected = "model.pt: expected the model's state dict, with 'a.weight', found"
-    for kept, said in (
-        ([1, 2], f"{expected} list"),
-        ({"c": torch.ones(2)}, rf"{expected} the keys \['c'\]"),
-        ({"a.weight": torch.ones(4, 3)}, "the weight 'b.weight' is missing"),
-        (None, "the weight 'a.weight' is missing"),
-    ):
-        (folder / "model.pt").unlink() if kept is None else saved(folder / "model.pt", kept)
-        with pytest.raises(CheckpointError, match=said):
-            owned_reader.read(folder)
 
 
 def larger(metadata: Any, tensor: Any) -> None:
@@ -792,10 +774,10 @@ def test_a_target_may_be_spelled_in_many_ways(
 # A full disk
 
 
-@pytest.mark.parametrize("target", ["universal", "universal, into a folder", "megatron", "dcp", "owned", "safetensors"])
+@pytest.mark.parametrize("target", ["universal", "universal, into a folder", "megatron", "dcp", "safetensors"])
 def test_a_file_that_cannot_be_written_is_one_error_that_names_the_target(tmp_path: Path, target: str) -> None:
     """The system says that a file is too large where it would else say that the disk is full."""
-    source = torch_dist(tmp_path / "from") if target == "megatron" else hostile.owned(tmp_path / "from")
+    source = torch_dist(tmp_path / "from") if target == "megatron" else hostile.stage0(tmp_path / "from")
     place, (target, *there) = tmp_path / "to" / "new", target.split(", ")
     if there:
         place.mkdir(parents=True)

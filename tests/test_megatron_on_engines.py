@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
+from lwopt_backend import LayerWiseOptimizer as OwnedOptimizer
 from lwopt_backend.checkpoint import formats
 from lwopt_backend.checkpoint.deepspeed import universal as universal_writer
 from lwopt_backend.checkpoint.files.folders import write_folder
@@ -336,12 +337,17 @@ def test_megatrons_run_goes_on_with_fsdp2(
     assert_states(states_in(tmp_path / "saved"), expected)
 
 
-def test_megatrons_run_goes_on_in_plain_pytorch(sources: dict[str, Source], tmp_path: Path) -> None:
-    """Its weights are in bf16, so their masters are of the optimizer's state."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_megatrons_run_goes_on_in_plain_pytorch(sources: dict[str, Source], tmp_path: Path, dtype: torch.dtype) -> None:
+    """Its weights were in bf16; ours may be, with masters that are its masters, or are these."""
     source = sources["muon"]
-    succeeds("convert", source.folder, tmp_path / "owned", "--to", "owned", "--json")
-    assert_states(states_in(tmp_path / "owned"), source.states)
-    assert {param.weight.dtype for param in formats.read(tmp_path / "owned").params.values()} == {torch.bfloat16}
+    succeeds("convert", source.folder, tmp_path / "dcp", "--to", "dcp", "--json")
+    model = Named(source.shapes).to(dtype)
+    optimizer = OwnedOptimizer(model, "muon", 1.0, params=groups_of(model), **AS_MEGATRON, report=False)
+    optimizer.load_state_dict_from(tmp_path / "dcp")
+    optimizer.save_state_dict(tmp_path / "again")
+    assert_states(states_in(tmp_path / "again"), source.states)
+    assert {param.weight.dtype for param in formats.read(tmp_path / "again").params.values()} == {dtype}
 
 
 # Options of Megatron's param groups in our engines: what is taken, and what is said of the rest

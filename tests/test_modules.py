@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import math
 import pickle
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -591,24 +589,17 @@ def test_state_that_is_not_all_there_is_refused_on_all_ranks(tmp_path: Path) -> 
     def refuses(words: str, by: ModuleOptimizers = optimizers) -> None:
         fails_with(words, lambda: by.load_state_dict_from(folder))
 
-    refuses("holds no modules' state")
+    refuses("holds no checkpoint")
     optimizers.save_state_dict(folder)
     misspelled = {new: optimizers.modules.get(name) for name, new in zip(NAMES, ("vision", "langauge"))}
     refuses("has no module 'langauge'; did you mean 'language'", ModuleOptimizers(misspelled))
-    (save,), pointer = folder.glob("save-*"), (folder / "modules.json").read_text()
+    metadata = (folder / ".metadata").read_bytes()
     dist.barrier()  # all have read it before it is damaged
-    for text, words in (
-        (pointer.replace('"pieces"', '"whole"'), "was saved by FSDP2's or a plain optimizer"),
-        (pointer[:-20], "is damaged or not of modules' state"),
-        (json.dumps({**json.loads(pointer), "save": "../../elsewhere"}), "is damaged or not of modules' state"),
-    ):
-        on_first_rank(lambda text=text: (folder / "modules.json").write_text(text))
-        refuses(words)
-    on_first_rank(lambda: (folder / "modules.json").write_text(pointer))
+    on_first_rank(lambda: (folder / ".metadata").write_bytes(metadata[:-200]))
+    refuses("is it whole")
+    on_first_rank(lambda: (folder / ".metadata").write_bytes(metadata))
     optimizers.load_state_dict_from(folder)
-    on_first_rank(lambda: (save / "language" / "optimizer.json").unlink())
-    refuses("holds no optimizer state")
-    on_first_rank(lambda: shutil.rmtree(save / "language"))
+    on_first_rank(lambda: next(folder.glob("__2_*")).unlink())
     refuses("is missing")
 
 
@@ -620,9 +611,12 @@ def test_another_kinds_state_and_damaged_state_are_refused_on_all_ranks(tmp_path
     on_fsdp2.save_state_dict(tmp_path)
     fails_with("which this optimizer cannot read", lambda: on_owned.load_state_dict_from(tmp_path))
     fails_with("expected parameter", lambda: by_sgd.load_state_dict_from(tmp_path))
-    (path,) = tmp_path.glob("save-*/vision/whole.pt")
-    on_first_rank(lambda: path.write_bytes(path.read_bytes()[:-100]))
+    on_first_rank(lambda: zeros_in(next(tmp_path.glob("__0_*"))))
     fails_with("module 'vision' failed on", lambda: on_fsdp2.load_state_dict_from(tmp_path))
+
+
+def zeros_in(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
 
 
 @on_ranks(4)
@@ -630,18 +624,18 @@ def test_a_save_that_fails_leaves_the_one_before_and_the_next_removes_it(tmp_pat
     run = Beside("01|23")
     run.train(range(2))
     run.optimizers.save_state_dict(tmp_path)
-    (before,) = tmp_path.glob("save-*")
+    before = sorted(tmp_path.iterdir())
     for group in run.optimizers.param_groups:
         if group["module"] == "language":
             group["note"] = lambda: None  # which no checkpoint can hold
     with pytest.raises(RuntimeError, match="module 'language' failed on rank 2 with.*cannot be read back"):
         run.optimizers.save_state_dict(tmp_path)
     dist.barrier()
-    assert list(tmp_path.glob("save-*")) == [before], "vision's part of the new one is gone"
+    assert sorted(tmp_path.iterdir()) == before
     run = run.resumed("0|123", tmp_path)
     run.train(range(2, 3))
     run.check()
-    on_first_rank(lambda: (tmp_path / "save-0123456789abcdef").mkdir())  # as a crash leaves one
+    on_first_rank(lambda: (tmp_path / "__0_0123.distcp").write_bytes(b""))  # as a crash leaves one
     run.optimizers.save_state_dict(tmp_path)
-    (after,) = tmp_path.glob("save-*")
-    assert after != before and json.loads((tmp_path / "modules.json").read_text())["save"] in after.name
+    after = sorted(tmp_path.iterdir())
+    assert set(after) & set(before) == {tmp_path / ".metadata"} and len(after) == 5

@@ -5,8 +5,8 @@ That it goes on on other ranks and layouts, bit for bit, is in test_checkpoints.
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -16,10 +16,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from lwopt_backend import LayerWiseOptimizer
+from lwopt_backend.checkpoint import formats
+from lwopt_backend.checkpoint.dcp.reader import DcpFolder
+from lwopt_backend.checkpoint.dcp.saving import read_metadata
+from lwopt_backend.storage.owned_state import state_pieces
 from tests.cells import with_full
 from tests.checkpoint_engines import equal
 from tests.models import UnevenLM, batch
@@ -29,8 +34,6 @@ from tests.owned_scenarios import train_ours
 from tests.ranks import RankPool
 from tests.test_owned_experts import MoE, expert_optimizer, one_pass, sharded, sharers_of_experts
 from tests.zero import ADAMW, MUON
-
-Index = dict[str, Any]
 
 
 def model_of(dtype: torch.dtype = torch.bfloat16, **options: Any) -> nn.Module:
@@ -49,7 +52,7 @@ def owned_state(optimizer: LayerWiseOptimizer) -> list[Any]:
     states = optimizer.state_dict()["state"]
     copies = {name: {key: tensor.clone() for key, tensor in state.items()} for name, state in states.items()}
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    return [copies, groups]
+    return [copies, groups, [member.param.detach().clone() for member in optimizer.core.members]]
 
 
 def in_vain(optimizer: LayerWiseOptimizer, load: Callable[[], None], message: str) -> None:
@@ -61,10 +64,6 @@ def in_vain(optimizer: LayerWiseOptimizer, load: Callable[[], None], message: st
     assert equal(owned_state(optimizer), before)
 
 
-def index_of(folder: Path) -> Index:
-    return json.loads((folder / "optimizer.json").read_text())
-
-
 # What a folder holds
 
 
@@ -73,28 +72,45 @@ def test_a_folder_holds_the_files_of_one_save_and_pieces_of_every_parameter(tmp_
     folder = tmp_path / "deep" / "folder"
     model, optimizer = trained(layout="padded")
     optimizer.save_state_dict(folder)
-    first = sorted(os.listdir(folder))
+    first = set(os.listdir(folder))
     dist.barrier()
     if dist.get_rank() == 0:
-        (folder / f"{first[1]}.tmp").write_bytes(b"of a save that was interrupted")
+        (folder / "__1_0123.distcp").write_bytes(b"of a save that was interrupted")
     train(model, optimizer, range(1, 2))
-    optimizer.save_state_dict(folder)
-    second, index = sorted(os.listdir(folder)), index_of(folder)
-    assert len(first) == len(second) == 4 and set(first) & set(second) == {"optimizer.json"}
-    assert set(second) == {"optimizer.json", *index["files"]}
-    shapes = {name: list(param.shape) for name, param in model.named_parameters()}
-    assert {key: entry["shape"] for key, entry in index["params"].items()} == shapes
-    assert any(len(entry["pieces"]) > 1 for entry in index["params"].values())
+    optimizer.save_state_dict(folder, iteration=2)
+    second, found = set(os.listdir(folder)), DcpFolder(folder)
+    assert len(first) == len(second) == 4 and first & second == {".metadata"}
+    weights = {key: entry.shape for key, entry in found.tensors.items() if key.startswith("model.")}
+    assert list(weights.items()) == [(f"model.{name}", tuple(p.shape)) for name, p in model.named_parameters()]
+    files = {key: {chunk.stored.path for chunk in entry.chunks} for key, entry in found.tensors.items()}
+    assert len(files["model.embedding.weight"] | files["model.layers.0.weight"]) > 1
+    assert any(len(of_key) > 1 for of_key in files.values())
+    assert found.object("iteration") == 2
+
+
+@on_ranks(2)
+def test_torch_loads_what_is_saved(tmp_path: Path) -> None:
+    """Weights and state, into whole tensors."""
+    model, optimizer = trained(layout="padded")
+    optimizer.save_state_dict(tmp_path)
+    keys = {key: torch.empty(entry.shape, dtype=entry.dtype) for key, entry in DcpFolder(tmp_path).tensors.items()}
+    dcp.load(keys, checkpoint_id=tmp_path)
+    assert all(torch.equal(keys[f"model.{name}"], param) for name, param in model.named_parameters())
+    flat = {name: keys[f"optimizer.state.{name}.fp32"].reshape(-1) for name, _ in model.named_parameters()}
+    for piece in state_pieces(optimizer.core):
+        name = optimizer.core.members[piece.member].name
+        assert torch.equal(flat[name][piece.start : piece.stop], piece.tensors["master"])
 
 
 def save_one(folder: str, steps: int = 1, **options: Any) -> None:
     trained(steps, **{"layout": "padded", **options})[1].save_state_dict(folder)
 
 
-def test_only_the_first_instance_writes(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(save_one, str(tmp_path), group_size=1)
-    files = sorted(os.listdir(tmp_path))
-    assert len(files) == 2 and files[0].endswith("rank00000.pt")
+def test_what_every_rank_has_is_written_once(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(save_one, str(tmp_path / "all"), group_size=1)
+    ranks.run(save_one, str(tmp_path / "parts"))
+    of_all, of_parts = (sum(f.stat().st_size for f in (tmp_path / n).glob("*.distcp")) for n in ("all", "parts"))
+    assert of_all < 1.2 * of_parts
 
 
 @on_ranks(2)
@@ -108,65 +124,35 @@ def test_saving_between_backward_and_a_step_that_has_begun_is_an_error(tmp_path:
 # What cannot be loaded
 
 
-def write(folder: Path, index: Index) -> None:
-    (folder / "optimizer.json").write_text(json.dumps(index))
+def flip(path: Path) -> None:
+    """One bit in the middle, of a tensor's bytes."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
 
 
-def put_in_place(folder: Path, index: Index, name: str, other: Path) -> None:
-    (folder / name).write_bytes(other.read_bytes())
-    index["files"][name] = other.stat().st_size
-    write(folder, index)
+def without_a_chunk(path: Path) -> None:
+    """A hole in a tensor."""
+    saved = pickle.loads((path.parent / ".metadata").read_bytes())
+    saved.state_dict_metadata["optimizer.state.embedding.weight.exp_avg"].chunks.pop()
+    (path.parent / ".metadata").write_bytes(pickle.dumps(saved))
 
 
-def of_another_save(folder: Path, index: Index, name: str) -> None:
-    put_in_place(folder, index, name, next((folder.parent / "other").glob(f"*{name[-12:]}")))
-
-
-def of_another_rank(folder: Path, index: Index, name: str) -> None:
-    put_in_place(folder, index, name, folder / next(file for file in index["files"] if file != name))
-
-
-def hole_in_index(folder: Path, index: Index, name: str) -> None:
-    index["params"]["embedding.weight"]["pieces"].pop()
-    write(folder, index)
-
-
-DAMAGE: dict[str, tuple[Callable[[Path, Index, str], Any], str]] = {
-    "missing": (
-        lambda folder, index, name: (folder / name).unlink(),
-        "is missing; the folder has to be the same one for all ranks",
-    ),
-    "cut": (
-        lambda folder, index, name: os.truncate(folder / name, index["files"][name] - 64),
-        "is damaged: expected",
-    ),
-    "zeros": (
-        lambda folder, index, name: (folder / name).write_bytes(bytes(index["files"][name])),
-        "is damaged or not a file of optimizer state",
-    ),
-    "another save's": (of_another_save, "a file of another save or rank"),
-    "another rank's": (of_another_rank, "a file of another save or rank"),
-    "no index": (
-        lambda folder, index, name: (folder / "optimizer.json").unlink(),
-        "there is no optimizer.json, which is written last",
-    ),
-    "cut index": (
-        lambda folder, index, name: os.truncate(folder / "optimizer.json", 400),
-        "is damaged or not an index of optimizer state",
-    ),
-    "newer index": (
-        lambda folder, index, name: write(folder, {**index, "version": 2}),
-        "it is of version 2, this program reads version 1",
-    ),
-    "hole in index": (hole_in_index, "parameter 'embedding.weight'"),
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "missing": (Path.unlink, "is missing; copy all files"),
+    "cut": (lambda path: os.truncate(path, path.stat().st_size - 64), "ends early: expected"),
+    "zeros": (lambda path: path.write_bytes(bytes(path.stat().st_size)), "is damaged"),
+    "another bit": (flip, "is damaged: a checksum is wrong"),
+    "no metadata": (lambda path: (path.parent / ".metadata").unlink(), "there is no .metadata, which is written last"),
+    "cut metadata": (lambda path: os.truncate(path.parent / ".metadata", 400), ".metadata"),
+    "hole": (without_a_chunk, "was every rank's file copied?"),
 }
 
 
 @pytest.fixture(scope="module")
 def saves(rank_pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two saves, of other steps: "state" and "other"."""
+    """A save, in its folder "state"."""
     folder = tmp_path_factory.mktemp("saves")
-    rank_pools[2].run(save_one, str(folder / "other"), 2)
     rank_pools[2].run(save_one, str(folder / "state"))
     return folder
 
@@ -184,8 +170,7 @@ def test_a_damaged_folder_is_an_error_on_all_ranks_and_changes_nothing(
     messages = {}
     for what, (damage, message) in DAMAGE.items():
         folder = shutil.copytree(saves, tmp_path / what) / "state"
-        index = index_of(folder)
-        damage(folder, index, next(name for name in index["files"] if name.endswith(f"rank{rank:05d}.pt")))
+        damage(next(folder.glob(f"__{rank}_*")))
         messages[str(folder)] = message
     ranks.run(load_all_in_vain, messages)
 
@@ -193,6 +178,12 @@ def test_a_damaged_folder_is_an_error_on_all_ranks_and_changes_nothing(
 def with_more() -> nn.Module:
     model = model_of()
     model.more = nn.Linear(3, 3, dtype=torch.bfloat16)
+    return model
+
+
+def buffered() -> nn.Module:
+    model = model_of()
+    model.register_buffer("passes", torch.zeros(2))
     return model
 
 
@@ -222,6 +213,7 @@ OTHERS: dict[str, tuple[Callable[[], LayerWiseOptimizer], str]] = {
     ),
     "more": (lambda: optimizer_for(with_more()), "parameter 'more.weight' is in this model, and not in the checkpoint"),
     "state": (lambda: adamw_with(amsgrad=True), "max_exp_avg_sq"),
+    "a buffer": (lambda: optimizer_for(buffered()), "the weight 'passes' is in this model, and not in the checkpoint"),
 }
 
 
@@ -236,9 +228,7 @@ def test_another_models_state_is_an_error_on_all_ranks_and_changes_nothing(saves
 # Crashes
 
 
-@pytest.mark.parametrize(
-    ("rank", "fault"), with_full([(0, "index"), (1, "fsync"), (0, "file")], [(0, "fsync"), (1, "file")])
-)
+@pytest.mark.parametrize(("rank", "fault"), with_full([(0, "metadata"), (1, "fsync")], [(0, "fsync")]))
 @on_ranks(2)
 def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, rank: int, fault: str) -> None:
     """A second save fails on one rank; the first must be as it was."""
@@ -249,7 +239,7 @@ def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, rank: int, faul
 
     def full_disk(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            if dist.get_rank() == rank and (fault != "index" or str(args[-1]).endswith(".json")):
+            if dist.get_rank() == rank:
                 raise OSError("no space left on device")
             return original(*args)
 
@@ -264,7 +254,7 @@ def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, rank: int, faul
     other.load_state_dict_from(tmp_path)
     assert equal(owned_state(other), expected)
     optimizer.save_state_dict(tmp_path)
-    assert set(os.listdir(tmp_path)) == {"optimizer.json", *index_of(tmp_path)["files"]}
+    assert set(os.listdir(tmp_path)) == {".metadata", *(s.path.name for s in read_metadata(tmp_path).stored)}
     other.load_state_dict_from(tmp_path)
     assert equal(owned_state(other), owned_state(optimizer))
 
@@ -307,6 +297,11 @@ def test_param_groups_that_cannot_be_saved_are_an_error_on_all_ranks(tmp_path: P
     optimizer.param_groups[1]["path"] = tmp_path
     with pytest.raises(Exception, match="of 'path' cannot be read back"):
         optimizer.save_state_dict(tmp_path)
+    del optimizer.param_groups[1]["path"]
+    with pytest.raises(Exception, match="save_state_dict: the value .* of 'path' cannot be read back"):
+        optimizer.save_state_dict(tmp_path, path=tmp_path)
+    with pytest.raises(Exception, match="'model' is what weights and state are saved as"):
+        optimizer.save_state_dict(tmp_path, model=1)
     assert not list(tmp_path.iterdir())
 
 
@@ -378,7 +373,7 @@ def test_experts_of_one_name_are_told_apart_by_the_ranks_that_have_them(
     rank_pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
     rank_pools[4].run(save_and_load_local_experts, str(tmp_path))
-    names = index_of(tmp_path)["params"]
+    names = formats.read(tmp_path).params
     assert {"expert.weight of expert set 0", "expert.weight of expert set 1", "dense.weight"} <= set(names)
     (error,) = rank_pools[1].errors(local_experts_alone, str(tmp_path))
     assert "parameter 'expert.weight' is in this model, and not in the checkpoint" in error

@@ -142,13 +142,10 @@ def part_of_a_run(folder: str, rule: str, steps: range, **options: Any) -> dict[
     model = UnevenLM(seed=0 if steps.start == 0 else 99)
     optimizer = optimizer_on(model, rule, **options)
     if steps.start:
-        model.load_state_dict(torch.load(f"{folder}/model.pt", weights_only=True))
-        optimizer.load_state_dict_from(f"{folder}/optimizer")
+        optimizer.load_state_dict_from(folder)
     found = train_owned(model, optimizer, steps)
     if folder:
-        optimizer.save_state_dict(f"{folder}/optimizer")
-        if dist.get_rank() == 0:
-            torch.save(found, f"{folder}/model.pt")
+        optimizer.save_state_dict(folder)
     return found
 
 

@@ -25,8 +25,7 @@ FORMATS = {
     "megatron-fsdp": "Megatron's fsdp_dtensor",
     "universal": "DeepSpeed's universal format",
     "deepspeed": "DeepSpeed's own files, stages 0 to 3",
-    "owned": "the optimizer state of owned storage",
-    "dcp": "torch.distributed.checkpoint, of FSDP2",
+    "dcp": "torch.distributed.checkpoint, of FSDP2 and of plain PyTorch",
     "safetensors": "weights as safetensors",
 }
 
@@ -34,7 +33,6 @@ WRITERS = {  # imported when they are needed: torch.distributed.checkpoint is ha
     "universal": "lwopt_backend.checkpoint.deepspeed.universal",
     "megatron": "lwopt_backend.checkpoint.megatron.writer",
     "dcp": "lwopt_backend.checkpoint.dcp.writer",
-    "owned": "lwopt_backend.checkpoint.owned",
     "safetensors": "lwopt_backend.checkpoint.safetensors",
 }
 

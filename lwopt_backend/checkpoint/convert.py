@@ -297,7 +297,7 @@ def prepared(
 ) -> Checkpoint:
     """Checked, and under the names that are wanted: Megatron-core's for what Megatron wrote, else those it has.
 
-    For DCP and owned storage, param groups get the options of our optimizers, by which these load them.
+    For DCP, param groups get the options of our optimizers, by which these load them.
 
     Raises CheckpointError; nothing is written by then.
     """
@@ -309,7 +309,7 @@ def prepared(
         checkpoint = names.translate(checkpoint, vocabulary, numbers, source=source_vocabulary)
     if target == "megatron":
         checkpoint = dataclasses.replace(checkpoint, arguments=_megatron_arguments(checkpoint, numbers))
-    return as_ours(checkpoint) if target in ("dcp", "owned") else checkpoint
+    return as_ours(checkpoint) if target == "dcp" else checkpoint
 
 
 def _names_of(checkpoint: Checkpoint, target: str, wanted: str | None, source: str | None) -> str | None:

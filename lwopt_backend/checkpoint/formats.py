@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from lwopt_backend.checkpoint import owned
 from lwopt_backend.checkpoint import safetensors as safetensors_folder
 from lwopt_backend.checkpoint.choices import AUTO, FORMATS
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError
@@ -37,7 +36,7 @@ class Reader:
 _MODULES: dict[str, ModuleType] = {
     **{"megatron-torch": megatron_torch, "megatron-dist": megatron_dist, "megatron-fsdp": megatron_fsdp},
     **{"universal": deepspeed_universal, "deepspeed": deepspeed_zero},
-    **{"owned": owned, "dcp": dcp, "safetensors": safetensors_folder},
+    **{"dcp": dcp, "safetensors": safetensors_folder},
 }
 READERS = {
     name: Reader(name, meaning, _MODULES[name].recognises, _MODULES[name].read) for name, meaning in FORMATS.items()

@@ -180,7 +180,6 @@ WRITTEN = {
     "universal": "deepspeed universal",
     "megatron": "megatron torch_dist",
     "dcp": "torch dcp",
-    "owned": "lwopt_backend owned optimizer state",
     "safetensors": "safetensors",
 }
 

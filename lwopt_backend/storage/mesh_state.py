@@ -115,10 +115,20 @@ def with_shards(
 def _cut_like(value: Any, made: Any) -> Any:
     if not isinstance(made, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
-    coordinate = made.device_mesh.get_coordinate()
+    begin, sizes = box_of(made)
+    return as_shard(value[tuple(slice(first, first + size) for first, size in zip(begin, sizes))].contiguous(), made)
+
+
+def box_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where this rank's part of a tensor begins, and how large it is."""
+    coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
-    box = placed(made).box(tuple(coordinate))
-    part = value[tuple(slice(begin, begin + size) for begin, size in box)].contiguous()
+    box = placed(tensor).box(tuple(coordinate))
+    return tuple(begin for begin, _ in box), tuple(size for _, size in box)
+
+
+def as_shard(part: Tensor, made: DTensor) -> DTensor:
+    """This rank's ``part`` of a tensor that lies as ``made`` does."""
     if not made.is_meta:
         part = part.to(made.device)
     return DTensor.from_local(

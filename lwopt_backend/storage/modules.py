@@ -9,15 +9,13 @@
 
 from __future__ import annotations
 
-import json
+import math
 import re
-import secrets
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,7 +24,10 @@ from lwopt_backend.config.options import suggestion
 from lwopt_backend.optimizer import OwnedOptimizer
 from lwopt_backend.runtime.agreement import agree, failing
 from lwopt_backend.runtime.collectives import Collectives
-from lwopt_backend.storage.owned_files import write_whole
+
+if TYPE_CHECKING:  # torch.distributed.checkpoint takes a second to import
+    from lwopt_backend.checkpoint.dcp.reader import DcpFolder
+    from lwopt_backend.checkpoint.dcp.saving import Boxes, Shards
 
 
 class Part(Protocol):
@@ -350,112 +351,40 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-# A module's state in whole tensors, for optimizers whose ``state_dict`` has them, or sharded ones.
-
-FILE = "whole.pt"
-
-
-def save_whole(part: Part, folder: Path, *, writes: bool) -> None:
-    """Bring what is sharded together, tensor by tensor, on the rank that ``writes``. Called on all of the module's."""
-
-    def gathered(tensor: Tensor) -> Tensor | None:
-        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        return whole.detach().cpu() if writes else None
-
-    content = {"params": _params(part), "state_dict": _each_tensor(part.optimizer.state_dict(), gathered)}
-    if writes:
-        write_whole(folder / FILE, lambda file: torch.save(content, file))
-
-
-def load_whole(part: Part, folder: Path) -> None:
-    """Take what ``save_whole`` wrote. Called on all ranks of the module.
-
-    Raises ValueError, before anything is changed, for a file that cannot be read and for other parameters.
-    """
-    path = folder / FILE
-    try:
-        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        saved, state_dict = content["params"], content["state_dict"]
-    except Exception as error:
-        raise ValueError(f"{path} is missing, damaged or not a file of a module's state: {error}") from error
-    ours = _params(part)
-    if ours != saved:
-        mine, theirs = next(((a, b) for a, b in zip(ours, saved) if a != b), (f"{len(ours)}", f"{len(saved)}"))
-        raise ValueError(f"{path}: expected parameter {mine}, found {theirs}; load what the same parameters had")
-    part.optimizer.load_state_dict(state_dict)
-    for param, state in part.optimizer.state.items():  # nothing stays in the file, which the next save removes
-        part.optimizer.state[param] = _each_tensor(state, torch.clone)
-
-
-def _params(part: Part) -> list[list[Any]]:
-    return [[name, list(param.shape)] for name, param in part.params()]
-
-
-def _each_tensor(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """The same with every tensor changed."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: _each_tensor(entry, change) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_each_tensor(entry, change) for entry in value)
-    return value
-
-
-# All modules' state in one folder, that any split of ranks over the modules can load.
+# All modules' state in one folder of torch.distributed.checkpoint, that any split of ranks over the modules can load.
 #
 # ::
 #
-#     modules.json               the pointer, written last: which save, and how each module's state was written
-#     save-<id>/<module>/        owned storage: what its own save_state_dict writes
-#     save-<id>/<module>/whole.pt  others: whole tensors in one file
+#     <module>.optimizer.state.<parameter>.<key>           as the module's optimizer alone is saved, without weights
+#     <module>.optimizer.param_groups.<number>.<option>
+#     <module>.params                                      of FSDP2's and plain optimizers: names and shapes
 #
-# A save has a folder of its own, and those of earlier saves are removed once the pointer names it; so what the pointer
-# names, if it is there, is whole.
+# FSDP2's and plain optimizers are told by their ``state_dict``: each rank writes its shards.
 
-POINTER = "modules.json"
-FORMAT, VERSION = "lwopt_backend module optimizers", 1
+PARAMS = "params"
+LOADING = "load_state_dict_from"
 
 
-def save(
-    everyone: Collectives, names: Sequence[str], parts: Mapping[str, Part], first: Mapping[str, int], folder: Path
-) -> None:
-    """Write the state of all modules; ``first`` are their first ranks. Called on all ranks.
+def save(everyone: Collectives, parts: Mapping[str, Part], folder: Path) -> None:
+    """Write the state of all modules. Called on all ranks.
 
     Raises, on all of them, what went wrong on any. The save that the folder held can then still be loaded.
     """
-    save_id = everyone.gather_objects(secrets.token_hex(8))[0]
-    here = folder / f"save-{save_id}"
-    kinds = {
-        name: kind
-        for found in everyone.gather_objects({n: p.kind for n, p in parts.items()})
-        for name, kind in found.items()
-    }
+    from lwopt_backend.checkpoint.dcp.saving import Shards, save_of_all
+    from lwopt_backend.storage.owned_files import shards_of
 
-    def write(name: str, part: Part) -> None:
-        (here / name).mkdir(parents=True, exist_ok=True)
+    shards = Shards()
+
+    def collect(name: str, part: Part) -> None:
         if isinstance(part, OwnedPart):
-            part.optimizer.save_state_dict(here / name)
+            found = shards_of(part.optimizer.core, part.optimizer.param_groups, (name,))
         else:
-            save_whole(part, here / name, writes=everyone.rank == first[name])
+            found = _shards_of(part, name)
+        shards.tensors.update(found.tensors)
+        shards.objects.update(found.objects)
 
-    def point() -> tuple[None, list[str]]:
-        if everyone.rank == 0:
-            for name in names:
-                if not (here / name).is_dir():
-                    raise FileNotFoundError(f"{here / name} is not there; the folder has to be the same for all ranks")
-            content = {"format": FORMAT, "version": VERSION, "save": save_id, "modules": kinds}
-            write_whole(folder / POINTER, lambda file: file.write(json.dumps(content).encode()))
-            _remove_others(folder, here)
-        return None, []
-
-    try:
-        together(everyone, "save_state_dict", parts, write)
-    except RuntimeError:
-        if everyone.rank == 0:
-            shutil.rmtree(here, ignore_errors=True)
-        raise
-    agree(everyone, "save_state_dict", point)
+    together(everyone, "save_state_dict", parts, collect)
+    save_of_all(everyone, "save_state_dict", shards, folder)
 
 
 def load(everyone: Collectives, names: Sequence[str], parts: Mapping[str, Part], folder: Path) -> None:
@@ -464,52 +393,107 @@ def load(everyone: Collectives, names: Sequence[str], parts: Mapping[str, Part],
     Raises, on all of them and before anything is changed, for a folder without a whole save and for other modules; then
     what is wrong with a module's state, before anything of that module is changed.
     """
+    from lwopt_backend.storage.owned_files import load_module, open_folder
 
-    def check() -> tuple[str, list[str]]:
-        save_id, kinds = _read(folder)
-        for name in [*names, *kinds]:
-            if name not in kinds or name not in names:
-                where, other = (folder, kinds) if name in names else ("this optimizer", names)
+    def check() -> tuple[DcpFolder, list[str]]:
+        found = open_folder(folder)
+        saved = list(dict.fromkeys(str(path[0]) for path in found.paths.values()))
+        for name in [*names, *saved]:
+            if name not in saved or name not in names:
+                where, other = (folder, saved) if name in names else ("this optimizer", names)
                 raise ValueError(f"{NAME}: {where} has no module {name!r}; {suggestion(name, other)}")
         for name, part in parts.items():
-            if part.kind != kinds[name]:
-                written = {"pieces": "owned storage", "whole": "FSDP2's or a plain optimizer"}[kinds[name]]
+            if isinstance(part, OwnedPart) == (f"{name}.{PARAMS}" in found.objects):
+                written = "owned storage" if not isinstance(part, OwnedPart) else "FSDP2's or a plain optimizer"
                 raise ValueError(f"{NAME}: module {name!r} was saved by {written}, which this optimizer cannot read")
-            if not (folder / f"save-{save_id}" / name).is_dir():
-                raise FileNotFoundError(f"{folder / f'save-{save_id}' / name} is missing")
-        return save_id, [save_id]
+        return found, saved
 
-    here = folder / f"save-{agree(everyone, 'load_state_dict_from', check)}"
+    found = agree(everyone, LOADING, check)
 
     def take(name: str, part: Part) -> None:
         if isinstance(part, OwnedPart):
-            part.optimizer.load_state_dict_from(here / name)
+            part.optimizer.take_groups(load_module(part.optimizer.core, part.optimizer.param_groups, found, name))
         else:
-            load_whole(part, here / name)
+            _take(part, found, name)
 
-    together(everyone, "load_state_dict_from", parts, take)
-
-
-def _read(folder: Path) -> tuple[str, dict[str, str]]:
-    """The id of the save that the pointer names, and the kinds of its modules' state."""
-    path = folder / POINTER
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{folder} holds no modules' state, or its saving was not finished: there is no {POINTER}, which is "
-            "written last"
-        )
-    try:
-        content: dict[str, Any] = json.loads(path.read_text())
-        if (content["format"], content["version"]) != (FORMAT, VERSION):
-            raise ValueError(f"it is {content['format']!r} of version {content['version']}, expected {FORMAT!r} of 1")
-        if not re.fullmatch("[0-9a-f]{16}", content["save"]):
-            raise ValueError(f"the save's id is {content['save']!r}")
-        return content["save"], dict(content["modules"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged or not of modules' state: {error!r}") from error
+    together(everyone, LOADING, parts, take)
 
 
-def _remove_others(folder: Path, here: Path) -> None:
-    for path in folder.glob("save-*"):
-        if path != here and re.fullmatch("save-[0-9a-f]{16}", path.name):
-            shutil.rmtree(path, ignore_errors=True)
+def _shards_of(part: Part, module: str) -> Shards:
+    """What this rank has of an optimizer's ``state_dict``. Called on all ranks of the module."""
+    from lwopt_backend.checkpoint.dcp.saving import Shards
+
+    state_dict, names = part.optimizer.state_dict(), _names(part)
+    place, shards = (module, "optimizer"), Shards(objects={(module, PARAMS): _params(part)})
+    for number, group in enumerate(state_dict["param_groups"]):
+        numbered = [names[index] for index in group["params"]]
+        shards.objects |= {(*place, "param_groups", number, key): value for key, value in group.items()}
+        shards.objects[(*place, "param_groups", number, "params")] = numbered
+    for index, state in state_dict["state"].items():
+        for key, value in state.items():
+            path = (*place, "state", names[index], key)
+            if isinstance(value, Tensor):
+                shards.tensors[path] = _shard_of(value, key)
+            else:
+                shards.objects[path] = value
+    return shards
+
+
+def _take(part: Part, folder: DcpFolder, module: str) -> None:
+    """Take what ``_shards_of`` gave. Called on all ranks of the module.
+
+    Raises ValueError, before anything is changed, for a folder that cannot be read and for other parameters.
+    """
+    ours, saved = _params(part), folder.object(f"{module}.{PARAMS}")
+    if ours != saved:
+        mine, theirs = next(((a, b) for a, b in zip(ours, saved) if a != b), (f"{len(ours)}", f"{len(saved)}"))
+        raise ValueError(f"{folder.path}: expected parameter {mine}, found {theirs}; load what the same parameters had")
+    names, now = _names(part), part.optimizer.state_dict()["state"]
+    numbers = {name: index for index, name in names.items()}
+    groups: dict[int, dict[str, Any]] = {}
+    state: dict[int, dict[str, Any]] = {}
+    for key, path in folder.paths.items():
+        if path[:3] == (module, "optimizer", "param_groups"):
+            groups.setdefault(path[3], {})[path[4]] = folder.object(key)
+        elif path[:3] == (module, "optimizer", "state"):
+            index = numbers[path[3]]
+            like = now.get(index, {}).get(path[4])
+            value = folder.object(key) if key in folder.objects else _read_like(folder, key, like)
+            state.setdefault(index, {})[path[4]] = value
+    in_order = [groups[number] for number in sorted(groups)]
+    named = [{**group, "params": [numbers[name] for name in group["params"]]} for group in in_order]
+    part.optimizer.load_state_dict({"state": state, "param_groups": named})
+
+
+def _shard_of(tensor: Tensor, where: str) -> Boxes:
+    """What this rank has of a tensor: its shard, or all of it."""
+    from lwopt_backend.checkpoint.dcp.saving import Boxes, later, whole
+    from lwopt_backend.storage.mesh_state import box_of
+
+    if not hasattr(tensor, "to_local"):
+        return whole(tensor, where)
+    begin, sizes = box_of(tensor)  # type: ignore[arg-type]
+    is_here = math.prod(sizes) > 0 or tensor.numel() == 0
+    return Boxes(tuple(tensor.shape), {begin: later(tensor.to_local(), sizes, where)} if is_here else {})
+
+
+def _read_like(folder: DcpFolder, key: str, like: Any) -> Tensor:
+    """This rank's shard of a tensor, where the one that is there now is sharded; else all of it."""
+    from lwopt_backend.storage.mesh_state import as_shard, box_of
+
+    shape = folder.tensors[key].shape
+    if not hasattr(like, "to_local"):
+        return folder.tensor(key).read()
+    if shape != tuple(like.shape):
+        raise ValueError(f"{key} in {folder.path}: expected shape {tuple(like.shape)}, found {shape}")
+    return as_shard(folder.read_box(key, *box_of(like)), like)
+
+
+def _names(part: Part) -> dict[int, str]:
+    """Parameters' names by their number in the optimizer's ``state_dict``."""
+    known = {id(param): name for name, param in part.params()}
+    return dict(enumerate(known[id(param)] for group in part.optimizer.param_groups for param in group["params"]))
+
+
+def _params(part: Part) -> list[list[Any]]:
+    return [[name, list(param.shape)] for name, param in part.params()]

@@ -1,238 +1,155 @@
-"""Optimizer state in a folder, one file per rank, that any number of ranks with any layout can load.
+"""Owned storage in a folder of torch.distributed.checkpoint, which any number of ranks with any layout can load.
 
 ::
 
-    optimizer.json                    the index, written last: which files, where which piece lies
-    optimizer-<save>-rank00000.pt     pieces of state and masters by parameter, and the param groups
-    optimizer-<save>-rank00001.pt     pieces of state and masters
+    model.<parameter>                                     the weights, and all else in the model's state dict
+    optimizer.state.<parameter>.<key>                     state, fp32 masters of 16-bit parameters, what owners keep
+    optimizer.param_groups.<number>.<option>              hyperparameters; ``params`` are the parameters' names
+    <anything else>                                       what the program saves along
 
-Every file is written under another name, flushed to the disk and renamed. Files carry their name, and with it the id of
-their save; those of the one before are removed once the new index is in place, so the index, if there is one, is always
-that of a whole save.
+That is the form in which FSDP2's checkpoints are saved (``checkpoint/dcp``). Every rank writes the pieces that it owns,
+as boxes of the whole tensors, into a file of its own.
 """
 
 from __future__ import annotations
 
 import io
-import json
-import math
-import os
-import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lwopt_backend.checkpoint.contents import MASTER, LazyTensor, Param, read_as_expected
+from lwopt_backend.checkpoint.dcp.reader import METADATA, DcpFolder, Saved, boxes_of
+from lwopt_backend.checkpoint.dcp.saving import Boxes, Shards, flattened, later, save_of_all, whole
+from lwopt_backend.checkpoint.dcp.writer import states_of
+from lwopt_backend.plan.atoms import matrices_of as matrices_by_shape
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.agreement import agree, check_in_all
+from lwopt_backend.runtime.whole import owned_dtype
 from lwopt_backend.storage.owned import OwnedCore
 from lwopt_backend.storage.owned_state import (
+    DECIDED,
     Groups,
+    Names,
     StatePiece,
     check_between_steps,
-    check_tensor,
+    group_key,
     matrices_of,
-    options_of,
+    names_of,
     state_pieces,
 )
+from lwopt_backend.storage.owned_state import MASTER as OWN_MASTER
+
+SAVING, LOADING = "save_state_dict", "load_state_dict_from"
+MODEL, OPTIMIZER, STEP = "model", "optimizer", "step"
+MARKS = DECIDED | {"members", "overrides"}  # what engines write into param groups for themselves
 
 
-def file_name(save: str, rank: int) -> str:
-    return f"optimizer-{save}-rank{rank:05d}.pt"
+def save(core: OwnedCore, groups: Groups, model: nn.Module, folder: Path, more: Mapping[str, Any]) -> None:
+    """Write weights and state of all ranks into ``folder``, which all of them see, and what the first says of ``more``.
 
-
-def write_whole(path: Path, write: Callable[[BinaryIO], Any]) -> int:
-    """Write a file so that under its name there is all of it or nothing, also after a crash; its bytes."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-    return path.stat().st_size
-
-
-def remove_others(folder: Path, index: Index) -> None:
-    """Remove the files of all saves but that of ``index``."""
-    for pattern in ("optimizer-*-rank*.pt", "optimizer-*-rank*.pt.tmp"):
-        for path in folder.glob(pattern):
-            if path.name not in index.files:
-                path.unlink(missing_ok=True)
-
-
-def check_files(folder: Path, index: Index, names: Iterable[str]) -> None:
-    """Raises FileNotFoundError or ValueError unless these files are there in full length."""
-    for name in names:
-        path = folder / name
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} is missing; the folder has to be the same one for all ranks")
-        found = path.stat().st_size
-        if found != index.files[name]:
-            raise ValueError(f"{path} is damaged: expected {index.files[name]} bytes, found {found}")
-
-
-def open_file(folder: Path, name: str) -> Mapping[str, Any]:
-    """A file's content, its tensors mapped into memory and not read yet."""
-    try:
-        content: Mapping[str, Any] = torch.load(folder / name, map_location="cpu", mmap=True, weights_only=True)
-        found = content["name"]
-    except Exception as error:
-        raise ValueError(f"{folder / name} is damaged or not a file of optimizer state: {error}") from error
-    if found != name:
-        raise ValueError(f"{folder / name} has the content of {found}, a file of another save or rank")
-    return content
-
-
-# The index of a folder of optimizer state: which save, which files, and in which of them lies which piece.
-#
-# It is written last, so a folder without one is not a checkpoint; it names the files of one save and no others.
-
-INDEX = "optimizer.json"
-FORMAT, VERSION = "lwopt_backend owned optimizer state", 1
-
-
-@dataclass(frozen=True)
-class SavedParam:
-    """One parameter. ``group`` is the key of its param group; ``pieces`` are (start, stop, file)."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    rule: str
-    group: str
-    pieces: tuple[tuple[int, int, str], ...] = ()
-
-    def overlapping(self, start: int, stop: int) -> list[tuple[int, int, str]]:
-        return [piece for piece in self.pieces if piece[0] < stop and start < piece[1]]
-
-
-@dataclass(frozen=True)
-class Index:
-    """``save`` is its id; ``files`` by name are their bytes, ``options`` the one with the param groups."""
-
-    save: str
-    files: Mapping[str, int]
-    options: str
-    params: Mapping[str, SavedParam]
-
-    def __post_init__(self) -> None:
-        for name in self.files:
-            if Path(name).name != name:
-                raise ValueError(f"the file name {name!r} leads out of the folder")
-        if self.options not in self.files:
-            raise ValueError(f"the param groups' file {self.options!r} is not one of its files")
-        for key, param in self.params.items():
-            end = 0
-            for start, stop, name in sorted(param.pieces):
-                if start != end or name not in self.files:
-                    raise ValueError(f"parameter {key!r}: element {end} is next, the piece [{start}, {stop}) of {name}")
-                end = stop
-            if end != math.prod(param.shape):
-                raise ValueError(f"parameter {key!r} of shape {param.shape}: its pieces end at {end}")
-
-    def text(self) -> str:
-        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)})
-
-
-def read_index(folder: Path) -> Index:
-    """Raises FileNotFoundError where there is none, ValueError for one that is not complete or not ours."""
-    path = folder / INDEX
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{folder} holds no optimizer state, or its saving was not finished: there is no {INDEX}, which is "
-            "written last. A checkpoint that something else wrote is brought here with lwopt convert --to owned"
-        )
-    try:
-        return _parse(json.loads(path.read_text()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged or not an index of optimizer state: {error}") from error
-
-
-def _parse(content: Mapping[str, Any]) -> Index:
-    if content["format"] != FORMAT:
-        raise ValueError(f"expected the format {FORMAT!r}, found {content['format']!r}")
-    if content["version"] != VERSION:
-        raise ValueError(f"it is of version {content['version']}, this program reads version {VERSION}")
-    params = {
-        key: SavedParam(
-            tuple(entry["shape"]),
-            entry["dtype"],
-            entry["rule"],
-            entry["group"],
-            tuple((int(start), int(stop), str(name)) for start, stop, name in entry["pieces"]),
-        )
-        for key, entry in content["params"].items()
-    }
-    return Index(content["save"], dict(content["files"]), content["options"], params)
-
-
-# What a checkpoint calls the parameters and param groups of all ranks, whoever owns and shares them.
-
-
-@dataclass(frozen=True)
-class Names:
-    """``keys`` of this rank's members by number; ``params`` are those of all ranks, without pieces."""
-
-    keys: Mapping[int, str]
-    params: Mapping[str, SavedParam]
-
-
-def names_of(core: OwnedCore, groups: Groups) -> Names:
-    """A parameter's key is its name. Where several sets of ranks have other experts under one name, it says whose.
-
-    Sets are numbered by their lowest rank. Called on all ranks.
+    Called on all ranks. Raises, on all of them, what went wrong on any; the folder then holds what it held before.
     """
     everyone = core.holdings[0].sharers.everyone
-    places, mine = {}, []
-    for share, held in enumerate(core.holdings):
-        number = 0
-        if share:
-            lowest = min(held.sharers.everyone.gather_objects(everyone.rank))
-            number = sorted(set(everyone.gather_objects(lowest))).index(lowest)
-        for member in held.numbers:
-            found = core.members[member]
-            places[member] = (share, number, found.name)
-            group = group_key(groups[found.group])
-            if held.sharers.everyone.rank == 0:
-                param = SavedParam(tuple(found.param.shape), found.dtype, found.rule, group)
-                mine.append((places[member], param))
-    entries = [entry for of_rank in everyone.gather_objects(mine) for entry in of_rank]
-    count: dict[str, int] = {}
-    for (_, _, name), _ in entries:
-        count[name] = count.get(name, 0) + 1
+    core.manager.receive_values()
+    shards, names = shards_of(core, groups), names_of(core, groups)
+    pieces = {piece.member: piece for piece in state_pieces(core)}
+    numbers = {member.name: number for number, member in enumerate(core.members)}
 
-    def key(place: tuple[int, int, str]) -> str:
-        _, number, name = place
-        return name if count[name] == 1 else f"{name} of expert set {number}"
+    def add() -> None:
+        for key in {MODEL, OPTIMIZER} & set(more):
+            raise ValueError(f"{SAVING}: {key!r} is what weights and state are saved as; give it another name")
+        check_readable(SAVING, more)
+        if everyone.rank == 0:
+            shards.objects.update(flattened(more))
+        for name, value in model.state_dict().items():  # in its order, whoever has a part of it
+            number = numbers.get(name)
+            if number is not None:
+                shards.tensors[MODEL, names.keys[number]] = _weight(
+                    core.members[number].param, pieces.get(number), name
+                )
+            elif isinstance(value, Tensor):
+                shards.tensors[MODEL, name] = whole(value, name)
+            else:
+                shards.objects[MODEL, name] = value
 
-    return Names({m: key(place) for m, place in places.items()}, {key(place): param for place, param in entries})
+    check_in_all([everyone], SAVING, add)
+    save_of_all(everyone, SAVING, shards, folder)
 
 
-def group_key(group: Mapping[str, Any]) -> str:
-    """The same on all ranks for the same half of the user's group, and different for others."""
-    return f"{group['from_group']}.{group['rule']}"
+def shards_of(core: OwnedCore, groups: Groups, prefix: tuple[str, ...] = ()) -> Shards:
+    """What this rank has to save of the optimizer, under ``prefix``. Called on all ranks, which raise together."""
+    everyone = core.holdings[0].sharers.everyone
+    names, options = names_of(core, groups), common_options(core, groups)
+    shards = Shards()
+
+    def fill() -> None:
+        check_between_steps(core)
+        for piece in state_pieces(core):
+            key, param = names.keys[piece.member], core.members[piece.member].param
+            place = (*prefix, OPTIMIZER, "state", key)
+            for state, tensor in piece.tensors.items():
+                state = MASTER if state == OWN_MASTER else state
+                shape = param.shape if tensor.ndim else ()
+                shards.tensors[(*place, state)] = _boxes(tensor, piece, shape, f"{state} of {key}")
+            owner = {number: nested.plain(of_matrix) for number, of_matrix in piece.owner.items()}
+            kept = Param(_stub(param, key), owner_states=owner)
+            for state, lazy in states_of(key, kept, matrices_of(core, piece.member)):
+                shards.tensors[(*place, state)] = Boxes(lazy.shape, {(0,) * len(lazy.shape): lazy})
+        for number, (group, values) in enumerate(options.items()):
+            params = [name for name, param in names.params.items() if param.group == group]
+            for option, value in {**values, "params": params}.items():
+                shards.objects[(*prefix, OPTIMIZER, "param_groups", number, option)] = value
+
+    check_in_all([everyone], SAVING, fill)
+    return shards
+
+
+def others_of(core: OwnedCore, model: nn.Module) -> dict[str, Any]:
+    """What a model's state dict has beside the parameters that are trained: frozen ones, buffers, second names."""
+    trained = {member.name for member in core.members}
+    return {name: value for name, value in model.state_dict().items() if name not in trained}
+
+
+def _stub(param: Tensor, name: str) -> LazyTensor:
+    """Stands for a parameter's shape."""
+    return LazyTensor(tuple(param.shape), param.dtype, lambda: param.detach().cpu(), name)
+
+
+def _weight(param: Tensor, piece: StatePiece | None, where: str) -> Boxes:
+    """What this rank owns of a parameter, if anything."""
+    if piece is None:
+        return Boxes(tuple(param.shape), {})
+    return _boxes(param.detach().reshape(-1)[piece.start : piece.stop], piece, param.shape, where)
+
+
+def _boxes(flat: Tensor, piece: StatePiece, shape: Sequence[int], where: str) -> Boxes:
+    """A piece of a flattened tensor as boxes of the whole one; a counter as what it is."""
+    shape, parts, start = tuple(shape), {}, 0
+    stop = piece.stop if flat.ndim else 1
+    for offsets, sizes in boxes_of(shape, piece.start if flat.ndim else 0, stop):
+        part = flat.reshape(-1).narrow(0, start, torch.Size(sizes).numel())
+        parts[offsets] = later(part, sizes, where)
+        start += part.numel()
+    return Boxes(shape, parts)
 
 
 def common_options(core: OwnedCore, groups: Groups) -> dict[str, dict[str, Any]]:
-    """The hyperparameters of all ranks' param groups, by key. Called on all ranks.
+    """What all ranks' param groups are set to, by key. Called on all ranks.
 
-    Raises ValueError, on all of them, if ranks have different ones or some that ``torch.load`` would not read.
+    Raises ValueError, on all of them, if ranks have different options or some that ``torch.load`` would not read.
     """
     everyone = core.holdings[0].sharers.everyone
-    mine = {group_key(group): options_of(group) for group in groups}
-    check_in_all([everyone], "save_state_dict", lambda: _check_readable(mine))
+    mine = {group_key(group): {key: value for key, value in group.items() if key != "params"} for group in groups}
+
+    def check() -> None:
+        for key, options in mine.items():
+            check_readable(f"param group {key}", options)
+
+    check_in_all([everyone], SAVING, check)
     common: dict[str, dict[str, Any]] = {}
     for rank, of_rank in enumerate(everyone.gather_objects(mine)):
         for key, options in of_rank.items():
@@ -251,212 +168,210 @@ def common_options(core: OwnedCore, groups: Groups) -> dict[str, dict[str, Any]]
     return common
 
 
-def _check_readable(options: Mapping[str, Mapping[str, Any]]) -> None:
-    for group, entries in options.items():
-        for key, value in entries.items():
-            try:
-                stored = io.BytesIO()
-                torch.save(value, stored)
-                stored.seek(0)
-                torch.load(stored, weights_only=True)
-            except Exception as error:
-                raise ValueError(
-                    f"param group {group}: the value {value!r} of {key!r} cannot be read back with "
-                    f"torch.load(weights_only=True); keep it elsewhere. {error}"
-                ) from error
+def check_readable(where: str, values: Mapping[str, Any]) -> None:
+    """Raises ValueError for values that ``torch.load`` would not read."""
+    for key, value in values.items():
+        try:
+            stored = io.BytesIO()
+            torch.save(value, stored)
+            stored.seek(0)
+            torch.load(stored, weights_only=True)
+        except Exception as error:
+            raise ValueError(
+                f"{where}: the value {value!r} of {key!r} cannot be read back with torch.load(weights_only=True); keep "
+                f"it elsewhere. {error}"
+            ) from error
 
 
-# Reading from a folder what this rank owns, whatever ranks and layout have written it.
-
-LOADING = "load_state_dict_from"
+# Reading from a folder what this rank owns, whatever ranks and layout, or what other engine, have written it.
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
-    """Parameter ``key``'s elements [start, stop), which a file has, where they overlap ``piece``."""
+def open_folder(folder: Path) -> DcpFolder:
+    """Raises FileNotFoundError where there is no checkpoint, ValueError for one that is damaged or not whole."""
+    if not (folder / METADATA).is_file():
+        raise FileNotFoundError(
+            f"{folder} holds no checkpoint, or its saving was not finished: there is no {METADATA}, which is written "
+            "last. What another system wrote is brought here with lwopt convert --to dcp"
+        )
+    return read_as_expected(lambda: DcpFolder(folder), folder, "DCP")
 
-    piece: StatePiece
-    key: str
-    start: int
-    stop: int
 
+def load(
+    core: OwnedCore, groups: Groups, model: nn.Module, folder: Path
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Take weights and state; the param groups to go on with, and what the program had saved along.
 
-def load(core: OwnedCore, groups: Groups, folder: Path) -> list[dict[str, Any]]:
-    """Take the state of what ``save`` wrote, whatever ranks and layout wrote it; the param groups to go on with.
-
-    Called on all ranks. A rank reads the pieces that it owns, file by file. Raises, on all of them and before anything
-    is changed, for a file that is missing or not of this save and for other parameters, rules or param groups.
+    Called on all ranks. A rank reads the pieces that it owns, and all weights. Raises, on all ranks and before anything
+    is changed, for files that are missing, damaged or not of one save, and for other parameters, rules or groups.
     """
     everyone = core.holdings[0].sharers.everyone
+    names, others = names_of(core, groups), others_of(core, model)
+    elsewhere = {name for of_rank in everyone.gather_objects(list(others)) for name in of_rank}
+
+    def check() -> tuple[tuple[Checked, dict[str, Any]], list[str]]:
+        checked = Checked(core, groups, names, open_folder(folder))
+        saved = checked.saved
+        known = {*saved.weights, *(key.removeprefix(f"{MODEL}.") for key in saved.keys.others)}
+        for key in [*names.keys.values(), *others, *saved.weights]:
+            if key not in known or key not in names.params and key not in elsewhere:
+                raise ValueError(f"the weight {key!r} is in {_side(key in known)}; load a checkpoint of the same model")
+        for key, value in others.items():
+            if isinstance(value, Tensor) and value.shape != saved.weights[key].shape:
+                found = saved.weights[key].shape
+                raise ValueError(f"the weight {key!r}: expected shape {tuple(value.shape)}, the checkpoint has {found}")
+        for key in (*names.keys.values(), *(key for key in others if key in saved.weights)):
+            saved.folder.check_range(saved.keys.weights[key], 0, saved.weights[key].numel)
+        rest = read_as_expected(saved.others, folder, "DCP")
+        return (checked, rest), []
+
+    checked, rest = agree(everyone, LOADING, check)
+    core.manager.receive_values()
+
+    def take() -> None:
+        checked.take()
+        kept = rest.pop(MODEL, {})
+        found = {key: checked.saved.weights[key].read() for key in others if key in checked.saved.weights}
+        model.load_state_dict({**kept, **found}, strict=False)
+        for number, key in names.keys.items():
+            _fill(core.members[number].param.detach(), checked.saved.weights[key])
+
+    check_in_all([everyone], LOADING, take)
+    return checked.groups, rest
+
+
+def load_module(core: OwnedCore, groups: Groups, folder: DcpFolder, module: str) -> list[dict[str, Any]]:
+    """The same of what ``shards_of`` gave under ``module``, without weights."""
+    everyone = core.holdings[0].sharers.everyone
     names = names_of(core, groups)
+    checked = agree(everyone, LOADING, lambda: (Checked(core, groups, names, folder, f"{module}."), []))
+    check_in_all([everyone], LOADING, checked.take)
+    return checked.groups
 
-    def check() -> tuple[tuple[Index, dict[int, dict[str, Any]]], list[str]]:
+
+@torch.no_grad()
+def _fill(into: Tensor, saved: LazyTensor) -> None:
+    """Block by block."""
+    if not into.is_contiguous():
+        into.copy_(saved.read())
+        return
+    flat, start = into.view(-1), 0
+    for block in saved.blocks():
+        flat[start : start + block.numel()] = block
+        start += block.numel()
+
+
+class Checked:
+    """What a folder has for this rank, checked: nothing is changed before ``take``."""
+
+    def __init__(self, core: OwnedCore, groups: Groups, names: Names, folder: DcpFolder, prefix: str = "") -> None:
+        """Raises ValueError for anything that does not fit."""
         check_between_steps(core)
-        index = read_index(folder)
-        _check_params(names, index)
-        reads = _reads(core, names, index)
-        check_files(folder, index, [*reads, index.options])
-        counters: dict[tuple[str, str], Tensor] = {}
-        for name, wanted in reads.items():
-            _check_pieces(core, folder, name, wanted, counters)
-        options = _options_for(core, groups, names, index, open_file(folder, index.options)["options"])
-        return (index, options), [index.save]
+        self._core = core
+        self.saved = read_as_expected(lambda: Saved(folder, prefix, lambda value: value), folder.path, "DCP")
+        _check_params(names, self.saved)
+        self._sources: list[tuple[Tensor, LazyTensor]] = []
+        self._owner: dict[int, Mapping[int, Mapping[str, Any]]] = {}
+        for piece in state_pieces(core):
+            self._add(piece, names.keys[piece.member])
+        self.groups = _options_for(core, groups, names, self.saved)
 
-    def take() -> tuple[None, list[str]]:
-        owner: dict[int, dict[int, dict[str, Any]]] = {}
-        for name, wanted in _reads(core, names, index).items():
-            _copy_pieces(folder, name, wanted, owner)
-        for number, states in owner.items():
-            core.stepper.take_owner_states(number, states)
-        return None, []
-
-    index, options = agree(everyone, LOADING, check)
-    agree(everyone, LOADING, take)
-    return [{**group, **options[number]} for number, group in enumerate(groups)]
-
-
-def _check_params(names: Names, index: Index) -> None:
-    """Raises ValueError for parameters that only one side has, and for other shapes, dtypes or rules."""
-    for key in [*names.params, *index.params]:
-        ours, theirs = names.params.get(key), index.params.get(key)
-        if ours is None or theirs is None:
-            where = "the checkpoint, and not trained here" if ours is None else "this model, and not in the checkpoint"
-            raise ValueError(f"parameter {key!r} is in {where}; load a checkpoint of the same trained parameters")
-        for what in ("shape", "dtype", "rule"):
-            if getattr(ours, what) != getattr(theirs, what):
-                found = getattr(theirs, what)
+    def _add(self, piece: StatePiece, key: str) -> None:
+        param, found = self._found(key, self._core.members[piece.member].param)
+        where = f"{self.saved.folder.path}: {key!r}"
+        if sorted(found) != sorted(piece.tensors):
+            raise ValueError(f"{where}: expected state {sorted(piece.tensors)}, found {sorted(found)}")
+        for name, into in piece.tensors.items():
+            saved, shape = found[name], param.shape if into.ndim else ()
+            if (saved.dtype, saved.shape) != (into.dtype, shape):
                 raise ValueError(
-                    f"parameter {key!r}: expected {what} {getattr(ours, what)}, the checkpoint has {found}"
+                    f"{where}, {name!r}: expected {into.dtype} of shape {shape}, found {saved.dtype} of {saved.shape}"
+                )
+            if into.ndim:
+                self._check_bytes(key, name, piece.start, piece.stop)
+                saved = saved.piece(piece.start, piece.stop)
+            self._sources.append((into, saved))
+        if param.owner_states:
+            self._check_matrices(key, matrices_of(self._core, piece.member), param.shape)
+            for name in self.saved.states[key].keys() - found.keys():
+                self._check_bytes(key, name, 0, self.saved.states[key][name].numel)
+        self._owner[piece.member] = param.owner_states
+
+    def _check_matrices(self, key: str, ours: list[str], shape: tuple[int, ...]) -> None:
+        theirs = self.saved.matrices.get(key, list(map(str, matrices_by_shape(shape))))
+        if ours != theirs:
+            raise ValueError(
+                f"{self.saved.folder.path}: {key!r}: its state is of the matrices {theirs}, here the parameter has "
+                f"{ours}; load it with the 'atoms' it was saved with"
+            )
+
+    def _found(self, key: str, ours: Tensor) -> tuple[Param, dict[str, LazyTensor]]:
+        """A parameter, and the tensors of its state by our keys."""
+        saved = self.saved
+        weight = saved.weights.get(key, _stub(ours, key))
+        param = read_as_expected(lambda: saved.param(key, weight), saved.folder.path, "DCP")
+        found = {name: tensor for name, tensor in param.states.items() if name != MASTER}
+        if param.step is not None:
+            found[STEP] = saved.states[key][STEP]
+        if owned_dtype(ours.dtype) != ours.dtype:
+            found[OWN_MASTER] = param.best.to(owned_dtype(ours.dtype))
+        return param, found
+
+    def _check_bytes(self, key: str, name: str, start: int, stop: int) -> None:
+        saved = self.saved
+        place = saved.key_of.get((key, MASTER if name == OWN_MASTER else name)) or saved.keys.weights[key]
+        saved.folder.check_range(place, start, stop)
+
+    def take(self) -> None:
+        """Read everything into its place."""
+        for into, saved in self._sources:
+            _fill(into, saved)
+        for number, states in self._owner.items():
+            self._core.stepper.take_owner_states(number, states)
+
+
+def _side(in_checkpoint: bool, missing: str = "not in this model") -> str:
+    return f"the checkpoint, and {missing}" if in_checkpoint else "this model, and not in the checkpoint"
+
+
+def _check_params(names: Names, saved: Saved) -> None:
+    """Raises ValueError for parameters that only one side has, and for other shapes, dtypes or rules."""
+    trained = {**saved.group_of, **saved.states}
+    for key in [*names.params, *trained]:
+        ours = names.params.get(key)
+        if ours is None or key not in trained:
+            where = _side(ours is None, "not trained here")
+            raise ValueError(f"parameter {key!r} is in {where}; load a checkpoint of the same trained parameters")
+        rule = saved.groups[saved.group_of[key]].get("rule") if key in saved.group_of else None
+        weight = saved.weights.get(key)
+        dtypes = {ours.dtype, "float32" if ours.dtype in ("bfloat16", "float16") else ours.dtype}
+        found = {"shape": ours.shape, "dtype": ours.dtype, "rule": rule}
+        if weight is not None:
+            dtype = str(weight.dtype).removeprefix("torch.")
+            found |= {"shape": weight.shape, "dtype": ours.dtype if dtype in dtypes else dtype}
+        for what, value in found.items():
+            if getattr(ours, what) != value:
+                raise ValueError(
+                    f"parameter {key!r}: expected {what} {getattr(ours, what)}, the checkpoint has {value}"
                 )
 
 
-def _reads(core: OwnedCore, names: Names, index: Index) -> dict[str, list[Read]]:
-    """By file, which saved pieces overlap which of this rank's."""
-    reads: dict[str, list[Read]] = {}
-    for piece in state_pieces(core):
-        key = names.keys[piece.member]
-        for start, stop, name in index.params[key].overlapping(piece.start, piece.stop):
-            reads.setdefault(name, []).append(Read(piece, key, start, stop))
-    return reads
-
-
-def _check_pieces(
-    core: OwnedCore, folder: Path, name: str, reads: Sequence[Read], counters: dict[tuple[str, str], Tensor]
-) -> None:
-    """Raises ValueError unless a file holds what the index says, in the form that this optimizer's state has."""
-    pieces = open_file(folder, name)["pieces"]
-    for read in reads:
-        where, entry = f"{folder / name}: {read.key!r}", pieces.get(read.key)
-        if entry is None or (entry["start"], entry["stop"]) != (read.start, read.stop):
-            raise ValueError(f"{where}: elements [{read.start}, {read.stop}) are not there, where the index puts them")
-        ours = matrices_of(core, read.piece.member)
-        if entry.get("owner") and entry["matrices"] != ours:
-            raise ValueError(
-                f"{where}: its state is of the matrices {entry['matrices']}, here the parameter has {ours}; load it "
-                "with the 'atoms' it was saved with"
-            )
-        saved, expected = entry["tensors"], read.piece.tensors
-        if sorted(saved) != sorted(expected):
-            raise ValueError(f"{where}: expected state {sorted(expected)}, found {sorted(saved)}")
-        for key, tensor in expected.items():
-            shape = (read.stop - read.start,) if tensor.ndim else ()
-            check_tensor(f"{where}, {key!r}", saved[key], shape, tensor.dtype)
-            if not tensor.ndim:
-                first = counters.setdefault((read.key, key), saved[key].clone())
-                if not torch.equal(first, saved[key]):
-                    raise ValueError(f"{where}, {key!r}: found {saved[key].item()}, and {first.item()} in another file")
-
-
-def _copy_pieces(folder: Path, name: str, reads: Sequence[Read], owner: dict[int, dict[int, dict[str, Any]]]) -> None:
-    """``owner`` is filled with what rules keep beside tensors of the parameter's size, by member and matrix."""
-    pieces = open_file(folder, name)["pieces"]
-    for read in reads:
-        owner.setdefault(read.piece.member, {}).update(pieces[read.key].get("owner", {}))
-        piece, saved = read.piece, pieces[read.key]["tensors"]
-        low, high = max(read.start, piece.start), min(read.stop, piece.stop)
-        for key, tensor in piece.tensors.items():
-            if tensor.ndim:
-                into = tensor[low - piece.start : high - piece.start]
-                into.copy_(saved[key][low - read.start : high - read.start])
-            else:
-                tensor.copy_(saved[key])
-
-
-def _options_for(
-    core: OwnedCore, groups: Groups, names: Names, index: Index, saved: Mapping[str, Mapping[str, Any]]
-) -> dict[int, dict[str, Any]]:
-    """By a param group's number its saved hyperparameters. A group is the one that has the same members."""
-    theirs: dict[int, set[str]] = {number: set() for number in range(len(groups))}
+def _options_for(core: OwnedCore, groups: Groups, names: Names, saved: Saved) -> list[dict[str, Any]]:
+    """The param groups with what the saved ones were set to. A group is the one that has the same members."""
+    theirs: dict[int, set[int]] = {number: set() for number in range(len(groups))}
     for number, member in enumerate(core.members):
-        theirs[member.group].add(index.params[names.keys[number]].group)
-    ours: dict[str, set[str]] = {}
+        theirs[member.group].add(saved.group_of[names.keys[number]])
+    ours: dict[int, set[str]] = {}
     for key, param in names.params.items():
-        ours.setdefault(index.params[key].group, set()).add(param.group)
+        ours.setdefault(saved.group_of[key], set()).add(param.group)
     for number, found in theirs.items():
         parts = {part for group in found for part in ours[group]}
         if len(found) > 1 or parts != {group_key(groups[number])}:
+            said = [f"{group}.{saved.groups[group].get('rule')}" for group in sorted(found)]
             raise ValueError(
                 f"param group {number} ({groups[number]['rule']}) has the parameters of the checkpoint's groups "
-                f"{sorted(found)}, which are here in {sorted(parts)}; make the same param groups"
+                f"{said}, which are here in {sorted(parts)}; make the same param groups"
             )
-    return {number: options_of(saved[found.pop()]) for number, found in theirs.items()}
-
-
-# Writing the state of all ranks into a folder.
-
-SAVING = "save_state_dict"
-
-
-def save(core: OwnedCore, groups: Groups, folder: Path) -> None:
-    """Write the state of all ranks into ``folder``, which all of them see. Called on all ranks.
-
-    Raises, on all of them, what went wrong on any. The save that the folder held can then still be loaded, and what is
-    left of this one goes with the next.
-    """
-    everyone = core.holdings[0].sharers.everyone
-    names, options = names_of(core, groups), common_options(core, groups)
-    save_id = everyone.gather_objects(secrets.token_hex(8))[0]
-    path = folder / file_name(save_id, everyone.rank)
-    written: dict[str, tuple[int, int]] = {}
-
-    def write() -> tuple[int, list[str]]:
-        check_between_steps(core)
-        folder.mkdir(parents=True, exist_ok=True)
-        pieces = {}
-        for piece in state_pieces(core, first_instance=True):
-            key = names.keys[piece.member]
-            owner = {place: nested.plain(state) for place, state in piece.owner.items()}
-            pieces[key] = {"start": piece.start, "stop": piece.stop, "tensors": piece.tensors, "owner": owner}
-            if owner:
-                pieces[key]["matrices"] = matrices_of(core, piece.member)
-            written[key] = (piece.start, piece.stop)
-        if not pieces and everyone.rank > 0:
-            return 0, []
-        content = {"name": path.name, "pieces": pieces, "options": options if everyone.rank == 0 else {}}
-        return write_whole(path, lambda file: torch.save(content, file)), []
-
-    def finish() -> tuple[None, list[str]]:
-        if everyone.rank == 0:
-            index = _indexed(save_id, names, files, path.name)
-            check_files(folder, index, index.files)
-            write_whole(folder / INDEX, lambda file: file.write(index.text().encode()))
-            remove_others(folder, index)
-        return None, []
-
-    try:
-        nbytes = agree(everyone, SAVING, write)
-    except BaseException:
-        with suppress(OSError):
-            path.unlink()
-        raise
-    files = [entry for entry in everyone.gather_objects((path.name, nbytes, written)) if entry[1]]
-    agree(everyone, SAVING, finish)
-
-
-def _indexed(save_id: str, names: Names, files: list[Any], options: str) -> Index:
-    pieces: dict[str, list[tuple[int, int, str]]] = {key: [] for key in names.params}
-    for name, _, written in files:
-        for key, (start, stop) in written.items():
-            pieces[key].append((start, stop, name))
-    params = {key: replace(param, pieces=tuple(sorted(pieces[key]))) for key, param in names.params.items()}
-    return Index(save_id, {name: nbytes for name, nbytes, _ in files}, options, params)
+    return [
+        {**group, **{k: v for k, v in saved.groups[theirs[number].pop()].items() if k not in MARKS}}
+        for number, group in enumerate(groups)
+    ]

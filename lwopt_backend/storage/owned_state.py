@@ -1,6 +1,6 @@
 """The state that a rank owns, piece by piece, and a ``state_dict`` of it.
 
-It is this rank's own part and fits nowhere else. ``state_saving`` writes what any ranks can load.
+It is this rank's own part and fits nowhere else. ``owned_files`` writes what any ranks can load.
 """
 
 from __future__ import annotations
@@ -41,13 +41,10 @@ class StatePiece:
     owner: dict[int, dict[str, Any]]
 
 
-def state_pieces(core: OwnedCore, *, first_instance: bool = False) -> list[StatePiece]:
-    """What this rank owns; with ``first_instance`` only what is not the same as on a rank of an earlier instance."""
+def state_pieces(core: OwnedCore) -> list[StatePiece]:
+    """What this rank owns."""
     found = []
     for bucket in core.manager.buckets:
-        replicas = bucket.sharers.replicas
-        if first_instance and replicas is not None and replicas.rank > 0:
-            continue
         for piece, value in zip(bucket.pieces, bucket.owned_values()):
             masters = {} if bucket.masters is None else {MASTER: value}
             tensors = {**core.stepper.state[piece.param], **masters}
@@ -149,6 +146,63 @@ def check_tensor(what: str, found: Any, shape: Sequence[int], dtype: torch.dtype
     if tuple(found.shape) != tuple(shape) or found.dtype != dtype:
         expected, is_there = (f"{tuple(s)} of {d}" for s, d in ((shape, dtype), (found.shape, found.dtype)))
         raise ValueError(f"{what}: expected shape {expected}, found {is_there}")
+
+
+# What a checkpoint calls the parameters and param groups of all ranks, whoever owns and shares them.
+
+
+@dataclass(frozen=True)
+class KnownParam:
+    """One parameter. ``group`` is the key of its param group."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    rule: str
+    group: str
+
+
+@dataclass(frozen=True)
+class Names:
+    """``keys`` of this rank's members by number; ``params`` are those of all ranks."""
+
+    keys: Mapping[int, str]
+    params: Mapping[str, KnownParam]
+
+
+def names_of(core: OwnedCore, groups: Groups) -> Names:
+    """A parameter's key is its name. Where several sets of ranks have other experts under one name, it says whose.
+
+    Sets are numbered by their lowest rank. Called on all ranks.
+    """
+    everyone = core.holdings[0].sharers.everyone
+    places, mine = {}, []
+    for share, held in enumerate(core.holdings):
+        number = 0
+        if share:
+            lowest = min(held.sharers.everyone.gather_objects(everyone.rank))
+            number = sorted(set(everyone.gather_objects(lowest))).index(lowest)
+        for member in held.numbers:
+            found = core.members[member]
+            places[member] = (share, number, found.name)
+            group = group_key(groups[found.group])
+            if held.sharers.everyone.rank == 0:
+                param = KnownParam(tuple(found.param.shape), found.dtype, found.rule, group)
+                mine.append((places[member], param))
+    entries = [entry for of_rank in everyone.gather_objects(mine) for entry in of_rank]
+    count: dict[str, int] = {}
+    for (_, _, name), _ in entries:
+        count[name] = count.get(name, 0) + 1
+
+    def key(place: tuple[int, int, str]) -> str:
+        _, number, name = place
+        return name if count[name] == 1 else f"{name} of expert set {number}"
+
+    return Names({m: key(place) for m, place in places.items()}, {key(place): param for place, param in entries})
+
+
+def group_key(group: Mapping[str, Any]) -> str:
+    """The same on all ranks for the same half of the user's group, and different for others."""
+    return f"{group['from_group']}.{group['rule']}"
 
 
 # torch.optim.AdamW's state dict, in whole tensors on all ranks, where AdamW trains everything.

@@ -59,7 +59,6 @@ def trained_llama(folder: Path) -> tuple[Any, dict[str, dict[str, Tensor]]]:
         optimizer.zero_grad()
         schedule.step()
     optimizer.save_state_dict(folder)
-    torch.save(model.state_dict(), folder / "model.pt")
     state = {name: optimizer.state[param] for name, param in model.named_parameters()}
     return model, state
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.checkpoint import convert
-from lwopt_backend.checkpoint.contents import MATRICES, Checkpoint, CheckpointError, LazyTensor, Param, read_as_expected
+from lwopt_backend.checkpoint.contents import (
+    MASTER,
+    MATRICES,
+    Checkpoint,
+    CheckpointError,
+    LazyTensor,
+    Param,
+    read_as_expected,
+)
 from lwopt_backend.checkpoint.dcp.saving import METADATA, Chunk, Entry, Sizes, incomplete, read_metadata
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.pickles import plain
@@ -57,7 +65,7 @@ class DcpFolder:
         def read_range(start: int, stop: int) -> Tensor:
             inside = [
                 self.read_box(key, [a + b for a, b in zip(offsets, begin)], part).view(-1)
-                for begin, part in _boxes(sizes, start, stop)
+                for begin, part in boxes_of(sizes, start, stop)
             ]
             return torch.cat(inside) if len(inside) > 1 else inside[0]
 
@@ -90,6 +98,15 @@ class DcpFolder:
             raise CheckpointError(incomplete(where, math.prod(sizes) - missing, sizes, offsets))
         return torch.empty(tuple(sizes), dtype=entry.dtype) if found is None else found
 
+    def check_range(self, key: str, start: int, stop: int) -> None:
+        """Raises CheckpointError unless the elements [start, stop) of a tensor are as they were written."""
+        entry, where = self.tensors[key], f"{key} in {self.path}"
+        for offsets, sizes in boxes_of(entry.shape, start, stop):
+            for chunk in entry.near(offsets, sizes):
+                ends = zip(offsets, sizes, chunk.offsets, chunk.sizes)
+                if all(a < b + m and b < a + n for a, n, b, m in ends):
+                    self._stored(chunk, entry, where).record.check()
+
     def object(self, key: str) -> Any:
         """What is no tensor, with the tensors in it, in memory."""
         stored = self.objects[key]
@@ -98,6 +115,10 @@ class DcpFolder:
         return torch_files.load_here(stored, f"{key} in {stored.path}")
 
     def _part(self, chunk: Chunk, entry: Entry, begin: Sizes, shape: Sizes, where: str) -> Tensor:
+        saved = self._stored(chunk, entry, where)
+        return saved.box(sum(a * b for a, b in zip(begin, saved.stride)), shape, saved.stride)
+
+    def _stored(self, chunk: Chunk, entry: Entry, where: str) -> StoredTensor:
         assert chunk.stored is not None  # as was checked
         saved = self._saved.get(chunk.stored)
         if saved is None:
@@ -109,10 +130,10 @@ class DcpFolder:
                 f"{where}: expected {entry.dtype} of shape {chunk.sizes} at {chunk.offsets}, found {found} in "
                 f"{chunk.stored.path.name}; its files are not of one checkpoint"
             )
-        return saved.box(sum(a * b for a, b in zip(begin, saved.stride)), shape, saved.stride)
+        return saved
 
 
-def _boxes(sizes: Sizes, start: int, stop: int) -> Iterator[tuple[Sizes, Sizes]]:
+def boxes_of(sizes: Sizes, start: int, stop: int) -> Iterator[tuple[Sizes, Sizes]]:
     """The boxes, as (offsets, sizes), that the elements [start, stop) of a flattened tensor are, in their order."""
     if start >= stop or not sizes:  # nothing, or one element
         yield (0,) * len(sizes), (0,) * len(sizes)
@@ -121,13 +142,13 @@ def _boxes(sizes: Sizes, start: int, stop: int) -> Iterator[tuple[Sizes, Sizes]]
     row, first = divmod(start, inner)
     if first or stop - start < inner:  # a part of one row
         end = min(stop, (row + 1) * inner)
-        for begin, part in _boxes(sizes[1:], first, end - row * inner):
+        for begin, part in boxes_of(sizes[1:], first, end - row * inner):
             yield (row, *begin), (1, *part)
     else:
         end = stop - stop % inner
         yield (row, *(0,) * (len(sizes) - 1)), ((end - start) // inner, *sizes[1:])
     if end < stop:
-        yield from _boxes(sizes, end, stop)
+        yield from boxes_of(sizes, end, stop)
 
 
 # What the optimizer keeps of one parameter in a DCP checkpoint: state as large as it, and what owners keep beside it.
@@ -189,13 +210,13 @@ def with_owner_states(
     """
     matrices = {key.removesuffix(STRUCTURE) for key in saved if key == STRUCTURE or key.endswith(f".{STRUCTURE}")}
     of_matrix = {key: max((m for m in matrices if key.startswith(m)), key=len, default=None) for key in saved}
-    own = _own_keys(weight, group) if None in of_matrix.values() else None
+    own = _own_keys(weight, group) if None in of_matrix.values() or "" in matrices else None
     states: dict[str, LazyTensor] = {}
     owners: dict[int, dict[str, LazyTensor]] = {}
     for key, tensor in saved.items():
         matrix = of_matrix[key]
-        if matrix is None and (key in own if own is not None else tensor.shape == weight.shape):
-            if tensor.shape != weight.shape:
+        if key in own if own is not None else matrix is None and tensor.shape in (weight.shape, ()):
+            if tensor.shape != weight.shape and own is not None:
                 raise CheckpointError(
                     f"{tensor.where}: expected the weight's shape {weight.shape}, found {tensor.shape}"
                 )
@@ -284,33 +305,30 @@ def read(path: Path) -> Checkpoint:
 
 def _read(path: Path) -> Checkpoint:
     folder = DcpFolder(path)
-    keys = _Keys(folder)
-    weights = {name: folder.tensor(key) for name, key in keys.weights.items()}
-    saved: dict[str, dict[str, LazyTensor]] = {}
-    for key, rest in keys.states.items():
-        name, state = _split(rest, weights, f"{key} in {path}")
-        saved.setdefault(name, {})[state] = folder.tensor(key)
-    groups, group_of = _groups(folder, keys.options, weights)
-    matrices = {name: found for name, of_name in saved.items() if (found := take_matrices(of_name)) is not None}
+    saved = Saved(folder)
+    if not saved.keys.weights:
+        raise CheckpointError(
+            f"{path}: expected one model's weights, best under 'model', found none; what ModuleOptimizers saved is "
+            "read by these alone"
+        )
     params, buffers = {}, {}
-    for name, weight in weights.items():
-        if not weight.dtype.is_floating_point:
+    for name, weight in saved.weights.items():
+        if weight.dtype.is_floating_point:
+            params[name] = saved.param(name, weight)
+        else:
             buffers[name] = weight
-            continue
-        number = group_of.get(name)
-        params[name] = _param(weight, saved.get(name, {}), None if number is None else groups[number], number)
     tied = convert.tied(params)
-    known, client = convert.split(_others(folder, keys.others))
+    known, client = convert.split(saved.others())
     counted = convert.iteration_of(params) if "iteration" not in known else None
     arguments = dict(known.get("arguments", {}))
-    if matrices:
-        arguments[MATRICES] = {**(arguments.get(MATRICES) or {}), **matrices}
+    if saved.matrices:
+        arguments[MATRICES] = {**(arguments.get(MATRICES) or {}), **saved.matrices}
     return Checkpoint(
         format="torch dcp",
         version="",
         names=known.get("names", "model"),
         params={name: param for name, param in params.items() if name not in tied},
-        groups=tuple(groups),
+        groups=tuple(saved.groups),
         arguments=arguments,
         iteration=known.get("iteration", counted),
         samples=known.get("samples"),
@@ -322,9 +340,46 @@ def _read(path: Path) -> Checkpoint:
     )
 
 
-def _others(folder: DcpFolder, keys: list[str]) -> dict[str, Any]:
-    """What is neither the model's nor the optimizer's, nested as it was."""
-    flat = {key: plain(folder.object(key)) for key in keys if key in folder.objects}
+class Saved:
+    """What a folder has of one model and its optimizer, under ``prefix`` where it has several.
+
+    ``weights`` are by parameter, ``states`` by parameter and key, with what owners keep among them; ``groups`` are the
+    param groups' options, ``group_of`` a parameter's group by its number, ``matrices`` those of a parameter, where that
+    is told. What is no tensor is made ``plain``, or changed otherwise. Raises CheckpointError for state of parameters
+    that are not known.
+    """
+
+    def __init__(self, folder: DcpFolder, prefix: str = "", change: Callable[[Any], Any] = plain) -> None:
+        self.folder, self.change = folder, change
+        self.keys = keys = _Keys(folder, prefix)
+        self.weights = {name: folder.tensor(key) for name, key in keys.weights.items()}
+        self.groups, self.group_of = _groups(folder, keys.options, self.weights, change)
+        names = {**self.weights, **self.group_of}
+        self.states: dict[str, dict[str, LazyTensor]] = {}
+        self.key_of: dict[tuple[str, str], str] = {}
+        for key, rest in keys.states.items():
+            name, state = _split(rest, names, f"{key} in {folder.path}")
+            self.states.setdefault(name, {})[state] = folder.tensor(key)
+            self.key_of[name, state] = key
+        found = {name: take_matrices(of_name) for name, of_name in self.states.items()}
+        self.matrices = {name: matrices for name, matrices in found.items() if matrices is not None}
+
+    def param(self, name: str, weight: LazyTensor) -> Param:
+        """All that is known of a parameter."""
+        number = self.group_of.get(name)
+        saved = dict(self.states.get(name, {}))
+        counter, master = saved.pop("step", None), saved.pop(MASTER, None)
+        step = None if counter is None else float(counter.read().item())
+        states, owner_states = with_owner_states(weight, saved, None if number is None else self.groups[number])
+        return Param(weight, states if master is None else {MASTER: master, **states}, step, number, owner_states)
+
+    def others(self) -> dict[str, Any]:
+        """What is neither the model's nor the optimizer's, nested as it was."""
+        return _others(self.folder, self.keys.others, self.change)
+
+
+def _others(folder: DcpFolder, keys: list[str], change: Callable[[Any], Any]) -> dict[str, Any]:
+    flat = {key: change(folder.object(key)) for key in keys if key in folder.objects}
     flat.update({key: folder.tensor(key).read().item() for key in keys if key in folder.tensors})
     return _nested({tuple(folder.paths.get(key, (key,))): value for key, value in flat.items()}, folder)
 
@@ -359,13 +414,14 @@ class _Keys:
     """A folder's keys by what they are of: weights by name; states and options by what stands after the optimizer."""
 
     folder: DcpFolder
+    prefix: str
     weights: dict[str, str] = field(default_factory=dict)
     states: dict[str, str] = field(default_factory=dict)
     options: dict[str, str] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        every = [*self.folder.tensors, *self.folder.objects]
+        every = [key for key in (*self.folder.tensors, *self.folder.objects) if key.startswith(self.prefix)]
         optimizers = {key[: _found(key, GROUPS)] for key in every if _found(key, GROUPS) >= 0}
         if len(optimizers) > MOST_OPTIMIZERS:
             raise CheckpointError(f"{self.folder.path} has the param groups of {len(optimizers)} optimizers")
@@ -377,7 +433,9 @@ class _Keys:
                 self.options[key] = rest.removeprefix(GROUPS)
             elif rest.startswith(STATE) and key in self.folder.tensors:
                 self.states[key] = rest.removeprefix(STATE)
-            elif key in self.folder.tensors and self.folder.tensors[key].shape:
+            elif key in self.folder.tensors and (
+                self.folder.tensors[key].shape or self.folder.paths.get(key, (key,))[:-1] == ("model",)
+            ):
                 path = self.folder.paths.get(key, (key,))
                 model.setdefault(tuple(path[:-1]), {})[str(path[-1])] = key
             else:
@@ -390,12 +448,12 @@ class _Keys:
                 f"{strange} in {self.folder.path} is neither a weight under 'model' nor an optimizer's state; save it "
                 "elsewhere: what is not known would be lost"
             )
-        if len(model) != 1:
+        if len(model) > 1:
             raise CheckpointError(
                 f"{self.folder.path}: expected one model's weights, best under 'model', found tensors under "
                 f"{sorted('.'.join(map(str, prefix)) for prefix in model)}"
             )
-        (self.weights,) = model.values()
+        self.weights = next(iter(model.values()), {})
 
 
 def _found(key: str, word: str) -> int:
@@ -413,13 +471,13 @@ def _split(rest: str, names: Mapping[str, Any], where: str) -> tuple[str, str]:
 
 
 def _groups(
-    folder: DcpFolder, options: Mapping[str, str], names: Mapping[str, Any]
+    folder: DcpFolder, options: Mapping[str, str], names: Mapping[str, Any], change: Callable[[Any], Any]
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """The groups' options, and each parameter's group; flattened, groups are of those whose options are equal."""
     numbered: dict[int, dict[str, Any]] = {}
     by_name: dict[str, dict[str, Any]] = {}
     for key, rest in options.items():
-        value = folder.tensor(key).read().tolist() if key in folder.tensors else plain(folder.object(key))
+        value = folder.tensor(key).read().tolist() if key in folder.tensors else change(folder.object(key))
         first, _, option = rest.partition(".")
         if first.isdecimal() and not any(rest.startswith(f"{name}.") for name in names):
             numbered.setdefault(int(first), {})[option] = value
@@ -433,14 +491,3 @@ def _groups(
             groups.append(of_name)
         group_of[name] = groups.index(of_name)
     return groups, group_of
-
-
-def _param(
-    weight: LazyTensor, saved: dict[str, LazyTensor], group: Mapping[str, Any] | None, number: int | None
-) -> Param:
-    """``saved``: all that the optimizer has for it, by key."""
-    saved = dict(saved)
-    counter = saved.pop("step", None)
-    step = None if counter is None else float(counter.read().item())
-    states, owner_states = with_owner_states(weight, saved, group)
-    return Param(weight, states, step, number, owner_states)

@@ -6,18 +6,22 @@ import functools
 import io
 import itertools
 import math
+import os
+import secrets
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -26,9 +30,12 @@ from torch.futures import Future
 
 from lwopt_backend.checkpoint.contents import LONGEST_NAME, CheckpointError, LazyTensor
 from lwopt_backend.checkpoint.files import pickles
+from lwopt_backend.checkpoint.files.folders import flush
 from lwopt_backend.checkpoint.files.made import in_order, shape_of
 from lwopt_backend.checkpoint.files.torch_files import Stored
 from lwopt_backend.checkpoint.files.torch_saving import save_as_it_lies
+from lwopt_backend.runtime.agreement import agree
+from lwopt_backend.runtime.collectives import Collectives
 
 METADATA = ".metadata"
 Sizes = tuple[int, ...]
@@ -271,14 +278,19 @@ def save(
 
 
 class _Writer(FileSystemWriter):
-    """PyTorch's, but for one thing: that keeps the last box of every tensor until the file is written."""
+    """PyTorch's, but for one thing: that keeps the last box of every tensor until the file is written.
 
-    def __init__(self, folder: Path, workers: int) -> None:
+    ``name`` is that of the file which one rank of several writes; in place of an existing checkpoint.
+    """
+
+    def __init__(self, folder: Path, workers: int = 1, name: str | None = None) -> None:
         super().__init__(folder)
-        self._workers = workers
+        self._workers, self._name = workers, name
+        if name is not None:
+            self.fs = _Replacing()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        path = Path(self.path, f"{plan.storage_data.prefix}0.distcp")
+        path = Path(self.path, self._name or f"{plan.storage_data.prefix}0.distcp")
         results = []
         with path.open("wb") as file:
             read = in_order((partial(planner.resolve_data, item) for item in plan.items), self._workers)
@@ -291,14 +303,30 @@ class _Writer(FileSystemWriter):
                 del data
                 length = file.tell() - start
                 results.append(WriteResult(item.index, length, _StorageInfo(path.name, start, length)))
+            if self._name is not None:  # other folders are flushed as a whole
+                file.flush()
+                os.fsync(file.fileno())
         written: Future[list[WriteResult]] = Future()
         written.set_result(results)
         return written
 
 
+class _Replacing(FileSystem):
+    """Renaming replaces what has the name, at once; PyTorch's writer would remove that before."""
+
+    def rm_file(self, path: str | os.PathLike[str]) -> None:
+        pass
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        os.replace(path, new_path)
+
+
 class _Planner(DefaultSavePlanner):
     def __init__(
-        self, tensors: Mapping[str, Boxes], objects: Mapping[str, Any], paths: Mapping[str, tuple[Any, ...]] | None
+        self,
+        tensors: Mapping[str, Boxes],
+        objects: Mapping[str, Any],
+        paths: Mapping[str, tuple[Any, ...]] | None = None,
     ) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._tensors, self._objects, self._paths = tensors, objects, paths
@@ -314,12 +342,15 @@ class _Planner(DefaultSavePlanner):
                     torch.Size(boxes.shape),
                 )
                 items.append(WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data))
-        self.plan = SavePlan(items)
+        self.plan = SavePlan(items, planner_data=self._paths)
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        paths = {key: path for plan in all_plans for key, path in (plan.planner_data or {}).items()}
         plans, metadata = super().create_global_plan(all_plans)
-        return plans, replace(metadata, planner_data=self._paths)
+        found = metadata.state_dict_metadata
+        in_order = {key: found[key] for key in (*paths, *found) if key in found}  # as the first rank has them
+        return plans, replace(metadata, state_dict_metadata=in_order, planner_data=paths or None)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         index = write_item.index
@@ -331,3 +362,101 @@ class _Planner(DefaultSavePlanner):
         boxes = self._tensors[index.fqn]
         part = boxes.parts[tuple(index.offset)]
         return part.read().view(boxes.sizes(part))
+
+
+# What all ranks have of one checkpoint, written together: each its own boxes, into a file of its own.
+
+ANY_FILE = "__*.distcp"
+
+
+@dataclass
+class Shards:
+    """What one rank has to write: boxes of tensors, whose other boxes other ranks have, and objects, by their paths."""
+
+    tensors: dict[tuple[Any, ...], Boxes] = field(default_factory=dict)
+    objects: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+
+    def planner(self) -> _Planner:
+        """Raises ValueError for two paths that DCP would give one key."""
+        paths = {".".join(map(str, path)): path for path in (*self.tensors, *self.objects)}
+        by_key = {path: key for key, path in paths.items()}
+        for path in (*self.tensors, *self.objects):
+            if path not in by_key:
+                raise ValueError(
+                    f"{path} and {paths['.'.join(map(str, path))]} have one name in a checkpoint; rename one"
+                )
+        tensors = {by_key[path]: boxes for path, boxes in self.tensors.items()}
+        return _Planner(tensors, {by_key[path]: value for path, value in self.objects.items()}, paths)
+
+
+def later(part: Tensor, shape: Sequence[int], where: str) -> LazyTensor:
+    """A tensor in memory, reshaped; it is copied when it is written, until when it must not change."""
+
+    def read() -> Tensor:
+        return part.detach().to("cpu", copy=True).reshape(tuple(shape)).contiguous()
+
+    return LazyTensor(tuple(shape), part.dtype, read, where)
+
+
+def whole(tensor: Tensor, where: str) -> Boxes:
+    """One box with all of it."""
+    return Boxes(tuple(tensor.shape), {(0,) * tensor.ndim: later(tensor, tensor.shape, where)})
+
+
+def flattened(values: Mapping[str, Any]) -> dict[tuple[Any, ...], Any]:
+    """Nested values by their paths, as DCP flattens a state dict."""
+    flat, paths = flatten_state_dict(dict(values))
+    return {paths[key]: value for key, value in flat.items()}
+
+
+def save_of_all(ranks: Collectives, what: str, shards: Shards, folder: Path) -> None:
+    """Write what all ranks have into ``folder``, which all of them see, in place of the checkpoint that it held.
+
+    Called on all ranks. What several of them have is written once. Raises, on all of them, what went wrong on any; the
+    folder then holds the checkpoint that it held before, and what is left of this one goes with the next.
+    """
+    name = f"__{ranks.rank}_{ranks.gather_objects(secrets.token_hex(8))[0]}.distcp"
+    writer = _Writer(folder, name=name)
+
+    def planned() -> tuple[tuple[_Planner, SavePlan], list[str]]:
+        folder.mkdir(parents=True, exist_ok=True)
+        planner = shards.planner()
+        return (planner, planner.create_local_plan()), []
+
+    planner, mine = agree(ranks, what, planned)
+    all_plans = ranks.gather_objects(mine)
+
+    def write() -> tuple[tuple[Metadata, list[WriteResult]], list[str]]:
+        plans, metadata = planner.create_global_plan(all_plans)
+        own = plans[ranks.rank]
+        return (metadata, writer.write_data(own, planner).value() if own.items else []), []
+
+    def finish() -> tuple[None, list[str]]:
+        if ranks.rank == 0:
+            _finish(writer, folder, metadata, results)
+        return None, []
+
+    try:
+        metadata, written = agree(ranks, what, write)
+    except BaseException:
+        with suppress(OSError):
+            (folder / name).unlink()
+        raise
+    results = ranks.gather_objects(written)
+    agree(ranks, what, finish)
+
+
+def _finish(writer: _Writer, folder: Path, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    """Write the metadata, last, and remove the files of other saves."""
+    ends: dict[str, int] = {}
+    for info in (result.storage_data for of_rank in results for result in of_rank):
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    for name, end in ends.items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != end:
+            raise FileNotFoundError(f"{path} is missing; the folder has to be the same one for all ranks")
+    writer.finish(metadata, results)
+    flush(folder)
+    for path in folder.glob(ANY_FILE):
+        if path.name not in ends:
+            path.unlink(missing_ok=True)

@@ -37,7 +37,7 @@ def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:
     tensors: dict[tuple[Any, ...], LazyTensor] = {}
     for name, param in checkpoint.params.items():
         tensors["model", name] = param.best
-        for key, tensor in _states(name, param, (checkpoint.arguments.get(MATRICES) or {}).get(name)):
+        for key, tensor in states_of(name, param, (checkpoint.arguments.get(MATRICES) or {}).get(name)):
             tensors["optimizer", "state", name, key] = tensor
     tensors.update({("model", name): checkpoint.params[of].best for name, of in checkpoint.tied.items()})
     tensors.update({("model", name): buffer for name, buffer in checkpoint.buffers.items()})
@@ -54,8 +54,11 @@ def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:
     dcp_saving.save(folder, boxes, flat, {**keys, **paths}, workers=workers)
 
 
-def _states(name: str, param: Param, matrices: Sequence[str] | None) -> Iterator[tuple[str, LazyTensor]]:
-    """``matrices``: which elements the parameter's matrices are, where that is known."""
+def states_of(name: str, param: Param, matrices: Sequence[str] | None) -> Iterator[tuple[str, LazyTensor]]:
+    """By key, what the optimizer keeps of a parameter, but for its master weight.
+
+    ``matrices``: which elements the parameter's matrices are, where that is known.
+    """
     for key, tensor in param.states.items():
         if key != MASTER:
             yield key, tensor
@@ -77,10 +80,10 @@ def _states(name: str, param: Param, matrices: Sequence[str] | None) -> Iterator
 
 
 def _of_owner(param: Param, place: int) -> dict[str, Tensor]:
-    """As ``OwnerShards`` saves it: tensors of at least one dimension, and what form they had."""
+    """As ``OwnerShards`` saves it: tensors of at least one dimension, and what form they had, in memory too."""
     state = dict(param.owner_states[place])
     found = {key: tensor.reshape(tensor.shape or (1,)) for key, tensor in nested.leaves(state)}
-    if not nested.is_plain(state):
+    if not nested.is_plain(state) or not all(tensor.is_contiguous() for tensor in found.values()):
         found[STRUCTURE] = nested.described(state)
         found[STEPPED] = torch.tensor([True])
     return found
