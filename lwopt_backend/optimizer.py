@@ -499,7 +499,7 @@ class LayerWiseOptimizer(LinkedOptimizer):
 
     # Checkpoints
 
-    def save_state_dict(self, path: str | PathLike[str], **more: Any) -> None:
+    def save_state_dict(self, path: str | PathLike[str], /, **more: Any) -> None:
         """Write weights, state and what ``more`` there is into a folder that torch.distributed.checkpoint reads.
 
         It is one of its own that all ranks see; a checkpoint in it is replaced, in one moment. Raises, on all ranks,
