@@ -223,7 +223,7 @@ class LayerWiseOptimizer(LinkedOptimizer):
         """Take the parameters' values into the fp32 masters of 16-bit parameters, after they were changed by hand."""
         raise self._only_of(OwnedConfig, "refresh_masters")
 
-    def save_state_dict(self, path: str | PathLike[str], **more: Any) -> None:
+    def save_state_dict(self, path: str | PathLike[str], /, **more: Any) -> None:
         """Write weights, state and what ``more`` there is into a folder that torch.distributed.checkpoint reads.
 
         It is one of its own that all ranks see; a checkpoint in it is replaced, in one moment. Raises, on all ranks,
@@ -378,7 +378,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
 
     # Checkpoints
 
-    def save_state_dict(self, path: str | PathLike[str], **more: Any) -> None:
+    def save_state_dict(self, path: str | PathLike[str], /, **more: Any) -> None:
         from lwopt_backend.storage import owned_files  # torch.distributed.checkpoint takes a second to import
 
         owned_files.save(self.core, self.param_groups, self._model, Path(path), more)

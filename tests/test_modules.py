@@ -635,7 +635,7 @@ def test_a_save_that_fails_leaves_the_one_before_and_the_next_removes_it(tmp_pat
     run = run.resumed("0|123", tmp_path)
     run.train(range(2, 3))
     run.check()
-    on_first_rank(lambda: (tmp_path / "__0_0123.distcp").write_bytes(b""))  # as a crash leaves one
+    on_first_rank(lambda: (tmp_path / "__0_9.distcp").write_bytes(b""))  # as a crash leaves one
     run.optimizers.save_state_dict(tmp_path)
     after = sorted(tmp_path.iterdir())
     assert set(after) & set(before) == {tmp_path / ".metadata"} and len(after) == 5

@@ -75,7 +75,7 @@ def test_a_folder_holds_the_files_of_one_save_and_pieces_of_every_parameter(tmp_
     first = set(os.listdir(folder))
     dist.barrier()
     if dist.get_rank() == 0:
-        (folder / "__1_0123.distcp").write_bytes(b"of a save that was interrupted")
+        (folder / "__1_9.distcp").write_bytes(b"of a save that was interrupted")
     train(model, optimizer, range(1, 2))
     optimizer.save_state_dict(folder, iteration=2)
     second, found = set(os.listdir(folder)), DcpFolder(folder)

@@ -370,10 +370,10 @@ def save(everyone: Collectives, parts: Mapping[str, Part], folder: Path) -> None
 
     Raises, on all of them, what went wrong on any. The save that the folder held can then still be loaded.
     """
-    from lwopt_backend.checkpoint.dcp.saving import Shards, save_of_all
+    from lwopt_backend.checkpoint.dcp import saving
     from lwopt_backend.storage.owned_files import shards_of
 
-    shards = Shards()
+    shards = saving.Shards()
 
     def collect(name: str, part: Part) -> None:
         if isinstance(part, OwnedPart):
@@ -384,7 +384,7 @@ def save(everyone: Collectives, parts: Mapping[str, Part], folder: Path) -> None
         shards.objects.update(found.objects)
 
     together(everyone, "save_state_dict", parts, collect)
-    save_of_all(everyone, "save_state_dict", shards, folder)
+    saving.save(folder, shards, everyone, "save_state_dict")
 
 
 def load(everyone: Collectives, names: Sequence[str], parts: Mapping[str, Part], folder: Path) -> None:

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from lwopt_backend.checkpoint.contents import MASTER, LazyTensor, Param, read_as_expected
+from lwopt_backend.checkpoint.dcp import saving
 from lwopt_backend.checkpoint.dcp.reader import METADATA, DcpFolder, Saved, boxes_of
-from lwopt_backend.checkpoint.dcp.saving import Boxes, Shards, flattened, later, save_of_all, whole
+from lwopt_backend.checkpoint.dcp.saving import Boxes, Shards, flattened, later, one_box, whole
 from lwopt_backend.checkpoint.dcp.writer import states_of
 from lwopt_backend.plan.atoms import matrices_of as matrices_by_shape
 from lwopt_backend.runtime import nested
@@ -39,6 +40,7 @@ from lwopt_backend.storage.owned_state import (
     group_key,
     matrices_of,
     names_of,
+    options_of,
     state_pieces,
 )
 from lwopt_backend.storage.owned_state import MASTER as OWN_MASTER
@@ -77,7 +79,7 @@ def save(core: OwnedCore, groups: Groups, model: nn.Module, folder: Path, more: 
                 shards.objects[MODEL, name] = value
 
     check_in_all([everyone], SAVING, add)
-    save_of_all(everyone, SAVING, shards, folder)
+    saving.save(folder, shards, everyone, SAVING)
 
 
 def shards_of(core: OwnedCore, groups: Groups, prefix: tuple[str, ...] = ()) -> Shards:
@@ -98,7 +100,7 @@ def shards_of(core: OwnedCore, groups: Groups, prefix: tuple[str, ...] = ()) -> 
             owner = {number: nested.plain(of_matrix) for number, of_matrix in piece.owner.items()}
             kept = Param(_stub(param, key), owner_states=owner)
             for state, lazy in states_of(key, kept, matrices_of(core, piece.member)):
-                shards.tensors[(*place, state)] = Boxes(lazy.shape, {(0,) * len(lazy.shape): lazy})
+                shards.tensors[(*place, state)] = one_box(lazy)
         for number, (group, values) in enumerate(options.items()):
             params = [name for name, param in names.params.items() if param.group == group]
             for option, value in {**values, "params": params}.items():
@@ -143,7 +145,10 @@ def common_options(core: OwnedCore, groups: Groups) -> dict[str, dict[str, Any]]
     Raises ValueError, on all of them, if ranks have different options or some that ``torch.load`` would not read.
     """
     everyone = core.holdings[0].sharers.everyone
-    mine = {group_key(group): {key: value for key, value in group.items() if key != "params"} for group in groups}
+    mine = {
+        group_key(group): {**options_of(group), "rule": group["rule"], "from_group": group["from_group"]}
+        for group in groups
+    }
 
     def check() -> None:
         for key, options in mine.items():
@@ -341,7 +346,8 @@ def _check_params(names: Names, saved: Saved) -> None:
         if ours is None or key not in trained:
             where = _side(ours is None, "not trained here")
             raise ValueError(f"parameter {key!r} is in {where}; load a checkpoint of the same trained parameters")
-        rule = saved.groups[saved.group_of[key]].get("rule") if key in saved.group_of else None
+        group = saved.groups[saved.group_of[key]] if key in saved.group_of else {}
+        rule = group.get("rule", "adamw" if "betas" in group else None)  # torch's groups have none
         weight = saved.weights.get(key)
         dtypes = {ours.dtype, "float32" if ours.dtype in ("bfloat16", "float16") else ours.dtype}
         found = {"shape": ours.shape, "dtype": ours.dtype, "rule": rule}

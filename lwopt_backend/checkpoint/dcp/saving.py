@@ -7,8 +7,6 @@ import io
 import itertools
 import math
 import os
-import secrets
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -19,12 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -35,9 +31,9 @@ from lwopt_backend.checkpoint.files.made import in_order, shape_of
 from lwopt_backend.checkpoint.files.torch_files import Stored
 from lwopt_backend.checkpoint.files.torch_saving import save_as_it_lies
 from lwopt_backend.runtime.agreement import agree
-from lwopt_backend.runtime.collectives import Collectives
+from lwopt_backend.runtime.collectives import Alone, Collectives
 
-METADATA = ".metadata"
+METADATA, ANY_FILE = ".metadata", "__*.distcp"
 Sizes = tuple[int, ...]
 
 
@@ -255,42 +251,24 @@ def stacked(parts: Mapping[Place, LazyTensor], where: str) -> Boxes:
     )
 
 
-def save(
-    folder: Path,
-    tensors: Mapping[str, Boxes],
-    objects: Mapping[str, Any],
-    paths: Mapping[str, tuple[Any, ...]] | None = None,
-    workers: int = 1,
-) -> None:
-    """Fill ``folder`` with tensors and other objects by their keys; ``paths`` are keys' parts, of nested state.
+@dataclass
+class Shards:
+    """What one rank has to write: boxes of tensors, whose other boxes other ranks have, and objects, by their paths."""
 
-    ``workers`` boxes are in memory: one is being written, and others are read meanwhile.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # as is meant
-        try:
-            dcp_save(
-                {}, storage_writer=_Writer(folder, workers), planner=_Planner(tensors, objects, paths), no_dist=True
-            )
-        except CheckpointException as error:  # DCP's own, which has the tracebacks of all ranks for its text
-            failed, _ = next(iter(error.failures.values()))
-            raise failed from error
+    tensors: dict[tuple[Any, ...], Boxes] = field(default_factory=dict)
+    objects: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
 
 class _Writer(FileSystemWriter):
-    """PyTorch's, but for one thing: that keeps the last box of every tensor until the file is written.
+    """PyTorch's, but that it keeps no box until the file is written, and replaces the metadata in one moment."""
 
-    ``name`` is that of the file which one rank of several writes; in place of an existing checkpoint.
-    """
-
-    def __init__(self, folder: Path, workers: int = 1, name: str | None = None) -> None:
+    def __init__(self, folder: Path, name: str, workers: int) -> None:
         super().__init__(folder)
-        self._workers, self._name = workers, name
-        if name is not None:
-            self.fs = _Replacing()
+        self._name, self._workers = name, workers
+        self.fs = _Replacing()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        path = Path(self.path, self._name or f"{plan.storage_data.prefix}0.distcp")
+        path = Path(self.path, self._name)
         results = []
         with path.open("wb") as file:
             read = in_order((partial(planner.resolve_data, item) for item in plan.items), self._workers)
@@ -303,9 +281,8 @@ class _Writer(FileSystemWriter):
                 del data
                 length = file.tell() - start
                 results.append(WriteResult(item.index, length, _StorageInfo(path.name, start, length)))
-            if self._name is not None:  # other folders are flushed as a whole
-                file.flush()
-                os.fsync(file.fileno())
+            file.flush()
+            os.fsync(file.fileno())
         written: Future[list[WriteResult]] = Future()
         written.set_result(results)
         return written
@@ -322,14 +299,17 @@ class _Replacing(FileSystem):
 
 
 class _Planner(DefaultSavePlanner):
-    def __init__(
-        self,
-        tensors: Mapping[str, Boxes],
-        objects: Mapping[str, Any],
-        paths: Mapping[str, tuple[Any, ...]] | None = None,
-    ) -> None:
+    def __init__(self, shards: Shards) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._tensors, self._objects, self._paths = tensors, objects, paths
+        paths = {".".join(map(str, path)): path for path in (*shards.tensors, *shards.objects)}
+        keys = {path: key for key, path in paths.items()}
+        for path in (*shards.tensors, *shards.objects):
+            if path not in keys:
+                other = paths[".".join(map(str, path))]
+                raise ValueError(f"{path} and {other} have one name in a checkpoint; rename one")
+        self._tensors = {keys[path]: boxes for path, boxes in shards.tensors.items()}
+        self._objects = {keys[path]: value for path, value in shards.objects.items()}
+        self._paths = paths if any(len(path) > 1 for path in keys) else None  # where a state dict was nested
 
     def create_local_plan(self) -> SavePlan:
         items = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._objects]
@@ -364,31 +344,6 @@ class _Planner(DefaultSavePlanner):
         return part.read().view(boxes.sizes(part))
 
 
-# What all ranks have of one checkpoint, written together: each its own boxes, into a file of its own.
-
-ANY_FILE = "__*.distcp"
-
-
-@dataclass
-class Shards:
-    """What one rank has to write: boxes of tensors, whose other boxes other ranks have, and objects, by their paths."""
-
-    tensors: dict[tuple[Any, ...], Boxes] = field(default_factory=dict)
-    objects: dict[tuple[Any, ...], Any] = field(default_factory=dict)
-
-    def planner(self) -> _Planner:
-        """Raises ValueError for two paths that DCP would give one key."""
-        paths = {".".join(map(str, path)): path for path in (*self.tensors, *self.objects)}
-        by_key = {path: key for key, path in paths.items()}
-        for path in (*self.tensors, *self.objects):
-            if path not in by_key:
-                raise ValueError(
-                    f"{path} and {paths['.'.join(map(str, path))]} have one name in a checkpoint; rename one"
-                )
-        tensors = {by_key[path]: boxes for path, boxes in self.tensors.items()}
-        return _Planner(tensors, {by_key[path]: value for path, value in self.objects.items()}, paths)
-
-
 def later(part: Tensor, shape: Sequence[int], where: str) -> LazyTensor:
     """A tensor in memory, reshaped; it is copied when it is written, until when it must not change."""
 
@@ -398,9 +353,14 @@ def later(part: Tensor, shape: Sequence[int], where: str) -> LazyTensor:
     return LazyTensor(tuple(shape), part.dtype, read, where)
 
 
+def one_box(tensor: LazyTensor) -> Boxes:
+    """All of a tensor."""
+    return Boxes(tensor.shape, {(0,) * len(tensor.shape): tensor})
+
+
 def whole(tensor: Tensor, where: str) -> Boxes:
-    """One box with all of it."""
-    return Boxes(tuple(tensor.shape), {(0,) * tensor.ndim: later(tensor, tensor.shape, where)})
+    """All of a tensor in memory."""
+    return one_box(later(tensor, tensor.shape, where))
 
 
 def flattened(values: Mapping[str, Any]) -> dict[tuple[Any, ...], Any]:
@@ -409,18 +369,21 @@ def flattened(values: Mapping[str, Any]) -> dict[tuple[Any, ...], Any]:
     return {paths[key]: value for key, value in flat.items()}
 
 
-def save_of_all(ranks: Collectives, what: str, shards: Shards, folder: Path) -> None:
-    """Write what all ranks have into ``folder``, which all of them see, in place of the checkpoint that it held.
+def save(folder: Path, shards: Shards, ranks: Collectives | None = None, what: str = "save", workers: int = 1) -> None:
+    """Write what all ``ranks`` have into ``folder``, which all of them see, in place of the checkpoint that it held.
 
-    Called on all ranks. What several of them have is written once. Raises, on all of them, what went wrong on any; the
-    folder then holds the checkpoint that it held before, and what is left of this one goes with the next.
+    Called on all ranks; each writes its own boxes into a file of its own, and of what several have, one. ``workers``
+    boxes are in memory: one is being written, and others are read meanwhile. Raises, on all ranks, what went wrong on
+    any; the folder then holds the checkpoint that it held before, and what is left of this one goes with the next.
     """
-    name = f"__{ranks.rank}_{ranks.gather_objects(secrets.token_hex(8))[0]}.distcp"
-    writer = _Writer(folder, name=name)
+    ranks = ranks or Alone()
+    number = agree(ranks, what, lambda: (_next_number(folder), []))
+    name = f"__{ranks.rank}_{ranks.gather_objects(number)[0]}.distcp"
+    writer = _Writer(folder, name, workers)
 
     def planned() -> tuple[tuple[_Planner, SavePlan], list[str]]:
         folder.mkdir(parents=True, exist_ok=True)
-        planner = shards.planner()
+        planner = _Planner(shards)
         return (planner, planner.create_local_plan()), []
 
     planner, mine = agree(ranks, what, planned)
@@ -444,6 +407,12 @@ def save_of_all(ranks: Collectives, what: str, shards: Shards, folder: Path) -> 
         raise
     results = ranks.gather_objects(written)
     agree(ranks, what, finish)
+
+
+def _next_number(folder: Path) -> int:
+    """Of a save: no file of another has it."""
+    numbers = (path.stem.rpartition("_")[2] for path in folder.glob(ANY_FILE))
+    return max((int(number) + 1 for number in numbers if number.isdecimal()), default=0)
 
 
 def _finish(writer: _Writer, folder: Path, metadata: Metadata, results: list[list[WriteResult]]) -> None:

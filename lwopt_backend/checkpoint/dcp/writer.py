@@ -15,11 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, held
-from lwopt_backend.checkpoint.dcp import saving as dcp_saving
-from lwopt_backend.checkpoint.dcp.saving import Boxes
+from lwopt_backend.checkpoint.dcp.saving import Shards, flattened, one_box, save
 from lwopt_backend.plan.atoms import matrices_of
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.state import MATRICES, STEPPED, STRUCTURE
@@ -44,14 +42,10 @@ def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:
     rest = _rest(checkpoint)
     if groups := _groups(checkpoint):
         rest["optimizer"] = {"param_groups": groups}
-    flat, paths = flatten_state_dict(rest)
+    objects = flattened(rest)
     if checkpoint.arguments:  # in one piece: nobody loads them into an object of theirs
-        flat["arguments"], paths["arguments"] = dict(checkpoint.arguments), ("arguments",)
-    keys = {".".join(path): path for path in tensors}
-    boxes = {
-        key: Boxes(tensors[path].shape, {(0,) * len(tensors[path].shape): tensors[path]}) for key, path in keys.items()
-    }
-    dcp_saving.save(folder, boxes, flat, {**keys, **paths}, workers=workers)
+        objects["arguments",] = dict(checkpoint.arguments)
+    save(folder, Shards({path: one_box(tensor) for path, tensor in tensors.items()}, objects), workers=workers)
 
 
 def states_of(name: str, param: Param, matrices: Sequence[str] | None) -> Iterator[tuple[str, LazyTensor]]:

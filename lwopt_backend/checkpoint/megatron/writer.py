@@ -13,8 +13,7 @@ import torch
 
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param
 from lwopt_backend.checkpoint.convert import weight_of
-from lwopt_backend.checkpoint.dcp import saving as dcp_saving
-from lwopt_backend.checkpoint.dcp.saving import Boxes, Place, stacked
+from lwopt_backend.checkpoint.dcp.saving import Boxes, Place, Shards, save, stacked
 from lwopt_backend.checkpoint.files.torch_saving import save_as_it_lies
 from lwopt_backend.checkpoint.megatron.names import EMBEDDINGS, FUSED, STATES, is_expert, is_sharded_expert, local_spec
 
@@ -371,7 +370,8 @@ def write(checkpoint: Checkpoint, folder: Path, version: str = OLD, workers: int
     else:
         objects["common_state/shard_0_1"] = [rest]
     (folder / "metadata.json").write_text(json.dumps(metadata))
-    dcp_saving.save(folder, tensors, objects, workers=workers)
+    shards = Shards({(key,): boxes for key, boxes in tensors.items()}, {(key,): obj for key, obj in objects.items()})
+    save(folder, shards, workers=workers)
 
 
 def _states(name: str, param: Param, weight: LazyTensor, distributed: bool) -> dict[str, LazyTensor]:
