@@ -1,9 +1,4 @@
-"""A checkpoint that DeepSpeed cannot load into an engine is refused on all ranks, before anything of it is loaded.
-
-DeepSpeed finds out late and rank by rank: it has put the weights into the model when it compares the world sizes, and
-at stage 3 ranks whose files are missing leave while the others wait for them. Some checkpoints it loads in part and
-says nothing. The file of the model's states tells enough, and is read here without its tensors.
-"""
+"""DeepSpeed's own checkpoints of our engines: one that does not fit is refused on all ranks before it is loaded."""
 
 from __future__ import annotations
 
@@ -22,6 +17,12 @@ from lwopt_backend.integrations.deepspeed.tensors import mark
 from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.storage.owned import OwnedCore
+
+# A checkpoint that DeepSpeed cannot load into an engine is refused on all ranks, before anything of it is loaded.
+#
+# DeepSpeed finds out late and rank by rank: it has put the weights into the model when it compares the world sizes, and
+# at stage 3 ranks whose files are missing leave while the others wait for them. Some checkpoints it loads in part and
+# says nothing. The file of the model's states tells enough, and is read here without its tensors.
 
 MARK = "lwopt.owned"  # the key by which a checkpoint says that it is one of owned storage
 CONVERT = (

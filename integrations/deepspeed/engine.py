@@ -1,7 +1,4 @@
-"""What we read of DeepSpeed's engine and parameters beyond its documented interface, and the methods we replace.
-
-What is replaced here is in ``versions``, where ``register()`` looks it up first.
-"""
+"""What we read of DeepSpeed's engine, the methods we replace, and the types of optimizer entries it reads."""
 
 from __future__ import annotations
 
@@ -23,6 +20,10 @@ from torch.profiler import record_function
 from lwopt_backend.config.options import nearest
 from lwopt_backend.plan import Fragment
 from lwopt_backend.runtime.collectives import NORM, TorchCollectives
+
+# What we read of DeepSpeed's engine and parameters beyond its documented interface, and the methods we replace.
+#
+# What is replaced here is in ``versions``, where ``register()`` looks it up first.
 
 HOOKED = "_do_optimizer_sanity_check"
 

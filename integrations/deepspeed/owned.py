@@ -1,4 +1,4 @@
-"""From reduced gradients to what is stepped on: the loss scale taken out, clipped, or dropped if not finite."""
+"""Owned storage under DeepSpeed: binding, the loss scale, clipping, checkpoints, and the optimizer itself."""
 
 from __future__ import annotations
 
@@ -44,6 +44,8 @@ from lwopt_backend.storage.gradients import OwnedGradients
 from lwopt_backend.storage.owned import OwnedCore, Share
 from lwopt_backend.storage.owned_memory import rank_memory
 from lwopt_backend.storage.owned_model import Backward, check_model, show, tell_when_loaded
+
+# From reduced gradients to what is stepped on: the loss scale taken out, clipped, or dropped if not finite.
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,4 @@
-"""``deepspeed.utils.safe_get_full_fp32_param`` and its kin on owned storage.
-
-They ask the parameter itself, by methods that DeepSpeed's optimizers put on it. Ours take the same arguments, and are
-called on all ranks, as those are. What is not there is an error on all ranks.
-"""
+"""``safe_get_full_fp32_param`` and its kin on owned storage, and its state piece by piece."""
 
 from __future__ import annotations
 
@@ -23,6 +19,11 @@ from lwopt_backend.runtime.buckets import BucketBuffers
 from lwopt_backend.runtime.state import CHECKPOINT_KEY
 from lwopt_backend.storage.owned import Member, OwnedCore
 from lwopt_backend.storage.owned_state import reduced
+
+# ``deepspeed.utils.safe_get_full_fp32_param`` and its kin on owned storage.
+#
+# They ask the parameter itself, by methods that DeepSpeed's optimizers put on it. Ours take the same arguments, and are
+# called on all ranks, as those are. What is not there is an error on all ranks.
 
 METHODS = ("get_full_hp_param", "set_full_hp_param", "get_full_hp_grad", "set_full_hp_grad")
 MARK = "_hp_mapping"  # DeepSpeed looks for the methods above where a parameter has this

@@ -1,8 +1,4 @@
-"""What of a universal checkpoint goes into an engine of any storage: decided, and checked, before any of it does.
-
-Parameters are found by name, and a param group's hyperparameters by the parameters in it: the checkpoint's groups may
-be others, in another order.
-"""
+"""``"load_universal": true``: what of a universal checkpoint goes into an engine, decided, checked, then put there."""
 
 from __future__ import annotations
 
@@ -40,6 +36,11 @@ from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.state import keeps_state
 from lwopt_backend.storage.owned import Member, OwnedCore
 from lwopt_backend.storage.replicated import take_part
+
+# What of a universal checkpoint goes into an engine of any storage: decided, and checked, before any of it does.
+#
+# Parameters are found by name, and a param group's hyperparameters by the parameters in it: the checkpoint's groups may
+# be others, in another order.
 
 STEP = "step"
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed steps at a time, as planned (``zero_storage``) and as found before the first step."""
+"""ZeRO's storage: what DeepSpeed steps at a time, planned, bound and compared with what is found; its state."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ from lwopt_backend.storage.flat import (
     unit_layouts,
 )
 from lwopt_backend.storage.replicated import ReplicatedStepper, gather_whole, new_replicated_stepper, take_part
+
+# What DeepSpeed steps at a time, as planned (``zero_storage``) and as found before the first step.
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The error of everything that reads, converts or writes checkpoints."""
+"""What needs no torch: the error of all checkpoint code, the formats and families by name, a model's numbers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lwopt_backend.config.options import Count, Options, option
+
+# The error of everything that reads, converts or writes checkpoints.
 
 
 class CheckpointError(ValueError):

@@ -1,4 +1,4 @@
-"""Values compared bit by bit, and those that are no finite numbers."""
+"""A checkpoint in one form, whatever its format: parameters with lazy tensors, groups, counters."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.checkpoint.choices import CheckpointError as CheckpointError
+
+# Values compared bit by bit, and those that are no finite numbers.
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -1,4 +1,4 @@
-"""What a training program's own checkpoint says under names of its choice, or not at all: counters, tied weights."""
+"""From one format to another: what is inferred, how groups are translated, what is written."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointErro
 from lwopt_backend.checkpoint.files.folders import refuse_existing, write_folder, write_pointer
 from lwopt_backend.config.linked_rates import OWN_RATES, torchs
 from lwopt_backend.config.registry import MATRIX_RULES, options_of, rule_named
+
+# What a training program's own checkpoint says under names of its choice, or not at all: counters, tied weights.
 
 _KINDS = {"iteration": int, "samples": int, "scheduler": Mapping, "arguments": Mapping, "names": str}
 

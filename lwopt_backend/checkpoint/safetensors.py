@@ -1,12 +1,4 @@
-"""Writes weights, without optimizer state, as safetensors, as ``from_pretrained`` reads them.
-
-    model.safetensors                                 or, where that would be larger than a file may be:
-    model-00001-of-00002.safetensors, ...             and
-    model.safetensors.index.json                      {"metadata": {"total_size": bytes}, "weight_map": {name: file}}
-
-A file: length of the header (8 bytes), header (JSON; dtype, shape and place of each tensor), tensors. The library would
-need all tensors of a file in memory; here one is at a time. Format: https://github.com/huggingface/safetensors#format
-"""
+"""Hugging Face's safetensors: weights read and written, shard by shard."""
 
 from __future__ import annotations
 
@@ -27,6 +19,16 @@ from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyT
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.folders import check_name
 from lwopt_backend.checkpoint.files.made import in_order, shape_of
+
+# Writes weights, without optimizer state, as safetensors, as ``from_pretrained`` reads them.
+#
+#     model.safetensors                                 or, where that would be larger than a file may be:
+#     model-00001-of-00002.safetensors, ...             and
+#     model.safetensors.index.json                      {"metadata": {"total_size": bytes}, "weight_map": {name: file}}
+#
+# A file: length of the header (8 bytes), header (JSON; dtype, shape and place of each tensor), tensors. The library
+# would need all tensors of a file in memory; here one is at a time. Format:
+# https://github.com/huggingface/safetensors#format
 
 FILE_BYTES = 5 * 10**9  # of tensors in one file, as transformers has it by default
 DTYPES = {

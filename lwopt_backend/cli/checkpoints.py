@@ -1,4 +1,4 @@
-"""Options that the commands on checkpoints share, and what they print alike."""
+"""``lwopt convert``, ``inspect`` and ``diff``."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from lwopt_backend.checkpoint.contents import Checkpoint
     from lwopt_backend.checkpoint.differences import Compared
     from lwopt_backend.checkpoint.formats import Reader
+
+# Options that the commands on checkpoints share, and what they print alike.
 
 MODEL = "The model's numbers, where the checkpoint does not say"
 FAMILIES = ", ".join(choices.FAMILIES)

@@ -1,4 +1,4 @@
-"""``lwopt plan``: what a step would cost, before a cluster is booked; ``lwopt calibrate`` makes its table."""
+"""``lwopt plan``: what a step would cost, before a cluster is booked."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from lwopt_backend.planner.document import Alternative
     from lwopt_backend.planner.models import ModelShapes
     from lwopt_backend.planner.study import Study
+
+
+# ``lwopt plan``: what a step would cost, before a cluster is booked; ``lwopt calibrate`` makes its table.
 
 
 def plan(

@@ -1,8 +1,4 @@
-"""What a class's docstrings say of its constructor's arguments, in the two styles that optimizers are documented in::
-
-:param lr: float. learning rate.        Args:
-                                            lr (float, optional): learning rate (default: 1e-3)
-"""
+"""``lwopt rules``: what a configuration may name, with defaults and meanings."""
 
 from __future__ import annotations
 
@@ -19,6 +15,12 @@ from rich.table import Table
 
 
 # ``lwopt rules``: every rule and every host, and every option of them with its default, meaning and source.
+
+
+# What a class's docstrings say of its constructor's arguments, in the two styles that optimizers are documented in::
+#
+# :param lr: float. learning rate.        Args:
+#                                             lr (float, optional): learning rate (default: 1e-3)
 
 
 def rules(

@@ -1,8 +1,4 @@
-"""Param groups of AdamW alone, with the keys of torch.optim.AdamW's, so that state dicts go from one to the other.
-
-torch.distributed.checkpoint reads a flattened state dict by the keys that the groups have. So where AdamW trains
-everything they are just torch's. What we know of a group beside them is in the ``marks`` of its ``ParamGroup``.
-"""
+"""Param groups whose learning rates follow each other, and those of AdamW alone, with torch's keys."""
 
 from __future__ import annotations
 
@@ -16,6 +12,11 @@ import torch
 from lwopt_backend.config.choices import Rules
 from lwopt_backend.config.param_groups import OURS
 from lwopt_backend.config.registry import ELEMENTWISE_RULES, MATRIX_RULES, AdamWOptions, option_names
+
+# Param groups of AdamW alone, with the keys of torch.optim.AdamW's, so that state dicts go from one to the other.
+#
+# torch.distributed.checkpoint reads a flattened state dict by the keys that the groups have. So where AdamW trains
+# everything they are just torch's. What we know of a group beside them is in the ``marks`` of its ``ParamGroup``.
 
 RULE = "adamw"
 

@@ -1,8 +1,4 @@
-"""Optimizer classes tried on a few numbers, on every rank and before anything is trained with them.
-
-Whatever a class keeps must be in the state of its parameter, or be counted in its param group: that is what checkpoints
-hold and what other ranks can go on with. A class that trains otherwise when everything else is made anew is refused.
-"""
+"""Any optimizer class as a rule: found by its path, and tried on a few numbers before it trains anything."""
 
 from __future__ import annotations
 
@@ -25,6 +21,12 @@ from lwopt_backend.rules.torch_optimizer import TorchOptimizer
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.elementwise import Counters, ElementwiseStepper
 from lwopt_backend.runtime.whole import Slices
+
+# Optimizer classes tried on a few numbers, on every rank and before anything is trained with them.
+#
+# Whatever a class keeps must be in the state of its parameter, or be counted in its param group: that is what
+# checkpoints hold and what other ranks can go on with. A class that trains otherwise when everything else is made
+# anew is refused.
 
 STEPS = 8
 LOWER_FROM, LOWER_BY = 3, 10  # from this step on the learning rate is so much lower, as under a schedule

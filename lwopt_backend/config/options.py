@@ -1,4 +1,4 @@
-"""How messages tell users to install an optional package."""
+"""Options as pydantic models: parsed, unknown keys with the nearest known one, other systems' names translated."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from importlib.metadata import PackageNotFoundError, requires
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+# How messages tell users to install an optional package.
 
 DISTRIBUTION = "lwopt-backend"
 

@@ -1,4 +1,4 @@
-"""The optimizers of the element-wise param groups, by a group's number."""
+"""Param groups: the user's split by rule, and the element-wise optimizers of each."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from lwopt_backend.routing.routing import named_like
 from lwopt_backend.runtime.collectives import of_elementwise
 from lwopt_backend.runtime.elementwise import ElementwiseStepper, step_cautiously
 from lwopt_backend.runtime.whole import Slices
+
+# The optimizers of the element-wise param groups, by a group's number.
 
 
 class ElementwiseGroups:

@@ -1,8 +1,4 @@
-"""The rules by name, in one table: options, cost, state, and the class that does the work.
-
-``register_rule`` adds a matrix rule, ``register_elementwise`` an optimizer for everything that is not a matrix. The
-options of a rule are the fields of its dataclass; those of AdamW, which is torch's, stand here.
-"""
+"""The rules by name, those that come with the package and the users' own, with the options of each."""
 
 from __future__ import annotations
 
@@ -36,6 +32,11 @@ from lwopt_backend.rules.newton_schulz import segments
 from lwopt_backend.rules.torch_optimizer import TorchOptimizer
 from lwopt_backend.runtime.collectives import rule_name
 from lwopt_backend.runtime.elementwise import Counters
+
+# The rules by name, in one table: options, cost, state, and the class that does the work.
+#
+# ``register_rule`` adds a matrix rule, ``register_elementwise`` an optimizer for everything that is not a matrix. The
+# options of a rule are the fields of its dataclass; those of AdamW, which is torch's, stand here.
 
 ADAMW = "torch.optim.AdamW"
 

@@ -1,4 +1,4 @@
-"""Numbers as text: three digits that matter, thousands separated, units apart so that a column shares one."""
+"""How pictures look: units, colours, and how they are written."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import matplotlib.style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+
+# Numbers as text: three digits that matter, thousands separated, units apart so that a column shares one.
 
 NONE = "–"
 

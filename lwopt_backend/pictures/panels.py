@@ -1,4 +1,4 @@
-"""What a study's document says at a glance: its title, its deployment in words, its key numbers."""
+"""A plan as one picture: headline, ranks, timeline."""
 
 from __future__ import annotations
 
@@ -42,6 +42,8 @@ from lwopt_backend.pictures.look import (
     ratio,
     time_unit,
 )
+
+# What a study's document says at a glance: its title, its deployment in words, its key numbers.
 
 
 @dataclass(frozen=True, slots=True)

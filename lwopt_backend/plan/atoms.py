@@ -1,4 +1,4 @@
-"""The things a plan is about: parameters, and the matrices (atoms) in them."""
+"""Parameters, the matrices (atoms) in them, and blocks of fused weights."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+
+# The things a plan is about: parameters, and the matrices (atoms) in them.
 
 
 @dataclass(frozen=True, slots=True)

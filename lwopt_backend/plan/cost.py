@@ -1,7 +1,4 @@
-"""What a rule's work on one matrix costs. Flops count one multiply-add as two; s is the shorter side, l the longer.
-
-A cost is an integer, so that sums and comparisons are the same on every machine.
-"""
+"""What work costs: flops of a rule, seconds of a machine, tables that were measured."""
 
 from __future__ import annotations
 
@@ -14,6 +11,10 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+# What a rule's work on one matrix costs. Flops count one multiply-add as two; s is the shorter side, l the longer.
+#
+# A cost is an integer, so that sums and comparisons are the same on every machine.
 
 Shape = tuple[int, int]
 

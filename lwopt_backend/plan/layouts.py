@@ -1,4 +1,4 @@
-"""How a host stores parameters: which rank holds which elements of which parameter."""
+"""How a host stores parameters: which rank holds which elements, in flat partitions, replicas or blocks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import ClassVar, Protocol
 
 from lwopt_backend.plan.atoms import Block
 from lwopt_backend.plan.views import View, range_views
+
+# How a host stores parameters: which rank holds which elements of which parameter.
 
 SUB_GROUP_SIZE = 10**9  # elements of a rank, DeepSpeed's default of zero_optimization.sub_group_size
 

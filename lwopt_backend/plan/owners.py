@@ -1,4 +1,4 @@
-"""Who owns which matrix: the policies ``stay`` and ``balance``."""
+"""Who owns which matrix: the policies, the spread of work over ranks, and the plan made of it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from lwopt_backend.plan.buffers.compact import plan_compact
 from lwopt_backend.plan.cost import Machine, StepTime, step_time
 from lwopt_backend.plan.exchange import Transfer, equal_split, to_fragments, to_owners
 from lwopt_backend.plan.layouts import Layout
+
+# Who owns which matrix: the policies ``stay`` and ``balance``.
 
 POLICIES = ("auto", "stay", "balance")
 

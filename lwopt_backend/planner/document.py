@@ -1,4 +1,4 @@
-"""What else could be chosen, and what it would cost: other layouts, group and bucket sizes."""
+"""A study as plain data, and what else could be chosen."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from lwopt_backend.plan.cost import StepTime, max_min_squared
 from lwopt_backend.planner.part import Part, Planned
 from lwopt_backend.planner.setting import Setting
 from lwopt_backend.planner.study import Stage, Study, plan_share
+
+# What else could be chosen, and what it would cost: other layouts, group and bucket sizes.
 
 OTHER_GROUPS = 2  # group sizes besides all ranks and the chosen one
 ONE_BUCKET_MB = 2.0**40

@@ -1,4 +1,4 @@
-"""Clusters by name, or described in a YAML file."""
+"""What is planned for: a cluster, an engine with its options, and the parameters that some ranks share."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from lwopt_backend.planner.shapes import Training
 from lwopt_backend.routing.grouping import Grouping
 from lwopt_backend.routing.matrices import Divided
 from lwopt_backend.routing.routing import Route
+
+# Clusters by name, or described in a YAML file.
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 

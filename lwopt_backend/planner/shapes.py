@@ -1,4 +1,4 @@
-"""What is read: the routes of a model, and before that the tensors of a checkpoint."""
+"""A model's parameters without its weights: from a Hugging Face configuration or a list of shapes."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from lwopt_backend.config.param_groups import check_overrides
 from lwopt_backend.routing.grouping import as_taken, group_parameters
 from lwopt_backend.routing.matrices import Divided, divide_by_name
 from lwopt_backend.routing.routing import AtomSettings, Route, named_as_stack, stacked
+
+# What is read: the routes of a model, and before that the tensors of a checkpoint.
 
 NOT_IN_MODEL_ORDER = (
     "the parameters are in alphabetical order, since the format does not keep the model's: which rank stores what is "

@@ -1,4 +1,4 @@
-"""What some ranks share, as an engine plans it: owners, buckets, bytes, memory of every rank, seconds."""
+"""What some ranks share, as each engine plans it: ZeRO, owned storage, FSDP2."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ from lwopt_backend.storage.owned import members_of, plan_lines, plan_members
 from lwopt_backend.storage.owned_memory import rank_memories
 
 # Storage of a host in a study: DeepSpeed's ZeRO and FSDP2 keep parameters, we exchange what has to be whole.
+
+# What some ranks share, as an engine plans it: owners, buckets, bytes, memory of every rank, seconds.
 
 IN_FLIGHT = 2  # exchange buckets at a time
 

@@ -1,4 +1,4 @@
-"""How each engine plans what some ranks share."""
+"""A model on a cluster: what tensor, pipeline and expert parallelism leave to each stage, and its plan."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ from lwopt_backend.runtime.agreement import plan_digest
 if TYPE_CHECKING:
     from lwopt_backend.routing.matrices import Divided
     from lwopt_backend.routing.routing import Route
+
+
+# How each engine plans what some ranks share.
 
 
 def plan_share(name: str, shared: Share, ranks: int, setting: Setting, base: Sequence[int] | None = None) -> Planned:

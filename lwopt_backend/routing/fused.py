@@ -1,13 +1,4 @@
-"""Fused weights of models that are known: which outputs of a linear are q, k and v, or gate and up.
-
-A layout is told by the class whose ``forward`` runs, or of torchtitan's modules by their attributes, and only if the
-sizes agree with the module's attributes and with the linear that takes the result. A weight that is not recognised
-stays whole, as it does in other optimizers; a wrong guess would be worse. Copies of Hugging Face's modelling code in
-other packages (``trust_remote_code``) may differ, and are not looked at.
-
-LoRA's B has the outputs of the weight that it changes. Where that is a stack of experts, PEFT has A and B of all of
-them in one parameter each.
-"""
+"""Fused weights of known models: which outputs are q, k and v, or gate and up."""
 
 from __future__ import annotations
 
@@ -20,6 +11,16 @@ from torch import Tensor, nn
 
 from lwopt_backend.plan.atoms import Parts, equal, grouped
 from lwopt_backend.routing.models import LoRA, all_lora
+
+# Fused weights of models that are known: which outputs of a linear are q, k and v, or gate and up.
+#
+# A layout is told by the class whose ``forward`` runs, or of torchtitan's modules by their attributes, and only if the
+# sizes agree with the module's attributes and with the linear that takes the result. A weight that is not recognised
+# stays whole, as it does in other optimizers; a wrong guess would be worse. Copies of Hugging Face's modelling code in
+# other packages (``trust_remote_code``) may differ, and are not looked at.
+#
+# LoRA's B has the outputs of the weight that it changes. Where that is a stack of experts, PEFT has A and B of all of
+# them in one parameter each.
 
 Sizes = Callable[[Tensor], tuple[int, int] | None]  # outputs and inputs of a matrix parameter, also one of a stack
 

@@ -1,4 +1,4 @@
-"""A model that is watched, so that no parameter stops being trained without a word."""
+"""A model's param groups, routed; and a watch that no parameter stops being trained without a word."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ from lwopt_backend.routing.routing import (
     named_parameters,
     route_part,
 )
+
+# A model that is watched, so that no parameter stops being trained without a word.
 
 ADVICE = "make the optimizer after the last such change"
 SHOWN = 5  # names in a sentence

@@ -1,4 +1,4 @@
-"""The first argument of an optimizer that routes a model's parameters: the model, not its parameters."""
+"""The model as an argument, and PEFT's layers in it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+
+# The first argument of an optimizer that routes a model's parameters: the model, not its parameters.
 
 
 def check_is_module(model: Any, caller: str) -> None:

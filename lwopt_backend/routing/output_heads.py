@@ -1,4 +1,4 @@
-"""Which weights are output heads: named so, or as wide as a vocabulary. A heuristic, so the reason is printed."""
+"""Which weights are output heads, and what parameters are used for."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from lwopt_backend.routing.models import Adapter, Place, is_peft, places
+
+# Which weights are output heads: named so, or as wide as a vocabulary. A heuristic, so the reason is printed.
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 # A module called this is an output head wherever it stands ...

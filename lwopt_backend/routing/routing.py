@@ -1,15 +1,4 @@
-"""The setting ``atoms``: by glob on parameters' names, which matrices are in a parameter.
-
-::
-
-    {"*.attn.c_attn.weight": {"qkv": [768, 768, 768]},          q, k and v one after the other
-     "*.linear_qkv.weight": {"qkv": [512, 128, 128], "groups": 8},   again and again for each query group
-     "*.o_proj.weight": {"heads": 12}, "*.gate_up_proj": {"gate_up": "interleaved"},
-     "*.w_in.weight": {"split_sizes": [1024, 64]},
-     "*.conv.weight": "flatten", "*.experts.w1": "stack", "*.fused.weight": "whole"}
-
-Sizes are numbers of outputs, however the matrix is stored, and of every matrix of a stack alike.
-"""
+"""Which rule each parameter goes to, and why; the setting ``atoms``, which matrices are in it."""
 
 from __future__ import annotations
 
@@ -27,6 +16,18 @@ from lwopt_backend.plan.atoms import Block, Grid, Parts, divided, equal, grouped
 from lwopt_backend.routing.fused import joined, side_by_side
 from lwopt_backend.routing.models import LORA, Adapter, lora_of
 from lwopt_backend.routing.output_heads import EMBEDDINGS, Use, output_heads, plain_name, uses_of
+
+# The setting ``atoms``: by glob on parameters' names, which matrices are in a parameter.
+#
+# ::
+#
+#     {"*.attn.c_attn.weight": {"qkv": [768, 768, 768]},          q, k and v one after the other
+#      "*.linear_qkv.weight": {"qkv": [512, 128, 128], "groups": 8},   again and again for each query group
+#      "*.o_proj.weight": {"heads": 12}, "*.gate_up_proj": {"gate_up": "interleaved"},
+#      "*.w_in.weight": {"split_sizes": [1024, 64]},
+#      "*.conv.weight": "flatten", "*.experts.w1": "stack", "*.fused.weight": "whole"}
+#
+# Sizes are numbers of outputs, however the matrix is stored, and of every matrix of a stack alike.
 
 Word = Literal["whole", "stack", "flatten"]
 WORDS: tuple[Word, ...] = ("whole", "stack", "flatten")

@@ -1,4 +1,4 @@
-"""Factors on the learning rate by a matrix's shape, under the names that implementations have for them."""
+"""Muon, and the factors on its learning rate by a matrix's shape."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from lwopt_backend.rules.newton_schulz import Coefficients, by_step, gram_newton_schulz, newton_schulz, table_of
 from lwopt_backend.rules.protocol import MatrixRule, option
+
+# Factors on the learning rate by a matrix's shape, under the names that implementations have for them.
 
 Scale = Callable[[int, int], float]
 

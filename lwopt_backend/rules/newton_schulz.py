@@ -1,4 +1,4 @@
-"""Coefficients of the quintic Newton-Schulz iteration, by step: the published tables by name, or one's own."""
+"""Newton-Schulz and Gram Newton-Schulz, with the published coefficients."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import TypeGuard
 
 import torch
 from torch import Tensor
+
+# Coefficients of the quintic Newton-Schulz iteration, by step: the published tables by name, or one's own.
 
 Triple = tuple[float, float, float]  # a, b, c of X <- a X + b (X X^T) X + c (X X^T)^2 X
 Coefficients = Triple | Sequence[Triple] | str

@@ -1,4 +1,4 @@
-"""What NorMuon and AdaMuon share: a second moment of the orthogonalized update, which divides it."""
+"""NorMuon and AdaMuon: a second moment of the orthogonalized update, which divides it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import Tensor
 
 from lwopt_backend.rules.muon import NESTEROV, TORCH, Muon
 from lwopt_backend.rules.protocol import OwnerStateRule, option
+
+# What NorMuon and AdaMuon share: a second moment of the orthogonalized update, which divides it.
 
 NORMUON = "NorMuon, arXiv 2510.05491"
 ADAMUON = "AdaMuon, arXiv 2507.11005"

@@ -1,4 +1,4 @@
-"""Errors of owned storage at work: of a transport, saying what it was doing, and of a model that it cannot follow."""
+"""Ranks agree before they go on: an error on one is an error on all."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from itertools import zip_longest
 from typing import Any, TypeVar
 
 from lwopt_backend.runtime.collectives import Collectives
+
+# Errors of owned storage at work: of a transport, saying what it was doing, and of a model that it cannot follow.
 
 
 @contextmanager

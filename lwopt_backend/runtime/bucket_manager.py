@@ -1,4 +1,4 @@
-"""Mean gradients that are kept on all ranks, where only some ranks had a gradient of their own."""
+"""Owned buckets during backward: gradients taken, reduced to owners, and values returned."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from lwopt_backend.plan.buffers.layout import Bucket
 from lwopt_backend.runtime.agreement import failing, left_already, read_too_early
 from lwopt_backend.runtime.buckets import BucketBuffers, Ledger, Sharers
 from lwopt_backend.runtime.collectives import Presence
+
+# Mean gradients that are kept on all ranks, where only some ranks had a gradient of their own.
 
 
 def show_everywhere(buckets: Sequence[BucketBuffers], params: Sequence[Tensor]) -> None:

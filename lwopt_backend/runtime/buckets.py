@@ -1,4 +1,4 @@
-"""The ranks that share parameters in owned storage."""
+"""The buffers of owned buckets on one rank, the ranks that share them, and what they send."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch.profiler import record_function
 from lwopt_backend.plan.buffers.layout import Bucket, Piece
 from lwopt_backend.runtime.collectives import EXCHANGE_BACK, EXCHANGE_OUT, PartCollectives, Pending
 from lwopt_backend.runtime.whole import owned_dtype
+
+# The ranks that share parameters in owned storage.
 
 
 class Sharers:

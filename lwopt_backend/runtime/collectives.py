@@ -1,4 +1,4 @@
-"""What the parts of a step are called in profiles (``torch.profiler.record_function``), on every engine."""
+"""The one door to torch.distributed: collectives, ranks, and what they are called in profiles."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+# What the parts of a step are called in profiles (``torch.profiler.record_function``), on every engine.
 
 EXCHANGE_OUT = "lwopt: exchange out"
 EXCHANGE_BACK = "lwopt: exchange back"

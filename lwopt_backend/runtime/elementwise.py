@@ -1,4 +1,4 @@
-"""Weight decay only of elements that the update moves towards zero ("Cautious Weight Decay", arXiv 2510.12402)."""
+"""Element-wise parameters stepped by torch's optimizers, and cautious weight decay."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from lwopt_backend.rules.protocol import inner_steps
 from lwopt_backend.runtime.whole import Slices
+
+# Weight decay only of elements that the update moves towards zero ("Cautious Weight Decay", arXiv 2510.12402).
 
 CHUNK = 2**22  # elements whose updates are in memory at a time
 

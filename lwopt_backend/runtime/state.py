@@ -1,7 +1,4 @@
-"""Owner-held state in a checkpoint of sharded tensors: cut by rows over the mesh, as parameters are, and back.
-
-So it is complete whoever asks for it, and can be loaded by other ranks with other owners.
-"""
+"""State that only owners keep: held by matrix, cut into shards for checkpoints, and back."""
 
 from __future__ import annotations
 
@@ -18,6 +15,10 @@ from lwopt_backend.rules import MatrixRule, OwnerStateRule, WeightRule
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.exchange import Arrival, Fetch, Way, ways_back, ways_to_owners
+
+# Owner-held state in a checkpoint of sharded tensors: cut by rows over the mesh, as parameters are, and back.
+#
+# So it is complete whoever asks for it, and can be loaded by other ranks with other owners.
 
 BUCKET_BYTES = 2**26  # of state that travel together when it is saved or loaded
 STRUCTURE, STEPPED = "structure", "stepped"  # beside the tensors, of state that is more than tensors by name

@@ -1,4 +1,4 @@
-"""Buckets that leave during the backward pass, and are used only if they carried what the step would have sent."""
+"""One optimizer step of one plan's matrices, and buckets that leave already during the backward pass."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from lwopt_backend.runtime.whole import (
     joined,
     put,
 )
+
+# Buckets that leave during the backward pass, and are used only if they carried what the step would have sent.
 
 LONGEST_PAUSE = 32  # steps
 

@@ -1,4 +1,4 @@
-"""Where this rank's pieces of weights, gradients and state lie."""
+"""Where this rank's part of a matrix lies, and rules run on whole matrices."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from lwopt_backend.rules import MatrixRule, OwnerStateRule, WeightRule
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.collectives import of_rule
 from lwopt_backend.runtime.state import OwnerState
+
+# Where this rank's pieces of weights, gradients and state lie.
 
 
 def owned_dtype(dtype: torch.dtype) -> torch.dtype:

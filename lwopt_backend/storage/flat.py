@@ -1,13 +1,4 @@
-"""How ZeRO stores the parameters of a param group, and which of them it steps at a time.
-
-===========================  =====================================  ==========================================
-stage                        stored on every rank                   stepped at a time
-===========================  =====================================  ==========================================
-0                            all parameters, whole                  a param group
-1, 2 (and BF16_Optimizer)    an equal part of each param group      a param group
-3                            an equal part of each parameter        a sub-group: parameters of one param group
-===========================  =====================================  ==========================================
-"""
+"""ZeRO 1 to 3: parameters end to end in flat partitions, planned by param group, and stepped."""
 
 from __future__ import annotations
 
@@ -48,6 +39,16 @@ from lwopt_backend.runtime.agreement import plan_digest, setting
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.stepper import MatrixStepper
 from lwopt_backend.runtime.whole import FlatStorage, Slices
+
+# How ZeRO stores the parameters of a param group, and which of them it steps at a time.
+#
+# ===========================  =====================================  ==========================================
+# stage                        stored on every rank                   stepped at a time
+# ===========================  =====================================  ==========================================
+# 0                            all parameters, whole                  a param group
+# 1, 2 (and BF16_Optimizer)    an equal part of each param group      a param group
+# 3                            an equal part of each parameter        a sub-group: parameters of one param group
+# ===========================  =====================================  ==========================================
 
 
 def unit_layouts(

@@ -1,4 +1,4 @@
-"""Reading an FSDP2 model: its parameters, their meshes, and which rectangle of a parameter each rank holds."""
+"""FSDP2: parameters as DTensors on meshes, planned mesh by mesh, and stepped."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.collectives import Alone, Collectives, Presence, TorchCollectives
 from lwopt_backend.runtime.stepper import MatrixStepper
 from lwopt_backend.runtime.whole import Slices, Storage, local_views, slices_of
+
+# Reading an FSDP2 model: its parameters, their meshes, and which rectangle of a parameter each rank holds.
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Optimizer state of FSDP2 parameters: what may be loaded, and that it keeps its dtype."""
+"""FSDP2's state in checkpoints: what may be loaded, its dtype, and what owners keep."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.state import MATRICES, Key, OwnerShards
 from lwopt_backend.storage.mesh import MeshStepper, describe, local, placed
+
+# Optimizer state of FSDP2 parameters: what may be loaded, and that it keeps its dtype.
 
 
 def check_loadable(

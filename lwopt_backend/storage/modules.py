@@ -1,11 +1,4 @@
-"""What ``ModuleOptimizers`` asks of one module's optimizer, and the three kinds of optimizers that it can ask.
-
-::
-
-    lwopt_backend.LayerWiseOptimizer   owners have the mean gradients         state: pieces in a folder
-    one with ``gradients`` (FSDP2)     gradients are sharded over meshes      state: whole tensors
-    any other torch.optim.Optimizer    every rank of the module has a copy    state: whole tensors
-"""
+"""Each module's optimizer under ``ModuleOptimizers``: the three kinds, their checks, and how they are saved."""
 
 from __future__ import annotations
 
@@ -28,6 +21,15 @@ from lwopt_backend.runtime.collectives import Collectives
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes a second to import
     from lwopt_backend.checkpoint.dcp.reader import DcpFolder
     from lwopt_backend.checkpoint.dcp.saving import Boxes, Shards
+
+
+# What ``ModuleOptimizers`` asks of one module's optimizer, and the three kinds of optimizers that it can ask.
+#
+# ::
+#
+#     lwopt_backend.LayerWiseOptimizer   owners have the mean gradients         state: pieces in a folder
+#     one with ``gradients`` (FSDP2)     gradients are sharded over meshes      state: whole tensors
+#     any other torch.optim.Optimizer    every rank of the module has a copy    state: whole tensors
 
 
 class Part(Protocol):

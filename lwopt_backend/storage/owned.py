@@ -1,4 +1,4 @@
-"""Which ranks share which parameters: all of a process group, in instances of fewer that each own everything."""
+"""Owned storage: members, plans, buffers and steps."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ from lwopt_backend.runtime.buckets import BucketBuffers, Sharers
 from lwopt_backend.runtime.collectives import Alone, PartCollectives, Presence, TorchCollectives
 from lwopt_backend.runtime.whole import Slices, Storage, WholeMatrices, flat_views, owned_dtype, slices_of
 from lwopt_backend.storage.gradients import OwnedGradients
+
+# Which ranks share which parameters: all of a process group, in instances of fewer that each own everything.
 
 
 def share(everyone: PartCollectives, plan: OwnedPlan, divisor: float) -> Sharers:

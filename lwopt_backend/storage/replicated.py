@@ -1,7 +1,4 @@
-"""State of replicated parameters in a checkpoint: whole, parameter by parameter, as a single process would save it.
-
-So it can be loaded with another number of ranks.
-"""
+"""Stage 0: every rank stores everything; work and state are shared out."""
 
 from __future__ import annotations
 
@@ -25,6 +22,10 @@ from lwopt_backend.runtime.collectives import EXCHANGE_BACK, Collectives
 from lwopt_backend.runtime.stepper import MatrixStepper
 from lwopt_backend.runtime.whole import Slices, Storage, flat_views, local_views
 from lwopt_backend.storage.flat import GroupPlan, matrix_stepper
+
+# State of replicated parameters in a checkpoint: whole, parameter by parameter, as a single process would save it.
+#
+# So it can be loaded with another number of ranks.
 
 
 @dataclass(frozen=True, slots=True)

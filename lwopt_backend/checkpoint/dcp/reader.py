@@ -1,4 +1,4 @@
-"""A folder that torch.distributed.checkpoint (DCP) wrote: its tensors, read box by box, and its other objects."""
+"""Reads folders of torch.distributed.checkpoint (DCP): tensors box by box, owner state, other objects."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ from lwopt_backend.checkpoint.files.torch_files import Stored, StoredTensor
 from lwopt_backend.config import registry
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.state import STEPPED, STRUCTURE
+
+# A folder that torch.distributed.checkpoint (DCP) wrote: its tensors, read box by box, and its other objects.
 
 __all__ = ["METADATA", "DcpFolder"]
 

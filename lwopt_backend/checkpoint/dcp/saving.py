@@ -1,4 +1,4 @@
-"""What DCP's file ``.metadata`` says: a folder's tensors with their chunks, other objects, and where they are."""
+"""Writes and describes DCP's folders: their ``.metadata``, and the planner that lays tensors out."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ from lwopt_backend.checkpoint.files.torch_files import Stored
 from lwopt_backend.checkpoint.files.torch_saving import save_as_it_lies
 from lwopt_backend.runtime.agreement import agree
 from lwopt_backend.runtime.collectives import Alone, Collectives
+
+# What DCP's file ``.metadata`` says: a folder's tensors with their chunks, other objects, and where they are.
 
 METADATA, ANY_FILE = ".metadata", "__*.distcp"
 Sizes = tuple[int, ...]

@@ -1,14 +1,4 @@
-"""Where the files of a DeepSpeed checkpoint are, by DeepSpeed 0.19.8's names.
-
-::
-
-    latest                                               the newest tag; latest_universal the same of universal ones
-    global_step100/                                      a tag
-      mp_rank_00_model_states.pt                           stages 0-2: the module, counters; at stage 0 the optimizer
-      zero_pp_rank_1_mp_rank_00_model_states.pt            stage 3: of every rank, the module without weights
-      [bf16_]zero_pp_rank_1_mp_rank_00_optim_states.pt     stages 1-3: of every rank, its part of the optimizer
-      zero/<parameter>/<key>.pt                            a universal checkpoint
-"""
+"""The files of a DeepSpeed checkpoint: where they are, what is in them, and state gathered from the ranks' parts."""
 
 from __future__ import annotations
 
@@ -35,6 +25,17 @@ from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.folders import read_pointer
 from lwopt_backend.checkpoint.files.made import shape_of
 from lwopt_backend.checkpoint.files.pickles import Stub
+
+# Where the files of a DeepSpeed checkpoint are, by DeepSpeed 0.19.8's names.
+#
+# ::
+#
+#     latest                                               the newest tag; latest_universal the same of universal ones
+#     global_step100/                                      a tag
+#       mp_rank_00_model_states.pt                           stages 0-2: the module, counters; at stage 0 the optimizer
+#       zero_pp_rank_1_mp_rank_00_model_states.pt            stage 3: of every rank, the module without weights
+#       [bf16_]zero_pp_rank_1_mp_rank_00_optim_states.pt     stages 1-3: of every rank, its part of the optimizer
+#       zero/<parameter>/<key>.pt                            a universal checkpoint
 
 MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")

@@ -1,17 +1,4 @@
-"""Reads DeepSpeed's universal checkpoints: those of ds_to_universal, of DeepSpeed 0.19.8, and ours.
-
-::
-
-    latest_universal                             the tag
-    <tag>/mp_rank_00_model_states.pt             as ``deepspeed.model`` reads it; stage 3: zero_pp_rank_0_mp_rank_00_...
-    <tag>/zero/optimizer_state.pt                param groups, counters, loss scaling; ours adds ``OURS``
-    <tag>/zero/<parameter>/fp32.pt, <key>.pt     {"param": the whole tensor, ...}; from stage 3 the flat tensor itself
-    <tag>/zero/<parameter>/step.pt               the number itself
-    <tag>/owner_state/<parameter>.pt             ours: what owners keep of its matrices, by their place
-
-DeepSpeed takes every file in a parameter's folder whose name has ``pt`` in it for state of the parameter's size, so
-what is not of that size is not in there.
-"""
+"""Universal checkpoints: those of ds_to_universal, of DeepSpeed 0.19.8, and ours, read and written."""
 
 from __future__ import annotations
 
@@ -46,6 +33,21 @@ from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.folders import check_name
 from lwopt_backend.checkpoint.files.made import all_done
 from lwopt_backend.checkpoint.files.torch_saving import save, save_as_it_lies
+
+# Reads DeepSpeed's universal checkpoints: those of ds_to_universal, of DeepSpeed 0.19.8, and ours.
+#
+# ::
+#
+#     latest_universal                             the tag
+#     <tag>/mp_rank_00_model_states.pt             as ``deepspeed.model`` reads it; stage 3:
+# zero_pp_rank_0_mp_rank_00_...     <tag>/zero/optimizer_state.pt                param groups, counters, loss scaling;
+# ours adds ``OURS``
+#     <tag>/zero/<parameter>/fp32.pt, <key>.pt     {"param": the whole tensor, ...}; from stage 3 the flat tensor itself
+#     <tag>/zero/<parameter>/step.pt               the number itself
+#     <tag>/owner_state/<parameter>.pt             ours: what owners keep of its matrices, by their place
+#
+# DeepSpeed takes every file in a parameter's folder whose name has ``pt`` in it for state of the parameter's size, so
+# what is not of that size is not in there.
 
 POINTER = "latest_universal"
 OWNERS = "owner_state"  # the folder beside "zero"

@@ -1,4 +1,4 @@
-"""State in flat tensors that DeepSpeed cuts over ranks: gathered by parameter and key, and put together again."""
+"""DeepSpeed's native checkpoints: stages 0 to 3, BF16_Optimizer, DeepSpeed's Muon, and our owned storage."""
 
 from __future__ import annotations
 
@@ -53,6 +53,8 @@ from lwopt_backend.runtime.agreement import digest
 # for DeepSpeed's own Muon: a rank keeps momentum, in whole tensors and in the same order, of all parameters of which it
 # stores a part (stage_1_and_2.py, ``_get_flat_partition_unpadded``), unless optimizer state is offloaded. Read in
 # 0.19.8.
+
+# State in flat tensors that DeepSpeed cuts over ranks: gathered by parameter and key, and put together again.
 
 BUFFER = "momentum_buffer"
 

@@ -1,4 +1,4 @@
-"""What a checkpoint's folder must not have in it."""
+"""Folders: what must not be in them, written whole or not at all, moved into place, recovered."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from lwopt_backend.checkpoint.contents import CheckpointError
 from lwopt_backend.checkpoint.files.atomic import NEW, beside, write_whole
 from lwopt_backend.checkpoint.files.atomic import flush as flush
 from lwopt_backend.checkpoint.files.made import Stub
+
+# What a checkpoint's folder must not have in it.
 
 
 def check_links(folder: Path) -> None:

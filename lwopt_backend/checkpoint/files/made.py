@@ -1,4 +1,4 @@
-"""Several tensors at a time: threads that read ahead, or write files of their own."""
+"""Objects that files ask for, made by us; and several tensors at a time, by threads."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+
+# Several tensors at a time: threads that read ahead, or write files of their own.
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""Objects of other programs, such as Megatron's ``args``, as plain data."""
+"""Pickles read without running anything: as tensors, as plain data, and as stubs of other programs' objects."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import torch
 from lwopt_backend.checkpoint.contents import CheckpointError, LazyTensor
 from lwopt_backend.checkpoint.files.folders import check_tree
 from lwopt_backend.checkpoint.files.made import Made, Maker, Named, StorageKind, Stub, check_key
+
+# Objects of other programs, such as Megatron's ``args``, as plain data.
 
 
 def plain(value: Any) -> Any:

@@ -1,8 +1,4 @@
-"""The zip archives that torch.save writes, in a file or in a part of one: stored records, each with its checksum.
-
-A local header, whose last two fields say how long name and padding after it are, then the record's bytes. Format:
-https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
-"""
+"""The files that torch.save writes: their zip records with checksums, their tensors lazily."""
 
 from __future__ import annotations
 
@@ -27,6 +23,11 @@ from torch import Tensor
 from lwopt_backend.checkpoint.contents import CheckpointError, LazyTensor
 from lwopt_backend.checkpoint.files import pickles
 from lwopt_backend.checkpoint.files.made import Maker, Named, StorageKind, shape_of
+
+# The zip archives that torch.save writes, in a file or in a part of one: stored records, each with its checksum.
+#
+# A local header, whose last two fields say how long name and padding after it are, then the record's bytes. Format:
+# https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
 
 CHUNK = 2**22  # bytes that are read at once: what the processor's cache holds
 _HEADER = struct.Struct("<4s22xHH")

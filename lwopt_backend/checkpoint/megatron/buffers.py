@@ -1,15 +1,4 @@
-"""Where each parameter lies in the flat buffers of Megatron's DistributedOptimizer.
-
-A buffer holds the parameters of one dtype in reversed module order, in buckets (P = padding of a start to 64 elements,
-E = padding of a bucket's end, which checkpoints leave out):
-
-    bucket 0                          bucket 1
-    | last param |P| one before |E|   | the next |P| ... | first param |E|
-
-Source: ``_ParamAndGradBuffer`` in megatron/core/distributed/param_and_grad_buffer.py, ``bucket_size`` in
-distributed_data_parallel.py and megatron/training/training.py. The end's padding is a multiple of 64, so places inside
-a bucket do not depend on the number of ranks.
-"""
+"""The flat buffers of Megatron's DistributedOptimizer: where parameters lie, and the buckets of dp_reshardable."""
 
 from __future__ import annotations
 
@@ -35,6 +24,18 @@ from lwopt_backend.checkpoint.megatron.names import (
     world,
 )
 from lwopt_backend.checkpoint.megatron.ranks import Cut, cut_of, is_gated, local_shape, merge
+
+# Where each parameter lies in the flat buffers of Megatron's DistributedOptimizer.
+#
+# A buffer holds the parameters of one dtype in reversed module order, in buckets (P = padding of a start to 64
+# elements, E = padding of a bucket's end, which checkpoints leave out):
+#
+#     bucket 0                          bucket 1
+#     | last param |P| one before |E|   | the next |P| ... | first param |E|
+#
+# Source: ``_ParamAndGradBuffer`` in megatron/core/distributed/param_and_grad_buffer.py, ``bucket_size`` in
+# distributed_data_parallel.py and megatron/training/training.py. The end's padding is a multiple of 64, so places
+# inside a bucket do not depend on the number of ranks.
 
 ALIGNMENT = 64  # elements: 128 bytes at 16 bits
 

@@ -1,8 +1,4 @@
-"""Param groups and step counts in Megatron's torch_dist checkpoints.
-
-They have every group's options, but not which parameters are in it (see ``megatron.groups``). Chained optimizers are
-numbered, and those that are chained in a chained one once more.
-"""
+"""Megatron's torch_dist: keys as parameters' names, param groups and step counts."""
 
 from __future__ import annotations
 
@@ -21,6 +17,11 @@ from lwopt_backend.checkpoint.dcp.reader import DcpFolder
 from lwopt_backend.checkpoint.files.made import shape_of
 from lwopt_backend.checkpoint.files.pickles import counter, plain
 from lwopt_backend.checkpoint.megatron.names import local_spec, module_order
+
+# Param groups and step counts in Megatron's torch_dist checkpoints.
+#
+# They have every group's options, but not which parameters are in it (see ``megatron.groups``). Chained optimizers are
+# numbered, and those that are chained in a chained one once more.
 
 Options = Mapping[str, Any]
 Chain = tuple[int, ...]  # of an optimizer its number in the chain, in the chain in that, ...; () if it is alone

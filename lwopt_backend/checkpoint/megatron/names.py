@@ -1,4 +1,4 @@
-"""Megatron-core's parameter names: a rank's own numbers made global, Transformer Engine's spelling the local spec's."""
+"""Megatron-core's parameter names, their order in groups, the folder of a step, and what states are called."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 from lwopt_backend.checkpoint.contents import MASTER, CheckpointError, LazyTensor
 from lwopt_backend.checkpoint.files.pickles import counter, plain
+
+# Megatron-core's parameter names: a rank's own numbers made global, Transformer Engine's spelling the local spec's.
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")

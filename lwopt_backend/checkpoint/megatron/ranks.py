@@ -1,4 +1,4 @@
-"""How Megatron-core cuts each parameter over its tensor-parallel ranks, and how the parts become one tensor again."""
+"""Megatron's ranks: how parameters are cut over tensor-parallel ranks, and what each rank's files hold."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from lwopt_backend.checkpoint.megatron.names import (
     rank_folders,
     world,
 )
+
+# How Megatron-core cuts each parameter over its tensor-parallel ranks, and how the parts become one tensor again.
 
 # What stands before a role; experts and shared experts are cut as a dense MLP is.
 _PREFIX = re.compile(

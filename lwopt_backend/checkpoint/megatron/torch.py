@@ -1,10 +1,4 @@
-"""Which rank of Megatron's LayerWiseDistributedOptimizer has which parameters, replayed.
-
-The parameters of all param groups, one group after another and each in module order, are sorted by size (equal sizes
-keep their order) and dealt to the ranks back and forth: 0, 1, ..., n-1, n-1, ..., 1, 0, 0, 1, ... Experts that are
-sharded over expert-parallel ranks are dealt in the same way, separately, to the ranks that hold the same experts.
-Source: ``shard_params`` in megatron/core/optimizer/layer_wise_optimizer.py of 0.16, the ping-pong path in later ones.
-"""
+"""Megatron's ``torch`` format, with flat buffers or the layer-wise optimizer, merged from all ranks."""
 
 from __future__ import annotations
 
@@ -50,6 +44,13 @@ from lwopt_backend.checkpoint.megatron.ranks import (
     named,
     read_ranks,
 )
+
+# Which rank of Megatron's LayerWiseDistributedOptimizer has which parameters, replayed.
+#
+# The parameters of all param groups, one group after another and each in module order, are sorted by size (equal sizes
+# keep their order) and dealt to the ranks back and forth: 0, 1, ..., n-1, n-1, ..., 1, 0, 0, 1, ... Experts that are
+# sharded over expert-parallel ranks are dealt in the same way, separately, to the ranks that hold the same experts.
+# Source: ``shard_params`` in megatron/core/optimizer/layer_wise_optimizer.py of 0.16, the ping-pong path in later ones.
 
 
 def dealt(

@@ -1,4 +1,4 @@
-"""Parameters under the keys of Megatron's torch_dist format: the way back from ``megatron.dist_names``."""
+"""Writes Megatron's torch_dist format, of 0.16 and of 0.19."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from lwopt_backend.checkpoint.convert import weight_of
 from lwopt_backend.checkpoint.dcp.saving import Boxes, Place, Shards, save, stacked
 from lwopt_backend.checkpoint.files.torch_saving import save_as_it_lies
 from lwopt_backend.checkpoint.megatron.names import EMBEDDINGS, FUSED, STATES, is_expert, is_sharded_expert, local_spec
+
+# Parameters under the keys of Megatron's torch_dist format: the way back from ``megatron.dist_names``.
 
 _LAYER = re.compile(r"^(decoder\.layers)\.(\d+)\.")
 _EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.")

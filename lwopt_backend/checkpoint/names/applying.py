@@ -1,4 +1,4 @@
-"""Which rule takes which names, and what it makes of them: the plan of a conversion, without any tensor."""
+"""Rules matched with names and applied to a checkpoint, without reading a tensor."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from lwopt_backend.checkpoint.names.megatron import HEAD
 from lwopt_backend.checkpoint.names.operations import OPERATIONS, stacked, unstacked
 from lwopt_backend.checkpoint.names.rules import LAYERS, NameMap, Pattern, Rule, Values
 from lwopt_backend.config.options import suggestion
+
+# Which rule takes which names, and what it makes of them: the plan of a conversion, without any tensor.
 
 SHOWN = 20  # problems that are listed
 

@@ -1,13 +1,14 @@
-"""Hugging Face's names for Llama, Mistral, Qwen2 (with biases of q, k and v) and Qwen3 (with norms of q and k).
-
-Read from transformers 5.23, ``models/{llama,mistral,qwen2,qwen3}/modeling_*.py``. Both sides rotate halves of a head,
-so that rows of q and k stay where they are.
-"""
+"""Hugging Face's names: Llama and its kin, GPT-2, Mixtral, Qwen MoE, stacked experts."""
 
 from __future__ import annotations
 
 from lwopt_backend.checkpoint.names import megatron as core
 from lwopt_backend.checkpoint.names.rules import NameMap, Rule, renamed, rule
+
+# Hugging Face's names for Llama, Mistral, Qwen2 (with biases of q, k and v) and Qwen3 (with norms of q and k).
+#
+# Read from transformers 5.23, ``models/{llama,mistral,qwen2,qwen3}/modeling_*.py``. Both sides rotate halves of a head,
+# so that rows of q and k stay where they are.
 
 LAYER = "model.layers.{layer}"
 

@@ -1,13 +1,14 @@
-"""Megatron-core's names for a model of its local spec; the vocabulary that all other tables start from.
-
-Layers and experts have their global numbers. With Transformer Engine norms belong to the linear after them, and experts
-of one grouped product have their number at the end; both are accepted as aliases (Megatron-LM core_v0.16.1,
-models/gpt/gpt_layer_specs.py and transformer/moe/experts.py).
-"""
+"""Megatron's names: Megatron-core's local spec, from which all tables start, and Megatron-DeepSpeed's."""
 
 from __future__ import annotations
 
 from lwopt_backend.checkpoint.names.rules import NameMap, aliases, renamed, rule
+
+# Megatron-core's names for a model of its local spec; the vocabulary that all other tables start from.
+#
+# Layers and experts have their global numbers. With Transformer Engine norms belong to the linear after them, and
+# experts of one grouped product have their number at the end; both are accepted as aliases (Megatron-LM core_v0.16.1,
+# models/gpt/gpt_layer_specs.py and transformer/moe/experts.py).
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 POSITIONS = "embedding.position_embeddings.weight"

@@ -1,4 +1,4 @@
-"""Names of parameters with numbers in them: ``decoder.layers.{layer}.mlp.linear_fc2.{weight|bias}``."""
+"""Maps of names: patterns with numbers in them, and the rules that pair them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from lwopt_backend.checkpoint.choices import OURS, Numbers
 from lwopt_backend.checkpoint.contents import CheckpointError
 from lwopt_backend.checkpoint.names.operations import OPERATIONS
 from lwopt_backend.config.options import Options, option, parse, suggestion
+
+# Names of parameters with numbers in them: ``decoder.layers.{layer}.mlp.linear_fc2.{weight|bias}``.
 
 _FIELD = re.compile(r"\{([^{}]*)\}")
 _NUMBER = re.compile(r"([a-z_]+)(?:\+([0-9]+))?")

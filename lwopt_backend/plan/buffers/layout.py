@@ -1,4 +1,4 @@
-"""What planning owned storage is given: parameters, and how to plan."""
+"""Owned buffers: what is planned, buckets with slots and shards, and how parameters are arranged."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from typing import Literal
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buffers.step import Elements
 from lwopt_backend.plan.cost import CostModel, Machine, max_min_squared
+
+# What planning owned storage is given: parameters, and how to plan.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,4 @@
-"""Parameters with several matrices in them, end to end in buckets that are cut between ranks where a matrix ends.
-
-::
-
-    | e0 e1 e2 e3 | e4 e5 | q k v | q k v |     stacks and fused weights, each in one piece, to be a view
-    | rank 0  | rank 1  | rank 2  | rank 3 |     matrices lie whole in one part; nothing is padded
-
-So the experts of a stack have several owners, though the stack is one tensor.
-"""
+"""Owned storage planned: matrices and element-wise parameters in buckets, cut between ranks where that pays."""
 
 from __future__ import annotations
 
@@ -30,6 +22,15 @@ from lwopt_backend.plan.buffers.layout import (
 from lwopt_backend.plan.buffers.padded import relieve
 from lwopt_backend.plan.buffers.placement import place_costliest_first
 from lwopt_backend.plan.cost import StepTime, gather_seconds
+
+# Parameters with several matrices in them, end to end in buckets that are cut between ranks where a matrix ends.
+#
+# ::
+#
+#     | e0 e1 e2 e3 | e4 e5 | q k v | q k v |     stacks and fused weights, each in one piece, to be a view
+#     | rank 0  | rank 1  | rank 2  | rank 3 |     matrices lie whole in one part; nothing is padded
+#
+# So the experts of a stack have several owners, though the stack is one tensor.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Local search: relieve the costliest shard without making any bucket's shards larger."""
+"""Padded layouts: packed bins improved by local search, never worse than Megatron-Core's planner."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from lwopt_backend.plan.buffers.placement import (
     place_costliest_first,
     whole_layers,
 )
+
+# Local search: relieve the costliest shard without making any bucket's shards larger.
 
 WORK = 400_000  # comparisons in all; bounds the time, and is the same on every machine
 PARTNERS = 12  # the least loaded shards that the costliest one trades with

@@ -1,4 +1,4 @@
-"""What a plan balances."""
+"""Where buckets close, and which rank gets which bin."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lwopt_backend.plan.buffers.layout import Stream
+
+# What a plan balances.
 
 
 def balanced_measures(stream: Stream) -> dict[str, list[int]]:
