@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
 
 from lwopt_backend import ModuleOptimizers
+from lwopt_backend.optimizer import OwnedOptimizer
 from tests.cells import cells
 from tests.engines import ExactLM
 from tests.fsdp2 import fsdp, layer_wise, set_weights, whole
@@ -190,6 +191,8 @@ class Beside:
 
     def check(self) -> None:
         for of, module in self.modules.items():
+            if isinstance(owned := self.optimizers.modules[of], OwnedOptimizer):
+                owned.synchronize()  # with overlap_param_gather, values may still be on their way
             for name, param in module.named_parameters():
                 expected = self.single.modules[of].get_parameter(name.removeprefix("module."))  # DDP's
                 assert torch.equal(whole(param), expected), (of, name)
