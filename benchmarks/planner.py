@@ -25,9 +25,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from lwopt_backend.plan.buffers.compact import plan_compact
 from lwopt_backend.plan.buffers.instances import plan_buffer
 from lwopt_backend.plan.buffers.layout import imbalance
+from lwopt_backend.plan.buffers.packing import plan_compact
 from lwopt_backend.plan.cost import CLUSTERS, COSTS
 
 FIGURES = Path(__file__).with_name("megatron_planner.csv")

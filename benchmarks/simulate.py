@@ -23,8 +23,7 @@ from rich.table import Table
 from simulate_systems import Figure, compare
 from simulate_validation import LAYERS, WIDTH, Validated, validate
 
-from lwopt_backend.cli import inputs
-from lwopt_backend.cli.app import main
+from lwopt_backend.cli import inputs, main
 from lwopt_backend.cli.tables import terminal
 from lwopt_backend.planner.setting import Setting, cluster_named
 from lwopt_backend.planner.study import Deployment, plan_study

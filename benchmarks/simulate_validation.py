@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buffers.layout import BufferPlan
-from lwopt_backend.plan.buffers.padded import ping_pong
+from lwopt_backend.plan.buffers.packing import ping_pong
 from lwopt_backend.plan.cost import MACHINES, CostModel, Machine, StepTime
 from lwopt_backend.plan.layouts import FlatPartition
 from lwopt_backend.planner.models import ModelShapes, Training

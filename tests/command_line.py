@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from lwopt_backend.cli.app import main
+from lwopt_backend.cli import main
 from tests.megatron_dist import Setup, truth, write
 from tests.megatron_torch import Setup as TorchSetup
 from tests.megatron_torch import Writer

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from benchmarks import public_models
 from lwopt_backend.plan import Atom
 from lwopt_backend.plan.buffers.layout import BufferPlan, imbalance
-from lwopt_backend.plan.buffers.padded import plan_padded
+from lwopt_backend.plan.buffers.packing import plan_padded
 from lwopt_backend.plan.buffers.step import buffer_step
 from lwopt_backend.plan.cost import CLUSTERS, COSTS, newton_schulz_flops
 

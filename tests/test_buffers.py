@@ -16,9 +16,15 @@ from typing import Any
 import pytest
 
 from lwopt_backend.plan import Atom
-from lwopt_backend.plan.buffers.compact import plan_compact
 from lwopt_backend.plan.buffers.layout import MOST_KINDS, BufferPlan, Stream
-from lwopt_backend.plan.buffers.padded import capped_shards, closing_rule, ping_pong, plan_padded, relieve
+from lwopt_backend.plan.buffers.packing import (
+    capped_shards,
+    closing_rule,
+    ping_pong,
+    plan_compact,
+    plan_padded,
+    relieve,
+)
 from lwopt_backend.plan.buffers.placement import (
     Cuts,
     Packer,

@@ -18,7 +18,7 @@ from lwopt_backend.checkpoint import choices, formats, names
 from lwopt_backend.checkpoint.contents import Checkpoint, Param, held
 from lwopt_backend.checkpoint.names.operations import OPERATIONS
 from lwopt_backend.checkpoint.names.rules import MapFile, RuleEntry
-from lwopt_backend.cli.app import app
+from lwopt_backend.cli import app
 from tests import megatron_dist
 from tests.command_line import lwopt
 from tests.launcher import ROOT, run_script, succeeds

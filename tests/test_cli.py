@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from lwopt_backend.checkpoint import choices, names
-from lwopt_backend.cli.app import app
+from lwopt_backend.cli import app
 from lwopt_backend.cli.rule_facts import argument_meanings, meanings_in
 from lwopt_backend.config.hosts import FSDP2Config, OwnedConfig, ZeROConfig
 from lwopt_backend.config.registry import MATRIX_RULES
@@ -70,7 +70,7 @@ def test_json_holds_the_plan_and_nothing_else_is_printed(shapes: Path) -> None:
 ALONE = """
 import contextlib, io, json, sys
 import typer
-from lwopt_backend.cli.app import app, main
+from lwopt_backend.cli import app, main
 
 def call(*words):
     sys.argv = ["lwopt", *words]

@@ -17,7 +17,7 @@ import torch
 import typer
 
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers, run
-from lwopt_backend.cli.app import app
+from lwopt_backend.cli import app
 from lwopt_backend.config.choices import LayerWiseMuonConfig
 from lwopt_backend.config.hosts import FSDP2Config, HostConfig, OwnedConfig
 from lwopt_backend.config.registry import AdamWOptions, MuonOptions

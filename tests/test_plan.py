@@ -34,7 +34,7 @@ from lwopt_backend.plan import (
     plan_spread,
 )
 from lwopt_backend.plan.atoms import matrices_of
-from lwopt_backend.plan.buffers.compact import plan_compact
+from lwopt_backend.plan.buffers.packing import plan_compact
 from lwopt_backend.plan.cost import newton_schulz_flops
 from lwopt_backend.plan.exchange import Segment, Transfer
 from lwopt_backend.plan.layouts import in_blocks

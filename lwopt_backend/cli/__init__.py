@@ -1,5 +1,34 @@
-"""The command ``lwopt``."""
+"""The command ``lwopt``: its commands, and how their errors are shown."""
 
-from lwopt_backend.cli.app import main
+from __future__ import annotations
 
-__all__ = ["main"]
+import sys
+from collections.abc import Callable
+
+import typer
+
+from lwopt_backend.cli.checkpoints import convert, diff, inspect
+from lwopt_backend.cli.plan import calibrate, plan
+from lwopt_backend.cli.rules import rules
+
+app = typer.Typer(
+    name="lwopt",
+    help="Plan layer-wise sharding before booking a cluster.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (plan, calibrate, convert, inspect, diff):
+    app.command(no_args_is_help=True)(command)
+app.command()(rules)
+
+
+def main(commands: Callable[[], None] = app) -> None:
+    """Run a command; what a user can mend is one line and exit code 2, not a traceback."""
+    try:
+        commands()
+    except (ValueError, OSError, ImportError, MemoryError) as error:
+        sys.stdout.flush()
+        said = "not enough memory" if isinstance(error, MemoryError) else error
+        typer.secho(f"error: {said}", fg="red", err=True)
+        raise SystemExit(2) from None

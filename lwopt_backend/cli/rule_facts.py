@@ -25,7 +25,7 @@ from lwopt_backend.config.registry import (
 )
 from lwopt_backend.routing.routing import Division
 from lwopt_backend.rules import OwnerStateRule, WeightRule
-from lwopt_backend.rules.torch_optimizer import TorchOptimizer
+from lwopt_backend.rules.protocol import TorchOptimizer
 
 FIELD = re.compile(r":param\s+(?:[^:]*\s)?\*{0,2}(\w+)\s*:(.*)")
 

@@ -16,8 +16,7 @@ from pydantic import create_model
 from torch import Tensor, nn
 
 from lwopt_backend.config.options import Options, install_command, option, suggestion
-from lwopt_backend.rules.protocol import inner_steps
-from lwopt_backend.rules.torch_optimizer import TorchOptimizer
+from lwopt_backend.rules.protocol import TorchOptimizer, inner_steps
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.elementwise import Counters, ElementwiseStepper
 from lwopt_backend.runtime.whole import Slices

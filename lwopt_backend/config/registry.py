@@ -29,7 +29,7 @@ from lwopt_backend.routing.routing import Route
 from lwopt_backend.rules import AdaMuon, MatrixRule, Muon, NorMuon, OwnerStateRule, WeightRule
 from lwopt_backend.rules.muon import CAUTIOUS
 from lwopt_backend.rules.newton_schulz import segments
-from lwopt_backend.rules.torch_optimizer import TorchOptimizer
+from lwopt_backend.rules.protocol import TorchOptimizer
 from lwopt_backend.runtime.collectives import rule_name
 from lwopt_backend.runtime.elementwise import Counters
 

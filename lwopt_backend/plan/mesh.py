@@ -10,8 +10,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from lwopt_backend.plan.atoms import Block
-from lwopt_backend.plan.layouts import Fragment
-from lwopt_backend.plan.views import Span, box_views, rectangle
+from lwopt_backend.plan.layouts import Fragment, Span, box_views, rectangle
 
 Coordinate = tuple[int, ...]
 

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lwopt_backend.plan.atoms import Atom
-from lwopt_backend.plan.buffers.compact import plan_compact
+from lwopt_backend.plan.buffers.packing import plan_compact
 from lwopt_backend.plan.cost import Machine, StepTime, step_time
 from lwopt_backend.plan.exchange import Transfer, equal_split, to_fragments, to_owners
 from lwopt_backend.plan.layouts import Layout

@@ -12,7 +12,7 @@ from torch.profiler import record_function
 
 from lwopt_backend.plan import Atom
 from lwopt_backend.plan.atoms import Block
-from lwopt_backend.plan.views import Span, View, box_views
+from lwopt_backend.plan.layouts import Span, View, box_views
 from lwopt_backend.rules import MatrixRule, OwnerStateRule, WeightRule
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.collectives import of_rule

@@ -18,7 +18,7 @@ from lwopt_backend.plan.buffers.layout import Bucket, OwnedParam, Setting
 from lwopt_backend.plan.buffers.owned import OwnedPlan, plan_owned
 from lwopt_backend.plan.buffers.step import Elements
 from lwopt_backend.plan.cost import COSTS
-from lwopt_backend.plan.views import View, range_views
+from lwopt_backend.plan.layouts import View, range_views
 from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.routing.grouping import Grouping
 from lwopt_backend.rules import MatrixRule

@@ -17,7 +17,7 @@ from lwopt_backend.config.param_groups import ElementwiseGroups
 from lwopt_backend.config.registry import build_matrix_rule, new_state
 from lwopt_backend.plan import FlatPartition
 from lwopt_backend.plan.atoms import Block
-from lwopt_backend.plan.views import View, range_views
+from lwopt_backend.plan.layouts import View, range_views
 from lwopt_backend.runtime.collectives import EXCHANGE_BACK, Collectives
 from lwopt_backend.runtime.stepper import MatrixStepper
 from lwopt_backend.runtime.whole import Slices, Storage, flat_views, local_views

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from lwopt_backend.plan.atoms import Atom
-from lwopt_backend.plan.buffers.compact import plan_compact
 from lwopt_backend.plan.buffers.layout import BufferPlan, Stream, aligned_shard
-from lwopt_backend.plan.buffers.padded import plan_padded
+from lwopt_backend.plan.buffers.packing import plan_compact, plan_padded
 from lwopt_backend.plan.buffers.placement import height_bound
 from lwopt_backend.plan.buffers.step import Elements, buffer_step
 from lwopt_backend.plan.cost import CostModel, Machine, StepTime

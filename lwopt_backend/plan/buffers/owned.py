@@ -19,7 +19,7 @@ from lwopt_backend.plan.buffers.layout import (
     arrange_elementwise,
     arrange_matrices,
 )
-from lwopt_backend.plan.buffers.padded import relieve
+from lwopt_backend.plan.buffers.packing import relieve
 from lwopt_backend.plan.buffers.placement import place_costliest_first
 from lwopt_backend.plan.cost import StepTime, gather_seconds
 
