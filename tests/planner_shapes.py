@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import ast
 import csv
+import hashlib
 import math
+import random
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import public_models
-from lwopt_backend.plan import Atom
+from lwopt_backend.plan import (
+    MACHINES,
+    Atom,
+    FlatPartition,
+    MatrixPlan,
+    MeshLayout,
+    Sharding,
+    plan_matrices,
+    plan_spread,
+)
 from lwopt_backend.plan.buffers.layout import BufferPlan, imbalance
-from lwopt_backend.plan.buffers.packing import plan_padded
+from lwopt_backend.plan.buffers.packing import plan_compact, plan_padded
 from lwopt_backend.plan.buffers.step import buffer_step
 from lwopt_backend.plan.cost import CLUSTERS, COSTS, newton_schulz_flops
 
@@ -85,3 +96,37 @@ def assert_lawful(plan: BufferPlan) -> None:
         assert numel * plan.shards % math.lcm(plan.shards, 128) == 0 and numel % 64 == 0
         fullest = max(end for (b, _), end in ends.items() if b == bucket)
         assert fullest <= numel < aligned(fullest) + math.lcm(64, 128)
+
+
+# Plans of every kind
+
+UNEVEN_SHAPES = [(63, 24), (41, 63), (24, 41), (1, 5), (5, 1), (96, 96), (7, 300), (300, 7), (2, 2), (64, 64)]
+
+
+def plan_of(shapes: list[tuple[int, int]], world_size: int, policy: str, bucket_numel: int = 3000) -> MatrixPlan:
+    atoms = atoms_of(shapes)
+    layout = FlatPartition.build([atom.numel for atom in atoms], world_size)
+    machine = MACHINES["cpu"]
+    return plan_matrices(atoms, layout, policy=policy, machine=machine, bucket_numel=bucket_numel, element_bytes=2)
+
+
+def rows_over(shapes: Sequence[tuple[int, int]], ranks: int, sharding: type[Sharding] = Sharding) -> MeshLayout:
+    kinds = {shape: sharding(shape, (ranks,), (0,), (False,)) for shape in set(shapes)}
+    return MeshLayout(tuple((rank,) for rank in range(ranks)), tuple(kinds[shape] for shape in shapes))
+
+
+def everything() -> str:
+    """Plans of every kind, of which none may hang on the order of a set."""
+    draw = random.Random(0)
+    kinds = [(64 * draw.randint(1, 64), 64 * draw.randint(1, 64)) for _ in range(20)]
+    kinds += [(128, 1024), (256, 512), (64, 2048), (2048, 1024), (4096, 512)]  # equal sizes, other costs
+    atoms, many = atoms_of([draw.choice(kinds) for _ in range(500)]), UNEVEN_SHAPES * 20
+    buffers = [
+        planned(atoms, 24, None),
+        planned(atoms[:80], 8, 20_000_000),
+        plan_compact(atoms, 24, bucket_numel=None),
+    ]
+    found = [repr((plan.strategy, plan.owners, plan.buckets, plan.shard_numels)) for plan in buffers]
+    spread = plan_spread(atoms_of(many), rows_over(many, 16))
+    lines = [*plan_of(many, 16, "balance").lines(), *spread.lines(), *found]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -7,7 +7,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
 
@@ -25,7 +25,6 @@ from lwopt_backend.plan import (
     Fragment,
     Layout,
     Machine,
-    MatrixPlan,
     MeshLayout,
     ParameterPartition,
     Replicas,
@@ -34,31 +33,17 @@ from lwopt_backend.plan import (
     plan_spread,
 )
 from lwopt_backend.plan.atoms import matrices_of
-from lwopt_backend.plan.buffers.packing import plan_compact
 from lwopt_backend.plan.cost import newton_schulz_flops
 from lwopt_backend.plan.exchange import Segment, Transfer
 from lwopt_backend.plan.layouts import in_blocks
 from lwopt_backend.plan.owners import balance, critical_path, cut_buckets, fill_buckets, stay
-from lwopt_backend.runtime.agreement import digest
 from tests.fsdp2 import mesh_of
 from tests.on_ranks import on_ranks
-from tests.planner_shapes import atoms_of, planned
+from tests.planner_shapes import UNEVEN_SHAPES as SHAPES
+from tests.planner_shapes import atoms_of, everything, plan_of, rows_over
 
-SHAPES = [(63, 24), (41, 63), (24, 41), (1, 5), (5, 1), (96, 96), (7, 300), (300, 7), (2, 2), (64, 64)]
 SMALL = [(1, 7), (7, 1), (6, 10), (13, 5), (4, 4), (64, 24)]
 NUMELS = [rows * columns for rows, columns in SMALL]
-
-
-def plan_of(shapes: list[tuple[int, int]], world_size: int, policy: str, bucket_numel: int = 3000) -> MatrixPlan:
-    atoms = atoms_of(shapes)
-    layout = FlatPartition.build([atom.numel for atom in atoms], world_size)
-    machine = MACHINES["cpu"]
-    return plan_matrices(atoms, layout, policy=policy, machine=machine, bucket_numel=bucket_numel, element_bytes=2)
-
-
-def rows_over(shapes: Sequence[tuple[int, int]], ranks: int, sharding: type[Sharding] = Sharding) -> MeshLayout:
-    kinds = {shape: sharding(shape, (ranks,), (0,), (False,)) for shape in set(shapes)}
-    return MeshLayout(tuple((rank,) for rank in range(ranks)), tuple(kinds[shape] for shape in shapes))
 
 
 # Where parameters lie
@@ -320,29 +305,13 @@ def test_auto_takes_equal_parts_only_where_nothing_is_padded_and_padding_is_coun
 # Planning itself
 
 
-def everything() -> str:
-    """Plans of every kind, of which none may hang on the order of a set."""
-    draw = random.Random(0)
-    kinds = [(64 * draw.randint(1, 64), 64 * draw.randint(1, 64)) for _ in range(20)]
-    kinds += [(128, 1024), (256, 512), (64, 2048), (2048, 1024), (4096, 512)]  # equal sizes, other costs
-    atoms, many = atoms_of([draw.choice(kinds) for _ in range(500)]), SHAPES * 20
-    buffers = [
-        planned(atoms, 24, None),
-        planned(atoms[:150], 8, 40_000_000),
-        plan_compact(atoms, 24, bucket_numel=None),
-    ]
-    found = [repr((plan.strategy, plan.owners, plan.buckets, plan.shard_numels)) for plan in buffers]
-    spread = plan_spread(atoms_of(many), rows_over(many, 16))
-    return digest([*plan_of(many, 16, "balance").lines(), *spread.lines(), *found])
-
-
 def test_the_plan_is_the_same_in_every_process_whatever_the_hash_seed() -> None:
-    code, found = "from tests.test_plan import everything; print(everything())", set()
+    code, found = "from tests.planner_shapes import everything; print(everything())", set()
     for seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": seed}
         run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
         assert run.returncode == 0, run.stderr
-        found.add(run.stdout.split()[-1])  # DeepSpeed prints before
+        found.add(run.stdout.strip())
     assert found == {everything()}
     plan = plan_of(SHAPES, 2, "stay")
     assert plan.lines() != replace(plan, element_bytes=4).lines(), "the size of an element is part of it"
