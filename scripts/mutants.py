@@ -51,16 +51,12 @@ def main() -> None:
         if (arguments.root / mutant.file).read_text().count(mutant.before) != 1:
             raise SystemExit(f"{mutant.title}: this text must be in the file exactly once")
     mutants = [m for m in mutants if not arguments.chosen or any(part in m.title for part in arguments.chosen)]
+    console, results = Console(stderr=True, soft_wrap=True), []
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        console = Console(stderr=True)
-        results = list(
-            track(
-                pool.map(lambda mutant: survives(mutant, arguments.root), mutants),
-                "mutants",
-                total=len(mutants),
-                console=console,
-            )
-        )
+        ended = pool.map(lambda mutant: survives(mutant, arguments.root), mutants)
+        for mutant, (survived, by) in zip(mutants, track(ended, "mutants", total=len(mutants), console=console)):
+            results.append((survived, by))
+            console.print(f"{'SURVIVED' if survived else 'killed'}: {mutant.title}", highlight=False, markup=False)
     table = Table("mutant", "what a user would suffer", "noticed by")
     for mutant, (survived, by) in zip(mutants, results):
         table.add_row(mutant.title, mutant.suffers, f"[red]nothing: {by}" if survived else by)
