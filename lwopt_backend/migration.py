@@ -29,8 +29,8 @@ __all__ = [
 # Muon's momentum in its two forms: a moving average of gradients, or their sum.
 #
 # From zero, B <- mu B + (1 - mu) G gives 1 - mu times what M <- mu M + G gives, as long as mu stays what it is. After
-# mu
-# was changed in the middle of a run no factor is exact; the one of the mu in use is right for the gradients since then.
+# mu was changed in the middle of a run no factor is exact; the one of the mu in use is right for the gradients since
+# then.
 
 Form = Literal["ema", "sum"]
 Named = Mapping[str, Mapping[str, Tensor]]  # by a parameter's name, its state in whole tensors

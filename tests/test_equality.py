@@ -66,14 +66,14 @@ def test_instances_of_owned_storage(ranks: RankPool, engine: str, layout: str, g
     equal(ranks, Cell(engine, accumulation=2, options={"layout": layout, "group_size": group_size}))
 
 
-@cells(ranks=[1, 2, 4], engine=OWNED, layout=LAYOUTS, accumulation=[1, 2])
+@cells(ranks=[1, 2, 3, 4], engine=OWNED, layout=LAYOUTS, accumulation=[1, 2])
 def test_owned_storage_under_deepspeed(ranks: RankPool, engine: str, layout: str, accumulation: int) -> None:
     equal(ranks, Cell(engine, accumulation=accumulation, options={"layout": layout}))
 
 
 @cells(
     lambda engine, policy, **_: engine in ("zero 1", "zero 2") or policy == "auto",
-    ranks=[1, 2, 4],
+    ranks=[1, 2, 3, 4],
     engine=ZERO,
     policy=["auto", "stay", "balance"],
     accumulation=[1, 2],

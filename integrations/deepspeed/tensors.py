@@ -121,9 +121,8 @@ def no_offload(*args: Any, **kwargs: Any) -> None:
 # Owned storage in DeepSpeed's checkpoints.
 #
 # At stages 1 and 2 every rank writes what it owns, a group per parameter: laid end to end over the ranks, the pieces
-# of a
-# group are the parameter, whatever the layout. So DeepSpeed's own tools read it: ``zero_to_fp32``, ``ds_to_universal``.
-# At stage 0 the first rank writes everything, whole.
+# of a group are the parameter, whatever the layout. So DeepSpeed's own tools read it: ``zero_to_fp32``,
+# ``ds_to_universal``. At stage 0 the first rank writes everything, whole.
 
 Groups = Sequence[Mapping[str, Any]]
 OwnerStates = Mapping[str, Mapping[int, Mapping[str, Any]]]  # by parameter and the matrix's place in it

@@ -229,8 +229,7 @@ def _check_shapes(specs: Sequence[Any], states: Sequence[Mapping[str, Any]]) -> 
 #
 # At stages 1 and 2 only the ranks that store a piece of the parameter look the key up; they raise, and the others wait
 # for them in an all-reduce. DeepSpeed also forgets the states' places when a checkpoint is loaded. Which keys a
-# parameter
-# has is known to all ranks from its rule, so they all decide here, before DeepSpeed is asked.
+# parameter has is known to all ranks from its rule, so they all decide here, before DeepSpeed is asked.
 
 OF_PARAMETERS = ("get_full_hp_param", "set_full_hp_param")  # stages 1 and 2 put these methods on every parameter
 OF_OPTIMIZER = (*OF_PARAMETERS, "get_local_fp32_param", "set_local_hp_param")  # stage 3 asks its optimizer

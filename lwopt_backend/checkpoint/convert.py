@@ -102,8 +102,7 @@ def sentences(tied: Mapping[str, str], where: object, counted: int | None) -> li
 # Param groups of other optimizers with the options of ours, which torch's DCP asks for by their names.
 #
 # What is what in Megatron and DeepSpeed is told in docs/migration.md. Torch's own options are kept and filled up, so
-# that
-# torch.optim.AdamW finds its own, too.
+# that torch.optim.AdamW finds its own, too.
 
 MUON, ADAMW = "muon", "adamw"
 MOMENTS = {"exp_avg", "exp_avg_sq"}

@@ -189,8 +189,7 @@ def _meant(name: str, known: list[str]) -> str | None:
 # Optimizer entries of ds_config.json that were written for DeepSpeed's Muon or for AdamW, in our words.
 #
 # So switching is one word, the type. What an entry says holds, defaults included; what is taken as what is said once,
-# and
-# what cannot be meant here is an error.
+# and what cannot be meant here is an error.
 
 OWN_SECTIONS = ("adamw", "matrix", "elementwise")  # with one of them, or none of the marks, an entry is ours
 MUON_MARKS = ("muon_lr", "adam_lr", "ns_method", "per_head_muon")

@@ -339,8 +339,7 @@ register_rule(
 # Optimizers of torch and of pytorch-optimizer as rules, by name or by the path of their class.
 #
 # ``torch_optimizer`` takes any class, ``{"name": "torch_optimizer", "class": "my_package.MyOptimizer", ...}``; the
-# others
-# are short for one.
+# others are short for one.
 
 Path = Callable[[Mapping[str, Any]], str]
 ANY = "torch_optimizer"

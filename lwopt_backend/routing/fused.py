@@ -356,8 +356,8 @@ TABLE: Mapping[str, tuple[Fused, ...]] = dict(
 # How torchtitan's modules lay out their fused weights, read from its release 0.3.0.
 #
 # They are known by the attributes that a module has, since torchtitan is made to be copied and changed: its own
-# variants
-# of a module replace ``forward`` and keep the parameters. ``fused_weights`` compares the sizes with the weights.
+# variants of a module replace ``forward`` and keep the parameters. ``fused_weights`` compares the sizes with the
+# weights.
 
 
 def _by_group(module: Any, outputs: int) -> Outputs:

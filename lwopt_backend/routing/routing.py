@@ -129,8 +129,7 @@ def _parsed(glob: str, value: Any) -> Word | Division:
 # Which parameters go to the matrix rule: decided by the model's structure, overruled by name, never silent.
 #
 # A matrix rule is for the hidden layers' 2-D weights. Embeddings, output heads, norms, biases and everything that is
-# not
-# 2-D are updated element by element. The reason for each decision is kept and printed.
+# not 2-D are updated element by element. The reason for each decision is kept and printed.
 
 Kind = Literal["matrix", "elementwise", "frozen"]
 

@@ -137,8 +137,7 @@ def _bits(tensor: Tensor) -> Tensor:
 #                           the previous bucket's updates are back: decay, and they are applied
 #
 # Two buckets are in flight at most. Matrices that lie whole at their owner never enter a buffer: they are updated
-# through
-# views, one at a time, so the step holds one matrix (or one bucket) of temporaries.
+# through views, one at a time, so the step holds one matrix (or one bucket) of temporaries.
 
 
 def always(atom: int) -> bool:

@@ -167,8 +167,7 @@ def restore_dtypes(
 # Owner-held state in an optimizer's state dict: DTensors, cut by rows over the parameter's mesh.
 #
 # Of several matrices in a parameter they are named by their place in it, ``"[1].GG.0"``. Which elements these are
-# stands
-# beside them where the parameter's shape does not tell: of q, k and v, say.
+# stands beside them where the parameter's shape does not tell: of q, k and v, say.
 
 Groups = Sequence[Sequence[Tensor]]
 Of = list[tuple[MeshStepper, OwnerShards]]

@@ -156,9 +156,8 @@ def boxes_of(sizes: Sizes, start: int, stop: int) -> Iterator[tuple[Sizes, Sizes
 # What the optimizer keeps of one parameter in a DCP checkpoint: state as large as it, and what owners keep beside it.
 #
 # Owners' state is saved as ``<key>``, of several matrices in a parameter ``[<place>].<key>``, a row-wise cut tensor
-# each;
-# state that is more than tensors by name has ``structure`` and ``stepped`` beside it, and a parameter whose shape does
-# not tell its matrices has ``matrices`` (``lwopt_backend/runtime/state.py``).
+# each; state that is more than tensors by name has ``structure`` and ``stepped`` beside it, and a parameter whose
+# shape does not tell its matrices has ``matrices`` (``lwopt_backend/runtime/state.py``).
 
 
 class OwnerStates(Mapping[int, Mapping[str, Any]]):
@@ -283,10 +282,8 @@ def _numbers(described: Any, path: str = "") -> Iterator[str]:
 #
 # nested (``state.<parameter>.<key>``, ``param_groups.<number>.<option>``) or flattened
 # (``param_groups.<parameter>.<option>``), under whatever names. Parameters have the module's own names. Of anything
-# else
-# ``iteration``, ``samples``, ``scheduler`` (a state dict), ``arguments`` and ``names`` are taken for what
-# ``Checkpoint``
-# calls so; our writer writes them under these keys, and training may.
+# else ``iteration``, ``samples``, ``scheduler`` (a state dict), ``arguments`` and ``names`` are taken for what
+# ``Checkpoint`` calls so; our writer writes them under these keys, and training may.
 
 GROUPS, STATE = "param_groups.", "state."
 MOST_OPTIMIZERS = 64  # every key is compared with all their names

@@ -47,12 +47,10 @@ from lwopt_backend.runtime.agreement import digest
 # Native checkpoints of ZeRO 1 and 2, BF16_Optimizer among them: a flat tensor per param group, cut over the ranks.
 #
 # What lies where is in ``param_slice_mappings``: by group and parameter, where in the rank's part its elements begin,
-# and
-# how many there are. A parameter's pieces follow each other in the order of the ranks. State lies as the weights do,
-# but
-# for DeepSpeed's own Muon: a rank keeps momentum, in whole tensors and in the same order, of all parameters of which it
-# stores a part (stage_1_and_2.py, ``_get_flat_partition_unpadded``), unless optimizer state is offloaded. Read in
-# 0.19.8.
+# and how many there are. A parameter's pieces follow each other in the order of the ranks. State lies as the weights
+# do, but for DeepSpeed's own Muon: a rank keeps momentum, in whole tensors and in the same order, of all parameters
+# of which it stores a part (stage_1_and_2.py, ``_get_flat_partition_unpadded``), unless optimizer state is offloaded.
+# Read in 0.19.8.
 
 # State in flat tensors that DeepSpeed cuts over ranks: gathered by parameter and key, and put together again.
 

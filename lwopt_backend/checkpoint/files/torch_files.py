@@ -179,8 +179,7 @@ def _damaged(where: str, reason: object) -> CheckpointError:
 # Files that torch.save wrote, read tensor by tensor: when a tensor is needed, and checked then.
 #
 # Pickled structure goes through our unpickler, which makes stubs for classes of other programs. What it makes of
-# tensors
-# are places in records of the file, which are as large as the tensors say.
+# tensors are places in records of the file, which are as large as the tensors say.
 
 MOST_USES = 64  # of a file's bytes by its tensors, which may share some: tied weights, zeros that were expanded
 _unchecked: ContextVar[set[Path] | None] = ContextVar("unchecked", default=None)

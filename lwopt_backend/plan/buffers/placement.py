@@ -29,9 +29,9 @@ def balanced_measures(stream: Stream) -> dict[str, list[int]]:
 # Packing matrices into equal bins, by patterns.
 #
 # A model repeats few shapes many times. So a bin is filled once, as well as its room allows, and that filling is
-# repeated
-# as often as the matrices last: a thousand bins of forty thousand matrices take a millisecond, whatever their number.
-# The filling of one bin is the minimum-bin-slack idea of Gupta and Ho (1999), over kinds instead of items.
+# repeated as often as the matrices last: a thousand bins of forty thousand matrices take a millisecond, whatever
+# their number. The filling of one bin is the minimum-bin-slack idea of Gupta and Ho (1999), over kinds instead of
+# items.
 
 SEARCH_NODES = 50  # of one bin's search after its first filling; more finds nothing better on the models tried
 
