@@ -41,7 +41,7 @@ from lwopt_backend.storage.flat import (
 )
 from lwopt_backend.storage.replicated import ReplicatedStepper, gather_whole, new_replicated_stepper, take_part
 
-# What DeepSpeed steps at a time, as planned (``zero_storage``) and as found before the first step.
+# What DeepSpeed steps at a time, as planned and as found before the first step.
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ class ParamGroup(dict[str, Any]):
     write its first number.
 
     ``marks`` are values that can be read by their keys and are in no list of them, as long as no others were written
-    (``torch_adamw``).
+    (``is_alone``).
     """
 
     def __init__(

@@ -401,7 +401,7 @@ def html_report(document: Mapping[str, Any], console: Console) -> str:
 
 
 def save_html(document: Mapping[str, Any], console: Console, path: str | Path) -> None:
-    """Write ``html_report``, whole or not at all. What is no text in UTF-8 becomes a question mark."""
+    """Write the page, whole or not at all. What is no text in UTF-8 becomes a question mark."""
     write_whole(path, html_report(document, console).encode(errors="replace"))
 
 

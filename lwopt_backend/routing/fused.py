@@ -121,7 +121,7 @@ def _weight(module: nn.Module, name: str) -> Tensor | None:
 
 # How models lay out their fused weights: q, k and v, the parts of latent attention (MLA), or gate and up.
 #
-# Read from the modelling code of transformers 5.23, class by class; torchtitan's are in ``fused_torchtitan``. ``taken``
+# Read from the modelling code of transformers 5.23, class by class; torchtitan's are below. ``taken``
 # and the sizes that a layout gives are compared with the weights themselves in ``fused_weights``.
 
 Outputs = tuple[tuple[str, ...], tuple[int, ...], int]  # names and sizes of the parts, and in how many groups they come

@@ -203,7 +203,7 @@ def state_in(saved: Any, shape: tuple[int, ...] | None, file: Path) -> LazyTenso
     return tensor.view(shape)
 
 
-# Writes DeepSpeed's universal format; what is where is told in ``deepspeed.universal_reader``.
+# Writes DeepSpeed's universal format.
 #
 # For AdamW it is one that DeepSpeed 0.19.8 loads at ZeRO 1, 2 and 3 at any world size: the first two read
 # ``param_groups``, stage 3 ``optimizer_state_dict`` and another file of model states. The loss scaler, an object of a

@@ -324,7 +324,7 @@ def _same_options(groups: Sequence[Mapping[str, Any]], keys: Sequence[str], name
     return found
 
 
-# Writes Megatron's ``torch_dist`` format, of 0.16 and of 0.19 and later; what is where is told in ``dist_reader``.
+# Writes Megatron's ``torch_dist`` format, of 0.16 and of 0.19 and later; ``megatron.dist`` tells what is where.
 #
 # 0.16   common.pt; states as ``optimizer.state.<state>.<name>``, master weights as ``fp32_param``. This is what its
 #        LayerWise optimizer loads (--optimizer dist_muon).

@@ -89,7 +89,7 @@ GPT2 = NameMap(
 
 # Hugging Face's names for Mixtral as its files have them: an expert's gate is w1, its up w3, its down w2.
 #
-# Read from transformers 5.23, ``conversion_mapping.py``. In memory its model has stacked experts: ``hf_moe_stacked``.
+# Read from transformers 5.23, ``conversion_mapping.py``. In memory its model has stacked experts: ``MOE_STACKED``.
 
 MIXTRAL_MLP = f"{LAYER}.block_sparse_moe"
 
@@ -115,7 +115,7 @@ MIXTRAL = NameMap(
 # Hugging Face's names for Qwen2-MoE and Qwen3-MoE as their files have them; layers without experts may be among them.
 #
 # Read from transformers 5.23, ``conversion_mapping.py`` and ``models/qwen2_moe/modeling_qwen2_moe.py``. In memory its
-# models have stacked experts: ``hf_moe_stacked``.
+# models have stacked experts: ``MOE_STACKED``.
 
 MLP = f"{LAYER}.mlp"
 

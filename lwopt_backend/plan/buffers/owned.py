@@ -152,7 +152,7 @@ def _candidates(plan: BufferPlan, base: Sequence[int]) -> Iterator[BufferPlan]:
 
 # From parameters to buckets: which layout, over how many ranks, in which order.
 #
-# Matrix buckets come from the planner (``groups.py``); element-wise ones are cut in backward order. Buckets are ordered
+# Matrix buckets come from the planner (``instances``); element-wise ones are cut in backward order. Buckets are ordered
 # as backward completes them.
 
 # A compact bucket's parts differ in length: one reduce and one broadcast per owner, in one group of calls. What that
