@@ -451,22 +451,9 @@ class MeshStepper:
         here = [member.param.grad is not None for member in self.members]
         return Presence(self.collectives, [*here, changed], self.device, more)
 
-    def step_matrices(
-        self,
-        rules: Sequence[MatrixRule],
-        storage: Shards,
-        presence: Presence,
-        departed: Mapping[int, Any] | None = None,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> None:
-        """One step of the matrices, ``rules`` one for each. Called on all ranks of the mesh."""
-        self.stepper.step(
-            rules,
-            storage,
-            active=lambda atom: presence(self.matrices[atom]),
-            departed=departed,
-            meanwhile=meanwhile,
-        )
+    def active(self, presence: Presence) -> Callable[[int], bool]:
+        """Whether a matrix of the plan has a gradient on any rank."""
+        return lambda atom: presence(self.matrices[atom])
 
     def rules_of(self, rules: Mapping[int, MatrixRule]) -> list[MatrixRule]:
         """One rule per matrix of the plan, from the rules of the param groups."""

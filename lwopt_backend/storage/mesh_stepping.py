@@ -186,7 +186,8 @@ def step_all(
         departed: Mapping[int, Any] = {}
         if attachment is not None and touched[number] is not None:
             departed = attachment.settle(number, presence.anywhere()[len(stepper.members) + 1 :])
-        stepper.step_matrices(of_steppers[number], storages[number], presence, departed, meanwhile)
+        active, matrices = stepper.active(presence), stepper.stepper
+        matrices.step(of_steppers[number], storages[number], active=active, departed=departed, meanwhile=meanwhile)
         presence.finish()
         meanwhile = None
     if row_scaling:
