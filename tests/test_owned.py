@@ -333,9 +333,9 @@ def test_all_ranks_begin_with_the_first_ones_weights_and_buffers() -> None:
 # Parameters that are still on their way
 
 
-def lazily(build: type[nn.Module] = Branches) -> tuple[Any, Any, Any]:
+def lazily(build: type[nn.Module] = Branches, **options: Any) -> tuple[Any, Any, Any]:
     """A model just after a step, its parameters on their way here; its optimizer; what they must be."""
-    model, optimizer = made(build, "lazy return")
+    model, optimizer = made(build, "lazy return", **options)
     back(model, 0)
     optimizer.step()
     return model, optimizer, truth(1, build)
@@ -371,9 +371,10 @@ def test_reading_a_model_right_after_a_step_gives_its_new_parameters() -> None:
 @on_ranks(2)
 def test_evaluation_right_after_a_step_uses_the_new_parameters() -> None:
     for build in (Branches, Transformer):
-        model, _optimizer, expected = lazily(build)
+        model, optimizer, expected = lazily(build, bucket_mb=1e-6)  # a bucket for every matrix
         with torch.no_grad():
             assert torch.equal(model.eval()(rows(9, 0)), copy.deepcopy(expected).eval()(rows(9, 0))), build
+    assert not any(bucket.stale for bucket in optimizer.core.manager.buckets), "the Transformer uses them all"
 
 
 @on_ranks(2)
