@@ -116,6 +116,7 @@ DIST = {
     "Adam, buckets": Setup(**FLAT_ADAM),
     "Adam, 2 buckets, tp 2": Setup(**FLAT_ADAM, tp=2, buckets=2),
     "Adam, 5 buckets, stages": Setup(**FLAT_ADAM, buckets=5, stages=(1, 2), style="layers"),
+    "Adam, tied, 2 buckets": Setup(**FLAT_ADAM, tied=True, buckets=2),
     "Adam, tied over stages": Setup(**FLAT_ADAM, tied=True, stages=(2, 1), tp=2),
     "Adam, experts in buckets": Setup(**FLAT_ADAM, experts=True, buckets=2),
     "Adam, sharded experts in buckets": Setup(**FLAT_ADAM, experts=True, ep=2, tp=2, stages=(2, 1), chained=True),
