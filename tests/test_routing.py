@@ -99,7 +99,8 @@ def several_heads() -> nn.Module:
 def tied_in_a_function() -> nn.Module:
     """The head is the embedding, used as a function: no linear anywhere. As wide as there are positions."""
     layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)) for _ in range(2))
-    return module(tokens=nn.Embedding(100, 64), positions=nn.Embedding(64, 64), layers=layers)
+    tables = {"tokens": nn.Embedding(100, 64), "positions": nn.Embedding(64, 64)}
+    return module(**tables, layers=layers, pooler=nn.Linear(64, 64))
 
 
 def tied() -> Any:
@@ -176,7 +177,7 @@ EXPECTED: list[tuple[Make, dict[str, str]]] = [  # by reason the names, without 
     (lambda: nn.Sequential(nn.Embedding(50, 16), *linears(16, 50, 16, 50, 2)), {PLAIN: "1 2 4", WIDE: "3"}),
     # A list of plain layers is not a list of blocks.
     (lambda: nn.Sequential(nn.Embedding(50, 16), nn.Sequential(*linears(16, 16, 50))), {PLAIN: "1.0", WIDE: "1.1"}),
-    (tied_in_a_function, {PLAIN: "layers.1.0 layers.1.2"}),
+    (tied_in_a_function, {PLAIN: "layers.1.0 layers.1.2 pooler"}),
     (tied, {"embedding, tied to out": "tokens", PLAIN: "last"}),
     (shared, {NAMED("lm_head"): "first"}),  # which one module's two names say
     # As GPT-2 medium with its 1024 positions and width 1024; the head is tied.
