@@ -20,7 +20,7 @@ from lwopt_backend.config.options import suggestion
 from lwopt_backend.rules.protocol import inner_steps
 from lwopt_backend.runtime.agreement import agree, check_in_all
 from lwopt_backend.runtime.collectives import ranks_of
-from lwopt_backend.storage.gradients import checked_order
+from lwopt_backend.storage.gradients import checked_order, clip_factor
 from lwopt_backend.storage.modules import NAME, check_held, held_by, load, parts_of, save, together
 
 
@@ -107,7 +107,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         norm = self.grad_norm(norm_type)
         if torch.isfinite(norm):
             for name, part in self._parts.items():
-                factor = torch.clamp(limits[name] / (norm + 1e-6), max=1.0).item()
+                factor = clip_factor(limits[name], norm).item()
                 if factor < 1:
                     part.scale(factor)
         elif error_if_nonfinite:

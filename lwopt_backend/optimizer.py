@@ -35,7 +35,13 @@ from lwopt_backend.runtime.agreement import agree_in_all, plan_digest
 from lwopt_backend.runtime.collectives import ranks_of
 from lwopt_backend.runtime.state import keeps_state
 from lwopt_backend.storage import mesh_stepping, owned_model
-from lwopt_backend.storage.gradients import MeshGradients, check_finite, checked_order, hold_different_parameters
+from lwopt_backend.storage.gradients import (
+    MeshGradients,
+    check_finite,
+    checked_order,
+    clip_factor,
+    hold_different_parameters,
+)
 from lwopt_backend.storage.mesh import (
     Exchange,
     MeshStepper,
@@ -318,7 +324,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
         ranks. ``foreach`` changes nothing."""
         norm = self.grad_norm(norm_type=norm_type)
         check_finite(norm, norm_type, error_if_nonfinite)
-        self.core.gradients.scale(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        self.core.gradients.scale(clip_factor(max_norm, norm))
         return norm
 
     def grad_norm(self, names: str | Sequence[str] = "*", norm_type: float = 2.0) -> Tensor:

@@ -40,7 +40,7 @@ from lwopt_backend.integrations.deepspeed.zero import check_groups
 from lwopt_backend.routing.grouping import Grouping, group_parameters
 from lwopt_backend.runtime.agreement import agree_in_all, digest
 from lwopt_backend.runtime.collectives import TorchCollectives
-from lwopt_backend.storage.gradients import OwnedGradients
+from lwopt_backend.storage.gradients import OwnedGradients, clip_factor
 from lwopt_backend.storage.owned import OwnedCore, Share
 from lwopt_backend.storage.owned_memory import rank_memory
 from lwopt_backend.storage.owned_model import Backward, check_model, show, tell_when_loaded
@@ -70,14 +70,10 @@ class GradientScaling:
                 return float("inf"), True
         if self.clip:
             assert norm is not None
-            gradients.scale(self._clipping(norm) / loss_scale)
+            gradients.scale(clip_factor(self.clip, norm) / loss_scale)
         elif factor != 1:
             gradients.scale(factor)
         return None if norm is None else float(norm), False
-
-    def _clipping(self, norm: Tensor) -> Tensor:
-        """torch.nn.utils.clip_grad_norm_'s factor."""
-        return torch.clamp(self.clip / (norm + 1e-6), max=1.0)
 
 
 def loss_scaler(engine: DeepSpeedEngine) -> Any:

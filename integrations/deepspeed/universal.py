@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param
 from lwopt_backend.checkpoint.deepspeed import universal as deepspeed_universal
-from lwopt_backend.checkpoint.deepspeed.files import tag_of
+from lwopt_backend.checkpoint.deepspeed.files import STEP, tag_of
 from lwopt_backend.checkpoint.deepspeed.universal import OWNERS
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.config.options import suggestion
@@ -41,8 +41,6 @@ from lwopt_backend.storage.replicated import take_part
 #
 # Parameters are found by name, and a param group's hyperparameters by the parameters in it: the checkpoint's groups may
 # be others, in another order.
-
-STEP = "step"
 
 
 @dataclass(frozen=True)

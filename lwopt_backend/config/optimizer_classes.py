@@ -54,17 +54,21 @@ class ElementwiseState:
         return {**state, **{key: torch.zeros_like(flat) for key in self.like}}
 
 
-_MATRICES: set[str] = set()
-_CAUTIOUS: set[str] = set()
-_ELEMENTWISE: dict[str, ElementwiseState] = {}
+_TRIED: dict[tuple[object, str], Any] = {}  # by the trial, and what it was made with
+
+
+def _once(trial: Callable[[str, Mapping[str, Any], str], T], path: str, arguments: Mapping[str, Any]) -> T:
+    """What the trial finds out of a class with these arguments, made once. Raises ValueError as it does."""
+    key = trial, _key(path, arguments)
+    if key not in _TRIED:
+        _TRIED[key] = _on_some_device(lambda device: trial(path, arguments, device))
+    found: T = _TRIED[key]
+    return found
 
 
 def try_matrix(path: str, arguments: Mapping[str, Any]) -> None:
     """Raises ValueError for an optimizer that cannot be the rule of matrices."""
-    key = _key(path, arguments)
-    if key not in _MATRICES:
-        _on_some_device(lambda device: _try_matrix(path, arguments, device))
-        _MATRICES.add(key)
+    _once(_try_matrix, path, arguments)
 
 
 def _try_matrix(path: str, arguments: Mapping[str, Any], device: str) -> None:
@@ -88,10 +92,7 @@ def elementwise_state(path: str, arguments: Mapping[str, Any]) -> ElementwiseSta
     Raises ValueError for an optimizer whose update of some elements depends on others, which ranks that hold parts of a
     parameter could not tell; for one whose fresh state is not zeros; and for one that would lose some of it.
     """
-    key = _key(path, arguments)
-    if key not in _ELEMENTWISE:
-        _ELEMENTWISE[key] = _on_some_device(lambda device: _found_out(path, arguments, device))
-    return _ELEMENTWISE[key]
+    return _once(_found_out, path, arguments)
 
 
 def _found_out(path: str, arguments: Mapping[str, Any], device: str) -> ElementwiseState:
@@ -122,10 +123,7 @@ def _found_out(path: str, arguments: Mapping[str, Any], device: str) -> Elementw
 
 def try_cautious(path: str, arguments: Mapping[str, Any]) -> None:
     """Raises ValueError for an optimizer whose update depends on the weight, though it has no decay."""
-    key = _key(path, arguments)
-    if key not in _CAUTIOUS:
-        _on_some_device(lambda device: _try_cautious(path, arguments, device))
-        _CAUTIOUS.add(key)
+    _once(_try_cautious, path, arguments)
 
 
 def _try_cautious(path: str, arguments: Mapping[str, Any], device: str) -> None:

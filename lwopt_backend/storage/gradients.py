@@ -270,6 +270,11 @@ def checked_order(norm_type: float | str) -> float:
     return order
 
 
+def clip_factor(max_norm: float, norm: Tensor) -> Tensor:
+    """What gradients of that norm are multiplied by: the factor of ``torch.nn.utils.clip_grad_norm_``, at most 1."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
 def check_finite(norm: Tensor, norm_type: float, wanted: bool) -> None:
     """Raises RuntimeError for a norm that is infinite or not a number, if ``wanted``."""
     if wanted and not torch.isfinite(norm):

@@ -25,6 +25,7 @@ from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.folders import read_pointer
 from lwopt_backend.checkpoint.files.made import shape_of
 from lwopt_backend.checkpoint.files.pickles import Stub
+from lwopt_backend.runtime.state import CHECKPOINT_KEY
 
 # Where the files of a DeepSpeed checkpoint are, by DeepSpeed 0.19.8's names.
 #
@@ -380,9 +381,6 @@ def replicas_of(gathered: Mapping[str, Gathered]) -> tuple[tuple[str, LazyTensor
     return tuple(pair for name, found in gathered.items() for pair in found.replicas(name))
 
 
-KEY = "owner_state"  # under which our optimizers save it
-
-
 MATRICES = "matrices"  # and which matrices are in a parameter: their names and elements, in the order of their places
 
 
@@ -437,7 +435,7 @@ def take_owner_states(gathered: Mapping[str, Gathered], of_ranks: list[tuple[Pat
             for name, matrices in (saved.get(MATRICES) or {}).items()
             for place, (matrix, _) in enumerate(matrices)
         }
-        for matrix, state in (saved.get(KEY) or {}).items():
+        for matrix, state in (saved.get(CHECKPOINT_KEY) or {}).items():
             name, place = places.get(matrix) or _place(matrix, gathered, file)
             found.setdefault(name, {})[place] = state
     for name, states in found.items():

@@ -15,6 +15,7 @@ import torch
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, read_as_expected
 from lwopt_backend.checkpoint.deepspeed.files import (
     MODEL,
+    STEP,
     UNIVERSAL_MARK,
     ModelStates,
     OwnerStates,
@@ -52,7 +53,6 @@ from lwopt_backend.checkpoint.files.torch_saving import save, save_as_it_lies
 POINTER = "latest_universal"
 OWNERS = "owner_state"  # the folder beside "zero"
 OURS = "lwopt"  # the key in optimizer_state.pt under which our writer says what the format has no place for
-STEP = "step"
 
 
 def recognises(path: Path) -> bool:

@@ -20,7 +20,6 @@ from lwopt_backend.checkpoint.contents import (
     read_as_expected,
 )
 from lwopt_backend.checkpoint.deepspeed.files import (
-    KEY,
     MODEL,
     UNIVERSAL_MARK,
     Gathered,
@@ -43,6 +42,7 @@ from lwopt_backend.checkpoint.deepspeed.files import (
 )
 from lwopt_backend.config.registry import MATRIX_RULES, new_state
 from lwopt_backend.runtime.agreement import digest
+from lwopt_backend.runtime.state import CHECKPOINT_KEY
 
 # Native checkpoints of ZeRO 1 and 2, BF16_Optimizer among them: a flat tensor per param group, cut over the ranks.
 #
@@ -169,7 +169,7 @@ def read_owned(states: ModelStates, of_ranks: list[tuple[Path, Mapping[str, Any]
                 if weights.numel != 0:
                     _check_piece(name, weights, stop - start, file)
                     _add(gathered, name, rule, start, weights, saved["base_optimizer_state"]["state"][number], file)
-        for name, of_places in (saved.get(KEY) or {}).items():
+        for name, of_places in (saved.get(CHECKPOINT_KEY) or {}).items():
             gathered[name].owner = OwnerStates(of_places)
     if whole:  # at stage 0 DeepSpeed does not list what is frozen
         known = {*gathered, *states.buffers, *states.tied}
