@@ -23,6 +23,8 @@ from lwopt_backend.runtime.collectives import ranks_of
 from lwopt_backend.storage.gradients import checked_order, clip_factor
 from lwopt_backend.storage.modules import NAME, check_held, held_by, load, parts_of, save, together
 
+HAS_STATE = "has_state"  # beside a module's state in a state dict
+
 
 class ModuleOptimizers(torch.optim.Optimizer):
     """Steps the optimizers of several modules as one.
@@ -186,10 +188,16 @@ class ModuleOptimizers(torch.optim.Optimizer):
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """By module, the ``state_dict`` of this rank's optimizers; what may load it is what each of them says."""
+        """By module, the ``state_dict`` of this rank's optimizers, which any split of ranks can load.
+
+        ``torch.distributed.checkpoint`` saves and loads it; so does ``torch.save``, for the ranks of the same split.
+        """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        state_dict: dict[str, Any] = {name: optimizer.state_dict() for name, optimizer in self.modules.items()}
+        state_dict: dict[str, Any] = {
+            name: {**optimizer.state_dict(), HAS_STATE: bool(optimizer.state)}
+            for name, optimizer in self.modules.items()
+        }
         for change in self._optimizer_state_dict_post_hooks.values():
             state_dict = change(self, state_dict) or state_dict
         return state_dict
@@ -197,13 +205,26 @@ class ModuleOptimizers(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load each of this rank's modules; those of other ranks may be there, too.
 
-        Raises ValueError, on all ranks and before anything is changed, for unknown modules and for missing ones.
+        Raises ValueError, on all ranks and before anything is changed, for unknown modules and for missing ones, and
+        for state that a checkpoint has and ``torch.distributed.checkpoint`` did not read, since a plain optimizer that
+        has not been stepped asks for none.
         """
         for change in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = change(self, state_dict) or state_dict
         names = tuple(self.modules)
-        check_in_all([self._everyone], NAME, lambda: self._check_names("load_state_dict", state_dict, names))
-        self._each("load_state_dict", lambda name, part: part.optimizer.load_state_dict(state_dict[name]))
+
+        def check() -> None:
+            self._check_names("load_state_dict", state_dict, names)
+            for name in names:
+                if state_dict[name].get(HAS_STATE) and not state_dict[name]["state"]:
+                    raise ValueError(
+                        f"{NAME}: module {name!r} was saved with state, of which nothing was read, because its "
+                        f"{type(self.modules[name]).__name__} has made none yet; load it with "
+                        "load_state_dict_from(folder)"
+                    )
+
+        check_in_all([self._everyone], NAME, check)
+        self._each("load_state_dict", lambda name, part: part.optimizer.load_state_dict(_own(state_dict[name])))
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -245,3 +266,8 @@ def _total(norms: Mapping[str, float], norm_type: float) -> Tensor:
     if norm_type != math.inf and 0 < largest < math.inf:
         largest = largest * torch.linalg.vector_norm(values / largest, norm_type)
     return largest.float()
+
+
+def _own(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """What a module's optimizer has returned."""
+    return {key: value for key, value in state_dict.items() if key != HAS_STATE}

@@ -160,10 +160,10 @@ class LayerWiseOptimizer(LinkedOptimizer):
         """Decide, plan and make the state. Called on all ranks."""
         raise TypeError(f"subclass OwnedOptimizer or MeshOptimizer, not {NAME}, which chooses one of them")
 
-    def _take_groups(self, rules: Rules, *, without: Sequence[str] = ()) -> None:
-        """Begin with the param groups of the routing, ``without`` some of their keys."""
-        groups = self._grouping.groups
-        shown = [{k: v for k, v in group.items() if k not in without} for group in linked_rates.shown(groups)]
+    def _take_groups(self, rules: Rules) -> None:
+        """Begin with the param groups of the routing, without the marks that engines compare."""
+        groups, marks = self._grouping.groups, ("from_group", "overrides")
+        shown = [{k: v for k, v in group.items() if k not in marks} for group in linked_rates.shown(groups)]
         super().__init__(shown, {})
         self._begin(rules, groups, linked_rates.marks_of(groups))
 
@@ -459,7 +459,7 @@ class MeshOptimizer(LayerWiseOptimizer):
         self.row_scaling = self._grouping.row_scaling()
         self._names = [[self._grouping.names[id(p)] for p in group["params"]] for group in self._grouping.groups]
         self._rules = [group["rule"] for group in self._grouping.groups]
-        self._take_groups(rules, without=("from_group", "overrides"))
+        self._take_groups(rules)
         if not sharded_later:
             self._bind(exchange)
 

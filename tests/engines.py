@@ -51,7 +51,8 @@ class Cell:
     """What is trained how; ``options`` are further ones of our optimizer, ``zero`` of DeepSpeed's zero_optimization.
 
     With ``alike`` all ranks train on all rows, so that any number of them comes to the same weights. Rates may be
-    ``falling`` from step to step, and begin at ``rate`` if it is given. ``form`` is what FSDP2's state is saved in.
+    ``falling`` from step to step, and begin at ``rate`` if it is given. ``form`` is how
+    torch saves FSDP2's or plain PyTorch's state; without it plain PyTorch's is saved by ``save_state_dict``.
     """
 
     engine: str
@@ -67,7 +68,7 @@ class Cell:
     alike: bool = False
     falling: bool = False
     rate: float | None = None
-    form: str = "nested"
+    form: str = ""
 
 
 @dataclass(frozen=True)
@@ -155,8 +156,10 @@ def running(cell: Cell, model: nn.Module, *, converted: bool = False) -> Iterato
     """The engine of a cell. What it loads is ``converted``, for DeepSpeed to universal, or of an engine like it."""
     rules = {"matrix": _matrix(cell), "elementwise": _elementwise(cell)}
     if cell.engine == "plain":
-        yield Engine(cell, model, LayerWiseOptimizer(model, **rules, **{"bucket_mb": BUCKET_MB, **_options(cell)}))
+        optimizer = LayerWiseOptimizer(model, **rules, **{"bucket_mb": BUCKET_MB, **_options(cell)})
+        yield Engine(cell, model, optimizer, "" if converted else cell.form)
     elif cell.engine == "fsdp2":
+        cell = replace(cell, form=cell.form or "nested")
         with _on_fsdp2(cell, model, rules) as engine:
             engine.loaded_form = "nested" if converted else cell.form
             yield engine
@@ -173,8 +176,8 @@ def falling(optimizer: Any) -> LambdaLR:
 class Engine:
     """A model in training on these ranks, each on its rows or all on all; here with owned storage in plain PyTorch."""
 
-    def __init__(self, cell: Cell, model: nn.Module, optimizer: Any) -> None:
-        self.cell, self.model, self.optimizer = cell, model, optimizer
+    def __init__(self, cell: Cell, model: nn.Module, optimizer: Any, loaded_form: str = "") -> None:
+        self.cell, self.model, self.optimizer, self.loaded_form = cell, model, optimizer, loaded_form
         self.part, self.parts = (0, 1) if cell.alike else (dist.get_rank(), dist.get_world_size())
         self.scheduler = falling(optimizer) if cell.falling else None
         self.iteration = self.samples = 0
@@ -218,10 +221,55 @@ class Engine:
             self.scheduler.load_state_dict(progress["scheduler"])
 
     def save(self, folder: str) -> None:
-        self.optimizer.save_state_dict(folder, **self.progress())
+        if self.cell.form:
+            self.save_by_torch(folder)
+        else:
+            self.optimizer.save_state_dict(folder, **self.progress())
 
     def load(self, folder: str) -> None:
-        self.go_on_from(self.optimizer.load_state_dict_from(folder))
+        if self.loaded_form:
+            self.load_by_torch(folder)
+        else:
+            self.go_on_from(self.optimizer.load_state_dict_from(folder))
+
+    def save_by_torch(self, folder: str) -> None:
+        state = {**self._state(_options_of(self.cell.form)), **self.progress()}
+        if self.cell.form == "bare":  # and once more, by name
+            dcp.save({"model": self.model, "optimizer": self.optimizer, **self.progress()}, checkpoint_id=folder)
+            dcp.save(state, checkpoint_id=f"{folder}/named")
+        elif self.cell.form == "async":
+            dcp.async_save(state, checkpoint_id=folder).result()
+        elif "full" not in self.cell.form:
+            dcp.save(state, checkpoint_id=folder)
+        elif dist.get_rank() == 0:
+            Path(folder).mkdir()
+            torch.save(state, f"{folder}/full.pt")
+        dist.barrier()
+
+    def load_by_torch(self, folder: str) -> None:
+        options = _options_of(self.loaded_form)
+        if self.loaded_form == "bare":
+            state = {"model": self.model, "optimizer": self.optimizer, **self.progress()}
+            dcp.load(state, checkpoint_id=folder)
+            self.go_on_from(state)
+            return
+        if "full" not in self.loaded_form:
+            state = {**self._state(options), **self.progress()}
+            dcp.load(state, checkpoint_id=folder)
+        else:
+            state = torch.load(f"{folder}/full.pt")
+            if self.loaded_form == "full" and dist.get_rank() > 0:
+                state = {**state, "model": {}, "optimizer": {}}
+        set_model_state_dict(self.model, state["model"], options=options)
+        if self.loaded_form == "flat full":  # torch 2.13 cannot shard one while loading, not for its own AdamW either
+            options = StateDictOptions(flatten_optimizer_state_dict=True)
+        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=options)
+        self.go_on_from(state)
+
+    def _state(self, options: StateDictOptions) -> dict[str, Any]:
+        """As docs/fsdp2.md saves it."""
+        optimizer = get_optimizer_state_dict(self.model, self.optimizer, options=options)
+        return {"model": get_model_state_dict(self.model, options=options), "optimizer": optimizer}
 
 
 @contextlib.contextmanager
@@ -240,7 +288,6 @@ def _on_fsdp2(cell: Cell, model: nn.Module, rules: dict[str, Any]) -> Iterator[O
 
 
 class OnFSDP2(Engine):
-    loaded_form: str
     whole: nn.Module | None
 
     def backward(self, micro_batches: list[tuple[Tensor, Tensor]]) -> None:
@@ -267,37 +314,6 @@ class OnFSDP2(Engine):
 
     def weights(self) -> dict[str, Tensor]:
         return fsdp2.weights_of(self.model)
-
-    def save(self, folder: str) -> None:
-        state = {**self._state(_options_of(self.cell.form)), **self.progress()}
-        if self.cell.form == "async":
-            dcp.async_save(state, checkpoint_id=folder).result()
-        elif "full" not in self.cell.form:
-            dcp.save(state, checkpoint_id=folder)
-        elif dist.get_rank() == 0:
-            Path(folder).mkdir()
-            torch.save(state, f"{folder}/full.pt")
-        dist.barrier()
-
-    def load(self, folder: str) -> None:
-        options = _options_of(self.loaded_form)
-        if "full" not in self.loaded_form:
-            state = {**self._state(options), **self.progress()}
-            dcp.load(state, checkpoint_id=folder)
-        else:
-            state = torch.load(f"{folder}/full.pt")
-            if self.loaded_form == "full" and dist.get_rank() > 0:
-                state = {**state, "model": {}, "optimizer": {}}
-        set_model_state_dict(self.model, state["model"], options=options)
-        if self.loaded_form == "flat full":  # torch 2.13 cannot shard one while loading, not for its own AdamW either
-            options = StateDictOptions(flatten_optimizer_state_dict=True)
-        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=options)
-        self.go_on_from(state)
-
-    def _state(self, options: StateDictOptions) -> dict[str, Any]:
-        """As docs/fsdp2.md saves it."""
-        optimizer = get_optimizer_state_dict(self.model, self.optimizer, options=options)
-        return {"model": get_model_state_dict(self.model, options=options), "optimizer": optimizer}
 
 
 def _options_of(form: str) -> StateDictOptions:

@@ -79,7 +79,7 @@ class Leg:
     steps: int = STEPS
 
 
-FORMS = ("nested", "flat", "async", "full", "flat full")  # of FSDP2's state
+FORMS = ("nested", "flat", "async", "full", "flat full", "bare")  # of torch's
 WORDS: dict[str, dict[str, Any]] = {
     # of the leg
     **{"used": {"used": 2}, "untrained": {"steps": 0}},
@@ -192,10 +192,15 @@ def truths(rank_pools: Pools, tour: Tour, stops: list[int], folder: Path) -> lis
 
 def read(folder: Path) -> Checkpoint:
     """torch.distributed.checkpoint does not tell which are buffers; here it is known."""
-    found = formats.read(folder)
+    found = formats.read(by_name(folder))
     params = dict(found.params)
     buffers = {name: params.pop(name).best for name in ("passes",) if name in params}
     return replace(found, params=params, buffers={**found.buffers, **buffers})
+
+
+def by_name(folder: Path) -> Path:
+    """Beside a checkpoint that numbers the parameters, there is the same by their names."""
+    return folder / "named" if (folder / "named").is_dir() else folder
 
 
 def converted(source: Path, leg: Leg) -> Path:
@@ -252,7 +257,7 @@ def go_on(rank_pools: Pools, folder: Path, tour: Tour) -> None:
             check_zero_to_fp32(saved, truth, stage)
         load, begin = saved, stop
     if "full" not in leg.cell.form:
-        check_safetensors(saved, truth)
+        check_safetensors(by_name(saved), truth)
 
 
 MUON = (
@@ -346,6 +351,32 @@ def test_without_zero_deepspeeds_checkpoint_resumes_on_any_number_of_ranks(
     go_on(rank_pools, tmp_path, Tour("muon", legs, precision=precision))
 
 
+BY_TORCH = {
+    "bare": "plain on 2 bare, plain on 3 compact bare, plain on 1 bare, plain on 4 padded pairs bare",
+    "by name": "plain on 2 nested, fsdp2 on 3, plain on 1 padded nested, plain on 4 compact async, plain on 3",
+    "flat": "plain on 2 flat, plain on 3 padded flat, plain on 1",
+}
+
+
+@pytest.mark.parametrize(
+    ("rule", "way", "dtype"),
+    with_full(
+        [
+            ("soap", "bare", "float32"),
+            ("muon", "bare", "bfloat16"),
+            ("muon", "by name", "float32"),
+            ("muon", "flat", "bfloat16"),
+        ],
+        [("muon", "bare", "float32")],
+    ),
+)
+def test_plain_pytorch_goes_on_with_torchs_own_formats_on_other_ranks_and_layouts(
+    rank_pools: Pools, tmp_path: Path, rule: str, way: str, dtype: str
+) -> None:
+    legs = route(BY_TORCH[way], *(["wide"] if dtype == "bfloat16" else []), native=True)
+    go_on(rank_pools, tmp_path, Tour(rule, legs, dtype=dtype, atoms=PARTS if rule == "soap" else None))
+
+
 UNEVEN = (
     "fsdp2 on 4 roots, fsdp2 on 4 hybrid, fsdp2 on 3, fsdp2 on 1, fsdp2 on 2, fsdp2 on 4 hybrid, fsdp2 on 2, "
     "fsdp2 on 4, fsdp2 on 3"
@@ -357,13 +388,13 @@ SQUARE = (
 
 
 def quarter(way: str, number: int) -> str:
-    """Four legs of a way; those of numbers 0 to 3 are all of it."""
+    """Four legs of a way; those of numbers 0 to 4 are all of it."""
     legs = way.split(", ")
     return ", ".join((legs * 2)[2 * number : 2 * number + 4])
 
 
 LONG_WAYS = {"uneven": UNEVEN, "square": SQUARE}
-LONG_WAYS |= {f"{name}, {number}": quarter(way, number) for name, way in LONG_WAYS.items() for number in range(4)}
+LONG_WAYS |= {f"{name}, {number}": quarter(way, number) for name, way in LONG_WAYS.items() for number in range(5)}
 RULES_AND_WAYS = [("muon", "uneven"), ("soap", "square"), ("muon", "square")]
 OF_TORCH = [(rule, ways, "nested") for rule, ways in RULES_AND_WAYS]
 OF_TORCH += [(rule, f"{ways}, {n}", form) for rule, ways in RULES_AND_WAYS[:2] for n, form in enumerate(FORMS[1:])]

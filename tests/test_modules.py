@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -202,11 +203,14 @@ class Beside:
         for name, module in self.modules.items():
             set_weights(getattr(module, "module", module), dict(self.single.modules[name].named_parameters()))
 
-    def resumed(self, split: str, folder: Path) -> Beside:
+    def resumed(self, split: str, folder: Path, by_torch: bool = False) -> Beside:
         """New modules on another split, from the one process's weights and what was saved."""
         after = Beside(split, self.kinds, self.single)
         after.take_weights()
-        after.optimizers.load_state_dict_from(folder)
+        if by_torch:
+            dcp.load({"optimizer": after.optimizers}, checkpoint_id=folder)
+        else:
+            after.optimizers.load_state_dict_from(folder)
         return after
 
 
@@ -513,25 +517,41 @@ OTHER_RANKS = ["01|23", "23|01", "3|12"]
 
 @on_ranks(4)
 @pytest.mark.parametrize(
-    ("kinds", "splits"),
+    ("kinds", "splits", "by_torch"),
     [
-        (OWNED, ["01|23", "0|123", "0|0", "012|123", "01|23", "0123|0123"]),
-        ("FSDP2 and owned", OTHER_RANKS),
-        ("DDP and FSDP2", OTHER_RANKS),
+        (OWNED, ["01|23", "0|123", "0|0", "012|123", "01|23", "0123|0123"], False),
+        ("FSDP2 and owned", OTHER_RANKS, False),
+        ("DDP and FSDP2", OTHER_RANKS, False),
+        ("FSDP2 and owned", OTHER_RANKS, True),
     ],
 )
-def test_training_goes_on_when_the_split_changed(tmp_path: Path, kinds: str, splits: list[str]) -> None:
+def test_training_goes_on_when_the_split_changed(tmp_path: Path, kinds: str, splits: list[str], by_torch: bool) -> None:
     """Each split goes on from what the one before saved, with the learning rates that it had."""
     run = Beside(splits[0], kinds)
     for number, split in enumerate(splits):
         if number > 0:
-            run = run.resumed(split, tmp_path)
+            run = run.resumed(split, tmp_path, by_torch)
         run.train(range(2 * number, 2 * number + 2))
         run.check()
         for optimizer in (run.optimizers, *run.single.optimizers):
             for group in optimizer.param_groups:
                 group["lr"] /= 2
-        run.optimizers.save_state_dict(tmp_path)
+        if by_torch:
+            dcp.save({"optimizer": run.optimizers}, checkpoint_id=tmp_path)
+        else:
+            run.optimizers.save_state_dict(tmp_path)
+
+
+@on_ranks(4)
+def test_what_torch_cannot_load_into_a_plain_optimizer_that_has_no_state_is_refused(tmp_path: Path) -> None:
+    run = Beside("01|23", "DDP and owned")
+    run.train(range(1))
+    dcp.save({"optimizer": run.optimizers}, checkpoint_id=tmp_path)
+    _, fresh = make("01|23", "DDP and owned")
+    fails_with(
+        "has made none yet; load it with load_state_dict_from",
+        lambda: dcp.load({"optimizer": fresh}, checkpoint_id=tmp_path),
+    )
 
 
 def save_after_two_steps(folder: Path) -> None:

@@ -93,7 +93,7 @@ def test_what_is_held_is_what_is_reported(dtype: str, options: dict[str, Any]) -
         optimizer.zero_grad()
     assert between + report.gradients + report.padding - padding == report.long_lived
     state = [tensor for state in optimizer.state_dict()["state"].values() for tensor in state.values()]
-    assert sum(tensor.nbytes for tensor in state) == report.masters + report.state
+    assert sum(box.nbytes for tensor in state for box in tensor.boxes.values()) == report.masters + report.state
 
 
 @on_ranks(2)

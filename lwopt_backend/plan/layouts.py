@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -530,3 +530,21 @@ class BlockReplicas:
 
     def stored_numel(self, rank: int) -> int:
         return self.storage.stored_numel(rank)
+
+
+def boxes_of(sizes: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The boxes, as (offsets, sizes), that the elements [start, stop) of a flattened tensor are, in their order."""
+    if start >= stop or not sizes:  # nothing, or one element
+        yield (0,) * len(sizes), (0,) * len(sizes)
+        return
+    inner = math.prod(sizes[1:])
+    row, first = divmod(start, inner)
+    if first or stop - start < inner:  # a part of one row
+        end = min(stop, (row + 1) * inner)
+        for begin, part in boxes_of(sizes[1:], first, end - row * inner):
+            yield (row, *begin), (1, *part)
+    else:
+        end = stop - stop % inner
+        yield (row, *(0,) * (len(sizes) - 1)), ((end - start) // inner, *sizes[1:])
+    if end < stop:
+        yield from boxes_of(sizes, end, stop)

@@ -66,7 +66,7 @@ class OwnerShards:
         mine = [
             Entry(atom, key, tuple(tensor.shape), tensor.dtype)
             for atom in self._owned
-            for key, tensor in self._tensors(atom).items()
+            for key, tensor in held.tensors(atom).items()
         ]
         self.entries = sorted(
             (entry for of_rank in collectives.gather_objects(mine) for entry in of_rank),
@@ -75,18 +75,11 @@ class OwnerShards:
         self._moving = [entry for entry in self.entries if entry.numel]
         self._plan = _plan_of(self._moving, plan)
 
-    def _tensors(self, atom: int) -> dict[str, Tensor]:
-        """A matrix's state as tensors of at least one dimension."""
-        state = self._held.expected(atom)
-        found = {key: tensor.reshape(tensor.shape or (1,)) for key, tensor in nested.leaves(state)}
-        if not nested.is_plain(state):
-            found[STRUCTURE] = nested.described(state)
-            found[STEPPED] = torch.tensor([self._held.is_real(atom)])
-        return found
-
     def save(self) -> dict[Key, tuple[torch.Size, Tensor]]:
         """Per atom and key the whole shape and this rank's rows. Called on all ranks of the plan."""
-        tensors = {(atom, key): t.to(self._device) for atom in self._owned for key, t in self._tensors(atom).items()}
+        tensors = {
+            (atom, key): t.to(self._device) for atom in self._owned for key, t in self._held.tensors(atom).items()
+        }
         parts = [torch.empty(self._bytes_here(i), dtype=torch.uint8, device=self._device) for i in self._places()]
 
         def fetch(segment: Segment) -> Tensor:
@@ -124,18 +117,7 @@ class OwnerShards:
         for arrival in self._exchange(ways_to_owners, fetch):
             arrival.wait(deliver)
         for atom in self._owned:
-            self._put(atom, {key: tensor for (of, key), tensor in arrived.items() if of == atom})
-
-    def _put(self, atom: int, found: dict[str, Tensor]) -> None:
-        stepped, described = found.pop(STEPPED, None), found.pop(STRUCTURE, None)
-        if stepped is not None and not stepped.item():
-            self._held.forget(atom)
-        elif described is None:
-            self._held.put(atom, found)
-        else:
-            before = dict(nested.leaves(self._held.expected(atom)))
-            shaped = {key: t.reshape(before[key].shape) if key in before else t for key, t in found.items()}
-            self._held.put(atom, nested.rebuild(nested.description(described.cpu()), shaped))
+            self._held.put_tensors(atom, {key: tensor for (of, key), tensor in arrived.items() if of == atom})
 
     def _places(self) -> range:
         return range(len(self._moving))
@@ -220,10 +202,6 @@ class OwnerState:
                     value, grad = (torch.randn(self._atoms[atom].rule_shape).to(self._device) for _ in range(2))
                     rule.step(value, grad, self._held[atom])
 
-    def expected(self, atom: int) -> dict[str, Any]:
-        """State of the form that a checkpoint has, after ``make``."""
-        return self._held[atom]
-
     def is_real(self, atom: int) -> bool:
         """Whether there was a step, or a checkpoint of one."""
         return atom in self._held and atom not in self._tried
@@ -232,6 +210,28 @@ class OwnerState:
         """Take over what was loaded."""
         self._tried.discard(atom)
         self._held[atom] = nested.to_device(dict(state), self._device)
+
+    def tensors(self, atom: int) -> dict[str, Tensor]:
+        """A matrix's state, after ``make``, as tensors of at least one dimension by their path."""
+        state = self._held[atom]
+        found = {key: tensor.reshape(tensor.shape or (1,)) for key, tensor in nested.leaves(state)}
+        if not nested.is_plain(state):
+            found[STRUCTURE] = nested.described(state)
+            found[STEPPED] = torch.tensor([self.is_real(atom)])
+        return found
+
+    def put_tensors(self, atom: int, found: Mapping[str, Tensor]) -> None:
+        """Take over what ``tensors`` returned, here or on another rank."""
+        found = dict(found)
+        stepped, described = found.pop(STEPPED, None), found.pop(STRUCTURE, None)
+        if stepped is not None and not stepped.item():
+            self.forget(atom)
+        elif described is None:
+            self.put(atom, found)
+        else:
+            before = dict(nested.leaves(self._held.get(atom, {})))
+            shaped = {key: t.reshape(before[key].shape) if key in before else t for key, t in found.items()}
+            self.put(atom, nested.rebuild(nested.description(described.cpu()), shaped))
 
     def forget(self, atom: int) -> None:
         """Begin anew."""
@@ -265,6 +265,11 @@ def brought_here(
     offers = ranks.gather_objects({name: saved[name] for name in missing if name in saved}) if missing else []
     found = {name: state for offer in offers for name, state in offer.items()}
     return {name: saved[name] if name in saved else found[name] for name in wanted if name in saved or name in found}
+
+
+def owner_key(path: str, place: int, matrices: int) -> str:
+    """What a state dict calls a tensor of owner-held state: of several matrices in the parameter, which one's."""
+    return f"[{place}].{path}" if matrices > 1 else path
 
 
 def keeps_state(rule: MatrixRule) -> bool:

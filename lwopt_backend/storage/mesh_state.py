@@ -15,7 +15,7 @@ from lwopt_backend.config.param_groups import of_another_optimizer
 from lwopt_backend.plan.atoms import matrices_of
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime import nested
-from lwopt_backend.runtime.state import MATRICES, Key, OwnerShards
+from lwopt_backend.runtime.state import MATRICES, Key, OwnerShards, owner_key
 from lwopt_backend.storage.mesh import MeshStepper, describe, local, placed
 
 # Optimizer state of FSDP2 parameters: what may be loaded, and that it keeps its dtype.
@@ -267,10 +267,8 @@ def _param(stepper: MeshStepper, key: Key) -> Tensor:
 
 
 def _name(stepper: MeshStepper, key: Key) -> str:
-    """Unique among a parameter's: of several matrices in it, which one's."""
     atom, path = key
-    several = len(stepper.members[stepper.matrices[atom]].blocks) > 1
-    return f"[{stepper.places[atom]}].{path}" if several else path
+    return owner_key(path, stepper.places[atom], len(stepper.members[stepper.matrices[atom]].blocks))
 
 
 def _indices(state_dict: Mapping[str, Any], groups: Groups) -> dict[int, Any]:

@@ -26,6 +26,7 @@ from lwopt_backend.runtime.agreement import agree, agree_in_all, plan_digest
 from lwopt_backend.runtime.bucket_manager import BucketManager
 from lwopt_backend.runtime.buckets import BucketBuffers, Sharers
 from lwopt_backend.runtime.collectives import Alone, PartCollectives, Presence, TorchCollectives
+from lwopt_backend.runtime.state import keeps_state, owner_key
 from lwopt_backend.runtime.whole import Slices, Storage, WholeMatrices, flat_views, owned_dtype, slices_of
 from lwopt_backend.storage.gradients import OwnedGradients
 
@@ -245,6 +246,28 @@ class OwnedStepper:
             else:
                 self._whole.owner_state.forget(atom)
 
+    def owner_tensors(self, number: int, groups: Groups) -> dict[str, Tensor]:
+        """What ``owner_states`` gives as tensors by key; before the first step, such as it will make."""
+        member, found = self._members[number], {}
+        for place, atom in self._made(number, groups).items():
+            for path, tensor in self._whole.owner_state.tensors(atom).items():
+                found[owner_key(path, place, len(member.blocks))] = tensor
+        return found
+
+    def take_owner_tensors(self, number: int, groups: Groups, found: Mapping[str, Tensor]) -> None:
+        """Take over what ``owner_tensors`` returned on the rank that owned this piece."""
+        count = len(self._members[number].blocks)
+        for place, atom in self._made(number, groups).items():
+            paths = self._whole.owner_state.tensors(atom)
+            self._whole.owner_state.put_tensors(atom, {path: found[owner_key(path, place, count)] for path in paths})
+
+    def _made(self, number: int, groups: Groups) -> dict[int, int]:
+        """A member's matrices that are ours and whose rule keeps state beside the flat one: their atoms, by place."""
+        rules = self._rules(groups)
+        kept = {place: atom for place, atom in self._atoms_of[number].items() if keeps_state(rules[atom])}
+        self._whole.owner_state.make(kept.values(), rules)
+        return kept
+
     def owner_nbytes(self) -> int:
         """Of all that ``owner_states`` gives."""
         return self._whole.owner_state.nbytes()
@@ -338,7 +361,8 @@ class OwnedCore:
     ) -> None:
         self.members = members_of(grouping)
         self.config = config
-
+        # The same on all ranks for the same half of the user's group, and different for others.
+        self.group_keys = [f"{group['from_group']}.{group['rule']}" for group in grouping.groups]
         self.holdings = self._plan(
             grouping,
             shares,

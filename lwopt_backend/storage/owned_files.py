@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lwopt_backend.checkpoint.contents import MASTER, LazyTensor, Param, read_as_expected
 from lwopt_backend.checkpoint.dcp import saving
-from lwopt_backend.checkpoint.dcp.reader import METADATA, DcpFolder, Saved, boxes_of
+from lwopt_backend.checkpoint.dcp.reader import METADATA, DcpFolder, Saved
 from lwopt_backend.checkpoint.dcp.saving import Boxes, Shards, flattened, later, one_box, whole
 from lwopt_backend.checkpoint.dcp.writer import states_of
 from lwopt_backend.plan.atoms import matrices_of as matrices_by_shape
@@ -32,22 +32,20 @@ from lwopt_backend.runtime.agreement import agree, check_in_all
 from lwopt_backend.runtime.whole import owned_dtype
 from lwopt_backend.storage.owned import OwnedCore
 from lwopt_backend.storage.owned_state import (
-    DECIDED,
+    MARKS,
     Groups,
     Names,
     StatePiece,
+    boxed,
     check_between_steps,
-    group_key,
     matrices_of,
     names_of,
     options_of,
     state_pieces,
 )
-from lwopt_backend.storage.owned_state import MASTER as OWN_MASTER
 
 SAVING, LOADING = "save_state_dict", "load_state_dict_from"
 MODEL, OPTIMIZER, STEP = "model", "optimizer", "step"
-MARKS = DECIDED | {"members", "overrides"}  # what engines write into param groups for themselves
 
 
 def save(core: OwnedCore, groups: Groups, model: nn.Module, folder: Path, more: Mapping[str, Any]) -> None:
@@ -94,7 +92,6 @@ def shards_of(core: OwnedCore, groups: Groups, prefix: tuple[str, ...] = ()) -> 
             key, param = names.keys[piece.member], core.members[piece.member].param
             place = (*prefix, OPTIMIZER, "state", key)
             for state, tensor in piece.tensors.items():
-                state = MASTER if state == OWN_MASTER else state
                 shape = param.shape if tensor.ndim else ()
                 shards.tensors[(*place, state)] = _boxes(tensor, piece, shape, f"{state} of {key}")
             owner = {number: nested.plain(of_matrix) for number, of_matrix in piece.owner.items()}
@@ -130,13 +127,8 @@ def _weight(param: Tensor, piece: StatePiece | None, where: str) -> Boxes:
 
 def _boxes(flat: Tensor, piece: StatePiece, shape: Sequence[int], where: str) -> Boxes:
     """A piece of a flattened tensor as boxes of the whole one; a counter as what it is."""
-    shape, parts, start = tuple(shape), {}, 0
-    stop = piece.stop if flat.ndim else 1
-    for offsets, sizes in boxes_of(shape, piece.start if flat.ndim else 0, stop):
-        part = flat.reshape(-1).narrow(0, start, torch.Size(sizes).numel())
-        parts[offsets] = later(part, sizes, where)
-        start += part.numel()
-    return Boxes(shape, parts)
+    parts = {place: later(box, box.shape, where) for place, box in boxed(flat, piece, shape).items()}
+    return Boxes(tuple(shape), parts)
 
 
 def common_options(core: OwnedCore, groups: Groups) -> dict[str, dict[str, Any]]:
@@ -145,10 +137,7 @@ def common_options(core: OwnedCore, groups: Groups) -> dict[str, dict[str, Any]]
     Raises ValueError, on all of them, if ranks have different options or some that ``torch.load`` would not read.
     """
     everyone = core.holdings[0].sharers.everyone
-    mine = {
-        group_key(group): {**options_of(group), "rule": group["rule"], "from_group": group["from_group"]}
-        for group in groups
-    }
+    mine = {key: {**options_of(group), "rule": group["rule"]} for key, group in zip(core.group_keys, groups)}
 
     def check() -> None:
         for key, options in mine.items():
@@ -318,12 +307,12 @@ class Checked:
         if param.step is not None:
             found[STEP] = saved.states[key][STEP]
         if owned_dtype(ours.dtype) != ours.dtype:
-            found[OWN_MASTER] = param.best.to(owned_dtype(ours.dtype))
+            found[MASTER] = param.best.to(owned_dtype(ours.dtype))
         return param, found
 
     def _check_bytes(self, key: str, name: str, start: int, stop: int) -> None:
         saved = self.saved
-        place = saved.key_of.get((key, MASTER if name == OWN_MASTER else name)) or saved.keys.weights[key]
+        place = saved.key_of.get((key, MASTER if name == MASTER else name)) or saved.keys.weights[key]
         saved.folder.check_range(place, start, stop)
 
     def take(self) -> None:
@@ -371,7 +360,7 @@ def _options_for(core: OwnedCore, groups: Groups, names: Names, saved: Saved) ->
         ours.setdefault(saved.group_of[key], set()).add(param.group)
     for number, found in theirs.items():
         parts = {part for group in found for part in ours[group]}
-        if len(found) > 1 or parts != {group_key(groups[number])}:
+        if len(found) > 1 or parts != {core.group_keys[number]}:
             said = [f"{group}.{saved.groups[group].get('rule')}" for group in sorted(found)]
             raise ValueError(
                 f"param group {number} ({groups[number]['rule']}) has the parameters of the checkpoint's groups "

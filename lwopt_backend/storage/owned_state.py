@@ -5,6 +5,7 @@ It is this rank's own part and fits nowhere else. ``owned_files`` writes what an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,17 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lwopt_backend.checkpoint.contents import MASTER
 from lwopt_backend.config import linked_rates
 from lwopt_backend.config.param_groups import of_another_optimizer
 from lwopt_backend.config.registry import new_state
-from lwopt_backend.runtime.agreement import agree, check_in_all, digest
+from lwopt_backend.plan.atoms import matrices_of as matrices_by_shape
+from lwopt_backend.plan.layouts import boxes_of
+from lwopt_backend.runtime import nested
+from lwopt_backend.runtime.agreement import agree
 from lwopt_backend.runtime.buckets import BucketBuffers
+from lwopt_backend.runtime.state import MATRICES, STRUCTURE
 from lwopt_backend.storage.owned import OwnedCore
 
-MASTER = "master"  # the key of fp32 masters, beside those of the rule's state
-PLAN = "plan"  # the key of the plan's fingerprint, in a state_dict of a rank's own part
-OWNER = "owner"  # the key of what a rule keeps beside tensors of the parameter's size, in a state_dict
 DECIDED = frozenset({"params", "rule", "from_group"})  # keys of a param group that no checkpoint changes
+MARKS = DECIDED | {"members", "overrides"}  # and what engines write into param groups for themselves
 Groups = Sequence[dict[str, Any]]
 
 
@@ -71,83 +75,6 @@ def check_between_steps(core: OwnedCore) -> None:
         )
 
 
-def own_state(core: OwnedCore, groups: Groups) -> dict[str, Any]:
-    """This rank's own state by parameter name, in flat tensors that are not copied; param groups name parameters."""
-    check_between_steps(core)
-    state = {
-        core.members[piece.member].name: {**piece.tensors, **({OWNER: piece.owner} if piece.owner else {})}
-        for piece in state_pieces(core)
-    }
-    return {"state": state, "param_groups": _named_groups(core, groups), PLAN: _fingerprint(core)}
-
-
-def take_own_state(core: OwnedCore, groups: Groups, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Take what ``own_state`` returned on this rank under the same plan; the param groups to go on with.
-
-    Called on all ranks. Raises ValueError, on all of them and before anything is changed, for anything else.
-    """
-    check_in_all([core.holdings[0].sharers.everyone], "load_state_dict", lambda: _check(core, groups, state_dict))
-    for piece in state_pieces(core):
-        found = state_dict["state"][core.members[piece.member].name]
-        for key, tensor in piece.tensors.items():
-            tensor.copy_(found[key])
-        core.stepper.take_owner_states(piece.member, found.get(OWNER, {}))
-    return [{**group, **options_of(saved)} for group, saved in zip(groups, state_dict["param_groups"])]
-
-
-def _named_groups(core: OwnedCore, groups: Groups) -> list[dict[str, Any]]:
-    members: list[list[str]] = [[] for _ in groups]
-    for member in core.members:
-        members[member.group].append(member.name)
-    return [{**group, "params": names} for group, names in zip(groups, members)]
-
-
-def _fingerprint(core: OwnedCore) -> str:
-    """Equal for equal parameters, rules and plans on the same rank of an instance."""
-    lines = []
-    for held in core.holdings:
-        members = [core.members[number] for number in held.numbers]
-        lines += [f"{m.name} {tuple(m.param.shape)} {m.dtype} {m.rule}" for m in members]
-        lines += [*held.plan.lines(), f"rank {held.sharers.instance.rank}"]
-    return digest(lines)
-
-
-def _check(core: OwnedCore, groups: Groups, state_dict: Mapping[str, Any]) -> None:
-    check_between_steps(core)
-    if of_another_optimizer(state_dict.get("param_groups")):
-        raise ValueError(
-            "this state_dict was written by another optimizer: its param groups have no 'rule'; load the model's "
-            "weights alone and begin with new state, or take that of another Muon along with lwopt_backend.migration"
-        )
-    missing = [key for key in ("state", "param_groups", PLAN) if key not in state_dict]
-    if missing or state_dict[PLAN] != _fingerprint(core):
-        what = f"has no {missing[0]!r}" if missing else "was made by another rank, or under another plan"
-        raise ValueError(
-            f"this state_dict {what}; it holds one rank's own part and can only be loaded there, by as many ranks with "
-            "the same layout, group size and bucket size. To change any of these, save with "
-            "optimizer.save_state_dict(folder) and load with optimizer.load_state_dict_from(folder)"
-        )
-    ours, theirs = (
-        [group["params"] for group in some] for some in (_named_groups(core, groups), state_dict["param_groups"])
-    )
-    if ours != theirs:
-        raise ValueError(f"the state_dict's param groups hold {theirs}, this optimizer's hold {ours}")
-    for piece in state_pieces(core):
-        name = core.members[piece.member].name
-        found = state_dict["state"].get(name, {})
-        for key, tensor in piece.tensors.items():
-            check_tensor(f"the state_dict's {key!r} of {name!r}", found.get(key), tensor.shape, tensor.dtype)
-
-
-def check_tensor(what: str, found: Any, shape: Sequence[int], dtype: torch.dtype) -> None:
-    """Raises ValueError unless ``found`` is a tensor of this shape and dtype."""
-    if not isinstance(found, Tensor):
-        raise ValueError(f"{what}: expected a tensor, found {found!r}")
-    if tuple(found.shape) != tuple(shape) or found.dtype != dtype:
-        expected, is_there = (f"{tuple(s)} of {d}" for s, d in ((shape, dtype), (found.shape, found.dtype)))
-        raise ValueError(f"{what}: expected shape {expected}, found {is_there}")
-
-
 # What a checkpoint calls the parameters and param groups of all ranks, whoever owns and shares them.
 
 
@@ -184,7 +111,7 @@ def names_of(core: OwnedCore, groups: Groups) -> Names:
         for member in held.numbers:
             found = core.members[member]
             places[member] = (share, number, found.name)
-            group = group_key(groups[found.group])
+            group = core.group_keys[found.group]
             if held.sharers.everyone.rank == 0:
                 param = KnownParam(tuple(found.param.shape), found.dtype, found.rule, group)
                 mine.append((places[member], param))
@@ -200,14 +127,100 @@ def names_of(core: OwnedCore, groups: Groups) -> Names:
     return Names({m: key(place) for m, place in places.items()}, {key(place): param for place, param in entries})
 
 
-def group_key(group: Mapping[str, Any]) -> str:
-    """The same on all ranks for the same half of the user's group, and different for others."""
-    return f"{group['from_group']}.{group['rule']}"
-
-
-# torch.optim.AdamW's state dict, in whole tensors on all ranks, where AdamW trains everything.
+# ``state_dict`` and ``load_state_dict``: as torch's optimizers, with this rank's pieces in place of whole tensors.
+#
+# Where AdamW trains everything it is torch.optim.AdamW's state dict, in whole tensors on all ranks.
 
 WHAT = "load_state_dict"
+OTHER_RANKS = (
+    "This rank's pieces fit there alone, on as many ranks with the same layout, group size and bucket size. To change "
+    "any of these, save with torch.distributed.checkpoint or optimizer.save_state_dict(folder), and load with "
+    "optimizer.load_state_dict_from(folder)"
+)
+
+
+class Pieces(Tensor):
+    """A tensor of which this rank has some boxes, in a state dict: views of what is stepped.
+
+    ``torch.distributed.checkpoint`` saves and loads it, on any number of ranks; ``torch.save`` what this rank has. It
+    can be copied and moved to another device, and nothing else can be computed with it.
+
+    - ``shape``: of the whole tensor.
+    - ``boxes``: by the place of their first element, tensors of as many dimensions; none on a rank that owns nothing.
+    - ``refused``: why it cannot be saved together with other ranks' pieces, if it cannot.
+    """
+
+    boxes: dict[tuple[int, ...], Tensor]
+    refused: str
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls, shape: Sequence[int], dtype: torch.dtype, boxes: Mapping[tuple[int, ...], Tensor], refused: str = ""
+    ) -> Pieces:
+        device = next((box.device for box in boxes.values()), torch.device("cpu"))
+        made: Pieces = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
+        made.boxes, made.refused = dict(boxes), refused
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Pieces(shape={tuple(self.shape)}, boxes={self.boxes})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Pieces, (tuple(self.shape), self.dtype, self.boxes, self.refused)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        aten, mine = torch.ops.aten, args[0]
+        if func is aten.new_empty.default:  # torch's asynchronous save fills it by its attributes
+            return Pieces(args[1], (kwargs or {}).get("dtype") or mine.dtype, {}, mine.refused)
+        if func not in (aten.detach.default, aten.clone.default, aten._to_copy.default):
+            raise TypeError(f"{func} of a tensor of which this rank has {len(mine.boxes)} boxes; use them, .boxes")
+        boxes = {place: func(box, *args[1:], **(kwargs or {})) for place, box in mine.boxes.items()}
+        dtype = (kwargs or {}).get("dtype") or mine.dtype
+        return Pieces(mine.shape, dtype, boxes, mine.refused)
+
+    def __create_write_items__(self, key: str, value: object) -> list[Any]:
+        from lwopt_backend.checkpoint.dcp.saving import write_items
+
+        self._check()
+        return write_items(key, self.shape, {place: (box.shape, self.dtype) for place, box in self.boxes.items()})
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from lwopt_backend.checkpoint.dcp.saving import chunk
+
+        self._check()
+        return [chunk(place, box.shape) for place, box in self.boxes.items()]
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        return self.boxes[tuple(index.offset)]
+
+    def _check(self) -> None:
+        if self.refused:
+            raise ValueError(self.refused)
+
+
+torch.serialization.add_safe_globals([Pieces])
+
+
+EXPERTS = (
+    "parameter {!r} is one of expert_params, of which other ranks have others under the same number; save with "
+    "optimizer.save_state_dict(folder)"
+)
+
+
+def boxed(flat: Tensor, piece: StatePiece, shape: Sequence[int]) -> dict[tuple[int, ...], Tensor]:
+    """A piece of a flattened tensor as boxes of the whole one, which are views; a counter as what it is."""
+    if not flat.ndim:
+        return {(): flat}
+    found, start = {}, 0
+    for offsets, sizes in boxes_of(tuple(shape), piece.start, piece.stop):
+        part = flat.narrow(0, start, math.prod(sizes))
+        found[offsets] = part.view(sizes)
+        start += part.numel()
+    return found
 
 
 def reduced(bucket: BucketBuffers, mine: Sequence[Tensor | None]) -> Tensor:
@@ -243,12 +256,52 @@ def _kept(core: OwnedCore, bucket: BucketBuffers, groups: Groups) -> dict[int, d
     return {number: {**new_state(empty, groups[core.members[number].group]), **masters} for number in numbers}
 
 
-def whole_state(core: OwnedCore, groups: Groups) -> dict[str, Any]:
-    """As torch.optim.AdamW's; with fp32 masters beside its keys where parameters have 16 bits. Called on all ranks."""
+def state_of(core: OwnedCore, groups: Groups) -> dict[str, Any]:
+    """The state by the parameters' numbers in the param groups, as torch's optimizers have it.
+
+    Of a matrix rule this rank's pieces, which are not copied. Where AdamW trains everything, whole copies, and then it
+    is called on all ranks. Raises RuntimeError between the steps of ``step_in_backward``.
+    """
     check_between_steps(core)
-    own = {piece.member: piece.tensors for piece in state_pieces(core)}
+    found = _whole_state(core, groups) if linked_rates.is_alone(groups) else _own_state(core, groups)
     indices = {id(param): index for index, param in enumerate(p for group in groups for p in group["params"])}
-    state: dict[int, dict[str, Tensor]] = {index: {} for index in indices.values()}
+    return {
+        "state": {indices[id(core.members[number].param)]: found[number] for number in sorted(found)},
+        "param_groups": [{**group, "params": [indices[id(p)] for p in group["params"]]} for group in groups],
+    }
+
+
+def _own_state(core: OwnedCore, groups: Groups) -> dict[int, dict[str, Tensor]]:
+    """By member the pieces on this rank; fp32 masters beside the state, and at owners what they keep."""
+    mine = {piece.member: piece for piece in state_pieces(core)}
+    found: dict[int, dict[str, Tensor]] = {}
+    for held in core.holdings:
+        alone = held.sharers.everyone.world_size < core.holdings[0].sharers.everyone.world_size
+        for number in held.numbers:
+            member, piece = core.members[number], mine.get(number)
+            refused = EXPERTS.format(member.name) if alone else ""
+            found[number] = {}
+            for key, like in _kept(core, core.manager.buckets[core.manager.bucket_of[number]], groups)[number].items():
+                shape = tuple(member.param.shape) if like.ndim else ()
+                boxes = boxed(piece.tensors[key], piece, shape) if piece else {}
+                found[number][key] = Pieces(shape, like.dtype, boxes, refused)
+            for key, tensor in _owner_tensors(core, number, groups).items() if piece else ():
+                found[number][key] = Pieces(tensor.shape, tensor.dtype, {(0,) * tensor.ndim: tensor}, refused)
+    return found
+
+
+def _owner_tensors(core: OwnedCore, number: int, groups: Groups) -> dict[str, Tensor]:
+    """What this rank keeps of a member's matrices, and which they are where the parameter's shape does not tell."""
+    found, blocks = core.stepper.owner_tensors(number, groups), core.members[number].blocks
+    if found and blocks != matrices_by_shape(tuple(core.members[number].param.shape)):
+        found[MATRICES] = nested.described(matrices_of(core, number))
+    return found
+
+
+def _whole_state(core: OwnedCore, groups: Groups) -> dict[int, dict[str, Tensor]]:
+    """By member whole tensors; fp32 masters beside the state where parameters have 16 bits. Called on all ranks."""
+    own = {piece.member: piece.tensors for piece in state_pieces(core)}
+    state: dict[int, dict[str, Tensor]] = {number: {} for number in range(len(core.members))}
     for bucket in core.manager.buckets:
         kept = _kept(core, bucket, groups)
         for key, like in {key: like for of_member in kept.values() for key, like in of_member.items()}.items():
@@ -257,12 +310,8 @@ def whole_state(core: OwnedCore, groups: Groups) -> dict[str, Any]:
             for place, number in enumerate(kept):
                 if key in kept[number]:
                     found = bucket.view(whole, number).clone() if like.ndim else whole[place].to(like.device, copy=True)
-                    state[indices[id(core.members[number].param)]][key] = found
-    return {"state": state, "param_groups": [_numbered(group, indices) for group in groups]}
-
-
-def _numbered(group: Mapping[str, Any], indices: Mapping[int, int]) -> dict[str, Any]:
-    return {**group, "params": [indices[id(param)] for param in group["params"]]}
+                    state[number][key] = found
+    return state
 
 
 def _counts(bucket: BucketBuffers, mine: Sequence[Tensor | None]) -> Tensor:
@@ -276,73 +325,120 @@ def _counts(bucket: BucketBuffers, mine: Sequence[Tensor | None]) -> Tensor:
     return counts
 
 
-def take_whole_state(core: OwnedCore, groups: Groups, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Take what this rank owns of ``whole_state``, or of torch.optim.AdamW's; the param groups to go on with.
+def take_state(core: OwnedCore, groups: Groups, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Take what ``state_of`` returned on this rank, or whole tensors for pieces; the param groups to go on with.
 
-    Parameters are told by their place in the param groups. One without state begins anew. Called on all ranks, whatever
-    ranks have saved it. Raises ValueError, on all of them and before anything is changed, for what does not fit.
+    Parameters are told by their place in the param groups. Where AdamW trains everything, one without state begins
+    anew. Called on all ranks. Raises ValueError, on all of them and before anything is changed, for what does not fit.
     """
     taken = agree(core.holdings[0].sharers.everyone, WHAT, lambda: (_checked(core, groups, state_dict), []))
     for piece in state_pieces(core):
+        found, shape = taken[piece.member], core.members[piece.member].param.shape
         for key, tensor in piece.tensors.items():
-            value = taken[piece.member].get(key)
-            if value is not None:
+            value = found.get(key)
+            if isinstance(value, Pieces):
+                for place, box in boxed(tensor, piece, shape).items():
+                    box.copy_(value.boxes[place])
+            elif value is not None:
                 tensor.copy_(value.reshape(-1)[piece.start : piece.stop] if tensor.ndim else value)
             elif key != MASTER:  # which follows the weights
                 tensor.zero_()
+        kept = {key: _here(value) for key, value in found.items() if key not in piece.tensors}
+        core.stepper.take_owner_tensors(piece.member, groups, kept)
     return [{**group, **options_of(saved)} for group, saved in zip(groups, state_dict["param_groups"])]
 
 
+def _here(value: Tensor) -> Tensor:
+    """A tensor that its owner has whole."""
+    return next(iter(value.boxes.values())) if isinstance(value, Pieces) else value
+
+
 def _checked(core: OwnedCore, groups: Groups, state_dict: Mapping[str, Any]) -> dict[int, dict[str, Tensor]]:
-    """By member its state, whole."""
+    """By member its state."""
     check_between_steps(core)
     missing = [key for key in ("state", "param_groups") if key not in state_dict]
     if missing:
         raise ValueError(f"{WHAT}: expected a state dict with 'state' and 'param_groups'; found {list(state_dict)}")
-    saved = state_dict["param_groups"]
+    saved, alone = state_dict["param_groups"], linked_rates.is_alone(groups)
+    if not alone and of_another_optimizer(saved):
+        raise ValueError(
+            "this state_dict was written by another optimizer: its param groups have no 'rule'; load the model's "
+            "weights alone and begin with new state, or take that of another Muon along with lwopt_backend.migration"
+        )
     ours, theirs = ([len(group["params"]) for group in some] for some in (groups, saved))
     if ours != theirs:
         raise ValueError(f"{WHAT}: its param groups hold {theirs} parameters, this optimizer's hold {ours}")
-    for number, group in enumerate(saved):
-        linked_rates.check(group, f"{WHAT}: param group {number}")
-    indices = {
-        id(param): index
-        for group, of_group in zip(groups, saved)
-        for param, index in zip(group["params"], of_group["params"])
-    }
+    for number, (group, of_group) in enumerate(zip(groups, saved)):
+        if alone:
+            linked_rates.check(of_group, f"{WHAT}: param group {number}")
+        elif of_group.get("rule", group["rule"]) != group["rule"]:
+            raise ValueError(
+                f"{WHAT}: param group {number} was trained by {of_group['rule']!r}, here it is by {group['rule']!r}; "
+                "load it with the rules it was saved with"
+            )
+    pairs = [pair for group, of_group in zip(groups, saved) for pair in zip(group["params"], of_group["params"])]
+    indices = {id(param): index for param, index in pairs}
+    mine = {piece.member: piece for piece in state_pieces(core)}
     kept = [of_member for bucket in core.manager.buckets for of_member in _kept(core, bucket, groups).items()]
-    return {n: _of_member(core, n, state_dict["state"].get(indices[id(core.members[n].param)], {}), k) for n, k in kept}
+    checked = {}
+    for number, like in kept:
+        found = state_dict["state"].get(indices[id(core.members[number].param)], {})
+        checked[number] = _Wanted(core, groups, number, mine.get(number), like).of(found, may_lack=alone)
+    return checked
 
 
-def _of_member(core: OwnedCore, number: int, found: Mapping[str, Any], kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    name, shape = core.members[number].name, tuple(core.members[number].param.shape)
-    where = f"{WHAT}: state of parameter {name!r}"
-    values = {key: value for key, value in found.items() if value is not None and not isinstance(value, Mapping)}
-    if values and sorted({*values} - {MASTER}) != sorted({*kept} - {MASTER}):
-        raise ValueError(f"{where}: expected {sorted({*kept} - {MASTER})}, found {sorted(values)}")
-    taken = {}
-    for key, like in kept.items():
-        if key not in values:
-            continue
-        value = torch.as_tensor(values[key])
-        expected = shape if like.ndim else ()
-        if tuple(value.shape) != expected:
-            raise ValueError(f"{where}, {key!r}: expected shape {expected}, found {tuple(value.shape)}")
+@dataclass(frozen=True)
+class _Wanted:
+    """What state there has to be of a member, of which this rank has ``piece``."""
+
+    core: OwnedCore
+    groups: Groups
+    number: int
+    piece: StatePiece | None
+    kept: Mapping[str, Tensor]
+
+    def of(self, found: Mapping[str, Any], may_lack: bool) -> dict[str, Tensor]:
+        """Raises ValueError for keys, shapes, matrices or pieces that do not fit."""
+        member = self.core.members[self.number]
+        where = f"{WHAT}: state of parameter {member.name!r}"
+        values = {key: value for key, value in found.items() if value is not None and not isinstance(value, Mapping)}
+        owner = _owner_tensors(self.core, self.number, self.groups) if self.piece else {}
+        elsewhere = {*values} - {*self.kept} if member.blocks and not self.piece else {MASTER}
+        expected = {*self.kept, *owner} - {MASTER}
+        if (values or not may_lack) and {*values} - elsewhere - {MASTER} != expected:
+            flat = "; torch's flattened form leaves out what owners keep, save the nested one" if owner else ""
+            raise ValueError(f"{where}: expected {sorted(expected)}, found {sorted({*values} - {MASTER})}{flat}")
+        taken = {key: torch.as_tensor(values[key]) for key in (*self.kept, *owner) if key in values}
+        for key, value in taken.items():
+            self._check(f"{where}, {key!r}", key, value, owner)
+        matrices, theirs = taken.pop(MATRICES, None), owner.get(MATRICES)
+        if matrices is not None and theirs is not None and not torch.equal(_here(matrices).cpu(), theirs):
+            raise ValueError(f"{where} is of other matrices than here; load it with the 'atoms' it was saved with")
+        return taken
+
+    def _check(self, where: str, key: str, value: Tensor, owner: Mapping[str, Tensor]) -> None:
+        param = self.core.members[self.number].param
+        like = owner.get(key, self.kept.get(key))
+        assert like is not None
+        expected = tuple(param.shape) if key in self.kept and like.ndim else tuple(like.shape)
+        if tuple(value.shape) != expected and key not in (MATRICES, STRUCTURE):
+            raise ValueError(f"{where}: expected shape {expected}, found {tuple(value.shape)}")
         if hasattr(value, "full_tensor"):
-            raise ValueError(f"{where}, {key!r}: expected a whole tensor, found a DTensor; save a full state dict")
-        taken[key] = value
-    return taken
-
-
-# ``state_dict`` and ``load_state_dict``: of which form they are, and the hooks around them.
+            raise ValueError(f"{where}: expected a whole tensor, found a DTensor; save a full state dict")
+        if isinstance(value, Pieces):
+            boxes = {(0,) * like.ndim: like} if key in owner else {}
+            if key in self.kept and self.piece is not None:
+                boxes = boxed(self.piece.tensors[key], self.piece, expected)
+            here, there = ({place: tuple(box.shape) for place, box in some.items()} for some in (boxes, value.boxes))
+            if key in self.kept and here != there:
+                raise ValueError(f"{where} was saved by another rank, or with another layout. {OTHER_RANKS}")
 
 
 def state_dict_of(optimizer: torch.optim.Optimizer, core: OwnedCore) -> dict[str, Any]:
-    """This rank's own part; where AdamW trains everything, torch.optim.AdamW's. Called on all ranks."""
+    """``state_of``, with torch's hooks around it."""
     for pre_hook in optimizer._optimizer_state_dict_pre_hooks.values():
         pre_hook(optimizer)
-    read = whole_state if linked_rates.is_alone(optimizer.param_groups) else own_state
-    state_dict = read(core, optimizer.param_groups)
+    state_dict = state_of(core, optimizer.param_groups)
     for post_hook in optimizer._optimizer_state_dict_post_hooks.values():
         state_dict = post_hook(optimizer, state_dict) or state_dict
     return state_dict
@@ -354,15 +450,10 @@ def load_state_dict_into(
     state_dict: Mapping[str, Any],
     link: Callable[[list[dict[str, Any]]], None],
 ) -> None:
-    """Take what ``state_dict_of`` returned; ``link`` takes the param groups. Called on all ranks.
-
-    Raises ValueError, on all of them and before anything is changed, for anything else.
-    """
+    """``take_state``, with torch's hooks around it; ``link`` takes the param groups. Called on all ranks."""
     state_dict = dict(state_dict)  # torch's hooks may change the one they are given
     for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         state_dict = pre_hook(optimizer, state_dict) or state_dict
-    alone = linked_rates.is_alone(optimizer.param_groups)
-    take = take_whole_state if alone and PLAN not in state_dict else take_own_state
-    link(take(core, optimizer.param_groups, state_dict))
+    link(take_state(core, optimizer.param_groups, state_dict))
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)

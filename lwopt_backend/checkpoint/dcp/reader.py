@@ -27,6 +27,7 @@ from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.pickles import plain
 from lwopt_backend.checkpoint.files.torch_files import Stored, StoredTensor
 from lwopt_backend.config import registry
+from lwopt_backend.plan.layouts import boxes_of
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.state import STEPPED, STRUCTURE
 
@@ -133,24 +134,6 @@ class DcpFolder:
                 f"{chunk.stored.path.name}; its files are not of one checkpoint"
             )
         return saved
-
-
-def boxes_of(sizes: Sizes, start: int, stop: int) -> Iterator[tuple[Sizes, Sizes]]:
-    """The boxes, as (offsets, sizes), that the elements [start, stop) of a flattened tensor are, in their order."""
-    if start >= stop or not sizes:  # nothing, or one element
-        yield (0,) * len(sizes), (0,) * len(sizes)
-        return
-    inner = math.prod(sizes[1:])
-    row, first = divmod(start, inner)
-    if first or stop - start < inner:  # a part of one row
-        end = min(stop, (row + 1) * inner)
-        for begin, part in boxes_of(sizes[1:], first, end - row * inner):
-            yield (row, *begin), (1, *part)
-    else:
-        end = stop - stop % inner
-        yield (row, *(0,) * (len(sizes) - 1)), ((end - start) // inner, *sizes[1:])
-    if end < stop:
-        yield from boxes_of(sizes, end, stop)
 
 
 # What the optimizer keeps of one parameter in a DCP checkpoint: state as large as it, and what owners keep beside it.
@@ -466,6 +449,11 @@ def _split(rest: str, names: Mapping[str, Any], where: str) -> tuple[str, str]:
     while (end := rest.rfind(".", 0, end)) > 0:
         if rest[:end] in names:
             return rest[:end], rest[end + 1 :]
+    if rest.partition(".")[0].isdecimal():
+        raise CheckpointError(
+            f"{where} is state of a numbered parameter; to convert it, save the state with torch's "
+            "get_optimizer_state_dict, which names them"
+        )
     raise CheckpointError(f"{where} is state of none of the model's parameters; are its weights saved under 'model'?")
 
 

@@ -316,14 +316,9 @@ class _Planner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         items = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._objects]
         for key, boxes in self._tensors.items():
-            for place, part in boxes.parts.items():
-                offsets = torch.Size(place)
-                data = TensorWriteData(
-                    ChunkStorageMetadata(offsets, torch.Size(boxes.sizes(part))),
-                    TensorProperties(dtype=boxes.dtype),
-                    torch.Size(boxes.shape),
-                )
-                items.append(WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data))
+            items += write_items(
+                key, boxes.shape, {p: (boxes.sizes(part), boxes.dtype) for p, part in boxes.parts.items()}
+            )
         self.plan = SavePlan(items, planner_data=self._paths)
         return self.plan
 
@@ -344,6 +339,25 @@ class _Planner(DefaultSavePlanner):
         boxes = self._tensors[index.fqn]
         part = boxes.parts[tuple(index.offset)]
         return part.read().view(boxes.sizes(part))
+
+
+def chunk(place: Sequence[int], sizes: Sequence[int]) -> ChunkStorageMetadata:
+    """A box of a tensor, as DCP describes it."""
+    return ChunkStorageMetadata(torch.Size(place), torch.Size(sizes))
+
+
+def write_items(
+    key: str, shape: Sequence[int], boxes: Mapping[Place, tuple[Sequence[int], torch.dtype]]
+) -> list[WriteItem]:
+    """What DCP's plan says of boxes of a tensor of ``shape``: by their place, their sizes and dtype."""
+    return [
+        WriteItem(
+            MetadataIndex(key, torch.Size(place)),
+            WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk(place, sizes), TensorProperties(dtype=dtype), torch.Size(shape)),
+        )
+        for place, (sizes, dtype) in boxes.items()
+    ]
 
 
 def later(part: Tensor, shape: Sequence[int], where: str) -> LazyTensor:

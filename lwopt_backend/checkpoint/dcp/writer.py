@@ -20,7 +20,7 @@ from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointErro
 from lwopt_backend.checkpoint.dcp.saving import Shards, flattened, one_box, save
 from lwopt_backend.plan.atoms import matrices_of
 from lwopt_backend.runtime import nested
-from lwopt_backend.runtime.state import MATRICES, STEPPED, STRUCTURE
+from lwopt_backend.runtime.state import MATRICES, STEPPED, STRUCTURE, owner_key
 
 
 def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:
@@ -68,9 +68,9 @@ def states_of(name: str, param: Param, matrices: Sequence[str] | None) -> Iterat
                 f"{name}: the owner of its matrix number {place} keeps state of a part of a fused parameter, and the "
                 "checkpoint does not tell which rows it is: resume on the engine that wrote it"
             )
-        prefix = f"[{place}]." if len(known) > 1 else ""
-        for key, like in _of_owner(param, place).items():
-            yield f"{prefix}{key}", _later(param, place, key, like, f"{prefix}{key} of {name}")
+        for path, like in _of_owner(param, place).items():
+            key = owner_key(path, place, len(known))
+            yield key, _later(param, place, path, like, f"{key} of {name}")
 
 
 def _of_owner(param: Param, place: int) -> dict[str, Tensor]:
