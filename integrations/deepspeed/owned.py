@@ -19,31 +19,30 @@ from lwopt_backend.config.choices import Rules, settings_lines
 from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.integrations.deepspeed import checkpoints as loading
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
-from lwopt_backend.integrations.deepspeed.checkpoints import MARK, guard_loading
+from lwopt_backend.integrations.deepspeed.checkpoints import MARK
 from lwopt_backend.integrations.deepspeed.engine import checks_overflow
 from lwopt_backend.integrations.deepspeed.optimizer import EngineOptimizer
 from lwopt_backend.integrations.deepspeed.refusals import reasons_to_refuse_owned, without_effect
 from lwopt_backend.integrations.deepspeed.tensors import (
     Groups,
     OwnedTensors,
-    Parts,
-    Source,
-    Whole,
-    load,
     mark,
     no_offload,
     save_parts,
     save_whole,
+    take_parts,
 )
-from lwopt_backend.integrations.deepspeed.universal import OwnedStorage, load_instead
+from lwopt_backend.integrations.deepspeed.universal import prepare_loading
 from lwopt_backend.integrations.deepspeed.zero import check_groups
 from lwopt_backend.routing.grouping import Grouping, group_parameters
 from lwopt_backend.runtime.agreement import agree_in_all, digest
 from lwopt_backend.runtime.collectives import TorchCollectives
+from lwopt_backend.runtime.state import CHECKPOINT_KEY, put
 from lwopt_backend.storage.gradients import OwnedGradients, clip_factor
 from lwopt_backend.storage.owned import OwnedCore, Share
 from lwopt_backend.storage.owned_memory import rank_memory
 from lwopt_backend.storage.owned_model import Backward, check_model, show, tell_when_loaded
+from lwopt_backend.storage.owned_state import OwnedStore
 
 # From reduced gradients to what is stepped on: the loss scale taken out, clipped, or dropped if not finite.
 
@@ -186,17 +185,6 @@ class OwnedCheckpoint:
         self._ranks = binding.ranks
         self._core = core
 
-    def prepare_loading(self, optimizer: Any) -> None:
-        """Make ``engine.load_checkpoint`` load universal checkpoints if it shall, else check DeepSpeed's own first.
-
-        ``optimizer`` is the engine's. Called once for an engine.
-        """
-        engine, core = self._engine, self._core
-        if engine.load_universal_checkpoint():
-            load_instead(engine, lambda: OwnedStorage(optimizer, core, self._ranks))
-        else:
-            guard_loading(optimizer.name, engine, [self._ranks], partial(loading.check_owned, engine, core))
-
     def save(self, groups: Groups, common: Mapping[str, Any]) -> dict[str, Any]:
         """What this rank saves; at stage 0, where the first rank saves everything, nothing on the others."""
         stage = self._engine.zero_optimization_stage()
@@ -219,14 +207,18 @@ class OwnedCheckpoint:
         """
         common = of_ranks[self._ranks.rank] if of_ranks is not None else state_dict
         assert common is not None
-        source: Source
-        if of_ranks is not None or self._engine.zero_optimization_stage():
-            source = Parts(common)
-            saved_groups = common["base_optimizer_state"]["param_groups"]
-        else:
-            source, saved_groups = Whole(common), common["param_groups"]
+        in_parts = of_ranks is not None or self._engine.zero_optimization_stage() > 0
+        saved_groups = (common["base_optimizer_state"] if in_parts else common)["param_groups"]
         check_groups(saved_groups, groups)
-        load(self._core, source, weights=weights, state=state)
+        store = OwnedStore(self._core, groups)
+        if in_parts:
+            take_parts(self._core, common, weights=weights, state=state)
+        else:
+            put(store, weights=common["weights"] if weights else None, state=common["state"] if state else None)
+        if state:
+            store.take_owner_states(common.get(CHECKPOINT_KEY, {}))
+        if weights:
+            store.publish()
         kept = ("params", "members")
         return common, [
             {**saved, **{key: ours[key] for key in kept}} for saved, ours in zip(saved_groups, groups, strict=True)
@@ -281,7 +273,8 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         for number, state in self.core.stepper.state.items():
             self.state[self.core.members[number].param] = state
         self._checkpoint = OwnedCheckpoint(binding, self.core)
-        self._checkpoint.prepare_loading(self)
+        check = partial(loading.check_owned, engine, self.core)
+        prepare_loading(engine, self, [binding.ranks], check)
         if self._stage == 0:
             deepspeed_engine.leave_clipping_to_optimizer(engine)
         else:
@@ -360,7 +353,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         ended in an exception on one or the model's parameters were changed.
         """
         if self._owned is None:
-            raise RuntimeError(f"this {self.name} has no engine; give it to deepspeed.initialize(optimizer=...)")
+            raise self._no_engine()
         presences = self._backward.finish()
         if self._loaded:
             self.refresh_fp32_params()
@@ -443,9 +436,13 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
             self.refresh_fp32_params()
         self._loaded = False
 
-    def take_loaded(self, options: Sequence[dict[str, Any]], held: dict[str, dict[str, Any]]) -> None:
-        """Go on with hyperparameters by param group, after weights, states and masters were loaded."""
-        super().take_loaded(options, held)
+    def state_store(self) -> OwnedStore:
+        if self._owned is None:
+            raise self._no_engine()
+        return OwnedStore(self.core, self.param_groups)
+
+    def take_loaded(self, options: Sequence[dict[str, Any]]) -> None:
+        super().take_loaded(options)
         self._loaded = self.overflow = False
 
     @property

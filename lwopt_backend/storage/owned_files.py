@@ -29,13 +29,13 @@ from lwopt_backend.checkpoint.dcp.writer import states_of
 from lwopt_backend.plan.atoms import matrices_of as matrices_by_shape
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.agreement import agree, check_in_all
+from lwopt_backend.runtime.state import StatePiece
 from lwopt_backend.runtime.whole import owned_dtype
 from lwopt_backend.storage.owned import OwnedCore
 from lwopt_backend.storage.owned_state import (
     DECIDED,
     Groups,
     Names,
-    StatePiece,
     check_between_steps,
     group_key,
     matrices_of,

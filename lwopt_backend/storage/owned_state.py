@@ -5,7 +5,7 @@ It is this rank's own part and fits nowhere else. ``owned_files`` writes what an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,11 @@ from torch import Tensor
 from lwopt_backend.config import linked_rates
 from lwopt_backend.config.param_groups import of_another_optimizer
 from lwopt_backend.config.registry import new_state
+from lwopt_backend.plan.layouts import View
 from lwopt_backend.runtime.agreement import agree, check_in_all, digest
 from lwopt_backend.runtime.buckets import BucketBuffers
+from lwopt_backend.runtime.collectives import Collectives
+from lwopt_backend.runtime.state import OwnerStates, StatePiece, TrainedParam
 from lwopt_backend.storage.owned import OwnedCore
 
 MASTER = "master"  # the key of fp32 masters, beside those of the rule's state
@@ -26,30 +29,15 @@ DECIDED = frozenset({"params", "rule", "from_group"})  # keys of a param group t
 Groups = Sequence[dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class StatePiece:
-    """Elements [start, stop) of a flattened parameter on the rank that owns them.
-
-    ``tensors`` are those that are stepped, by key: each of as many elements, or a counter without dimensions.
-    ``owner`` is what the rule keeps beside them, by a matrix's place in the parameter.
-    """
-
-    member: int
-    start: int
-    stop: int
-    tensors: dict[str, Tensor]
-    owner: dict[int, dict[str, Any]]
-
-
 def state_pieces(core: OwnedCore) -> list[StatePiece]:
-    """What this rank owns."""
+    """What this rank owns: ranges of flattened parameters, in masters (also under ``MASTER``) of 16-bit ones."""
     found = []
     for bucket in core.manager.buckets:
         for piece, value in zip(bucket.pieces, bucket.owned_values()):
             masters = {} if bucket.masters is None else {MASTER: value}
             tensors = {**core.stepper.state[piece.param], **masters}
-            owner = core.stepper.owner_states(piece.param)
-            found.append(StatePiece(piece.param, piece.start, piece.stop, tensors, owner))
+            view, owner = View.of_range(piece.start, piece.stop), core.stepper.owner_states(piece.param)
+            found.append(StatePiece(piece.param, view, value, tensors, owner))
     return found
 
 
@@ -146,6 +134,39 @@ def check_tensor(what: str, found: Any, shape: Sequence[int], dtype: torch.dtype
     if tuple(found.shape) != tuple(shape) or found.dtype != dtype:
         expected, is_there = (f"{tuple(s)} of {d}" for s, d in ((shape, dtype), (found.shape, found.dtype)))
         raise ValueError(f"{what}: expected shape {expected}, found {is_there}")
+
+
+class OwnedStore:
+    """What this rank owns of ``core``, by the names of ``names_of``, as a ``StateStore``. Made on all ranks."""
+
+    ambiguous: str | None = None
+
+    def __init__(self, core: OwnedCore, groups: Groups, names: Names | None = None) -> None:
+        names = names_of(core, groups) if names is None else names
+        self._core = core
+        self.ranks: Sequence[Collectives] = [core.holdings[0].sharers.everyone]
+        self.groups = groups
+        self.params: Sequence[TrainedParam] = [
+            TrainedParam(names.keys[number], tuple(m.param.shape), m.group, m.rule, m.blocks, number)
+            for number, m in enumerate(core.members)
+        ]
+        self.elsewhere: Collection[str] = names.params.keys()
+
+    def pieces(self) -> list[StatePiece]:
+        check_between_steps(self._core)
+        return state_pieces(self._core)
+
+    def take_owner_states(self, states: OwnerStates) -> None:
+        """Take what is kept of the matrices that this rank owns; those without any begin anew."""
+        for piece in state_pieces(self._core):
+            self._core.stepper.take_owner_states(piece.member, states.get(self.params[piece.member].name, {}))
+
+    def publish(self) -> None:
+        """Bring the owners' weights into all ranks' parameters. Called on all ranks."""
+        for number, bucket in enumerate(self._core.manager.buckets):
+            bucket.publish_masters()
+            self._core.manager.send_values(number)
+        self._core.manager.receive_values()
 
 
 # What a checkpoint calls the parameters and param groups of all ranks, whoever owns and shares them.
