@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,7 +24,6 @@ from lwopt_backend.integrations.deepspeed.engine import checks_overflow
 from lwopt_backend.integrations.deepspeed.optimizer import EngineOptimizer
 from lwopt_backend.integrations.deepspeed.refusals import reasons_to_refuse_owned, without_effect
 from lwopt_backend.integrations.deepspeed.tensors import (
-    Groups,
     OwnedTensors,
     mark,
     no_offload,
@@ -174,57 +173,6 @@ def announce(binding: OwnedBinding, core: OwnedCore) -> None:
         report.standard_output().print(f"Without effect on owned storage: {', '.join(idle)}.")
 
 
-# What DeepSpeed saves of an optimizer with owned storage, and loads into it.
-
-
-class OwnedCheckpoint:
-    """Saves and loads ``core``, the storage of the engine of ``binding``. All methods are called on all ranks."""
-
-    def __init__(self, binding: OwnedBinding, core: OwnedCore) -> None:
-        self._engine = binding.engine
-        self._ranks = binding.ranks
-        self._core = core
-
-    def save(self, groups: Groups, common: Mapping[str, Any]) -> dict[str, Any]:
-        """What this rank saves; at stage 0, where the first rank saves everything, nothing on the others."""
-        stage = self._engine.zero_optimization_stage()
-        saved = (save_parts if stage else save_whole)(self._core, groups)
-        return {**saved, **common, MARK: mark(self._core), "zero_stage": stage, "ds_version": version} if saved else {}
-
-    def load(
-        self,
-        groups: Groups,
-        state_dict: Mapping[str, Any] | None,
-        of_ranks: Sequence[Mapping[str, Any]] | None,
-        *,
-        weights: bool,
-        state: bool,
-    ) -> tuple[Mapping[str, Any], list[dict[str, Any]]]:
-        """Load the checkpoint that was checked, or what ``save`` returned; what is common to all ranks, and the param
-        groups with the hyperparameters that were saved.
-
-        Raises ValueError if ``groups`` are others than those that were saved.
-        """
-        common = of_ranks[self._ranks.rank] if of_ranks is not None else state_dict
-        assert common is not None
-        in_parts = of_ranks is not None or self._engine.zero_optimization_stage() > 0
-        saved_groups = (common["base_optimizer_state"] if in_parts else common)["param_groups"]
-        check_groups(saved_groups, groups)
-        store = OwnedStore(self._core, groups)
-        if in_parts:
-            take_parts(self._core, common, weights=weights, state=state)
-        else:
-            put(store, weights=common["weights"] if weights else None, state=common["state"] if state else None)
-        if state:
-            store.take_owner_states(common.get(CHECKPOINT_KEY, {}))
-        if weights:
-            store.publish()
-        kept = ("params", "members")
-        return common, [
-            {**saved, **{key: ours[key] for key in kept}} for saved, ours in zip(saved_groups, groups, strict=True)
-        ]
-
-
 # Layer-wise Muon as DeepSpeed's final optimizer: owned storage, ``"storage": "owned"``, at stages 0 to 2.
 #
 # The engine says when a backward pass ends and whether it completes a step; buffers, reduction, clipping, loss scaling,
@@ -272,7 +220,6 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         self._tensors.attach()
         for number, state in self.core.stepper.state.items():
             self.state[self.core.members[number].param] = state
-        self._checkpoint = OwnedCheckpoint(binding, self.core)
         check = partial(loading.check_owned, engine, self.core)
         prepare_loading(engine, self, [binding.ranks], check)
         if self._stage == 0:
@@ -406,8 +353,12 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         """What this rank saves; at stage 0 all there is, on the first rank. Called on all ranks."""
         if self._owned is None:
             return super().state_dict()
+        saved = (save_parts if self._stage else save_whole)(self.core, self.param_groups)
+        if not saved:
+            return {}
         common = {key: getattr(self, key) for key in ("loss_scaler", "dynamic_loss_scale", "overflow")}
-        return self._checkpoint.save(self.param_groups, {**common, "clip_grad": self._scaling.clip})
+        marks = {MARK: mark(self.core), "zero_stage": self._stage, "ds_version": version}
+        return {**saved, **common, "clip_grad": self._scaling.clip, **marks}
 
     def load_state_dict(
         self,
@@ -426,12 +377,23 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
             assert state_dict is not None
             super().load_state_dict(state_dict)
             return
-        common, groups = self._checkpoint.load(
-            self.param_groups, state_dict, state_dict_list, weights=load_from_fp32_weights, state=load_optimizer_states
-        )
+        saved = state_dict_list[self._owned.ranks.rank] if state_dict_list is not None else state_dict
+        assert saved is not None
+        in_parts, core, store = state_dict_list is not None or self._stage > 0, self.core, self.state_store()
+        groups = (saved["base_optimizer_state"] if in_parts else saved)["param_groups"]
+        check_groups(groups, self.param_groups)
+        if in_parts:
+            take_parts(core, saved, weights=load_from_fp32_weights, state=load_optimizer_states)
+        else:
+            weights, state = saved["weights"], saved["state"]
+            put(store, weights=weights if load_from_fp32_weights else {}, state=state if load_optimizer_states else {})
+        if load_from_fp32_weights:
+            store.publish()
         if load_optimizer_states:
-            self.link_groups(groups)
-            self.loss_scaler, self.overflow = common["loss_scaler"], common["overflow"]
+            store.take_owner_states(saved.get(CHECKPOINT_KEY, {}))
+            pairs = zip(groups, self.param_groups, strict=True)
+            self.link_groups([{**g, "params": ours["params"], "members": ours["members"]} for g, ours in pairs])
+            self.loss_scaler, self.overflow = saved["loss_scaler"], saved["overflow"]
         if not load_from_fp32_weights:
             self.refresh_fp32_params()
         self._loaded = False

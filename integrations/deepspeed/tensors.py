@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -17,7 +17,7 @@ from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.buckets import BucketBuffers
 from lwopt_backend.runtime.state import CHECKPOINT_KEY
 from lwopt_backend.storage.owned import Member, OwnedCore
-from lwopt_backend.storage.owned_state import reduced, state_pieces
+from lwopt_backend.storage.owned_state import MASTER, gathered, state_pieces
 
 # ``deepspeed.utils.safe_get_full_fp32_param`` and its kin on owned storage.
 #
@@ -188,47 +188,20 @@ def _readable(state: Mapping[str, Tensor], numel: int) -> dict[str, Tensor]:
 
 def save_whole(core: OwnedCore, groups: Groups) -> dict[str, Any]:
     """All weights and states by name, on the first rank. Called on all ranks."""
-    kept = [empty_state(member, groups) for member in core.members]
-    weights: dict[str, Tensor] = {}
+    everyone = core.holdings[0].sharers.everyone
     states: dict[str, dict[str, Tensor]] = {member.name: {} for member in core.members}
-    for bucket in core.manager.buckets:
-        for number, tensor in _gather(bucket, bucket.owned_values()):
-            weights[core.members[number].name] = tensor
-        for key in sorted({key for slot in bucket.bucket.slots for key, t in kept[slot.param].items() if t.ndim}):
-            mine = [core.stepper.state[piece.param].get(key) for piece in bucket.pieces]
-            for number, tensor in _gather(bucket, mine):
-                if key in kept[number]:
-                    states[core.members[number].name][key] = tensor
-    for key in sorted({key for state in kept for key, tensor in state.items() if not tensor.ndim}):
-        for number, value in enumerate(_scalars(core, key)):
-            if key in kept[number]:
-                states[core.members[number].name][key] = value
-    of_ranks = core.holdings[0].sharers.everyone.gather_objects_to_first(_owner_states(core))
+    for number, key, whole in gathered(core, groups):
+        if everyone.rank == 0:
+            states[core.members[number].name][key] = whole.to("cpu")
+    of_ranks = everyone.gather_objects_to_first(_owner_states(core))
     if of_ranks is None:
         return {}
     owner: dict[str, dict[int, dict[str, Any]]] = {}
     for of_rank in of_ranks:
         for name, found in of_rank.items():
             owner.setdefault(name, {}).update(found)
+    weights = {m.name: states[m.name].pop(MASTER, m.param).detach().to("cpu", copy=True) for m in core.members}
     return {"weights": weights, "state": states, "param_groups": saved_groups(core, groups), CHECKPOINT_KEY: owner}
-
-
-def _gather(bucket: BucketBuffers, mine: Sequence[Tensor | None]) -> Iterator[tuple[int, Tensor]]:
-    """By a member's number, what the ranks have of it in one tensor, on the first rank. ``mine`` is by piece."""
-    buffer = reduced(bucket, mine)
-    if bucket.sharers.everyone.rank == 0:
-        for slot in bucket.bucket.slots:
-            yield slot.param, bucket.view(buffer, slot.param).to("cpu", copy=True)
-
-
-def _scalars(core: OwnedCore, key: str) -> list[Tensor]:
-    """A state that is one number, of every member; all ranks that own a piece have the same."""
-    found = torch.zeros(len(core.members), device=core.manager.params[0].device)
-    for number, state in core.stepper.state.items():
-        if key in state:
-            found[number] = state[key]
-    core.holdings[0].sharers.everyone.all_reduce_max(found).wait()
-    return [value.clone() for value in found.cpu()]
 
 
 @torch.no_grad()

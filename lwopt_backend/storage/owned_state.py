@@ -5,7 +5,7 @@ It is this rank's own part and fits nowhere else. ``owned_files`` writes what an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from lwopt_backend.plan.layouts import View
 from lwopt_backend.runtime.agreement import agree, check_in_all, digest
 from lwopt_backend.runtime.buckets import BucketBuffers
 from lwopt_backend.runtime.collectives import Collectives
-from lwopt_backend.runtime.state import OwnerStates, StatePiece, TrainedParam
+from lwopt_backend.runtime.state import OwnerStates, StatePiece, TrainedParam, fill
 from lwopt_backend.storage.owned import OwnedCore
 
 MASTER = "master"  # the key of fp32 masters, beside those of the rule's state
@@ -264,12 +264,9 @@ def _kept(core: OwnedCore, bucket: BucketBuffers, groups: Groups) -> dict[int, d
     return {number: {**new_state(empty, groups[core.members[number].group]), **masters} for number in numbers}
 
 
-def whole_state(core: OwnedCore, groups: Groups) -> dict[str, Any]:
-    """As torch.optim.AdamW's; with fp32 masters beside its keys where parameters have 16 bits. Called on all ranks."""
-    check_between_steps(core)
+def gathered(core: OwnedCore, groups: Groups) -> Iterator[tuple[int, str, Tensor]]:
+    """By a member's number and key its state, whole, masters included; each for the caller. Called on all ranks."""
     own = {piece.member: piece.tensors for piece in state_pieces(core)}
-    indices = {id(param): index for index, param in enumerate(p for group in groups for p in group["params"])}
-    state: dict[int, dict[str, Tensor]] = {index: {} for index in indices.values()}
     for bucket in core.manager.buckets:
         kept = _kept(core, bucket, groups)
         for key, like in {key: like for of_member in kept.values() for key, like in of_member.items()}.items():
@@ -278,7 +275,16 @@ def whole_state(core: OwnedCore, groups: Groups) -> dict[str, Any]:
             for place, number in enumerate(kept):
                 if key in kept[number]:
                     found = bucket.view(whole, number).clone() if like.ndim else whole[place].to(like.device, copy=True)
-                    state[indices[id(core.members[number].param)]][key] = found
+                    yield number, key, found
+
+
+def whole_state(core: OwnedCore, groups: Groups) -> dict[str, Any]:
+    """As torch.optim.AdamW's; with fp32 masters beside its keys where parameters have 16 bits. Called on all ranks."""
+    check_between_steps(core)
+    indices = {id(param): index for index, param in enumerate(p for group in groups for p in group["params"])}
+    state: dict[int, dict[str, Tensor]] = {index: {} for index in indices.values()}
+    for number, key, whole in gathered(core, groups):
+        state[indices[id(core.members[number].param)]][key] = whole
     return {"state": state, "param_groups": [_numbered(group, indices) for group in groups]}
 
 
@@ -308,7 +314,7 @@ def take_whole_state(core: OwnedCore, groups: Groups, state_dict: Mapping[str, A
         for key, tensor in piece.tensors.items():
             value = taken[piece.member].get(key)
             if value is not None:
-                tensor.copy_(value.reshape(-1)[piece.start : piece.stop] if tensor.ndim else value)
+                fill(tensor, value, piece.view)
             elif key != MASTER:  # which follows the weights
                 tensor.zero_()
     return [{**group, **options_of(saved)} for group, saved in zip(groups, state_dict["param_groups"])]
