@@ -19,9 +19,8 @@ from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.config.linked_rates import LinkedOptimizer, rate_of
 from lwopt_backend.config.param_groups import as_groups, split
 from lwopt_backend.config.registry import build_matrix_rules
-from lwopt_backend.integrations.deepspeed import checkpoints as deepspeed_checkpoints
+from lwopt_backend.integrations.deepspeed import checkpoints, universal, zero
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
-from lwopt_backend.integrations.deepspeed import universal, zero
 from lwopt_backend.integrations.deepspeed.pipeline import check_rates
 from lwopt_backend.integrations.deepspeed.universal import EngineStore
 from lwopt_backend.integrations.deepspeed.zero import (
@@ -126,8 +125,7 @@ class ZeROLayerWise(EngineOptimizer):
             deepspeed_engine.report_norm(engine, self)
         self._take_groups(self._binding.groups())
         deepspeed_engine.adopt_torch_scheduler(engine)
-        check = partial(deepspeed_checkpoints.check, engine)
-        universal.prepare_loading(engine, self, self._binding.ranks, check)
+        universal.prepare_loading(engine, self, self._binding.ranks, partial(checkpoints.check, engine, None))
         zero.guard_state_keys(engine, self, self._binding.grouping)
         self._binding.announce(self.config, self.rules.notes)
 

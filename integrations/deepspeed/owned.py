@@ -17,7 +17,7 @@ from torch import Tensor
 from lwopt_backend import report
 from lwopt_backend.config.choices import Rules, settings_lines
 from lwopt_backend.config.hosts import ZeROConfig
-from lwopt_backend.integrations.deepspeed import checkpoints as loading
+from lwopt_backend.integrations.deepspeed import checkpoints
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.integrations.deepspeed.checkpoints import MARK
 from lwopt_backend.integrations.deepspeed.engine import checks_overflow
@@ -220,8 +220,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         self._tensors.attach()
         for number, state in self.core.stepper.state.items():
             self.state[self.core.members[number].param] = state
-        check = partial(loading.check_owned, engine, self.core)
-        prepare_loading(engine, self, [binding.ranks], check)
+        prepare_loading(engine, self, [binding.ranks], partial(checkpoints.check, engine, self.core))
         if self._stage == 0:
             deepspeed_engine.leave_clipping_to_optimizer(engine)
         else:
