@@ -17,7 +17,7 @@ from lwopt_backend.plan.layouts import View
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.collectives import Collectives
-from lwopt_backend.runtime.state import MATRICES, Key, OwnerShards, StatePiece, TrainedParam
+from lwopt_backend.runtime.state import MATRICES, Key, OwnerShards, StatePiece, TrainedParam, part_of
 from lwopt_backend.storage.mesh import MeshStepper, describe, local, placed
 
 
@@ -51,9 +51,8 @@ class MeshStore:
     def pieces(self) -> list[StatePiece]:
         found = []
         for number, (param, state) in enumerate(self._held):
-            box = zip(*box_of(param)) if isinstance(param, DTensor) else [(0, size) for size in param.shape]
             tensors = {key: local(tensor) for key, tensor in state.items() if not tensor.is_meta}
-            found.append(StatePiece(number, View.of_box(param.shape, list(box)), local(param), tensors))
+            found.append(StatePiece(number, view_of(param), local(param), tensors))
         return found
 
 
@@ -156,8 +155,13 @@ def with_shards(
 def _cut_like(value: Any, made: Any) -> Any:
     if not isinstance(made, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
-    begin, sizes = box_of(made)
-    return as_shard(value[tuple(slice(first, first + size) for first, size in zip(begin, sizes))].contiguous(), made)
+    return as_shard(part_of(value, view_of(made)).contiguous(), made)
+
+
+def view_of(tensor: Tensor) -> View:
+    """Which elements of a tensor this rank has: a box of a DTensor, all of a plain tensor."""
+    begin, sizes = box_of(tensor) if isinstance(tensor, DTensor) else ((0,) * tensor.ndim, tensor.shape)
+    return View.of_box(tensor.shape, list(zip(begin, sizes)))
 
 
 def box_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
