@@ -12,7 +12,7 @@ from torch import Tensor
 from lwopt_backend.config.options import suggestion
 from lwopt_backend.config.registry import MATRIX_RULES, arguments, new_state
 from lwopt_backend.runtime.agreement import agree_in_all
-from lwopt_backend.runtime.state import StateStore, TrainedParam, keeps_state, put
+from lwopt_backend.runtime.state import StateStore, TrainedParam, checked, keeps_state, put
 
 __all__ = [
     "SOURCES",
@@ -182,20 +182,8 @@ def _checked(param: TrainedParam, group: Group, state: Mapping[str, Any]) -> dic
     whose = f"{WHAT}: parameter {param.name!r}, which {rule!r} trains"
     if rule in MATRIX_RULES and keeps_state(MATRIX_RULES[rule].build(**arguments(group))):
         raise ValueError(f"{whose}: this rule keeps state at the matrix's owner, which no other optimizer's state has")
-    expected = new_state(torch.empty(1, device="meta"), group)
-    if sorted(state) != sorted(expected):
-        raise ValueError(
-            f"{whose}: expected {sorted(expected)}, found {sorted(state)}; if another rule trained it, let the same "
-            "rule train it here, with include or exclude"
-        )
-    checked = {}
-    for key, like in expected.items():
-        shape = param.shape if like.ndim else ()
-        value = torch.as_tensor(state[key])
-        if tuple(value.shape) != shape:
-            raise ValueError(f"{whose}, {key!r}: expected shape {shape}, found {tuple(value.shape)}")
-        checked[key] = value
-    return checked
+    advice = "; if another rule trained it, let the same rule train it here, with include or exclude"
+    return checked(whose, state, new_state(torch.empty(1, device="meta"), group), param.shape, advice)
 
 
 def _check_counters(unit: Sequence[TrainedParam], group: Group, taken: Named) -> None:

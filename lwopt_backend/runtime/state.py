@@ -143,6 +143,24 @@ def part_of(whole: Whole, view: View) -> Tensor:
     return flat.as_strided(view.sizes, view.strides)
 
 
+def checked(
+    whose: str, found: Mapping[str, Any], like: Mapping[str, Tensor], shape: tuple[int, ...], advice: str = ""
+) -> dict[str, Tensor]:
+    """The state ``found`` of a parameter of ``shape``, in whole tensors by the keys of ``like``.
+
+    Raises ValueError, about ``whose``, for other keys, with ``advice``, and for tensors that have neither the
+    parameter's shape nor, where ``like`` has a counter, no dimension.
+    """
+    if sorted(found) != sorted(like):
+        raise ValueError(f"{whose}: expected {sorted(like)}, found {sorted(found)}{advice}")
+    values = {key: torch.as_tensor(found[key]) for key in like}
+    for key, value in values.items():
+        expected = shape if like[key].ndim else ()
+        if tuple(value.shape) != expected:
+            raise ValueError(f"{whose}, {key!r}: expected shape {expected}, found {tuple(value.shape)}")
+    return values
+
+
 # Owner-held state in a checkpoint of sharded tensors: cut by rows over the mesh, as parameters are, and back.
 #
 # So it is complete whoever asks for it, and can be loaded by other ranks with other owners.

@@ -19,7 +19,7 @@ from lwopt_backend.plan.layouts import View
 from lwopt_backend.runtime.agreement import agree, check_in_all, digest
 from lwopt_backend.runtime.buckets import BucketBuffers
 from lwopt_backend.runtime.collectives import Collectives
-from lwopt_backend.runtime.state import OwnerStates, StatePiece, TrainedParam, fill
+from lwopt_backend.runtime.state import OwnerStates, StatePiece, TrainedParam, checked, fill
 from lwopt_backend.storage.owned import OwnedCore
 
 MASTER = "master"  # the key of fp32 masters, beside those of the rule's state
@@ -345,19 +345,14 @@ def _of_member(core: OwnedCore, number: int, found: Mapping[str, Any], kept: Map
     name, shape = core.members[number].name, tuple(core.members[number].param.shape)
     where = f"{WHAT}: state of parameter {name!r}"
     values = {key: value for key, value in found.items() if value is not None and not isinstance(value, Mapping)}
-    if values and sorted({*values} - {MASTER}) != sorted({*kept} - {MASTER}):
-        raise ValueError(f"{where}: expected {sorted({*kept} - {MASTER})}, found {sorted(values)}")
-    taken = {}
-    for key, like in kept.items():
-        if key not in values:
-            continue
-        value = torch.as_tensor(values[key])
-        expected = shape if like.ndim else ()
-        if tuple(value.shape) != expected:
-            raise ValueError(f"{where}, {key!r}: expected shape {expected}, found {tuple(value.shape)}")
+    if not values:
+        return {}
+    both = values.keys() & kept.keys()
+    like = {key: tensor for key, tensor in kept.items() if key != MASTER or key in both}
+    taken = checked(where, {key: v for key, v in values.items() if key != MASTER or key in both}, like, shape)
+    for key, value in taken.items():
         if hasattr(value, "full_tensor"):
             raise ValueError(f"{where}, {key!r}: expected a whole tensor, found a DTensor; save a full state dict")
-        taken[key] = value
     return taken
 
 
