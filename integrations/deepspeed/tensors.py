@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -34,6 +34,7 @@ class OwnedTensors:
     def __init__(self, core: OwnedCore, grouping: Grouping) -> None:
         self._core = core
         self._numbers = {id(member.param): number for number, member in enumerate(core.members)}
+        self._ranges = {piece.member: slice(piece.start, piece.stop) for piece in state_pieces(core)}
         self._kept: dict[int, Kept] = kept_states(grouping)
 
     def attach(self) -> None:
@@ -66,50 +67,40 @@ class OwnedTensors:
                 delattr(member.param, name)
 
     def _value(self, param: Tensor, key: str | None) -> Tensor | None:
-        """This rank's piece of the weights, or of a state."""
+        """This rank's piece of the weights, or of a state; None if it owns nothing of the parameter."""
         number = self._numbers[id(param)]
         check_key(self._kept[id(param)], key)
         if key is not None:
             return self._core.stepper.state.get(number, {}).get(key)
-        bucket = self._bucket(number)
-        return self._of_piece(bucket, number, bucket.owned_values())
+        return self._mine(number, BucketBuffers.owned_values)
 
     def _grad(self, param: Tensor) -> Tensor | None:
-        if not self._core.manager.all_left:
-            name = self._core.members[self._numbers[id(param)]].name
+        number, manager = self._numbers[id(param)], self._core.manager
+        if not manager.all_left:
             raise RuntimeError(
-                f"parameter {name!r} has no gradient at its owner; ask after the backward pass that completes a step, "
-                "and before the step"
+                f"parameter {self._core.members[number].name!r} has no gradient at its owner; ask after the backward "
+                "pass that completes a step, and before the step"
             )
-        number = self._numbers[id(param)]
-        list(self._core.manager.settled())
-        bucket = self._bucket(number)
-        return self._of_piece(bucket, number, bucket.owned_grads())
+        list(manager.settled())
+        return self._mine(number, BucketBuffers.owned_grads)
 
-    def _bucket(self, number: int) -> BucketBuffers:
-        return self._core.manager.buckets[self._core.manager.bucket_of[number]]
-
-    def _of_piece(self, bucket: BucketBuffers, number: int, tensors: Sequence[Tensor]) -> Tensor | None:
-        """Of tensors by piece, that of a parameter; None if this rank owns nothing of it."""
-        return next((tensor for piece, tensor in zip(bucket.pieces, tensors) if piece.param == number), None)
+    def _mine(self, number: int, tensors: Callable[[BucketBuffers], Sequence[Tensor]]) -> Tensor | None:
+        """Of the ``tensors`` by piece of a parameter's bucket, the parameter's own."""
+        bucket = self._core.manager.buckets[self._core.manager.bucket_of[number]]
+        return next((tensor for piece, tensor in zip(bucket.pieces, tensors(bucket)) if piece.param == number), None)
 
     def _whole(self, param: Tensor, mine: Tensor | None) -> Tensor:
         sharers = self._core.holdings[0].sharers
         dtype = torch.float32 if param.dtype.itemsize < 4 else param.dtype
         whole = torch.zeros(param.numel(), dtype=dtype, device=param.device)
         if mine is not None and (sharers.replicas is None or sharers.replicas.rank == 0):
-            self._part(param, whole).copy_(mine)
+            whole[self._ranges[self._numbers[id(param)]]] = mine
         sharers.everyone.start_all_reduce(whole).wait()
         return whole.view(param.shape)
 
     def _put(self, param: Tensor, mine: Tensor | None, value: Tensor) -> None:
         if mine is not None:
-            mine.copy_(self._part(param, value.reshape(-1)))
-
-    def _part(self, param: Tensor, whole: Tensor) -> Tensor:
-        number = self._numbers[id(param)]
-        (piece,) = (piece for piece in self._bucket(number).pieces if piece.param == number)
-        return whole[piece.start : piece.stop]
+            mine.copy_(value.reshape(-1)[self._ranges[self._numbers[id(param)]]])
 
 
 def no_offload(*args: Any, **kwargs: Any) -> None:
