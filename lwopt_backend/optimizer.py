@@ -33,7 +33,7 @@ from lwopt_backend.routing.routing import as_globs, check_globs, named_like
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime.agreement import agree_in_all, plan_digest
 from lwopt_backend.runtime.collectives import ranks_of
-from lwopt_backend.runtime.state import keeps_state
+from lwopt_backend.runtime.state import StateStore, keeps_state
 from lwopt_backend.storage import mesh_stepping, owned_model
 from lwopt_backend.storage.gradients import (
     MeshGradients,
@@ -54,6 +54,7 @@ from lwopt_backend.storage.mesh import (
     sharded_module,
 )
 from lwopt_backend.storage.mesh_state import (
+    MeshStore,
     Of,
     check_loadable,
     check_matrices,
@@ -69,7 +70,7 @@ from lwopt_backend.storage.mesh_stepping import Attachment, StateOnceSharded, ch
 from lwopt_backend.storage.owned import OwnedCore, Share, broadcast_buffers
 from lwopt_backend.storage.owned_memory import RankMemory, memory_of, memory_of_all
 from lwopt_backend.storage.owned_model import Backward, check_model, check_options, tell_when_loaded, wait_in_forward
-from lwopt_backend.storage.owned_state import held_state, load_state_dict_into, state_dict_of
+from lwopt_backend.storage.owned_state import OwnedStore, held_state, load_state_dict_into, state_dict_of
 
 C = TypeVar("C", bound=HostConfig)
 
@@ -193,6 +194,10 @@ class LayerWiseOptimizer(LinkedOptimizer):
 
         Returns the norm before clipping, a plain fp32 tensor that is the same on all ranks.
         """
+        raise NotImplementedError
+
+    def state_store(self) -> StateStore:
+        """This rank's part of weights and state, for ``lwopt_backend.migration``. Called on all ranks."""
         raise NotImplementedError
 
     # On FSDP2
@@ -384,6 +389,9 @@ class OwnedOptimizer(LayerWiseOptimizer):
 
     # Checkpoints
 
+    def state_store(self) -> OwnedStore:
+        return OwnedStore(self.core, self.param_groups)
+
     def save_state_dict(self, path: str | PathLike[str], /, **more: Any) -> None:
         from lwopt_backend.storage import owned_files  # torch.distributed.checkpoint takes a second to import
 
@@ -533,6 +541,10 @@ class MeshOptimizer(LayerWiseOptimizer):
             return
         check_sharded(param for params in held for param in params)
         self._bind(exchange_groups(param for params in held for param in params))
+
+    def state_store(self) -> MeshStore:
+        held = self.gradients
+        return MeshStore(held.params(), self.param_groups, self.state, held.collectives, held.holds_different)
 
     def _owner_shards(self) -> Of:
         """What owners hold, if rules keep state there; then called on all ranks.

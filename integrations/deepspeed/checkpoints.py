@@ -29,6 +29,10 @@ CONVERT = (
     "Another number of ranks needs DeepSpeed's universal format: convert the folder with lwopt convert --to universal, "
     'and set "checkpoint": {"load_universal": true}'
 )
+CONVERT_OWNED = (
+    "Another number of ranks or another layout needs DeepSpeed's universal format: convert the folder with lwopt "
+    'convert SRC DST --to universal, and set "checkpoint": {"load_universal": true}'
+)
 Check = Callable[[str, "str | None", bool], list[str]]
 
 
@@ -75,9 +79,14 @@ def guard_loading(name: str, engine: DeepSpeedEngine, ranks: Sequence[Collective
     engine.load_checkpoint = load_checkpoint
 
 
-def check(engine: DeepSpeedEngine, load_dir: str, tag: str | None, with_state: bool) -> list[str]:
+def check(
+    engine: DeepSpeedEngine, core: OwnedCore | None, load_dir: str, tag: str | None, with_state: bool
+) -> list[str]:
     """Raises ValueError for a checkpoint of another world size, ZeRO stage, storage or optimizer; what all ranks must
-    see alike. One that does not exist is left to DeepSpeed, which warns and returns (None, None)."""
+    see alike. One that does not exist is left to DeepSpeed, which warns and returns (None, None).
+
+    ``core`` is the engine's owned storage, if it has that.
+    """
     named = latest(load_dir)
     if tag is None and named is None:
         return ["no checkpoint"]
@@ -86,20 +95,22 @@ def check(engine: DeepSpeedEngine, load_dir: str, tag: str | None, with_state: b
     saved = read(folder, engine, with_state)
     if with_state:
         check_writer(folder, saved)
-    if with_state and saved.owned is not None:
-        raise ValueError(
-            f'the checkpoint {str(folder)!r} was saved with "storage": "owned"; load it with that, or its weights '
-            "alone, with load_optimizer_states=False"
-        )
-    if with_state and (saved.groups is None) != (stage == 0):
-        raise wrong_stage(folder, "0" if saved.groups is None else "1 or 2", stage)
-    check_world_size(folder, saved.world_size, engine, with_state, CONVERT)
+        if core is None and saved.owned is not None:
+            raise ValueError(
+                f'the checkpoint {str(folder)!r} was saved with "storage": "owned"; load it with that, or its weights '
+                "alone, with load_optimizer_states=False"
+            )
+        if (saved.groups is None) != (stage == 0):
+            raise wrong_stage(folder, "0" if saved.groups is None else "1 or 2", stage)
+    check_world_size(folder, saved.world_size, engine, with_state, CONVERT if core is None else CONVERT_OWNED)
     if stage == 3 and not with_state and folder.name != named:
         raise ValueError(
             f"only the weights of tag {folder.name!r} are asked for, but at stage 3 DeepSpeed takes them from the tag "
             f"that the file 'latest' names, here {named!r}; write {folder.name!r} into that file"
         )
-    if with_state and saved.groups is not None:
+    if with_state and core is not None:
+        _check_owned(folder, saved.owned, core, stage)
+    elif with_state and saved.groups is not None:
         _check_groups(saved.groups, [list(group) for group in engine._get_zero_param_shapes()])
     return [f"{folder.name}, saved on {saved.world_size} ranks"]
 
@@ -204,38 +215,7 @@ def _named(name: str | None) -> str:
     return "no further parameter" if name is None else repr(name)
 
 
-# Which checkpoints owned storage may load, found out on all ranks before anything is changed.
-
-CONVERT_OWNED = (
-    "Another number of ranks or another layout needs DeepSpeed's universal format: convert the folder with lwopt "
-    'convert SRC DST --to universal, and set "checkpoint": {"load_universal": true}'
-)
-
-
-def check_owned(
-    engine: DeepSpeedEngine, core: OwnedCore, load_dir: str, tag: str | None, with_state: bool
-) -> list[str]:
-    """Raises ValueError if DeepSpeed's own checkpoint cannot be loaded; what all ranks must see alike."""
-    found = latest(load_dir) if tag is None else tag
-    if found is None:
-        return ["no checkpoint"]
-    folder = Path(load_dir) / str(found)
-    stage = engine.zero_optimization_stage()
-    saved = read(folder, engine, with_state)
-    if with_state:
-        check_writer(folder, saved)
-    if with_state and (saved.groups is None) != (stage == 0):
-        raise wrong_stage(folder, "0" if saved.groups is None else "1 or 2", stage)
-    check_world_size(folder, saved.world_size, engine, with_state, CONVERT_OWNED)
-    if with_state:
-        _check_storage(folder, saved.owned)
-        _check_members(folder, saved, core)
-        if stage > 0:
-            _check_pieces(folder, saved.owned or {}, core)
-    return [f"{folder.name}, saved on {saved.world_size} ranks"]
-
-
-def _check_storage(folder: Path, owned: Mapping[str, Any] | None) -> None:
+def _check_owned(folder: Path, owned: Mapping[str, Any] | None, core: OwnedCore, stage: int) -> None:
     if owned is None:
         raise ValueError(
             f'the checkpoint {str(folder)!r} was not saved with "storage": "owned", which holds the optimizer\'s state '
@@ -243,24 +223,17 @@ def _check_storage(folder: Path, owned: Mapping[str, Any] | None) -> None:
             'universal and set "checkpoint": {"load_universal": true}, or load its weights alone, with '
             "load_optimizer_states=False"
         )
-
-
-def _check_members(folder: Path, saved: Saved, core: OwnedCore) -> None:
-    theirs, ours = (saved.owned or {})["members"], mark(core)["members"]
-    advice = "load it with the model, the param groups, the 'include', 'exclude' and 'atoms' it was saved with"
-    for their, our in zip([*theirs, None], [*ours, None]):
+    ours = mark(core)
+    for their, our in zip([*owned["members"], None], [*ours["members"], None]):
         if their != our:
             raise ValueError(
                 f"the checkpoint {str(folder)!r} holds other parameters: {_spell(our)} here, {_spell(their)} there; "
-                f"{advice}"
+                "load it with the model, the param groups, the 'include', 'exclude' and 'atoms' it was saved with"
             )
-
-
-def _check_pieces(folder: Path, owned: Mapping[str, Any], core: OwnedCore) -> None:
-    theirs, ours = owned["pieces"], mark(core)["pieces"]
-    for name in ours.keys() | theirs.keys():
-        if theirs.get(name) != ours.get(name):
-            here, there = (f"elements {x[0]} to {x[1]}" if x else "nothing" for x in (ours.get(name), theirs.get(name)))
+    for name in ours["pieces"].keys() | owned["pieces"].keys() if stage > 0 else ():
+        pair = ours["pieces"].get(name), owned["pieces"].get(name)
+        if pair[0] != pair[1]:
+            here, there = (f"elements {x[0]} to {x[1]}" if x else "nothing" for x in pair)
             raise ValueError(
                 f"the checkpoint {str(folder)!r} is laid out otherwise: of parameter {name!r} this rank owns {here}, "
                 f"there it owned {there}; load with the layout, bucket_mb and group_size it was saved with. "

@@ -8,6 +8,7 @@ owner and back. ``owned`` is the other storage.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -18,12 +19,14 @@ from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.config.linked_rates import LinkedOptimizer, rate_of
 from lwopt_backend.config.param_groups import as_groups, split
 from lwopt_backend.config.registry import build_matrix_rules
+from lwopt_backend.integrations.deepspeed import checkpoints, universal, zero
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
-from lwopt_backend.integrations.deepspeed import universal, zero
 from lwopt_backend.integrations.deepspeed.pipeline import check_rates
+from lwopt_backend.integrations.deepspeed.universal import EngineStore
 from lwopt_backend.integrations.deepspeed.zero import (
     Binding,
     Unit,
+    ZeROStore,
     bind,
     check_groups,
     check_partitions,
@@ -80,9 +83,16 @@ class EngineOptimizer(LinkedOptimizer):
         """A stage of a pipeline may have no matrices of its own."""
         return rate_of(self.rules, groups) if self.config.allow_no_matrix else self.rules.matrix.lr
 
-    def take_loaded(self, options: Sequence[dict[str, Any]], held: dict[str, dict[str, Any]]) -> None:
-        """Go on with hyperparameters by param group and owners' states by matrix. Called on all ranks."""
+    def state_store(self) -> EngineStore:
+        """This rank's part of weights and state. Called on all ranks. Raises RuntimeError outside an engine."""
+        raise NotImplementedError
+
+    def take_loaded(self, options: Sequence[dict[str, Any]]) -> None:
+        """Go on with hyperparameters by param group, after weights and state were loaded."""
         self.link_groups({**group, **new} for group, new in zip(self.param_groups, options, strict=True))
+
+    def _no_engine(self) -> RuntimeError:
+        return RuntimeError(f"this {self.name} has no engine; give it to deepspeed.initialize(optimizer=...)")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned. Raises ValueError if it was saved with other parameters or partitions."""
@@ -115,7 +125,7 @@ class ZeROLayerWise(EngineOptimizer):
             deepspeed_engine.report_norm(engine, self)
         self._take_groups(self._binding.groups())
         deepspeed_engine.adopt_torch_scheduler(engine)
-        universal.prepare_loading(engine, self, self._binding.ranks)
+        universal.prepare_loading(engine, self, self._binding.ranks, partial(checkpoints.check, engine, None))
         zero.guard_state_keys(engine, self, self._binding.grouping)
         self._binding.announce(self.config, self.rules.notes)
 
@@ -130,7 +140,7 @@ class ZeROLayerWise(EngineOptimizer):
         Raises RuntimeError outside an engine, and on every rank if DeepSpeed stores parameters elsewhere than planned.
         """
         if self._binding is None:
-            raise RuntimeError(f"this {self.name} has no engine; give it to deepspeed.initialize(optimizer=...)")
+            raise self._no_engine()
         if not self._steppers:
             self._prepare(self._binding)
         shown = [(g, tensor) for g in self.param_groups for tensor in g["params"] if id(tensor) in self._steppers]
@@ -157,12 +167,15 @@ class ZeROLayerWise(EngineOptimizer):
     def _keeps_owner_state(self) -> bool:
         return any(map(keeps_state, build_matrix_rules(self.param_groups, self.config).values()))
 
-    def prepared(self) -> tuple[Binding, list[Tensor]]:
-        """The binding and every unit's tensor, whose state is made if no step has been. Called on all ranks."""
-        assert self._binding is not None
+    def state_store(self) -> ZeROStore:
+        """State is made if no step has been."""
+        if self._binding is None:
+            raise self._no_engine()
         if not self._steppers:
             self._prepare(self._binding)
-        return self._binding, self._binding.stored(self._linked)
+        tensors = self._binding.stored(self._linked)
+        stepped = [(self._steppers[id(tensor)], self.state[tensor]) for tensor in tensors]
+        return ZeROStore(self._binding, self.param_groups, stepped)
 
     def _prepare(self, binding: Binding) -> None:
         """Before the first step: check that DeepSpeed stores what was planned, and make the state of every group.
@@ -177,11 +190,6 @@ class ZeROLayerWise(EngineOptimizer):
         if self._keeps_owner_state:
             take_owner_states(binding, list(self._steppers.values()), self._owner_state)
             self._owner_state = {}
-
-    def take_loaded(self, options: Sequence[dict[str, Any]], held: dict[str, dict[str, Any]]) -> None:
-        super().take_loaded(options, held)
-        if self._binding is not None and self._keeps_owner_state:
-            take_owner_states(self._binding, list(self._steppers.values()), held)
 
     def state_dict(self) -> dict[str, Any]:
         """What torch's optimizers return. At stage 0, where DeepSpeed saves one rank's, the first rank's has every

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,33 +17,31 @@ from torch import Tensor
 from lwopt_backend import report
 from lwopt_backend.config.choices import Rules, settings_lines
 from lwopt_backend.config.hosts import ZeROConfig
-from lwopt_backend.integrations.deepspeed import checkpoints as loading
+from lwopt_backend.integrations.deepspeed import checkpoints
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
-from lwopt_backend.integrations.deepspeed.checkpoints import MARK, guard_loading
+from lwopt_backend.integrations.deepspeed.checkpoints import MARK
 from lwopt_backend.integrations.deepspeed.engine import checks_overflow
 from lwopt_backend.integrations.deepspeed.optimizer import EngineOptimizer
 from lwopt_backend.integrations.deepspeed.refusals import reasons_to_refuse_owned, without_effect
 from lwopt_backend.integrations.deepspeed.tensors import (
-    Groups,
     OwnedTensors,
-    Parts,
-    Source,
-    Whole,
-    load,
     mark,
     no_offload,
     save_parts,
     save_whole,
+    take_parts,
 )
-from lwopt_backend.integrations.deepspeed.universal import OwnedStorage, load_instead
+from lwopt_backend.integrations.deepspeed.universal import prepare_loading
 from lwopt_backend.integrations.deepspeed.zero import check_groups
 from lwopt_backend.routing.grouping import Grouping, group_parameters
 from lwopt_backend.runtime.agreement import agree_in_all, digest
 from lwopt_backend.runtime.collectives import TorchCollectives
+from lwopt_backend.runtime.state import CHECKPOINT_KEY, put
 from lwopt_backend.storage.gradients import OwnedGradients, clip_factor
 from lwopt_backend.storage.owned import OwnedCore, Share
 from lwopt_backend.storage.owned_memory import rank_memory
 from lwopt_backend.storage.owned_model import Backward, check_model, show, tell_when_loaded
+from lwopt_backend.storage.owned_state import OwnedStore
 
 # From reduced gradients to what is stepped on: the loss scale taken out, clipped, or dropped if not finite.
 
@@ -175,64 +173,6 @@ def announce(binding: OwnedBinding, core: OwnedCore) -> None:
         report.standard_output().print(f"Without effect on owned storage: {', '.join(idle)}.")
 
 
-# What DeepSpeed saves of an optimizer with owned storage, and loads into it.
-
-
-class OwnedCheckpoint:
-    """Saves and loads ``core``, the storage of the engine of ``binding``. All methods are called on all ranks."""
-
-    def __init__(self, binding: OwnedBinding, core: OwnedCore) -> None:
-        self._engine = binding.engine
-        self._ranks = binding.ranks
-        self._core = core
-
-    def prepare_loading(self, optimizer: Any) -> None:
-        """Make ``engine.load_checkpoint`` load universal checkpoints if it shall, else check DeepSpeed's own first.
-
-        ``optimizer`` is the engine's. Called once for an engine.
-        """
-        engine, core = self._engine, self._core
-        if engine.load_universal_checkpoint():
-            load_instead(engine, lambda: OwnedStorage(optimizer, core, self._ranks))
-        else:
-            guard_loading(optimizer.name, engine, [self._ranks], partial(loading.check_owned, engine, core))
-
-    def save(self, groups: Groups, common: Mapping[str, Any]) -> dict[str, Any]:
-        """What this rank saves; at stage 0, where the first rank saves everything, nothing on the others."""
-        stage = self._engine.zero_optimization_stage()
-        saved = (save_parts if stage else save_whole)(self._core, groups)
-        return {**saved, **common, MARK: mark(self._core), "zero_stage": stage, "ds_version": version} if saved else {}
-
-    def load(
-        self,
-        groups: Groups,
-        state_dict: Mapping[str, Any] | None,
-        of_ranks: Sequence[Mapping[str, Any]] | None,
-        *,
-        weights: bool,
-        state: bool,
-    ) -> tuple[Mapping[str, Any], list[dict[str, Any]]]:
-        """Load the checkpoint that was checked, or what ``save`` returned; what is common to all ranks, and the param
-        groups with the hyperparameters that were saved.
-
-        Raises ValueError if ``groups`` are others than those that were saved.
-        """
-        common = of_ranks[self._ranks.rank] if of_ranks is not None else state_dict
-        assert common is not None
-        source: Source
-        if of_ranks is not None or self._engine.zero_optimization_stage():
-            source = Parts(common)
-            saved_groups = common["base_optimizer_state"]["param_groups"]
-        else:
-            source, saved_groups = Whole(common), common["param_groups"]
-        check_groups(saved_groups, groups)
-        load(self._core, source, weights=weights, state=state)
-        kept = ("params", "members")
-        return common, [
-            {**saved, **{key: ours[key] for key in kept}} for saved, ours in zip(saved_groups, groups, strict=True)
-        ]
-
-
 # Layer-wise Muon as DeepSpeed's final optimizer: owned storage, ``"storage": "owned"``, at stages 0 to 2.
 #
 # The engine says when a backward pass ends and whether it completes a step; buffers, reduction, clipping, loss scaling,
@@ -280,8 +220,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         self._tensors.attach()
         for number, state in self.core.stepper.state.items():
             self.state[self.core.members[number].param] = state
-        self._checkpoint = OwnedCheckpoint(binding, self.core)
-        self._checkpoint.prepare_loading(self)
+        prepare_loading(engine, self, [binding.ranks], partial(checkpoints.check, engine, self.core))
         if self._stage == 0:
             deepspeed_engine.leave_clipping_to_optimizer(engine)
         else:
@@ -360,7 +299,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         ended in an exception on one or the model's parameters were changed.
         """
         if self._owned is None:
-            raise RuntimeError(f"this {self.name} has no engine; give it to deepspeed.initialize(optimizer=...)")
+            raise self._no_engine()
         presences = self._backward.finish()
         if self._loaded:
             self.refresh_fp32_params()
@@ -413,8 +352,12 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         """What this rank saves; at stage 0 all there is, on the first rank. Called on all ranks."""
         if self._owned is None:
             return super().state_dict()
+        saved = (save_parts if self._stage else save_whole)(self.core, self.param_groups)
+        if not saved:
+            return {}
         common = {key: getattr(self, key) for key in ("loss_scaler", "dynamic_loss_scale", "overflow")}
-        return self._checkpoint.save(self.param_groups, {**common, "clip_grad": self._scaling.clip})
+        marks = {MARK: mark(self.core), "zero_stage": self._stage, "ds_version": version}
+        return {**saved, **common, "clip_grad": self._scaling.clip, **marks}
 
     def load_state_dict(
         self,
@@ -433,19 +376,34 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
             assert state_dict is not None
             super().load_state_dict(state_dict)
             return
-        common, groups = self._checkpoint.load(
-            self.param_groups, state_dict, state_dict_list, weights=load_from_fp32_weights, state=load_optimizer_states
-        )
+        saved = state_dict_list[self._owned.ranks.rank] if state_dict_list is not None else state_dict
+        assert saved is not None
+        in_parts, core, store = state_dict_list is not None or self._stage > 0, self.core, self.state_store()
+        groups = (saved["base_optimizer_state"] if in_parts else saved)["param_groups"]
+        check_groups(groups, self.param_groups)
+        if in_parts:
+            take_parts(core, saved, weights=load_from_fp32_weights, state=load_optimizer_states)
+        else:
+            weights, state = saved["weights"], saved["state"]
+            put(store, weights=weights if load_from_fp32_weights else {}, state=state if load_optimizer_states else {})
+        if load_from_fp32_weights:
+            store.publish()
         if load_optimizer_states:
-            self.link_groups(groups)
-            self.loss_scaler, self.overflow = common["loss_scaler"], common["overflow"]
+            store.take_owner_states(saved.get(CHECKPOINT_KEY, {}))
+            pairs = zip(groups, self.param_groups, strict=True)
+            self.link_groups([{**g, "params": ours["params"], "members": ours["members"]} for g, ours in pairs])
+            self.loss_scaler, self.overflow = saved["loss_scaler"], saved["overflow"]
         if not load_from_fp32_weights:
             self.refresh_fp32_params()
         self._loaded = False
 
-    def take_loaded(self, options: Sequence[dict[str, Any]], held: dict[str, dict[str, Any]]) -> None:
-        """Go on with hyperparameters by param group, after weights, states and masters were loaded."""
-        super().take_loaded(options, held)
+    def state_store(self) -> OwnedStore:
+        if self._owned is None:
+            raise self._no_engine()
+        return OwnedStore(self.core, self.param_groups)
+
+    def take_loaded(self, options: Sequence[dict[str, Any]]) -> None:
+        super().take_loaded(options)
         self._loaded = self.overflow = False
 
     @property

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
+from lwopt_backend.checkpoint.contents import MASTER
 from lwopt_backend.config.registry import new_state
 from lwopt_backend.integrations.deepspeed.zero import Kept, check_key, kept_states
-from lwopt_backend.plan.buffers.layout import Piece
 from lwopt_backend.routing.grouping import Grouping
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.buckets import BucketBuffers
 from lwopt_backend.runtime.state import CHECKPOINT_KEY
 from lwopt_backend.storage.owned import Member, OwnedCore
-from lwopt_backend.storage.owned_state import reduced
+from lwopt_backend.storage.owned_state import gathered, state_pieces
 
 # ``deepspeed.utils.safe_get_full_fp32_param`` and its kin on owned storage.
 #
@@ -35,6 +35,7 @@ class OwnedTensors:
     def __init__(self, core: OwnedCore, grouping: Grouping) -> None:
         self._core = core
         self._numbers = {id(member.param): number for number, member in enumerate(core.members)}
+        self._ranges = {piece.member: slice(piece.start, piece.stop) for piece in state_pieces(core)}
         self._kept: dict[int, Kept] = kept_states(grouping)
 
     def attach(self) -> None:
@@ -67,50 +68,40 @@ class OwnedTensors:
                 delattr(member.param, name)
 
     def _value(self, param: Tensor, key: str | None) -> Tensor | None:
-        """This rank's piece of the weights, or of a state."""
+        """This rank's piece of the weights, or of a state; None if it owns nothing of the parameter."""
         number = self._numbers[id(param)]
         check_key(self._kept[id(param)], key)
         if key is not None:
             return self._core.stepper.state.get(number, {}).get(key)
-        bucket = self._bucket(number)
-        return self._of_piece(bucket, number, bucket.owned_values())
+        return self._mine(number, BucketBuffers.owned_values)
 
     def _grad(self, param: Tensor) -> Tensor | None:
-        if not self._core.manager.all_left:
-            name = self._core.members[self._numbers[id(param)]].name
+        number, manager = self._numbers[id(param)], self._core.manager
+        if not manager.all_left:
             raise RuntimeError(
-                f"parameter {name!r} has no gradient at its owner; ask after the backward pass that completes a step, "
-                "and before the step"
+                f"parameter {self._core.members[number].name!r} has no gradient at its owner; ask after the backward "
+                "pass that completes a step, and before the step"
             )
-        number = self._numbers[id(param)]
-        list(self._core.manager.settled())
-        bucket = self._bucket(number)
-        return self._of_piece(bucket, number, bucket.owned_grads())
+        list(manager.settled())
+        return self._mine(number, BucketBuffers.owned_grads)
 
-    def _bucket(self, number: int) -> BucketBuffers:
-        return self._core.manager.buckets[self._core.manager.bucket_of[number]]
-
-    def _of_piece(self, bucket: BucketBuffers, number: int, tensors: Sequence[Tensor]) -> Tensor | None:
-        """Of tensors by piece, that of a parameter; None if this rank owns nothing of it."""
-        return next((tensor for piece, tensor in zip(bucket.pieces, tensors) if piece.param == number), None)
+    def _mine(self, number: int, tensors: Callable[[BucketBuffers], Sequence[Tensor]]) -> Tensor | None:
+        """Of the ``tensors`` by piece of a parameter's bucket, the parameter's own."""
+        bucket = self._core.manager.buckets[self._core.manager.bucket_of[number]]
+        return next((tensor for piece, tensor in zip(bucket.pieces, tensors(bucket)) if piece.param == number), None)
 
     def _whole(self, param: Tensor, mine: Tensor | None) -> Tensor:
         sharers = self._core.holdings[0].sharers
         dtype = torch.float32 if param.dtype.itemsize < 4 else param.dtype
         whole = torch.zeros(param.numel(), dtype=dtype, device=param.device)
         if mine is not None and (sharers.replicas is None or sharers.replicas.rank == 0):
-            self._part(param, whole).copy_(mine)
+            whole[self._ranges[self._numbers[id(param)]]] = mine
         sharers.everyone.start_all_reduce(whole).wait()
         return whole.view(param.shape)
 
     def _put(self, param: Tensor, mine: Tensor | None, value: Tensor) -> None:
         if mine is not None:
-            mine.copy_(self._part(param, value.reshape(-1)))
-
-    def _part(self, param: Tensor, whole: Tensor) -> Tensor:
-        number = self._numbers[id(param)]
-        (piece,) = (piece for piece in self._bucket(number).pieces if piece.param == number)
-        return whole[piece.start : piece.stop]
+            mine.copy_(value.reshape(-1)[self._ranges[self._numbers[id(param)]]])
 
 
 def no_offload(*args: Any, **kwargs: Any) -> None:
@@ -124,21 +115,14 @@ def no_offload(*args: Any, **kwargs: Any) -> None:
 # of a group are the parameter, whatever the layout. So DeepSpeed's own tools read it: ``zero_to_fp32``,
 # ``ds_to_universal``. At stage 0 the first rank writes everything, whole.
 
-Groups = Sequence[Mapping[str, Any]]
-OwnerStates = Mapping[str, Mapping[int, Mapping[str, Any]]]  # by parameter and the matrix's place in it
+Groups = Sequence[dict[str, Any]]
 
 
 def mark(core: OwnedCore) -> dict[str, Any]:
     """What a checkpoint says of itself: its parameters, and which pieces of them this rank owns."""
-    pieces = {core.members[piece.param].name: (piece.start, piece.stop) for piece, _ in owned_pieces(core).values()}
+    pieces = {core.members[piece.member].name: (piece.start, piece.stop) for piece in state_pieces(core)}
     members = [(m.name, tuple(m.param.shape), m.rule, list(map(str, m.blocks))) for m in core.members]
     return {"members": members, "pieces": pieces}
-
-
-def owned_pieces(core: OwnedCore) -> dict[int, tuple[Piece, Tensor]]:
-    """By a member's number, the piece of it that this rank owns, and its values as they are stepped, flat."""
-    buckets = core.manager.buckets
-    return {p.param: (p, value) for bucket in buckets for p, value in zip(bucket.pieces, bucket.owned_values())}
 
 
 def saved_groups(core: OwnedCore, groups: Groups) -> list[dict[str, Any]]:
@@ -147,24 +131,19 @@ def saved_groups(core: OwnedCore, groups: Groups) -> list[dict[str, Any]]:
     return [{**group, "params": [names[id(p)] for p in group["params"]]} for group in groups]
 
 
-def owner_states(core: OwnedCore) -> dict[str, dict[int, dict[str, Any]]]:
+def _owner_states(core: OwnedCore) -> dict[str, dict[int, dict[str, Any]]]:
     """What rules keep on this rank beside tensors of the parameter's size, by parameter and matrix."""
-    found = {core.members[number].name: core.stepper.owner_states(number) for number in owned_pieces(core)}
+    found = {core.members[piece.member].name: piece.owner for piece in state_pieces(core)}
     return {name: {place: nested.plain(s) for place, s in states.items()} for name, states in found.items() if states}
-
-
-def take_owner_states(core: OwnedCore, saved: OwnerStates) -> None:
-    """Take over what ``owner_states`` returned on the ranks that own these pieces."""
-    for number in owned_pieces(core):
-        core.stepper.take_owner_states(number, saved.get(core.members[number].name, {}))
 
 
 def save_parts(core: OwnedCore, groups: Groups) -> dict[str, Any]:
     """What this rank owns, under the keys that DeepSpeed's tools read. Of several instances the first one saves."""
-    mine = {} if _is_copy(core) else owned_pieces(core)
+    mine = {} if _is_copy(core) else {piece.member: piece.value for piece in state_pieces(core)}
     weights, states, places = [], {}, []
     for number, member in enumerate(core.members):
-        value = mine[number][1] if number in mine else torch.empty(0)
+        value = mine.get(number, torch.empty(0))
+        assert value is not None
         state = core.stepper.state[number] if number in mine else empty_state(member, groups)
         weights.append(value.detach().clone())
         states[number] = _readable(state, value.numel())
@@ -176,7 +155,7 @@ def save_parts(core: OwnedCore, groups: Groups) -> dict[str, Any]:
         "param_slice_mappings": places,
         "group_paddings": [0] * count,
         "partition_count": [core.holdings[0].sharers.everyone.world_size] * count,
-        CHECKPOINT_KEY: owner_states(core),
+        CHECKPOINT_KEY: _owner_states(core),
     }
 
 
@@ -201,147 +180,37 @@ def _readable(state: Mapping[str, Tensor], numel: int) -> dict[str, Tensor]:
 
 def save_whole(core: OwnedCore, groups: Groups) -> dict[str, Any]:
     """All weights and states by name, on the first rank. Called on all ranks."""
-    kept = [empty_state(member, groups) for member in core.members]
-    weights: dict[str, Tensor] = {}
+    everyone = core.holdings[0].sharers.everyone
     states: dict[str, dict[str, Tensor]] = {member.name: {} for member in core.members}
-    for bucket in core.manager.buckets:
-        for number, tensor in _gather(bucket, bucket.owned_values()):
-            weights[core.members[number].name] = tensor
-        for key in sorted({key for slot in bucket.bucket.slots for key, t in kept[slot.param].items() if t.ndim}):
-            mine = [core.stepper.state[piece.param].get(key) for piece in bucket.pieces]
-            for number, tensor in _gather(bucket, mine):
-                if key in kept[number]:
-                    states[core.members[number].name][key] = tensor
-    for key in sorted({key for state in kept for key, tensor in state.items() if not tensor.ndim}):
-        for number, value in enumerate(_scalars(core, key)):
-            if key in kept[number]:
-                states[core.members[number].name][key] = value
-    of_ranks = core.holdings[0].sharers.everyone.gather_objects_to_first(owner_states(core))
+    for number, key, whole in gathered(core, groups):
+        if everyone.rank == 0:
+            states[core.members[number].name][key] = whole.to("cpu")
+    of_ranks = everyone.gather_objects_to_first(_owner_states(core))
     if of_ranks is None:
         return {}
     owner: dict[str, dict[int, dict[str, Any]]] = {}
     for of_rank in of_ranks:
         for name, found in of_rank.items():
             owner.setdefault(name, {}).update(found)
+    weights = {m.name: states[m.name].pop(MASTER, m.param).detach().to("cpu", copy=True) for m in core.members}
     return {"weights": weights, "state": states, "param_groups": saved_groups(core, groups), CHECKPOINT_KEY: owner}
 
 
-def _gather(bucket: BucketBuffers, mine: Sequence[Tensor | None]) -> Iterator[tuple[int, Tensor]]:
-    """By a member's number, what the ranks have of it in one tensor, on the first rank. ``mine`` is by piece."""
-    buffer = reduced(bucket, mine)
-    if bucket.sharers.everyone.rank == 0:
-        for slot in bucket.bucket.slots:
-            yield slot.param, bucket.view(buffer, slot.param).to("cpu", copy=True)
-
-
-def _scalars(core: OwnedCore, key: str) -> list[Tensor]:
-    """A state that is one number, of every member; all ranks that own a piece have the same."""
-    found = torch.zeros(len(core.members), device=core.manager.params[0].device)
-    for number, state in core.stepper.state.items():
-        if key in state:
-            found[number] = state[key]
-    core.holdings[0].sharers.everyone.all_reduce_max(found).wait()
-    return [value.clone() for value in found.cpu()]
-
-
-class Source(Protocol):
-    """Where weights and states are loaded from. Tensors are flat, as long as the piece."""
-
-    @property
-    def of_first_instance(self) -> bool: ...  # it has nothing for other instances
-
-    def weights(self, member: Member, number: int, piece: Piece) -> Tensor: ...
-
-    def state(self, member: Member, number: int, piece: Piece, key: str) -> Tensor: ...
-
-    def owner(self) -> OwnerStates: ...
-
-
-class Parts:
-    """What ``save_parts`` returned on this rank."""
-
-    of_first_instance = True
-
-    def __init__(self, saved: Mapping[str, Any]) -> None:
-        self._weights: Sequence[Tensor] = saved["single_partition_of_fp32_groups"]
-        self._state: Sequence[Mapping[str, Tensor]] = saved["base_optimizer_state"]["state"]
-        self._owner: OwnerStates = saved.get(CHECKPOINT_KEY, {})
-
-    def weights(self, member: Member, number: int, piece: Piece) -> Tensor:
-        return self._weights[number]
-
-    def state(self, member: Member, number: int, piece: Piece, key: str) -> Tensor:
-        return self._state[number][key]
-
-    def owner(self) -> OwnerStates:
-        return self._owner
-
-
-class Whole:
-    """What ``save_whole`` returned on the first rank."""
-
-    of_first_instance = False
-
-    def __init__(self, saved: Mapping[str, Any]) -> None:
-        self._weights = saved["weights"]
-        self._state = saved["state"]
-        self._owner: OwnerStates = saved.get(CHECKPOINT_KEY, {})
-
-    def weights(self, member: Member, number: int, piece: Piece) -> Tensor:
-        return part(self._weights[member.name], piece)
-
-    def state(self, member: Member, number: int, piece: Piece, key: str) -> Tensor:
-        return part(self._state[member.name][key], piece)
-
-    def owner(self) -> OwnerStates:
-        return self._owner
-
-
-def part(whole: Tensor, piece: Piece) -> Tensor:
-    """The piece of a tensor that is as large as the parameter; a scalar as it is."""
-    return whole.reshape(-1)[piece.start : piece.stop] if whole.ndim else whole
-
-
 @torch.no_grad()
-def put(core: OwnedCore, source: Source, *, weights: bool, state: bool) -> None:
-    """Take what this rank owns of weights, into masters, and of states from ``source``."""
-    if state:
-        take_owner_states(core, source.owner())
-    if source.of_first_instance and _is_copy(core):
-        return
-    for bucket in core.manager.buckets:
-        for piece, value in zip(bucket.pieces, bucket.owned_values()):
-            member = core.members[piece.param]
-            if weights:
-                value.copy_(source.weights(member, piece.param, piece))
-            if state:
-                for key, mine in core.stepper.state[piece.param].items():
-                    mine.copy_(source.state(member, piece.param, piece, key))
+def take_parts(core: OwnedCore, saved: Mapping[str, Any], *, weights: bool, state: bool) -> None:
+    """Take what ``save_parts`` returned on this rank: weights, into masters, and state. Called on all ranks.
 
-
-@torch.no_grad()
-def share(core: OwnedCore, *, weights: bool, state: bool) -> None:
-    """Bring what the first instance has to the others. Called on all ranks."""
-    for bucket in core.manager.buckets:
-        if bucket.sharers.replicas is None:
-            continue
-        for piece, value in zip(bucket.pieces, bucket.owned_values()):
-            for mine in [value] * weights + list(core.stepper.state[piece.param].values()) * state:
-                bucket.sharers.replicas.broadcast(mine)
-
-
-def publish(core: OwnedCore) -> None:
-    """Bring the owners' weights into all ranks' parameters. Called on all ranks."""
-    for number, bucket in enumerate(core.manager.buckets):
-        bucket.publish_masters()
-        core.manager.send_values(number)
-    core.manager.receive_values()
-
-
-def load(core: OwnedCore, source: Source, *, weights: bool = True, state: bool = True) -> None:
-    """Take weights, into masters and parameters, and states from ``source``. Called on all ranks."""
-    put(core, source, weights=weights, state=state)
-    if source.of_first_instance:
-        share(core, weights=weights, state=state)
-    if weights:
-        publish(core)
+    Only the first instance saves, so it brings what it takes to the others.
+    """
+    replicas, states = core.holdings[0].sharers.replicas, saved["base_optimizer_state"]["state"]
+    for piece in state_pieces(core):
+        number = piece.member
+        pairs = [(piece.value, saved["single_partition_of_fp32_groups"][number])] * weights
+        if state:
+            pairs += [(into, states[number][key]) for key, into in core.stepper.state[number].items()]
+        for into, part in pairs:
+            assert into is not None
+            if not _is_copy(core):
+                into.copy_(part)
+            if replicas is not None:
+                replicas.broadcast(into)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +14,6 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.utils.logging import logger
-from torch import Tensor
 
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param
 from lwopt_backend.checkpoint.deepspeed import universal as deepspeed_universal
@@ -24,41 +23,16 @@ from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.config.options import suggestion
 from lwopt_backend.config.param_groups import of_another_optimizer
 from lwopt_backend.config.registry import MATRIX_RULES, arguments, new_state
-from lwopt_backend.integrations.deepspeed import checkpoints as deepspeed_checkpoints
-from lwopt_backend.integrations.deepspeed.engine import sharding_stage
-from lwopt_backend.integrations.deepspeed.tensors import publish, put
+from lwopt_backend.integrations.deepspeed.checkpoints import Check, guard_loading
 from lwopt_backend.integrations.deepspeed.universal_groups import ALONE, Group, check_scheduler, options_of
-from lwopt_backend.integrations.deepspeed.zero import Binding
-from lwopt_backend.plan.atoms import Block
-from lwopt_backend.plan.buffers.layout import Piece
 from lwopt_backend.runtime.agreement import agree_in_all, check_in_all
 from lwopt_backend.runtime.collectives import Collectives
-from lwopt_backend.runtime.state import keeps_state
-from lwopt_backend.storage.owned import Member, OwnedCore
-from lwopt_backend.storage.replicated import take_part
+from lwopt_backend.runtime.state import OwnerStates, StateStore, TrainedParam, Whole, keeps_state, put
 
 # What of a universal checkpoint goes into an engine of any storage: decided, and checked, before any of it does.
 #
 # Parameters are found by name, and a param group's hyperparameters by the parameters in it: the checkpoint's groups may
 # be others, in another order.
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A parameter by its name and whole shape, and the matrices in it; none in an element-wise one."""
-
-    name: str
-    shape: tuple[int, ...]
-    blocks: tuple[Block, ...]
-
-
-@dataclass(frozen=True)
-class Stepped:
-    """Parameters that an engine steps at a time, with one count of steps. ``group`` is their param group's number."""
-
-    group: int
-    rule: str
-    params: tuple[Trained, ...]
 
 
 @dataclass(frozen=True)
@@ -76,8 +50,7 @@ class Choice:
 
 def choose(
     engine: DeepSpeedEngine,
-    stepped: Sequence[Stepped],
-    groups: Sequence[Group],
+    store: StateStore,
     folder: Path,
     checkpoint: Checkpoint,
     *,
@@ -85,12 +58,12 @@ def choose(
     with_scheduler: bool,
     strict: bool,
 ) -> Choice:
-    """Of ``checkpoint``, which is in ``folder``, what an engine takes that trains ``stepped`` in param ``groups``.
+    """Of ``checkpoint``, which is in ``folder``, what an engine takes that trains what is in ``store``.
 
     Raises CheckpointError, which is a ValueError, for parameters, shapes, states or rules that do not fit. ``strict``
     asks for every frozen parameter and buffer, too.
     """
-    trained = {param.name: param for unit in stepped for param in unit.params}
+    trained, groups = {param.name: param for param in store.params}, store.groups
     others = _others(engine, trained)
     params = _matched(folder, checkpoint, trained, others)
     for name, param in trained.items():
@@ -100,9 +73,10 @@ def choose(
     notes: list[str] = []
     if with_state:
         members: list[dict[str, Param]] = [{} for _ in groups]
-        for unit in stepped:
-            notes += _check_states(folder, checkpoint, unit, groups[unit.group], params)
-            members[unit.group].update((param.name, params[param.name]) for param in unit.params)
+        for _, unit in itertools.groupby(store.params, key=lambda param: param.unit):
+            notes += _check_states(folder, checkpoint, list(unit), groups, params)
+        for param in store.params:
+            members[param.group][param.name] = params[param.name]
         options, more = options_of(folder, checkpoint, groups, members)
         notes += more
     if with_scheduler and engine.lr_scheduler is not None:
@@ -110,7 +84,7 @@ def choose(
     return Choice(folder, checkpoint, params, rest, options, notes)
 
 
-def _others(engine: DeepSpeedEngine, trained: Mapping[str, Trained]) -> dict[str, tuple[int, ...]]:
+def _others(engine: DeepSpeedEngine, trained: Mapping[str, TrainedParam]) -> dict[str, tuple[int, ...]]:
     """Names and whole shapes of the module's frozen parameters and of those buffers that are saved."""
     saved = engine.module.state_dict().keys()  # at stage 3, too: only what the parameters hold is elsewhere
     buffers = {name: tuple(buffer.shape) for name, buffer in engine.module.named_buffers() if name in saved}
@@ -120,7 +94,7 @@ def _others(engine: DeepSpeedEngine, trained: Mapping[str, Trained]) -> dict[str
 
 
 def _matched(
-    folder: Path, checkpoint: Checkpoint, trained: Mapping[str, Trained], others: Mapping[str, Any]
+    folder: Path, checkpoint: Checkpoint, trained: Mapping[str, TrainedParam], others: Mapping[str, Any]
 ) -> dict[str, Param]:
     there = checkpoint.params
     names = {name: name if name in there else checkpoint.tied.get(name, name) for name in trained}
@@ -170,17 +144,22 @@ def _check_shape(file: Path, name: str, expected: Sequence[int], found: Sequence
 
 
 def _check_states(
-    folder: Path, checkpoint: Checkpoint, unit: Stepped, group: Group, params: Mapping[str, Param]
+    folder: Path,
+    checkpoint: Checkpoint,
+    unit: Sequence[TrainedParam],
+    groups: Sequence[Group],
+    params: Mapping[str, Param],
 ) -> list[str]:
-    """Raises CheckpointError unless there is all that the rule of ``group`` keeps of a unit's parameters. Sentences on
-    what is different all the same."""
+    """Raises CheckpointError unless there is all that the rule of a unit's parameters keeps of them. Sentences on what
+    is different all the same."""
+    group, rule = groups[unit[0].group], unit[0].rule
     like = new_state(torch.empty(1, device="meta"), group)
     expected = sorted(key for key, tensor in like.items() if tensor.ndim)
-    keeps_owner_state = unit.rule in MATRIX_RULES and keeps_state(MATRIX_RULES[unit.rule].build(**arguments(group)))
+    keeps_owner_state = rule in MATRIX_RULES and keeps_state(MATRIX_RULES[rule].build(**arguments(group)))
     notes = []
-    for trained in unit.params:
+    for trained in unit:
         name, param = trained.name, params[trained.name]
-        whose = f"parameter {name!r}, which {unit.rule!r} trains"
+        whose = f"parameter {name!r}, which {rule!r} trains"
         found = sorted(key for key in param.states if key != MASTER)
         if found != expected:
             others = "; another optimizer wrote the checkpoint" if of_another_optimizer(checkpoint.groups) else ""
@@ -191,17 +170,17 @@ def _check_states(
         if STEP in like and param.step is None:
             raise CheckpointError(f"{folder / 'zero' / name / STEP}.pt is missing: {whose}; {ALONE}")
         if keeps_owner_state and checkpoint.iteration != 0:
-            notes += _check_owner_states(folder, checkpoint, trained, whose, param, unit.rule)
+            notes += _check_owner_states(folder, checkpoint, trained, whose, param, rule)
         elif param.owner_states and not keeps_owner_state:
             raise CheckpointError(f"{folder / OWNERS / name}.pt: {whose}, a rule that keeps no such state; {ALONE}")
         ours, theirs = list(map(str, trained.blocks)), _matrices(checkpoint, name)
         if theirs not in (None, ours):
             notes.append(f"{folder}: {whose} as the matrices {ours}, was trained as {theirs}; their updates differ")
-    steps = {trained.name: params[trained.name].step for trained in unit.params}
+    steps = {trained.name: params[trained.name].step for trained in unit}
     if STEP in like and len(set(steps.values())) > 1:
         raise CheckpointError(
             f"{folder}: DeepSpeed steps the parameters of a param group as one tensor; expected one count of steps for "
-            f"those of {unit.rule!r}, found {steps}; put them into groups of their own"
+            f"those of {rule!r}, found {steps}; put them into groups of their own"
         )
     return notes
 
@@ -213,7 +192,7 @@ def _matrices(checkpoint: Checkpoint, name: str) -> list[str] | None:
 
 
 def _check_owner_states(
-    folder: Path, checkpoint: Checkpoint, trained: Trained, whose: str, param: Param, rule: str
+    folder: Path, checkpoint: Checkpoint, trained: TrainedParam, whose: str, param: Param, rule: str
 ) -> list[str]:
     """Raises CheckpointError unless there is something of every matrix, and of the same ones.
 
@@ -238,118 +217,6 @@ def _check_owner_states(
     return [f"{file}: nothing was kept of {len(ours) - len(found)} of {len(ours)} matrices; they begin anew"]
 
 
-# What param groups and a scheduler go on with after a universal checkpoint: found by parameters, checked first.
-
-
-# Universal checkpoints in engines with ZeRO's storage: a rank takes the parts of whole tensors that it stores.
-
-
-def prepare_loading(engine: DeepSpeedEngine, optimizer: Any, ranks: Sequence[Collectives]) -> None:
-    """Make ``engine.load_checkpoint`` load universal checkpoints if it shall, else check DeepSpeed's own first.
-
-    Called once for an engine, on all ranks. ``optimizer`` is ours, ``ranks`` are the groups that share parameters with
-    this rank.
-    """
-    if engine.load_universal_checkpoint():
-        load_instead(engine, lambda: ZeROStorage(optimizer))
-    else:
-        check = partial(deepspeed_checkpoints.check, engine)
-        deepspeed_checkpoints.guard_loading(optimizer.name, engine, ranks, check)
-
-
-class ZeROStorage:
-    """What an engine stores of the parameters that ``optimizer``, which is ours, trains. Made on all ranks."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-        self._binding, self._tensors = optimizer.prepared()
-        self.ranks: Sequence[Collectives] = self._binding.ranks
-
-    def groups(self) -> Sequence[Mapping[str, Any]]:
-        groups: Sequence[Mapping[str, Any]] = self._optimizer.param_groups
-        return groups
-
-    def stepped(self) -> list[Stepped]:
-        return [
-            Stepped(
-                unit.group,
-                plan.rule,
-                tuple(Trained(spec.name, spec.shape, blocks) for spec, blocks in zip(plan.specs, plan.blocks)),
-            )
-            for unit, plan in zip(self._binding.units, self._binding.plans)
-        ]
-
-    @torch.no_grad()
-    def put(self, choice: Choice, with_state: bool) -> None:
-        """Weights, master weights where there are, and state, as far as this rank has them."""
-        binding = self._binding
-        for unit, plan, tensor in zip(binding.units, binding.plans, self._tensors):
-            state = self._optimizer.state[tensor]
-            of_unit = [choice.params[spec.name] for spec in plan.specs]
-            if binding.replicated:
-                for param, saved in zip(unit.params, of_unit):
-                    param.data.copy_(saved.best.read())
-                if with_state:
-                    whole = [_States(saved, list(state)) for saved in of_unit]
-                    for key, value in take_part(plan, whole, unit.ranks.rank, binding.engine.device).items():
-                        state[key].copy_(value)
-                continue
-            for index, saved in enumerate(of_unit):
-                held = plan.layout.fragment(index, unit.ranks.rank)
-                if held is None:
-                    continue
-                tensor.data.narrow(0, held.offset, held.numel).copy_(saved.best.piece(held.start, held.stop).read())
-                for key in (key for key, value in state.items() if with_state and value.ndim):
-                    part = saved.states[key].piece(held.start, held.stop).read()
-                    state[key].narrow(0, held.offset, held.numel).copy_(part)
-            if with_state and STEP in state:
-                state[STEP].fill_(of_unit[0].step)
-
-    def finish(self, choice: Choice, with_state: bool) -> None:
-        """Hyperparameters and what owners keep; then the module's parameters show the new master weights."""
-        if with_state:
-            self._optimizer.take_loaded(choice.options, dict(_owner_states(self._binding, choice.params)))
-        engine = self._binding.engine
-        stage, wrapper = sharding_stage(engine), engine.optimizer
-        if stage in (1, 2):
-            wrapper.update_lp_params()
-        elif stage == 3:
-            wrapper.checkpoint_event_prologue()
-            for number in range(len(wrapper.fp32_partitioned_groups_flat)):
-                wrapper._reassign_or_swap_out_partitioned_parameters(number)
-            wrapper.checkpoint_event_epilogue()
-
-
-class _States(Mapping[str, Tensor]):
-    """The states ``keys`` of a parameter, which are read when they are asked for."""
-
-    def __init__(self, param: Param, keys: Sequence[str]) -> None:
-        self._param = param
-        self._keys = keys
-
-    def __getitem__(self, key: str) -> Tensor:
-        if key == STEP:
-            return torch.tensor(float(self._param.step or 0))
-        return self._param.states[key].read()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-
-def _owner_states(binding: Binding, params: Mapping[str, Param]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """By a matrix's name, what is kept of those that this rank owns."""
-    for unit, plan in zip(binding.units, binding.plans):
-        places = [(params[s.name], place) for s, blocks in zip(plan.specs, plan.blocks) for place in range(len(blocks))]
-        if plan.matrices is None:
-            continue
-        for atom, owner, (param, place) in zip(plan.matrices.atoms, plan.matrices.ownership.owners, places):
-            if owner == unit.ranks.rank and place in param.owner_states:
-                yield atom.name, dict(param.owner_states[place])
-
-
 # ``"checkpoint": {"load_universal": true}``: whole tensors by name, of which every rank reads what it stores.
 #
 # DeepSpeed's own loader knows AdamW at stage 3 and nothing at stage 0, pairs param groups by position, and leaves
@@ -358,36 +225,37 @@ def _owner_states(binding: Binding, params: Mapping[str, Param]) -> Iterator[tup
 WHAT = "load_checkpoint"
 
 
-class Storage(Protocol):
-    """Where an engine has the parameters that it trains. ``ranks`` are all groups that share some with this rank."""
+class EngineStore(StateStore, Protocol):
+    """What an engine's rank stores, with what loading needs beside ``put``."""
 
-    ranks: Sequence[Collectives]
+    def take_owner_states(self, states: OwnerStates) -> None:
+        """Take what is kept of the matrices that this rank owns; those without any begin anew."""
 
-    def groups(self) -> Sequence[Mapping[str, Any]]: ...  # the optimizer's param groups
-
-    def stepped(self) -> Sequence[Stepped]: ...
-
-    def put(self, choice: Choice, with_state: bool) -> None:
-        """Take what this rank stores of weights and states. It may fail on one rank alone."""
-
-    def finish(self, choice: Choice, with_state: bool) -> None:
-        """Take options, and bring weights to those who need them. Called on all ranks."""
+    def publish(self) -> None:
+        """Bring changed weights into the module's parameters. Called on all ranks."""
 
 
-def load_instead(engine: DeepSpeedEngine, storage: Callable[[], Storage]) -> None:
-    """Make ``engine.load_checkpoint`` load universal checkpoints, into what ``storage`` gives then on all ranks."""
+def prepare_loading(engine: DeepSpeedEngine, optimizer: Any, ranks: Sequence[Collectives], check: Check) -> None:
+    """Make ``engine.load_checkpoint`` load universal checkpoints if it shall, else ``check`` DeepSpeed's own first.
+
+    Called once for an engine, on all ranks. ``optimizer`` is ours, ``ranks`` are the groups that share parameters with
+    this rank.
+    """
+    if not engine.load_universal_checkpoint():
+        guard_loading(optimizer.name, engine, ranks, check)
+        return
     signature = inspect.signature(engine.load_checkpoint)
 
     @functools.wraps(engine.load_checkpoint)
     def load_checkpoint(*args: Any, **kwargs: Any) -> tuple[str, dict[str, Any]]:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
-        return _load(engine, storage(), call.arguments)
+        return _load(engine, optimizer, call.arguments)
 
     engine.load_checkpoint = load_checkpoint
 
 
-def _load(engine: DeepSpeedEngine, storage: Storage, asked: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def _load(engine: DeepSpeedEngine, optimizer: Any, asked: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Load what ``engine.load_checkpoint`` was ``asked`` for; the folder and the client's state.
 
     Raises ValueError, on every rank and before anything is changed, if it cannot be loaded.
@@ -395,6 +263,7 @@ def _load(engine: DeepSpeedEngine, storage: Storage, asked: Mapping[str, Any]) -
     alone = asked["load_module_only"]
     with_state = asked["load_optimizer_states"] and not alone
     with_scheduler = asked["load_lr_scheduler_states"] and not alone
+    store: EngineStore = optimizer.state_store()
 
     def decide() -> tuple[Choice, list[list[str]]]:
         _refuse(engine, asked)
@@ -410,22 +279,22 @@ def _load(engine: DeepSpeedEngine, storage: Storage, asked: Mapping[str, Any]) -
             checkpoint = deepspeed_universal.read(folder)
         choice = choose(
             engine,
-            storage.stepped(),
-            storage.groups(),
+            store,
             folder,
             checkpoint,
             with_state=with_state,
             with_scheduler=with_scheduler,
             strict=asked["load_module_strict"],
         )
-        ranks = storage.ranks[0]
+        ranks = store.ranks[0]
         for file in sorted(files)[ranks.rank :: ranks.world_size]:  # together the ranks check every byte
             torch_files.check(file)
-        return choice, [[f"{folder.name}, after {checkpoint.iteration} steps"]] * len(storage.ranks)
+        return choice, [[f"{folder.name}, after {checkpoint.iteration} steps"]] * len(store.ranks)
 
-    choice = agree_in_all(storage.ranks, WHAT, decide)
-    check_in_all(storage.ranks, WHAT, lambda: storage.put(choice, with_state))
-    storage.finish(choice, with_state)
+    choice = agree_in_all(store.ranks, WHAT, decide)
+    check_in_all(store.ranks, WHAT, lambda: _put(store, choice, with_state))
+    store.publish()
+    optimizer.take_loaded(choice.options)
     if with_state:
         _restore_scaler(engine, choice)
     _put_rest(engine, choice)
@@ -436,6 +305,18 @@ def _load(engine: DeepSpeedEngine, storage: Storage, asked: Mapping[str, Any]) -
         for note in notes:
             logger.warning(note)
     return str(choice.folder), dict(choice.checkpoint.client)
+
+
+def _put(store: EngineStore, choice: Choice, with_state: bool) -> None:
+    """Weights, into masters where there are, state, and what rules keep beside it."""
+    weights = {name: param.best for name, param in choice.params.items()}
+    state: dict[str, dict[str, Whole]] = {name: dict(param.states) for name, param in choice.params.items()}
+    for name, param in choice.params.items():
+        if param.step is not None:
+            state[name][STEP] = torch.tensor(param.step)
+    put(store, weights=weights, state=state if with_state else None)
+    if with_state:
+        store.take_owner_states({name: param.owner_states for name, param in choice.params.items()})
 
 
 def _refuse(engine: DeepSpeedEngine, asked: Mapping[str, Any]) -> None:
@@ -494,56 +375,3 @@ def _scheduler_notes(engine: DeepSpeedEngine, choice: Choice) -> list[str]:
                 f"{there} after loading"
             ]
     return []
-
-
-# Universal checkpoints in engines with owned storage: an owner takes its pieces of whole tensors.
-
-
-class OwnedStorage:
-    """What an engine owns of the parameters that ``optimizer``, which is ours, trains, in ``core``."""
-
-    def __init__(self, optimizer: Any, core: OwnedCore, ranks: Collectives) -> None:
-        self._optimizer = optimizer
-        self._core = core
-        self.ranks: Sequence[Collectives] = [ranks]
-
-    def groups(self) -> Sequence[Mapping[str, Any]]:
-        groups: Sequence[Mapping[str, Any]] = self._optimizer.param_groups
-        return groups
-
-    def stepped(self) -> list[Stepped]:
-        """Every parameter by itself: each has a count of its own."""
-        return [
-            Stepped(member.group, member.rule, (Trained(member.name, tuple(member.param.shape), member.blocks),))
-            for member in self._core.members
-        ]
-
-    def put(self, choice: Choice, with_state: bool) -> None:
-        """Weights, into masters where there are, states, and what rules keep beside them."""
-        put(self._core, _Universal(choice), weights=True, state=with_state)
-
-    def finish(self, choice: Choice, with_state: bool) -> None:
-        """Weights go to all ranks."""
-        publish(self._core)
-        self._optimizer.take_loaded(choice.options, {})
-
-
-class _Universal:
-    """What goes into an engine, piece by piece; of every instance, as each reads for itself."""
-
-    of_first_instance = False
-
-    def __init__(self, choice: Choice) -> None:
-        self._params = choice.params
-
-    def weights(self, member: Member, number: int, piece: Piece) -> Tensor:
-        return self._params[member.name].best.piece(piece.start, piece.stop).read()
-
-    def state(self, member: Member, number: int, piece: Piece, key: str) -> Tensor:
-        param = self._params[member.name]
-        if key == STEP:
-            return torch.tensor(param.step)
-        return param.states[key].piece(piece.start, piece.stop).read()
-
-    def owner(self) -> Mapping[str, Mapping[int, Mapping[str, Any]]]:
-        return {name: param.owner_states for name, param in self._params.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from lwopt_backend.routing.grouping import Grouping, WatchedModel, group_paramet
 from lwopt_backend.routing.routing import Route, full_shape
 from lwopt_backend.runtime.agreement import agree_in_all, plan_digest
 from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
-from lwopt_backend.runtime.state import CHECKPOINT_KEY, brought_here
+from lwopt_backend.runtime.state import CHECKPOINT_KEY, OwnerStates, StatePiece, TrainedParam, brought_here
 from lwopt_backend.storage.flat import (
     GroupPlan,
     GroupStepper,
@@ -110,6 +110,62 @@ def scale_rows(unit: Unit, plan: GroupPlan, flat: Tensor, row_scaling: RowScalin
         if held is not None:
             row_scaling.scale_range(spec.name, flat.narrow(0, held.offset, held.numel), held.start)
     row_scaling.forget(spec.name for spec in plan.specs)
+
+
+class ZeROStore:
+    """What an engine's rank stores of the parameters that our optimizer trains, as a ``StateStore``.
+
+    ``stepped`` are, by unit, its stepper and its state.
+    """
+
+    def __init__(
+        self,
+        binding: Binding,
+        groups: Sequence[dict[str, Any]],
+        stepped: Sequence[tuple[Stepper, Mapping[str, Tensor]]],
+    ) -> None:
+        self._binding = binding
+        self._stepped = stepped
+        self.ranks: Sequence[Collectives] = binding.ranks
+        self.groups = groups
+        self.params: Sequence[TrainedParam] = [
+            TrainedParam(spec.name, spec.shape, unit.group, plan.rule, blocks, number)
+            for number, (unit, plan) in enumerate(zip(binding.units, binding.plans))
+            for spec, blocks in zip(plan.specs, plan.blocks)
+        ]
+        routes = () if binding.stage is None else binding.stage.all_routes
+        self.elsewhere: Collection[str] = {route.name for route in routes}
+        experts = any(groups[unit.group].get("moe") for unit in binding.units)
+        self.ambiguous = "ranks have different experts under the same names" if experts else None
+
+    def pieces(self) -> list[StatePiece]:
+        found: list[StatePiece] = []
+        first = 0
+        for unit, (stepper, state) in zip(self._binding.units, self._stepped):
+            found += stepper.pieces(state, first)
+            first += len(unit.params)
+        return found
+
+    def take_owner_states(self, states: OwnerStates) -> None:
+        """Take what is kept of the matrices that this rank owns; those without any begin anew."""
+        for plan, (stepper, _) in zip(self._binding.plans, self._stepped):
+            if stepper.matrices is None:
+                continue
+            places = [(spec.name, place) for spec, of in zip(plan.specs, plan.blocks) for place in range(len(of))]
+            kept = {atom: states.get(places[atom][0], {}).get(places[atom][1]) for atom in stepper.matrices.owned}
+            stepper.matrices.owner_state.take(kept)
+
+    def publish(self) -> None:
+        """Bring master weights into the module's parameters. Called on all ranks."""
+        engine = self._binding.engine
+        stage, wrapper = deepspeed_engine.sharding_stage(engine), engine.optimizer
+        if stage in (1, 2):
+            wrapper.update_lp_params()
+        elif stage == 3:
+            wrapper.checkpoint_event_prologue()
+            for number in range(len(wrapper.fp32_partitioned_groups_flat)):
+                wrapper._reassign_or_swap_out_partitioned_parameters(number)
+            wrapper.checkpoint_event_epilogue()
 
 
 # The optimizer's state in DeepSpeed's checkpoints: what may be loaded, and state of stage 0, which is saved whole.
@@ -199,8 +255,9 @@ def take_owner_states(binding: Binding, steppers: Sequence[Stepper], saved: Mapp
     """Bring what ``owner_states`` returned, on any ranks, to the owners that there are now. Called on all ranks."""
     for unit, plan, stepper in zip(binding.units, binding.plans, steppers):
         if stepper.matrices is not None and plan.matrices is not None:
-            names = [plan.matrices.atoms[atom].name for atom in stepper.matrices.owned]
-            stepper.matrices.owner_state.take(stepper.matrices.owned, brought_here(saved, names, unit.ranks))
+            names = {atom: plan.matrices.atoms[atom].name for atom in stepper.matrices.owned}
+            found = brought_here(saved, list(names.values()), unit.ranks)
+            stepper.matrices.owner_state.take({atom: found.get(name) for atom, name in names.items()})
 
 
 def load_whole(binding: Binding, saved: States) -> dict[Tensor, dict[str, Any]]:

@@ -16,11 +16,31 @@ Span = tuple[int, int]  # offset, size
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Elements of a local tensor, from ``offset`` elements after its first, with ``sizes`` and ``strides``."""
+    """Elements of a flattened tensor, from ``offset`` elements after its first, with ``sizes`` and ``strides``."""
 
     offset: int
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
+
+    @classmethod
+    def of_range(cls, start: int, stop: int) -> View:
+        """The elements [start, stop)."""
+        return cls(start, (stop - start,), (1,))
+
+    @classmethod
+    def of_box(cls, shape: Sequence[int], box: Sequence[Span]) -> View:
+        """The elements of a ``box`` in a tensor of ``shape``."""
+        strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        offset = sum(begin * stride for (begin, _), stride in zip(box, strides))
+        return cls(offset, tuple(size for _, size in box), strides)
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Start and stop of the range that its elements are in."""
+        if 0 in self.sizes:
+            return self.offset, self.offset
+        last = sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides))
+        return self.offset, self.offset + last + 1
 
 
 def range_views(block: Block, start: int, stop: int, offset: int) -> tuple[View, ...]:

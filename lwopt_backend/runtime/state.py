@@ -1,20 +1,165 @@
-"""State that only owners keep: held by matrix, cut into shards for checkpoints, and back."""
+"""The optimizer's state on one rank: pieces of whole tensors, and what only the owner of a matrix keeps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lwopt_backend.plan import Atom, MatrixPlan, MeshLayout, Segment, Sharding
+from lwopt_backend.plan.atoms import Block
+from lwopt_backend.plan.layouts import View
 from lwopt_backend.plan.owners import Ownership, cut_buckets
 from lwopt_backend.rules import MatrixRule, OwnerStateRule, WeightRule
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.exchange import Arrival, Fetch, Way, ways_back, ways_to_owners
+
+# What a rank stores of the parameters that an optimizer trains: one form for all storages.
+#
+# Whoever has whole tensors by parameter name (a checkpoint, another optimizer's state) puts them in with ``put``.
+
+
+class Lazy(Protocol):
+    """A whole tensor in a file, read when it is needed."""
+
+    def read(self) -> Tensor: ...
+
+    def piece(self, start: int, stop: int) -> Lazy:
+        """The elements [start, stop) of it flattened."""
+
+    def blocks(self) -> Iterator[Tensor]:
+        """All elements in their order, flat, a few at a time."""
+
+
+Whole = Tensor | Lazy
+OwnerStates = Mapping[str, Mapping[int, Mapping[str, Any]]]  # by parameter, and by a matrix's place in it
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedParam:
+    """A trained parameter by its name in checkpoints.
+
+    ``group`` is the number of its param group, ``blocks`` are the matrices in it; an element-wise one has none.
+    Parameters of one ``unit`` are stepped as one tensor, with one count of steps.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    group: int
+    rule: str
+    blocks: tuple[Block, ...]
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class StatePiece:
+    """What a rank stores together of one parameter, the store's number ``member``: the elements ``view`` of it.
+
+    ``value`` are the weights as they are stepped (fp32 masters where there are), None where they are in another piece.
+    ``tensors`` are by key and of the view's shape; counters have no dimension. All share memory with what is stepped.
+    ``owner`` is what the rule keeps beside them, by a matrix's place in the parameter.
+    """
+
+    member: int
+    view: View
+    value: Tensor | None
+    tensors: dict[str, Tensor]
+    owner: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def start(self) -> int:
+        """The first element of the flattened parameter."""
+        return self.view.span[0]
+
+    @property
+    def stop(self) -> int:
+        """The element after the last."""
+        return self.view.span[1]
+
+
+class StateStore(Protocol):
+    """What this rank stores of the parameters that an optimizer trains. Made on all ranks.
+
+    ``ranks`` are the groups of ranks that share parameters with this one, ``groups`` the optimizer's param groups.
+    ``params`` are the parameters that this rank trains, ``elsewhere`` names of those that others do. ``ambiguous`` says
+    why one name may mean several parameters, if it may.
+    """
+
+    ranks: Sequence[Collectives]
+    groups: Sequence[dict[str, Any]]
+    params: Sequence[TrainedParam]
+    elsewhere: Collection[str]
+    ambiguous: str | None
+
+    def pieces(self) -> Sequence[StatePiece]:
+        """With fresh state if no step has been taken. Raises RuntimeError if a part of it is a step ahead."""
+
+
+@torch.no_grad()
+def put(
+    store: StateStore,
+    *,
+    weights: Mapping[str, Whole] | None = None,
+    state: Mapping[str, Mapping[str, Whole]] | None = None,
+) -> None:
+    """Copy this rank's pieces of whole tensors, which are by parameter name; what is not among them stays as it is.
+
+    It communicates nothing, and may fail on one rank alone.
+    """
+    for piece in store.pieces():
+        name = store.params[piece.member].name
+        if piece.value is not None and weights and name in weights:
+            fill(piece.value, weights[name], piece.view)
+        for key, whole in state.get(name, {}).items() if state else ():
+            if key in piece.tensors:
+                fill(piece.tensors[key], whole, piece.view)
+
+
+def fill(into: Tensor, whole: Whole, view: View) -> None:
+    """Copy the elements ``view`` of ``whole`` into a tensor of its shape; a counter, without dimensions, as it is."""
+    start, stop = view.span
+    if not into.ndim:
+        into.copy_(whole if isinstance(whole, Tensor) else whole.read())
+    elif not isinstance(whole, Tensor) and stop - start == into.numel() and into.is_contiguous():
+        flat, start = into.view(-1), 0
+        for block in whole.piece(*view.span).blocks():
+            flat[start : start + block.numel()] = block
+            start += block.numel()
+    elif into.numel():
+        into.copy_(part_of(whole, view))
+
+
+def part_of(whole: Whole, view: View) -> Tensor:
+    """The elements ``view`` of ``whole``; of a contiguous tensor they share its memory."""
+    start, stop = view.span
+    if isinstance(whole, Tensor):
+        flat = whole.detach().contiguous().view(-1)[start:stop]
+    else:
+        flat = whole.piece(start, stop).read()
+    return flat.as_strided(view.sizes, view.strides)
+
+
+def checked(
+    whose: str, found: Mapping[str, Any], like: Mapping[str, Tensor], shape: tuple[int, ...], advice: str = ""
+) -> dict[str, Tensor]:
+    """The state ``found`` of a parameter of ``shape``, in whole tensors by the keys of ``like``.
+
+    Raises ValueError, about ``whose``, for other keys, with ``advice``, and for tensors that have neither the
+    parameter's shape nor, where ``like`` has a counter, no dimension.
+    """
+    if sorted(found) != sorted(like):
+        raise ValueError(f"{whose}: expected {sorted(like)}, found {sorted(found)}{advice}")
+    values = {key: torch.as_tensor(found[key]) for key in like}
+    for key, value in values.items():
+        expected = shape if like[key].ndim else ()
+        if tuple(value.shape) != expected:
+            raise ValueError(f"{whose}, {key!r}: expected shape {expected}, found {tuple(value.shape)}")
+    return values
+
 
 # Owner-held state in a checkpoint of sharded tensors: cut by rows over the mesh, as parameters are, and back.
 #
@@ -242,11 +387,10 @@ class OwnerState:
         """What there is, by a matrix's name."""
         return {self._atoms[atom].name: state for atom, state in self.held().items()}
 
-    def take(self, atoms: Iterable[int], states: Mapping[str, dict[str, Any]]) -> None:
-        """Take over what was loaded, by name; matrices without any begin anew."""
-        for atom in atoms:
-            name = self._atoms[atom].name
-            self.put(atom, states[name]) if name in states else self.forget(atom)
+    def take(self, states: Mapping[int, Mapping[str, Any] | None]) -> None:
+        """Take over what was loaded, by atom; those without any begin anew."""
+        for atom, state in states.items():
+            self.forget(atom) if state is None else self.put(atom, state)
 
     def nbytes(self) -> int:
         """Of all tensors that are held."""

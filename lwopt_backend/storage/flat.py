@@ -32,11 +32,12 @@ from lwopt_backend.plan import (
     plan_spread,
 )
 from lwopt_backend.plan.atoms import Block
-from lwopt_backend.plan.layouts import SUB_GROUP_SIZE, BlockPartition, BlockReplicas, Partition, in_blocks
+from lwopt_backend.plan.layouts import SUB_GROUP_SIZE, BlockPartition, BlockReplicas, Partition, View, in_blocks
 from lwopt_backend.plan.owners import modelled_time
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime.agreement import plan_digest, setting
 from lwopt_backend.runtime.collectives import Collectives
+from lwopt_backend.runtime.state import StatePiece
 from lwopt_backend.runtime.stepper import MatrixStepper
 from lwopt_backend.runtime.whole import FlatStorage, Slices
 
@@ -233,6 +234,15 @@ class GroupStepper:
         """Add the state tensors that a fresh optimizer lacks; what a checkpoint restored is kept."""
         for key, tensor in new_state(self._flat, group).items():
             state.setdefault(key, tensor)
+
+    def pieces(self, state: Mapping[str, Tensor], first: int) -> Iterator[StatePiece]:
+        """The fragment of every parameter, of which the first is the store's number ``first``; some are empty."""
+        for index in range(len(self._plan.specs)):
+            held = self._plan.layout.fragment(index, self._rank)
+            offset, start, numel = (held.offset, held.start, held.numel) if held is not None else (0, 0, 0)
+            tensors = {key: t.narrow(0, offset, numel) if t.ndim else t for key, t in state.items()}
+            value = self._flat.detach().narrow(0, offset, numel)
+            yield StatePiece(first + index, View.of_range(start, start + numel), value, tensors)
 
     def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
         """One step from ``flat.grad`` with the hyperparameters in ``group``. Called on all ranks of the group."""

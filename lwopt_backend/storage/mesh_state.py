@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +13,48 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from lwopt_backend.config import linked_rates
 from lwopt_backend.config.param_groups import of_another_optimizer
 from lwopt_backend.plan.atoms import matrices_of
+from lwopt_backend.plan.layouts import View
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime import nested
-from lwopt_backend.runtime.state import MATRICES, Key, OwnerShards, owner_key
+from lwopt_backend.runtime.collectives import Collectives
+from lwopt_backend.runtime.state import MATRICES, Key, OwnerShards, StatePiece, TrainedParam, owner_key, part_of
 from lwopt_backend.storage.mesh import MeshStepper, describe, local, placed
+
+
+class MeshStore:
+    """This rank's parts of the parameters of ``groups`` and of their ``states``, as a ``StateStore``.
+
+    ``named`` are all parameters of ``ranks``, which hold ``different`` ones (experts) under the same names, or not.
+    """
+
+    elsewhere: Collection[str] = ()
+
+    def __init__(
+        self,
+        named: Iterable[tuple[str, Tensor]],
+        groups: Sequence[dict[str, Any]],
+        states: Mapping[Tensor, Mapping[str, Any]],
+        ranks: Sequence[Collectives],
+        different: bool,
+    ) -> None:
+        names = {id(param): name for name, param in named}
+        held = [(param, number) for number, group in enumerate(groups) for param in group["params"]]
+        self._held = [(param, states[param]) for param, _ in held]
+        self.ranks = ranks
+        self.groups = groups
+        self.params: Sequence[TrainedParam] = [
+            TrainedParam(names[id(param)], tuple(param.shape), group, groups[group]["rule"], (), number)
+            for number, (param, group) in enumerate(held)
+        ]
+        self.ambiguous = "ranks have different parameters (experts) under the same names" if different else None
+
+    def pieces(self) -> list[StatePiece]:
+        found = []
+        for number, (param, state) in enumerate(self._held):
+            tensors = {key: local(tensor) for key, tensor in state.items() if not tensor.is_meta}
+            found.append(StatePiece(number, view_of(param), local(param), tensors))
+        return found
+
 
 # Optimizer state of FSDP2 parameters: what may be loaded, and that it keeps its dtype.
 
@@ -117,8 +155,13 @@ def with_shards(
 def _cut_like(value: Any, made: Any) -> Any:
     if not isinstance(made, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
-    begin, sizes = box_of(made)
-    return as_shard(value[tuple(slice(first, first + size) for first, size in zip(begin, sizes))].contiguous(), made)
+    return as_shard(part_of(value, view_of(made)).contiguous(), made)
+
+
+def view_of(tensor: Tensor) -> View:
+    """Which elements of a tensor this rank has: a box of a DTensor, all of a plain tensor."""
+    begin, sizes = box_of(tensor) if isinstance(tensor, DTensor) else ((0,) * tensor.ndim, tensor.shape)
+    return View.of_box(tensor.shape, list(zip(begin, sizes)))
 
 
 def box_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

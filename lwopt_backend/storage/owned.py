@@ -240,11 +240,7 @@ class OwnedStepper:
 
     def take_owner_states(self, number: int, states: Mapping[int, Mapping[str, Any]]) -> None:
         """Take over what was loaded for a member's matrices; those without any begin anew."""
-        for place, atom in self._atoms_of[number].items():
-            if place in states:
-                self._whole.owner_state.put(atom, states[place])
-            else:
-                self._whole.owner_state.forget(atom)
+        self._whole.owner_state.take({atom: states.get(place) for place, atom in self._atoms_of[number].items()})
 
     def owner_tensors(self, number: int, groups: Groups) -> dict[str, Tensor]:
         """What ``owner_states`` gives as tensors by key; before the first step, such as it will make."""

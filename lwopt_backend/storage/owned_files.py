@@ -27,15 +27,17 @@ from lwopt_backend.checkpoint.dcp.reader import METADATA, DcpFolder, Saved
 from lwopt_backend.checkpoint.dcp.saving import Boxes, Shards, flattened, later, one_box, whole
 from lwopt_backend.checkpoint.dcp.writer import states_of
 from lwopt_backend.plan.atoms import matrices_of as matrices_by_shape
+from lwopt_backend.plan.layouts import View
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.agreement import agree, check_in_all
+from lwopt_backend.runtime.state import StatePiece, fill, put
 from lwopt_backend.runtime.whole import owned_dtype
 from lwopt_backend.storage.owned import OwnedCore
 from lwopt_backend.storage.owned_state import (
     MARKS,
     Groups,
     Names,
-    StatePiece,
+    OwnedStore,
     boxed,
     check_between_steps,
     matrices_of,
@@ -244,14 +246,8 @@ def load_module(core: OwnedCore, groups: Groups, folder: DcpFolder, module: str)
 
 @torch.no_grad()
 def _fill(into: Tensor, saved: LazyTensor) -> None:
-    """Block by block."""
-    if not into.is_contiguous():
-        into.copy_(saved.read())
-        return
-    flat, start = into.view(-1), 0
-    for block in saved.blocks():
-        flat[start : start + block.numel()] = block
-        start += block.numel()
+    """Block by block, where it is contiguous."""
+    fill(into, saved, View.of_box(into.shape, [(0, size) for size in into.shape]))
 
 
 class Checked:
@@ -259,13 +255,13 @@ class Checked:
 
     def __init__(self, core: OwnedCore, groups: Groups, names: Names, folder: DcpFolder, prefix: str = "") -> None:
         """Raises ValueError for anything that does not fit."""
-        check_between_steps(core)
-        self._core = core
+        self._store = OwnedStore(core, groups, names)
+        self._core, pieces = core, self._store.pieces()
         self.saved = read_as_expected(lambda: Saved(folder, prefix, lambda value: value), folder.path, "DCP")
         _check_params(names, self.saved)
-        self._sources: list[tuple[Tensor, LazyTensor]] = []
-        self._owner: dict[int, Mapping[int, Mapping[str, Any]]] = {}
-        for piece in state_pieces(core):
+        self._state: dict[str, dict[str, LazyTensor]] = {}
+        self._owner: dict[str, Mapping[int, Mapping[str, Any]]] = {}
+        for piece in pieces:
             self._add(piece, names.keys[piece.member])
         self.groups = _options_for(core, groups, names, self.saved)
 
@@ -282,13 +278,11 @@ class Checked:
                 )
             if into.ndim:
                 self._check_bytes(key, name, piece.start, piece.stop)
-                saved = saved.piece(piece.start, piece.stop)
-            self._sources.append((into, saved))
         if param.owner_states:
             self._check_matrices(key, matrices_of(self._core, piece.member), param.shape)
             for name in self.saved.states[key].keys() - found.keys():
                 self._check_bytes(key, name, 0, self.saved.states[key][name].numel)
-        self._owner[piece.member] = param.owner_states
+        self._state[key], self._owner[key] = found, param.owner_states
 
     def _check_matrices(self, key: str, ours: list[str], shape: tuple[int, ...]) -> None:
         theirs = self.saved.matrices.get(key, list(map(str, matrices_by_shape(shape))))
@@ -317,10 +311,8 @@ class Checked:
 
     def take(self) -> None:
         """Read everything into its place."""
-        for into, saved in self._sources:
-            _fill(into, saved)
-        for number, states in self._owner.items():
-            self._core.stepper.take_owner_states(number, states)
+        put(self._store, state=self._state)
+        self._store.take_owner_states(self._owner)
 
 
 def _side(in_checkpoint: bool, missing: str = "not in this model") -> str:

@@ -6,7 +6,7 @@ It is this rank's own part and fits nowhere else. ``owned_files`` writes what an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +18,12 @@ from lwopt_backend.config import linked_rates
 from lwopt_backend.config.param_groups import of_another_optimizer
 from lwopt_backend.config.registry import new_state
 from lwopt_backend.plan.atoms import matrices_of as matrices_by_shape
-from lwopt_backend.plan.layouts import boxes_of
+from lwopt_backend.plan.layouts import View, boxes_of
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.agreement import agree
 from lwopt_backend.runtime.buckets import BucketBuffers
-from lwopt_backend.runtime.state import MATRICES, STRUCTURE
+from lwopt_backend.runtime.collectives import Collectives
+from lwopt_backend.runtime.state import MATRICES, STRUCTURE, OwnerStates, StatePiece, TrainedParam, fill
 from lwopt_backend.storage.owned import OwnedCore
 
 DECIDED = frozenset({"params", "rule", "from_group"})  # keys of a param group that no checkpoint changes
@@ -30,30 +31,15 @@ MARKS = DECIDED | {"members", "overrides"}  # and what engines write into param 
 Groups = Sequence[dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class StatePiece:
-    """Elements [start, stop) of a flattened parameter on the rank that owns them.
-
-    ``tensors`` are those that are stepped, by key: each of as many elements, or a counter without dimensions.
-    ``owner`` is what the rule keeps beside them, by a matrix's place in the parameter.
-    """
-
-    member: int
-    start: int
-    stop: int
-    tensors: dict[str, Tensor]
-    owner: dict[int, dict[str, Any]]
-
-
 def state_pieces(core: OwnedCore) -> list[StatePiece]:
-    """What this rank owns."""
+    """What this rank owns: ranges of flattened parameters, in masters (also under ``MASTER``) of 16-bit ones."""
     found = []
     for bucket in core.manager.buckets:
         for piece, value in zip(bucket.pieces, bucket.owned_values()):
             masters = {} if bucket.masters is None else {MASTER: value}
             tensors = {**core.stepper.state[piece.param], **masters}
-            owner = core.stepper.owner_states(piece.param)
-            found.append(StatePiece(piece.param, piece.start, piece.stop, tensors, owner))
+            view, owner = View.of_range(piece.start, piece.stop), core.stepper.owner_states(piece.param)
+            found.append(StatePiece(piece.param, view, value, tensors, owner))
     return found
 
 
@@ -73,6 +59,39 @@ def check_between_steps(core: OwnedCore) -> None:
         raise RuntimeError(
             "step_in_backward has stepped some buckets already; save or load optimizer state after step()"
         )
+
+
+class OwnedStore:
+    """What this rank owns of ``core``, by the names of ``names_of``, as a ``StateStore``. Made on all ranks."""
+
+    ambiguous: str | None = None
+
+    def __init__(self, core: OwnedCore, groups: Groups, names: Names | None = None) -> None:
+        names = names_of(core, groups) if names is None else names
+        self._core = core
+        self.ranks: Sequence[Collectives] = [core.holdings[0].sharers.everyone]
+        self.groups = groups
+        self.params: Sequence[TrainedParam] = [
+            TrainedParam(names.keys[number], tuple(m.param.shape), m.group, m.rule, m.blocks, number)
+            for number, m in enumerate(core.members)
+        ]
+        self.elsewhere: Collection[str] = names.params.keys()
+
+    def pieces(self) -> list[StatePiece]:
+        check_between_steps(self._core)
+        return state_pieces(self._core)
+
+    def take_owner_states(self, states: OwnerStates) -> None:
+        """Take what is kept of the matrices that this rank owns; those without any begin anew."""
+        for piece in state_pieces(self._core):
+            self._core.stepper.take_owner_states(piece.member, states.get(self.params[piece.member].name, {}))
+
+    def publish(self) -> None:
+        """Bring the owners' weights into all ranks' parameters. Called on all ranks."""
+        for number, bucket in enumerate(self._core.manager.buckets):
+            bucket.publish_masters()
+            self._core.manager.send_values(number)
+        self._core.manager.receive_values()
 
 
 # What a checkpoint calls the parameters and param groups of all ranks, whoever owns and shares them.
@@ -263,7 +282,12 @@ def state_of(core: OwnedCore, groups: Groups) -> dict[str, Any]:
     is called on all ranks. Raises RuntimeError between the steps of ``step_in_backward``.
     """
     check_between_steps(core)
-    found = _whole_state(core, groups) if linked_rates.is_alone(groups) else _own_state(core, groups)
+    found: dict[int, dict[str, Tensor]] = {number: {} for number in range(len(core.members))}
+    if linked_rates.is_alone(groups):
+        for number, key, whole in gathered(core, groups):
+            found[number][key] = whole
+    else:
+        found.update(_own_state(core, groups))
     indices = {id(param): index for index, param in enumerate(p for group in groups for p in group["params"])}
     return {
         "state": {indices[id(core.members[number].param)]: found[number] for number in sorted(found)},
@@ -298,10 +322,9 @@ def _owner_tensors(core: OwnedCore, number: int, groups: Groups) -> dict[str, Te
     return found
 
 
-def _whole_state(core: OwnedCore, groups: Groups) -> dict[int, dict[str, Tensor]]:
-    """By member whole tensors; fp32 masters beside the state where parameters have 16 bits. Called on all ranks."""
+def gathered(core: OwnedCore, groups: Groups) -> Iterator[tuple[int, str, Tensor]]:
+    """By a member's number and key its state, whole, masters included; each for the caller. Called on all ranks."""
     own = {piece.member: piece.tensors for piece in state_pieces(core)}
-    state: dict[int, dict[str, Tensor]] = {number: {} for number in range(len(core.members))}
     for bucket in core.manager.buckets:
         kept = _kept(core, bucket, groups)
         for key, like in {key: like for of_member in kept.values() for key, like in of_member.items()}.items():
@@ -310,8 +333,7 @@ def _whole_state(core: OwnedCore, groups: Groups) -> dict[int, dict[str, Tensor]
             for place, number in enumerate(kept):
                 if key in kept[number]:
                     found = bucket.view(whole, number).clone() if like.ndim else whole[place].to(like.device, copy=True)
-                    state[number][key] = found
-    return state
+                    yield number, key, found
 
 
 def _counts(bucket: BucketBuffers, mine: Sequence[Tensor | None]) -> Tensor:
@@ -340,7 +362,7 @@ def take_state(core: OwnedCore, groups: Groups, state_dict: Mapping[str, Any]) -
                 for place, box in boxed(tensor, piece, shape).items():
                     box.copy_(value.boxes[place])
             elif value is not None:
-                tensor.copy_(value.reshape(-1)[piece.start : piece.stop] if tensor.ndim else value)
+                fill(tensor, value, piece.view)
             elif key != MASTER:  # which follows the weights
                 tensor.zero_()
         kept = {key: _here(value) for key, value in found.items() if key not in piece.tensors}
@@ -425,12 +447,10 @@ class _Wanted:
             raise ValueError(f"{where}: expected shape {expected}, found {tuple(value.shape)}")
         if hasattr(value, "full_tensor"):
             raise ValueError(f"{where}: expected a whole tensor, found a DTensor; save a full state dict")
-        if isinstance(value, Pieces):
-            boxes = {(0,) * like.ndim: like} if key in owner else {}
-            if key in self.kept and self.piece is not None:
-                boxes = boxed(self.piece.tensors[key], self.piece, expected)
+        if isinstance(value, Pieces) and key in self.kept:
+            boxes = boxed(self.piece.tensors[key], self.piece, expected) if self.piece else {}
             here, there = ({place: tuple(box.shape) for place, box in some.items()} for some in (boxes, value.boxes))
-            if key in self.kept and here != there:
+            if here != there:
                 raise ValueError(f"{where} was saved by another rank, or with another layout. {OTHER_RANKS}")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -19,27 +18,14 @@ from lwopt_backend.plan import FlatPartition
 from lwopt_backend.plan.atoms import Block
 from lwopt_backend.plan.layouts import View, range_views
 from lwopt_backend.runtime.collectives import EXCHANGE_BACK, Collectives
+from lwopt_backend.runtime.state import StatePiece, fill, part_of
 from lwopt_backend.runtime.stepper import MatrixStepper
-from lwopt_backend.runtime.whole import Slices, Storage, flat_views, local_views
+from lwopt_backend.runtime.whole import Slices, Storage, local_views
 from lwopt_backend.storage.flat import GroupPlan, matrix_stepper
 
 # State of replicated parameters in a checkpoint: whole, parameter by parameter, as a single process would save it.
 #
 # So it can be loaded with another number of ranks.
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Elements of parameter ``param``, by a view of it flattened; their state begins at ``offset`` of a rank's."""
-
-    param: int
-    view: View
-    offset: int
-
-    def of(self, whole: Tensor) -> Tensor:
-        """The piece of a tensor that is as large as the parameter and contiguous."""
-        (found,) = flat_views(whole.view(-1), [self.view])
-        return found
 
 
 def gather_whole(plan: GroupPlan, state: Mapping[str, Any], ranks: Collectives) -> list[dict[str, Any]] | None:
@@ -58,9 +44,8 @@ def gather_whole(plan: GroupPlan, state: Mapping[str, Any], ranks: Collectives) 
         for spec, of_param in zip(plan.specs, whole):
             of_param[key] = torch.empty(spec.shape, dtype=value.dtype)
         for rank, flat in enumerate(flats):
-            for piece in _pieces(plan, rank):
-                target = piece.of(whole[piece.param][key])
-                target.copy_(flat.narrow(0, piece.offset, target.numel()).view(target.shape))
+            for index, view, offset in _views(plan, rank):
+                part_of(whole[index][key], view).copy_(_part(flat, view, offset))
     return whole if ranks.rank == 0 else None
 
 
@@ -68,25 +53,28 @@ def take_part(plan: GroupPlan, saved: Sequence[Mapping[str, Any]], rank: int, de
     """This rank's flat state of the parameters whose whole states were ``saved``."""
     part: dict[str, Any] = {}
     for key, value in saved[0].items():
-        if not isinstance(value, Tensor) or value.ndim == 0:
+        if isinstance(value, Tensor) and value.ndim:
+            part[key] = torch.zeros(state_numel(plan, rank), dtype=value.dtype, device=device)
+            for index, view, offset in _views(plan, rank):
+                fill(_part(part[key], view, offset), saved[index][key], view)
+        else:
             part[key] = value.clone() if isinstance(value, Tensor) else value
-            continue
-        flat = torch.zeros(state_numel(plan, rank), dtype=value.dtype)
-        for piece in _pieces(plan, rank):
-            source = piece.of(saved[piece.param][key].contiguous())
-            flat.narrow(0, piece.offset, source.numel()).view(source.shape).copy_(source)
-        part[key] = flat.to(device)
     return part
 
 
-def _pieces(plan: GroupPlan, rank: int) -> Iterator[Piece]:
-    """What ``rank`` keeps state of."""
+def _part(flat: Tensor, view: View, offset: int) -> Tensor:
+    """The state of the elements ``view`` of a parameter in a rank's flat state."""
+    return flat.narrow(0, offset, math.prod(view.sizes)).view(view.sizes)
+
+
+def _views(plan: GroupPlan, rank: int) -> Iterator[tuple[int, View, int]]:
+    """What ``rank`` keeps state of: by a parameter's number, elements of it, and where their state begins."""
     if plan.matrices is None:
         assert isinstance(plan.layout, FlatPartition)
         for index in range(len(plan.specs)):
             held = plan.layout.fragment(index, rank)
             if held is not None:
-                yield Piece(index, View(held.start, (held.numel,), (1,)), held.offset)
+                yield index, View.of_range(held.start, held.stop), held.offset
         return
     bases = owned_bases(plan, rank)
     blocks = [(index, block) for index, of_param in enumerate(plan.blocks) for block in of_param]
@@ -95,7 +83,7 @@ def _pieces(plan: GroupPlan, rank: int) -> Iterator[Piece]:
         if offset is None:
             continue
         for view in range_views(block, 0, plan.specs[index].numel, 0):
-            yield Piece(index, view, offset)
+            yield index, view, offset
             offset += math.prod(view.sizes)
 
 
@@ -143,6 +131,20 @@ class ReplicatedStepper:
         """Add the state tensors that a fresh optimizer lacks; what a checkpoint restored is kept."""
         for key, tensor in new_state(self._flat(), group).items():
             state.setdefault(key, tensor)
+
+    def pieces(self, state: Mapping[str, Tensor], first: int) -> Iterator[StatePiece]:
+        """Every parameter's weights, whole, with its counters; then the state of what this rank steps.
+
+        The first parameter is the store's number ``first``.
+        """
+        counters = {key: tensor for key, tensor in state.items() if not tensor.ndim}
+        for index, param in enumerate(self._params):
+            view = View.of_box(param.shape, [(0, size) for size in param.shape])
+            yield StatePiece(first + index, view, param.data, dict(counters))
+        flats = {key: tensor for key, tensor in state.items() if tensor.ndim}
+        for index, view, offset in _views(self._plan, self._collectives.rank):
+            tensors = {key: _part(flat, view, offset) for key, flat in flats.items()}
+            yield StatePiece(first + index, view, None, tensors)
 
     def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
         """One step from the parameters' gradients, which are equal on all ranks. Called on all ranks."""
