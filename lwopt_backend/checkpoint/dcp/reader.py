@@ -380,14 +380,14 @@ class Saved:
 def _others(folder: DcpFolder, keys: list[str], change: Callable[[Any], Any]) -> dict[str, Any]:
     flat = {key: change(folder.object(key)) for key in keys if key in folder.objects}
     flat.update({key: folder.tensor(key).read().item() for key in keys if key in folder.tensors})
-    return _nested({tuple(folder.paths.get(key, (key,))): value for key, value in flat.items()}, folder)
+    return by_paths({tuple(folder.paths.get(key, (key,))): value for key, value in flat.items()}, folder.path)
 
 
 class _Node(dict[Any, Any]):
     """A dictionary, or a list by place, that was flattened."""
 
 
-def _nested(flat: Mapping[tuple[Any, ...], Any], folder: DcpFolder) -> dict[str, Any]:
+def by_paths(flat: Mapping[tuple[Any, ...], Any], folder: Path) -> dict[str, Any]:
     """Values by their paths, nested. Raises CheckpointError for paths that contradict each other."""
     root = _Node()
     for path, value in flat.items():
@@ -395,7 +395,7 @@ def _nested(flat: Mapping[tuple[Any, ...], Any], folder: DcpFolder) -> dict[str,
         for part in path[:-1]:
             place = place.setdefault(part, _Node())
             if not isinstance(place, _Node):
-                raise CheckpointError(f"{folder.path}: {path} is both a value and a dictionary; copy it again")
+                raise CheckpointError(f"{folder}: {path} is both a value and a dictionary; copy it again")
         place[path[-1]] = value
     return {key: _with_lists(value) for key, value in root.items()}
 
