@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from lwopt_backend.checkpoint import safetensors
 from lwopt_backend.checkpoint.contents import LONGEST_NAME, LazyTensor, read_as_expected
 from lwopt_backend.checkpoint.dcp import reader as dcp
+from lwopt_backend.checkpoint.dcp.saving import Entry
 from lwopt_backend.checkpoint.deepspeed.files import MODEL, model_files, names_in, read_model_states, tag_of
 from lwopt_backend.checkpoint.deepspeed.universal import state_in
 from lwopt_backend.checkpoint.files import torch_files
@@ -22,8 +23,6 @@ from lwopt_backend.checkpoint.megatron import fsdp as megatron_fsdp
 from lwopt_backend.checkpoint.megatron import torch as megatron_torch
 from lwopt_backend.planner import shapes
 from lwopt_backend.planner.shapes import Contents, ModelShapes, Stored, Training, in_natural_order
-from lwopt_backend.planner.shapes import read_hugging_face as read_hugging_face
-from lwopt_backend.planner.shapes import read_shapes_json as read_shapes_json
 from lwopt_backend.routing.models import ADAPTERS, LORA, adapter_in, without_peft
 from lwopt_backend.routing.output_heads import HEAD_NAMES, HEAD_NAMES_OUTSIDE_BLOCKS, NOT_A_VOCABULARY
 from lwopt_backend.routing.routing import (
@@ -109,7 +108,7 @@ def _stored(name: str, tensor: LazyTensor, aliases: Sequence[str] = ()) -> Store
     return Stored(name, tensor.shape, _floating(tensor), aliases=tuple(aliases))
 
 
-def _floating(tensor: LazyTensor | dcp.Entry) -> bool:
+def _floating(tensor: LazyTensor | Entry) -> bool:
     return tensor.dtype.is_floating_point
 
 

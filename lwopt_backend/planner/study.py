@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from lwopt_backend.config.hosts import OwnedConfig
 from lwopt_backend.plan.cost import StepTime
 from lwopt_backend.planner import EXPERTS
-from lwopt_backend.planner.models import ModelShapes
 from lwopt_backend.planner.part import Part, Planned, RankMemory
 from lwopt_backend.planner.setting import Setting, Share, share_of
+from lwopt_backend.planner.shapes import ModelShapes
 from lwopt_backend.planner.shares import plan_fsdp2_share, plan_owned_share, plan_zero_share
 from lwopt_backend.routing.matrices import Divided
 from lwopt_backend.routing.routing import Route
