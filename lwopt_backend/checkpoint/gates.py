@@ -7,17 +7,8 @@ from functools import partial
 
 import torch
 
-from lwopt_backend.checkpoint.contents import (
-    MASTER,
-    WEIGHT,
-    Checkpoint,
-    CheckpointError,
-    LazyTensor,
-    Param,
-    infinite,
-    same,
-    unequal,
-)
+from lwopt_backend.checkpoint import contents
+from lwopt_backend.checkpoint.contents import MASTER, WEIGHT, Checkpoint, CheckpointError, LazyTensor, Param
 from lwopt_backend.checkpoint.files.made import in_order
 from lwopt_backend.checkpoint.names import CORE, FAMILIES
 
@@ -119,7 +110,7 @@ def _values(name: str, param: Param) -> tuple[list[str], dict[str, int]]:
     problems = _unrounded(name, param, counts) if both else []
     for key, tensor in param.tensors.items():
         if not (both and key in (WEIGHT, MASTER)):
-            counts[f"{key} of {name!r}"] = sum(map(infinite, tensor.blocks()))
+            counts[f"{key} of {name!r}"] = sum(map(contents.infinite, tensor.blocks()))
     return problems, counts
 
 
@@ -135,10 +126,10 @@ def _unrounded(name: str, param: Param, counts: dict[str, int]) -> list[str]:
     count, start, first = 0, 0, None
     odd = [0, 0]
     for saved, full in zip(weight.blocks(), master.blocks(), strict=True):
-        odd = [odd[0] + infinite(saved), odd[1] + infinite(full)]
+        odd = [odd[0] + contents.infinite(saved), odd[1] + contents.infinite(full)]
         rounded = full.to(weight.dtype)
-        if not same(rounded, saved):
-            differs = unequal(rounded, saved)
+        if not contents.same(rounded, saved):
+            differs = contents.unequal(rounded, saved)
             count += int(differs.sum())
             if first is None and count:
                 at = int(differs.to(torch.uint8).argmax())
@@ -158,7 +149,8 @@ def _differing(what: str, one: LazyTensor, other: LazyTensor) -> list[str]:
         found = f"{one.dtype} of shape {one.shape} and {other.dtype} of shape {other.shape}"
         return [f"replicas of {what} differ: {found} ({one.where}, {other.where})"]
     count = sum(
-        0 if same(*pair) else int(unequal(*pair).sum()) for pair in zip(one.blocks(), other.blocks(), strict=True)
+        0 if contents.same(*pair) else int(contents.unequal(*pair).sum())
+        for pair in zip(one.blocks(), other.blocks(), strict=True)
     )
     if not count:
         return []
