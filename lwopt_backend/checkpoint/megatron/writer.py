@@ -15,7 +15,7 @@ from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointErro
 from lwopt_backend.checkpoint.convert import weight_of
 from lwopt_backend.checkpoint.dcp.saving import Boxes, Place, Shards, save, stacked
 from lwopt_backend.checkpoint.files.torch_saving import save_as_it_lies
-from lwopt_backend.checkpoint.megatron.names import EMBEDDINGS, FUSED, STATES, is_expert, is_sharded_expert, local_spec
+from lwopt_backend.checkpoint.megatron.names import EMBEDDINGS, FUSED, STATES, expert_of, is_sharded_expert, local_spec
 
 # Parameters under the keys of Megatron's torch_dist format: the way back from ``megatron.dist_names``.
 
@@ -42,10 +42,8 @@ class Keys:
         alike = sorted(layers) == list(range(len(layers)))
         self._stacked = alike and all(of_layer == layers[0] for of_layer in layers.values())
         local = arguments.get("transformer_impl") == "local"
-        with_experts = {
-            number for number, of_layer in layers.items() if any(is_expert(f".{name}") for name in of_layer)
-        }
-        self._own_norm = set() if local else with_experts
+        experts = {n for n, names in layers.items() if any(expert_of(f".{name}") is not None for name in names)}
+        self._own_norm = set() if local else experts
 
     def place(self, name: str) -> tuple[str, Place]:
         """The key, and the parameter's place along its first axes."""
