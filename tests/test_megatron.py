@@ -370,7 +370,11 @@ REFUSED_DIST: list[tuple[Setup, Damage, str]] = [
 REFUSED_FSDP: list[tuple[None, Damage, str]] = [
     (None, added_to_fsdp(f"optimizer.state.module.{NORM}.shampoo", torch.ones(3)), "neither a weight nor"),
     (None, added_to_fsdp(f"model.module.{NORM}", torch.ones(8).bfloat16()), "expected fp32, as"),
-    (None, added_to_fsdp("optimizer.state.module.decoder.layers.9.x.exp_avg", torch.ones(3)), "which the model does not have"),
+    (
+        None,
+        added_to_fsdp("optimizer.state.module.decoder.layers.9.x.exp_avg", torch.ones(3)),
+        "which the model does not have",
+    ),
     (None, added_to_fsdp("model.module.decoder.layers.9.mlp.linear_fc1.weight_w", torch.ones(3, 8)), "ends in _w"),
     (None, added_to_fsdp("args", [1]), "is not as Megatron writes it"),
 ]
