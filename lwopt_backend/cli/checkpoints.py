@@ -275,11 +275,9 @@ def _as_written(made: Checkpoint, to: str, options: Mapping[str, Any]) -> Checkp
 
     params = dict(made.params)
     if to == "safetensors":
-        dtype = options["dtype"]
-        params = {
-            name: Param((param.weight or param.best) if dtype is None else param.best.to(dtype))
-            for name, param in params.items()
-        }
+        from lwopt_backend.checkpoint.safetensors import exported
+
+        params = {name: Param(exported(param, options["dtype"])) for name, param in params.items()}
     elif to == "dcp":
         params = {
             name: dataclasses.replace(

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -147,13 +147,18 @@ def write_folder(
         raise CheckpointError(f"{target} cannot be made: {error}") from error
     try:
         fill(new)
-        _flush_tree(new)
+        for place, _, files in os.walk(new, topdown=False):
+            for name in files:
+                flush(Path(place, name))
+            flush(Path(place))
         if not force:
             refuse_existing(target)  # somebody else may have been faster
         _put_in_place(new, target)
     except BaseException as error:
         shutil.rmtree(new, ignore_errors=True)
-        _remove_empty(missing)
+        with contextlib.suppress(OSError):
+            for folder in missing:  # from the innermost on, up to one that has something in it
+                folder.rmdir()
         if isinstance(error, OSError):  # a full disk's names no file
             raise CheckpointError(f"{target} is as it was, nothing is written: {error}") from error
         raise
@@ -245,7 +250,6 @@ def _belongs_to(temporary: str) -> str:
 
 
 def _left_over(target: Path) -> list[Path]:
-    """What programs left unfinished of this target."""
     return [path for path in target.parent.iterdir() if _belongs_to(path.name) == target.name]
 
 
@@ -261,20 +265,6 @@ def _remove(path: Path) -> None:
             shutil.rmtree(gone, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-
-
-def _remove_empty(folders: Sequence[Path]) -> None:
-    """From the innermost on, up to one that has something in it."""
-    with contextlib.suppress(OSError):
-        for folder in folders:
-            folder.rmdir()
-
-
-def _flush_tree(folder: Path) -> None:
-    for place, _, files in os.walk(folder, topdown=False):
-        for name in files:
-            flush(Path(place, name))
-        flush(Path(place))
 
 
 def start_flush(file: BinaryIO) -> None:

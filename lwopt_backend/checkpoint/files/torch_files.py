@@ -74,7 +74,7 @@ class Archive:
 
     def __init__(self, stored: Stored, where: str, checked: bool = False) -> None:
         self._where = where
-        with PartOfFile(stored) as file:
+        with io.BufferedReader(_Part(stored)) as file:
             try:
                 entries = zipfile.ZipFile(file).infolist()
                 main = next((entry.filename for entry in entries if entry.filename.endswith("/data.pkl")), None)
@@ -96,7 +96,7 @@ class Archive:
     def bytes(self, name: str) -> bytes:
         """A record's, which is a small one."""
         stored = self.records[name].stored
-        with PartOfFile(stored) as file:
+        with io.BufferedReader(_Part(stored)) as file:
             return file.read()
 
     def check(self) -> None:
@@ -105,14 +105,9 @@ class Archive:
             record.check()
 
 
-class PartOfFile(io.BufferedReader):
+class _Part(io.RawIOBase):
     """A part of a file as if it were a file."""
 
-    def __init__(self, stored: Stored) -> None:
-        super().__init__(_Part(stored))
-
-
-class _Part(io.RawIOBase):
     def __init__(self, stored: Stored) -> None:
         try:
             self._file = stored.path.open("rb", buffering=0)
@@ -145,7 +140,7 @@ class _Part(io.RawIOBase):
         super().close()
 
 
-def _place(file: io.BufferedReader, entry: zipfile.ZipInfo, stored: Stored) -> Stored:
+def _place(file: io.BufferedReader[_Part], entry: zipfile.ZipInfo, stored: Stored) -> Stored:
     """Where a record's bytes are. Raises ValueError for an archive of another kind, OSError and struct.error."""
     if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size or entry.flag_bits & 1:
         raise ValueError(f"{entry.filename} is compressed or encrypted, as torch.save does not write it")
@@ -332,8 +327,8 @@ class _Loader:
             ("torch._utils", "_rebuild_tensor_v3"): lambda storage, *place: self._tensor(
                 _Storage(storage.record, place[5]), *place[:3]
             ),
-            ("torch._utils", "_rebuild_parameter"): _data_of,
-            ("torch._utils", "_rebuild_parameter_with_state"): _data_of,
+            ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
+            ("torch._utils", "_rebuild_parameter_with_state"): lambda tensor, *_: tensor,
             ("torch._tensor", "_rebuild_from_type_v2"): _from_type,
         }
 
@@ -354,11 +349,6 @@ class _Loader:
         if self._left < 0:
             raise ValueError(f"its tensors use the same bytes more than {MOST_USES} times")
         return StoredTensor(storage.record, first * itemsize, shape, stride, storage.dtype, "")
-
-
-def _data_of(tensor: Any, *_: Any) -> Any:
-    """What a parameter has."""
-    return tensor
 
 
 def _from_type(make: Any, _: Any, arguments: Any, *__: Any) -> Any:
