@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buffers.layout import imbalance
@@ -39,7 +39,7 @@ class RankMemory:
     def __add__(self, other: RankMemory) -> RankMemory:
         """Of two buffers on one rank; they are worked on one after the other."""
         *sums, _ = map(sum, zip(astuple(self), astuple(other)))
-        return RankMemory(*sums, max(self.workspace, other.workspace))
+        return replace(RankMemory(*sums), workspace=max(self.workspace, other.workspace))
 
 
 @dataclass(frozen=True, slots=True)
