@@ -53,32 +53,27 @@ def check_tree(found: Any, nbytes: int) -> None:
     """
     most = SHARED * nbytes + 2**17
     done: dict[int, tuple[int, int]] = {}  # elements and levels, of containers by id; ``found`` keeps them alive
-    path: dict[int, tuple[int, list[Any]]] = {}  # of those that hold the one looked at: what else is in them
-    waiting = [found]
-    while waiting:
-        value = waiting[-1]
-        if id(value) in done:
-            waiting.pop()
-            continue
-        if id(value) not in path:
-            count, inner = path[id(value)] = _contents(value)
-            if any(id(part) in path for part in inner):
-                raise ValueError(f"a {type(value).__name__} in it holds itself")
-            if inner:
-                waiting += inner
-                continue
-        count, inner = path.pop(id(value))
-        inside = [done[id(part)] for part in inner]
-        count += sum(elements for elements, _ in inside)
-        depth = max((levels for _, levels in inside), default=0)
-        if depth >= DEEPEST:
+    open_now: set[int] = set()  # those that hold the one looked at
+
+    def measured(value: Any, depth: int) -> tuple[int, int]:
+        if id(value) in open_now:
+            raise ValueError(f"a {type(value).__name__} in it holds itself")
+        if depth < DEEPEST and id(value) not in done:
+            open_now.add(id(value))
+            count, inner = _contents(value)
+            inside = [measured(part, depth + 1) for part in inner]
+            open_now.remove(id(value))
+            count += sum(elements for elements, _ in inside)
+            if count > most:
+                raise ValueError(
+                    f"a {type(value).__name__} in it would have {count} elements, as it uses parts again and again"
+                )
+            done[id(value)] = count, 1 + max((levels for _, levels in inside), default=0)
+        if depth + done.get(id(value), (0, DEEPEST))[1] > DEEPEST:
             raise ValueError(f"it is nested more than {DEEPEST} levels deep")
-        if count > most:
-            raise ValueError(
-                f"a {type(value).__name__} in it would have {count} elements, as it uses parts again and again"
-            )
-        done[id(value)] = count, depth + 1
-        waiting.pop()
+        return done[id(value)]
+
+    measured(found, 0)
 
 
 def _contents(value: Any) -> tuple[int, list[Any]]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from lwopt_backend.checkpoint.contents import MASTER, CheckpointError, LazyTensor, end_to_end, joined, same
+from lwopt_backend.checkpoint.contents import MASTER, CheckpointError, LazyTensor, Param, end_to_end, joined, same
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.pickles import counter, plain
 from lwopt_backend.checkpoint.megatron import names as naming
@@ -103,16 +103,9 @@ def local_shape(shape: Sequence[int], cut: Cut, ranks: int) -> tuple[int, ...]:
     return tuple(size // ranks if dim == cut.dim else size for dim, size in enumerate(shape))
 
 
+Kept = Mapping[str, Param]  # what one rank's optimizer keeps of its parts of parameters; the weights are elsewhere
+
 # Named states out of the state_dict of Megatron's optimizers, which keep them by number (Float16, FP32, LayerWise).
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What one rank's optimizer keeps of its part of a parameter."""
-
-    states: Mapping[str, LazyTensor]
-    step: float | None = None
-    group: int | None = None
 
 
 @dataclass(frozen=True)
@@ -148,15 +141,13 @@ def inner_optimizers(saved: Any, where: str) -> list[Inner]:
     return found
 
 
-def named(
-    inners: Sequence[Inner], names: Sequence[Sequence[str]], weights: Mapping[str, LazyTensor]
-) -> dict[str, Kept]:
+def named(inners: Sequence[Inner], names: Sequence[Sequence[str]], weights: Mapping[str, LazyTensor]) -> Kept:
     """What the optimizers keep, by parameter. ``names``: of each group, through all optimizers, in its order.
 
     Every master weight is read and compared with the weight, bit for bit, so a wrong name is an error, never a mixed-up
     state. Raises CheckpointError for that, for other counts or shapes, and for states that are not known.
     """
-    found: dict[str, Kept] = {}
+    found: dict[str, Param] = {}
     number = 0
     for inner in inners:
         for local, group in enumerate(inner.groups):
@@ -168,7 +159,7 @@ def named(
                     _check_rounds(master, weights[name], name)
                     states = {MASTER: master, **states}
                 step = counter(state.get("step", group.get("step")))
-                found[name] = Kept(states, None if step is None else float(step), number)
+                found[name] = Param(None, states, None if step is None else float(step), number)
             number += 1
     return found
 

@@ -69,7 +69,7 @@ def is_layer_wise(ranks: Ranks) -> bool:
     return bool(says) or any(_files(rank) for rank in ranks.ranks)
 
 
-def from_layer_wise(ranks: Ranks) -> list[tuple[Rank, list[Inner], dict[str, Kept]]]:
+def from_layer_wise(ranks: Ranks) -> list[tuple[Rank, list[Inner], Kept]]:
     """What every file keeps, by parameter, with the rank in whose folder it is and the optimizers in it.
 
     Data parallel rank r is in the folder of expert parallel rank r % ep, and has place r // ep among those with the
@@ -124,7 +124,7 @@ FLAT_FILE = "distrib_optim.pt"
 
 def from_buffers(
     rank: Rank, arguments: Mapping[str, Any], numbers: Mapping[str, int | None], groups: Sequence[Mapping[str, Any]]
-) -> dict[str, Kept]:
+) -> Kept:
     """What the rank's file keeps, by parameter; ``numbers``: the group of each.
 
     Bucket sizes are not in the file: they are computed from ``arguments`` and compared with the buffers' lengths.
@@ -132,7 +132,7 @@ def from_buffers(
     """
     path = rank.file.with_name(FLAT_FILE)
     saved = torch_files.load(path)
-    found: dict[str, Kept] = {}
+    found: dict[str, Param] = {}
     for key, buffer, shapes, chunk in _buffers(saved, rank, arguments, str(path)):
         closed_at = bucket_numel(
             arguments,
@@ -143,7 +143,7 @@ def from_buffers(
         layout = buckets(shapes, closed_at=closed_at, alone=own_buckets(arguments))
         for name, states in _states(buffer, layout, f"{key} in {path}").items():
             number = numbers[name]
-            found[name] = Kept(states, naming.step_of(groups, number), number)
+            found[name] = Param(None, states, naming.step_of(groups, number), number)
     return found
 
 
@@ -222,9 +222,7 @@ Pair = tuple[str, LazyTensor, LazyTensor]
 _PLACES = ("embedding.", "decoder.layers.", "decoder.", "")
 
 
-def merged(
-    ranks: Ranks, kept: Mapping[Coordinates, Mapping[str, Kept]]
-) -> tuple[dict[str, Param], tuple[Pair, ...], dict[str, str]]:
+def merged(ranks: Ranks, kept: Mapping[Coordinates, Kept]) -> tuple[dict[str, Param], tuple[Pair, ...], dict[str, str]]:
     """Whole parameters in the model's order; pairs of copies that must be equal; the tied embedding's other name.
 
     ``kept``: what the optimizers keep, by rank. Raises CheckpointError for parameters or states that a rank lacks.
@@ -249,7 +247,7 @@ def merged(
 def _param(
     name: str,
     weights: Mapping[Coordinates, LazyTensor],
-    kept: Mapping[Coordinates, Mapping[str, Kept]],
+    kept: Mapping[Coordinates, Kept],
     ranks: Ranks,
     pairs: list[Pair],
 ) -> Param:
@@ -355,7 +353,7 @@ def _read_weights(step: Path) -> Mapping[str, Param]:
     return merged(ranks, {rank.coordinates: {} for rank in ranks.ranks})[0]
 
 
-_ByRank = dict[Coordinates, dict[str, Kept]]
+_ByRank = dict[Coordinates, Kept]
 
 
 def _optimizers(ranks: Ranks) -> tuple[_ByRank, tuple[dict[str, Any], ...], list[Inner], list[str]]:
@@ -375,7 +373,7 @@ def _optimizers(ranks: Ranks) -> tuple[_ByRank, tuple[dict[str, Any], ...], list
                 "Megatron writes whole; save with torch_dist, or with --no-use-layer-wise-param-layout"
             )
         for rank, of_file, kept in from_layer_wise(ranks):
-            found[rank.coordinates].update(kept)
+            found[rank.coordinates] = {**found[rank.coordinates], **kept}
             groups.append([group for inner in of_file for group in inner.groups])
             inners += of_file
     else:
