@@ -432,7 +432,7 @@ REFUSED = {
     "levels deep": ["tuples within tuples"],
     "holds itself": ["a list in itself", "an object in itself"],
     "more than a file of this size can hold": ["copies of a list", "copies of a text"],
-    "900000 digits": ["an integer of 900,000 digits"],
+    "KeyError": ["an integer of 900,000 digits"],
     "sets items of a list": ["a list that is set by slices"],
     "sets the state of a Named": ["attributes of a function"],
 }

@@ -352,7 +352,7 @@ REFUSED_DIST: list[tuple[Setup, Damage, str]] = [
     (FLAT_DIST, arguments(COMMON, tensor_model_parallel_size=2), "buffers of 2 model-parallel ranks, found those of"),
     (Setup(), added(**{SHAMPOO: torch.ones(3)}), f"{SHAMPOO} in .* is a state that is not known"),
     (Setup(), resaved(lambda s: s.pop(OUTPUT)), "of output_layer.weight, which the model does not have"),
-    (Setup(), added(**{OUTPUT: torch.ones(3, 8)}), rf"{OUTPUT}: expected shape \(3, 8\), found \(16, 8\)"),
+    (Setup(), added(**{OUTPUT: torch.ones(3, 8)}), rf"{OUTPUT}: expected the weight's shape \(3, 8\), found \(16, 8\)"),
     (Setup(), added(**{MASTER: torch.ones(16, 8).bfloat16()}), "master weight of output_layer.weight: expected fp32"),
     (PARTS, resaved(lambda s: s.pop(UP)), r"expected decoder.layers.1.mlp.linear_fc1.weight_w \(gate\)"),
     (FLAT_DIST, added(**TOO_LONG), "do not hold the model's parameters"),
@@ -370,7 +370,11 @@ REFUSED_DIST: list[tuple[Setup, Damage, str]] = [
 REFUSED_FSDP: list[tuple[None, Damage, str]] = [
     (None, added_to_fsdp(f"optimizer.state.module.{NORM}.shampoo", torch.ones(3)), "neither a weight nor"),
     (None, added_to_fsdp(f"model.module.{NORM}", torch.ones(8).bfloat16()), "expected fp32, as"),
-    (None, added_to_fsdp("optimizer.state.module.decoder.layers.9.x.exp_avg", torch.ones(3)), "weight's shape None"),
+    (
+        None,
+        added_to_fsdp("optimizer.state.module.decoder.layers.9.x.exp_avg", torch.ones(3)),
+        "which the model does not have",
+    ),
     (None, added_to_fsdp("model.module.decoder.layers.9.mlp.linear_fc1.weight_w", torch.ones(3, 8)), "ends in _w"),
     (None, added_to_fsdp("args", [1]), "is not as Megatron writes it"),
 ]

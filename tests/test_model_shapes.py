@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed import checkpoint as dcp
 
-from lwopt_backend.planner.models import ModelShapes, read_checkpoint, read_hugging_face, read_shapes_json
+from lwopt_backend.planner.models import read_checkpoint
+from lwopt_backend.planner.shapes import ModelShapes, read_hugging_face, read_shapes_json
 from tests import megatron_dist, megatron_torch
 from tests.models import MATRICES, UnevenLM
 from tests.ranks import RankPool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -88,14 +89,11 @@ class LazyTensor:
 
     def piece(self, start: int, stop: int) -> LazyTensor:
         """The elements [start, stop) of it flattened."""
-
-        def read() -> Tensor:
-            if self.read_range is not None:
-                return self.read_range(start, stop)
-            return self.read().view(-1)[start:stop].clone()
-
-        ranged = _shifted(self.read_range, start)
-        return LazyTensor((stop - start,), self.dtype, read, self.where, ranged)
+        ranged, shape = self.read_range, (stop - start,)
+        if ranged is None:
+            return LazyTensor(shape, self.dtype, lambda: self.read().view(-1)[start:stop].clone(), self.where)
+        within = partial(_within, ranged, start)
+        return LazyTensor(shape, self.dtype, lambda: ranged(start, stop), self.where, within)
 
     def view(self, shape: Sequence[int]) -> LazyTensor:
         """The same elements in the same order in another shape."""
@@ -109,12 +107,23 @@ class LazyTensor:
 
     def to(self, dtype: torch.dtype) -> LazyTensor:
         """Converted when it is read, without its elements all being there in both dtypes where ranges can be read."""
-        ranged = self.read_range
         if dtype == self.dtype:
             return self
-        if ranged is None:
-            return LazyTensor(self.shape, dtype, lambda: self.read().to(dtype), self.where)
-        return _from_ranges(self.shape, dtype, lambda start, stop: ranged(start, stop).to(dtype), self.where)
+        ranged = self.read_range
+        converted = None if ranged is None else lambda start, stop: ranged(start, stop).to(dtype)
+        return LazyTensor(self.shape, dtype, lambda: _filled([self], self.shape, dtype), self.where, converted)
+
+
+def _within(read_range: ReadRange, begin: int, start: int, stop: int) -> Tensor:
+    return read_range(begin + start, begin + stop)
+
+
+def _filled(parts: Sequence[LazyTensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    found, start = torch.empty(math.prod(shape), dtype=dtype), 0
+    for block in itertools.chain.from_iterable(part.blocks() for part in parts):
+        found[start : start + block.numel()] = block
+        start += block.numel()
+    return found.view(tuple(shape))
 
 
 def held(tensor: Tensor, where: str) -> LazyTensor:
@@ -142,16 +151,8 @@ def end_to_end(parts: Sequence[LazyTensor], shape: Sequence[int]) -> LazyTensor:
     first = parts[0]
     if len(parts) == 1:
         return first.view(shape)
-    ends = [0]
-    for part in parts:
-        ends.append(ends[-1] + part.numel)
+    ends = list(itertools.accumulate((part.numel for part in parts), initial=0))
     assert ends[-1] == math.prod(shape), f"{first.where}: expected shape {tuple(shape)}, found {ends[-1]} elements"
-
-    def read() -> Tensor:
-        found = torch.empty(ends[-1], dtype=first.dtype)
-        for start, part in zip(ends, parts):
-            _fill(found[start : start + part.numel], part)
-        return found.view(tuple(shape))
 
     def read_range(start: int, stop: int) -> Tensor:
         cuts = [
@@ -162,28 +163,7 @@ def end_to_end(parts: Sequence[LazyTensor], shape: Sequence[int]) -> LazyTensor:
         return torch.cat([cut.read() for cut in cuts]) if len(cuts) > 1 else cuts[0].read()
 
     ranged = None if any(part.read_range is None for part in parts) else read_range
-    return LazyTensor(tuple(shape), first.dtype, read, first.where, ranged)
-
-
-def _from_ranges(shape: tuple[int, ...], dtype: torch.dtype, read_range: ReadRange, where: str) -> LazyTensor:
-    def read() -> Tensor:
-        found = torch.empty(math.prod(shape), dtype=dtype)
-        _fill(found, lazy)
-        return found.view(shape)
-
-    lazy = LazyTensor(shape, dtype, read, where, read_range)
-    return lazy
-
-
-def _fill(found: Tensor, part: LazyTensor) -> None:
-    start = 0
-    for block in part.blocks():
-        found[start : start + block.numel()] = block
-        start += block.numel()
-
-
-def _shifted(read_range: ReadRange | None, by: int) -> ReadRange | None:
-    return None if read_range is None else lambda start, stop: read_range(by + start, by + stop)
+    return LazyTensor(tuple(shape), first.dtype, lambda: _filled(parts, shape, first.dtype), first.where, ranged)
 
 
 def _contiguous(tensor: Tensor, shape: Sequence[int]) -> Tensor:
@@ -194,6 +174,7 @@ def _contiguous(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 # What is in a checkpoint, whatever its format: the form between all readers and all writers.
 
 T = TypeVar("T")
+WEIGHT = "weight"
 MASTER = "fp32"  # the key of master weights, as in DeepSpeed's universal format
 LONGEST_NAME = 1000  # characters of a parameter's name, or of a key with it; what takes names apart need not be fast
 MATRICES = "matrices"  # the argument that tells, by parameter, which elements its matrices are, in their order
@@ -217,8 +198,12 @@ class Param:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        found = self.weight if self.weight is not None else next(iter(self.states.values()))
-        return found.shape
+        return next(iter(self.tensors.values())).shape
+
+    @property
+    def tensors(self) -> dict[str, LazyTensor]:
+        """The weight, if there is one, under ``"weight"``, and the states."""
+        return {**({} if self.weight is None else {WEIGHT: self.weight}), **self.states}
 
     @property
     def best(self) -> LazyTensor:
@@ -226,6 +211,22 @@ class Param:
         found = self.states.get(MASTER, self.weight)
         assert found is not None
         return found
+
+
+class OwnerStates(Mapping[int, Mapping[str, Any]]):
+    """State by a matrix's place in its parameter; the call for it reads it, whenever it is asked for."""
+
+    def __init__(self, reads: Mapping[int, Callable[[], Mapping[str, Any]]]) -> None:
+        self._reads = reads
+
+    def __getitem__(self, place: int) -> Mapping[str, Any]:
+        return self._reads[place]()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._reads)
+
+    def __len__(self) -> int:
+        return len(self._reads)
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from lwopt_backend.checkpoint import gates, names
 from lwopt_backend.checkpoint.choices import ARGUMENTS, WRITERS
-from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param
+from lwopt_backend.checkpoint.contents import MASTER, WEIGHT, Checkpoint, CheckpointError, LazyTensor, Param
 from lwopt_backend.checkpoint.files.folders import refuse_existing, write_folder, write_pointer
 from lwopt_backend.config.linked_rates import OWN_RATES, torchs
 from lwopt_backend.config.registry import MATRIX_RULES, options_of, rule_named
@@ -62,33 +63,25 @@ def tied(params: Mapping[str, Param]) -> dict[str, str]:
     for name, param in params.items():
         if param.states and param.weight is not None and len(param.shape) > 1:
             trained.setdefault((param.shape, param.weight.dtype), []).append(name)
+
+    def blocks(name: str) -> Iterator[Tensor]:
+        weight = params[name].weight
+        return iter(()) if weight is None else weight.blocks()
+
+    @functools.cache  # so that each is read once, however many there are
+    def begin(name: str) -> bytes:
+        first = next(blocks(name), torch.empty(0)).contiguous().view(torch.uint8)
+        return hashlib.blake2b(first.numpy().data).digest()
+
     found = {}
-    begins: dict[Any, dict[bytes, list[str]]] = {}  # so that each is read once, however many there are
     for name, param in params.items():
         if param.states or param.group is not None or param.weight is None:
             continue
-        kind = (param.shape, param.weight.dtype)
-        if kind not in begins:
-            begins[kind] = {}
-            for of in trained.get(kind, ()):
-                begins[kind].setdefault(_begin(params[of]), []).append(of)
-        alike = begins[kind].get(_begin(param), []) if begins[kind] else []
-        same = next((of for of in alike if _equal(param, params[of])), None)
-        if same is not None:
-            found[name] = same
+        for of in trained.get((param.shape, param.weight.dtype), ()):
+            if begin(of) == begin(name) and all(map(torch.equal, blocks(of), blocks(name))):
+                found[name] = of
+                break
     return found
-
-
-def _begin(param: Param) -> bytes:
-    """A digest of the first elements."""
-    assert param.weight is not None
-    first = next(param.weight.blocks(), torch.empty(0)).contiguous().view(torch.uint8)
-    return hashlib.blake2b(first.numpy().data).digest()
-
-
-def _equal(one: Param, other: Param) -> bool:
-    assert one.weight is not None and other.weight is not None
-    return all(torch.equal(a, b) for a, b in zip(one.weight.blocks(), other.weight.blocks(), strict=True))
 
 
 def sentences(tied: Mapping[str, str], where: object, counted: int | None) -> list[str]:
@@ -132,12 +125,8 @@ def as_ours(checkpoint: Checkpoint) -> Checkpoint:
         name: dataclasses.replace(param, group=place.get(param.group, param.group))
         for name, param in checkpoint.params.items()
     }
-    return dataclasses.replace(
-        checkpoint,
-        params=params,
-        groups=tuple(found[number] for number in order),
-        notes=(*checkpoint.notes, *notes),
-    )
+    groups = tuple(found[number] for number in order)
+    return dataclasses.replace(checkpoint, params=params, groups=groups, notes=(*checkpoint.notes, *notes))
 
 
 def translated(checkpoint: Checkpoint) -> tuple[list[dict[str, Any]], list[str]]:
@@ -165,7 +154,7 @@ def _translated(group: Mapping[str, Any], states: set[str], checkpoint: Checkpoi
         return {**_filled(group), **first, **{key: value for key, value in group.items() if key not in _PLACES}}
     if "betas" in group and states >= MOMENTS:
         options = _adamw(group, checkpoint.arguments)
-        kept = {**torchs(), **_without_none(group)}
+        kept = {**torchs(), **{key: value for key, value in group.items() if value is not None}}
     elif states == {"momentum_buffer"}:
         options, kept = _muon(group, checkpoint.arguments), dict(group)
     else:
@@ -186,10 +175,9 @@ def _filled(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _first_rate(group: Mapping[str, Any], checkpoint: Checkpoint) -> float | None:
     """What a schedule multiplies: torch's schedulers keep it in the group."""
+    without = group.get("lr") if checkpoint.scheduler is None else _peak(checkpoint)
     found: float | None = group.get("initial_lr", group.get("max_lr"))
-    if found is not None:
-        return found
-    return group.get("lr") if checkpoint.scheduler is None else _peak(checkpoint)
+    return without if found is None else found
 
 
 def _peak(checkpoint: Checkpoint) -> float | None:
@@ -198,10 +186,6 @@ def _peak(checkpoint: Checkpoint) -> float | None:
     peak = (schedule.get("params") or {}).get("warmup_max_lr")
     is_theirs = "last_batch_iteration" in (checkpoint.scheduler or {})
     return float(peak) if is_theirs and isinstance(peak, (int, float)) else None
-
-
-def _without_none(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if value is not None}
 
 
 def _adamw(group: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -302,7 +286,8 @@ def prepared(
 
     Raises CheckpointError; nothing is written by then.
     """
-    vocabulary = _names_of(checkpoint, target, vocabulary, source_vocabulary)
+    known = source_vocabulary or (checkpoint.names if checkpoint.names in (names.CORE, *names.FAMILIES) else None)
+    vocabulary = vocabulary or (names.CORE if target == "megatron" else known)
     _check_used(checkpoint, target, vocabulary, source_vocabulary, numbers.model_fields_set)
     notes = gates.check(checkpoint, numbers.vocab_size, workers)
     checkpoint = dataclasses.replace(checkpoint, notes=(*checkpoint.notes, *notes))
@@ -311,12 +296,6 @@ def prepared(
     if target == "megatron":
         checkpoint = dataclasses.replace(checkpoint, arguments=_megatron_arguments(checkpoint, numbers))
     return as_ours(checkpoint) if target == "dcp" else checkpoint
-
-
-def _names_of(checkpoint: Checkpoint, target: str, wanted: str | None, source: str | None) -> str | None:
-    """The new names: those it has, where they are known; Megatron's for Megatron; None if nothing is to be renamed."""
-    known = source or (checkpoint.names if checkpoint.names in (names.CORE, *names.FAMILIES) else None)
-    return wanted or (names.CORE if target == "megatron" else known)
 
 
 def _check_used(checkpoint: Checkpoint, target: str, wanted: str | None, source: str | None, given: set[str]) -> None:
@@ -404,12 +383,7 @@ def check_free(place: Place, force: bool, source: Path) -> None:
 
 def watched(checkpoint: Checkpoint, seen: Callable[[int], None]) -> Checkpoint:
     """The same; ``seen`` is called with the bytes of every tensor that is read."""
-    return dataclasses.replace(
-        checkpoint, params={name: _watched(param, seen) for name, param in checkpoint.params.items()}
-    )
 
-
-def _watched(param: Param, seen: Callable[[int], None]) -> Param:
     def watch(tensor: LazyTensor) -> LazyTensor:
         def counted(found: Tensor) -> Tensor:
             seen(found.nbytes)
@@ -419,17 +393,13 @@ def _watched(param: Param, seen: Callable[[int], None]) -> Param:
         ranged = None if part is None else lambda start, stop: counted(part(start, stop))
         return dataclasses.replace(tensor, read=lambda: counted(whole()), read_range=ranged)
 
-    weight = None if param.weight is None else watch(param.weight)
-    return dataclasses.replace(
-        param, weight=weight, states={key: watch(tensor) for key, tensor in param.states.items()}
-    )
+    params = {}
+    for name, param in checkpoint.params.items():
+        tensors = {key: watch(tensor) for key, tensor in param.tensors.items()}
+        params[name] = dataclasses.replace(param, weight=tensors.pop(WEIGHT, None), states=tensors)
+    return dataclasses.replace(checkpoint, params=params)
 
 
 def nbytes(checkpoint: Checkpoint) -> int:
     """Of all tensors as they are read."""
-    tensors = (
-        tensor
-        for param in checkpoint.params.values()
-        for tensor in (*([] if param.weight is None else [param.weight]), *param.states.values())
-    )
-    return sum(tensor.nbytes for tensor in tensors)
+    return sum(tensor.nbytes for param in checkpoint.params.values() for tensor in param.tensors.values())

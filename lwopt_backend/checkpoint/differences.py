@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lwopt_backend.checkpoint.contents import BLOCK, MASTER, Checkpoint, LazyTensor, Param, same, unequal
+from lwopt_backend.checkpoint.contents import MASTER, WEIGHT, Checkpoint, LazyTensor, Param, held, same, unequal
 
-WEIGHT, STEP, OWNER, BUFFER = "weight", "step", "owner", "buffer"
+STEP, OWNER, BUFFER = "step", "owner", "buffer"
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def differences(a: Checkpoint, b: Checkpoint, weights_only: bool = False) -> Ite
         else:
             yield from _of_param(name, ours, theirs, weights_only)
     for name in {**a.buffers, **b.buffers}:
-        yield _pair(name, BUFFER, a.buffers.get(name), b.buffers.get(name))
+        yield _compared(name, BUFFER, a.buffers.get(name), b.buffers.get(name))
 
 
 def _found(checkpoint: Checkpoint, name: str) -> Param | None:
@@ -70,22 +70,17 @@ def _of_param(name: str, a: Param, b: Param, weights_only: bool) -> Iterator[Com
         yield Compared(name, MASTER, found.what + why, found.elements, found.largest)
     for key in {**a.states, **b.states}:
         if key != MASTER:
-            yield _pair(name, key, a.states.get(key), b.states.get(key))
+            yield _compared(name, key, a.states.get(key), b.states.get(key))
     if (a.step, b.step) != (None, None):
         steps = [("no number" if step is None else f"{step:g}") for step in (a.step, b.step)]
         yield Compared(name, STEP, "" if a.step == b.step else f"{steps[0]} in A, {steps[1]} in B")
-    yield from _of_owners(name, _leaves(a.owner_states), _leaves(b.owner_states))
-
-
-def _of_owners(name: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[Compared]:
-    """What a rule's owners keep: tensors, and numbers or words."""
-    for key in {**ours, **theirs}:
-        if key not in ours or key not in theirs:
-            yield Compared(name, key, _only(key in ours))
-            continue
-        one, other = ours[key], theirs[key]
-        if isinstance(one, Tensor) and isinstance(other, Tensor):
-            yield _values(name, key, one, other)
+    of_a, of_b = _leaves(a.owner_states), _leaves(b.owner_states)  # tensors, and numbers or words
+    for key in {**of_a, **of_b}:
+        one, other = of_a.get(key), of_b.get(key)
+        if key not in of_a or key not in of_b:
+            yield Compared(name, key, _only(key in of_a))
+        elif isinstance(one, Tensor) and isinstance(other, Tensor):
+            yield _compared(name, key, held(one, key), held(other, key))
         else:
             same = type(one) is type(other) and one == other
             yield Compared(name, key, "" if same else f"{one!r} in A, {other!r} in B")
@@ -99,31 +94,17 @@ def _leaves(found: Any, key: str = OWNER) -> dict[str, Any]:
     return {place: leaf for at, value in pairs for place, leaf in _leaves(value, f"{key}.{at}").items()}
 
 
-def _pair(name: str, key: str, a: LazyTensor | None, b: LazyTensor | None) -> Compared:
-    if a is None or b is None:
-        return Compared(name, key, _only(b is None))
-    return _compared(name, key, a, b)
-
-
 def _only(in_a: bool) -> str:
     return f"only in {'A' if in_a else 'B'}"
 
 
-def _compared(name: str, key: str, a: LazyTensor, b: LazyTensor) -> Compared:
+def _compared(name: str, key: str, a: LazyTensor | None, b: LazyTensor | None) -> Compared:
+    if a is None or b is None:
+        return Compared(name, key, _only(b is None))
     if a.shape != b.shape:
         return Compared(name, key, f"shape {list(a.shape)} in A, {list(b.shape)} in B")
-    return _counted(name, key, a.numel, zip(a.blocks(), b.blocks(), strict=True))
-
-
-def _values(name: str, key: str, a: Tensor, b: Tensor) -> Compared:
-    if a.shape != b.shape:
-        return Compared(name, key, f"shape {list(a.shape)} in A, {list(b.shape)} in B")
-    return _counted(name, key, a.numel(), zip(a.reshape(-1).split(BLOCK), b.reshape(-1).split(BLOCK)))
-
-
-def _counted(name: str, key: str, numel: int, pairs: Iterable[tuple[Tensor, Tensor]]) -> Compared:
     count, largest = 0, 0.0
-    for ours, theirs in pairs:
+    for ours, theirs in zip(a.blocks(), b.blocks(), strict=True):
         wide = ours.dtype if ours.dtype == theirs.dtype else torch.promote_types(ours.dtype, theirs.dtype)
         ours, theirs = ours.to(wide), theirs.to(wide)
         if same(ours, theirs):
@@ -134,5 +115,5 @@ def _counted(name: str, key: str, numel: int, pairs: Iterable[tuple[Tensor, Tens
             apart = (ours[differs].double() - theirs[differs].double()).abs()
             largest = max(largest, float(apart.nan_to_num(nan=float("inf"), posinf=float("inf")).max()))
         count += found
-    what = f"{count:,} of {numel:,} elements differ" if count else ""
+    what = f"{count:,} of {a.numel:,} elements differ" if count else ""
     return Compared(name, key, what, count, largest)

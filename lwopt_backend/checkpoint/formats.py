@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 from lwopt_backend.checkpoint import safetensors as safetensors_folder
 from lwopt_backend.checkpoint.choices import AUTO, FORMATS
@@ -33,13 +32,10 @@ class Reader:
     read: Callable[[Path], Checkpoint]
 
 
-_MODULES: dict[str, ModuleType] = {
-    **{"megatron-torch": megatron_torch, "megatron-dist": megatron_dist, "megatron-fsdp": megatron_fsdp},
-    **{"universal": deepspeed_universal, "deepspeed": deepspeed_zero},
-    **{"dcp": dcp, "safetensors": safetensors_folder},
-}
+_MODULES = (megatron_torch, megatron_dist, megatron_fsdp, deepspeed_universal, deepspeed_zero, dcp, safetensors_folder)
 READERS = {
-    name: Reader(name, meaning, _MODULES[name].recognises, _MODULES[name].read) for name, meaning in FORMATS.items()
+    name: Reader(name, meaning, module.recognises, module.read)
+    for (name, meaning), module in zip(FORMATS.items(), _MODULES, strict=True)
 }
 
 

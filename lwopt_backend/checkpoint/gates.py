@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 
-from lwopt_backend.checkpoint.contents import (
-    MASTER,
-    Checkpoint,
-    CheckpointError,
-    LazyTensor,
-    Param,
-    infinite,
-    same,
-    unequal,
-)
+from lwopt_backend.checkpoint import contents
+from lwopt_backend.checkpoint.contents import MASTER, WEIGHT, Checkpoint, CheckpointError, LazyTensor, Param
 from lwopt_backend.checkpoint.files.made import in_order
 from lwopt_backend.checkpoint.names import CORE, FAMILIES
 
@@ -42,8 +34,18 @@ def check(checkpoint: Checkpoint, vocab_size: int | None = None, workers: int = 
     master weights that do not round to the saved weights, bit for bit; replicas that differ; a ``vocab_size`` beyond
     the rows of the embedding, or short of rows that were trained.
     """
-    problems = [*_missing(checkpoint), *_misshapen(checkpoint), *_vocabulary(checkpoint, vocab_size)]
-    notes = _notes(checkpoint)
+    misshapen = [
+        f"{key} of {name!r} has shape {state.shape}, but the parameter {param.shape} ({state.where})"
+        for name, param in checkpoint.params.items()
+        for key, state in param.states.items()
+        if state.shape != param.shape
+    ]
+    problems = [*_missing(checkpoint), *misshapen, *_vocabulary(checkpoint, vocab_size)]
+    notes = []
+    if not any(param.states for param in checkpoint.params.values()):
+        notes.append("There is no optimizer state, only weights.")
+    elif frozen := list(_frozen(checkpoint)):
+        notes.append(f"{len(frozen)} parameter(s) without a param group have no state, such as {frozen[0]!r}.")
     wrong: dict[str, int] = {}
     masters = 0
     looks = (partial(_values, name, param) for name, param in checkpoint.params.items())
@@ -59,10 +61,10 @@ def check(checkpoint: Checkpoint, vocab_size: int | None = None, workers: int = 
         notes.append(f"All {masters} master weights round to the saved weights, bit for bit.")
     if checkpoint.replicas:
         notes.append(f"All {len(checkpoint.replicas)} replicas are equal.")
-    return [*notes, _finite(wrong)]
-
-
-# States
+    listed = ", ".join(f"{count} in {what}" for what, count in list(wrong.items())[:SHOWN])
+    more = f" and others in {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+    values = f"{sum(wrong.values())} values are infinite or no numbers: {listed}{more}."
+    return [*notes, values if wrong else "All values are finite."]
 
 
 def _missing(checkpoint: Checkpoint) -> Iterator[str]:
@@ -75,10 +77,10 @@ def _missing(checkpoint: Checkpoint) -> Iterator[str]:
     trained = {name: param for name, param in checkpoint.params.items() if name not in frozen}
     kinds: dict[int | None, dict[frozenset[str], str]] = {}
     for name, param in trained.items():
-        kinds.setdefault(param.group, {}).setdefault(_kind(param), name)
+        kinds.setdefault(param.group, {}).setdefault(frozenset(param.states) - {MASTER}, name)
     with_master = next((name for name, param in trained.items() if MASTER in param.states), None)
     for name, param in trained.items():
-        have = _kind(param)
+        have = frozenset(param.states) - {MASTER}
         larger = [kind for kind in kinds[param.group] if have < kind and not param.owner_states]
         if larger and not have:
             known = " or ".join(sorted(" and ".join(sorted(kind)) for kind in larger))
@@ -87,17 +89,10 @@ def _missing(checkpoint: Checkpoint) -> Iterator[str]:
             fuller = min(larger, key=lambda kind: (len(kind), sorted(kind)))
             lacks = " and ".join(sorted(fuller - have))
             yield f"{name!r} has no {lacks}, which {kinds[param.group][fuller]!r} has"
-        needs_master = param.weight is None or _is_low(param.weight)
+        dtype = None if param.weight is None else param.weight.dtype
+        needs_master = dtype is None or dtype.is_floating_point and dtype.itemsize < 4
         if with_master is not None and needs_master and MASTER not in param.states:
             yield f"{name!r} has no master weight ({MASTER}), which {with_master!r} has"
-
-
-def _kind(param: Param) -> frozenset[str]:
-    return frozenset(param.states) - {MASTER}
-
-
-def _is_low(weight: LazyTensor) -> bool:
-    return weight.dtype.is_floating_point and weight.dtype.itemsize < 4
 
 
 def _frozen(checkpoint: Checkpoint) -> dict[str, Param]:
@@ -108,32 +103,14 @@ def _frozen(checkpoint: Checkpoint) -> dict[str, Param]:
     return {n: p for n, p in params.items() if not p.states and p.weight is not None and p.group is None}
 
 
-def _misshapen(checkpoint: Checkpoint) -> Iterator[str]:
-    for name, param in checkpoint.params.items():
-        for key, state in param.states.items():
-            if state.shape != param.shape:
-                yield f"{key} of {name!r} has shape {state.shape}, but the parameter {param.shape} ({state.where})"
-
-
-def _notes(checkpoint: Checkpoint) -> list[str]:
-    params = checkpoint.params
-    frozen = list(_frozen(checkpoint))
-    if not any(param.states for param in params.values()):
-        return ["There is no optimizer state, only weights."]
-    return [f"{len(frozen)} parameter(s) without a param group have no state, such as {frozen[0]!r}."] if frozen else []
-
-
-# Values
-
-
 def _values(name: str, param: Param) -> tuple[list[str], dict[str, int]]:
     """What is wrong with a parameter's values, and how many of each tensor's are infinite or no numbers."""
     counts: dict[str, int] = {}
     both = _has_both(param)
     problems = _unrounded(name, param, counts) if both else []
-    for key, tensor in {"weight": param.weight, **param.states}.items():
-        if tensor is not None and not (both and key in ("weight", MASTER)):
-            counts[f"{key} of {name!r}"] = sum(map(infinite, tensor.blocks()))
+    for key, tensor in param.tensors.items():
+        if not (both and key in (WEIGHT, MASTER)):
+            counts[f"{key} of {name!r}"] = sum(map(contents.infinite, tensor.blocks()))
     return problems, counts
 
 
@@ -149,10 +126,10 @@ def _unrounded(name: str, param: Param, counts: dict[str, int]) -> list[str]:
     count, start, first = 0, 0, None
     odd = [0, 0]
     for saved, full in zip(weight.blocks(), master.blocks(), strict=True):
-        odd = [odd[0] + infinite(saved), odd[1] + infinite(full)]
+        odd = [odd[0] + contents.infinite(saved), odd[1] + contents.infinite(full)]
         rounded = full.to(weight.dtype)
-        if not same(rounded, saved):
-            differs = unequal(rounded, saved)
+        if not contents.same(rounded, saved):
+            differs = contents.unequal(rounded, saved)
             count += int(differs.sum())
             if first is None and count:
                 at = int(differs.to(torch.uint8).argmax())
@@ -172,22 +149,12 @@ def _differing(what: str, one: LazyTensor, other: LazyTensor) -> list[str]:
         found = f"{one.dtype} of shape {one.shape} and {other.dtype} of shape {other.shape}"
         return [f"replicas of {what} differ: {found} ({one.where}, {other.where})"]
     count = sum(
-        0 if same(*pair) else int(unequal(*pair).sum()) for pair in zip(one.blocks(), other.blocks(), strict=True)
+        0 if contents.same(*pair) else int(contents.unequal(*pair).sum())
+        for pair in zip(one.blocks(), other.blocks(), strict=True)
     )
     if not count:
         return []
     return [f"replicas of {what} differ in {count} of {one.numel} elements ({one.where}, {other.where})"]
-
-
-def _finite(wrong: Mapping[str, int]) -> str:
-    if not wrong:
-        return "All values are finite."
-    listed = ", ".join(f"{count} in {what}" for what, count in list(wrong.items())[:SHOWN])
-    more = f" and others in {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-    return f"{sum(wrong.values())} values are infinite or no numbers: {listed}{more}."
-
-
-# Vocabulary
 
 
 def _vocabulary(checkpoint: Checkpoint, size: int | None) -> Iterator[str]:

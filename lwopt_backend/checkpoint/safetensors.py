@@ -53,15 +53,14 @@ def write(
     Buffers stay as they are. Tied names are left out, as transformers does. Raises CheckpointError for a dtype that
     the format lacks.
     """
-    tensors = {name: _weight(param.weight, param.best, dtype) for name, param in checkpoint.params.items()}
-    tensors.update(checkpoint.buffers)
+    tensors = {name: exported(param, dtype) for name, param in checkpoint.params.items()} | dict(checkpoint.buffers)
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
             raise CheckpointError(f"{tensor.where}: safetensors has no {tensor.dtype}, which {name} is; give a dtype")
     files = _files(tensors, file_bytes)
     count = len(files)
-    names = [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
-    names = names if count > 1 else ["model.safetensors"]
+    numbered = [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
+    names = numbered if count > 1 else [ONE_FILE]
     for name, content in zip(names, files):
         _write_file(folder / name, content, workers)
     if count > 1:
@@ -71,10 +70,11 @@ def write(
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _weight(weight: LazyTensor | None, best: LazyTensor, dtype: torch.dtype | None) -> LazyTensor:
-    if weight is not None and dtype in (None, weight.dtype):
-        return weight
-    return best if dtype is None else best.to(dtype)
+def exported(param: Param, dtype: torch.dtype | None) -> LazyTensor:
+    """The weight, in ``dtype`` if that is given; what has to be converted is made from the master weight."""
+    if param.weight is not None and dtype in (None, param.weight.dtype):
+        return param.weight
+    return param.best if dtype is None else param.best.to(dtype)
 
 
 def _files(tensors: Mapping[str, LazyTensor], file_bytes: int) -> list[dict[str, LazyTensor]]:
@@ -95,11 +95,8 @@ def _write_file(path: Path, tensors: Mapping[str, LazyTensor], workers: int) -> 
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in order:
-        header[name] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [end, end + tensor.nbytes],
-        }
+        said = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape)}
+        header[name] = {**said, "data_offsets": [end, end + tensor.nbytes]}
         end += tensor.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -107,12 +104,8 @@ def _write_file(path: Path, tensors: Mapping[str, LazyTensor], workers: int) -> 
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for read in in_order((tensor.read for _, tensor in order), workers):
-            file.write(_bytes(read))
+            file.write(read.contiguous().view(-1).view(torch.uint8).numpy().data)
             del read
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 # Reads weights that lie in a folder as safetensors, as Hugging Face's libraries and the writer above leave them.
@@ -176,14 +169,10 @@ def entries(path: Path) -> list[Entry]:
     found: list[Entry] = []
     end = nbytes  # tensors follow each other up to the end of the file, as the library has made sure
     for name, dtype, shape in reversed(tensors):
-        end -= math.prod(shape) * _bits(dtype) // 8
+        bits = 8 if dtype == "BOOL" else int(re.findall(r"\d+", dtype)[0])  # F32, BF16, F8_E4M3
+        end -= math.prod(shape) * bits // 8
         found.append(Entry(name, dtype, shape, end))
     return found[::-1]
-
-
-def _bits(dtype: str) -> int:
-    """Of an element, which the format's words tell: F32, BF16, F8_E4M3."""
-    return 8 if dtype == "BOOL" else int(re.findall(r"\d+", dtype)[0])
 
 
 def load(path: Path) -> dict[str, LazyTensor]:
@@ -226,16 +215,12 @@ def _indexed(path: Path) -> dict[str, LazyTensor]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        return _object(path.read_bytes())
+        found = json.loads(path.read_bytes(), object_pairs_hook=_once)
+        if not isinstance(found, dict):
+            raise ValueError(f"expected an object in JSON, found {type(found).__name__}")
+        return found
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; copy it again") from error
-
-
-def _object(text: bytes) -> dict[str, Any]:
-    found = json.loads(text, object_pairs_hook=_once)
-    if not isinstance(found, dict):
-        raise ValueError(f"expected an object in JSON, found {type(found).__name__}")
-    return found
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

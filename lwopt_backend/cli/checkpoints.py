@@ -35,6 +35,9 @@ FORMATS = ", ".join(choices.FORMATS)
 
 NUMBERS, NONE = tuple(Numbers.model_fields), Numbers()
 
+Folder = Annotated[Path, typer.Argument(help="A checkpoint's folder.")]
+AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
 
 def takes_numbers(*fields: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the options of these fields of ``Numbers``, and itself all of them, as ``numbers``."""
@@ -57,12 +60,8 @@ def takes_numbers(*fields: str) -> Callable[[Callable[..., None]], Callable[...,
 
 
 def _option(field: str) -> Any:
-    info = Numbers.model_fields[field]
-    meaning, kind = info.description or "", str if field == "qkv_layout" else int
+    meaning, kind = Numbers.model_fields[field].description or "", str if field == "qkv_layout" else int
     return Annotated[kind | None, typer.Option(help=f"{meaning[0].upper()}{meaning[1:]}.", rich_help_panel=MODEL)]
-
-
-AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def numbers_of(given: Mapping[str, Any], fields: Iterable[str]) -> Numbers:
@@ -99,24 +98,17 @@ def described(checkpoint: Checkpoint) -> dict[str, Any]:
     """A checkpoint's facts as plain data; sizes in bytes."""
     states: dict[str, dict[str, Any]] = {}
     for param in checkpoint.params.values():
-        tensors = {**({"weight": param.weight} if param.weight is not None else {}), **param.states}
-        for key, tensor in tensors.items():
+        for key, tensor in param.tensors.items():
             dtype = str(tensor.dtype).removeprefix("torch.")
-            entry = states.setdefault(
-                f"{key}, {dtype}", {"state": key, "dtype": dtype, "tensors": 0, "elements": 0, "size": 0}
-            )
+            nothing = {"state": key, "dtype": dtype, "tensors": 0, "elements": 0, "size": 0}
+            entry = states.setdefault(f"{key}, {dtype}", nothing)
             entry["tensors"] += 1
             entry["elements"] += tensor.numel
             entry["size"] += tensor.nbytes
     found = list(states.values())
-    if checkpoint.buffers:
-        buffers = checkpoint.buffers.values()
-        found.append(
-            {
-                **{"state": "buffers", "dtype": "", "tensors": len(buffers)},
-                **{"elements": sum(t.numel for t in buffers), "size": sum(t.nbytes for t in buffers)},
-            }
-        )
+    if buffers := checkpoint.buffers.values():
+        sums = {"elements": sum(t.numel for t in buffers), "size": sum(t.nbytes for t in buffers)}
+        found.append({"state": "buffers", "dtype": "", "tensors": len(buffers), **sums})
     world = dict(checkpoint.world)
     return {
         "format": checkpoint.format,
@@ -146,13 +138,8 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_plain(entry) for entry in value]
-    if (
-        isinstance(value, float)
-        and not math.isfinite(value)
-        or not isinstance(value, (bool, int, float, str, None.__class__))
-    ):
-        return str(value)
-    return value
+    is_plain = isinstance(value, (bool, int, str, type(None))) or isinstance(value, float) and math.isfinite(value)
+    return value if is_plain else str(value)
 
 
 def columns(rows: Sequence[tuple[str, str]]) -> Table:
@@ -178,11 +165,18 @@ DTYPES = ("float32", "bfloat16", "float16")
 SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 VERSIONS = ("0.16", "0.19")
 WORKERS = 2  # one thread computes checksums while another waits for the disk; each has a tensor in memory
-WRITTEN = {
-    "universal": "deepspeed universal",
-    "megatron": "megatron torch_dist",
-    "dcp": "torch dcp",
-    "safetensors": "safetensors",
+WRITTEN = dict(zip(WRITERS, ("deepspeed universal", "megatron torch_dist", "torch dcp", "safetensors")))
+Text = str | None
+HELP = {
+    "names": f"Of the new one's parameters: {FAMILIES}, or a .json file. Default: as they are.",
+    "source names": "The same of the source, where it does not say itself.",
+    "megatron version": f"Megatron that loads it: {' or '.join(VERSIONS)} (and later). Default: 0.16.",
+    "dtype": f"Of weights in safetensors: {', '.join(DTYPES)}. Default: as they are.",
+    "workers": "Tensors that are read and checked, or written, at a time; so many are in memory.",
+    "compared names": f"Compare under these names: {FAMILIES}, or a .json file. Default: as they are, or "
+    "megatron-core's where the two have different ones.",
+    "names a": "A's names, where it does not say itself, as of a saved model.",
+    "weights": "Compare weights only, as with an export without optimizer state.",
 }
 
 
@@ -192,25 +186,11 @@ def convert(
     destination: Annotated[Path, typer.Argument(metavar="DST", help="Where the new one goes.")],
     to: Annotated[str, typer.Option(help=f"One of {', '.join(WRITERS)}.")],
     format: Annotated[str, typer.Option("--from", help=f"Its format: {FORMATS}.")] = AUTO,
-    vocabulary: Annotated[
-        str | None,
-        typer.Option(
-            "--names", help=f"Of the new one's parameters: {FAMILIES}, or a .json file. Default: as they are."
-        ),
-    ] = None,
-    source_names: Annotated[
-        str | None, typer.Option("--source-names", help="The same of the source, where it does not say itself.")
-    ] = None,
-    megatron_version: Annotated[
-        str | None, typer.Option(help=f"Megatron that loads it: {' or '.join(VERSIONS)} (and later). Default: 0.16.")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help=f"Of weights in safetensors: {', '.join(DTYPES)}. Default: as they are.")
-    ] = None,
-    workers: Annotated[
-        int,
-        typer.Option(min=1, help="Tensors that are read and checked, or written, at a time; so many are in memory."),
-    ] = WORKERS,
+    vocabulary: Annotated[Text, typer.Option("--names", help=HELP["names"])] = None,
+    source_names: Annotated[Text, typer.Option("--source-names", help=HELP["source names"])] = None,
+    megatron_version: Annotated[Text, typer.Option(help=HELP["megatron version"])] = None,
+    dtype: Annotated[Text, typer.Option(help=HELP["dtype"])] = None,
+    workers: Annotated[int, typer.Option(min=1, help=HELP["workers"])] = WORKERS,
     force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Read, check and rename; write nothing.")] = False,
     as_json: AsJSON = False,
@@ -255,18 +235,18 @@ def _options(to: str, megatron_version: str | None, dtype: str | None) -> dict[s
         raise CheckpointError(
             f"--dtype is of --to safetensors, not of --to {to}, which keeps all as it was trained; leave it out"
         )
-    if megatron_version is not None and megatron_version not in VERSIONS:
+    version = VERSIONS[0] if megatron_version is None else megatron_version
+    if version not in VERSIONS:
         known = " or ".join(VERSIONS)
-        raise CheckpointError(f"--megatron-version {megatron_version!r} is not written; give {known} (and later)")
-    if dtype is not None and SHORT.get(dtype, dtype) not in DTYPES:
-        raise CheckpointError(f"unknown --dtype {dtype!r}; {suggestion(dtype, DTYPES)}")
-    if to == "megatron":
-        return {"version": megatron_version or VERSIONS[0]}
+        raise CheckpointError(f"--megatron-version {version!r} is not written; give {known} (and later)")
+    name = dtype and SHORT.get(dtype, dtype)
+    if name is not None and name not in DTYPES:
+        raise CheckpointError(f"unknown --dtype {dtype!r}; {suggestion(name, DTYPES)}")
     if to == "safetensors":
         import torch
 
-        return {"dtype": None if dtype is None else getattr(torch, SHORT.get(dtype, dtype))}
-    return {}
+        return {"dtype": name and getattr(torch, name)}
+    return {"version": version} if to == "megatron" else {}
 
 
 def _as_written(made: Checkpoint, to: str, options: Mapping[str, Any]) -> Checkpoint:
@@ -275,23 +255,18 @@ def _as_written(made: Checkpoint, to: str, options: Mapping[str, Any]) -> Checkp
 
     params = dict(made.params)
     if to == "safetensors":
-        dtype = options["dtype"]
-        params = {
-            name: Param((param.weight or param.best) if dtype is None else param.best.to(dtype))
-            for name, param in params.items()
-        }
+        from lwopt_backend.checkpoint.safetensors import exported
+
+        params = {name: Param(exported(param, options["dtype"])) for name, param in params.items()}
     elif to == "dcp":
-        params = {
-            name: dataclasses.replace(
-                param, weight=param.best, states={key: t for key, t in param.states.items() if key != MASTER}
-            )
-            for name, param in params.items()
-        }
-    version = options.get("version", "")
-    return dataclasses.replace(made, params=params, format=WRITTEN[to], version=version)
+        for name, param in params.items():
+            kept = {key: tensor for key, tensor in param.states.items() if key != MASTER}
+            params[name] = dataclasses.replace(param, weight=param.best, states=kept)
+    return dataclasses.replace(made, params=params, format=WRITTEN[to], version=options.get("version", ""))
 
 
 def _show_conversion(summary: Mapping[str, Any]) -> None:
+    from lwopt_backend.cli.tables import NONE as MISSING
     from lwopt_backend.cli.tables import terminal
     from lwopt_backend.report import nbytes
 
@@ -307,28 +282,17 @@ def _show_conversion(summary: Mapping[str, Any]) -> None:
     table = Table("state", "dtype", title=None)
     for heading in ("from", "size", "to", "size"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for key, counts in _by_state(before, after):
-        cells = [cell for entry in counts for cell in _cells(entry)]
-        table.add_row(*key, *cells)
+    sides = [{(entry["state"], entry["dtype"]): entry for entry in side["states"]} for side in (before, after)]
+    for key in {**sides[0], **sides[1]}:
+        entries = [side.get(key) for side in sides]
+        cells = [(f"{entry['tensors']:,}", nbytes(entry["size"])) if entry else (MISSING, MISSING) for entry in entries]
+        table.add_row(*key, *cells[0], *cells[1])
     table.add_section()
     table.add_row("all", "", "", nbytes(before["size"]), "", nbytes(after["size"]))
     console.print(table)
     for part in sentences("Notes", summary["notes"]):
         console.print(part)
     console.print(f"\nWritten to {after['path']}." if after["written"] else "\nNothing was written (--dry-run).")
-
-
-def _by_state(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], list[Any]]]:
-    sides = [{(entry["state"], entry["dtype"]): entry for entry in side["states"]} for side in (before, after)]
-    for key in {**sides[0], **sides[1]}:
-        yield key, [side.get(key) for side in sides]
-
-
-def _cells(entry: Mapping[str, Any] | None) -> tuple[str, str]:
-    from lwopt_backend.cli.tables import NONE
-    from lwopt_backend.report import nbytes
-
-    return (NONE, NONE) if entry is None else (f"{entry['tensors']:,}", nbytes(entry["size"]))
 
 
 # ``lwopt inspect``: what a checkpoint is, and whether it is whole.
@@ -338,7 +302,7 @@ UNCHECKED = "Tensors were not read (--no-check), so that only missing ones were 
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A checkpoint's folder.")],
+    path: Folder,
     format: Annotated[str, typer.Option("--from", help=f"Its format: {FORMATS}.")] = AUTO,
     check: Annotated[bool, typer.Option(help="Read every tensor and look for problems.")] = True,
     as_json: AsJSON = False,
@@ -431,25 +395,14 @@ UNNAMED = "model"  # names of checkpoints that do not say what they are
 
 @takes_numbers(*(field for field in NUMBERS if field != "vocab_multiple"))
 def diff(
-    a: Annotated[Path, typer.Argument(help="A checkpoint's folder.")],
+    a: Folder,
     b: Annotated[Path, typer.Argument(help="Another one.")],
     format_a: Annotated[str, typer.Option("--from-a", help=f"A's format: {FORMATS}.")] = AUTO,
     format_b: Annotated[str, typer.Option("--from-b", help="The same of B.")] = AUTO,
-    vocabulary: Annotated[
-        str | None,
-        typer.Option(
-            "--names",
-            help=f"Compare under these names: {FAMILIES}, or a .json file. Default: as they are, or megatron-core's "
-            "where the two have different ones.",
-        ),
-    ] = None,
-    names_a: Annotated[
-        str | None, typer.Option("--names-a", help="A's names, where it does not say itself, as of a saved model.")
-    ] = None,
-    names_b: Annotated[str | None, typer.Option("--names-b", help="The same of B.")] = None,
-    weights: Annotated[
-        bool, typer.Option("--weights", help="Compare weights only, as with an export without optimizer state.")
-    ] = False,
+    vocabulary: Annotated[Text, typer.Option("--names", help=HELP["compared names"])] = None,
+    names_a: Annotated[Text, typer.Option("--names-a", help=HELP["names a"])] = None,
+    names_b: Annotated[Text, typer.Option("--names-b", help="The same of B.")] = None,
+    weights: Annotated[bool, typer.Option("--weights", help=HELP["weights"])] = False,
     as_json: AsJSON = False,
     numbers: Numbers = NONE,
 ) -> None:

@@ -14,7 +14,7 @@ from lwopt_backend.plan.cost import COSTS, CostModel, read_cost_table
 if TYPE_CHECKING:
     import torch
 
-    from lwopt_backend.planner.models import ModelShapes, Training
+    from lwopt_backend.planner.shapes import ModelShapes, Training
 
 
 class Engine(str, Enum):
@@ -142,7 +142,8 @@ def read_model(
     given = [name for name, path in (("--hf", hf), ("--checkpoint", checkpoint), ("--shapes", shapes)) if path]
     if len(given) != 1:
         raise ValueError(f"give one of --hf, --checkpoint and --shapes; found {' and '.join(given) or 'none'}")
-    from lwopt_backend.planner.models import read_checkpoint, read_hugging_face, read_shapes_json
+    from lwopt_backend.planner.models import read_checkpoint
+    from lwopt_backend.planner.shapes import read_hugging_face, read_shapes_json
 
     if hf:
         return read_hugging_face(hf, training=training)

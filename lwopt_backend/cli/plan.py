@@ -17,7 +17,7 @@ from lwopt_backend.planner import EXPERTS
 
 if TYPE_CHECKING:
     from lwopt_backend.planner.document import Alternative
-    from lwopt_backend.planner.models import ModelShapes
+    from lwopt_backend.planner.shapes import ModelShapes
     from lwopt_backend.planner.study import Study
 
 
@@ -151,7 +151,7 @@ def calibrate(
     import torch
 
     from lwopt_backend.planner import calibrate as timing
-    from lwopt_backend.planner.models import Training
+    from lwopt_backend.planner.shapes import Training
 
     if dtype not in ("bfloat16", "float32"):
         raise ValueError(f"--dtype: expected bfloat16 or float32, found {dtype!r}")

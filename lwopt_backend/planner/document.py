@@ -9,7 +9,7 @@ from typing import Any
 
 from lwopt_backend.plan.buffers.layout import imbalance
 from lwopt_backend.plan.cost import StepTime, max_min_squared
-from lwopt_backend.planner.part import Part, Planned
+from lwopt_backend.planner.part import Part, Planned, per_rank
 from lwopt_backend.planner.setting import Setting
 from lwopt_backend.planner.study import Stage, Study, plan_share
 
@@ -116,9 +116,12 @@ def document(study: Study, *, source: str, rows: Sequence[Alternative] = ()) -> 
         "stage": stage.index,
         "stages": [_stage_line(each) for each in study.stages],
         "parts": [_part(part) for part in stage.parts],
-        "elementwise": [_elementwise(each) for each in stage.planned],
+        "elementwise": [
+            {"name": each.name, "numel": each.elementwise.numel, "collectives": _dicts(each.elementwise.collectives)}
+            for each in stage.planned
+        ],
         "load_per_rank": stage.loads(),
-        "memory_per_rank": [asdict(memory) for memory in stage.memory()],
+        "memory_per_rank": _dicts(stage.memory()),
         "what_if": [asdict(row) | {"seconds": row.time.total} for row in rows],
         "matrices": [atom.name for part in stage.parts for atom in part.atoms],
         "owners": [owner for part in stage.parts for owner in part.owners],
@@ -159,18 +162,9 @@ def _part(part: Part) -> dict[str, Any]:
         "numel_imbalance": _ratio(part.owned_numels),
         "seconds": part.time.total,
         "seconds_parts": _seconds(part.time),
-        "collectives": [asdict(collective) for collective in part.collectives],
-        "timeline": [asdict(bucket) for bucket in part.timeline],
+        "collectives": _dicts(part.collectives),
+        "timeline": _dicts(part.timeline),
         "loads": list(part.loads),
-    }
-
-
-def _elementwise(planned: Planned) -> dict[str, Any]:
-    rest = planned.elementwise
-    return {
-        "name": planned.name,
-        "numel": rest.numel,
-        "collectives": [asdict(collective) for collective in rest.collectives],
     }
 
 
@@ -194,6 +188,10 @@ def _stage_line(stage: Stage) -> dict[str, Any]:
     }
 
 
+def _dicts(found: Sequence[Any]) -> list[dict[str, Any]]:
+    return [asdict(each) for each in found]
+
+
 def _percent(share: float) -> float:
     return round(100 * share, 2)
 
@@ -208,10 +206,7 @@ def _seconds(time: StepTime) -> dict[str, float]:
 
 
 def _estimates(part: Part) -> list[int]:
-    sums = [0] * part.group_size
-    for atom, owner in zip(part.atoms, part.owners):
-        sums[owner] += max_min_squared(atom.shape)
-    return sums
+    return per_rank(part.owners, [max_min_squared(atom.shape) for atom in part.atoms], part.group_size)
 
 
 def _per_rank(stage: Stage, amounts: Sequence[Sequence[int]]) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buffers.layout import imbalance
@@ -34,18 +34,12 @@ class RankMemory:
 
     @property
     def peak(self) -> int:
-        return self.parameters + self.gradients + self.masters + self.state + self.padding + self.workspace
+        return sum(astuple(self))
 
     def __add__(self, other: RankMemory) -> RankMemory:
         """Of two buffers on one rank; they are worked on one after the other."""
-        return RankMemory(
-            self.parameters + other.parameters,
-            self.gradients + other.gradients,
-            self.masters + other.masters,
-            self.state + other.state,
-            self.padding + other.padding,
-            max(self.workspace, other.workspace),
-        )
+        *sums, _ = map(sum, zip(astuple(self), astuple(other)))
+        return replace(RankMemory(*sums), workspace=max(self.workspace, other.workspace))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +130,6 @@ class Part:
     @property
     def owned_numels(self) -> list[int]:
         return per_rank(self.owners, [atom.numel for atom in self.atoms], self.group_size)
-
-    @property
-    def wire_bytes(self) -> int:
-        """What the busiest rank sends in a step."""
-        return sum(collective.nbytes for collective in self.collectives)
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,17 +116,6 @@ def read_hugging_face(
     written = read_json(path, EXPECTED)
     if not isinstance(written, dict):
         raise ValueError(f"{path}: expected {EXPECTED}, an object, found {type(written).__name__}; give another file")
-    transformers = _transformers(path)
-    config = _config(path, written, transformers)
-    model_class, notes = _model_class(path, config, transformers)
-    model = _build(path, model_class, config, transformers)
-    training = training or Training.routed(include, exclude)
-    trained = [{"params": [param for param in model.parameters() if param.requires_grad]}]
-    found = group_parameters(model, trained, training.rules, training.config, stacks=True)
-    return ModelShapes(f"{path.name} of {model_class.__name__}", tuple(found.routes), found.divided, notes)
-
-
-def _transformers(path: Path) -> ModuleType:
     try:
         import transformers
     except ImportError as error:
@@ -134,7 +123,18 @@ def _transformers(path: Path) -> ModuleType:
             f"{path}: reading a Hugging Face configuration needs transformers, which cannot be imported ({error}); "
             f"run: {install_command('transformers')}"
         ) from error
-    return transformers
+    config = _config(path, written, transformers)
+    model_class, notes = _model_class(path, config, transformers)
+    config._attn_implementation = "eager"  # another one that the file asks for may not be installed here
+    try:
+        with torch.device("meta"):
+            model: nn.Module = model_class(config)
+    except Exception as error:  # model code of several hundred families
+        raise ValueError(_not_possible(path, f"build {model_class.__name__}", error, transformers)) from error
+    training = training or Training.routed(include, exclude)
+    trained = [{"params": [param for param in model.parameters() if param.requires_grad]}]
+    found = group_parameters(model, trained, training.rules, training.config, stacks=True)
+    return ModelShapes(f"{path.name} of {model_class.__name__}", tuple(found.routes), found.divided, notes)
 
 
 def _config(path: Path, written: Mapping[str, Any], transformers: ModuleType) -> Any:
@@ -178,15 +178,6 @@ def _model_class(path: Path, config: Any, transformers: ModuleType) -> tuple[typ
         f"{path}: transformers {transformers.__version__} has no model class for {type(config).__name__} "
         f"(architectures: {named}); name one under 'architectures', or list the shapes in a JSON file"
     )
-
-
-def _build(path: Path, model_class: type[nn.Module], config: Any, transformers: ModuleType) -> nn.Module:
-    config._attn_implementation = "eager"  # another one that the file asks for may not be installed here
-    try:
-        with torch.device("meta"):
-            return model_class(config)
-    except Exception as error:  # model code of several hundred families
-        raise ValueError(_not_possible(path, f"build {model_class.__name__}", error, transformers)) from error
 
 
 def _not_possible(path: Path, what: str, error: Exception, transformers: ModuleType) -> str:
@@ -245,15 +236,11 @@ def _checked(entry: Any, pair: type[list[Any]] | type[tuple[Any, ...]], where: s
 # Which rules a model is read for, and what they train of it where there are names and shapes only.
 
 
-def _default_rules() -> Rules:
-    return settings_of(HostConfig, {}, "default rules")[0]
-
-
 @dataclass(frozen=True)
 class Training:
     """The rules, and the options that routing reads."""
 
-    rules: Rules = field(default_factory=_default_rules)
+    rules: Rules = field(default_factory=lambda: settings_of(HostConfig, {}, "default rules")[0])
     config: HostConfig = field(default_factory=lambda: HostConfig(allow_no_matrix=True))
 
     @classmethod

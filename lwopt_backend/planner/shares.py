@@ -13,7 +13,6 @@ from lwopt_backend.config.hosts import FSDP2Config, OwnedConfig, ZeROConfig
 from lwopt_backend.config.registry import MATRIX_RULES, build_matrix_rules
 from lwopt_backend.plan import MACHINES, FlatPartition, ParameterPartition, Sharding
 from lwopt_backend.plan.atoms import Atom
-from lwopt_backend.plan.buffers.layout import Bucket
 from lwopt_backend.plan.buffers.owned import OwnedPlan
 from lwopt_backend.plan.buffers.step import BucketTime, bucket_work, buffer_step, schedule, timeline
 from lwopt_backend.plan.cost import StepTime, gather_seconds
@@ -29,7 +28,6 @@ from lwopt_backend.storage.owned import members_of, plan_lines, plan_members
 from lwopt_backend.storage.owned_memory import rank_memories
 
 # Storage of a host in a study: DeepSpeed's ZeRO and FSDP2 keep parameters, we exchange what has to be whole.
-
 # What some ranks share, as an engine plans it: owners, buckets, bytes, memory of every rank, seconds.
 
 IN_FLIGHT = 2  # exchange buckets at a time
@@ -55,7 +53,8 @@ def host_part(
     trips = sum(plan.trips(bucket) for plan in plans for bucket in range(len(plan.buckets)))
     sent = max(map(sum, zip(*(plan.wire_bytes() for plan in plans))))
     moved = (Collective("all-to-all to the owners, and back", trips, sent), *host)
-    in_flight = IN_FLIGHT * 2 * max(map(_largest_bucket, plans)) // (ranks if spread else 1)
+    sizes = [plan.element_bytes * sum(plan.atoms[i].numel for i in bucket) for plan in plans for bucket in plan.buckets]
+    in_flight = IN_FLIGHT * 2 * max(sizes, default=0) // (ranks if spread else 1)
     held = [replace(memory[rank], workspace=workspace(mine) + in_flight) for rank, mine in enumerate(placed.owned())]
     time = StepTime(
         setting.seconds(max(placed.loads())),
@@ -74,12 +73,6 @@ def host_part(
         time,
         tuple(_timeline(placed, plans[0].element_bytes, setting)) if spread else (),
     )
-
-
-def _largest_bucket(plan: MatrixPlan) -> int:
-    """Bytes."""
-    sizes = (sum(plan.atoms[i].numel for i in members) for members in plan.buckets)
-    return plan.element_bytes * max(sizes, default=0)
 
 
 def _placed(plans: Sequence[MatrixPlan], shared: Share, setting: Setting, spread: bool) -> Placed:
@@ -127,8 +120,9 @@ def plan_zero_share(name: str, shared: Share, ranks: int, setting: Setting) -> P
     """What ``LayerWise`` plans, param group by param group; DeepSpeed's own collectives are counted, ours follow."""
     config, stage = setting.config, int(setting.engine[-1])
     assert isinstance(config, ZeROConfig)
-    plans = []
-    for group in shared.grouping.groups:
+    plans, grouping = [], shared.grouping
+    shapes = {route.name: route.shape for route in grouping.routes}
+    for group in grouping.groups:
         layouts = unit_layouts(
             [param.numel() for param in group["params"]],
             ranks,
@@ -136,7 +130,10 @@ def plan_zero_share(name: str, shared: Share, ranks: int, setting: Setting) -> P
             is_matrix=group["rule"] in MATRIX_RULES,
             sub_group_size=setting.sub_group_size,
         )
-        members = _zero_members(group["params"], shared)
+        members: list[ZeROMember] = []
+        for param in group["params"]:
+            name, dtype = grouping.names[id(param)], str(param.dtype).removeprefix("torch.")
+            members.append((name, shapes[name], dtype, name in grouping.transposed, grouping.matrices_in(name)))
         plans += [plan_group(group, members[part], layout, config, setting.plans_for) for part, layout in layouts]
     matrices = [plan for plan in plans if plan.matrices is not None]
     rest = [plan for plan in plans if plan.matrices is None]
@@ -168,16 +165,6 @@ def plan_zero_share(name: str, shared: Share, ranks: int, setting: Setting) -> P
     )
 
 
-def _zero_members(params: Sequence[object], shared: Share) -> list[ZeROMember]:
-    grouping, found = shared.grouping, []
-    shapes = {route.name: route.shape for route in grouping.routes}
-    for param in params:
-        name = grouping.names[id(param)]
-        dtype = str(getattr(param, "dtype", "")).removeprefix("torch.")
-        found.append((name, shapes[name], dtype, name in grouping.transposed, grouping.matrices_in(name)))
-    return found
-
-
 def _zero_numel(plan: GroupPlan) -> int:
     return sum(spec.numel for spec in plan.specs)
 
@@ -203,12 +190,8 @@ def _zero_memory(plans: Sequence[GroupPlan], ranks: int, setting: Setting, stage
 
 def _zero_traffic(plans: Sequence[GroupPlan], ranks: int, setting: Setting, stage: int) -> list[Collective]:
     """DeepSpeed's own: stages 1 and 2 all-reduce gradients and gather parameters, stage 3 shards both."""
-    share = (ranks - 1) / ranks
-    numel = sum(map(_stored, plans)) * ranks
-    parameters, gradients = (
-        int(numel * setting.dtype.itemsize * share),
-        int(numel * setting.grad_dtype.itemsize * share),
-    )
+    numel, share = sum(map(_stored, plans)) * ranks, (ranks - 1) / ranks
+    parameters, gradients = (int(numel * each.itemsize * share) for each in (setting.dtype, setting.grad_dtype))
     if stage == 3:
         return [
             Collective("zero3's reduce-scatter of gradients", 1, gradients),
@@ -243,13 +226,15 @@ def plan_owned_share(
         bus_alignment=config.bus_alignment,
         base=base,
     )
-    of_kind = {kind: replace(plan, buckets=_of(plan, kind)) for kind in ("matrix", "elementwise")}
-    rest = of_kind["elementwise"]
+    matrices, rest = (
+        replace(plan, buckets=tuple(bucket for bucket in plan.buckets if bucket.kind == kind))
+        for kind in ("matrix", "elementwise")
+    )
     return Planned(
         name,
         ranks,
         plan.group_size,
-        _part(name, of_kind["matrix"], members, shared, setting) if of_kind["matrix"].buckets else None,
+        _part(name, matrices, members, shared, setting) if matrices.buckets else None,
         Elementwise(
             sum(slot.numel for bucket in rest.buckets for slot in bucket.slots),
             tuple(_owned_memory(rest, members, shared, config)),
@@ -264,10 +249,6 @@ def plan_owned_share(
 
 def _wide(config: OwnedConfig) -> torch.dtype | None:
     return torch.float32 if config.grad_dtype == "float32" else None
-
-
-def _of(plan: OwnedPlan, kind: str) -> tuple[Bucket, ...]:
-    return tuple(bucket for bucket in plan.buckets if bucket.kind == kind)
 
 
 def _part(name: str, plan: OwnedPlan, members: Sequence[OwnedMember], shared: Share, setting: Setting) -> Part:

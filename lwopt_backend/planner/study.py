@@ -6,23 +6,17 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
 from lwopt_backend.config.hosts import OwnedConfig
 from lwopt_backend.plan.cost import StepTime
 from lwopt_backend.planner import EXPERTS
-from lwopt_backend.planner.models import ModelShapes
 from lwopt_backend.planner.part import Part, Planned, RankMemory
 from lwopt_backend.planner.setting import Setting, Share, share_of
+from lwopt_backend.planner.shapes import ModelShapes
 from lwopt_backend.planner.shares import plan_fsdp2_share, plan_owned_share, plan_zero_share
 from lwopt_backend.routing.matrices import Divided
 from lwopt_backend.routing.routing import Route
 from lwopt_backend.runtime.agreement import plan_digest
-
-if TYPE_CHECKING:
-    from lwopt_backend.routing.matrices import Divided
-    from lwopt_backend.routing.routing import Route
-
 
 # How each engine plans what some ranks share.
 
@@ -144,16 +138,15 @@ def local_experts(
         if number is not None and int(number.group()) >= count // ep:
             continue
         local.append(route if number else replace(route, shape=(route.shape[0] // ep, *route.shape[1:])))
-        if route.name in divided:
-            parts[route.name] = divided[route.name] if number else _first(divided[route.name], ep)
+        if route.name not in divided:
+            continue
+        found = divided[route.name]
+        if not number:  # a stack: its first slices
+            slices = found.blocks[0].grid.slices // ep
+            blocks = [replace(b, grid=replace(b.grid, slices=slices)) for b in found.blocks if b.slice < slices]
+            found = replace(found, blocks=tuple(blocks))
+        parts[route.name] = found
     return local, parts
-
-
-def _first(divided: Divided, ep: int) -> Divided:
-    """The matrices in the first ``1/ep`` of a stack's slices."""
-    count = divided.blocks[0].grid.slices // ep
-    blocks = [replace(b, grid=replace(b.grid, slices=count)) for b in divided.blocks if b.slice < count]
-    return replace(divided, blocks=tuple(blocks))
 
 
 # A study: one model on one deployment, every pipeline stage and both kinds of buffers planned.
@@ -242,22 +235,16 @@ def plan_study(model: ModelShapes, deployment: Deployment, setting: Setting, *, 
     ``experts`` is the glob of the parameters that expert parallelism spreads. Raises ValueError if a stage has no
     matrix, or numbers do not divide.
     """
-    planned = []
+    planned, divided = [], model.divided
     for index, members in enumerate(stages(model.routes, deployment.pp)):
-        dense, spread = _shares(members, model.divided, deployment, setting, experts)
+        spread = None
+        if deployment.ep > 1:
+            local, parts = local_experts(members, divided, deployment.ep, experts)
+            members = [route for route in members if not is_expert(route, experts)]
+            spread = share_of(local, parts, setting) if local else None
+        dense = share_of(members, divided, setting, tp=deployment.tp)
         planned.append(_plan_stage(index, dense, spread, deployment, setting))
     return Study(model.routes, deployment, setting, tuple(planned))
-
-
-def _shares(
-    members: Sequence[Route], divided: Mapping[str, Divided], deployment: Deployment, setting: Setting, experts: str
-) -> tuple[Share, Share | None]:
-    """The dense parameters of a stage, and the experts of one of its ranks."""
-    if deployment.ep == 1:
-        return share_of(members, divided, setting, tp=deployment.tp), None
-    local, parts = local_experts(members, divided, deployment.ep, experts)
-    dense = [route for route in members if not is_expert(route, experts)]
-    return share_of(dense, divided, setting, tp=deployment.tp), share_of(local, parts, setting) if local else None
 
 
 def _plan_stage(index: int, dense: Share, spread: Share | None, deployment: Deployment, setting: Setting) -> Stage:

@@ -6,23 +6,17 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lwopt_backend.checkpoint import convert
-from lwopt_backend.checkpoint.contents import (
-    MASTER,
-    MATRICES,
-    Checkpoint,
-    CheckpointError,
-    LazyTensor,
-    Param,
-    read_as_expected,
-)
-from lwopt_backend.checkpoint.dcp.saving import METADATA, Chunk, Entry, Sizes, incomplete, read_metadata
+from lwopt_backend.checkpoint import contents, convert
+from lwopt_backend.checkpoint.contents import MATRICES, Checkpoint, CheckpointError, LazyTensor, OwnerStates, Param
+from lwopt_backend.checkpoint.dcp.saving import METADATA as METADATA
+from lwopt_backend.checkpoint.dcp.saving import Chunk, Entry, Sizes, incomplete, read_metadata
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.pickles import plain
 from lwopt_backend.checkpoint.files.torch_files import Stored, StoredTensor
@@ -30,10 +24,6 @@ from lwopt_backend.config import registry
 from lwopt_backend.plan.layouts import boxes_of
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.state import STEPPED, STRUCTURE
-
-# A folder that torch.distributed.checkpoint (DCP) wrote: its tensors, read box by box, and its other objects.
-
-__all__ = ["METADATA", "DcpFolder"]
 
 
 class DcpFolder:
@@ -89,7 +79,9 @@ class DcpFolder:
             shape = tuple(b - a for a, b in zip(begin, end))
             if any(size <= 0 for size in shape):
                 continue
-            part = self._part(chunk, entry, tuple(a - b for a, b in zip(begin, chunk.offsets)), shape, where)
+            saved = self._stored(chunk, entry, where)
+            first = sum((a - b) * step for a, b, step in zip(begin, chunk.offsets, saved.stride))
+            part = saved.box(first, shape, saved.stride)
             missing -= part.numel()
             if shape == tuple(sizes):
                 found = part
@@ -117,10 +109,6 @@ class DcpFolder:
             raise CheckpointError(f"{self.path / METADATA} does not say where {key} is; copy it again")
         return torch_files.load_here(stored, f"{key} in {stored.path}")
 
-    def _part(self, chunk: Chunk, entry: Entry, begin: Sizes, shape: Sizes, where: str) -> Tensor:
-        saved = self._stored(chunk, entry, where)
-        return saved.box(sum(a * b for a, b in zip(begin, saved.stride)), shape, saved.stride)
-
     def _stored(self, chunk: Chunk, entry: Entry, where: str) -> StoredTensor:
         assert chunk.stored is not None  # as was checked
         saved = self._saved.get(chunk.stored)
@@ -143,33 +131,21 @@ class DcpFolder:
 # shape does not tell its matrices has ``matrices`` (``lwopt_backend/runtime/state.py``).
 
 
-class OwnerStates(Mapping[int, Mapping[str, Any]]):
-    """State by a matrix's place in its parameter; it is read when it is asked for."""
-
-    def __init__(self, saved: Mapping[int, dict[str, LazyTensor]]) -> None:
-        self._saved = saved
-
-    def __getitem__(self, place: int) -> Mapping[str, Any]:
-        saved = self._saved[place]
-        found = {key: tensor.read() for key, tensor in saved.items() if key not in (STRUCTURE, STEPPED)}
-        if STRUCTURE not in saved:
-            return found
-        try:
-            described = nested.description(saved[STRUCTURE].read())
-            for path in _numbers(described):
-                found[path] = found[path].view(())
-            state: Mapping[str, Any] = nested.rebuild(described, found)
-            return state
-        except (KeyError, ValueError, TypeError, RuntimeError) as error:
-            raise CheckpointError(
-                f"{saved[STRUCTURE].where}: it does not describe what is there, {sorted(found)} ({error!r})"
-            ) from error
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._saved)
-
-    def __len__(self) -> int:
-        return len(self._saved)
+def _state_of(saved: Mapping[str, LazyTensor]) -> Mapping[str, Any]:
+    """What the owner of a matrix keeps, read."""
+    found = {key: tensor.read() for key, tensor in saved.items() if key not in (STRUCTURE, STEPPED)}
+    if STRUCTURE not in saved:
+        return found
+    try:
+        described = nested.description(saved[STRUCTURE].read())
+        for path in _numbers(described):
+            found[path] = found[path].view(())
+        state: Mapping[str, Any] = nested.rebuild(described, found)
+        return state
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{saved[STRUCTURE].where}: it does not describe what is there, {sorted(found)} ({error!r})"
+        ) from error
 
 
 def take_matrices(saved: dict[str, LazyTensor]) -> list[str] | None:
@@ -213,13 +189,12 @@ def with_owner_states(
         else:
             matrix = key.rpartition(".")[0] if matrix is None else matrix.removesuffix(".")
             owners.setdefault(_place(matrix, tensor), {})[key.removeprefix(f"{matrix}." if matrix else "")] = tensor
-    stepped = {place: state for place, state in sorted(owners.items()) if _was_stepped(state)}
-    return states, OwnerStates(stepped)
-
-
-def _was_stepped(state: Mapping[str, LazyTensor]) -> bool:
-    """Whether it is of a real step; before the first one its form alone is saved."""
-    return STEPPED not in state or bool(state[STEPPED].read().item())
+    real = {  # before the first step the form of the state alone is saved
+        place: partial(_state_of, state)
+        for place, state in sorted(owners.items())
+        if STEPPED not in state or bool(state[STEPPED].read().item())
+    }
+    return states, OwnerStates(real)
 
 
 def _own_keys(weight: LazyTensor, group: Mapping[str, Any] | None) -> set[str] | None:
@@ -282,7 +257,7 @@ def recognises(path: Path) -> bool:
 
 def read(path: Path) -> Checkpoint:
     """What is in it. Raises CheckpointError for what is damaged, and for tensors that are neither weight nor state."""
-    return read_as_expected(lambda: _read(path), path, "DCP")
+    return contents.read_as_expected(lambda: _read(path), path, "DCP")
 
 
 def _read(path: Path) -> Checkpoint:
@@ -350,27 +325,26 @@ class Saved:
         """All that is known of a parameter."""
         number = self.group_of.get(name)
         saved = dict(self.states.get(name, {}))
-        counter, master = saved.pop("step", None), saved.pop(MASTER, None)
+        counter, master = saved.pop("step", None), saved.pop(contents.MASTER, None)
         step = None if counter is None else float(counter.read().item())
         states, owner_states = with_owner_states(weight, saved, None if number is None else self.groups[number])
-        return Param(weight, states if master is None else {MASTER: master, **states}, step, number, owner_states)
+        return Param(
+            weight, states if master is None else {contents.MASTER: master, **states}, step, number, owner_states
+        )
 
     def others(self) -> dict[str, Any]:
         """What is neither the model's nor the optimizer's, nested as it was."""
-        return _others(self.folder, self.keys.others, self.change)
-
-
-def _others(folder: DcpFolder, keys: list[str], change: Callable[[Any], Any]) -> dict[str, Any]:
-    flat = {key: change(folder.object(key)) for key in keys if key in folder.objects}
-    flat.update({key: folder.tensor(key).read().item() for key in keys if key in folder.tensors})
-    return _nested({tuple(folder.paths.get(key, (key,))): value for key, value in flat.items()}, folder)
+        folder, keys = self.folder, self.keys.others
+        flat = {key: self.change(folder.object(key)) for key in keys if key in folder.objects}
+        flat.update({key: folder.tensor(key).read().item() for key in keys if key in folder.tensors})
+        return by_paths({tuple(folder.paths.get(key, (key,))): value for key, value in flat.items()}, folder.path)
 
 
 class _Node(dict[Any, Any]):
     """A dictionary, or a list by place, that was flattened."""
 
 
-def _nested(flat: Mapping[tuple[Any, ...], Any], folder: DcpFolder) -> dict[str, Any]:
+def by_paths(flat: Mapping[tuple[Any, ...], Any], folder: Path) -> dict[str, Any]:
     """Values by their paths, nested. Raises CheckpointError for paths that contradict each other."""
     root = _Node()
     for path, value in flat.items():
@@ -378,7 +352,7 @@ def _nested(flat: Mapping[tuple[Any, ...], Any], folder: DcpFolder) -> dict[str,
         for part in path[:-1]:
             place = place.setdefault(part, _Node())
             if not isinstance(place, _Node):
-                raise CheckpointError(f"{folder.path}: {path} is both a value and a dictionary; copy it again")
+                raise CheckpointError(f"{folder}: {path} is both a value and a dictionary; copy it again")
         place[path[-1]] = value
     return {key: _with_lists(value) for key, value in root.items()}
 
@@ -423,9 +397,7 @@ class _Keys:
             else:
                 self.others.append(key)
         if len(model) > 1 and ("model",) in model:
-            strange = next(
-                key for prefix, of_prefix in model.items() if prefix != ("model",) for key in of_prefix.values()
-            )
+            strange = next(key for prefix in model if prefix != ("model",) for key in model[prefix].values())
             raise CheckpointError(
                 f"{strange} in {self.folder.path} is neither a weight under 'model' nor an optimizer's state; save it "
                 "elsewhere: what is not known would be lost"

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from lwopt_backend.checkpoint.contents import (
-    MASTER,
-    Checkpoint,
-    CheckpointError,
-    LazyTensor,
-    Param,
-    end_to_end,
-    held,
-)
+from lwopt_backend.checkpoint import contents
+from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.folders import read_pointer
 from lwopt_backend.checkpoint.files.made import shape_of
@@ -162,20 +155,17 @@ def read_model_states(files: list[Path]) -> ModelStates:
     buffers = {name: tensors[name] for name in saved.get("buffer_names") or () if name in tensors}
     listed = saved.get("param_shapes")
     shapes = None if listed is None else [{name: shape_of(shape) for name, shape in g.items()} for g in listed]
-    tied = dict(saved.get("shared_params") or (_aliases(tensors) if shapes is None else {}))
+    tied = dict(saved.get("shared_params") or {})
+    if shapes is None and not tied:  # at stage 0 DeepSpeed lists none: names of tensors that are another one's bytes
+        first: dict[Any, str] = {}
+        named = {name: first.setdefault((t.place, t.shape), name) for name, t in tensors.items() if t.numel}
+        tied = {name: other for name, other in named.items() if name != other}
     trained = {name for group in shapes or () for name in group}
     frozen = _frozen(files[0], of_ranks, tensors)
     if shapes is not None:  # at stage 1 DeepSpeed does not list what is frozen, but the module has it
         known = {*trained, *buffers, *tied, *frozen}
         frozen.update({name: t for name, t in tensors.items() if name not in known and t.numel})
     return ModelStates(files[0], saved, shapes, tensors, buffers, frozen, tied)
-
-
-def _aliases(tensors: Mapping[str, LazyTensor]) -> dict[str, str]:
-    """Names of tensors that are another one's bytes, with its name; at stage 0 DeepSpeed lists none."""
-    first: dict[Any, str] = {}
-    named = {name: first.setdefault((t.place, t.shape), name) for name, t in tensors.items() if t.numel}
-    return {name: other for name, other in named.items() if name != other}
 
 
 def load_mapping(file: Path) -> Mapping[str, Any]:
@@ -193,35 +183,27 @@ def _frozen(file: Path, of_ranks: list[Mapping[str, Any]], module: Mapping[str, 
     saved = of_ranks[0].get("frozen_param_shapes") or {}
     shapes = {name: shape_of(shape) for name, shape in saved.items()}
     found = {name: module[name] for name, shape in shapes.items() if name in module and module[name].shape == shape}
-    missing = [name for name in shapes if name not in found]
-    for name in missing:
+    for name in [name for name in shapes if name not in found]:
         parts = [(of_rank.get("frozen_param_fragments") or {}).get(name) for of_rank in of_ranks]
-        found[name] = from_flat_parts(parts, shapes[name], f"frozen parameter {name!r}", file)
+        found[name] = _from_flat_parts(parts, shapes[name], f"frozen parameter {name!r}", file)
     return found
 
 
-def from_flat_parts(parts: list[Any], shape: tuple[int, ...], what: str, file: Path) -> LazyTensor:
+def _from_flat_parts(parts: list[Any], shape: tuple[int, ...], what: str, file: Path) -> LazyTensor:
     """A tensor from flat parts that lie one after the other; what is too much is padding. Raises CheckpointError."""
     tensors = [part for part in parts if isinstance(part, LazyTensor)]
-    numel = math.prod(shape)
-    if len(tensors) != len(parts) or sum(part.numel for part in tensors) < numel:
+    numel, found = math.prod(shape), sum(part.numel for part in tensors)
+    if len(tensors) != len(parts) or found < numel:
         raise CheckpointError(
             f"{what}: expected {numel} elements over {len(parts)} ranks' files, of which the first is {file}, found "
-            f"{sum(part.numel for part in tensors)} in {len(tensors)}; copy the whole folder again"
+            f"{found} in {len(tensors)}; copy the whole folder again"
         )
     pieces: list[LazyTensor] = []
-    left = numel
     for part in tensors:
-        taken = min(left, part.numel)
+        taken = min(numel - sum(piece.numel for piece in pieces), part.numel)
         if taken or not pieces:
             pieces.append(part.piece(0, taken))
-        left -= taken
-    return whole(pieces, shape)
-
-
-def whole(pieces: list[LazyTensor], shape: tuple[int, ...]) -> LazyTensor:
-    """Flat pieces end to end, in a shape."""
-    return end_to_end(pieces, shape)
+    return contents.end_to_end(pieces, shape)
 
 
 def checkpoint_of(
@@ -304,6 +286,7 @@ class Gathered:
     """What the ranks' files have of one parameter. ``pieces`` by key are (start, tensor), flat; ``copies`` by key are
     whole and must be equal; ``numbers`` are the same on all ranks."""
 
+    name: str
     shape: tuple[int, ...]
     group: int
     pieces: dict[str, list[tuple[int, LazyTensor]]] = field(default_factory=dict)
@@ -311,56 +294,85 @@ class Gathered:
     numbers: dict[str, LazyTensor | float] = field(default_factory=dict)
     owner: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
 
-    def add(self, key: str, start: int, tensor: LazyTensor) -> None:
-        self.pieces.setdefault(key, []).append((start, tensor))
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
-    def add_number(self, name: str, key: str, value: Any, file: Path) -> None:
+    def add(self, state: Mapping[str, Any], first: int, numel: int, start: int, file: Path) -> None:
+        """Of a rank's ``file``: numbers, and of every flat tensor the ``numel`` elements from ``first`` on, which
+        are the parameter's from ``start`` on. Raises CheckpointError if there are not as many."""
+        for key, value in state.items():
+            if key == MASTER or isinstance(value, LazyTensor) and value.shape:
+                piece = cut(value, first, numel, f"{key} of {self.name!r}", file)
+                self.pieces.setdefault(key, []).append((start, piece))
+            elif value is not None:
+                self.add_number(key, value, file)
+
+    def add_number(self, key: str, value: Any, file: Path) -> None:
         """Raises CheckpointError if another rank had another number."""
-        if key in self.numbers and as_number(self.numbers[key]) != as_number(value):
+        before, found = as_number(self.numbers.setdefault(key, value)), as_number(value)
+        if before != found:
             raise CheckpointError(
-                f"parameter {name!r}: {key!r} is {as_number(self.numbers[key])} on the ranks before, "
-                f"{as_number(value)} in "
-                f"{file}; the files are of different savings"
+                f"parameter {self.name!r}: {key!r} is {before} on the ranks before, {found} in {file}; the files are "
+                "of different savings"
             )
-        self.numbers[key] = value
 
-    def param(self, name: str, states: ModelStates) -> Param:
+    def param(self, states: ModelStates) -> Param:
         """Raises CheckpointError unless the pieces are the whole parameter, once."""
-        found = {key: self._whole(name, key, pieces, states.path) for key, pieces in self.pieces.items()}
+        found = {key: self._whole(key, pieces, states.path) for key, pieces in self.pieces.items()}
         found.update({key: copies[0] for key, copies in self.copies.items()})
-        found.update({key: _scalar(value, key) for key, value in self.numbers.items() if key != STEP})
+        for key, value in self.numbers.items():
+            if key != STEP:
+                lazy = value if isinstance(value, LazyTensor) else contents.held(torch.tensor(float(value)), key)
+                found[key] = lazy
         ordered = {key: found[key] for key in sorted(found, key=lambda key: key != MASTER)}
-        step = as_number(self.numbers.get(STEP))
-        return Param(states.weight(name, self.shape), ordered, step, self.group, self.owner)
+        weight, step = states.weight(self.name, self.shape), as_number(self.numbers.get(STEP))
+        return Param(weight, ordered, step, self.group, self.owner)
 
-    def replicas(self, name: str) -> list[tuple[str, LazyTensor, LazyTensor]]:
+    def replicas(self) -> list[tuple[str, LazyTensor, LazyTensor]]:
         """Copies that two ranks have."""
         return [
-            (f"{key} of {name}, which several ranks store whole", copies[0], other)
+            (f"{key} of {self.name}, which several ranks store whole", copies[0], other)
             for key, copies in self.copies.items()
             for other in copies[1:]
         ]
 
-    def _whole(self, name: str, key: str, pieces: list[tuple[int, LazyTensor]], file: Path) -> LazyTensor:
-        end = 0
+    def _whole(self, key: str, pieces: list[tuple[int, LazyTensor]], file: Path) -> LazyTensor:
+        end, what = 0, f"{key} of parameter {self.name!r} in {file.parent}"
         ordered = sorted(pieces, key=lambda piece: piece[0])
         for start, tensor in ordered:
             if start != end:
                 raise CheckpointError(
-                    f"{key} of parameter {name!r} in {file.parent}: element {end} comes next, found a piece from "
-                    f"{start} on ({tensor.where}); the files do not belong together"
+                    f"{what}: element {end} comes next, found a piece from {start} on ({tensor.where}); the files do "
+                    "not belong together"
                 )
             end += tensor.numel
-        if end != math.prod(self.shape):
+        if end != self.numel:
             raise CheckpointError(
-                f"{key} of parameter {name!r} in {file.parent}: expected {math.prod(self.shape)} elements, found {end} "
-                "in all ranks' files; copy the whole folder again"
+                f"{what}: expected {self.numel} elements, found {end} in all ranks' files; copy the whole folder again"
             )
-        return whole([tensor for _, tensor in ordered if tensor.numel] or [ordered[0][1]], self.shape)
+        return contents.end_to_end([t for _, t in ordered if t.numel] or [ordered[0][1]], self.shape)
 
 
-def _scalar(value: LazyTensor | float, key: str) -> LazyTensor:
-    return value if isinstance(value, LazyTensor) else held(torch.tensor(float(value)), key)
+def gathered_of(params: Iterable[tuple[str, tuple[int, ...], int]]) -> dict[str, Gathered]:
+    """Parameters by (name, shape, group), of which nothing is gathered yet."""
+    return {name: Gathered(name, shape, group) for name, shape, group in params}
+
+
+def put_together(
+    states: ModelStates,
+    format: str,
+    gathered: Mapping[str, Gathered],
+    groups: Any,
+    saved: Mapping[str, Any],
+    matrices: Mapping[str, list[str]] | None,
+) -> Checkpoint:
+    """The checkpoint of what was gathered. ``saved`` is the first rank's optimizer state, ``groups`` its param groups;
+    ``matrices`` are those in each parameter, if the files tell. Raises CheckpointError."""
+    params = {name: found.param(states) for name, found in gathered.items()}
+    arguments = {"clip_grad": saved.get("clip_grad"), "loss_scaler": scaler_of(saved), "matrices": matrices}
+    replicas = tuple(pair for found in gathered.values() for pair in found.replicas())
+    return checkpoint_of(states, format, params, groups_of(groups), arguments, replicas=replicas)
 
 
 def cut(tensor: Any, start: int, numel: int, what: str, file: Path) -> LazyTensor:
@@ -373,50 +385,27 @@ def cut(tensor: Any, start: int, numel: int, what: str, file: Path) -> LazyTenso
     return tensor.piece(start, start + numel)
 
 
-def params_of(gathered: Mapping[str, Gathered], states: ModelStates) -> dict[str, Param]:
-    return {name: found.param(name, states) for name, found in gathered.items()}
-
-
-def replicas_of(gathered: Mapping[str, Gathered]) -> tuple[tuple[str, LazyTensor, LazyTensor], ...]:
-    return tuple(pair for name, found in gathered.items() for pair in found.replicas(name))
-
-
 MATRICES = "matrices"  # and which matrices are in a parameter: their names and elements, in the order of their places
 
 
-class OwnerStates(Mapping[int, Mapping[str, Any]]):
-    """State by a matrix's place in its parameter; its tensors are read from the file when one is asked for."""
-
-    def __init__(self, saved: Mapping[Any, Any]) -> None:
-        self._saved = saved
-
-    def __getitem__(self, place: int) -> Mapping[str, Any]:
-        state: Mapping[str, Any] = read_as_it_lay(self._saved[place])
-        return state
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._saved)
-
-    def __len__(self) -> int:
-        return len(self._saved)
+def owner_states(saved: Mapping[Any, Any]) -> contents.OwnerStates:
+    """By a matrix's place what its owner keeps; tensors are read from the file when they are asked for."""
+    return contents.OwnerStates({place: partial(read_as_it_lay, state) for place, state in saved.items()})
 
 
 def read_as_it_lay(state: Any) -> Any:
     """The same with tensors in place of those that were lazy."""
     if isinstance(state, LazyTensor):
-        return _as_it_lay(state.read(), state.stride)
+        tensor, stride = state.read(), state.stride
+        if stride is None or stride == tensor.stride() or 0 in stride:
+            return tensor
+        # The bits of a matrix product depend on how its factors lie in memory.
+        return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor)
     if isinstance(state, dict):
         return {key: read_as_it_lay(value) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
         return type(state)(read_as_it_lay(value) for value in state)
     return state
-
-
-def _as_it_lay(tensor: Tensor, stride: tuple[int, ...] | None) -> Tensor:
-    """The bits of a matrix product depend on how its factors lie in memory."""
-    if stride is None or stride == tensor.stride() or 0 in stride:
-        return tensor
-    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor)
 
 
 def matrices_in(saved: Mapping[str, Any]) -> dict[str, list[str]] | None:
@@ -439,7 +428,7 @@ def take_owner_states(gathered: Mapping[str, Gathered], of_ranks: list[tuple[Pat
             name, place = places.get(matrix) or _place(matrix, gathered, file)
             found.setdefault(name, {})[place] = state
     for name, states in found.items():
-        gathered[name].owner = OwnerStates(dict(sorted(states.items())))
+        gathered[name].owner = owner_states(dict(sorted(states.items())))
 
 
 def _place(matrix: str, params: Mapping[str, Gathered], file: Path) -> tuple[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,22 +13,8 @@ from typing import Any
 import torch
 
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, read_as_expected
-from lwopt_backend.checkpoint.deepspeed.files import (
-    MODEL,
-    STEP,
-    UNIVERSAL_MARK,
-    ModelStates,
-    OwnerStates,
-    as_number,
-    checkpoint_of,
-    groups_of,
-    load_mapping,
-    names_in,
-    plain,
-    read_model_states,
-    scaler_of,
-    tag_of,
-)
+from lwopt_backend.checkpoint.deepspeed import files as ds
+from lwopt_backend.checkpoint.deepspeed.files import STEP, ModelStates, load_mapping
 from lwopt_backend.checkpoint.deepspeed.zero import MARK, as_marked, matrices_of_mark
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.folders import check_name
@@ -40,9 +26,8 @@ from lwopt_backend.checkpoint.files.torch_saving import save, save_as_it_lies
 # ::
 #
 #     latest_universal                             the tag
-#     <tag>/mp_rank_00_model_states.pt             as ``deepspeed.model`` reads it; stage 3:
-# zero_pp_rank_0_mp_rank_00_...     <tag>/zero/optimizer_state.pt                param groups, counters, loss scaling;
-# ours adds ``OURS``
+#     <tag>/mp_rank_00_model_states.pt             stage 3: zero_pp_rank_0_mp_rank_00_...
+#     <tag>/zero/optimizer_state.pt                param groups, counters, loss scaling; ours adds ``OURS``
 #     <tag>/zero/<parameter>/fp32.pt, <key>.pt     {"param": the whole tensor, ...}; from stage 3 the flat tensor itself
 #     <tag>/zero/<parameter>/step.pt               the number itself
 #     <tag>/owner_state/<parameter>.pt             ours: what owners keep of its matrices, by their place
@@ -58,20 +43,20 @@ OURS = "lwopt"  # the key in optimizer_state.pt under which our writer says what
 def recognises(path: Path) -> bool:
     """Whether it is the tag of a universal checkpoint, or a folder with a pointer to one."""
     try:
-        return (tag_of(path, POINTER) / UNIVERSAL_MARK).is_file()
+        return (ds.tag_of(path, POINTER) / ds.UNIVERSAL_MARK).is_file()
     except (CheckpointError, OSError):
         return False
 
 
 def read(path: Path) -> Checkpoint:
     """The checkpoint of a tag's folder, or of the tag that ``latest_universal`` names. Raises CheckpointError."""
-    tag = tag_of(path, POINTER)
+    tag = ds.tag_of(path, POINTER)
     return read_as_expected(lambda: _read(tag), tag, "DeepSpeed")
 
 
 def _read(tag: Path) -> Checkpoint:
-    common = load_mapping(tag / UNIVERSAL_MARK)
-    ours = plain(common.get(OURS) or {}, [])
+    common = load_mapping(tag / ds.UNIVERSAL_MARK)
+    ours = ds.plain(common.get(OURS) or {}, [])
     states, parts = _model_states(tag)
     if ours and states.path.name.startswith("zero_pp"):
         raise CheckpointError(f"{tag}: mp_rank_00_model_states.pt is missing; copy the whole folder again")
@@ -82,10 +67,15 @@ def _read(tag: Path) -> Checkpoint:
     group_of, shapes = _listed(states, stage3, ours)
     step = None
     if not ours and stage3 is not None and stage3.get("state"):
-        step = as_number(next(iter(stage3["state"].values())).get(STEP))
+        step = ds.as_number(next(iter(stage3["state"].values())).get(STEP))
     params = {}
-    for name in _ordered(tag, ours, states):
-        _check_files(tag, name, ours.get("files", {}).get(name, ()))
+    folders = {name for name in ds.names_in(tag / "zero") if (tag / "zero" / name).is_dir()}
+    listed = [name for name in (*ours.get("params", ()), *states.module) if name in folders]
+    for name in dict.fromkeys((*listed, *sorted(folders))):
+        for key in ours.get("files", {}).get(name, ()):  # what our writer says it wrote
+            file = tag / OWNERS / f"{name}.pt" if key == OWNERS else tag / "zero" / name / f"{key}.pt"
+            if not file.is_file():
+                raise CheckpointError(f"{file} is missing; copy the whole folder again")
         found = _param(tag, name, shapes.get(name), states if parts == 1 else None)
         params[name] = replace(found, step=step if found.step is None else found.step, group=group_of.get(name))
     missing = [name for name in shapes if name not in params]
@@ -93,15 +83,15 @@ def _read(tag: Path) -> Checkpoint:
         raise CheckpointError(f"{tag} has no folder zero/{missing[0]}; copy the whole folder again")
     if parts > 1:
         states = replace(states, frozen={}, buffers={})
-    arguments = {"clip_grad": common.get("clip_grad"), "loss_scaler": scaler_of(common)}
+    arguments = {"clip_grad": common.get("clip_grad"), "loss_scaler": ds.scaler_of(common)}
     if MARK in common:
         params = as_marked(params, common[MARK], groups)
         arguments["matrices"] = matrices_of_mark(common[MARK])
-    checkpoint = checkpoint_of(
+    checkpoint = ds.checkpoint_of(
         states,
         "deepspeed universal",
         params,
-        groups_of(groups),
+        ds.groups_of(groups),
         arguments,
         names=ours.get("names", "model"),
         world=ours.get("world", {}),
@@ -118,15 +108,15 @@ def _read(tag: Path) -> Checkpoint:
 def _model_states(tag: Path) -> tuple[ModelStates, int]:
     """The model states, and how many model-parallel ranks there are; those of the first of them."""
     found: dict[int, dict[tuple[int, str], Path]] = {}
-    for name in names_in(tag):
-        if m := MODEL.fullmatch(name):
+    for name in ds.names_in(tag):
+        if m := ds.MODEL.fullmatch(name):
             found.setdefault(int(m[2]), {})[int(m[1] or -1), name] = tag / name
     if not found:
         raise CheckpointError(f"{tag} has no file mp_rank_00_model_states.pt; copy the whole folder again")
     first = [path for _, path in sorted(found[min(found)].items())]
     if not first[0].name.startswith("zero_pp"):
         first = first[:1]
-    return read_model_states(first), len(found)
+    return ds.read_model_states(first), len(found)
 
 
 def _listed(
@@ -145,32 +135,17 @@ def _listed(
     return group_of, shapes
 
 
-def _ordered(tag: Path, ours: Mapping[str, Any], states: ModelStates) -> Iterator[str]:
-    """The parameters that have a folder."""
-    folders = {name for name in names_in(tag / "zero") if (tag / "zero" / name).is_dir()}
-    listed = [name for name in (*ours.get("params", ()), *states.module) if name in folders]
-    yield from dict.fromkeys((*listed, *sorted(folders)))
-
-
-def _check_files(tag: Path, name: str, keys: Iterable[str]) -> None:
-    """Raises CheckpointError if a file is missing that our writer says it wrote."""
-    for key in keys:
-        file = tag / OWNERS / f"{name}.pt" if key == OWNERS else tag / "zero" / name / f"{key}.pt"
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing; copy the whole folder again")
-
-
 def _param(tag: Path, name: str, shape: tuple[int, ...] | None, states: ModelStates | None) -> Param:
     folder = tag / "zero" / name
     found: dict[str, LazyTensor] = {}
     step = None
-    for file in names_in(folder):
+    for file in ds.names_in(folder):
         key, dot, ending = file.rpartition(".")
         if not dot or ending != "pt":
             raise CheckpointError(f"{folder / file} is no state of a parameter; remove it, or copy the folder again")
         saved = torch_files.load(folder / file)
         if key == STEP:
-            step = as_number(saved)
+            step = ds.as_number(saved)
         else:
             found[key] = state_in(saved, shape, folder / file)
     if MASTER not in found:
@@ -183,7 +158,7 @@ def _param(tag: Path, name: str, shape: tuple[int, ...] | None, states: ModelSta
                 "different checkpoints"
             )
     owners = tag / OWNERS / f"{name}.pt"
-    owner = OwnerStates(load_mapping(owners)) if owners.is_file() else {}
+    owner = ds.owner_states(load_mapping(owners)) if owners.is_file() else {}
     ordered = {key: found[key] for key in sorted(found, key=lambda key: key != MASTER)}
     return Param(states.weight(name, whole) if states else None, ordered, step, owner_states=owner)
 
@@ -259,12 +234,6 @@ def _write_param(name: str, param: Param, folder: Path) -> None:
             save_as_it_lies({place: dict(state) for place, state in param.owner_states.items()}, file)
 
 
-def _files(param: Param) -> list[str]:
-    """What ``_write_param`` writes, by key, so that a reader knows what is missing."""
-    steps, owners = [STEP] * (param.step is not None), [OWNERS] * bool(param.owner_states)
-    return [*dict.fromkeys((MASTER, *param.states)), *steps, *owners]
-
-
 def _groups(checkpoint: Checkpoint, trained: Mapping[str, Param]) -> list[dict[str, Any]]:
     """Param groups as torch's state dicts have them; the loaders pair them with the engine's by position."""
     count = max([len(checkpoint.groups), *((param.group or 0) + 1 for param in trained.values())])
@@ -276,6 +245,10 @@ def _common(checkpoint: Checkpoint, trained: Mapping[str, Param], groups: list[d
     steps = [param.step for param in trained.values() if param.step is not None]
     step = {STEP: torch.tensor(max(steps))} if steps else {}
     arguments = {key: value for key, value in checkpoint.arguments.items() if key != "ds_config"}
+    files = {  # what ``_write_param`` writes, by key, so that a reader knows what is missing
+        name: [*dict.fromkeys((MASTER, *p.states)), *[STEP] * (p.step is not None), *[OWNERS] * bool(p.owner_states)]
+        for name, p in trained.items()
+    }
     common = {
         "param_groups": groups,
         "ds_version": LOADER_VERSION,
@@ -285,7 +258,7 @@ def _common(checkpoint: Checkpoint, trained: Mapping[str, Param], groups: list[d
             "source": f"{checkpoint.format} {checkpoint.version}",
             "world": dict(checkpoint.world),
             "params": {name: param.group for name, param in checkpoint.params.items()},
-            "files": {name: _files(param) for name, param in trained.items()},
+            "files": files,
             "arguments": arguments,
         },
     }

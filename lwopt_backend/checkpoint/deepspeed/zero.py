@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -11,35 +10,9 @@ from typing import Any
 
 import torch
 
-from lwopt_backend.checkpoint.contents import (
-    MASTER,
-    Checkpoint,
-    CheckpointError,
-    LazyTensor,
-    Param,
-    read_as_expected,
-)
-from lwopt_backend.checkpoint.deepspeed.files import (
-    MODEL,
-    UNIVERSAL_MARK,
-    Gathered,
-    ModelStates,
-    OwnerStates,
-    checkpoint_of,
-    cut,
-    groups_of,
-    load_mapping,
-    matrices_in,
-    model_files,
-    names_in,
-    optimizer_files,
-    params_of,
-    read_model_states,
-    replicas_of,
-    scaler_of,
-    tag_of,
-    take_owner_states,
-)
+from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, read_as_expected
+from lwopt_backend.checkpoint.deepspeed import files as ds
+from lwopt_backend.checkpoint.deepspeed.files import Gathered, ModelStates
 from lwopt_backend.config.registry import MATRIX_RULES, new_state
 from lwopt_backend.runtime.agreement import digest
 from lwopt_backend.runtime.state import CHECKPOINT_KEY
@@ -52,33 +25,23 @@ from lwopt_backend.runtime.state import CHECKPOINT_KEY
 # of which it stores a part (stage_1_and_2.py, ``_get_flat_partition_unpadded``), unless optimizer state is offloaded.
 # Read in 0.19.8.
 
-# State in flat tensors that DeepSpeed cuts over ranks: gathered by parameter and key, and put together again.
-
 BUFFER = "momentum_buffer"
+OfRanks = list[tuple[Path, Mapping[str, Any]]]  # the files of the optimizer's state with what they hold
 
 
-def read_partitions(states: ModelStates, of_ranks: list[tuple[Path, Mapping[str, Any]]]) -> Checkpoint:
-    """``of_ranks`` are the files of the optimizer's state with what they hold. Raises CheckpointError."""
+def read_partitions(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
+    """Raises CheckpointError."""
     assert states.shapes is not None
-    gathered = {
-        name: Gathered(shape, number) for number, group in enumerate(states.shapes) for name, shape in group.items()
-    }
+    gathered = ds.gathered_of(
+        (name, shape, g) for g, group in enumerate(states.shapes) for name, shape in group.items()
+    )
     for file, saved in of_ranks:
         _add_partitions(gathered, file, saved, states)
     _, first = of_ranks[0]
-    take_owner_states(gathered, [(file, saved["base_optimizer_state"]) for file, saved in of_ranks])
-    return checkpoint_of(
-        states,
-        f"deepspeed zero {'1 or 2' if 'zero_stage' in first else '1 (BF16_Optimizer)'}",
-        params_of(gathered, states),
-        groups_of(first["base_optimizer_state"]["param_groups"]),
-        {
-            "clip_grad": first.get("clip_grad"),
-            "loss_scaler": scaler_of(first),
-            "matrices": matrices_in(first["base_optimizer_state"]),
-        },
-        replicas=replicas_of(gathered),
-    )
+    ds.take_owner_states(gathered, [(file, saved["base_optimizer_state"]) for file, saved in of_ranks])
+    base, stage = first["base_optimizer_state"], "1 or 2" if "zero_stage" in first else "1 (BF16_Optimizer)"
+    matrices = ds.matrices_in(base)
+    return ds.put_together(states, f"deepspeed zero {stage}", gathered, base["param_groups"], first, matrices)
 
 
 def _add_partitions(
@@ -91,34 +54,23 @@ def _add_partitions(
             "read; load it with DeepSpeed and save it with elastic_checkpoint off"
         )
     for number, places in enumerate(saved["param_slice_mappings"]):
-        flat = saved["single_partition_of_fp32_groups"][number]
-        state = base["state"].get(number, {})
-        group = base["param_groups"][number]
+        state = {MASTER: saved["single_partition_of_fp32_groups"][number], **base["state"].get(number, {})}
         ordered = sorted(places.items(), key=lambda place: place[1].start)
         unknown = [name for name, _ in ordered if name not in gathered]
         if unknown:
             raise CheckpointError(f"{file} holds parameter {unknown[0]!r}, which {states.path} does not list")
-        whole_momentum = _has_whole_momentum(saved, state, group, [gathered[name] for name, _ in ordered], states)
+        params = [gathered[name] for name, _ in ordered]
+        copied = None
+        if _has_whole_momentum(saved, state, base["param_groups"][number], params, states):
+            copied = state.pop(BUFFER)
         offset = 0
-        for name, place in ordered:
-            found = gathered[name]
-            numel = math.prod(found.shape)
-            begin = _stored_so_far(found)
-            found.add(MASTER, begin, cut(flat, place.start, place.numel, f"{name!r}", file))
-            for key, value in state.items():
-                if key == BUFFER and whole_momentum:
-                    copy = cut(value, offset, numel, f"{key} of {name!r}", file)
-                    found.copies.setdefault(key, []).append(copy.view(found.shape))
-                elif isinstance(value, LazyTensor) and value.shape:
-                    found.add(key, begin, cut(value, place.start, place.numel, f"{key} of {name!r}", file))
-                elif value is not None:
-                    found.add_number(name, key, value, file)
-            offset += numel
-
-
-def _stored_so_far(found: Gathered) -> int:
-    """Where a rank's piece begins: ranks' pieces follow each other."""
-    return sum(tensor.numel for _, tensor in found.pieces.get(MASTER, ()))
+        for found, (_, place) in zip(params, ordered):
+            if copied is not None:
+                copy = ds.cut(copied, offset, found.numel, f"{BUFFER} of {found.name!r}", file)
+                found.copies.setdefault(BUFFER, []).append(copy.view(found.shape))
+            begin = sum(piece.numel for _, piece in found.pieces.get(MASTER, ()))  # ranks' pieces follow each other
+            found.add(state, place.start, place.numel, begin, file)
+            offset += found.numel
 
 
 def _has_whole_momentum(
@@ -135,11 +87,7 @@ def _has_whole_momentum(
     offload = (states.saved.get("ds_config") or {}).get("zero_optimization", {}).get("offload_optimizer") or {}
     if offload.get("device", "none") != "none":
         return False
-    return buffer.numel == sum(math.prod(found.shape) for found in params)
-
-
-# What rules keep at the owners of matrices, in checkpoints of ours: read_as_it_lay when it is asked for, laid out as
-# it was.
+    return buffer.numel == sum(found.numel for found in params)
 
 
 # Checkpoints of our owned storage under DeepSpeed, ``"storage": "owned"``, stages 0 to 2; see the mark in the file.
@@ -151,66 +99,37 @@ MARK = "lwopt.owned"  # the key by which a checkpoint says what it is
 READABLE = ("exp_avg", "exp_avg_sq")  # that DeepSpeed's converter asks for, put last where the rule has none
 
 
-def read_owned(states: ModelStates, of_ranks: list[tuple[Path, Mapping[str, Any]]]) -> Checkpoint:
-    """``of_ranks`` are the files with the optimizer's state they hold: one, at stage 0. Raises CheckpointError."""
-    file, first = of_ranks[0]
-    whole = "weights" in first
+def read_owned(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
+    """``of_ranks`` is one at stage 0. Raises CheckpointError."""
+    _, first = of_ranks[0]
+    whole, members = "weights" in first, first[MARK]["members"]
     groups = first["param_groups"] if whole else first["base_optimizer_state"]["param_groups"]
     group_of = {name: number for number, group in enumerate(groups) for name in group["params"]}
-    members = first[MARK]["members"]
-    gathered = {name: Gathered(tuple(shape), group_of[name]) for name, shape, _, _ in members}
+    gathered = ds.gathered_of((name, tuple(shape), group_of[name]) for name, shape, _, _ in members)
     for file, saved in of_ranks:
         for number, (name, _, rule, _) in enumerate(members):
             if whole:
-                _add(gathered, name, rule, 0, saved["weights"][name], saved["state"][name], file)
+                start, weights, state = 0, saved["weights"][name], saved["state"][name]
             else:
                 start, stop = saved[MARK]["pieces"].get(name, (0, 0))
                 weights = saved["single_partition_of_fp32_groups"][number]
-                if weights.numel != 0:
-                    _check_piece(name, weights, stop - start, file)
-                    _add(gathered, name, rule, start, weights, saved["base_optimizer_state"]["state"][number], file)
+                if not weights.numel:
+                    continue
+                if weights.numel != stop - start:
+                    says = f"of {name!r} it says it owns {stop - start} elements, and it has {weights.numel}"
+                    raise CheckpointError(f"{file}: {says}")
+                state = saved["base_optimizer_state"]["state"][number]
+            added = READABLE if _was_added(state, rule) else ()
+            kept = {key: value for key, value in {MASTER: weights, **state}.items() if key not in added}
+            flat = {key: v.view((v.numel,)) if isinstance(v, LazyTensor) and v.shape else v for key, v in kept.items()}
+            gathered[name].add(flat, 0, weights.numel, start, file)
         for name, of_places in (saved.get(CHECKPOINT_KEY) or {}).items():
-            gathered[name].owner = OwnerStates(of_places)
+            gathered[name].owner = ds.owner_states(of_places)
     if whole:  # at stage 0 DeepSpeed does not list what is frozen
         known = {*gathered, *states.buffers, *states.tied}
         states = replace(states, frozen={name: t for name, t in states.module.items() if name not in known})
-    return checkpoint_of(
-        states,
-        f"lwopt owned storage in deepspeed, stage {first.get('zero_stage')}",
-        params_of(gathered, states),
-        groups_of(groups),
-        {
-            "clip_grad": first.get("clip_grad"),
-            "loss_scaler": scaler_of(first),
-            "matrices": matrices_of_mark(first[MARK]),
-        },
-    )
-
-
-def _check_piece(name: str, weights: LazyTensor, numel: int, file: Path) -> None:
-    if weights.numel != numel:
-        raise CheckpointError(f"{file}: of {name!r} it says it owns {numel} elements, and it has {weights.numel}")
-
-
-def _add(
-    gathered: Mapping[str, Gathered],
-    name: str,
-    rule: str,
-    start: int,
-    weights: LazyTensor,
-    state: Mapping[str, Any],
-    file: Path,
-) -> None:
-    found = gathered[name]
-    added = READABLE if _was_added(state, rule) else ()
-    for key, value in {MASTER: weights, **state}.items():
-        if key in added:
-            continue
-        if isinstance(value, LazyTensor) and value.shape:
-            flat = value.view((value.numel,))
-            found.add(key, start, cut(flat, 0, weights.numel, f"{key} of {name!r}", file))
-        else:
-            found.add_number(name, key, value, file)
+    format = f"lwopt owned storage in deepspeed, stage {first.get('zero_stage')}"
+    return ds.put_together(states, format, gathered, groups, first, matrices_of_mark(first[MARK]))
 
 
 def _was_added(state: Mapping[str, Any], rule: str) -> bool:
@@ -273,7 +192,7 @@ def read_stage0(states: ModelStates) -> Checkpoint:
         masters = [tensor for group in saved.get("fp32_groups") or () for tensor in group]
     state, groups = inner["state"], inner["param_groups"]
     shapes = [_shapes(group["params"], state, masters) for group in groups]
-    matrices = matrices_in(inner)
+    matrices = ds.matrices_in(inner)
     named = _names(states, groups, shapes, matrices or {})
     gathered: dict[str, Gathered] = {}
     for number, (group, names) in enumerate(zip(groups, named)):
@@ -281,19 +200,16 @@ def read_stage0(states: ModelStates) -> Checkpoint:
             if state and index not in state and "rule" not in group:  # frozen, or it never had a gradient
                 continue
             weight = states.module[name]
-            found = gathered[name] = Gathered(weight.shape, number)
+            found = gathered[name] = Gathered(name, weight.shape, number)
             found.copies[MASTER] = [masters[index] if masters else weight]
             for key, value in state.get(index, {}).items():
                 if isinstance(value, LazyTensor) and value.shape:
                     found.copies[key] = [value]
                 elif value is not None:
-                    found.add_number(name, key, value, states.path)
-    take_owner_states(gathered, [(states.path, inner)])
-    frozen = {name: t for name, t in _candidates(states).items() if name not in gathered}
-    everything = ModelStates(**{**vars(states), "frozen": frozen})
-    params = params_of(gathered, everything)
-    arguments = {"loss_scaler": scaler_of(saved), "matrices": matrices}
-    return checkpoint_of(everything, "deepspeed stage 0", params, groups_of(groups), arguments)
+                    found.add_number(key, value, states.path)
+    ds.take_owner_states(gathered, [(states.path, inner)])
+    states = replace(states, frozen={name: t for name, t in _candidates(states).items() if name not in gathered})
+    return ds.put_together(states, "deepspeed stage 0", gathered, groups, saved, matrices)
 
 
 def _candidates(states: ModelStates) -> dict[str, LazyTensor]:
@@ -425,62 +341,36 @@ def _cut_flat(states: ModelStates, saved: Mapping[str, Any]) -> tuple[dict[str, 
 # 0.19.8.
 
 
-def read_stage3(states: ModelStates, of_ranks: list[tuple[Path, Mapping[str, Any]]]) -> Checkpoint:
-    """``of_ranks`` are the files of the optimizer's state with what they hold. Raises CheckpointError."""
+def read_stage3(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
+    """Raises CheckpointError."""
     assert states.shapes is not None
     file, first = of_ranks[0]
     if first.get("ds_zero_partition_groups"):
         raise CheckpointError(f"{file} has experts on some ranks only (AutoEP), which is not read; see ds_to_universal")
-    groups = first["optimizer_state_dict"]["param_groups"]
+    optimizer, ranks = first["optimizer_state_dict"], len(of_ranks)
+    groups = optimizer["param_groups"]
     group_of = {index: number for number, group in enumerate(groups) for index in group["params"]}
-    gathered = {
-        name: Gathered(shape, group_of.get(index, 0))
-        for index, sub_group in enumerate(states.shapes)
-        for name, shape in sub_group.items()
-    }
-    for rank, (file, saved) in enumerate(of_ranks):
-        _add_stage3_rank(gathered, rank, len(of_ranks), file, saved, states)
-    take_owner_states(gathered, [(file, saved["optimizer_state_dict"]) for file, saved in of_ranks])
-    return checkpoint_of(
-        states,
-        "deepspeed zero 3",
-        params_of(gathered, states),
-        groups_of(groups),
-        {"loss_scaler": scaler_of(first), "matrices": matrices_in(first["optimizer_state_dict"])},
-        replicas=replicas_of(gathered),
+    gathered = ds.gathered_of(
+        (name, shape, group_of.get(i, 0)) for i, params in enumerate(states.shapes) for name, shape in params.items()
     )
-
-
-def _add_stage3_rank(
-    gathered: Mapping[str, Gathered],
-    rank: int,
-    ranks: int,
-    file: Path,
-    saved: Mapping[str, Any],
-    states: ModelStates,
-) -> None:
-    assert states.shapes is not None
-    flats = saved["fp32_flat_groups"]
-    if len(flats) != len(states.shapes):
-        raise CheckpointError(
-            f"{file}: expected {len(states.shapes)} sub-groups, as {states.path} lists, found {len(flats)}; the files "
-            "are of different savings"
-        )
-    for index, (flat, sub_group) in enumerate(zip(flats, states.shapes)):
-        state = saved["optimizer_state_dict"]["state"].get(index, {})
-        offset = 0
-        for name, shape in sub_group.items():
-            found, numel = gathered[name], math.prod(shape)
-            part = -(-numel // ranks)
-            begin = min(rank * part, numel)
-            held = min(part, numel - begin)
-            found.add(MASTER, begin, cut(flat, offset, held, f"{name!r}", file))
-            for key, value in state.items():
-                if isinstance(value, LazyTensor) and value.shape:
-                    found.add(key, begin, cut(value, offset, held, f"{key} of {name!r}", file))
-                elif value is not None:
-                    found.add_number(name, key, value, file)
-            offset += part
+    for rank, (file, saved) in enumerate(of_ranks):
+        flats = saved["fp32_flat_groups"]
+        if len(flats) != len(states.shapes):
+            raise CheckpointError(
+                f"{file}: expected {len(states.shapes)} sub-groups, as {states.path} lists, found {len(flats)}; the "
+                "files are of different savings"
+            )
+        for index, (flat, sub_group) in enumerate(zip(flats, states.shapes)):
+            state = {MASTER: flat, **saved["optimizer_state_dict"]["state"].get(index, {})}
+            offset = 0
+            for found in map(gathered.__getitem__, sub_group):
+                numel = found.numel
+                part = -(-numel // ranks)
+                begin = min(rank * part, numel)
+                found.add(state, offset, min(part, numel - begin), begin, file)
+                offset += part
+    ds.take_owner_states(gathered, [(file, saved["optimizer_state_dict"]) for file, saved in of_ranks])
+    return ds.put_together(states, "deepspeed zero 3", gathered, groups, first, ds.matrices_in(optimizer))
 
 
 # Reads DeepSpeed's native checkpoints: ZeRO 1, 2, 3 and stage 0, of AdamW, of DeepSpeed's Muon, and of ours.
@@ -493,21 +383,21 @@ POINTER = "latest"
 def recognises(path: Path) -> bool:
     """Whether it is a tag of a native checkpoint, or a folder with a pointer to one."""
     try:
-        tag = tag_of(path, POINTER)
+        tag = ds.tag_of(path, POINTER)
     except CheckpointError:
         return False
-    return not (tag / UNIVERSAL_MARK).is_file() and any(map(MODEL.fullmatch, names_in(tag)))
+    return not (tag / ds.UNIVERSAL_MARK).is_file() and any(map(ds.MODEL.fullmatch, ds.names_in(tag)))
 
 
 def read(path: Path) -> Checkpoint:
     """The checkpoint of a tag's folder, or of the tag that ``latest`` in a folder names. Raises CheckpointError."""
-    tag = tag_of(path, POINTER)
-    files = model_files(tag)
+    tag = ds.tag_of(path, POINTER)
+    files = ds.model_files(tag)
     return read_as_expected(lambda: _read(tag, files), tag, "DeepSpeed")
 
 
 def _read(tag: Path, files: list[Path]) -> Checkpoint:
-    states = read_model_states(files)
+    states = ds.read_model_states(files)
     if states.shapes is None:
         optimizer = states.saved.get("optimizer")
         if not isinstance(optimizer, Mapping):
@@ -515,7 +405,12 @@ def _read(tag: Path, files: list[Path]) -> Checkpoint:
         if MARK in optimizer:
             return read_owned(states, [(states.path, optimizer)])
         return read_stage0(states)
-    of_ranks = [(file, _optimizer_state(file)) for file in optimizer_files(tag, states.ranks)]
+    of_ranks: OfRanks = []
+    for file in ds.optimizer_files(tag, states.ranks):
+        saved = ds.load_mapping(file).get("optimizer_state_dict")
+        if not isinstance(saved, Mapping):
+            raise CheckpointError(f"{file} holds no 'optimizer_state_dict'; it is no file of ZeRO's optimizer state")
+        of_ranks.append((file, saved))
     if all(MARK in saved for _, saved in of_ranks):
         return read_owned(states, of_ranks)
     if all("fp32_flat_groups" in saved for _, saved in of_ranks):
@@ -525,10 +420,3 @@ def _read(tag: Path, files: list[Path]) -> Checkpoint:
             )
         return read_stage3(states, of_ranks)
     return read_partitions(states, of_ranks)
-
-
-def _optimizer_state(file: Path) -> Mapping[str, Any]:
-    saved = load_mapping(file).get("optimizer_state_dict")
-    if not isinstance(saved, Mapping):
-        raise CheckpointError(f"{file} holds no 'optimizer_state_dict'; it is no file of ZeRO's optimizer state")
-    return saved

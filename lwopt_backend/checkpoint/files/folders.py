@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -53,32 +53,27 @@ def check_tree(found: Any, nbytes: int) -> None:
     """
     most = SHARED * nbytes + 2**17
     done: dict[int, tuple[int, int]] = {}  # elements and levels, of containers by id; ``found`` keeps them alive
-    path: dict[int, tuple[int, list[Any]]] = {}  # of those that hold the one looked at: what else is in them
-    waiting = [found]
-    while waiting:
-        value = waiting[-1]
-        if id(value) in done:
-            waiting.pop()
-            continue
-        if id(value) not in path:
-            count, inner = path[id(value)] = _contents(value)
-            if any(id(part) in path for part in inner):
-                raise ValueError(f"a {type(value).__name__} in it holds itself")
-            if inner:
-                waiting += inner
-                continue
-        count, inner = path.pop(id(value))
-        inside = [done[id(part)] for part in inner]
-        count += sum(elements for elements, _ in inside)
-        depth = max((levels for _, levels in inside), default=0)
-        if depth >= DEEPEST:
+    open_now: set[int] = set()  # those that hold the one looked at
+
+    def measured(value: Any, depth: int) -> tuple[int, int]:
+        if id(value) in open_now:
+            raise ValueError(f"a {type(value).__name__} in it holds itself")
+        if depth < DEEPEST and id(value) not in done:
+            open_now.add(id(value))
+            count, inner = _contents(value)
+            inside = [measured(part, depth + 1) for part in inner]
+            open_now.remove(id(value))
+            count += sum(elements for elements, _ in inside)
+            if count > most:
+                raise ValueError(
+                    f"a {type(value).__name__} in it would have {count} elements, as it uses parts again and again"
+                )
+            done[id(value)] = count, 1 + max((levels for _, levels in inside), default=0)
+        if depth + done.get(id(value), (0, DEEPEST))[1] > DEEPEST:
             raise ValueError(f"it is nested more than {DEEPEST} levels deep")
-        if count > most:
-            raise ValueError(
-                f"a {type(value).__name__} in it would have {count} elements, as it uses parts again and again"
-            )
-        done[id(value)] = count, depth + 1
-        waiting.pop()
+        return done[id(value)]
+
+    measured(found, 0)
 
 
 def _contents(value: Any) -> tuple[int, list[Any]]:
@@ -147,13 +142,18 @@ def write_folder(
         raise CheckpointError(f"{target} cannot be made: {error}") from error
     try:
         fill(new)
-        _flush_tree(new)
+        for place, _, files in os.walk(new, topdown=False):
+            for name in files:
+                flush(Path(place, name))
+            flush(Path(place))
         if not force:
             refuse_existing(target)  # somebody else may have been faster
         _put_in_place(new, target)
     except BaseException as error:
         shutil.rmtree(new, ignore_errors=True)
-        _remove_empty(missing)
+        with contextlib.suppress(OSError):
+            for folder in missing:  # from the innermost on, up to one that has something in it
+                folder.rmdir()
         if isinstance(error, OSError):  # a full disk's names no file
             raise CheckpointError(f"{target} is as it was, nothing is written: {error}") from error
         raise
@@ -245,7 +245,6 @@ def _belongs_to(temporary: str) -> str:
 
 
 def _left_over(target: Path) -> list[Path]:
-    """What programs left unfinished of this target."""
     return [path for path in target.parent.iterdir() if _belongs_to(path.name) == target.name]
 
 
@@ -261,20 +260,6 @@ def _remove(path: Path) -> None:
             shutil.rmtree(gone, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-
-
-def _remove_empty(folders: Sequence[Path]) -> None:
-    """From the innermost on, up to one that has something in it."""
-    with contextlib.suppress(OSError):
-        for folder in folders:
-            folder.rmdir()
-
-
-def _flush_tree(folder: Path) -> None:
-    for place, _, files in os.walk(folder, topdown=False):
-        for name in files:
-            flush(Path(place, name))
-        flush(Path(place))
 
 
 def start_flush(file: BinaryIO) -> None:

@@ -120,6 +120,13 @@ def check_key(key: Any, depth: int = 3) -> None:
     raise ValueError(f"a key of a dictionary or set is a {kind.__name__}, or a long one")
 
 
+def keys_of(values: Any) -> Any:
+    """The same. Raises ValueError unless all of them may be keys."""
+    for value in values:
+        check_key(value)
+    return values
+
+
 class Made:
     """Constructors that together copy at most so many elements as a file of ``nbytes`` can have."""
 
@@ -133,13 +140,13 @@ class Made:
             ("collections", "OrderedDict"): lambda *args: self._dict(OrderedDict(), *args),
             ("collections", "Counter"): lambda *args: self._dict({}, *args),
             ("collections", "defaultdict"): lambda _=None, *args: self._dict({}, *args),
-            ("collections", "deque"): self._deque,
+            ("collections", "deque"): lambda values=(), most=None: deque(self._taken(values), most),
             ("builtins", "dict"): lambda *args: self._dict({}, *args),
             ("builtins", "list"): lambda values=(): list(self._taken(values)),
             ("builtins", "tuple"): lambda values=(): tuple(self._taken(values)),
-            ("builtins", "set"): lambda values=(): set(self._keys(values)),
-            ("builtins", "frozenset"): lambda values=(): frozenset(self._keys(values)),
-            ("builtins", "bytearray"): self._bytearray,
+            ("builtins", "set"): lambda values=(): set(keys_of(self._taken(values))),
+            ("builtins", "frozenset"): lambda values=(): frozenset(keys_of(self._taken(values))),
+            ("builtins", "bytearray"): lambda v=b"", *how: bytearray(self._encode(v, *how) if how else self._bytes(v)),
             ("builtins", "bytes"): lambda: b"",  # how those that are empty are pickled up to protocol 2
             ("builtins", "complex"): _complex,
             ("_codecs", "encode"): self._encode,
@@ -160,7 +167,10 @@ class Made:
             if type(state) is not tuple or state != of.__reduce__()[2]:
                 raise ValueError(f"numpy's dtype {of} has the state of another")
         elif type(of) is numpy.ndarray:
-            of.__setstate__(self._array_state(state))
+            _, sizes, dtype, is_fortran, data = state
+            shape = shape_of(sizes)
+            elements: Any = (1, shape, dtype, bool(is_fortran), self._elements(dtype, data, math.prod(shape)))
+            of.__setstate__(elements)
         else:
             raise ValueError(f"it sets the state of a {type(of).__name__}")
 
@@ -176,23 +186,12 @@ class Made:
         if self._left < 0:
             raise ValueError("it makes more than a file of this size can hold")
 
-    def _keys(self, values: Any) -> Any:
-        for value in self._taken(values):
-            check_key(value)
-        return values
-
     def _dict(self, empty: dict[Any, Any], values: Any = ()) -> dict[Any, Any]:
         pairs = self._taken(values)
         for key, value in pairs.items() if isinstance(pairs, dict) else pairs:
             check_key(key)
             empty[key] = value
         return empty
-
-    def _deque(self, values: Any = (), most: int | None = None) -> deque[Any]:
-        return deque(self._taken(values), most)
-
-    def _bytearray(self, values: Any = b"", encoding: str = LATIN1[0]) -> bytearray:
-        return bytearray(self._encode(values, encoding) if type(values) is str else self._bytes(values))
 
     def _encode(self, text: str, encoding: str) -> bytes:
         if type(text) is not str or encoding not in LATIN1:
@@ -216,31 +215,21 @@ class Made:
             raise ValueError("numpy's dtype is not one of plain numbers or text")
         return found
 
-    def _array_state(self, state: Any) -> tuple[Any, ...]:
-        """An array's, with bytes for all its elements and no more."""
-        _, sizes, dtype, is_fortran, data = state
-        shape, data = shape_of(sizes), self._bytes(data)
-        self._plain(dtype)
-        if len(data) != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"an array of shape {shape} and dtype {dtype} has {len(data)} bytes")
-        return 1, shape, dtype, bool(is_fortran), data
-
     def _scalar(self, dtype: Any, data: Any) -> Any:
         import numpy
 
-        data = self._bytes(data)
-        self._plain(dtype)
-        if len(data) != dtype.itemsize:
-            raise ValueError(f"a number of dtype {dtype} has {len(data)} bytes")
-        return numpy.ndarray((), dtype, data)[()]
+        return numpy.ndarray((), dtype, self._elements(dtype, data, 1))[()]
 
-    @staticmethod
-    def _plain(dtype: Any) -> None:
-        """Raises ValueError unless it is one that ``_dtype`` made."""
+    def _elements(self, dtype: Any, data: Any, count: int) -> bytes:
+        """Bytes for so many elements of a dtype that ``_dtype`` made, and no more. Raises ValueError."""
         import numpy
 
+        found = self._bytes(data)
         if not isinstance(dtype, numpy.dtype):
             raise ValueError(f"expected numpy's dtype, found a {type(dtype).__name__}")
+        if len(found) != count * dtype.itemsize:
+            raise ValueError(f"an array of {count} elements of dtype {dtype} has {len(found)} bytes")
+        return found
 
 
 def shape_of(sizes: Any) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import io
 import pickle
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import PurePosixPath
 from typing import Any, cast
 
@@ -14,7 +14,7 @@ import torch
 
 from lwopt_backend.checkpoint.contents import CheckpointError, LazyTensor
 from lwopt_backend.checkpoint.files.folders import check_tree
-from lwopt_backend.checkpoint.files.made import Made, Maker, Named, StorageKind, Stub, check_key
+from lwopt_backend.checkpoint.files.made import Made, Maker, Named, StorageKind, Stub, check_key, keys_of
 
 # Objects of other programs, such as Megatron's ``args``, as plain data.
 
@@ -35,15 +35,10 @@ def plain(value: Any) -> Any:
         return tuple(plain(entry) for entry in value)
     if isinstance(value, LazyTensor):
         return value.read().tolist()
-    if isinstance(value, Stub):
-        return _plain_stub(value)
-    return value.item() if hasattr(value, "item") else str(value)
-
-
-def _plain_stub(stub: Stub) -> Any:
-    attributes = {key: value for key, value in vars(stub).items() if key != "stub_args"}
-    arguments = getattr(stub, "stub_args", ())
-    name = type(stub).__name__
+    if not isinstance(value, Stub):
+        return value.item() if hasattr(value, "item") else str(value)
+    attributes = {key: entry for key, entry in vars(value).items() if key != "stub_args"}
+    name, arguments = type(value).__name__, getattr(value, "stub_args", ())
     if name.endswith("Path"):
         return str(PurePosixPath(*arguments))
     if attributes or not arguments:
@@ -83,7 +78,6 @@ MENTIONED = {
     *(("builtins", "int"), ("builtins", "float"), ("builtins", "str"), ("numpy", "ndarray")),
     *(("torch", "Tensor"), ("torch.nn.parameter", "Parameter")),
 }
-MOST_DIGITS = 1000  # of an integer; the state of a random generator has about 40
 _STORAGES = {name: dtype for dtype, name in torch.storage._dtype_to_storage_type_map().items()}
 _UNTYPED = {("torch", "UntypedStorage"), ("torch.storage", "UntypedStorage")}
 
@@ -115,7 +109,6 @@ class _Unpickler(pickle._Unpickler):  # the one in Python: the one in C cannot b
     append: Callable[[Any], None]
     pop_mark: Callable[[], list[Any]]
     read: Callable[[int], bytes]
-    readline: Callable[[], bytes]
 
     def __init__(
         self,
@@ -178,15 +171,6 @@ class _Unpickler(pickle._Unpickler):  # the one in Python: the one in C cannot b
             self._set_state(made, kwargs)
         self.append(made)
 
-    def load_obj(self) -> None:
-        named, *args = self.pop_mark()
-        self.append(self._call(named, tuple(args)))
-
-    def load_inst(self) -> None:
-        module, name = (self.readline()[:-1].decode("ascii") for _ in range(2))
-        made = self._call(self.find_class(module, name), tuple(self.pop_mark()))
-        self.append(made)
-
     def load_build(self) -> None:
         state = self.stack.pop()
         self._set_state(self.stack[-1], state)
@@ -217,11 +201,6 @@ class _Unpickler(pickle._Unpickler):  # the one in Python: the one in C cannot b
     def load_setitems(self) -> None:
         self._update(self.pop_mark())
 
-    def load_dict(self) -> None:
-        items = self.pop_mark()
-        self.append({})
-        self._update(items)
-
     def _update(self, items: Any) -> None:
         target = self.stack[-1]
         if type(target) not in (dict, OrderedDict):
@@ -231,40 +210,18 @@ class _Unpickler(pickle._Unpickler):  # the one in Python: the one in C cannot b
             target[key] = value
 
     def load_additems(self) -> None:
-        items, target = _keys(self.pop_mark()), self.stack[-1]
+        items, target = keys_of(self.pop_mark()), self.stack[-1]
         if type(target) is not set:
             raise ValueError(f"it adds to a {type(target).__name__}")
         target.update(items)
 
     def load_frozenset(self) -> None:
-        items = frozenset(_keys(self.pop_mark()))
+        items = frozenset(keys_of(self.pop_mark()))
         self.append(items)
 
     def load_bytearray8(self) -> None:
         length = int.from_bytes(self.read(8), "little")
         self.append(bytearray(self.read(min(length, self._nbytes))))
-
-    def load_long(self) -> None:
-        digits = self.readline().rstrip(b"L\n")
-        self.append(_integer(digits))
-
-    def load_int(self) -> None:
-        digits = self.readline().rstrip(b"\n")
-        is_bool = digits in (b"00", b"01")  # how protocol 1 writes False and True
-        self.append(digits == b"01" if is_bool else _integer(digits))
-
-
-def _integer(digits: bytes) -> int:
-    if len(digits) > MOST_DIGITS:
-        raise ValueError(f"an integer has {len(digits)} digits")
-    return int(digits)
-
-
-def _keys(values: Iterable[Any]) -> list[Any]:
-    found = list(values)
-    for value in found:
-        check_key(value)
-    return found
 
 
 def _attribute(of: Any, name: Any) -> Any:
@@ -275,11 +232,13 @@ def _attribute(of: Any, name: Any) -> Any:
 
 
 def _dispatch() -> Any:
-    """The opcodes that checkpoints are written with; those left out call, or refer to, what is not in the file."""
+    """The opcodes that checkpoints are written with. Left out are those that call, or refer to, what is not in the
+    file, and those of protocols 0 and 1, in which nobody writes checkpoints."""
     known = cast(dict[int, Any], dict(pickle._Unpickler.dispatch))
-    for name in ("EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY_BUFFER", "LONG4", "PERSID"):
+    others = "EXT1 EXT2 EXT4 NEXT_BUFFER READONLY_BUFFER LONG4 PERSID OBJ INST DICT LONG INT"
+    for name in others.split():
         del known[getattr(pickle, name)[0]]
-    own = "REDUCE NEWOBJ_EX OBJ INST BUILD APPEND APPENDS SETITEM SETITEMS DICT ADDITEMS FROZENSET BYTEARRAY8 LONG INT"
+    own = "REDUCE NEWOBJ_EX BUILD APPEND APPENDS SETITEM SETITEMS ADDITEMS FROZENSET BYTEARRAY8"
     for name in own.split():
         known[getattr(pickle, name)[0]] = getattr(_Unpickler, f"load_{name.lower()}")
     known[pickle.NEWOBJ[0]] = _Unpickler.load_reduce

@@ -74,7 +74,7 @@ class Archive:
 
     def __init__(self, stored: Stored, where: str, checked: bool = False) -> None:
         self._where = where
-        with PartOfFile(stored) as file:
+        with io.BufferedReader(_Part(stored)) as file:
             try:
                 entries = zipfile.ZipFile(file).infolist()
                 main = next((entry.filename for entry in entries if entry.filename.endswith("/data.pkl")), None)
@@ -96,7 +96,7 @@ class Archive:
     def bytes(self, name: str) -> bytes:
         """A record's, which is a small one."""
         stored = self.records[name].stored
-        with PartOfFile(stored) as file:
+        with io.BufferedReader(_Part(stored)) as file:
             return file.read()
 
     def check(self) -> None:
@@ -105,14 +105,9 @@ class Archive:
             record.check()
 
 
-class PartOfFile(io.BufferedReader):
+class _Part(io.RawIOBase):
     """A part of a file as if it were a file."""
 
-    def __init__(self, stored: Stored) -> None:
-        super().__init__(_Part(stored))
-
-
-class _Part(io.RawIOBase):
     def __init__(self, stored: Stored) -> None:
         try:
             self._file = stored.path.open("rb", buffering=0)
@@ -145,7 +140,7 @@ class _Part(io.RawIOBase):
         super().close()
 
 
-def _place(file: io.BufferedReader, entry: zipfile.ZipInfo, stored: Stored) -> Stored:
+def _place(file: io.BufferedReader[_Part], entry: zipfile.ZipInfo, stored: Stored) -> Stored:
     """Where a record's bytes are. Raises ValueError for an archive of another kind, OSError and struct.error."""
     if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size or entry.flag_bits & 1:
         raise ValueError(f"{entry.filename} is compressed or encrypted, as torch.save does not write it")
@@ -304,7 +299,7 @@ def _load(stored: Stored, where: str, checked: bool, make: Callable[[StoredTenso
         raise CheckpointError(f"{where} was written on a machine of byte order {order}; save it again on one like this")
     loader = _Loader(archive, MOST_USES * stored.length)
     found = pickles.load(archive.bytes("data.pkl"), where, loader.storage, loader.makers())
-    return _WithTensors(f"{stored.path}", make)(found, "")
+    return _with_tensors(found, f"{stored.path}", make)
 
 
 class _Loader:
@@ -332,8 +327,8 @@ class _Loader:
             ("torch._utils", "_rebuild_tensor_v3"): lambda storage, *place: self._tensor(
                 _Storage(storage.record, place[5]), *place[:3]
             ),
-            ("torch._utils", "_rebuild_parameter"): _data_of,
-            ("torch._utils", "_rebuild_parameter_with_state"): _data_of,
+            ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
+            ("torch._utils", "_rebuild_parameter_with_state"): lambda tensor, *_: tensor,
             ("torch._tensor", "_rebuild_from_type_v2"): _from_type,
         }
 
@@ -356,11 +351,6 @@ class _Loader:
         return StoredTensor(storage.record, first * itemsize, shape, stride, storage.dtype, "")
 
 
-def _data_of(tensor: Any, *_: Any) -> Any:
-    """What a parameter has."""
-    return tensor
-
-
 def _from_type(make: Any, _: Any, arguments: Any, *__: Any) -> Any:
     """A tensor with attributes, or of a class of its own, without these."""
     if type(make) is not Named or not make.name.startswith("torch._utils.") or make.make is None:
@@ -368,31 +358,28 @@ def _from_type(make: Any, _: Any, arguments: Any, *__: Any) -> Any:
     return make.make(*arguments)
 
 
-class _WithTensors:
+def _with_tensors(found: Any, where: str, make: Callable[[StoredTensor], Any]) -> Any:
     """The same structure with what ``make`` makes of tensors; what is used in several places is made once."""
+    done: dict[int, tuple[Any, Any]] = {}  # by id, with what has it, which so stays
 
-    def __init__(self, where: str, make: Callable[[StoredTensor], Any]) -> None:
-        self._where, self._make = where, make
-        self._done: dict[int, tuple[Any, Any]] = {}  # by id, with what has it, which so stays
+    def of(value: Any, key: str) -> Any:
+        if not isinstance(value, (StoredTensor, dict, list, tuple, pickles.Stub)):
+            return value
+        if id(value) not in done:
+            done[id(value)] = value, made(value, key)
+        return done[id(value)][1]
 
-    def __call__(self, found: Any, key: str) -> Any:
-        if id(found) not in self._done:
-            self._done[id(found)] = found, self._of(found, key)
-        return self._done[id(found)][1]
-
-    def _of(self, found: Any, key: str) -> Any:
-        if isinstance(found, StoredTensor):
-            return self._make(replace(found, where=f"{key} in {self._where}"))
-        if isinstance(found, dict):
-            return type(found)((k, self._within(v, key, k)) for k, v in found.items())
-        if isinstance(found, (list, tuple)) and not isinstance(found, torch.Size):
-            entries = [self._within(v, key, i) for i, v in enumerate(found)]
-            return entries if isinstance(found, list) else tuple(entries)
-        if isinstance(found, pickles.Stub):
-            vars(found).update({k: self._within(v, key, k) for k, v in vars(found).items()})
-        return found
-
-    def _within(self, value: Any, key: str, name: Any) -> Any:
-        if isinstance(value, (StoredTensor, dict, list, tuple, pickles.Stub)):
-            return self(value, f"{key}.{name}" if key else str(name))
+    def made(value: Any, key: str) -> Any:
+        start = f"{key}." if key else ""
+        if isinstance(value, StoredTensor):
+            return make(replace(value, where=f"{key} in {where}"))
+        if isinstance(value, dict):
+            return type(value)((k, of(v, f"{start}{k}")) for k, v in value.items())
+        if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+            entries = [of(v, f"{start}{i}") for i, v in enumerate(value)]
+            return entries if isinstance(value, list) else tuple(entries)
+        if isinstance(value, pickles.Stub):
+            vars(value).update({k: of(v, f"{start}{k}") for k, v in vars(value).items()})
         return value
+
+    return of(found, "")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-import math
 import pickle
 import struct
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,12 +27,12 @@ _PADDING = struct.Struct("<HH")
 _ZIP64 = struct.Struct("<HHQQ")
 
 
+@dataclass(frozen=True, eq=False)
 class _Storage:
     """Stands for a tensor's bytes while the rest is pickled."""
 
-    def __init__(self, tensor: LazyTensor, key: str) -> None:
-        self.tensor = tensor
-        self.key = key
+    tensor: LazyTensor
+    key: str
 
 
 class _Pickler(pickle.Pickler):
@@ -50,7 +50,7 @@ class _Pickler(pickle.Pickler):
         storage = _Storage(value, str(len(self.storages)))
         self.storages.append(storage)
         hooks: OrderedDict[str, Any] = OrderedDict()
-        place = (storage, 0, torch.Size(value.shape), tuple(_strides(value.shape)), False, hooks)
+        place = (storage, 0, torch.Size(value.shape), torch.empty(value.shape, device="meta").stride(), False, hooks)
         return torch._utils._rebuild_tensor_v2, place
 
     def persistent_id(self, value: Any) -> Any:
@@ -75,7 +75,8 @@ def save(content: Any, path: Path, workers: int = 1) -> None:
         for name, data in small.items():
             _write(archive, f"archive/{name}", len(data), [data])
         for storage in pickler.storages:
-            blocks = map(_bytes, in_order(storage.tensor.block_reads(), workers))
+            read = in_order(storage.tensor.block_reads(), workers)
+            blocks = (block.view(-1).view(torch.uint8).numpy().data for block in read)
             _write(archive, f"archive/data/{storage.key}", storage.tensor.nbytes, blocks)
             start_flush(file)
 
@@ -102,12 +103,3 @@ def _write(archive: zipfile.ZipFile, name: str, nbytes: int, blocks: Iterable[by
     with archive.open(record, "w", force_zip64=large) as writing:
         for block in blocks:
             writing.write(block)
-
-
-def _bytes(block: Tensor) -> memoryview:
-    return block.view(-1).view(torch.uint8).numpy().data
-
-
-def _strides(shape: tuple[int, ...]) -> Iterator[int]:
-    for dim in range(len(shape)):
-        yield math.prod(max(size, 1) for size in shape[dim + 1 :])

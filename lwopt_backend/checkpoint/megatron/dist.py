@@ -13,25 +13,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, read_as_expected
+from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyTensor, Param, read_as_expected
 from lwopt_backend.checkpoint.dcp.reader import METADATA, DcpFolder
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.pickles import plain
+from lwopt_backend.checkpoint.megatron import names as naming
 from lwopt_backend.checkpoint.megatron.buffers import Replicas, is_bucket, states_in_buckets
 from lwopt_backend.checkpoint.megatron.dist_names import Chain, Options, optimizers, ordered, parameters
-from lwopt_backend.checkpoint.megatron.names import (
-    BY_NAME,
-    SAVED_WHOLE,
-    groups_of,
-    is_buffer,
-    iteration_of,
-    step_folder,
-    step_of,
-    tied,
-    world,
-)
+from lwopt_backend.checkpoint.megatron.names import BY_NAME, SAVED_WHOLE, is_buffer
 
 LAYOUTS = (None, "fully_reshardable", "dp_reshardable", "fully_sharded_model_space")
 _CHAINED = re.compile(r"^(chained_\d+\.)+")
@@ -45,7 +34,7 @@ States = dict[str, dict[str, LazyTensor]]
 def recognises(path: Path) -> bool:
     """Whether it is a torch_dist checkpoint, or the folder of one of its steps."""
     try:
-        step = step_folder(path)
+        step = naming.step_folder(path)
         return (step / METADATA).is_file() and (step / "metadata.json").is_file()
     except (CheckpointError, OSError):
         return False
@@ -53,7 +42,7 @@ def recognises(path: Path) -> bool:
 
 def read(path: Path) -> Checkpoint:
     """What is in it. Raises CheckpointError for what is damaged, and for keys and layouts that are not known."""
-    step = step_folder(path)
+    step = naming.step_folder(path)
     return read_as_expected(lambda: _read(step), step, "Megatron")
 
 
@@ -64,7 +53,7 @@ def _read(step: Path) -> Checkpoint:
     chained = optimizers(folder, common)
     groups = [group for chain in sorted(chained) for group in chained[chain]]
     weights, buffers, states, replicas = _tensors(folder, chained, arguments)
-    numbers = groups_of({name: weight.shape for name, weight in weights.items()}, groups, arguments)
+    numbers = naming.groups_of({name: weight.shape for name, weight in weights.items()}, groups, arguments)
     params = {
         name: _param(weights[name], states.get(name, {}), groups, numbers[name]) for name in ordered(weights, arguments)
     }
@@ -81,12 +70,12 @@ def _read(step: Path) -> Checkpoint:
         params=params,
         groups=tuple(groups),
         arguments=arguments,
-        iteration=iteration if isinstance(iteration := common.get("iteration"), int) else iteration_of(step),
+        iteration=iteration if isinstance(iteration := common.get("iteration"), int) else naming.iteration_of(step),
         samples=arguments.get("consumed_train_samples"),
         scheduler=plain(common.get("opt_param_scheduler")),
-        world=world(arguments),
+        world=naming.world(arguments),
         replicas=tuple(replicas),
-        tied=tied(weights, arguments),
+        tied=naming.tied(weights, arguments),
         buffers=buffers,
         notes=tuple(notes),
     )
@@ -94,7 +83,7 @@ def _read(step: Path) -> Checkpoint:
 
 def read_weights(path: Path) -> Mapping[str, Param]:
     """The parameters without the optimizer's state, from the folder's metadata alone. Raises CheckpointError."""
-    step = step_folder(path)
+    step = naming.step_folder(path)
     return read_as_expected(lambda: _read_weights(step), step, "Megatron")
 
 
@@ -146,7 +135,8 @@ def _tensors(
         of_experts = {c: any(g.get("is_expert_parallel") for g in groups) for c, groups in chained.items()}
         more, replicas = states_in_buckets(folder, unnamed, of_experts, arguments)
         states.update(more)
-    return weights, buffers, _checked(states, weights), replicas
+    naming.check_states(states, weights)
+    return weights, buffers, states, replicas
 
 
 def _keys(folder: DcpFolder) -> tuple[dict[str, str], dict[str, dict[str, str]], bool]:
@@ -178,26 +168,12 @@ def _weights(folder: DcpFolder, keys: Mapping[str, str]) -> tuple[dict[str, Lazy
     return {name: tensor for name, tensor in found.items() if name not in buffers}, buffers
 
 
-def _checked(states: States, weights: Mapping[str, LazyTensor]) -> States:
-    for name, of_name in states.items():
-        for state, tensor in of_name.items():
-            if name not in weights:
-                raise CheckpointError(f"{tensor.where}: {state} of {name}, which the model does not have")
-            if tensor.shape != weights[name].shape:
-                raise CheckpointError(
-                    f"{tensor.where}: {state} of {name}: expected shape {weights[name].shape}, found {tensor.shape}"
-                )
-            if state == MASTER and tensor.dtype != torch.float32:
-                raise CheckpointError(f"{tensor.where}: master weight of {name}: expected fp32, found {tensor.dtype}")
-    return states
-
-
 def _param(weight: LazyTensor, states: dict[str, LazyTensor], groups: Sequence[Options], number: int | None) -> Param:
     """``number`` is that of its group by the usual rules, which does not hold if the states are another optimizer's."""
     is_adam = "exp_avg" in states
     if number is not None and (not states or ("betas" in groups[number]) != is_adam):
         number = None
-    return Param(weight, states, step_of(groups, number) if is_adam else None, number)
+    return Param(weight, states, naming.step_of(groups, number) if is_adam else None, number)
 
 
 def _version(folder: DcpFolder, arguments: Mapping[str, Any]) -> str:

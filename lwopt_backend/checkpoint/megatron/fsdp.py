@@ -18,8 +18,9 @@ import torch
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, read_as_expected
 from lwopt_backend.checkpoint.dcp.reader import METADATA, DcpFolder
 from lwopt_backend.checkpoint.files.pickles import plain
+from lwopt_backend.checkpoint.megatron import names as naming
 from lwopt_backend.checkpoint.megatron.dist_names import ordered, whole_name, with_gate_and_up
-from lwopt_backend.checkpoint.megatron.names import POINTER, STATES, is_buffer, iteration_of, step_folder, tied, world
+from lwopt_backend.checkpoint.megatron.names import POINTER, STATES, is_buffer, iteration_of, step_folder
 
 _MODEL = re.compile(r"model\.(?:module\.)+(.+)")
 _STATE = re.compile(r"optimizer\.state\.(?:module\.)*(.+)\.([^.]+)")
@@ -72,22 +73,35 @@ def _read(step: Path) -> Checkpoint:
             )
     groups, numbers = _groups(options)
     whole = with_gate_and_up(weights)
-    states = {state: with_gate_and_up(tensors) for state, tensors in by_state.items()}
-    _check(states, whole)
-    of_model = [name for name in whole if not is_buffer(name)]
+    states: dict[str, dict[str, LazyTensor]] = {}
+    for state, tensors in by_state.items():
+        for name, tensor in with_gate_and_up(tensors).items():
+            states.setdefault(name, {})[state] = tensor
+    naming.check_states(states, whole)
+    params = {}
+    for name in ordered([name for name in whole if not is_buffer(name)], arguments):
+        weight, number = whole[name], numbers.get(name)
+        if weight.dtype != torch.float32:
+            raise CheckpointError(
+                f"{weight.where}: expected fp32, as Megatron-FSDP keeps weights, found {weight.dtype}"
+            )
+        made = None if number is None else groups[number].get("step")
+        # What the model computes with is not saved: the master weight is the weight, too.
+        kept = {MASTER: weight, **states.get(name, {})}
+        params[name] = Param(weight, kept, None if made is None else float(made), number)
     saved = plain(folder.object("iteration")) if "iteration" in folder.objects else None
     return Checkpoint(
         format="megatron fsdp_dtensor",
         version="0.14 or later",
         names="megatron-core",
-        params={name: _param(name, whole[name], states, groups, numbers) for name in ordered(of_model, arguments)},
+        params=params,
         groups=groups,
         arguments=arguments,
         iteration=saved if isinstance(saved, int) else iteration_of(step),
         samples=arguments.get("consumed_train_samples"),
         scheduler=scheduler or None,
-        world=world(arguments),
-        tied=tied(whole, arguments),
+        world=naming.world(arguments),
+        tied=naming.tied(whole, arguments),
         buffers={name: tensor for name, tensor in whole.items() if is_buffer(name)},
         notes=notes,
     )
@@ -120,32 +134,3 @@ def _groups(options: Mapping[str, Mapping[str, Any]]) -> tuple[tuple[Mapping[str
             found.append(of_name)
         numbers[whole_name(name)] = found.index(of_name)
     return tuple(found), numbers
-
-
-def _param(
-    name: str,
-    weight: LazyTensor,
-    states: Mapping[str, Mapping[str, LazyTensor]],
-    groups: tuple[Mapping[str, Any], ...],
-    numbers: Mapping[str, int],
-) -> Param:
-    """The weight is the master weight, too: what the model computes with is not saved."""
-    of_name = {state: tensors[name] for state, tensors in states.items() if name in tensors}
-    number = numbers.get(name)
-    step = None if number is None else groups[number].get("step")
-    return Param(weight, {MASTER: weight, **of_name}, None if step is None else float(step), number)
-
-
-def _check(states: Mapping[str, Mapping[str, LazyTensor]], weights: Mapping[str, LazyTensor]) -> None:
-    for state, tensors in states.items():
-        for name, tensor in tensors.items():
-            expected = weights[name].shape if name in weights else None
-            if tensor.shape != expected:
-                raise CheckpointError(
-                    f"{tensor.where}: {state} of {name}: expected the weight's shape {expected}, found {tensor.shape}"
-                )
-    for name, weight in weights.items():
-        if weight.dtype != torch.float32 and not is_buffer(name):
-            raise CheckpointError(
-                f"{weight.where}: expected fp32, as Megatron-FSDP keeps weights, found {weight.dtype}"
-            )

@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lwopt_backend.checkpoint.contents import MASTER, CheckpointError, LazyTensor
 from lwopt_backend.checkpoint.files.pickles import counter, plain
 
@@ -59,11 +61,6 @@ def expert_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def is_expert(name: str) -> bool:
-    """Whether it is one of a layer's routed experts."""
-    return expert_of(name) is not None
-
-
 def is_tied(arguments: Mapping[str, Any]) -> bool:
     """Whether Megatron's ``args`` say that the output layer is the word embedding."""
     return arguments.get("untie_embeddings_and_output_weights") is False
@@ -74,29 +71,37 @@ def tied(names: Collection[str], arguments: Mapping[str, Any]) -> dict[str, str]
     return {OUTPUT: EMBEDDING} if is_tied(arguments) and EMBEDDING in names and OUTPUT not in names else {}
 
 
-def layers_in(names: Iterable[str], where: str) -> int:
-    """How many layers a rank's names have. Raises CheckpointError unless they are numbered from 0 without a gap."""
-    found = {layer for name in names if (layer := layer_of(name)) is not None}
-    if found != set(range(len(found))):
-        raise CheckpointError(f"{where}: expected layers numbered from 0, found {sorted(found)}; the file is not whole")
-    return len(found)
-
-
-def global_name(name: str, *, first_layer: int, first_expert: int) -> str:
-    """A rank's own name with global layer and expert numbers."""
-    name = _LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) + first_layer}.", name)
-    return _EXPERT.sub(lambda match: f".mlp.experts.local_experts.{int(match[1]) + first_expert}.", name)
-
-
 # The optimizer's states that are known, by the keys under which Megatron's files have them.
 
 STATES = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 BY_NAME = {"fp32_param": MASTER, "param": MASTER, **{key: key for key in STATES}}  # in torch_dist, of each parameter
 FLAT = {"param": MASTER, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}  # in the DistributedOptimizer's buffers
+States = Mapping[str, Mapping[str, LazyTensor]]  # by parameter and state
 SAVED_WHOLE = (  # up to 0.19.1 several gradient buckets make it write masters and moments of other parameters
     "load it in Megatron and save with --dist-ckpt-optim-fully-reshardable (up to 0.19.1 without "
     "--overlap-grad-reduce, with which that option writes wrong state)"
 )
+
+
+def global_name(name: str, first_layer: int, first_expert: int) -> str:
+    """A rank's own name with global layer and expert numbers."""
+    name = _LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) + first_layer}.", name)
+    return _EXPERT.sub(lambda match: f".mlp.experts.local_experts.{int(match[1]) + first_expert}.", name)
+
+
+def check_states(states: States, weights: Mapping[str, LazyTensor]) -> None:
+    """Raises CheckpointError for states of no weight, and of another shape or dtype than they must have."""
+    for name, of_name in states.items():
+        for state, tensor in of_name.items():
+            if name not in weights:
+                raise CheckpointError(f"{tensor.where}: {state} of {name}, which the model does not have")
+            if tensor.shape != weights[name].shape:
+                raise CheckpointError(
+                    f"{tensor.where}: {state} of {name}: expected the weight's shape {weights[name].shape}, found "
+                    f"{tensor.shape}"
+                )
+            if state == MASTER and tensor.dtype != torch.float32:
+                raise CheckpointError(f"{tensor.where}: master weight of {name}: expected fp32, found {tensor.dtype}")
 
 
 # The order of Megatron-core's modules, for files that do not tell it: that of ``GPTModel.named_parameters()``.
@@ -251,12 +256,16 @@ def groups_of(
     embeddings and output layer, among them learned positions and routers (``get_megatron_muon_optimizer`` in
     megatron/core/optimizer/muon.py, ``_get_param_groups`` and ``get_standard_config_overrides`` beside it).
     """
-    kinds = [_kind_of_group(group) for group in groups]
-    if len({matrix for _, matrix, _, _ in kinds}) == 1:  # one optimizer for all
-        kinds = [(expert, False, decay, usual) for expert, _, decay, usual in kinds]
-        mixed = False
-    else:
-        mixed = True
+    mixed = len({"betas" in group for group in groups}) != 1  # else one optimizer for all
+    kinds = [
+        (
+            bool(group.get("is_expert_parallel", False)),
+            mixed and "betas" not in group,
+            group.get("wd_mult", 1.0) != 0,
+            bool(group.get("default_config", True)) and not group.get("is_decoupled_lr", False),
+        )
+        for group in groups
+    ]
     found: dict[str, int | None] = {}
     for name, shape in shapes.items():
         wanted = _kind_of(name, len(shape), arguments, mixed=mixed)
@@ -306,37 +315,16 @@ def step_of(groups: Sequence[Mapping[str, Any]], number: int | None) -> float | 
     return None if step is None else float(step)
 
 
-def expert_groups(groups: Iterable[Mapping[str, Any]]) -> frozenset[int]:
-    """The numbers of the groups of sharded experts."""
-    return frozenset(number for number, group in enumerate(groups) if group.get("is_expert_parallel", False))
-
-
 def is_sharded_expert(name: str, arguments: Mapping[str, Any]) -> bool:
     """Whether other ranks have other experts in its place."""
-    return is_expert(name) and int(arguments.get("expert_model_parallel_size") or 1) > 1
-
-
-def _kind_of_group(group: Mapping[str, Any]) -> _Kind:
-    usual = bool(group.get("default_config", True)) and not group.get("is_decoupled_lr", False)
-    return (
-        bool(group.get("is_expert_parallel", False)),
-        "betas" not in group,
-        group.get("wd_mult", 1.0) != 0,
-        usual,
-    )
+    return expert_of(name) is not None and int(arguments.get("expert_model_parallel_size") or 1) > 1
 
 
 def _kind_of(name: str, dims: int, arguments: Mapping[str, Any], *, mixed: bool) -> _Kind:
     matrix = mixed and dims == 2 and name not in EMBEDDINGS
     skipped = dims == 1 or name.endswith(".bias")
-    if _norms_decay(arguments) and ("q_layernorm." in name or "k_layernorm." in name):
+    told = arguments.get("apply_wd_to_qk_layernorm"), arguments.get("no_weight_decay_cond_type")
+    if (told[0] or told[1] == "apply_wd_to_qk_layernorm") and ("q_layernorm." in name or "k_layernorm." in name):
         skipped = False
     usual = arguments.get("decoupled_lr") is None or name not in EMBEDDINGS
     return (is_sharded_expert(name, arguments), matrix, not skipped, usual)
-
-
-def _norms_decay(arguments: Mapping[str, Any]) -> bool:
-    return bool(
-        arguments.get("apply_wd_to_qk_layernorm")
-        or arguments.get("no_weight_decay_cond_type") == "apply_wd_to_qk_layernorm"
-    )

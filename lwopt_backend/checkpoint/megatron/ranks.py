@@ -9,20 +9,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
-from lwopt_backend.checkpoint.contents import MASTER, CheckpointError, LazyTensor, end_to_end, joined
+from lwopt_backend.checkpoint.contents import MASTER, CheckpointError, LazyTensor, Param, end_to_end, joined, same
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.pickles import counter, plain
 from lwopt_backend.checkpoint.megatron import names as naming
-from lwopt_backend.checkpoint.megatron.names import (
-    STATES,
-    Coordinates,
-    expected_folders,
-    iteration_of,
-    rank_folders,
-    world,
-)
+from lwopt_backend.checkpoint.megatron.names import STATES, Coordinates, world
 
 # How Megatron-core cuts each parameter over its tensor-parallel ranks, and how the parts become one tensor again.
 
@@ -32,10 +24,7 @@ _PREFIX = re.compile(
 )
 _ROLES: tuple[tuple[str, str], ...] = (
     (r"embedding\.word_embeddings\.weight|output_layer\.(weight|bias)", "columns"),
-    (
-        r"self_attention\.linear_qkv\.(weight|bias)",
-        "columns",
-    ),  # whole query groups: [q, k, v] of each, one after another
+    (r"self_attention\.linear_qkv\.(weight|bias)", "columns"),  # whole query groups: [q, k, v] of each in turn
     (r"(self_attention\.linear_proj|(mlp\.)?linear_fc2)\.weight", "rows"),
     (r"(self_attention\.linear_proj|(mlp\.)?linear_fc2)\.bias", "replicated"),
     (r"(mlp\.)?linear_fc1\.(weight|bias)", "fc1"),
@@ -93,10 +82,10 @@ def merge(parts: Sequence[LazyTensor], cut: Cut) -> LazyTensor:
         return first
     shape = list(first.shape)
     shape[cut.dim] *= len(parts)
+    if cut.kind == "split" and cut.dim:
+        return joined(parts, lambda found: torch.cat(found, cut.dim), shape)
     if cut.kind == "split":
-        return (
-            end_to_end(parts, shape) if cut.dim == 0 else joined(parts, lambda found: torch.cat(found, cut.dim), shape)
-        )
+        return end_to_end(parts, shape)
     if first.shape[0] % 2:
         raise CheckpointError(f"{first.where}: expected gate and up of one size, found shape {first.shape}")
     half = first.numel // 2
@@ -114,16 +103,9 @@ def local_shape(shape: Sequence[int], cut: Cut, ranks: int) -> tuple[int, ...]:
     return tuple(size // ranks if dim == cut.dim else size for dim, size in enumerate(shape))
 
 
+Kept = Mapping[str, Param]  # what one rank's optimizer keeps of its parts of parameters; the weights are elsewhere
+
 # Named states out of the state_dict of Megatron's optimizers, which keep them by number (Float16, FP32, LayerWise).
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What one rank's optimizer keeps of its part of a parameter."""
-
-    states: Mapping[str, LazyTensor]
-    step: float | None = None
-    group: int | None = None
 
 
 @dataclass(frozen=True)
@@ -142,33 +124,30 @@ def inner_optimizers(saved: Any, where: str) -> list[Inner]:
 
     Raises CheckpointError for a key that is not known.
     """
-    entries = saved if isinstance(saved, list) else [saved]
-    return [_inner(entry, f"optimizer {number} in {where}") for number, entry in enumerate(entries)]
+    found = []
+    for number, entry in enumerate(saved if isinstance(saved, list) else [saved]):
+        said = f"optimizer {number} in {where}"
+        if not isinstance(entry, dict):
+            raise CheckpointError(f"{said}: expected an optimizer's state_dict, found {type(entry).__name__}")
+        wrapped: dict[str, Any] = entry if "optimizer" in entry else {"optimizer": entry}  # FP32Optimizer wraps none
+        inner, masters = wrapped["optimizer"], wrapped.get("fp32_from_fp16_params")
+        others = {key: value for key, value in wrapped.items() if key not in ("optimizer", "fp32_from_fp16_params")}
+        unknown = sorted({*map(str, others)} - {"grad_scaler"} | {*map(str, inner)} - {"state", "param_groups"})
+        if unknown or "param_groups" not in inner:
+            raise CheckpointError(
+                f"{said}: expected param_groups, state and fp32_from_fp16_params, found also {unknown}, not known"
+            )
+        found.append(Inner(said, inner.get("state", {}), inner["param_groups"], masters, others))
+    return found
 
 
-def _inner(saved: Any, where: str) -> Inner:
-    if not isinstance(saved, dict):
-        raise CheckpointError(f"{where}: expected an optimizer's state_dict, found {type(saved).__name__}")
-    wrapped: dict[str, Any] = saved if "optimizer" in saved else {"optimizer": saved}  # FP32Optimizer has no wrapping
-    inner = wrapped["optimizer"]
-    others = {key: value for key, value in wrapped.items() if key not in ("optimizer", "fp32_from_fp16_params")}
-    unknown = sorted({*map(str, others)} - {"grad_scaler"} | {*map(str, inner)} - {"state", "param_groups"})
-    if unknown or "param_groups" not in inner:
-        raise CheckpointError(
-            f"{where}: expected param_groups, state and fp32_from_fp16_params, found also {unknown}, not known"
-        )
-    return Inner(where, inner.get("state", {}), inner["param_groups"], wrapped.get("fp32_from_fp16_params"), others)
-
-
-def named(
-    inners: Sequence[Inner], names: Sequence[Sequence[str]], weights: Mapping[str, LazyTensor]
-) -> dict[str, Kept]:
+def named(inners: Sequence[Inner], names: Sequence[Sequence[str]], weights: Mapping[str, LazyTensor]) -> Kept:
     """What the optimizers keep, by parameter. ``names``: of each group, through all optimizers, in its order.
 
     Every master weight is read and compared with the weight, bit for bit, so a wrong name is an error, never a mixed-up
     state. Raises CheckpointError for that, for other counts or shapes, and for states that are not known.
     """
-    found: dict[str, Kept] = {}
+    found: dict[str, Param] = {}
     number = 0
     for inner in inners:
         for local, group in enumerate(inner.groups):
@@ -177,10 +156,10 @@ def named(
                 states = {key: value for key, value in state.items() if key != "step"}
                 _check_states(states, name, weights[name], inner.where)
                 if master is not None:
-                    check_rounds(master, weights[name], name)
+                    _check_rounds(master, weights[name], name)
                     states = {MASTER: master, **states}
                 step = counter(state.get("step", group.get("step")))
-                found[name] = Kept(states, None if step is None else float(step), number)
+                found[name] = Param(None, states, None if step is None else float(step), number)
             number += 1
     return found
 
@@ -214,19 +193,15 @@ def _check_states(states: Mapping[str, Any], name: str, weight: LazyTensor, wher
             raise CheckpointError(f"{where}: expected {key} of {name} in shape {weight.shape}, found {shape}")
 
 
-def check_rounds(master: LazyTensor, weight: LazyTensor, name: str) -> None:
+def _check_rounds(master: LazyTensor, weight: LazyTensor, name: str) -> None:
     """Raises CheckpointError unless ``master``, rounded to the weight's dtype, has the weight's bits."""
-    if master.shape == weight.shape and _same_bits(master.read().to(weight.dtype), weight.read()):
+    if master.shape == weight.shape and same(master.read().to(weight.dtype), weight.read()):
         return
     raise CheckpointError(
         f"{name}: expected a master weight of shape {weight.shape} that rounds to {weight.where}, found {master.where} "
         f"of shape {master.shape} that does not; the files are of different steps, or the assignment of parameters to "
         "ranks is not that of this Megatron: save the checkpoint in the torch_dist format"
     )
-
-
-def _same_bits(left: Tensor, right: Tensor) -> bool:
-    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
 
 
 # The ``model_optim_rng.pt`` of all ranks of a Megatron checkpoint, checked to be of one checkpoint.
@@ -266,12 +241,12 @@ def read_ranks(step: Path) -> Ranks:
     Raises CheckpointError for ranks that are missing, too many, or of another iteration or model, and for what the
     format does not tell enough about.
     """
-    folders = rank_folders(step)
+    folders = naming.rank_folders(step)
     if not folders:
         raise CheckpointError(f"{step}: expected folders mp_rank_*, found none; name the folder that has them")
     loaded = {numbers: _load(folder) for numbers, folder in folders.items()}
     arguments = _arguments(next(iter(loaded.values())), step)
-    expected = expected_folders(arguments)
+    expected = naming.expected_folders(arguments)
     missing = sorted(set(expected) - set(folders))
     if missing or set(folders) - set(expected):
         sizes = ", ".join(f"{name} {size}" for name, size in world(arguments).items())
@@ -326,7 +301,7 @@ def _check_one_checkpoint(
     saved: Mapping[Coordinates, Mapping[str, Any]], files: Mapping[Coordinates, Path], step: Path
 ) -> None:
     iterations = {place: found.get("iteration") for place, found in saved.items()}
-    named = iteration_of(step)
+    named = naming.iteration_of(step)
     expected = named if named is not None else iterations[min(iterations)]
     for place, iteration in iterations.items():
         if iteration != expected:
@@ -374,7 +349,12 @@ def _first_layers(
     counts: dict[tuple[int, int], int] = {}
     for place, chunks in models.items():
         for chunk, weights in enumerate(chunks):
-            count = naming.layers_in(weights, str(files[place]))
+            numbers = {layer for name in weights if (layer := naming.layer_of(name)) is not None}
+            count = len(numbers)
+            if numbers != set(range(count)):
+                raise CheckpointError(
+                    f"{files[place]}: expected layers numbered from 0, found {sorted(numbers)}; the file is not whole"
+                )
             if counts.setdefault((place[1], chunk), count) != count:
                 raise CheckpointError(
                     f"{files[place]}: expected {counts[place[1], chunk]} layers, as this pipeline rank's other files "
@@ -400,13 +380,11 @@ def _rank(
     firsts: Mapping[tuple[int, int], int],
     arguments: Mapping[str, Any],
 ) -> Rank:
-    experts = int(arguments.get("num_experts") or 0) // world(arguments)["ep"]
+    first_expert = place[2] * (int(arguments.get("num_experts") or 0) // world(arguments)["ep"])
     chunks, buffers = [], {}
     for chunk, weights in enumerate(models):
-        named = {
-            naming.global_name(name, first_layer=firsts[place[1], chunk], first_expert=place[2] * experts): weight
-            for name, weight in weights.items()
-        }
+        first = firsts[place[1], chunk]
+        named = {naming.global_name(name, first, first_expert): weight for name, weight in weights.items()}
         buffers.update({name: weight for name, weight in named.items() if naming.is_buffer(name)})
         chunks.append({name: weight for name, weight in named.items() if not naming.is_buffer(name)})
     return Rank(place, file, saved, tuple(chunks), buffers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -13,37 +13,11 @@ import torch
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyTensor, Param, read_as_expected
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.pickles import plain
+from lwopt_backend.checkpoint.megatron import names as naming
+from lwopt_backend.checkpoint.megatron import ranks as of_ranks
 from lwopt_backend.checkpoint.megatron.buffers import Bucket, bucket_numel, buckets, own_buckets, part
-from lwopt_backend.checkpoint.megatron.names import (
-    EMBEDDING,
-    FLAT,
-    OUTPUT,
-    Coordinates,
-    common_groups,
-    expert_groups,
-    groups_of,
-    is_sharded_expert,
-    is_tied,
-    layer_of,
-    names_by_group,
-    rank_folders,
-    step_folder,
-    step_of,
-    tied,
-)
-from lwopt_backend.checkpoint.megatron.ranks import (
-    Cut,
-    Inner,
-    Kept,
-    Rank,
-    Ranks,
-    cut_of,
-    inner_optimizers,
-    is_gated,
-    merge,
-    named,
-    read_ranks,
-)
+from lwopt_backend.checkpoint.megatron.names import EMBEDDING, FLAT, OUTPUT, Coordinates
+from lwopt_backend.checkpoint.megatron.ranks import Cut, Inner, Kept, Rank, Ranks
 
 # Which rank of Megatron's LayerWiseDistributedOptimizer has which parameters, replayed.
 #
@@ -58,7 +32,7 @@ def dealt(
     numels: Mapping[str, int],
     *,
     ranks: int,
-    expert_groups: frozenset[int] = frozenset(),
+    expert_groups: Set[int] = frozenset(),
     expert_ranks: int = 1,
 ) -> list[list[list[str]]]:
     """``[group][rank]``: the names that the rank has of the group, in its optimizer's order.
@@ -95,7 +69,7 @@ def is_layer_wise(ranks: Ranks) -> bool:
     return bool(says) or any(_files(rank) for rank in ranks.ranks)
 
 
-def from_layer_wise(ranks: Ranks) -> list[tuple[Rank, list[Inner], dict[str, Kept]]]:
+def from_layer_wise(ranks: Ranks) -> list[tuple[Rank, list[Inner], Kept]]:
     """What every file keeps, by parameter, with the rank in whose folder it is and the optimizers in it.
 
     Data parallel rank r is in the folder of expert parallel rank r % ep, and has place r // ep among those with the
@@ -121,26 +95,21 @@ def from_layer_wise(ranks: Ranks) -> list[tuple[Rank, list[Inner], dict[str, Kep
                 f"{rank.file.parent}: expected layer_wise_optimizer_*.pt of data parallel ranks {sorted(expected)}, "
                 f"found those of {sorted(files)}; copy the files of all ranks of one checkpoint"
             )
+        weights = rank.weights
         for number, path in sorted(files.items()):
-            inners = inner_optimizers(torch_files.load(path), str(path))
-            found.append((rank, inners, _kept(rank, inners, ranks, number)))
+            inners = of_ranks.inner_optimizers(torch_files.load(path), str(path))
+            groups = [group for inner in inners for group in inner.groups]
+            sharded = {index for index, group in enumerate(groups) if group.get("is_expert_parallel", False)}
+            shares = dealt(
+                naming.names_by_group(weights, groups, ranks.arguments, inners[0].where),
+                {name: weight.numel for name, weight in weights.items()},
+                ranks=data,
+                expert_groups=sharded,
+                expert_ranks=data // experts,
+            )
+            names = [share[number // experts if group in sharded else number] for group, share in enumerate(shares)]
+            found.append((rank, inners, of_ranks.named(inners, names, weights)))
     return found
-
-
-def _kept(rank: Rank, inners: list[Inner], ranks: Ranks, number: int) -> dict[str, Kept]:
-    data, experts = ranks.world["dp"], ranks.world["ep"]
-    groups = [group for inner in inners for group in inner.groups]
-    sharded = expert_groups(groups)
-    weights = rank.weights
-    shares = dealt(
-        names_by_group(weights, groups, ranks.arguments, inners[0].where),
-        {name: weight.numel for name, weight in weights.items()},
-        ranks=data,
-        expert_groups=sharded,
-        expert_ranks=data // experts,
-    )
-    names = [share[number // experts if group in sharded else number] for group, share in enumerate(shares)]
-    return named(inners, names, weights)
 
 
 def _files(rank: Rank) -> Mapping[int, Path]:
@@ -155,7 +124,7 @@ FLAT_FILE = "distrib_optim.pt"
 
 def from_buffers(
     rank: Rank, arguments: Mapping[str, Any], numbers: Mapping[str, int | None], groups: Sequence[Mapping[str, Any]]
-) -> dict[str, Kept]:
+) -> Kept:
     """What the rank's file keeps, by parameter; ``numbers``: the group of each.
 
     Bucket sizes are not in the file: they are computed from ``arguments`` and compared with the buffers' lengths.
@@ -163,7 +132,7 @@ def from_buffers(
     """
     path = rank.file.with_name(FLAT_FILE)
     saved = torch_files.load(path)
-    found: dict[str, Kept] = {}
+    found: dict[str, Param] = {}
     for key, buffer, shapes, chunk in _buffers(saved, rank, arguments, str(path)):
         closed_at = bucket_numel(
             arguments,
@@ -174,7 +143,7 @@ def from_buffers(
         layout = buckets(shapes, closed_at=closed_at, alone=own_buckets(arguments))
         for name, states in _states(buffer, layout, f"{key} in {path}").items():
             number = numbers[name]
-            found[name] = Kept(states, step_of(groups, number), number)
+            found[name] = Param(None, states, naming.step_of(groups, number), number)
     return found
 
 
@@ -220,7 +189,7 @@ def _parameters(
     for chunk, weights in enumerate(rank.chunks):
         by_dtype: dict[torch.dtype, dict[str, tuple[int, ...]]] = {}
         for name, weight in weights.items():
-            if is_sharded_expert(name, arguments) == sharded:
+            if naming.is_sharded_expert(name, arguments) == sharded:
                 by_dtype.setdefault(weight.dtype, {})[name] = weight.shape
         found += [(chunk, dtype, shapes) for dtype, shapes in by_dtype.items()]
     return found
@@ -253,9 +222,7 @@ Pair = tuple[str, LazyTensor, LazyTensor]
 _PLACES = ("embedding.", "decoder.layers.", "decoder.", "")
 
 
-def merged(
-    ranks: Ranks, kept: Mapping[Coordinates, Mapping[str, Kept]]
-) -> tuple[dict[str, Param], tuple[Pair, ...], dict[str, str]]:
+def merged(ranks: Ranks, kept: Mapping[Coordinates, Kept]) -> tuple[dict[str, Param], tuple[Pair, ...], dict[str, str]]:
     """Whole parameters in the model's order; pairs of copies that must be equal; the tied embedding's other name.
 
     ``kept``: what the optimizers keep, by rank. Raises CheckpointError for parameters or states that a rank lacks.
@@ -265,21 +232,27 @@ def merged(
         for name, weight in rank.weights.items():
             held.setdefault(name, {})[rank.coordinates] = weight
     pairs: list[Pair] = []
-    params = {name: _param(name, held[name], kept, ranks, pairs) for name in sorted(held, key=_place)}
-    if is_tied(ranks.arguments) and EMBEDDING in params and OUTPUT in params:  # the last pipeline stage has a copy
-        pairs += _tied_pairs(params[EMBEDDING], params.pop(OUTPUT))
-    return params, tuple(pairs), tied(params, ranks.arguments)
+
+    def place(name: str) -> tuple[int, int]:
+        return next(i for i, start in enumerate(_PLACES) if name.startswith(start)), naming.layer_of(name) or 0
+
+    params = {name: _param(name, held[name], kept, ranks, pairs) for name in sorted(held, key=place)}
+    if naming.is_tied(ranks.arguments) and {EMBEDDING, OUTPUT} <= params.keys():  # the last stage's is a copy
+        first, last = params[EMBEDDING].tensors, params.pop(OUTPUT).tensors
+        what = f"{EMBEDDING} and {OUTPUT}, which are tied"
+        pairs += [(f"{key} of {what}", first[key], last[key]) for key in first if key in last]
+    return params, tuple(pairs), naming.tied(params, ranks.arguments)
 
 
 def _param(
     name: str,
     weights: Mapping[Coordinates, LazyTensor],
-    kept: Mapping[Coordinates, Mapping[str, Kept]],
+    kept: Mapping[Coordinates, Kept],
     ranks: Ranks,
     pairs: list[Pair],
 ) -> Param:
     size = ranks.world["tp"]
-    cut = cut_of(name, gated=is_gated(ranks.arguments)) if size > 1 else Cut("whole")
+    cut = of_ranks.cut_of(name, gated=of_ranks.is_gated(ranks.arguments)) if size > 1 else Cut("whole")
     if len({place[1] for place in weights}) > 1:
         raise CheckpointError(
             f"{name}: expected on one pipeline rank, found on {sorted({place[1] for place in weights})}; the ranks' "
@@ -317,19 +290,7 @@ def _whole(what: str, parts: Mapping[Coordinates, LazyTensor], size: int, cut: C
     for copies in same:
         first = copies[0]
         pairs += [(f"{what} on ranks {first[0]} and {place}", first[1], part) for place, part in copies[1:]]
-    return merge([copies[0][1] for copies in by_rank], cut)
-
-
-def _tied_pairs(embedding: Param, output: Param) -> Iterable[Pair]:
-    what = f"{EMBEDDING} and {OUTPUT}, which are tied"
-    if embedding.weight is not None and output.weight is not None:
-        yield f"weight of {what}", embedding.weight, output.weight
-    for key in embedding.states.keys() & output.states.keys():
-        yield f"{key} of {what}", embedding.states[key], output.states[key]
-
-
-def _place(name: str) -> tuple[int, int]:
-    return next(i for i, start in enumerate(_PLACES) if name.startswith(start)), layer_of(name) or 0
+    return of_ranks.merge([copies[0][1] for copies in by_rank], cut)
 
 
 # Reads Megatron's ``torch`` checkpoints: ``mp_rank_*/model_optim_rng.pt`` and the optimizers' files beside them.
@@ -341,7 +302,7 @@ _NOT_OURS = {"rng_state", "rerun_state_machine", "num_floating_point_operations_
 def recognises(path: Path) -> bool:
     """Whether a folder, or the step in it that its pointer names, has folders of ranks."""
     try:
-        return bool(rank_folders(step_folder(path)))
+        return bool(naming.rank_folders(naming.step_folder(path)))
     except (OSError, CheckpointError):
         return False
 
@@ -353,13 +314,13 @@ def read(path: Path) -> Checkpoint:
     Megatron-core's local spec does, layers and experts numbered through. Raises CheckpointError for a checkpoint that
     is damaged, not complete, or of a kind that is not read.
     """
-    step = step_folder(path)
+    step = naming.step_folder(path)
     return read_as_expected(lambda: _read(step), step, "Megatron")
 
 
 def _read(step: Path) -> Checkpoint:
-    ranks = read_ranks(step)
-    kept, groups, notes = _optimizers(ranks)
+    ranks = of_ranks.read_ranks(step)
+    kept, groups, inners, notes = _optimizers(ranks)
     _check_the_rest(ranks)
     params, replicas, tied = merged(ranks, kept)
     first = ranks.ranks[0].saved
@@ -377,30 +338,30 @@ def _read(step: Path) -> Checkpoint:
         replicas=replicas,
         tied=tied,
         buffers={name: buffer for rank in ranks.ranks for name, buffer in rank.buffers.items()},
-        notes=(*notes, *_left_out(ranks.ranks)),
+        notes=(*notes, *_notes(inners, ranks.ranks)),
     )
 
 
 def read_weights(path: Path) -> Mapping[str, Param]:
     """The parameters without the optimizer's state, for which no tensor is read. Raises CheckpointError."""
-    step = step_folder(path)
+    step = naming.step_folder(path)
     return read_as_expected(lambda: _read_weights(step), step, "Megatron")
 
 
 def _read_weights(step: Path) -> Mapping[str, Param]:
-    ranks = read_ranks(step)
+    ranks = of_ranks.read_ranks(step)
     return merged(ranks, {rank.coordinates: {} for rank in ranks.ranks})[0]
 
 
-_ByRank = dict[Coordinates, dict[str, Kept]]
+_ByRank = dict[Coordinates, Kept]
 
 
-def _optimizers(ranks: Ranks) -> tuple[_ByRank, tuple[dict[str, Any], ...], list[str]]:
-    """What the optimizers keep on each rank, the param groups, and notes."""
+def _optimizers(ranks: Ranks) -> tuple[_ByRank, tuple[dict[str, Any], ...], list[Inner], list[str]]:
+    """What the optimizers keep on each rank, the param groups, the optimizers, and notes."""
     found: _ByRank = {rank.coordinates: {} for rank in ranks.ranks}
     where = str(ranks.ranks[0].file.parent.parent)
     if not any("optimizer" in rank.saved for rank in ranks.ranks):
-        return found, (), [f"{where} has no optimizer state (--no-save-optim)"]
+        return found, (), [], [f"{where} has no optimizer state (--no-save-optim)"]
     has_flat = any(rank.file.with_name(FLAT_FILE).exists() for rank in ranks.ranks)
     flat = has_flat or bool(ranks.arguments.get("use_distributed_optimizer"))
     groups: list[list[Mapping[str, Any]]] = []
@@ -412,29 +373,23 @@ def _optimizers(ranks: Ranks) -> tuple[_ByRank, tuple[dict[str, Any], ...], list
                 "Megatron writes whole; save with torch_dist, or with --no-use-layer-wise-param-layout"
             )
         for rank, of_file, kept in from_layer_wise(ranks):
-            found[rank.coordinates].update(kept)
+            found[rank.coordinates] = {**found[rank.coordinates], **kept}
             groups.append([group for inner in of_file for group in inner.groups])
             inners += of_file
     else:
         for rank in ranks.ranks:
-            of_rank = inner_optimizers(rank.saved.get("optimizer"), str(rank.file))
-            groups.append([group for inner in of_rank for group in inner.groups])
-            inners += of_rank
-            found[rank.coordinates] = (_flat if flat else _plain)(rank, of_rank, groups[-1], ranks.arguments)
-    return found, common_groups(groups, where), _notes(inners)
-
-
-def _flat(
-    rank: Rank, _: list[Inner], groups: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
-) -> dict[str, Kept]:
-    shapes = {name: weight.shape for name, weight in rank.weights.items()}
-    return from_buffers(rank, arguments, groups_of(shapes, groups, arguments), groups)
-
-
-def _plain(
-    rank: Rank, inners: list[Inner], groups: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
-) -> dict[str, Kept]:
-    return named(inners, names_by_group(rank.weights, groups, arguments, str(rank.file)), rank.weights)
+            of_file = of_ranks.inner_optimizers(rank.saved.get("optimizer"), str(rank.file))
+            groups.append([group for inner in of_file for group in inner.groups])
+            inners += of_file
+            weights = rank.weights
+            if flat:
+                shapes = {name: weight.shape for name, weight in weights.items()}
+                numbers = naming.groups_of(shapes, groups[-1], ranks.arguments)
+                found[rank.coordinates] = from_buffers(rank, ranks.arguments, numbers, groups[-1])
+            else:
+                names = naming.names_by_group(weights, groups[-1], ranks.arguments, str(rank.file))
+                found[rank.coordinates] = of_ranks.named(of_file, names, weights)
+    return found, naming.common_groups(groups, where), inners, []
 
 
 def _check_the_rest(ranks: Ranks) -> None:
@@ -456,7 +411,8 @@ def _tensors_in(value: Any) -> Iterator[LazyTensor]:
             yield from _tensors_in(entry)
 
 
-def _notes(inners: Sequence[Inner]) -> list[str]:
+def _notes(inners: Sequence[Inner], ranks: Sequence[Rank]) -> list[str]:
+    """What is in the files and not in the result."""
     notes = []
     if any(inner.others for inner in inners):
         notes.append("the loss scaler's state (grad_scaler) was left out")
@@ -464,10 +420,5 @@ def _notes(inners: Sequence[Inner]) -> list[str]:
         notes.append(
             "the optimizer has no master weights of its own, so its states' names could not be checked by value"
         )
-    return notes
-
-
-def _left_out(ranks: Sequence[Rank]) -> list[str]:
-    """Notes on what is in the files and not in the result."""
     keys = {str(key) for rank in ranks for key in rank.saved if not str(key).removeprefix("model").isdigit()}
-    return [f"{key!r} in model_optim_rng.pt was left out" for key in sorted(keys - _READ - _NOT_OURS)]
+    return [*notes, *(f"{key!r} in model_optim_rng.pt was left out" for key in sorted(keys - _READ - _NOT_OURS))]

@@ -15,7 +15,7 @@ from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointErro
 from lwopt_backend.checkpoint.convert import weight_of
 from lwopt_backend.checkpoint.dcp.saving import Boxes, Place, Shards, save, stacked
 from lwopt_backend.checkpoint.files.torch_saving import save_as_it_lies
-from lwopt_backend.checkpoint.megatron.names import EMBEDDINGS, FUSED, STATES, is_expert, is_sharded_expert, local_spec
+from lwopt_backend.checkpoint.megatron.names import EMBEDDINGS, FUSED, STATES, expert_of, is_sharded_expert, local_spec
 
 # Parameters under the keys of Megatron's torch_dist format: the way back from ``megatron.dist_names``.
 
@@ -42,10 +42,8 @@ class Keys:
         alike = sorted(layers) == list(range(len(layers)))
         self._stacked = alike and all(of_layer == layers[0] for of_layer in layers.values())
         local = arguments.get("transformer_impl") == "local"
-        with_experts = {
-            number for number, of_layer in layers.items() if any(is_expert(f".{name}") for name in of_layer)
-        }
-        self._own_norm = set() if local else with_experts
+        experts = {n for n, names in layers.items() if any(expert_of(f".{name}") is not None for name in names)}
+        self._own_norm = set() if local else experts
 
     def place(self, name: str) -> tuple[str, Place]:
         """The key, and the parameter's place along its first axes."""
@@ -154,14 +152,12 @@ def arguments_of(checkpoint: Checkpoint, version: str) -> dict[str, Any]:
     return {**shown, **known, **trained}
 
 
-def has_muon(checkpoint: Checkpoint) -> bool:
-    """Whether a parameter is trained by Muon."""
-    return any(is_muon(param) for param in checkpoint.params.values())
-
-
 def is_muon(param: Param) -> bool:
-    """Whether it has Muon's state."""
     return "momentum_buffer" in param.states
+
+
+def has_muon(checkpoint: Checkpoint) -> bool:
+    return any(map(is_muon, checkpoint.params.values()))
 
 
 def is_distributed(checkpoint: Checkpoint, arguments: Mapping[str, Any], version: str) -> bool:
@@ -173,15 +169,12 @@ def is_distributed(checkpoint: Checkpoint, arguments: Mapping[str, Any], version
 
 def _namespace(arguments: Mapping[str, Any]) -> argparse.Namespace:
     """As Megatron has them. Random states are not written, and it must not look for them."""
-    values = {key: _with_dtype(value) for key, value in arguments.items()}
-    return argparse.Namespace(**{**values, "no_save_rng": True})
-
-
-def _with_dtype(value: Any) -> Any:
-    if isinstance(value, str) and value.startswith("torch."):
-        found = getattr(torch, value.removeprefix("torch."), None)
-        return found if isinstance(found, torch.dtype) else value
-    return value
+    values = {**arguments, "no_save_rng": True}
+    for key, value in arguments.items():
+        if isinstance(value, str) and value.startswith("torch."):
+            found = getattr(torch, value.removeprefix("torch."), None)
+            values[key] = found if isinstance(found, torch.dtype) else value
+    return argparse.Namespace(**values)
 
 
 def _scheduler(checkpoint: Checkpoint, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,13 +217,9 @@ def _optimizers(checkpoint: Checkpoint, arguments: Mapping[str, Any], version: s
 
 def _optimizer(groups: Sequence[dict[str, Any]], adam: bool, distributed: bool, version: str) -> dict[str, Any]:
     if not adam:
-        old, new = "momentum_beta", "momentum"
-        wanted, other = (old, new) if version == OLD else (new, old)
-        return {
-            "optimizer": {
-                "param_groups": [{wanted if key == other else key: v for key, v in g.items()} for g in groups]
-            }
-        }
+        wanted, other = ("momentum_beta", "momentum")[:: 1 if version == OLD else -1]
+        renamed = [{wanted if key == other else key: v for key, v in g.items()} for g in groups]
+        return {"optimizer": {"param_groups": renamed}}
     if version == NEW:
         groups = [{"optimizer": "adam", **group} for group in groups]
     steps = {group["step"] for group in groups if "step" in group}
@@ -271,41 +260,24 @@ def _made_groups(checkpoint: Checkpoint, arguments: Mapping[str, Any]) -> list[d
     for name, param in checkpoint.params.items():
         if set(param.states) - {MASTER}:
             adam = not is_muon(param)
-            kind = (
-                adam,
-                is_sharded_expert(name, arguments),
-                adam and (len(param.shape) == 1 or name.endswith(".bias")),
-            )
-            members.setdefault(kind, []).append((name, param))
+            no_decay = adam and (len(param.shape) == 1 or name.endswith(".bias"))
+            members.setdefault((adam, is_sharded_expert(name, arguments), no_decay), []).append((name, param))
     found = []
     for (adam, expert, no_decay), params in sorted(members.items()):
         given = [dict(checkpoint.groups[p.group]) for _, p in params if p.group is not None]
         options = _same_options(given, ("lr", "betas", "eps") if adam else ("lr", "momentum"), params[0][0])
-        decay = (
-            0.0
-            if no_decay
-            else arguments.get("weight_decay", max((g.get("weight_decay", 0.0) for g in given), default=0.0))
-        )
+        decay = arguments.get("weight_decay", max((g.get("weight_decay", 0.0) for g in given), default=0.0))
         lr = options.get("lr", arguments.get("lr") or 0.0)
-        own = (
-            {
-                "betas": tuple(options.get("betas", (0.9, 0.999))),
-                "eps": options.get("eps", 1e-8),
-                "bias_correction": True,
-            }
-            if adam
-            else {"momentum": options.get("momentum", 0.95)}
-        )
         group = {
-            **{
-                "is_expert_parallel": expert,
-                "default_config": True,
-                "wd_mult": 0.0 if no_decay else 1.0,
-                "lr_mult": 1.0,
-            },
+            **{"is_expert_parallel": expert, "default_config": True, "wd_mult": float(not no_decay), "lr_mult": 1.0},
             **{"is_decoupled_lr": False, "max_lr": arguments.get("lr") or lr, "min_lr": arguments.get("min_lr") or 0.0},
-            **{"lr": lr, "weight_decay": decay, **own},
+            **{"lr": lr, "weight_decay": 0.0 if no_decay else decay},
         }
+        if adam:
+            group |= {"betas": tuple(options.get("betas", (0.9, 0.999))), "eps": options.get("eps", 1e-8)}
+            group["bias_correction"] = True
+        else:
+            group["momentum"] = options.get("momentum", 0.95)
         found.append(_counted(group, {p.step for _, p in params if p.step is not None}, params[0][0]))
     return found
 

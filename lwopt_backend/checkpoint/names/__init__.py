@@ -43,14 +43,11 @@ def translate(
     if source is not None:
         checkpoint = dataclasses.replace(checkpoint, names=find(source).target)
     back = find(source) if source is not None else FAMILIES.get(checkpoint.names)
-    if checkpoint.names == into.target != into.source and not _vocabulary(numbers):
+    pads = numbers is not None and (numbers.vocab_size, numbers.vocab_multiple) != (None, None)
+    if checkpoint.names == into.target != into.source and not pads:
         return checkpoint
     if back is not None and checkpoint.names not in (CORE, into.source):
         checkpoint = apply(back.inverse(), checkpoint, numbers)
         if into.source == into.target:
             return checkpoint
     return apply(into, checkpoint, numbers)
-
-
-def _vocabulary(numbers: Numbers | None) -> bool:
-    return numbers is not None and (numbers.vocab_size, numbers.vocab_multiple) != (None, None)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lwopt_backend.checkpoint.choices import Numbers, qkv_of_fused, qkv_of_parts
-from lwopt_backend.checkpoint.contents import MATRICES, Checkpoint, CheckpointError, LazyTensor, Param
+from lwopt_backend.checkpoint.contents import MATRICES, WEIGHT, Checkpoint, CheckpointError, LazyTensor, Param
 from lwopt_backend.checkpoint.names.megatron import HEAD
 from lwopt_backend.checkpoint.names.operations import OPERATIONS, stacked, unstacked
 from lwopt_backend.checkpoint.names.rules import LAYERS, NameMap, Pattern, Rule, Values
@@ -178,35 +178,27 @@ MOMENTUM = "momentum_buffer"  # what Muon keeps; a parameter without it is not M
 
 def sentences(checkpoint: Checkpoint, units: Sequence[Unit], numbers: Numbers) -> list[str]:
     """What is orthogonalized otherwise after a conversion, and what sets it as it was. ``checkpoint`` is the source."""
+    params, arguments = checkpoint.params, checkpoint.arguments
     kept = [unit for unit in units if unit.rule.targets]
-    trained = [unit for unit in kept if any(MOMENTUM in checkpoint.params[name].states for name in unit.names)]
+    trained = [unit for unit in kept if any(MOMENTUM in params[name].states for name in unit.names)]
     if not trained:
         return []
-    groups: dict[str, list[Unit]] = {}
+    found, ranks = [], checkpoint.world.get("tp", 1)
+    if muon := ", ".join(f"{key}={value!r}" for key, value in sorted(arguments.items()) if key.startswith("muon_")):
+        found.append(f"Megatron's Muon ran with {muon}; they travel along in the checkpoint's arguments.")
+    if ranks > 1 and arguments.get("muon_tp_mode") == "blockwise":
+        found.append(
+            f"muon_tp_mode='blockwise': each of {ranks} tensor-parallel ranks orthogonalized its own part of a matrix; "
+            "here whole matrices are."
+        )
+    groups: dict[str, list[str]] = {}
     for unit in trained:
-        said = _sentence(checkpoint, unit, numbers)
-        if said:
-            groups.setdefault(said, []).append(unit)
-    found = [f"{said} This holds for {_counted(same)}." for said, same in groups.items()]
-    return [*_muon_arguments(checkpoint.arguments), *_blockwise(checkpoint), *found]
-
-
-def _muon_arguments(arguments: Mapping[str, Any]) -> list[str]:
-    muon = {key: value for key, value in sorted(arguments.items()) if key.startswith("muon_")}
-    if not muon:
-        return []
-    listed = ", ".join(f"{key}={value!r}" for key, value in muon.items())
-    return [f"Megatron's Muon ran with {listed}; they travel along in the checkpoint's arguments."]
-
-
-def _blockwise(checkpoint: Checkpoint) -> list[str]:
-    ranks, mode = checkpoint.world.get("tp", 1), checkpoint.arguments.get("muon_tp_mode")
-    if ranks == 1 or mode != "blockwise":
-        return []
-    return [
-        f"muon_tp_mode='blockwise': each of {ranks} tensor-parallel ranks orthogonalized its own part of a matrix; "
-        "here whole matrices are."
-    ]
+        if said := _sentence(checkpoint, unit, numbers):
+            groups.setdefault(said, []).append(unit.names[0])
+    for said, names in groups.items():
+        alike = f"{len(names)} parameters, the first of which is " if len(names) > 1 else ""
+        found.append(f"{said} This holds for {alike}{names[0]!r}.")
+    return found
 
 
 def _sentence(checkpoint: Checkpoint, unit: Unit, numbers: Numbers) -> str | None:
@@ -242,37 +234,26 @@ def _sentence(checkpoint: Checkpoint, unit: Unit, numbers: Numbers) -> str | Non
 
 def _fused(checkpoint: Checkpoint, unit: Unit, numbers: Numbers) -> str | None:
     """Of q, k and v that stay in one parameter."""
-    split = checkpoint.arguments.get("muon_split_qkv")
+    split, name = checkpoint.arguments.get("muon_split_qkv"), unit.sources[0][0]
     if split is None:
         return None
     if not split:
         return _set("muon_split_qkv=False orthogonalized q, k and v as one matrix.", unit, "whole")
     what = "muon_split_qkv=True orthogonalized q, k and v each by itself."
-    try:
-        return _set(what, unit, _division(checkpoint, unit, numbers))
+    try:  # how they lie; outputs, however they are stored
+        found = qkv_of_fused(numbers, checkpoint.params[name].shape[0], name)
     except CheckpointError:  # nothing is divided here, so that no number is needed
         return f"{what} 'atoms' can do the same with us, but how they lie is not known."
-
-
-def _division(checkpoint: Checkpoint, unit: Unit, numbers: Numbers) -> dict[str, Any]:
-    """How q, k and v lie in a parameter that stays fused; outputs, however it is stored."""
-    name = unit.sources[0][0]
-    found = qkv_of_fused(numbers, checkpoint.params[name].shape[0], name)
-    blocks = "qkv_blocks" in unit.rule.do or ("qkv_to_layout" in unit.rule.do and numbers.qkv_layout == "blocks")
-    if not blocks:
-        return {"qkv": list(found.sizes), "groups": found.groups}
-    ranks = numbers.qkv_ranks if "qkv_to_layout" in unit.rule.do else 1
-    return {"qkv": [size * found.groups // ranks for size in found.sizes], "groups": ranks}
+    by_layout = "qkv_to_layout" in unit.rule.do
+    if not ("qkv_blocks" in unit.rule.do or by_layout and numbers.qkv_layout == "blocks"):
+        return _set(what, unit, {"qkv": list(found.sizes), "groups": found.groups})
+    ranks = numbers.qkv_ranks if by_layout else 1
+    return _set(what, unit, {"qkv": [size * found.groups // ranks for size in found.sizes], "groups": ranks})
 
 
 def _set(what: str, unit: Unit, division: Any) -> str:
     glob = re.sub(r"(?<=\.)[0-9]+(?=\.)", "*", unit.rule.targets[0].glob(unit.values))  # also numbers in {*}
     return f'{what} Set "atoms": {json.dumps({glob: division})} for the same with us.'
-
-
-def _counted(units: Sequence[Unit]) -> str:
-    first = units[0].names[0]
-    return repr(first) if len(units) == 1 else f"{len(units)} parameters, the first of which is {first!r}"
 
 
 def check_gated(arguments: Mapping[str, Any], units: Sequence[Unit]) -> None:
@@ -288,8 +269,6 @@ def check_gated(arguments: Mapping[str, Any], units: Sequence[Unit]) -> None:
 
 
 # A name map applied to a checkpoint: the same tensors under other names, moved when they are read.
-
-WEIGHT = "weight"
 
 
 def apply(names: NameMap, checkpoint: Checkpoint, numbers: Numbers | None = None) -> Checkpoint:
@@ -372,11 +351,11 @@ def _made(source: Checkpoint, unit: Unit, numbers: Numbers) -> dict[str, Param]:
         return {}
     params = [source.params[name] for name in unit.names]
     first, keys = params[0], _keys(unit, params)
-    moved = {keys[0]: _moved(unit, [_tensor(param, keys[0]) for param in params], numbers)}
-    if len(params) == 1 and moved[keys[0]] == [[_tensor(first, keys[0])]]:  # renamed: states of any form can stay
+    moved = {keys[0]: _moved(unit, [param.tensors[keys[0]] for param in params], numbers)}
+    if len(params) == 1 and moved[keys[0]] == [[first.tensors[keys[0]]]]:  # renamed: states of any form can stay
         return {unit.targets()[0][0]: first}
     _check_movable(unit, params)
-    moved |= {key: _moved(unit, [_tensor(param, key) for param in params], numbers) for key in keys[1:]}
+    moved |= {key: _moved(unit, [param.tensors[key] for param in params], numbers) for key in keys[1:]}
     found = {}
     for place, targets in enumerate(unit.targets(_sizes(unit, first, numbers))):
         for number, name in enumerate(targets):
@@ -385,49 +364,35 @@ def _made(source: Checkpoint, unit: Unit, numbers: Numbers) -> dict[str, Param]:
     return found
 
 
-def _tensor(param: Param, key: str) -> LazyTensor:
-    found = param.weight if key == WEIGHT else param.states[key]
-    assert found is not None
-    return found
-
-
 def _moved(unit: Unit, tensors: Sequence[LazyTensor], numbers: Numbers) -> list[list[LazyTensor]]:
     """By place in a stack that is undone the tensors that come out, one for every target."""
     rule, width = unit.rule, len(unit.rule.sources)
     if rule.unstacked_over:
-        leading = len(rule.unstacked_over)
-        parts = [unstacked(tensor, leading) for tensor in tensors]
-        return [_operated(rule.do, list(place), numbers) for place in zip(*parts, strict=True)]
-    items = [tensors[start : start + width] for start in range(0, len(tensors), width)]
-    moved = [_operated(rule.do, item, numbers) for item in items]
+        items = list(zip(*(unstacked(tensor, len(rule.unstacked_over)) for tensor in tensors), strict=True))
+    else:
+        items = [tuple(tensors[start : start + width]) for start in range(0, len(tensors), width)]
+    moved = []
+    for item in map(list, items):
+        for name in rule.do:
+            item = OPERATIONS[name].run(item, numbers)
+        moved.append(item)
     if rule.stacked_over:
         return [[stacked(parts, unit.sizes) for parts in zip(*moved, strict=True)]]
     return moved
 
 
-def _operated(do: Sequence[str], tensors: Sequence[LazyTensor], numbers: Numbers) -> list[LazyTensor]:
-    tensors = list(tensors)
-    for name in do:
-        tensors = OPERATIONS[name].run(tensors, numbers)
-    return tensors
-
-
 def _keys(unit: Unit, params: Sequence[Param]) -> list[str]:
     """ "weight" and the states' keys; the same, with the same counters, of all that are joined."""
-
-    def of(param: Param) -> list[str]:
-        return ([WEIGHT] if param.weight is not None else []) + list(param.states)
-
     first = params[0]
     for name, param in zip(unit.names, params):
-        pairs = [("tensors", sorted(of(first)), sorted(of(param))), ("steps", first.step, param.step)]
+        pairs = [("tensors", sorted(first.tensors), sorted(param.tensors)), ("steps", first.step, param.step)]
         for what, expected, found in [*pairs, ("param group", first.group, param.group)]:
             if expected != found:
                 raise CheckpointError(
                     f"{unit.names[0]!r} and {name!r} are joined by {unit.rule}, but differ in {what}: {expected} and "
                     f"{found}; give a map that keeps them apart"
                 )
-    return of(first)
+    return list(first.tensors)
 
 
 def _check_movable(unit: Unit, params: Sequence[Param]) -> None:

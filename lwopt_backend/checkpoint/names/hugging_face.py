@@ -24,13 +24,15 @@ EMBEDDINGS: tuple[Rule, ...] = (
     rule(f"{core.FINAL_NORM}.weight", "model.norm.weight"),
 )
 
+
+def gated(source: str, target: str) -> Rule:
+    """For gate and up, the words for "{}" in ``target``."""
+    return rule(source, [target.replace("{}", part) for part in ("gate", "up")], "split_gate_up", optional=True)
+
+
 # Also those of models with experts
 ATTENTION: tuple[Rule, ...] = (
-    rule(
-        f"{core.QKV}.{core.EITHER}",
-        [f"{LAYER}.self_attn.{part}_proj.{core.EITHER}" for part in "qkv"],
-        "split_qkv",
-    ),
+    rule(f"{core.QKV}.{core.EITHER}", [f"{LAYER}.self_attn.{x}_proj.{core.EITHER}" for x in "qkv"], "split_qkv"),
     rule(f"{core.NORM1}.weight", f"{LAYER}.input_layernorm.weight"),
     rule(f"{core.NORM2}.weight", f"{LAYER}.post_attention_layernorm.weight"),
     *renamed(
@@ -44,12 +46,7 @@ ATTENTION: tuple[Rule, ...] = (
 )
 
 DENSE: tuple[Rule, ...] = (
-    rule(
-        f"{core.FC1}.{core.EITHER}",
-        [f"{LAYER}.mlp.gate_proj.{core.EITHER}", f"{LAYER}.mlp.up_proj.{core.EITHER}"],
-        "split_gate_up",
-        optional=True,
-    ),
+    gated(f"{core.FC1}.{core.EITHER}", f"{LAYER}.mlp.{{}}_proj.{core.EITHER}"),
     rule(f"{core.FC2}.{core.EITHER}", f"{LAYER}.mlp.down_proj.{core.EITHER}", optional=True),
 )
 
@@ -124,12 +121,7 @@ AROUND: tuple[Rule, ...] = (
     *EMBEDDINGS,
     *ATTENTION,
     *DENSE,
-    rule(
-        f"{core.SHARED}.linear_fc1.weight",
-        [f"{MLP}.shared_expert.gate_proj.weight", f"{MLP}.shared_expert.up_proj.weight"],
-        "split_gate_up",
-        optional=True,
-    ),
+    gated(f"{core.SHARED}.linear_fc1.weight", f"{MLP}.shared_expert.{{}}_proj.weight"),
     *renamed(
         {
             f"{core.ROUTER}.weight": f"{MLP}.gate.weight",
@@ -144,12 +136,7 @@ QWEN_MOE = NameMap(
     "hf-qwen-moe",
     (
         *AROUND,
-        rule(
-            f"{core.EXPERT}.linear_fc1.weight",
-            [f"{MLP}.experts.{{expert}}.gate_proj.weight", f"{MLP}.experts.{{expert}}.up_proj.weight"],
-            "split_gate_up",
-            optional=True,
-        ),
+        gated(f"{core.EXPERT}.linear_fc1.weight", f"{MLP}.experts.{{expert}}.{{}}_proj.weight"),
         rule(f"{core.EXPERT}.linear_fc2.weight", f"{MLP}.experts.{{expert}}.down_proj.weight", optional=True),
     ),
     core.ALIASES,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,18 +16,6 @@ from lwopt_backend.checkpoint.choices import QKV, Numbers, qkv_of_fused, qkv_of_
 from lwopt_backend.checkpoint.contents import CheckpointError, LazyTensor, end_to_end, joined
 
 Tensors = Sequence[LazyTensor]
-OperationName = Literal[
-    "split_qkv",
-    "join_qkv",
-    "qkv_blocks",
-    "qkv_groups",
-    "qkv_to_layout",
-    "qkv_from_layout",
-    "split_gate_up",
-    "join_gate_up",
-    "transpose",
-    "vocabulary",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +25,7 @@ class Operation:
     takes: int
     gives: int
     run: Callable[[Tensors, Numbers], list[LazyTensor]]
-    back: OperationName
+    back: str
 
 
 # q, k and v
@@ -47,14 +34,10 @@ class Operation:
 def _split_qkv(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
     """Megatron's rows, group by group q, k, v, as three: all q, all k, all v."""
     fused = tensors[0]
-    return _taken(fused, qkv_of_fused(numbers, fused.shape[0], fused.where))
-
-
-def _taken(fused: LazyTensor, qkv: QKV) -> list[LazyTensor]:
+    qkv = qkv_of_fused(numbers, fused.shape[0], fused.where)
     total, parts, start = sum(qkv.sizes), [], 0
     for size in qkv.sizes:
-        ranges = [(g * total + start, g * total + start + size) for g in range(qkv.groups)]
-        parts.append(_gathered(fused, ranges))
+        parts.append(_gathered(fused, [(g * total + start, g * total + start + size) for g in range(qkv.groups)]))
         start += size
     return parts
 
@@ -64,32 +47,29 @@ def _join_qkv(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
     _check_alike(tensors, first_dimension=False)
     if k.shape != v.shape:
         raise CheckpointError(f"{k.where} has shape {k.shape}, but {v.where} has {v.shape}; k and v must be alike")
-    return [_interleaved(tensors, qkv_of_parts(numbers, q.shape[0], k.shape[0], q.where).groups)]
-
-
-def _interleaved(tensors: Tensors, groups: int) -> LazyTensor:
-    rows = sum(part.shape[0] for part in tensors)
+    groups = qkv_of_parts(numbers, q.shape[0], k.shape[0], q.where).groups
 
     def function(parts: list[Tensor]) -> Tensor:
         return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
 
-    return joined(tensors, function, (rows, *tensors[0].shape[1:]))
+    return [joined(tensors, function, (q.shape[0] + 2 * k.shape[0], *q.shape[1:]))]
+
+
+def _divided(fused: LazyTensor, numbers: Numbers, ranks: int) -> QKV:
+    qkv = qkv_of_fused(numbers, fused.shape[0], fused.where)
+    if qkv.groups % ranks:
+        raise CheckpointError(f"{fused.where}: {qkv.groups} query groups do not divide among qkv_ranks {ranks}")
+    return qkv
 
 
 def _qkv_blocks(tensors: Tensors, numbers: Numbers, ranks: int = 1) -> list[LazyTensor]:
     """Group by group q, k, v as all q, all k, all v; for each of ``ranks`` again."""
-    fused = tensors[0]
-    qkv = qkv_of_fused(numbers, fused.shape[0], fused.where)
-    if qkv.groups % ranks:
-        raise CheckpointError(f"{fused.where}: {qkv.groups} query groups do not divide among qkv_ranks {ranks}")
-    return [_regrouped(fused, qkv, ranks)]
+    return [_regrouped(tensors[0], _divided(tensors[0], numbers, ranks), ranks)]
 
 
 def _qkv_groups(tensors: Tensors, numbers: Numbers, ranks: int = 1) -> list[LazyTensor]:
     fused = tensors[0]
-    qkv = qkv_of_fused(numbers, fused.shape[0], fused.where)
-    if qkv.groups % ranks:
-        raise CheckpointError(f"{fused.where}: {qkv.groups} query groups do not divide among qkv_ranks {ranks}")
+    qkv = _divided(fused, numbers, ranks)
     share = qkv.groups // ranks
     return [_regrouped(fused, QKV(ranks, qkv.queries * share, qkv.channels * share), qkv.groups)]
 
@@ -163,9 +143,8 @@ def _vocabulary(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
     multiple = numbers.vocab_multiple or 1
     missing = -kept % multiple
     if missing:
-        tensor = tensor.mapped(
-            lambda part: torch.cat([part, part.new_zeros(missing, *inner)]), (kept + missing, *inner)
-        )
+        shape = (kept + missing, *inner)
+        tensor = tensor.mapped(lambda part: torch.cat([part, part.new_zeros(missing, *inner)]), shape)
     return [tensor]
 
 
@@ -189,8 +168,7 @@ OPERATIONS: Mapping[str, Operation] = {
 def stacked(tensors: Tensors, sizes: Sequence[int]) -> LazyTensor:
     """In one, with these leading dimensions; the last of them varies first in ``tensors``."""
     _check_alike(tensors)
-    shape = (*sizes, *tensors[0].shape)
-    return end_to_end(tensors, shape)
+    return end_to_end(tensors, (*sizes, *tensors[0].shape))
 
 
 def unstacked(tensor: LazyTensor, leading: int) -> list[LazyTensor]:
@@ -207,8 +185,7 @@ def _gathered(tensor: LazyTensor, ranges: Sequence[tuple[int, int]]) -> LazyTens
     shape, width = (sum(stop - start for start, stop in ranges), *inner), math.prod(inner)
     if tensor.read_range is None:
         return tensor.mapped(lambda whole: torch.cat([whole[start:stop] for start, stop in ranges]), shape)
-    pieces = [tensor.piece(start * width, stop * width) for start, stop in ranges]
-    return end_to_end(pieces, shape)
+    return end_to_end([tensor.piece(start * width, stop * width) for start, stop in ranges], shape)
 
 
 def _check_alike(tensors: Tensors, first_dimension: bool = True) -> None:

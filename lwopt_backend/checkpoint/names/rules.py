@@ -54,8 +54,11 @@ class Pattern:
 
     @functools.cached_property
     def _regex(self) -> re.Pattern[str]:
-        parts = _FIELD.split(self.text)
-        return re.compile("".join(_expression(part) if at % 2 else re.escape(part) for at, part in enumerate(parts)))
+        parts = [re.escape(part) for part in _FIELD.split(self.text)]
+        for at, field in enumerate(_FIELD.findall(self.text)):
+            words = "|".join(map(re.escape, field.split("|"))) if "|" in field else "0|[1-9][0-9]*"
+            parts[2 * at + 1] = "(.+)" if field == "*" else f"({words})"
+        return re.compile("".join(parts))
 
     def match(self, name: str) -> dict[str, int | str] | None:
         """The fields' values in ``name``, or None if it is not of this form."""
@@ -89,14 +92,6 @@ def _base(field: str) -> tuple[str, int | None]:
     """The field's name, and by how much a number is larger in the name; None if it is no number."""
     number = _NUMBER.fullmatch(field)
     return (number[1], int(number[2] or 0)) if number else (field, None)
-
-
-def _expression(field: str) -> str:
-    if field == "*":
-        return "(.+)"
-    if "|" in field:
-        return f"({'|'.join(map(re.escape, field.split('|')))})"
-    return "(0|[1-9][0-9]*)"
 
 
 # Name maps as data: rules from names to names with what is done to the tensors; the way back follows from them.
@@ -194,15 +189,8 @@ class NameMap:
     numbers: Numbers = Numbers()
 
     def inverse(self) -> NameMap:
-        rules = tuple(rule.inverse() for rule in self.rules)
-        return replace(
-            self,
-            source=self.target,
-            target=self.source,
-            rules=rules,
-            aliases=self.target_aliases,
-            target_aliases=self.aliases,
-        )
+        turned = replace(self, source=self.target, target=self.source, rules=tuple(r.inverse() for r in self.rules))
+        return replace(turned, aliases=self.target_aliases, target_aliases=self.aliases)
 
 
 def rule(source: str | Sequence[str], target: str | Sequence[str], *do: str, **options: Any) -> Rule:
@@ -241,9 +229,7 @@ class MapFile(Options):
     source: str = option("megatron-core", "vocabulary of the names on the left", OURS)
     target: str = option(..., "vocabulary of the names on the right; any word", OURS)
     family: str | None = option(
-        None,
-        "a table whose rules come after these, but for those of the same sources; source is then the table's",
-        OURS,
+        None, "a table whose rules follow these, but for those of the same sources; source is then the table's", OURS
     )
     numbers: dict[str, Any] = option({}, "heads, query_groups, ... where the checkpoint does not say", OURS)
     aliases: dict[str, str] = option({}, "other spellings of names on the left", OURS)
@@ -275,10 +261,5 @@ def _built(file: MapFile, families: Mapping[str, NameMap]) -> NameMap:
         raise ValueError("no rules, and no family that has some")
     replaced = {own.sources for own in rules if own.sources}
     others = tuple(of_family for of_family in base.rules if of_family.sources not in replaced)
-    return replace(
-        base,
-        target=file.target,
-        rules=rules + others,
-        aliases=aliases(file.aliases) + base.aliases,
-        numbers=parse(Numbers, file.numbers, "numbers"),
-    )
+    spelled, numbers = aliases(file.aliases) + base.aliases, parse(Numbers, file.numbers, "numbers")
+    return replace(base, target=file.target, rules=rules + others, aliases=spelled, numbers=numbers)
