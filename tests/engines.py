@@ -130,7 +130,7 @@ def verdicts(*cells: Cell) -> list[Verdict]:
             truth, true_norms = reference(
                 cell.matrix,
                 cell.elementwise,
-                dist.get_world_size(),
+                1 if cell.alike else dist.get_world_size(),
                 cell.accumulation,
                 cell.clip,
                 cell.steps,
@@ -403,13 +403,13 @@ class Alone:
         self.optimizers = [first, elementwise_optimizer(list(named.values()), RULES[elementwise])]
         self.params = [matrices, named]
 
-    def step(self, micro_batches: list[tuple[Tensor, Tensor]], ranks: int, factor: float = 1.0) -> list[float]:
-        """One step on all ranks' rows, with rates times ``factor``; the norm that it clipped by."""
+    def step(self, micro_batches: list[tuple[Tensor, Tensor]], parts: int, factor: float = 1.0) -> list[float]:
+        """One step on the rows of all ``parts``, with rates times ``factor``; the norm that it clipped by."""
         for rows in micro_batches:
-            (self.model(*rows) / (len(micro_batches) // ranks)).backward()
+            (self.model(*rows) / (len(micro_batches) // parts)).backward()
         for param in self.model.parameters():
             if param.grad is not None:
-                param.grad.div_(ranks)
+                param.grad.div_(parts)
         norms = [float(nn.utils.clip_grad_norm_(self.model.parameters(), self.clip))] if self.clip else []
         for optimizer in self.optimizers:
             with _at(optimizer, factor):
@@ -450,11 +450,11 @@ def _at(optimizer: Any, factor: float) -> Iterator[None]:
 
 @functools.cache
 def reference(
-    matrix: str, elementwise: str, world_size: int, accumulation: int, clip: float, steps: int, sharding: str
+    matrix: str, elementwise: str, parts: int, accumulation: int, clip: float, steps: int, sharding: str
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """One process on all ranks' micro-batches."""
+    """One process on the micro-batches of all ``parts``."""
     alone, norms = Alone(_model(sharding), matrix, elementwise, clip), []
     with newton_schulz_in_float32() if clip else contextlib.nullcontext():
         for step in range(steps):
-            norms += alone.step(shares(step, world_size * accumulation), world_size)
+            norms += alone.step(shares(step, parts * accumulation), parts)
     return {name: param.detach().clone() for name, param in alone.model.named_parameters()}, norms

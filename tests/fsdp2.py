@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -205,11 +205,29 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(param) for name, param in named(model)}
+    return all_whole(dict(named(model)))
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(param.grad) for name, param in named(model) if param.grad is not None}
+    return all_whole({name: param.grad for name, param in named(model) if param.grad is not None})
+
+
+@torch.no_grad()
+def all_whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What ``whole`` gives for each, in one collective for all; DTensor's own takes one or two for each."""
+    sharded = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    parts = {name: tensor.to_local().new_zeros(tensor.shape) for name, tensor in sharded.items()}
+    for name, tensor in sharded.items():
+        distribute_like(parts[name], tensor).copy_(tensor.to_local())
+    everyone = of_everyone(parts) if parts else []
+    found = {name: tensor.clone() for name, tensor in tensors.items() if name not in sharded}
+    for name, tensor in sharded.items():
+        ranks = tensor.device_mesh.mesh
+        for dim in reversed(range(ranks.ndim)):
+            if tensor.placements[dim].is_replicate():
+                ranks = ranks.select(dim, 0)
+        found[name] = torch.stack([everyone[rank][name] for rank in ranks.flatten()]).sum(0).to(tensor.dtype)
+    return {name: found[name] for name in tensors}
 
 
 def copy_gradients(sharded: nn.Module, single: nn.Module) -> None:
@@ -246,7 +264,8 @@ class Twin:
     """The same parameters whole on this process, stepped by torch.optim.Muon and torch.optim.AdamW."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.params = {name: nn.Parameter(whole(param)) for name, param in named(model) if param.requires_grad}
+        trained = {name: param for name, param in named(model) if param.requires_grad}
+        self.params = {name: nn.Parameter(weight) for name, weight in all_whole(trained).items()}
         matrices = [p for name, p in self.params.items() if name in MATRIX_NAMES]
         others = [p for name, p in self.params.items() if name not in MATRIX_NAMES]
         self.optimizers = [torch.optim.Muon(matrices, **MUON), torch.optim.AdamW(others, **ADAMW)]

@@ -93,8 +93,7 @@ class RankProcesses:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self, count: int) -> None:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["tests.rank_imports"])
+        context = forkserver()
         if self._store is None:
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for _ in range(len(self._processes), count):
@@ -161,6 +160,13 @@ class RankPool:
 
     def remove(self) -> None:
         self.processes.remove()
+
+
+def forkserver() -> Any:
+    """What starts processes that have imported what ranks need."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.rank_imports"])
+    return context
 
 
 def kept_in_a_world(function: Callable[..., Any]) -> Callable[..., Any]:

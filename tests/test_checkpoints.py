@@ -8,6 +8,8 @@ loads, with rules of every kind.
 
 from __future__ import annotations
 
+import copy
+import io
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -25,11 +27,12 @@ from lwopt_backend.checkpoint.contents import Checkpoint, Param, held
 from lwopt_backend.checkpoint.dcp.reader import DcpFolder
 from lwopt_backend.checkpoint.differences import differences
 from tests.cells import with_full
-from tests.checkpoint_engines import FROZEN, PARTS
+from tests.checkpoint_engines import FROZEN, PARTS, equal
 from tests.command_line import succeeds
 from tests.engines import CLIENT, ENGINES, ZERO, Alone, Cell, ExactLM, running
 from tests.fsdp2 import EVEN
 from tests.fused import ATOMS, FusedLM
+from tests.on_ranks import on_ranks
 from tests.owned import exact_sums, shares
 from tests.ranks import RankPool
 from tests.rules import SECTIONS
@@ -92,6 +95,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "aligned": {"zero": {"parameter_alignment": True}},
     # of our optimizer
     **{layout: {"layout": layout} for layout in ("padded", "compact", "auto")},
+    **{policy: {"policy": policy} for policy in ("stay", "balance")},
     **{"pairs": {"group_size": 2}, "singles": {"group_size": 1}, "small": {"bucket_mb": 0.002}},
     **{"large": {"bucket_mb": 1.0}, "bus": {"bus_alignment": True}, "lazy": {"overlap_param_gather": True}},
     **{"kept": {"keep_full_grads": True}, "wide": {"grad_dtype": "float32"}},
@@ -279,6 +283,7 @@ PARTED = "fsdp2 on 2, zero 1 on 2, fsdp2 on 3, plain on 2"
 FLAT = "fsdp2 on 2 flat, fsdp2 on 3 flat, fsdp2 on 1"
 FUSED = "zero 3 on 2, zero 1 on 1, zero 2 on 4, owned 1 on 4, zero 0 on 2"
 IN_BF16 = "zero 1 on 2, zero 1 on 1, zero 2 on 4 aligned, zero 1 on 4, zero 2 on 1"
+OWNER_RULES = ("soap", "adamuon", "shampoo", "a class")
 WAYS = {"muon": MUON, "soap": SOAP, "normuon": NORMUON, "shampoo": SHAMPOO}
 ACROSS: dict[str, Tour] = {
     **{rule: Tour(rule, route(way), model={"tied": rule == "soap"}) for rule, way in WAYS.items()},
@@ -324,16 +329,17 @@ LAYOUTS = {  # of owned storage in plain PyTorch
     "plain on 4 compact pairs lazy, plain on 1 padded",
     "kept gradients": "plain on 2 auto kept, plain on 3 compact kept, plain on 1 padded kept",
 }
-OFTEN = [*zip(LAYOUTS, ("bfloat16", "float32", "bfloat16", "float32"))]
-SELDOM = [*zip(LAYOUTS, ("float32", "bfloat16", "float32"))]  # kept gradients of bf16 are in bf16 themselves
+OFTEN = [("muon", *row) for row in zip(LAYOUTS, ("bfloat16", "float32", "bfloat16", "float32"))]
+OFTEN += [(rule, layouts, "float32") for rule, layouts in zip(OWNER_RULES, [*LAYOUTS][:2] * 2)]
+SELDOM = [("muon", *row) for row in zip(LAYOUTS, ("float32", "bfloat16", "float32"))]  # kept gradients are in bf16
 
 
-@pytest.mark.parametrize(("layouts", "dtype"), with_full(OFTEN, SELDOM))
+@pytest.mark.parametrize(("rule", "layouts", "dtype"), with_full(OFTEN, SELDOM))
 def test_owned_storage_goes_on_on_other_ranks_and_layouts(
-    rank_pools: Pools, tmp_path: Path, layouts: str, dtype: str
+    rank_pools: Pools, tmp_path: Path, rule: str, layouts: str, dtype: str
 ) -> None:
     legs = route(LAYOUTS[layouts], *(["wide"] if dtype == "bfloat16" else []), native=True)
-    go_on(rank_pools, tmp_path, Tour("muon", legs, dtype=dtype))
+    go_on(rank_pools, tmp_path, Tour(rule, legs, dtype=dtype))
 
 
 @pytest.mark.parametrize("rule", ["muon", "soap"])
@@ -342,13 +348,27 @@ def test_plain_pytorch_and_fsdp2_read_each_others_checkpoints(rank_pools: Pools,
     go_on(rank_pools, tmp_path, Tour(rule, legs, atoms=PARTS if rule == "soap" else None))
 
 
-@pytest.mark.parametrize(("engine", "precision"), [("zero 0", "fp32"), ("owned 0", "fp32"), ("owned 0", "bf16")])
-def test_without_zero_deepspeeds_checkpoint_resumes_on_any_number_of_ranks(
-    rank_pools: Pools, tmp_path: Path, engine: str, precision: str
+ALONE = "{0} on 2, {0} on 1, {0} on 4"  # without ZeRO: on any number of ranks
+AS_SAVED = [
+    ("muon", ALONE.format("zero 0"), "fp32"),
+    *(("muon", f"{ALONE.format('owned 0')} pairs compact", precision) for precision in ("fp32", "bf16")),
+    *((rule, "zero 0 on 2, zero 0 on 4", "fp32") for rule in ("soap", "adamuon")),
+    *((rule, f"zero {stage} on 2, zero {stage} on 2", "fp32") for stage, rule in enumerate(OWNER_RULES)),
+    ("soap", "zero 2 on 2 stay, zero 2 on 2 balance", "fp32"),  # which brings what owners keep to others
+    ("soap", "zero 3 on 2, zero 3 on 2", "fp32"),
+    ("soap", "owned 0 on 2, owned 0 on 2", "fp32"),
+    ("adamuon", "owned 2 on 2, owned 2 on 2", "fp32"),
+]
+ON_TWO = [f"{engine} on 2, {engine} on 2" for engine in (*ZERO, "owned 0", "owned 2")]
+
+
+@pytest.mark.parametrize(
+    ("rule", "way", "precision"), with_full(AS_SAVED, itertools.product(OWNER_RULES, ON_TWO, ["fp32"]))
+)
+def test_deepspeed_goes_on_from_what_it_has_saved(
+    rank_pools: Pools, tmp_path: Path, rule: str, way: str, precision: str
 ) -> None:
-    last = "pairs compact" if engine == "owned 0" else ""
-    legs = route(f"{engine} on 2, {engine} on 1, {engine} on 4 {last}", native=True)
-    go_on(rank_pools, tmp_path, Tour("muon", legs, precision=precision))
+    go_on(rank_pools, tmp_path, Tour(rule, route(way, native=True), precision=precision))
 
 
 BY_TORCH = {
@@ -398,6 +418,9 @@ LONG_WAYS |= {f"{name}, {number}": quarter(way, number) for name, way in LONG_WA
 RULES_AND_WAYS = [("muon", "uneven"), ("soap", "square"), ("muon", "square")]
 OF_TORCH = [(rule, ways, "nested") for rule, ways in RULES_AND_WAYS]
 OF_TORCH += [(rule, f"{ways}, {n}", form) for rule, ways in RULES_AND_WAYS[:2] for n, form in enumerate(FORMS[1:])]
+LONG_WAYS["short"] = "fsdp2 on 4 hybrid, fsdp2 on 3, fsdp2 on 1"
+FURTHER = zip(OWNER_RULES[1:] * 2, ("nested", "full", "flat full", "flat full", "nested", "full"))
+OF_TORCH += [(rule, "short", form) for rule, form in FURTHER]
 
 
 @pytest.mark.parametrize(
@@ -434,3 +457,37 @@ def test_owners_keep_state_of_every_part_of_a_fused_parameter(rank_pools: Pools,
     rank_pools[2].run(travel, tour, tour.legs[0], 0, [STEPS], [str(tmp_path)])
     kept = formats.read(tmp_path).params
     assert {len(kept[name].owner_states) for name in ("qkv.weight", "grouped.weight", "experts.up")} == {3}
+
+
+@pytest.mark.parametrize("rule", OWNER_RULES)
+@on_ranks(2)
+def test_owned_state_dicts_go_on_and_the_memory_report_counts_them(rule: str) -> None:
+    """Each rank's own state_dict, loaded into another optimizer."""
+    cell, file = Cell("plain", rule), io.BytesIO()
+    with running(cell, ExactLM()) as engine, running(cell, ExactLM(seed=5)) as again:
+        before = sum(of_rank.state for of_rank in engine.optimizer.memory_report())
+        engine.train(range(3))
+        again.model.load_state_dict(engine.weights())
+        grown = sum(of_rank.state for of_rank in engine.optimizer.memory_report()) - before
+        if rule == "soap":  # two moments of the matrix, and a statistic and a basis of every side
+            shapes = [(63, 24), (41, 63), (24, 41), (2, 5)]
+            least = sum(4 * (2 * m * n + 2 * (m * m + n * n)) for m, n in shapes)
+            assert least <= grown <= least * 1.01
+        torch.save(engine.optimizer.state_dict(), file)
+        file.seek(0)
+        again.optimizer.load_state_dict(torch.load(file, weights_only=True))
+        for one in (engine, again):
+            one.train(range(3, 6))
+        assert equal(engine.weights(), again.weights())
+
+
+@pytest.mark.parametrize("rule", OWNER_RULES)
+@on_ranks(2)
+def test_state_of_fsdp2_before_the_first_step_is_that_of_a_fresh_optimizer(rule: str) -> None:
+    """Whatever was tried to know the form of its state."""
+    cell = Cell("fsdp2", rule)
+    with running(cell, ExactLM()) as saved, running(cell, ExactLM()) as loaded, running(cell, ExactLM()) as untouched:
+        loaded.optimizer.load_state_dict(copy.deepcopy(saved.optimizer.state_dict()))
+        for one in (saved, loaded, untouched):
+            one.train(range(2))
+        assert equal(saved.weights(), untouched.weights()) and equal(loaded.weights(), untouched.weights())

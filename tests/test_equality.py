@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from tests import owned_scenarios
 from tests.cells import cells
 from tests.engines import ENGINES, OWNED, RULES, ZERO, Cell, verdicts
+from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
-from tests.rules import SECTIONS
+from tests.rules import CAUTIOUS, SECTIONS
 
 # torch's fused loop over vectors rounds otherwise than what it does with the last few elements, and which those are
 # depends on how parameters are cut.
 ALLOWED = {"adamw, fused": 1e-7}
+# DeepSpeed's CPUAdam rounds otherwise in its loop over vectors than for what is left at the end: a last bit of fp32 in
+# each of the steps, of at most 0.003.
+CPU_ADAM = {"name": "torch_optimizer", "class": "deepspeed.ops.adam.DeepSpeedCPUAdam", "lr": 3e-3, "weight_decay": 0.1}
+BUILD = "import torch; from deepspeed.ops.adam import DeepSpeedCPUAdam as A; A([torch.nn.Parameter(torch.zeros(1))])"
 LAYOUTS = ("padded", "compact", "auto")
 MODES = {**owned_scenarios.MODES, "bus alignment": {"bus_alignment": True}}
 ZERO_OPTIONS: dict[str, list[dict[str, Any]]] = {
@@ -101,6 +112,22 @@ def test_fsdp2(ranks: RankPool, accumulation: int, attach: bool) -> None:
     equal(ranks, Cell("fsdp2", accumulation=accumulation, options={"attach": attach}))
 
 
+@cells(ranks=[4], sharding=["hybrid", "columns", "tensor parallel"])
+def test_rules_on_every_sharding_of_fsdp2(ranks: RankPool, sharding: str) -> None:
+    rules, alike = ("sum, coupled", "normuon", "soap"), sharding == "tensor parallel"
+    equal(ranks, *(Cell("fsdp2", rule, sharding=sharding, alike=alike) for rule in rules))
+
+
+def test_rules_attached_to_fsdp2(ranks: RankPool) -> None:
+    rules = ("sum, coupled", "adamuon", "soap")
+    equal(ranks, *(Cell("fsdp2", rule, options={"attach": True}) for rule in rules))
+
+
+@cells(ranks=[1])
+def test_every_rule_on_one_rank(ranks: RankPool) -> None:
+    equal(ranks, *(Cell("plain", rule) for rule in SECTIONS))
+
+
 @cells(ranks=[2], engine=ENGINES)
 def test_every_rule_on_every_engine(ranks: RankPool, engine: str) -> None:
     equal(ranks, *(Cell(engine, rule) for rule in SECTIONS))
@@ -117,3 +144,31 @@ def test_every_elementwise_rule_on_every_engine(ranks: RankPool, engine: str) ->
 def test_every_protocol_on_four_ranks(ranks: RankPool, engine: str) -> None:
     travels = {"policy": "balance"} if engine in ("zero 1", "zero 2") else {}
     equal(ranks, *(Cell(engine, rule, options=travels) for rule in ("adamuon", "soap", "sum, coupled")))
+
+
+def test_elementwise_rules_in_several_sub_groups_of_zero_3(ranks: RankPool) -> None:
+    """DeepSpeed steps each by itself."""
+    rules, zero = ("counts in its group", "lion", *CAUTIOUS), {"sub_group_size": 1000}
+    equal(ranks, *(Cell("zero 3", elementwise=rule, zero=zero) for rule in rules))
+
+
+@pytest.fixture(scope="module")
+def compiled(request: pytest.FixtureRequest) -> str:
+    """Where DeepSpeed's compiled op is; kept for the next run."""
+    if not (shutil.which("g++") and shutil.which("ninja")):
+        pytest.skip("needs g++ and ninja: DeepSpeed compiles CPUAdam")
+    folder = Path(request.config.cache.mkdir("torch_extensions"))
+    for lock in folder.rglob("lock"):  # of a run that was killed; torch would wait for it for ever
+        lock.unlink()
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(folder), "DS_ACCELERATOR": "cpu"}
+    built = subprocess.run([sys.executable, "-c", BUILD], env=environment, timeout=1800, capture_output=True, text=True)
+    assert built.returncode == 0, f"DeepSpeed could not compile CPUAdam:\n{built.stdout}{built.stderr}"
+    return str(folder)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", [*ZERO, "plain", OWNED[0]])
+@on_ranks(2)
+def test_cpu_adam_trains_as_on_one_process(compiled: str, engine: str) -> None:
+    with mock.patch.dict(os.environ, TORCH_EXTENSIONS_DIR=compiled), mock.patch.dict(RULES, {"cpu adam": CPU_ADAM}):
+        assert verdicts(Cell(engine, elementwise="cpu adam"))[0].difference <= 1e-6

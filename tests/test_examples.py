@@ -26,6 +26,7 @@ STARTS: dict[str, list[str]] = {
     "deepspeed": ["--deepspeed", "--deepspeed_config", str(ZERO)],
     "fsdp2": ["--engine", "fsdp2", "--config", str(FSDP2)],
 }
+TEXT = ["--data", str(ROOT / "docs")]  # read in no time
 SMALL = ["--layers", "1", "--width", "32", "--context", "32", "--steps", "6"]
 SAID = {
     "deepspeed": [
@@ -40,7 +41,7 @@ TIED: dict[str, list[str]] = {"deepspeed": [], "fsdp2": ["--tied-head"]}
 
 def run_example(ranks: RankPool, engine: str, out: Path, *more: str) -> tuple[list[Any], str]:
     """How it ended on each rank, and what it printed. Of options that are given twice, the last counts."""
-    given = [*STARTS[engine], "--out", str(out), *SMALL, *more]
+    given = [*STARTS[engine], *TEXT, "--out", str(out), *SMALL, *more]
     return run_on_ranks(ranks, SCRIPT, *given, joined=engine == "deepspeed")
 
 
@@ -98,7 +99,7 @@ def test_losses_after_a_resume_equal_those_of_an_uninterrupted_run(
 def test_under_the_launcher_it_is_the_same_run(whole_run: tuple[str, Path, str], tmp_path: Path) -> None:
     engine, folder, _ = whole_run
     start = launch if engine == "deepspeed" else torchrun
-    given = [*STARTS[engine], "--out", tmp_path, *SMALL, "--name", "again", *TIED[engine]]
+    given = [*STARTS[engine], *TEXT, "--out", tmp_path, *SMALL, "--name", "again", *TIED[engine]]
     output = start(SCRIPT, *given)
     assert without_speeds(tmp_path / "again") == without_speeds(folder)
     assert [output.count(once) for once in SAID[engine]] == [1, 1, 1] and "built successfully" not in output
@@ -140,13 +141,13 @@ def changed_config(path: Path, source: Path, training: dict[str, Any], **options
 def test_both_engines_train_alike(
     ranks: RankPool, tmp_path: Path, training: dict[str, Any], options: dict[str, Any], loss_tolerance: float
 ) -> None:
-    shape = ["--layers", "2", "--width", "64", "--context", "64", "--steps", "12"]
+    shape = ["--layers", "2", "--width", "64", "--context", "64", "--steps", "6"]
     zero = changed_config(tmp_path / "zero.json", ZERO, training, **options)
     fsdp2 = changed_config(tmp_path / "fsdp2.json", FSDP2, training, **options)
     train(ranks, "deepspeed", tmp_path, *shape, "--deepspeed_config", zero)
     train(ranks, "fsdp2", tmp_path, *shape, "--config", fsdp2)
     expected, found = metrics(tmp_path / "zero"), metrics(tmp_path / "fsdp2")
-    assert [row.keys() for row in found] == [row.keys() for row in expected] and len(found) == 14
+    assert [row.keys() for row in found] == [row.keys() for row in expected] and len(found) == 8
     for ours, theirs in zip(found, expected):
         assert ours.get("lr") == theirs.get("lr")
         tolerances = {"loss": loss_tolerance, "validation_loss": loss_tolerance, "grad_norm": 2e-6}
@@ -168,12 +169,18 @@ def test_the_shipped_configurations_say_the_same_and_make_trains_with_both() -> 
         assert command in succeeds(["make", "--dry-run", target], ROOT)
 
 
-@pytest.mark.parametrize(
-    ("engine", "other"), [("fsdp2_engine", "deepspeed"), ("deepspeed_engine", "lwopt_backend.optimizer")]
-)
-def test_an_engine_does_not_import_the_other_ones_module(engine: str, other: str) -> None:
-    code = f"import sys, train_gpt, {engine}; assert '{other}' not in sys.modules"
-    succeeds([sys.executable, "-c", code], ROOT / "examples")
+IMPORTS = """
+import sys, train_gpt, fsdp2_engine
+assert "deepspeed" not in sys.modules
+for name in [name for name in sys.modules if name.startswith("lwopt_backend")]:
+    del sys.modules[name]
+import deepspeed_engine
+assert "lwopt_backend.integrations.deepspeed_zero" in sys.modules and "lwopt_backend.optimizer" not in sys.modules
+"""
+
+
+def test_an_engine_does_not_import_the_other_ones_module() -> None:
+    succeeds([sys.executable, "-c", IMPORTS], ROOT / "examples")
 
 
 # What is refused

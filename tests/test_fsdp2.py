@@ -64,11 +64,11 @@ ROUNDING = {"bf16 parameters": 2**-5, "mixed precision": 2**-6}  # else 1e-6
 def test_every_sharding_and_mode_has_the_bits_of_one_process(sharding: str, mode: str) -> None:
     """Given the gradients that FSDP2 has reduced, which are those of one process within rounding."""
     run = BesideTwin(sharding, mode)
-    for step in range(5):
+    for step in range(3):
         run.backward(step)
-        if step in (0, 3):
+        if step == 2:
             run.check_gradients(step, ROUNDING.get(mode, 1e-6))
-        if mode == "no gradient" and step in (1, 2):
+        if mode == "no gradient" and step == 1:
             for name in NO_GRADIENT:
                 run.param(name).grad = None
         if "clipping" in mode:

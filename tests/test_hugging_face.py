@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -11,10 +12,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -37,12 +38,14 @@ sys.path.append(str(ROOT / "examples"))
 import hugging_face  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
 from accelerate import utils as accelerates  # noqa: E402
+from accelerate.commands.launch import launch_command, launch_command_parser  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
 from corpus import Corpus  # noqa: E402
 from hugging_face import ADAMW, MUON, ROWS, Windows, small_llama, small_model  # noqa: E402
 
+TEXT = ROOT / "docs"
 STEPS, HALF, ACCUMULATION, LAYERS, WIDTH, CONTEXT, CLIP = 6, 3, 2, 2, 32, 32, 1.0
-OPTIONS = {"steps": STEPS, "save-every": HALF, "accumulation": ACCUMULATION, "clip": CLIP}
+OPTIONS = {"data": TEXT, "steps": STEPS, "save-every": HALF, "accumulation": ACCUMULATION, "clip": CLIP}
 SIZES = {"layers": LAYERS, "width": WIDTH, "context": CONTEXT}
 # Two ranks sum gradients in another order than one process: fp32 rounds that at 6e-8 of each gradient. An iteration of
 # Newton-Schulz multiplies small singular values by up to 3.4445, so five of them make 485 times that: 3e-5 of a matrix.
@@ -59,7 +62,7 @@ HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}  # hosts would use an accelerator that pro
 class Case:
     """A run: which launcher starts which example with which configuration (None: FSDP2, which has no such file).
 
-    ``launched`` cases run under their launchers in ``make test``, too; others on ranks that are up.
+    In ``make test-full`` it does, else the example runs on ranks that are up.
     """
 
     launcher: str
@@ -68,17 +71,16 @@ class Case:
     stage: int = 2
     model: str = "llama"
     more: tuple[str, ...] = ()
-    launched: bool = False
 
 
 CASES = {
-    "trainer": Case("deepspeed", TRAINER, BY_TRAINER, more=("--gradient-checkpointing",), launched=True),
+    "trainer": Case("deepspeed", TRAINER, BY_TRAINER, more=("--gradient-checkpointing",)),
     "accelerate": Case("accelerate", ACCELERATE, BY_CONFIG, more=("--gradient-checkpointing",)),
     "trainer-config-schedule-stage1": Case("deepspeed", TRAINER, BY_CONFIG, stage=1),
     "trainer-accelerate-stage3": Case("accelerate", TRAINER, BY_TRAINER, stage=3),
     "accelerate-stage0": Case("accelerate", ACCELERATE, BY_CONFIG, stage=0),
     "trainer-gpt2": Case("deepspeed", TRAINER, BY_TRAINER, model="gpt2"),
-    "accelerate-fsdp2": Case("accelerate", ACCELERATE_FSDP2, launched=True),
+    "accelerate-fsdp2": Case("accelerate", ACCELERATE_FSDP2),
     "trainer-fsdp2": Case("torchrun", TRAINER_FSDP2),
 }
 
@@ -108,15 +110,15 @@ def train(ranks: RankPool, case: Case, out: Path, *more: object, launched: bool)
         options += ["--model", model, *(["--deepspeed", config] if case.launcher == "deepspeed" else [])]
     arguments = [str(part) for part in [ROOT / "examples" / case.script, "--cpu", *options, *case.more, *more]]
     if launched:
-        return launch(case, config, arguments)
+        return succeeds([sys.executable, "-m", *command_of(case, config), *arguments], ROOT, **HIDDEN)
     try:
-        return "".join(ranks.run(run_example, arguments, variables_of(case, config), config is not None))
+        return "".join(ranks.run(run_example, arguments, variables_of(case, config, arguments), config is not None))
     finally:
         ranks.renew()
 
 
-def launch(case: Case, config: Path | None, arguments: list[str]) -> str:
-    """By the launcher's module, so that it is this interpreter's."""
+def command_of(case: Case, config: Path | None) -> list[str]:
+    """The launcher's module, so that it is this interpreter's, and its options."""
     port = "--main_process_port" if case.launcher == "accelerate" else "--master_port"
     settings = FSDP2_SETTINGS if config is None else ROOT / "configs" / "accelerate_deepspeed.yaml"
     of_accelerate = ["accelerate.commands.launch", "--config_file", settings, "--num_processes", 2]
@@ -125,18 +127,24 @@ def launch(case: Case, config: Path | None, arguments: list[str]) -> str:
         "torchrun": ["torch.distributed.run", "--nproc_per_node", 2],
         "accelerate": [*of_accelerate, *(["--deepspeed_config_file", config] if config else [])],
     }[case.launcher]
-    return succeeds([sys.executable, "-m", *map(str, [*command, port, free_port()]), *arguments], ROOT, **HIDDEN)
+    return [str(part) for part in [*command, port, free_port()]]
 
 
-def variables_of(case: Case, config: Path | None) -> dict[str, str]:
-    """What a script learns from its launcher."""
-    variables = {**HIDDEN, "MASTER_PORT": str(free_port())}
-    if case.launcher != "accelerate":
-        return variables
-    if config is not None:
-        return {**variables, "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(config)}
-    settings = yaml.safe_load(FSDP2_SETTINGS.read_text())["fsdp_config"]
-    return {**variables, "ACCELERATE_USE_FSDP": "true", **{key.upper(): str(value) for key, value in settings.items()}}
+def variables_of(case: Case, config: Path | None, arguments: list[str]) -> dict[str, str]:
+    """What a script learns from its launcher: of Accelerate's, what it gives to torch's."""
+    found = {**HIDDEN, "MASTER_PORT": str(free_port())}
+    if case.launcher == "accelerate":
+
+        def start(given: Any) -> None:
+            assert [given.training_script, *given.training_script_args] == arguments
+            found.update({key: value for key, value in os.environ.items() if before.get(key) != value})
+
+        _, *options = command_of(case, config)
+        before, given = dict(os.environ), launch_command_parser().parse_args([*options, *arguments])
+        with mock.patch("torch.distributed.run.run", start), surroundings_kept():
+            launch_command(given)
+        assert len(found) > 2
+    return found
 
 
 def run_example(arguments: list[str], variables: dict[str, str], joined: bool) -> str:
@@ -206,7 +214,7 @@ def reference(model_name: str, by_config: bool) -> Truth:
     optimizers = [torch.optim.Muon(matrices, **MUON), torch.optim.AdamW(list(named.values()), **ADAMW)]
     schedules = [schedule(by_config, *both) for both in zip(optimizers, (MUON["lr"], ADAMW["lr"]))]
     parts = ACCUMULATION * 2
-    windows = Windows(Corpus.load(None, CONTEXT), STEPS * parts * ROWS, CONTEXT)
+    windows = Windows(Corpus.load(str(TEXT), CONTEXT), STEPS * parts * ROWS, CONTEXT)
     losses, norms, rates = [], [], []
     for step in range(STEPS):
         total = 0.0
@@ -243,7 +251,7 @@ def test_a_run_routes_matrices_equals_torch_optim_and_resumes_exactly(
     of, (out, again), full = CASES[case], (tmp_path / "whole", tmp_path / "resumed"), request.config.getoption("full")
     for folder in (out, again):
         folder.mkdir()
-    check_routing(of, train(ranks, of, out, launched=of.launched or full))
+    check_routing(of, train(ranks, of, out, launched=full))
     rows = metrics(out)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     check_numbers(of, rows, load_file(out / "model" / "model.safetensors"))

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,8 @@ from lwopt_backend.planner.part import Part
 from lwopt_backend.planner.setting import Setting
 from lwopt_backend.planner.study import Deployment, plan_study
 from lwopt_backend.routing.routing import Route
-from tests.launcher import ROOT, run_on_cpu, succeeds
+from tests.launcher import ROOT, run_script
+from tests.ranks import forkserver
 from tests.test_pictures import assert_apart, words
 
 sys.path.append(str(ROOT / "benchmarks"))  # where its programs find each other, and the processes that they start
@@ -27,7 +29,6 @@ from simulate_picture import draw_systems  # noqa: E402
 NS = COSTS["newton_schulz"]
 MACHINE = Machine("test", 1e12, 1e9, 1e-4, node_size=2, node_bytes_per_second=1e10, memory_bytes=8e9)
 OWNED = Setting.of("owned", MACHINE, None, {"layout": "padded"}, grad_dtype="float32")
-COMMAND = f"python {ROOT}/benchmarks/simulate.py"
 
 
 def planned(matrices: int, width: int, ranks: int) -> Part:
@@ -52,6 +53,7 @@ def test_other_systems_by_hand() -> None:
 def test_the_model_is_put_beside_steps_that_were_run(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("LAYERS", 2), ("WIDTH", 64), ("REPEATS", 2), ("PROBES", (1000, 100_000))):
         monkeypatch.setattr(validation, name, value)
+    monkeypatch.setattr(validation, "get_context", lambda method: forkserver())
     machine, rows = validation.validate(2)
     systems = ["ours, padded", "ours, compact", "Megatron padded", "Megatron compact", "DeepSpeed Muon ZeRO-1"]
     assert [row.system for row in rows] == [*systems, "replicated"]
@@ -86,17 +88,26 @@ def test_systems_are_lines_of_their_seconds_and_bytes() -> None:
         draw_systems([])
 
 
-def test_the_program_prints_every_system_as_a_table_and_as_data(tmp_path: Path) -> None:
-    (tmp_path / "shapes.json").write_text(json.dumps([[f"l.{i}.w", [256, 256 * (1 + i % 4)]] for i in range(24)]))
-    given = f"{COMMAND} --shapes shapes.json"
-    figures = json.loads(succeeds(f"{given} --world-sizes 8,64 --json --png systems.png", tmp_path))
-    assert [figure["system"] for figure in figures] == [*systems.SYSTEMS] * 2
+def simulate(arguments: str) -> tuple[Any, str]:
+    """How the program ends, and what it prints."""
+    return run_script([f"{ROOT}/benchmarks/simulate.py", *arguments.split()], {}, joined=True)
+
+
+def test_the_program_prints_every_system_as_a_table_and_as_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("shapes.json").write_text(json.dumps([[f"l.{i}.w", [256, 256 * (1 + i % 4)]] for i in range(24)]))
+    code, printed = simulate("--shapes shapes.json --world-sizes 8,64 --json --png systems.png")
+    figures = json.loads(printed)
+    assert code == 0 and [figure["system"] for figure in figures] == [*systems.SYSTEMS] * 2
     assert [figure["ranks"] for figure in figures] == [8] * 6 + [64] * 6
     assert next(f for f in figures if f["system"] == "replicated" and f["ranks"] == 64)["work_ratio"] == 64
     assert all(math.isclose(figure["seconds"], sum(figure["time"].values())) for figure in figures)
-    assert (tmp_path / "systems.png").read_bytes().startswith(b"\x89PNG")
-    printed = succeeds(f"{given} --world-sizes 8 --layout compact", tmp_path)
-    assert all(system in printed for system in systems.SYSTEMS) and "ours" in printed
-    wrong = run_on_cpu(f"{given} --world-sizes 8,x", tmp_path)
-    assert wrong.returncode == 2 and wrong.stdout.startswith("error: --world-sizes: expected numbers of ranks")
-    assert "--validate" in succeeds(f"{COMMAND} --help", tmp_path)
+    assert Path("systems.png").read_bytes().startswith(b"\x89PNG")
+    code, printed = simulate("--shapes shapes.json --world-sizes 8 --layout compact")
+    assert code == 0 and all(system in printed for system in systems.SYSTEMS) and "ours" in printed
+    code, printed = simulate("--shapes shapes.json --world-sizes 8,x")
+    assert code == 2 and printed.startswith("error: --world-sizes: expected numbers of ranks")
+    code, printed = simulate("--help")
+    assert code == 0 and "--validate" in printed
