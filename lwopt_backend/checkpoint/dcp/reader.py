@@ -16,7 +16,7 @@ from torch import Tensor
 from lwopt_backend.checkpoint import contents, convert
 from lwopt_backend.checkpoint.contents import MATRICES, Checkpoint, CheckpointError, LazyTensor, OwnerStates, Param
 from lwopt_backend.checkpoint.dcp.saving import METADATA as METADATA
-from lwopt_backend.checkpoint.dcp.saving import Chunk, Entry, Sizes, incomplete, read_metadata
+from lwopt_backend.checkpoint.dcp.saving import Chunk, Entry, incomplete, read_metadata
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.pickles import plain
 from lwopt_backend.checkpoint.files.torch_files import Stored, StoredTensor
