@@ -100,10 +100,8 @@ def check_as_planned(unit: Unit, number: int, plan: GroupPlan, flat: Tensor, sta
 
 
 class ZeROStore:
-    """What an engine's rank stores of the parameters that our optimizer trains, as a ``StateStore``.
-
-    ``stepped`` are, by unit, its stepper and its state.
-    """
+    """What a rank of an engine with ZeRO's storage stores: a ``StateStore``. ``stepped`` is a pair for each unit of the
+    binding, its stepper and its state."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""FSDP2's state in checkpoints: what may be loaded, its dtype, and what owners keep."""
+"""FSDP2's state: a rank's pieces, what a state dict may hold, and what owners keep."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from lwopt_backend.storage.mesh import MeshStepper, describe, local, placed
 
 
 class MeshStore:
-    """This rank's parts of the parameters of ``groups`` and of their ``states``, as a ``StateStore``.
+    """This rank's boxes of the parameters in ``groups`` and of their ``states``: a ``StateStore``.
 
-    ``named`` are all parameters of ``ranks``, which hold ``different`` ones (experts) under the same names, or not.
+    ``named`` are the names of these parameters. ``different`` says whether ``ranks`` hold different parameters
+    (experts) under one name.
     """
 
     elsewhere: Collection[str] = ()
@@ -56,7 +57,7 @@ class MeshStore:
         return found
 
 
-# Optimizer state of FSDP2 parameters: what may be loaded, and that it keeps its dtype.
+# What a state dict may hold to be loaded.
 
 
 def check_loadable(

@@ -30,7 +30,7 @@ Groups = Sequence[dict[str, Any]]
 
 
 def state_pieces(core: OwnedCore) -> list[StatePiece]:
-    """What this rank owns: ranges of flattened parameters, in masters (also under ``MASTER``) of 16-bit ones."""
+    """What this rank owns: ranges of flattened parameters. Masters of 16-bit ones are among ``tensors``, too."""
     found = []
     for bucket in core.manager.buckets:
         for piece, value in zip(bucket.pieces, bucket.owned_values()):
@@ -137,7 +137,7 @@ def check_tensor(what: str, found: Any, shape: Sequence[int], dtype: torch.dtype
 
 
 class OwnedStore:
-    """What this rank owns of ``core``, by the names of ``names_of``, as a ``StateStore``. Made on all ranks."""
+    """What this rank owns of ``core``, under the names of ``names_of``: a ``StateStore``. Made on all ranks."""
 
     ambiguous: str | None = None
 
