@@ -542,7 +542,8 @@ class MeshOptimizer(LayerWiseOptimizer):
 
     def state_store(self) -> MeshStore:
         held = self.gradients
-        return MeshStore(held.params(), self.param_groups, self.state, held.collectives, held.holds_different)
+        members = [member for stepper in self._steppers for member in stepper.members]
+        return MeshStore(members, self.param_groups, self.state, held.collectives, held.holds_different)
 
     def _owner_shards(self) -> Of:
         """What owners hold, if rules keep state there; then called on all ranks.

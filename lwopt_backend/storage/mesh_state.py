@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,34 +18,31 @@ from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.state import MATRICES, Key, OwnerShards, StatePiece, TrainedParam, part_of
-from lwopt_backend.storage.mesh import MeshStepper, describe, local, placed
+from lwopt_backend.storage.mesh import Member, MeshStepper, describe, local, placed
 
 
 class MeshStore:
-    """This rank's boxes of the parameters in ``groups`` and of their ``states``: a ``StateStore``.
+    """This rank's boxes of ``members`` and of their ``states``: a ``StateStore``.
 
-    ``named`` are the names of these parameters. ``different`` says whether ``ranks`` hold different parameters
-    (experts) under one name.
+    ``different`` says whether ``ranks`` hold different parameters (experts) under one name.
     """
 
     elsewhere: Collection[str] = ()
 
     def __init__(
         self,
-        named: Iterable[tuple[str, Tensor]],
+        members: Sequence[Member],
         groups: Sequence[dict[str, Any]],
         states: Mapping[Tensor, Mapping[str, Any]],
         ranks: Sequence[Collectives],
         different: bool,
     ) -> None:
-        names = {id(param): name for name, param in named}
-        held = [(param, number) for number, group in enumerate(groups) for param in group["params"]]
-        self._held = [(param, states[param]) for param, _ in held]
+        self._held = [(member.param, states[member.param]) for member in members]
         self.ranks = ranks
         self.groups = groups
         self.params: Sequence[TrainedParam] = [
-            TrainedParam(names[id(param)], tuple(param.shape), group, groups[group]["rule"], (), number)
-            for number, (param, group) in enumerate(held)
+            TrainedParam(m.name, tuple(m.param.shape), m.group, m.rule, m.blocks, number)
+            for number, m in enumerate(members)
         ]
         self.ambiguous = "ranks have different parameters (experts) under the same names" if different else None
 
