@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -59,12 +60,9 @@ from lwopt_backend.storage.mesh_state import (
     check_loadable,
     check_matrices,
     owner_shards,
-    restore_dtypes,
-    restore_groups,
-    take_owner_state,
+    take_state,
     with_owner_keys,
     with_owner_state,
-    with_shards,
 )
 from lwopt_backend.storage.mesh_stepping import Attachment, StateOnceSharded, check_is_of, check_sharded, same, step_all
 from lwopt_backend.storage.owned import OwnedCore, Share, broadcast_buffers
@@ -544,7 +542,8 @@ class MeshOptimizer(LayerWiseOptimizer):
 
     def state_store(self) -> MeshStore:
         held = self.gradients
-        return MeshStore(held.params(), self.param_groups, self.state, held.collectives, held.holds_different)
+        members = [member for stepper in self._steppers for member in stepper.members]
+        return MeshStore(members, self.param_groups, self.state, held.collectives, held.holds_different)
 
     def _owner_shards(self) -> Of:
         """What owners hold, if rules keep state there; then called on all ranks.
@@ -565,22 +564,22 @@ class MeshOptimizer(LayerWiseOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned. Raises ValueError for state that does not fit, before anything is changed.
 
-        State keeps the dtype it was made with, whatever the parameters have; which rule trains what is never loaded. A
-        whole tensor is cut to this rank's part.
+        State keeps the dtype it was made with, whatever the parameters have; which rule trains what is never loaded. Of
+        a whole tensor this rank's part is copied.
         """
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
         if self.state:
             shards = self._owner_shards()
             expected = with_owner_keys(self.state, shards)
             check_matrices(state_dict, shards, self._bound)
             check_loadable(state_dict, self.param_groups, self._names, self._rules, expected)
-            state_dict = with_shards(state_dict, self.param_groups, expected)
-            state_dict = take_owner_state(state_dict, shards, self._bound)
             if not state_dict["state"]:  # saved before there was any: begin anew
                 self.state = {}
                 self._make_state()
-        made = {param: dict(state) for param, state in self.state.items()}
-        groups = [dict(group) for group in self.param_groups]
-        super().load_state_dict(state_dict)
-        restore_groups(self, groups, self._rules)
-        self.link_groups(self.param_groups)
-        restore_dtypes(self, made, state_dict)
+            take_state(state_dict, [group["params"] for group in self.param_groups], self.state, shards, expected)
+        saved = deepcopy(state_dict["param_groups"])
+        kept = [{"params": group["params"], "rule": rule} for group, rule in zip(self.param_groups, self._rules)]
+        self.link_groups([{**old, **new, **own} for old, new, own in zip(self.param_groups, saved, kept)])
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)

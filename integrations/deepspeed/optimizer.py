@@ -25,7 +25,6 @@ from lwopt_backend.integrations.deepspeed.pipeline import check_rates
 from lwopt_backend.integrations.deepspeed.universal import EngineStore
 from lwopt_backend.integrations.deepspeed.zero import (
     Binding,
-    Unit,
     ZeROStore,
     bind,
     check_groups,
@@ -34,14 +33,12 @@ from lwopt_backend.integrations.deepspeed.zero import (
     owner_states,
     save_matrices,
     save_whole,
-    scale_rows,
     take_owner_states,
 )
 from lwopt_backend.routing.routing import full_shape
 from lwopt_backend.rules.protocol import one_call
 from lwopt_backend.runtime.state import CHECKPOINT_KEY, keeps_state
-from lwopt_backend.storage.flat import GroupPlan, GroupStepper
-from lwopt_backend.storage.replicated import ReplicatedStepper
+from lwopt_backend.storage.flat import UnitStepper
 
 
 class EngineOptimizer(LinkedOptimizer):
@@ -107,8 +104,7 @@ class ZeROLayerWise(EngineOptimizer):
 
     def __init__(self, name: str, params: Iterable[Any], rules: Rules, config: ZeROConfig) -> None:
         self._binding: Binding | None = None
-        self._steppers: dict[int, GroupStepper | ReplicatedStepper] = {}  # by id of their tensor
-        self._units: dict[int, tuple[Unit, GroupPlan]] = {}  # by the same id
+        self._steppers: dict[int, UnitStepper] = {}  # by id of their tensor
         self._owner_state: dict[str, dict[str, Any]] = {}  # loaded, by a matrix's name, until the steppers are made
         self._global_grad_norm: Any = None  # read by the engine at stage 0
         self.norm_before_clipping: Any = None  # written by the engine at stage 0
@@ -161,7 +157,7 @@ class ZeROLayerWise(EngineOptimizer):
         for group, tensor in shown:
             self._steppers[id(tensor)].step(group, self.state[tensor])
             if self.row_scaling:
-                scale_rows(*self._units[id(tensor)], tensor, self.row_scaling)
+                self._steppers[id(tensor)].scale_rows(self.row_scaling)
 
     @property
     def _keeps_owner_state(self) -> bool:
@@ -186,7 +182,6 @@ class ZeROLayerWise(EngineOptimizer):
             stepper = binding.stepper(unit, plan, tensor, self.config)
             stepper.fill_state(self._linked[unit.group], self.state[tensor])
             self._steppers[id(tensor)] = stepper
-            self._units[id(tensor)] = unit, plan
         if self._keeps_owner_state:
             take_owner_states(binding, list(self._steppers.values()), self._owner_state)
             self._owner_state = {}

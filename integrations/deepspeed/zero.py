@@ -24,7 +24,6 @@ from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.integrations.deepspeed import pipeline as deepspeed_pipeline
 from lwopt_backend.integrations.deepspeed.refusals import reasons_to_refuse
 from lwopt_backend.plan import Replicas, machine_of
-from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.routing.grouping import Grouping, WatchedModel, group_parameters
 from lwopt_backend.routing.routing import Route, full_shape
 from lwopt_backend.runtime.agreement import agree_in_all, plan_digest
@@ -35,11 +34,12 @@ from lwopt_backend.storage.flat import (
     GroupStepper,
     HostLayout,
     Member,
+    UnitStepper,
     members_digest,
     plan_group,
     unit_layouts,
 )
-from lwopt_backend.storage.replicated import ReplicatedStepper, gather_whole, new_replicated_stepper, take_part
+from lwopt_backend.storage.replicated import gather_whole, new_replicated_stepper, take_part
 
 # What DeepSpeed steps at a time, as planned and as found before the first step.
 
@@ -99,30 +99,15 @@ def check_as_planned(unit: Unit, number: int, plan: GroupPlan, flat: Tensor, sta
             raise RuntimeError(f"parameter {spec.name!r}: planned {planned}, but DeepSpeed stores {found}")
 
 
-@torch.no_grad()
-def scale_rows(unit: Unit, plan: GroupPlan, flat: Tensor, row_scaling: RowScaling) -> None:
-    """Apply the factors that were set for a step to what this rank stores of a unit, and forget them."""
-    for index, (spec, param) in enumerate(zip(plan.specs, unit.params)):
-        if flat is unit.params[0]:  # stage 0, where every rank stores all parameters
-            row_scaling.scale_box(spec.name, param.data, [(0, size) for size in param.shape])
-            continue
-        held = plan.layout.fragment(index, unit.ranks.rank)
-        if held is not None:
-            row_scaling.scale_range(spec.name, flat.narrow(0, held.offset, held.numel), held.start)
-    row_scaling.forget(spec.name for spec in plan.specs)
-
-
 class ZeROStore:
-    """What an engine's rank stores of the parameters that our optimizer trains, as a ``StateStore``.
-
-    ``stepped`` are, by unit, its stepper and its state.
-    """
+    """What a rank of an engine with ZeRO's storage stores: a ``StateStore``. ``stepped`` is a pair for each unit of the
+    binding, its stepper and its state."""
 
     def __init__(
         self,
         binding: Binding,
         groups: Sequence[dict[str, Any]],
-        stepped: Sequence[tuple[Stepper, Mapping[str, Tensor]]],
+        stepped: Sequence[tuple[UnitStepper, Mapping[str, Tensor]]],
     ) -> None:
         self._binding = binding
         self._stepped = stepped
@@ -171,7 +156,6 @@ class ZeROStore:
 # The optimizer's state in DeepSpeed's checkpoints: what may be loaded, and state of stage 0, which is saved whole.
 
 Groups = Sequence[Mapping[str, Any]]
-Stepper = GroupStepper | ReplicatedStepper
 States = Mapping[int, Mapping[str, Any]]  # by the position of their tensor in all param groups
 
 
@@ -222,7 +206,7 @@ def save_whole(binding: Binding, states: Mapping[Tensor, Mapping[str, Any]]) -> 
     return saved
 
 
-def owner_states(steppers: Iterable[Stepper]) -> dict[str, dict[str, Any]]:
+def owner_states(steppers: Iterable[UnitStepper]) -> dict[str, dict[str, Any]]:
     """What owners keep of the matrices of this rank, by name."""
     return {k: v for s in steppers if s.matrices for k, v in s.matrices.owner_state.by_name().items()}
 
@@ -251,7 +235,7 @@ def _gather_named(binding: Binding, held: Mapping[str, dict[str, Any]]) -> dict[
     return found
 
 
-def take_owner_states(binding: Binding, steppers: Sequence[Stepper], saved: Mapping[str, dict[str, Any]]) -> None:
+def take_owner_states(binding: Binding, steppers: Sequence[UnitStepper], saved: Mapping[str, dict[str, Any]]) -> None:
     """Bring what ``owner_states`` returned, on any ranks, to the owners that there are now. Called on all ranks."""
     for unit, plan, stepper in zip(binding.units, binding.plans, steppers):
         if stepper.matrices is not None and plan.matrices is not None:
@@ -450,9 +434,7 @@ class Binding:
         everyone = self.grouping.routes if self.stage is None else self.stage.all_routes
         return [own.get(route.name, route) for route in everyone], plans, self.grouping.groups
 
-    def stepper(
-        self, unit: Unit, plan: GroupPlan, tensor: Tensor, config: ZeROConfig
-    ) -> GroupStepper | ReplicatedStepper:
+    def stepper(self, unit: Unit, plan: GroupPlan, tensor: Tensor, config: ZeROConfig) -> UnitStepper:
         """What steps a unit, of which ``tensor`` is what DeepSpeed steps."""
         if self.replicated:
             return new_replicated_stepper(plan, unit.params, unit.ranks, config, self.engine.device)

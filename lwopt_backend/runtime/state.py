@@ -1,4 +1,4 @@
-"""The optimizer's state on one rank: pieces of whole tensors, and what only the owner of a matrix keeps."""
+"""The optimizer's state on one rank: its pieces of whole tensors, and what only the owner of a matrix keeps."""
 
 from __future__ import annotations
 
@@ -57,11 +57,12 @@ class TrainedParam:
 
 @dataclass(frozen=True, slots=True)
 class StatePiece:
-    """What a rank stores together of one parameter, the store's number ``member``: the elements ``view`` of it.
+    """Elements of one parameter that a rank stores together, with their state. All tensors are views of the storage.
 
-    ``value`` are the weights as they are stepped (fp32 masters where there are), None where they are in another piece.
-    ``tensors`` are by key and of the view's shape; counters have no dimension. All share memory with what is stepped.
-    ``owner`` is what the rule keeps beside them, by a matrix's place in the parameter.
+    - ``member``: the parameter's number in the store; ``view``: which elements of the flattened parameter these are.
+    - ``value``: the weights as they are stepped, fp32 masters where there are; None if another piece has them.
+    - ``tensors``: the state by key, each of the view's shape; counters have no dimension.
+    - ``owner``: what the rule keeps besides, by a matrix's place in the parameter.
     """
 
     member: int
@@ -84,9 +85,10 @@ class StatePiece:
 class StateStore(Protocol):
     """What this rank stores of the parameters that an optimizer trains. Made on all ranks.
 
-    ``ranks`` are the groups of ranks that share parameters with this one, ``groups`` the optimizer's param groups.
-    ``params`` are the parameters that this rank trains, ``elsewhere`` names of those that others do. ``ambiguous`` says
-    why one name may mean several parameters, if it may.
+    - ``ranks``: the groups of ranks that share parameters with this one.
+    - ``groups``: the optimizer's param groups.
+    - ``params``: the parameters that this rank trains; ``elsewhere``: names of those that other ranks train.
+    - ``ambiguous``: why one name may mean different parameters on different ranks; None if it may not.
     """
 
     ranks: Sequence[Collectives]
@@ -96,7 +98,7 @@ class StateStore(Protocol):
     ambiguous: str | None
 
     def pieces(self) -> Sequence[StatePiece]:
-        """With fresh state if no step has been taken. Raises RuntimeError if a part of it is a step ahead."""
+        """All there are; their state is new if no step has been taken. Raises RuntimeError in the middle of a step."""
 
 
 @torch.no_grad()
@@ -106,9 +108,9 @@ def put(
     weights: Mapping[str, Whole] | None = None,
     state: Mapping[str, Mapping[str, Whole]] | None = None,
 ) -> None:
-    """Copy this rank's pieces of whole tensors, which are by parameter name; what is not among them stays as it is.
+    """Copy this rank's elements of whole tensors, given by parameter name; ``state`` also by key.
 
-    It communicates nothing, and may fail on one rank alone.
+    Parameters and keys that are not given stay as they are. Communicates nothing, so it may fail on one rank alone.
     """
     for piece in store.pieces():
         name = store.params[piece.member].name
@@ -120,7 +122,7 @@ def put(
 
 
 def fill(into: Tensor, whole: Whole, view: View) -> None:
-    """Copy the elements ``view`` of ``whole`` into a tensor of its shape; a counter, without dimensions, as it is."""
+    """Copy the elements ``view`` of ``whole`` into a tensor of the view's shape; a counter is copied as it is."""
     start, stop = view.span
     if not into.ndim:
         into.copy_(whole if isinstance(whole, Tensor) else whole.read())
@@ -134,7 +136,7 @@ def fill(into: Tensor, whole: Whole, view: View) -> None:
 
 
 def part_of(whole: Whole, view: View) -> Tensor:
-    """The elements ``view`` of ``whole``; of a contiguous tensor they share its memory."""
+    """The elements ``view`` of ``whole``, in the view's shape. They share the memory of a contiguous tensor."""
     start, stop = view.span
     if isinstance(whole, Tensor):
         flat = whole.detach().contiguous().view(-1)[start:stop]
@@ -146,10 +148,10 @@ def part_of(whole: Whole, view: View) -> Tensor:
 def checked(
     whose: str, found: Mapping[str, Any], like: Mapping[str, Tensor], shape: tuple[int, ...], advice: str = ""
 ) -> dict[str, Tensor]:
-    """The state ``found`` of a parameter of ``shape``, in whole tensors by the keys of ``like``.
+    """A parameter's state ``found``, as whole tensors. ``like`` tells its keys, and which of them are counters.
 
-    Raises ValueError, about ``whose``, for other keys, with ``advice``, and for tensors that have neither the
-    parameter's shape nor, where ``like`` has a counter, no dimension.
+    Raises ValueError, which begins with ``whose`` state it is: for other keys, followed by ``advice``; for a tensor
+    that is not of ``shape``; for a counter that has dimensions.
     """
     if sorted(found) != sorted(like):
         raise ValueError(f"{whose}: expected {sorted(like)}, found {sorted(found)}{advice}")
@@ -186,7 +188,7 @@ class Entry:
 
 
 class OwnerShards:
-    """The state that owners keep of one plan's matrices, as every rank of it sees it. Made on all of them."""
+    """The state that owners keep of one plan's matrices, cut into shards. Made on all ranks of the plan."""
 
     def __init__(
         self,
@@ -221,7 +223,7 @@ class OwnerShards:
         self._plan = _plan_of(self._moving, plan)
 
     def save(self) -> dict[Key, tuple[torch.Size, Tensor]]:
-        """Per atom and key the whole shape and this rank's rows. Called on all ranks of the plan."""
+        """By atom and key, the whole shape and this rank's rows. Called on all ranks of the plan."""
         tensors = {
             (atom, key): t.to(self._device) for atom in self._owned for key, t in self._held.tensors(atom).items()
         }
@@ -304,7 +306,7 @@ CHECKPOINT_KEY = "owner_state"  # under which checkpoints of DeepSpeed have it
 
 
 class OwnerState:
-    """What this rank keeps of the ``atoms`` that it owns, by their number; on ``device``."""
+    """State that this rank keeps of the ``atoms`` that it owns, by their number; on ``device``."""
 
     def __init__(self, atoms: Sequence[Atom], device: torch.device) -> None:
         self._atoms = atoms
@@ -327,13 +329,14 @@ class OwnerState:
         return {}
 
     def held(self) -> Mapping[int, dict[str, Any]]:
-        """What there is, by atom. Of a matrix that was never stepped there may be nothing."""
+        """The state of every atom that has been stepped, or was loaded."""
         return {atom: state for atom, state in self._held.items() if atom not in self._tried}
 
     def make(self, atoms: Iterable[int], rules: Sequence[MatrixRule]) -> None:
-        """Have state for ``atoms``, so that a checkpoint knows its names and shapes before there was a step.
+        """Make state for ``atoms``, so that a checkpoint knows its names and shapes before the first step.
 
-        A ``WeightRule`` has none before its first step; that is tried on other numbers, and forgotten at the real one.
+        A ``WeightRule`` makes its state in its first step. That is tried here on random numbers; the real first step
+        begins anew.
         """
         for atom in atoms:
             rule = rules[atom]
@@ -348,7 +351,7 @@ class OwnerState:
                     rule.step(value, grad, self._held[atom])
 
     def is_real(self, atom: int) -> bool:
-        """Whether there was a step, or a checkpoint of one."""
+        """Whether its state is of a step, or of a checkpoint of one."""
         return atom in self._held and atom not in self._tried
 
     def put(self, atom: int, state: Mapping[str, Any]) -> None:
@@ -384,7 +387,7 @@ class OwnerState:
         self._held.pop(atom, None)
 
     def by_name(self) -> dict[str, dict[str, Any]]:
-        """What there is, by a matrix's name."""
+        """What ``held`` returns, by the matrices' names."""
         return {self._atoms[atom].name: state for atom, state in self.held().items()}
 
     def take(self, states: Mapping[int, Mapping[str, Any] | None]) -> None:

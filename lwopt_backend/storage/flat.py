@@ -34,6 +34,7 @@ from lwopt_backend.plan import (
 from lwopt_backend.plan.atoms import Block
 from lwopt_backend.plan.layouts import SUB_GROUP_SIZE, BlockPartition, BlockReplicas, Partition, View, in_blocks
 from lwopt_backend.plan.owners import modelled_time
+from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime.agreement import plan_digest, setting
 from lwopt_backend.runtime.collectives import Collectives
@@ -204,58 +205,84 @@ def _state_bytes(group: Mapping[str, Any], layout: HostLayout, matrices: MatrixP
     return tuple(state_nbytes(numel, group) for numel in numels)
 
 
-# Steps of planned parameters whose pieces lie in one flat tensor on this rank.
+# Steps of planned parameters, whose state lies in flat tensors on this rank.
 
 
-class GroupStepper:
-    """Steps what ``plan`` is about. ``flat`` is this rank's partition of its weights, ``device`` where matrices travel.
+class UnitStepper:
+    """Steps the parameters of ``plan``. ``device`` is where matrices travel.
 
-    Hyperparameters are read anew every step.
+    ``matrices`` is the stepper of a matrix rule's parameters. Hyperparameters are read anew every step.
     """
+
+    def __init__(self, plan: GroupPlan, collectives: Collectives, config: ZeROConfig, device: torch.device) -> None:
+        self._plan = plan
+        self._collectives = collectives
+        self._config = config
+        self._device = device
+        self._elementwise = ElementwiseGroups()
+        self.matrices: MatrixStepper | None = None
+        if plan.matrices is not None:
+            self.matrices = matrix_stepper(plan.matrices, collectives, config, device)
+
+    def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
+        """One step with the hyperparameters in ``group``. Called on all ranks that share the parameters."""
+        raise NotImplementedError
+
+    def pieces(self, state: Mapping[str, Tensor], first: int) -> Iterator[StatePiece]:
+        """What this rank stores of the parameters, of which the first is the store's number ``first``."""
+        raise NotImplementedError
+
+    def fill_state(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
+        """Add the state tensors that a fresh optimizer lacks; what a checkpoint restored is kept."""
+        for key, tensor in new_state(self._like(), group).items():
+            state.setdefault(key, tensor)
+
+    def _like(self) -> Tensor:
+        """A flat tensor as long as the state."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def scale_rows(self, row_scaling: RowScaling) -> None:
+        """Apply the factors that were set for a step to the weights, and forget them."""
+        for piece in self.pieces({}, 0):
+            if piece.value is not None:
+                row_scaling.scale_range(self._plan.specs[piece.member].name, piece.value, piece.start)
+        row_scaling.forget(spec.name for spec in self._plan.specs)
+
+
+class GroupStepper(UnitStepper):
+    """Parameters whose fragments lie in ``flat``, this rank's partition of their weights."""
 
     def __init__(
         self, plan: GroupPlan, flat: Tensor, collectives: Collectives, config: ZeROConfig, device: torch.device
     ) -> None:
-        self._plan = plan
+        super().__init__(plan, collectives, config, device)
         self._flat = flat
-        self._rank = collectives.rank
-        self._config = config
-        self._matrices: MatrixStepper | None = None
-        self._elementwise = ElementwiseGroups()
-        if plan.matrices is not None:
-            self._matrices = matrix_stepper(plan.matrices, collectives, config, device)
 
-    @property
-    def matrices(self) -> MatrixStepper | None:
-        """The stepper of a matrix rule's parameters."""
-        return self._matrices
-
-    def fill_state(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-        """Add the state tensors that a fresh optimizer lacks; what a checkpoint restored is kept."""
-        for key, tensor in new_state(self._flat, group).items():
-            state.setdefault(key, tensor)
+    def _like(self) -> Tensor:
+        return self._flat
 
     def pieces(self, state: Mapping[str, Tensor], first: int) -> Iterator[StatePiece]:
-        """The fragment of every parameter, of which the first is the store's number ``first``; some are empty."""
+        """The fragment of every parameter; some are empty."""
         for index in range(len(self._plan.specs)):
-            held = self._plan.layout.fragment(index, self._rank)
+            held = self._plan.layout.fragment(index, self._collectives.rank)
             offset, start, numel = (held.offset, held.start, held.numel) if held is not None else (0, 0, 0)
             tensors = {key: t.narrow(0, offset, numel) if t.ndim else t for key, t in state.items()}
             value = self._flat.detach().narrow(0, offset, numel)
             yield StatePiece(first + index, View.of_range(start, start + numel), value, tensors)
 
     def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-        """One step from ``flat.grad`` with the hyperparameters in ``group``. Called on all ranks of the group."""
+        """From ``flat.grad``."""
         planned, grad = self._plan.matrices, self._flat.grad
         assert grad is not None
-        if self._matrices is None or planned is None:
+        if self.matrices is None or planned is None:
             self._elementwise.step(0, group, [Slices(self._flat, grad, state)])
             return
         rule, layout = build_matrix_rule(group, self._config), planned.layout
         assert isinstance(layout, (Partition, BlockPartition))
         elements = Slices(self._flat, grad, {key: state[key] for key in rule.state_keys})
-        storage = FlatStorage(layout, self._rank, elements)
-        self._matrices.step([rule] * len(planned.atoms), storage)
+        storage = FlatStorage(layout, self._collectives.rank, elements)
+        self.matrices.step([rule] * len(planned.atoms), storage)
 
 
 def matrix_stepper(

@@ -1,9 +1,9 @@
-"""FSDP2's state in checkpoints: what may be loaded, its dtype, and what owners keep."""
+"""FSDP2's state: a rank's pieces, what a state dict may hold, and what owners keep."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,33 +18,31 @@ from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.state import MATRICES, Key, OwnerShards, StatePiece, TrainedParam, owner_key, part_of
-from lwopt_backend.storage.mesh import MeshStepper, describe, local, placed
+from lwopt_backend.storage.mesh import Member, MeshStepper, describe, local, placed
 
 
 class MeshStore:
-    """This rank's parts of the parameters of ``groups`` and of their ``states``, as a ``StateStore``.
+    """This rank's boxes of ``members`` and of their ``states``: a ``StateStore``.
 
-    ``named`` are all parameters of ``ranks``, which hold ``different`` ones (experts) under the same names, or not.
+    ``different`` says whether ``ranks`` hold different parameters (experts) under one name.
     """
 
     elsewhere: Collection[str] = ()
 
     def __init__(
         self,
-        named: Iterable[tuple[str, Tensor]],
+        members: Sequence[Member],
         groups: Sequence[dict[str, Any]],
         states: Mapping[Tensor, Mapping[str, Any]],
         ranks: Sequence[Collectives],
         different: bool,
     ) -> None:
-        names = {id(param): name for name, param in named}
-        held = [(param, number) for number, group in enumerate(groups) for param in group["params"]]
-        self._held = [(param, states[param]) for param, _ in held]
+        self._held = [(member.param, states[member.param]) for member in members]
         self.ranks = ranks
         self.groups = groups
         self.params: Sequence[TrainedParam] = [
-            TrainedParam(names[id(param)], tuple(param.shape), group, groups[group]["rule"], (), number)
-            for number, (param, group) in enumerate(held)
+            TrainedParam(m.name, tuple(m.param.shape), m.group, m.rule, m.blocks, number)
+            for number, m in enumerate(members)
         ]
         self.ambiguous = "ranks have different parameters (experts) under the same names" if different else None
 
@@ -56,7 +54,7 @@ class MeshStore:
         return found
 
 
-# Optimizer state of FSDP2 parameters: what may be loaded, and that it keeps its dtype.
+# What a state dict may hold to be loaded.
 
 
 def check_loadable(
@@ -136,28 +134,6 @@ def _kind(tensor: Tensor) -> str:
     return f"a {'DTensor' if isinstance(tensor, DTensor) else 'plain tensor'} of shape {tuple(tensor.shape)}"
 
 
-def with_shards(
-    state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], expected: Mapping[Tensor, Mapping[str, Any]]
-) -> dict[str, Any]:
-    """``state_dict`` with whole tensors cut to this rank's part, where the expected state is sharded."""
-    params = {
-        index: param
-        for saved, group in zip(state_dict["param_groups"], groups)
-        for index, param in zip(saved["params"], group["params"])
-    }
-    state = {}
-    for index, entry in state_dict["state"].items():
-        made = expected.get(params[index], {}) if index in params else {}
-        state[index] = {key: _cut_like(value, made.get(key)) for key, value in entry.items()}
-    return {**state_dict, "state": state}
-
-
-def _cut_like(value: Any, made: Any) -> Any:
-    if not isinstance(made, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
-        return value
-    return as_shard(part_of(value, view_of(made)).contiguous(), made)
-
-
 def view_of(tensor: Tensor) -> View:
     """Which elements of a tensor this rank has: a box of a DTensor, all of a plain tensor."""
     begin, sizes = box_of(tensor) if isinstance(tensor, DTensor) else ((0,) * tensor.ndim, tensor.shape)
@@ -179,32 +155,6 @@ def as_shard(part: Tensor, made: DTensor) -> DTensor:
     return DTensor.from_local(
         part, made.device_mesh, made.placements, run_check=False, shape=made.shape, stride=made.stride()
     )
-
-
-def restore_groups(optimizer: torch.optim.Optimizer, before: Sequence[Mapping[str, Any]], rules: Sequence[str]) -> None:
-    """After ``Optimizer.load_state_dict``: options that the checkpoint lacks are kept, rules are never loaded."""
-    for group, old, rule in zip(optimizer.param_groups, before, rules):
-        for key in old.keys() - group.keys():
-            group[key] = old[key]
-        group["rule"] = rule
-
-
-def restore_dtypes(
-    optimizer: torch.optim.Optimizer, made: Mapping[Tensor, Mapping[str, Any]], state_dict: Mapping[str, Any]
-) -> None:
-    """After ``Optimizer.load_state_dict``, which casts state to the parameter's dtype: back to the state's own."""
-    for saved, group in zip(state_dict["param_groups"], optimizer.param_groups):
-        for index, param in zip(saved["params"], group["params"]):
-            state = optimizer.state.get(param, {})
-            for key, tensor in made.get(param, {}).items():
-                if key not in state:
-                    state[key] = tensor
-                elif not isinstance(state[key], Tensor):
-                    state[key] = torch.as_tensor(state[key], dtype=tensor.dtype)
-                elif state[key].dtype != tensor.dtype:
-                    state[key] = state_dict["state"][index][key].to(device=tensor.device, dtype=tensor.dtype)
-            if state:
-                optimizer.state[param] = state
 
 
 # Owner-held state in an optimizer's state dict: DTensors, cut by rows over the parameter's mesh.
@@ -250,18 +200,35 @@ def with_owner_state(state_dict: dict[str, Any], shards: Of, groups: Groups) -> 
     return {**state_dict, "state": state}
 
 
-def take_owner_state(state_dict: Mapping[str, Any], shards: Of, groups: Groups) -> dict[str, Any]:
-    """``state_dict`` without what owners hold, which is brought to them. Called on all ranks of the meshes."""
-    state = {index: dict(entry) for index, entry in state_dict["state"].items()}
-    index_of = _indices(state_dict, groups)
-    for param, _ in _elements(shards):
-        state.get(index_of[id(param)], {}).pop(MATRICES, None)
+@torch.no_grad()
+def take_state(
+    state_dict: Mapping[str, Any],
+    groups: Groups,
+    states: Mapping[Tensor, Mapping[str, Any]],
+    shards: Of,
+    expected: Mapping[Tensor, Mapping[str, Tensor]],
+) -> None:
+    """Copy this rank's parts of a state dict, of whole tensors or shards, into ``states``; bring the rest to owners.
+
+    ``expected`` is what ``with_owner_keys`` gave. State that is not in the state dict stays. Called on all ranks of the
+    meshes.
+    """
+    index_of, saved = _indices(state_dict, groups), state_dict["state"]
+    found = {param: saved.get(index_of[id(param)], {}) for group in groups for param in group}
     for stepper, held in shards:
         keys = [(entry.atom, entry.key) for entry in held.entries]
-        places = [(key, _name(stepper, key), state.get(index_of[id(_param(stepper, key))], {})) for key in keys]
-        if places and all(name in entry for _, name, entry in places):
-            held.load({key: local(entry.pop(name)) for key, name, entry in places})
-    return {**state_dict, "state": state}
+        places = [(key, _param(stepper, key), _name(stepper, key)) for key in keys]
+        if places and all(name in found[param] for _, param, name in places):
+            held.load({key: _here(found[param][name], expected[param][name]) for key, param, name in places})
+    for param, entry in found.items():
+        for key, into in states[param].items():
+            if key in entry and not into.is_meta:  # the rest is at the owner
+                local(into).copy_(_here(torch.as_tensor(entry[key]), into))
+
+
+def _here(value: Tensor, made: Tensor) -> Tensor:
+    """This rank's part of a tensor, whole or a shard, that is to lie as ``made`` does."""
+    return local(value) if isinstance(value, DTensor) else part_of(value, view_of(made))
 
 
 def check_matrices(state_dict: Mapping[str, Any], shards: Of, groups: Groups) -> None:

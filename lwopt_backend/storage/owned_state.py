@@ -32,7 +32,7 @@ Groups = Sequence[dict[str, Any]]
 
 
 def state_pieces(core: OwnedCore) -> list[StatePiece]:
-    """What this rank owns: ranges of flattened parameters, in masters (also under ``MASTER``) of 16-bit ones."""
+    """What this rank owns: ranges of flattened parameters. Masters of 16-bit ones are among ``tensors``, too."""
     found = []
     for bucket in core.manager.buckets:
         for piece, value in zip(bucket.pieces, bucket.owned_values()):
@@ -62,7 +62,7 @@ def check_between_steps(core: OwnedCore) -> None:
 
 
 class OwnedStore:
-    """What this rank owns of ``core``, by the names of ``names_of``, as a ``StateStore``. Made on all ranks."""
+    """What this rank owns of ``core``, under the names of ``names_of``: a ``StateStore``. Made on all ranks."""
 
     ambiguous: str | None = None
 

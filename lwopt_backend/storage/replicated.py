@@ -12,16 +12,14 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lwopt_backend.config.hosts import ZeROConfig
-from lwopt_backend.config.param_groups import ElementwiseGroups
-from lwopt_backend.config.registry import build_matrix_rule, new_state
+from lwopt_backend.config.registry import build_matrix_rule
 from lwopt_backend.plan import FlatPartition
 from lwopt_backend.plan.atoms import Block
 from lwopt_backend.plan.layouts import View, range_views
 from lwopt_backend.runtime.collectives import EXCHANGE_BACK, Collectives
 from lwopt_backend.runtime.state import StatePiece, fill, part_of
-from lwopt_backend.runtime.stepper import MatrixStepper
 from lwopt_backend.runtime.whole import Slices, Storage, local_views
-from lwopt_backend.storage.flat import GroupPlan, matrix_stepper
+from lwopt_backend.storage.flat import GroupPlan, UnitStepper
 
 # State of replicated parameters in a checkpoint: whole, parameter by parameter, as a single process would save it.
 #
@@ -105,8 +103,8 @@ def new_replicated_stepper(
     return kind(plan, params, collectives, config, device)
 
 
-class ReplicatedStepper:
-    """What both kinds have: state in flat tensors, of what this rank steps."""
+class ReplicatedStepper(UnitStepper):
+    """What both kinds have: whole ``params``, and flat state of what this rank steps."""
 
     def __init__(
         self,
@@ -116,27 +114,15 @@ class ReplicatedStepper:
         config: ZeROConfig,
         device: torch.device,
     ) -> None:
-        self._plan = plan
+        super().__init__(plan, collectives, config, device)
         self._params = params
-        self._collectives = collectives
-        self._config = config
-        self._device = device
 
-    @property
-    def matrices(self) -> MatrixStepper | None:
-        """The stepper of a matrix rule's parameters."""
-        return None
-
-    def fill_state(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-        """Add the state tensors that a fresh optimizer lacks; what a checkpoint restored is kept."""
-        for key, tensor in new_state(self._flat(), group).items():
-            state.setdefault(key, tensor)
+    def _like(self) -> Tensor:
+        numel = state_numel(self._plan, self._collectives.rank)
+        return torch.zeros(numel, dtype=torch.float32, device=self._device)
 
     def pieces(self, state: Mapping[str, Tensor], first: int) -> Iterator[StatePiece]:
-        """Every parameter's weights, whole, with its counters; then the state of what this rank steps.
-
-        The first parameter is the store's number ``first``.
-        """
+        """Every parameter's weights, whole, with its counters; then the state of what this rank steps."""
         counters = {key: tensor for key, tensor in state.items() if not tensor.ndim}
         for index, param in enumerate(self._params):
             view = View.of_box(param.shape, [(0, size) for size in param.shape])
@@ -146,35 +132,21 @@ class ReplicatedStepper:
             tensors = {key: _part(flat, view, offset) for key, flat in flats.items()}
             yield StatePiece(first + index, view, None, tensors)
 
-    def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-        """One step from the parameters' gradients, which are equal on all ranks. Called on all ranks."""
-        raise NotImplementedError
-
-    def _flat(self) -> Tensor:
-        """A flat tensor of zeros as long as the state."""
-        numel = state_numel(self._plan, self._collectives.rank)
-        return torch.zeros(numel, dtype=torch.float32, device=self._device)
-
 
 class MatrixReplicas(ReplicatedStepper):
     """Matrices of which each rank keeps the state of its own in one flat tensor, in the order of the plan."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        assert self._plan.matrices is not None
-        self._matrices = matrix_stepper(self._plan.matrices, self._collectives, self._config, self._device)
         self._places = [(param, block) for param, blocks in zip(self._params, self._plan.blocks) for block in blocks]
         self._bases = owned_bases(self._plan, self._collectives.rank)
 
-    @property
-    def matrices(self) -> MatrixStepper | None:
-        return self._matrices
-
     def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-        """One step from the parameters' gradients, which are equal on all ranks. Called on all ranks."""
+        """From the parameters' gradients, which are equal on all ranks."""
+        assert self.matrices is not None
         rule = build_matrix_rule(group, self._config)
         replicas = _Replicas(self._places, self._bases, {key: state[key] for key in rule.state_keys})
-        self._matrices.step([rule] * len(self._places), replicas)
+        self.matrices.step([rule] * len(self._places), replicas)
 
 
 class _Replicas(Storage):
@@ -212,12 +184,11 @@ class ElementwiseReplicas(ReplicatedStepper):
         self._layout = self._plan.layout
         share = self._config.bucket_numel // self._collectives.world_size
         self._chunk = max(1, min(share, self._layout.partition_numel))
-        self._elementwise = ElementwiseGroups()
 
     @torch.no_grad()
     def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-        """One step from the parameters' gradients, which are equal on all ranks. Called on all ranks."""
-        value, grad = self._flat(), self._flat()
+        """From the parameters' gradients, which are equal on all ranks."""
+        value, grad = self._like(), self._like()
         for index, param in enumerate(self._params):
             held = self._layout.fragment(index, self._collectives.rank)
             if held is not None:
