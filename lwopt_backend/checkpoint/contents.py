@@ -270,23 +270,19 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self.format}: a parameter has a {type(wrong[0]).__name__} for its name, or a long one"
             )
+        nothing, mapping = type(None), (Mapping,)
         kinds: dict[str, tuple[type, ...]] = {
-            **dict.fromkeys(("iteration", "samples"), (int, type(None))),
-            **dict.fromkeys(("scheduler",), (Mapping, type(None))),
-            **dict.fromkeys(("arguments", "client"), (Mapping,)),
-            **dict.fromkeys(("version", "names"), (str,)),
+            **{"iteration": (int, nothing), "samples": (int, nothing), "scheduler": (Mapping, nothing)},
+            **{"arguments": mapping, "client": mapping, "version": (str,), "names": (str,)},
         }
-        for field_name, kind in kinds.items():
-            _check_kind(self.format, field_name, getattr(self, field_name), kind)
-        for group in self.groups:
-            _check_kind(self.format, "a param group", group, (Mapping,))
-        for name, size in self.world.items():
-            _check_kind(self.format, f"the number of {name} ranks", size, (int,))
-
-
-def _check_kind(where: str, what: str, value: object, kinds: tuple[type, ...]) -> None:
-    if not isinstance(value, kinds):
-        raise CheckpointError(f"{where}: {what} is a {type(value).__name__}, no {kinds[0].__name__}; copy it again")
+        found = [(name, getattr(self, name), kind) for name, kind in kinds.items()]
+        found += [("a param group", group, mapping) for group in self.groups]
+        found += [(f"the number of {name} ranks", size, (int,)) for name, size in self.world.items()]
+        for what, value, kind in found:
+            if not isinstance(value, kind):
+                raise CheckpointError(
+                    f"{self.format}: {what} is a {type(value).__name__}, no {kind[0].__name__}; copy it again"
+                )
 
 
 def read_as_expected(read: Callable[[], T], where: Path, writer: str, said: type[ValueError] = CheckpointError) -> T:

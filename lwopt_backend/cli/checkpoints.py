@@ -419,9 +419,8 @@ def diff(
     if vocabulary is None and len(said) > 1 and said <= {names.CORE, *names.FAMILIES}:
         vocabulary = names.CORE
     notes = _notes(ours, theirs)
-    names_a = _taken_for("a", ours, names_a, vocabulary, notes)
-    names_b = _taken_for("b", theirs, names_b, vocabulary, notes)
-    ours, theirs = _under(ours, vocabulary, names_a, numbers), _under(theirs, vocabulary, names_b, numbers)
+    ours = _under(ours, "a", vocabulary, names_a, numbers, notes)
+    theirs = _under(theirs, "b", vocabulary, names_b, numbers, notes)
     if not set(ours.params) & set(theirs.params):
         notes.append(
             f"No parameter has the same name in both: A's are such as {next(iter(ours.params), 'none')}, B's such as "
@@ -442,19 +441,6 @@ def diff(
         raise typer.Exit(1)
 
 
-def _taken_for(
-    side: str, checkpoint: Checkpoint, source: str | None, vocabulary: str | None, notes: list[str]
-) -> str | None:
-    """What its names are: those of ``vocabulary``, with a note, where nobody says it."""
-    if source is not None or vocabulary is None or checkpoint.names != UNNAMED:
-        return source
-    notes.append(
-        f"{side.upper()} does not say what its names are; they are taken for {vocabulary}'s. If they are others, say "
-        f"so with --names-{side}."
-    )
-    return vocabulary
-
-
 def _compared(a: Checkpoint, b: Checkpoint, weights: bool, silent: bool) -> list[Compared]:
     from lwopt_backend.checkpoint import convert
     from lwopt_backend.checkpoint.differences import differences
@@ -465,9 +451,18 @@ def _compared(a: Checkpoint, b: Checkpoint, weights: bool, silent: bool) -> list
         return list(differences(watched[0], watched[1], weights))
 
 
-def _under(checkpoint: Checkpoint, vocabulary: str | None, source: str | None, numbers: Numbers) -> Checkpoint:
+def _under(
+    checkpoint: Checkpoint, side: str, vocabulary: str | None, source: str | None, numbers: Numbers, notes: list[str]
+) -> Checkpoint:
+    """Under the names of ``vocabulary``. What nobody says the names of is taken for these, with a note."""
     from lwopt_backend.checkpoint import names
 
+    if source is None and vocabulary is not None and checkpoint.names == UNNAMED:
+        source = vocabulary
+        notes.append(
+            f"{side.upper()} does not say what its names are; they are taken for {vocabulary}'s. If they are others, "
+            f"say so with --names-{side}."
+        )
     if vocabulary is None and source is None:
         return checkpoint
     return names.translate(checkpoint, vocabulary or source or "", numbers, source=source)

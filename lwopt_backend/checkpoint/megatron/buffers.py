@@ -313,23 +313,16 @@ class _Optimizer:
 
     def _names(self, rank: int, first: int, stop: int) -> list[str]:
         """A rank's parameters in the order of its modules; the last stage has a tied embedding's copy."""
-        stage = rank // (self._tensor * self._expert)
+        stage, of_expert = rank // (self._tensor * self._expert), rank // self._tensor % self._expert
         is_last = stage == self._stages - 1
         found = []
         for name in self._order:
-            layer = layer_of(name)
-            here = first <= layer < stop if layer is not None else self._is_at_end(name, stage == 0, is_last)
-            if here and self._expert_rank(name) in (None, rank // self._tensor % self._expert):
+            layer, expert = layer_of(name), expert_of(name) if self._expert > 1 else None
+            at_end = stage == 0 if name.startswith("embedding.") else is_last
+            is_elsewhere = expert is not None and expert * self._expert // self._experts != of_expert
+            if (at_end if layer is None else first <= layer < stop) and not is_elsewhere:
                 found.append(name)
         return [*found, self._tied[1]] if self._tied and self._tied[0] in self._weights and is_last else found
-
-    @staticmethod
-    def _is_at_end(name: str, is_first: bool, is_last: bool) -> bool:
-        return is_first if name.startswith("embedding.") else is_last
-
-    def _expert_rank(self, name: str) -> int | None:
-        expert = expert_of(name) if self._expert > 1 else None
-        return None if expert is None else expert * self._expert // self._experts
 
     def _cut(self, name: str) -> Any:
         return self._cuts[self._tied[0] if name in self._tied else name]

@@ -44,7 +44,14 @@ def optimizers(folder: DcpFolder, common: Mapping[str, Any]) -> dict[Chain, tupl
         groups = inner.get("param_groups", [])
         if chain in of_buffers:
             groups = _held(folder, of_buffers[chain])
-        steps = _steps(state, inner)
+        kept = inner.get("state") or {}
+        beside = [
+            *(state.get("param_state") or {}).values(),
+            *saved_steps.values(),
+            {"step": saved_steps.get("common_step")},
+        ]
+        counts = [one.get("step") for one in beside if isinstance(one, Mapping)]
+        steps = sorted({counter(count) for count in counts if count is not None})
         if len(steps) == 1:
             groups = [{"step": steps[0], **group} if "betas" in group else group for group in groups]
         found[chain] = tuple(
@@ -75,15 +82,6 @@ def _held(folder: DcpFolder, key: str) -> list[Options]:
         raise CheckpointError(f"{key} in {folder.path}: expected param_groups, found {held!r:.200}")
     groups: list[Options] = held["param_groups"]
     return groups
-
-
-def _steps(state: Mapping[str, Any], inner: Mapping[str, Any]) -> list[float]:
-    """The step counts that are saved beside the groups, each once."""
-    of_params = list((state.get("param_state") or {}).values())
-    of_params += [entry for entry in (inner.get("state") or {}).values() if isinstance(entry, Mapping)]
-    found = [entry["step"] for entry in of_params if "step" in entry]
-    common = (inner.get("state") or {}).get("common_step")
-    return sorted({counter(step) for step in [*found, *([] if common is None else [common])]})
 
 
 # The parameters in Megatron's torch_dist keys: layers and experts that are stacked into one tensor, gate and up apart.

@@ -59,7 +59,11 @@ def plan(names: NameMap, found: Iterable[str], numbers: Numbers) -> list[Unit]:
     found = list(found)
     tied = HEAD not in found
     rules = [rule for rule in names.rules if rule.only in (None, "tied" if tied else "untied")]
-    matches = [(name, _first(rules, name)) for name in found]
+    patterns = [(at, number, each) for at, rule in enumerate(rules) for number, each in enumerate(rule.sources)]
+    matches = []  # with the numbers of the rule that takes a name and of the source in it, and the fields' values
+    for name in found:
+        taken = ((at, number, each.match(name)) for at, number, each in patterns)
+        matches.append((name, next(((at, number, values) for at, number, values in taken if values is not None), None)))
     layers = _layers((match[2] for _, match in matches if match), numbers)
     by_rule: dict[int, dict[tuple[tuple[str, int | str], ...], _Found]] = {at: {} for at in range(len(rules))}
     problems = []
@@ -79,7 +83,13 @@ def plan(names: NameMap, found: Iterable[str], numbers: Numbers) -> list[Unit]:
         units += made
         problems += wrong + _absent(rule, list(by_rule[at].values()), layers, found)
     if problems:
-        raise CheckpointError(_listed(names, problems))
+        more = f"\n  ... and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        raise CheckpointError(
+            f"names do not fit the map from {names.source} to {names.target}, {len(problems)} problem(s); give another "
+            "map, or a file with rules of your own (a rule with target [] drops a name):\n  "
+            + "\n  ".join(problems[:SHOWN])
+            + more
+        )
     order = {name: at for at, name in enumerate(found)}
     return sorted(units, key=lambda unit: min(order[name] for name in unit.names))
 
@@ -91,16 +101,6 @@ def canonical(pairs: Sequence[tuple[Pattern, Pattern]], name: str) -> str:
         if values is not None:
             return meant.format(values)
     return name
-
-
-def _first(rules: Sequence[Rule], name: str) -> tuple[int, int, dict[str, int | str]] | None:
-    """The number of the rule that takes a name, of the source in it, and the fields' values."""
-    for at, rule in enumerate(rules):
-        for number, pattern in enumerate(rule.sources):
-            values = pattern.match(name)
-            if values is not None:
-                return at, number, values
-    return None
 
 
 def _layers(values: Iterable[Mapping[str, int | str]], numbers: Numbers) -> int | None:
@@ -159,16 +159,6 @@ def _absent(rule: Rule, found: Sequence[_Found], layers: int | None, names: Sequ
         return []
     have = {each.values["layer"] for each in found}
     return [f"{pattern.text!r} is missing for layer {number}" for number in range(layers) if number not in have]
-
-
-def _listed(names: NameMap, problems: Sequence[str]) -> str:
-    more = f"\n  ... and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-    return (
-        f"names do not fit the map from {names.source} to {names.target}, {len(problems)} problem(s); give another "
-        "map, or a file with rules of your own (a rule with target [] drops a name):\n  "
-        + "\n  ".join(problems[:SHOWN])
-        + more
-    )
 
 
 # What a conversion changes for Muon: which rows are orthogonalized together. Said in sentences, never silent.
