@@ -341,7 +341,7 @@ MASTER, SHAMPOO = f"optimizer.state.fp32_param.{OUTPUT}", f"optimizer.state.sham
 STATE_SPACE, CONVOLUTION = "decoder.final_norm.weight", "encoder.conv.weight"
 OTHER_LAYOUT = {"distrib_optim_sharding_type": "dp_zero_gather_scatter"}
 GROUPS, FULLY = f"{GROUP}.optimizer/shard_0_1", "save with --dist-ckpt-optim-fully"
-NOT_KNOWN = "is a part of the optimizer's state that is not known"
+NOT_KNOWN = "is optimizer state that is not known"
 REFUSED_DIST: list[tuple[Setup, Damage, str]] = [
     (Setup(), lost(COMMON), "common.pt is missing"),
     (

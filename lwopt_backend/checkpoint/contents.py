@@ -267,9 +267,7 @@ class Checkpoint:
         names = (*self.params, *self.tied, *self.tied.values(), *self.buffers)
         wrong = [name for name in names if type(name) is not str or len(name) > LONGEST_NAME]
         if wrong:
-            raise CheckpointError(
-                f"{self.format}: a parameter has a {type(wrong[0]).__name__} for its name, or a long one"
-            )
+            raise CheckpointError(f"{self.format}: a parameter's name is a {type(wrong[0]).__name__}, or a long one")
         nothing, mapping = type(None), (Mapping,)
         kinds: dict[str, tuple[type, ...]] = {
             **{"iteration": (int, nothing), "samples": (int, nothing), "scheduler": (Mapping, nothing)},
@@ -280,9 +278,8 @@ class Checkpoint:
         found += [(f"the number of {name} ranks", size, (int,)) for name, size in self.world.items()]
         for what, value, kind in found:
             if not isinstance(value, kind):
-                raise CheckpointError(
-                    f"{self.format}: {what} is a {type(value).__name__}, no {kind[0].__name__}; copy it again"
-                )
+                said = f"a {type(value).__name__}, no {kind[0].__name__}"
+                raise CheckpointError(f"{self.format}: {what} is {said}; copy it again")
 
 
 def read_as_expected(read: Callable[[], T], where: Path, writer: str, said: type[ValueError] = CheckpointError) -> T:

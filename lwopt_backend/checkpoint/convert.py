@@ -309,7 +309,7 @@ def _check_used(checkpoint: Checkpoint, target: str, wanted: str | None, source:
     layout = given & {"qkv_layout", "qkv_ranks"}
     if layout and not any(side == "megatron-deepspeed" or side.endswith(".json") for side in sides):
         raise CheckpointError(
-            f"{_options(layout)} is of megatron-deepspeed's names, which there are none of; leave it out"
+            f"{_options(layout)} is of megatron-deepspeed's names, of which there are none; leave it out"
         )
     used = {"vocab_size", "vocab_multiple"}
     if target == "megatron":

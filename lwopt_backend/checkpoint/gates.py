@@ -11,6 +11,7 @@ from lwopt_backend.checkpoint import contents
 from lwopt_backend.checkpoint.contents import MASTER, WEIGHT, Checkpoint, CheckpointError, LazyTensor, Param
 from lwopt_backend.checkpoint.files.made import in_order
 from lwopt_backend.checkpoint.names import CORE, FAMILIES
+from lwopt_backend.checkpoint.names.megatron import EMBEDDING, HEAD
 
 SHOWN = 20  # problems that are listed
 
@@ -160,9 +161,7 @@ def _vocabulary(checkpoint: Checkpoint, size: int | None) -> Iterator[str]:
     """
     if size is None:
         return
-    embedding, head = (
-        _spelled(checkpoint.names, name) for name in ("embedding.word_embeddings.weight", "output_layer.weight")
-    )
+    embedding, head = (_spelled(checkpoint.names, name) for name in (EMBEDDING, HEAD))
     for name in (embedding, head):
         if name in checkpoint.params and checkpoint.params[name].shape[0] < size:
             rows = checkpoint.params[name].shape[0]

@@ -24,7 +24,6 @@ from lwopt_backend.config.options import parse, suggestion
 if TYPE_CHECKING:
     from lwopt_backend.checkpoint.contents import Checkpoint
     from lwopt_backend.checkpoint.differences import Compared
-    from lwopt_backend.checkpoint.formats import Reader
 
 # Options that the commands on checkpoints share, and what they print alike.
 
@@ -72,16 +71,16 @@ def numbers_of(given: Mapping[str, Any], fields: Iterable[str]) -> Numbers:
     return parse(Numbers, found, "lwopt")
 
 
-def opened(path: Path, format: str) -> tuple[Reader, Checkpoint]:
-    """A checkpoint and what reads it, after folders that a killed program had moved aside are back."""
+def opened(path: Path, format: str) -> tuple[str, Checkpoint]:
+    """A checkpoint and the name of its format, after folders that a killed program had moved aside are back."""
     from lwopt_backend.checkpoint import formats
     from lwopt_backend.checkpoint.files import folders
 
     folders.recover(path)
     if path.is_dir():
         folders.recover_within(path)
-    reader = formats.find(path, format)
-    return reader, reader.read(path)
+    found = formats.find(path, format)
+    return found, formats.READERS[found].read(path)
 
 
 @contextmanager
@@ -218,7 +217,7 @@ def convert(
             made = conversion.watched(made, lambda count: bar.advance(writing, count))
             conversion.write(made, to, place, force=force, workers=workers, **options)
     summary = {
-        "source": {"path": str(source), "reader": reader.name, **described(found)},
+        "source": {"path": str(source), "reader": reader, **described(found)},
         "result": {"path": str(place.folder), "written": not dry_run, **described(result)},
         "notes": list(made.notes),
     }
@@ -315,7 +314,7 @@ def inspect(
     problems, advice, notes = _checked(checkpoint, as_json) if check else ([], "", [UNCHECKED])
     files = [file for file in path.rglob("*") if file.is_file()]
     found = {
-        **{"path": str(path), "reader": reader.name, **described(checkpoint)},
+        **{"path": str(path), "reader": reader, **described(checkpoint)},
         **{"files": len(files), "size_of_files": sum(file.stat().st_size for file in files)},
         **{"notes": [*checkpoint.notes, *notes], "problems": problems, "advice": advice},
     }

@@ -389,9 +389,8 @@ def _members(shared: Share, ranks: int) -> list[MeshMember]:
         number = group_of[id(param)]
         sharding = Sharding(tuple(param.shape), (ranks,), (0,), (False,))
         transposed, blocks = route.name in grouping.transposed, grouping.matrices_in(route.name)
-        found.append(
-            MeshMember(route.name, param, number, grouping.groups[number]["rule"], sharding, transposed, blocks)
-        )
+        rule = grouping.groups[number]["rule"]
+        found.append(MeshMember(route.name, param, number, rule, sharding, transposed, blocks))
     return found
 
 

@@ -60,9 +60,8 @@ def _read(tag: Path) -> Checkpoint:
     states, parts = _model_states(tag)
     if ours and states.path.name.startswith("zero_pp"):
         raise CheckpointError(f"{tag}: mp_rank_00_model_states.pt is missing; copy the whole folder again")
-    stage3 = (
-        common.get("optimizer_state_dict") if "param_groups" in (common.get("optimizer_state_dict") or {}) else None
-    )
+    optimizer = common.get("optimizer_state_dict") or {}
+    stage3 = optimizer if "param_groups" in optimizer else None
     groups = common.get("param_groups") or (stage3 or {})["param_groups"]
     group_of, shapes = _listed(states, stage3, ours)
     step = None

@@ -32,9 +32,8 @@ OfRanks = list[tuple[Path, Mapping[str, Any]]]  # the files of the optimizer's s
 def read_partitions(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
     """Raises CheckpointError."""
     assert states.shapes is not None
-    gathered = ds.gathered_of(
-        (name, shape, g) for g, group in enumerate(states.shapes) for name, shape in group.items()
-    )
+    shapes = enumerate(states.shapes)
+    gathered = ds.gathered_of((name, shape, g) for g, params in shapes for name, shape in params.items())
     for file, saved in of_ranks:
         _add_partitions(gathered, file, saved, states)
     _, first = of_ranks[0]
@@ -404,7 +403,7 @@ def _read(tag: Path, files: list[Path]) -> Checkpoint:
     if all("fp32_flat_groups" in saved for _, saved in of_ranks):
         if len(files) != states.ranks:
             raise CheckpointError(
-                f"{tag}: expected the model states' files of {states.ranks} ranks, found {len(files)}; copy it again"
+                f"{tag}: expected the files of {states.ranks} ranks' model states, found {len(files)}; copy it again"
             )
         return read_stage3(states, of_ranks)
     return read_partitions(states, of_ranks)

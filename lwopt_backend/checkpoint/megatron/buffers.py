@@ -195,9 +195,7 @@ def _buffers(folder: DcpFolder) -> dict[Chain, dict[int, dict[str, _Buffer]]]:
             of_rank = found.setdefault(chain_of(match[1]), {}).setdefault(int(match[2]), {})
             of_buffer = of_rank.setdefault((int(match[3]), match[4]), {})
             of_buffer.setdefault(FLAT[match[6]], {})[int(match[5])] = key
-    return {
-        chain: {rank: _of_rank(folder, of_rank) for rank, of_rank in ranks.items()} for chain, ranks in found.items()
-    }
+    return {chain: {n: _of_rank(folder, of_rank) for n, of_rank in ranks.items()} for chain, ranks in found.items()}
 
 
 def _of_rank(folder: DcpFolder, buffers: Mapping[tuple[int, str], dict[str, dict[int, str]]]) -> dict[str, _Buffer]:
@@ -265,9 +263,7 @@ class _Optimizer:
         """Each stage's first layer, and the next one's: as many as fill its buckets exactly, however they were cut."""
         total = 1 + max((layer_of(name) or 0 for name in self._order), default=0)
         if total > 1 + len(self._order):
-            raise CheckpointError(
-                f"{self._folder.path}: expected layers numbered without a gap, found number {total - 1}"
-            )
+            raise CheckpointError(f"{self._folder.path}: expected layers numbered without a gap, found {total - 1}")
         found: list[tuple[int, int]] = []
         for stage in range(self._stages):
             first = found[-1][1] if found else 0

@@ -45,11 +45,7 @@ def optimizers(folder: DcpFolder, common: Mapping[str, Any]) -> dict[Chain, tupl
         if chain in of_buffers:
             groups = _held(folder, of_buffers[chain])
         kept = inner.get("state") or {}
-        beside = [
-            *(state.get("param_state") or {}).values(),
-            *saved_steps.values(),
-            {"step": saved_steps.get("common_step")},
-        ]
+        beside = [*(state.get("param_state") or {}).values(), *kept.values(), {"step": kept.get("common_step")}]
         counts = [one.get("step") for one in beside if isinstance(one, Mapping)]
         steps = sorted({counter(count) for count in counts if count is not None})
         if len(steps) == 1:
@@ -120,9 +116,8 @@ class Stack:
         outer = tuple(index // size for index, size in zip(place, inner))
         counts = (1,) * len(place) + self.fragments[len(place) :]
         saved = self.folder.tensors[self.key].shape
-        flat = self.folder.box(
-            self.key, outer + (0,) * (len(saved) - len(place)), (*counts, saved[-1]), (*counts, saved[-1])
-        )
+        boxes = (*counts, saved[-1])
+        flat = self.folder.box(self.key, outer + (0,) * (len(saved) - len(place)), boxes, boxes)
 
         def put_together(tensor: Tensor) -> Tensor:
             axes = len(inner)

@@ -87,9 +87,7 @@ def _read(step: Path) -> Checkpoint:
     for name in ordered([name for name in whole if not is_buffer(name)], arguments):
         weight, number = whole[name], numbers.get(name)
         if weight.dtype != torch.float32:
-            raise CheckpointError(
-                f"{weight.where}: expected fp32, as Megatron-FSDP keeps weights, found {weight.dtype}"
-            )
+            raise CheckpointError(f"{weight.where}: expected fp32, as Megatron-FSDP has weights, found {weight.dtype}")
         made = None if number is None else groups[number].get("step")
         # What the model computes with is not saved: the master weight is the weight, too.
         kept = {MASTER: weight, **states.get(name, {})}

@@ -36,9 +36,7 @@ def local_spec(name: str) -> str:
         name = name.replace(fused, separate)
     name = _GROUPED.sub(r".mlp.experts.local_experts.\3.\1.\2", name)
     if not name.startswith(_KNOWN):
-        raise CheckpointError(
-            f"{name}: expected a parameter of a GPT model of Megatron-core; other models are not read"
-        )
+        raise CheckpointError(f"{name}: expected a parameter of a GPT model of Megatron-core; others are not read")
     if ".mlp.experts." in name and not _EXPERT.search(name):
         raise CheckpointError(f"{name}: experts in one tensor (legacy grouped GEMM) are not read; save as torch_dist")
     return name
@@ -190,9 +188,7 @@ def step_folder(path: Path) -> Path:
         raise CheckpointError(f"{pointer}: expected an iteration or 'release', found {text!r}; name the step's folder")
     found = path / (text if text == "release" else f"iter_{int(text):07d}")
     if not found.is_dir():
-        raise CheckpointError(
-            f"{found} is missing, although {pointer} names it; copy it, or name another step's folder"
-        )
+        raise CheckpointError(f"{found} is missing, although {pointer} names it; copy it, or name another folder")
     return found
 
 
@@ -308,9 +304,8 @@ def common_groups(ranks: Sequence[Sequence[Mapping[str, Any]]], where: str) -> t
 
 def step_of(groups: Sequence[Mapping[str, Any]], number: int | None) -> float | None:
     """How many steps a parameter of Adam's made: as its group says, or all of Adam's if its group is not known."""
-    steps = {
-        counter(group.get("step")) for group in (groups if number is None else [groups[number]]) if "betas" in group
-    }
+    mine = groups if number is None else [groups[number]]
+    steps = {counter(group.get("step")) for group in mine if "betas" in group}
     step = steps.pop() if len(steps) == 1 else None
     return None if step is None else float(step)
 

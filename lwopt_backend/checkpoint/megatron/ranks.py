@@ -134,9 +134,8 @@ def inner_optimizers(saved: Any, where: str) -> list[Inner]:
         others = {key: value for key, value in wrapped.items() if key not in ("optimizer", "fp32_from_fp16_params")}
         unknown = sorted({*map(str, others)} - {"grad_scaler"} | {*map(str, inner)} - {"state", "param_groups"})
         if unknown or "param_groups" not in inner:
-            raise CheckpointError(
-                f"{said}: expected param_groups, state and fp32_from_fp16_params, found also {unknown}, not known"
-            )
+            expected = "param_groups, state and fp32_from_fp16_params"
+            raise CheckpointError(f"{said}: expected {expected}, found also {unknown}, not known")
         found.append(Inner(said, inner.get("state", {}), inner["param_groups"], masters, others))
     return found
 
@@ -271,9 +270,7 @@ def _some(numbers: Sequence[tuple[int, ...]]) -> str:
 def _load(folder: Path) -> Mapping[str, Any]:
     found = torch_files.load(folder / MODEL_FILE)
     if not isinstance(found, dict) or "args" not in found:
-        raise CheckpointError(
-            f"{folder / MODEL_FILE}: expected Megatron's checkpoint with its args, found {type(found)}"
-        )
+        raise CheckpointError(f"{folder / MODEL_FILE}: expected Megatron's checkpoint with args, found {type(found)}")
     return found
 
 

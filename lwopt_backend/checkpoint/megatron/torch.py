@@ -63,9 +63,8 @@ _FILE = re.compile(r"layer_wise_optimizer_(\d+)\.pt")
 def is_layer_wise(ranks: Ranks) -> bool:
     """Whether the checkpoint has files of a LayerWiseDistributedOptimizer, or its ``args`` say that it must have."""
     arguments = ranks.arguments
-    says = str(arguments.get("optimizer", "")).startswith("dist_") or arguments.get(
-        "use_layer_wise_distributed_optimizer"
-    )
+    optimizer = str(arguments.get("optimizer", ""))
+    says = optimizer.startswith("dist_") or arguments.get("use_layer_wise_distributed_optimizer")
     return bool(says) or any(_files(rank) for rank in ranks.ranks)
 
 
@@ -83,9 +82,7 @@ def from_layer_wise(ranks: Ranks) -> list[tuple[Rank, list[Inner], Kept]]:
             "layer_wise_optimizer_*.pt, so optimizer state is lost; save in the torch_dist format"
         )
     if data % experts:
-        raise CheckpointError(
-            f"expected a data parallel size that {experts} expert parallel ranks divide, found {data}"
-        )
+        raise CheckpointError(f"expected a data parallel size that {experts} expert parallel ranks divide, not {data}")
     found = []
     for rank in ranks.ranks:
         files = _files(rank)
@@ -417,8 +414,6 @@ def _notes(inners: Sequence[Inner], ranks: Sequence[Rank]) -> list[str]:
     if any(inner.others for inner in inners):
         notes.append("the loss scaler's state (grad_scaler) was left out")
     if any(inner.masters is None and inner.state for inner in inners):
-        notes.append(
-            "the optimizer has no master weights of its own, so its states' names could not be checked by value"
-        )
+        notes.append("the optimizer has no master weights of its own, so states' names could not be checked by value")
     keys = {str(key) for rank in ranks for key in rank.saved if not str(key).removeprefix("model").isdigit()}
     return [*notes, *(f"{key!r} in model_optim_rng.pt was left out" for key in sorted(keys - _READ - _NOT_OURS))]

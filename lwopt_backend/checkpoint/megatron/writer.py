@@ -351,9 +351,7 @@ def write(checkpoint: Checkpoint, folder: Path, version: str = OLD, workers: int
 def _states(name: str, param: Param, weight: LazyTensor, distributed: bool) -> dict[str, LazyTensor]:
     """By the format's own keys. Weights in fp32 are their own masters, but the DistributedOptimizer has both."""
     if param.owner_states:
-        raise CheckpointError(
-            f"{name}: Megatron has no place for what the rule's owner keeps of it; convert to universal or dcp"
-        )
+        raise CheckpointError(f"{name}: Megatron has no place for what the rule's owner keeps; use universal or dcp")
     unknown = sorted(set(param.states) - {MASTER, *STATES})
     if unknown:
         raise CheckpointError(

@@ -129,22 +129,22 @@ def _units(rule: Rule, found: Sequence[_Found], numbers: Numbers, layers: int | 
     places = list(itertools.product(*map(range, sizes)))
     units, problems = [], []
     for each in found:
-        if layers is not None:
-            each.values[LAYERS] = layers
-        missing = []
-        for place in places:
-            values = {**each.values, **dict(zip(rule.stacked_over, place))}
-            have = each.names.get(place, {})
-            missing += [p.format(values) for number, p in enumerate(rule.sources) if number not in have]
+        values = each.values | ({} if layers is None else {LAYERS: layers})
+        some = next(iter(next(iter(each.names.values())).values()))
+        missing = [
+            pattern.format({**values, **dict(zip(rule.stacked_over, place))})
+            for place in places
+            for number, pattern in enumerate(rule.sources)
+            if number not in each.names.get(place, {})
+        ]
+        problems += [f"{name!r} is missing, which belongs with {some!r}" for name in missing]
         if missing:
-            some = next(iter(next(iter(each.names.values())).values()))
-            problems += [f"{name!r} is missing, which belongs with {some!r}" for name in missing]
             continue
         sources = tuple(tuple(each.names[place][n] for n in range(len(rule.sources))) for place in places)
         if layers is None and any(LAYERS in pattern.fields for pattern in rule.targets):
             problems.append(f"{rule}: the number of layers is not known; give 'layers'")
-            continue
-        units.append(Unit(rule, each.values, sources, tuple(sizes)))
+        else:
+            units.append(Unit(rule, values, sources, tuple(sizes)))
     return units, problems
 
 
