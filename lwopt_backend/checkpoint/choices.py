@@ -8,8 +8,6 @@ from typing import Any, Literal
 
 from lwopt_backend.config.options import Count, Options, option
 
-# The error of everything that reads, converts or writes checkpoints.
-
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be read, or must not be converted. The message names file, tensor, and what to do."""

@@ -132,8 +132,8 @@ def plan_zero_share(name: str, shared: Share, ranks: int, setting: Setting) -> P
         )
         members: list[ZeROMember] = []
         for param in group["params"]:
-            name, dtype = grouping.names[id(param)], str(param.dtype).removeprefix("torch.")
-            members.append((name, shapes[name], dtype, name in grouping.transposed, grouping.matrices_in(name)))
+            own, dtype = grouping.names[id(param)], str(param.dtype).removeprefix("torch.")
+            members.append((own, shapes[own], dtype, own in grouping.transposed, grouping.matrices_in(own)))
         plans += [plan_group(group, members[part], layout, config, setting.plans_for) for part, layout in layouts]
     matrices = [plan for plan in plans if plan.matrices is not None]
     rest = [plan for plan in plans if plan.matrices is None]

@@ -22,8 +22,6 @@ from lwopt_backend.runtime.state import CHECKPOINT_KEY
 
 # Where the files of a DeepSpeed checkpoint are, by DeepSpeed 0.19.8's names.
 #
-# ::
-#
 #     latest                                               the newest tag; latest_universal the same of universal ones
 #     global_step100/                                      a tag
 #       mp_rank_00_model_states.pt                           stages 0-2: the module, counters; at stage 0 the optimizer

@@ -23,8 +23,6 @@ from lwopt_backend.checkpoint.files.torch_saving import save, save_as_it_lies
 
 # Reads DeepSpeed's universal checkpoints: those of ds_to_universal, of DeepSpeed 0.19.8, and ours.
 #
-# ::
-#
 #     latest_universal                             the tag
 #     <tag>/mp_rank_00_model_states.pt             stage 3: zero_pp_rank_0_mp_rank_00_...
 #     <tag>/zero/optimizer_state.pt                param groups, counters, loss scaling; ours adds ``OURS``

@@ -19,8 +19,6 @@ from lwopt_backend.checkpoint.files.atomic import NEW, beside, write_whole
 from lwopt_backend.checkpoint.files.atomic import flush as flush
 from lwopt_backend.checkpoint.files.made import Stub
 
-# What a checkpoint's folder must not have in it.
-
 
 def check_links(folder: Path) -> None:
     """Raises CheckpointError for a link that leads out of a folder, and for what is no file: reading a pipe waits."""

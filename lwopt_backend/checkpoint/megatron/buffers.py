@@ -148,8 +148,7 @@ def _aligned(start: int) -> int:
 #         .dtype_(<of weights>, <of gradients>).bucket_idx_<b>.{param,exp_avg,exp_avg_sq}
 #
 # ``m`` counts model-parallel ranks, tensor parallel ones fastest, then (of experts' buffers) expert and pipeline
-# parallel ones. What is in a bucket: see ``megatron.buffers``. Optimizers whose state is saved by name have nothing
-# in them.
+# parallel ones. Optimizers whose state is saved by name have nothing in them.
 
 _KEY = re.compile(
     r"((?:chained_\d+\.)*)optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)"

@@ -20,8 +20,8 @@ from lwopt_backend.checkpoint.megatron.names import local_spec, module_order
 
 # Param groups and step counts in Megatron's torch_dist checkpoints.
 #
-# They have every group's options, but not which parameters are in it (see ``megatron.groups``). Chained optimizers are
-# numbered, and those that are chained in a chained one once more.
+# They have every group's options, but not which parameters are in it: ``names.groups_of`` tells. Chained optimizers
+# are numbered, and those that are chained in a chained one once more.
 
 Options = Mapping[str, Any]
 Chain = tuple[int, ...]  # of an optimizer its number in the chain, in the chain in that, ...; () if it is alone

@@ -210,9 +210,6 @@ def _patterns(names: str | Iterable[str]) -> tuple[Pattern, ...]:
     return (Pattern(names),) if isinstance(names, str) else tuple(map(Pattern, names))
 
 
-# The user's own
-
-
 class RuleEntry(Options):
     """One rule of a file: see ``Rule``."""
 
