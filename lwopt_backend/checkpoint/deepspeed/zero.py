@@ -403,7 +403,7 @@ def _read(tag: Path, files: list[Path]) -> Checkpoint:
     if all("fp32_flat_groups" in saved for _, saved in of_ranks):
         if len(files) != states.ranks:
             raise CheckpointError(
-                f"{tag}: expected the files of {states.ranks} ranks' model states, found {len(files)}; copy it again"
+                f"{tag}: expected the model states' files of {states.ranks} ranks, found {len(files)}; copy it again"
             )
         return read_stage3(states, of_ranks)
     return read_partitions(states, of_ranks)
