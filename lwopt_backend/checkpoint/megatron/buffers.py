@@ -226,7 +226,7 @@ class _Optimizer:
         experts: bool,
         arguments: Mapping[str, Any],
     ) -> None:
-        self._folder, self._weights, self._ranks = folder, weights, ranks
+        self._folder, self._ranks = folder, ranks
         sizes = world(arguments)
         self._tensor, self._expert, self._stages = sizes["tp"], 1, sizes["pp"]
         if experts:
@@ -239,10 +239,12 @@ class _Optimizer:
                 f"of {sorted(ranks)}; was every rank's file copied?"
             )
         self._order = module_order(weights, arguments)
+        tied = own_buckets(arguments) if not experts else ()  # the first stage's, and its copy on the last
+        self._tied = tied if tied and tied[0] in weights else ()
+        self._weights = {**weights, tied[1]: weights[tied[0]]} if self._tied else weights
         gated = is_gated(arguments)
-        self._cuts = {name: cut_of(name, gated=gated) if self._tensor > 1 else Cut("whole") for name in weights}
+        self._cuts = {name: cut_of(name, gated=gated) if self._tensor > 1 else Cut("whole") for name in self._weights}
         self._experts = 1 + max((expert_of(name) or 0 for name in weights), default=0)
-        self._tied = own_buckets(arguments) if not experts else ()  # the first stage's, and its copy on the last
 
     def states(self) -> tuple[States, Replicas]:
         """Whole states by parameter; and pairs that must be equal, because ranks have copies."""
@@ -287,11 +289,11 @@ class _Optimizer:
         """What is in a rank's buckets, by dtype, if it has the layers [first, stop). Raises ValueError if not."""
         shapes: dict[str, dict[str, tuple[int, ...]]] = {dtype: {} for dtype in self._ranks[rank]}
         for name in self._names(rank, first, stop):
-            weight = self._weights[self._tied[0] if name in self._tied else name]
+            weight = self._weights[name]
             dtype = str(weight.dtype).removeprefix("torch.")
             if dtype not in shapes:
                 raise ValueError(f"{name} is in {dtype}, the buffers hold {', '.join(shapes)}")
-            shapes[dtype][name] = local_shape(weight.shape, self._cut(name), self._tensor)
+            shapes[dtype][name] = local_shape(weight.shape, self._cuts[name], self._tensor)
         found = {}
         for dtype, of_dtype in shapes.items():
             numels = {state: [self._numel(key) for key in keys] for state, keys in self._ranks[rank][dtype].items()}
@@ -317,16 +319,13 @@ class _Optimizer:
             is_elsewhere = expert is not None and expert * self._expert // self._experts != of_expert
             if (at_end if layer is None else first <= layer < stop) and not is_elsewhere:
                 found.append(name)
-        return [*found, self._tied[1]] if self._tied and self._tied[0] in self._weights and is_last else found
-
-    def _cut(self, name: str) -> Any:
-        return self._cuts[self._tied[0] if name in self._tied else name]
+        return [*found, self._tied[1]] if self._tied and is_last else found
 
     def _merged(self, parts: Mapping[tuple[str, str], Sequence[LazyTensor]]) -> tuple[States, Replicas]:
         found: States = {}
         replicas: Replicas = []
         for (name, state), of_ranks in parts.items():
-            cut = self._cut(name)
+            cut = self._cuts[name]
             if cut.kind == "whole":
                 what = f"{state} of {name} on tensor-parallel ranks"
                 replicas += [(what, of_ranks[0], other) for other in of_ranks[1:]]

@@ -167,7 +167,7 @@ def _key(name: str, modules: tuple[str, ...], grouped: bool) -> tuple[int, ...] 
 
 POINTER = "latest_checkpointed_iteration.txt"
 MOST_RANKS = 2**20  # more is damage
-_RANK = re.compile(r"mp_rank_(\d{2,})((?:_\d{3,}){0,2})")
+_RANK = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
 _STEP = re.compile(r"iter_(\d{7,})|release")
 Coordinates = tuple[int, int, int]  # ranks: tensor, pipeline, expert parallel
 
@@ -198,21 +198,16 @@ def iteration_of(step: Path) -> int | None:
     return int(match[1]) if match and match[1] else None
 
 
-def rank_folders(step: Path) -> dict[tuple[int, ...], Path]:
-    """The ranks' folders by the numbers in their names."""
-    found = {}
-    for folder in sorted(step.iterdir()):
-        match = _RANK.fullmatch(folder.name)
-        if match and folder.is_dir():
-            found[(int(match[1]), *(int(number) for number in match[2].split("_")[1:]))] = folder
-    return found
+def rank_folders(step: Path) -> dict[str, Path]:
+    """The ranks' folders by their names."""
+    return {path.name: path for path in sorted(step.iterdir()) if _RANK.fullmatch(path.name) and path.is_dir()}
 
 
-def expected_folders(arguments: Mapping[str, Any]) -> dict[tuple[int, ...], Coordinates]:
-    """The numbers in the names of all ranks' folders, and whose they are."""
+def expected_folders(arguments: Mapping[str, Any]) -> dict[str, Coordinates]:
+    """The names of all ranks' folders, and whose they are."""
     tensor, pipeline, expert = (world(arguments)[size] for size in ("tp", "pp", "ep"))
     return {
-        (t, *((p,) if pipeline > 1 else ()), *((e,) if expert > 1 else ())): (t, p, e)
+        f"mp_rank_{t:02d}" + f"_{p:03d}" * (pipeline > 1) + f"_{e:03d}" * (expert > 1): (t, p, e)
         for t in range(tensor)
         for p in range(pipeline)
         for e in range(expert)

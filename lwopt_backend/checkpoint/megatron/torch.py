@@ -131,12 +131,8 @@ def from_buffers(
     saved = torch_files.load(path)
     found: dict[str, Param] = {}
     for key, buffer, shapes, chunk in _buffers(saved, rank, arguments, str(path)):
-        closed_at = bucket_numel(
-            arguments,
-            parameters=sum(weight.numel for weight in rank.weights.values()),
-            pipeline_rank=rank.coordinates[1],
-            chunk=chunk,
-        )
+        total = sum(weight.numel for weight in rank.weights.values())
+        closed_at = bucket_numel(arguments, parameters=total, pipeline_rank=rank.coordinates[1], chunk=chunk)
         layout = buckets(shapes, closed_at=closed_at, alone=own_buckets(arguments))
         for name, states in _states(buffer, layout, f"{key} in {path}").items():
             number = numbers[name]
@@ -167,7 +163,13 @@ def _buffers(
                 f"{where}: expected buffers with 'buckets_coalesced', found none; files of before 2024 are not read: "
                 "load and save them with a newer Megatron"
             )
-        wanted = _parameters(rank, arguments, sharded=sharded)
+        wanted: list[tuple[int, torch.dtype, dict[str, tuple[int, ...]]]] = []  # one of each virtual stage and dtype
+        for chunk, weights in enumerate(rank.chunks):
+            by_dtype: dict[torch.dtype, dict[str, tuple[int, ...]]] = {}
+            for name, weight in weights.items():
+                if naming.is_sharded_expert(name, arguments) == sharded:
+                    by_dtype.setdefault(weight.dtype, {})[name] = weight.shape
+            wanted += [(chunk, dtype, shapes) for dtype, shapes in by_dtype.items()]
         indices = [key for key in entry if key != "buckets_coalesced"]
         if indices != list(range(len(wanted))):
             raise CheckpointError(f"{where}: expected buffers {list(range(len(wanted)))}, found {indices}")
@@ -176,20 +178,6 @@ def _buffers(
             if len(keys) != 1 or keys[0][0] != dtype:
                 raise CheckpointError(f"{where}: expected buffer {index} to hold {dtype}, found {keys}")
             yield f"buffer {index}", entry[index][keys[0]], shapes, chunk
-
-
-def _parameters(
-    rank: Rank, arguments: Mapping[str, Any], *, sharded: bool
-) -> list[tuple[int, torch.dtype, dict[str, tuple[int, ...]]]]:
-    """(virtual stage, dtype, shapes) of each buffer: one for each dtype of each virtual stage."""
-    found = []
-    for chunk, weights in enumerate(rank.chunks):
-        by_dtype: dict[torch.dtype, dict[str, tuple[int, ...]]] = {}
-        for name, weight in weights.items():
-            if naming.is_sharded_expert(name, arguments) == sharded:
-                by_dtype.setdefault(weight.dtype, {})[name] = weight.shape
-        found += [(chunk, dtype, shapes) for dtype, shapes in by_dtype.items()]
-    return found
 
 
 def _states(buffer: Mapping[str, Any], layout: Sequence[Bucket], where: str) -> dict[str, dict[str, LazyTensor]]:
