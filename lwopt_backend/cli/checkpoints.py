@@ -142,7 +142,7 @@ def _plain(value: Any) -> Any:
 
 
 def columns(rows: Sequence[tuple[str, str]]) -> Table:
-    """What and its value beside it; what is long is broken within its column."""
+    """Labels with their values beside them; a long value wraps within its column."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
@@ -225,7 +225,7 @@ def convert(
 
 
 def _options(to: str, megatron_version: str | None, dtype: str | None) -> dict[str, Any]:
-    """The writer's. Raises CheckpointError for a value that is none, and for one that is of another target."""
+    """The writer's options. Raises CheckpointError for unknown values and for options of another target."""
     if to not in WRITERS:
         raise CheckpointError(f"unknown target {to!r} for --to; {suggestion(to, WRITERS)}")
     if megatron_version is not None and to != "megatron":

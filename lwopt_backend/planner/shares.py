@@ -98,13 +98,13 @@ def _placed(plans: Sequence[MatrixPlan], shared: Share, setting: Setting, spread
 
 
 def _names(shared: Share) -> list[str]:
-    """Of the matrices, in the model's order."""
+    """Names of the matrices, in the model's order."""
     grouping = shared.grouping
     return [block.of(route.name) for route in grouping.routes for block in grouping.matrices_in(route.name)]
 
 
 def _timeline(placed: Placed, element_bytes: int, setting: Setting) -> list[BucketTime]:
-    """Of our exchange alone: the host's own collectives are over before the step, or come after it."""
+    """The exchange's own buckets: the host's collectives are over before the step, or come after it."""
     bytes_each = [numel * element_bytes // placed.shards for numel in placed.bucket_numels]
     wire = [sum(gather_seconds(setting.machine, nbytes, placed.shards)) for nbytes in bytes_each]
     work = bucket_work(placed, setting.machine, setting.work)
@@ -307,7 +307,7 @@ def _owned_memory(
 
 
 def _collectives(plan: OwnedPlan, setting: Setting, config: OwnedConfig) -> list[Collective]:
-    """From the busiest rank, as ``traffic`` counts."""
+    """The collectives of a step, with the busiest rank's bytes, as ``traffic`` counts them."""
     if not plan.buckets:
         return []
     count, wire = len(plan.buckets), setting.grad_dtype.itemsize
@@ -414,7 +414,7 @@ def _memory(members: Sequence[MeshMember], shared: Share, setting: Setting, rank
 
 
 def _traffic(members: Sequence[MeshMember], setting: Setting, ranks: int) -> list[Collective]:
-    """FSDP2's own."""
+    """The collectives of FSDP2 itself."""
     if not members:
         return []
     sent = _numel(members) * (ranks - 1) / ranks

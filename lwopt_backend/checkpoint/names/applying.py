@@ -149,7 +149,7 @@ def _units(rule: Rule, found: Sequence[_Found], numbers: Numbers, layers: int | 
 
 
 def _absent(rule: Rule, found: Sequence[_Found], layers: int | None, names: Sequence[str]) -> list[str]:
-    """What a rule that is not optional lacks."""
+    """Problems of a rule that is not optional: the names that it lacks."""
     if rule.optional or not rule.sources:
         return []
     pattern = rule.sources[0]
@@ -192,7 +192,7 @@ def sentences(checkpoint: Checkpoint, units: Sequence[Unit], numbers: Numbers) -
 
 
 def _sentence(checkpoint: Checkpoint, unit: Unit, numbers: Numbers) -> str | None:
-    """Of one unit; the same for all layers, so that they can be counted."""
+    """What to say of one unit; equal for all layers, so that they can be counted."""
     source, kinds = unit.sources[0][0], set(unit.rule.do)
     split = checkpoint.arguments.get("muon_split_qkv")
     if "split_gate_up" in kinds:
@@ -223,7 +223,7 @@ def _sentence(checkpoint: Checkpoint, unit: Unit, numbers: Numbers) -> str | Non
 
 
 def _fused(checkpoint: Checkpoint, unit: Unit, numbers: Numbers) -> str | None:
-    """Of q, k and v that stay in one parameter."""
+    """What to say of q, k and v that stay in one parameter."""
     split, name = checkpoint.arguments.get("muon_split_qkv"), unit.sources[0][0]
     if split is None:
         return None
@@ -318,7 +318,7 @@ def _check_arguments(names: NameMap, checkpoint: Checkpoint) -> None:
 
 
 def _arguments(names: NameMap, arguments: Mapping[str, Any], unchanged: Mapping[str, str]) -> dict[str, Any]:
-    """With matrices by the new names, of parameters that only got another; of others they are not these any more."""
+    """With ``matrices`` under the new names. A parameter that was split, joined or permuted loses its entry."""
     known = {canonical(names.aliases, name): matrices for name, matrices in (arguments.get(MATRICES) or {}).items()}
     renamed = {unchanged[name]: matrices for name, matrices in known.items() if name in unchanged}
     rest = {key: value for key, value in arguments.items() if key != MATRICES}
@@ -355,7 +355,7 @@ def _made(source: Checkpoint, unit: Unit, numbers: Numbers) -> dict[str, Param]:
 
 
 def _moved(unit: Unit, tensors: Sequence[LazyTensor], numbers: Numbers) -> list[list[LazyTensor]]:
-    """By place in a stack that is undone the tensors that come out, one for every target."""
+    """The tensors that come out: a list for each place of a stack that is taken apart, with one for every target."""
     rule, width = unit.rule, len(unit.rule.sources)
     if rule.unstacked_over:
         items = list(zip(*(unstacked(tensor, len(rule.unstacked_over)) for tensor in tensors), strict=True))
@@ -398,7 +398,7 @@ def _check_movable(unit: Unit, params: Sequence[Param]) -> None:
 
 
 def _sizes(unit: Unit, param: Param, numbers: Numbers) -> tuple[int, ...]:
-    """Of a stack that is undone. Raises CheckpointError if another number was expected."""
+    """The sizes of a stack that is taken apart. Raises CheckpointError if another number was expected."""
     sizes = param.shape[: len(unit.rule.unstacked_over)]
     known = {"layer": numbers.layers, "expert": numbers.experts}
     for name, size in zip(unit.rule.unstacked_over, sizes):
