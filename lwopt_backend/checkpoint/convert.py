@@ -323,7 +323,7 @@ def _options(fields: set[str]) -> str:
 
 
 def _megatron_arguments(checkpoint: Checkpoint, numbers: names.Numbers) -> dict[str, Any]:
-    """The arguments with those that Megatron compares when it loads. Raises CheckpointError if the heads are unknown."""
+    """Arguments with those that Megatron compares when it loads. Raises CheckpointError without a number of heads."""
     found = numbers.filled(checkpoint.arguments)
     if found.heads is None:
         raise CheckpointError(
