@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -327,48 +326,6 @@ def test_folders_that_are_not_whole_or_lead_elsewhere_are_refused(
 
 
 # Folders of torch.distributed.checkpoint
-
-
-def in_metadata(change: Callable[[Any], None]) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        metadata = pickle.loads((folder / ".metadata").read_bytes())
-        change(metadata)
-        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-
-    return damage
-
-
-def hole(metadata: Any) -> None:
-    object.__setattr__(metadata.state_dict_metadata["model.a"], "size", torch.Size((4, 3)))
-
-
-def swapped(metadata: Any) -> None:
-    indices = [index for index in metadata.storage_data if index.fqn.startswith("model.")]
-    infos = [metadata.storage_data[index] for index in reversed(indices)]
-    metadata.storage_data.update(dict(zip(indices, infos)))
-
-
-def cut(folder: Path) -> None:
-    file = folder / "__0_0.distcp"
-    file.write_bytes(file.read_bytes()[:-1])
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda folder: (folder / ".metadata").unlink(), "cannot be read"),
-        (cut, "ends early"),
-        (in_metadata(hole), "the chunks saved have 6 of the 12 elements"),
-        (in_metadata(swapped), "its files are not of one checkpoint"),
-    ],
-)
-def test_damage_of_a_folder_of_dcp_is_an_error(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
-    state = {"model": {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}, "note": {"x": [1]}}
-    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
-    damage(tmp_path)
-    with pytest.raises(CheckpointError, match=message):
-        folder = DcpFolder(tmp_path)
-        assert [folder.tensor(key).read() for key in folder.tensors] and [folder.object(key) for key in folder.objects]
 
 
 ONES = {"a": torch.ones(2)}

@@ -467,6 +467,18 @@ def test_states_of_random_generators_and_numbers_of_numpy_are_read(tmp_path: Pat
     assert found["word"].tolist() == ["ab", "c"] and found["none"].shape == (0, 3)
 
 
+Harm = Callable[[Any, Any], None]
+
+
+def in_metadata(change: Harm) -> Callable[[Path], None]:
+    def harm(folder: Path) -> None:
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        change(metadata, metadata.state_dict_metadata["a"])
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    return harm
+
+
 def larger(metadata: Any, tensor: Any) -> None:
     """A tensor of 2**40 elements, and its chunk too."""
     tensor.size = torch.Size([2**40])
@@ -481,7 +493,13 @@ def at_one_place(metadata: Any, tensor: Any) -> None:
     metadata.storage_data.update(dict.fromkeys(metadata.storage_data, most))
 
 
-DAMAGED: dict[str, Callable[[Any, Any], None]] = {
+def swapped(metadata: Any, tensor: Any) -> None:
+    indices = [index for index in metadata.storage_data if index.fqn in ("a", "b")]
+    infos = [metadata.storage_data[index] for index in reversed(indices)]
+    metadata.storage_data.update(dict(zip(indices, infos)))
+
+
+DAMAGED: dict[str, Harm] = {
     "a has a chunk of .* bytes, but .* are stored": larger,
     "a has a str for its dtype": lambda whole, a: setattr(a.properties, "dtype", "float32"),
     "a shape has sizes that cannot be": lambda whole, a: setattr(a, "size", ("4", "3")),
@@ -491,16 +509,20 @@ DAMAGED: dict[str, Callable[[Any, Any], None]] = {
     "several tensors are at one place": at_one_place,
     "a key is a str, or a long one": lambda whole, a: whole.state_dict_metadata.update({"a" * 2000: a}),
 }
+IN_FILES: dict[str, Callable[[Path], object]] = {
+    "the chunks saved have 12 of the 24 elements": in_metadata(lambda whole, a: setattr(a, "size", torch.Size((8, 3)))),
+    "its files are not of one checkpoint": in_metadata(swapped),
+    "cannot be read": lambda folder: (folder / ".metadata").unlink(),
+    "ends early": lambda folder: os.truncate(folder / "__0_0.distcp", (folder / "__0_0.distcp").stat().st_size - 1),
+}
 
 
-@pytest.mark.parametrize("said", DAMAGED)
+@pytest.mark.parametrize("said", [*DAMAGED, *IN_FILES])
 def test_metadata_of_dcp_is_compared_with_what_is_stored(tmp_path: Path, said: str) -> None:
     dcp.save({"a": torch.ones(4, 3), "b": torch.ones(5), "iteration": 3}, checkpoint_id=tmp_path, no_dist=True)
-    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
-    DAMAGED[said](metadata, metadata.state_dict_metadata["a"])
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match=rf"\.metadata is .*{said}"):
-        dcp_reader.read(tmp_path)
+    IN_FILES[said](tmp_path) if said in IN_FILES else in_metadata(DAMAGED[said])(tmp_path)
+    with pytest.raises(CheckpointError, match=said if said in IN_FILES else rf"\.metadata is .*{said}"):
+        gates.check(dcp_reader.read(tmp_path))
 
 
 def test_an_error_in_a_reader_is_one_of_the_checkpoint_and_keeps_its_cause(tmp_path: Path) -> None:

@@ -281,15 +281,15 @@ REFUSED_TORCH: list[tuple[TorchSetup, Damage, str]] = [
     (ONE, flipped(*STATE, "exp_avg"), f"{MODEL} is damaged: a checksum"),
     (ONE, flipped(MODEL, "rng_state", 0, "torch"), f"{MODEL} is damaged: a checksum"),
     (ADAM, flipped(*BUFFER, "exp_avg"), f"{FLAT} is damaged: a checksum"),
-    (TWO, lost("mp_rank_01"), r"missing are those of \[\(1,\)\]"),
-    (STAGES, lost("mp_rank_00_001"), r"missing are those of \[\(0, 1\)\]"),
-    (EXPERTS, lost("mp_rank_00_001"), r"missing are those of \[\(0, 1\)\]"),
+    (TWO, lost("mp_rank_01"), "missing are mp_rank_01, too many none"),
+    (STAGES, lost("mp_rank_00_001"), "missing are mp_rank_00_001, too"),
+    (EXPERTS, lost("mp_rank_00_001"), "missing are mp_rank_00_001, too"),
     (TWO, lost("mp_rank_01/model_optim_rng.pt"), "is missing"),
     (replace(ADAM, tp=2), lost("mp_rank_01/distrib_optim.pt"), "is missing"),
     (MUON, lost(OWN_1), r"\[0, 1\], found those of \[0\]"),
     (SOLO, lost(OWN_0), r"\[0\], found those of \[\]"),
     (MUON, lambda step: shutil.copy(step / OWN_1, step / OWN_2), r"those of \[0, 1, 2\]"),
-    (ONE, lambda step: shutil.copytree(step / "mp_rank_00", step / "mp_rank_01"), r"too many \[\(1,\)\]"),
+    (ONE, lambda step: shutil.copytree(step / "mp_rank_00", step / "mp_rank_01"), "too many mp_rank_01;"),
     (TWO, from_other("mp_rank_01/model_optim_rng.pt", iteration=8), "mp_rank_01.*expected iteration 7, found 8"),
     (TWO, from_other("mp_rank_01/model_optim_rng.pt", dp=2), "'dp': 1.*'dp': 2"),
     (MUON, from_other(OWN_0, **SEED), NOT_A_MASTER),
@@ -341,7 +341,7 @@ MASTER, SHAMPOO = f"optimizer.state.fp32_param.{OUTPUT}", f"optimizer.state.sham
 STATE_SPACE, CONVOLUTION = "decoder.final_norm.weight", "encoder.conv.weight"
 OTHER_LAYOUT = {"distrib_optim_sharding_type": "dp_zero_gather_scatter"}
 GROUPS, FULLY = f"{GROUP}.optimizer/shard_0_1", "save with --dist-ckpt-optim-fully"
-NOT_KNOWN = "is a part of the optimizer's state that is not known"
+NOT_KNOWN = "is optimizer state that is not known"
 REFUSED_DIST: list[tuple[Setup, Damage, str]] = [
     (Setup(), lost(COMMON), "common.pt is missing"),
     (

@@ -8,8 +8,6 @@ from typing import Any, Literal
 
 from lwopt_backend.config.options import Count, Options, option
 
-# The error of everything that reads, converts or writes checkpoints.
-
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be read, or must not be converted. The message names file, tensor, and what to do."""
@@ -115,9 +113,8 @@ def qkv_of_fused(numbers: Numbers, rows: int, where: str) -> QKV:
         heads = rows // channels - 2 * groups
     else:
         _need(where, "two of heads, query_groups and kv_channels", numbers)
-    return _fitting(
-        QKV(groups or 0, (heads or 0) * (channels or 0) // max(groups or 0, 1), channels or 0), rows, numbers, where
-    )
+    outputs = (heads or 0) * (channels or 0) // max(groups or 0, 1)
+    return _fitting(QKV(groups or 0, outputs, channels or 0), rows, numbers, where)
 
 
 def qkv_of_parts(numbers: Numbers, q: int, k: int, where: str) -> QKV:
@@ -143,9 +140,7 @@ def _fitting(found: QKV, rows: int, numbers: Numbers, where: str) -> QKV:
 
 
 def _need(where: str, what: str, numbers: Numbers) -> None:
-    raise CheckpointError(
-        f"{where}: to divide q, k and v, {what} must be known; the checkpoint says {_shown(numbers)}; give them"
-    )
+    raise CheckpointError(f"{where}: to divide q, k and v, {what} must be known; known is {_shown(numbers)}; give them")
 
 
 def _shown(numbers: Numbers) -> str:

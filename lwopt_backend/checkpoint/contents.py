@@ -21,13 +21,13 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """Whether they are, bit for bit, which is seen much sooner than where they are not."""
+    """Whether two tensors of one shape are equal, bit for bit; much faster than ``unequal``."""
     bits = _BITS[one.dtype.itemsize]
     return torch.equal(one.contiguous().view(bits), other.contiguous().view(bits))
 
 
 def unequal(one: Tensor, other: Tensor) -> Tensor:
-    """Where bits are not the same, and not both are NaN."""
+    """Mask of the elements whose bits differ, except where both are NaN."""
     bits = _BITS[one.dtype.itemsize]
     differs = one.contiguous().view(bits) != other.contiguous().view(bits)
     if one.dtype.is_floating_point and bool(differs.any()):
@@ -36,7 +36,7 @@ def unequal(one: Tensor, other: Tensor) -> Tensor:
 
 
 def infinite(values: Tensor) -> int:
-    """How many elements are not finite. None is if their sum is, which is found much sooner; it may overflow too."""
+    """How many elements are not finite. If the sum is finite all are, which is much faster to find; it may overflow."""
     if not values.is_floating_point():
         return 0
     wide = values if values.dtype.itemsize >= 4 or values.dtype == torch.bfloat16 else values.float()
@@ -88,7 +88,7 @@ class LazyTensor:
             yield partial(self.read_range, start, min(start + BLOCK, self.numel))
 
     def piece(self, start: int, stop: int) -> LazyTensor:
-        """The elements [start, stop) of it flattened."""
+        """Elements [start, stop) of the flattened tensor, as a flat one."""
         ranged, shape = self.read_range, (stop - start,)
         if ranged is None:
             return LazyTensor(shape, self.dtype, lambda: self.read().view(-1)[start:stop].clone(), self.where)
@@ -102,7 +102,7 @@ class LazyTensor:
         return LazyTensor(shape, self.dtype, lambda: self.read().view(shape), self.where, self.read_range)
 
     def mapped(self, function: Callable[[Tensor], Tensor], shape: Sequence[int]) -> LazyTensor:
-        """What ``function`` makes of it, which must move elements only; of ``shape``."""
+        """The result of ``function``, which must only move elements; it has ``shape``."""
         return LazyTensor(tuple(shape), self.dtype, lambda: _contiguous(function(self.read()), shape), self.where)
 
     def to(self, dtype: torch.dtype) -> LazyTensor:
@@ -128,15 +128,12 @@ def _filled(parts: Sequence[LazyTensor], shape: Sequence[int], dtype: torch.dtyp
 
 def held(tensor: Tensor, where: str) -> LazyTensor:
     """A tensor that is in memory."""
-
-    def read() -> Tensor:
-        return tensor.detach().clone(memory_format=torch.contiguous_format)
-
-    return LazyTensor(tuple(tensor.shape), tensor.dtype, read, where)
+    copied = partial(tensor.detach().clone, memory_format=torch.contiguous_format)
+    return LazyTensor(tuple(tensor.shape), tensor.dtype, copied, where)
 
 
 def joined(parts: Sequence[LazyTensor], function: Callable[[list[Tensor]], Tensor], shape: Sequence[int]) -> LazyTensor:
-    """What ``function`` puts together from ``parts``; of ``shape``. All parts are in memory while it is read."""
+    """``parts`` combined by ``function`` into a tensor of ``shape``. All parts are in memory while it is read."""
     first = parts[0]
     return LazyTensor(
         tuple(shape), first.dtype, lambda: _contiguous(function([part.read() for part in parts]), shape), first.where
@@ -267,26 +264,19 @@ class Checkpoint:
         names = (*self.params, *self.tied, *self.tied.values(), *self.buffers)
         wrong = [name for name in names if type(name) is not str or len(name) > LONGEST_NAME]
         if wrong:
-            raise CheckpointError(
-                f"{self.format}: a parameter has a {type(wrong[0]).__name__} for its name, or a long one"
-            )
+            raise CheckpointError(f"{self.format}: a parameter's name is a {type(wrong[0]).__name__}, or a long one")
+        nothing, mapping = type(None), (Mapping,)
         kinds: dict[str, tuple[type, ...]] = {
-            **dict.fromkeys(("iteration", "samples"), (int, type(None))),
-            **dict.fromkeys(("scheduler",), (Mapping, type(None))),
-            **dict.fromkeys(("arguments", "client"), (Mapping,)),
-            **dict.fromkeys(("version", "names"), (str,)),
+            **{"iteration": (int, nothing), "samples": (int, nothing), "scheduler": (Mapping, nothing)},
+            **{"arguments": mapping, "client": mapping, "version": (str,), "names": (str,)},
         }
-        for field_name, kind in kinds.items():
-            _check_kind(self.format, field_name, getattr(self, field_name), kind)
-        for group in self.groups:
-            _check_kind(self.format, "a param group", group, (Mapping,))
-        for name, size in self.world.items():
-            _check_kind(self.format, f"the number of {name} ranks", size, (int,))
-
-
-def _check_kind(where: str, what: str, value: object, kinds: tuple[type, ...]) -> None:
-    if not isinstance(value, kinds):
-        raise CheckpointError(f"{where}: {what} is a {type(value).__name__}, no {kinds[0].__name__}; copy it again")
+        found = [(name, getattr(self, name), kind) for name, kind in kinds.items()]
+        found += [("a param group", group, mapping) for group in self.groups]
+        found += [(f"the number of {name} ranks", size, (int,)) for name, size in self.world.items()]
+        for what, value, kind in found:
+            if not isinstance(value, kind):
+                said = f"a {type(value).__name__}, no {kind[0].__name__}"
+                raise CheckpointError(f"{self.format}: {what} is {said}; copy it again")
 
 
 def read_as_expected(read: Callable[[], T], where: Path, writer: str, said: type[ValueError] = CheckpointError) -> T:

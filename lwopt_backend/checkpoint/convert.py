@@ -164,7 +164,7 @@ def _translated(group: Mapping[str, Any], states: set[str], checkpoint: Checkpoi
 
 
 def _filled(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What groups of this rule may have and this one lacks, because an engine does not need it or it is older."""
+    """Defaults for the options of the group's rule."""
     try:
         fields = rule_named(group["rule"]).model(group, "").model_fields
     except ValueError:  # a rule or a class that is not here
@@ -174,14 +174,14 @@ def _filled(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _first_rate(group: Mapping[str, Any], checkpoint: Checkpoint) -> float | None:
-    """What a schedule multiplies: torch's schedulers keep it in the group."""
+    """The base learning rate that a schedule multiplies: torch's ``initial_lr``."""
     without = group.get("lr") if checkpoint.scheduler is None else _peak(checkpoint)
     found: float | None = group.get("initial_lr", group.get("max_lr"))
     return without if found is None else found
 
 
 def _peak(checkpoint: Checkpoint) -> float | None:
-    """The rate to which a schedule of DeepSpeed's warms up, as it was configured: it has no rates of its own."""
+    """The configured peak of DeepSpeed's warmup: its schedulers save no rates."""
     schedule = (checkpoint.arguments.get("ds_config") or {}).get("scheduler") or {}
     peak = (schedule.get("params") or {}).get("warmup_max_lr")
     is_theirs = "last_batch_iteration" in (checkpoint.scheduler or {})
@@ -218,7 +218,7 @@ def _muon(group: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, A
 
 
 def _of_megatron(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Emerging-Optimizers' Muon; what is no param group's option there is an argument."""
+    """Options of Emerging-Optimizers' Muon that Megatron keeps as arguments, not in param groups."""
     found: dict[str, Any] = {"eps": 1e-15}
     for ours, theirs in _MEGATRON.items():
         known = [arguments[key] for key in theirs if arguments.get(key) is not None]
@@ -299,7 +299,7 @@ def prepared(
 
 
 def _check_used(checkpoint: Checkpoint, target: str, wanted: str | None, source: str | None, given: set[str]) -> None:
-    """Raises CheckpointError for ``given`` numbers that nothing is done with."""
+    """Raises CheckpointError for numbers that were given and are not used."""
     if wanted is None and given:
         raise CheckpointError(
             f"{_options(given)} cannot be used, as it is not known what this checkpoint's names mean; say it with "
@@ -309,7 +309,7 @@ def _check_used(checkpoint: Checkpoint, target: str, wanted: str | None, source:
     layout = given & {"qkv_layout", "qkv_ranks"}
     if layout and not any(side == "megatron-deepspeed" or side.endswith(".json") for side in sides):
         raise CheckpointError(
-            f"{_options(layout)} is of megatron-deepspeed's names, which there are none of; leave it out"
+            f"{_options(layout)} is of megatron-deepspeed's names, of which there are none; leave it out"
         )
     used = {"vocab_size", "vocab_multiple"}
     if target == "megatron":
@@ -323,7 +323,7 @@ def _options(fields: set[str]) -> str:
 
 
 def _megatron_arguments(checkpoint: Checkpoint, numbers: names.Numbers) -> dict[str, Any]:
-    """With what Megatron compares when it loads. Raises CheckpointError if the number of heads is not known."""
+    """Arguments with those that Megatron compares when it loads. Raises CheckpointError without a number of heads."""
     found = numbers.filled(checkpoint.arguments)
     if found.heads is None:
         raise CheckpointError(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from lwopt_backend.checkpoint import safetensors as safetensors_folder
 from lwopt_backend.checkpoint.choices import AUTO, FORMATS
@@ -22,25 +21,12 @@ from lwopt_backend.config.options import suggestion
 POINTERS = (deepspeed_zero.POINTER, deepspeed_universal.POINTER, megatron_folders.POINTER)  # files that name a folder
 
 
-@dataclass(frozen=True)
-class Reader:
-    """A format by name: whether a folder looks like it, and what is in it."""
-
-    name: str
-    meaning: str
-    recognises: Callable[[Path], bool]
-    read: Callable[[Path], Checkpoint]
-
-
 _MODULES = (megatron_torch, megatron_dist, megatron_fsdp, deepspeed_universal, deepspeed_zero, dcp, safetensors_folder)
-READERS = {
-    name: Reader(name, meaning, module.recognises, module.read)
-    for (name, meaning), module in zip(FORMATS.items(), _MODULES, strict=True)
-}
+READERS: dict[str, ModuleType] = dict(zip(FORMATS, _MODULES, strict=True))
 
 
-def find(path: Path, format: str = AUTO) -> Reader:
-    """The reader of a folder: that of ``format``, or the first that recognises it.
+def find(path: Path, format: str = AUTO) -> str:
+    """The format of a folder by its name in READERS: ``format``, or the first whose reader recognises the folder.
 
     Raises CheckpointError if there is none, and for a link in the folder that leads out of it; in Hugging Face's cache
     all files of a model are such links.
@@ -48,21 +34,20 @@ def find(path: Path, format: str = AUTO) -> Reader:
     if format != AUTO and format not in READERS:
         raise CheckpointError(f"unknown format {format!r}; {suggestion(format, (AUTO, *READERS))}")
     if not path.is_dir():
-        raise CheckpointError(
-            f"{path} is {'no folder' if path.exists() else 'not there'}; expected a checkpoint's folder"
-        )
-    found = READERS.get(format) or next((reader for reader in READERS.values() if reader.recognises(path)), None)
+        raise CheckpointError(f"{path} is {'no folder' if path.exists() else 'not there'}; give a checkpoint's folder")
+    found = format if format != AUTO else next((name for name in READERS if READERS[name].recognises(path)), None)
     if found is None:
-        known = "; ".join(f"{reader.name} ({reader.meaning})" for reader in READERS.values())
+        known = "; ".join(f"{name} ({meaning})" for name, meaning in FORMATS.items())
         raise CheckpointError(f"{path} is no checkpoint that is known{_hint(path)}; known are {known}")
-    if found.name != "safetensors":
+    if found != "safetensors":
         check_links(path)
     return found
 
 
 def read(path: Path, format: str = AUTO) -> Checkpoint:
     """What is in a checkpoint's folder. Raises CheckpointError."""
-    return find(path, format).read(path)
+    checkpoint: Checkpoint = READERS[find(path, format)].read(path)
+    return checkpoint
 
 
 def _hint(path: Path) -> str:

@@ -11,6 +11,7 @@ from lwopt_backend.checkpoint import contents
 from lwopt_backend.checkpoint.contents import MASTER, WEIGHT, Checkpoint, CheckpointError, LazyTensor, Param
 from lwopt_backend.checkpoint.files.made import in_order
 from lwopt_backend.checkpoint.names import CORE, FAMILIES
+from lwopt_backend.checkpoint.names.megatron import EMBEDDING, HEAD
 
 SHOWN = 20  # problems that are listed
 
@@ -49,8 +50,8 @@ def check(checkpoint: Checkpoint, vocab_size: int | None = None, workers: int = 
     wrong: dict[str, int] = {}
     masters = 0
     looks = (partial(_values, name, param) for name, param in checkpoint.params.items())
-    for param, (found, counts) in zip(checkpoint.params.values(), in_order(looks, workers)):
-        masters += _has_both(param)
+    for found, counts, both in in_order(looks, workers):
+        masters += both
         problems += found
         wrong.update({what: count for what, count in counts.items() if count})
     for what, one, other in checkpoint.replicas:
@@ -103,26 +104,22 @@ def _frozen(checkpoint: Checkpoint) -> dict[str, Param]:
     return {n: p for n, p in params.items() if not p.states and p.weight is not None and p.group is None}
 
 
-def _values(name: str, param: Param) -> tuple[list[str], dict[str, int]]:
-    """What is wrong with a parameter's values, and how many of each tensor's are infinite or no numbers."""
+def _values(name: str, param: Param) -> tuple[list[str], dict[str, int], bool]:
+    """What is wrong with a parameter's values, how many of each tensor's are infinite or no numbers, and whether there
+    is a master weight beside the weight."""
     counts: dict[str, int] = {}
-    both = _has_both(param)
-    problems = _unrounded(name, param, counts) if both else []
+    weight, master = param.weight, param.states.get(MASTER)
+    problems, both = [], False
+    if weight is not None and master is not None and master.shape == weight.shape:
+        problems, both = _unrounded(name, weight, master, counts), True
     for key, tensor in param.tensors.items():
         if not (both and key in (WEIGHT, MASTER)):
             counts[f"{key} of {name!r}"] = sum(map(contents.infinite, tensor.blocks()))
-    return problems, counts
+    return problems, counts, both
 
 
-def _has_both(param: Param) -> bool:
-    master = param.states.get(MASTER)
-    return param.weight is not None and master is not None and master.shape == param.weight.shape
-
-
-def _unrounded(name: str, param: Param, counts: dict[str, int]) -> list[str]:
+def _unrounded(name: str, weight: LazyTensor, master: LazyTensor, counts: dict[str, int]) -> list[str]:
     """A problem if a master weight, rounded to nearest even, is not the weight; NaN is equal to NaN."""
-    weight, master = param.weight, param.states[MASTER]
-    assert weight is not None
     count, start, first = 0, 0, None
     odd = [0, 0]
     for saved, full in zip(weight.blocks(), master.blocks(), strict=True):
@@ -164,9 +161,7 @@ def _vocabulary(checkpoint: Checkpoint, size: int | None) -> Iterator[str]:
     """
     if size is None:
         return
-    embedding, head = (
-        _spelled(checkpoint.names, name) for name in ("embedding.word_embeddings.weight", "output_layer.weight")
-    )
+    embedding, head = (_spelled(checkpoint.names, name) for name in (EMBEDDING, HEAD))
     for name in (embedding, head):
         if name in checkpoint.params and checkpoint.params[name].shape[0] < size:
             rows = checkpoint.params[name].shape[0]

@@ -206,9 +206,8 @@ def _indexed(path: Path) -> dict[str, LazyTensor]:
         listed = {name for name, place in places.items() if place == file}
         if different := sorted(listed ^ set(of_file)):
             where = "its header" if different[0] in listed else INDEX
-            raise CheckpointError(
-                f"{path / file}: {different[0]!r} is missing in {where}; the files are of different checkpoints"
-            )
+            said = f"{different[0]!r} is missing in {where}"
+            raise CheckpointError(f"{path / file}: {said}; the files are of different checkpoints")
         found |= of_file
     return {name: found[name] for name in places}
 

@@ -24,7 +24,6 @@ from lwopt_backend.config.options import parse, suggestion
 if TYPE_CHECKING:
     from lwopt_backend.checkpoint.contents import Checkpoint
     from lwopt_backend.checkpoint.differences import Compared
-    from lwopt_backend.checkpoint.formats import Reader
 
 # Options that the commands on checkpoints share, and what they print alike.
 
@@ -72,16 +71,16 @@ def numbers_of(given: Mapping[str, Any], fields: Iterable[str]) -> Numbers:
     return parse(Numbers, found, "lwopt")
 
 
-def opened(path: Path, format: str) -> tuple[Reader, Checkpoint]:
-    """A checkpoint and what reads it, after folders that a killed program had moved aside are back."""
+def opened(path: Path, format: str) -> tuple[str, Checkpoint]:
+    """A checkpoint and the name of its format, after folders that a killed program had moved aside are back."""
     from lwopt_backend.checkpoint import formats
     from lwopt_backend.checkpoint.files import folders
 
     folders.recover(path)
     if path.is_dir():
         folders.recover_within(path)
-    reader = formats.find(path, format)
-    return reader, reader.read(path)
+    found = formats.find(path, format)
+    return found, formats.READERS[found].read(path)
 
 
 @contextmanager
@@ -143,7 +142,7 @@ def _plain(value: Any) -> Any:
 
 
 def columns(rows: Sequence[tuple[str, str]]) -> Table:
-    """What and its value beside it; what is long is broken within its column."""
+    """Labels with their values beside them; a long value wraps within its column."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
@@ -218,7 +217,7 @@ def convert(
             made = conversion.watched(made, lambda count: bar.advance(writing, count))
             conversion.write(made, to, place, force=force, workers=workers, **options)
     summary = {
-        "source": {"path": str(source), "reader": reader.name, **described(found)},
+        "source": {"path": str(source), "reader": reader, **described(found)},
         "result": {"path": str(place.folder), "written": not dry_run, **described(result)},
         "notes": list(made.notes),
     }
@@ -226,7 +225,7 @@ def convert(
 
 
 def _options(to: str, megatron_version: str | None, dtype: str | None) -> dict[str, Any]:
-    """The writer's. Raises CheckpointError for a value that is none, and for one that is of another target."""
+    """The writer's options. Raises CheckpointError for unknown values and for options of another target."""
     if to not in WRITERS:
         raise CheckpointError(f"unknown target {to!r} for --to; {suggestion(to, WRITERS)}")
     if megatron_version is not None and to != "megatron":
@@ -315,7 +314,7 @@ def inspect(
     problems, advice, notes = _checked(checkpoint, as_json) if check else ([], "", [UNCHECKED])
     files = [file for file in path.rglob("*") if file.is_file()]
     found = {
-        **{"path": str(path), "reader": reader.name, **described(checkpoint)},
+        **{"path": str(path), "reader": reader, **described(checkpoint)},
         **{"files": len(files), "size_of_files": sum(file.stat().st_size for file in files)},
         **{"notes": [*checkpoint.notes, *notes], "problems": problems, "advice": advice},
     }
@@ -419,9 +418,8 @@ def diff(
     if vocabulary is None and len(said) > 1 and said <= {names.CORE, *names.FAMILIES}:
         vocabulary = names.CORE
     notes = _notes(ours, theirs)
-    names_a = _taken_for("a", ours, names_a, vocabulary, notes)
-    names_b = _taken_for("b", theirs, names_b, vocabulary, notes)
-    ours, theirs = _under(ours, vocabulary, names_a, numbers), _under(theirs, vocabulary, names_b, numbers)
+    ours = _under(ours, "a", vocabulary, names_a, numbers, notes)
+    theirs = _under(theirs, "b", vocabulary, names_b, numbers, notes)
     if not set(ours.params) & set(theirs.params):
         notes.append(
             f"No parameter has the same name in both: A's are such as {next(iter(ours.params), 'none')}, B's such as "
@@ -442,19 +440,6 @@ def diff(
         raise typer.Exit(1)
 
 
-def _taken_for(
-    side: str, checkpoint: Checkpoint, source: str | None, vocabulary: str | None, notes: list[str]
-) -> str | None:
-    """What its names are: those of ``vocabulary``, with a note, where nobody says it."""
-    if source is not None or vocabulary is None or checkpoint.names != UNNAMED:
-        return source
-    notes.append(
-        f"{side.upper()} does not say what its names are; they are taken for {vocabulary}'s. If they are others, say "
-        f"so with --names-{side}."
-    )
-    return vocabulary
-
-
 def _compared(a: Checkpoint, b: Checkpoint, weights: bool, silent: bool) -> list[Compared]:
     from lwopt_backend.checkpoint import convert
     from lwopt_backend.checkpoint.differences import differences
@@ -465,9 +450,18 @@ def _compared(a: Checkpoint, b: Checkpoint, weights: bool, silent: bool) -> list
         return list(differences(watched[0], watched[1], weights))
 
 
-def _under(checkpoint: Checkpoint, vocabulary: str | None, source: str | None, numbers: Numbers) -> Checkpoint:
+def _under(
+    checkpoint: Checkpoint, side: str, vocabulary: str | None, source: str | None, numbers: Numbers, notes: list[str]
+) -> Checkpoint:
+    """Under the names of ``vocabulary``. What nobody says the names of is taken for these, with a note."""
     from lwopt_backend.checkpoint import names
 
+    if source is None and vocabulary is not None and checkpoint.names == UNNAMED:
+        source = vocabulary
+        notes.append(
+            f"{side.upper()} does not say what its names are; they are taken for {vocabulary}'s. If they are others, "
+            f"say so with --names-{side}."
+        )
     if vocabulary is None and source is None:
         return checkpoint
     return names.translate(checkpoint, vocabulary or source or "", numbers, source=source)

@@ -72,7 +72,11 @@ class _Bench:
                 self.measure((max(1, shape[0] // 2), shape[1] // 2))
             if (predicted := self._predicted(shape)) > self.max_seconds:
                 return f"not measured, one would take about {predicted:.3g} s and the limit is {self.max_seconds:.3g} s"
-            self.seconds[shape] = self._timed(shape)
+            # One matrix in half of the time; then, if two runs fit in the other half, a stack.
+            alone = self._median(shape, 1)
+            affordable = int(self.max_seconds / 2 / (2 * alone))
+            batch = min(self.stack, STACK_NUMEL // (shape[0] * shape[1]), affordable)
+            self.seconds[shape] = [(1, alone)] + ([(batch, self._median(shape, batch))] if batch > 1 else [])
         (_, alone), *stacks = self.seconds[shape]
         return ", ".join([f"{alone:.3g} s", *(f"{each:.3g} s each in a stack of {batch}" for batch, each in stacks)])
 
@@ -86,13 +90,6 @@ class _Bench:
         if newton_schulz_flops(shape, self.steps) <= SURELY_SHORT:
             return 0.0
         return self.table().model(stacked=False).of(shape) / 1e9 if self.seconds else math.inf
-
-    def _timed(self, shape: Shape) -> list[tuple[int, float]]:
-        """One matrix in half of the time; then, if two runs fit in the other half, a stack."""
-        alone = self._median(shape, 1)
-        affordable = int(self.max_seconds / 2 / (2 * alone))
-        batch = min(self.stack, STACK_NUMEL // (shape[0] * shape[1]), affordable)
-        return [(1, alone)] + ([(batch, self._median(shape, batch))] if batch > 1 else [])
 
     @torch.no_grad()
     def _median(self, shape: Shape, batch: int) -> float:
@@ -110,15 +107,12 @@ class _Bench:
         return statistics.median(times) / batch
 
     def _run(self, matrices: torch.Tensor) -> float:
-        self._wait()
+        wait = torch.accelerator.synchronize if self.device.type != "cpu" else lambda device: None
+        wait(self.device)
         begin = time.perf_counter()
         newton_schulz(matrices, steps=self.steps, coefficients=MUON.ns_coefficients, eps=MUON.eps, dtype=self.dtype)
-        self._wait()
+        wait(self.device)
         return time.perf_counter() - begin
-
-    def _wait(self) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
 
 
 def device_name(device: torch.device | str) -> str:

@@ -64,11 +64,7 @@ def cluster_named(name: str) -> Machine:
 # What a study plans for: an engine with its own options, and by what seconds are counted.
 
 ENGINES: Mapping[str, type[HostConfig]] = {
-    "owned": OwnedConfig,
-    "zero1": ZeROConfig,
-    "zero2": ZeROConfig,
-    "zero3": ZeROConfig,
-    "fsdp2": FSDP2Config,
+    **{"owned": OwnedConfig, "zero1": ZeROConfig, "zero2": ZeROConfig, "zero3": ZeROConfig, "fsdp2": FSDP2Config}
 }
 WHERE = "lwopt plan"
 

@@ -98,13 +98,13 @@ def _placed(plans: Sequence[MatrixPlan], shared: Share, setting: Setting, spread
 
 
 def _names(shared: Share) -> list[str]:
-    """Of the matrices, in the model's order."""
+    """Names of the matrices, in the model's order."""
     grouping = shared.grouping
     return [block.of(route.name) for route in grouping.routes for block in grouping.matrices_in(route.name)]
 
 
 def _timeline(placed: Placed, element_bytes: int, setting: Setting) -> list[BucketTime]:
-    """Of our exchange alone: the host's own collectives are over before the step, or come after it."""
+    """The exchange's own buckets: the host's collectives are over before the step, or come after it."""
     bytes_each = [numel * element_bytes // placed.shards for numel in placed.bucket_numels]
     wire = [sum(gather_seconds(setting.machine, nbytes, placed.shards)) for nbytes in bytes_each]
     work = bucket_work(placed, setting.machine, setting.work)
@@ -132,8 +132,8 @@ def plan_zero_share(name: str, shared: Share, ranks: int, setting: Setting) -> P
         )
         members: list[ZeROMember] = []
         for param in group["params"]:
-            name, dtype = grouping.names[id(param)], str(param.dtype).removeprefix("torch.")
-            members.append((name, shapes[name], dtype, name in grouping.transposed, grouping.matrices_in(name)))
+            own, dtype = grouping.names[id(param)], str(param.dtype).removeprefix("torch.")
+            members.append((own, shapes[own], dtype, own in grouping.transposed, grouping.matrices_in(own)))
         plans += [plan_group(group, members[part], layout, config, setting.plans_for) for part, layout in layouts]
     matrices = [plan for plan in plans if plan.matrices is not None]
     rest = [plan for plan in plans if plan.matrices is None]
@@ -307,7 +307,7 @@ def _owned_memory(
 
 
 def _collectives(plan: OwnedPlan, setting: Setting, config: OwnedConfig) -> list[Collective]:
-    """From the busiest rank, as ``traffic`` counts."""
+    """The collectives of a step, with the busiest rank's bytes, as ``traffic`` counts them."""
     if not plan.buckets:
         return []
     count, wire = len(plan.buckets), setting.grad_dtype.itemsize
@@ -389,9 +389,8 @@ def _members(shared: Share, ranks: int) -> list[MeshMember]:
         number = group_of[id(param)]
         sharding = Sharding(tuple(param.shape), (ranks,), (0,), (False,))
         transposed, blocks = route.name in grouping.transposed, grouping.matrices_in(route.name)
-        found.append(
-            MeshMember(route.name, param, number, grouping.groups[number]["rule"], sharding, transposed, blocks)
-        )
+        rule = grouping.groups[number]["rule"]
+        found.append(MeshMember(route.name, param, number, rule, sharding, transposed, blocks))
     return found
 
 
@@ -415,7 +414,7 @@ def _memory(members: Sequence[MeshMember], shared: Share, setting: Setting, rank
 
 
 def _traffic(members: Sequence[MeshMember], setting: Setting, ranks: int) -> list[Collective]:
-    """FSDP2's own."""
+    """The collectives of FSDP2 itself."""
     if not members:
         return []
     sent = _numel(members) * (ranks - 1) / ranks

@@ -18,8 +18,6 @@ from lwopt_backend.routing.matrices import Divided
 from lwopt_backend.routing.routing import Route
 from lwopt_backend.runtime.agreement import plan_digest
 
-# How each engine plans what some ranks share.
-
 
 def plan_share(name: str, shared: Share, ranks: int, setting: Setting, base: Sequence[int] | None = None) -> Planned:
     """Plan over ``ranks`` ranks for ``setting.engine``, as it does itself.

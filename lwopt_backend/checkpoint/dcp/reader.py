@@ -143,9 +143,8 @@ def _state_of(saved: Mapping[str, LazyTensor]) -> Mapping[str, Any]:
         state: Mapping[str, Any] = nested.rebuild(described, found)
         return state
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{saved[STRUCTURE].where}: it does not describe what is there, {sorted(found)} ({error!r})"
-        ) from error
+        where = saved[STRUCTURE].where
+        raise CheckpointError(f"{where}: it does not describe what is there, {sorted(found)} ({error!r})") from error
 
 
 def take_matrices(saved: dict[str, LazyTensor]) -> list[str] | None:
@@ -215,8 +214,7 @@ def _place(matrix: str, tensor: LazyTensor) -> int:
     if matrix and slice_number is None:
         raise CheckpointError(
             f"{tensor.where}: the owner of matrix {matrix!r} keeps state of a part of a fused parameter, and the "
-            "checkpoint, which an earlier version saved, does not tell which rows it is; load it with that version, "
-            'and save it with "storage": "owned"'
+            "checkpoint does not tell which rows it is"
         )
     return int(slice_number[1]) if slice_number else 0
 
@@ -328,9 +326,8 @@ class Saved:
         counter, master = saved.pop("step", None), saved.pop(contents.MASTER, None)
         step = None if counter is None else float(counter.read().item())
         states, owner_states = with_owner_states(weight, saved, None if number is None else self.groups[number])
-        return Param(
-            weight, states if master is None else {contents.MASTER: master, **states}, step, number, owner_states
-        )
+        states = {**({} if master is None else {contents.MASTER: master}), **states}
+        return Param(weight, states, step, number, owner_states)
 
     def others(self) -> dict[str, Any]:
         """What is neither the model's nor the optimizer's, nested as it was."""

@@ -211,7 +211,7 @@ def incomplete(where: str, saved: int, sizes: Sequence[int], offsets: Sequence[i
     )
 
 
-# Writes what torch.distributed.checkpoint reads, one tensor in memory at a time: the counterpart of ``dcp.files``.
+# Writes what torch.distributed.checkpoint reads, one tensor in memory at a time: the counterpart of ``dcp.reader``.
 #
 # Metadata, and the files' form, are PyTorch's own (torch/distributed/checkpoint/filesystem.py, ``_write_item``).
 

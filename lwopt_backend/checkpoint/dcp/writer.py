@@ -89,7 +89,7 @@ def _later(param: Param, place: int, key: str, like: Tensor, where: str) -> Lazy
 
 
 def _rest(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What is no tensor and not the optimizer's."""
+    """What is neither a tensor nor the optimizer's."""
     more = {
         "iteration": checkpoint.iteration,
         "samples": checkpoint.samples,

@@ -22,8 +22,6 @@ from lwopt_backend.runtime.state import CHECKPOINT_KEY
 
 # Where the files of a DeepSpeed checkpoint are, by DeepSpeed 0.19.8's names.
 #
-# ::
-#
 #     latest                                               the newest tag; latest_universal the same of universal ones
 #     global_step100/                                      a tag
 #       mp_rank_00_model_states.pt                           stages 0-2: the module, counters; at stage 0 the optimizer
@@ -98,9 +96,7 @@ def _complete(tag: Path, found: dict[int, str], first: str) -> list[Path]:
         raise CheckpointError(f"{tag} has no file {first}; is it the folder of a DeepSpeed checkpoint?")
     for rank in range(max(found) + 1):
         if rank not in found:
-            raise CheckpointError(
-                f"{tag}: the file of rank {rank} is missing beside {found[max(found)]}; copy it again"
-            )
+            raise CheckpointError(f"{tag}: rank {rank}'s file is missing beside {found[max(found)]}; copy it again")
     return [tag / found[rank] for rank in range(len(found))]
 
 
@@ -172,9 +168,7 @@ def load_mapping(file: Path) -> Mapping[str, Any]:
     """A file that must hold a dictionary. Raises CheckpointError."""
     saved = torch_files.load(file)
     if not isinstance(saved, Mapping):
-        raise CheckpointError(
-            f"{file}: expected a dictionary, found {type(saved).__name__}; it is no file of DeepSpeed's"
-        )
+        raise CheckpointError(f"{file}: expected a dictionary, found {type(saved).__name__}; it is none of DeepSpeed's")
     return saved
 
 
@@ -379,9 +373,7 @@ def cut(tensor: Any, start: int, numel: int, what: str, file: Path) -> LazyTenso
     """Elements from ``start`` on of a flat tensor. Raises CheckpointError if there are not as many."""
     if not isinstance(tensor, LazyTensor) or len(tensor.shape) != 1 or start < 0 or start + numel > tensor.numel:
         found = tensor.shape if isinstance(tensor, LazyTensor) else type(tensor).__name__
-        raise CheckpointError(
-            f"{what}: expected a flat tensor with elements {start} to {start + numel} in {file}, found {found}"
-        )
+        raise CheckpointError(f"{what}: expected flat elements {start} to {start + numel} in {file}, found {found}")
     return tensor.piece(start, start + numel)
 
 

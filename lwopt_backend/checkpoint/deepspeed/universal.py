@@ -23,8 +23,6 @@ from lwopt_backend.checkpoint.files.torch_saving import save, save_as_it_lies
 
 # Reads DeepSpeed's universal checkpoints: those of ds_to_universal, of DeepSpeed 0.19.8, and ours.
 #
-# ::
-#
 #     latest_universal                             the tag
 #     <tag>/mp_rank_00_model_states.pt             stage 3: zero_pp_rank_0_mp_rank_00_...
 #     <tag>/zero/optimizer_state.pt                param groups, counters, loss scaling; ours adds ``OURS``
@@ -60,9 +58,8 @@ def _read(tag: Path) -> Checkpoint:
     states, parts = _model_states(tag)
     if ours and states.path.name.startswith("zero_pp"):
         raise CheckpointError(f"{tag}: mp_rank_00_model_states.pt is missing; copy the whole folder again")
-    stage3 = (
-        common.get("optimizer_state_dict") if "param_groups" in (common.get("optimizer_state_dict") or {}) else None
-    )
+    optimizer = common.get("optimizer_state_dict") or {}
+    stage3 = optimizer if "param_groups" in optimizer else None
     groups = common.get("param_groups") or (stage3 or {})["param_groups"]
     group_of, shapes = _listed(states, stage3, ours)
     step = None
@@ -197,7 +194,10 @@ def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:
     trained = {name: param for name, param in checkpoint.params.items() if param.states or param.group is not None}
     for name in trained:
         check_name(name, f"the parameter {name!r}, which becomes a folder's name")
-    groups = _groups(checkpoint, trained)
+    # As torch's state dicts have them; the loaders pair them with the engine's by position.
+    count = max([len(checkpoint.groups), *((param.group or 0) + 1 for param in trained.values())])
+    given: list[Mapping[str, Any]] = [*checkpoint.groups, *[{}] * (count - len(checkpoint.groups))]
+    groups = [{**group, "params": [number]} for number, group in enumerate(given)]
     frozen = {name: param.best for name, param in checkpoint.params.items() if name not in trained}
     rest = {**frozen, **checkpoint.buffers}
     weights = {name: param.weight for name, param in trained.items() if param.weight is not None}
@@ -232,13 +232,6 @@ def _write_param(name: str, param: Param, folder: Path) -> None:
         owners.mkdir(exist_ok=True)
         with (owners / f"{name}.pt").open("wb") as file:
             save_as_it_lies({place: dict(state) for place, state in param.owner_states.items()}, file)
-
-
-def _groups(checkpoint: Checkpoint, trained: Mapping[str, Param]) -> list[dict[str, Any]]:
-    """Param groups as torch's state dicts have them; the loaders pair them with the engine's by position."""
-    count = max([len(checkpoint.groups), *((param.group or 0) + 1 for param in trained.values())])
-    given = [dict(group) for group in checkpoint.groups] + [{} for _ in range(count - len(checkpoint.groups))]
-    return [{**group, "params": [number]} for number, group in enumerate(given)]
 
 
 def _common(checkpoint: Checkpoint, trained: Mapping[str, Param], groups: list[dict[str, Any]]) -> dict[str, Any]:

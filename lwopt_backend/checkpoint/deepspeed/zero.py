@@ -32,9 +32,8 @@ OfRanks = list[tuple[Path, Mapping[str, Any]]]  # the files of the optimizer's s
 def read_partitions(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
     """Raises CheckpointError."""
     assert states.shapes is not None
-    gathered = ds.gathered_of(
-        (name, shape, g) for g, group in enumerate(states.shapes) for name, shape in group.items()
-    )
+    shapes = enumerate(states.shapes)
+    gathered = ds.gathered_of((name, shape, g) for g, params in shapes for name, shape in params.items())
     for file, saved in of_ranks:
         _add_partitions(gathered, file, saved, states)
     _, first = of_ranks[0]
@@ -191,7 +190,13 @@ def read_stage0(states: ModelStates) -> Checkpoint:
     else:
         masters = [tensor for group in saved.get("fp32_groups") or () for tensor in group]
     state, groups = inner["state"], inner["param_groups"]
-    shapes = [_shapes(group["params"], state, masters) for group in groups]
+
+    def shape_of(index: int) -> Shape | None:
+        """As far as the states tell."""
+        tensors = (t for t in state.get(index, {}).values() if isinstance(t, LazyTensor) and t.shape)
+        return masters[index].shape if masters else next((tensor.shape for tensor in tensors), None)
+
+    shapes = [list(map(shape_of, group["params"])) for group in groups]
     matrices = ds.matrices_in(inner)
     named = _names(states, groups, shapes, matrices or {})
     gathered: dict[str, Gathered] = {}
@@ -214,20 +219,6 @@ def read_stage0(states: ModelStates) -> Checkpoint:
 
 def _candidates(states: ModelStates) -> dict[str, LazyTensor]:
     return {name: t for name, t in states.module.items() if name not in states.buffers and name not in states.tied}
-
-
-def _shapes(
-    indices: Sequence[int], state: Mapping[int, Mapping[str, Any]], masters: Sequence[LazyTensor]
-) -> list[Shape | None]:
-    """Of a group's parameters, as far as their states tell."""
-
-    def shape(index: int) -> Shape | None:
-        if masters:
-            return masters[index].shape
-        tensors = (t for t in state.get(index, {}).values() if isinstance(t, LazyTensor) and t.shape)
-        return next((tensor.shape for tensor in tensors), None)
-
-    return [shape(index) for index in indices]
 
 
 def _names(
@@ -318,20 +309,16 @@ def _cut_flat(states: ModelStates, saved: Mapping[str, Any]) -> tuple[dict[str, 
     masters, state, start = [], {}, 0
     for index, tensor in enumerate(found.values()):
         stop = start + tensor.numel
-
-        def part(flat: LazyTensor, a: int = start, b: int = stop, shape: Shape = tensor.shape) -> LazyTensor:
-            return flat.piece(a, b).view(shape)
-
-        masters.append(part(flats[0]))
         state[index] = {
-            key: part(value) if isinstance(value, LazyTensor) and value.numel == flats[0].numel else value
+            key: value.piece(start, stop).view(tensor.shape)
+            if isinstance(value, LazyTensor) and value.numel == flats[0].numel
+            else value
             for key, value in inner["state"].get(0, {}).items()
         }
+        masters.append(flats[0].piece(start, stop).view(tensor.shape))
         start = stop
-    return {
-        "state": state,
-        "param_groups": [{**inner["param_groups"][0], "params": list(range(len(masters)))}],
-    }, masters
+    group = {**inner["param_groups"][0], "params": list(range(len(masters)))}
+    return {"state": state, "param_groups": [group]}, masters
 
 
 # Native checkpoints of ZeRO 3: every parameter cut into equal flat parts, one for each rank, by sub-groups.

@@ -19,8 +19,6 @@ from lwopt_backend.checkpoint.files.atomic import NEW, beside, write_whole
 from lwopt_backend.checkpoint.files.atomic import flush as flush
 from lwopt_backend.checkpoint.files.made import Stub
 
-# What a checkpoint's folder must not have in it.
-
 
 def check_links(folder: Path) -> None:
     """Raises CheckpointError for a link that leads out of a folder, and for what is no file: reading a pipe waits."""
@@ -65,9 +63,8 @@ def check_tree(found: Any, nbytes: int) -> None:
             open_now.remove(id(value))
             count += sum(elements for elements, _ in inside)
             if count > most:
-                raise ValueError(
-                    f"a {type(value).__name__} in it would have {count} elements, as it uses parts again and again"
-                )
+                many = f"a {type(value).__name__} in it would have {count} elements"
+                raise ValueError(f"{many}, as it uses parts again and again")
             done[id(value)] = count, 1 + max((levels for _, levels in inside), default=0)
         if depth + done.get(id(value), (0, DEEPEST))[1] > DEEPEST:
             raise ValueError(f"it is nested more than {DEEPEST} levels deep")
@@ -185,7 +182,7 @@ def read_pointer(path: Path) -> Path:
     found = path.with_name(name)
     if not found.is_dir():
         raise CheckpointError(
-            f"{path}: expected the name of a folder beside it, found {name!r}; give the folder of one step"
+            f"{path}: expected the name of a folder beside it, found {name!r}; give one step's folder"
         )
     return found
 

@@ -181,25 +181,11 @@ class _Unpickler(pickle._Unpickler):  # the one in Python: the one in C cannot b
         elif type(of) is not OrderedDict:  # a module's state dict has a version there, which is not kept
             self._made.set_state(of, state)
 
-    def load_append(self) -> None:
-        value = self.stack.pop()
-        self._extend([value])
-
-    def load_appends(self) -> None:
-        self._extend(self.pop_mark())
-
     def _extend(self, values: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) not in (list, deque):
             raise ValueError(f"it appends to a {type(target).__name__}")
         target.extend(values)
-
-    def load_setitem(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self._update((key, value))
-
-    def load_setitems(self) -> None:
-        self._update(self.pop_mark())
 
     def _update(self, items: Any) -> None:
         target = self.stack[-1]
@@ -238,9 +224,12 @@ def _dispatch() -> Any:
     others = "EXT1 EXT2 EXT4 NEXT_BUFFER READONLY_BUFFER LONG4 PERSID OBJ INST DICT LONG INT"
     for name in others.split():
         del known[getattr(pickle, name)[0]]
-    own = "REDUCE NEWOBJ_EX BUILD APPEND APPENDS SETITEM SETITEMS ADDITEMS FROZENSET BYTEARRAY8"
-    for name in own.split():
+    for name in ("REDUCE", "NEWOBJ_EX", "BUILD", "ADDITEMS", "FROZENSET", "BYTEARRAY8"):
         known[getattr(pickle, name)[0]] = getattr(_Unpickler, f"load_{name.lower()}")
+    known[pickle.APPEND[0]] = lambda self: self._extend([self.stack.pop()])
+    known[pickle.APPENDS[0]] = lambda self: self._extend(self.pop_mark())
+    known[pickle.SETITEM[0]] = lambda self: self._update([self.stack.pop(-2), self.stack.pop()])
+    known[pickle.SETITEMS[0]] = lambda self: self._update(self.pop_mark())
     known[pickle.NEWOBJ[0]] = _Unpickler.load_reduce
     return known
 

@@ -180,14 +180,6 @@ MOST_USES = 64  # of a file's bytes by its tensors, which may share some: tied w
 _unchecked: ContextVar[set[Path] | None] = ContextVar("unchecked", default=None)
 
 
-@dataclass(frozen=True, eq=False)
-class _Storage:
-    """A tensor's record, and what is in it."""
-
-    record: Record
-    dtype: torch.dtype
-
-
 @dataclass(frozen=True)
 class StoredTensor:
     """A tensor's place: its first element is at byte ``start`` of a record; strides are in elements."""
@@ -308,8 +300,8 @@ class _Loader:
     def __init__(self, archive: Archive, left: int) -> None:
         self._archive, self._left = archive, left
 
-    def storage(self, saved: Any) -> _Storage:
-        """A record, by the reference to it."""
+    def storage(self, saved: Any) -> StoredTensor:
+        """A record as a flat tensor, by the reference to it."""
         kind, storage_type, key, _, numel = saved
         if kind != "storage" or type(key) is not str or type(numel) is not int or type(storage_type) is not StorageKind:
             raise ValueError("a reference is none to a tensor's record")
@@ -318,14 +310,14 @@ class _Loader:
         if record is None or record.stored.length != nbytes:
             found = "none" if record is None else f"one of {record.stored.length}"
             raise ValueError(f"expected a record data/{key} of {nbytes} bytes, found {found}")
-        return _Storage(record, dtype)
+        return StoredTensor(record, 0, (numel,), (1,), dtype, "")
 
     def makers(self) -> dict[tuple[str, str], Maker]:
         """Torch's functions that rebuild tensors, by module and name."""
         return {
             ("torch._utils", "_rebuild_tensor_v2"): lambda storage, *place: self._tensor(storage, *place[:3]),
             ("torch._utils", "_rebuild_tensor_v3"): lambda storage, *place: self._tensor(
-                _Storage(storage.record, place[5]), *place[:3]
+                replace(storage, dtype=place[5]), *place[:3]
             ),
             ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
             ("torch._utils", "_rebuild_parameter_with_state"): lambda tensor, *_: tensor,
@@ -334,7 +326,7 @@ class _Loader:
 
     def _tensor(self, storage: Any, first: Any, sizes: Any, steps: Any) -> StoredTensor:
         """Raises ValueError for one that has more elements than its record, or begins or ends elsewhere."""
-        if type(storage) is not _Storage or not isinstance(storage.dtype, torch.dtype):
+        if type(storage) is not StoredTensor or not isinstance(storage.dtype, torch.dtype):
             raise ValueError("a tensor has no record")
         shape, stride = shape_of(sizes), tuple(steps) if type(steps) in (tuple, list) else ()
         whole = (first, *stride)

@@ -148,8 +148,7 @@ def _aligned(start: int) -> int:
 #         .dtype_(<of weights>, <of gradients>).bucket_idx_<b>.{param,exp_avg,exp_avg_sq}
 #
 # ``m`` counts model-parallel ranks, tensor parallel ones fastest, then (of experts' buffers) expert and pipeline
-# parallel ones. What is in a bucket: see ``megatron.buffers``. Optimizers whose state is saved by name have nothing
-# in them.
+# parallel ones. Optimizers whose state is saved by name have nothing in them.
 
 _KEY = re.compile(
     r"((?:chained_\d+\.)*)optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)"
@@ -195,9 +194,7 @@ def _buffers(folder: DcpFolder) -> dict[Chain, dict[int, dict[str, _Buffer]]]:
             of_rank = found.setdefault(chain_of(match[1]), {}).setdefault(int(match[2]), {})
             of_buffer = of_rank.setdefault((int(match[3]), match[4]), {})
             of_buffer.setdefault(FLAT[match[6]], {})[int(match[5])] = key
-    return {
-        chain: {rank: _of_rank(folder, of_rank) for rank, of_rank in ranks.items()} for chain, ranks in found.items()
-    }
+    return {chain: {n: _of_rank(folder, of_rank) for n, of_rank in ranks.items()} for chain, ranks in found.items()}
 
 
 def _of_rank(folder: DcpFolder, buffers: Mapping[tuple[int, str], dict[str, dict[int, str]]]) -> dict[str, _Buffer]:
@@ -229,7 +226,7 @@ class _Optimizer:
         experts: bool,
         arguments: Mapping[str, Any],
     ) -> None:
-        self._folder, self._weights, self._ranks = folder, weights, ranks
+        self._folder, self._ranks = folder, ranks
         sizes = world(arguments)
         self._tensor, self._expert, self._stages = sizes["tp"], 1, sizes["pp"]
         if experts:
@@ -242,10 +239,12 @@ class _Optimizer:
                 f"of {sorted(ranks)}; was every rank's file copied?"
             )
         self._order = module_order(weights, arguments)
+        tied = own_buckets(arguments) if not experts else ()  # the first stage's, and its copy on the last
+        self._tied = tied if tied and tied[0] in weights else ()
+        self._weights = {**weights, tied[1]: weights[tied[0]]} if self._tied else weights
         gated = is_gated(arguments)
-        self._cuts = {name: cut_of(name, gated=gated) if self._tensor > 1 else Cut("whole") for name in weights}
+        self._cuts = {name: cut_of(name, gated=gated) if self._tensor > 1 else Cut("whole") for name in self._weights}
         self._experts = 1 + max((expert_of(name) or 0 for name in weights), default=0)
-        self._tied = own_buckets(arguments) if not experts else ()  # the first stage's, and its copy on the last
 
     def states(self) -> tuple[States, Replicas]:
         """Whole states by parameter; and pairs that must be equal, because ranks have copies."""
@@ -265,9 +264,7 @@ class _Optimizer:
         """Each stage's first layer, and the next one's: as many as fill its buckets exactly, however they were cut."""
         total = 1 + max((layer_of(name) or 0 for name in self._order), default=0)
         if total > 1 + len(self._order):
-            raise CheckpointError(
-                f"{self._folder.path}: expected layers numbered without a gap, found number {total - 1}"
-            )
+            raise CheckpointError(f"{self._folder.path}: expected layers numbered without a gap, found {total - 1}")
         found: list[tuple[int, int]] = []
         for stage in range(self._stages):
             first = found[-1][1] if found else 0
@@ -292,11 +289,11 @@ class _Optimizer:
         """What is in a rank's buckets, by dtype, if it has the layers [first, stop). Raises ValueError if not."""
         shapes: dict[str, dict[str, tuple[int, ...]]] = {dtype: {} for dtype in self._ranks[rank]}
         for name in self._names(rank, first, stop):
-            weight = self._weights[self._tied[0] if name in self._tied else name]
+            weight = self._weights[name]
             dtype = str(weight.dtype).removeprefix("torch.")
             if dtype not in shapes:
                 raise ValueError(f"{name} is in {dtype}, the buffers hold {', '.join(shapes)}")
-            shapes[dtype][name] = local_shape(weight.shape, self._cut(name), self._tensor)
+            shapes[dtype][name] = local_shape(weight.shape, self._cuts[name], self._tensor)
         found = {}
         for dtype, of_dtype in shapes.items():
             numels = {state: [self._numel(key) for key in keys] for state, keys in self._ranks[rank][dtype].items()}
@@ -313,32 +310,22 @@ class _Optimizer:
 
     def _names(self, rank: int, first: int, stop: int) -> list[str]:
         """A rank's parameters in the order of its modules; the last stage has a tied embedding's copy."""
-        stage = rank // (self._tensor * self._expert)
+        stage, of_expert = rank // (self._tensor * self._expert), rank // self._tensor % self._expert
         is_last = stage == self._stages - 1
         found = []
         for name in self._order:
-            layer = layer_of(name)
-            here = first <= layer < stop if layer is not None else self._is_at_end(name, stage == 0, is_last)
-            if here and self._expert_rank(name) in (None, rank // self._tensor % self._expert):
+            layer, expert = layer_of(name), expert_of(name) if self._expert > 1 else None
+            at_end = stage == 0 if name.startswith("embedding.") else is_last
+            is_elsewhere = expert is not None and expert * self._expert // self._experts != of_expert
+            if (at_end if layer is None else first <= layer < stop) and not is_elsewhere:
                 found.append(name)
-        return [*found, self._tied[1]] if self._tied and self._tied[0] in self._weights and is_last else found
-
-    @staticmethod
-    def _is_at_end(name: str, is_first: bool, is_last: bool) -> bool:
-        return is_first if name.startswith("embedding.") else is_last
-
-    def _expert_rank(self, name: str) -> int | None:
-        expert = expert_of(name) if self._expert > 1 else None
-        return None if expert is None else expert * self._expert // self._experts
-
-    def _cut(self, name: str) -> Any:
-        return self._cuts[self._tied[0] if name in self._tied else name]
+        return [*found, self._tied[1]] if self._tied and is_last else found
 
     def _merged(self, parts: Mapping[tuple[str, str], Sequence[LazyTensor]]) -> tuple[States, Replicas]:
         found: States = {}
         replicas: Replicas = []
         for (name, state), of_ranks in parts.items():
-            cut = self._cut(name)
+            cut = self._cuts[name]
             if cut.kind == "whole":
                 what = f"{state} of {name} on tensor-parallel ranks"
                 replicas += [(what, of_ranks[0], other) for other in of_ranks[1:]]

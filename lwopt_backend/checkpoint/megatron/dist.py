@@ -54,9 +54,7 @@ def _read(step: Path) -> Checkpoint:
     groups = [group for chain in sorted(chained) for group in chained[chain]]
     weights, buffers, states, replicas = _tensors(folder, chained, arguments)
     numbers = naming.groups_of({name: weight.shape for name, weight in weights.items()}, groups, arguments)
-    params = {
-        name: _param(weights[name], states.get(name, {}), groups, numbers[name]) for name in ordered(weights, arguments)
-    }
+    params = {n: _param(weights[n], states.get(n, {}), groups, numbers[n]) for n in ordered(weights, arguments)}
     notes = _notes(folder)
     if groups and not any(param.states for param in params.values()):
         notes.append("there are param groups, but no state of a parameter is saved")
@@ -125,9 +123,7 @@ def _tensors(
     for saved, keys in of_state.items():
         for name, tensor in parameters(folder, keys).items():
             if BY_NAME[saved] in states.setdefault(name, {}):
-                raise CheckpointError(
-                    f"{tensor.where}: {name} has two master weights; its files are of two checkpoints"
-                )
+                raise CheckpointError(f"{tensor.where}: {name} has two master weights; its files are of two savings")
             states[name][BY_NAME[saved]] = tensor
     replicas: Replicas = []
     if has_buckets:
@@ -193,9 +189,7 @@ def _notes(folder: DcpFolder) -> list[str]:
     for key in folder.objects:
         plain_key = _CHAINED.sub("", key)
         if plain_key.startswith("optimizer.") and not _OF_BUFFERS.fullmatch(plain_key):
-            raise CheckpointError(
-                f"{key} in {folder.path} is a part of the optimizer's state that is not known; {SAVED_WHOLE}"
-            )
+            raise CheckpointError(f"{key} in {folder.path} is optimizer state that is not known; {SAVED_WHOLE}")
         if not _COMMON.fullmatch(key) and not _OF_BUFFERS.fullmatch(plain_key):
             kind = key.partition("/")[0].rpartition(".")[2]
             left_out[kind] = left_out.get(kind, 0) + 1

@@ -20,8 +20,8 @@ from lwopt_backend.checkpoint.megatron.names import local_spec, module_order
 
 # Param groups and step counts in Megatron's torch_dist checkpoints.
 #
-# They have every group's options, but not which parameters are in it (see ``megatron.groups``). Chained optimizers are
-# numbered, and those that are chained in a chained one once more.
+# They have every group's options, but not which parameters are in it: ``names.groups_of`` tells. Chained optimizers
+# are numbered, and those that are chained in a chained one once more.
 
 Options = Mapping[str, Any]
 Chain = tuple[int, ...]  # of an optimizer its number in the chain, in the chain in that, ...; () if it is alone
@@ -44,7 +44,10 @@ def optimizers(folder: DcpFolder, common: Mapping[str, Any]) -> dict[Chain, tupl
         groups = inner.get("param_groups", [])
         if chain in of_buffers:
             groups = _held(folder, of_buffers[chain])
-        steps = _steps(state, inner)
+        kept = inner.get("state") or {}
+        beside = [*(state.get("param_state") or {}).values(), *kept.values(), {"step": kept.get("common_step")}]
+        counts = [one.get("step") for one in beside if isinstance(one, Mapping)]
+        steps = sorted({counter(count) for count in counts if count is not None})
         if len(steps) == 1:
             groups = [{"step": steps[0], **group} if "betas" in group else group for group in groups]
         found[chain] = tuple(
@@ -75,15 +78,6 @@ def _held(folder: DcpFolder, key: str) -> list[Options]:
         raise CheckpointError(f"{key} in {folder.path}: expected param_groups, found {held!r:.200}")
     groups: list[Options] = held["param_groups"]
     return groups
-
-
-def _steps(state: Mapping[str, Any], inner: Mapping[str, Any]) -> list[float]:
-    """The step counts that are saved beside the groups, each once."""
-    of_params = list((state.get("param_state") or {}).values())
-    of_params += [entry for entry in (inner.get("state") or {}).values() if isinstance(entry, Mapping)]
-    found = [entry["step"] for entry in of_params if "step" in entry]
-    common = (inner.get("state") or {}).get("common_step")
-    return sorted({counter(step) for step in [*found, *([] if common is None else [common])]})
 
 
 # The parameters in Megatron's torch_dist keys: layers and experts that are stacked into one tensor, gate and up apart.
@@ -122,9 +116,8 @@ class Stack:
         outer = tuple(index // size for index, size in zip(place, inner))
         counts = (1,) * len(place) + self.fragments[len(place) :]
         saved = self.folder.tensors[self.key].shape
-        flat = self.folder.box(
-            self.key, outer + (0,) * (len(saved) - len(place)), (*counts, saved[-1]), (*counts, saved[-1])
-        )
+        boxes = (*counts, saved[-1])
+        flat = self.folder.box(self.key, outer + (0,) * (len(saved) - len(place)), boxes, boxes)
 
         def put_together(tensor: Tensor) -> Tensor:
             axes = len(inner)

@@ -71,7 +71,12 @@ def _read(step: Path) -> Checkpoint:
                 f"{key} in {step} is neither a weight nor a state that is known ({', '.join(STATES)}); "
                 "a checkpoint of another optimizer cannot be read"
             )
-    groups, numbers = _groups(options)
+    groups: list[Mapping[str, Any]] = []  # of those parameters whose options are equal
+    numbers = {}
+    for name, of_name in options.items():
+        if of_name not in groups:
+            groups.append(of_name)
+        numbers[whole_name(name)] = groups.index(of_name)
     whole = with_gate_and_up(weights)
     states: dict[str, dict[str, LazyTensor]] = {}
     for state, tensors in by_state.items():
@@ -82,9 +87,7 @@ def _read(step: Path) -> Checkpoint:
     for name in ordered([name for name in whole if not is_buffer(name)], arguments):
         weight, number = whole[name], numbers.get(name)
         if weight.dtype != torch.float32:
-            raise CheckpointError(
-                f"{weight.where}: expected fp32, as Megatron-FSDP keeps weights, found {weight.dtype}"
-            )
+            raise CheckpointError(f"{weight.where}: expected fp32, as Megatron-FSDP has weights, found {weight.dtype}")
         made = None if number is None else groups[number].get("step")
         # What the model computes with is not saved: the master weight is the weight, too.
         kept = {MASTER: weight, **states.get(name, {})}
@@ -95,7 +98,7 @@ def _read(step: Path) -> Checkpoint:
         version="0.14 or later",
         names="megatron-core",
         params=params,
-        groups=groups,
+        groups=tuple(groups),
         arguments=arguments,
         iteration=saved if isinstance(saved, int) else iteration_of(step),
         samples=arguments.get("consumed_train_samples"),
@@ -123,14 +126,3 @@ def _objects(
             left_out.setdefault("rng_state" if _RANDOM.fullmatch(key) else key)
     arguments = plain(folder.object("args")) if "args" in folder.objects else {}
     return options, arguments, scheduler, tuple(f"left out: {what}" for what in left_out)
-
-
-def _groups(options: Mapping[str, Mapping[str, Any]]) -> tuple[tuple[Mapping[str, Any], ...], dict[str, int]]:
-    """Groups of those parameters whose options are equal, and each parameter's group."""
-    found: list[Mapping[str, Any]] = []
-    numbers = {}
-    for name, of_name in options.items():
-        if of_name not in found:
-            found.append(of_name)
-        numbers[whole_name(name)] = found.index(of_name)
-    return tuple(found), numbers

@@ -36,9 +36,7 @@ def local_spec(name: str) -> str:
         name = name.replace(fused, separate)
     name = _GROUPED.sub(r".mlp.experts.local_experts.\3.\1.\2", name)
     if not name.startswith(_KNOWN):
-        raise CheckpointError(
-            f"{name}: expected a parameter of a GPT model of Megatron-core; other models are not read"
-        )
+        raise CheckpointError(f"{name}: expected a parameter of a GPT model of Megatron-core; others are not read")
     if ".mlp.experts." in name and not _EXPERT.search(name):
         raise CheckpointError(f"{name}: experts in one tensor (legacy grouped GEMM) are not read; save as torch_dist")
     return name
@@ -169,7 +167,7 @@ def _key(name: str, modules: tuple[str, ...], grouped: bool) -> tuple[int, ...] 
 
 POINTER = "latest_checkpointed_iteration.txt"
 MOST_RANKS = 2**20  # more is damage
-_RANK = re.compile(r"mp_rank_(\d{2,})((?:_\d{3,}){0,2})")
+_RANK = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
 _STEP = re.compile(r"iter_(\d{7,})|release")
 Coordinates = tuple[int, int, int]  # ranks: tensor, pipeline, expert parallel
 
@@ -190,9 +188,7 @@ def step_folder(path: Path) -> Path:
         raise CheckpointError(f"{pointer}: expected an iteration or 'release', found {text!r}; name the step's folder")
     found = path / (text if text == "release" else f"iter_{int(text):07d}")
     if not found.is_dir():
-        raise CheckpointError(
-            f"{found} is missing, although {pointer} names it; copy it, or name another step's folder"
-        )
+        raise CheckpointError(f"{found} is missing, although {pointer} names it; copy it, or name another folder")
     return found
 
 
@@ -202,21 +198,16 @@ def iteration_of(step: Path) -> int | None:
     return int(match[1]) if match and match[1] else None
 
 
-def rank_folders(step: Path) -> dict[tuple[int, ...], Path]:
-    """The ranks' folders by the numbers in their names."""
-    found = {}
-    for folder in sorted(step.iterdir()):
-        match = _RANK.fullmatch(folder.name)
-        if match and folder.is_dir():
-            found[(int(match[1]), *(int(number) for number in match[2].split("_")[1:]))] = folder
-    return found
+def rank_folders(step: Path) -> dict[str, Path]:
+    """The ranks' folders by their names."""
+    return {path.name: path for path in sorted(step.iterdir()) if _RANK.fullmatch(path.name) and path.is_dir()}
 
 
-def expected_folders(arguments: Mapping[str, Any]) -> dict[tuple[int, ...], Coordinates]:
-    """The numbers in the names of all ranks' folders, and whose they are."""
+def expected_folders(arguments: Mapping[str, Any]) -> dict[str, Coordinates]:
+    """The names of all ranks' folders, and whose they are."""
     tensor, pipeline, expert = (world(arguments)[size] for size in ("tp", "pp", "ep"))
     return {
-        (t, *((p,) if pipeline > 1 else ()), *((e,) if expert > 1 else ())): (t, p, e)
+        f"mp_rank_{t:02d}" + f"_{p:03d}" * (pipeline > 1) + f"_{e:03d}" * (expert > 1): (t, p, e)
         for t in range(tensor)
         for p in range(pipeline)
         for e in range(expert)
@@ -308,9 +299,8 @@ def common_groups(ranks: Sequence[Sequence[Mapping[str, Any]]], where: str) -> t
 
 def step_of(groups: Sequence[Mapping[str, Any]], number: int | None) -> float | None:
     """How many steps a parameter of Adam's made: as its group says, or all of Adam's if its group is not known."""
-    steps = {
-        counter(group.get("step")) for group in (groups if number is None else [groups[number]]) if "betas" in group
-    }
+    mine = groups if number is None else [groups[number]]
+    steps = {counter(group.get("step")) for group in mine if "betas" in group}
     step = steps.pop() if len(steps) == 1 else None
     return None if step is None else float(step)
 

@@ -134,9 +134,8 @@ def inner_optimizers(saved: Any, where: str) -> list[Inner]:
         others = {key: value for key, value in wrapped.items() if key not in ("optimizer", "fp32_from_fp16_params")}
         unknown = sorted({*map(str, others)} - {"grad_scaler"} | {*map(str, inner)} - {"state", "param_groups"})
         if unknown or "param_groups" not in inner:
-            raise CheckpointError(
-                f"{said}: expected param_groups, state and fp32_from_fp16_params, found also {unknown}, not known"
-            )
+            expected = "param_groups, state and fp32_from_fp16_params"
+            raise CheckpointError(f"{said}: expected {expected}, found also {unknown}, not known")
         found.append(Inner(said, inner.get("state", {}), inner["param_groups"], masters, others))
     return found
 
@@ -252,7 +251,7 @@ def read_ranks(step: Path) -> Ranks:
         sizes = ", ".join(f"{name} {size}" for name, size in world(arguments).items())
         raise CheckpointError(
             f"{step}: expected {len(expected)} folders of ranks ({sizes}), found {len(folders)}, "
-            f"missing are those of {_some(missing)}, too many {_some(sorted(set(folders) - set(expected)))}; copy one "
+            f"missing are {_some(missing)}, too many {_some(sorted(set(folders) - set(expected)))}; copy one "
             "checkpoint"
         )
     saved = {expected[numbers]: found for numbers, found in loaded.items()}
@@ -260,20 +259,27 @@ def read_ranks(step: Path) -> Ranks:
     _check_one_checkpoint(saved, files, step)
     models = {place: _models(found, files[place]) for place, found in saved.items()}
     firsts = _first_layers(models, files, arguments)
-    ranks = tuple(_rank(place, files[place], saved[place], models[place], firsts, arguments) for place in sorted(saved))
-    return Ranks(arguments, world(arguments), ranks)
+    ranks = []
+    for place in sorted(saved):
+        first_expert = place[2] * (int(arguments.get("num_experts") or 0) // world(arguments)["ep"])
+        chunks, buffers = [], {}
+        for chunk, weights in enumerate(models[place]):
+            first = firsts[place[1], chunk]
+            named = {naming.global_name(name, first, first_expert): weight for name, weight in weights.items()}
+            buffers.update({name: weight for name, weight in named.items() if naming.is_buffer(name)})
+            chunks.append({name: weight for name, weight in named.items() if not naming.is_buffer(name)})
+        ranks.append(Rank(place, files[place], saved[place], tuple(chunks), buffers))
+    return Ranks(arguments, world(arguments), tuple(ranks))
 
 
-def _some(numbers: Sequence[tuple[int, ...]]) -> str:
-    return f"{list(numbers[:8])}" + f" and {len(numbers) - 8} more" * (len(numbers) > 8)
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + f" and {len(names) - 8} more" * (len(names) > 8) or "none"
 
 
 def _load(folder: Path) -> Mapping[str, Any]:
     found = torch_files.load(folder / MODEL_FILE)
     if not isinstance(found, dict) or "args" not in found:
-        raise CheckpointError(
-            f"{folder / MODEL_FILE}: expected Megatron's checkpoint with its args, found {type(found)}"
-        )
+        raise CheckpointError(f"{folder / MODEL_FILE}: expected Megatron's checkpoint with args, found {type(found)}")
     return found
 
 
@@ -370,21 +376,3 @@ def _first_layers(
             f"{total}; copy all of one checkpoint"
         )
     return firsts
-
-
-def _rank(
-    place: Coordinates,
-    file: Path,
-    saved: Mapping[str, Any],
-    models: tuple[Weights, ...],
-    firsts: Mapping[tuple[int, int], int],
-    arguments: Mapping[str, Any],
-) -> Rank:
-    first_expert = place[2] * (int(arguments.get("num_experts") or 0) // world(arguments)["ep"])
-    chunks, buffers = [], {}
-    for chunk, weights in enumerate(models):
-        first = firsts[place[1], chunk]
-        named = {naming.global_name(name, first, first_expert): weight for name, weight in weights.items()}
-        buffers.update({name: weight for name, weight in named.items() if naming.is_buffer(name)})
-        chunks.append({name: weight for name, weight in named.items() if not naming.is_buffer(name)})
-    return Rank(place, file, saved, tuple(chunks), buffers)

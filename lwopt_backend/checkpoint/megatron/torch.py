@@ -63,9 +63,8 @@ _FILE = re.compile(r"layer_wise_optimizer_(\d+)\.pt")
 def is_layer_wise(ranks: Ranks) -> bool:
     """Whether the checkpoint has files of a LayerWiseDistributedOptimizer, or its ``args`` say that it must have."""
     arguments = ranks.arguments
-    says = str(arguments.get("optimizer", "")).startswith("dist_") or arguments.get(
-        "use_layer_wise_distributed_optimizer"
-    )
+    optimizer = str(arguments.get("optimizer", ""))
+    says = optimizer.startswith("dist_") or arguments.get("use_layer_wise_distributed_optimizer")
     return bool(says) or any(_files(rank) for rank in ranks.ranks)
 
 
@@ -83,9 +82,7 @@ def from_layer_wise(ranks: Ranks) -> list[tuple[Rank, list[Inner], Kept]]:
             "layer_wise_optimizer_*.pt, so optimizer state is lost; save in the torch_dist format"
         )
     if data % experts:
-        raise CheckpointError(
-            f"expected a data parallel size that {experts} expert parallel ranks divide, found {data}"
-        )
+        raise CheckpointError(f"expected a data parallel size that {experts} expert parallel ranks divide, not {data}")
     found = []
     for rank in ranks.ranks:
         files = _files(rank)
@@ -134,12 +131,8 @@ def from_buffers(
     saved = torch_files.load(path)
     found: dict[str, Param] = {}
     for key, buffer, shapes, chunk in _buffers(saved, rank, arguments, str(path)):
-        closed_at = bucket_numel(
-            arguments,
-            parameters=sum(weight.numel for weight in rank.weights.values()),
-            pipeline_rank=rank.coordinates[1],
-            chunk=chunk,
-        )
+        total = sum(weight.numel for weight in rank.weights.values())
+        closed_at = bucket_numel(arguments, parameters=total, pipeline_rank=rank.coordinates[1], chunk=chunk)
         layout = buckets(shapes, closed_at=closed_at, alone=own_buckets(arguments))
         for name, states in _states(buffer, layout, f"{key} in {path}").items():
             number = numbers[name]
@@ -170,7 +163,13 @@ def _buffers(
                 f"{where}: expected buffers with 'buckets_coalesced', found none; files of before 2024 are not read: "
                 "load and save them with a newer Megatron"
             )
-        wanted = _parameters(rank, arguments, sharded=sharded)
+        wanted: list[tuple[int, torch.dtype, dict[str, tuple[int, ...]]]] = []  # one of each virtual stage and dtype
+        for chunk, weights in enumerate(rank.chunks):
+            by_dtype: dict[torch.dtype, dict[str, tuple[int, ...]]] = {}
+            for name, weight in weights.items():
+                if naming.is_sharded_expert(name, arguments) == sharded:
+                    by_dtype.setdefault(weight.dtype, {})[name] = weight.shape
+            wanted += [(chunk, dtype, shapes) for dtype, shapes in by_dtype.items()]
         indices = [key for key in entry if key != "buckets_coalesced"]
         if indices != list(range(len(wanted))):
             raise CheckpointError(f"{where}: expected buffers {list(range(len(wanted)))}, found {indices}")
@@ -179,20 +178,6 @@ def _buffers(
             if len(keys) != 1 or keys[0][0] != dtype:
                 raise CheckpointError(f"{where}: expected buffer {index} to hold {dtype}, found {keys}")
             yield f"buffer {index}", entry[index][keys[0]], shapes, chunk
-
-
-def _parameters(
-    rank: Rank, arguments: Mapping[str, Any], *, sharded: bool
-) -> list[tuple[int, torch.dtype, dict[str, tuple[int, ...]]]]:
-    """(virtual stage, dtype, shapes) of each buffer: one for each dtype of each virtual stage."""
-    found = []
-    for chunk, weights in enumerate(rank.chunks):
-        by_dtype: dict[torch.dtype, dict[str, tuple[int, ...]]] = {}
-        for name, weight in weights.items():
-            if naming.is_sharded_expert(name, arguments) == sharded:
-                by_dtype.setdefault(weight.dtype, {})[name] = weight.shape
-        found += [(chunk, dtype, shapes) for dtype, shapes in by_dtype.items()]
-    return found
 
 
 def _states(buffer: Mapping[str, Any], layout: Sequence[Bucket], where: str) -> dict[str, dict[str, LazyTensor]]:
@@ -417,8 +402,6 @@ def _notes(inners: Sequence[Inner], ranks: Sequence[Rank]) -> list[str]:
     if any(inner.others for inner in inners):
         notes.append("the loss scaler's state (grad_scaler) was left out")
     if any(inner.masters is None and inner.state for inner in inners):
-        notes.append(
-            "the optimizer has no master weights of its own, so its states' names could not be checked by value"
-        )
+        notes.append("the optimizer has no master weights of its own, so states' names could not be checked by value")
     keys = {str(key) for rank in ranks for key in rank.saved if not str(key).removeprefix("model").isdigit()}
     return [*notes, *(f"{key!r} in model_optim_rng.pt was left out" for key in sorted(keys - _READ - _NOT_OURS))]

@@ -168,7 +168,7 @@ def is_distributed(checkpoint: Checkpoint, arguments: Mapping[str, Any], version
 
 
 def _namespace(arguments: Mapping[str, Any]) -> argparse.Namespace:
-    """As Megatron has them. Random states are not written, and it must not look for them."""
+    """The arguments as Megatron has them. Random states are not written, so it must not look for them."""
     values = {**arguments, "no_save_rng": True}
     for key, value in arguments.items():
         if isinstance(value, str) and value.startswith("torch."):
@@ -349,11 +349,9 @@ def write(checkpoint: Checkpoint, folder: Path, version: str = OLD, workers: int
 
 
 def _states(name: str, param: Param, weight: LazyTensor, distributed: bool) -> dict[str, LazyTensor]:
-    """By the format's own keys. Weights in fp32 are their own masters, but the DistributedOptimizer has both."""
+    """States by the format's keys. Weights in fp32 are their own masters, but the DistributedOptimizer has both."""
     if param.owner_states:
-        raise CheckpointError(
-            f"{name}: Megatron has no place for what the rule's owner keeps of it; convert to universal or dcp"
-        )
+        raise CheckpointError(f"{name}: Megatron has no place for what the rule's owner keeps; use universal or dcp")
     unknown = sorted(set(param.states) - {MASTER, *STATES})
     if unknown:
         raise CheckpointError(

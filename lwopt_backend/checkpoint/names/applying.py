@@ -59,7 +59,11 @@ def plan(names: NameMap, found: Iterable[str], numbers: Numbers) -> list[Unit]:
     found = list(found)
     tied = HEAD not in found
     rules = [rule for rule in names.rules if rule.only in (None, "tied" if tied else "untied")]
-    matches = [(name, _first(rules, name)) for name in found]
+    patterns = [(at, number, each) for at, rule in enumerate(rules) for number, each in enumerate(rule.sources)]
+    matches = []  # with the numbers of the rule that takes a name and of the source in it, and the fields' values
+    for name in found:
+        taken = ((at, number, each.match(name)) for at, number, each in patterns)
+        matches.append((name, next(((at, number, values) for at, number, values in taken if values is not None), None)))
     layers = _layers((match[2] for _, match in matches if match), numbers)
     by_rule: dict[int, dict[tuple[tuple[str, int | str], ...], _Found]] = {at: {} for at in range(len(rules))}
     problems = []
@@ -79,7 +83,13 @@ def plan(names: NameMap, found: Iterable[str], numbers: Numbers) -> list[Unit]:
         units += made
         problems += wrong + _absent(rule, list(by_rule[at].values()), layers, found)
     if problems:
-        raise CheckpointError(_listed(names, problems))
+        more = f"\n  ... and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        raise CheckpointError(
+            f"names do not fit the map from {names.source} to {names.target}, {len(problems)} problem(s); give another "
+            "map, or a file with rules of your own (a rule with target [] drops a name):\n  "
+            + "\n  ".join(problems[:SHOWN])
+            + more
+        )
     order = {name: at for at, name in enumerate(found)}
     return sorted(units, key=lambda unit: min(order[name] for name in unit.names))
 
@@ -91,16 +101,6 @@ def canonical(pairs: Sequence[tuple[Pattern, Pattern]], name: str) -> str:
         if values is not None:
             return meant.format(values)
     return name
-
-
-def _first(rules: Sequence[Rule], name: str) -> tuple[int, int, dict[str, int | str]] | None:
-    """The number of the rule that takes a name, of the source in it, and the fields' values."""
-    for at, rule in enumerate(rules):
-        for number, pattern in enumerate(rule.sources):
-            values = pattern.match(name)
-            if values is not None:
-                return at, number, values
-    return None
 
 
 def _layers(values: Iterable[Mapping[str, int | str]], numbers: Numbers) -> int | None:
@@ -129,27 +129,27 @@ def _units(rule: Rule, found: Sequence[_Found], numbers: Numbers, layers: int | 
     places = list(itertools.product(*map(range, sizes)))
     units, problems = [], []
     for each in found:
-        if layers is not None:
-            each.values[LAYERS] = layers
-        missing = []
-        for place in places:
-            values = {**each.values, **dict(zip(rule.stacked_over, place))}
-            have = each.names.get(place, {})
-            missing += [p.format(values) for number, p in enumerate(rule.sources) if number not in have]
+        values = each.values | ({} if layers is None else {LAYERS: layers})
+        some = next(iter(next(iter(each.names.values())).values()))
+        missing = [
+            pattern.format({**values, **dict(zip(rule.stacked_over, place))})
+            for place in places
+            for number, pattern in enumerate(rule.sources)
+            if number not in each.names.get(place, {})
+        ]
+        problems += [f"{name!r} is missing, which belongs with {some!r}" for name in missing]
         if missing:
-            some = next(iter(next(iter(each.names.values())).values()))
-            problems += [f"{name!r} is missing, which belongs with {some!r}" for name in missing]
             continue
         sources = tuple(tuple(each.names[place][n] for n in range(len(rule.sources))) for place in places)
         if layers is None and any(LAYERS in pattern.fields for pattern in rule.targets):
             problems.append(f"{rule}: the number of layers is not known; give 'layers'")
-            continue
-        units.append(Unit(rule, each.values, sources, tuple(sizes)))
+        else:
+            units.append(Unit(rule, values, sources, tuple(sizes)))
     return units, problems
 
 
 def _absent(rule: Rule, found: Sequence[_Found], layers: int | None, names: Sequence[str]) -> list[str]:
-    """What a rule that is not optional lacks."""
+    """Problems of a rule that is not optional: the names that it lacks."""
     if rule.optional or not rule.sources:
         return []
     pattern = rule.sources[0]
@@ -159,16 +159,6 @@ def _absent(rule: Rule, found: Sequence[_Found], layers: int | None, names: Sequ
         return []
     have = {each.values["layer"] for each in found}
     return [f"{pattern.text!r} is missing for layer {number}" for number in range(layers) if number not in have]
-
-
-def _listed(names: NameMap, problems: Sequence[str]) -> str:
-    more = f"\n  ... and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-    return (
-        f"names do not fit the map from {names.source} to {names.target}, {len(problems)} problem(s); give another "
-        "map, or a file with rules of your own (a rule with target [] drops a name):\n  "
-        + "\n  ".join(problems[:SHOWN])
-        + more
-    )
 
 
 # What a conversion changes for Muon: which rows are orthogonalized together. Said in sentences, never silent.
@@ -202,7 +192,7 @@ def sentences(checkpoint: Checkpoint, units: Sequence[Unit], numbers: Numbers) -
 
 
 def _sentence(checkpoint: Checkpoint, unit: Unit, numbers: Numbers) -> str | None:
-    """Of one unit; the same for all layers, so that they can be counted."""
+    """What to say of one unit; equal for all layers, so that they can be counted."""
     source, kinds = unit.sources[0][0], set(unit.rule.do)
     split = checkpoint.arguments.get("muon_split_qkv")
     if "split_gate_up" in kinds:
@@ -233,7 +223,7 @@ def _sentence(checkpoint: Checkpoint, unit: Unit, numbers: Numbers) -> str | Non
 
 
 def _fused(checkpoint: Checkpoint, unit: Unit, numbers: Numbers) -> str | None:
-    """Of q, k and v that stay in one parameter."""
+    """What to say of q, k and v that stay in one parameter."""
     split, name = checkpoint.arguments.get("muon_split_qkv"), unit.sources[0][0]
     if split is None:
         return None
@@ -328,7 +318,7 @@ def _check_arguments(names: NameMap, checkpoint: Checkpoint) -> None:
 
 
 def _arguments(names: NameMap, arguments: Mapping[str, Any], unchanged: Mapping[str, str]) -> dict[str, Any]:
-    """With matrices by the new names, of parameters that only got another; of others they are not these any more."""
+    """With ``matrices`` under the new names. A parameter that was split, joined or permuted loses its entry."""
     known = {canonical(names.aliases, name): matrices for name, matrices in (arguments.get(MATRICES) or {}).items()}
     renamed = {unchanged[name]: matrices for name, matrices in known.items() if name in unchanged}
     rest = {key: value for key, value in arguments.items() if key != MATRICES}
@@ -365,7 +355,7 @@ def _made(source: Checkpoint, unit: Unit, numbers: Numbers) -> dict[str, Param]:
 
 
 def _moved(unit: Unit, tensors: Sequence[LazyTensor], numbers: Numbers) -> list[list[LazyTensor]]:
-    """By place in a stack that is undone the tensors that come out, one for every target."""
+    """The tensors that come out: a list for each place of a stack that is taken apart, with one for every target."""
     rule, width = unit.rule, len(unit.rule.sources)
     if rule.unstacked_over:
         items = list(zip(*(unstacked(tensor, len(rule.unstacked_over)) for tensor in tensors), strict=True))
@@ -408,7 +398,7 @@ def _check_movable(unit: Unit, params: Sequence[Param]) -> None:
 
 
 def _sizes(unit: Unit, param: Param, numbers: Numbers) -> tuple[int, ...]:
-    """Of a stack that is undone. Raises CheckpointError if another number was expected."""
+    """The sizes of a stack that is taken apart. Raises CheckpointError if another number was expected."""
     sizes = param.shape[: len(unit.rule.unstacked_over)]
     known = {"layer": numbers.layers, "expert": numbers.experts}
     for name, size in zip(unit.rule.unstacked_over, sizes):

@@ -28,9 +28,6 @@ class Operation:
     back: str
 
 
-# q, k and v
-
-
 def _split_qkv(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
     """Megatron's rows, group by group q, k, v, as three: all q, all k, all v."""
     fused = tensors[0]
@@ -104,9 +101,6 @@ def _grouped(tensors: Tensors, numbers: Numbers) -> bool:
     return numbers.qkv_layout == "groups"
 
 
-# Gate and up, transposition, vocabulary
-
-
 def _split_gate_up(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
     fused = tensors[0]
     rows = fused.shape[0]
@@ -160,9 +154,6 @@ OPERATIONS: Mapping[str, Operation] = {
     "transpose": Operation(1, 1, _transpose, "transpose"),
     "vocabulary": Operation(1, 1, _vocabulary, "vocabulary"),
 }
-
-
-# Stacks
 
 
 def stacked(tensors: Tensors, sizes: Sequence[int]) -> LazyTensor:

@@ -41,9 +41,8 @@ class Pattern:
     def __post_init__(self) -> None:
         for field in _FIELD.findall(self.text):
             if field != "*" and not _NUMBER.fullmatch(field) and not _WORDS.fullmatch(field):
-                raise ValueError(
-                    f"{self.text!r}: {{{field}}} is no field; expected {{layer}}, {{layer+2}}, {{weight|bias}} or {{*}}"
-                )
+                known = "{layer}, {layer+2}, {weight|bias} or {*}"
+                raise ValueError(f"{self.text!r}: {{{field}}} is no field; expected {known}")
         if re.search(r"[{}]", _FIELD.sub("", self.text)):
             raise ValueError(f"{self.text!r}: a brace is not closed, or not opened")
 
@@ -209,9 +208,6 @@ def aliases(pairs: Mapping[str, str]) -> tuple[tuple[Pattern, Pattern], ...]:
 
 def _patterns(names: str | Iterable[str]) -> tuple[Pattern, ...]:
     return (Pattern(names),) if isinstance(names, str) else tuple(map(Pattern, names))
-
-
-# The user's own
 
 
 class RuleEntry(Options):
