@@ -27,7 +27,7 @@ from torch.distributed import TCPStore
 
 TIMEOUT_SECONDS = 120.0
 LOST = "lost"
-MOST_THREADS = 64
+MOST_THREADS = 32
 
 
 class RankFailed(AssertionError):
