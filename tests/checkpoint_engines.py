@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.checkpoint import ds_to_universal
 from torch import Tensor, nn
 
 from lwopt_backend.checkpoint.contents import Checkpoint
@@ -195,6 +197,15 @@ def assert_holds(checkpoint: Checkpoint, truth: dict[str, Any]) -> None:
             found = tensor.read()
             assert tuple(found.shape) == tensor.shape == tuple(expected[key].shape), (name, key)
             assert found.dtype == tensor.dtype and torch.equal(found.float(), expected[key].float().cpu()), (name, key)
+
+
+def convert_as_deepspeed_does(folder: Path, tag: str) -> str:
+    """With DeepSpeed's own converter; the folder of the result."""
+    into = folder / "theirs"
+    folders = {"input_folder": str(folder / tag), "output_folder": str(into / tag)}
+    workers = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
+    ds_to_universal.main(argparse.Namespace(**folders, **workers, inject_missing_state=True))
+    return str(into)
 
 
 def flip(file: Path) -> None:

@@ -13,9 +13,12 @@ import torch  # noqa: E402
 import torch._dynamo  # noqa: E402 - which DTensor imports at its first use
 import torch.distributed.checkpoint  # noqa: E402, F401
 import transformers.trainer  # noqa: E402, F401
+from deepspeed.module_inject import auto_ep_layer  # noqa: E402, F401 - which stage 3 imports at the first engine
+from deepspeed.runtime.superoffload import superoffload_stage3  # noqa: E402, F401
 from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: E402, F401 - which asks torch to compile, at the first engine
 
 from lwopt_backend.integrations import deepspeed_zero, fsdp2  # noqa: E402, F401
+from tests import checkpoint_engines, command_line, engines, fused, on_ranks, owned_scenarios  # noqa: E402, F401
 
 deepspeed_zero.register()
 deepspeed.utils.logger.setLevel("WARNING")

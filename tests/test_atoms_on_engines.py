@@ -22,11 +22,10 @@ from tests.fsdp2 import Sharded, backward, copy_gradients, mesh_of, weights_of
 from tests.fused import ATOMS, Experts, FusedLM, FusedReference
 from tests.on_ranks import on_ranks
 from tests.owned import BUCKET_MB, difference, exact_sums, shares, step_alone, train
-from tests.ranks import RankPool
 from tests.zero import ADAMW, MUON, config, engine_for, full_weights, largest_difference
 from tests.zero import train as train_engine
 
-STEPS = 4
+STEPS = 3
 COUNT = 3 + 3 + 1 + 2 + 1 + 1 + 3 + 1 + 4 + 2  # of matrices in the model
 ELEMENTWISE = {"name": "adamw", **ADAMW}
 BOUND = 100.0
@@ -154,7 +153,7 @@ def test_fsdp2(placement: str, attach: bool) -> None:
     assert sum(len(stepper.plan.atoms) for stepper in optimizer._steppers) == COUNT
 
 
-# What is known of the matrices is balanced and saved
+# What is known of the matrices is balanced, also where one parameter is most of the work
 
 
 @on_ranks(3)
@@ -167,23 +166,6 @@ def test_balance_improves() -> None:
             (plan,) = (plan.matrices for plan in engine.basic_optimizer._binding.plans if plan.matrices)
             imbalance.append(plan.ownership.imbalance)
     assert imbalance[0] > 2 and imbalance[1] == 1.0
-
-
-def stage_0_state(folder: str, save: bool) -> dict[str, Tensor]:
-    with engine_for(config(0, rows=8, atoms=ATOMS), FusedLM(0 if save else 5)) as engine:
-        if save:
-            train_engine(engine, 2, same_rows=True)
-            engine.save_checkpoint(folder, tag="there")
-        else:
-            engine.load_checkpoint(folder, tag="there")
-        train_engine(engine, range(2, 4), same_rows=True)
-        return full_weights(engine)
-
-
-def test_stage_0_saves_matrices_of_any_shape_whole(rank_pools: dict[int, RankPool], tmp_path: Path) -> None:
-    expected = rank_pools[2].run(stage_0_state, str(tmp_path), True)[0]
-    for found in rank_pools[4].run(stage_0_state, str(tmp_path), False):
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 class Stack(nn.Module):

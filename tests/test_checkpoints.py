@@ -292,6 +292,7 @@ ACROSS: dict[str, Tour] = {
     "flat, parts": Tour("soap", route(FLAT), atoms=PARTS),
     "fused, soap": Tour("soap", route(FUSED), fused, atoms=ATOMS),
     "fused, normuon": Tour("normuon", route("owned 2 on 2, zero 3 on 4, zero 2 on 2"), fused, atoms=ATOMS),
+    "fused, without ZeRO": Tour("muon", route("zero 0 on 2, zero 0 on 4", native=True), fused, atoms=ATOMS),
     "partial": Tour("soap", route("owned 1 on 2, owned 2 on 4"), Partial, {"tied": True}),
     "bf16": Tour("muon", route(IN_BF16), precision="bf16"),
     "bf16, stage 3": Tour("muon", route("zero 3 on 2, zero 3 on 1, zero 3 on 4"), precision="bf16"),

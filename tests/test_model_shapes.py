@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from deepspeed.checkpoint import ds_to_universal
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed import checkpoint as dcp
@@ -24,6 +23,7 @@ from torch.distributed import checkpoint as dcp
 from lwopt_backend.planner.models import read_checkpoint
 from lwopt_backend.planner.shapes import ModelShapes, read_hugging_face, read_shapes_json
 from tests import megatron_dist, megatron_torch
+from tests.checkpoint_engines import convert_as_deepspeed_does
 from tests.models import MATRICES, UnevenLM
 from tests.ranks import RankPool
 from tests.zero import config, engine_for, train
@@ -435,12 +435,9 @@ def test_a_deepspeed_checkpoint_gives_the_whole_model_at_every_stage(
         assert read_checkpoint(path).routes == shapes.routes
     if stage < 2:
         return
-    folder = tmp_path / "converted"
-    options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
-    folders = {"input_folder": str(tmp_path / "global_step1"), "output_folder": str(folder / "universal")}
-    ds_to_universal.main(argparse.Namespace(**folders, **options, inject_missing_state=True))
+    folder = Path(convert_as_deepspeed_does(tmp_path, "global_step1"))
     assert read_checkpoint(folder).routes == shapes.routes
-    for states in (folder / "universal").glob("*model_states.pt"):
+    for states in (folder / "global_step1").glob("*model_states.pt"):
         states.unlink()
     if stage == 3:  # which writes the parameters flat
         with pytest.raises(ValueError, match=r"fp32\.pt holds a flat tensor .* copy the \*_model_states\.pt files"):

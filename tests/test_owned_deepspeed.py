@@ -6,24 +6,21 @@ those of ZeRO's storage.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import io
-from pathlib import Path
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.checkpoint import ds_to_universal
 from torch import Tensor, nn
 
 from lwopt_backend.checkpoint import convert as conversion
 from lwopt_backend.checkpoint import formats
 from tests.cells import cells
-from tests.checkpoint_engines import FROZEN, Buffered, scheduled
+from tests.checkpoint_engines import FROZEN, Buffered, convert_as_deepspeed_does, scheduled
 from tests.engines import ExactLM
 from tests.models import MATRICES
 from tests.on_ranks import on_ranks
@@ -156,15 +153,6 @@ def trained(
         before = snapshot(engine)
         train(engine, range(3, 5), same_rows=True)
         return before, snapshot(engine)
-
-
-def convert_as_deepspeed_does(folder: Path, tag: str) -> str:
-    """With DeepSpeed's own converter; the folder of the result."""
-    into = folder / "theirs"
-    folders = {"input_folder": str(folder / tag), "output_folder": str(into / tag)}
-    workers = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
-    ds_to_universal.main(argparse.Namespace(**folders, **workers, inject_missing_state=True))
-    return str(into)
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {"padded": {"layout": "padded"}, "pieces": {"layout": "compact", "group_size": 1}}

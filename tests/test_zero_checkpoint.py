@@ -79,7 +79,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], *, but: str = "
 
 def stop_and_go_on(folder: Path, kind: str, stage: int, precision: str, first: int) -> None:
     """Save after ``first`` steps and go on; go back to there in the same engine, and in a new one."""
-    settings, further = settings_of(kind, stage, precision, clip=0.5), range(first, first + 3)
+    settings, further = settings_of(kind, stage, precision, clip=0.5), range(first, first + 2)
     with engine_for(settings) as engine:
         train(engine, first)
         engine.save_checkpoint(folder, client_state={"rows": 3})

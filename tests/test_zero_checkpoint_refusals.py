@@ -14,9 +14,9 @@ import deepspeed
 import pytest
 import torch
 
+from tests.checkpoint_engines import convert_as_deepspeed_does
 from tests.models import MATRICES, UnevenLM
 from tests.ranks import RankPool
-from tests.test_owned_deepspeed import convert_as_deepspeed_does
 from tests.zero import engine_for, full_weights, settings_for, train
 
 Weights = dict[str, torch.Tensor]
