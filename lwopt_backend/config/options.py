@@ -74,46 +74,18 @@ OPTIONS = {
     "scale_mode": "adjust_lr_fn",
     "cautious_wd": "weight_decay_form",
     "use_gram_newton_schulz": "gram_aspect",
-    "fp32_matmul_prec": "ns_dtype",
-    "matrix_lr": "matrix.lr",
-    "matrix_weight_decay": "matrix.weight_decay",
-    "muon_lr": "matrix.lr",
-    "muon_learning_rate": "matrix.lr",
-    "muon_wd": "matrix.weight_decay",
-    "muon_weight_decay": "matrix.weight_decay",
-    "muon_momentum": "matrix.momentum",
-    "muon_beta": "matrix.momentum",
-    "muon_nesterov": "matrix.nesterov",
-    "muon_use_nesterov": "matrix.nesterov",
-    "muon_num_ns_steps": "matrix.ns_steps",
-    "muon_ns_steps": "matrix.ns_steps",
-    "muon_coefficient_type": "matrix.ns_coefficients",
-    "muon_scale_mode": "matrix.adjust_lr_fn",
-    "muon_extra_scale_factor": "matrix.extra_scale_factor",
     "ns_method": "matrix.gram_aspect",
-    "elementwise_lr": "elementwise.lr",
-    "elementwise_betas": "elementwise.betas",
-    "elementwise_eps": "elementwise.eps",
-    "elementwise_weight_decay": "elementwise.weight_decay",
-    "scalar_lr": "elementwise.lr",
-    "adam_lr": "elementwise.lr",
-    "adamw_lr": "elementwise.lr",
-    "adam_learning_rate": "elementwise.lr",
-    "adam_wd": "elementwise.weight_decay",
-    "adamw_wd": "elementwise.weight_decay",
-    "adam_weight_decay": "elementwise.weight_decay",
-    "adamw_weight_decay": "elementwise.weight_decay",
+    "fp32_matmul_prec": "ns_dtype",
     "betas": "elementwise.betas",
-    "adam_betas": "elementwise.betas",
-    "adamw_betas": "elementwise.betas",
     "beta1": "elementwise.betas",
     "beta2": "elementwise.betas",
-    "adam_beta1": "elementwise.betas",
-    "adam_beta2": "elementwise.betas",
-    "adam_eps": "elementwise.eps",
-    "adamw_eps": "elementwise.eps",
-    "adam_epsilon": "elementwise.eps",
 }
+# Where others keep the options of both rules side by side, these words tell them apart: "muon_wd", "adam_beta1".
+PREFIXES = {
+    **dict.fromkeys(("matrix", "muon"), "matrix"),
+    **dict.fromkeys(("elementwise", "scalar", "adam", "adamw"), "elementwise"),
+}
+PREFIXED = {"extra_scale_factor", *(name.rpartition(".")[2] for name in OPTIONS.values())}
 RULES = {
     "adam": "adamw",
     "torch_adam": "adamw",
@@ -170,12 +142,19 @@ def rule_suggestion(name: str, known: Iterable[str], others: Iterable[str]) -> s
 
 def is_foreign(name: str) -> bool:
     """Whether others have an option of that name, which is called otherwise here or has no counterpart."""
-    return name.lower() in OPTIONS or name.lower() in ADVICE
+    return _ours(name.lower()) is not None or name.lower() in ADVICE
+
+
+def _ours(name: str) -> str | None:
+    """What others' option ``name`` is called here, with its rule if the name tells it: ``"matrix.weight_decay"``."""
+    prefix, _, rest = name.partition("_")
+    key = OPTIONS.get(rest, rest).rpartition(".")[2]
+    return f"{PREFIXES[prefix]}.{key}" if prefix in PREFIXES and key in PREFIXED else OPTIONS.get(name)
 
 
 def _meant(name: str, known: list[str]) -> str | None:
     """Our name for what others call so, if it is a known one."""
-    rule, _, key = OPTIONS.get(name, name).rpartition(".")
+    rule, _, key = (_ours(name) or name).rpartition(".")
     of_sections = [candidate for candidate in known if candidate.endswith(f".{key}")]
     if rule == "elementwise":
         candidates = [f"elementwise_{key}", *(each for each in of_sections if each != f"matrix.{key}")]

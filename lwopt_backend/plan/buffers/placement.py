@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lwopt_backend.plan.buffers.layout import Stream
+from lwopt_backend.plan.cost import per_rank
 
 # What a plan balances.
 
@@ -405,13 +406,8 @@ class Placement:
     @classmethod
     def of(cls, stream: Stream, cuts: Cuts, weights: Sequence[int], owners: list[int], shards: int) -> Placement:
         """The sums that belong to ``owners``."""
-        placement = cls(stream, cuts, weights, owners, [[0] * shards for _ in cuts[1:]], [0] * shards)
-        for bucket, (start, stop) in enumerate(zip(cuts, cuts[1:])):
-            filled = placement.filled[bucket]
-            for position in range(start, stop):
-                filled[owners[position]] += stream.numels[position]
-                placement.loads[owners[position]] += weights[position]
-        return placement
+        filled = [per_rank(owners[a:b], stream.numels[a:b], shards) for a, b in zip(cuts, cuts[1:])]
+        return cls(stream, cuts, weights, owners, filled, per_rank(owners, weights, shards))
 
     @property
     def heights(self) -> list[int]:
