@@ -12,8 +12,6 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-# How messages tell users to install an optional package.
-
 DISTRIBUTION = "lwopt-backend"
 
 
@@ -34,9 +32,6 @@ def _required(package: str) -> str:
     except PackageNotFoundError:  # imported by path
         return package
     return {re.split(r"[^\w.-]", text)[0]: text for text in found}[package]
-
-
-# Naming the nearest known name in an error.
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:

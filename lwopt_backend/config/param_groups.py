@@ -17,8 +17,6 @@ from lwopt_backend.runtime.collectives import of_elementwise
 from lwopt_backend.runtime.elementwise import ElementwiseStepper, step_cautiously
 from lwopt_backend.runtime.whole import Slices
 
-# The optimizers of the element-wise param groups, by a group's number.
-
 
 class ElementwiseGroups:
     """Steps parts of element-wise param groups; every group's optimizer is made once."""

@@ -133,9 +133,6 @@ def per_rank(owners: Iterable[int], amounts: Iterable[int], ranks: int) -> list[
     return sums
 
 
-# The model of a machine by which plans are compared: seconds from flops, bytes and latency.
-
-
 @dataclass(frozen=True, slots=True)
 class Machine:
     """What one rank can do: matrix flops per second, bytes per second on the wire, seconds per collective.

@@ -183,8 +183,6 @@ def _unravel(position: int, sizes: Sequence[int]) -> list[int]:
     return places[::-1]
 
 
-# How a host stores parameters: which rank holds which elements of which parameter.
-
 SUB_GROUP_SIZE = 10**9  # elements of a rank, DeepSpeed's default of zero_optimization.sub_group_size
 
 
@@ -334,9 +332,6 @@ class FlatPartition(Partition):
         """Elements of parameters, without padding, that ``rank`` stores."""
         low, high = rank * self.partition_numel, (rank + 1) * self.partition_numel
         return sum(max(0, min(high, o + n) - max(low, o)) for o, n in zip(self.offsets, self.numels))
-
-
-# Storage in which every parameter lies on every rank: a part of it (ZeRO-3), or a copy (stage 0).
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,6 @@ from lwopt_backend.plan.cost import Machine, StepTime, per_rank, step_time
 from lwopt_backend.plan.exchange import Transfer, equal_split, to_fragments, to_owners
 from lwopt_backend.plan.layouts import Layout
 
-# Who owns which matrix: the policies ``stay`` and ``balance``.
-
 POLICIES = ("auto", "stay", "balance")
 
 
@@ -233,9 +231,6 @@ def modelled_time(plan: MatrixPlan, machine: Machine) -> StepTime:
         nbytes=max(plan.wire_bytes()),
         collectives=sum(map(plan.trips, range(len(plan.buckets)))),
     )
-
-
-# How one set of matrices is updated: who owns what, and in which buckets the rest travels.
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,6 @@ from lwopt_backend.routing.routing import (
     route_part,
 )
 
-# A model that is watched, so that no parameter stops being trained without a word.
-
 ADVICE = "make the optimizer after the last such change"
 SHOWN = 5  # names in a sentence
 
@@ -115,9 +113,6 @@ def _are(names: Sequence[str]) -> str:
         return f"parameter {names[0]!r} is"
     shown, more = ", ".join(map(repr, names[:SHOWN])), len(names) - SHOWN
     return f"parameters {shown}{f' and {more} more' if more > 0 else ''} are"
-
-
-# From a model and the user's param groups to the groups that are stepped.
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,6 @@ def rule_name(group: Mapping[str, Any]) -> str:
     return str(group.get("class", group["rule"]))
 
 
-# The one door to torch.distributed.
-
 # torch 2.13 renamed them and warns about the names that older versions have.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -233,9 +231,6 @@ def leave() -> None:
     dist.destroy_process_group()
 
 
-# The largest of all ranks' numbers, where one may be NaN.
-
-
 def largest_of_all(collectives: Collectives, value: Tensor) -> Tensor:
     """The largest of every rank's ``value``, without dimensions; NaN if any rank's is. Called on all ranks.
 
@@ -371,9 +366,6 @@ class Alone:
 class _Done:
     def wait(self) -> None:
         return None
-
-
-# Which parameters have a gradient on any rank: one vector, the same on every rank.
 
 
 class Presence:

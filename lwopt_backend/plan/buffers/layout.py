@@ -15,8 +15,6 @@ from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buffers.step import Elements
 from lwopt_backend.plan.cost import CostModel, Machine, max_min_squared, per_rank
 
-# What planning owned storage is given: parameters, and how to plan.
-
 
 @dataclass(frozen=True, slots=True)
 class OwnedParam:
@@ -128,9 +126,6 @@ class Stream:
                 total += here == kind
                 counts[position + 1] = total
         return running
-
-
-# A buffer as planned: which shard owns which matrix, in which bucket it travels, and what padding that costs.
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,6 @@ from lwopt_backend.plan.buffers.placement import (
 )
 from lwopt_backend.plan.cost import per_rank
 
-# Local search: relieve the costliest shard without making any bucket's shards larger.
-
 WORK = 400_000  # comparisons in all; bounds the time, and is the same on every machine
 PARTNERS = 12  # the least loaded shards that the costliest one trades with
 
@@ -350,8 +348,6 @@ def _candidate(placement: Placement, atoms: Sequence[Atom], strategy: str) -> Ca
     load, estimate, _ = _largest(stream, placement.owners, shards)
     return Candidate(plan, plan.buffer_numel, load, estimate, max(plan.bucket_numels))
 
-
-# Owners without padding: only the work has to be even, and after it the elements, which are optimizer state.
 
 NEAR = 1.01  # of the most even plan found; among those the one whose fullest shard holds least is taken
 

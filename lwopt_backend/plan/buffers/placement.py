@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from lwopt_backend.plan.buffers.layout import Stream
 from lwopt_backend.plan.cost import per_rank
 
-# What a plan balances.
-
 
 def balanced_measures(stream: Stream) -> dict[str, list[int]]:
     """Weights by position: the cost, and where Megatron's estimate weighs otherwise that one and the sum of both.
@@ -384,9 +382,6 @@ def _joined(fine: Cuts, coarse: Cuts, buckets: int) -> Cuts:
         if cut in place and index + len(coarse) - 1 - place[cut] >= buckets:
             return fine[:index] + coarse[place[cut] :]
     return fine
-
-
-# Which shard takes which matrix, for given buckets: filled bins dealt to shards, or matrices one by one.
 
 
 @dataclass
