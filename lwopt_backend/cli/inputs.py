@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 Engine = Literal["owned", "zero1", "zero2", "zero3", "fsdp2"]
+Layout = Literal["padded", "compact", "auto"]
 Dtype = Literal["bfloat16", "float16", "float32"]
+GradDtype = Literal["parameter", "float32"]
 
 MEASURED = "measured"
 MODEL, CLUSTER, PLAN, OUTPUT = "The model", "The cluster", "The plan", "Output"
@@ -72,7 +74,7 @@ ParameterDtype = Annotated[
 ]
 PlannedEngine = Annotated[Engine, typer.Option(help="Who stores parameters.", rich_help_panel=PLAN)]
 PlannedLayout = Annotated[
-    Literal["padded", "compact", "auto"] | None,
+    Layout | None,
     typer.Option(help="Of buckets: with padding, without, or what the engine chooses.", rich_help_panel=PLAN),
 ]
 BucketNumel = Annotated[
@@ -88,9 +90,7 @@ PlannedPolicy = Annotated[
     typer.Option(help="Of zero: who owns a matrix.", rich_help_panel=PLAN),
 ]
 SubGroupSize = Annotated[int, typer.Option(min=1, help="DeepSpeed's, of zero3.", rich_help_panel=PLAN)]
-GradientDtype = Annotated[
-    Literal["parameter", "float32"], typer.Option(help="Of gradients, kept and sent.", rich_help_panel=PLAN)
-]
+GradientDtype = Annotated[GradDtype, typer.Option(help="Of gradients, kept and sent.", rich_help_panel=PLAN)]
 Option = Annotated[
     list[str] | None,
     typer.Option(

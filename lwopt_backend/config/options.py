@@ -48,6 +48,13 @@ def suggestion(name: str, known: Iterable[str], spelled: Callable[[str], str] = 
     return f"did you mean {spelled(close)}?" if close else f"known: {', '.join(map(repr, known))}"
 
 
+def glob_suggestion(glob: str, names: Iterable[str]) -> str:
+    """A clause for an error message on a glob that matches none of ``names``."""
+    names = list(names)
+    close = nearest(glob, names)
+    return f"did you mean {close!r}?" if close else f"names look like {(names or ['nothing'])[0]!r}"
+
+
 # What other optimizers call otherwise: errors about unknown options and rules name ours.
 
 # Options of torch, Keller Jordan's Muon, dion, Moonlight, DeepSpeed, Megatron and Hugging Face. A name of ours without

@@ -217,7 +217,7 @@ def _are_matrices(routes: Sequence[Route], names: Mapping[int, str]) -> dict[int
 def as_taken(found: Route, rule: str, config: HostConfig) -> Route:
     """The route as the matrix rule's default routing has it, where no glob decides."""
     takes = MATRIX_RULES[rule].takes
-    names, shape = [found.name, *found.aliases], found.shape
+    names, shape = found.names, found.shape
     if takes is None or found.kind == "frozen" or by_glob(shape, names, config.include, config.exclude) is not None:
         return found
     taken = takes(found)
