@@ -47,7 +47,7 @@ def simulate(
     layout: Annotated[inputs.Layout | None, typer.Option(help="Of ours.")] = None,
     grad_dtype: Annotated[
         inputs.GradDtype, typer.Option(help="Of all systems: of the parameters, or float32.")
-    ] = inputs.GradDtype.float32,
+    ] = "float32",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, nothing else.")] = False,
     png: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a plot.")] = None,
     validate: Annotated[
@@ -59,14 +59,14 @@ def simulate(
         show_validation()
         if not (hf or checkpoint or shapes):
             return
-    named = {"layout": layout and layout.value, "bucket_mb": bucket_mb}
+    named = {"layout": layout, "bucket_mb": bucket_mb}
     globs = {"include": tuple(include or ()), "exclude": tuple(exclude or ())}
     setting = Setting.of(
         "owned",
         cluster_named(cluster),
         inputs.cost_named(cost),
         {**globs, **{key: value for key, value in named.items() if value is not None}},
-        grad_dtype=grad_dtype.value,
+        grad_dtype=grad_dtype,
     )
     model = inputs.read_model(hf, checkpoint, shapes, setting.training)
     sizes = numbers_of_ranks(world_sizes)

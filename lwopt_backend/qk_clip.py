@@ -14,8 +14,6 @@ from lwopt_backend.config.options import suggestion
 from lwopt_backend.plan.atoms import Block
 from lwopt_backend.rules.qk_clip import qk_clip_factors, row_factors
 
-# Factors on the outputs of weights, applied by the next step right after its update, wherever the elements lie.
-
 
 class RowScaling:
     """What an optimizer's next step multiplies weights by. ``shapes`` are those of all trained parameters, by name,
@@ -97,8 +95,6 @@ class RowScaling:
         found = self._factors.get(name)
         return None if found is None else found.to(like.device, like.dtype)
 
-
-# MuonClip's QK-clip on sharded weights: after a step, heads whose attention logits grew too large are shrunk.
 
 QUERY, KEY = "q", "k"  # names of the matrices in a fused weight
 

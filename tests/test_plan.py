@@ -36,7 +36,7 @@ from lwopt_backend.plan.atoms import matrices_of
 from lwopt_backend.plan.cost import newton_schulz_flops
 from lwopt_backend.plan.exchange import Segment, Transfer
 from lwopt_backend.plan.layouts import in_blocks
-from lwopt_backend.plan.owners import balance, critical_path, cut_buckets, fill_buckets, stay
+from lwopt_backend.plan.owners import balance, critical_path, cut_buckets, stay
 from tests.fsdp2 import mesh_of
 from tests.on_ranks import on_ranks
 from tests.planner_shapes import UNEVEN_SHAPES as SHAPES
@@ -282,8 +282,8 @@ def test_what_is_everywhere_only_comes_back_and_what_is_in_parts_goes_to_its_own
 
 def test_buckets_hold_at_most_their_size_or_one_matrix() -> None:
     atoms = atoms_of([(10, 10), (10, 10), (30, 30), (1, 1), (10, 20)])
-    assert fill_buckets(range(5), atoms, 201) == ((0, 1), (2,), (3, 4))
-    assert fill_buckets([], atoms, 201) == ()
+    assert cut_buckets(atoms, range(5), 5, 201) == ((0, 1), (2,), (3, 4))
+    assert cut_buckets(atoms, [], 1, 201) == ()
     atoms = atoms_of([(4, 4)] * 7)
     assert cut_buckets(atoms, range(7), 3, None) == ((0, 1, 2), (3, 4, 5, 6))
     assert cut_buckets(atoms, range(7), 8, None) == ((0, 1, 2, 3, 4, 5, 6),)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -17,36 +16,10 @@ if TYPE_CHECKING:
     from lwopt_backend.planner.shapes import ModelShapes, Training
 
 
-class Engine(str, Enum):
-    owned = "owned"
-    zero1 = "zero1"
-    zero2 = "zero2"
-    zero3 = "zero3"
-    fsdp2 = "fsdp2"
-
-
-class Layout(str, Enum):
-    padded = "padded"
-    compact = "compact"
-    auto = "auto"
-
-
-class Policy(str, Enum):
-    auto = "auto"
-    stay = "stay"
-    balance = "balance"
-
-
-class Dtype(str, Enum):
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float32 = "float32"
-
-
-class GradDtype(str, Enum):
-    parameter = "parameter"
-    float32 = "float32"
-
+Engine = Literal["owned", "zero1", "zero2", "zero3", "fsdp2"]
+Layout = Literal["padded", "compact", "auto"]
+Dtype = Literal["bfloat16", "float16", "float32"]
+GradDtype = Literal["parameter", "float32"]
 
 MEASURED = "measured"
 MODEL, CLUSTER, PLAN, OUTPUT = "The model", "The cluster", "The plan", "Output"
@@ -112,7 +85,10 @@ GroupSize = Annotated[
     str | None,
     typer.Option(metavar="N|auto", help="Of owned: ranks that share ownership.", rich_help_panel=PLAN),
 ]
-PlannedPolicy = Annotated[Policy | None, typer.Option(help="Of zero: who owns a matrix.", rich_help_panel=PLAN)]
+PlannedPolicy = Annotated[
+    Literal["auto", "stay", "balance"] | None,
+    typer.Option(help="Of zero: who owns a matrix.", rich_help_panel=PLAN),
+]
 SubGroupSize = Annotated[int, typer.Option(min=1, help="DeepSpeed's, of zero3.", rich_help_panel=PLAN)]
 GradientDtype = Annotated[GradDtype, typer.Option(help="Of gradients, kept and sent.", rich_help_panel=PLAN)]
 Option = Annotated[

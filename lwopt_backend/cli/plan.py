@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from lwopt_backend.planner.study import Study
 
 
-# ``lwopt plan``: what a step would cost, before a cluster is booked; ``lwopt calibrate`` makes its table.
-
-
 def plan(
     world_size: inputs.WorldSize,
     hf: inputs.HuggingFace = None,
@@ -37,14 +34,14 @@ def plan(
     pp: inputs.PipelineParallel = 1,
     ep: inputs.ExpertParallel = 1,
     cluster: inputs.Cluster = "h100-8x-ib",
-    engine: inputs.PlannedEngine = inputs.Engine.owned,
+    engine: inputs.PlannedEngine = "owned",
     layout: inputs.PlannedLayout = None,
     bucket_mb: inputs.BucketMb = None,
     bucket_numel: inputs.BucketNumel = None,
     group_size: inputs.GroupSize = None,
     policy: inputs.PlannedPolicy = None,
     sub_group_size: inputs.SubGroupSize = SUB_GROUP_SIZE,
-    grad_dtype: inputs.GradientDtype = inputs.GradDtype.parameter,
+    grad_dtype: inputs.GradientDtype = "parameter",
     option: inputs.Option = None,
     cost: inputs.Cost = None,
     what_if: inputs.WhatIf = None,
@@ -66,12 +63,12 @@ def plan(
     named = {"include": include, "exclude": exclude, "layout": layout, "bucket_mb": bucket_mb, "policy": policy}
     named |= {"bucket_numel": bucket_numel, "group_size": group_size_of(group_size)}
     setting = Setting.of(
-        engine.value,
+        engine,
         cluster_named(cluster),
         inputs.cost_named(cost),
-        engine_options(engine.value, named, option or ()),
-        dtype=getattr(torch, dtype.value) if dtype else None,
-        grad_dtype=grad_dtype.value,
+        engine_options(engine, named, option or ()),
+        dtype=getattr(torch, dtype) if dtype else None,
+        grad_dtype=grad_dtype,
         sub_group_size=sub_group_size,
     )
     model = inputs.read_model(hf, checkpoint, shapes, setting.training)
@@ -128,9 +125,6 @@ def _print(console: Console | None, model: ModelShapes, study: Study, rows: list
     if rows:
         console.print(tables.what_if_table(study.worst.parts[0].name, rows))
     show_digest(console, study.digest)
-
-
-# ``lwopt calibrate``: how long Newton-Schulz takes on this device, for plans that go by it.
 
 
 def calibrate(

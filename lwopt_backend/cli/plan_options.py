@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from typing import Any
 
 import yaml
@@ -24,7 +23,8 @@ def engine_options(engine: str, named: Mapping[str, Any], more: Sequence[str]) -
 
     Raises ValueError for one that this engine does not have, that is given twice, or that cannot be read.
     """
-    options = {key: _plain(value) for key, value in named.items() if value not in (None, [])}
+    given = {key: value for key, value in named.items() if value not in (None, [])}
+    options = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
     for key in options:
         if key not in fields_of(engine):
             engines = [name for name in ENGINES if key in fields_of(name)]
@@ -38,11 +38,6 @@ def engine_options(engine: str, named: Mapping[str, Any], more: Sequence[str]) -
             raise ValueError(f"--option {text!r}: {key!r} is given twice")
         options[key] = value
     return options
-
-
-def _plain(value: Any) -> Any:
-    """A choice of the command line as its word, several globs as a tuple."""
-    return value.value if isinstance(value, Enum) else tuple(value) if isinstance(value, list) else value
 
 
 def group_size_of(text: str | None) -> int | None:

@@ -27,18 +27,14 @@ from lwopt_backend.routing.routing import Division
 from lwopt_backend.rules import OwnerStateRule, WeightRule
 from lwopt_backend.rules.protocol import TorchOptimizer
 
+# What a class's docstrings say of its constructor's arguments, in the two styles that optimizers are documented in::
+#
+#     :param lr: float. learning rate.        Args:
+#                                                 lr (float, optional): learning rate (default: 1e-3)
 FIELD = re.compile(r":param\s+(?:[^:]*\s)?\*{0,2}(\w+)\s*:(.*)")
-
-
 HEADER = re.compile(r"(?:Args|Arguments|Parameters|Keyword Args|Keyword Arguments):")
-
-
 ENTRY = re.compile(r"\*{0,2}(\w+)\s*(?:\((?:[^()]|\([^()]*\))*\))?\s*:(.*)")  # a type in parentheses, or none
-
-
 MARKUP = re.compile(r"(?::[\w:-]+:)?`+([^`<]*[^`<\s])\s*(?:<[^`]*>)?`+_*")
-
-
 DEFAULT = re.compile(r"\s*\(default: (?:[^()]|\([^()]*\))*\)\.?$")  # the signature has it
 
 
@@ -95,11 +91,7 @@ def _indent(line: str) -> int:
 
 
 CLASS = "class"
-
-
 CLASS_MEANING = "the optimizer's class, or its path, such as 'torch.optim.RMSprop'"
-
-
 COLUMNS = ("name", "default", "meaning", "source")
 
 

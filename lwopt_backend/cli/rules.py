@@ -11,17 +11,6 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-# Rules and hosts as plain data: every option with its default, meaning and source.
-
-
-# ``lwopt rules``: every rule and every host, and every option of them with its default, meaning and source.
-
-
-# What a class's docstrings say of its constructor's arguments, in the two styles that optimizers are documented in::
-#
-# :param lr: float. learning rate.        Args:
-#                                             lr (float, optional): learning rate (default: 1e-3)
-
 
 def rules(
     name: Annotated[str | None, typer.Argument(help="Show this rule only, and no hosts.")] = None,

@@ -62,8 +62,6 @@ def check(group: Mapping[str, Any], where: str) -> None:
             )
 
 
-# Param groups as schedulers write to them: one rate for all keeps their ratio, one momentum reaches every rule.
-
 OWN_RATES = "own_rates"  # a group's key, kept in checkpoints: whether its rate is taken as it is written
 CYCLED = ("momentum", "betas")  # schedulers write a momentum under either name, the same for all groups
 
@@ -192,8 +190,6 @@ class LinkedRates:
         for group in self._groups:
             dict.__setitem__(group, OWN_RATES, True)
 
-
-# What our optimizers have in common: param groups that a scheduler may treat as one, and a plan with a name.
 
 NAME = "LayerWiseOptimizer"
 Groups = Sequence[Mapping[str, Any]]

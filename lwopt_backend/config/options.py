@@ -12,8 +12,6 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-# How messages tell users to install an optional package.
-
 DISTRIBUTION = "lwopt-backend"
 
 
@@ -36,9 +34,6 @@ def _required(package: str) -> str:
     return {re.split(r"[^\w.-]", text)[0]: text for text in found}[package]
 
 
-# Naming the nearest known name in an error.
-
-
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The known name most like ``name``, case aside, or None if nothing is close."""
     by_lower = {candidate.lower(): candidate for candidate in known}
@@ -51,6 +46,13 @@ def suggestion(name: str, known: Iterable[str], spelled: Callable[[str], str] = 
     known = list(known)
     close = nearest(name, known)
     return f"did you mean {spelled(close)}?" if close else f"known: {', '.join(map(repr, known))}"
+
+
+def glob_suggestion(glob: str, names: Iterable[str]) -> str:
+    """A clause for an error message on a glob that matches none of ``names``."""
+    names = list(names)
+    close = nearest(glob, names)
+    return f"did you mean {close!r}?" if close else f"names look like {(names or ['nothing'])[0]!r}"
 
 
 # What other optimizers call otherwise: errors about unknown options and rules name ours.
@@ -74,46 +76,18 @@ OPTIONS = {
     "scale_mode": "adjust_lr_fn",
     "cautious_wd": "weight_decay_form",
     "use_gram_newton_schulz": "gram_aspect",
-    "fp32_matmul_prec": "ns_dtype",
-    "matrix_lr": "matrix.lr",
-    "matrix_weight_decay": "matrix.weight_decay",
-    "muon_lr": "matrix.lr",
-    "muon_learning_rate": "matrix.lr",
-    "muon_wd": "matrix.weight_decay",
-    "muon_weight_decay": "matrix.weight_decay",
-    "muon_momentum": "matrix.momentum",
-    "muon_beta": "matrix.momentum",
-    "muon_nesterov": "matrix.nesterov",
-    "muon_use_nesterov": "matrix.nesterov",
-    "muon_num_ns_steps": "matrix.ns_steps",
-    "muon_ns_steps": "matrix.ns_steps",
-    "muon_coefficient_type": "matrix.ns_coefficients",
-    "muon_scale_mode": "matrix.adjust_lr_fn",
-    "muon_extra_scale_factor": "matrix.extra_scale_factor",
     "ns_method": "matrix.gram_aspect",
-    "elementwise_lr": "elementwise.lr",
-    "elementwise_betas": "elementwise.betas",
-    "elementwise_eps": "elementwise.eps",
-    "elementwise_weight_decay": "elementwise.weight_decay",
-    "scalar_lr": "elementwise.lr",
-    "adam_lr": "elementwise.lr",
-    "adamw_lr": "elementwise.lr",
-    "adam_learning_rate": "elementwise.lr",
-    "adam_wd": "elementwise.weight_decay",
-    "adamw_wd": "elementwise.weight_decay",
-    "adam_weight_decay": "elementwise.weight_decay",
-    "adamw_weight_decay": "elementwise.weight_decay",
+    "fp32_matmul_prec": "ns_dtype",
     "betas": "elementwise.betas",
-    "adam_betas": "elementwise.betas",
-    "adamw_betas": "elementwise.betas",
     "beta1": "elementwise.betas",
     "beta2": "elementwise.betas",
-    "adam_beta1": "elementwise.betas",
-    "adam_beta2": "elementwise.betas",
-    "adam_eps": "elementwise.eps",
-    "adamw_eps": "elementwise.eps",
-    "adam_epsilon": "elementwise.eps",
 }
+# Where others keep the options of both rules side by side, these words tell them apart: "muon_wd", "adam_beta1".
+PREFIXES = {
+    **dict.fromkeys(("matrix", "muon"), "matrix"),
+    **dict.fromkeys(("elementwise", "scalar", "adam", "adamw"), "elementwise"),
+}
+PREFIXED = {"extra_scale_factor", *(name.rpartition(".")[2] for name in OPTIONS.values())}
 RULES = {
     "adam": "adamw",
     "torch_adam": "adamw",
@@ -170,12 +144,19 @@ def rule_suggestion(name: str, known: Iterable[str], others: Iterable[str]) -> s
 
 def is_foreign(name: str) -> bool:
     """Whether others have an option of that name, which is called otherwise here or has no counterpart."""
-    return name.lower() in OPTIONS or name.lower() in ADVICE
+    return _ours(name.lower()) is not None or name.lower() in ADVICE
+
+
+def _ours(name: str) -> str | None:
+    """What others' option ``name`` is called here, with its rule if the name tells it: ``"matrix.weight_decay"``."""
+    prefix, _, rest = name.partition("_")
+    key = OPTIONS.get(rest, rest).rpartition(".")[2]
+    return f"{PREFIXES[prefix]}.{key}" if prefix in PREFIXES and key in PREFIXED else OPTIONS.get(name)
 
 
 def _meant(name: str, known: list[str]) -> str | None:
     """Our name for what others call so, if it is a known one."""
-    rule, _, key = OPTIONS.get(name, name).rpartition(".")
+    rule, _, key = (_ours(name) or name).rpartition(".")
     of_sections = [candidate for candidate in known if candidate.endswith(f".{key}")]
     if rule == "elementwise":
         candidates = [f"elementwise_{key}", *(each for each in of_sections if each != f"matrix.{key}")]

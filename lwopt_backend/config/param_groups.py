@@ -10,14 +10,12 @@ from torch.profiler import record_function
 
 from lwopt_backend.config.choices import Choice, Rules
 from lwopt_backend.config.hosts import HOSTS
-from lwopt_backend.config.options import is_foreign, nearest, option_suggestion
+from lwopt_backend.config.options import glob_suggestion, is_foreign, nearest, option_suggestion
 from lwopt_backend.config.registry import ELEMENTWISE_RULES, arguments, is_cautious, optimizer_arguments
 from lwopt_backend.routing.routing import named_like
 from lwopt_backend.runtime.collectives import of_elementwise
 from lwopt_backend.runtime.elementwise import ElementwiseStepper, step_cautiously
 from lwopt_backend.runtime.whole import Slices
-
-# The optimizers of the element-wise param groups, by a group's number.
 
 
 class ElementwiseGroups:
@@ -211,8 +209,7 @@ def check_overrides(rules: Rules, names: Mapping[str, bool]) -> None:
         where = f"overrides[{number}]: {', '.join(map(repr, override.params))}"
         for glob in override.params:
             if not any(map(named_like([glob]), names)):
-                close = nearest(glob, names)
-                hint = f"did you mean {close!r}?" if close else f"names look like {next(iter(names), None)!r}"
+                hint = glob_suggestion(glob, names)
                 raise ValueError(f"overrides[{number}]: {glob!r} matches no trained parameter; {hint}")
         for kind, wanted in (("matrix", True), ("elementwise", False)):
             if getattr(override, kind) and wanted not in matching:

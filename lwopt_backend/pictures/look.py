@@ -182,8 +182,6 @@ def spread(heights: Sequence[float], gap: float) -> list[float]:
     return [min(max(height, 0.0), highest) + index * gap for index, height in enumerate(wanted)]
 
 
-# Figures as PNG.
-
 DPI = 140
 
 

@@ -346,8 +346,6 @@ def why_no_timeline(document: Mapping[str, Any]) -> str:
     )
 
 
-# A plan in one picture: headline, work and memory per rank, buckets over time.
-
 WIDTH = 12.0  # inches
 LEFT = 0.85
 HEADLINE = 1.35

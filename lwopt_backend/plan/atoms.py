@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-# The things a plan is about: parameters, and the matrices (atoms) in them.
-
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
@@ -253,9 +251,6 @@ def end_to_end(blocks: Sequence[Block]) -> bool:
             return False
         place += block.numel
     return True
-
-
-# The proof that the blocks of a parameter are exactly its elements: none left, none in two blocks.
 
 
 def check_cover(param: str, blocks: Sequence[Block]) -> None:

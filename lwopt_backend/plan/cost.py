@@ -125,7 +125,12 @@ COSTS: Mapping[str, CostModel] = MappingProxyType(
 )
 
 
-# The model of a machine by which plans are compared: seconds from flops, bytes and latency.
+def per_rank(owners: Iterable[int], amounts: Iterable[int], ranks: int) -> list[int]:
+    """Per rank, the sum of the ``amounts`` of what it owns."""
+    sums = [0] * ranks
+    for owner, amount in zip(owners, amounts):
+        sums[owner] += amount
+    return sums
 
 
 @dataclass(frozen=True, slots=True)

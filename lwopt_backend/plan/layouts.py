@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -12,6 +12,7 @@ from typing import ClassVar, Protocol
 from lwopt_backend.plan.atoms import Block, Stripes
 
 Span = tuple[int, int]  # offset, size
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # per dimension, where it begins; and how long it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +131,14 @@ def _merged(dims: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return found or [(1, 1)]
 
 
-def _boxes(sizes: Sequence[int], low: int, high: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The range ``[low, high)`` of a row-major array of ``sizes`` as boxes, in order: their corners and sizes."""
+def boxes_of(sizes: Sequence[int], start: int, stop: int) -> list[Box]:
+    """The boxes that the elements [start, stop) of a flattened tensor of ``sizes`` are, in order; one at least."""
+    if start >= stop or not sizes:  # nothing, or one element
+        return [((0,) * len(sizes), (0,) * len(sizes))]
+    return _boxes(sizes, start, stop)
+
+
+def _boxes(sizes: Sequence[int], low: int, high: int) -> list[Box]:
     if low >= high:
         return []
     if len(sizes) == 1:
@@ -149,9 +156,7 @@ def _boxes(sizes: Sequence[int], low: int, high: int) -> list[tuple[tuple[int, .
     return found + _in_row(last, _boxes(sizes[1:], 0, tail))
 
 
-def _in_row(
-    row: int, boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
-) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _in_row(row: int, boxes: Sequence[Box]) -> list[Box]:
     return [((row, *corner), (1, *sizes)) for corner, sizes in boxes]
 
 
@@ -177,10 +182,6 @@ def _unravel(position: int, sizes: Sequence[int]) -> list[int]:
         places.append(place)
     return places[::-1]
 
-
-# How a host stores parameters: which rank holds which elements, in flat partitions, replicas or blocks.
-
-# How a host stores parameters: which rank holds which elements of which parameter.
 
 SUB_GROUP_SIZE = 10**9  # elements of a rank, DeepSpeed's default of zero_optimization.sub_group_size
 
@@ -333,19 +334,6 @@ class FlatPartition(Partition):
         return sum(max(0, min(high, o + n) - max(low, o)) for o, n in zip(self.offsets, self.numels))
 
 
-# Storage in which every parameter lies on every rank: a part of it (ZeRO-3), or a copy (stage 0).
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """``numel`` elements from ``begin`` of a parameter of which every rank holds ``part``, from ``base`` of its own."""
-
-    begin: int
-    numel: int
-    part: int
-    base: int
-
-
 @dataclass(frozen=True, slots=True)
 class ParameterPartition(Partition):
     """ZeRO-3's storage: every parameter is padded and cut into equal parts, and a rank's parts lie end to end.
@@ -358,7 +346,9 @@ class ParameterPartition(Partition):
     """
 
     world_size: int
-    places: tuple[Place, ...]
+    numels: tuple[int, ...]
+    parts: tuple[int, ...]  # elements of every parameter on each rank, with padding
+    bases: tuple[int, ...]  # where they begin there
     partition_numel: int
 
     @classmethod
@@ -367,26 +357,22 @@ class ParameterPartition(Partition):
         numels = tuple(numels)
         if 0 in numels:
             raise ValueError(f"parameter {numels.index(0)} has no elements; a partition holds parameters of at least 1")
-        parts = [-(-numel // world_size) for numel in numels]
-        bases = [0, *accumulate(parts)]
-        places = tuple(Place(0, numel, part, base) for numel, part, base in zip(numels, parts, bases))
-        return cls(world_size, places, bases[-1])
+        parts = tuple(-(-numel // world_size) for numel in numels)
+        *bases, end = accumulate(parts, initial=0)
+        return cls(world_size, numels, parts, tuple(bases), end)
 
     def span(self, index: int) -> tuple[int, int, int, int]:
-        place = self.places[index]
-        return place.begin, place.numel, place.part, place.base
+        return 0, self.numels[index], self.parts[index], self.bases[index]
 
-    def kind(self, index: int) -> tuple[int, int, int]:
-        place = self.places[index]
-        return place.begin, place.numel, place.part
+    def kind(self, index: int) -> tuple[int, int]:
+        return self.numels[index], self.parts[index]
 
     def place(self, index: int) -> str:
-        place = self.places[index]
-        return f"from {place.begin} in parts of {place.part} at {place.base} of {self.partition_numel}"
+        return f"in parts of {self.parts[index]} at {self.bases[index]} of {self.partition_numel}"
 
     def stored_numel(self, rank: int) -> int:
         """Elements of parameters, without padding, that ``rank`` stores."""
-        held = (self.fragment(index, rank) for index in range(len(self.places)))
+        held = (self.fragment(index, rank) for index in range(len(self.numels)))
         return sum(part.numel for part in held if part is not None)
 
 
@@ -434,12 +420,12 @@ def in_blocks(
     params = tuple(param for param, members in enumerate(blocks) for _ in members)
     flat = tuple(block for members in blocks for block in members)
     for param, block in zip(params, flat):
-        numel = storage.numels[param] if isinstance(storage, Replicas) else storage.span(param)[1]
+        numel = storage.numels[param]
         if block.grid.slices * block.grid.slice_numel != numel:
             raise ValueError(f"parameter {param} has {numel} elements, but block {block.name!r} is of {block.grid}")
-    return (
-        BlockReplicas(storage, params, flat) if isinstance(storage, Replicas) else BlockPartition(storage, params, flat)
-    )
+    if isinstance(storage, Replicas):
+        return BlockReplicas(storage, params, flat)
+    return BlockPartition(storage, params, flat)
 
 
 @dataclass(frozen=True)
@@ -550,21 +536,3 @@ class BlockReplicas:
 
     def stored_numel(self, rank: int) -> int:
         return self.storage.stored_numel(rank)
-
-
-def boxes_of(sizes: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The boxes, as (offsets, sizes), that the elements [start, stop) of a flattened tensor are, in their order."""
-    if start >= stop or not sizes:  # nothing, or one element
-        yield (0,) * len(sizes), (0,) * len(sizes)
-        return
-    inner = math.prod(sizes[1:])
-    row, first = divmod(start, inner)
-    if first or stop - start < inner:  # a part of one row
-        end = min(stop, (row + 1) * inner)
-        for begin, part in boxes_of(sizes[1:], first, end - row * inner):
-            yield (row, *begin), (1, *part)
-    else:
-        end = stop - stop % inner
-        yield (row, *(0,) * (len(sizes) - 1)), ((end - start) // inner, *sizes[1:])
-    if end < stop:
-        yield from boxes_of(sizes, end, stop)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import repeat
 
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buffers.packing import plan_compact
-from lwopt_backend.plan.cost import Machine, StepTime, step_time
+from lwopt_backend.plan.cost import Machine, StepTime, per_rank, step_time
 from lwopt_backend.plan.exchange import Transfer, equal_split, to_fragments, to_owners
 from lwopt_backend.plan.layouts import Layout
-
-# Who owns which matrix: the policies ``stay`` and ``balance``.
 
 POLICIES = ("auto", "stay", "balance")
 
@@ -38,9 +37,7 @@ def stay(atoms: Sequence[Atom], layout: Layout) -> Ownership:
     Moves the fewest elements possible: an atom that lies whole in one partition does not travel at all.
     """
     owners = tuple(max(layout.fragments(i), key=lambda part: (part.numel, -part.rank)).rank for i in range(len(atoms)))
-    loads = [0] * layout.world_size
-    for atom, owner in zip(atoms, owners):
-        loads[owner] += atom.cost
+    loads = per_rank(owners, (atom.cost for atom in atoms), layout.world_size)
     return Ownership("stay", owners, tuple(loads))
 
 
@@ -214,15 +211,16 @@ def plan_matrices(
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}; expected one of {', '.join(POLICIES)}")
     makers = {"stay": stay, "balance": balance}
-    wanted = makers if policy == "auto" else {policy: makers[policy]}
-    plans = [
-        _with_buckets(make(atoms, layout), atoms, layout, bucket_numel, element_bytes, tensors)
-        for make in wanted.values()
-    ]
-    timed = sorted(((plan, modelled_time(plan, machine)) for plan in plans), key=lambda pair: pair[1].total)
+    timed = []
+    for make in makers.values() if policy == "auto" else [makers[policy]]:
+        ownership = make(atoms, layout)
+        travelling = [i for i, owner in enumerate(ownership.owners) if not is_whole(layout, i, owner)]
+        buckets = cut_buckets(atoms, travelling, max(1, len(travelling)), bucket_numel)
+        plan = MatrixPlan(tuple(atoms), layout, ownership, buckets, element_bytes, tensors=tensors)
+        timed.append((plan, modelled_time(plan, machine)))
+    timed.sort(key=lambda pair: pair[1].total)
     modelled = tuple((plan.ownership.policy, time) for plan, time in timed)
-    best = timed[0][0]
-    return MatrixPlan(best.atoms, layout, best.ownership, best.buckets, element_bytes, modelled, tensors=tensors)
+    return replace(timed[0][0], modelled=modelled)
 
 
 def modelled_time(plan: MatrixPlan, machine: Machine) -> StepTime:
@@ -233,35 +231,6 @@ def modelled_time(plan: MatrixPlan, machine: Machine) -> StepTime:
         nbytes=max(plan.wire_bytes()),
         collectives=sum(map(plan.trips, range(len(plan.buckets)))),
     )
-
-
-def fill_buckets(travelling: Sequence[int], atoms: Sequence[Atom], bucket_numel: int) -> tuple[tuple[int, ...], ...]:
-    """Consecutive atoms until a bucket would exceed ``bucket_numel`` elements; a larger atom has a bucket to itself."""
-    buckets: list[list[int]] = []
-    filled = 0
-    for index in travelling:
-        if not buckets or filled + atoms[index].numel > bucket_numel:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(index)
-        filled += atoms[index].numel
-    return tuple(map(tuple, buckets))
-
-
-def _with_buckets(
-    ownership: Ownership,
-    atoms: Sequence[Atom],
-    layout: Layout,
-    bucket_numel: int,
-    element_bytes: int,
-    tensors: int,
-) -> MatrixPlan:
-    travelling = [i for i, owner in enumerate(ownership.owners) if not is_whole(layout, i, owner)]
-    buckets = fill_buckets(travelling, atoms, bucket_numel)
-    return MatrixPlan(tuple(atoms), layout, ownership, buckets, element_bytes, tensors=tensors)
-
-
-# How one set of matrices is updated: who owns what, and in which buckets the rest travels.
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,17 +290,11 @@ class MatrixPlan:
 
     def owned_counts(self) -> list[int]:
         """Per rank, how many atoms it owns."""
-        counts = [0] * self.layout.world_size
-        for owner in self.ownership.owners:
-            counts[owner] += 1
-        return counts
+        return per_rank(self.ownership.owners, repeat(1), self.layout.world_size)
 
     def owned_numels(self) -> list[int]:
         """Per rank, the elements of the atoms it owns."""
-        numels = [0] * self.layout.world_size
-        for atom, owner in zip(self.atoms, self.ownership.owners):
-            numels[owner] += atom.numel
-        return numels
+        return per_rank(self.ownership.owners, (atom.numel for atom in self.atoms), self.layout.world_size)
 
     def moved_numel(self) -> list[int]:
         """Per rank, the elements it stores whose update is computed by another rank."""

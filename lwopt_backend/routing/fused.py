@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from lwopt_backend.plan.atoms import Parts, equal, grouped
 from lwopt_backend.routing.models import LoRA, all_lora
 
-# Fused weights of models that are known: which outputs of a linear are q, k and v, or gate and up.
-#
 # A layout is told by the class whose ``forward`` runs, or of torchtitan's modules by their attributes, and only if the
 # sizes agree with the module's attributes and with the linear that takes the result. A weight that is not recognised
 # stays whole, as it does in other optimizers; a wrong guess would be worse. Copies of Hugging Face's modelling code in
@@ -162,10 +160,6 @@ def _fewer_keys(module: Any, width: int) -> Outputs:
     return ("q", "k", "v"), (width, size, size), 1
 
 
-def _exaone_vision(module: Any, width: int) -> Outputs:
-    return ("q", "k", "v"), (module.q_dim, module.kv_dim, module.kv_dim), 1
-
-
 def _big_code(module: Any, width: int) -> Outputs | None:
     if module.is_cross_attention:
         return None
@@ -184,22 +178,9 @@ def _falcon(module: Any, width: int) -> Outputs:
     return _by_head("head_dim")(module, width)
 
 
-def _code_gen(module: Any, width: int) -> Outputs:
-    """In four groups, one for each of the cores that it was trained on, and v before k."""
-    return ("q", "v", "k"), (width // 4,) * 3, 4
-
-
-def _query_and_gate(module: Any, width: int) -> Outputs:
-    return ("q", "gate"), (module.head_dim,) * 2, width // module.head_dim
-
-
 def _delta_net_qkvz(module: Any, width: int) -> Outputs:
     keys, values = module.head_k_dim, module.num_v_heads // module.num_k_heads * module.head_v_dim
     return ("q", "k", "v", "z"), (keys, keys, values, values), module.num_k_heads
-
-
-def _delta_net_qkv(module: Any, width: int) -> Outputs:
-    return ("q", "k", "v"), (module.key_dim, module.key_dim, module.value_dim), 1
 
 
 # Layouts of latent attention, whose matrices are those of DeepSeek's report (arXiv 2405.04434, 2.1): W_UQ and W_QR in
@@ -259,98 +240,87 @@ def experts(module: Any, width: int) -> Outputs | None:
     return (_gate_up if module.is_concatenated else gate_up_in_turn)(module, width)
 
 
-def _each(fused: Fused, *classes: str) -> Iterator[tuple[str, tuple[Fused, ...]]]:
-    return ((name, (fused,)) for name in classes)
+QKV = ("q", "k", "v")
+MLA = ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj")  # what compresses keys and values, what expands them, the output
 
-
-QUERIES = ("q_proj", "q_b_proj")
-
-# By family and class, as in ``transformers.models.<family>.modeling_<family>.<class>``
-TABLE: Mapping[str, tuple[Fused, ...]] = dict(
-    [
-        *_each(
-            Fused("c_attn", "c_proj", _thirds_or_cross),
-            *(
-                "gpt2.GPT2Attention",
-                "imagegpt.ImageGPTAttention",
-                "decision_transformer.DecisionTransformerGPT2Attention",
-            ),
-        ),
-        *_each(Fused("c_attn", "c_proj", thirds), "openai.Attention"),
-        *_each(Fused("c_attn", "c_proj", _big_code), "gpt_bigcode.GPTBigCodeAttention"),
-        *_each(
-            Fused("query_key_value", "dense", _by_head("head_size")),
-            *("gpt_neox.GPTNeoXAttention", "gpt_neox_japanese.GPTNeoXJapaneseAttention"),
-        ),
-        *_each(
-            Fused("query_key_value", "dense", _by_head("head_dim")),
-            *("bloom.BloomAttention", "persimmon.PersimmonAttention"),
-        ),
-        *_each(Fused("query_key_value", "dense", _falcon), "falcon.FalconAttention"),
-        *_each(Fused("qkv_proj", "out_proj", _by_head("head_dim")), "minimax.MiniMaxLightningAttention"),
-        *_each(Fused("qkv_proj", "out_proj", _code_gen), "codegen.CodeGenAttention"),
-        *_each(
-            Fused("qkv_proj", "o_proj", _fewer_keys), "phi3.Phi3Attention", "phi4_multimodal.Phi4MultimodalAttention"
-        ),
-        *_each(Fused("Wqkv", "out_proj", thirds), "mpt.MptAttention"),
-        *_each(Fused("Wqkv", "out_proj", _fewer_keys), "dbrx.DbrxAttention"),
-        *_each(Fused("Wqkv", "Wo", thirds), "modernbert.ModernBertAttention"),
-        *_each(Fused("att_proj", "out_proj", thirds), "bark.BarkSelfAttention"),
-        *_each(
-            Fused("qkv", "projection", thirds),
-            *("blip.BlipAttention", "blip_2.Blip2Attention", "instructblip.InstructBlipAttention"),
-            "instructblipvideo.InstructBlipVideoAttention",
-        ),
-        *_each(
-            Fused("qkv", "proj", thirds),
-            *("florence2.Florence2VisionChannelAttention", "florence2.Florence2VisionWindowAttention"),
-            *("glm4v.Glm4vVisionAttention", "glm4v_moe.Glm4vMoeVisionAttention", "got_ocr2.GotOcr2VisionAttention"),
-            *("hiera.HieraMaskUnitAttention", "mgp_str.MgpstrAttention", "qwen2_vl.VisionAttention"),
-            *("qwen2_5_vl.Qwen2_5_VLVisionAttention", "qwen3_5.Qwen3_5VisionAttention"),
-            *("qwen3_5_moe.Qwen3_5MoeVisionAttention", "qwen3_omni_moe.Qwen3OmniMoeVisionAttention"),
-            *("qwen3_vl.Qwen3VLVisionAttention", "qwen3_vl_moe.Qwen3VLMoeVisionAttention", "sam.SamVisionAttention"),
-            *("sam2.Sam2MultiScaleAttention", "sam_hq.SamHQVisionAttention", "seggpt.SegGptAttention"),
-            *("ernie4_5_vl_moe.Ernie4_5_VLMoeVisionAttention", "vitdet.VitDetAttention"),
-        ),
-        *_each(Fused("qkv", "proj", _exaone_vision), "exaone4_5.Exaone4_5_VisionAttention"),
-        *_each(
-            Fused("q_proj", "o_proj", _query_and_gate),
-            *("qwen3_next.Qwen3NextAttention", "qwen3_5.Qwen3_5Attention", "qwen3_5_moe.Qwen3_5MoeAttention"),
-        ),
-        *_each(Fused("in_proj_qkvz", "out_proj", _delta_net_qkvz, taken=2), "qwen3_next.Qwen3NextGatedDeltaNet"),
-        *_each(
-            Fused("in_proj_qkv", "out_proj", _delta_net_qkv, taken=2),
-            *("qwen3_5.Qwen3_5GatedDeltaNet", "qwen3_5_moe.Qwen3_5MoeGatedDeltaNet"),
-        ),
-        *_each(
-            Fused("gate_up_proj", "down_proj", _gate_up),
-            *("phi3.Phi3MLP", "phi4_multimodal.Phi4MultimodalMLP", "glm.GlmMLP", "glm4.Glm4MLP", "glm4v.Glm4vTextMLP"),
-            *("dia.DiaMLP", "zamba2.Zamba2MLP", "llama4.Llama4TextExperts"),
-        ),
-        *_each(Fused("gate_up_proj", "down_proj", _up_gate), "phi4_multimodal.Phi4MultimodalAudioMLP"),
-        *_each(
-            Fused("input_linear", "output_linear", _gate_up),
-            *("granitemoehybrid.GraniteMoeHybridMLP", "granitemoeshared.GraniteMoeSharedMLP", "jetmoe.JetMoeMoE"),
-        ),
-        *_each(Fused("Wi", "Wo", _gate_up), "modernbert.ModernBertMLP", "modernbert_decoder.ModernBertDecoderMLP"),
-        *_each(Fused("fc1", "fc2", _up_gate), "moonshine.MoonshineDecoderMLP"),
-        *(
-            (f"{family}.{kind}", latent(queries, "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"))
-            for family, kind, queries in [
-                ("axk1", "AXK1Attention", QUERIES),
-                ("deepseek_v2", "DeepseekV2Attention", QUERIES),
-                ("deepseek_v3", "DeepseekV3Attention", QUERIES),
-                ("deepseek_v32", "DeepseekV32Attention", QUERIES),
-                ("glm4_moe_lite", "Glm4MoeLiteAttention", QUERIES),
-                ("glm_moe_dsa", "GlmMoeDsaAttention", QUERIES),
-                ("kimi_linear", "KimiLinearAttention", ()),  # its queries have no part that is rotated
-                ("longcat_flash", "LongcatFlashMLA", QUERIES),
-                ("minicpm3", "MiniCPM3Attention", QUERIES),
-                ("youtu", "YoutuAttention", QUERIES),
-            ]
-        ),
-    ]
-)
+# What is fused, and in which classes, as in ``transformers.models.<family>.modeling_<family>.<class>``
+CLASSES: Sequence[tuple[tuple[Fused, ...], str]] = [
+    (
+        (Fused("c_attn", "c_proj", _thirds_or_cross),),
+        """gpt2.GPT2Attention imagegpt.ImageGPTAttention
+        decision_transformer.DecisionTransformerGPT2Attention""",
+    ),
+    ((Fused("c_attn", "c_proj", thirds),), "openai.Attention"),
+    ((Fused("c_attn", "c_proj", _big_code),), "gpt_bigcode.GPTBigCodeAttention"),
+    (
+        (Fused("query_key_value", "dense", _by_head("head_size")),),
+        "gpt_neox.GPTNeoXAttention gpt_neox_japanese.GPTNeoXJapaneseAttention",
+    ),
+    (
+        (Fused("query_key_value", "dense", _by_head("head_dim")),),
+        "bloom.BloomAttention persimmon.PersimmonAttention",
+    ),
+    ((Fused("query_key_value", "dense", _falcon),), "falcon.FalconAttention"),
+    ((Fused("qkv_proj", "out_proj", _by_head("head_dim")),), "minimax.MiniMaxLightningAttention"),
+    (  # in four groups, one for each of the cores that it was trained on, and v before k
+        (Fused("qkv_proj", "out_proj", lambda module, width: (("q", "v", "k"), (width // 4,) * 3, 4)),),
+        "codegen.CodeGenAttention",
+    ),
+    ((Fused("qkv_proj", "o_proj", _fewer_keys),), "phi3.Phi3Attention phi4_multimodal.Phi4MultimodalAttention"),
+    ((Fused("Wqkv", "out_proj", thirds),), "mpt.MptAttention"),
+    ((Fused("Wqkv", "out_proj", _fewer_keys),), "dbrx.DbrxAttention"),
+    ((Fused("Wqkv", "Wo", thirds),), "modernbert.ModernBertAttention"),
+    ((Fused("att_proj", "out_proj", thirds),), "bark.BarkSelfAttention"),
+    (
+        (Fused("qkv", "projection", thirds),),
+        """blip.BlipAttention blip_2.Blip2Attention instructblip.InstructBlipAttention
+        instructblipvideo.InstructBlipVideoAttention""",
+    ),
+    (
+        (Fused("qkv", "proj", thirds),),
+        """florence2.Florence2VisionChannelAttention florence2.Florence2VisionWindowAttention
+        glm4v.Glm4vVisionAttention glm4v_moe.Glm4vMoeVisionAttention got_ocr2.GotOcr2VisionAttention
+        hiera.HieraMaskUnitAttention mgp_str.MgpstrAttention qwen2_vl.VisionAttention
+        qwen2_5_vl.Qwen2_5_VLVisionAttention qwen3_5.Qwen3_5VisionAttention qwen3_5_moe.Qwen3_5MoeVisionAttention
+        qwen3_omni_moe.Qwen3OmniMoeVisionAttention qwen3_vl.Qwen3VLVisionAttention
+        qwen3_vl_moe.Qwen3VLMoeVisionAttention sam.SamVisionAttention sam2.Sam2MultiScaleAttention
+        sam_hq.SamHQVisionAttention seggpt.SegGptAttention ernie4_5_vl_moe.Ernie4_5_VLMoeVisionAttention
+        vitdet.VitDetAttention""",
+    ),
+    (
+        (Fused("qkv", "proj", lambda module, width: (QKV, (module.q_dim, module.kv_dim, module.kv_dim), 1)),),
+        "exaone4_5.Exaone4_5_VisionAttention",
+    ),
+    (
+        (Fused("q_proj", "o_proj", lambda m, width: (("q", "gate"), (m.head_dim,) * 2, width // m.head_dim)),),
+        "qwen3_next.Qwen3NextAttention qwen3_5.Qwen3_5Attention qwen3_5_moe.Qwen3_5MoeAttention",
+    ),
+    ((Fused("in_proj_qkvz", "out_proj", _delta_net_qkvz, taken=2),), "qwen3_next.Qwen3NextGatedDeltaNet"),
+    (
+        (Fused("in_proj_qkv", "out_proj", lambda m, width: (QKV, (m.key_dim, m.key_dim, m.value_dim), 1), taken=2),),
+        "qwen3_5.Qwen3_5GatedDeltaNet qwen3_5_moe.Qwen3_5MoeGatedDeltaNet",
+    ),
+    (
+        (Fused("gate_up_proj", "down_proj", _gate_up),),
+        """phi3.Phi3MLP phi4_multimodal.Phi4MultimodalMLP glm.GlmMLP glm4.Glm4MLP glm4v.Glm4vTextMLP dia.DiaMLP
+        zamba2.Zamba2MLP llama4.Llama4TextExperts""",
+    ),
+    ((Fused("gate_up_proj", "down_proj", _up_gate),), "phi4_multimodal.Phi4MultimodalAudioMLP"),
+    (
+        (Fused("input_linear", "output_linear", _gate_up),),
+        "granitemoehybrid.GraniteMoeHybridMLP granitemoeshared.GraniteMoeSharedMLP jetmoe.JetMoeMoE",
+    ),
+    ((Fused("Wi", "Wo", _gate_up),), "modernbert.ModernBertMLP modernbert_decoder.ModernBertDecoderMLP"),
+    ((Fused("fc1", "fc2", _up_gate),), "moonshine.MoonshineDecoderMLP"),
+    (
+        latent(("q_proj", "q_b_proj"), *MLA),
+        """axk1.AXK1Attention deepseek_v2.DeepseekV2Attention deepseek_v3.DeepseekV3Attention
+        deepseek_v32.DeepseekV32Attention glm4_moe_lite.Glm4MoeLiteAttention glm_moe_dsa.GlmMoeDsaAttention
+        longcat_flash.LongcatFlashMLA minicpm3.MiniCPM3Attention youtu.YoutuAttention""",
+    ),
+    (latent((), *MLA), "kimi_linear.KimiLinearAttention"),  # its queries have no part that is rotated
+]
+TABLE: Mapping[str, tuple[Fused, ...]] = {name: fused for fused, names in CLASSES for name in names.split()}
 
 
 # How torchtitan's modules lay out their fused weights, read from its release 0.3.0.

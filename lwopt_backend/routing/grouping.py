@@ -29,8 +29,6 @@ from lwopt_backend.routing.routing import (
     route_part,
 )
 
-# A model that is watched, so that no parameter stops being trained without a word.
-
 ADVICE = "make the optimizer after the last such change"
 SHOWN = 5  # names in a sentence
 
@@ -115,9 +113,6 @@ def _are(names: Sequence[str]) -> str:
         return f"parameter {names[0]!r} is"
     shown, more = ", ".join(map(repr, names[:SHOWN])), len(names) - SHOWN
     return f"parameters {shown}{f' and {more} more' if more > 0 else ''} are"
-
-
-# From a model and the user's param groups to the groups that are stepped.
 
 
 @dataclass(frozen=True)
@@ -222,7 +217,7 @@ def _are_matrices(routes: Sequence[Route], names: Mapping[int, str]) -> dict[int
 def as_taken(found: Route, rule: str, config: HostConfig) -> Route:
     """The route as the matrix rule's default routing has it, where no glob decides."""
     takes = MATRIX_RULES[rule].takes
-    names, shape = [found.name, *found.aliases], found.shape
+    names, shape = found.names, found.shape
     if takes is None or found.kind == "frozen" or by_glob(shape, names, config.include, config.exclude) is not None:
         return found
     taken = takes(found)

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from torch import nn
 
-from lwopt_backend.config.options import nearest
 from lwopt_backend.plan.atoms import Block, Grid, check_cover, divided, grouped, matrices_of, undivided
 from lwopt_backend.routing.fused import Fusion, fused_weights
-from lwopt_backend.routing.routing import AtomSettings, Route, blocks_of, named_parameters
+from lwopt_backend.routing.routing import AtomSettings, Route, blocks_of, check_globs, named_parameters
 
 SHOWN = 4  # names of parts that are printed
 
@@ -54,7 +52,7 @@ def divide(
     reversed_kernels = {id(m.weight) for m in model.modules() if isinstance(m, nn.modules.conv._ConvTransposeNd)}
     found = {}
     for route in matrices:
-        setting = settings.of([route.name, *route.aliases])
+        setting = settings.of(route.names)
         if setting is not None and setting[1] == "flatten" and id(params[route.name]) in reversed_kernels:
             raise ValueError(
                 f"atoms {setting[0]!r}: {route.name!r} is of a transposed convolution, whose outputs are not its first "
@@ -72,7 +70,7 @@ def divide_by_name(routes: Sequence[Route], settings: AtomSettings) -> dict[str,
 
 
 def _divided(route: Route, settings: AtomSettings, fused: Fusion | None) -> Divided:
-    setting = settings.of([route.name, *route.aliases])
+    setting = settings.of(route.names)
     shape = route.shape if setting is not None and setting[1] in ("stack", "flatten") else route.joined
     if setting is not None:
         blocks = blocks_of(route.name, shape, route.transposed, *setting)
@@ -121,21 +119,11 @@ def _sizes(route: Route | None) -> tuple[int, int] | None:
 
 
 def _check_globs(settings: AtomSettings, routes: Sequence[Route]) -> None:
-    for glob, _ in settings.by_glob:
-        if any(route.kind == "matrix" and _matches(route, glob) for route in routes):
-            continue
-        others = [route for route in routes if _matches(route, glob)]
-        if others:
-            route = others[0]
-            raise ValueError(
-                f"atoms: {glob!r} matches only parameters that no matrix rule updates, such as {route.name!r} "
-                f"({route.kind}: {route.reason}); leave it out, or include the parameter"
-            )
-        names = [name for route in routes for name in (route.name, *route.aliases)]
-        close = nearest(glob, names)
-        hint = f"did you mean {close!r}?" if close else f"names look like {(names or ['nothing'])[0]!r}"
-        raise ValueError(f"atoms: {glob!r} matches no parameter name; {hint}")
+    def why_not(route: Route) -> str:
+        return (
+            f"no matrix rule updates, such as {route.name!r} ({route.kind}: {route.reason}); leave it out, or include "
+            "the parameter"
+        )
 
-
-def _matches(route: Route, glob: str) -> bool:
-    return any(fnmatchcase(name, glob) for name in (route.name, *route.aliases))
+    matrices = [route for route in routes if route.kind == "matrix"]
+    check_globs("atoms", [glob for glob, _ in settings.by_glob], matrices, routes, why_not)

@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# The first argument of an optimizer that routes a model's parameters: the model, not its parameters.
-
 
 def check_is_module(model: Any, caller: str) -> None:
     """Raises TypeError for anything else, with what to pass."""

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from lwopt_backend.config.options import Count, Options, nearest, option, parse, suggestion
+from lwopt_backend.config.options import Count, Options, glob_suggestion, option, parse, suggestion
 from lwopt_backend.plan.atoms import Block, Grid, Parts, divided, equal, grouped, undivided
 from lwopt_backend.routing.fused import joined, side_by_side
 from lwopt_backend.routing.models import LORA, Adapter, lora_of
@@ -158,6 +158,10 @@ class Route:
     stack: bool = False
     transposed: bool = False
     rule: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.name, *self.aliases
 
     @property
     def side_by_side(self) -> bool:
@@ -345,19 +349,25 @@ def as_globs(given: Any, option: str) -> tuple[str, ...]:
     return tuple(globs)
 
 
-def check_globs(option: str, globs: Sequence[str], eligible: Iterable[Route], routes: Iterable[Route]) -> None:
-    """Raise ValueError for a glob that matches none of ``eligible``; ``routes`` are all there are."""
+def check_globs(
+    option: str,
+    globs: Sequence[str],
+    eligible: Iterable[Route],
+    routes: Iterable[Route],
+    why_not: Callable[[Route], str] = lambda route: "are not 2-D; a matrix rule cannot take them",
+) -> None:
+    """Raise ValueError for a glob that matches none of ``eligible``; ``routes`` are all there are.
+
+    ``why_not`` tells, of one that it matches instead, why that does not count.
+    """
     eligible, routes = list(eligible), list(routes)
     for glob in globs:
-        if any(_first_match([r.name, *r.aliases], [glob]) for r in eligible):
+        if any(_first_match(route.names, [glob]) for route in eligible):
             continue
-        names = [name for r in routes for name in (r.name, *r.aliases)]
-        if _first_match(names, [glob]):
-            raise ValueError(
-                f"{option}: {glob!r} matches only parameters that are not 2-D; a matrix rule cannot take them"
-            )
-        close = nearest(glob, names)
-        hint = f"did you mean {close!r}?" if close else f"names look like {names[0]!r}"
+        others = [route for route in routes if _first_match(route.names, [glob])]
+        if others:
+            raise ValueError(f"{option}: {glob!r} matches only parameters that {why_not(others[0])}")
+        hint = glob_suggestion(glob, [name for route in routes for name in route.names])
         raise ValueError(f"{option}: {glob!r} matches no parameter name; {hint}")
 
 

@@ -61,8 +61,6 @@ SCALES: dict[str, Scale] = {
 }
 
 
-# Muon: momentum, then the whole matrix's Newton-Schulz (Keller Jordan 2024; argument names of torch.optim.Muon).
-
 TORCH = "torch.optim.Muon"
 MOONLIGHT = "Muon is Scalable for LLM Training, arXiv 2502.16982"
 CAUTIOUS = "Cautious Weight Decay, arXiv 2510.12402"

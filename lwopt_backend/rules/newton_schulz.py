@@ -130,8 +130,6 @@ def by_step(coefficients: Coefficients, steps: int) -> tuple[Triple, ...]:
     return (table.triples + table.triples[-1:] * (steps - count))[:steps]
 
 
-# The quintic Newton-Schulz iteration: an approximate polar factor from matrix products alone.
-
 LEAST_NORM = 1e-15  # of which float32 and bfloat16 square every element that counts without losing it
 
 
@@ -199,8 +197,6 @@ def _norm(x: Tensor) -> Tensor:
     norm: Tensor = x.norm() if x.ndim == 2 else torch.linalg.matrix_norm(x, keepdim=True)
     return norm
 
-
-# Newton-Schulz on the Gram matrix: the same polynomial as ``newton_schulz``, iterated on the shorter side only.
 
 FIRST_SLOPES, LATER_SLOPES = 45.0, 31.0  # largest products of slopes at zero within a segment
 

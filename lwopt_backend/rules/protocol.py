@@ -138,9 +138,6 @@ def one_call(optimizer: torch.optim.Optimizer, *, begins: bool, ends: bool) -> I
             hook(optimizer, (optimizer,), {})
 
 
-# Any torch optimizer as a matrix rule: SOAP, Shampoo, or the user's own, unmodified, on whole matrices in fp32.
-
-
 class TorchOptimizer(WeightRule):
     """An optimizer class, made anew for every matrix and step with ``arguments``, and given back its state.
 

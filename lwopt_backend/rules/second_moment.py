@@ -11,8 +11,6 @@ from torch import Tensor
 from lwopt_backend.rules.muon import NESTEROV, TORCH, Muon
 from lwopt_backend.rules.protocol import OwnerStateRule, option
 
-# What NorMuon and AdaMuon share: a second moment of the orthogonalized update, which divides it.
-
 NORMUON = "NorMuon, arXiv 2510.05491"
 ADAMUON = "AdaMuon, arXiv 2507.11005"
 LEAST_NORM = 1e-8  # of the divided update, so that a zero matrix stays zero
@@ -75,9 +73,6 @@ class SecondMomentMuon(Muon, OwnerStateRule):
         return ADAMW_RMS * self.extra_scale_factor if self.update_norm == "match_rms" else super().scale(shape)
 
 
-# NorMuon: Muon whose neurons have second moments (Li et al., "NorMuon", arXiv 2510.05491).
-
-
 @dataclass
 class NorMuon(SecondMomentMuon):
     """One second moment per row of the weight, an output neuron: (rows, 1) at the owner.
@@ -100,9 +95,6 @@ class NorMuon(SecondMomentMuon):
 
     def _by_rows(self, shape: tuple[int, ...]) -> bool:
         return self.second_moment_of == "rows" or shape[-2] >= shape[-1]
-
-
-# AdaMuon: Muon whose elements have second moments (Si, Zhang and Shen, "AdaMuon", arXiv 2507.11005).
 
 
 @dataclass

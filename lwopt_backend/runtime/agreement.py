@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 
 from lwopt_backend.runtime.collectives import Collectives
 
-# Errors of owned storage at work: of a transport, saying what it was doing, and of a model that it cannot follow.
-
 
 @contextmanager
 def failing(what: Callable[[], str]) -> Iterator[None]:

@@ -18,8 +18,6 @@ from lwopt_backend.runtime.agreement import failing, left_already, read_too_earl
 from lwopt_backend.runtime.buckets import BucketBuffers, Ledger, Sharers
 from lwopt_backend.runtime.collectives import Presence
 
-# Mean gradients that are kept on all ranks, where only some ranks had a gradient of their own.
-
 
 def show_everywhere(buckets: Sequence[BucketBuffers], params: Sequence[Tensor]) -> None:
     """Give the mean gradient to parameters that had none on this rank, but on another. Called on all ranks."""
@@ -34,9 +32,6 @@ def show_everywhere(buckets: Sequence[BucketBuffers], params: Sequence[Tensor]) 
                 assert bucket.full is not None
                 params[index].grad = bucket.view(bucket.full, index)
         presence.finish()
-
-
-# Hooks by which a bucket manager follows backward passes.
 
 
 class Hook:

@@ -13,8 +13,6 @@ from lwopt_backend.plan.buffers.layout import Bucket, Piece
 from lwopt_backend.runtime.collectives import EXCHANGE_BACK, EXCHANGE_OUT, PartCollectives, Pending
 from lwopt_backend.runtime.whole import owned_dtype
 
-# The ranks that share parameters in owned storage.
-
 
 class Sharers:
     """The ranks that share some parameters: ``instance`` owns them, ``replicas`` are this rank's likes elsewhere.
@@ -29,9 +27,6 @@ class Sharers:
         self.instance = instance
         self.replicas = replicas
         self.divisor = divisor
-
-
-# Bytes of gradients that are held, and bytes that are sent, counted exactly.
 
 
 class Ledger:

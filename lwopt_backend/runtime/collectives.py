@@ -33,7 +33,98 @@ def rule_name(group: Mapping[str, Any]) -> str:
     return str(group.get("class", group["rule"]))
 
 
-# The one door to torch.distributed.
+class Pending(Protocol):
+    """A collective under way; ``wait`` returns when its result may be read on the current stream."""
+
+    def wait(self) -> object: ...
+
+
+class _Done:
+    def wait(self) -> None:
+        return None
+
+
+class Collectives:
+    """What the runtime needs from a group of ranks. Every method is called by all ranks, in the same order.
+
+    What returns ``Pending`` only starts. The methods here are those of a group of one, which receives what it sends.
+    """
+
+    rank = 0
+    world_size = 1
+
+    def all_to_all(
+        self, received: Tensor, sent: Tensor, receive_splits: Sequence[int], send_splits: Sequence[int]
+    ) -> Pending:
+        """Start an all-to-all of two flat tensors; splits are in elements, one per rank, or empty for equal parts."""
+        received.copy_(sent)
+        return _Done()
+
+    def all_reduce_max(self, tensor: Tensor) -> Pending:
+        """Start taking the largest of every element over all ranks, in place."""
+        return _Done()
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, in rank order, on every rank."""
+        return [value]
+
+    def all_gather(self, received: Tensor, mine: Tensor) -> None:
+        """``received`` becomes all ranks' equally long ``mine``, in rank order."""
+        received.copy_(mine)
+
+    def gather_to_first(self, mine: Tensor) -> list[Tensor] | None:
+        """All ranks' equally long ``mine``, in rank order, on the first rank; None on the others."""
+        return [mine]
+
+    def gather_objects_to_first(self, value: Any) -> list[Any] | None:
+        """Every rank's ``value``, in rank order, on the first rank; None on the others."""
+        return [value]
+
+    def barrier(self) -> None:
+        """Return when all ranks are here."""
+
+
+class PartCollectives(Collectives):
+    """What buffers whose parts belong to ranks need beside it."""
+
+    def direct(self, device: torch.device) -> bool:
+        """Whether parts on such a device travel best from rank to rank.
+
+        gloo's reduce-scatter is an all-reduce inside, which moves twice the bytes, and it has no all-gather of unequal
+        parts. Raises ValueError for a device that gloo cannot serve so.
+        """
+        return True
+
+    def exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int
+    ) -> Pending:
+        """Start sending flat tensors to ranks and receiving into others; between two ranks and a tag in order."""
+        assert not sends and not receives
+        return _Done()
+
+    def reduce_scatter_parts(self, mine: Tensor, parts: Sequence[Tensor], whole: Tensor | None) -> Pending:
+        """``mine`` becomes the sum of all ranks' part for this one; ``whole`` holds equal parts end to end."""
+        mine.copy_(parts[0])
+        return _Done()
+
+    def all_gather_parts(self, parts: Sequence[Tensor], whole: Tensor | None) -> Pending:
+        """Every part becomes that of the rank it belongs to; ``whole`` holds equal parts end to end."""
+        return _Done()
+
+    def start_all_reduce(self, tensor: Tensor) -> Pending:
+        """Sum ``tensor`` over all ranks, in place."""
+        return _Done()
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """The same, and wait for it."""
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """``tensor`` becomes the first rank's."""
+
+
+class Alone(PartCollectives):
+    """The collectives of a rank that shares nothing."""
+
 
 # torch 2.13 renamed them and warns about the names that older versions have.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -69,7 +160,7 @@ def _timeout(group: dist.ProcessGroup) -> timedelta | None:
     return None
 
 
-class TorchCollectives:
+class TorchCollectives(PartCollectives):
     """Collectives over a torch.distributed process group (``None`` is the default group)."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -143,7 +234,6 @@ class TorchCollectives:
         return received
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sum ``tensor`` over all ranks, in place."""
         dist.all_reduce(tensor, group=self.group)
 
     def exchange(
@@ -170,7 +260,6 @@ class TorchCollectives:
         dist.broadcast(tensor, group=self.group, group_src=0)
 
     def barrier(self) -> None:
-        """Return when all ranks are here."""
         dist.barrier(self.group)
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -233,9 +322,6 @@ def leave() -> None:
     dist.destroy_process_group()
 
 
-# The largest of all ranks' numbers, where one may be NaN.
-
-
 def largest_of_all(collectives: Collectives, value: Tensor) -> Tensor:
     """The largest of every rank's ``value``, without dimensions; NaN if any rank's is. Called on all ranks.
 
@@ -244,136 +330,6 @@ def largest_of_all(collectives: Collectives, value: Tensor) -> Tensor:
     both = torch.stack([value.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf), value.isnan().to(value.dtype)])
     collectives.all_reduce_max(both).wait()
     return torch.where(both[1] > 0, math.nan, both[0])
-
-
-# What the runtime asks of a group of ranks, and the group of one.
-
-
-class Pending(Protocol):
-    """A collective under way; ``wait`` returns when its result may be read on the current stream."""
-
-    def wait(self) -> object: ...
-
-
-class Collectives(Protocol):
-    """What the runtime needs from a group of ranks. Every method is called by all ranks, in the same order."""
-
-    rank: int
-    world_size: int
-
-    def all_to_all(
-        self, received: Tensor, sent: Tensor, receive_splits: Sequence[int], send_splits: Sequence[int]
-    ) -> Pending:
-        """Start an all-to-all of two flat tensors; splits are in elements, one per rank, or empty for equal parts."""
-
-    def all_reduce_max(self, tensor: Tensor) -> Pending:
-        """Start taking the largest of every element over all ranks, in place."""
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's ``value``, in rank order, on every rank."""
-
-    def all_gather(self, received: Tensor, mine: Tensor) -> None:
-        """``received`` becomes all ranks' equally long ``mine``, in rank order."""
-
-    def gather_to_first(self, mine: Tensor) -> list[Tensor] | None:
-        """All ranks' equally long ``mine``, in rank order, on the first rank; None on the others."""
-
-    def gather_objects_to_first(self, value: Any) -> list[Any] | None:
-        """Every rank's ``value``, in rank order, on the first rank; None on the others."""
-
-
-class PartCollectives(Collectives, Protocol):
-    """What buffers whose parts belong to ranks need beside it. What returns ``Pending`` only starts."""
-
-    def direct(self, device: torch.device) -> bool:
-        """Whether parts on such a device travel best from rank to rank.
-
-        gloo's reduce-scatter is an all-reduce inside, which moves twice the bytes, and it has no all-gather of unequal
-        parts. Raises ValueError for a device that gloo cannot serve so.
-        """
-
-    def exchange(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int
-    ) -> Pending:
-        """Start sending flat tensors to ranks and receiving into others; between two ranks and a tag in order."""
-
-    def reduce_scatter_parts(self, mine: Tensor, parts: Sequence[Tensor], whole: Tensor | None) -> Pending:
-        """``mine`` becomes the sum of all ranks' part for this one; ``whole`` holds equal parts end to end."""
-
-    def all_gather_parts(self, parts: Sequence[Tensor], whole: Tensor | None) -> Pending:
-        """Every part becomes that of the rank it belongs to; ``whole`` holds equal parts end to end."""
-
-    def start_all_reduce(self, tensor: Tensor) -> Pending:
-        """Sum ``tensor`` over all ranks, in place."""
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """The same, and wait for it."""
-
-    def broadcast(self, tensor: Tensor) -> None:
-        """``tensor`` becomes the first rank's."""
-
-
-class Alone:
-    """The collectives of a rank that shares nothing: what it sends, it receives."""
-
-    rank, world_size = 0, 1
-
-    def direct(self, device: torch.device) -> bool:
-        return True
-
-    def exchange(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int
-    ) -> Pending:
-        assert not sends and not receives
-        return _Done()
-
-    def reduce_scatter_parts(self, mine: Tensor, parts: Sequence[Tensor], whole: Tensor | None) -> Pending:
-        mine.copy_(parts[0])
-        return _Done()
-
-    def all_gather_parts(self, parts: Sequence[Tensor], whole: Tensor | None) -> Pending:
-        return _Done()
-
-    def start_all_reduce(self, tensor: Tensor) -> Pending:
-        return _Done()
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        return None
-
-    def broadcast(self, tensor: Tensor) -> None:
-        return None
-
-    def barrier(self) -> None:
-        return None
-
-    def all_to_all(
-        self, received: Tensor, sent: Tensor, receive_splits: Sequence[int], send_splits: Sequence[int]
-    ) -> Pending:
-        received.copy_(sent)
-        return _Done()
-
-    def all_reduce_max(self, tensor: Tensor) -> Pending:
-        return _Done()
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        return [value]
-
-    def all_gather(self, received: Tensor, mine: Tensor) -> None:
-        received.copy_(mine)
-
-    def gather_to_first(self, mine: Tensor) -> list[Tensor] | None:
-        return [mine]
-
-    def gather_objects_to_first(self, value: Any) -> list[Any] | None:
-        return [value]
-
-
-class _Done:
-    def wait(self) -> None:
-        return None
-
-
-# Which parameters have a gradient on any rank: one vector, the same on every rank.
 
 
 class Presence:

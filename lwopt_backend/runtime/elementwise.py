@@ -12,8 +12,6 @@ from torch import Tensor
 from lwopt_backend.rules.protocol import inner_steps
 from lwopt_backend.runtime.whole import Slices
 
-# Weight decay only of elements that the update moves towards zero ("Cautious Weight Decay", arXiv 2510.12402).
-
 CHUNK = 2**22  # elements whose updates are in memory at a time
 
 
@@ -23,9 +21,9 @@ def step_cautiously(
 ) -> None:
     """One step with ``arguments``, which have no decay, and then ``decay`` of every element that it moves towards zero.
 
-    The optimizer steps zeros in place of the weights, which leaves its update, unrounded: its sign is known also where
-    it is too small to change the weight. So only optimizers whose update does not depend on the weight are stepped like
-    this. Zero counts as towards zero.
+    "Cautious Weight Decay", arXiv 2510.12402. The optimizer steps zeros in place of the weights, which leaves its
+    update, unrounded: its sign is known also where it is too small to change the weight. So only optimizers whose
+    update does not depend on the weight are stepped like this. Zero counts as towards zero.
     """
     for some in _chunks(parts):
         moves = [torch.zeros_like(part.value) for part in some]
@@ -71,9 +69,6 @@ def _pieces(part: Slices) -> Iterator[Slices]:
             key: tensor.narrow(0, begin, size) if tensor.ndim else counters[key] for key, tensor in part.state.items()
         }
         yield Slices(value, grad, state)
-
-
-# Element-wise parameters: a torch optimizer, stepped on whatever tensors this rank stores.
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -103,24 +103,24 @@ def description(stored: Tensor) -> Any:
 def plain(state: Any) -> Any:
     """The same in plain containers, which ``torch.load(weights_only=True)`` reads. Raises TypeError as ``leaves``."""
     check(state)
-    return _plain(state)
-
-
-def _plain(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {key: _plain(value) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return tuple(map(_plain, state)) if isinstance(state, tuple) else list(map(_plain, state))
-    return state
+    return _mapped(state, lambda leaf: leaf)
 
 
 def to_device(state: Any, device: torch.device | str) -> Any:
-    """The same with copies of the tensors on ``device``."""
-    if isinstance(state, Tensor):  # a counter stays in the CPU's memory, where optimizers read it
-        return state.detach().to(device if state.ndim else state.device, copy=True)
+    """The same with copies of the tensors on ``device``; a counter stays where it is, in the memory of the CPU."""
+
+    def moved(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.detach().to(device if leaf.ndim else leaf.device, copy=True)
+
+    return _mapped(state, moved)
+
+
+def _mapped(state: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(state, dict):
-        return {key: to_device(value, device) for key, value in state.items()}
+        return {key: _mapped(value, change) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
-        moved = [to_device(value, device) for value in state]
-        return tuple(moved) if isinstance(state, tuple) else moved
-    return state
+        parts = [_mapped(value, change) for value in state]
+        return tuple(parts) if isinstance(state, tuple) else parts
+    return change(state)

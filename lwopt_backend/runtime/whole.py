@@ -18,8 +18,6 @@ from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.collectives import of_rule
 from lwopt_backend.runtime.state import OwnerState
 
-# Where this rank's pieces of weights, gradients and state lie.
-
 
 def owned_dtype(dtype: torch.dtype) -> torch.dtype:
     """In which an owner steps parameters of ``dtype``: fp32, if they are narrower, in masters; else their own."""

@@ -13,9 +13,7 @@ from typing import Literal
 
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buffers.step import Elements
-from lwopt_backend.plan.cost import CostModel, Machine, max_min_squared
-
-# What planning owned storage is given: parameters, and how to plan.
+from lwopt_backend.plan.cost import CostModel, Machine, max_min_squared, per_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +128,6 @@ class Stream:
         return running
 
 
-# A buffer as planned: which shard owns which matrix, in which bucket it travels, and what padding that costs.
-
-
 @dataclass(frozen=True, slots=True)
 class BufferPlan:
     """Matrices of one buffer over ``shards`` ranks, in model order.
@@ -181,15 +176,15 @@ class BufferPlan:
 
     def loads(self) -> list[int]:
         """Per shard, the cost of what it owns."""
-        return self._per_shard([atom.cost for atom in self.atoms])
+        return per_rank(self.owners, (atom.cost for atom in self.atoms), self.shards)
 
     def estimated_loads(self) -> list[int]:
         """Per shard, Megatron-Core's estimate of the cost of what it owns."""
-        return self._per_shard([max_min_squared(atom.shape) for atom in self.atoms])
+        return per_rank(self.owners, (max_min_squared(atom.shape) for atom in self.atoms), self.shards)
 
     def owned_numels(self) -> list[int]:
         """Per shard, the elements it owns."""
-        return self._per_shard([atom.numel for atom in self.atoms])
+        return per_rank(self.owners, (atom.numel for atom in self.atoms), self.shards)
 
     def bucket_loads(self) -> list[dict[int, int]]:
         """Per bucket, the cost of what each of its owners has there; a shard that owns nothing of it is left out."""
@@ -197,12 +192,6 @@ class BufferPlan:
         for atom, bucket, owner in zip(self.atoms, self.buckets, self.owners):
             table[bucket][owner] = table[bucket].get(owner, 0) + atom.cost
         return table
-
-    def _per_shard(self, amounts: Sequence[int]) -> list[int]:
-        sums = [0] * self.shards
-        for owner, amount in zip(self.owners, amounts):
-            sums[owner] += amount
-        return sums
 
     def problems(self) -> list[str]:
         """What is wrong with this plan, in sentences; an empty list for every plan that was built here."""

@@ -119,9 +119,6 @@ def cut_buckets(
     return buckets, loads, [told]
 
 
-# A plan on top of work that its ranks have anyway: dense matrices beside experts, whose owners are settled first.
-
-
 def on_top_of(plan: BufferPlan, base: Sequence[int]) -> BufferPlan:
     """``plan`` with owners such that the largest sum of a shard's ``base`` and its load is small; no more padding.
 

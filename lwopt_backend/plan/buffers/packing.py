@@ -20,8 +20,7 @@ from lwopt_backend.plan.buffers.placement import (
     place_costliest_first,
     whole_layers,
 )
-
-# Local search: relieve the costliest shard without making any bucket's shards larger.
+from lwopt_backend.plan.cost import per_rank
 
 WORK = 400_000  # comparisons in all; bounds the time, and is the same on every machine
 PARTNERS = 12  # the least loaded shards that the costliest one trades with
@@ -346,15 +345,9 @@ def _candidate(placement: Placement, atoms: Sequence[Atom], strategy: str) -> Ca
         tuple(reversed(bucket_of)),
         tuple(aligned_shard(height, shards) for height in placement.heights),
     )
-    loads = [0] * shards
-    estimates = [0] * shards
-    for owner, cost, estimate in zip(placement.owners, stream.costs, stream.estimates):
-        loads[owner] += cost
-        estimates[owner] += estimate
-    return Candidate(plan, plan.buffer_numel, max(loads), max(estimates), max(plan.bucket_numels))
+    load, estimate, _ = _largest(stream, placement.owners, shards)
+    return Candidate(plan, plan.buffer_numel, load, estimate, max(plan.bucket_numels))
 
-
-# Owners without padding: only the work has to be even, and after it the elements, which are optimizer state.
 
 NEAR = 1.01  # of the most even plan found; among those the one whose fullest shard holds least is taken
 
@@ -413,11 +406,8 @@ def _by_patterns(stream: Stream, weights: Sequence[int], shards: int) -> list[in
 
 def _largest(stream: Stream, owners: Sequence[int], shards: int) -> tuple[int, int, int]:
     """The largest cost, estimate and number of elements of a shard."""
-    sums = [[0] * shards for _ in range(3)]
-    for amounts, total in zip((stream.costs, stream.estimates, stream.numels), sums):
-        for owner, amount in zip(owners, amounts):
-            total[owner] += amount
-    cost, estimate, numel = map(max, sums)
+    measures = (stream.costs, stream.estimates, stream.numels)
+    cost, estimate, numel = (max(per_rank(owners, amounts, shards)) for amounts in measures)
     return cost, estimate, numel
 
 

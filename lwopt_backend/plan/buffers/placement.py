@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lwopt_backend.plan.buffers.layout import Stream
-
-# What a plan balances.
+from lwopt_backend.plan.cost import per_rank
 
 
 def balanced_measures(stream: Stream) -> dict[str, list[int]]:
@@ -385,9 +384,6 @@ def _joined(fine: Cuts, coarse: Cuts, buckets: int) -> Cuts:
     return fine
 
 
-# Which shard takes which matrix, for given buckets: filled bins dealt to shards, or matrices one by one.
-
-
 @dataclass
 class Placement:
     """Owners by position, being worked on. ``weights`` is what is balanced: a cost per position.
@@ -405,13 +401,8 @@ class Placement:
     @classmethod
     def of(cls, stream: Stream, cuts: Cuts, weights: Sequence[int], owners: list[int], shards: int) -> Placement:
         """The sums that belong to ``owners``."""
-        placement = cls(stream, cuts, weights, owners, [[0] * shards for _ in cuts[1:]], [0] * shards)
-        for bucket, (start, stop) in enumerate(zip(cuts, cuts[1:])):
-            filled = placement.filled[bucket]
-            for position in range(start, stop):
-                filled[owners[position]] += stream.numels[position]
-                placement.loads[owners[position]] += weights[position]
-        return placement
+        filled = [per_rank(owners[a:b], stream.numels[a:b], shards) for a, b in zip(cuts, cuts[1:])]
+        return cls(stream, cuts, weights, owners, filled, per_rank(owners, weights, shards))
 
     @property
     def heights(self) -> list[int]:
