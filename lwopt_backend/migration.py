@@ -11,8 +11,9 @@ from torch import Tensor
 
 from lwopt_backend.config.options import suggestion
 from lwopt_backend.config.registry import MATRIX_RULES, arguments, new_state
+from lwopt_backend.plan import TrainedParam
 from lwopt_backend.runtime.agreement import agree_in_all
-from lwopt_backend.runtime.state import StateStore, TrainedParam, checked, keeps_state, put
+from lwopt_backend.runtime.state import StateStore, checked, keeps_state, put
 
 __all__ = [
     "SOURCES",
@@ -169,10 +170,7 @@ def _select(store: StateStore, named: Named, strict: bool) -> dict[str, dict[str
                 )
     groups = store.groups
     taken = {n: _checked(param, groups[param.group], named[n]) for n, param in known.items() if n in named}
-    units: dict[int, list[TrainedParam]] = {}
-    for param in store.params:
-        units.setdefault(param.unit, []).append(param)
-    for unit in units.values():
+    for unit in store.units:
         _check_counters(unit, groups[unit[0].group], taken)
     return taken
 

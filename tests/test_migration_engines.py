@@ -357,7 +357,7 @@ def load_into_a_pipeline(precision: str) -> None:
         state = numbers_for(shapes, lambda name: name.endswith(pipelines.MATRICES))
         assert migration.load_named_state(engine, state) == []
         binding = engine.basic_optimizer._binding
-        names = [spec.name for plan in binding.plans for spec in plan.specs]
+        names = [param.name for plan in binding.plans for param in plan.params]
         saved = {
             names[place]: of_place for place, of_place in save_whole(binding, engine.basic_optimizer.state).items()
         }

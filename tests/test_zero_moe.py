@@ -203,8 +203,8 @@ def test_layers_of_different_expert_parallel_sizes_have_ranks_of_their_own() -> 
     with engine_for(settings_for(2), TwoSizes()) as engine:
         binding = engine.basic_optimizer._binding
         for unit, plan in zip(binding.units, binding.plans):
-            for spec in plan.specs:
-                layer = spec.name.partition(".")[0] + (".experts" if LOCAL in spec.name else "")
+            for param in plan.params:
+                layer = param.name.partition(".")[0] + (".experts" if LOCAL in param.name else "")
                 found[layer].add(tuple(dist.get_process_group_ranks(unit.ranks.group)))
         assert set(deepspeed_groups._get_expert_data_parallel_group_dict()) >= {"ep_size_2", "ep_size_4"}
     rank, everybody = dist.get_rank(), {(0, 1, 2, 3)}

@@ -178,7 +178,7 @@ def test_every_stage_has_the_bits_of_torch_muon_given_the_same_gradients_and_res
     engine = beside(model, settings).train_and_resume(lambda: engine_for(settings, pipeline(MODELS[model])), tmp_path)
     plans = [plan for plan in engine.basic_optimizer._binding.plans if plan.matrices is not None]
     block = 1 if dist.get_rank() < DATA_PARALLEL else 2
-    assert [spec.name for plan in plans for spec in plan.specs] == [f"{block}.{name}" for name in MATRICES]
+    assert [param.name for plan in plans for param in plan.params] == [f"{block}.{name}" for name in MATRICES]
     assert all(plan.matrices.buckets for plan in plans), "some matrix must travel"
 
 

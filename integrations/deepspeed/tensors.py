@@ -13,11 +13,11 @@ from torch import Tensor
 from lwopt_backend.checkpoint.contents import MASTER
 from lwopt_backend.config.registry import new_state
 from lwopt_backend.integrations.deepspeed.zero import Kept, check_key, kept_states
-from lwopt_backend.routing.grouping import Grouping
+from lwopt_backend.routing.grouping import Grouping, Member
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.buckets import BucketBuffers
 from lwopt_backend.runtime.state import CHECKPOINT_KEY
-from lwopt_backend.storage.owned import Member, OwnedCore
+from lwopt_backend.storage.owned import OwnedCore
 from lwopt_backend.storage.owned_state import gathered, state_pieces
 
 # ``deepspeed.utils.safe_get_full_fp32_param`` and its kin on owned storage.

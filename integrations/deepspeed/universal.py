@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +24,10 @@ from lwopt_backend.config.param_groups import of_another_optimizer
 from lwopt_backend.config.registry import MATRIX_RULES, arguments, new_state
 from lwopt_backend.integrations.deepspeed.checkpoints import Check, guard_loading
 from lwopt_backend.integrations.deepspeed.universal_groups import ALONE, Group, check_scheduler, options_of
+from lwopt_backend.plan import TrainedParam
 from lwopt_backend.runtime.agreement import agree_in_all, check_in_all
 from lwopt_backend.runtime.collectives import Collectives
-from lwopt_backend.runtime.state import OwnerStates, StateStore, TrainedParam, Whole, keeps_state, put
+from lwopt_backend.runtime.state import OwnerStates, StateStore, Whole, keeps_state, put
 
 # What of a universal checkpoint goes into an engine of any storage: decided, and checked, before any of it does.
 #
@@ -73,8 +73,8 @@ def choose(
     notes: list[str] = []
     if with_state:
         members: list[dict[str, Param]] = [{} for _ in groups]
-        for _, unit in itertools.groupby(store.params, key=lambda param: param.unit):
-            notes += _check_states(folder, checkpoint, list(unit), groups, params)
+        for unit in store.units:
+            notes += _check_states(folder, checkpoint, unit, groups, params)
         for param in store.params:
             members[param.group][param.name] = params[param.name]
         options, more = options_of(folder, checkpoint, groups, members)

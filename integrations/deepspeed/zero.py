@@ -23,17 +23,16 @@ from lwopt_backend.config.registry import MATRIX_RULES, new_state
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.integrations.deepspeed import pipeline as deepspeed_pipeline
 from lwopt_backend.integrations.deepspeed.refusals import reasons_to_refuse
-from lwopt_backend.plan import Replicas, machine_of
+from lwopt_backend.plan import Replicas, TrainedParam, machine_of
 from lwopt_backend.routing.grouping import Grouping, WatchedModel, group_parameters
 from lwopt_backend.routing.routing import Route, full_shape
 from lwopt_backend.runtime.agreement import agree_in_all, plan_digest
 from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
-from lwopt_backend.runtime.state import CHECKPOINT_KEY, OwnerStates, StatePiece, TrainedParam, brought_here
+from lwopt_backend.runtime.state import CHECKPOINT_KEY, OwnerStates, StatePiece, brought_here
 from lwopt_backend.storage.flat import (
     GroupPlan,
     GroupStepper,
     HostLayout,
-    Member,
     UnitStepper,
     members_digest,
     plan_group,
@@ -89,14 +88,14 @@ def check_as_planned(unit: Unit, number: int, plan: GroupPlan, flat: Tensor, sta
     assert not isinstance(plan.layout, Replicas)
     if flat.numel() != plan.layout.partition_numel:
         raise RuntimeError(f"{plan.rule}: planned {plan.layout.partition_numel} elements a rank, found {flat.numel()}")
-    for index, (spec, param) in enumerate(zip(plan.specs, unit.params)):
+    for index, (trained, param) in enumerate(zip(plan.params, unit.params)):
         planned = plan.layout.fragment(index, rank)
         if stage == 3:
             found = deepspeed_engine.stored_part(param, rank, number)
         else:
             found = deepspeed_engine.stored_fragment(param, rank)
         if planned != found:
-            raise RuntimeError(f"parameter {spec.name!r}: planned {planned}, but DeepSpeed stores {found}")
+            raise RuntimeError(f"parameter {trained.name!r}: planned {planned}, but DeepSpeed stores {found}")
 
 
 class ZeROStore:
@@ -113,11 +112,8 @@ class ZeROStore:
         self._stepped = stepped
         self.ranks: Sequence[Collectives] = binding.ranks
         self.groups = groups
-        self.params: Sequence[TrainedParam] = [
-            TrainedParam(spec.name, spec.shape, unit.group, plan.rule, blocks, number)
-            for number, (unit, plan) in enumerate(zip(binding.units, binding.plans))
-            for spec, blocks in zip(plan.specs, plan.blocks)
-        ]
+        self.units: Sequence[Sequence[TrainedParam]] = [plan.params for plan in binding.plans]
+        self.params: Sequence[TrainedParam] = [param for unit in self.units for param in unit]
         routes = () if binding.stage is None else binding.stage.all_routes
         self.elsewhere: Collection[str] = {route.name for route in routes}
         experts = any(groups[unit.group].get("moe") for unit in binding.units)
@@ -136,7 +132,7 @@ class ZeROStore:
         for plan, (stepper, _) in zip(self._binding.plans, self._stepped):
             if stepper.matrices is None:
                 continue
-            places = [(spec.name, place) for spec, of in zip(plan.specs, plan.blocks) for place in range(len(of))]
+            places = [(param.name, place) for param in plan.params for place in range(len(param.blocks))]
             kept = {atom: states.get(places[atom][0], {}).get(places[atom][1]) for atom in stepper.matrices.owned}
             stepper.matrices.owner_state.take(kept)
 
@@ -216,10 +212,10 @@ def save_matrices(binding: Binding, held: Mapping[str, dict[str, Any]] | None) -
     of them by name, if they keep anything: this rank's, which ``held`` is, or if parameters are replicated that of all
     ranks, on the first. Called on all ranks."""
     matrices = {
-        spec.name: [(block.of(spec.name), str(block)) for block in blocks]
+        param.name: [(block.of(param.name), str(block)) for block in param.blocks]
         for plan in binding.plans
-        for spec, blocks in zip(plan.specs, plan.blocks)
-        if blocks
+        for param in plan.params
+        if param.blocks
     }
     if held is None:
         return {MATRICES: matrices}
@@ -250,19 +246,19 @@ def load_whole(binding: Binding, saved: States) -> dict[Tensor, dict[str, Any]]:
     first = 0
     for unit, plan in zip(binding.units, binding.plans):
         of_unit = [saved.get(first + index, {}) for index in range(len(unit.params))]
-        _check_shapes(plan.specs, of_unit)
+        _check_shapes(plan.params, of_unit)
         if of_unit[0]:
             states[unit.params[0]] = take_part(plan, of_unit, unit.ranks.rank, binding.engine.device)
         first += len(unit.params)
     return states
 
 
-def _check_shapes(specs: Sequence[Any], states: Sequence[Mapping[str, Any]]) -> None:
-    for spec, state in zip(specs, states):
+def _check_shapes(params: Sequence[TrainedParam], states: Sequence[Mapping[str, Any]]) -> None:
+    for param, state in zip(params, states):
         for key, value in state.items():
-            if isinstance(value, Tensor) and value.ndim > 0 and value.numel() != spec.numel:
+            if isinstance(value, Tensor) and value.ndim > 0 and value.numel() != param.numel:
                 raise ValueError(
-                    f"parameter {spec.name!r} has shape {spec.shape}, the checkpoint's {key} {tuple(value.shape)}"
+                    f"parameter {param.name!r} has shape {param.shape}, the checkpoint's {key} {tuple(value.shape)}"
                 )
 
 
@@ -497,7 +493,7 @@ def _decide(
     found = units(engine, grouping.groups, of_groups)
     plans = []
     for unit in found:
-        members = [_member(p, grouping) for p in unit.params]
+        members = [grouping.member(grouping.names[id(param)], param, unit.group) for param in unit.params]
         plans.append(plan_group(grouping.groups[unit.group], members, unit.layout, config, machine))
     lines = [settings_lines(rules, config) for _ in ranks]
     for sharers, of_sharers in zip(ranks, lines):
@@ -505,9 +501,3 @@ def _decide(
     trained = [(grouping.names[id(param)], param) for group in grouping.groups for param in group["params"]]
     watched = WatchedModel(engine.module, trained, advice="call deepspeed.initialize after the last such change")
     return Binding(name, engine, grouping, list(ranks), found, plans, stage, watched), lines
-
-
-def _member(param: Tensor, grouping: Grouping) -> Member:
-    name = grouping.names[id(param)]
-    dtype, blocks = str(param.dtype).removeprefix("torch."), grouping.matrices_in(name)
-    return name, full_shape(param), dtype, name in grouping.transposed, blocks

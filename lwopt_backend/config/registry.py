@@ -24,6 +24,7 @@ from lwopt_backend.config.optimizer_classes import (
     try_matrix,
 )
 from lwopt_backend.config.options import BelowOne, NonNegative, Options, option, parse, suggestion
+from lwopt_backend.plan import Atom, TrainedParam
 from lwopt_backend.plan.cost import SECOND_MOMENT_FLOPS, gram_flops, shampoo_flops, soap_flops
 from lwopt_backend.routing.routing import Route
 from lwopt_backend.rules import AdaMuon, MatrixRule, Muon, NorMuon, OwnerStateRule, WeightRule
@@ -285,6 +286,13 @@ class Wire(TypedDict, total=False):
 def wire_of(rule: MatrixRule) -> Wire:
     """What plans must know of a rule's exchange: the bytes of an element, and the tensors that go to the owner."""
     return {"element_bytes": rule.exchange_dtype.itemsize, "tensors": 2 if isinstance(rule, WeightRule) else 1}
+
+
+def atoms_of(param: TrainedParam, group: Mapping[str, Any]) -> list[Atom]:
+    """The matrices in a parameter of a param group with its rule's costs; none of an element-wise one."""
+    return [
+        Atom(block.of(param.name), block.shape, cost_of(block.shape, group), param.transposed) for block in param.blocks
+    ]
 
 
 def cost_of(shape: Shape, group: Mapping[str, Any]) -> int:

@@ -4,7 +4,7 @@ Pure functions of names and shapes, standard library only. Every rank computes t
 nothing here reads a tensor, a process group or the clock.
 """
 
-from lwopt_backend.plan.atoms import Atom, ParamSpec
+from lwopt_backend.plan.atoms import Atom, TrainedParam
 from lwopt_backend.plan.cost import MACHINES, Machine, StepTime, machine_of
 from lwopt_backend.plan.exchange import Segment, Transfer
 from lwopt_backend.plan.layouts import FlatPartition, Fragment, Layout, ParameterPartition, Replicas
@@ -22,7 +22,7 @@ __all__ = [
     "MatrixPlan",
     "MeshLayout",
     "Ownership",
-    "ParamSpec",
+    "TrainedParam",
     "ParameterPartition",
     "Replicas",
     "Segment",

@@ -8,19 +8,23 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 
-@dataclass(frozen=True, slots=True)
-class ParamSpec:
-    """One trainable parameter as every rank sees it.
+@dataclass(frozen=True)
+class TrainedParam:
+    """A trained parameter, as every rank sees it.
 
-    ``rule`` is a name in the registry (``"muon"``, ``"adamw"``); ``dtype`` is the model's, e.g. ``"bfloat16"``.
-    ``transposed`` as in ``Atom``.
+    ``shape`` is that of the whole parameter, ``dtype`` the model's, e.g. ``"bfloat16"``. ``rule`` is a name in the
+    registry (``"muon"``, ``"adamw"``), ``group`` the number of its param group. ``transposed`` as in ``Atom``; a
+    ``tied`` one has several uses. ``blocks`` are the matrices in it; an element-wise one has none.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     rule: str
+    group: int = 0
     transposed: bool = False
+    tied: bool = False
+    blocks: tuple[Block, ...] = ()
 
     @property
     def numel(self) -> int:

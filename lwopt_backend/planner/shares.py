@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 
 from lwopt_backend.config.hosts import FSDP2Config, OwnedConfig, ZeROConfig
-from lwopt_backend.config.registry import MATRIX_RULES, build_matrix_rules
+from lwopt_backend.config.registry import MATRIX_RULES, atoms_of, build_matrix_rules
 from lwopt_backend.plan import MACHINES, FlatPartition, ParameterPartition, Sharding
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buffers.owned import OwnedPlan
@@ -19,11 +19,9 @@ from lwopt_backend.plan.cost import StepTime, gather_seconds
 from lwopt_backend.plan.owners import MatrixPlan
 from lwopt_backend.planner.part import Collective, Elementwise, Part, Placed, Planned, RankMemory, workspace
 from lwopt_backend.planner.setting import Setting, Share
+from lwopt_backend.routing.grouping import Member
 from lwopt_backend.storage.flat import GroupPlan, plan_group, unit_layouts
-from lwopt_backend.storage.flat import Member as ZeROMember
-from lwopt_backend.storage.mesh import Member as MeshMember
-from lwopt_backend.storage.mesh import MeshPlan, by_wire, mesh_state_nbytes, plan_mesh
-from lwopt_backend.storage.owned import Member as OwnedMember
+from lwopt_backend.storage.mesh import MeshMember, MeshPlan, by_wire, mesh_state_nbytes, plan_mesh
 from lwopt_backend.storage.owned import members_of, plan_lines, plan_members
 from lwopt_backend.storage.owned_memory import rank_memories
 
@@ -121,8 +119,7 @@ def plan_zero_share(name: str, shared: Share, ranks: int, setting: Setting) -> P
     config, stage = setting.config, int(setting.engine[-1])
     assert isinstance(config, ZeROConfig)
     plans, grouping = [], shared.grouping
-    shapes = {route.name: route.shape for route in grouping.routes}
-    for group in grouping.groups:
+    for number, group in enumerate(grouping.groups):
         layouts = unit_layouts(
             [param.numel() for param in group["params"]],
             ranks,
@@ -130,10 +127,7 @@ def plan_zero_share(name: str, shared: Share, ranks: int, setting: Setting) -> P
             is_matrix=group["rule"] in MATRIX_RULES,
             sub_group_size=setting.sub_group_size,
         )
-        members: list[ZeROMember] = []
-        for param in group["params"]:
-            own, dtype = grouping.names[id(param)], str(param.dtype).removeprefix("torch.")
-            members.append((own, shapes[own], dtype, own in grouping.transposed, grouping.matrices_in(own)))
+        members = [grouping.member(grouping.names[id(param)], param, number) for param in group["params"]]
         plans += [plan_group(group, members[part], layout, config, setting.plans_for) for part, layout in layouts]
     matrices = [plan for plan in plans if plan.matrices is not None]
     rest = [plan for plan in plans if plan.matrices is None]
@@ -166,7 +160,7 @@ def plan_zero_share(name: str, shared: Share, ranks: int, setting: Setting) -> P
 
 
 def _zero_numel(plan: GroupPlan) -> int:
-    return sum(spec.numel for spec in plan.specs)
+    return sum(param.numel for param in plan.params)
 
 
 def _stored(plan: GroupPlan) -> int:
@@ -251,7 +245,7 @@ def _wide(config: OwnedConfig) -> torch.dtype | None:
     return torch.float32 if config.grad_dtype == "float32" else None
 
 
-def _part(name: str, plan: OwnedPlan, members: Sequence[OwnedMember], shared: Share, setting: Setting) -> Part:
+def _part(name: str, plan: OwnedPlan, members: Sequence[Member], shared: Share, setting: Setting) -> Part:
     """The figures of a plan's matrix buckets."""
     config = setting.config
     assert isinstance(config, OwnedConfig)
@@ -274,7 +268,7 @@ def _part(name: str, plan: OwnedPlan, members: Sequence[OwnedMember], shared: Sh
     )
 
 
-def _owned_placed(plan: OwnedPlan, members: Sequence[OwnedMember], shared: Share, setting: Setting) -> Placed:
+def _owned_placed(plan: OwnedPlan, members: Sequence[Member], shared: Share, setting: Setting) -> Placed:
     """Every matrix, in the model's order, at the rank whose part of the buffer it lies in."""
     found: dict[int, list[tuple[Atom, int, int]]] = {}
     groups = shared.grouping.groups
@@ -284,7 +278,7 @@ def _owned_placed(plan: OwnedPlan, members: Sequence[OwnedMember], shared: Share
                 member = members[piece.param]
                 found.setdefault(piece.param, []).extend(
                     (atom, rank, number)
-                    for atom, block in zip(member.atoms(groups[member.group]), member.blocks)
+                    for atom, block in zip(atoms_of(member, groups[member.group]), member.blocks)
                     if piece.start <= block.flat(0) < piece.stop
                 )
     rows = [row for param in sorted(found) for row in found[param]]
@@ -297,9 +291,7 @@ def _owned_placed(plan: OwnedPlan, members: Sequence[OwnedMember], shared: Share
     )
 
 
-def _owned_memory(
-    plan: OwnedPlan, members: Sequence[OwnedMember], shared: Share, config: OwnedConfig
-) -> list[RankMemory]:
+def _owned_memory(plan: OwnedPlan, members: Sequence[Member], shared: Share, config: OwnedConfig) -> list[RankMemory]:
     """Per rank of an instance, what ``memory_report`` says of the plan's buckets."""
     groups, keep_full = shared.grouping.groups, config.keep_full_grads
     held = rank_memories(plan, members, groups, grad_dtype=_wide(config), keep_full=keep_full)
@@ -386,11 +378,8 @@ def _members(shared: Share, ranks: int) -> list[MeshMember]:
         param = params.get(route.name)
         if param is None:
             continue
-        number = group_of[id(param)]
-        sharding = Sharding(tuple(param.shape), (ranks,), (0,), (False,))
-        transposed, blocks = route.name in grouping.transposed, grouping.matrices_in(route.name)
-        rule = grouping.groups[number]["rule"]
-        found.append(MeshMember(route.name, param, number, rule, sharding, transposed, blocks))
+        member = grouping.member(route.name, param, group_of[id(param)])
+        found.append(MeshMember(**vars(member), sharding=Sharding(member.shape, (ranks,), (0,), (False,))))
     return found
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from operator import is_
 from typing import Any
 
@@ -14,7 +15,7 @@ from lwopt_backend.config.choices import Rules
 from lwopt_backend.config.hosts import HostConfig
 from lwopt_backend.config.param_groups import check_overrides, split
 from lwopt_backend.config.registry import MATRIX_RULES
-from lwopt_backend.plan.atoms import Block
+from lwopt_backend.plan.atoms import Block, TrainedParam
 from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.routing.matrices import Divided, divide
 from lwopt_backend.routing.output_heads import output_heads
@@ -116,6 +117,13 @@ def _are(names: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
+class Member(TrainedParam):
+    """A trained parameter with its tensor on this rank."""
+
+    param: Tensor = field(kw_only=True)
+
+
+@dataclass(frozen=True)
 class Grouping:
     """``groups`` are param groups of one rule each; ``names`` gives a parameter's name by its id."""
 
@@ -135,7 +143,26 @@ class Grouping:
         """The matrices in a parameter; none in one that the matrix rule does not update."""
         return self.divided[name].blocks if name in self.divided else ()
 
-    @property
+    def member(self, name: str, param: Tensor, group: int) -> Member:
+        """The parameter of that name, which param group ``group`` trains."""
+        return Member(
+            name,
+            full_shape(param),
+            str(param.dtype).removeprefix("torch."),
+            self.groups[group]["rule"],
+            group,
+            name in self.transposed,
+            name in self.tied,
+            self.matrices_in(name),
+            param=param,
+        )
+
+    @cached_property
+    def tied(self) -> frozenset[str]:
+        """Names of the parameters that the model has several times."""
+        return frozenset(route.name for route in self.routes if route.aliases)
+
+    @cached_property
     def transposed(self) -> frozenset[str]:
         """Names of the matrices that are stored as (inputs, outputs)."""
         return frozenset(r.name for r in self.routes if r.kind == "matrix" and r.transposed)

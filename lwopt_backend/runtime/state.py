@@ -9,8 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lwopt_backend.plan import Atom, MatrixPlan, MeshLayout, Segment, Sharding
-from lwopt_backend.plan.atoms import Block
+from lwopt_backend.plan import Atom, MatrixPlan, MeshLayout, Segment, Sharding, TrainedParam
 from lwopt_backend.plan.layouts import View
 from lwopt_backend.plan.owners import Ownership, cut_buckets
 from lwopt_backend.rules import MatrixRule, OwnerStateRule, WeightRule
@@ -37,22 +36,6 @@ class Lazy(Protocol):
 
 Whole = Tensor | Lazy
 OwnerStates = Mapping[str, Mapping[int, Mapping[str, Any]]]  # by parameter, and by a matrix's place in it
-
-
-@dataclass(frozen=True, slots=True)
-class TrainedParam:
-    """A trained parameter by its name in checkpoints.
-
-    ``group`` is the number of its param group, ``blocks`` are the matrices in it; an element-wise one has none.
-    Parameters of one ``unit`` are stepped as one tensor, with one count of steps.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    group: int
-    rule: str
-    blocks: tuple[Block, ...]
-    unit: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +70,16 @@ class StateStore(Protocol):
 
     - ``ranks``: the groups of ranks that share parameters with this one.
     - ``groups``: the optimizer's param groups.
-    - ``params``: the parameters that this rank trains; ``elsewhere``: names of those that other ranks train.
+    - ``units``: the parameters that this rank trains; those of one unit are stepped as one tensor, with one count of
+      steps. ``params``: the same, in one list.
+    - ``elsewhere``: names of those that other ranks train.
     - ``ambiguous``: why one name may mean different parameters on different ranks; None if it may not.
     """
 
     ranks: Sequence[Collectives]
     groups: Sequence[dict[str, Any]]
     params: Sequence[TrainedParam]
+    units: Sequence[Sequence[TrainedParam]]
     elsewhere: Collection[str]
     ambiguous: str | None
 

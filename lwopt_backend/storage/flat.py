@@ -14,8 +14,8 @@ from lwopt_backend.config.param_groups import ElementwiseGroups
 from lwopt_backend.config.registry import (
     MATRIX_RULES,
     arguments,
+    atoms_of,
     build_matrix_rule,
-    cost_of,
     new_state,
     state_nbytes,
     wire_of,
@@ -26,12 +26,11 @@ from lwopt_backend.plan import (
     Machine,
     MatrixPlan,
     ParameterPartition,
-    ParamSpec,
     Replicas,
+    TrainedParam,
     plan_matrices,
     plan_spread,
 )
-from lwopt_backend.plan.atoms import Block
 from lwopt_backend.plan.layouts import SUB_GROUP_SIZE, BlockPartition, BlockReplicas, Partition, View, in_blocks
 from lwopt_backend.plan.owners import modelled_time
 from lwopt_backend.qk_clip import RowScaling
@@ -91,7 +90,6 @@ def _sub_groups(numels: Sequence[int], ranks: int, size: int) -> Iterator[slice]
 
 # Plans for what a host steps at a time: a param group, or the part of one that has a flat tensor of its own.
 
-Member = tuple[str, tuple[int, ...], str, bool, tuple[Block, ...]]  # name, shape, dtype, whether transposed, matrices
 HostLayout = FlatPartition | ParameterPartition | Replicas
 
 
@@ -103,12 +101,11 @@ class GroupPlan:
     """
 
     rule: str
-    specs: tuple[ParamSpec, ...]
+    params: tuple[TrainedParam, ...]
     layout: HostLayout
     options: tuple[str, ...]  # the rule's, a line to each
     matrices: MatrixPlan | None
     state_bytes: tuple[int, ...]  # of the state that each rank keeps
-    blocks: tuple[tuple[Block, ...], ...]  # the matrices in each parameter, in the order of the atoms
 
     def lines(self) -> list[str]:
         """What all ranks must have decided alike."""
@@ -116,7 +113,7 @@ class GroupPlan:
 
     def plan_lines(self) -> list[str]:
         """What the plan is: the same whatever rates and other options the rule has."""
-        return [*(spec.line() for spec in self.specs), *(self.matrices.lines() if self.matrices else [])]
+        return [*(param.line() for param in self.params), *(self.matrices.lines() if self.matrices else [])]
 
 
 def members_digest(plans: Sequence[GroupPlan]) -> str:
@@ -125,16 +122,16 @@ def members_digest(plans: Sequence[GroupPlan]) -> str:
     And which matrices are in them, where there are several: state that owners keep is by matrix.
     """
     lines = [
-        f"{spec.name} {spec.shape} {spec.rule}{'' if len(blocks) < 2 else list(map(str, blocks))}"
+        f"{param.name} {param.shape} {param.rule}{'' if len(param.blocks) < 2 else list(map(str, param.blocks))}"
         for plan in plans
-        for spec, blocks in zip(plan.specs, plan.blocks)
+        for param in plan.params
     ]
     return plan_digest(lines)
 
 
 def plan_group(
     group: Mapping[str, Any],
-    members: Sequence[Member],
+    members: Sequence[TrainedParam],
     layout: HostLayout,
     config: ZeROConfig,
     machine: Machine,
@@ -144,28 +141,15 @@ def plan_group(
     Raises ValueError for a policy that the layout leaves no room for.
     """
     rule = group["rule"]
-    specs = tuple(ParamSpec(name, shape, dtype, rule, transposed) for name, shape, dtype, transposed, _ in members)
     matrices = None
     if rule in MATRIX_RULES:
-        blocks = [blocks for *_, blocks in members]
-        atoms = [
-            Atom(block.of(spec.name), block.shape, cost_of(block.shape, group), spec.transposed)
-            for spec, of_param in zip(specs, blocks)
-            for block in of_param
-        ]
+        atoms = [atom for member in members for atom in atoms_of(member, group)]
+        blocks = [member.blocks for member in members]
         whole = all(len(of_param) == 1 for of_param in blocks)
         of_atoms = layout if whole else in_blocks(layout, blocks)
         matrices = _plan_atoms(atoms, of_atoms, build_matrix_rule(group, config), config, machine)
     options = tuple(setting(f"{rule}.{key}", value) for key, value in arguments(group).items())
-    return GroupPlan(
-        rule,
-        specs,
-        layout,
-        options,
-        matrices,
-        _state_bytes(group, layout, matrices),
-        tuple(blocks for *_, blocks in members),
-    )
+    return GroupPlan(rule, tuple(members), layout, options, matrices, _state_bytes(group, layout, matrices))
 
 
 def _plan_atoms(
@@ -246,8 +230,8 @@ class UnitStepper:
         """Apply the factors that were set for a step to the weights, and forget them."""
         for piece in self.pieces({}, 0):
             if piece.value is not None:
-                row_scaling.scale_range(self._plan.specs[piece.member].name, piece.value, piece.start)
-        row_scaling.forget(spec.name for spec in self._plan.specs)
+                row_scaling.scale_range(self._plan.params[piece.member].name, piece.value, piece.start)
+        row_scaling.forget(param.name for param in self._plan.params)
 
 
 class GroupStepper(UnitStepper):
@@ -264,7 +248,7 @@ class GroupStepper(UnitStepper):
 
     def pieces(self, state: Mapping[str, Tensor], first: int) -> Iterator[StatePiece]:
         """The fragment of every parameter; some are empty."""
-        for index in range(len(self._plan.specs)):
+        for index in range(len(self._plan.params)):
             held = self._plan.layout.fragment(index, self._collectives.rank)
             offset, start, numel = (held.offset, held.start, held.numel) if held is not None else (0, 0, 0)
             tensors = {key: t.narrow(0, offset, numel) if t.ndim else t for key, t in state.items()}

@@ -14,8 +14,8 @@ from lwopt_backend.runtime.bucket_manager import BucketManager
 from lwopt_backend.runtime.buckets import BucketBuffers, Sharers
 from lwopt_backend.runtime.collectives import NORM, Collectives, largest_of_all
 from lwopt_backend.storage.mesh import (
-    Member,
     Mesh,
+    MeshMember,
     MeshStepper,
     gradient,
     local,
@@ -187,7 +187,7 @@ def _place(stepper: MeshStepper) -> object:
     return _mesh(stepper).coordinates[stepper.collectives.rank]
 
 
-def _fingerprint(members: Sequence[Member]) -> float:
+def _fingerprint(members: Sequence[MeshMember]) -> float:
     parts = (local(member.param).double() for member in members)
     return float(sum((number + 1) * part.abs().sum() + part.sum() for number, part in enumerate(parts)))
 

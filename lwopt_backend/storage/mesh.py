@@ -19,12 +19,12 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from lwopt_backend.config import registry
 from lwopt_backend.config.hosts import FSDP2Config
 from lwopt_backend.config.linked_rates import NAME
-from lwopt_backend.config.registry import ELEMENTWISE_RULES, build_matrix_rules, cost_of, state_nbytes, wire_of
-from lwopt_backend.plan import Atom, MatrixPlan, MeshLayout, Sharding, plan_spread
+from lwopt_backend.config.registry import ELEMENTWISE_RULES, atoms_of, build_matrix_rules, state_nbytes, wire_of
+from lwopt_backend.plan import MatrixPlan, MeshLayout, Sharding, plan_spread
 from lwopt_backend.plan.atoms import Block
 from lwopt_backend.plan.mesh import Coordinate
 from lwopt_backend.qk_clip import RowScaling
-from lwopt_backend.routing.grouping import Grouping
+from lwopt_backend.routing.grouping import Grouping, Member
 from lwopt_backend.routing.models import as_module
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime.agreement import agree_in_all
@@ -218,17 +218,10 @@ def _ranges(ranks: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True)
-class Member:
-    """A trained parameter: its name, its param group's position and rule, how it lies over its mesh, whether it is
-    stored as (inputs, outputs), and the matrices in it."""
+class MeshMember(Member):
+    """A parameter that FSDP2 trains, and how it lies over its mesh."""
 
-    name: str
-    param: Tensor
-    group: int
-    rule: str
-    sharding: Sharding
-    transposed: bool
-    blocks: tuple[Block, ...] = ()
+    sharding: Sharding = field(kw_only=True)
 
     def line(self) -> str:
         """What ranks must have decided alike of it."""
@@ -240,7 +233,7 @@ class MeshPlan:
     """``members`` in the model's order, and how their matrices are updated. An atom is block ``places[atom]`` of member
     ``matrices[atom]``."""
 
-    members: tuple[Member, ...]
+    members: tuple[MeshMember, ...]
     matrices: tuple[int, ...]
     places: tuple[int, ...]
     plan: MatrixPlan
@@ -254,7 +247,7 @@ class MeshPlan:
 
 
 def plan_mesh(
-    members: Sequence[Member],
+    members: Sequence[MeshMember],
     groups: Sequence[Mapping[str, Any]],
     rules: Mapping[int, MatrixRule],
     config: FSDP2Config,
@@ -268,12 +261,10 @@ def plan_mesh(
     # Backward computes the last layers' gradients first, so these are sent first.
     pairs = [(i, place) for i in reversed(range(len(members))) for place in range(len(members[i].blocks))]
     found = [(members[i], members[i].blocks[place]) for i, place in pairs]
+    atoms = [atoms_of(member, groups[member.group]) for member in members]
     wire = wire_of(rules[found[0][0].group]) if found else {}
     plan = plan_spread(
-        [
-            Atom(block.of(m.name), block.shape, cost_of(block.shape, groups[m.group]), m.transposed)
-            for m, block in found
-        ],
+        [atoms[i][place] for i, place in pairs],
         MeshLayout(coordinates, tuple(sharding_in(m.sharding, block) for m, block in found)),
         exchange_layout=config.layout,
         bucket_matrices=config.bucket_matrices,
@@ -289,9 +280,9 @@ def sharding_in(sharding: Sharding, block: Block) -> Sharding:
     return sharding if block.is_everything and len(sharding.shape) == 2 else replace(sharding, block=block)
 
 
-def by_wire(members: Sequence[Member], rules: Mapping[int, MatrixRule]) -> list[list[Member]]:
+def by_wire(members: Sequence[MeshMember], rules: Mapping[int, MatrixRule]) -> list[list[MeshMember]]:
     """Matrices whose rules exchange alike; element-wise members are with the first of them."""
-    found: dict[tuple[object, ...], list[Member]] = {}
+    found: dict[tuple[object, ...], list[MeshMember]] = {}
     for member in members:
         if member.group in rules:
             found.setdefault(tuple(wire_of(rules[member.group]).values()), []).append(member)
@@ -310,7 +301,7 @@ def new_state(like: Tensor, group: Mapping[str, Any], config: FSDP2Config) -> di
 
 
 def mesh_state_nbytes(
-    members: Sequence[Member], groups: Sequence[Mapping[str, Any]], config: FSDP2Config, coordinate: Coordinate
+    members: Sequence[MeshMember], groups: Sequence[Mapping[str, Any]], config: FSDP2Config, coordinate: Coordinate
 ) -> int:
     """Bytes of the state that the rank at ``coordinate`` keeps."""
     found = 0
@@ -354,7 +345,7 @@ def bind(
 
     order = {name: position for position, name in enumerate(grouping.names.values())}
 
-    def decide() -> tuple[list[Member], list[list[str]]]:
+    def decide() -> tuple[list[MeshMember], list[list[str]]]:
         members = sorted(_members(groups, names, grouping), key=lambda member: order[member.name])
         return members, [[m.line() for m in members if mesh_of(m.param) == mesh] for mesh, _ in exchange]
 
@@ -391,7 +382,9 @@ def names_of(
     return [list(theirs) for theirs in names]
 
 
-def _members(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]], grouping: Grouping) -> list[Member]:
+def _members(
+    groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]], grouping: Grouping
+) -> list[MeshMember]:
     members = []
     for number, (group, group_names) in enumerate(zip(groups, names)):
         for name, param in zip(group_names, group["params"]):
@@ -404,7 +397,7 @@ def _members(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
             sharding = sharding_of(name, param)
             for block in blocks:
                 sharding_in(sharding, block).check(name)
-            members.append(Member(name, param, number, group["rule"], sharding, name in grouping.transposed, blocks))
+            members.append(MeshMember(**vars(grouping.member(name, param, number)), sharding=sharding))
     return members
 
 
@@ -425,7 +418,7 @@ class MeshStepper:
         self,
         mesh: Mesh | None,
         collectives: Collectives,
-        members: Sequence[Member],
+        members: Sequence[MeshMember],
         groups: Sequence[Mapping[str, Any]],
         rules: Mapping[int, MatrixRule],
         config: FSDP2Config,
@@ -479,7 +472,7 @@ class Shards(Storage):
     """This rank's pieces of the matrices, looked up once a step."""
 
     def __init__(
-        self, members: Sequence[Member], blocks: Sequence[Block], coordinate: Coordinate, states: States
+        self, members: Sequence[MeshMember], blocks: Sequence[Block], coordinate: Coordinate, states: States
     ) -> None:
         super().__init__()
         self._members = members
@@ -500,7 +493,7 @@ class Shards(Storage):
         return slices_of([local_views(tensor, block, sharding.shape, box) for tensor in tensors], whole.state)
 
 
-def piece(member: Member, state: Mapping[str, Any]) -> Slices:
+def piece(member: MeshMember, state: Mapping[str, Any]) -> Slices:
     """This rank's part of the parameter, its gradient in the state's dtype (zero where it is missing), and its state.
 
     Raises TypeError for a gradient that is not a dense tensor.

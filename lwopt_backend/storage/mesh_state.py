@@ -12,13 +12,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lwopt_backend.config import linked_rates
 from lwopt_backend.config.param_groups import of_another_optimizer
+from lwopt_backend.plan import TrainedParam
 from lwopt_backend.plan.atoms import matrices_of
 from lwopt_backend.plan.layouts import View
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.collectives import Collectives
-from lwopt_backend.runtime.state import MATRICES, Key, OwnerShards, StatePiece, TrainedParam, owner_key, part_of
-from lwopt_backend.storage.mesh import Member, MeshStepper, describe, local, placed
+from lwopt_backend.runtime.state import MATRICES, Key, OwnerShards, StatePiece, owner_key, part_of
+from lwopt_backend.storage.mesh import MeshMember, MeshStepper, describe, local, placed
 
 
 class MeshStore:
@@ -31,7 +32,7 @@ class MeshStore:
 
     def __init__(
         self,
-        members: Sequence[Member],
+        members: Sequence[MeshMember],
         groups: Sequence[dict[str, Any]],
         states: Mapping[Tensor, Mapping[str, Any]],
         ranks: Sequence[Collectives],
@@ -40,10 +41,8 @@ class MeshStore:
         self._held = [(member.param, states[member.param]) for member in members]
         self.ranks = ranks
         self.groups = groups
-        self.params: Sequence[TrainedParam] = [
-            TrainedParam(m.name, tuple(m.param.shape), m.group, m.rule, m.blocks, number)
-            for number, m in enumerate(members)
-        ]
+        self.params: Sequence[TrainedParam] = members
+        self.units: Sequence[Sequence[TrainedParam]] = [[member] for member in members]
         self.ambiguous = "ranks have different parameters (experts) under the same names" if different else None
 
     def pieces(self) -> list[StatePiece]:

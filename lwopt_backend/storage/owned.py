@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from lwopt_backend.config.hosts import HostConfig
 from lwopt_backend.config.param_groups import ElementwiseGroups
-from lwopt_backend.config.registry import MATRIX_RULES, build_matrix_rules, cost_of, new_state
+from lwopt_backend.config.registry import MATRIX_RULES, atoms_of, build_matrix_rules, new_state
 from lwopt_backend.plan import Atom, Machine, machine_of
-from lwopt_backend.plan.atoms import Block, end_to_end
+from lwopt_backend.plan.atoms import end_to_end
 from lwopt_backend.plan.buffers.layout import Bucket, OwnedParam, Setting
 from lwopt_backend.plan.buffers.owned import OwnedPlan, plan_owned
 from lwopt_backend.plan.buffers.step import Elements
 from lwopt_backend.plan.cost import COSTS
 from lwopt_backend.plan.layouts import View, range_views
 from lwopt_backend.qk_clip import RowScaling
-from lwopt_backend.routing.grouping import Grouping
+from lwopt_backend.routing.grouping import Grouping, Member
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.runtime.agreement import agree, agree_in_all, plan_digest
 from lwopt_backend.runtime.bucket_manager import BucketManager
@@ -53,47 +53,14 @@ def share(everyone: PartCollectives, plan: OwnedPlan, divisor: float) -> Sharers
 BUS_MULTIPLE = 2**16  # elements; NCCL reaches its full bus bandwidth on multiples of it
 
 
-@dataclass(frozen=True)
-class Member:
-    """One trained parameter. ``group`` is the number of its param group, ``blocks`` are the matrices in it."""
-
-    name: str
-    param: Tensor
-    group: int
-    rule: str
-    transposed: bool
-    tied: bool
-    blocks: tuple[Block, ...] = ()
-
-    @property
-    def is_matrix(self) -> bool:
-        return self.rule in MATRIX_RULES
-
-    @property
-    def dtype(self) -> str:
-        return str(self.param.dtype).removeprefix("torch.")
-
-    def atoms(self, group: Mapping[str, Any]) -> list[Atom]:
-        """The parameter's matrices; none of an element-wise one."""
-        return [
-            Atom(block.of(self.name), block.shape, cost_of(block.shape, group), self.transposed)
-            for block in self.blocks
-        ]
-
-
 def members_of(grouping: Grouping) -> list[Member]:
     """All trained parameters in the model's order."""
-    tied = {route.name for route in grouping.routes if route.aliases}
     found = {
-        grouping.names[id(param)]: (param, number, group["rule"])
+        grouping.names[id(param)]: (param, number)
         for number, group in enumerate(grouping.groups)
         for param in group["params"]
     }
-    order = [route.name for route in grouping.routes if route.name in found]
-    return [
-        Member(name, *found[name], name in grouping.transposed, name in tied, grouping.matrices_in(name))
-        for name in order
-    ]
+    return [grouping.member(route.name, *found[route.name]) for route in grouping.routes if route.name in found]
 
 
 def plan_members(
@@ -132,7 +99,7 @@ def plan_members(
 
 def _owned_param(member: Member, group: Mapping[str, Any]) -> OwnedParam:
     """A parameter stays in one piece, to be a view; it may be cut where its matrices lie one after the other."""
-    atoms = member.atoms(group)
+    atoms = atoms_of(member, group)
     whole = None
     if atoms:
         rows = max(1, member.param.shape[0])
@@ -144,7 +111,7 @@ def _owned_param(member: Member, group: Mapping[str, Any]) -> OwnedParam:
 
 def plan_lines(members: Sequence[Member], plan: OwnedPlan) -> list[str]:
     """What all ranks that share these members must have decided alike."""
-    shapes = [f"{m.name} {tuple(m.param.shape)} {m.dtype} {m.rule} group {m.group}" for m in members]
+    shapes = [f"{m.name} {m.shape} {m.dtype} {m.rule} group {m.group}" for m in members]
     return [*shapes, *plan.lines()]
 
 
@@ -183,7 +150,7 @@ class OwnedStepper:
         self._atoms_of: dict[int, dict[int, int]] = {}  # of every member's matrices that are ours, by their place in it
         for number, member in enumerate(members):
             self._atoms_of[number] = {}
-            for place, (atom, block) in enumerate(zip(member.atoms(groups[member.group]), member.blocks)):
+            for place, (atom, block) in enumerate(zip(atoms_of(member, groups[member.group]), member.blocks)):
                 piece = mine.get(number)
                 if piece is not None and piece.start <= block.flat(0) < piece.stop:
                     self._atoms_of[number][place] = len(self._atoms)
@@ -285,7 +252,7 @@ class OwnedStepper:
         self._whole.step(matrices, rules, _Pieces(stepped, self._places))
         by_group: dict[int, list[Slices]] = {}
         for number, slices in stepped.items():
-            if not self._members[number].is_matrix:
+            if self._members[number].rule not in MATRIX_RULES:
                 by_group.setdefault(self._members[number].group, []).append(slices)
         for number, parts in by_group.items():
             self._elementwise.step(number, groups[number], parts)

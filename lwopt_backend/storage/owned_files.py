@@ -101,7 +101,7 @@ def shards_of(core: OwnedCore, groups: Groups, prefix: tuple[str, ...] = ()) -> 
             for state, lazy in states_of(key, kept, matrices_of(core, piece.member)):
                 shards.tensors[(*place, state)] = one_box(lazy)
         for number, (group, values) in enumerate(options.items()):
-            params = [name for name, param in names.params.items() if param.group == group]
+            params = [name for name, key in names.groups.items() if key == group]
             for option, value in {**values, "params": params}.items():
                 shards.objects[(*prefix, OPTIMIZER, "param_groups", number, option)] = value
 
@@ -348,10 +348,10 @@ def _options_for(core: OwnedCore, groups: Groups, names: Names, saved: Saved) ->
     for number, member in enumerate(core.members):
         theirs[member.group].add(saved.group_of[names.keys[number]])
     ours: dict[int, set[str]] = {}
-    for key, param in names.params.items():
-        ours.setdefault(saved.group_of[key], set()).add(param.group)
+    for key, group in names.groups.items():
+        ours.setdefault(saved.group_of[key], set()).add(group)
     for number, found in theirs.items():
-        parts = {part for group in found for part in ours[group]}
+        parts = {part for saved_group in found for part in ours[saved_group]}
         if len(found) > 1 or parts != {core.group_keys[number]}:
             said = [f"{group}.{saved.groups[group].get('rule')}" for group in sorted(found)]
             raise ValueError(

@@ -12,9 +12,10 @@ from lwopt_backend.config.hosts import OwnedConfig
 from lwopt_backend.config.registry import state_nbytes
 from lwopt_backend.plan.buffers.layout import Bucket, Piece
 from lwopt_backend.plan.buffers.owned import OwnedPlan
+from lwopt_backend.routing.grouping import Member
 from lwopt_backend.runtime.buckets import all_reduce_nbytes
 from lwopt_backend.runtime.whole import owned_dtype
-from lwopt_backend.storage.owned import Holdings, Member, OwnedCore
+from lwopt_backend.storage.owned import Holdings, OwnedCore
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,13 +17,14 @@ from lwopt_backend.checkpoint.contents import MASTER
 from lwopt_backend.config import linked_rates
 from lwopt_backend.config.param_groups import of_another_optimizer
 from lwopt_backend.config.registry import new_state
+from lwopt_backend.plan import TrainedParam
 from lwopt_backend.plan.atoms import matrices_of as matrices_by_shape
 from lwopt_backend.plan.layouts import View, boxes_of
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.agreement import agree
 from lwopt_backend.runtime.buckets import BucketBuffers
 from lwopt_backend.runtime.collectives import Collectives
-from lwopt_backend.runtime.state import MATRICES, STRUCTURE, OwnerStates, StatePiece, TrainedParam, fill
+from lwopt_backend.runtime.state import MATRICES, STRUCTURE, OwnerStates, StatePiece, fill
 from lwopt_backend.storage.owned import OwnedCore
 
 DECIDED = frozenset({"params", "rule", "from_group"})  # keys of a param group that no checkpoint changes
@@ -71,10 +72,8 @@ class OwnedStore:
         self._core = core
         self.ranks: Sequence[Collectives] = [core.holdings[0].sharers.everyone]
         self.groups = groups
-        self.params: Sequence[TrainedParam] = [
-            TrainedParam(names.keys[number], tuple(m.param.shape), m.group, m.rule, m.blocks, number)
-            for number, m in enumerate(core.members)
-        ]
+        self.params: Sequence[TrainedParam] = [replace(m, name=names.keys[n]) for n, m in enumerate(core.members)]
+        self.units: Sequence[Sequence[TrainedParam]] = [[param] for param in self.params]
         self.elsewhere: Collection[str] = names.params.keys()
 
     def pieces(self) -> list[StatePiece]:
@@ -98,21 +97,12 @@ class OwnedStore:
 
 
 @dataclass(frozen=True)
-class KnownParam:
-    """One parameter. ``group`` is the key of its param group."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    rule: str
-    group: str
-
-
-@dataclass(frozen=True)
 class Names:
-    """``keys`` of this rank's members by number; ``params`` are those of all ranks."""
+    """``keys`` of this rank's members by number; ``params`` are those of all ranks, ``groups`` their groups' keys."""
 
     keys: Mapping[int, str]
-    params: Mapping[str, KnownParam]
+    params: Mapping[str, TrainedParam]
+    groups: Mapping[str, str]
 
 
 def names_of(core: OwnedCore, groups: Groups) -> Names:
@@ -130,20 +120,23 @@ def names_of(core: OwnedCore, groups: Groups) -> Names:
         for member in held.numbers:
             found = core.members[member]
             places[member] = (share, number, found.name)
-            group = core.group_keys[found.group]
             if held.sharers.everyone.rank == 0:
-                param = KnownParam(tuple(found.param.shape), found.dtype, found.rule, group)
-                mine.append((places[member], param))
+                param = TrainedParam(found.name, found.shape, found.dtype, found.rule)
+                mine.append((places[member], param, core.group_keys[found.group]))
     entries = [entry for of_rank in everyone.gather_objects(mine) for entry in of_rank]
     count: dict[str, int] = {}
-    for (_, _, name), _ in entries:
+    for (_, _, name), *_ in entries:
         count[name] = count.get(name, 0) + 1
 
     def key(place: tuple[int, int, str]) -> str:
         _, number, name = place
         return name if count[name] == 1 else f"{name} of expert set {number}"
 
-    return Names({m: key(place) for m, place in places.items()}, {key(place): param for place, param in entries})
+    return Names(
+        {m: key(place) for m, place in places.items()},
+        {key(place): param for place, param, _ in entries},
+        {key(place): group for place, _, group in entries},
+    )
 
 
 # ``state_dict`` and ``load_state_dict``: as torch's optimizers, with this rank's pieces in place of whole tensors.

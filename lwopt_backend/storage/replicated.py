@@ -28,7 +28,7 @@ from lwopt_backend.storage.flat import GroupPlan, UnitStepper
 
 def gather_whole(plan: GroupPlan, state: Mapping[str, Any], ranks: Collectives) -> list[dict[str, Any]] | None:
     """Every parameter's state, on the CPU, on the first of ``ranks``; None on the others. Called on all of them."""
-    whole: list[dict[str, Any]] = [{} for _ in plan.specs]
+    whole: list[dict[str, Any]] = [{} for _ in plan.params]
     for key, value in state.items():
         if not isinstance(value, Tensor) or value.ndim == 0:
             for of_param in whole:
@@ -39,8 +39,8 @@ def gather_whole(plan: GroupPlan, state: Mapping[str, Any], ranks: Collectives) 
         flats = ranks.gather_to_first(padded)
         if flats is None:
             continue
-        for spec, of_param in zip(plan.specs, whole):
-            of_param[key] = torch.empty(spec.shape, dtype=value.dtype)
+        for param, of_param in zip(plan.params, whole):
+            of_param[key] = torch.empty(param.shape, dtype=value.dtype)
         for rank, flat in enumerate(flats):
             for index, view, offset in _views(plan, rank):
                 part_of(whole[index][key], view).copy_(_part(flat, view, offset))
@@ -69,18 +69,18 @@ def _views(plan: GroupPlan, rank: int) -> Iterator[tuple[int, View, int]]:
     """What ``rank`` keeps state of: by a parameter's number, elements of it, and where their state begins."""
     if plan.matrices is None:
         assert isinstance(plan.layout, FlatPartition)
-        for index in range(len(plan.specs)):
+        for index in range(len(plan.params)):
             held = plan.layout.fragment(index, rank)
             if held is not None:
                 yield index, View.of_range(held.start, held.stop), held.offset
         return
     bases = owned_bases(plan, rank)
-    blocks = [(index, block) for index, of_param in enumerate(plan.blocks) for block in of_param]
+    blocks = [(index, block) for index, param in enumerate(plan.params) for block in param.blocks]
     for atom, (index, block) in enumerate(blocks):
         offset = bases.get(atom)
         if offset is None:
             continue
-        for view in range_views(block, 0, plan.specs[index].numel, 0):
+        for view in range_views(block, 0, plan.params[index].numel, 0):
             yield index, view, offset
             offset += math.prod(view.sizes)
 
@@ -138,7 +138,7 @@ class MatrixReplicas(ReplicatedStepper):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._places = [(param, block) for param, blocks in zip(self._params, self._plan.blocks) for block in blocks]
+        self._places = [(p, block) for p, param in zip(self._params, self._plan.params) for block in param.blocks]
         self._bases = owned_bases(self._plan, self._collectives.rank)
 
     def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
