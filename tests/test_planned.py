@@ -76,7 +76,9 @@ def under_deepspeed(stage: int, folder: str, dtype: str, options: dict[str, Any]
     settings["bf16"] = {"enabled": dtype == "bfloat16"}
     with engine_for(settings, model_in(folder, "float32")) as engine:
         optimizer = engine.basic_optimizer
-        masters = {} if options.get("storage") == "owned" else {"masters": nbytes(optimizer.prepared()[1])}
+        optimizer.state_store()  # makes the state
+        stored = None if options.get("storage") == "owned" else optimizer._binding.stored(optimizer.param_groups)
+        masters = {} if stored is None else {"masters": nbytes(stored)}
         return optimizer.plan_digest, {"state": state_of(optimizer), **masters}
 
 
