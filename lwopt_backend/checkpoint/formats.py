@@ -34,14 +34,15 @@ def find(path: Path, format: str = AUTO) -> str:
     if format != AUTO and format not in READERS:
         raise CheckpointError(f"unknown format {format!r}; {suggestion(format, (AUTO, *READERS))}")
     if not path.is_dir():
-        raise CheckpointError(f"{path} is {'no folder' if path.exists() else 'not there'}; give a checkpoint's folder")
-    found = format if format != AUTO else next((name for name in READERS if READERS[name].recognises(path)), None)
-    if found is None:
+        found = "no folder" if path.exists() else "not there"
+        raise CheckpointError(f"{path} is {found}; expected a checkpoint's folder")
+    kind = format if format != AUTO else next((name for name in READERS if READERS[name].recognises(path)), None)
+    if kind is None:
         known = "; ".join(f"{name} ({meaning})" for name, meaning in FORMATS.items())
         raise CheckpointError(f"{path} is no checkpoint that is known{_hint(path)}; known are {known}")
-    if found != "safetensors":
+    if kind != "safetensors":
         check_links(path)
-    return found
+    return kind
 
 
 def read(path: Path, format: str = AUTO) -> Checkpoint:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
@@ -151,11 +151,11 @@ def columns(rows: Sequence[tuple[str, str]]) -> Table:
     return grid
 
 
-def sentences(heading: str, found: Sequence[str]) -> Iterator[RenderableType]:
+def print_sentences(console: Console, heading: str, found: Sequence[str]) -> None:
     """A heading and a list under it, or nothing."""
     if found:
-        yield f"\n{heading}:"
-        yield columns([("  -", sentence) for sentence in found])
+        console.print(f"\n{heading}:")
+        console.print(columns([("  -", sentence) for sentence in found]))
 
 
 # ``lwopt convert``: a checkpoint of one system as one of another.
@@ -289,8 +289,7 @@ def _show_conversion(summary: Mapping[str, Any]) -> None:
     table.add_section()
     table.add_row("all", "", "", nbytes(before["size"]), "", nbytes(after["size"]))
     console.print(table)
-    for part in sentences("Notes", summary["notes"]):
-        console.print(part)
+    print_sentences(console, "Notes", summary["notes"])
     console.print(f"\nWritten to {after['path']}." if after["written"] else "\nNothing was written (--dry-run).")
 
 
@@ -374,8 +373,8 @@ def _show_contents(found: Mapping[str, Any], checked: bool) -> None:
     problems = found["problems"][:SHOWN]
     more = len(found["problems"]) - len(problems)
     problems += [f"and {more} more; --json has all of them"] * bool(more)
-    for part in (*sentences("Notes", found["notes"]), *sentences("Problems", problems)):
-        console.print(part)
+    print_sentences(console, "Notes", found["notes"])
+    print_sentences(console, "Problems", problems)
     if found["advice"]:
         console.print(f"\n{found['advice']}.")
     if checked and not found["problems"]:
@@ -497,7 +496,6 @@ def _show_differences(found: Mapping[str, Any], different: Sequence[Compared]) -
         console.print(table)
         if len(different) > SHOWN:
             console.print(f"and {len(different) - SHOWN} more; --json has all of them")
-    for part in sentences("Notes", found["notes"]):
-        console.print(part)
+    print_sentences(console, "Notes", found["notes"])
     count = f"{found['equal']:,} tensors and counters of {found['parameters']:,} parameters"
     console.print(f"\n{count} are equal, {len(different):,} differ.")

@@ -214,7 +214,7 @@ def _place(matrix: str, tensor: LazyTensor) -> int:
     if matrix and slice_number is None:
         raise CheckpointError(
             f"{tensor.where}: the owner of matrix {matrix!r} keeps state of a part of a fused parameter, and the "
-            "checkpoint does not tell which rows it is"
+            "checkpoint does not tell which rows it is; save it again where it was trained"
         )
     return int(slice_number[1]) if slice_number else 0
 
