@@ -416,9 +416,9 @@ def quarter(way: str, number: int) -> str:
 
 LONG_WAYS = {"uneven": UNEVEN, "square": SQUARE}
 LONG_WAYS |= {f"{name}, {number}": quarter(way, number) for name, way in LONG_WAYS.items() for number in range(5)}
-RULES_AND_WAYS = [("muon", "uneven"), ("soap", "square"), ("muon", "square")]
-OF_TORCH = [(rule, ways, "nested") for rule, ways in RULES_AND_WAYS]
-OF_TORCH += [(rule, f"{ways}, {n}", form) for rule, ways in RULES_AND_WAYS[:2] for n, form in enumerate(FORMS[1:])]
+RULES_AND_WAYS = [("muon", "uneven"), ("soap", "square")]
+OF_TORCH = [*((rule, ways, "nested") for rule, ways in RULES_AND_WAYS), ("muon", "square, 0", "nested")]
+OF_TORCH += [(rule, f"{ways}, {n}", form) for rule, ways in RULES_AND_WAYS for n, form in enumerate(FORMS[1:])]
 LONG_WAYS["short"] = "fsdp2 on 4 hybrid, fsdp2 on 3, fsdp2 on 1"
 FURTHER = zip(OWNER_RULES[1:] * 2, ("nested", "full", "flat full", "flat full", "nested", "full"))
 OF_TORCH += [(rule, "short", form) for rule, form in FURTHER]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -43,7 +42,7 @@ from lwopt_backend.routing.grouping import group_parameters
 from lwopt_backend.routing.routing import AtomSettings
 from lwopt_backend.rules import option
 from tests.cells import cells
-from tests.launcher import ROOT, run_on_cpu
+from tests.launcher import ROOT, run_script
 from tests.migration import rules_for
 from tests.models import UnevenLM, batch
 from tests.on_ranks import on_ranks
@@ -624,9 +623,11 @@ def test_shipped_configurations_train(request: pytest.FixtureRequest, path: Path
 def test_a_users_own_rule_runs_as_printed(tmp_path: Path) -> None:
     ((name, script),) = re.findall(r"^```python (\S+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     (tmp_path / name).write_text(script)
-    finished = run_on_cpu(f"{sys.executable} {name}", tmp_path)
-    assert finished.returncode == 0, finished.stdout
-    assert float(re.findall(r"loss (\d\.\d+)", finished.stdout)[0]) < 0.1
+    torch.manual_seed(0)
+    with mock.patch.dict(MATRIX_RULES):
+        code, printed = run_script([str(tmp_path / name)], {}, joined=True)
+    assert code == 0, printed
+    assert float(re.findall(r"loss (\d\.\d+)", printed)[0]) < 0.1
     rule = script[script.index("@dataclass") : script.index("\n\nmodel")]
     assert len([line for line in rule.splitlines() if line.strip()]) <= 20
 
