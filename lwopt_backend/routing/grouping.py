@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import is_
 from typing import Any
 
@@ -135,7 +136,7 @@ class Grouping:
         """The matrices in a parameter; none in one that the matrix rule does not update."""
         return self.divided[name].blocks if name in self.divided else ()
 
-    @property
+    @cached_property
     def transposed(self) -> frozenset[str]:
         """Names of the matrices that are stored as (inputs, outputs)."""
         return frozenset(r.name for r in self.routes if r.kind == "matrix" and r.transposed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,19 +15,17 @@ from lwopt_backend.runtime.collectives import EXCHANGE_BACK, EXCHANGE_OUT, PartC
 from lwopt_backend.runtime.whole import owned_dtype
 
 
+@dataclass(frozen=True, eq=False)
 class Sharers:
     """The ranks that share some parameters: ``instance`` owns them, ``replicas`` are this rank's likes elsewhere.
 
     ``everyone`` are the ranks of all instances. A mean gradient is the sum over ``divisor``.
     """
 
-    def __init__(
-        self, everyone: PartCollectives, instance: PartCollectives, replicas: PartCollectives | None, divisor: float
-    ) -> None:
-        self.everyone = everyone
-        self.instance = instance
-        self.replicas = replicas
-        self.divisor = divisor
+    everyone: PartCollectives
+    instance: PartCollectives
+    replicas: PartCollectives | None
+    divisor: float
 
 
 class Ledger:
