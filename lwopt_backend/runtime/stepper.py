@@ -75,7 +75,9 @@ class EarlyExchange:
         self._waiting = [set(bucket) for bucket in self._buckets]
 
     def touched(self, rules: Sequence[MatrixRule], storage: Storage, missing: set[int], device: torch.device) -> Tensor:
-        """Advance the state of what has left and compare: per bucket of the plan, 1 if it must be exchanged again.
+        """Advance the state of the buckets that have left, and compare what they carried with what the step would send.
+
+        Returns int32 flags of shape (buckets of the plan,), 1 where a bucket must be exchanged again.
 
         ``missing`` are atoms that have no gradient on this rank any more.
         """
