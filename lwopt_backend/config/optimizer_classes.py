@@ -54,24 +54,27 @@ class ElementwiseState:
         return {**state, **{key: torch.zeros_like(flat) for key in self.like}}
 
 
-_TRIED: dict[tuple[object, str], Any] = {}  # by the trial, and what it was made with
+def _trial(run: Callable[[str, Mapping[str, Any], str], T]) -> Callable[[str, Mapping[str, Any]], T]:
+    """``run`` of an optimizer's path and arguments, made once: on the CPU, or on the accelerator if only that works."""
+    found: dict[str, T] = {}
+
+    def once(path: str, arguments: Mapping[str, Any]) -> T:
+        key = f"{path} {sorted(arguments.items(), key=str)!r}"
+        if key not in found:
+            try:
+                found[key] = run(path, arguments, "cpu")
+            except ValueError:
+                if not torch.accelerator.is_available():
+                    raise
+                found[key] = run(path, arguments, str(torch.accelerator.current_accelerator()))
+        return found[key]
+
+    return once
 
 
-def _once(trial: Callable[[str, Mapping[str, Any], str], T], path: str, arguments: Mapping[str, Any]) -> T:
-    """What the trial finds out of a class with these arguments, made once. Raises ValueError as it does."""
-    key = trial, _key(path, arguments)
-    if key not in _TRIED:
-        _TRIED[key] = _on_some_device(lambda device: trial(path, arguments, device))
-    found: T = _TRIED[key]
-    return found
-
-
-def try_matrix(path: str, arguments: Mapping[str, Any]) -> None:
+@_trial
+def try_matrix(path: str, arguments: Mapping[str, Any], device: str) -> None:
     """Raises ValueError for an optimizer that cannot be the rule of matrices."""
-    _once(_try_matrix, path, arguments)
-
-
-def _try_matrix(path: str, arguments: Mapping[str, Any], device: str) -> None:
     value, grads = _numbers(device, 3, 2)
     whole, _, _ = _plain(path, arguments, value, grads)
     with _as_sentence(path):
@@ -86,16 +89,13 @@ def _try_matrix(path: str, arguments: Mapping[str, Any], device: str) -> None:
     _check_same(path, ours, whole)
 
 
-def elementwise_state(path: str, arguments: Mapping[str, Any]) -> ElementwiseState:
+@_trial
+def elementwise_state(path: str, arguments: Mapping[str, Any], device: str) -> ElementwiseState:
     """What an optimizer keeps of an element-wise parameter.
 
     Raises ValueError for an optimizer whose update of some elements depends on others, which ranks that hold parts of a
     parameter could not tell; for one whose fresh state is not zeros; and for one that would lose some of it.
     """
-    return _once(_found_out, path, arguments)
-
-
-def _found_out(path: str, arguments: Mapping[str, Any], device: str) -> ElementwiseState:
     value, grads = _numbers(device, 6)
     whole, state, counted = _plain(path, arguments, value, grads)
     halves = [_plain(path, arguments, value[i : i + 3], [grad[i : i + 3] for grad in grads])[0] for i in (0, 3)]
@@ -108,25 +108,21 @@ def _found_out(path: str, arguments: Mapping[str, Any], device: str) -> Elementw
     fused = bool(arguments.get("fused") or arguments.get("capturable"))
     found = replace(_form(path, state, counted, value), steps_on_device=fused)
     ours, kept = value.clone(), found.new(value)
-    first = None
+    values = []
     with _as_sentence(path), _seeded():
         for step, grad in enumerate(grads):
             stepper = ElementwiseStepper(class_named(path), found.counters)
             stepper.step(_arguments(arguments, step), [Slices(ours, grad.clone(), kept)])
-            first = ours.clone() if first is None else first
-    assert first is not None
-    if not _same(first, _plain(path, arguments, value, grads[:1])[0]):
+            values.append(ours.clone())
+    if not _same(values[0], _plain(path, arguments, value, grads[:1])[0]):
         raise ValueError(f"{path}: its state does not begin with zeros. {REGISTER}")
     _check_same(path, ours, whole)
     return found
 
 
-def try_cautious(path: str, arguments: Mapping[str, Any]) -> None:
+@_trial
+def try_cautious(path: str, arguments: Mapping[str, Any], device: str) -> None:
     """Raises ValueError for an optimizer whose update depends on the weight, though it has no decay."""
-    _once(_try_cautious, path, arguments)
-
-
-def _try_cautious(path: str, arguments: Mapping[str, Any], device: str) -> None:
     value, grads = _numbers(device, 6)
     moved = _plain(path, arguments, value, grads)[0] - value
     if not torch.allclose(moved, _plain(path, arguments, torch.zeros_like(value), grads)[0], rtol=1e-4, atol=1e-6):
@@ -188,16 +184,6 @@ def _numbers(device: str, *shape: int) -> tuple[Tensor, list[Tensor]]:
     return value.reshape(shape), [grad.reshape(shape) for grad in grads]
 
 
-def _on_some_device(trial: Callable[[str], T]) -> T:
-    """On the CPU; or, for what only runs there, on the accelerator."""
-    if torch.accelerator.is_available():
-        try:
-            return trial("cpu")
-        except ValueError:
-            return trial(str(torch.accelerator.current_accelerator()))
-    return trial("cpu")
-
-
 def _same(one: Tensor, other: Tensor) -> bool:
     """But for a last bit: DeepSpeed's CPUAdam multiplies powers up, and computes them anew after a checkpoint."""
     return torch.allclose(one, other, rtol=2e-6, atol=2e-7)
@@ -210,10 +196,6 @@ def _check_same(path: str, ours: Tensor, whole: Tensor) -> None:
             "keeps something outside of state[parameter] and of what it counts in its param group, or goes by other "
             "arguments than it is given; expected all of it there"
         )
-
-
-def _key(path: str, arguments: Mapping[str, Any]) -> str:
-    return f"{path} {sorted(arguments.items(), key=str)!r}"
 
 
 @contextmanager
@@ -279,7 +261,7 @@ def _is_optimizer(value: Any) -> TypeGuard[type[torch.optim.Optimizer]]:
 
 
 @functools.cache
-def options_model(path: str, *, with_class: bool, with_form: bool = False) -> type[Options]:
+def options_of_class(path: str, *, with_class: bool, with_form: bool = False) -> type[Options]:
     """The arguments of a class as an options model: names and defaults as in its signature.
 
     One with ``**kwargs`` takes those of its base class, too. Of one with weight decay it can be said how it decays.
@@ -310,24 +292,15 @@ def _parameters(cls: type) -> dict[str, inspect.Parameter]:
     return found
 
 
-def checked_model(
-    path: str, given: Mapping[str, Any], where: str, trial: Trial, *, with_class: bool, with_form: bool = False
-) -> type[Options]:
-    """``options_model``. Raises ValueError for arguments that the class itself refuses, or that fail in a ``trial``."""
-    try:
-        model = options_model(path, with_class=with_class, with_form=with_form)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}" if where else str(error)) from error
+def check_arguments(path: str, model: type[Options], given: Mapping[str, Any], trial: Trial) -> None:
+    """Raises ValueError for arguments that the class itself refuses, or that fail in a ``trial``."""
     named = {key: value for key, value in given.items() if key != "class"}
-    if where and set(named) <= set(model.model_fields):
-        defaults = {key: field.default for key, field in model.model_fields.items() if not field.is_required()}
-        try:
-            arguments = {key: value for key, value in named.items() if key != DECAY_FORM}
-            class_named(path)([nn.Parameter(torch.zeros(2, 2))], **arguments)
-        except Exception as error:
-            raise ValueError(f"{where}: {path} refuses these arguments: {error}") from error
-        try:
-            trial(path, {**defaults, **named})
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
-    return model
+    if not set(named) <= set(model.model_fields):
+        return  # the model tells which are unknown
+    defaults = {key: field.default for key, field in model.model_fields.items() if not field.is_required()}
+    try:
+        arguments = {key: value for key, value in named.items() if key != DECAY_FORM}
+        class_named(path)([nn.Parameter(torch.zeros(2, 2))], **arguments)
+    except Exception as error:
+        raise ValueError(f"{path} refuses these arguments: {error}") from error
+    trial(path, {**defaults, **named})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
 
 import torch
@@ -15,10 +14,12 @@ from torch import Tensor
 from lwopt_backend.config.hosts import HostConfig
 from lwopt_backend.config.optimizer_classes import (
     DECAY_FORM,
+    ElementwiseState,
     Trial,
-    checked_model,
+    check_arguments,
     class_named,
     elementwise_state,
+    options_of_class,
     path_of,
     try_cautious,
     try_matrix,
@@ -363,15 +364,14 @@ def _model(path: Path, trial: Trial, *, with_class: bool, with_form: bool = Fals
     def model(given: Mapping[str, Any], where: str) -> type[Options]:
         try:
             found = path(given)
+            options = options_of_class(found, with_class=with_class, with_form=with_form)
+            if where:
+                check_arguments(found, options, given, trial)
         except ValueError as error:
             raise ValueError(f"{where}: {error}" if where else str(error)) from error
-        return checked_model(found, given, where, trial, with_class=with_class, with_form=with_form)
+        return options
 
     return model
-
-
-def _rule(path: Path, **options: Any) -> TorchOptimizer:
-    return TorchOptimizer(class_named(path(options)), **optimizer_arguments(options))
 
 
 def _flops(shape: Shape, options: Mapping[str, Any]) -> int:
@@ -381,14 +381,6 @@ def _flops(shape: Shape, options: Mapping[str, Any]) -> int:
     if "preconditioning_compute_steps" in options:
         return shampoo_flops(shape, options["preconditioning_compute_steps"], max(shape))  # it has no largest side
     return shape[0] * shape[1]
-
-
-def _new_state(path: Path, flat: Tensor, options: Mapping[str, Any]) -> State:
-    return elementwise_state(path(options), optimizer_arguments(options)).new(flat)
-
-
-def _counters(path: Path, options: Mapping[str, Any]) -> Counters:
-    return elementwise_state(path(options), optimizer_arguments(options)).counters
 
 
 def _try_elementwise(path: str, options: Mapping[str, Any]) -> None:
@@ -408,17 +400,24 @@ def _always(path: str) -> Path:
 
 
 def _matrix(name: str, path: Path, source: str, work: str) -> None:
-    model = _model(path, try_matrix, with_class=name == ANY)
-    register_rule(name, partial(_rule, path), options=model, cost=_flops, work=work, source=source)
+    def rule(**options: Any) -> TorchOptimizer:
+        return TorchOptimizer(class_named(path(options)), **optimizer_arguments(options))
+
+    register_rule(
+        name, rule, options=_model(path, try_matrix, with_class=name == ANY), cost=_flops, work=work, source=source
+    )
 
 
 def _elementwise(name: str, path: Path, source: str) -> None:
+    def state(options: Mapping[str, Any]) -> ElementwiseState:
+        return elementwise_state(path(options), optimizer_arguments(options))
+
     register_elementwise(
         name,
         lambda options: class_named(path(options)),
         options=_model(path, _try_elementwise, with_class=name == ELEMENTWISE[ANY], with_form=True),
-        new_state=partial(_new_state, path),
-        counters=partial(_counters, path),
+        new_state=lambda flat, options: state(options).new(flat),
+        counters=lambda options: state(options).counters,
         source=source,
     )
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import math
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import matplotlib.style
@@ -162,40 +162,26 @@ def end_labels(axes: Axes, labels: Sequence[EndLabel]) -> None:
 
 
 def spread(heights: Sequence[float], gap: float) -> list[float]:
-    """Places for ascending ``heights`` in 0...1, at least ``gap`` apart, with the least squared distance to them.
+    """Places for ascending ``heights`` in 0...1, at least ``gap`` apart: pushed up, then down from the top.
 
-    Isotonic regression of ``heights[i] - i gap``: neighbours out of order are pooled at their mean. Where there is no
-    room for the gap it becomes smaller.
+    Where there is no room for the gap it becomes smaller.
     """
-    if not heights:
-        return []
     gap = min(gap, 1 / max(1, len(heights) - 1))
-    pools: list[tuple[float, int]] = []
-    for index, height in enumerate(heights):
-        pool = (height - index * gap, 1)
-        while pools and pools[-1][0] > pool[0]:
-            (mean, size), (other, others) = pool, pools.pop()
-            pool = ((mean * size + other * others) / (size + others), size + others)
-        pools.append(pool)
-    wanted = [mean for mean, size in pools for _ in range(size)]
-    highest = 1 - (len(heights) - 1) * gap
-    return [min(max(height, 0.0), highest) + index * gap for index, height in enumerate(wanted)]
+    places: list[float] = []
+    for height in heights:
+        places.append(max(height, places[-1] + gap if places else 0.0))
+    for above, index in enumerate(reversed(range(len(places)))):
+        places[index] = min(places[index], 1 - above * gap)
+    return places
 
 
 DPI = 140
 
 
 def png(figure: Figure) -> bytes:
-    """The figure on white."""
+    """The figure on white. Letters that the font lacks, in a name, become boxes, which is no reason to warn."""
     buffer = io.BytesIO()
-    with _saving():
-        figure.savefig(buffer, format="png", dpi=DPI)
-    return buffer.getvalue()
-
-
-@contextmanager
-def _saving() -> Iterator[None]:
-    """A name may hold letters that the font lacks; a PNG shows boxes for them, which is no reason to warn."""
     with look(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")
-        yield
+        figure.savefig(buffer, format="png", dpi=DPI)
+    return buffer.getvalue()

@@ -108,16 +108,11 @@ def _peak(memory: Mapping[str, int]) -> int:
     return sum(memory[kind] for kind in KINDS)
 
 
-def work_seconds(document: Mapping[str, Any]) -> list[float]:
-    """Modelled seconds of work per rank: the busiest one's are known, the others' are in proportion."""
-    loads = document["load_per_rank"]
-    return [document["seconds_parts"]["compute"] * load / max(1, *loads) for load in loads]
-
-
 def draw_load(axes: Axes, document: Mapping[str, Any]) -> None:
     """Work per rank in ms, with the mean and the maximum as lines."""
     order = rank_order(document)
-    seconds = work_seconds(document)
+    loads, busiest = document["load_per_rank"], document["seconds_parts"]["compute"]
+    seconds = [busiest * load / max(1, *loads) for load in loads]  # the others' in proportion to the busiest rank's
     unit = time_unit(max(seconds))
     draw_heights(axes, [seconds[rank] / unit.size for rank in order], WORK, "work")
     axes.set_ylim(0, 1.12 * max(seconds) / unit.size or 1)

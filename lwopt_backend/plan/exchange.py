@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -110,15 +111,20 @@ def to_fragments(
 
 def equal_split(bucket: Sequence[int], owners: Sequence[int], layout: Layout) -> int:
     """The most elements that any two ranks exchange: the length of all parts if they are to be equally long."""
-    alike: dict[tuple[Hashable, int], list[int]] = {}
+    alike: dict[Hashable, int] = {}  # of every kind one atom
+    owned: dict[int, Counter[Hashable]] = defaultdict(Counter)
     for atom in bucket:
-        alike.setdefault((layout.kind(atom), owners[atom]), []).append(atom)
-    exchanged: dict[tuple[int, int], int] = {}
-    for (_, owner), atoms in alike.items():
-        for part in layout.fragments(atoms[0]):
-            pair = owner, part.rank
-            exchanged[pair] = exchanged.get(pair, 0) + part.numel * len(atoms)
-    return max(exchanged.values())
+        kind = layout.kind(atom)
+        alike.setdefault(kind, atom)
+        owned[owners[atom]][kind] += 1
+    longest = 0
+    for counts in {frozenset(counts.items()) for counts in owned.values()}:  # owners of the same kinds receive the same
+        received: Counter[int] = Counter()
+        for kind, count in counts:
+            for part in layout.fragments(alike[kind]):
+                received[part.rank] += part.numel * count
+        longest = max(longest, *received.values())
+    return longest
 
 
 def _segment(atom: int, peer: int, part: Fragment) -> Segment:

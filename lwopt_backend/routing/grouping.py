@@ -199,12 +199,12 @@ def group_parameters(
         )
     check_overrides(rules, {r.name: r.kind == "matrix" for r in everywhere if r.kind != "frozen"})
     divided = divide(model, routes, AtomSettings.parse(config.atoms), elsewhere=elsewhere)
-    routes = [_told(r, divided.get(r.name)) for r in routes]
+    routes = [_with_matrices(r, divided.get(r.name)) for r in routes]
     return Grouping(routes, split(given, _are_matrices(routes, names), rules, names), names, divided)
 
 
-def _told(found: Route, matrices: Divided | None) -> Route:
-    """The route with what is in the parameter, where that is more than one matrix or less than plain."""
+def _with_matrices(found: Route, matrices: Divided | None) -> Route:
+    """The route with the parameter's matrices in its reason, unless it is a plain matrix or stack."""
     if matrices is None or matrices.is_plain:
         return found
     return replace(found, reason=f"{found.reason}: {matrices.reason}")

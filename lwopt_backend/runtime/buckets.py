@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,19 +15,17 @@ from lwopt_backend.runtime.collectives import EXCHANGE_BACK, EXCHANGE_OUT, PartC
 from lwopt_backend.runtime.whole import owned_dtype
 
 
+@dataclass(frozen=True, eq=False)
 class Sharers:
-    """The ranks that share some parameters: ``instance`` owns them, ``replicas`` are this rank's likes elsewhere.
+    """The ranks that share some parameters: ``instance`` owns them; ``replicas`` own this rank's part elsewhere.
 
     ``everyone`` are the ranks of all instances. A mean gradient is the sum over ``divisor``.
     """
 
-    def __init__(
-        self, everyone: PartCollectives, instance: PartCollectives, replicas: PartCollectives | None, divisor: float
-    ) -> None:
-        self.everyone = everyone
-        self.instance = instance
-        self.replicas = replicas
-        self.divisor = divisor
+    everyone: PartCollectives
+    instance: PartCollectives
+    replicas: PartCollectives | None
+    divisor: float
 
 
 class Ledger:
@@ -56,7 +55,7 @@ def all_reduce_nbytes(nbytes: int, ranks: int) -> int:
     return 2 * nbytes * (ranks - 1) // ranks
 
 
-# The two ways of a bucket's buffer: every rank's gradients to the owners of the parts, and the parts back to all.
+# The two collectives of a bucket: gradients are reduced to the owners of the parts, and the parts return to all ranks.
 #
 # Where parts travel from rank to rank (gloo), an owner adds them up itself, in rank order and in its own dtype: the sum
 # does not depend on the layout. Elsewhere (NCCL) a reduce-scatter and an all-gather do it, of equal parts where the
@@ -65,25 +64,23 @@ def all_reduce_nbytes(nbytes: int, ranks: int) -> int:
 WIDENED_NUMEL = 2**16  # elements that are widened at a time to be added
 
 
+@dataclass
 class PartsPending:
-    """A buffer under way. ``received[r]`` is what rank r has of this rank's part, or there is one, the sum.
+    """A buffer under way. ``received[r]`` is rank r's share of this rank's part; or there is one tensor, the sum.
 
     ``held`` are the ledger's tensors among them and beside them; until it is done the transport reads and writes there.
     ``label`` is for profiles.
     """
 
-    def __init__(
-        self, label: str, pending: Pending, received: Sequence[Tensor], held: Sequence[Tensor], ledger: Ledger | None
-    ) -> None:
-        self._label = label
-        self._pending = pending
-        self._received = received
-        self._held = held
-        self._ledger = ledger
+    label: str
+    pending: Pending
+    received: Sequence[Tensor]
+    held: Sequence[Tensor]
+    ledger: Ledger | None
 
     def wait(self) -> None:
-        with record_function(self._label):
-            self._pending.wait()
+        with record_function(self.label):
+            self.pending.wait()
 
     def sum(self, dtype: torch.dtype) -> Tensor:
         """Wait; this rank's part, summed over all ranks in their order, in a tensor of the ledger's for the caller.
@@ -91,17 +88,17 @@ class PartsPending:
         Where the dtype allows it that is one of the tensors that came: of the first two, whose sum is the same either
         way. One that only looks into a buffer is copied, it would keep all of it.
         """
-        assert self._ledger is not None
+        assert self.ledger is not None
         self.wait()
-        whole = [part for part in self._received[:2] if part.dtype == dtype and any(part is t for t in self._held)]
+        whole = [part for part in self.received[:2] if part.dtype == dtype and any(part is t for t in self.held)]
         if whole:
             total = whole[0]
-            others = [part for part in self._received if part is not total]
+            others = [part for part in self.received if part is not total]
         else:
-            first, *others = self._received
-            total = self._ledger.empty(first.numel(), dtype, first.device).copy_(first)
+            first, *others = self.received
+            total = self.ledger.empty(first.numel(), dtype, first.device).copy_(first)
         for other in others:
-            add(total, other, self._ledger)
+            add(total, other, self.ledger)
         self._free(total)
         return total
 
@@ -111,11 +108,11 @@ class PartsPending:
         self._free(None)
 
     def _free(self, kept: Tensor | None) -> None:
-        for tensor in self._held:
+        for tensor in self.held:
             if tensor is not kept:
-                assert self._ledger is not None
-                self._ledger.free(tensor)
-        self._received, self._held = (), ()
+                assert self.ledger is not None
+                self.ledger.free(tensor)
+        self.received, self.held = (), ()
 
 
 def add(total: Tensor, other: Tensor, ledger: Ledger) -> None:

@@ -333,7 +333,7 @@ def largest_of_all(collectives: Collectives, value: Tensor) -> Tensor:
 
 
 class Presence:
-    """Starts to agree when made, and is waited for only by who needs the others' word.
+    """Starts the exchange when made; waits for it only where another rank's flag is needed.
 
     A rank that has a gradient knows that it will be used; one that has not asks whether another has. So where all ranks
     have all gradients nobody waits. Made on all ranks of the group.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,7 +12,6 @@ from lwopt_backend.plan import MatrixPlan, Segment
 from lwopt_backend.rules import MatrixRule, WeightRule
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.exchange import Arrival, ways_back, ways_to_owners
-from lwopt_backend.runtime.state import OwnerState
 from lwopt_backend.runtime.whole import (
     Slices,
     Storage,
@@ -75,7 +75,9 @@ class EarlyExchange:
         self._waiting = [set(bucket) for bucket in self._buckets]
 
     def touched(self, rules: Sequence[MatrixRule], storage: Storage, missing: set[int], device: torch.device) -> Tensor:
-        """Advance the state of what has left and compare: per bucket of the plan, 1 if it must be exchanged again.
+        """Advance the state of the buckets that have left, and compare what they carried with what the step would send.
+
+        Returns int32 flags of shape (buckets of the plan,), 1 where a bucket must be exchanged again.
 
         ``missing`` are atoms that have no gradient on this rank any more.
         """
@@ -84,7 +86,7 @@ class EarlyExchange:
             if missing.intersection(self._buckets[bucket]):
                 flags[bucket] = 1
                 continue
-            copies = set(self._stepper.held(bucket))  # those that another rank sends
+            copies = set(self._stepper.held[bucket])  # those that another rank sends
             for segment, sent in arrival.sent():
                 copies.discard(segment.atom)
                 now = joined(directions_of(rules[segment.atom], storage.parts(segment.atom), advance=True))
@@ -150,6 +152,9 @@ class MatrixStepper:
     0 is one by one: the same bits as an unsharded optimizer, and faster on a CPU. Batching saves kernel launches on an
     accelerator. ``device`` is where matrices travel, wherever they are stored; ``rule_device`` is where the rule runs,
     by default the same.
+
+    ``owned`` are the atoms that this rank updates, ``owner_state`` is what it alone keeps of them; ``held`` are, by
+    bucket, those of which it stores a piece and its state.
     """
 
     def __init__(
@@ -167,20 +172,11 @@ class MatrixStepper:
         self._back = ways_back(plan, collectives, device)
         self._local = share_out(plan.local_atoms(rank), len(plan.buckets) + 1)
         self._owned = [[atom for atom in bucket if plan.ownership.owners[atom] == rank] for bucket in plan.buckets]
-        self._held = [[a for a in bucket if plan.keeps_state(a, rank)] for bucket in plan.buckets]
+        self.held = [[a for a in bucket if plan.keeps_state(a, rank)] for bucket in plan.buckets]
         self._first = [bucket[0] for bucket in plan.buckets]
-        self._mine = [atom for atom, owner in enumerate(plan.ownership.owners) if owner == rank]
+        self.owned = [atom for atom, owner in enumerate(plan.ownership.owners) if owner == rank]
         self._whole = WholeMatrices(plan.atoms, rule_device or device, batch_numel=batch_numel)
-
-    @property
-    def owned(self) -> list[int]:
-        """The atoms that this rank updates."""
-        return self._mine
-
-    @property
-    def owner_state(self) -> OwnerState:
-        """What this rank keeps of the matrices it owns."""
-        return self._whole.owner_state
+        self.owner_state = self._whole.owner_state
 
     @torch.no_grad()
     def step(
@@ -213,10 +209,6 @@ class MatrixStepper:
         self._whole.step(run.active_of(self._local[-1]), rules, storage)
         self._apply_returned(returning, run)
 
-    def held(self, bucket: int) -> Sequence[int]:
-        """The bucket's atoms of which this rank stores a piece and its state."""
-        return self._held[bucket]
-
     def send(self, bucket: int, rules: Sequence[MatrixRule], direction: Callable[[int], Tensor | None]) -> Arrival:
         """Start the bucket's way to its owners with what ``direction`` gives for this rank's piece of an atom."""
         dtype = rules[self._first[bucket]].exchange_dtype
@@ -234,7 +226,7 @@ class MatrixStepper:
     def _depart_directions(self, bucket: int, run: _Run) -> Arrival:
         if bucket in run.departed:
             return run.departed[bucket] or self.send(bucket, run.rules, run.direction)
-        copies = set(self._held[bucket])  # those that another rank sends
+        copies = set(self.held[bucket])  # those that another rank sends
 
         def direction(atom: int) -> Tensor | None:
             copies.discard(atom)
@@ -291,20 +283,14 @@ class MatrixStepper:
             apply_update(pieces, update, run.rules[atom], self._atoms[atom])
 
 
+@dataclass(frozen=True, slots=True)
 class _Run:
     """What one step is about."""
 
-    def __init__(
-        self,
-        rules: Sequence[MatrixRule],
-        storage: Storage,
-        active: Callable[[int], bool],
-        departed: Mapping[int, Arrival | None],
-    ) -> None:
-        self.rules = rules
-        self.storage = storage
-        self.active = active
-        self.departed = departed
+    rules: Sequence[MatrixRule]
+    storage: Storage
+    active: Callable[[int], bool]
+    departed: Mapping[int, Arrival | None]
 
     def active_of(self, atoms: Sequence[int]) -> list[int]:
         return [atom for atom in atoms if self.active(atom)]
