@@ -29,6 +29,7 @@ from lwopt_backend.config.hosts import FSDP2Config, HostConfig, OwnedConfig
 from lwopt_backend.config.linked_rates import NAME, LinkedOptimizer
 from lwopt_backend.config.param_groups import ElementwiseGroups, as_groups
 from lwopt_backend.config.registry import build_matrix_rules
+from lwopt_backend.plan.cost import RankMemory
 from lwopt_backend.routing.grouping import Grouping, WatchedModel, group_parameters
 from lwopt_backend.routing.routing import as_globs, check_globs, named_like
 from lwopt_backend.rules import MatrixRule
@@ -66,7 +67,7 @@ from lwopt_backend.storage.mesh_state import (
 )
 from lwopt_backend.storage.mesh_stepping import Attachment, StateOnceSharded, check_is_of, check_sharded, same, step_all
 from lwopt_backend.storage.owned import OwnedCore, Share, broadcast_buffers
-from lwopt_backend.storage.owned_memory import RankMemory, memory_of, memory_of_all
+from lwopt_backend.storage.owned_memory import memory_of, memory_of_all
 from lwopt_backend.storage.owned_model import Backward, check_model, check_options, tell_when_loaded, wait_in_forward
 from lwopt_backend.storage.owned_state import OwnedStore, held_state, load_state_dict_into, state_dict_of
 
@@ -408,11 +409,17 @@ class OwnedOptimizer(LayerWiseOptimizer):
         self._loaded = True
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's own part of the state, for the same rank under the same plan; of AdamW alone torch's, whole."""
+        """This rank's pieces of the state, which torch.distributed.checkpoint saves for any ranks.
+
+        Where AdamW trains everything, torch's whole tensors; then it is called on all ranks.
+        """
         return state_dict_of(self, self.core)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a ``state_dict``. Raises ValueError, on all ranks, if it is another rank's or of another plan."""
+        """Take a ``state_dict`` of this rank, or one of whole tensors. Called on all ranks.
+
+        Raises ValueError, on all of them and before anything is changed, for what does not fit.
+        """
         load_state_dict_into(self, self.core, state_dict, self.take_groups)
 
     def memory_report(self) -> list[RankMemory]:
@@ -578,6 +585,11 @@ class MeshOptimizer(LayerWiseOptimizer):
                 self.state = {}
                 self._make_state()
             take_state(state_dict, [group["params"] for group in self.param_groups], self.state, shards, expected)
+        elif state_dict["state"]:
+            raise ValueError(
+                "load_state_dict: the model is not sharded yet, so there is no state to load into; call it after "
+                "fully_shard, or after prepare() of what shards the model for you"
+            )
         saved = deepcopy(state_dict["param_groups"])
         kept = [{"params": group["params"], "rule": rule} for group, rule in zip(self.param_groups, self._rules)]
         self.link_groups([{**old, **new, **own} for old, new, own in zip(self.param_groups, saved, kept)])

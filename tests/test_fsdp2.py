@@ -568,3 +568,5 @@ def test_one_name_is_the_optimizer_of_either_model() -> None:
     plain, later = LayerWiseOptimizer(UnevenLM(), report=False), LayerWiseOptimizer(UnevenLM(), sharded_later=True)
     assert [type(each) for each in (sharded, plain, later)] == [MeshOptimizer, OwnedOptimizer, MeshOptimizer]
     assert all(isinstance(each, LayerWiseOptimizer) for each in (sharded, plain, later))
+    with pytest.raises(ValueError, match="the model is not sharded yet"):
+        later.load_state_dict(sharded.state_dict())

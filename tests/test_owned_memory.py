@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.plan.buffers.layout import Bucket
-from lwopt_backend.storage.owned_memory import RankMemory
+from lwopt_backend.plan.cost import RankMemory
 from tests.allocations import allocations, come_to_be, live_bytes, watched
 from tests.cells import with_full
 from tests.models import UnevenLM

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -370,3 +370,41 @@ def _values(found: Any, keys: Mapping[str, type], where: str) -> list[Any]:
         if type(found[key]) is not kind:  # exactly: True is no integer here
             raise ValueError(f"{where}: {key} must be of type {kind.__name__}, found {found[key]!r:.60}")
     return [found[key] for key in keys]
+
+
+# What a rank holds.
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes of one rank. ``parameters`` to ``padding`` are held between a backward pass and its step.
+
+    - ``gradients`` are gone after the step unless all ranks keep them; ``padding`` is that of parameters and gradients.
+    - ``workspace``: what the step's largest matrix needs on top, in a plan.
+    - ``transient``: what backward passes needed on top so far, in a run: ``long_lived + transient`` is the most there
+      was at once. A flag per parameter is not counted.
+    - ``sent``: what a step with one backward pass sends.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    masters: int = 0
+    state: int = 0
+    padding: int = 0
+    workspace: int = 0
+    transient: int = 0
+    sent: int = 0
+
+    @property
+    def long_lived(self) -> int:
+        return self.parameters + self.gradients + self.masters + self.state + self.padding
+
+    @property
+    def peak(self) -> int:
+        """As planned."""
+        return self.long_lived + self.workspace
+
+    def __add__(self, other: RankMemory) -> RankMemory:
+        """Of two buffers on one rank; the step works on one after the other."""
+        sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
+        return RankMemory(**{**sums, "workspace": max(self.workspace, other.workspace)})

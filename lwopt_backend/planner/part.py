@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass
 
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buffers.layout import imbalance
 from lwopt_backend.plan.buffers.step import BucketTime
-from lwopt_backend.plan.cost import StepTime
+from lwopt_backend.plan.cost import RankMemory, StepTime
 from lwopt_backend.planner.setting import Share
 
 
@@ -19,27 +19,6 @@ class Collective:
     what: str
     count: int
     nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class RankMemory:
-    """Bytes that one rank holds between a backward pass and its step, and on top of them what the step works with."""
-
-    parameters: int = 0
-    gradients: int = 0
-    masters: int = 0
-    state: int = 0
-    padding: int = 0
-    workspace: int = 0
-
-    @property
-    def peak(self) -> int:
-        return sum(astuple(self))
-
-    def __add__(self, other: RankMemory) -> RankMemory:
-        """Of two buffers on one rank; they are worked on one after the other."""
-        *sums, _ = map(sum, zip(astuple(self), astuple(other)))
-        return replace(RankMemory(*sums), workspace=max(self.workspace, other.workspace))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from lwopt_backend.plan import MACHINES, FlatPartition, ParameterPartition, Shar
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buffers.owned import OwnedPlan
 from lwopt_backend.plan.buffers.step import BucketTime, bucket_work, buffer_step, schedule, timeline
-from lwopt_backend.plan.cost import StepTime, gather_seconds
+from lwopt_backend.plan.cost import RankMemory, StepTime, gather_seconds
 from lwopt_backend.plan.owners import MatrixPlan
-from lwopt_backend.planner.part import Collective, Elementwise, Part, Placed, Planned, RankMemory, workspace
+from lwopt_backend.planner.part import Collective, Elementwise, Part, Placed, Planned, workspace
 from lwopt_backend.planner.setting import Setting, Share
 from lwopt_backend.routing.grouping import Member
 from lwopt_backend.storage.flat import GroupPlan, plan_group, unit_layouts
@@ -294,8 +294,7 @@ def _owned_placed(plan: OwnedPlan, members: Sequence[Member], shared: Share, set
 def _owned_memory(plan: OwnedPlan, members: Sequence[Member], shared: Share, config: OwnedConfig) -> list[RankMemory]:
     """Per rank of an instance, what ``memory_report`` says of the plan's buckets."""
     groups, keep_full = shared.grouping.groups, config.keep_full_grads
-    held = rank_memories(plan, members, groups, grad_dtype=_wide(config), keep_full=keep_full)
-    return [RankMemory(m.parameters, m.gradients, m.masters, m.state, m.padding) for m in held]
+    return rank_memories(plan, members, groups, grad_dtype=_wide(config), keep_full=keep_full)
 
 
 def _collectives(plan: OwnedPlan, setting: Setting, config: OwnedConfig) -> list[Collective]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from lwopt_backend.config.hosts import OwnedConfig
-from lwopt_backend.plan.cost import StepTime
+from lwopt_backend.plan.cost import RankMemory, StepTime
 from lwopt_backend.planner import EXPERTS
-from lwopt_backend.planner.part import Part, Planned, RankMemory
+from lwopt_backend.planner.part import Part, Planned
 from lwopt_backend.planner.setting import Setting, Share, share_of
 from lwopt_backend.planner.shapes import ModelShapes
 from lwopt_backend.planner.shares import plan_fsdp2_share, plan_owned_share, plan_zero_share

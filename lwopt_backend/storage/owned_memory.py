@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,36 +11,11 @@ from lwopt_backend.config.hosts import OwnedConfig
 from lwopt_backend.config.registry import state_nbytes
 from lwopt_backend.plan.buffers.layout import Bucket, Piece
 from lwopt_backend.plan.buffers.owned import OwnedPlan
+from lwopt_backend.plan.cost import RankMemory
 from lwopt_backend.routing.grouping import Member
 from lwopt_backend.runtime.buckets import all_reduce_nbytes
 from lwopt_backend.runtime.whole import owned_dtype
 from lwopt_backend.storage.owned import Holdings, OwnedCore
-
-
-@dataclass(frozen=True, slots=True)
-class RankMemory:
-    """Bytes of one rank. ``parameters`` to ``padding`` are held between a backward pass and its step.
-
-    ``gradients`` are gone after the step unless all ranks keep them; ``padding`` is that of parameters and gradients.
-    ``transient`` is what backward passes needed on top of all of these, so far: ``long_lived + transient`` is the most
-    there was at once. What rules work with, matrix by matrix, and a flag per parameter are not counted. ``sent`` is
-    what a step with one backward pass sends.
-    """
-
-    parameters: int = 0
-    gradients: int = 0
-    masters: int = 0
-    state: int = 0
-    padding: int = 0
-    transient: int = 0
-    sent: int = 0
-
-    @property
-    def long_lived(self) -> int:
-        return self.parameters + self.gradients + self.masters + self.state + self.padding
-
-    def __add__(self, other: RankMemory) -> RankMemory:
-        return RankMemory(*(getattr(self, f) + getattr(other, f) for f in self.__slots__))
 
 
 def memory_of_all(core: OwnedCore, groups: Sequence[Mapping[str, Any]], config: OwnedConfig) -> list[RankMemory]:

@@ -17,6 +17,7 @@ from lwopt_backend import report
 from lwopt_backend.config.hosts import OwnedConfig
 from lwopt_backend.config.linked_rates import NAME
 from lwopt_backend.plan.buffers.owned import OwnedPlan
+from lwopt_backend.plan.cost import RankMemory
 from lwopt_backend.routing.grouping import ADVICE, Grouping, Member, WatchedModel
 from lwopt_backend.routing.models import check_is_module
 from lwopt_backend.routing.routing import Route, named_parameters
@@ -24,7 +25,6 @@ from lwopt_backend.runtime.agreement import failing
 from lwopt_backend.runtime.bucket_manager import BackwardPasses, BucketManager, Hook, is_followed
 from lwopt_backend.runtime.collectives import Presence
 from lwopt_backend.storage.owned import Holdings, OwnedCore
-from lwopt_backend.storage.owned_memory import RankMemory
 
 FSDP2 = "for fully_shard models use lwopt_backend.LayerWiseOptimizer"
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
