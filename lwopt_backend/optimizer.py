@@ -368,7 +368,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
     def _finish_backward(self) -> None:
         """All gradients are at their owners, to be looked at."""
         if self.config.step_in_backward:
-            raise RuntimeError("step_in_backward uses gradients before their norm is known; drop one of the two")
+            raise RuntimeError("with step_in_backward gradients are used before their norm is known; drop one of them")
         self._backward.finish()
 
     def _picked(self, names: str | Sequence[str]) -> Callable[[int], bool]:

@@ -32,6 +32,7 @@ def balanced_measures(stream: Stream) -> dict[str, list[int]]:
 # their number. The filling of one bin is the minimum-bin-slack idea of Gupta and Ho (1999), over kinds instead of
 # items.
 
+FINE = 1e-3  # tolerance of a height, of what is possible
 SEARCH_NODES = 50  # of one bin's search after its first filling; more finds nothing better on the models tried
 
 
@@ -58,7 +59,7 @@ def height_bound(sizes: Sequence[int], counts: Sequence[int], bins: int) -> int:
 
 
 def pack(
-    sizes: Sequence[int], counts: Sequence[int], bins: int, *, tolerance: float = 1e-3
+    sizes: Sequence[int], counts: Sequence[int], bins: int, *, tolerance: float = FINE
 ) -> tuple[int, list[Pattern]]:
     """The lowest height found, and patterns of that height. ``sizes`` fall and may repeat.
 
@@ -198,10 +199,7 @@ class Packer:
         """Shard size and patterns of positions [start, stop)."""
         counts = self.stream.counts(start, stop)
         if counts not in self._packed:
-            best = pack(self.sizes, counts, self.shards)
-            if sum(counts) <= FEW:
-                best = min(best, longest_first(self.sizes, counts, self.shards), key=lambda packed: packed[0])
-            self._packed[counts] = best
+            self._packed[counts] = self._lowest(counts, FINE)
         return self._packed[counts]
 
     def height(self, start: int, stop: int) -> int:
@@ -214,11 +212,14 @@ class Packer:
         if bound * self.shards > HOPELESS * self.stream.numel(start, stop):
             return bound
         if counts not in self._rough and len(self._rough) < MOST_PACKED:
-            height = pack(self.sizes, counts, self.shards, tolerance=ROUGH)[0]
-            if sum(counts) <= FEW:
-                height = min(height, longest_first(self.sizes, counts, self.shards)[0])
-            self._rough[counts] = height
+            self._rough[counts] = self._lowest(counts, ROUGH)[0]
         return self._rough.get(counts, bound)
+
+    def _lowest(self, counts: tuple[int, ...], tolerance: float) -> tuple[int, list[Pattern]]:
+        found = [pack(self.sizes, counts, self.shards, tolerance=tolerance)]
+        if sum(counts) <= FEW:
+            found.append(longest_first(self.sizes, counts, self.shards))
+        return min(found, key=lambda packed: packed[0])
 
 
 def whole_layers(stream: Stream, buckets: int) -> Cuts:
