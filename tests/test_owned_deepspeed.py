@@ -127,7 +127,7 @@ def snapshot(engine: Any) -> dict[str, Any]:
     found = {f"weight {name}": value.detach().clone() for name, value in engine.module.state_dict().items()}
     for member in engine.optimizer.core.members:
         found[f"master {member.name}"] = get_weight(member.param)
-        for key in ["momentum_buffer"] if member.is_matrix else ["exp_avg", "exp_avg_sq"]:
+        for key in ["momentum_buffer"] if member.rule == "muon" else ["exp_avg", "exp_avg_sq"]:
             found[f"{key} {member.name}"] = get_state(member.param, key)
     counters = [engine.global_steps, engine.skipped_steps, engine.optimizer.loss_scale, *engine.get_lr()]
     return {**found, "counters": torch.tensor(counters), "schedule": engine.lr_scheduler.state_dict()}

@@ -119,7 +119,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "clipping after steps in backward": (
         lambda: passes(1, **STEPS).clip_grad_norm_(1.0),
-        "with step_in_backward gradients are used before their norm is known",
+        "step_in_backward uses gradients before their norm is known",
     ),
     "two passes with steps in backward": (
         lambda: passes(2, **STEPS),

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from lwopt_backend.plan import MACHINES, Atom
-from lwopt_backend.plan.buffers.layout import Bucket, OwnedParam, Setting, Slot
-from lwopt_backend.plan.buffers.owned import LAYOUTS, Cuttable, OwnedPlan, arrange_cut, on_top_of, plan_owned
+from lwopt_backend.plan.buffers.layout import LAYOUTS, Bucket, OwnedParam, Setting, Slot
+from lwopt_backend.plan.buffers.owned import Cuttable, OwnedPlan, arrange_cut, on_top_of, plan_owned
 from lwopt_backend.plan.buffers.packing import plan_compact
 from lwopt_backend.plan.buffers.step import Elements
 from lwopt_backend.plan.cost import COSTS, newton_schulz_flops

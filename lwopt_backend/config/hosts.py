@@ -57,8 +57,8 @@ class OwnedStorageConfig(HostConfig):
     bucket_mb: Positive = option(64.0, "a bucket is closed once it has so many MiB of gradients", OURS)
     group_size: Count | None = option(
         None,
-        "ranks that own together; the others are instances of them that hold the same. None: chosen by the planner, "
-        "all ranks unless there are too few matrices for them",
+        "ranks that share one copy of the buffers, the others have further copies. None: chosen by the planner, all "
+        "ranks unless there are too few matrices for them",
         OURS,
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lwopt_backend.config.choices import Rules
+from lwopt_backend.config.choices import Choice, Rules
 from lwopt_backend.config.param_groups import OURS
 from lwopt_backend.config.registry import ELEMENTWISE_RULES, MATRIX_RULES, AdamWOptions, option_names
 
@@ -240,7 +240,7 @@ class LinkedOptimizer(torch.optim.Optimizer):
 
 def rate_of(rules: Rules, groups: Groups) -> float:
     """The optimizer's ``lr``: the matrix rule's, or the other's where that trains everything."""
-    return (rules.matrix if _has_matrices(groups) else rules.elementwise).lr
+    return _main(rules, groups).lr
 
 
 def defaults_of(rules: Rules, groups: Groups) -> dict[str, Any]:
@@ -248,7 +248,7 @@ def defaults_of(rules: Rules, groups: Groups) -> dict[str, Any]:
 
     torch's OneCycleLR and CyclicLR ask for either, DeepSpeed's OneCycle for ``betas`` alone.
     """
-    defaults = (rules.matrix if _has_matrices(groups) else rules.elementwise).options.model_dump()
+    defaults = _main(rules, groups).options.model_dump()
     found = [group[key] for group in groups for key in CYCLED if key in option_names(group)]
     if found:
         momentum = found[0] if isinstance(found[0], (int, float)) else found[0][0]
@@ -256,5 +256,6 @@ def defaults_of(rules: Rules, groups: Groups) -> dict[str, Any]:
     return defaults
 
 
-def _has_matrices(groups: Groups) -> bool:
-    return any(group["rule"] in MATRIX_RULES for group in groups)
+def _main(rules: Rules, groups: Groups) -> Choice:
+    has_matrices = any(group["rule"] in MATRIX_RULES for group in groups)
+    return rules.matrix if has_matrices else rules.elementwise

@@ -279,7 +279,10 @@ def draw_timeline(axes: Axes, document: Mapping[str, Any]) -> None:
     axes.set_xlabel(f"{unit.name} after the last gradient is computed")
     axes.xaxis.set_major_formatter("{x:,g}")
     axes.grid(axis="x")
-    axes.legend(handles=_legend(document), ncols=3, **LEGEND)
+    returning = "parameters return" if document["engine"] == "owned" else "updates return"
+    words = ("gradients arrive", "owners work", returning)
+    patches = [Patch(color=color, label=word) for color, word in zip(SPANS.values(), words)]
+    axes.legend(handles=patches, ncols=3, **LEGEND)
     caption(axes, "Buckets over time", _says(document, rows), outdent=OUTDENT + timeline_indent(document))
 
 
@@ -310,11 +313,6 @@ def _label_ends(axes: Axes, rows: Sequence[Lane], unit: Unit) -> None:
         text = f"{one_line(part, 12)}: {end}" if len(parts) > 1 else f"done at {end}"
         labels.append(EndLabel(sum(mine) / len(mine) + 0.5, text, MUTED))
     end_labels(axes, labels)
-
-
-def _legend(document: Mapping[str, Any]) -> list[Patch]:
-    returns = "parameters return" if document["engine"] == "owned" else "updates return"
-    return [Patch(color=c, label=name) for c, name in zip(SPANS.values(), ("gradients arrive", "owners work", returns))]
 
 
 def _says(document: Mapping[str, Any], rows: Sequence[Lane]) -> str:

@@ -429,19 +429,34 @@ def in_blocks(
 
 
 @dataclass(frozen=True)
-class BlockPartition:
+class Blocks:
+    """The ``blocks`` of parameters ``params``, one of them for each block, in ``storage``."""
+
+    storage: FlatPartition | ParameterPartition | Replicas
+    params: tuple[int, ...]
+    blocks: tuple[Block, ...]
+
+    @property
+    def world_size(self) -> int:
+        return self.storage.world_size
+
+    def place(self, index: int) -> str:
+        block, place = self.blocks[index], self.storage.place(self.params[index])
+        return place if block.is_everything else f"{block}, {place}"
+
+    def stored_numel(self, rank: int) -> int:
+        """Elements of parameters, without padding, that ``rank`` stores."""
+        return self.storage.stored_numel(rank)
+
+
+@dataclass(frozen=True)
+class BlockPartition(Blocks):
     """Storage in which a rank holds one contiguous range of a parameter, and so of each block. A plan's ``Layout``."""
 
     copies_keep_state: ClassVar[bool] = True
 
     storage: FlatPartition | ParameterPartition
-    params: tuple[int, ...]  # the parameter of every block
-    blocks: tuple[Block, ...]
     _views: dict[tuple[int, int], tuple[View, ...]] = field(default_factory=dict, compare=False, repr=False)
-
-    @property
-    def world_size(self) -> int:
-        return self.storage.world_size
 
     def fragment(self, index: int, rank: int) -> Fragment | None:
         """What ``rank`` stores of block ``index``, or None; it begins at ``offset``, ``views`` tells how it lies."""
@@ -486,28 +501,14 @@ class BlockPartition:
         keys = ((self.storage.kind(param), block) for param, block in zip(self.params, self.blocks))
         return [first.setdefault(key, index) for index, key in enumerate(keys)]
 
-    def place(self, index: int) -> str:
-        block, place = self.blocks[index], self.storage.place(self.params[index])
-        return place if block.is_everything else f"{block} {place}"
-
-    def stored_numel(self, rank: int) -> int:
-        """Elements of parameters, without padding, that ``rank`` stores."""
-        return self.storage.stored_numel(rank)
-
 
 @dataclass(frozen=True)
-class BlockReplicas:
+class BlockReplicas(Blocks):
     """Every rank stores every parameter, in a tensor of its own, and so every block. A plan's ``Layout``."""
 
     copies_keep_state: ClassVar[bool] = False
 
     storage: Replicas
-    params: tuple[int, ...]
-    blocks: tuple[Block, ...]
-
-    @property
-    def world_size(self) -> int:
-        return self.storage.world_size
 
     def fragment(self, index: int, rank: int) -> Fragment:
         block = self.blocks[index]
@@ -529,10 +530,3 @@ class BlockReplicas:
 
     def kind(self, index: int) -> int:
         return self.blocks[index].numel
-
-    def place(self, index: int) -> str:
-        block, place = self.blocks[index], self.storage.place(self.params[index])
-        return place if block.is_everything else f"{block}, {place}"
-
-    def stored_numel(self, rank: int) -> int:
-        return self.storage.stored_numel(rank)

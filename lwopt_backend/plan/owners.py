@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import repeat
 
 from lwopt_backend.plan.atoms import Atom
+from lwopt_backend.plan.buffers.layout import LAYOUTS
 from lwopt_backend.plan.buffers.packing import plan_compact
 from lwopt_backend.plan.cost import Machine, StepTime, per_rank, step_time
 from lwopt_backend.plan.exchange import Transfer, equal_split, to_fragments, to_owners
@@ -65,7 +66,6 @@ def balance(atoms: Sequence[Atom], layout: Layout) -> Ownership:
 
 # Plans for storage that spreads every matrix over all ranks (FSDP2): all of them travel, so owners follow the work.
 
-LAYOUTS = ("auto", "padded", "compact")
 MATRICES_A_RANK = 2  # in a bucket, by default: fewer, and some ranks idle while others work
 
 

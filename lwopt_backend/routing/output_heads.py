@@ -52,10 +52,10 @@ def widths(model: nn.Module) -> Widths:
     own = _own_modules(model)
     named = [(place.name, place.module) for place in own if isinstance(place.module, EMBEDDINGS)]
     tables = {id(table.weight) for _, table in named}
-    linears = [(place.name, place.module) for place in own if isinstance(place.module, nn.Linear)]
+    linears = _linears(own)
     return Widths(
         frozenset(table.num_embeddings for name, table in named if not NOT_A_VOCABULARY.search(name)),
-        frozenset(m.out_features for name, m in linears if not _inside(name, blocks)),
+        frozenset(linear.out_features for place, linear in linears if not _inside(place.name, blocks)),
         any(id(linear.weight) in tables for _, linear in linears),
     )
 
@@ -94,7 +94,7 @@ def _last_weights(module: nn.Module) -> Iterator[nn.Parameter]:
     if isinstance(module, nn.Linear):
         yield from module.parameters()  # and of a low-rank change that is part of it, as in torchtitan's LoRA
         return
-    linears = [(place, place.module) for place in _own_modules(module) if isinstance(place.module, nn.Linear)]
+    linears = _linears(_own_modules(module))
     if not linears:
         yield from module.parameters(recurse=is_peft(module))
         return
@@ -111,7 +111,7 @@ def _as_wide_as_a_vocabulary(model: nn.Module, blocks: frozenset[str], rows: fro
     Not looked for inside a repeated block, where a hidden layer may happen to be as wide.
     """
     own = _own_modules(model)
-    linears = [(place, place.module) for place in own if isinstance(place.module, nn.Linear)]
+    linears = _linears(own)
     wide = [place for place, linear in linears if linear.out_features in rows and not _inside(place.name, blocks)]
     if not wide:
         return {}
@@ -132,6 +132,10 @@ def _parameters(place: Place) -> Iterator[nn.Parameter]:
 def _own_modules(model: nn.Module, remove_duplicate: bool = True) -> list[Place]:
     """The model's own modules, without what PEFT added."""
     return [place for place in places(model, remove_duplicate).values() if place.is_own]
+
+
+def _linears(places: Sequence[Place]) -> list[tuple[Place, nn.Linear]]:
+    return [(place, place.module) for place in places if isinstance(place.module, nn.Linear)]
 
 
 def _repeated_blocks(model: nn.Module) -> frozenset[str]:

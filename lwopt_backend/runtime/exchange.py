@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,33 +16,33 @@ Fetch = Callable[[Segment], Tensor | None]
 Deliver = Callable[[Segment, Tensor], object]
 
 
+@dataclass(frozen=True, slots=True)
 class Arrival:
     """An all-to-all under way. ``wait`` hands every received segment to ``deliver``, as a flat tensor."""
 
-    def __init__(self, way: Way, received: Tensor, sent: Tensor, pending: Pending) -> None:
-        self._way = way
-        self._received = received
-        self._sent = sent  # kept alive until the transport has read it
-        self._pending = pending
+    way: Way
+    received: Tensor
+    data: Tensor  # what was sent, kept alive until the transport has read it
+    pending: Pending
 
     def wait(self, deliver: Deliver) -> None:
-        with record_function(self._way.label):
+        with record_function(self.way.label):
             self.discard()
-            for segment, begin in zip(self._way.transfer.receives, self._way.receive_offsets):
-                deliver(segment, self._received.narrow(0, begin, segment.numel))
+            for segment, begin in zip(self.way.transfer.receives, self.way.receive_offsets):
+                deliver(segment, self.received.narrow(0, begin, segment.numel))
 
     def discard(self) -> None:
         """Wait, and leave what came where it is: nobody frees a buffer that the transport still writes into."""
-        self._pending.wait()
-        if self._received.is_cuda:  # it may have left from another stream, that of the backward pass
-            stream = torch.cuda.current_stream(self._received.device)
-            self._received.record_stream(stream)
-            self._sent.record_stream(stream)
+        self.pending.wait()
+        if self.received.is_cuda:  # it may have left from another stream, that of the backward pass
+            stream = torch.cuda.current_stream(self.received.device)
+            self.received.record_stream(stream)
+            self.data.record_stream(stream)
 
     def sent(self) -> list[tuple[Segment, Tensor]]:
         """What this rank sent, segment by segment, as flat tensors."""
-        places = zip(self._way.transfer.sends, self._way.send_offsets)
-        return [(segment, self._sent.narrow(0, begin, segment.numel)) for segment, begin in places]
+        places = zip(self.way.transfer.sends, self.way.send_offsets)
+        return [(segment, self.data.narrow(0, begin, segment.numel)) for segment, begin in places]
 
 
 class Way:

@@ -142,10 +142,6 @@ def _bits(tensor: Tensor) -> Tensor:
 # through views, one at a time, so the step holds one matrix (or one bucket) of temporaries.
 
 
-def always(atom: int) -> bool:
-    return True
-
-
 class MatrixStepper:
     """Steps the matrices of one plan. Up to ``batch_numel`` elements of equal shape go through the rule together.
 
@@ -184,7 +180,7 @@ class MatrixStepper:
         rules: Sequence[MatrixRule],
         storage: Storage,
         *,
-        active: Callable[[int], bool] = always,
+        active: Callable[[int], bool] = lambda atom: True,
         departed: Mapping[int, Arrival | None] | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> None:

@@ -123,7 +123,8 @@ class WholeMatrices:
             rule = rules[batch[0]]
             if isinstance(rule, WeightRule):
                 for atom, pieces in zip(batch, parts):
-                    value, grad = (self._matrix(atom, some) for some in (_values(pieces), _grads(pieces)))
+                    value = self._matrix(atom, [part.value for part in pieces])
+                    grad = self._matrix(atom, [part.grad for part in pieces])
                     put(pieces, self.step_weight(rule, atom, value, grad))
                 continue
             directions = []
@@ -229,11 +230,3 @@ def _cut_like(pieces: Sequence[Slices], whole: Tensor) -> list[Tensor]:
         return [whole.reshape(pieces[0].value.shape)]
     flats = whole.reshape(-1).split([part.value.numel() for part in pieces])
     return [flat.view(part.value.shape) for flat, part in zip(flats, pieces)]
-
-
-def _values(pieces: Sequence[Slices]) -> list[Tensor]:
-    return [part.value for part in pieces]
-
-
-def _grads(pieces: Sequence[Slices]) -> list[Tensor]:
-    return [part.grad for part in pieces]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from lwopt_backend.plan.atoms import Atom
-from lwopt_backend.plan.buffers.layout import BufferPlan, Stream, aligned_shard
+from lwopt_backend.plan.buffers.layout import BufferPlan, Stream, aligned_shard, check_choices
 from lwopt_backend.plan.buffers.packing import plan_compact, plan_padded
 from lwopt_backend.plan.buffers.placement import height_bound
 from lwopt_backend.plan.buffers.step import Elements, buffer_step
@@ -74,24 +74,17 @@ def plan_buffer(
     """
     if not atoms:
         raise ValueError("there is no matrix to plan")
-    if layout not in ("padded", "compact", "auto"):
-        raise ValueError(f"unknown layout {layout!r}; expected 'padded', 'compact' or 'auto'")
-    if group_size is not None and (group_size < 1 or ranks % group_size):
-        raise ValueError(f"group size {group_size} does not divide the {ranks} data-parallel ranks; expected a divisor")
+    check_choices(layout, group_size, ranks)
     elements = elements or Elements()
     stream = Stream(atoms)
 
     def planned(size: int, layout: str) -> Grouped:
-        def seconds(plan: BufferPlan) -> float:
-            return buffer_step(plan, machine, cost, instances=ranks // size, elements=elements).total
-
+        step = partial(buffer_step, machine=machine, cost=cost, instances=ranks // size, elements=elements)
         if layout == "padded":
-            plan = plan_padded(atoms, size, bucket_numel=bucket_numel, seconds=seconds)
+            plan = plan_padded(atoms, size, bucket_numel=bucket_numel, seconds=lambda plan: step(plan).total)
         else:
             plan = plan_compact(atoms, size, bucket_numel=bucket_numel)
-        return Grouped(
-            plan, ranks // size, buffer_step(plan, machine, cost, instances=ranks // size, elements=elements)
-        )
+        return Grouped(plan, ranks // size, step(plan))
 
     found = []
     for each in ("padded", "compact") if layout == "auto" else (layout,):

@@ -44,6 +44,17 @@ class Setting:
     bus_multiple: int = 1
 
 
+LAYOUTS = ("auto", "padded", "compact")
+
+
+def check_choices(layout: str, group_size: int | None, ranks: int) -> None:
+    """Raises ValueError for an unknown layout, and for a group size that does not divide the ranks."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"unknown layout {layout!r}; expected 'padded', 'compact' or 'auto'")
+    if group_size is not None and (group_size < 1 or ranks % group_size):
+        raise ValueError(f"group size {group_size} does not divide the {ranks} data-parallel ranks; expected a divisor")
+
+
 # The matrices of a buffer in backward order, the order in which gradients become ready.
 
 MOST_KINDS = 64  # packing tells so many kinds of matrices apart; models have about ten

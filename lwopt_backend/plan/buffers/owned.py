@@ -18,6 +18,7 @@ from lwopt_backend.plan.buffers.layout import (
     aligned_shard,
     arrange_elementwise,
     arrange_matrices,
+    check_choices,
 )
 from lwopt_backend.plan.buffers.packing import relieve
 from lwopt_backend.plan.buffers.placement import place_costliest_first
@@ -155,7 +156,6 @@ def _candidates(plan: BufferPlan, base: Sequence[int]) -> Iterator[BufferPlan]:
 # A compact bucket's parts differ in length: one reduce and one broadcast per owner, in one group of calls. What that
 # costs beyond a fixed-size collective is taken to be one more latency.
 UNEVEN_LATENCIES = 1
-LAYOUTS = ("auto", "padded", "compact")
 _Candidate = tuple[StepTime, str, list[Bucket], BufferPlan]  # the owners of which planner, in which buckets
 
 
@@ -211,10 +211,7 @@ def _plan(
     cut: bool,
 ) -> OwnedPlan:
     """``plan_owned``; with ``cut`` the matrices in one parameter may have different owners."""
-    if setting.layout not in LAYOUTS:
-        raise ValueError(f"unknown layout {setting.layout!r}; expected 'auto', 'padded' or 'compact'")
-    if group_size is not None and (group_size < 1 or ranks % group_size):
-        raise ValueError(f"group size {group_size} does not divide the {ranks} data-parallel ranks; expected a divisor")
+    check_choices(setting.layout, group_size, ranks)
     by_dtype: dict[str, list[int]] = {}
     for index, param in enumerate(params):
         if param.atom is not None and not (cut and param.parts):

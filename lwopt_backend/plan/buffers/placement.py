@@ -32,6 +32,7 @@ def balanced_measures(stream: Stream) -> dict[str, list[int]]:
 # their number. The filling of one bin is the minimum-bin-slack idea of Gupta and Ho (1999), over kinds instead of
 # items.
 
+FINE = 1e-3  # tolerance of a height, of what is possible
 SEARCH_NODES = 50  # of one bin's search after its first filling; more finds nothing better on the models tried
 
 
@@ -58,7 +59,7 @@ def height_bound(sizes: Sequence[int], counts: Sequence[int], bins: int) -> int:
 
 
 def pack(
-    sizes: Sequence[int], counts: Sequence[int], bins: int, *, tolerance: float = 1e-3
+    sizes: Sequence[int], counts: Sequence[int], bins: int, *, tolerance: float = FINE
 ) -> tuple[int, list[Pattern]]:
     """The lowest height found, and patterns of that height. ``sizes`` fall and may repeat.
 
@@ -94,7 +95,7 @@ def fit(sizes: Sequence[int], counts: Sequence[int], bins: int, room: int) -> li
         spare = bins * room - remaining
         if spare < 0 or bins == 0 or sizes[first] > room:
             return None
-        best, slack = _BinSearch(sizes, left, room, good=spare // bins).fill(first)
+        best, slack = _fullest_bin(sizes, left, first, room, spare // bins)
         if slack > spare:
             return None
         times = min(bins, *(left[kind] // count for kind, count in best))
@@ -107,53 +108,45 @@ def fit(sizes: Sequence[int], counts: Sequence[int], bins: int, room: int) -> li
         bins -= times
 
 
-class _BinSearch:
-    """Depth first over kinds, the largest first, for the fullest bin; ends at the first with at most ``good`` slack."""
+def _fullest_bin(
+    sizes: Sequence[int], left: Sequence[int], first: int, room: int, good: int
+) -> tuple[list[tuple[int, int]], int]:
+    """The fullest bin that holds at least one of kind ``first``, which fits, and its slack.
 
-    def __init__(self, sizes: Sequence[int], left: Sequence[int], room: int, *, good: int) -> None:
-        self.sizes, self.left, self.room, self.good = sizes, left, room, good
-        self.nodes = SEARCH_NODES
-        self.filled_once = False
-        self.chosen: list[tuple[int, int]] = []
-        self.best: list[tuple[int, int]] = []
-        self.slack = room + 1
+    Depth first over kinds, the largest first; ends at a bin with at most ``good`` slack, or ``SEARCH_NODES`` after the
+    first bin was filled.
+    """
+    chosen: list[tuple[int, int]] = []
+    best: list[tuple[int, int]] = []
+    slack, nodes, filled_once = room + 1, SEARCH_NODES, False
 
-    def fill(self, first: int) -> tuple[list[tuple[int, int]], int]:
-        """The best bin that holds at least one of kind ``first``, which fits, and its slack."""
-        for count in range(self._most(first, self.room), 0, -1):
-            self._take(first, count, self.room)
-            if self._done():
-                break
-        return self.best, self.slack
+    def done() -> bool:
+        return slack <= good or (filled_once and nodes < 0)
 
-    def _most(self, kind: int, room: int) -> int:
-        return min(self.left[kind], room // self.sizes[kind])
-
-    def _done(self) -> bool:
-        return self.slack <= self.good or (self.filled_once and self.nodes < 0)
-
-    def _take(self, kind: int, count: int, room: int) -> None:
-        if count:
-            self.chosen.append((kind, count))
-        self._dive(kind + 1, room - count * self.sizes[kind])
-        if count:
-            self.chosen.pop()
-
-    def _dive(self, kind: int, room: int) -> None:
-        self.nodes -= self.filled_once
-        while kind < len(self.left) and not self._most(kind, room):
-            kind += 1
-        if room < self.slack:
-            self.best, self.slack = list(self.chosen), room
-        if kind == len(self.left):
-            self.filled_once = True
-            return
-        if self._done():
-            return
-        for count in range(self._most(kind, room), -1, -1):
-            self._take(kind, count, room)
-            if self._done():
+    def take(kind: int, least: int, room: int) -> None:
+        for count in range(min(left[kind], room // sizes[kind]), least - 1, -1):
+            if count:
+                chosen.append((kind, count))
+            fill(kind + 1, room - count * sizes[kind])
+            if count:
+                chosen.pop()
+            if done():
                 return
+
+    def fill(kind: int, room: int) -> None:
+        nonlocal best, slack, nodes, filled_once
+        nodes -= filled_once
+        while kind < len(left) and not min(left[kind], room // sizes[kind]):
+            kind += 1
+        if room < slack:
+            best, slack = list(chosen), room
+        if kind == len(left):
+            filled_once = True
+        elif not done():
+            take(kind, 0, room)
+
+    take(first, 1, room)
+    return best, slack
 
 
 def longest_first(sizes: Sequence[int], counts: Sequence[int], bins: int) -> tuple[int, list[Pattern]]:
@@ -198,10 +191,7 @@ class Packer:
         """Shard size and patterns of positions [start, stop)."""
         counts = self.stream.counts(start, stop)
         if counts not in self._packed:
-            best = pack(self.sizes, counts, self.shards)
-            if sum(counts) <= FEW:
-                best = min(best, longest_first(self.sizes, counts, self.shards), key=lambda packed: packed[0])
-            self._packed[counts] = best
+            self._packed[counts] = self._lowest(counts, FINE)
         return self._packed[counts]
 
     def height(self, start: int, stop: int) -> int:
@@ -214,11 +204,14 @@ class Packer:
         if bound * self.shards > HOPELESS * self.stream.numel(start, stop):
             return bound
         if counts not in self._rough and len(self._rough) < MOST_PACKED:
-            height = pack(self.sizes, counts, self.shards, tolerance=ROUGH)[0]
-            if sum(counts) <= FEW:
-                height = min(height, longest_first(self.sizes, counts, self.shards)[0])
-            self._rough[counts] = height
+            self._rough[counts] = self._lowest(counts, ROUGH)[0]
         return self._rough.get(counts, bound)
+
+    def _lowest(self, counts: tuple[int, ...], tolerance: float) -> tuple[int, list[Pattern]]:
+        found = [pack(self.sizes, counts, self.shards, tolerance=tolerance)]
+        if sum(counts) <= FEW:
+            found.append(longest_first(self.sizes, counts, self.shards))
+        return min(found, key=lambda packed: packed[0])
 
 
 def whole_layers(stream: Stream, buckets: int) -> Cuts:
