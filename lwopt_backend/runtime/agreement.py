@@ -13,7 +13,7 @@ from lwopt_backend.runtime.collectives import Collectives
 
 @contextmanager
 def failing(what: Callable[[], str]) -> Iterator[None]:
-    """Raises RuntimeError in place of a transport's: ``what()`` failed, and what may be the matter."""
+    """Re-raise a collective's RuntimeError with ``what()``, the transfer that failed, and the likely causes."""
     try:
         yield
     except RuntimeError as error:
@@ -37,10 +37,10 @@ def read_too_early(name: str) -> RuntimeError:
     )
 
 
-# Nothing is exchanged before all ranks have shown that they decided the same.
+# Ranks exchange nothing until all of them have reported the same decision.
 #
-# A rank that fails, or that decided differently, would otherwise leave the others waiting in a collective. Here every
-# rank reports either what it decided or what went wrong, and all of them raise the same error.
+# Otherwise a rank that fails, or decides differently, would leave the others waiting in a collective. So every rank
+# reports either its decision or its error, and all of them raise the same error.
 
 T = TypeVar("T")
 IS = " = "  # in the line of an option, between its name and its value
@@ -54,8 +54,8 @@ def agree(collectives: Collectives, what: str, decide: Callable[[], tuple[T, Seq
     """Run ``decide`` on every rank, check that all ranks decided alike, and return its first result.
 
     ``decide`` returns a value and the lines that describe it. Called on all ranks of the group. If it raises on any
-    rank, all ranks raise: that rank its own error, the others one that quotes it. If the lines differ, all ranks raise
-    ``RanksDisagree`` with the first line that does.
+    rank, all ranks raise: that rank its own error, the others a RuntimeError that quotes it. If the lines differ, all
+    ranks raise ``RanksDisagree`` with the first difference.
     """
 
     def for_one() -> tuple[T, list[Sequence[str]]]:
@@ -70,8 +70,8 @@ def agree_in_all(
 ) -> T:
     """``agree`` over several groups that this rank is in; ``decide`` returns the lines of each.
 
-    Every rank goes through all of its groups, in an order they share, before any raises: an error spreads from group
-    to group, and no rank of a later one waits for a rank that has gone.
+    All ranks go through the groups in one shared order. A rank raises only after it has reported to all of its groups,
+    so an error reaches every group, and no rank waits for one that has stopped.
     """
     error: Exception | None = None
     lines: Sequence[Sequence[str]] = [[] for _ in groups]
@@ -87,7 +87,7 @@ def agree_in_all(
 
 
 def check_in_all(groups: Sequence[Collectives], what: str, check: Callable[[], None]) -> None:
-    """``agree_in_all`` where there is nothing to decide: if ``check`` raises on any rank, all ranks raise."""
+    """``agree_in_all`` without a decision: if ``check`` raises on any rank, all ranks raise."""
 
     def decide() -> tuple[None, list[list[str]]]:
         check()
@@ -99,7 +99,7 @@ def check_in_all(groups: Sequence[Collectives], what: str, check: Callable[[], N
 def _exchange_reports(
     collectives: Collectives, what: str, lines: Sequence[str], error: Exception | None
 ) -> Exception | None:
-    """What is wrong in this group, if this rank has no error of its own yet."""
+    """Exchange reports within one group. Returns the error to raise, or None; a rank with its own error raises that."""
     reports = collectives.gather_objects((digest(lines), repr(error) if error is not None else None))
     failed = [(rank, text) for rank, (_, text) in enumerate(reports) if text is not None]
     if error is None and failed:
@@ -116,12 +116,12 @@ def digest(lines: Sequence[str]) -> str:
 
 
 def plan_digest(lines: Iterable[str]) -> str:
-    """A short name for what these lines of a plan say: what ``lwopt plan`` prints, and the run that trains so."""
+    """The first 16 hex digits of the ``digest`` of a plan's lines, as ``lwopt plan`` and a training run print it."""
     return digest(list(lines))[:16]
 
 
 def first_difference(all_lines: Sequence[Sequence[str]]) -> str:
-    """Name the first line on which some rank differs from rank 0; of a ``setting``, its name and both values."""
+    """Describe the first line in which a rank differs from rank 0; for a ``setting``, its name and both values."""
     for first, *others in zip_longest(*all_lines):
         for rank, line in enumerate(others, start=1):
             if line != first:
@@ -130,7 +130,7 @@ def first_difference(all_lines: Sequence[Sequence[str]]) -> str:
 
 
 def setting(name: str, value: Any) -> str:
-    """The line that says what an option is."""
+    """The line that describes an option's value."""
     return f"{name}{IS}{value!r}"
 
 

@@ -1,4 +1,4 @@
-"""Owned buckets during backward: gradients taken, reduced to owners, and values returned."""
+"""Owned storage in the backward pass: take gradients, reduce them to their owners, and return new values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lwopt_backend.runtime.collectives import Presence
 
 
 def show_everywhere(buckets: Sequence[BucketBuffers], params: Sequence[Tensor]) -> None:
-    """Give the mean gradient to parameters that had none on this rank, but on another. Called on all ranks."""
+    """Set ``param.grad`` to the mean gradient where only other ranks had one. Called on all ranks."""
     for sharers in {id(bucket.sharers): bucket.sharers for bucket in buckets}.values():
         slots = [
             (bucket, slot.param) for bucket in buckets if bucket.sharers is sharers for slot in bucket.bucket.slots
@@ -35,9 +35,10 @@ def show_everywhere(buckets: Sequence[BucketBuffers], params: Sequence[Tensor]) 
 
 
 class Hook:
-    """``call(owner, *first, *arguments of the hook)`` as long as ``owner`` lives; copies and pickles of it do nothing.
+    """Runs ``call(owner, *first, *args)`` with a hook's ``args`` while ``owner`` is alive; copies and pickles do
+    nothing.
 
-    So a model with hooks can be copied and saved, and what hooks work for ends when nobody else holds it.
+    So a model with hooks can be copied and saved, and its hooks do not keep ``owner`` alive.
     """
 
     __slots__ = ("_owner", "_call", "_first")
@@ -60,30 +61,30 @@ class Hook:
 
 
 class _NoHook:
-    """What becomes of a hook in a copy of its module."""
+    """Replaces a hook in a copy of its module."""
 
     def __call__(self, *args: Any) -> None:
         return None
 
 
 def is_followed(param: Tensor) -> bool:
-    """Whether a bucket manager that is still in use takes this parameter's gradients."""
+    """Whether a live bucket manager takes this parameter's gradients."""
     hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
     return any(isinstance(hook, Hook) and hook.alive for hook in hooks.values())
 
 
 class BackwardPasses:
-    """Tells ``manager`` of every gradient, and of the end of every backward pass.
+    """Reports every gradient, and the end of every backward pass, to ``manager``.
 
-    A pass begins at the output of ``model``, or where that was not called, with its first gradient. Reentrant
-    checkpoints run passes within the pass; that it began at the output tells it from theirs. ``torch.autograd.grad``
-    goes through the output, too, but brings no gradients: the manager hears nothing of it.
+    A pass begins at the output of ``model``, or with the first gradient if ``model`` was not called. Reentrant
+    checkpoints run nested passes; the hook on the output tells the outer pass from those. ``torch.autograd.grad`` also
+    runs that hook, but produces no ``param.grad``, so no pass begins for the manager.
     """
 
     def __init__(self, manager: BucketManager, model: nn.Module) -> None:
         self._manager = manager
         self._running = False
-        self._told = False  # the manager knows of the running pass
+        self._told = False  # whether the manager was told of the running pass
         self._handles: list[Any] = [
             param.register_post_accumulate_grad_hook(Hook(self, BackwardPasses._take, index))
             for index, param in enumerate(manager.params)
@@ -97,7 +98,7 @@ class BackwardPasses:
         return self._running and torch._C._current_graph_task_id() == -1
 
     def forget(self) -> None:
-        """An interrupted pass is over. It counts as one, as it does on other ranks, even without a gradient."""
+        """End an interrupted pass. It counts as a pass, even without a gradient, because it does on other ranks."""
         if self._running and not self._told:
             self._manager.begin_backward()
         self._running = False
@@ -140,25 +141,25 @@ class BackwardPasses:
         self._manager.end_backward()
 
 
-# The bucket manager: it owns the long-lived buffers of parameters and the way of their gradients.
+# The bucket manager: it owns the parameters' long-lived buffers, and sends their gradients.
 #
 # ::
 #
-#     backward      gradients fill the buckets; a full bucket leaves for its owners at once, in the buckets' order
-#     end of it     buckets that are not full leave as they are: a missing gradient is zero
-#     step          bucket by bucket: arrived? -> updated by its owners -> parameters leave for all ranks
+#     backward      gradients fill the buckets; a full bucket is sent to its owners at once, in bucket order
+#     end of it     the remaining buckets are sent as they are: a missing gradient is zero
+#     step          bucket by bucket: wait -> its owners update it -> send the parameters to all ranks
 #
-# Every rank starts the same collectives in the same order, whatever gradients it has: buckets leave in the order of the
-# plan, and every backward pass that reduces makes all of them leave exactly once.
+# Every rank starts the same collectives in the same order, whatever gradients it has: buckets are sent in the plan's
+# order, and every backward pass that reduces sends each bucket exactly once.
 
-IN_FLIGHT = 2  # buckets on their way to the owners; more would hold more memory and hide nothing further
-TAG = 7_300_000  # of messages between two ranks; far from those that programs number themselves
+IN_FLIGHT = 2  # buckets in flight to their owners; more would take more memory and hide no more communication
+TAG = 7_300_000  # the first message tag; far from the tags that user programs choose
 
 
 class BucketManager:
-    """Buckets of ``params``, named ``names``, in backward's order; ``sharers[i]`` are those of ``buckets[i]``.
+    """The ``buckets`` of ``params`` in backward order; the ranks ``sharers[i]`` share ``buckets[i]``.
 
-    Made on all ranks. The parameters become views of the buckets' buffers.
+    Made on all ranks. Turns the parameters into views of the buckets' buffers.
     """
 
     def __init__(
@@ -189,25 +190,25 @@ class BucketManager:
         ]
         self.places = [param.data_ptr() for param in params]
         self.bucket_of = {slot.param: n for n, bucket in enumerate(buckets) for slot in bucket.slots}
-        self._touched = [False] * len(params)  # which have had a gradient on this rank since they were dropped
-        self.on_launch: Callable[[int], None] = lambda number: None  # told of every bucket that leaves
-        self.reduces: Callable[[], bool] | None = None  # a host that knows it says whether the next pass reduces
+        self._touched = [False] * len(params)  # had a gradient on this rank since the last drop_gradients()
+        self.on_launch: Callable[[int], None] = lambda number: None  # called with every bucket's number when it is sent
+        self.reduces: Callable[[], bool] | None = None  # the host's answer to whether the next pass reduces
         self._keep_full, self._overlap = keep_full, overlap
         self._reducing = True
-        self._left_behind = False  # gradients of a pass that did not reduce
-        self.passes = 0  # that reduced, since the last step
+        self._left_behind = False  # a pass left its gradients unreduced
+        self.passes = 0  # reducing backward passes since the last step
         self._begin()
 
     def _begin(self) -> None:
         self._waiting = [{slot.param for slot in bucket.bucket.slots} for bucket in self.buckets]
         self._next = 0
-        self._open = False  # gradients of a pass that reduces are here and have not all left
+        self._open = False  # a reducing pass has gradients here that are not all sent
 
     # Backward
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it gradients stay on this rank, to be reduced together with those of a later backward pass."""
+        """Keep gradients on this rank, to be reduced together with those of a later backward pass."""
         before, self._reducing = self._reducing, False
         self._left_behind = True
         try:
@@ -216,14 +217,14 @@ class BucketManager:
             self._reducing = before
 
     def begin_backward(self) -> None:
-        """A backward pass begins."""
+        """Note that a backward pass begins."""
         if self.reduces is not None:
             self._reducing = self.reduces()
             self._left_behind = self._left_behind or not self._reducing
         self._open = self._open or self._reducing
 
     def arrived(self, index: int) -> None:
-        """Take the gradient that parameter ``index`` has now. Raises RuntimeError if its bucket has left already."""
+        """Take a parameter's gradient. Raises RuntimeError if its bucket was sent, or its new value has not arrived."""
         number = self.bucket_of[index]
         if self._reducing and number < self._next:
             raise left_already(self.names[index], number)
@@ -242,7 +243,7 @@ class BucketManager:
             self._end_pass()
 
     def end_backward(self) -> None:
-        """All gradients of a backward pass are there: what has not left yet leaves. Called on all ranks."""
+        """Send the buckets that were not sent during the backward pass. Called on all ranks."""
         if self._open and self._overlap:
             self._launch_rest()
 
@@ -257,7 +258,7 @@ class BucketManager:
         if number >= IN_FLIGHT:
             self._arrive(number - IN_FLIGHT)
         with torch.no_grad(), self._named(number, "gradients to their owners"):
-            self._arrive(number)  # that of an earlier pass
+            self._arrive(number)  # its transfer of an earlier pass
             self.buckets[number].launch()
         self.on_launch(number)
 
@@ -284,61 +285,61 @@ class BucketManager:
     # Step
 
     def finish(self, passes: int = 1) -> None:
-        """Make sure that every bucket has left so often since the last step, with what there is. Called on all ranks.
+        """Send what is unsent if gradients remain here, or if fewer than ``passes`` passes reduced since the last step.
 
-        A rank that had fewer backward passes than the others takes part with zeros.
+        A rank that had fewer backward passes than the others takes part with zeros. Called on all ranks.
         """
         if self._open or self._left_behind or self.passes < passes:
             self._launch_rest()
 
     def has_gradient(self, index: int) -> bool:
-        """Whether this rank has had a gradient for a parameter since they were dropped."""
+        """Whether this rank has had a gradient for a parameter since the last ``drop_gradients``."""
         return self.params[index].grad is not None if self._keep_full else self._touched[index]
 
     def assigned(self, index: int) -> None:
-        """A parameter has got a gradient at its owner by hand."""
+        """Note that the user assigned a gradient to a parameter at its owner."""
         self._touched[index] = True
 
     def take_changed(self) -> None:
-        """Take gradients that the user has put in place of ours (``keep_full``)."""
+        """Copy gradients that the user assigned in place of ours (``keep_full``)."""
         if self._keep_full:
             for bucket in self.buckets:
                 bucket.take_changed()
 
     def settled(self) -> Iterator[BucketBuffers]:
-        """Buckets in order, each once its mean gradients are at their owners. Called on all ranks, after ``finish``."""
+        """Yield the buckets in order, each once its owners have the mean gradients. On all ranks, after ``finish``."""
         for number, bucket in enumerate(self.buckets):
             self._settle(number)
             yield bucket
 
     def here(self) -> Iterator[tuple[int, BucketBuffers]]:
-        """The buckets whose mean gradients have come to this rank, settled."""
+        """Yield the buckets whose gradients have arrived on this rank, with their numbers, once they are means."""
         for number, bucket in enumerate(self.buckets):
             if bucket.is_here:
                 self._settle(number)
                 yield number, bucket
 
     def stepped(self) -> None:
-        """A step is over, and has used the gradients up; those that are kept everywhere stay to be looked at."""
+        """End a step: drop the gradients, unless ``keep_full`` leaves them for the user to read."""
         if self._keep_full:
             self.passes = 0
         else:
             self.drop_gradients()
 
     def send_values(self, number: int) -> None:
-        """Start bringing a bucket's new parameters to all ranks. Called on all ranks, bucket by bucket."""
+        """Start sending a bucket's new parameters to all ranks. Called on all ranks, bucket by bucket."""
         with torch.no_grad(), self._named(number, "parameters to all ranks"):
             self.buckets[number].send_values()
 
     def receive_values(self, numbers: Sequence[int] | None = None) -> None:
-        """Return when the parameters of these buckets, or of all, are there."""
+        """Wait until the parameters of these buckets, by default of all, have arrived."""
         for number in range(len(self.buckets)) if numbers is None else numbers:
             if self.buckets[number].stale:
                 with torch.no_grad(), self._named(number, "parameters to all ranks"):
                     self.buckets[number].receive_values()
 
     def drop_gradients(self) -> None:
-        """Forget all gradients."""
+        """Drop all gradients; waits for those in flight."""
         for number, bucket in enumerate(self.buckets):
             with self._named(number, "gradients to their owners"):
                 bucket.drop_gradients()
@@ -350,7 +351,7 @@ class BucketManager:
         self._begin()
 
     def __del__(self) -> None:
-        """Nothing stays on its way: a transport whose buffers are gone hangs. At the process's end nobody cares."""
+        """Wait for all transfers: a transport whose buffers are freed hangs. When Python exits, nothing waits."""
         with suppress(RuntimeError):
             for bucket in getattr(self, "buckets", ()) if not sys.is_finalizing() else ():
                 bucket.receive_values()
@@ -358,12 +359,12 @@ class BucketManager:
 
     @property
     def has_unused_gradients(self) -> bool:
-        """Whether there was a backward pass since the last step, or ``no_sync``. The same on all ranks that had one."""
+        """Whether a backward pass or ``no_sync`` ran since the last step. The same on all ranks that ran one."""
         return self.passes > 0 or self._open or self._left_behind
 
     @property
     def all_left(self) -> bool:
-        """Whether all gradients since the last step, and some, have left for their owners."""
+        """Whether a pass has reduced since the last step, and all gradients were sent to their owners."""
         return self.passes > 0 and not self._open and not self._left_behind
 
     def label(self, number: int) -> str:

@@ -17,9 +17,9 @@ from lwopt_backend.runtime.whole import owned_dtype
 
 @dataclass(frozen=True, eq=False)
 class Sharers:
-    """The ranks that share some parameters: ``instance`` owns them; ``replicas`` own this rank's part elsewhere.
+    """The ranks that share some parameters: ``instance`` owns them; ``replicas`` own this rank's part in all instances.
 
-    ``everyone`` are the ranks of all instances. A mean gradient is the sum over ``divisor``.
+    ``everyone`` is the ranks of all instances. A mean gradient is the sum divided by ``divisor``.
     """
 
     everyone: PartCollectives
@@ -29,10 +29,10 @@ class Sharers:
 
 
 class Ledger:
-    """Hands out all tensors that hold gradients, in backward and until the step, and counts what they take.
+    """Allocates all tensors that store gradients, in backward and until the step, and counts their bytes.
 
-    ``held`` are the bytes of those that are there, ``most_held`` the most there ever were. ``sent`` are the bytes that
-    this rank has sent, by what they were. Flags and norms, a few bytes per parameter, are not counted.
+    ``held`` is the bytes allocated now, ``most_held`` the peak. ``sent`` is the bytes that this rank has sent, by kind.
+    Flags and norms, a few bytes per parameter, are not counted.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Ledger:
         self.sent: Counter[str] = Counter()
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor that ``free`` is told of before its last reference goes."""
+        """An uninitialized flat tensor; pass it to ``free`` before its last reference goes."""
         self.held += numel * dtype.itemsize
         self.most_held = max(self.most_held, self.held)
         return torch.empty(numel, dtype=dtype, device=device)
@@ -51,25 +51,24 @@ class Ledger:
 
 
 def all_reduce_nbytes(nbytes: int, ranks: int) -> int:
-    """What a rank sends to sum a tensor of ``nbytes`` over ``ranks``, around a ring: twice all shares but its own."""
+    """Bytes that a rank sends in a ring all-reduce of ``nbytes``: twice the shares of all ``ranks`` but its own."""
     return 2 * nbytes * (ranks - 1) // ranks
 
 
-# The two collectives of a bucket: gradients are reduced to the owners of the parts, and the parts return to all ranks.
+# The two collectives of a bucket: gradients are reduced to the parts' owners, and new parts are sent to all ranks.
 #
-# Where parts travel from rank to rank (gloo), an owner adds them up itself, in rank order and in its own dtype: the sum
-# does not depend on the layout. Elsewhere (NCCL) a reduce-scatter and an all-gather do it, of equal parts where the
-# layout has such.
+# Point to point (gloo), an owner adds up the parts itself, in rank order and in its own dtype, so the sum does not
+# depend on the layout. Otherwise (NCCL) a reduce-scatter and an all-gather are used, of equal parts if the layout has
+# them.
 
-WIDENED_NUMEL = 2**16  # elements that are widened at a time to be added
+WIDENED_NUMEL = 2**16  # elements widened at a time before they are added
 
 
 @dataclass
 class PartsPending:
-    """A buffer under way. ``received[r]`` is rank r's share of this rank's part; or there is one tensor, the sum.
+    """A buffer in flight. ``received[r]`` is rank r's share of this rank's part; a single tensor is their sum.
 
-    ``held`` are the ledger's tensors among them and beside them; until it is done the transport reads and writes there.
-    ``label`` is for profiles.
+    ``held`` are the ledger's tensors that the transport reads or writes until it is done. ``label`` is for profiles.
     """
 
     label: str
@@ -83,10 +82,11 @@ class PartsPending:
             self.pending.wait()
 
     def sum(self, dtype: torch.dtype) -> Tensor:
-        """Wait; this rank's part, summed over all ranks in their order, in a tensor of the ledger's for the caller.
+        """Wait; returns this rank's part, summed over all ranks in rank order, in a ledger tensor that the caller
+        frees.
 
-        Where the dtype allows it that is one of the tensors that came: of the first two, whose sum is the same either
-        way. One that only looks into a buffer is copied, it would keep all of it.
+        One of the first two tensors takes the sum if it has ``dtype``: their order does not matter. A view of a larger
+        buffer is copied, because it would keep the whole buffer alive.
         """
         assert self.ledger is not None
         self.wait()
@@ -103,7 +103,7 @@ class PartsPending:
         return total
 
     def discard(self) -> None:
-        """Wait, and forget what came."""
+        """Wait, and free what was received."""
         self.wait()
         self._free(None)
 
@@ -116,7 +116,7 @@ class PartsPending:
 
 
 def add(total: Tensor, other: Tensor, ledger: Ledger) -> None:
-    """Add ``other``, which may be narrower; PyTorch would widen all of it at once in memory that nobody counts."""
+    """Add ``other`` to ``total``. A narrower dtype is widened in strips, so that the ledger counts the memory."""
     if total.dtype == other.dtype:
         total.add_(other)
         return
@@ -129,12 +129,12 @@ def add(total: Tensor, other: Tensor, ledger: Ledger) -> None:
 
 
 def split(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
-    """The parts of a buffer, as views in rank order."""
+    """Views of a buffer's parts, in rank order."""
     return [buffer[start:stop] for start, stop in bucket.parts]
 
 
 def zero_padding(buffer: Tensor, bucket: Bucket) -> None:
-    """Zero what no parameter has of a buffer."""
+    """Zero the elements of a buffer that belong to no parameter."""
     end = 0
     for slot in sorted(bucket.slots, key=lambda slot: slot.offset):
         buffer[end : slot.offset].zero_()
@@ -145,7 +145,7 @@ def zero_padding(buffer: Tensor, bucket: Bucket) -> None:
 def reduce_parts(
     buffer: Tensor, bucket: Bucket, ranks: PartCollectives, ledger: Ledger, tag: int, *, keep: bool = False
 ) -> PartsPending:
-    """Start bringing every rank's ``buffer`` to the parts' owners. It is given up unless ``keep``."""
+    """Start reducing all ranks' ``buffer`` to the parts' owners. Frees it when done, unless ``keep``."""
     parts = split(buffer, bucket)
     mine = parts[ranks.rank] if ranks.world_size > 1 else buffer
     held = [] if keep else [buffer]
@@ -168,7 +168,7 @@ def reduce_parts(
 
 
 def reduce_across(part: Tensor, replicas: PartCollectives, ledger: Ledger) -> PartsPending:
-    """Start summing an owner's part, a tensor of the ledger's, over the owners of the same part elsewhere."""
+    """Start summing an owner's part, a ledger tensor, over the owners of the same part in other instances."""
     ledger.sent["across instances"] += all_reduce_nbytes(part.numel() * part.itemsize, replicas.world_size)
     with record_function(EXCHANGE_OUT):
         pending = replicas.start_all_reduce(part)
@@ -178,7 +178,7 @@ def reduce_across(part: Tensor, replicas: PartCollectives, ledger: Ledger) -> Pa
 def return_parts(
     buffer: Tensor, bucket: Bucket, ranks: PartCollectives, ledger: Ledger, tag: int, what: str = "parameters"
 ) -> PartsPending:
-    """Start bringing every owner's part of ``buffer`` to all ranks."""
+    """Start sending every owner's part of ``buffer`` to all ranks."""
     parts = split(buffer, bucket)
     mine = parts[ranks.rank]
     ledger.sent[what] += bucket.return_numels()[ranks.rank] * buffer.itemsize
@@ -196,21 +196,21 @@ def return_parts(
     return PartsPending(EXCHANGE_BACK, pending, (), (), None)
 
 
-# One bucket on one rank: its parameters' buffer, its gradients on their way to the owners, what this rank owns of it.
+# One bucket on one rank: the buffers of its parameters, of its gradients, and of the part that this rank owns.
 #
 # ::
 #
-#     values    | p0 | p1 . | p2 | p3 |      every parameter is a view of it, for good
-#     grads     | g0 | g1 0 | g2 | g3 |      in backward only: filled as gradients arrive, gone once it was reduced
-#     mine           | g1 0 |                 fp32: the sum over all ranks and backward passes of this rank's part
-#     masters        | p1 |                   fp32, where the parameters are narrower; without padding
+#     values    | p0 | p1 . | p2 | p3 |      every parameter is a view of it, permanently
+#     grads     | g0 | g1 0 | g2 | g3 |      in backward only: filled as gradients arrive, freed when reduced
+#     mine           | g1 0 |                 fp32: this rank's part, summed over all ranks and backward passes
+#     masters        | p1 |                   fp32, if the parameters are narrower; without padding
 
 
 class BucketBuffers:
     """The buffers of ``bucket``. ``params`` are all parameters of the manager; the bucket's become views of ``values``.
 
-    ``grad_dtype`` is that of gradients until they are at their owner. With ``keep_full`` the buffer of gradients stays,
-    ``param.grad`` are views of it, and it ends up with the mean gradients on every rank.
+    ``grad_dtype`` is the dtype of gradients on their way to the owners. With ``keep_full`` the gradients' buffer stays,
+    every ``param.grad`` is a view of it, and after a reduction it has the mean gradients on every rank.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class BucketBuffers:
 
     @property
     def grad_nbytes(self) -> int:
-        """Bytes of the gradients that are there between a backward pass and its step."""
+        """Bytes of the gradients that are kept between a backward pass and its step."""
         if self._keep_full:
             return self.bucket.numel * self._grad_dtype.itemsize
         start, stop = self.bucket.parts[self.sharers.instance.rank]
@@ -269,13 +269,13 @@ class BucketBuffers:
         return buffer.narrow(0, slot.offset, slot.numel).view(self._params[param].shape)
 
     def owned_values(self) -> list[Tensor]:
-        """What is stepped, piece by piece, flat: masters, or where there are none the parameters themselves."""
+        """The flat weights to step, one tensor per piece: masters, or without masters the parameters themselves."""
         if self.masters is None:
             return [self.values.narrow(0, piece.offset, piece.numel) for piece in self.pieces]
         return list(self.masters.split([piece.numel for piece in self.pieces])) if self.pieces else []
 
     def owned_grads(self) -> list[Tensor]:
-        """The reduced gradients of the pieces, flat, as they are stepped on."""
+        """The flat reduced gradients, one tensor per piece, in the dtype of the step."""
         if self._keep_full:
             assert self.full is not None
             grads = [self.full.narrow(0, piece.offset, piece.numel) for piece in self.pieces]
@@ -285,13 +285,13 @@ class BucketBuffers:
         return [self.mine.narrow(0, piece.offset - start, piece.numel) for piece in self.pieces]
 
     def stored_grads(self) -> list[Tensor]:
-        """The tensors that hold this rank's reduced gradients, padding included where it lies between them."""
+        """The buffer of this rank's reduced gradients, padding included; with ``keep_full``, that of all gradients."""
         if self._keep_full:
             return [self.full] if self.full is not None else []
         return [self.mine] if self.mine is not None else []
 
     def refresh_masters(self) -> None:
-        """Take the parameters' values into the masters, but for elements whose master rounds to just that value.
+        """Copy the parameters into the masters, except where a master already rounds to its parameter's value.
 
         So weights and optimizer state may be loaded in either order, and masters keep their precision.
         """
@@ -309,7 +309,7 @@ class BucketBuffers:
     # Gradients
 
     def take(self, index: int) -> None:
-        """Take a parameter's ``grad`` into the buffer."""
+        """Move a parameter's ``grad`` into the buffer, adding to an earlier one."""
         param, view = self._params[index], self.view(self._full_buffer(), index)
         if self._keep_full:
             self._take_kept(param, view)
@@ -320,13 +320,13 @@ class BucketBuffers:
         param.grad = None
 
     def take_changed(self) -> None:
-        """With ``keep_full``: take gradients that are no longer ours, because somebody has assigned others."""
+        """With ``keep_full``, copy gradients that the user has assigned in place of ours."""
         for index, param in self._params.items():
             if param.grad is not None:
                 self._take_kept(param, self.view(self._full_buffer(), index))
 
     def _take_kept(self, param: Tensor, view: Tensor) -> None:
-        """autograd adds to a gradient that is there in place, and then it is the view; else it made a new one."""
+        """autograd adds in place to an existing gradient, which is the view; without one, it makes a new tensor."""
         assert param.grad is not None
         if param.grad.data_ptr() != view.data_ptr():
             view.copy_(param.grad)
@@ -338,7 +338,7 @@ class BucketBuffers:
         return self.full
 
     def launch(self) -> None:
-        """Start bringing the gradients to their owners; those that have not arrived are zero. Called on all ranks."""
+        """Start reducing the gradients to their owners; missing ones are zero. Called on all ranks."""
         full, ranks = self._full_buffer(), self.sharers.instance
         here = {i for i, p in self._params.items() if p.grad is not None} if self._keep_full else self._arrived
         for index in self._slots.keys() - here:
@@ -355,7 +355,7 @@ class BucketBuffers:
         return self._way is not None
 
     def arrive(self) -> None:
-        """Wait for what ``launch`` started, and add it to what this rank has of earlier backward passes."""
+        """Wait for the reduction that ``launch`` started, and add the sum to that of earlier backward passes."""
         assert self._way is not None
         came, self._way = self._way.sum(self.owned_dtype), None
         if self.sharers.replicas is not None:
@@ -365,7 +365,7 @@ class BucketBuffers:
             self._add(came)
 
     def settle(self) -> None:
-        """Make what arrived the mean gradient. Called on all ranks, after ``arrive``."""
+        """Wait for the sum across instances, and divide by ``divisor``. Called on all ranks, after ``arrive``."""
         self._settle_across()
         if self.mine is not None and not self._averaged:
             self.mine.div_(self.sharers.divisor)
@@ -388,12 +388,12 @@ class BucketBuffers:
             self._ledger.free(came)
 
     def spread_gradients(self) -> None:
-        """Bring the mean gradients to all ranks (``keep_full``). Called on all ranks."""
+        """Send the mean gradients to all ranks (``keep_full``). Called on all ranks."""
         assert self.full is not None
         return_parts(self.full, self.bucket, self.sharers.instance, self._ledger, self.tag, "gradients").wait()
 
     def drop_owned_gradients(self) -> None:
-        """Forget the reduced gradients, which have been used."""
+        """Free the reduced gradients, once they are used."""
         if self.mine is not None:
             self._ledger.free(self.mine)
         self.mine = None
@@ -401,11 +401,11 @@ class BucketBuffers:
 
     @property
     def is_here(self) -> bool:
-        """Whether all that was started has arrived."""
+        """Whether this rank's reduced gradients have arrived."""
         return self._way is None and self.mine is not None
 
     def drop_gradients(self) -> None:
-        """Forget all gradients, those on their way included."""
+        """Free all gradients; waits for those in flight."""
         for way in (self._way, self._across):
             if way is not None:
                 way.discard()
@@ -419,16 +419,16 @@ class BucketBuffers:
     # Parameters
 
     def send_values(self) -> None:
-        """Start bringing this rank's part of the parameters to all ranks, and theirs here. Called on all ranks."""
+        """Start sending each rank's part of the parameters to all others. Called on all ranks."""
         self._back = return_parts(self.values, self.bucket, self.sharers.instance, self._ledger, self.tag)
 
     def receive_values(self) -> None:
-        """Return when the parameters are all ranks'."""
+        """Wait until the parts of all ranks have arrived."""
         if self._back is not None:
             self._back.wait()
             self._back = None
 
     @property
     def stale(self) -> bool:
-        """Whether parameters are still on their way here."""
+        """Whether parameters are still in flight to this rank."""
         return self._back is not None

@@ -1,4 +1,4 @@
-"""The one door to torch.distributed: collectives, ranks, and what they are called in profiles."""
+"""The only module that calls torch.distributed's collectives; also the labels of a step's parts in profiles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# What the parts of a step are called in profiles (``torch.profiler.record_function``), on every engine.
+# Labels of a step's parts in profiles (``torch.profiler.record_function``), the same on every engine.
 
 EXCHANGE_OUT = "lwopt: exchange out"
 EXCHANGE_BACK = "lwopt: exchange back"
@@ -19,22 +19,22 @@ NORM = "lwopt: norm"
 
 
 def of_rule(name: str) -> str:
-    """A matrix rule at work on whole matrices."""
+    """The label of a matrix rule's computation."""
     return f"lwopt: rule {name}"
 
 
 def of_elementwise(group: Mapping[str, Any]) -> str:
-    """The step of an element-wise param group."""
+    """The label of an element-wise param group's step."""
     return f"lwopt: elementwise {rule_name(group)}"
 
 
 def rule_name(group: Mapping[str, Any]) -> str:
-    """The name of a param group's rule; of one that runs any optimizer, that optimizer's class."""
+    """The name of a param group's rule; for a rule that runs any optimizer, the class of that optimizer."""
     return str(group.get("class", group["rule"]))
 
 
 class Pending(Protocol):
-    """A collective under way; ``wait`` returns when its result may be read on the current stream."""
+    """A collective in flight. After ``wait``, its result may be read on the current stream."""
 
     def wait(self) -> object: ...
 
@@ -45,9 +45,9 @@ class _Done:
 
 
 class Collectives:
-    """What the runtime needs from a group of ranks. Every method is called by all ranks, in the same order.
+    """The collectives of one group of ranks. All ranks call the same methods in the same order.
 
-    What returns ``Pending`` only starts. The methods here are those of a group of one, which receives what it sends.
+    A method that returns ``Pending`` is asynchronous. This base class implements a group of one rank.
     """
 
     rank = 0
@@ -61,7 +61,7 @@ class Collectives:
         return _Done()
 
     def all_reduce_max(self, tensor: Tensor) -> Pending:
-        """Start taking the largest of every element over all ranks, in place."""
+        """Start an element-wise MAX over all ranks, in place."""
         return _Done()
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -69,76 +69,76 @@ class Collectives:
         return [value]
 
     def all_gather(self, received: Tensor, mine: Tensor) -> None:
-        """``received`` becomes all ranks' equally long ``mine``, in rank order."""
+        """Gather all ranks' ``mine``, of equal length, into ``received`` in rank order."""
         received.copy_(mine)
 
     def gather_to_first(self, mine: Tensor) -> list[Tensor] | None:
-        """All ranks' equally long ``mine``, in rank order, on the first rank; None on the others."""
+        """All ranks' ``mine``, of equal length, in rank order on the first rank; None on the others."""
         return [mine]
 
     def gather_objects_to_first(self, value: Any) -> list[Any] | None:
-        """Every rank's ``value``, in rank order, on the first rank; None on the others."""
+        """Every rank's ``value``, in rank order on the first rank; None on the others."""
         return [value]
 
     def barrier(self) -> None:
-        """Return when all ranks are here."""
+        """Wait until all ranks have called this."""
 
 
 class PartCollectives(Collectives):
-    """What buffers whose parts belong to ranks need beside it."""
+    """Further collectives, for buffers that are cut into one part per rank."""
 
     def direct(self, device: torch.device) -> bool:
-        """Whether parts on such a device travel best from rank to rank.
+        """Whether parts on ``device`` are sent point to point, rather than by reduce-scatter and all-gather.
 
-        gloo's reduce-scatter is an all-reduce inside, which moves twice the bytes, and it has no all-gather of unequal
-        parts. Raises ValueError for a device that gloo cannot serve so.
+        gloo implements reduce-scatter as an all-reduce, which moves twice the bytes, and has no all-gather of unequal
+        parts. Raises ValueError if the backend is gloo and ``device`` is not the CPU.
         """
         return True
 
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int
     ) -> Pending:
-        """Start sending flat tensors to ranks and receiving into others; between two ranks and a tag in order."""
+        """Start point-to-point sends and receives of flat tensors; pairs of a rank and the tensor to or from it."""
         assert not sends and not receives
         return _Done()
 
     def reduce_scatter_parts(self, mine: Tensor, parts: Sequence[Tensor], whole: Tensor | None) -> Pending:
-        """``mine`` becomes the sum of all ranks' part for this one; ``whole`` holds equal parts end to end."""
+        """Start summing all ranks' parts for this rank into ``mine``; ``whole`` is the buffer if parts are equal."""
         mine.copy_(parts[0])
         return _Done()
 
     def all_gather_parts(self, parts: Sequence[Tensor], whole: Tensor | None) -> Pending:
-        """Every part becomes that of the rank it belongs to; ``whole`` holds equal parts end to end."""
+        """Start filling every part with its own rank's; ``whole`` is the buffer if parts are equal."""
         return _Done()
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
-        """Sum ``tensor`` over all ranks, in place."""
+        """Start summing ``tensor`` over all ranks, in place."""
         return _Done()
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """The same, and wait for it."""
+        """Sum ``tensor`` over all ranks, in place."""
 
     def broadcast(self, tensor: Tensor) -> None:
-        """``tensor`` becomes the first rank's."""
+        """Copy the first rank's ``tensor`` to all ranks, in place."""
 
 
 class Alone(PartCollectives):
-    """The collectives of a rank that shares nothing."""
+    """The collectives of a group of one rank."""
 
 
-# torch 2.13 renamed them and warns about the names that older versions have.
+# torch 2.13 renamed both functions, and warns about their old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-_OWN_GROUPS: list[tuple[Any, list[int], dist.ProcessGroup]] = []  # the default group, ranks, and the group for them
+_OWN_GROUPS: list[tuple[Any, list[int], dist.ProcessGroup]] = []  # the default group, ranks, and their group
 
 
 def _even_out(along: Sequence[dist.ProcessGroup]) -> None:
-    """Make the ranks that ``along`` connects know equally many groups.
+    """Give all ranks that ``along`` connects the same number of process groups.
 
-    torch names a group that only its members make by their ranks and by how many groups this rank knows. If ranks know
-    different numbers of groups they would wait for each other under different names. A group of one takes nothing.
+    torch names a group that only its members create after its ranks and the number of groups that this rank has. Ranks
+    with different numbers would wait for each other under different names. A group of one rank costs nothing.
     """
     known = dist.distributed_c10d._world.pg_names
     most = len(known)
@@ -151,7 +151,7 @@ def _even_out(along: Sequence[dist.ProcessGroup]) -> None:
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """What the group waits for its members, where its backend says; None is torch's default."""
+    """The group's timeout, if its backend has one; None means torch's default."""
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
         timeout: timedelta | None = getattr(options, "_timeout", None)
@@ -195,11 +195,11 @@ class TorchCollectives(PartCollectives):
 
     @classmethod
     def over(cls, ranks: Sequence[int], along: Sequence[dist.ProcessGroup]) -> TorchCollectives:
-        """Over a process group of its own for these global ranks, which all of them call for, and no others have to.
+        """Collectives over a new process group of these global ranks. Called on all of them; other ranks need not.
 
-        ``along`` are existing groups, one per dimension of the mesh of these ranks, through which all of them reach
-        each other. Made once and kept: a process group is a communicator, threads and memory. Ranks in it count from
-        the lowest. Where NCCL cannot make one without the other ranks, the mesh's only dimension lends its own.
+        ``along`` are existing groups that together connect the ranks, one per dimension of their mesh. The new group is
+        cached, because it costs a communicator, threads and memory. Its ranks are in ascending order. If NCCL cannot
+        create it without the other ranks, the only group in ``along`` is used; several raise ValueError.
         """
         ranks = sorted(ranks)
         for world, members, group in _OWN_GROUPS:
@@ -208,7 +208,7 @@ class TorchCollectives(PartCollectives):
         if len(ranks) == dist.get_world_size():
             group = dist.new_group(ranks, timeout=_timeout(along[0]))
         elif getattr(dist.group.WORLD, "bound_device_id", None) is not None:
-            # NCCL splits the default group's communicator then, which takes all ranks of it.
+            # NCCL then splits the default group's communicator, which takes all of its ranks.
             if len(along) > 1:
                 raise ValueError(
                     f"no communicator can be made for ranks {ranks}, some of {dist.get_world_size()}: "
@@ -276,13 +276,13 @@ class TorchCollectives(PartCollectives):
 
 
 def _started(work: Any) -> Pending:
-    """What torch starts; it has None for a rank that is not in the group."""
+    """torch's handle; it is None on a rank that is not in the group."""
     assert isinstance(work, dist.Work)
     return work
 
 
 class _All:
-    """Several collectives as one."""
+    """Several collectives, waited for together."""
 
     def __init__(self, works: Sequence[Pending]) -> None:
         self._works = works
@@ -293,10 +293,9 @@ class _All:
 
 
 def ranks_of(group: dist.ProcessGroup | None = None, name: str = "process_group") -> PartCollectives:
-    """Over a process group, by default of all ranks; of this process alone where torch.distributed is not in use.
+    """Collectives over ``group``, by default of all ranks; without torch.distributed, of this process alone.
 
-    Raises TypeError for what is no process group, ValueError on a rank that the group does not have. ``name`` is the
-    option's.
+    Raises TypeError if ``group`` is not a process group, ValueError on a rank outside it. ``name`` is the option's.
     """
     if not (group is None or isinstance(group, dist.ProcessGroup) or group == dist.GroupMember.NON_GROUP_MEMBER):
         of_mesh = "; pass its group, mesh.get_group()" if hasattr(group, "get_group") else ""
@@ -312,20 +311,20 @@ def ranks_of(group: dist.ProcessGroup | None = None, name: str = "process_group"
 
 
 def join(rank: int, world_size: int, meeting_point: str) -> TorchCollectives:
-    """Make this process one of ``world_size`` ranks that meet over a file; gloo, for trials on one machine."""
+    """Initialize a gloo process group of ``world_size`` processes on one machine, which meet over a file."""
     dist.init_process_group("gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=world_size)
     return TorchCollectives()
 
 
 def leave() -> None:
-    """End what ``join`` began."""
+    """Destroy the process group that ``join`` initialized."""
     dist.destroy_process_group()
 
 
 def largest_of_all(collectives: Collectives, value: Tensor) -> Tensor:
-    """The largest of every rank's ``value``, without dimensions; NaN if any rank's is. Called on all ranks.
+    """The maximum of a scalar tensor over all ranks; NaN if any rank's is NaN. Called on all ranks.
 
-    gloo's MAX compares, and so forgets a NaN or what came before it, by the order of ranks.
+    gloo's MAX compares, so it may drop a NaN, or the values before it, depending on the order of ranks.
     """
     both = torch.stack([value.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf), value.isnan().to(value.dtype)])
     collectives.all_reduce_max(both).wait()
@@ -333,10 +332,10 @@ def largest_of_all(collectives: Collectives, value: Tensor) -> Tensor:
 
 
 class Presence:
-    """Starts the exchange when made; waits for it only where another rank's flag is needed.
+    """Which parameters have a gradient on any rank. Made on all ranks of the group, which starts the exchange.
 
-    A rank that has a gradient knows that it will be used; one that has not asks whether another has. So where all ranks
-    have all gradients nobody waits. Made on all ranks of the group.
+    A rank that has a gradient does not wait; one that has none waits to learn whether another has it. So if all ranks
+    have all gradients, none waits.
     """
 
     def __init__(
@@ -354,14 +353,14 @@ class Presence:
         return self._here[index] or bool(self.anywhere()[index])
 
     def anywhere(self) -> list[int]:
-        """Per parameter, and per flag of ``more`` (int32) after them, 1 if any rank has it."""
+        """One int per parameter, then per flag of ``more`` (int32): 1 if any rank has it. Waits for the exchange."""
         if self._anywhere is None:
             self.finish()
             self._anywhere = self._flags.tolist()
         return self._anywhere
 
     def finish(self) -> None:
-        """Wait for the collective, whether anybody asked or not."""
+        """Wait for the exchange, if nothing has waited for it yet."""
         if self._pending is not None:
             self._pending.wait()
             self._pending = None

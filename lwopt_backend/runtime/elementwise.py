@@ -19,11 +19,11 @@ CHUNK = 2**22  # elements whose updates are in memory at a time
 def step_cautiously(
     stepper: ElementwiseStepper, arguments: Mapping[str, Any], decay: float, parts: Sequence[Slices]
 ) -> None:
-    """One step with ``arguments``, which have no decay, and then ``decay`` of every element that it moves towards zero.
+    """Step with ``arguments``, which have no decay; decay every element by ``decay`` that moves towards zero.
 
-    "Cautious Weight Decay", arXiv 2510.12402. The optimizer steps zeros in place of the weights, which leaves its
-    update, unrounded: its sign is known also where it is too small to change the weight. So only optimizers whose
-    update does not depend on the weight are stepped like this. Zero counts as towards zero.
+    "Cautious Weight Decay", arXiv 2510.12402. The optimizer steps zeros instead of the weights, which yields its update
+    without rounding: the sign is right even if the update is too small to change the weight. So this works only for
+    optimizers whose update does not depend on the weight. Zero counts as towards zero.
     """
     for some in _chunks(parts):
         moves = [torch.zeros_like(part.value) for part in some]
@@ -33,14 +33,14 @@ def step_cautiously(
 
 
 def _apply(value: Tensor, move: Tensor, decay: float) -> None:
-    # Signs, because the product of two small numbers may be zero.
+    # Signs, because the product of two small numbers may underflow.
     aligned = value.sign().mul_(move.sign()) <= 0
     kept = torch.where(aligned, 1 - decay, 1.0)
     value.copy_((value * kept).add_(move))  # in fp32, so that 16 bits are rounded once
 
 
 def _chunks(parts: Sequence[Slices]) -> Iterator[list[Slices]]:
-    """The parts' rows, some ``CHUNK`` elements at a time."""
+    """The parts' rows, about ``CHUNK`` elements at a time."""
     some: list[Slices] = []
     numel = 0
     for piece in (piece for part in parts for piece in _pieces(part)):
@@ -54,7 +54,7 @@ def _chunks(parts: Sequence[Slices]) -> Iterator[list[Slices]]:
 
 
 def _pieces(part: Slices) -> Iterator[Slices]:
-    """A part cut by rows. All pieces begin with its counters; those that the last one leaves behind are kept."""
+    """Cut a part by rows. Every piece starts with the part's counters; those that the last piece leaves are kept."""
     rows = part.value.shape[0] if part.value.ndim else 1
     count = max(1, CHUNK * rows // max(1, part.value.numel()))
     if rows <= count:
@@ -73,25 +73,25 @@ def _pieces(part: Slices) -> Iterator[Slices]:
 
 @dataclass(frozen=True)
 class Counters:
-    """What an optimizer keeps as numbers of Python, which we keep in tensors without dimensions, in every part's state.
+    """Counters that an optimizer keeps as Python numbers, and we keep as scalar tensors in every part's state.
 
-    ``state`` has the type of those in its state; ``group``, of those in its param group, our key and the type.
+    ``state`` maps keys of its state to their types; ``group`` maps keys of its param group to our key and the type.
     """
 
     state: Mapping[str, type] = field(default_factory=dict)
     group: Mapping[str, tuple[str, type]] = field(default_factory=dict)
 
     def values(self, state: Mapping[str, Tensor]) -> tuple[float, ...]:
-        """What a part has counted so far."""
+        """The part's counters."""
         return tuple(state[key].item() for key in (*self.state, *(key for key, _ in self.group.values())))
 
 
 class ElementwiseStepper:
-    """The optimizer of one param group, made at its first step with ``optimizer_class`` and kept.
+    """Steps one param group with an ``optimizer_class``, which is constructed at the first step.
 
-    An element-wise update does not care how parameters are cut: each rank steps its own elements, nothing travels.
-    All state stays in the parts' own dictionaries, so nothing depends on which of them are stepped together; those
-    that have counted differently go one after the other.
+    An element-wise update does not depend on how parameters are cut: each rank steps its own elements and sends
+    nothing. All state stays in the parts' own dictionaries, so it does not matter which parts are stepped together.
+    Parts with different counters are stepped one after the other.
     """
 
     def __init__(self, optimizer_class: type[torch.optim.Optimizer], counters: Counters) -> None:
@@ -100,7 +100,7 @@ class ElementwiseStepper:
         self._inner: torch.optim.Optimizer | None = None
 
     def step(self, options: Mapping[str, Any], parts: Sequence[Slices]) -> None:
-        """One step over ``parts`` with the arguments ``options``."""
+        """One step over ``parts`` with the optimizer's arguments ``options``."""
         alike: dict[tuple[float, ...], list[Slices]] = {}
         for part in parts:
             alike.setdefault(self._counters.values(part.state), []).append(part)
@@ -123,7 +123,7 @@ class ElementwiseStepper:
             inner.step()
         for part in parts:
             self._take(part.state, inner.state[part.value])
-        # Some optimizers count in the state of one parameter only; all parts have counted alike so far.
+        # Some optimizers count in the state of one parameter only; the counters of these parts were equal.
         for key in self._counters.state:
             count = max(inner.state[value][key] for value in values)
             for part in parts:
@@ -135,7 +135,7 @@ class ElementwiseStepper:
         inner.state.clear()
 
     def _given(self, state: Mapping[str, Tensor]) -> dict[str, Any]:
-        """A part's state as the optimizer wants it."""
+        """A part's state as the optimizer expects it."""
         of_group = {key for key, _ in self._counters.group.values()}
         kinds = self._counters.state
         return {
@@ -145,7 +145,7 @@ class ElementwiseStepper:
         }
 
     def _take(self, state: Mapping[str, Tensor], after: Mapping[str, Any]) -> None:
-        """Tensors that the optimizer put in place of those it was given, into those."""
+        """Copy tensors that the optimizer has replaced into those that it was given."""
         for key, value in after.items():
             if isinstance(value, Tensor) and value is not state[key]:
                 state[key].copy_(value)

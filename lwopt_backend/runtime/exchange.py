@@ -1,4 +1,4 @@
-"""The buckets of a plan on one rank: their layout on the wire, their buffers, their way to the owners and back."""
+"""A plan's buckets on the wire: their buffers, and the all-to-alls to the owners and back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Deliver = Callable[[Segment, Tensor], object]
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """An all-to-all under way. ``wait`` hands every received segment to ``deliver``, as a flat tensor."""
+    """An all-to-all in flight. ``wait`` passes every received segment to ``deliver``, as a flat tensor."""
 
     way: Way
     received: Tensor
@@ -32,26 +32,26 @@ class Arrival:
                 deliver(segment, self.received.narrow(0, begin, segment.numel))
 
     def discard(self) -> None:
-        """Wait, and leave what came where it is: nobody frees a buffer that the transport still writes into."""
+        """Wait, and deliver nothing: a buffer must not be freed while the transport writes into it."""
         self.pending.wait()
-        if self.received.is_cuda:  # it may have left from another stream, that of the backward pass
+        if self.received.is_cuda:  # it may have been sent from another stream, that of the backward pass
             stream = torch.cuda.current_stream(self.received.device)
             self.received.record_stream(stream)
             self.data.record_stream(stream)
 
     def sent(self) -> list[tuple[Segment, Tensor]]:
-        """What this rank sent, segment by segment, as flat tensors."""
+        """The segments that this rank sent, as flat tensors."""
         places = zip(self.way.transfer.sends, self.way.send_offsets)
         return [(segment, self.data.narrow(0, begin, segment.numel)) for segment, begin in places]
 
 
 class Way:
-    """One bucket's transfer in one direction, ``label`` in profiles, with splits and offsets worked out once.
+    """One bucket's transfer in one direction, ``label`` in profiles. Splits and offsets are computed once.
 
     ::
 
-        compact, 3 ranks     | to 0 | to 1       | to 2 |          as long as needed, uneven all-to-all
-        padded               | to 0 . . . | to 1       | to 2 . . . |   equally long, plain all-to-all
+            compact, 3 ranks     | to 0 | to 1       | to 2 |              exact lengths, uneven all-to-all
+            padded               | to 0 . . . | to 1       | to 2 . . . |  equal lengths, plain all-to-all
     """
 
     def __init__(self, transfer: Transfer, label: str, collectives: Collectives, device: torch.device) -> None:
@@ -63,9 +63,9 @@ class Way:
         self.send_offsets, self.receive_offsets = transfer.send_offsets, transfer.receive_offsets
 
     def start(self, dtype: torch.dtype, fetch: Fetch) -> Arrival:
-        """Pack what ``fetch`` gives, in any shape of the segment's size, and send it in ``dtype``.
+        """Pack the segments that ``fetch`` returns, each in any shape, and send them in ``dtype``.
 
-        None is not packed. Called on all ranks, bucket by bucket.
+        Where it returns None, arbitrary values are sent. Called on all ranks, bucket by bucket.
         """
         with record_function(self.label):
             sent = torch.empty(sum(self.send_splits), dtype=dtype, device=self._device)
@@ -80,7 +80,7 @@ class Way:
 
 
 def ways_to_owners(plan: MatrixPlan, collectives: Collectives, device: torch.device) -> list[Way]:
-    """One for each bucket, which brings this rank's fragments to their owners."""
+    """One ``Way`` per bucket, which sends this rank's fragments to their owners."""
     alone = Alone()
     return [
         Way(plan.transfer(n, collectives.rank), EXCHANGE_OUT, alone if plan.stays(n) else collectives, device)
@@ -89,6 +89,6 @@ def ways_to_owners(plan: MatrixPlan, collectives: Collectives, device: torch.dev
 
 
 def ways_back(plan: MatrixPlan, collectives: Collectives, device: torch.device) -> list[Way]:
-    """One for each bucket, which brings owners' updates to where the fragments came from."""
+    """One ``Way`` per bucket, which returns the owners' updates to the fragments."""
     rank = collectives.rank
     return [Way(plan.way_back(n, rank), EXCHANGE_BACK, collectives, device) for n in range(len(plan.buckets))]

@@ -1,4 +1,4 @@
-"""State of any shape - dictionaries and lists of tensors and numbers - as named tensors and a description, and back."""
+"""Nested state (dictionaries and lists of tensors and numbers) as named tensors and a description, and back."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: t
 
 
 def leaves(state: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor and every number, as a tensor, by its path: ``"state.GG.0"``.
+    """Yield every tensor, and every number as a tensor, with its path, e.g. ``"state.GG.0"``.
 
-    Raises TypeError for anything that a checkpoint cannot hold, with its path.
+    Raises TypeError, with the path, for a value that checkpoints cannot store.
     """
     if isinstance(state, Tensor):
         yield path, state.detach()
@@ -33,15 +33,15 @@ def leaves(state: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def check(state: Any) -> None:
-    """Raises TypeError as ``leaves``."""
+    """Raises TypeError as ``leaves`` does."""
     for _ in leaves(state):
         pass
 
 
 def structure(state: Any) -> Any:
-    """What ``rebuild`` needs beside the leaves; JSON can hold it, in as many characters for other values.
+    """What ``rebuild`` needs besides the leaves, as JSON values; its length does not depend on the leaves' values.
 
-    Of a tensor that is the order of its dimensions in memory, on which the bits of a matrix product depend.
+    For a tensor, this is the order of its dimensions in memory, on which the bits of a matrix product depend.
     """
     if isinstance(state, Tensor):
         return f"tensor {_order(state)}"
@@ -55,7 +55,7 @@ def structure(state: Any) -> Any:
 
 
 def rebuild(described: Any, found: dict[str, Tensor], path: str = "") -> Any:
-    """The state that had this ``structure``, from its leaves. Raises KeyError for one that is missing."""
+    """The state with the structure ``described``, from its leaves ``found``. Raises KeyError if a leaf is missing."""
     if isinstance(described, str) and described.startswith("tensor"):
         return _ordered(found[path], described.split(" ")[1])
     if isinstance(described, str):
@@ -74,7 +74,7 @@ def rebuild(described: Any, found: dict[str, Tensor], path: str = "") -> Any:
 
 
 def _order(tensor: Tensor) -> str:
-    """Its dimensions from the slowest to the fastest, e.g. "10" of a matrix stored by columns."""
+    """The dimensions from the slowest to the fastest, e.g. "10" for a matrix stored by columns."""
     strides = tensor.stride()
     dims = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
     return "".join(map(str, dims if tensor.permute(dims).is_contiguous() else range(tensor.ndim)))
@@ -86,28 +86,28 @@ def _ordered(tensor: Tensor, order: str) -> Tensor:
 
 
 def is_plain(state: dict[str, Any]) -> bool:
-    """Whether a state is tensors by name, of at least one dimension, that need no description."""
+    """Whether a state is tensors of at least one dimension, by name, and needs no description."""
     return all(isinstance(key, str) and isinstance(value, Tensor) and value.ndim for key, value in state.items())
 
 
 def described(state: Any) -> Tensor:
-    """``structure`` as bytes in a tensor."""
+    """``structure`` as JSON in a uint8 tensor."""
     return torch.tensor(list(json.dumps(structure(state)).encode()), dtype=torch.uint8)
 
 
 def description(stored: Tensor) -> Any:
-    """What ``described`` stored."""
+    """The structure that ``described`` stored."""
     return json.loads(bytes(stored.tolist()))
 
 
 def plain(state: Any) -> Any:
-    """The same in plain containers, which ``torch.load(weights_only=True)`` reads. Raises TypeError as ``leaves``."""
+    """The state in containers that ``torch.load(weights_only=True)`` reads. Raises TypeError as ``leaves`` does."""
     check(state)
     return _mapped(state, lambda leaf: leaf)
 
 
 def to_device(state: Any, device: torch.device | str) -> Any:
-    """The same with copies of the tensors on ``device``; a counter stays where it is, in the memory of the CPU."""
+    """The state with copies of its tensors on ``device``; scalars stay on their own device, the CPU."""
 
     def moved(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):

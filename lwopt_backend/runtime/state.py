@@ -1,4 +1,4 @@
-"""The optimizer's state on one rank: its pieces of whole tensors, and what only the owner of a matrix keeps."""
+"""The optimizer's state on one rank: its pieces of whole tensors, and its owner state."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.exchange import Arrival, Fetch, Way, ways_back, ways_to_owners
 
-# What a rank stores of the parameters that an optimizer trains: one form for all storages.
+# What a rank stores of an optimizer's parameters, in one form for all engines.
 #
-# Whoever has whole tensors by parameter name (a checkpoint, another optimizer's state) puts them in with ``put``.
+# Code that has whole tensors by parameter name (a checkpoint, another optimizer's state) loads them with ``put``.
 
 
 class Lazy(Protocol):
@@ -28,14 +28,14 @@ class Lazy(Protocol):
     def read(self) -> Tensor: ...
 
     def piece(self, start: int, stop: int) -> Lazy:
-        """The elements [start, stop) of it flattened."""
+        """The elements [start, stop) of the flattened tensor."""
 
     def blocks(self) -> Iterator[Tensor]:
-        """All elements in their order, flat, a few at a time."""
+        """Yield all elements in order, in flat tensors of limited size."""
 
 
 Whole = Tensor | Lazy
-OwnerStates = Mapping[str, Mapping[int, Mapping[str, Any]]]  # by parameter, and by a matrix's place in it
+OwnerStates = Mapping[str, Mapping[int, Mapping[str, Any]]]  # by parameter name and the matrix's place in the parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,9 @@ class StatePiece:
     """Elements of one parameter that a rank stores together, with their state. All tensors are views of the storage.
 
     - ``member``: the parameter's number in the store; ``view``: which elements of the flattened parameter these are.
-    - ``value``: the weights as they are stepped, fp32 masters where there are; None if another piece has them.
-    - ``tensors``: the state by key, each of the view's shape; counters have no dimension.
-    - ``owner``: what the rule keeps besides, by a matrix's place in the parameter.
+    - ``value``: the weights that are stepped (fp32 masters if the engine has them); None if another piece has them.
+    - ``tensors``: the state by key, each of the view's shape; counters are scalars.
+    - ``owner``: owner state, by the matrix's place in the parameter.
     """
 
     member: int
@@ -56,12 +56,12 @@ class StatePiece:
 
     @property
     def start(self) -> int:
-        """The first element of the flattened parameter."""
+        """Where the piece begins in the flattened parameter."""
         return self.view.span[0]
 
     @property
     def stop(self) -> int:
-        """The element after the last."""
+        """Where the span of its elements ends in the flattened parameter."""
         return self.view.span[1]
 
 
@@ -72,7 +72,7 @@ class StateStore(Protocol):
     - ``groups``: the optimizer's param groups.
     - ``units``: the parameters that this rank trains; those of one unit are stepped as one tensor, with one count of
       steps. ``params``: the same, in one list.
-    - ``elsewhere``: names of those that other ranks train.
+    - ``elsewhere``: names of parameters that only other ranks train.
     - ``ambiguous``: why one name may mean different parameters on different ranks; None if it may not.
     """
 
@@ -84,7 +84,7 @@ class StateStore(Protocol):
     ambiguous: str | None
 
     def pieces(self) -> Sequence[StatePiece]:
-        """All there are; their state is new if no step has been taken. Raises RuntimeError in the middle of a step."""
+        """All pieces of this rank; fresh state before the first step. Raises RuntimeError in the middle of a step."""
 
 
 @torch.no_grad()
@@ -96,7 +96,7 @@ def put(
 ) -> None:
     """Copy this rank's elements of whole tensors, given by parameter name; ``state`` also by key.
 
-    Parameters and keys that are not given stay as they are. Communicates nothing, so it may fail on one rank alone.
+    Other parameters and keys are not changed. Does not communicate, so it may raise on one rank alone.
     """
     for piece in store.pieces():
         name = store.params[piece.member].name
@@ -108,7 +108,7 @@ def put(
 
 
 def fill(into: Tensor, whole: Whole, view: View) -> None:
-    """Copy the elements ``view`` of ``whole`` into a tensor of the view's shape; a counter is copied as it is."""
+    """Copy the elements ``view`` of ``whole`` into a tensor of the view's shape; a scalar is copied as it is."""
     start, stop = view.span
     if not into.ndim:
         into.copy_(whole if isinstance(whole, Tensor) else whole.read())
@@ -122,7 +122,7 @@ def fill(into: Tensor, whole: Whole, view: View) -> None:
 
 
 def part_of(whole: Whole, view: View) -> Tensor:
-    """The elements ``view`` of ``whole``, in the view's shape. They share the memory of a contiguous tensor."""
+    """The elements ``view`` of ``whole``, in the view's shape. They share memory with a contiguous tensor."""
     start, stop = view.span
     if isinstance(whole, Tensor):
         flat = whole.detach().contiguous().view(-1)[start:stop]
@@ -134,10 +134,10 @@ def part_of(whole: Whole, view: View) -> Tensor:
 def checked(
     whose: str, found: Mapping[str, Any], like: Mapping[str, Tensor], shape: tuple[int, ...], advice: str = ""
 ) -> dict[str, Tensor]:
-    """A parameter's state ``found``, as whole tensors. ``like`` tells its keys, and which of them are counters.
+    """A parameter's state ``found`` as whole tensors. ``like`` has the expected keys; its scalars are counters.
 
-    Raises ValueError, which begins with ``whose`` state it is: for other keys, followed by ``advice``; for a tensor
-    that is not of ``shape``; for a counter that has dimensions.
+    Raises ValueError, which begins with ``whose``, if the keys differ (followed by ``advice``), if a tensor does not
+    have ``shape``, or if a counter is not a scalar.
     """
     if sorted(found) != sorted(like):
         raise ValueError(f"{whose}: expected {sorted(like)}, found {sorted(found)}{advice}")
@@ -149,13 +149,13 @@ def checked(
     return values
 
 
-# Owner-held state in a checkpoint of sharded tensors: cut by rows over the mesh, as parameters are, and back.
+# Owner state in a checkpoint of sharded tensors: cut by rows over the mesh, as parameters are, and back.
 #
-# So it is complete whoever asks for it, and can be loaded by other ranks with other owners.
+# So every rank saves its shards, and ranks with other owners can load them.
 
-BUCKET_BYTES = 2**26  # of state that travel together when it is saved or loaded
-STRUCTURE, STEPPED = "structure", "stepped"  # beside the tensors, of state that is more than tensors by name
-MATRICES = "matrices"  # beside them all, of a parameter with other matrices than its shape tells: which elements
+BUCKET_BYTES = 2**26  # of state in one all-to-all when it is saved or loaded
+STRUCTURE, STEPPED = "structure", "stepped"  # keys of state that is more than tensors by name
+MATRICES = "matrices"  # key of a parameter whose shape does not tell its matrices: which elements they have
 Key = tuple[int, str]  # atom, and the path of a tensor in its state
 
 
@@ -174,7 +174,7 @@ class Entry:
 
 
 class OwnerShards:
-    """The state that owners keep of one plan's matrices, cut into shards. Made on all ranks of the plan."""
+    """The owner state of one plan's matrices, cut into shards. Made on all ranks of the plan."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class OwnerShards:
         self._plan = _plan_of(self._moving, plan)
 
     def save(self) -> dict[Key, tuple[torch.Size, Tensor]]:
-        """By atom and key, the whole shape and this rank's rows. Called on all ranks of the plan."""
+        """By atom and key, the whole tensor's shape and this rank's rows. Called on all ranks."""
         tensors = {
             (atom, key): t.to(self._device) for atom in self._owned for key, t in self._held.tensors(atom).items()
         }
@@ -232,7 +232,7 @@ class OwnerShards:
         return found
 
     def load(self, shards: Mapping[Key, Tensor]) -> None:
-        """Bring what ``save`` returned, on these or other ranks, to the owners. Called on all ranks of the plan."""
+        """Send the rows that ``save`` returned, here or on other ranks, to the owners. Called on all ranks."""
         arrived: dict[Key, Tensor] = {
             (entry.atom, entry.key): torch.empty(entry.shape, dtype=entry.dtype, device=self._device)
             for entry in self.entries
@@ -266,7 +266,8 @@ class OwnerShards:
 
 
 def _plan_of(entries: Sequence[Entry], plan: MatrixPlan) -> MatrixPlan:
-    """Each tensor as a matrix of bytes with its parent's owner, cut by rows wherever the parameter is cut at all."""
+    """Plan each tensor as a matrix of bytes with its atom's owner, cut by rows over the mesh dimensions that cut the
+    atom."""
     layout = plan.layout
     assert isinstance(layout, MeshLayout)
     atoms, shardings, owners = [], [], []
@@ -286,19 +287,19 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-# State that only the owner of a matrix keeps, whole: factors of SOAP or Shampoo, of whatever shapes and number.
+# Owner state: what only a matrix's owner keeps, whole, e.g. the factors of SOAP or Shampoo; any shapes, any number.
 
-CHECKPOINT_KEY = "owner_state"  # under which checkpoints of DeepSpeed have it
+CHECKPOINT_KEY = "owner_state"  # its key in DeepSpeed's checkpoints
 
 
 class OwnerState:
-    """State that this rank keeps of the ``atoms`` that it owns, by their number; on ``device``."""
+    """The owner state of those ``atoms`` that this rank owns, by atom, on ``device``."""
 
     def __init__(self, atoms: Sequence[Atom], device: torch.device) -> None:
         self._atoms = atoms
         self._device = device
         self._held: dict[int, dict[str, Any]] = {}
-        self._tried: set[int] = set()  # state as it will be after a first step, which has not been taken
+        self._tried: set[int] = set()  # atoms whose state is of a trial step
 
     def of(self, atom: int, rule: MatrixRule) -> dict[str, Any]:
         """The state of a matrix for its next step; the rule changes it in place."""
@@ -315,14 +316,14 @@ class OwnerState:
         return {}
 
     def held(self) -> Mapping[int, dict[str, Any]]:
-        """The state of every atom that has been stepped, or was loaded."""
+        """The state of every atom, except that of trial steps."""
         return {atom: state for atom, state in self._held.items() if atom not in self._tried}
 
     def make(self, atoms: Iterable[int], rules: Sequence[MatrixRule]) -> None:
-        """Make state for ``atoms``, so that a checkpoint knows its names and shapes before the first step.
+        """Create the state of ``atoms``, so that a checkpoint has its names and shapes before the first step.
 
-        A ``WeightRule`` makes its state in its first step. That is tried here on random numbers; the real first step
-        begins anew.
+        A ``WeightRule`` creates its state in its first step, so this takes a trial step on random numbers. The real
+        first step discards that state.
         """
         for atom in atoms:
             rule = rules[atom]
@@ -337,16 +338,16 @@ class OwnerState:
                     rule.step(value, grad, self._held[atom])
 
     def is_real(self, atom: int) -> bool:
-        """Whether its state is of a step, or of a checkpoint of one."""
+        """Whether the atom has state, and not that of a trial step."""
         return atom in self._held and atom not in self._tried
 
     def put(self, atom: int, state: Mapping[str, Any]) -> None:
-        """Take over what was loaded."""
+        """Replace an atom's state by a copy of ``state``."""
         self._tried.discard(atom)
         self._held[atom] = nested.to_device(dict(state), self._device)
 
     def tensors(self, atom: int) -> dict[str, Tensor]:
-        """A matrix's state, after ``make``, as tensors of at least one dimension by their path."""
+        """A matrix's state as tensors of at least one dimension, by path. Called after ``make``."""
         state = self._held[atom]
         found = {key: tensor.reshape(tensor.shape or (1,)) for key, tensor in nested.leaves(state)}
         if not nested.is_plain(state):
@@ -355,7 +356,7 @@ class OwnerState:
         return found
 
     def put_tensors(self, atom: int, found: Mapping[str, Tensor]) -> None:
-        """Take over what ``tensors`` returned, here or on another rank."""
+        """Restore what ``tensors`` returned, here or on another rank."""
         found = dict(found)
         stepped, described = found.pop(STEPPED, None), found.pop(STRUCTURE, None)
         if stepped is not None and not stepped.item():
@@ -368,21 +369,21 @@ class OwnerState:
             self.put(atom, nested.rebuild(nested.description(described.cpu()), shaped))
 
     def forget(self, atom: int) -> None:
-        """Begin anew."""
+        """Drop an atom's state."""
         self._tried.discard(atom)
         self._held.pop(atom, None)
 
     def by_name(self) -> dict[str, dict[str, Any]]:
-        """What ``held`` returns, by the matrices' names."""
+        """``held``, by the matrices' names."""
         return {self._atoms[atom].name: state for atom, state in self.held().items()}
 
     def take(self, states: Mapping[int, Mapping[str, Any] | None]) -> None:
-        """Take over what was loaded, by atom; those without any begin anew."""
+        """Replace the state of these atoms; None drops it."""
         for atom, state in states.items():
             self.forget(atom) if state is None else self.put(atom, state)
 
     def nbytes(self) -> int:
-        """Of all tensors that are held."""
+        """Bytes of all tensors in ``held``."""
         tensors = (t for state in self.held().values() for _, t in nested.leaves(state) if isinstance(t, Tensor))
         return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
@@ -390,9 +391,9 @@ class OwnerState:
 def brought_here(
     saved: Mapping[str, dict[str, Any]], wanted: Sequence[str], ranks: Collectives
 ) -> dict[str, dict[str, Any]]:
-    """The states of matrices ``wanted`` on this rank, of those that any rank has ``saved``. Called on all ranks.
+    """The states of the matrices ``wanted`` on this rank, from the ranks that have ``saved`` them. Called on all ranks.
 
-    Owners may be others than when they were saved; what is saved elsewhere only is fetched.
+    The owners may have changed since: states that other ranks saved are fetched. Those that no rank saved are left out.
     """
     missing = {name for names in ranks.gather_objects([n for n in wanted if n not in saved]) for name in names}
     offers = ranks.gather_objects({name: saved[name] for name in missing if name in saved}) if missing else []
@@ -401,10 +402,10 @@ def brought_here(
 
 
 def owner_key(path: str, place: int, matrices: int) -> str:
-    """What a state dict calls a tensor of owner-held state: of several matrices in the parameter, which one's."""
+    """The key of a tensor of owner state in a state dict; with the matrix's place if the parameter has several."""
     return f"[{place}].{path}" if matrices > 1 else path
 
 
 def keeps_state(rule: MatrixRule) -> bool:
-    """Whether a rule keeps state at owners at all."""
+    """Whether a rule keeps owner state."""
     return isinstance(rule, (OwnerStateRule, WeightRule))

@@ -1,4 +1,4 @@
-"""One optimizer step of one plan's matrices, and buckets that leave already during the backward pass."""
+"""One optimizer step of a plan's matrices, and the early exchange of buckets in the backward pass."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from lwopt_backend.runtime.whole import (
     put,
 )
 
-# Buckets that leave during the backward pass, and are used only if they carried what the step would have sent.
+# Early exchange: buckets sent in the backward pass, and used only if they carried what the step would have sent.
 
 LONGEST_PAUSE = 32  # steps
 
 
 class EarlyExchange:
-    """The buckets of one stepper that are under way before the step.
+    """The buckets of one stepper that are exchanged before the step.
 
-    A bucket leaves when the last of its gradients is ready, with the direction that momentum would have after this
-    gradient; the state itself is advanced by the step. The step then works out the direction again, for momentum has to
-    be advanced anyway, and compares it with what was sent, bit by bit. If gradients were clipped, unscaled or otherwise
-    touched in between, on any rank, the bucket is exchanged again. So the result is always that of a step without early
-    exchange. Where that happens there is nothing to gain: the next steps are left alone, 1, then 2, up to 32 of them.
+    A bucket is sent when the last of its gradients is ready, with the directions that follow from these gradients. The
+    state itself is advanced by the step, which computes the directions again and compares them with those sent, bit by
+    bit. If any rank finds a difference, because gradients were clipped, unscaled or otherwise changed in between, the
+    bucket is exchanged again. So the result always equals that of a step without early exchange. After such a
+    repetition, early exchange pauses for 1 step, then for 2, up to 32.
     """
 
     def __init__(self, stepper: MatrixStepper, buckets: Sequence[Sequence[int]]) -> None:
@@ -50,10 +50,10 @@ class EarlyExchange:
 
     @torch.no_grad()
     def ready(self, atom: int, now: Callable[[], tuple[Sequence[MatrixRule], Storage]]) -> None:
-        """Take note that an atom's gradient is there. Called on all ranks, for the same atoms in the same order.
+        """Note that an atom's gradient is ready. Called on all ranks, for the same atoms in the same order.
 
-        ``now`` gives the rules and the storage of this moment; only the last atom of a bucket asks. A gradient that is
-        ready for the second time belongs to another micro-batch: what has left is stale.
+        ``now`` returns the current rules and storage, and is called only for a bucket's last atom. If a gradient is
+        ready a second time, it belongs to another micro-batch, and everything sent so far is dropped as stale.
         """
         bucket = self._bucket_of.get(atom)
         if bucket is None or self._pause:
@@ -68,25 +68,25 @@ class EarlyExchange:
             )
 
     def forget(self) -> None:
-        """Drop what is under way."""
+        """Drop all exchanges in flight."""
         for arrival in self._departed.values():
             arrival.discard()
         self._departed, self._advanced = {}, set()
         self._waiting = [set(bucket) for bucket in self._buckets]
 
     def touched(self, rules: Sequence[MatrixRule], storage: Storage, missing: set[int], device: torch.device) -> Tensor:
-        """Advance the state of the buckets that have left, and compare what they carried with what the step would send.
+        """Advance the state of the buckets already sent, and compare what they carried with what the step would send.
 
         Returns int32 flags of shape (buckets of the plan,), 1 where a bucket must be exchanged again.
 
-        ``missing`` are atoms that have no gradient on this rank any more.
+        ``missing`` are atoms that no longer have a gradient on this rank.
         """
         flags = torch.zeros(len(self._buckets), dtype=torch.int32, device=device)
         for bucket, arrival in self._departed.items():
             if missing.intersection(self._buckets[bucket]):
                 flags[bucket] = 1
                 continue
-            copies = set(self._stepper.held[bucket])  # those that another rank sends
+            copies = set(self._stepper.held[bucket])  # atoms that another rank sends
             for segment, sent in arrival.sent():
                 copies.discard(segment.atom)
                 now = joined(directions_of(rules[segment.atom], storage.parts(segment.atom), advance=True))
@@ -98,7 +98,7 @@ class EarlyExchange:
         return flags
 
     def settle(self, touched: Sequence[int]) -> Mapping[int, Arrival | None]:
-        """What a step needs of the buckets that have left, given on which of them some rank has found a difference."""
+        """The buckets already sent, as ``step`` takes them in ``departed``, given the flags of all ranks."""
         self._pause = max(0, self._pause - 1)
         wrong = [bucket for bucket in self._departed if touched[bucket]]
         for bucket in wrong:
@@ -115,7 +115,7 @@ class EarlyExchange:
 
 
 def preview(rule: MatrixRule, storage: Storage, atom: int) -> Tensor:
-    """The direction after this gradient, with the state left as it is."""
+    """The direction after this gradient, without changing the state."""
     pieces = [
         Slices(part.value, part.grad, {key: tensor.clone() for key, tensor in part.state.items()})
         for part in storage.parts(atom)
@@ -124,7 +124,7 @@ def preview(rule: MatrixRule, storage: Storage, atom: int) -> Tensor:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """For comparison: NaN equals itself, and 0 does not equal -0."""
+    """The bits as integers, so that NaN equals itself, and 0 does not equal -0."""
     return tensor.view({2: torch.int16, 4: torch.int32}[tensor.itemsize])
 
 
@@ -132,25 +132,25 @@ def _bits(tensor: Tensor) -> Tensor:
 #
 # ::
 #
-#     bucket 0: momentum; it leaves for its owners
-#     for every bucket:     the next bucket, likewise           | on the wire
-#                           a share of the local matrices       | meanwhile
-#                           this bucket has arrived: its owned matrices, whole -> updates leave for the fragments
-#                           the previous bucket's updates are back: decay, and they are applied
+#     bucket 0: advance the momentum, send the directions to the owners
+#     for every bucket:     the same for the next bucket        | on the wire
+#                           step a share of the local matrices  | meanwhile
+#                           receive this bucket, update its owned matrices, send the updates back
+#                           receive the previous bucket's updates, decay, apply them
 #
-# Two buckets are in flight at most. Matrices that lie whole at their owner never enter a buffer: they are updated
-# through views, one at a time, so the step holds one matrix (or one bucket) of temporaries.
+# At most two buckets are in flight. Matrices stored whole at their owner never enter a buffer: they are updated through
+# views, one at a time, so a step's temporaries are one matrix (or one bucket).
 
 
 class MatrixStepper:
-    """Steps the matrices of one plan. Up to ``batch_numel`` elements of equal shape go through the rule together.
+    """Steps the matrices of one plan. The rule takes up to ``batch_numel`` elements of equally shaped matrices at once.
 
-    0 is one by one: the same bits as an unsharded optimizer, and faster on a CPU. Batching saves kernel launches on an
-    accelerator. ``device`` is where matrices travel, wherever they are stored; ``rule_device`` is where the rule runs,
-    by default the same.
+    With 0, it takes them one by one: this yields the bits of an unsharded optimizer, and is faster on a CPU. Batching
+    saves kernel launches on an accelerator. Matrices are exchanged on ``device``, wherever they are stored; the rule
+    runs on ``rule_device``, by default the same.
 
-    ``owned`` are the atoms that this rank updates, ``owner_state`` is what it alone keeps of them; ``held`` are, by
-    bucket, those of which it stores a piece and its state.
+    ``owned`` are the atoms that this rank owns, ``owner_state`` is their owner state; ``held`` are, by bucket, the
+    atoms of which this rank stores a piece and its state.
     """
 
     def __init__(
@@ -186,10 +186,9 @@ class MatrixStepper:
     ) -> None:
         """Update the weights and the state in ``storage``. Called on all ranks of the group.
 
-        ``rules`` holds one rule per matrix; all rules of a plan exchange in one dtype. A matrix that is not ``active``
-        stays as it is; all ranks must say the same of it, except that one may be asked later than another.
-        ``departed`` are buckets whose momentum is done, with their exchange if that has been started.
-        ``meanwhile`` runs while the first bucket is on the wire.
+        ``rules`` has one rule per matrix; all of them exchange in one dtype. A matrix that is not ``active`` is not
+        changed; ``active`` must return the same on all ranks. ``departed`` has the buckets whose state is already
+        advanced, with their exchange if it was started. ``meanwhile`` runs while the first bucket is on the wire.
         """
         run = _Run(rules, storage, active, departed or {})
         arriving = self._depart(0, run)
@@ -206,12 +205,12 @@ class MatrixStepper:
         self._apply_returned(returning, run)
 
     def send(self, bucket: int, rules: Sequence[MatrixRule], direction: Callable[[int], Tensor | None]) -> Arrival:
-        """Start the bucket's way to its owners with what ``direction`` gives for this rank's piece of an atom."""
+        """Start the all-to-all that sends a bucket to its owners: of each atom, the piece that ``direction`` gives."""
         dtype = rules[self._first[bucket]].exchange_dtype
         return self._to_owners[bucket].start(dtype, lambda segment: direction(segment.atom))
 
     def _depart(self, bucket: int, run: _Run) -> list[Arrival]:
-        """What is on its way to the bucket's owners: directions, and where the rule changes weights itself those."""
+        """Start sending the bucket's directions to the owners, and its weights if its rule is a ``WeightRule``."""
         if bucket >= len(self._to_owners):
             return []
         arrivals = [self._depart_directions(bucket, run)]
@@ -222,7 +221,7 @@ class MatrixStepper:
     def _depart_directions(self, bucket: int, run: _Run) -> Arrival:
         if bucket in run.departed:
             return run.departed[bucket] or self.send(bucket, run.rules, run.direction)
-        copies = set(self.held[bucket])  # those that another rank sends
+        copies = set(self.held[bucket])  # atoms that another rank sends
 
         def direction(atom: int) -> Tensor | None:
             copies.discard(atom)
@@ -253,7 +252,7 @@ class MatrixStepper:
         return self._back[bucket].start(dtype, fetch)
 
     def _whole_of(self, arrival: Arrival) -> dict[int, Tensor]:
-        """The matrices that arrive here, by atom."""
+        """Wait; returns the matrices that arrived, by atom."""
         matrices: dict[int, Tensor] = {}
 
         def deliver(segment: Segment, data: Tensor) -> None:
@@ -281,7 +280,7 @@ class MatrixStepper:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What one step is about."""
+    """The arguments of one step."""
 
     rules: Sequence[MatrixRule]
     storage: Storage
@@ -292,13 +291,13 @@ class _Run:
         return [atom for atom in atoms if self.active(atom)]
 
     def direction(self, atom: int, *, advance: bool = False) -> Tensor | None:
-        """What the rule's transform needs of this rank's piece; None for a matrix that stays as it is."""
+        """The direction of this rank's piece; None if the matrix is not active."""
         if not self.active(atom):
             return None
         return joined(directions_of(self.rules[atom], self.storage.parts(atom), advance=advance))
 
     def value(self, atom: int) -> Tensor | None:
-        """This rank's piece of the weight; None for a matrix that stays as it is."""
+        """This rank's piece of the weight; None if the matrix is not active."""
         return joined([part.value for part in self.storage.parts(atom)]) if self.active(atom) else None
 
 
@@ -309,7 +308,7 @@ def share_out(items: Sequence[int], shares: int) -> list[list[int]]:
 
 
 def _cut(matrix: Tensor, segment: Segment) -> Tensor:
-    """The segment's elements: of whole rows or a rectangle a view, however the matrix lies in memory."""
+    """The segment's elements; whole rows or a rectangle as a view, whatever the matrix's strides."""
     columns, length = matrix.shape[1], segment.stop - segment.start
     row, column = divmod(segment.start, columns)
     if segment.runs > 1:

@@ -1,4 +1,4 @@
-"""Where this rank's part of a matrix lies, and rules run on whole matrices."""
+"""Views of this rank's part of a matrix, and rules that run on whole matrices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lwopt_backend.runtime.state import OwnerState
 
 
 def owned_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which an owner steps parameters of ``dtype``: fp32, if they are narrower, in masters; else their own."""
+    """The dtype in which owners step parameters of ``dtype``: fp32 (masters) if it is narrower, else ``dtype``."""
     return torch.float32 if dtype.itemsize < 4 else dtype
 
 
@@ -34,20 +34,20 @@ class Slices:
 
 
 def slices_of(views: Sequence[Sequence[Tensor]], keys: Iterable[str]) -> list[Slices]:
-    """From views of the weight, the gradient and the state of each of ``keys``: as many slices as each has views."""
+    """Zip views of the weight, of the gradient and of the state tensor of each of ``keys`` into slices."""
     return [Slices(value, grad, dict(zip(keys, state))) for value, grad, *state in zip(*views)]
 
 
 class Storage:
-    """This rank's part of a set of matrices, for one step: views are made once."""
+    """This rank's parts of a set of matrices during one step; views are made once."""
 
     def __init__(self) -> None:
         self._found: dict[int, Sequence[Slices]] = {}
 
     def parts(self, index: int) -> Sequence[Slices]:
-        """This rank's fragment of matrix ``index``, of which it stores something, in one or several views.
+        """This rank's fragment of matrix ``index``, which is not empty, in one or several views.
 
-        Their elements, one view after the other, are the fragment's row by row.
+        Concatenated, the views have the fragment's elements in row-major order.
         """
         if index not in self._found:
             self._found[index] = self._views_of(index)
@@ -58,14 +58,14 @@ class Storage:
 
 
 class FlatLayout(Protocol):
-    """Storage of a rank in one flat tensor."""
+    """Where matrices lie in a rank's flat tensor."""
 
     def views(self, index: int, rank: int) -> Sequence[View]:
-        """Where in it the rank's fragment of matrix ``index`` lies, in order."""
+        """The views of the rank's fragment of matrix ``index``, in order."""
 
 
 class FlatStorage(Storage):
-    """One flat partition per group, as ZeRO-1/2 keep it: views into it, nothing is copied."""
+    """Views of a rank's flat partition, as ZeRO stores it. Copies nothing."""
 
     def __init__(self, layout: FlatLayout, rank: int, slices: Slices) -> None:
         super().__init__()
@@ -78,20 +78,20 @@ class FlatStorage(Storage):
         return slices_of([flat_views(t, views) for t in (flat.value, flat.grad, *flat.state.values())], flat.state)
 
 
-# Views of a local tensor that a plan tells of; they share its memory.
+# Views of a local tensor, as a plan describes them. They share its memory.
 
 
 def flat_views(flat: Tensor, views: Sequence[View]) -> list[Tensor]:
-    """Views into a rank's flat tensor, of one dimension, such as ``BlockPartition.views`` gives."""
+    """Views of a rank's one-dimensional tensor, as ``BlockPartition.views`` describes them."""
     (stride,) = flat.stride()
     return [_view(flat, View(v.offset * stride, v.sizes, tuple(stride * s for s in v.strides))) for v in views]
 
 
 def local_views(local: Tensor, block: Block, shape: Sequence[int], box: Sequence[Span]) -> list[Tensor]:
-    """What ``local``, a rank's ``box`` of a parameter of ``shape``, holds of a block, as it lies in memory.
+    """The elements of ``block`` in ``local``, which is a rank's ``box`` of a parameter of ``shape``, as views.
 
-    Together they are the rank's fragment of the block row by row. Of two local tensors with other strides the views
-    have the same shapes. Raises ValueError as ``box_views`` does.
+    Concatenated, they are the rank's fragment of the block in row-major order. Their shapes do not depend on the
+    strides of ``local``. Raises ValueError as ``box_views`` does.
     """
     return [_view(local, view) for view in box_views(block, shape, box, local.stride())]
 
@@ -100,13 +100,13 @@ def _view(tensor: Tensor, view: View) -> Tensor:
     return tensor.as_strided(view.sizes, view.strides, tensor.storage_offset() + view.offset)
 
 
-# Steps of matrices that lie whole on this rank, and what a rule is asked on the pieces of those that do not.
+# Steps of matrices that this rank stores whole, and a rule's element-wise work on pieces of the others.
 
 
 class WholeMatrices:
-    """Runs rules on whole matrices among ``atoms``; up to ``batch_numel`` elements of equal shape go through together.
+    """Runs rules on whole matrices among ``atoms``, up to ``batch_numel`` elements of equal shape at once.
 
-    ``rule_device`` is where the rule runs, wherever the matrices lie, and where ``owner_state`` is kept.
+    Rules run on ``rule_device``, wherever the matrices are stored; ``owner_state`` is on it, too.
     """
 
     def __init__(self, atoms: Sequence[Atom], rule_device: torch.device, *, batch_numel: int = 0) -> None:
@@ -117,7 +117,7 @@ class WholeMatrices:
 
     @torch.no_grad()
     def step(self, atoms: Sequence[int], rules: Sequence[MatrixRule], storage: Storage) -> None:
-        """Update the weights and the state of ``atoms``, of which ``storage`` has all elements."""
+        """Update the weights and the state of ``atoms``, which ``storage`` has whole."""
         for batch in self.batches(atoms, rules):
             parts = [storage.parts(atom) for atom in batch]
             rule = rules[batch[0]]
@@ -134,11 +134,11 @@ class WholeMatrices:
                 apply_update(pieces, update, rules[atom], self._atoms[atom])
 
     def _matrix(self, atom: int, pieces: Sequence[Tensor]) -> Tensor:
-        """All pieces of an atom as one matrix; a single contiguous piece as it lies."""
+        """An atom's pieces as one contiguous matrix; a single contiguous piece is not copied."""
         return joined(pieces).reshape(self._atoms[atom].shape).contiguous()
 
     def transform(self, rule: MatrixRule, atoms: Sequence[int], matrices: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The update of each matrix, in the shape in which it is stored."""
+        """The update of each matrix, in the shape of the stored matrix."""
         matrices = [matrix.to(self._rule_device) for matrix in matrices]
         with record_function(_label(rule)):
             if not self._atoms[atoms[0]].transposed:
@@ -153,7 +153,7 @@ class WholeMatrices:
         return rule.transform(torch.stack(list(matrices))).unbind(0)
 
     def step_weight(self, rule: WeightRule, atom: int, value: Tensor, grad: Tensor) -> Tensor:
-        """The new weight of a matrix, in the shape in which it is stored; ``value`` may be changed."""
+        """The new weight of a matrix, in the shape of the stored matrix; may change ``value`` in place."""
         value, grad = (tensor.to(self._rule_device, torch.float32) for tensor in (value, grad))
         transposed, state = self._atoms[atom].transposed, self.owner_state.of(atom, rule)
         if transposed:
@@ -166,7 +166,7 @@ class WholeMatrices:
         return value.T if transposed else value
 
     def batches(self, atoms: Sequence[int], rules: Sequence[MatrixRule]) -> Iterator[list[int]]:
-        """Atoms of equal shape, orientation and rule together, at most ``batch_numel`` elements at a time."""
+        """Yield atoms of equal shape, orientation and rule, at most ``batch_numel`` elements or one atom at a time."""
         alike: dict[tuple[Any, ...], list[int]] = {}
         for atom in atoms:
             key = self._atoms[atom].shape, self._atoms[atom].transposed, id(rules[atom])
@@ -181,19 +181,19 @@ def _label(rule: MatrixRule) -> str:
     return of_rule(rule.rule_name or type(rule).__name__)
 
 
-# On the pieces of a matrix that this rank stores, in their order
+# On the pieces of a matrix that this rank stores, in order
 
 
 def advance(rule: MatrixRule, pieces: Sequence[Slices]) -> None:
-    """Take the gradient into the element-wise state."""
+    """Accumulate the gradient into the element-wise state."""
     for part in pieces:
         rule.accumulate(rule.gradient(part.grad, part.value), part.state)
 
 
 def directions_of(rule: MatrixRule, pieces: Sequence[Slices], *, advance: bool) -> list[Tensor]:
-    """What the rule's ``transform`` needs of these pieces, once their gradients are in the state.
+    """The direction of each piece, which the rule's ``transform`` takes.
 
-    ``advance`` takes them there, piece by piece, so that the state is still in the cache when it is read.
+    ``advance`` first accumulates a piece's gradient into its state, which is then in the cache when it is read.
     """
     found = []
     for part in pieces:
@@ -205,12 +205,12 @@ def directions_of(rule: MatrixRule, pieces: Sequence[Slices], *, advance: bool) 
 
 
 def joined(pieces: Sequence[Tensor]) -> Tensor:
-    """The pieces' elements in their order: a single piece in its shape, several end to end."""
+    """The pieces as one tensor: a single piece as it is, several flattened and concatenated."""
     return pieces[0] if len(pieces) == 1 else torch.cat([piece.reshape(-1) for piece in pieces])
 
 
 def apply_update(pieces: Sequence[Slices], update: Tensor, rule: MatrixRule, atom: Atom) -> None:
-    """Decay pieces of a weight and move them by the same pieces of their matrix's update."""
+    """Decay pieces of a weight, and apply the same pieces of the matrix's ``update`` to them."""
     for part, moved in zip(pieces, _cut_like(pieces, update)):
         # Where the state is wider than the weight, the step is computed in the state's dtype and rounded once.
         value = part.value if part.value.dtype == part.grad.dtype else part.value.to(part.grad.dtype)
@@ -220,7 +220,7 @@ def apply_update(pieces: Sequence[Slices], update: Tensor, rule: MatrixRule, ato
 
 
 def put(pieces: Sequence[Slices], weight: Tensor) -> None:
-    """Make pieces of a weight those of ``weight``."""
+    """Copy the same pieces of ``weight`` into pieces of a weight."""
     for part, new in zip(pieces, _cut_like(pieces, weight)):
         part.value.copy_(new)
 

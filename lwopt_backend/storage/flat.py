@@ -1,4 +1,4 @@
-"""ZeRO 1 to 3: parameters end to end in flat partitions, planned by param group, and stepped."""
+"""ZeRO 1 to 3: parameters concatenated in flat partitions, planned and stepped by param group."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def unit_layouts(
     sub_group_size: int = SUB_GROUP_SIZE,
     param_alignment: int = 1,
 ) -> Iterator[tuple[slice, HostLayout]]:
-    """Which parameters of a group, of so many elements each, are stepped at a time, and how they lie.
+    """Yield which parameters of a group are stepped at a time, and their layout. ``numels`` are their sizes.
 
-    ``param_alignment`` is that of ``FlatPartition.build``. ``is_matrix`` says whether a matrix rule steps them.
+    ``param_alignment`` is that of ``FlatPartition.build``. ``is_matrix`` is whether a matrix rule steps them.
     """
     if stage == 3:
         for part in _sub_groups(numels, ranks, sub_group_size):
@@ -88,38 +88,38 @@ def _sub_groups(numels: Sequence[int], ranks: int, size: int) -> Iterator[slice]
         yield slice(start, len(numels))
 
 
-# Plans for what a host steps at a time: a param group, or the part of one that has a flat tensor of its own.
+# Plans of what a host steps at a time: a param group, or a sub-group with a flat tensor of its own.
 
 HostLayout = FlatPartition | ParameterPartition | Replicas
 
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """Parameters of one rule as planned. ``matrices`` is None for an element-wise rule, whose gradients never travel.
+    """The plan of parameters of one rule. ``matrices`` is None for an element-wise rule, which exchanges no gradients.
 
-    ``layout`` tells where the parameters lie, ``matrices.layout`` the same of the atoms in them.
+    ``layout`` is that of the parameters, ``matrices.layout`` that of the atoms in them.
     """
 
     rule: str
     params: tuple[TrainedParam, ...]
     layout: HostLayout
-    options: tuple[str, ...]  # the rule's, a line to each
+    options: tuple[str, ...]  # the rule's, one line each
     matrices: MatrixPlan | None
-    state_bytes: tuple[int, ...]  # of the state that each rank keeps
+    state_bytes: tuple[int, ...]  # of the state of each rank
 
     def lines(self) -> list[str]:
-        """What all ranks must have decided alike."""
+        """The lines that must be equal on all ranks."""
         return [*self.plan_lines(), *self.options]
 
     def plan_lines(self) -> list[str]:
-        """What the plan is: the same whatever rates and other options the rule has."""
+        """The lines of the plan, which do not depend on rates and other options of the rule."""
         return [*(param.line() for param in self.params), *(self.matrices.lines() if self.matrices else [])]
 
 
 def members_digest(plans: Sequence[GroupPlan]) -> str:
-    """Identifies a param group's parameters, their shapes and their rule; the same at every world size.
+    """A digest of a param group's parameters, their shapes and their rule; the same at every world size.
 
-    And which matrices are in them, where there are several: state that owners keep is by matrix.
+    It includes the matrices of a parameter with several, because owner state is stored by matrix.
     """
     lines = [
         f"{param.name} {param.shape} {param.rule}{'' if len(param.blocks) < 2 else list(map(str, param.blocks))}"
@@ -136,9 +136,9 @@ def plan_group(
     config: ZeROConfig,
     machine: Machine,
 ) -> GroupPlan:
-    """Plan parameters ``members`` of a param group with options ``group``; they lie in ``layout`` in that order.
+    """Plan ``members``, the parameters of the param group ``group``, stored in ``layout`` in that order.
 
-    Raises ValueError for a policy that the layout leaves no room for.
+    Raises ValueError for a policy that the layout does not allow.
     """
     rule = group["rule"]
     matrices = None
@@ -159,7 +159,7 @@ def _plan_atoms(
     config: ZeROConfig,
     machine: Machine,
 ) -> MatrixPlan:
-    """Where matrices lie whole on one rank or nearly so, by the policy; where all ranks hold of all, by work."""
+    """Assign owners by the policy where a matrix is stored almost whole on one rank, else by work."""
     wire = wire_of(matrix_rule)
     stored = layout.storage if isinstance(layout, (BlockPartition, BlockReplicas)) else layout
     if isinstance(stored, FlatPartition):
@@ -180,7 +180,7 @@ def _plan_atoms(
 
 
 def _state_bytes(group: Mapping[str, Any], layout: HostLayout, matrices: MatrixPlan | None) -> tuple[int, ...]:
-    """Asked of the rule itself, on fp32 tensors without memory, as long as what each rank keeps state of."""
+    """Bytes of state per rank, computed by the rule from fp32 tensors without memory."""
     if not isinstance(layout, Replicas):
         numels = [layout.partition_numel] * layout.world_size
     else:
@@ -193,9 +193,9 @@ def _state_bytes(group: Mapping[str, Any], layout: HostLayout, matrices: MatrixP
 
 
 class UnitStepper:
-    """Steps the parameters of ``plan``. ``device`` is where matrices travel.
+    """Steps the parameters of ``plan``; matrices are exchanged on ``device``.
 
-    ``matrices`` is the stepper of a matrix rule's parameters. Hyperparameters are read anew every step.
+    ``matrices`` is the stepper of matrices, if a matrix rule steps them. Each step reads the current hyperparameters.
     """
 
     def __init__(self, plan: GroupPlan, collectives: Collectives, config: ZeROConfig, device: torch.device) -> None:
@@ -213,21 +213,21 @@ class UnitStepper:
         raise NotImplementedError
 
     def pieces(self, state: Mapping[str, Tensor], first: int) -> Iterator[StatePiece]:
-        """What this rank stores of the parameters, of which the first is the store's number ``first``."""
+        """This rank's pieces of the parameters, which the store numbers from ``first``."""
         raise NotImplementedError
 
     def fill_state(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-        """Add the state tensors that a fresh optimizer lacks; what a checkpoint restored is kept."""
+        """Add the state tensors that are missing; those that a checkpoint restored are kept."""
         for key, tensor in new_state(self._like(), group).items():
             state.setdefault(key, tensor)
 
     def _like(self) -> Tensor:
-        """A flat tensor as long as the state."""
+        """A flat tensor of the length of the state."""
         raise NotImplementedError
 
     @torch.no_grad()
     def scale_rows(self, row_scaling: RowScaling) -> None:
-        """Apply the factors that were set for a step to the weights, and forget them."""
+        """Multiply the weights by the row factors set for this step, and clear these."""
         for piece in self.pieces({}, 0):
             if piece.value is not None:
                 row_scaling.scale_range(self._plan.params[piece.member].name, piece.value, piece.start)
@@ -235,7 +235,7 @@ class UnitStepper:
 
 
 class GroupStepper(UnitStepper):
-    """Parameters whose fragments lie in ``flat``, this rank's partition of their weights."""
+    """Steps the fragments in ``flat``, this rank's partition of the parameters."""
 
     def __init__(
         self, plan: GroupPlan, flat: Tensor, collectives: Collectives, config: ZeROConfig, device: torch.device
@@ -256,7 +256,7 @@ class GroupStepper(UnitStepper):
             yield StatePiece(first + index, View.of_range(start, start + numel), value, tensors)
 
     def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-        """From ``flat.grad``."""
+        """One step with the gradient ``flat.grad``."""
         planned, grad = self._plan.matrices, self._flat.grad
         assert grad is not None
         if self.matrices is None or planned is None:
@@ -272,7 +272,7 @@ class GroupStepper(UnitStepper):
 def matrix_stepper(
     plan: MatrixPlan, collectives: Collectives, config: ZeROConfig, device: torch.device
 ) -> MatrixStepper:
-    """The stepper of ``plan`` whose matrices travel on ``device`` and are computed where the configuration says."""
+    """The stepper of ``plan``, which exchanges on ``device`` and runs the rule on the configured ``ns_device``."""
     rule_device = torch.device("cpu") if config.ns_device == "cpu" else device
     batch_numel = 0 if rule_device.type == "cpu" else config.bucket_numel
     return MatrixStepper(plan, collectives, device, batch_numel=batch_numel, rule_device=rule_device)

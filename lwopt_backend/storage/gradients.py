@@ -1,4 +1,4 @@
-"""Norms, zeros and scaling of gradients, each element counted once: of shards on meshes, of the means at owners."""
+"""Norm, number of zeros and scaling of gradients, each element counted once: of FSDP2's shards, of owned means."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from lwopt_backend.storage.mesh import (
 
 
 class MeshGradients:
-    """The gradients of ``steppers``, of which ``different`` says what ``hold_different_parameters`` found.
+    """The gradients of ``steppers``; ``different`` is what ``hold_different_parameters`` returned.
 
-    ``place`` is this rank's and the number of ranks of the largest mesh, on all of which the methods are called.
+    ``place`` is this rank in the largest mesh and its number of ranks. Methods are called on all ranks of that mesh.
     """
 
     def __init__(self, steppers: Sequence[MeshStepper], different: Sequence[bool]) -> None:
@@ -40,7 +40,7 @@ class MeshGradients:
 
     @property
     def collectives(self) -> list[Collectives]:
-        """Those of the meshes, in the order in which all ranks go through them."""
+        """Those of the meshes, in the order in which all ranks use them."""
         return [stepper.collectives for stepper in self._steppers]
 
     @property
@@ -49,25 +49,25 @@ class MeshGradients:
         return any(self._different)
 
     def norm(self, norm_type: float = 2.0, foreach: bool | None = None) -> Tensor:
-        """``total_norm``."""
+        """The norm of all gradients, as ``total_norm`` computes it."""
         with record_function(NORM):
             return total_norm(self._steppers, self._different, checked_order(norm_type), foreach)
 
     def count_zeros(self) -> int:
-        """How many elements are exactly zero, each counted once; where no gradient is, all are."""
+        """The number of elements that are exactly zero, each counted once; a missing gradient is zero."""
         counts = [_zeros(stepper) for stepper in self._steppers]
         if any(_partial(self._steppers)):
             counts = _with_other_ranks(self._steppers, self._different, counts, 1.0)
         return round(sum(count.item() for count in counts))
 
     def scale(self, factor: float) -> None:
-        """Multiply all gradients."""
+        """Multiply all gradients by ``factor``, in place."""
         for _, param in self.params():
             if param.grad is not None:
                 param.grad.mul_(factor)
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None) -> Tensor:
-        """``torch.nn.utils.clip_grad_norm_``; the norm before."""
+        """``torch.nn.utils.clip_grad_norm_``; returns the norm before clipping."""
         norm = self.norm(norm_type, foreach)
         check_finite(norm, norm_type, error_if_nonfinite)
         for stepper in self._steppers:
@@ -76,9 +76,9 @@ class MeshGradients:
 
 
 def hold_different_parameters(steppers: Sequence[MeshStepper]) -> list[bool]:
-    """Per stepper, whether other ranks hold other parameters under the same names (experts), rather than copies.
+    """Per stepper, whether other ranks have other parameters under the same names (experts), rather than copies.
 
-    Only a mesh that leaves out some ranks of the largest can be asked that. Copies are equal bit by bit, different
+    This can only be so on a mesh that leaves out ranks of the largest mesh. Copies are equal bit by bit, different
     parameters are not. Called on all ranks of the largest mesh.
     """
     partial = _partial(steppers)
@@ -106,8 +106,8 @@ def total_norm(
 ) -> Tensor:
     """The norm of all gradients as one vector, each element counted once. Called on all ranks of the meshes.
 
-    Per mesh it is ``torch.nn.utils.get_total_norm``, so for a single mesh it is what ``clip_grad_norm_`` gives, bit for
-    bit. Plain tensors are taken to be copies.
+    Per mesh it is ``torch.nn.utils.get_total_norm``, so for a single mesh it equals that of ``clip_grad_norm_``, bit
+    for bit. Plain tensors are assumed to be copies.
     """
     if norm_type == float("inf"):
         return _largest_element(steppers)
@@ -118,7 +118,7 @@ def total_norm(
 
 
 def _largest_element(steppers: Sequence[MeshStepper]) -> Tensor:
-    """The infinity norm. torch's own fails on ranks that hold an empty part, and leaves the others waiting."""
+    """The infinity norm. torch's own fails on ranks with an empty shard, while the other ranks wait."""
     grads = [gradient(m.name, m.param) for stepper in steppers for m in stepper.members]
     largest = [grad.abs().max().float() for grad in grads if grad is not None and grad.numel()]
     everywhere = _largest(steppers)
@@ -127,7 +127,7 @@ def _largest_element(steppers: Sequence[MeshStepper]) -> Tensor:
 
 
 def _norm(stepper: MeshStepper, norm_type: float, foreach: bool | None) -> Tensor:
-    """Of a stepper's gradients that some rank has; torch's norm is a collective, so all ranks take part with them."""
+    """The norm of the gradients that any rank has. torch's norm is a collective, so ranks without one use zeros."""
     presence = stepper.presence()
     params = [member.param for index, member in enumerate(stepper.members) if presence(index)]
     presence.finish()
@@ -139,7 +139,7 @@ def _norm(stepper: MeshStepper, norm_type: float, foreach: bool | None) -> Tenso
 
 
 def _zeros(stepper: MeshStepper) -> Tensor:
-    """How many zeros a stepper's gradients have on all ranks of its mesh, of several copies one counted."""
+    """The number of zeros in a stepper's gradients on all ranks of its mesh; copies count once."""
     count = 0.0
     for member in stepper.members:
         grad = gradient(member.name, member.param)
@@ -155,7 +155,7 @@ def _zeros(stepper: MeshStepper) -> Tensor:
 def _with_other_ranks(
     steppers: Sequence[MeshStepper], different: Sequence[bool], norms: Sequence[Tensor], norm_type: float
 ) -> list[Tensor]:
-    """Norms of partial meshes: together with the other ranks' parameters, or of copies the largest, on every rank."""
+    """Norms of partial meshes, complete on every rank: over all different parameters, or the largest of copies."""
     mine = [(tuple(sorted(s.mesh.ranks)) if s.mesh else None, norm.item()) for s, norm in zip(steppers, norms)]
     everywhere = _largest(steppers).collectives.gather_objects(mine)
     totals = []
@@ -193,10 +193,10 @@ def _fingerprint(members: Sequence[MeshMember]) -> float:
 
 
 class OwnedGradients:
-    """The gradients of ``manager`` after ``finish``. ``widest`` are the ranks that have all sharers' parameters.
+    """The mean gradients of ``manager``, after ``finish``. ``widest`` are the sharers with all ranks.
 
-    Sums run over a vector with one entry per parameter that all of ``widest`` have, and one for all others (experts),
-    so that what a rank adds up does not depend on where a layout puts it.
+    Sums use a vector with one entry per parameter that all of ``widest`` have, and one for all others (experts), so
+    that a rank's additions do not depend on where a layout puts parameters.
     """
 
     def __init__(self, manager: BucketManager, widest: Sharers) -> None:
@@ -207,7 +207,7 @@ class OwnedGradients:
 
     @torch.no_grad()
     def norm(self, norm_type: float, pick: Callable[[int], bool]) -> Tensor:
-        """The norm of the mean gradients of the parameters that ``pick`` says, in fp32. Called on all ranks."""
+        """The norm of the mean gradients of the parameters that ``pick`` selects, in fp32. Called on all ranks."""
         with record_function(NORM):
             return self._norm(norm_type, pick)
 
@@ -225,19 +225,19 @@ class OwnedGradients:
 
     @torch.no_grad()
     def count_zeros(self, pick: Callable[[int], bool]) -> int:
-        """How many elements of the mean gradients are exactly zero. Called on all ranks."""
+        """The number of their elements that are exactly zero. Called on all ranks."""
         zeros = self._summed(pick, lambda grad: (grad.numel() - torch.count_nonzero(grad)).double())
         return int(zeros.sum())
 
     @torch.no_grad()
     def scale(self, factor: Tensor | float) -> None:
-        """Multiply all mean gradients."""
+        """Multiply all mean gradients by ``factor``, in place."""
         for bucket in self._settled():
             for grad in bucket.stored_grads():
                 grad.mul_(factor)
 
     def _summed(self, pick: Callable[[int], bool], measure: Callable[[Tensor], Tensor]) -> Tensor:
-        """Per parameter the sum of ``measure`` over its pieces on all ranks; the last entry is that of experts."""
+        """Per parameter, the sum of ``measure`` over its pieces on all ranks; the last entry is for all experts."""
         sums = torch.zeros(len(self._entry) + 1, dtype=torch.float64, device=self._device())
         for param, grad in self._owned(pick):
             sums[self._entry.get(param, len(self._entry))] += measure(grad)
@@ -245,7 +245,7 @@ class OwnedGradients:
         return sums
 
     def _owned(self, pick: Callable[[int], bool]) -> list[tuple[int, Tensor]]:
-        """This rank's pieces; of several instances only the first counts."""
+        """The gradients of this rank's pieces; none on instances other than the first."""
         found = []
         for bucket in self._settled():
             sharers = bucket.sharers
@@ -263,7 +263,7 @@ class OwnedGradients:
 
 
 def checked_order(norm_type: float | str) -> float:
-    """The order of a norm as a number, as torch takes it ("inf", too). Raises ValueError for one of no norm."""
+    """The order of a norm as a float; takes "inf", as torch does. Raises ValueError unless it is above 0."""
     order = float(norm_type)
     if not order > 0:
         raise ValueError(f"norm_type: expected a number above 0, or inf; found {norm_type}")
@@ -271,12 +271,12 @@ def checked_order(norm_type: float | str) -> float:
 
 
 def clip_factor(max_norm: float, norm: Tensor) -> Tensor:
-    """What gradients of that norm are multiplied by: the factor of ``torch.nn.utils.clip_grad_norm_``, at most 1."""
+    """The factor by which ``torch.nn.utils.clip_grad_norm_`` multiplies gradients of this norm, at most 1."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
 def check_finite(norm: Tensor, norm_type: float, wanted: bool) -> None:
-    """Raises RuntimeError for a norm that is infinite or not a number, if ``wanted``."""
+    """Raises RuntimeError if ``wanted`` and the norm is infinite or NaN."""
     if wanted and not torch.isfinite(norm):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {norm.item()}; set error_if_nonfinite=False to "

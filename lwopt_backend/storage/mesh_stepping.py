@@ -75,9 +75,6 @@ def same(some: list[Any], others: list[Any]) -> bool:
     return len(some) == len(others) and all(a is b for a, b in zip(some, others))
 
 
-# Norms, zeros and scaling of all gradients of a model whose parameters lie on several meshes, or on none.
-
-
 # The hook: exchange begins in the backward pass, when FSDP2 has reduced a bucket's last gradient.
 
 RulesNow = Callable[[], Mapping[int, MatrixRule]]

@@ -30,11 +30,11 @@ from lwopt_backend.runtime.state import keeps_state, owner_key
 from lwopt_backend.runtime.whole import Slices, Storage, WholeMatrices, flat_views, owned_dtype, slices_of
 from lwopt_backend.storage.gradients import OwnedGradients
 
-# Which ranks share which parameters: all of a process group, in instances of fewer that each own everything.
+# Which ranks share which parameters: all ranks of a process group, in instances that each own everything.
 
 
 def share(everyone: PartCollectives, plan: OwnedPlan, divisor: float) -> Sharers:
-    """Instances of neighbouring ranks, and the ranks at the same place of each. Called on all of ``everyone``."""
+    """Divide ``everyone`` into instances of neighbouring ranks. Called on all of these ranks."""
     if plan.instances == 1:
         return Sharers(everyone, everyone, None, divisor)
     if plan.group_size == 1:
@@ -77,9 +77,9 @@ def plan_members(
     bus_alignment: bool,
     base: Sequence[int] | None = None,
 ) -> OwnedPlan:
-    """Plan ``members`` over ``ranks`` of ``machine``. Every rank computes the same; slots name members by position.
+    """Plan ``members`` over ``ranks`` ranks of ``machine``, the same on every rank; slots name members by position.
 
-    ``base`` is the work that each rank has anyway.
+    ``base`` is each rank's work from other plans.
     """
     params = [_owned_param(member, groups[member.group]) for member in members]
     dtype = members[0].param.dtype
@@ -98,7 +98,7 @@ def plan_members(
 
 
 def _owned_param(member: Member, group: Mapping[str, Any]) -> OwnedParam:
-    """A parameter stays in one piece, to be a view; it may be cut where its matrices lie one after the other."""
+    """A member as planned: contiguous, to be a view; it may be cut between matrices that lie end to end."""
     atoms = atoms_of(member, group)
     whole = None
     if atoms:
@@ -110,7 +110,7 @@ def _owned_param(member: Member, group: Mapping[str, Any]) -> OwnedParam:
 
 
 def plan_lines(members: Sequence[Member], plan: OwnedPlan) -> list[str]:
-    """What all ranks that share these members must have decided alike."""
+    """The lines that must be equal on all ranks that share these members."""
     shapes = [f"{m.name} {m.shape} {m.dtype} {m.rule} group {m.group}" for m in members]
     return [*shapes, *plan.lines()]
 
@@ -127,9 +127,9 @@ Groups = Sequence[Mapping[str, Any]]
 
 
 class OwnedStepper:
-    """Steps what this rank owns of ``members``, the parameters of ``manager``, and keeps their state.
+    """Steps this rank's pieces of ``members``, the parameters of ``manager``, and stores their state.
 
-    ``state`` has, by a member's number, the state tensors of this rank's piece of it, flat.
+    ``state[member]`` has the flat state tensors of this rank's piece of the member, by key.
     """
 
     def __init__(
@@ -146,8 +146,8 @@ class OwnedStepper:
         self._config = config
         mine = {piece.param: piece for bucket in manager.buckets for piece in bucket.pieces}
         self._atoms: list[Atom] = []
-        self._places: list[tuple[int, Sequence[View]]] = []  # by atom: its member, and where it lies in our piece of it
-        self._atoms_of: dict[int, dict[int, int]] = {}  # of every member's matrices that are ours, by their place in it
+        self._places: list[tuple[int, Sequence[View]]] = []  # by atom: its member, and its views in our piece of it
+        self._atoms_of: dict[int, dict[int, int]] = {}  # by member: the atoms that we own, by their place in it
         for number, member in enumerate(members):
             self._atoms_of[number] = {}
             for place, (atom, block) in enumerate(zip(atoms_of(member, groups[member.group]), member.blocks)):
@@ -168,9 +168,9 @@ class OwnedStepper:
 
     @torch.no_grad()
     def step(self, groups: Groups, active: Callable[[int], bool]) -> None:
-        """Update every bucket and start its parameters' return. Called on all ranks, after ``manager.finish``.
+        """Update every bucket and start sending its parameters. Called on all ranks, after ``manager.finish``.
 
-        A member that is not ``active`` stays as it is, state included; all ranks must say the same of it.
+        A member that is not ``active`` keeps its weights and state; ``active`` must return the same on all ranks.
         """
         rules = self._rules(groups)
         for number, bucket in enumerate(self._manager.settled()):
@@ -183,8 +183,8 @@ class OwnedStepper:
 
     @torch.no_grad()
     def step_arrived(self, groups: Groups) -> None:
-        """Update the buckets that have come in backward, as far as this rank knows that their owned members have a
-        gradient; the others wait for the step."""
+        """Update the buckets that have arrived in backward and in which all members with a piece here have had a
+        gradient on this rank; the others wait for the step."""
         rules = None
         for number, bucket in self._manager.here():
             if number in self.updated or not all(self._manager.has_gradient(p.param) for p in bucket.pieces):
@@ -195,22 +195,22 @@ class OwnedStepper:
             self.updated.add(number)
 
     def _scale(self, bucket: BucketBuffers) -> None:
-        """Multiply what this rank owns by the factors that were set for this step."""
+        """Multiply this rank's pieces of a bucket by the row factors set for this step."""
         pieces = zip(bucket.pieces, bucket.owned_values()) if self._row_scaling else ()
         if any([self._row_scaling.scale_range(self._members[p.param].name, value, p.start) for p, value in pieces]):
             bucket.publish_masters()
 
     def owner_states(self, number: int) -> dict[int, dict[str, Any]]:
-        """What this rank keeps of a member's matrices beside the flat state, by a matrix's place in the member."""
+        """The owner state of a member's matrices on this rank, by a matrix's place in the member."""
         held = self._whole.owner_state.held()
         return {place: held[atom] for place, atom in self._atoms_of[number].items() if atom in held}
 
     def take_owner_states(self, number: int, states: Mapping[int, Mapping[str, Any]]) -> None:
-        """Take over what was loaded for a member's matrices; those without any begin anew."""
+        """Replace the owner state of a member's matrices; those missing in ``states`` start without."""
         self._whole.owner_state.take({atom: states.get(place) for place, atom in self._atoms_of[number].items()})
 
     def owner_tensors(self, number: int, groups: Groups) -> dict[str, Tensor]:
-        """What ``owner_states`` gives as tensors by key; before the first step, such as it will make."""
+        """``owner_states`` as tensors by key; before the first step, tensors such as that step creates."""
         member, found = self._members[number], {}
         for place, atom in self._made(number, groups).items():
             for path, tensor in self._whole.owner_state.tensors(atom).items():
@@ -218,21 +218,21 @@ class OwnedStepper:
         return found
 
     def take_owner_tensors(self, number: int, groups: Groups, found: Mapping[str, Tensor]) -> None:
-        """Take over what ``owner_tensors`` returned on the rank that owned this piece."""
+        """Restore what ``owner_tensors`` returned on the rank that owned this piece."""
         count = len(self._members[number].blocks)
         for place, atom in self._made(number, groups).items():
             paths = self._whole.owner_state.tensors(atom)
             self._whole.owner_state.put_tensors(atom, {path: found[owner_key(path, place, count)] for path in paths})
 
     def _made(self, number: int, groups: Groups) -> dict[int, int]:
-        """A member's matrices that are ours and whose rule keeps state beside the flat one: their atoms, by place."""
+        """Make the owner state of the matrices that this rank owns in a member; returns their atoms by place."""
         rules = self._rules(groups)
         kept = {place: atom for place, atom in self._atoms_of[number].items() if keeps_state(rules[atom])}
         self._whole.owner_state.make(kept.values(), rules)
         return kept
 
     def owner_nbytes(self) -> int:
-        """Of all that ``owner_states`` gives."""
+        """Bytes of all owner state on this rank."""
         return self._whole.owner_state.nbytes()
 
     def _rules(self, groups: Groups) -> list[MatrixRule]:
@@ -260,7 +260,7 @@ class OwnedStepper:
 
 
 class _Pieces(Storage):
-    """The matrices in a bucket's pieces. ``places`` are by matrix: its member's number, and the views of it there."""
+    """The matrices in a bucket's pieces. ``places`` has, by matrix, its member's number and its views in the piece."""
 
     def __init__(self, pieces: Mapping[int, Slices], places: Sequence[tuple[int, Sequence[View]]]) -> None:
         super().__init__()
@@ -273,19 +273,16 @@ class _Pieces(Storage):
         return slices_of([flat_views(t, views) for t in (whole.value, whole.grad, *whole.state.values())], whole.state)
 
 
-# Norms, zeros and scaling of the mean gradients that owners have: every element counts once, wherever it lies.
-
-
-# Owned storage put together: members, plans, buffers, steps. What hosts build their optimizers on.
+# Owned storage as a whole: members, plans, buffers, steps. Hosts build their optimizers on it.
 
 WHAT = "owned storage"
 
 
 @dataclass(frozen=True)
 class Share:
-    """Parameters that the ranks of one process group share. ``takes`` says which, by name; the first takes the rest.
+    """Parameters that the ranks of one process group share. ``takes`` selects them by name; the first takes the rest.
 
-    ``group_size`` as in ``OwnedConfig``. Gradients are means: sums over these ranks by ``divisor``.
+    ``group_size`` is that of ``OwnedConfig``. A mean gradient is the sum over these ranks divided by ``divisor``.
     """
 
     ranks: PartCollectives
@@ -296,7 +293,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Holdings:
-    """What one process group shares: its members by number, their plan, and the groups that carry it out."""
+    """What one process group shares: the members' numbers, their plan, and the groups of ranks that use it."""
 
     numbers: tuple[int, ...]
     plan: OwnedPlan
@@ -306,7 +303,7 @@ class Holdings:
 class OwnedCore:
     """The buffers of a model's trained parameters, and their steps. Made on all ranks of all ``shares``.
 
-    Raises ValueError, on all of them, if they do not plan alike.
+    Raises RuntimeError, on all of them, if their plans differ.
     """
 
     def __init__(
@@ -324,7 +321,7 @@ class OwnedCore:
     ) -> None:
         self.members = members_of(grouping)
         self.config = config
-        # The same on all ranks for the same half of the user's group, and different for others.
+        # Equal on all ranks for the same half of a user's group, different for other groups.
         self.group_keys = [f"{group['from_group']}.{group['rule']}" for group in grouping.groups]
         self.holdings = self._plan(
             grouping,
@@ -355,7 +352,7 @@ class OwnedCore:
         self.gradients = OwnedGradients(self.manager, self.holdings[0].sharers)
 
     def _plan(self, grouping: Grouping, shares: Sequence[Share], **options: Any) -> list[Holdings]:
-        """Plan what each of ``shares`` has, with ``options`` of ``plan_members``, and agree."""
+        """Plan the members of each share with ``options`` of ``plan_members``, and compare the plans of all ranks."""
         ranks = [shared.ranks for shared in shares]
         parts = agree_in_all(ranks, WHAT, lambda: (_divide(self.members, shares), [[] for _ in shares]))
 
@@ -380,7 +377,7 @@ class OwnedCore:
             plan = planned(0, base)
             return plan, self._lines(parts[0], plan)
 
-        # Experts' owners have little choice; the dense matrices then go where there is least to do.
+        # Few ranks can own an expert, so experts are planned first; dense matrices then go to the least loaded ranks.
         experts = agree_in_all(ranks, WHAT, plan_experts)
         mine = sum(plan.loads[s.ranks.rank % plan.group_size] for plan, s in zip(experts, shares[1:]))
         base = shares[0].ranks.gather_objects(mine) if experts else None
@@ -391,20 +388,20 @@ class OwnedCore:
         ]
 
     def refresh_masters(self) -> None:
-        """Take the parameters' values into the fp32 masters of 16-bit parameters."""
+        """Copy the parameters' values into the fp32 masters of 16-bit parameters."""
         for bucket in self.manager.buckets:
             bucket.refresh_masters()
 
     @property
     def plan_digest(self) -> str:
-        """The name of the plan of what this rank shares."""
+        """The digest of the plans of all that this rank shares."""
         return plan_digest(line for held in self.holdings for line in self._lines(held.numbers, held.plan))
 
     def _lines(self, part: Sequence[int], plan: OwnedPlan) -> list[str]:
         return plan_lines([self.members[number] for number in part], plan)
 
     def presences(self, more: torch.Tensor) -> list[Presence]:
-        """Which members have a gradient on any rank, per holdings; ``more`` are flags of all ranks of the first."""
+        """Per holdings, which members have a gradient on any rank; ``more`` are flags for the first of them."""
         device = self.members[0].param.device
         found = []
         for number, held in enumerate(self.holdings):
@@ -413,7 +410,7 @@ class OwnedCore:
         return found
 
     def step(self, groups: Sequence[Mapping[str, Any]], presences: Sequence[Presence]) -> None:
-        """Update what this rank owns and start the parameters' return. Called on all ranks."""
+        """Update what this rank owns and start sending the parameters. Called on all ranks."""
         of_member = {
             number: (presence, place)
             for held, presence in zip(self.holdings, presences)
@@ -431,7 +428,7 @@ class OwnedCore:
 
 
 def _divide(members: Sequence[Member], shares: Sequence[Share]) -> list[tuple[int, ...]]:
-    """Which members each share has, by number. Raises ValueError for one that has none."""
+    """The numbers of each share's members. Raises ValueError for a share without members."""
     parts: list[list[int]] = [[] for _ in shares]
     for number, member in enumerate(members):
         claims = [i for i, shared in enumerate(shares) if shared.takes is not None and shared.takes(member.name)]
@@ -447,7 +444,7 @@ def _divide(members: Sequence[Member], shares: Sequence[Share]) -> list[tuple[in
 
 
 def broadcast_buffers(model: nn.Module, shares: Sequence[Share]) -> None:
-    """Buffers become those of the first rank that shares them, as in DDP; experts have theirs. Called on all ranks."""
+    """Copy buffers from the first rank that shares them, as DDP does; experts have their own. Called on all ranks."""
     for name, buffer in model.named_buffers():
         claims = [shared for shared in shares if shared.takes is not None and shared.takes(name)]
         (claims or shares)[0].ranks.broadcast(buffer)

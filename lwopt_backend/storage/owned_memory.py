@@ -1,4 +1,4 @@
-"""What a rank holds and sends in owned storage, worked out from the plan, byte by byte."""
+"""The bytes that a rank stores and sends in owned storage, computed from the plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lwopt_backend.storage.owned import Holdings, OwnedCore
 
 
 def memory_of_all(core: OwnedCore, groups: Sequence[Mapping[str, Any]], config: OwnedConfig) -> list[RankMemory]:
-    """What every rank holds, transient included. Called on all ranks."""
+    """The bytes of every rank, transient ones included. Called on all ranks."""
     kept = sum(bucket.grad_nbytes for bucket in core.manager.buckets)
     mine = RankMemory(transient=max(0, core.manager.ledger.most_held - kept), state=core.stepper.owner_nbytes())
     for held in core.holdings:
@@ -30,7 +30,7 @@ def memory_of_all(core: OwnedCore, groups: Sequence[Mapping[str, Any]], config: 
 def memory_of(
     core: OwnedCore, groups: Sequence[Mapping[str, Any]], config: OwnedConfig, held: Holdings, rank: int
 ) -> RankMemory:
-    """What ``rank`` of an instance holds of what ``held`` shares."""
+    """The bytes of ``rank`` of an instance for what ``held`` shares."""
     members = [core.members[number] for number in held.numbers]
     grad_dtype = torch.float32 if config.grad_dtype == "float32" else None
     return rank_memory(held.plan, rank, members, groups, grad_dtype=grad_dtype, keep_full=config.keep_full_grads)
@@ -45,7 +45,7 @@ def rank_memory(
     grad_dtype: torch.dtype | None,
     keep_full: bool,
 ) -> RankMemory:
-    """What ``rank`` of an instance holds of ``members``, which the plan's slots name by position."""
+    """The bytes of ``rank`` of an instance for ``members``, which the plan's slots name by position."""
     found = RankMemory()
     for bucket in plan.buckets:
         pieces = list(bucket.pieces(rank))

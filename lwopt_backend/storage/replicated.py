@@ -1,4 +1,4 @@
-"""Stage 0: every rank stores everything; work and state are shared out."""
+"""Stage 0: every rank stores all weights; work and state are divided."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lwopt_backend.storage.flat import GroupPlan, UnitStepper
 
 
 def gather_whole(plan: GroupPlan, state: Mapping[str, Any], ranks: Collectives) -> list[dict[str, Any]] | None:
-    """Every parameter's state, on the CPU, on the first of ``ranks``; None on the others. Called on all of them."""
+    """Every parameter's whole state, on the CPU of the first rank; None on the others. Called on all ``ranks``."""
     whole: list[dict[str, Any]] = [{} for _ in plan.params]
     for key, value in state.items():
         if not isinstance(value, Tensor) or value.ndim == 0:
@@ -48,7 +48,7 @@ def gather_whole(plan: GroupPlan, state: Mapping[str, Any], ranks: Collectives) 
 
 
 def take_part(plan: GroupPlan, saved: Sequence[Mapping[str, Any]], rank: int, device: torch.device) -> dict[str, Any]:
-    """This rank's flat state of the parameters whose whole states were ``saved``."""
+    """This rank's flat state, cut from the parameters' whole states ``saved``."""
     part: dict[str, Any] = {}
     for key, value in saved[0].items():
         if isinstance(value, Tensor) and value.ndim:
@@ -61,12 +61,12 @@ def take_part(plan: GroupPlan, saved: Sequence[Mapping[str, Any]], rank: int, de
 
 
 def _part(flat: Tensor, view: View, offset: int) -> Tensor:
-    """The state of the elements ``view`` of a parameter in a rank's flat state."""
+    """The state of a parameter's elements ``view`` in a rank's flat state."""
     return flat.narrow(0, offset, math.prod(view.sizes)).view(view.sizes)
 
 
 def _views(plan: GroupPlan, rank: int) -> Iterator[tuple[int, View, int]]:
-    """What ``rank`` keeps state of: by a parameter's number, elements of it, and where their state begins."""
+    """Yield what ``rank`` keeps state of: a parameter's number, elements of it, and where their state begins."""
     if plan.matrices is None:
         assert isinstance(plan.layout, FlatPartition)
         for index in range(len(plan.params)):
@@ -85,7 +85,7 @@ def _views(plan: GroupPlan, rank: int) -> Iterator[tuple[int, View, int]]:
             offset += math.prod(view.sizes)
 
 
-# Steps of planned parameters that every rank stores whole (stage 0): work and state are shared out, weights are not.
+# Steps of parameters that every rank stores whole (stage 0): work and state are divided, weights are not.
 #
 # Matrices: the owner alone keeps the momentum and computes the update, which goes to all ranks; each applies it to its
 # copy. Element-wise parameters: each rank steps its partition of them, and the new values are gathered.
@@ -98,13 +98,13 @@ def new_replicated_stepper(
     config: ZeROConfig,
     device: torch.device,
 ) -> ReplicatedStepper:
-    """The stepper of ``plan``, of whichever kind. ``device`` is where matrices travel."""
+    """The stepper of ``plan``, of matrices or element-wise. Matrices are exchanged on ``device``."""
     kind = ElementwiseReplicas if plan.matrices is None else MatrixReplicas
     return kind(plan, params, collectives, config, device)
 
 
 class ReplicatedStepper(UnitStepper):
-    """What both kinds have: whole ``params``, and flat state of what this rank steps."""
+    """Base of both steppers: whole ``params``, and flat state of what this rank steps."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class ReplicatedStepper(UnitStepper):
         return torch.zeros(numel, dtype=torch.float32, device=self._device)
 
     def pieces(self, state: Mapping[str, Tensor], first: int) -> Iterator[StatePiece]:
-        """Every parameter's weights, whole, with its counters; then the state of what this rank steps."""
+        """The whole weights of every parameter, with its counters; then the state of what this rank steps."""
         counters = {key: tensor for key, tensor in state.items() if not tensor.ndim}
         for index, param in enumerate(self._params):
             view = View.of_box(param.shape, [(0, size) for size in param.shape])
@@ -134,7 +134,7 @@ class ReplicatedStepper(UnitStepper):
 
 
 class MatrixReplicas(ReplicatedStepper):
-    """Matrices of which each rank keeps the state of its own in one flat tensor, in the order of the plan."""
+    """Steps matrices. A rank keeps the state of those that it owns in one flat tensor, in the plan's order."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -142,7 +142,7 @@ class MatrixReplicas(ReplicatedStepper):
         self._bases = owned_bases(self._plan, self._collectives.rank)
 
     def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-        """From the parameters' gradients, which are equal on all ranks."""
+        """One step with the parameters' gradients, which are equal on all ranks."""
         assert self.matrices is not None
         rule = build_matrix_rule(group, self._config)
         replicas = _Replicas(self._places, self._bases, {key: state[key] for key in rule.state_keys})
@@ -150,7 +150,7 @@ class MatrixReplicas(ReplicatedStepper):
 
 
 class _Replicas(Storage):
-    """Whole matrices; with their state where this rank owns them."""
+    """Whole matrices, with the state of those that this rank owns."""
 
     def __init__(
         self, places: Sequence[tuple[Tensor, Block]], bases: Mapping[int, int], state: Mapping[str, Tensor]
@@ -176,7 +176,7 @@ class _Replicas(Storage):
 
 
 class ElementwiseReplicas(ReplicatedStepper):
-    """Element-wise parameters end to end, of which each rank steps an equal part."""
+    """Steps element-wise parameters, concatenated and cut into one equal part per rank."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -187,7 +187,7 @@ class ElementwiseReplicas(ReplicatedStepper):
 
     @torch.no_grad()
     def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-        """From the parameters' gradients, which are equal on all ranks."""
+        """One step with the parameters' gradients, which are equal on all ranks."""
         value, grad = self._like(), self._like()
         for index, param in enumerate(self._params):
             held = self._layout.fragment(index, self._collectives.rank)
@@ -200,7 +200,7 @@ class ElementwiseReplicas(ReplicatedStepper):
                 self._gather(value.narrow(0, begin, min(self._chunk, self._layout.partition_numel - begin)), begin)
 
     def _gather(self, mine: Tensor, begin: int) -> None:
-        """Bring all ranks' new values from ``begin`` of their partitions into the parameters."""
+        """Gather a chunk of new values, which begins at ``begin`` in every partition, into the parameters."""
         received = mine.new_empty(mine.numel() * self._collectives.world_size)
         self._collectives.all_gather(received, mine)
         for index, param in enumerate(self._params):
@@ -216,7 +216,7 @@ class ElementwiseReplicas(ReplicatedStepper):
 
 
 def state_numel(plan: GroupPlan, rank: int) -> int:
-    """How long the flat state of ``rank`` is."""
+    """The number of elements in the flat state of ``rank``."""
     if plan.matrices is None:
         assert isinstance(plan.layout, FlatPartition)
         return plan.layout.partition_numel
@@ -224,7 +224,7 @@ def state_numel(plan: GroupPlan, rank: int) -> int:
 
 
 def owned_bases(plan: GroupPlan, rank: int) -> dict[int, int]:
-    """Where the state of each matrix that ``rank`` owns begins in its flat state."""
+    """The offset of each matrix that ``rank`` owns in its flat state, by atom."""
     assert plan.matrices is not None
     owned = [index for index, owner in enumerate(plan.matrices.ownership.owners) if owner == rank]
     ends = accumulate((plan.matrices.atoms[index].numel for index in owned), initial=0)
@@ -232,5 +232,5 @@ def owned_bases(plan: GroupPlan, rank: int) -> dict[int, int]:
 
 
 def _grad(param: Tensor) -> Tensor:
-    """As in ZeRO, a missing gradient is a zero one."""
+    """The gradient; as in ZeRO, a missing one is zero."""
     return torch.zeros_like(param) if param.grad is None else param.grad
