@@ -266,8 +266,7 @@ class OwnerShards:
 
 
 def _plan_of(entries: Sequence[Entry], plan: MatrixPlan) -> MatrixPlan:
-    """Plan each tensor as a matrix of bytes with its atom's owner, cut by rows over the mesh dimensions that cut the
-    atom."""
+    """Plan each tensor as a matrix of bytes with its atom's owner, cut by rows over the dimensions that cut it."""
     layout = plan.layout
     assert isinstance(layout, MeshLayout)
     atoms, shardings, owners = [], [], []

@@ -1,4 +1,4 @@
-"""FSDP2: parameters as DTensors on meshes, planned mesh by mesh, and stepped."""
+"""FSDP2: parameters as DTensors on meshes, planned and stepped mesh by mesh."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lwopt_backend.runtime.collectives import Alone, Collectives, Presence, Torc
 from lwopt_backend.runtime.stepper import MatrixStepper
 from lwopt_backend.runtime.whole import Slices, Storage, local_views, slices_of
 
-# Reading an FSDP2 model: its parameters, their meshes, and which rectangle of a parameter each rank holds.
+# Reading an FSDP2 model: its parameters, their meshes, and which box of a parameter each rank stores.
 
 
 @dataclass(frozen=True)
@@ -46,18 +46,18 @@ class Mesh:
 
     @property
     def order(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-        """Sorts the meshes of a model alike on all ranks, so that their collectives never cross."""
+        """A sort key that puts a model's meshes in the same order on all ranks, so that collectives match."""
         return len(self.ranks), tuple(sorted(self.ranks)), self.shape
 
     @property
     def coordinates(self) -> tuple[Coordinate, ...]:
-        """Where each rank of the exchange group sits; the group counts its ranks from the lowest."""
+        """The mesh coordinate of each rank of the exchange group, which has its ranks in ascending order."""
         places = {rank: _unravel(position, self.shape) for position, rank in enumerate(self.ranks)}
         return tuple(places[rank] for rank in sorted(self.ranks))
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """This rank's device."""
         if self.device_type == "cpu":
             return torch.device("cpu")
         return torch.device(self.device_type, torch.get_device_module(self.device_type).current_device())
@@ -68,7 +68,7 @@ class Mesh:
 
 
 def sharded_module(model: Any, caller: str) -> nn.Module:
-    """The model, or its several modules as one. Raises TypeError for anything else, and for the wrappers of others."""
+    """The model, or several modules as one. Raises TypeError for anything else, and for DDP's and FSDP1's wrappers."""
     module = as_module(model, caller)
     for name, inner in module.named_modules():
         which = f"module {name!r}" if name else "the model"
@@ -86,7 +86,7 @@ def sharded_module(model: Any, caller: str) -> nn.Module:
 
 
 def is_sharded(models: Any) -> bool:
-    """Whether a model, or one in a list, has DTensors, or parameters that FSDP2 has unsharded for now."""
+    """Whether a model, or one in a list, has DTensors, or FSDP2's modules, whose parameters may be unsharded now."""
     given = models if isinstance(models, (list, tuple)) else [models]
     modules = [module for model in given if isinstance(model, nn.Module) for module in model.modules()]
     params = (param for module in modules for param in module.parameters(recurse=False))
@@ -94,7 +94,7 @@ def is_sharded(models: Any) -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """Put every FSDP module's sharded parameters in place: after a forward pass the root keeps the unsharded ones."""
+    """Reshard every FSDP module: after a forward pass, the root keeps its unsharded parameters."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -109,16 +109,16 @@ def mesh_of(param: Tensor) -> Mesh | None:
 
 
 def meshes_of(params: Iterable[Tensor]) -> list[Mesh]:
-    """The meshes of all DTensors, in an order that ranks share."""
+    """The meshes of all DTensors, in the same order on all ranks."""
     found = {mesh for param in params if (mesh := mesh_of(param)) is not None}
     return sorted(found, key=lambda mesh: mesh.order)
 
 
 def sharding_of(name: str, param: Tensor) -> Sharding:
-    """How a parameter lies over its mesh; a plain tensor lies whole on a single rank.
+    """How a parameter is sharded over its mesh; a plain tensor is whole on a single rank.
 
-    Raises ValueError for placements that no rule can be given a whole matrix from, or that leave another shape on this
-    rank than they say.
+    Raises ValueError for placements other than Shard and Replicate, for a mesh that this rank is not in or whose ranks
+    do not ascend, and for a shard of another shape than the placements imply.
     """
     shape = tuple(param.shape)
     if not isinstance(param, DTensor):
@@ -146,14 +146,14 @@ def sharding_of(name: str, param: Tensor) -> Sharding:
 
 
 def placed(tensor: DTensor) -> Sharding:
-    """How a DTensor lies by its placements, whatever this rank's part looks like."""
+    """The sharding that a DTensor's placements describe; does not look at this rank's shard."""
     dims = tuple(_dim(p, tensor.ndim) for p in tensor.placements)
     late = tuple(_is_late(p) for p in tensor.placements)
     return Sharding(tuple(tensor.shape), tuple(tensor.device_mesh.shape), dims, late)
 
 
 def _dim(placement: Placement, ndim: int) -> int | None:
-    """The tensor dimension that is cut, counted from the front; None: a copy."""
+    """The tensor dimension that is cut, counted from the front; None for Replicate."""
     if placement.is_replicate():
         return None
     dim: int = placement.dim  # type: ignore[attr-defined]  # Shard and _StridedShard have it
@@ -175,26 +175,26 @@ def describe(name: str, param: Tensor) -> str:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, sharing its memory; a plain tensor itself."""
+    """This rank's shard of a DTensor, sharing its memory; a plain tensor itself."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
-    if not torch.is_grad_enabled():  # as it is in a step, where this is called for every tensor
+    if not torch.is_grad_enabled():  # as in a step, which calls this for every tensor
         return tensor.to_local()
     with torch.no_grad():
         return tensor.to_local()
 
 
 def gradient(name: str, param: Tensor) -> Tensor | None:
-    """This rank's part of a gradient, laid out as the parameter is; None if there is none.
+    """This rank's shard of a gradient, with the parameter's placements; None if there is none.
 
-    Raises TypeError for a plain gradient of a DTensor.
+    Raises TypeError for a plain gradient of a DTensor. Called on all ranks of the mesh.
     """
     grad = param.grad
     if grad is None or not isinstance(param, DTensor):
         return grad
     if not isinstance(grad, DTensor):
         raise TypeError(f"{describe(name, param)}: expected a DTensor gradient, found a plain tensor")
-    if grad.placements != param.placements:  # e.g. still to be summed; the same on all ranks, as it is by the model
+    if grad.placements != param.placements:  # e.g. Partial; the model decides it, so it is the same on all ranks
         grad = grad.redistribute(param.device_mesh, param.placements)
     return grad.to_local()
 
@@ -219,18 +219,18 @@ def _ranges(ranks: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class MeshMember(Member):
-    """A parameter that FSDP2 trains, and how it lies over its mesh."""
+    """A parameter that FSDP2 shards, and its sharding."""
 
     sharding: Sharding = field(kw_only=True)
 
     def line(self) -> str:
-        """What ranks must have decided alike of it."""
+        """The line that must be equal on all ranks."""
         return f"{self.name} {self.sharding} {self.param.dtype} by {self.rule} of group {self.group}"
 
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """``members`` in the model's order, and how their matrices are updated. An atom is block ``places[atom]`` of member
+    """``members`` in the model's order, and the plan of their matrices. An atom is block ``places[atom]`` of member
     ``matrices[atom]``."""
 
     members: tuple[MeshMember, ...]
@@ -242,7 +242,7 @@ class MeshPlan:
         return self.members[self.matrices[atom]].blocks[self.places[atom]]
 
     def lines(self) -> list[str]:
-        """What all ranks of the mesh must have decided alike."""
+        """The lines that must be equal on all ranks of the mesh."""
         return [*(member.line() for member in self.members), *self.plan.lines()]
 
 
@@ -254,9 +254,9 @@ def plan_mesh(
     coordinates: tuple[Coordinate, ...],
     loads: Sequence[int],
 ) -> MeshPlan:
-    """Plan ``members`` of one mesh, whose ``rules``, by param group, exchange alike.
+    """Plan ``members`` of one mesh, whose ``rules``, by param group, exchange in the same way.
 
-    ``coordinates`` are the ranks' places in the mesh, ``loads`` the flops that each rank has elsewhere.
+    ``coordinates`` are the ranks' places in the mesh, ``loads`` the flops of each rank from other plans.
     """
     # Backward computes the last layers' gradients first, so these are sent first.
     pairs = [(i, place) for i in reversed(range(len(members))) for place in range(len(members[i].blocks))]
@@ -276,12 +276,12 @@ def plan_mesh(
 
 
 def sharding_in(sharding: Sharding, block: Block) -> Sharding:
-    """How one matrix in a parameter lies, of which ``sharding`` tells how it lies itself."""
+    """The sharding of one matrix in a parameter that has this ``sharding``."""
     return sharding if block.is_everything and len(sharding.shape) == 2 else replace(sharding, block=block)
 
 
 def by_wire(members: Sequence[MeshMember], rules: Mapping[int, MatrixRule]) -> list[list[MeshMember]]:
-    """Matrices whose rules exchange alike; element-wise members are with the first of them."""
+    """Group the members whose rules exchange in the same way; element-wise members join the first group."""
     found: dict[tuple[object, ...], list[MeshMember]] = {}
     for member in members:
         if member.group in rules:
@@ -294,7 +294,7 @@ def by_wire(members: Sequence[MeshMember], rules: Mapping[int, MatrixRule]) -> l
 
 
 def new_state(like: Tensor, group: Mapping[str, Any], config: FSDP2Config) -> dict[str, Tensor]:
-    """Fresh state for a parameter, laid out as it is and in the dtype that the configuration says."""
+    """Fresh state for a parameter, sharded as it is, in the configured dtype."""
     if config.state_dtype == "float32":
         like = torch.empty_like(like, dtype=torch.float32)
     return dict(registry.new_state(like, group))
@@ -311,13 +311,13 @@ def mesh_state_nbytes(
     return found
 
 
-# From param groups of sharded parameters to steppers: one per device mesh, planned in an order that ranks share.
+# From param groups of sharded parameters to steppers: one per device mesh, planned in the same order on all ranks.
 
 Exchange = Sequence[tuple[Mesh, Collectives]]
 
 
 def exchange_groups(params: Iterable[Tensor]) -> list[tuple[Mesh, Collectives]]:
-    """The meshes of the parameters with their exchange groups, in the order in which all ranks go through them.
+    """The meshes of the parameters with their exchange groups, in the order in which all ranks use them.
 
     Called on all ranks of the meshes. Raises ValueError if no parameter is a DTensor.
     """
@@ -337,10 +337,10 @@ def bind(
     grouping: Grouping,
     config: FSDP2Config,
 ) -> list[MeshStepper]:
-    """Plan for the parameters that ``groups`` hold, in the model's order. Called on all ranks of the meshes.
+    """Plan the parameters of ``groups``, in the model's order. Called on all ranks of the meshes.
 
-    The work that a rank was given on one mesh counts on the next. Plain tensors come last, in a stepper of their own.
-    Raises, on all ranks, what is wrong on any.
+    The work that a rank gets on one mesh counts when the next is planned. Plain tensors come last, in a stepper of
+    their own. An error on any rank is raised on all.
     """
 
     order = {name: position for position, name in enumerate(grouping.names.values())}
@@ -352,7 +352,7 @@ def bind(
     collectives = [of_mesh for _, of_mesh in exchange]
     members = agree_in_all(collectives, NAME, decide)
     rules = build_matrix_rules(groups, config)
-    load = 0  # of this rank, on the meshes before
+    load = 0  # this rank's flops on the meshes planned so far
     steppers = []
     lines: list[list[str]] = [[] for _ in exchange]
     for number, (mesh, of_mesh) in enumerate(exchange):
@@ -370,9 +370,9 @@ def bind(
 def names_of(
     held: Sequence[Sequence[Tensor]], bound: Sequence[Sequence[Tensor]], names: Sequence[Sequence[str]]
 ) -> list[list[str]]:
-    """Names of the parameters ``held``: as they were bound under ``names``, or by place if others took their places.
+    """Names of the parameters ``held``: those they were ``bound`` under, or by position if parameters were replaced.
 
-    Raises RuntimeError for parameters that are neither.
+    Raises RuntimeError if the groups have other sizes than they were bound with.
     """
     known = {id(p): n for params, theirs in zip(bound, names) for p, n in zip(params, theirs)}
     if all(id(param) in known for params in held for param in params):
@@ -403,15 +403,15 @@ def _members(
 
 # The parameters of one device mesh: planned together, exchanged over one process group, stepped together.
 
-BATCH_NUMEL = 2**26  # elements that an accelerator takes through a rule at once
+BATCH_NUMEL = 2**26  # elements that a rule takes at once on an accelerator
 States = Mapping[Tensor, dict[str, Any]]
 
 
 class MeshStepper:
-    """``members`` of one ``mesh``, or the plain tensors, of which every rank steps its own copy, where it is None.
+    """Steps ``members`` of one ``mesh``; if it is None, plain tensors, of which every rank steps its own copy.
 
-    Their ``rules``, by param group, exchange alike. ``loads`` are the flops that each rank of the mesh has elsewhere.
-    Made on all ranks of the mesh.
+    Their ``rules``, by param group, exchange in the same way. ``loads`` are the flops of each rank of the mesh from
+    other plans. Made on all ranks of the mesh.
     """
 
     def __init__(
@@ -439,13 +439,13 @@ class MeshStepper:
         self.stepper = MatrixStepper(self.plan, collectives, self.device, batch_numel=batch)
 
     def presence(self, more: Tensor | None = None, *, changed: bool = False) -> Presence:
-        """Start to agree on which members have a gradient, on whether the model was ``changed``, and on ``more`` flags.
+        """Start to exchange which members have a gradient, whether the model was ``changed``, and the flags ``more``.
         Called on all ranks of the mesh."""
         here = [member.param.grad is not None for member in self.members]
         return Presence(self.collectives, [*here, changed], self.device, more)
 
     def active(self, presence: Presence) -> Callable[[int], bool]:
-        """Whether a matrix of the plan has a gradient on any rank."""
+        """Returns whether an atom's parameter has a gradient on any rank."""
         return lambda atom: presence(self.matrices[atom])
 
     def rules_of(self, rules: Mapping[int, MatrixRule]) -> list[MatrixRule]:
@@ -457,19 +457,19 @@ class MeshStepper:
         return Shards([self.members[index] for index in self.matrices], self.blocks, coordinate, states)
 
     def scale_rows(self, row_scaling: RowScaling) -> None:
-        """Apply the factors that were set for a step to this rank's parts."""
+        """Multiply this rank's shards by the row factors set for this step."""
         coordinate = self.mesh.coordinates[self.collectives.rank] if self.mesh else (0,)
         for member in self.members:
             row_scaling.scale_box(member.name, local(member.param), member.sharding.box(coordinate))
 
     def elementwise(self, group: int, states: States, presence: Presence) -> list[Slices]:
-        """This rank's pieces of the element-wise members of a param group that have a gradient somewhere."""
+        """This rank's shards of the element-wise members of a param group that have a gradient on any rank."""
         chosen = [i for i, m in enumerate(self.members) if m.group == group and m.rule in ELEMENTWISE_RULES]
         return [piece(self.members[i], states[self.members[i].param]) for i in chosen if presence(i)]
 
 
 class Shards(Storage):
-    """This rank's pieces of the matrices, looked up once a step."""
+    """This rank's pieces of the matrices during one step; views are made once."""
 
     def __init__(
         self, members: Sequence[MeshMember], blocks: Sequence[Block], coordinate: Coordinate, states: States
@@ -479,7 +479,7 @@ class Shards(Storage):
         self._blocks = blocks
         self._coordinate = coordinate
         self._states = states
-        self._whole: dict[str, Slices] = {}  # this rank's part of a member, by its name
+        self._whole: dict[str, Slices] = {}  # this rank's shard of a member, by its name
 
     def _views_of(self, index: int) -> Sequence[Slices]:
         member, block = self._members[index], self._blocks[index]
@@ -494,12 +494,12 @@ class Shards(Storage):
 
 
 def piece(member: MeshMember, state: Mapping[str, Any]) -> Slices:
-    """This rank's part of the parameter, its gradient in the state's dtype (zero where it is missing), and its state.
+    """This rank's shard of the parameter, its gradient in the state's dtype (zeros if it is missing), and its state.
 
     Raises TypeError for a gradient that is not a dense tensor.
     """
     value = local(member.param)
-    shards = {key: local(tensor) for key, tensor in state.items() if not tensor.is_meta}  # the rest is at the owner
+    shards = {key: local(tensor) for key, tensor in state.items() if not tensor.is_meta}  # the rest is owner state
     grad = gradient(member.name, member.param)
     if grad is None:
         grad = torch.zeros_like(value)
@@ -510,5 +510,5 @@ def piece(member: MeshMember, state: Mapping[str, Any]) -> Slices:
 
 
 def own_group(mesh: Mesh) -> Collectives:
-    """The exchange group of a mesh, a communicator of its own. Called on all its ranks."""
+    """The exchange group of a mesh, with a communicator of its own. Called on all ranks of the mesh."""
     return TorchCollectives.over(mesh.ranks, mesh.handle.get_all_groups()) if len(mesh.ranks) > 1 else Alone()

@@ -1,4 +1,4 @@
-"""FSDP2's state: a rank's pieces, what a state dict may hold, and what owners keep."""
+"""FSDP2's state: a rank's pieces, checks of a state dict, and owner state."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from lwopt_backend.storage.mesh import MeshMember, MeshStepper, describe, local,
 
 
 class MeshStore:
-    """This rank's boxes of ``members`` and of their ``states``: a ``StateStore``.
+    """A ``StateStore`` of this rank's boxes of ``members`` and of their ``states``.
 
-    ``different`` says whether ``ranks`` hold different parameters (experts) under one name.
+    ``different`` is whether ``ranks`` have different parameters (experts) under one name.
     """
 
     elsewhere: Collection[str] = ()
@@ -53,7 +53,7 @@ class MeshStore:
         return found
 
 
-# What a state dict may hold to be loaded.
+# Checks of a state dict before it is loaded.
 
 
 def check_loadable(
@@ -63,7 +63,8 @@ def check_loadable(
     rules: Sequence[str],
     made: Mapping[Tensor, Mapping[str, Any]],
 ) -> None:
-    """Raise ValueError for groups of other rules or sizes, and for state that is missing, foreign or of other shape."""
+    """Raises ValueError for groups with other rules or sizes, and for state with other keys or shapes; warns of missing
+    state."""
     saved = state_dict["param_groups"]
     _check_writer(state_dict, groups, made)
     ours, theirs = ([len(group["params"]) for group in some] for some in (groups, saved))
@@ -78,7 +79,7 @@ def check_loadable(
         for number, group in enumerate(saved):
             linked_rates.check(group, f"load_state_dict: param group {number}")
     if not state_dict["state"]:
-        return  # saved by an optimizer that had not made its state yet
+        return  # saved by an optimizer that had no state yet
     missing = []
     for theirs_group, group, group_names in zip(saved, groups, names):
         for index, param, name in zip(theirs_group["params"], group["params"], group_names):
@@ -96,7 +97,7 @@ def _check_writer(
     groups: Sequence[Mapping[str, Any]],
     made: Mapping[Tensor, Mapping[str, Any]],
 ) -> None:
-    """Raise ValueError for the state dict of another optimizer, unless it has our groups and our state."""
+    """Raises ValueError for another optimizer's state dict, unless it has our groups and our state's keys."""
     saved = state_dict["param_groups"]
     theirs = {key for state in state_dict["state"].values() for key in state}
     ours = {key for state in made.values() for key in state}
@@ -134,13 +135,13 @@ def _kind(tensor: Tensor) -> str:
 
 
 def view_of(tensor: Tensor) -> View:
-    """Which elements of a tensor this rank has: a box of a DTensor, all of a plain tensor."""
+    """The elements of a tensor that this rank has: a box of a DTensor, all of a plain tensor."""
     begin, sizes = box_of(tensor) if isinstance(tensor, DTensor) else ((0,) * tensor.ndim, tensor.shape)
     return View.of_box(tensor.shape, list(zip(begin, sizes)))
 
 
 def box_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where this rank's part of a tensor begins, and how large it is."""
+    """Where this rank's box of a DTensor begins, and its sizes."""
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
     box = placed(tensor).box(tuple(coordinate))
@@ -148,7 +149,7 @@ def box_of(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def as_shard(part: Tensor, made: DTensor) -> DTensor:
-    """This rank's ``part`` of a tensor that lies as ``made`` does."""
+    """``part`` as this rank's shard of a DTensor with the mesh, the placements and the shape of ``made``."""
     if not made.is_meta:
         part = part.to(made.device)
     return DTensor.from_local(
@@ -156,10 +157,10 @@ def as_shard(part: Tensor, made: DTensor) -> DTensor:
     )
 
 
-# Owner-held state in an optimizer's state dict: DTensors, cut by rows over the parameter's mesh.
+# Owner state in an optimizer's state dict: DTensors, cut by rows over the parameter's mesh.
 #
-# Of several matrices in a parameter they are named by their place in it, ``"[1].GG.0"``. Which elements these are
-# stands beside them where the parameter's shape does not tell: of q, k and v, say.
+# If a parameter has several matrices, keys begin with a matrix's place in it, ``"[1].GG.0"``. If its shape does not
+# tell which elements these have (q, k and v, say), a further key does.
 
 Groups = Sequence[Sequence[Tensor]]
 Of = list[tuple[MeshStepper, OwnerShards]]
@@ -168,9 +169,9 @@ Of = list[tuple[MeshStepper, OwnerShards]]
 def owner_shards(
     steppers: Sequence[MeshStepper], rules: Mapping[int, MatrixRule], states: Mapping[Tensor, dict[str, Any]]
 ) -> Of:
-    """What the owners of each stepper's matrices keep. Called on all ranks of the meshes.
+    """The owner state of each stepper's matrices, in shards. Called on all ranks of the meshes.
 
-    In ``states`` its names stand for it, with tensors that have no memory: a flattened checkpoint is read by them.
+    Adds its keys to ``states``, with meta tensors: torch reads a flattened checkpoint by the keys that are there.
     """
     shards = [
         (s, OwnerShards(s.plan, s.rules_of(rules), s.stepper.owner_state, s.collectives, s.device)) for s in steppers
@@ -186,7 +187,7 @@ def owner_shards(
 
 
 def with_owner_state(state_dict: dict[str, Any], shards: Of, groups: Groups) -> dict[str, Any]:
-    """``state_dict`` with what the owners of ``groups``' matrices hold. Called on all ranks of the meshes."""
+    """``state_dict`` with the owner state of the matrices in ``groups``. Called on all ranks of the meshes."""
     state = dict(state_dict["state"])
     index_of = _indices(state_dict, groups)
     for stepper, held in shards:
@@ -207,10 +208,11 @@ def take_state(
     shards: Of,
     expected: Mapping[Tensor, Mapping[str, Tensor]],
 ) -> None:
-    """Copy this rank's parts of a state dict, of whole tensors or shards, into ``states``; bring the rest to owners.
+    """Copy this rank's part of a state dict, of whole tensors or shards, into ``states``; send owner state to the
+    owners.
 
-    ``expected`` is what ``with_owner_keys`` gave. State that is not in the state dict stays. Called on all ranks of the
-    meshes.
+    ``expected`` is what ``with_owner_keys`` returned. State that the state dict lacks is not changed. Called on all
+    ranks.
     """
     index_of, saved = _indices(state_dict, groups), state_dict["state"]
     found = {param: saved.get(index_of[id(param)], {}) for group in groups for param in group}
@@ -226,12 +228,12 @@ def take_state(
 
 
 def _here(value: Tensor, made: Tensor) -> Tensor:
-    """This rank's part of a tensor, whole or a shard, that is to lie as ``made`` does."""
+    """This rank's part of ``value``, which is a shard or whole, for a tensor that is sharded as ``made`` is."""
     return local(value) if isinstance(value, DTensor) else part_of(value, view_of(made))
 
 
 def check_matrices(state_dict: Mapping[str, Any], shards: Of, groups: Groups) -> None:
-    """Raises ValueError for owners' state of other matrices than there are here."""
+    """Raises ValueError if owner state was saved for other matrices than the parameters have here."""
     index_of = _indices(state_dict, groups)
     for param, elements in _elements(shards):
         index = index_of.get(id(param))
@@ -245,7 +247,7 @@ def check_matrices(state_dict: Mapping[str, Any], shards: Of, groups: Groups) ->
 
 
 def _entries(shards: Of) -> Iterator[tuple[Tensor, str, Tensor]]:
-    """By parameter and name, tensors without memory of the shape and dtype that owner-held state has."""
+    """Yield every tensor of owner state: its parameter, its key, and a meta tensor of its shape and dtype."""
     for stepper, held in shards:
         for entry in held.entries:
             key = (entry.atom, entry.key)
@@ -253,7 +255,7 @@ def _entries(shards: Of) -> Iterator[tuple[Tensor, str, Tensor]]:
 
 
 def with_owner_keys(states: Mapping[Tensor, Mapping[str, Any]], shards: Of) -> dict[Tensor, dict[str, Any]]:
-    """What state each parameter should have in a checkpoint: its own, and of owner-held tensors their shapes."""
+    """The state that each parameter has in a checkpoint: its own, and meta tensors for its owner state."""
     expected = {param: dict(state) for param, state in states.items()}
     for param, name, like in _entries(shards):
         expected[param][name] = _as_dtensor(like, like.shape, param)
@@ -263,7 +265,7 @@ def with_owner_keys(states: Mapping[Tensor, Mapping[str, Any]], shards: Of) -> d
 
 
 def _elements(shards: Of) -> Iterator[tuple[Tensor, list[str]]]:
-    """By parameter with owner-held state, which elements its matrices are, where its shape does not tell."""
+    """Yield each parameter with owner state whose shape does not tell its matrices, and their elements."""
     for stepper, held in shards:
         for number in sorted({stepper.matrices[entry.atom] for entry in held.entries}):
             member = stepper.members[number]
@@ -281,13 +283,13 @@ def _name(stepper: MeshStepper, key: Key) -> str:
 
 
 def _indices(state_dict: Mapping[str, Any], groups: Groups) -> dict[int, Any]:
-    """Each parameter's key in a state dict, by its place: a number, or from torch.distributed.checkpoint a name."""
+    """Each parameter's key in a state dict, by position: a number, or a name from torch.distributed.checkpoint."""
     saved = (index for group in state_dict["param_groups"] for index in group["params"])
     return {id(param): index for param, index in zip((p for group in groups for p in group), saved)}
 
 
 def _as_dtensor(part: Tensor, shape: Sequence[int], param: Tensor) -> Tensor:
-    """This rank's rows as a DTensor of the whole ``shape``; of a plain parameter the rows are all there are."""
+    """This rank's rows as a DTensor of the whole ``shape``; for a plain parameter, ``part`` itself."""
     if not isinstance(param, DTensor):
         return part
     placements = [Replicate() if p.is_replicate() or 0 in shape else Shard(0) for p in param.placements]

@@ -1,14 +1,14 @@
-"""State for parameters that somebody else shards after the optimizer was made, as Accelerate's ``prepare`` does.
+"""FSDP2's steps, and state for parameters that are sharded after the optimizer is made, as by Accelerate's ``prepare``.
 
 What happens to the optimizer there, in this order:
 
 1. It is made for the plain model, and routes its parameters.
-2. ``prepare`` loads its own state dict into it, to place state on the device. It has no state yet.
+2. ``prepare`` loads its own state dict into it, to move state to the device. It has no state yet.
 3. ``prepare`` puts placeholders into the param groups, shards the model, and puts the sharded parameters there.
-4. A checkpoint may be saved or loaded before the first step. ``torch.distributed.checkpoint`` looks at ``state`` and,
-   where it is empty, takes a step without gradients to have some: AdamW's counter would begin at 1.
+4. A checkpoint may be saved or loaded before the first step. ``torch.distributed.checkpoint`` reads ``state`` and,
+   if it is empty, takes a step without gradients to create some: AdamW's counter would begin at 1.
 
-So state is made when it is first looked at after 3. That needs no other rank. Planning does, and waits for the step.
+So state is created when it is first read after 3., which needs no other rank. Planning does, and waits for the step.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from lwopt_backend.storage.mesh import (
 
 
 class StateOnceSharded:
-    """The attribute ``state`` of an optimizer: made for the parameters of the param groups when they become DTensors.
+    """An optimizer's attribute ``state``: created for the parameters of its param groups when they are DTensors.
 
-    The optimizer's ``_make_state`` makes what is missing; its ``_stated`` lists the parameters that this was done for.
+    The optimizer's ``_make_state`` creates what is missing; ``_stated`` lists the parameters for which it has done so.
     """
 
     def __get__(self, optimizer: Any, owner: type | None = None) -> Any:
@@ -61,7 +61,7 @@ class StateOnceSharded:
 
 
 def check_sharded(params: Iterable[Tensor]) -> None:
-    """Raise RuntimeError if nobody has sharded the parameters by the first step."""
+    """Raises RuntimeError if none of the parameters is a DTensor at the first step."""
     if not any(isinstance(param, DTensor) for param in params):
         raise RuntimeError(
             "LayerWiseOptimizer was made with sharded_later=True, and at the first step no parameter in its param "
@@ -75,13 +75,13 @@ def same(some: list[Any], others: list[Any]) -> bool:
     return len(some) == len(others) and all(a is b for a, b in zip(some, others))
 
 
-# The hook: exchange begins in the backward pass, when FSDP2 has reduced a bucket's last gradient.
+# Hooks: the exchange begins in the backward pass, when FSDP2 has reduced the last gradient of a bucket.
 
 RulesNow = Callable[[], Mapping[int, MatrixRule]]
 
 
 def check_is_of(module: nn.Module, params: Sequence[Sequence[Tensor]], names: Sequence[Sequence[str]]) -> None:
-    """Raise ValueError for a parameter that is not the module's."""
+    """Raises ValueError for a parameter that is not the module's."""
     theirs = {id(param) for param in module.parameters()}
     for group, group_names in zip(params, names):
         for param, name in zip(group, group_names):
@@ -90,9 +90,9 @@ def check_is_of(module: nn.Module, params: Sequence[Sequence[Tensor]], names: Se
 
 
 class Attachment:
-    """Hooks on the sharded matrices of an optimizer; ``remove()`` takes them off, also at the end of a ``with``.
+    """Hooks on an optimizer's sharded matrices. ``remove()`` removes them, as does the end of a ``with`` block.
 
-    ``Tensor.register_post_accumulate_grad_hook`` on a sharded parameter is the one public sign that its gradient has
+    ``Tensor.register_post_accumulate_grad_hook`` on a sharded parameter is the only public signal that its gradient has
     been reduced: FSDP2 calls it in the order of the backward pass, which is the same on all ranks.
     """
 
@@ -115,7 +115,8 @@ class Attachment:
         return lambda param: self._early[number].ready(atom, now)
 
     def touched(self, number: int, stepper: MeshStepper, rules: Sequence[MatrixRule], storage: Shards) -> Tensor | None:
-        """Per bucket of a stepper, whether what has left is not what the step would send; None where nothing leaves."""
+        """Per bucket of a stepper, 1 if it must be exchanged again, as in ``EarlyExchange``; None if it sends none
+        early."""
         if number not in self._early:
             return None
         missing = {atom for atom, i in enumerate(stepper.matrices) if stepper.members[i].param.grad is None}
@@ -146,7 +147,7 @@ class Attachment:
         self.remove()
 
 
-# One step of all steppers of a model: matrices mesh by mesh, the rest while the first bucket travels.
+# One step of all steppers of a model: matrices mesh by mesh, the rest while the first bucket is on the wire.
 
 
 def step_all(
@@ -159,10 +160,10 @@ def step_all(
     row_scaling: RowScaling,
     changed: str | None,
 ) -> None:
-    """One step from the gradients that are there. ``rules`` are by param group. Called on all ranks of the meshes.
+    """One step with the current gradients. ``rules`` are by param group. Called on all ranks of the meshes.
 
-    ``changed`` says what has happened to the model on this rank that ends its training. Raises RuntimeError, on all
-    ranks and before any weight is changed, if there is such a thing on any.
+    ``changed`` describes a change to the model on this rank that ends its training. If any rank has one, all ranks
+    raise RuntimeError before any weight is changed.
     """
     of_steppers = [stepper.rules_of(rules) for stepper in steppers]
     storages = [stepper.storage(states) for stepper in steppers]
@@ -196,7 +197,7 @@ def step_all(
 def _changed_anywhere(
     steppers: Sequence[MeshStepper], presences: Sequence[Presence], changed: str | None
 ) -> str | None:
-    """What the first rank of a mesh says that has something to say. Called on all ranks of the meshes."""
+    """The first rank's description of a change, if any rank has one. Called on all ranks of the meshes."""
     found = None
     for stepper, presence in zip(steppers, presences):
         if presence.anywhere()[len(stepper.members)]:
@@ -214,9 +215,9 @@ def _step_elementwise(
     presences: Sequence[Presence],
     states: States,
 ) -> None:
-    """One step of every element-wise param group, on this rank's pieces of whatever mesh.
+    """One step of every element-wise param group, on this rank's shards on all meshes.
 
-    Where the state has a wider dtype than the parameter, the step is computed in the state's and rounded at its end.
+    If the state has a wider dtype than the parameter, the step is computed in the state's dtype and rounded at its end.
     """
     for number, group in enumerate(groups):
         if group["rule"] not in ELEMENTWISE_RULES:
@@ -240,7 +241,7 @@ def _step_elementwise(
 
 
 def show(routes: Sequence[Route], steppers: Sequence[MeshStepper], plan_digest: str) -> None:
-    """Print the routing table, one plan table per mesh, and the plan's name to standard output."""
+    """Print the routing table, one plan table per mesh, and the plan digest to standard output."""
     console = report.standard_output()
     report.show_routing(console, routes, steppers[0].groups)
     for stepper in steppers:
@@ -264,7 +265,7 @@ def _sentence(stepper: MeshStepper) -> str:
 
 
 def _table(stepper: MeshStepper, mesh: Mesh) -> Table:
-    """One row per rank: what it owns, how much work that is, the state it keeps, and what it sends."""
+    """One row per rank: the atoms that it owns, their work, the bytes of its state, and those that it sends."""
     plan = stepper.plan
     loads, sent, owned = plan.ownership.loads, plan.wire_bytes(), plan.owned_counts()
     work = " / ".join(sorted({MATRIX_RULES[m.rule].work for m in stepper.members if m.rule in MATRIX_RULES}))

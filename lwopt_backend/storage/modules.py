@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # torch.distributed.checkpoint takes a second to import
     from lwopt_backend.checkpoint.dcp.saving import Boxes, Shards
 
 
-# What ``ModuleOptimizers`` asks of one module's optimizer, and the three kinds of optimizers that it can ask.
+# What ``ModuleOptimizers`` needs from a module's optimizer, and the three kinds of optimizers that provide it.
 #
 # ::
 #
@@ -35,8 +35,8 @@ if TYPE_CHECKING:  # torch.distributed.checkpoint takes a second to import
 class Part(Protocol):
     """A module's optimizer on a rank that has the module.
 
-    ``place`` is this rank's and the number of ranks that the optimizer works on; None where every rank has a copy that
-    knows of no other. ``norm`` and ``count_zeros`` are called on all ranks of the module and equal on all of them.
+    ``place`` is this rank and the number of ranks that share the optimizer's work; None if each rank has an independent
+    copy. ``norm`` and ``count_zeros`` are called on all ranks of the module and return the same on all of them.
     """
 
     @property
@@ -58,10 +58,10 @@ class Part(Protocol):
         """How many elements of the mean gradients are zero, every element counted once."""
 
     def scale(self, factor: float) -> None:
-        """Multiply the gradients that ``norm`` has seen; starts no collective."""
+        """Multiply the gradients that ``norm`` measured by ``factor``; calls no collective."""
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Gradients of backward passes within it need not travel."""
+        """Within it, backward passes need not exchange gradients."""
 
 
 class OwnedPart:
@@ -92,14 +92,14 @@ class OwnedPart:
         return self.optimizer.no_sync()
 
     def process_groups(self) -> list[Any]:
-        """Those through which gradients travel while a backward pass runs."""
+        """The process groups that exchange gradients during a backward pass."""
         sharers = [held.sharers for held in self.optimizer.core.holdings]
         groups = [ranks for s in sharers for ranks in (s.everyone, s.instance, s.replicas) if ranks is not None]
         return [group for group in (getattr(g, "process_group", None) for g in groups) if group is not None]
 
 
 class HostGradients(Protocol):
-    """What an optimizer has as ``gradients``; the methods are those of ``Part``."""
+    """An optimizer's attribute ``gradients``, with the methods of ``Part``."""
 
     @property
     def place(self) -> tuple[int, int] | None: ...
@@ -114,7 +114,7 @@ class HostGradients(Protocol):
 
 
 class HostPart:
-    """An optimizer whose ``gradients`` count and scale for it: that of FSDP2."""
+    """An optimizer whose attribute ``gradients`` measures and scales them, such as FSDP2's."""
 
     kind = "whole"
 
@@ -143,7 +143,7 @@ class HostPart:
 
 
 class CopyPart:
-    """Any torch optimizer of plain tensors: on one rank, or on several that hold copies and have equal gradients."""
+    """Any torch optimizer of plain tensors, on one rank, or on several with copies and equal gradients."""
 
     kind = "whole"
     place = None
@@ -184,7 +184,7 @@ class CopyPart:
 
 
 def part_of(optimizer: Any) -> Part:
-    """Raises TypeError or ValueError for what is no optimizer, or one whose steps cannot be held back."""
+    """The part of an optimizer. Raises TypeError or ValueError for an object or an optimizer that has none."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, or None on ranks without it; found {optimizer!r}")
     if isinstance(optimizer, OwnedOptimizer):
@@ -201,7 +201,7 @@ NAME = "ModuleOptimizers"
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank has of a module: the kind of its optimizer, its ``place``, of copies what makes them equal, and the
+    """What a rank has of a module: the kind of its optimizer, its ``place``, lines that are equal for copies, and the
     names of the optimizer's defaults."""
 
     kind: str
@@ -211,7 +211,7 @@ class Held:
 
 
 def parts_of(optimizers: Any) -> dict[str, Part]:
-    """This rank's modules by name. Raises TypeError or ValueError for what it can see itself."""
+    """This rank's modules by name. Raises TypeError or ValueError for what a rank can check alone."""
     if not isinstance(optimizers, Mapping) or not optimizers:
         raise TypeError(f"{NAME}: expected a mapping from modules' names to optimizers, found {optimizers!r}")
     for name in optimizers:
@@ -245,7 +245,7 @@ def _check_disjoint(parts: Mapping[str, Part]) -> None:
 
 
 def _check_process_groups(parts: Mapping[str, Part]) -> None:
-    """Their gradients travel during backward, in an order that is each module's own."""
+    """Modules reduce gradients during backward, each in its own order, so none may share a process group."""
     seen: dict[int, str] = {}
     for module, part in parts.items():
         if isinstance(part, OwnedPart) and part.everyone.world_size > 1:
@@ -260,14 +260,14 @@ def _check_process_groups(parts: Mapping[str, Part]) -> None:
 
 
 def held_by(part: Part) -> Held:
-    """What the other ranks have to know of a part."""
+    """What the other ranks must know of a part."""
     copied = part.params() if part.place is None else []
     return Held(part.kind, part.place, tuple(_line(*pair) for pair in copied), tuple(part.optimizer.defaults))
 
 
 @torch.no_grad()
 def _line(name: str, param: Tensor) -> str:
-    """Copies are equal bit by bit, and so are their sums; those of different parameters are not."""
+    """Copies are equal bit by bit, and so are their sums; different parameters have different sums."""
     wide = param.detach().double()
     return (
         f"{name} {tuple(param.shape)} {param.dtype} of sum {wide.sum().item()!r}, {wide.abs().sum().item()!r} unsigned"
@@ -275,7 +275,7 @@ def _line(name: str, param: Tensor) -> str:
 
 
 def check_held(names: Sequence[str], held: Sequence[Mapping[str, Held]]) -> None:
-    """Raises ValueError, the same on all ranks, from what each rank has of each module."""
+    """Compare what each rank has of each module. Raises ValueError, the same on all ranks."""
     for name in names:
         ranks = [rank for rank, modules in enumerate(held) if name in modules]
         if not ranks:
@@ -311,7 +311,7 @@ def _check_alike(name: str, first_rank: int, first: Held, rank: int, other: Held
         )
 
 
-# What goes wrong in one module on one rank is an error on all ranks.
+# An error in one module on one rank is an error on all ranks.
 
 T = TypeVar("T")
 
@@ -319,10 +319,10 @@ T = TypeVar("T")
 def together(
     everyone: Collectives, what: str, parts: Mapping[str, Part], do: Callable[[str, Part], T]
 ) -> list[dict[str, T]]:
-    """``do`` each of this rank's modules, in their order; per rank, its results by module. Called on all ranks.
+    """Run ``do`` for each of this rank's modules, in order; returns results by rank and module. Called on all ranks.
 
-    A module that fails keeps no other from its turn, whose ranks would wait. Then all ranks raise RuntimeError, which
-    says in which modules and on which ranks there was what error.
+    If it fails for one module, it still runs for the others, because their ranks would otherwise wait. Then all ranks
+    raise RuntimeError, which names the modules, the ranks and the errors.
     """
     done: dict[str, Any] = {}
     failed: dict[str, Exception] = {}
@@ -353,7 +353,7 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-# All modules' state in one folder of torch.distributed.checkpoint, that any split of ranks over the modules can load.
+# All modules' state in one folder of torch.distributed.checkpoint, which any split of ranks over the modules can load.
 #
 # ::
 #
@@ -361,7 +361,7 @@ def _ranks(ranks: list[int]) -> str:
 #     <module>.optimizer.param_groups.<number>.<option>
 #     <module>.params                                      of FSDP2's and plain optimizers: names and shapes
 #
-# FSDP2's and plain optimizers are told by their ``state_dict``: each rank writes its shards.
+# FSDP2's and plain optimizers are saved by their ``state_dict``: each rank writes its shards.
 
 PARAMS = "params"
 LOADING = "load_state_dict_from"
@@ -370,7 +370,7 @@ LOADING = "load_state_dict_from"
 def save(everyone: Collectives, parts: Mapping[str, Part], folder: Path) -> None:
     """Write the state of all modules. Called on all ranks.
 
-    Raises, on all of them, what went wrong on any. The save that the folder held can then still be loaded.
+    An error on any rank is raised on all of them. The folder's earlier save can then still be loaded.
     """
     from lwopt_backend.checkpoint.dcp import saving
     from lwopt_backend.storage.owned_files import shards_of
@@ -390,10 +390,10 @@ def save(everyone: Collectives, parts: Mapping[str, Part], folder: Path) -> None
 
 
 def load(everyone: Collectives, names: Sequence[str], parts: Mapping[str, Part], folder: Path) -> None:
-    """Take the state of this rank's modules. Called on all ranks.
+    """Load the state of this rank's modules. Called on all ranks.
 
-    Raises, on all of them and before anything is changed, for a folder without a whole save and for other modules; then
-    what is wrong with a module's state, before anything of that module is changed.
+    An incomplete save, or other modules, raise on all ranks before anything is changed; then state that does not fit a
+    module raises before that module is changed.
     """
     from lwopt_backend.storage.owned_files import load_module, open_folder
 
@@ -422,7 +422,7 @@ def load(everyone: Collectives, names: Sequence[str], parts: Mapping[str, Part],
 
 
 def _shards_of(part: Part, module: str) -> Shards:
-    """What this rank has of an optimizer's ``state_dict``. Called on all ranks of the module."""
+    """This rank's shards of an optimizer's ``state_dict``. Called on all ranks of the module."""
     from lwopt_backend.checkpoint.dcp.saving import Shards
 
     state_dict, names = part.optimizer.state_dict(), _names(part)
@@ -442,9 +442,9 @@ def _shards_of(part: Part, module: str) -> Shards:
 
 
 def _take(part: Part, folder: DcpFolder, module: str) -> None:
-    """Take what ``_shards_of`` gave. Called on all ranks of the module.
+    """Load what ``_shards_of`` returned. Called on all ranks of the module.
 
-    Raises ValueError, before anything is changed, for a folder that cannot be read and for other parameters.
+    Raises ValueError, before anything is changed, if the folder cannot be read or has other parameters.
     """
     ours, saved = _params(part), folder.object(f"{module}.{PARAMS}")
     if ours != saved:
@@ -468,7 +468,7 @@ def _take(part: Part, folder: DcpFolder, module: str) -> None:
 
 
 def _shard_of(tensor: Tensor, where: str) -> Boxes:
-    """What this rank has of a tensor: its shard, or all of it."""
+    """This rank's box of a DTensor, or all of a plain tensor."""
     from lwopt_backend.checkpoint.dcp.saving import Boxes, later, whole
     from lwopt_backend.storage.mesh_state import box_of
 
@@ -480,7 +480,7 @@ def _shard_of(tensor: Tensor, where: str) -> Boxes:
 
 
 def _read_like(folder: DcpFolder, key: str, like: Any) -> Tensor:
-    """This rank's shard of a tensor, where the one that is there now is sharded; else all of it."""
+    """This rank's shard of a saved tensor if ``like`` is a DTensor; else the whole tensor."""
     from lwopt_backend.storage.mesh_state import as_shard, box_of
 
     shape = folder.tensors[key].shape

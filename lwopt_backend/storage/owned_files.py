@@ -3,11 +3,11 @@
 ::
 
     model.<parameter>                                     the weights, and all else in the model's state dict
-    optimizer.state.<parameter>.<key>                     state, fp32 masters of 16-bit parameters, what owners keep
+    optimizer.state.<parameter>.<key>                     state, fp32 masters of 16-bit parameters, owner state
     optimizer.param_groups.<number>.<option>              hyperparameters; ``params`` are the parameters' names
-    <anything else>                                       what the program saves along
+    <anything else>                                       what the program saves with it
 
-That is the form in which FSDP2's checkpoints are saved (``checkpoint/dcp``). Every rank writes the pieces that it owns,
+FSDP2's checkpoints have the same form (``checkpoint/dcp``). Every rank writes the pieces that it owns,
 as boxes of the whole tensors, into a file of its own.
 """
 
@@ -51,9 +51,9 @@ MODEL, OPTIMIZER, STEP = "model", "optimizer", "step"
 
 
 def save(core: OwnedCore, groups: Groups, model: nn.Module, folder: Path, more: Mapping[str, Any]) -> None:
-    """Write weights and state of all ranks into ``folder``, which all of them see, and what the first says of ``more``.
+    """Write weights and state of all ranks, and the first rank's ``more``, into ``folder``, which all ranks see.
 
-    Called on all ranks. Raises, on all of them, what went wrong on any; the folder then holds what it held before.
+    Called on all ranks. An error on any rank is raised on all of them; the folder then has its earlier content.
     """
     everyone = core.holdings[0].sharers.everyone
     core.manager.receive_values()
@@ -67,7 +67,7 @@ def save(core: OwnedCore, groups: Groups, model: nn.Module, folder: Path, more: 
         check_readable(SAVING, more)
         if everyone.rank == 0:
             shards.objects.update(flattened(more))
-        for name, value in model.state_dict().items():  # in its order, whoever has a part of it
+        for name, value in model.state_dict().items():  # in the model's order, on all ranks
             number = numbers.get(name)
             if number is not None:
                 shards.tensors[MODEL, names.keys[number]] = _weight(
@@ -83,7 +83,7 @@ def save(core: OwnedCore, groups: Groups, model: nn.Module, folder: Path, more: 
 
 
 def shards_of(core: OwnedCore, groups: Groups, prefix: tuple[str, ...] = ()) -> Shards:
-    """What this rank has to save of the optimizer, under ``prefix``. Called on all ranks, which raise together."""
+    """The optimizer's state that this rank saves, under ``prefix``. Called on all ranks, which raise together."""
     everyone = core.holdings[0].sharers.everyone
     names, options = names_of(core, groups), common_options(core, groups)
     shards = Shards()
@@ -110,33 +110,33 @@ def shards_of(core: OwnedCore, groups: Groups, prefix: tuple[str, ...] = ()) -> 
 
 
 def others_of(core: OwnedCore, model: nn.Module) -> dict[str, Any]:
-    """What a model's state dict has beside the parameters that are trained: frozen ones, buffers, second names."""
+    """A model's state dict without the trained parameters: frozen ones, buffers, tied names."""
     trained = {member.name for member in core.members}
     return {name: value for name, value in model.state_dict().items() if name not in trained}
 
 
 def _stub(param: Tensor, name: str) -> LazyTensor:
-    """Stands for a parameter's shape."""
+    """A lazy tensor that stands for a parameter's shape."""
     return LazyTensor(tuple(param.shape), param.dtype, lambda: param.detach().cpu(), name)
 
 
 def _weight(param: Tensor, piece: StatePiece | None, where: str) -> Boxes:
-    """What this rank owns of a parameter, if anything."""
+    """This rank's boxes of a parameter, if it owns any."""
     if piece is None:
         return Boxes(tuple(param.shape), {})
     return _boxes(param.detach().reshape(-1)[piece.start : piece.stop], piece, param.shape, where)
 
 
 def _boxes(flat: Tensor, piece: StatePiece, shape: Sequence[int], where: str) -> Boxes:
-    """A piece of a flattened tensor as boxes of the whole one; a counter as what it is."""
+    """A piece of a flattened tensor as boxes of the whole tensor; a scalar as it is."""
     parts = {place: later(box, box.shape, where) for place, box in boxed(flat, piece, shape).items()}
     return Boxes(tuple(shape), parts)
 
 
 def common_options(core: OwnedCore, groups: Groups) -> dict[str, dict[str, Any]]:
-    """What all ranks' param groups are set to, by key. Called on all ranks.
+    """The options of all ranks' param groups, by key. Called on all ranks.
 
-    Raises ValueError, on all of them, if ranks have different options or some that ``torch.load`` would not read.
+    Raises, on all of them, if options differ between ranks or cannot be read back by ``torch.load``.
     """
     everyone = core.holdings[0].sharers.everyone
     mine = {key: {**options_of(group), "rule": group["rule"]} for key, group in zip(core.group_keys, groups)}
@@ -165,7 +165,7 @@ def common_options(core: OwnedCore, groups: Groups) -> dict[str, dict[str, Any]]
 
 
 def check_readable(where: str, values: Mapping[str, Any]) -> None:
-    """Raises ValueError for values that ``torch.load`` would not read."""
+    """Raises ValueError for values that ``torch.load(weights_only=True)`` cannot read back."""
     for key, value in values.items():
         try:
             stored = io.BytesIO()
@@ -179,11 +179,11 @@ def check_readable(where: str, values: Mapping[str, Any]) -> None:
             ) from error
 
 
-# Reading from a folder what this rank owns, whatever ranks and layout, or what other engine, have written it.
+# Reading this rank's pieces from a folder, whichever ranks, layout or engine wrote it.
 
 
 def open_folder(folder: Path) -> DcpFolder:
-    """Raises FileNotFoundError where there is no checkpoint, ValueError for one that is damaged or not whole."""
+    """Open a checkpoint. Raises FileNotFoundError if there is none, ValueError if it is damaged or incomplete."""
     if not (folder / METADATA).is_file():
         raise FileNotFoundError(
             f"{folder} holds no checkpoint, or its saving was not finished: there is no {METADATA}, which is written "
@@ -195,10 +195,10 @@ def open_folder(folder: Path) -> DcpFolder:
 def load(
     core: OwnedCore, groups: Groups, model: nn.Module, folder: Path
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Take weights and state; the param groups to go on with, and what the program had saved along.
+    """Load weights and state; returns the param groups to use from now on, and what the program saved with them.
 
-    Called on all ranks. A rank reads the pieces that it owns, and all weights. Raises, on all ranks and before anything
-    is changed, for files that are missing, damaged or not of one save, and for other parameters, rules or groups.
+    Called on all ranks. A rank reads its pieces of the state, and all weights. Raises, on all ranks and before anything
+    is changed, for files that are missing, damaged or of different saves, and for other parameters, rules or groups.
     """
     everyone = core.holdings[0].sharers.everyone
     names, others = names_of(core, groups), others_of(core, model)
@@ -236,7 +236,7 @@ def load(
 
 
 def load_module(core: OwnedCore, groups: Groups, folder: DcpFolder, module: str) -> list[dict[str, Any]]:
-    """The same of what ``shards_of`` gave under ``module``, without weights."""
+    """``load``, without weights, for what ``shards_of`` returned under ``module``."""
     everyone = core.holdings[0].sharers.everyone
     names = names_of(core, groups)
     checked = agree(everyone, LOADING, lambda: (Checked(core, groups, names, folder, f"{module}."), []))
@@ -246,12 +246,12 @@ def load_module(core: OwnedCore, groups: Groups, folder: DcpFolder, module: str)
 
 @torch.no_grad()
 def _fill(into: Tensor, saved: LazyTensor) -> None:
-    """Block by block, where it is contiguous."""
+    """Read a whole tensor, block by block if ``into`` is contiguous."""
     fill(into, saved, View.of_box(into.shape, [(0, size) for size in into.shape]))
 
 
 class Checked:
-    """What a folder has for this rank, checked: nothing is changed before ``take``."""
+    """This rank's part of a folder, checked when made; nothing is changed before ``take``."""
 
     def __init__(self, core: OwnedCore, groups: Groups, names: Names, folder: DcpFolder, prefix: str = "") -> None:
         """Raises ValueError for anything that does not fit."""
@@ -293,7 +293,7 @@ class Checked:
             )
 
     def _found(self, key: str, ours: Tensor) -> tuple[Param, dict[str, LazyTensor]]:
-        """A parameter, and the tensors of its state by our keys."""
+        """A saved parameter, and its state tensors by our keys."""
         saved = self.saved
         weight = saved.weights.get(key, _stub(ours, key))
         param = read_as_expected(lambda: saved.param(key, weight), saved.folder.path, "DCP")
@@ -310,7 +310,7 @@ class Checked:
         saved.folder.check_range(place, start, stop)
 
     def take(self) -> None:
-        """Read everything into its place."""
+        """Read the state into this rank's pieces."""
         put(self._store, state=self._state)
         self._store.take_owner_states(self._owner)
 
@@ -320,7 +320,7 @@ def _side(in_checkpoint: bool, missing: str = "not in this model") -> str:
 
 
 def _check_params(names: Names, saved: Saved) -> None:
-    """Raises ValueError for parameters that only one side has, and for other shapes, dtypes or rules."""
+    """Raises ValueError for parameters that only one side has, and for another shape, dtype or rule."""
     trained = {**saved.group_of, **saved.states}
     for key in [*names.params, *trained]:
         ours = names.params.get(key)
@@ -343,7 +343,7 @@ def _check_params(names: Names, saved: Saved) -> None:
 
 
 def _options_for(core: OwnedCore, groups: Groups, names: Names, saved: Saved) -> list[dict[str, Any]]:
-    """The param groups with what the saved ones were set to. A group is the one that has the same members."""
+    """The param groups with the options of the saved ones. Groups are matched by their members."""
     theirs: dict[int, set[int]] = {number: set() for number in range(len(groups))}
     for number, member in enumerate(core.members):
         theirs[member.group].add(saved.group_of[names.keys[number]])

@@ -1,4 +1,4 @@
-"""Models that owned storage cannot train, and models that were changed behind its back: refused by name."""
+"""Checks of models that owned storage cannot train, hooks on models that it trains, and what it prints."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def check_model(model: nn.Module, caller: str = NAME) -> None:
 
 
 def moved(names: Sequence[str], params: Sequence[Tensor], places: Sequence[int]) -> str | None:
-    """A sentence on a parameter that is no longer a view of our buffers, if there is one."""
+    """A sentence about a parameter that is no longer a view of our buffers; None if all are."""
     for name, param, place in zip(names, params, places):
         if param.data_ptr() != place:
             return f"parameter {name!r} was moved or got other data (model.to(), param.data = ...); {ADVICE}"
@@ -107,7 +107,7 @@ def check_options(
 
 
 def _still_followed(param: Tensor) -> bool:
-    """``is_followed``, once optimizers are gone that only cycles of references hold."""
+    """``is_followed``, after a collection of optimizers that only reference cycles keep alive."""
     gc.collect()
     return is_followed(param)
 
@@ -116,11 +116,11 @@ def _spell(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# From backward passes to a step: everything has left, all ranks are well, and all know who has gradients.
+# From backward to a step: all buckets are sent, no rank has an error, and all know which parameters have gradients.
 
 
 class Backward:
-    """Follows backward passes of ``model``, whose parameters ``core`` holds. All methods are called on all ranks."""
+    """Follows backward passes of ``model``, whose parameters are ``core``'s. Methods are called on all ranks."""
 
     def __init__(self, core: OwnedCore, model: nn.Module, name: str = NAME) -> None:
         self._core = core
@@ -128,10 +128,10 @@ class Backward:
         self._manager = core.manager
         self._watched = WatchedModel(model, list(zip(core.manager.names, core.manager.params)), alone=True)
         self._passes = BackwardPasses(core.manager, model)
-        self._agreed: tuple[int, list[Presence]] | None = None  # after so many passes
+        self._agreed: tuple[int, list[Presence]] | None = None  # the number of passes before it
 
     def finish(self) -> list[Presence]:
-        """Which parameters have a gradient on any rank. Raises RuntimeError, on all ranks, if one is not well."""
+        """Which parameters have a gradient on any rank. Raises RuntimeError, on all ranks, if any has a problem."""
         if self._agreed is None or self._agreed[0] != self._manager.passes or not self._manager.all_left:
             problem = self._agree()
             if problem:
@@ -142,25 +142,25 @@ class Backward:
         return self._agreed[1]
 
     def stepped(self) -> None:
-        """The gradients have been used."""
+        """Note that a step has used the gradients."""
         self._agreed = None
 
     def discard(self) -> None:
-        """Forget all gradients. Ranks whose pass was interrupted meet the others here, or at their step."""
+        """Drop all gradients. Ranks whose pass was interrupted meet the others here, or in their step."""
         if self._passes.interrupted or self._manager.has_unused_gradients:
             self._agree(drops=True)
         self._agreed = None
         self._manager.drop_gradients()
 
     def remove(self) -> None:
-        """Follow the model no longer."""
+        """Remove the hooks from the model."""
         self._passes.remove()
 
     def _agree(self, *, drops: bool = False) -> str | None:
-        """Bring on its way what is left of a backward pass, and hear from all ranks; what is wrong anywhere.
+        """Send what is left of a backward pass, and exchange flags with all ranks; returns a problem of any rank.
 
-        All ranks take part in the same collectives, whatever they say, and leave with the same answer. A rank that
-        ``drops`` its gradients meets here ranks that want to use theirs.
+        All ranks call the same collectives in any case. A rank that ``drops`` its gradients may meet ranks here that
+        want to use theirs; those get a problem.
         """
         mine = self._problem()
         self._passes.forget()
@@ -190,7 +190,7 @@ class Backward:
         return f"{what}, with gradients of {', '.join(ways)} on their way," if ways else what
 
     def _problem(self) -> str | None:
-        """What is wrong with the model, or with the last backward pass, on this rank."""
+        """A problem with the model, or with the last backward pass, on this rank."""
         manager = self._manager
         changed = self._watched.changes() or moved(manager.names, manager.params, manager.places)
         if changed is not None:
@@ -200,14 +200,14 @@ class Backward:
         return None
 
 
-# Hooks on a model whose parameters are views of our buffers: they are waited for before anybody reads them.
+# Hooks on a model whose parameters are views of our buffers: whatever reads parameters waits for them first.
 
 
 def wait_in_forward(model: nn.Module, manager: BucketManager) -> list[Any]:
-    """Every module waits for the parameters it reads when it is called, and for all when it is saved, loaded or copied.
+    """A called module waits for the parameters that it reads; one that is saved, loaded or copied waits for all.
 
-    It reads its own, and those of modules within it that nobody has called so far: their weights are used by hand, as
-    ``nn.MultiheadAttention`` does with its output projection.
+    It reads its own, and those of submodules that were never called, because it may use their weights itself, as
+    ``nn.MultiheadAttention`` uses those of its output projection.
     """
     numbers = {id(param): manager.bucket_of[index] for index, param in enumerate(manager.params)}
     own = {}
@@ -224,7 +224,7 @@ def wait_in_forward(model: nn.Module, manager: BucketManager) -> list[Any]:
 
 
 def tell_when_loaded(model: nn.Module, loaded: Callable[[], None]) -> list[Any]:
-    """Call ``loaded``, a method, when weights were loaded into the model or a part of it."""
+    """Call ``loaded``, a bound method, after weights were loaded into the model or a part of it."""
     method = loaded.__func__  # type: ignore[attr-defined]
     hook = Hook(loaded.__self__, lambda owner, *args: method(owner))  # type: ignore[attr-defined]
     return [module.register_load_state_dict_post_hook(hook) for module in model.modules()]
@@ -244,7 +244,7 @@ def _before_reading(manager: BucketManager, *args: Any) -> None:
 
 
 class _StateForCopies:
-    """A module's ``__getstate__``, which ``copy`` and ``pickle`` ask: its attributes, once its parameters are there."""
+    """A module's ``__getstate__``, which ``copy`` and ``pickle`` call: waits for its parameters first."""
 
     def __init__(self, manager: BucketManager, module: nn.Module) -> None:
         self._manager = weakref.ref(manager)
@@ -289,7 +289,7 @@ def show(
 
 
 def plan_table(plan: OwnedPlan, memory: Callable[[int], RankMemory], members: Sequence[Member]) -> Table:
-    """One row per rank: what it owns, how much work that is, what it holds between steps and sends in one."""
+    """One row per rank: what it owns, the work of it, its bytes between steps, and those that it sends in one."""
     table = Table()
     for heading in ("rank", "storage", "matrices", "GFLOP", "of all", "parameters", "masters", "state", "sent a step"):
         table.add_column(heading, justify="right")

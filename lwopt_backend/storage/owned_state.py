@@ -1,6 +1,6 @@
 """The state that a rank owns, piece by piece, and a ``state_dict`` of it.
 
-It is this rank's own part and fits nowhere else. ``owned_files`` writes what any ranks can load.
+The ``state_dict`` has this rank's pieces and fits no other rank. What ``owned_files`` writes, any ranks can load.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from lwopt_backend.runtime.state import MATRICES, STRUCTURE, OwnerStates, StateP
 from lwopt_backend.storage.owned import OwnedCore
 
 DECIDED = frozenset({"params", "rule", "from_group"})  # keys of a param group that no checkpoint changes
-MARKS = DECIDED | {"members", "overrides"}  # and what engines write into param groups for themselves
+MARKS = DECIDED | {"members", "overrides"}  # and keys that engines write into param groups
 Groups = Sequence[dict[str, Any]]
 
 
 def state_pieces(core: OwnedCore) -> list[StatePiece]:
-    """What this rank owns: ranges of flattened parameters. Masters of 16-bit ones are among ``tensors``, too."""
+    """This rank's pieces: ranges of flattened parameters. Masters of 16-bit parameters are in ``tensors``, too."""
     found = []
     for bucket in core.manager.buckets:
         for piece, value in zip(bucket.pieces, bucket.owned_values()):
@@ -45,17 +45,17 @@ def state_pieces(core: OwnedCore) -> list[StatePiece]:
 
 
 def matrices_of(core: OwnedCore, member: int) -> list[str]:
-    """Which matrices are in a parameter, for comparison; state beside tensors of its size is by matrix."""
+    """The matrices in a parameter, for comparison; owner state is stored by matrix."""
     return [str(block) for block in core.members[member].blocks]
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A param group's hyperparameters, and whatever else somebody has put there."""
+    """A param group's hyperparameters, and any other keys that users have put there."""
     return {key: value for key, value in group.items() if key not in DECIDED}
 
 
 def check_between_steps(core: OwnedCore) -> None:
-    """Raises RuntimeError if a part of the state is a step ahead of the rest."""
+    """Raises RuntimeError if some buckets are a step ahead of the others."""
     if core.stepper.updated:
         raise RuntimeError(
             "step_in_backward has stepped some buckets already; save or load optimizer state after step()"
@@ -63,7 +63,7 @@ def check_between_steps(core: OwnedCore) -> None:
 
 
 class OwnedStore:
-    """What this rank owns of ``core``, under the names of ``names_of``: a ``StateStore``. Made on all ranks."""
+    """A ``StateStore`` of this rank's pieces, under the names of ``names_of``. Made on all ranks."""
 
     ambiguous: str | None = None
 
@@ -81,24 +81,24 @@ class OwnedStore:
         return state_pieces(self._core)
 
     def take_owner_states(self, states: OwnerStates) -> None:
-        """Take what is kept of the matrices that this rank owns; those without any begin anew."""
+        """Replace the owner state of this rank's matrices; those missing in ``states`` start without."""
         for piece in state_pieces(self._core):
             self._core.stepper.take_owner_states(piece.member, states.get(self.params[piece.member].name, {}))
 
     def publish(self) -> None:
-        """Bring the owners' weights into all ranks' parameters. Called on all ranks."""
+        """Send the owners' weights to all ranks' parameters. Called on all ranks."""
         for number, bucket in enumerate(self._core.manager.buckets):
             bucket.publish_masters()
             self._core.manager.send_values(number)
         self._core.manager.receive_values()
 
 
-# What a checkpoint calls the parameters and param groups of all ranks, whoever owns and shares them.
+# Names of all ranks' parameters and param groups in a checkpoint; they do not depend on owners.
 
 
 @dataclass(frozen=True)
 class Names:
-    """``keys`` of this rank's members by number; ``params`` are those of all ranks, ``groups`` their groups' keys."""
+    """``keys`` of this rank's members, by number; all ranks' ``params`` and the keys of their ``groups``, by key."""
 
     keys: Mapping[int, str]
     params: Mapping[str, TrainedParam]
@@ -106,7 +106,7 @@ class Names:
 
 
 def names_of(core: OwnedCore, groups: Groups) -> Names:
-    """A parameter's key is its name. Where several sets of ranks have other experts under one name, it says whose.
+    """A parameter's key is its name; if other ranks have other experts under that name, also the number of its set.
 
     Sets are numbered by their lowest rank. Called on all ranks.
     """
@@ -139,9 +139,9 @@ def names_of(core: OwnedCore, groups: Groups) -> Names:
     )
 
 
-# ``state_dict`` and ``load_state_dict``: as torch's optimizers, with this rank's pieces in place of whole tensors.
+# ``state_dict`` and ``load_state_dict`` as in torch's optimizers, with this rank's pieces in place of whole tensors.
 #
-# Where AdamW trains everything it is torch.optim.AdamW's state dict, in whole tensors on all ranks.
+# If AdamW trains everything, this is torch.optim.AdamW's state dict, with whole tensors on all ranks.
 
 WHAT = "load_state_dict"
 OTHER_RANKS = (
@@ -152,14 +152,14 @@ OTHER_RANKS = (
 
 
 class Pieces(Tensor):
-    """A tensor of which this rank has some boxes, in a state dict: views of what is stepped.
+    """A tensor in a state dict, of which this rank has some boxes: views of what is stepped.
 
     ``torch.distributed.checkpoint`` saves and loads it, on any number of ranks; ``torch.save`` what this rank has. It
-    can be copied and moved to another device, and nothing else can be computed with it.
+    can be detached, copied and moved to another device; any other operation raises TypeError.
 
-    - ``shape``: of the whole tensor.
-    - ``boxes``: by the place of their first element, tensors of as many dimensions; none on a rank that owns nothing.
-    - ``refused``: why it cannot be saved together with other ranks' pieces, if it cannot.
+    - ``shape``: the whole tensor's.
+    - ``boxes``: tensors by the place of their first element; empty on a rank that owns none of it.
+    - ``refused``: why it cannot be saved together with other ranks' pieces; empty if it can.
     """
 
     boxes: dict[tuple[int, ...], Tensor]
@@ -224,7 +224,7 @@ EXPERTS = (
 
 
 def boxed(flat: Tensor, piece: StatePiece, shape: Sequence[int]) -> dict[tuple[int, ...], Tensor]:
-    """A piece of a flattened tensor as boxes of the whole one, which are views; a counter as what it is."""
+    """A piece of a flattened tensor as boxes of the whole tensor, which are views; a scalar as it is."""
     if not flat.ndim:
         return {(): flat}
     found, start = {}, 0
@@ -236,7 +236,7 @@ def boxed(flat: Tensor, piece: StatePiece, shape: Sequence[int]) -> dict[tuple[i
 
 
 def reduced(bucket: BucketBuffers, mine: Sequence[Tensor | None]) -> Tensor:
-    """A buffer of what ranks own of a bucket, each giving it by piece. Called on all ranks that share the bucket."""
+    """A bucket's whole buffer, from all ranks' pieces of it, ``mine``. Called on all ranks that share the bucket."""
     buffer = torch.zeros(bucket.bucket.numel, dtype=bucket.owned_dtype, device=bucket.values.device)
     if bucket.sharers.replicas is None or bucket.sharers.replicas.rank == 0:
         for piece, tensor in zip(bucket.pieces, mine):
@@ -247,10 +247,10 @@ def reduced(bucket: BucketBuffers, mine: Sequence[Tensor | None]) -> Tensor:
 
 
 def held_state(core: OwnedCore, groups: Groups) -> dict[Tensor, dict[str, Tensor]]:
-    """By parameter what this rank owns of its state; where it owns none, tensors without memory.
+    """By parameter, this rank's piece of its state; meta tensors if this rank owns none of it.
 
-    All keys are there on all ranks: torch.distributed.checkpoint steps an optimizer that has no state to make it some,
-    and reads a flattened state dict by the keys that it has.
+    All ranks have all keys: torch.distributed.checkpoint steps an optimizer without state to create some, and reads a
+    flattened state dict by the keys that it has.
     """
     mine = {piece.member: piece.tensors for piece in state_pieces(core)}
     kept = [of_member for bucket in core.manager.buckets for of_member in _kept(core, bucket, groups).items()]
@@ -261,7 +261,7 @@ def held_state(core: OwnedCore, groups: Groups) -> dict[Tensor, dict[str, Tensor
 
 
 def _kept(core: OwnedCore, bucket: BucketBuffers, groups: Groups) -> dict[int, dict[str, Tensor]]:
-    """By member, the keys of its state, with tensors without elements where they are no counters."""
+    """By member, the keys of its state, with empty tensors for all but counters."""
     empty = torch.empty(0, dtype=bucket.owned_dtype, device=bucket.values.device)
     masters = {} if bucket.masters is None else {MASTER: empty}
     numbers = [slot.param for slot in bucket.bucket.slots]
@@ -269,10 +269,10 @@ def _kept(core: OwnedCore, bucket: BucketBuffers, groups: Groups) -> dict[int, d
 
 
 def state_of(core: OwnedCore, groups: Groups) -> dict[str, Any]:
-    """The state by the parameters' numbers in the param groups, as torch's optimizers have it.
+    """The state by the parameters' numbers in the param groups, in the form of torch's optimizers.
 
-    Of a matrix rule this rank's pieces, which are not copied. Where AdamW trains everything, whole copies, and then it
-    is called on all ranks. Raises RuntimeError between the steps of ``step_in_backward``.
+    It has this rank's pieces, not copied. If AdamW trains everything, it has whole copies, and is called on all ranks.
+    Raises RuntimeError if ``step_in_backward`` has stepped some buckets.
     """
     check_between_steps(core)
     found: dict[int, dict[str, Tensor]] = {number: {} for number in range(len(core.members))}
@@ -289,7 +289,7 @@ def state_of(core: OwnedCore, groups: Groups) -> dict[str, Any]:
 
 
 def _own_state(core: OwnedCore, groups: Groups) -> dict[int, dict[str, Tensor]]:
-    """By member the pieces on this rank; fp32 masters beside the state, and at owners what they keep."""
+    """By member, this rank's pieces of its state, with fp32 masters and owner state."""
     mine = {piece.member: piece for piece in state_pieces(core)}
     found: dict[int, dict[str, Tensor]] = {}
     for held in core.holdings:
@@ -308,7 +308,7 @@ def _own_state(core: OwnedCore, groups: Groups) -> dict[int, dict[str, Tensor]]:
 
 
 def _owner_tensors(core: OwnedCore, number: int, groups: Groups) -> dict[str, Tensor]:
-    """What this rank keeps of a member's matrices, and which they are where the parameter's shape does not tell."""
+    """A member's owner state on this rank, and its matrices if the parameter's shape does not tell them."""
     found, blocks = core.stepper.owner_tensors(number, groups), core.members[number].blocks
     if found and blocks != matrices_by_shape(tuple(core.members[number].param.shape)):
         found[MATRICES] = nested.described(matrices_of(core, number))
@@ -316,7 +316,7 @@ def _owner_tensors(core: OwnedCore, number: int, groups: Groups) -> dict[str, Te
 
 
 def gathered(core: OwnedCore, groups: Groups) -> Iterator[tuple[int, str, Tensor]]:
-    """By a member's number and key its state, whole, masters included; each for the caller. Called on all ranks."""
+    """Yield a member's number, a key and the whole state, copied; masters included. Called on all ranks."""
     own = {piece.member: piece.tensors for piece in state_pieces(core)}
     for bucket in core.manager.buckets:
         kept = _kept(core, bucket, groups)
@@ -330,7 +330,7 @@ def gathered(core: OwnedCore, groups: Groups) -> Iterator[tuple[int, str, Tensor
 
 
 def _counts(bucket: BucketBuffers, mine: Sequence[Tensor | None]) -> Tensor:
-    """What was counted of each of a bucket's parameters; all ranks that own a piece of one have the same."""
+    """The counter of each of a bucket's parameters, which is equal on all ranks that own a piece of it."""
     counts = torch.zeros(len(bucket.bucket.slots), device=bucket.values.device)
     places = {slot.param: place for place, slot in enumerate(bucket.bucket.slots)}
     for piece, count in zip(bucket.pieces, mine):
@@ -341,10 +341,10 @@ def _counts(bucket: BucketBuffers, mine: Sequence[Tensor | None]) -> Tensor:
 
 
 def take_state(core: OwnedCore, groups: Groups, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Take what ``state_of`` returned on this rank, or whole tensors for pieces; the param groups to go on with.
+    """Load what ``state_of`` returned on this rank, or whole tensors; returns the param groups to use from now on.
 
-    Parameters are told by their place in the param groups. Where AdamW trains everything, one without state begins
-    anew. Called on all ranks. Raises ValueError, on all of them and before anything is changed, for what does not fit.
+    Parameters are matched by their place in the param groups. If AdamW trains everything, a parameter without state
+    starts fresh. Called on all ranks. State that does not fit raises on all of them, before anything is changed.
     """
     taken = agree(core.holdings[0].sharers.everyone, WHAT, lambda: (_checked(core, groups, state_dict), []))
     for piece in state_pieces(core):
@@ -356,7 +356,7 @@ def take_state(core: OwnedCore, groups: Groups, state_dict: Mapping[str, Any]) -
                     box.copy_(value.boxes[place])
             elif value is not None:
                 fill(tensor, value, piece.view)
-            elif key != MASTER:  # which follows the weights
+            elif key != MASTER:  # the master follows the weights
                 tensor.zero_()
         kept = {key: _here(value) for key, value in found.items() if key not in piece.tensors}
         core.stepper.take_owner_tensors(piece.member, groups, kept)
@@ -364,12 +364,12 @@ def take_state(core: OwnedCore, groups: Groups, state_dict: Mapping[str, Any]) -
 
 
 def _here(value: Tensor) -> Tensor:
-    """A tensor that its owner has whole."""
+    """The whole tensor, at its owner."""
     return next(iter(value.boxes.values())) if isinstance(value, Pieces) else value
 
 
 def _checked(core: OwnedCore, groups: Groups, state_dict: Mapping[str, Any]) -> dict[int, dict[str, Tensor]]:
-    """By member its state."""
+    """By member, its state in ``state_dict``. Raises ValueError for what does not fit."""
     check_between_steps(core)
     missing = [key for key in ("state", "param_groups") if key not in state_dict]
     if missing:
@@ -404,7 +404,7 @@ def _checked(core: OwnedCore, groups: Groups, state_dict: Mapping[str, Any]) -> 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What state there has to be of a member, of which this rank has ``piece``."""
+    """The state that a member must have in a state dict; ``piece`` is this rank's piece of it."""
 
     core: OwnedCore
     groups: Groups
@@ -413,7 +413,7 @@ class _Wanted:
     kept: Mapping[str, Tensor]
 
     def of(self, found: Mapping[str, Any], may_lack: bool) -> dict[str, Tensor]:
-        """Raises ValueError for keys, shapes, matrices or pieces that do not fit."""
+        """``found`` as tensors. Raises ValueError for keys, shapes, matrices or pieces that do not fit."""
         member = self.core.members[self.number]
         where = f"{WHAT}: state of parameter {member.name!r}"
         values = {key: value for key, value in found.items() if value is not None and not isinstance(value, Mapping)}
@@ -463,7 +463,7 @@ def load_state_dict_into(
     state_dict: Mapping[str, Any],
     link: Callable[[list[dict[str, Any]]], None],
 ) -> None:
-    """``take_state``, with torch's hooks around it; ``link`` takes the param groups. Called on all ranks."""
+    """``take_state``, with torch's hooks around it; calls ``link`` with the param groups. Called on all ranks."""
     state_dict = dict(state_dict)  # torch's hooks may change the one they are given
     for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         state_dict = pre_hook(optimizer, state_dict) or state_dict
