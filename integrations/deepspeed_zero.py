@@ -13,10 +13,11 @@ from lwopt_backend.integrations.deepspeed.owned import OwnedLayerWise
 
 
 def register() -> None:
-    """Make both types known to ds_config.json. Call it once, before ``deepspeed.initialize``.
+    """Register both types with DeepSpeed for ds_config.json. Call it once, before ``deepspeed.initialize``, on all
+    ranks.
 
-    On a CPU it also keeps DeepSpeed from compiling an op that training does not use (``compile_nothing``). Raises
-    ImportError for a DeepSpeed that is not supported (``deepspeed.versions``).
+    On a CPU it also keeps DeepSpeed from compiling an op that training does not use. Raises ImportError if the
+    installed DeepSpeed is not supported (``deepspeed.versions``).
     """
     versions.check()
     engine.compile_nothing()
@@ -24,23 +25,23 @@ def register() -> None:
 
 
 def LayerWise(params: Iterable[Any], **options: Any) -> EngineOptimizer:
-    """A rule for matrices and a rule for the rest, with each matrix updated whole by one data-parallel rank.
+    """A rule for matrices and a rule for the rest; one data-parallel rank updates each whole matrix.
 
     ``params`` is what every torch optimizer takes: parameters, or groups with their own ``lr`` and ``weight_decay``.
     The options are the sections ``matrix`` and ``elementwise``, each a rule's name or its options with ``name``; the
-    list ``overrides``, of such sections for ``params`` by glob; and those of ``ZeROConfig``, of which ``storage`` says
-    what the optimizer is.
+    list ``overrides``, of such sections with globs in ``params``; and those of ``ZeROConfig``, of which ``storage``
+    selects the optimizer's class.
 
-    Made from ds_config.json, given to ``deepspeed.initialize(optimizer=...)``, or by a callable given there. Parameters
-    are routed when the engine takes the optimizer, because only then is the model known. Raises ValueError for wrong
-    options here, and when the engine is built, on every rank, for a model or a configuration that cannot work.
+    Constructed from ds_config.json, passed to ``deepspeed.initialize(optimizer=...)``, or returned by a callable passed
+    there. Parameters are routed when the engine takes the optimizer, because only then is the model known. Raises
+    ValueError for wrong options; an unsupported model or configuration raises on every rank when the engine is built.
     """
     return _made("LayerWise", params, *layer_wise_settings(options, "LayerWise"))
 
 
 def LayerWiseMuon(params: Iterable[Any], **options: Any) -> EngineOptimizer:
-    """Muon for matrices, AdamW for the rest. Short for ``LayerWise``: the options of ``LayerWiseMuonConfig`` are
-    torch.optim.Muon's arguments, an ``adamw`` section with torch.optim.AdamW's, and ours, all in one."""
+    """Muon for matrices, AdamW for the rest: short for ``LayerWise``. Its options are those of ``LayerWiseMuonConfig``:
+    torch.optim.Muon's arguments, a section ``adamw`` with torch.optim.AdamW's, and ours."""
     return _made("LayerWiseMuon", params, *muon_settings(options, "LayerWiseMuon"))
 
 

@@ -1,4 +1,4 @@
-"""FSDP2: ``lwopt_backend.LayerWiseOptimizer``, which is for models that ``fully_shard`` has sharded, too."""
+"""FSDP2: the same ``lwopt_backend.LayerWiseOptimizer``, which also takes models that ``fully_shard`` has sharded."""
 
 from __future__ import annotations
 

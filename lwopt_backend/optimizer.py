@@ -1,12 +1,12 @@
 """``LayerWiseOptimizer(model)``: layer-wise matrix optimizers in plain PyTorch and on FSDP2.
 
 A plain model is trained by ``OwnedOptimizer``, in place of DDP and an optimizer: every rank runs the whole model on its
-share of a batch. Gradients are reduced during backward to the ranks that own them, each matrix is updated by its owner
-once, and new parameters return to all.
+share of a batch. Gradients are reduced in backward to the ranks that own them, each matrix is updated once, by its
+owner, and new parameters are sent to all ranks.
 
-A ``fully_shard`` model is trained by ``MeshOptimizer``. FSDP2 keeps what is its own: sharding, gradient reduction,
-mixed precision, offload. Parameters, gradients and state stay sharded DTensors; at ``step()`` every matrix is brought
-to one rank of its mesh, updated there whole, and sent back.
+A ``fully_shard`` model is trained by ``MeshOptimizer``. FSDP2 does what it always does: sharding, gradient reduction,
+mixed precision, offload. Parameters, gradients and state stay sharded DTensors; ``step()`` sends the pieces of every
+matrix to one rank of its mesh, updates the whole matrix there, and returns the pieces.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ class Given(NamedTuple):
     params: Iterable[Any] | None
 
     def decide(self, config: type[C], model: nn.Module) -> tuple[Rules, C, Grouping]:
-        """Raises ValueError for wrong options, and for parameters that are not ``model``'s."""
+        """Validate the options and route the parameters. Raises ValueError for wrong options, and for foreign
+        parameters."""
         rules, settings = arguments_of(config, *self[:-1], NAME)
         trained = [param for param in model.parameters() if param.requires_grad]
         groups = as_groups(trained if self.params is None else self.params)
@@ -103,28 +104,28 @@ class Given(NamedTuple):
 
 
 class LayerWiseOptimizer(LinkedOptimizer):
-    """A matrix rule for the model's matrices and an element-wise rule for the rest, data-parallel.
+    """A matrix rule for the model's matrices and an element-wise rule for the rest, on data-parallel ranks.
 
     Of a model that ``fully_shard`` has sharded it is a ``MeshOptimizer``, of a plain one an ``OwnedOptimizer``.
 
-    - ``model``: the module, as it is; not wrapped in DDP, which this replaces. On FSDP2 the sharded module, or a list
-      of modules (pipeline stages of one rank).
+    - ``model``: the plain module, not wrapped in DDP, which this replaces; on FSDP2 the sharded module, or a list of
+      modules (pipeline stages of one rank).
     - ``matrix``, ``lr``: the matrix rule and its learning rate; torch.optim.Muon's other arguments by their names.
-    - ``elementwise``, ``elementwise_lr``: the rule of everything else and its rate. Either rule may be given as a
+    - ``elementwise``, ``elementwise_lr``: the rule for all other parameters and its rate. Either rule may be given as a
       mapping with its options: ``elementwise={"name": "adamw", "lr": 3e-4, "betas": (0.9, 0.95)}``.
     - ``params``: param groups as torch.optim takes them, each with its own ``lr``, ``weight_decay`` and section
       ``"adamw"``; by default all trainable parameters in one group.
-    - ``sharded_later``: the model is not sharded yet and somebody else will put the sharded parameters into
-      ``param_groups`` (Accelerate's ``prepare``).
-    - ``process_group``, of a plain model: the data-parallel ranks; by default all. Without torch.distributed this
+    - ``sharded_later``: the model is not sharded yet; Accelerate's ``prepare``, for example, will shard it and put the
+      sharded parameters into ``param_groups``.
+    - ``process_group``, for a plain model: the data-parallel ranks; by default all. Without torch.distributed, this
       process trains alone.
     - ``expert_params``, ``expert_process_group``, ``expert_group_size``, of a plain model: globs of the parameters that
       only some of the ranks share, those ranks, and how many of them own together. Their gradients, too, are means over
       ``process_group``.
-    - further options: those of ``OwnedConfig`` or ``FSDP2Config``.
+    - other options: those of ``OwnedConfig`` or ``FSDP2Config``.
 
-    ``param_groups`` holds, for each group given, a matrix half and an element-wise half. Everything here is called on
-    all ranks. Raises TypeError or ValueError, on all of them, for a model or options that cannot work.
+    ``param_groups`` has, for each group given, a matrix half and an element-wise half. Every method is called on all
+    ranks. Raises, on all of them, for an unsupported model or option: TypeError or ValueError where it is found.
     """
 
     config: Any
@@ -157,11 +158,11 @@ class LayerWiseOptimizer(LinkedOptimizer):
         self._train(model, given, sharing, sharded_later)
 
     def _train(self, model: Any, given: Given, sharing: Sharing, sharded_later: bool) -> None:
-        """Decide, plan and make the state. Called on all ranks."""
+        """Route, plan and create the state. Called on all ranks."""
         raise TypeError(f"subclass OwnedOptimizer or MeshOptimizer, not {NAME}, which chooses one of them")
 
     def _take_groups(self, rules: Rules) -> None:
-        """Begin with the param groups of the routing, without the marks that engines compare."""
+        """Start with the routed param groups, without the marks that engines compare."""
         groups, marks = self._grouping.groups, ("from_group", "overrides")
         shown = [{k: v for k, v in group.items() if k not in marks} for group in linked_rates.shown(groups)]
         super().__init__(shown, {})
@@ -169,12 +170,12 @@ class LayerWiseOptimizer(LinkedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step from the gradients since the last one; the closure's result. Called on all ranks.
+        """One step with the gradients since the last one; returns the closure's result. Called on all ranks.
 
-        A parameter that has no gradient on any rank is left alone, state included; where only some ranks have one, the
-        others count as zero. Raises RuntimeError, on all ranks, if a backward pass of a plain model ended in an
-        exception on one, if a parameter was replaced, or if some are trained now that were not when the optimizer was
-        made.
+        A parameter without a gradient on any rank keeps its value and its state; if only some ranks have one, it is
+        zero on the others. Raises RuntimeError, on all ranks, if a plain model's backward pass ended in an exception on
+        any rank, if a parameter was replaced, or if parameters are trained now that were not when the optimizer was
+        constructed.
         """
         loss = None
         if closure is not None:
@@ -189,32 +190,32 @@ class LayerWiseOptimizer(LinkedOptimizer):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Tensor:
-        """``torch.nn.utils.clip_grad_norm_`` over all gradients, wherever they lie. Called on all ranks.
+        """``torch.nn.utils.clip_grad_norm_`` over all gradients, however they are stored. Called on all ranks.
 
         Returns the norm before clipping, a plain fp32 tensor that is the same on all ranks.
         """
         raise NotImplementedError
 
     def state_store(self) -> StateStore:
-        """This rank's part of weights and state, for ``lwopt_backend.migration``. Called on all ranks."""
+        """The store of this rank's weights and state, for ``lwopt_backend.migration``. Called on all ranks."""
         raise NotImplementedError
 
     # On FSDP2
 
     def attach(self, model: nn.Module | Sequence[nn.Module]) -> Attachment:
-        """Begin the exchange of a bucket in the backward pass, as soon as its last gradient has been reduced.
+        """Start the exchange of each bucket in the backward pass, as soon as its last gradient has been reduced.
 
-        The result is that of a step without it, bit for bit, whatever happens to the gradients in between: a bucket
-        whose gradients were touched after they had left (clipped, unscaled) is exchanged again, and a few steps are
-        then left alone. Costs the memory of what has been sent and received until the step. Returns a handle whose
-        ``remove()`` takes the hooks off. Called on all ranks. Raises ValueError for a model other than the optimizer's.
+        The result is that of a step without it, bit for bit: a bucket whose gradients are changed after it was sent
+        (clipped, unscaled) is exchanged again, and early exchange pauses for a few steps. Costs the memory of the
+        buckets sent and received until the step. Returns a handle whose ``remove()`` removes the hooks. Called on all
+        ranks. Raises ValueError for a model other than the optimizer's.
         """
         raise self._only_of(FSDP2Config, "attach")
 
     # Of a plain model
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Within it backward passes accumulate on this rank; the next one outside reduces what they left."""
+        """Accumulate gradients on this rank in backward passes within it; the next pass outside reduces them all."""
         raise self._only_of(OwnedConfig, "no_sync")
 
     def grad_norm(self, names: str | Sequence[str] = "*", norm_type: float = 2.0) -> Tensor:
@@ -222,39 +223,39 @@ class LayerWiseOptimizer(LinkedOptimizer):
         raise self._only_of(OwnedConfig, "grad_norm")
 
     def count_zeros(self, names: str | Sequence[str] = "*") -> int:
-        """How many elements of the mean gradients are exactly zero."""
+        """The number of elements of these mean gradients that are exactly zero."""
         raise self._only_of(OwnedConfig, "count_zeros")
 
     def synchronize(self) -> None:
-        """Return when the parameters of the last step are on this rank (``overlap_param_gather``)."""
+        """Wait until the parameters of the last step are on this rank (``overlap_param_gather``)."""
         raise self._only_of(OwnedConfig, "synchronize")
 
     def refresh_masters(self) -> None:
-        """Take the parameters' values into the fp32 masters of 16-bit parameters, after they were changed by hand."""
+        """Copy the parameters' values into the fp32 masters of 16-bit parameters, after they were changed by hand."""
         raise self._only_of(OwnedConfig, "refresh_masters")
 
     def save_state_dict(self, path: str | PathLike[str], /, **more: Any) -> None:
-        """Write weights, state and what ``more`` there is into a folder that torch.distributed.checkpoint reads.
+        """Write weights, state and ``more`` into a folder that torch.distributed.checkpoint reads.
 
-        It is one of its own that all ranks see; a checkpoint in it is replaced, in one moment. Raises, on all ranks,
-        what goes wrong on any. Of owned storage only.
+        All ranks must see the folder, which is for this checkpoint alone; an earlier one in it is replaced atomically.
+        An error on any rank is raised on all ranks. For plain models only.
         """
         raise self._only_of(OwnedConfig, "save_state_dict")
 
     def load_state_dict_from(self, path: str | PathLike[str]) -> dict[str, Any]:
-        """Take weights and state of any engine's ``{"model": ..., "optimizer": ...}``, whatever ranks saved it.
+        """Load weights and state from any engine's ``{"model": ..., "optimizer": ...}``, saved on any number of ranks.
 
-        Returns what else is in the folder. Raises, on all ranks and before anything is changed, for what does not fit.
-        Of owned storage only.
+        Returns what else is in the folder. What does not fit raises, on all ranks, before anything is changed. For
+        plain models only.
         """
         raise self._only_of(OwnedConfig, "load_state_dict_from")
 
     def memory_report(self) -> list[RankMemory]:
-        """Per rank of the process group, the bytes it holds for this optimizer."""
+        """Per rank of the process group, the bytes that it stores for this optimizer."""
         raise self._only_of(OwnedConfig, "memory_report")
 
     def traffic(self) -> dict[str, int]:
-        """Bytes that this rank has sent so far, by what they were; flags and norms, a few per parameter, not."""
+        """Bytes that this rank has sent so far, by kind; without flags and norms, a few bytes per parameter."""
         raise self._only_of(OwnedConfig, "traffic")
 
     def _only_of(self, config: type[HostConfig], name: str) -> TypeError:
@@ -262,10 +263,10 @@ class LayerWiseOptimizer(LinkedOptimizer):
 
 
 class OwnedOptimizer(LayerWiseOptimizer):
-    """``LayerWiseOptimizer`` of a plain model, whose parameters and buffers become those of the group's first rank.
+    """``LayerWiseOptimizer`` of a plain model; copies parameters and buffers from the group's first rank to all.
 
-    After backward ``param.grad`` is None, unless ``keep_full_grads``: the owners have the mean gradients. ``step`` uses
-    them up.
+    After backward, ``param.grad`` is None unless ``keep_full_grads`` is set: the owners have the mean gradients, which
+    ``step`` frees.
     """
 
     config: OwnedConfig
@@ -324,8 +325,8 @@ class OwnedOptimizer(LayerWiseOptimizer):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Tensor:
-        """``torch.nn.utils.clip_grad_norm_`` over all mean gradients; the norm before clipping, in fp32, equal on all
-        ranks. ``foreach`` changes nothing."""
+        """``torch.nn.utils.clip_grad_norm_`` over all mean gradients; returns the norm before clipping, in fp32, equal
+        on all ranks. ``foreach`` has no effect."""
         norm = self.grad_norm(norm_type=norm_type)
         check_finite(norm, norm_type, error_if_nonfinite)
         self.core.gradients.scale(clip_factor(max_norm, norm))
@@ -350,7 +351,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
             self._manager.receive_values()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, those of an interrupted backward pass included."""
+        """Drop all gradients, those of an interrupted backward pass included."""
         self._backward.discard()
 
     def synchronize(self) -> None:
@@ -365,7 +366,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
         self._loaded = True
 
     def _finish_backward(self) -> None:
-        """All gradients are at their owners, to be looked at."""
+        """Wait until all gradients are at their owners, where they can be measured."""
         if self.config.step_in_backward:
             raise RuntimeError("step_in_backward uses gradients before their norm is known; drop one of the two")
         self._backward.finish()
@@ -404,21 +405,21 @@ class OwnedOptimizer(LayerWiseOptimizer):
         return more
 
     def take_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Go on with param groups that were loaded with state."""
+        """Replace the param groups by those that were loaded with state."""
         self.link_groups(groups)
         self._loaded = True
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's pieces of the state, which torch.distributed.checkpoint saves for any ranks.
+        """This rank's pieces of the state, which torch.distributed.checkpoint saves for any number of ranks.
 
-        Where AdamW trains everything, torch's whole tensors; then it is called on all ranks.
+        If AdamW trains everything, torch's whole tensors; then it is called on all ranks.
         """
         return state_dict_of(self, self.core)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a ``state_dict`` of this rank, or one of whole tensors. Called on all ranks.
+        """Load a ``state_dict`` of this rank, or one of whole tensors. Called on all ranks.
 
-        Raises ValueError, on all of them and before anything is changed, for what does not fit.
+        What does not fit raises, on all of them, before anything is changed.
         """
         load_state_dict_into(self, self.core, state_dict, self.take_groups)
 
@@ -430,7 +431,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Read by torch.amp.GradScaler. Raises RuntimeError without kept gradients, for it looks at ``param.grad``."""
+        """Read by torch.amp.GradScaler, which needs ``param.grad``. Raises RuntimeError unless ``keep_full_grads``."""
         if not self.config.keep_full_grads:
             raise RuntimeError(f"{NAME}: GradScaler unscales param.grad, which only owners have; set keep_full_grads")
         return False
@@ -439,8 +440,8 @@ class OwnedOptimizer(LayerWiseOptimizer):
 class MeshOptimizer(LayerWiseOptimizer):
     """``LayerWiseOptimizer`` of a model that ``fully_shard`` has sharded, or will have by the first step.
 
-    Made on all ranks of the model's meshes. Raises ValueError, on all of them, for a model without DTensors or without
-    a matrix, and for placements that are not supported.
+    Constructed on all ranks of the model's meshes. Raises, on all of them, for a model without DTensors or without a
+    matrix, and for placements that are not supported.
     """
 
     config: FSDP2Config
@@ -477,7 +478,7 @@ class MeshOptimizer(LayerWiseOptimizer):
             self._bind(exchange)
 
     def _bind(self, exchange: Exchange) -> None:
-        """Plan for the parameters that the param groups hold now, and make their state. Called on all ranks."""
+        """Plan for the parameters now in the param groups, and create their state. Called on all ranks."""
         held = [group["params"] for group in self.param_groups]
         self._names = names_of(held, self._bound, self._names)
         self._steppers = bind(exchange, self.param_groups, self._names, self._grouping, self.config)
@@ -486,7 +487,7 @@ class MeshOptimizer(LayerWiseOptimizer):
         trained = [(member.name, member.param) for stepper in self._steppers for member in stepper.members]
         self._watched = WatchedModel(self._model, trained, restore=reshard)
         self._make_state()
-        self._owner_shards()  # its names are read from ``state``
+        self._owner_shards()  # adds their keys to ``state``
         self._different = hold_different_parameters(self._steppers)
         if self._attachment is not None and self._attachment.is_on:
             self._attachment.remove()
@@ -495,7 +496,7 @@ class MeshOptimizer(LayerWiseOptimizer):
             mesh_stepping.show(self._grouping.routes, self._steppers, self.plan_digest)
 
     def _make_state(self) -> None:
-        """State for every parameter before the first step, so that no checkpoint lacks any; what is there stays."""
+        """Create every parameter's missing state before the first step, so that every checkpoint has it."""
         before: Mapping[Tensor, dict[str, Any]] = self.__dict__["state"]
         state: defaultdict[Tensor, Any] = defaultdict(dict)
         for group in self.param_groups:
@@ -525,22 +526,22 @@ class MeshOptimizer(LayerWiseOptimizer):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Tensor:
-        """``torch.nn.utils.clip_grad_norm_`` over all parameters, also where they lie on several meshes.
+        """``torch.nn.utils.clip_grad_norm_`` over all parameters, on one mesh or on several.
 
         Returns the norm before clipping, a plain fp32 tensor that is the same on all ranks. Called on all ranks. With
-        parameters on one mesh it gives the bits of torch's. Parameters on a mesh that leaves out some ranks count once
-        if those have copies, and together with theirs if they have others (experts).
+        parameters on one mesh, it returns the same bits as torch. Parameters on a mesh that leaves out some ranks count
+        once if those have copies, and together with theirs if they have others (experts).
         """
         return self.gradients.clip(max_norm, norm_type, error_if_nonfinite, foreach).float()
 
     @property
     def gradients(self) -> MeshGradients:
-        """Norms, zero counts and scaling of all gradients; ``ModuleOptimizers`` asks for them."""
+        """Norm, number of zeros and scaling of all gradients, for ``ModuleOptimizers``."""
         self._ensure_bound()
         return MeshGradients(self._steppers, self._different)
 
     def _ensure_bound(self) -> None:
-        """Plan again if the param groups hold other parameters than were planned for."""
+        """Plan again if the param groups have other parameters than were planned for."""
         held = [group["params"] for group in self.param_groups]
         if len(held) == len(self._bound) and all(map(same, held, self._bound)):
             return
@@ -553,9 +554,9 @@ class MeshOptimizer(LayerWiseOptimizer):
         return MeshStore(members, self.param_groups, self.state, held.collectives, held.holds_different)
 
     def _owner_shards(self) -> Of:
-        """What owners hold, if rules keep state there; then called on all ranks.
+        """The owner state, if any rule keeps some; then called on all ranks.
 
-        Parameters that were sharded late are planned for at the first step; state that owners hold needs owners.
+        Plans parameters that were sharded later, which otherwise waits for the first step: owner state needs owners.
         """
         rules = self._matrix_rules()
         if not any(map(keeps_state, rules.values())):
@@ -564,15 +565,15 @@ class MeshOptimizer(LayerWiseOptimizer):
         return owner_shards(self._steppers, rules, self.state)
 
     def state_dict(self) -> dict[str, Any]:
-        """As of every torch optimizer, owner-held state in sharded tensors; if there is any, called on all ranks."""
+        """As every torch optimizer's, with owner state as DTensors; called on all ranks if there is any owner state."""
         shards = self._owner_shards() if self.state else []
         return with_owner_state(super().state_dict(), shards, self._bound)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned. Raises ValueError for state that does not fit, before anything is changed.
 
-        State keeps the dtype it was made with, whatever the parameters have; which rule trains what is never loaded. Of
-        a whole tensor this rank's part is copied.
+        State keeps the dtype that it was created with, whatever the parameters'; rules are never loaded. This rank's
+        part of a whole tensor is copied.
         """
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
@@ -581,7 +582,7 @@ class MeshOptimizer(LayerWiseOptimizer):
             expected = with_owner_keys(self.state, shards)
             check_matrices(state_dict, shards, self._bound)
             check_loadable(state_dict, self.param_groups, self._names, self._rules, expected)
-            if not state_dict["state"]:  # saved before there was any: begin anew
+            if not state_dict["state"]:  # saved before there was any: start fresh
                 self.state = {}
                 self._make_state()
             take_state(state_dict, [group["params"] for group in self.param_groups], self.state, shards, expected)

@@ -1,1 +1,1 @@
-"""DeepSpeed: what the door, ``deepspeed_zero``, opens to."""
+"""DeepSpeed: the implementation of ``deepspeed_zero``, which users import."""

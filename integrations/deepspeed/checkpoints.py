@@ -1,4 +1,4 @@
-"""DeepSpeed's own checkpoints of our engines: one that does not fit is refused on all ranks before it is loaded."""
+"""DeepSpeed's own checkpoints of our engines: all ranks refuse one that does not fit before it is loaded."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.storage.owned import OwnedCore
 
-# A checkpoint that DeepSpeed cannot load into an engine is refused on all ranks, before anything of it is loaded.
+# All ranks refuse a checkpoint that DeepSpeed cannot load into an engine, before anything of it is loaded.
 #
-# DeepSpeed finds out late and rank by rank: it has put the weights into the model when it compares the world sizes, and
-# at stage 3 ranks whose files are missing leave while the others wait for them. Some checkpoints it loads in part and
-# says nothing. The file of the model's states tells enough, and is read here without its tensors.
+# DeepSpeed finds out late and rank by rank: it compares world sizes after it has loaded the weights, and at stage 3,
+# ranks whose files are missing leave while the others wait for them. Some checkpoints it silently loads in part. The
+# file of model states says enough, and is read here without its tensors.
 
-MARK = "lwopt.owned"  # the key by which a checkpoint says that it is one of owned storage
+MARK = "lwopt.owned"  # the key of a checkpoint of owned storage
 CONVERT = (
     "Another number of ranks needs DeepSpeed's universal format: convert the folder with lwopt convert --to universal, "
     'and set "checkpoint": {"load_universal": true}'
@@ -38,9 +38,9 @@ Check = Callable[[str, "str | None", bool], list[str]]
 
 @dataclass(frozen=True)
 class Saved:
-    """What a checkpoint says of itself. ``groups`` has the parameters' names, one list per param group of the optimizer
-    (stages 1 and 2) or per sub-group (stage 3); it is None at stage 0. ``owned`` is what one of owned storage says,
-    ``stranger`` which other optimizer wrote it."""
+    """A checkpoint's description of itself. ``groups`` has the parameters' names, one list per param group of the
+    optimizer (stages 1 and 2) or per sub-group (stage 3); None at stage 0. ``owned`` is the mark of owned storage,
+    ``stranger`` describes another optimizer that wrote it."""
 
     world_size: int
     groups: list[list[str]] | None
@@ -52,9 +52,9 @@ def guard_loading(name: str, engine: DeepSpeedEngine, ranks: Sequence[Collective
     """Make ``engine.load_checkpoint`` check first. ``ranks`` are the groups that share parameters with this rank,
     ``name`` is the optimizer's, for errors.
 
-    Called once for an engine, on all ranks. From then on its ``load_checkpoint`` raises on every rank if
-    ``check_loading`` does on one. It is given the folder, the tag, and whether the optimizer's state is asked for, and
-    returns what all ranks must see alike.
+    Called once for an engine, on all ranks. From then on, ``load_checkpoint`` raises on every rank if ``check_loading``
+    does on one. That is called with the folder, the tag, and whether the optimizer's state is loaded, and returns lines
+    that must be equal on all ranks.
     """
     load = engine.load_checkpoint
     signature = inspect.signature(load)
@@ -71,7 +71,7 @@ def guard_loading(name: str, engine: DeepSpeedEngine, ranks: Sequence[Collective
 
         agree_in_all(ranks, name, check)
         if engine.zero_optimization_stage() == 3:
-            # With load_module_only alone DeepSpeed reads the weights from a file that has none, and says nothing.
+            # With load_module_only alone, DeepSpeed silently reads the weights from a file that has none.
             choice["load_optimizer_states"] = with_state
         loaded: tuple[str | None, dict[str, Any] | None] = load(*call.args, **call.kwargs)
         return loaded
@@ -82,8 +82,8 @@ def guard_loading(name: str, engine: DeepSpeedEngine, ranks: Sequence[Collective
 def check(
     engine: DeepSpeedEngine, core: OwnedCore | None, load_dir: str, tag: str | None, with_state: bool
 ) -> list[str]:
-    """Raises ValueError for a checkpoint of another world size, ZeRO stage, storage or optimizer; what all ranks must
-    see alike. One that does not exist is left to DeepSpeed, which warns and returns (None, None).
+    """Raises ValueError for a checkpoint of another world size, ZeRO stage, storage or optimizer. Returns lines that
+    must be equal on all ranks. A missing checkpoint is left to DeepSpeed, which warns and returns (None, None).
 
     ``core`` is the engine's owned storage, if it has that.
     """
@@ -116,7 +116,7 @@ def check(
 
 
 def check_writer(folder: Path, saved: Saved) -> None:
-    """Raises ValueError for a checkpoint of another optimizer, whose state has other names and other groups."""
+    """Raises ValueError for another optimizer's checkpoint, whose state has other names and other groups."""
     if saved.stranger is not None:
         raise ValueError(
             f"the checkpoint {str(folder)!r} was written by another optimizer ({saved.stranger}), whose state this one "
@@ -126,9 +126,9 @@ def check_writer(folder: Path, saved: Saved) -> None:
 
 
 def check_world_size(folder: Path, saved_on: int, engine: DeepSpeedEngine, with_state: bool, advice: str) -> None:
-    """Raises ValueError, with ``advice`` in it, if the checkpoint can only be loaded on as many ranks as saved it."""
+    """Raises ValueError, with ``advice``, if the checkpoint can only be loaded on as many ranks as saved it."""
     stage, here = engine.zero_optimization_stage(), engine.seq_dp_world_size
-    weights_can_be_loaded = stage < 3 or here <= saved_on  # at stage 3 every rank reads a file of its own
+    weights_can_be_loaded = stage < 3 or here <= saved_on  # at stage 3, every rank reads a file of its own
     if stage == 0 or here == saved_on or (not with_state and weights_can_be_loaded):
         return
     raise ValueError(
@@ -139,13 +139,13 @@ def check_world_size(folder: Path, saved_on: int, engine: DeepSpeedEngine, with_
 
 
 def latest(load_dir: str, name: str = "latest") -> str | None:
-    """The tag that the file of that name holds."""
+    """The tag in the file ``name``; None if there is no such file."""
     file = Path(load_dir) / name
     return file.read_text().strip() if file.is_file() else None
 
 
 def read(folder: Path, engine: DeepSpeedEngine, with_state: bool) -> Saved:
-    """What the file of this rank's model-parallel part says, and if its state is asked for, that of its optimizer."""
+    """Read the file of this rank's model-parallel part and, with ``with_state``, its optimizer's file."""
     stage = engine.zero_optimization_stage()
     name = f"mp_rank_{engine.checkpoint_mp_rank:02d}_model_states.pt"
     by_rank = f"zero_pp_rank_0_{name}"
@@ -170,8 +170,8 @@ def read(folder: Path, engine: DeepSpeedEngine, with_state: bool) -> Saved:
 
 
 def _stranger(states: Mapping[str, Any], optimizer: Any) -> str | None:
-    """What is known of the optimizer that wrote a checkpoint, if its param groups were read and are not ours."""
-    if isinstance(optimizer, Mapping) and "param_groups" not in optimizer:  # that of ZeRO's; the inner one's is in it
+    """A description of the optimizer that wrote a checkpoint, if its param groups were read and are not ours."""
+    if isinstance(optimizer, Mapping) and "param_groups" not in optimizer:  # ZeRO's, which contains the inner one's
         optimizer = optimizer.get("base_optimizer_state", optimizer.get("optimizer_state_dict"))
     if not isinstance(optimizer, Mapping) or not of_another_optimizer(optimizer.get("param_groups")):
         return None
@@ -181,8 +181,8 @@ def _stranger(states: Mapping[str, Any], optimizer: Any) -> str | None:
 
 
 def _without_tensors(file: Path) -> Mapping[str, Any]:
-    """On meta no weights are kept, and since pytorch#170619 none are read. Client states may be any objects; DeepSpeed
-    unpickles the same file next."""
+    """On the meta device no weights are kept, and since pytorch#170619 none are read. Client states may be any objects;
+    DeepSpeed unpickles the same file next."""
     states: Mapping[str, Any] = torch.load(file, map_location="meta", weights_only=False)
     return states
 
@@ -195,7 +195,7 @@ def wrong_stage(folder: Path, saved_at: str, stage: int) -> ValueError:
 
 
 def _check_groups(saved: list[list[str]], ours: list[list[str]]) -> None:
-    """DeepSpeed copies by position; it notices other lengths only, and speaks of alignment then."""
+    """DeepSpeed copies by position; it notices only other lengths, and then its error is about alignment."""
     advice = (
         "load it with the optimizer, the model, the param groups, the 'include' and the 'exclude' it was saved with"
     )

@@ -1,4 +1,4 @@
-"""What we read of DeepSpeed's engine, the methods we replace, and the types of optimizer entries it reads."""
+"""What we read of DeepSpeed's engine, the methods we replace, and how it reads the types of optimizer entries."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from lwopt_backend.runtime.collectives import NORM, TorchCollectives
 
 # What we read of DeepSpeed's engine and parameters beyond its documented interface, and the methods we replace.
 #
-# What is replaced here is in ``versions``, where ``register()`` looks it up first.
+# ``versions`` lists what is replaced here, and ``register()`` checks first that it exists.
 
 HOOKED = "_do_optimizer_sanity_check"
 
 
 def install(types: Mapping[str, Callable[..., Any]], classes: Iterable[type[torch.optim.Optimizer]]) -> None:
-    """Make ``types`` known to ds_config.json, by what makes an optimizer, and ``bind`` instances of ``classes``.
+    """Register ``types``, functions that make optimizers, for ds_config.json, and ``bind`` instances of ``classes``.
 
-    The engine asks ``_do_optimizer_sanity_check`` right before it wraps the optimizer; it is the only moment at which
-    the module, the parameter names and the configuration are all known and the param groups may still be changed. What
-    it returns says how to wrap; None leaves the optimizer as it is, which is right for one that is a ZeRO optimizer
-    itself. Calling it again changes nothing.
+    The engine calls ``_do_optimizer_sanity_check`` right before it wraps the optimizer: only then are the module, the
+    parameter names and the configuration all known while the param groups may still be changed. Its result says how to
+    wrap; None leaves the optimizer as it is, which is right for one that is itself a ZeRO optimizer. A second call
+    changes nothing.
     """
     name_types()
     ours = tuple(classes)
@@ -67,14 +67,14 @@ def install(types: Mapping[str, Callable[..., Any]], classes: Iterable[type[torc
 
 
 def param_alignment(engine: DeepSpeedEngine, params: Sequence[Tensor]) -> int:
-    """On how many elements ZeRO-1/2 starts every parameter; compared with ``_hp_mapping`` at the first step."""
+    """The elements that every start in ZeRO-1/2 is a multiple of; compared with ``_hp_mapping`` at the first step."""
     if engine.zero_parameter_alignment() and not uses_bf16_optimizer(engine):
         return 16 // math.gcd(16, params[0].element_size())
     return 1
 
 
 def uses_bf16_optimizer(engine: DeepSpeedEngine) -> bool:
-    """Whether parameters go to DeepSpeed's BF16_Optimizer, which shards as stage 1 does: stage 1 with bf16 parameters
+    """Whether DeepSpeed's BF16_Optimizer has the parameters, which shards as stage 1 does: stage 1 with bf16 parameters
     and fp32 accumulation, not offloaded, and bf16 in a pipeline without ZeRO."""
     stage, dtypes = engine.zero_optimization_stage(), engine.get_data_types()
     if stage == 0:
@@ -88,7 +88,7 @@ def sharding_stage(engine: DeepSpeedEngine) -> int:
 
 
 def uses_auto_ep(engine: DeepSpeedEngine) -> bool:
-    """Whether DeepSpeed has put its own expert layers in place of the model's."""
+    """Whether DeepSpeed has replaced the model's expert layers by its own."""
     settings = engine._config.expert_parallel_config
     return settings is not None and settings.enabled
 
@@ -96,7 +96,7 @@ def uses_auto_ep(engine: DeepSpeedEngine) -> bool:
 def process_groups(engine: DeepSpeedEngine) -> list[Any]:
     """The groups of ranks that share parameters with this one: first the data-parallel ranks, then those of experts.
 
-    In a pipeline also all ranks (None), which share no parameter, but fail together.
+    In a pipeline also all ranks (None): they share no parameter, but raise errors together.
     """
     experts = engine.expert_data_parallel_group if engine.has_moe_layers else {}
     world = [None] if engine.pipeline_parallelism else []
@@ -104,12 +104,12 @@ def process_groups(engine: DeepSpeedEngine) -> list[Any]:
 
 
 def pipeline_group(engine: DeepSpeedEngine) -> Any:
-    """One rank of every pipeline stage, in their order: those through which this rank's micro-batches go."""
+    """One rank of every pipeline stage, in stage order: those that process this rank's micro-batches."""
     return engine.mpu.get_pipe_parallel_group()
 
 
 def tied_modules(engine: DeepSpeedEngine) -> Mapping[str, nn.Module]:
-    """The modules of a pipeline that occur in it more than once, by their key."""
+    """The modules that occur more than once in a pipeline, by key."""
     return dict(engine.module.tied_modules.items())
 
 
@@ -127,7 +127,7 @@ def sub_group_tensors(param: Tensor) -> list[Tensor]:
 
 
 def stored_part(param: Tensor, rank: int, sub_group: int) -> Fragment | None:
-    """What ZeRO-3 says this rank stores of ``param`` in the flat tensor of ``sub_group``."""
+    """The part of ``param`` that ZeRO-3 says this rank stores in the flat tensor of ``sub_group``."""
     partitioned: Any = param  # DeepSpeed puts attributes on it
     zero = partitioned._z3_optimizer
     found, offset, size = zero.grad_position[zero.get_param_id(param)]
@@ -139,7 +139,7 @@ def stored_part(param: Tensor, rank: int, sub_group: int) -> Fragment | None:
 
 
 def stored_fragment(param: Tensor, rank: int) -> Fragment | None:
-    """What DeepSpeed says this rank stores of ``param`` in its flat partition."""
+    """The fragment of ``param`` that DeepSpeed says this rank stores in its flat partition."""
     mapping = param._hp_mapping  # type: ignore[attr-defined]
     if mapping is None:
         return None
@@ -148,23 +148,23 @@ def stored_fragment(param: Tensor, rank: int) -> Fragment | None:
 
 
 def leave_clipping_to_optimizer(engine: DeepSpeedEngine) -> None:
-    """At stage 0 the engine clips fp32 gradients itself, those that its parameters have."""
+    """At stage 0, keep the engine from clipping the fp32 gradients of its parameters itself."""
     engine.clip_fp32_gradients = lambda: None
 
 
 def checks_overflow(engine: DeepSpeedEngine) -> bool:
-    """Whether gradients that are not finite are to be dropped."""
+    """Whether gradients that are not finite are dropped."""
     return not engine.bfloat16_enabled() or engine._config.bfloat16_config.check_grad_overflow
 
 
 def zero_settings(engine: DeepSpeedEngine) -> dict[str, Any]:
-    """What the configuration says in zero_optimization, without DeepSpeed's defaults."""
+    """The section zero_optimization of the configuration, without DeepSpeed's defaults."""
     settings = dict(engine._config._param_dict)
     return dict(settings.get("zero_optimization", {}))
 
 
 def warn(engine: DeepSpeedEngine, notes: Sequence[str]) -> None:
-    """Say ``notes``, and so where gradients are clipped because the configuration says nothing."""
+    """Log ``notes``, and a warning if gradients are clipped although the configuration does not set it."""
     for note in notes:
         logger.warning(note)
     norm = engine.gradient_clipping()
@@ -176,11 +176,11 @@ def warn(engine: DeepSpeedEngine, notes: Sequence[str]) -> None:
 
 
 def adopt_torch_scheduler(engine: DeepSpeedEngine) -> None:
-    """Let ``"scheduler": {"type": <a torch scheduler>}`` work under ZeRO.
+    """Make ``"scheduler": {"type": <a torch scheduler>}`` work under ZeRO.
 
     DeepSpeed builds a scheduler named in the configuration on its own wrapper, which torch's schedulers refuse
-    ("DeepSpeedZeroOptimizer is not an Optimizer"). One given as a callable is built on ours; so it becomes one.
-    Raises ValueError for one that a configuration cannot describe.
+    ("DeepSpeedZeroOptimizer is not an Optimizer"). It builds one given as a callable on ours, so this makes it one.
+    Raises ValueError for a scheduler that a configuration cannot describe.
     """
     name = engine.scheduler_name()
     if name is None or engine.client_lr_scheduler is not None or hasattr(lr_schedules, name):
@@ -209,9 +209,9 @@ def adopt_torch_scheduler(engine: DeepSpeedEngine) -> None:
 
 
 def report_norm(engine: DeepSpeedEngine, optimizer: Any) -> None:
-    """Clip at stage 0 by the norm of all gradients, and tell ``optimizer`` that norm, which DeepSpeed drops.
+    """At stage 0, clip by the norm of all gradients, and give ``optimizer`` that norm, which DeepSpeed drops.
 
-    DeepSpeed's own counts the gradients of a pipeline's first stage only.
+    DeepSpeed's own norm counts the gradients of a pipeline's first stage only.
     """
 
     def clip_fp32_gradients() -> None:
@@ -222,7 +222,7 @@ def report_norm(engine: DeepSpeedEngine, optimizer: Any) -> None:
 
 
 def grad_norm(engine: DeepSpeedEngine) -> Tensor:
-    """The norm of all gradients at stage 0; in a pipeline of all stages', counting tied weights once."""
+    """The norm of all gradients at stage 0; in a pipeline, of all stages, counting tied weights once."""
     with record_function(NORM):
         return _grad_norm(engine)
 
@@ -244,9 +244,9 @@ TYPES = ("LayerWise", "LayerWiseMuon")
 
 
 def name_types() -> None:
-    """Have DeepSpeed read the type of an optimizer entry through ``canonical``. Calling it again changes nothing."""
+    """Make DeepSpeed read the type of an optimizer entry through ``canonical``. A second call changes nothing."""
     original = getattr(config, READS_TYPE, None)
-    if original is None or getattr(original, "_lwopt_names", False):  # ``register()`` says what is missing
+    if original is None or getattr(original, "_lwopt_names", False):  # ``register()`` reports what is missing
         return
 
     @functools.wraps(original)
@@ -258,7 +258,7 @@ def name_types() -> None:
 
 
 def canonical(name: Any) -> Any:
-    """The type as it is registered. Raises ValueError for ours if it is not, and for one that is only nearly ours."""
+    """The registered spelling of a type. Raises ValueError if ours is not registered, and for a type close to ours."""
     if not isinstance(name, str) or hasattr(torch.optim, name) or name.lower() in config.DEEPSPEED_OPTIMIZERS:
         return name
     ours = _ours(name)

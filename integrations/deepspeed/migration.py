@@ -1,4 +1,4 @@
-"""Whole tensors by parameter name into the optimizer of a DeepSpeed engine, as ``lwopt_backend.migration`` has them."""
+"""Load whole tensors by parameter name into a DeepSpeed engine's optimizer, as ``lwopt_backend.migration`` does."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lwopt_backend.runtime.state import StateStore
 def load_named_state(engine: DeepSpeedEngine, named: Named, *, strict: bool = True) -> list[str]:
     """``lwopt_backend.migration.load_named_state`` for an engine, at every stage and with both storages.
 
-    Best right after ``deepspeed.initialize`` or ``load_checkpoint``, in any case between steps; what a first step would
-    make of the state is made here. In a pipeline every stage takes its own parameters. Called on all ranks. Raises
-    ValueError as it does, and for experts, of which ranks have different ones under one name; for element-wise
-    parameters whose counts of steps differ, because DeepSpeed steps a param group as one tensor.
+    Best called right after ``deepspeed.initialize`` or ``load_checkpoint``, and only between steps; creates the state
+    that a first step would create. In a pipeline, every stage takes its own parameters. Called on all ranks. Raises the
+    same ValueErrors, and also for experts, because ranks have different ones under one name, and for element-wise
+    parameters with different counts of steps, because DeepSpeed steps a param group as one tensor.
     """
     return migration.load_into(_store(engine, migration.WHAT), named, strict=strict)
 

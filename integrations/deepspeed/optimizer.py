@@ -1,7 +1,7 @@
-"""Our optimizers inside DeepSpeed: what all of them are, and the one that DeepSpeed's ZeRO wraps.
+"""Our optimizers inside DeepSpeed: their base class, and the one that DeepSpeed's ZeRO wraps.
 
-With ZeRO DeepSpeed keeps what is its own: sharding, master weights, gradient reduction, clipping, loss scaling,
-checkpoints. The optimizer steps on what each rank stores; matrices that are cut, or owned elsewhere, travel to their
+With ZeRO, DeepSpeed does what it always does: sharding, master weights, gradient reduction, clipping, loss scaling,
+checkpoints. The optimizer steps what each rank stores; matrices that are cut, or owned elsewhere, are sent to their
 owner and back. ``owned`` is the other storage.
 """
 
@@ -42,10 +42,10 @@ from lwopt_backend.storage.flat import UnitStepper
 
 
 class EngineOptimizer(LinkedOptimizer):
-    """An optimizer for an engine, which takes it with ``bind``; until then groups are split by dimensions alone.
+    """An optimizer for an engine, which takes it with ``bind``; until then, groups are split by dimensions alone.
 
-    ``name`` is the type that ds_config.json has for it. ``param_groups`` holds, for each group given, a part for its
-    matrices and one for the others, and more where overrides differ.
+    ``name`` is its type in ds_config.json. ``param_groups`` has, for each group given, a part for its matrices and one
+    for the others, and more where overrides differ.
     """
 
     def __init__(self, name: str, params: Iterable[Any], rules: Rules, config: ZeROConfig) -> None:
@@ -57,11 +57,11 @@ class EngineOptimizer(LinkedOptimizer):
         self._begin(rules, groups, rate=self._rate(groups))
 
     def bind(self, engine: DeepSpeedEngine) -> None:
-        """Route, plan and agree for ``engine``, which is about to take this optimizer. Called on all ranks."""
+        """Route, plan and compare ranks for ``engine``, which is about to take this optimizer. Called on all ranks."""
         raise NotImplementedError
 
     def _take_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Put the routed groups in place of the provisional ones, keeping what a scheduler already wrote into those."""
+        """Replace the provisional groups by the routed ones, keeping what a scheduler has already written into them."""
         routed = groups
         before, after = ([(g["from_group"], g["rule"]) for g in some] for some in (self.param_groups, groups))
         if before == after:
@@ -77,15 +77,15 @@ class EngineOptimizer(LinkedOptimizer):
         self._begin(self.rules, routed, rate=self._rate(routed))
 
     def _rate(self, groups: Sequence[dict[str, Any]]) -> float:
-        """A stage of a pipeline may have no matrices of its own."""
+        """The optimizer's ``lr``. A stage of a pipeline may have no matrices."""
         return rate_of(self.rules, groups) if self.config.allow_no_matrix else self.rules.matrix.lr
 
     def state_store(self) -> EngineStore:
-        """This rank's part of weights and state. Called on all ranks. Raises RuntimeError outside an engine."""
+        """The store of this rank's weights and state. Called on all ranks. Raises RuntimeError outside an engine."""
         raise NotImplementedError
 
     def take_loaded(self, options: Sequence[dict[str, Any]]) -> None:
-        """Go on with hyperparameters by param group, after weights and state were loaded."""
+        """Take over loaded ``options`` by param group, after weights and state were loaded."""
         self.link_groups({**group, **new} for group, new in zip(self.param_groups, options, strict=True))
 
     def _no_engine(self) -> RuntimeError:
@@ -100,18 +100,18 @@ class EngineOptimizer(LinkedOptimizer):
 
 
 class ZeROLayerWise(EngineOptimizer):
-    """With DeepSpeed's storage: its optimizers of stages 0 to 3 wrap this one."""
+    """The optimizer for ``"storage": "zero"``: DeepSpeed's optimizers of stages 0 to 3 wrap it."""
 
     def __init__(self, name: str, params: Iterable[Any], rules: Rules, config: ZeROConfig) -> None:
         self._binding: Binding | None = None
-        self._steppers: dict[int, UnitStepper] = {}  # by id of their tensor
-        self._owner_state: dict[str, dict[str, Any]] = {}  # loaded, by a matrix's name, until the steppers are made
+        self._steppers: dict[int, UnitStepper] = {}  # by the id of their tensor
+        self._owner_state: dict[str, dict[str, Any]] = {}  # loaded, by matrix name, until the steppers are made
         self._global_grad_norm: Any = None  # read by the engine at stage 0
         self.norm_before_clipping: Any = None  # written by the engine at stage 0
         super().__init__(name, params, rules, config)
 
     def bind(self, engine: DeepSpeedEngine) -> None:
-        """Route, plan and agree for ``engine``, which is about to wrap this optimizer. Called on all ranks."""
+        """Route, plan and compare ranks for ``engine``, which is about to wrap this optimizer. Called on all ranks."""
         self._binding = bind(self.name, engine, self._given, self.rules, self.config)
         self._plan_digest = self._binding.plan_digest
         self.row_scaling = self._binding.grouping.row_scaling()
@@ -127,11 +127,11 @@ class ZeROLayerWise(EngineOptimizer):
 
     def link_groups(self, groups: Iterable[Mapping[str, Any]]) -> None:
         super().link_groups(groups)
-        self._linked = self.param_groups  # DeepSpeed puts its own list in place of ours
+        self._linked = self.param_groups  # DeepSpeed replaces our list by its own
 
     def step(self) -> None:  # type: ignore[override]
-        """One step of what DeepSpeed shows us: everything (stage 0, BF16_Optimizer), a param group (ZeRO-1/2) or a
-        sub-group (ZeRO-3). Called on all ranks, without a closure.
+        """One step of what DeepSpeed has in ``param_groups``: everything (stage 0, BF16_Optimizer), a param group
+        (ZeRO-1/2) or a sub-group (ZeRO-3). Called on all ranks, without a closure.
 
         Raises RuntimeError outside an engine, and on every rank if DeepSpeed stores parameters elsewhere than planned.
         """
@@ -164,7 +164,7 @@ class ZeROLayerWise(EngineOptimizer):
         return any(map(keeps_state, build_matrix_rules(self.param_groups, self.config).values()))
 
     def state_store(self) -> ZeROStore:
-        """State is made if no step has been."""
+        """As in ``EngineOptimizer``; creates the state if there was no step."""
         if self._binding is None:
             raise self._no_engine()
         if not self._steppers:
@@ -174,9 +174,9 @@ class ZeROLayerWise(EngineOptimizer):
         return ZeROStore(self._binding, self.param_groups, stepped)
 
     def _prepare(self, binding: Binding) -> None:
-        """Before the first step: check that DeepSpeed stores what was planned, and make the state of every group.
+        """Before the first step, check that DeepSpeed stores what was planned, and create the state of every group.
 
-        All groups at once: DeepSpeed links every group's state to its parameters after the first one has stepped.
+        All at once, because DeepSpeed links every group's state to its parameters after the first group has stepped.
         """
         for unit, plan, tensor in zip(binding.units, binding.plans, binding.stored(self._linked), strict=True):
             stepper = binding.stepper(unit, plan, tensor, self.config)
@@ -187,8 +187,8 @@ class ZeROLayerWise(EngineOptimizer):
             self._owner_state = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What torch's optimizers return. At stage 0, where DeepSpeed saves one rank's, the first rank's has every
-        parameter's state whole, and it must be called on all ranks."""
+        """A state dict as torch's optimizers return it. At stage 0, where DeepSpeed saves one rank's, the first rank's
+        has every parameter's whole state, and it is called on all ranks."""
         state_dict = super().state_dict()
         if self._binding is not None and self._binding.replicated:
             state_dict["state"] = save_whole(self._binding, self.state)
@@ -206,5 +206,5 @@ class ZeROLayerWise(EngineOptimizer):
             self.state.update(parts)
         else:
             super().load_state_dict(state_dict)
-        self._steppers = {}  # what was loaded may lack state: it was saved before the first step
+        self._steppers = {}  # what was loaded may lack state if it was saved before the first step
         self._owner_state = state_dict.get(CHECKPOINT_KEY, {})

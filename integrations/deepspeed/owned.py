@@ -43,12 +43,12 @@ from lwopt_backend.storage.owned_memory import rank_memory
 from lwopt_backend.storage.owned_model import Backward, check_model, show, tell_when_loaded
 from lwopt_backend.storage.owned_state import OwnedStore
 
-# From reduced gradients to what is stepped on: the loss scale taken out, clipped, or dropped if not finite.
+# Reduced gradients are unscaled and clipped, or dropped if they are not finite.
 
 
 @dataclass(frozen=True)
 class GradientScaling:
-    """What an engine's configuration asks for. ``clip`` is 0 where gradients are not clipped."""
+    """What an engine's configuration asks for. ``clip`` is the maximum norm, or 0 for no clipping."""
 
     clip: float
     tells_norm: bool
@@ -59,8 +59,8 @@ class GradientScaling:
         return cls(engine.gradient_clipping() or 0.0, engine.zero_compute_grad_norm(), checks_overflow(engine))
 
     def apply(self, gradients: OwnedGradients, loss_scale: float) -> tuple[float | None, bool]:
-        """Scale the mean gradients in place. The norm before clipping, where it was needed, and whether it overflowed,
-        in which case they are as they were. Called on all ranks."""
+        """Scale the mean gradients in place. Returns the norm before clipping, if it was needed, and whether it
+        overflowed, in which case the gradients are not changed. Called on all ranks."""
         norm, factor = None, 1 / loss_scale
         if self.clip or self.tells_norm or self.skips_overflow:
             norm = gradients.norm(2.0, lambda number: True) / loss_scale
@@ -75,7 +75,7 @@ class GradientScaling:
 
 
 def loss_scaler(engine: DeepSpeedEngine) -> Any:
-    """DeepSpeed's: dynamic or static in fp16, one that does nothing in other precisions."""
+    """DeepSpeed's loss scaler: dynamic or static in fp16, without effect in other precisions."""
     return CreateLossScaler(
         dtype=engine.get_data_types()[0],
         static_loss_scale=engine.loss_scale(),
@@ -84,12 +84,12 @@ def loss_scaler(engine: DeepSpeedEngine) -> Any:
     )
 
 
-# What is decided when an engine takes an optimizer with owned storage, and the buffers that follow from it.
+# Decisions made when an engine takes an optimizer with owned storage, and the buffers that follow from them.
 
 
 @dataclass(frozen=True)
 class OwnedBinding:
-    """What an optimizer knows once an engine has taken it. ``ranks`` are those that share the parameters."""
+    """An optimizer's binding to the engine that has taken it. ``ranks`` share the parameters."""
 
     name: str  # of the optimizer's type, for errors
     engine: DeepSpeedEngine
@@ -98,24 +98,24 @@ class OwnedBinding:
 
     @property
     def grad_dtype(self) -> torch.dtype | None:
-        """Of gradients until they are at their owners; None is the parameter's."""
+        """The dtype of gradients on their way to the owners; None is the parameter's."""
         dtype, accumulated = self.engine.get_data_types()
         return None if dtype == accumulated else accumulated
 
     @property
     def divisor(self) -> float:
-        """Gradients are the sum over all ranks by this. Those of the ranks that share a sequence are parts of one."""
+        """Mean gradients are the sum over all ranks divided by this. Ranks that share a sequence count as one."""
         return self.ranks.world_size / self.engine.sequence_parallel_size if self.engine.gradient_average else 1.0
 
     @property
     def predivisor(self) -> float:
-        """How much of the divisor is applied before gradients are summed."""
+        """The factor of ``divisor`` by which gradients are divided before they are summed."""
         if not self.engine.gradient_average:
             return 1.0
         return self.engine.gradient_predivide_factor() if self.engine.postscale_gradients() else self.divisor
 
     def groups(self) -> list[dict[str, Any]]:
-        """The param groups, each marked with what identifies its members in a checkpoint."""
+        """The param groups, each marked with a digest of its members for checkpoints."""
         names = self.grouping.names
         return [
             {**group, "members": digest([f"{names[id(p)]} {tuple(p.shape)}" for p in group["params"]])}
@@ -126,8 +126,8 @@ class OwnedBinding:
 def bind(
     name: str, engine: DeepSpeedEngine, given: list[dict[str, Any]], rules: Rules, config: ZeROConfig
 ) -> OwnedBinding:
-    """Refuse, route and agree for the optimizer of type ``name``. Called on all ranks; raises ValueError on all of them
-    where something cannot work."""
+    """Check settings, route parameters and compare ranks for the optimizer of type ``name``. Called on all ranks;
+    raises on all of them what is not supported."""
     ranks = [TorchCollectives(group) for group in deepspeed_engine.process_groups(engine)]
 
     def decide() -> tuple[OwnedBinding, Sequence[Sequence[str]]]:
@@ -144,7 +144,7 @@ def bind(
 
 
 def build_core(binding: OwnedBinding, config: ZeROConfig) -> OwnedCore:
-    """The buffers of the model's parameters, which become views of them. Called on all ranks."""
+    """The model's buffers; its parameters become views of them. Called on all ranks."""
     overlap = deepspeed_engine.zero_settings(binding.engine).get("overlap_comm")
     return OwnedCore(
         binding.grouping,
@@ -158,7 +158,7 @@ def build_core(binding: OwnedBinding, config: ZeROConfig) -> OwnedCore:
 
 
 def announce(binding: OwnedBinding, core: OwnedCore) -> None:
-    """Print the routing, the plan, and what the configuration says in vain."""
+    """Print the routing, the plan, and the settings without effect."""
     (held,) = core.holdings
     members = [core.members[number] for number in held.numbers]
     groups, grad_dtype = binding.grouping.groups, binding.grad_dtype
@@ -175,16 +175,15 @@ def announce(binding: OwnedBinding, core: OwnedCore) -> None:
 
 # Layer-wise Muon as DeepSpeed's final optimizer: owned storage, ``"storage": "owned"``, at stages 0 to 2.
 #
-# The engine says when a backward pass ends and whether it completes a step; buffers, reduction, clipping, loss scaling,
-# masters and checkpoints are ours. What the engine asks of its optimizer is in the sections below, by when it asks.
+# The engine tells when a backward pass ends and whether it completes a step; buffers, reduction, clipping, loss
+# scaling, masters and checkpoints are ours. The sections below have what the engine calls, by when it calls it.
 
 
 class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no types
-    """With ``"storage": "owned"``. It is a ZeRO optimizer, which the engine asks to scale losses and tells of backward
-    passes.
+    """The optimizer for ``"storage": "owned"``. As a ZeRO optimizer, it scales losses and is told of backward passes.
 
-    ``param_groups`` hold the model's parameters, ``state`` has, for those of which this rank owns a piece, the state of
-    that piece, flat. ``param.grad`` is None after backward; the owners have the mean gradients until the step.
+    ``param_groups`` have the model's parameters; ``state`` has, for those of which this rank owns a piece, the flat
+    state of that piece. ``param.grad`` is None after backward; the owners have the mean gradients until the step.
     """
 
     def __init__(self, name: str, params: Iterable[Any], rules: Rules, config: ZeROConfig) -> None:
@@ -192,19 +191,19 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         super().__init__(name, params, rules, config)
         self._owned: OwnedBinding | None = None
         self._handles: list[Any] = []
-        self._reductions = 0  # backward passes since the last step whose gradients the engine wants reduced
-        self._loaded = False  # weights into the model, but not yet into masters
+        self._reductions = 0  # backward passes since the last step that the engine reduces
+        self._loaded = False  # weights were loaded into the model, but not yet into masters
         self.overflow = False
         self.loss_scaler: Any = None
         self.dynamic_loss_scale = False
-        self.custom_loss_scaler = False  # the next three are asked by ZeROOptimizer
+        self.custom_loss_scaler = False  # ZeROOptimizer reads the next three
         self.external_loss_scale: Any = None  # DeepSpeed's engine writes a number
         self.torch_autocast_gradscaler = None
 
     # When the engine is built
 
     def bind(self, engine: DeepSpeedEngine) -> None:
-        """Refuse, route, plan and make the buffers for ``engine``, whose optimizer this is. Called on all ranks."""
+        """Check settings, route, plan and make the buffers for ``engine``, which takes this optimizer. On all ranks."""
         self.destroy()
         binding = bind(self.name, engine, self._given, self.rules, self.config)
         self._take_groups(binding.groups())
@@ -231,7 +230,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
             deepspeed_engine.warn(engine, self.rules.notes)
 
     def _follow(self, binding: OwnedBinding, core: OwnedCore) -> None:
-        """Hooks on the model and its parameters."""
+        """Register hooks on the model and its parameters."""
         model, factor = binding.engine.module, 1 / binding.predivisor
         if factor != 1:
 
@@ -245,7 +244,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         self._handles += tell_when_loaded(model, self._take_loaded)
 
     def destroy(self) -> None:
-        """Let go of the model of an engine that ends; its parameters keep their values."""
+        """Detach from the model of an engine that ends; its parameters keep their values."""
         if self._owned is None:
             return
         self._backward.remove()
@@ -260,7 +259,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
     # In and after backward
 
     def _reduces(self) -> bool:
-        """Whether the backward pass that begins is to bring gradients to their owners, or only adds to them here."""
+        """Whether the backward pass that begins reduces gradients to their owners, or only accumulates them here."""
         assert self._owned is not None
         engine = self._owned.engine
         if engine.inside_no_sync_ctxt or not engine.enable_backward_allreduce:
@@ -268,35 +267,35 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         return self._stage == 2 or bool(engine.is_gradient_accumulation_boundary())
 
     def _reduce(self) -> None:
-        """Bring on its way what the hooks have not; a rank that had no gradient in this pass takes part with zeros."""
+        """Send what the hooks have not sent; a rank without a gradient in this pass takes part with zeros."""
         self._reductions += 1
         self.core.manager.finish(self._reductions)
 
     def get_grads_for_reduction(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-        """Stage 0, at the end of a step's last backward pass: nothing is left for the engine to reduce."""
+        """Called at stage 0, at the end of a step's last backward pass: nothing is left for the engine to reduce."""
         self._reduce()
         return [], {}
 
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
-        """Stage 1, at the end of a step's last backward pass."""
+        """Called at stage 1, at the end of a step's last backward pass."""
         self._reduce()
 
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
-        """Stage 2, at the end of every backward pass."""
+        """Called at stage 2, at the end of every backward pass."""
         self._reduce()
 
     def finalize_gradient_accumulation_boundary(self) -> None:
-        """Stage 2, before a step of a loop that says itself when to step: everything has been reduced."""
+        """Called at stage 2, before a step that the training loop itself decides on: all gradients are reduced."""
 
     # The step
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """One step from the gradients of the backward passes since the last one. Called on all ranks.
+        """One step with the gradients of the backward passes since the last one. Called on all ranks.
 
-        Gradients that are not finite are dropped and ``overflow`` is set, but for bf16 with
+        Gradients that are not finite are dropped and ``overflow`` is set, except for bf16 with
         ``bf16.check_grad_overflow`` off. Raises RuntimeError outside an engine and, on all ranks, if a backward pass
-        ended in an exception on one or the model's parameters were changed.
+        ended in an exception on any rank or the model's parameters were changed.
         """
         if self._owned is None:
             raise self._no_engine()
@@ -315,7 +314,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         self._reductions = 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients. Called on all ranks."""
+        """Drop all gradients. Called on all ranks."""
         if self._owned is None:
             super().zero_grad(set_to_none)
             return
@@ -329,7 +328,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
 
     @property
     def cur_scale(self) -> float:
-        """The name by which the engine's monitor asks."""
+        """The loss scale, under the name that the engine's monitor reads."""
         return self.loss_scale
 
     offload_states = reload_states = no_offload
@@ -340,16 +339,16 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         self._loaded = True
 
     def refresh_fp32_params(self) -> None:
-        """Take the parameters' values into the masters, after weights alone were loaded."""
+        """Copy the parameters' values into the masters, after only weights were loaded."""
         self.core.refresh_masters()
         self._loaded = False
 
     def _restore_from_bit16_weights(self) -> None:
-        """Stages 1 and 2, after weights alone were loaded."""
+        """Called at stages 1 and 2, after only weights were loaded."""
         self.refresh_fp32_params()
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank saves; at stage 0 all there is, on the first rank. Called on all ranks."""
+        """What this rank saves; at stage 0 the first rank saves everything, the others nothing. Called on all ranks."""
         if self._owned is None:
             return super().state_dict()
         saved = (save_parts if self._stage else save_whole)(self.core, self.param_groups)
@@ -370,8 +369,8 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         load_serial: Any = None,
         param_shapes: Any = None,
     ) -> None:
-        """Load what ``state_dict`` returned on this rank (``state_dict_list``: on all). Called on all ranks. Raises
-        ValueError for other param groups."""
+        """Load what ``state_dict`` returned on this rank (``state_dict_list``: on all ranks). Called on all ranks.
+        Raises ValueError for other param groups."""
         if self._owned is None:
             assert state_dict is not None
             super().load_state_dict(state_dict)
@@ -408,5 +407,5 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
 
     @property
     def round_robin_bit16_groups(self) -> list[list[Tensor]]:
-        """The parameters in the order in which a checkpoint has them, one to a group."""
+        """The parameters in their order in a checkpoint, one per group."""
         return [[member.param] for member in self.core.members]

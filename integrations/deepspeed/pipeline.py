@@ -1,9 +1,9 @@
-"""What the stages of a pipeline tell each other before each of them plans for itself.
+"""What pipeline stages exchange before each of them plans for itself.
 
-A stage has a part of the model, and its data-parallel ranks share only that. What is decided about the whole model
-needs all stages: which linear is the output head (as wide as an embedding that lies on another stage), whether a glob
-matches anything, whether there is any matrix. Weights tied between stages are updated on each of them, from one summed
-gradient, and stay element-wise.
+A stage has a part of the model, which only its data-parallel ranks share. Decisions about the whole model need all
+stages: which linear is the output head (as wide as an embedding on another stage), whether a glob matches anything,
+whether there is any matrix. Weights tied between stages are updated on each of them, from one summed gradient, and stay
+element-wise.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 
 @dataclass(frozen=True)
 class Stage:
-    """A pipeline stage: its parameters' ``routes`` and those of the other stages. ``ranks`` are one of each stage.
+    """A pipeline stage: its parameters' ``routes`` and those of the other stages. ``ranks`` has one rank of each stage.
 
-    ``groups`` has, for every stage, its param groups, as numbers of the user's groups and what is trained in them.
+    ``groups`` has every stage's param groups, each as the number of the user's group and what is trained in it.
     """
 
     ranks: Collectives
@@ -45,12 +45,12 @@ class Stage:
 
     @property
     def all_routes(self) -> list[Route]:
-        """Every parameter's, once."""
+        """The routes of all stages, each parameter once."""
         return list({route.name: route for route in [*self.routes, *self.elsewhere]}.values())
 
     @property
     def note(self) -> str:
-        """What the report says of the plan that follows."""
+        """The report's sentence before the plan."""
         return (
             f"Pipeline: {self.ranks.world_size} stages, each planned for by itself; this is the plan of stage "
             f"{self.ranks.rank}, over its data-parallel ranks."
@@ -58,7 +58,7 @@ class Stage:
 
 
 def meet(engine: DeepSpeedEngine, given: Sequence[Mapping[str, Any]], rules: Rules, config: ZeROConfig) -> Stage | None:
-    """Route this stage's parameters with what the other stages say; None if the model is no pipeline.
+    """Route this stage's parameters with what the other stages report; None if the model is no pipeline.
 
     Called on all ranks. Raises nothing, so that no rank leaves the others waiting.
     """
@@ -80,7 +80,7 @@ def meet(engine: DeepSpeedEngine, given: Sequence[Mapping[str, Any]], rules: Rul
 def _groups(
     model: nn.Module, given: Sequence[Mapping[str, Any]], routes: Sequence[Route], rules: Rules
 ) -> tuple[tuple[int, str, tuple[int, ...]], ...]:
-    """The param groups that will be made of the ``given`` ones."""
+    """The param groups that the ``given`` ones will be split into."""
     names = {id(param): name for name, param in named_parameters(model)}
     kinds = {route.name: route.kind for route in routes if math.prod(route.shape) > 0}
     named = ((number, names.get(id(p))) for number, group in enumerate(given) for p in group["params"])
@@ -105,7 +105,7 @@ def check_tied(engine: DeepSpeedEngine, stage: Stage) -> None:
 
 
 def check_groups(engine: DeepSpeedEngine, stage: Stage) -> None:
-    """Raises ValueError if DeepSpeed would wait forever, because stages have different numbers of param groups."""
+    """Raises ValueError if stages have different numbers of param groups and DeepSpeed would hang."""
     counts = [len(groups) for groups in stage.groups]
     if engine.zero_optimization_stage() != 1 or deepspeed_engine.uses_bf16_optimizer(engine) or len(set(counts)) == 1:
         return
@@ -121,9 +121,9 @@ def check_groups(engine: DeepSpeedEngine, stage: Stage) -> None:
 def check_rates(stage: Stage, groups: Sequence[Mapping[str, Any]]) -> None:
     """Raises ValueError, on every stage, if a learning rate is not the same on all of them. Called on all ranks.
 
-    A schedule that writes one rate to every group means the optimizer's ``lr``, and AdamW's follows in proportion; one
-    that scales each group's own rate is taken at its word (``linked_rates``). Where a stage has only one group, the two
-    look the same.
+    A schedule that writes one rate to every group sets the optimizer's ``lr``, and AdamW's follows in proportion; one
+    that scales each group's own rate is used as it is (``linked_rates``). On a stage with only one group, the two look
+    the same.
     """
     of_stages = stage.ranks.gather_objects({_key(group): float(group["lr"]) for group in groups})
     for number, rates in enumerate(of_stages):

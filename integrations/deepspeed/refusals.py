@@ -1,4 +1,4 @@
-"""Settings of DeepSpeed that are not supported: refused by name, with the reason, before anything is built."""
+"""Settings of DeepSpeed that are not supported: each is named, with the reason, before anything is built."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def sequence_parallel_by_mesh(engine: DeepSpeedEngine) -> list[str]:
 
 
 def forms_of_sharding(engine: DeepSpeedEngine) -> list[str]:
-    """What cuts a layer's matrices over ranks."""
+    """Settings that cut a layer's matrices over ranks."""
     reasons = []
     shards = "each rank holds a shard, and the matrix rule needs the matrix; use 1"
     if engine.autotp_size() > 1:
@@ -95,7 +95,7 @@ def _pipeline(engine: DeepSpeedEngine) -> list[str]:
 
 
 def _experts(engine: DeepSpeedEngine, param_groups: list[dict[str, Any]]) -> list[str]:
-    """Experts are trained where the stage shards them, in param groups of their own, each over the ranks it names."""
+    """Experts need a stage that shards them, and param groups of their own, each for the ranks that it names."""
     reasons = []
     if uses_auto_ep(engine):
         reasons.append(
@@ -147,7 +147,7 @@ def _storage(engine: DeepSpeedEngine) -> list[str]:
 
 
 def switched_on(engine: DeepSpeedEngine) -> list[str]:
-    """Switches that must be off."""
+    """The switches that are on and must be off."""
     switches = {
         "zero_optimization.round_robin_gradients": engine.zero_round_robin_gradients(),
         "zero_optimization.elastic_checkpoint": engine.zero_elastic_checkpoint(),
@@ -168,16 +168,16 @@ def _tags(engine: DeepSpeedEngine) -> list[str]:
     tagged = [name for name, param in engine.module.named_parameters() if getattr(param, "use_muon", False)]
     if not tagged:
         return []
-    # DeepSpeed would orthogonalize these itself, because our class name contains "muon", and we once more.
+    # DeepSpeed would also orthogonalize these, because our class name contains "muon".
     return [
         f"{len(tagged)} parameters, the first is {tagged[0]!r}, carry use_muon=True, which is for DeepSpeed's own "
         "Muon; delete the attribute"
     ]
 
 
-# Settings of DeepSpeed that owned storage cannot keep: refused by name; and those that mean nothing to it.
+# Settings of DeepSpeed that owned storage does not support, and those that have no effect on it.
 
-# Keys of zero_optimization that owned storage keeps; all others it either refuses or has no use for.
+# Keys of zero_optimization that owned storage honours; all others are refused or have no effect.
 KEPT = ("stage", "overlap_comm", "compute_grad_norm", "load_from_fp32_weights")
 DEFAULT_STORAGE = '"storage": "zero"'
 
@@ -194,7 +194,7 @@ def reasons_to_refuse_owned(engine: DeepSpeedEngine) -> list[str]:
 
 
 def without_effect(engine: DeepSpeedEngine) -> list[str]:
-    """The keys of zero_optimization that are set, and about what DeepSpeed's own buffers would do."""
+    """The keys of zero_optimization that are set but concern only DeepSpeed's own buffers."""
     return [f"zero_optimization.{key}" for key in zero_settings(engine) if key not in KEPT]
 
 

@@ -1,4 +1,4 @@
-"""``safe_get_full_fp32_param`` and its kin on owned storage, and its state piece by piece."""
+"""``safe_get_full_fp32_param`` and related functions on owned storage, and its state piece by piece."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from lwopt_backend.runtime.state import CHECKPOINT_KEY
 from lwopt_backend.storage.owned import OwnedCore
 from lwopt_backend.storage.owned_state import gathered, state_pieces
 
-# ``deepspeed.utils.safe_get_full_fp32_param`` and its kin on owned storage.
+# ``deepspeed.utils.safe_get_full_fp32_param`` and related functions on owned storage.
 #
-# They ask the parameter itself, by methods that DeepSpeed's optimizers put on it. Ours take the same arguments, and are
-# called on all ranks, as those are. What is not there is an error on all ranks.
+# They call methods that DeepSpeed's optimizers set on the parameter. Ours take the same arguments and are also called
+# on all ranks. A missing key or gradient raises on all ranks.
 
 METHODS = ("get_full_hp_param", "set_full_hp_param", "get_full_hp_grad", "set_full_hp_grad")
-MARK = "_hp_mapping"  # DeepSpeed looks for the methods above where a parameter has this
+MARK = "_hp_mapping"  # DeepSpeed calls these methods on a parameter that has this attribute
 
 
 class OwnedTensors:
@@ -39,7 +39,7 @@ class OwnedTensors:
         self._kept: dict[int, Kept] = kept_states(grouping)
 
     def attach(self) -> None:
-        """Put the methods on the parameters."""
+        """Set the methods on the parameters."""
 
         def get_full_hp_param(param: Tensor, optim_state_key: str | None = None) -> Tensor:
             return self._whole(param, self._value(param, optim_state_key))
@@ -62,7 +62,7 @@ class OwnedTensors:
                 setattr(member.param, method.__name__, MethodType(method, member.param))
 
     def detach(self) -> None:
-        """Take them off again."""
+        """Remove the methods from the parameters."""
         for member in self._core.members:
             for name in (MARK, *METHODS):
                 delattr(member.param, name)
@@ -86,7 +86,7 @@ class OwnedTensors:
         return self._mine(number, BucketBuffers.owned_grads)
 
     def _mine(self, number: int, tensors: Callable[[BucketBuffers], Sequence[Tensor]]) -> Tensor | None:
-        """Of the ``tensors`` by piece of a parameter's bucket, the parameter's own."""
+        """The parameter's own of ``tensors``, which are by piece of its bucket; None if this rank owns none of it."""
         bucket = self._core.manager.buckets[self._core.manager.bucket_of[number]]
         return next((tensor for piece, tensor in zip(bucket.pieces, tensors(bucket)) if piece.param == number), None)
 
@@ -105,40 +105,40 @@ class OwnedTensors:
 
 
 def no_offload(*args: Any, **kwargs: Any) -> None:
-    """In place of what moves states to the CPU's memory between steps."""
+    """Replaces the methods that move states to CPU memory between steps. Raises RuntimeError."""
     raise RuntimeError('owned storage cannot move its states; use "storage": "zero" for offloading')
 
 
 # Owned storage in DeepSpeed's checkpoints.
 #
-# At stages 1 and 2 every rank writes what it owns, a group per parameter: laid end to end over the ranks, the pieces
-# of a group are the parameter, whatever the layout. So DeepSpeed's own tools read it: ``zero_to_fp32``,
-# ``ds_to_universal``. At stage 0 the first rank writes everything, whole.
+# At stages 1 and 2, every rank writes its pieces, one group per parameter: concatenated over the ranks, the pieces of a
+# group are the parameter, in any layout. So DeepSpeed's tools can read them: ``zero_to_fp32``, ``ds_to_universal``. At
+# stage 0, the first rank writes everything, whole.
 
 Groups = Sequence[dict[str, Any]]
 
 
 def mark(core: OwnedCore) -> dict[str, Any]:
-    """What a checkpoint says of itself: its parameters, and which pieces of them this rank owns."""
+    """A checkpoint's description of itself: its parameters, and the pieces of them that this rank owns."""
     pieces = {core.members[piece.member].name: (piece.start, piece.stop) for piece in state_pieces(core)}
     members = [(m.name, tuple(m.param.shape), m.rule, list(map(str, m.blocks))) for m in core.members]
     return {"members": members, "pieces": pieces}
 
 
 def saved_groups(core: OwnedCore, groups: Groups) -> list[dict[str, Any]]:
-    """The param groups with names in place of parameters."""
+    """The param groups, with names in place of parameters."""
     names = {id(member.param): member.name for member in core.members}
     return [{**group, "params": [names[id(p)] for p in group["params"]]} for group in groups]
 
 
 def _owner_states(core: OwnedCore) -> dict[str, dict[int, dict[str, Any]]]:
-    """What rules keep on this rank beside tensors of the parameter's size, by parameter and matrix."""
+    """The owner state on this rank, by parameter and matrix."""
     found = {core.members[piece.member].name: piece.owner for piece in state_pieces(core)}
     return {name: {place: nested.plain(s) for place, s in states.items()} for name, states in found.items() if states}
 
 
 def save_parts(core: OwnedCore, groups: Groups) -> dict[str, Any]:
-    """What this rank owns, under the keys that DeepSpeed's tools read. Of several instances the first one saves."""
+    """This rank's pieces, under the keys that DeepSpeed's tools read. Only the first instance saves any."""
     mine = {} if _is_copy(core) else {piece.member: piece.value for piece in state_pieces(core)}
     weights, states, places = [], {}, []
     for number, member in enumerate(core.members):
@@ -160,18 +160,18 @@ def save_parts(core: OwnedCore, groups: Groups) -> dict[str, Any]:
 
 
 def _is_copy(core: OwnedCore) -> bool:
-    """Whether another instance owns the same as this rank, and is the one that saves."""
+    """Whether another instance saves the pieces that this rank owns."""
     replicas = core.holdings[0].sharers.replicas
     return replicas is not None and replicas.rank > 0
 
 
 def empty_state(member: Member, groups: Groups) -> dict[str, Tensor]:
-    """The state of a piece without elements: its keys, and which of them are numbers."""
+    """The state of an empty piece, which shows its keys and which of them are scalars."""
     return new_state(torch.empty(0), groups[member.group])
 
 
 def _readable(state: Mapping[str, Tensor], numel: int) -> dict[str, Tensor]:
-    """With the two keys that ``ds_to_universal`` asks of every optimizer; they take no space."""
+    """``state`` with the two keys that ``ds_to_universal`` requires of every optimizer; they take no space."""
     if "exp_avg" in state:
         return dict(state)
     first = next((tensor for tensor in state.values() if tensor.ndim > 0), torch.zeros(1).expand(numel))
@@ -198,9 +198,9 @@ def save_whole(core: OwnedCore, groups: Groups) -> dict[str, Any]:
 
 @torch.no_grad()
 def take_parts(core: OwnedCore, saved: Mapping[str, Any], *, weights: bool, state: bool) -> None:
-    """Take what ``save_parts`` returned on this rank: weights, into masters, and state. Called on all ranks.
+    """Load what ``save_parts`` returned on this rank: weights into masters, and state. Called on all ranks.
 
-    Only the first instance saves, so it brings what it takes to the others.
+    Only the first instance saves, so it broadcasts what it loads to the others.
     """
     replicas, states = core.holdings[0].sharers.replicas, saved["base_optimizer_state"]["state"]
     for piece in state_pieces(core):

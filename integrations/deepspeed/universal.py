@@ -1,4 +1,4 @@
-"""``"load_universal": true``: what of a universal checkpoint goes into an engine, decided, checked, then put there."""
+"""``"load_universal": true``: choose and check what an engine takes from a universal checkpoint, then load it."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from lwopt_backend.runtime.agreement import agree_in_all, check_in_all
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.state import OwnerStates, StateStore, Whole, keeps_state, put
 
-# What of a universal checkpoint goes into an engine of any storage: decided, and checked, before any of it does.
+# What an engine of any storage takes from a universal checkpoint: chosen and checked before any of it is loaded.
 #
-# Parameters are found by name, and a param group's hyperparameters by the parameters in it: the checkpoint's groups may
-# be others, in another order.
+# Parameters are matched by name, and a param group's hyperparameters by the parameters in it: the checkpoint's groups
+# may differ, or be in another order.
 
 
 @dataclass(frozen=True)
 class Choice:
-    """``params`` are the trained ones, by our names, ``rest`` what is frozen, and buffers. ``options`` are what each
-    param group goes on with, ``notes`` what rank 0 says of those that it cannot go on with."""
+    """``params`` are the trained ones, by our names; ``rest`` is frozen parameters and buffers. ``options`` are what
+    each param group takes over; ``notes`` are what rank 0 logs about options that it does not."""
 
     folder: Path
     checkpoint: Checkpoint
@@ -58,10 +58,10 @@ def choose(
     with_scheduler: bool,
     strict: bool,
 ) -> Choice:
-    """Of ``checkpoint``, which is in ``folder``, what an engine takes that trains what is in ``store``.
+    """What an engine that trains the parameters in ``store`` takes from ``checkpoint``, which is in ``folder``.
 
     Raises CheckpointError, which is a ValueError, for parameters, shapes, states or rules that do not fit. ``strict``
-    asks for every frozen parameter and buffer, too.
+    requires every frozen parameter and buffer, too.
     """
     trained, groups = {param.name: param for param in store.params}, store.groups
     others = _others(engine, trained)
@@ -85,8 +85,8 @@ def choose(
 
 
 def _others(engine: DeepSpeedEngine, trained: Mapping[str, TrainedParam]) -> dict[str, tuple[int, ...]]:
-    """Names and whole shapes of the module's frozen parameters and of those buffers that are saved."""
-    saved = engine.module.state_dict().keys()  # at stage 3, too: only what the parameters hold is elsewhere
+    """Names and whole shapes of the module's frozen parameters, and of the buffers that its state dict has."""
+    saved = engine.module.state_dict().keys()  # at stage 3, too: only the parameters' data is elsewhere
     buffers = {name: tuple(buffer.shape) for name, buffer in engine.module.named_buffers() if name in saved}
     params = engine.module.named_parameters()
     frozen = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in params if name not in trained}
@@ -119,7 +119,7 @@ def _matched(
 def _rest(
     folder: Path, checkpoint: Checkpoint, others: Mapping[str, tuple[int, ...]], strict: bool
 ) -> dict[str, LazyTensor]:
-    """Tensors for frozen parameters and buffers, by name; DeepSpeed's converter makes parameters of both."""
+    """Tensors for frozen parameters and buffers, by name; DeepSpeed's converter saves both as parameters."""
     found = {}
     for name, shape in others.items():
         there = checkpoint.params.get(checkpoint.tied.get(name, name))
@@ -150,8 +150,8 @@ def _check_states(
     groups: Sequence[Group],
     params: Mapping[str, Param],
 ) -> list[str]:
-    """Raises CheckpointError unless there is all that the rule of a unit's parameters keeps of them. Sentences on what
-    is different all the same."""
+    """Raises CheckpointError unless the checkpoint has all state that the rule keeps of a unit's parameters. Returns
+    sentences about other differences."""
     group, rule = groups[unit[0].group], unit[0].rule
     like = new_state(torch.empty(1, device="meta"), group)
     expected = sorted(key for key, tensor in like.items() if tensor.ndim)
@@ -186,7 +186,7 @@ def _check_states(
 
 
 def _matrices(checkpoint: Checkpoint, name: str) -> list[str] | None:
-    """Which matrices a parameter was trained as, where the checkpoint tells."""
+    """The matrices that a parameter was trained as, if the checkpoint says."""
     found = (checkpoint.arguments.get("matrices") or {}).get(checkpoint.tied.get(name, name))
     return None if found is None else list(found)
 
@@ -194,9 +194,9 @@ def _matrices(checkpoint: Checkpoint, name: str) -> list[str] | None:
 def _check_owner_states(
     folder: Path, checkpoint: Checkpoint, trained: TrainedParam, whose: str, param: Param, rule: str
 ) -> list[str]:
-    """Raises CheckpointError unless there is something of every matrix, and of the same ones.
+    """Raises CheckpointError unless there is owner state of every matrix, and of the same matrices.
 
-    Of one that never had a gradient there is nothing; where others have something, that is said and no error.
+    A matrix that never had a gradient has none; if other matrices have some, a note says so instead of an error.
     """
     ours, theirs = list(map(str, trained.blocks)), _matrices(checkpoint, trained.name)
     found, file = param.owner_states, f"{folder / OWNERS / trained.name}.pt: {whose}"
@@ -217,28 +217,28 @@ def _check_owner_states(
     return [f"{file}: nothing was kept of {len(ours) - len(found)} of {len(ours)} matrices; they begin anew"]
 
 
-# ``"checkpoint": {"load_universal": true}``: whole tensors by name, of which every rank reads what it stores.
+# ``"checkpoint": {"load_universal": true}``: whole tensors by name, of which every rank reads its pieces.
 #
-# DeepSpeed's own loader knows AdamW at stage 3 and nothing at stage 0, pairs param groups by position, and leaves
-# buffers and frozen parameters as they are. So ours takes its place.
+# DeepSpeed's own loader handles only AdamW at stage 3 and nothing at stage 0, matches param groups by position, and
+# does not load buffers and frozen parameters. So ours replaces it.
 
 WHAT = "load_checkpoint"
 
 
 class EngineStore(StateStore, Protocol):
-    """What an engine's rank stores, with what loading needs beside ``put``."""
+    """The ``StateStore`` of an engine, with what loading needs besides ``put``."""
 
     def take_owner_states(self, states: OwnerStates) -> None:
-        """Take what is kept of the matrices that this rank owns; those without any begin anew."""
+        """Replace the owner state of this rank's matrices; those missing in ``states`` start without."""
 
     def publish(self) -> None:
-        """Bring changed weights into the module's parameters. Called on all ranks."""
+        """Copy changed weights into the module's parameters. Called on all ranks."""
 
 
 def prepare_loading(engine: DeepSpeedEngine, optimizer: Any, ranks: Sequence[Collectives], check: Check) -> None:
-    """Make ``engine.load_checkpoint`` load universal checkpoints if it shall, else ``check`` DeepSpeed's own first.
+    """Make ``engine.load_checkpoint`` load universal checkpoints if configured, else ``check`` DeepSpeed's own first.
 
-    Called once for an engine, on all ranks. ``optimizer`` is ours, ``ranks`` are the groups that share parameters with
+    Called once for an engine, on all ranks. ``optimizer`` is ours; ``ranks`` are the groups that share parameters with
     this rank.
     """
     if not engine.load_universal_checkpoint():
@@ -256,9 +256,9 @@ def prepare_loading(engine: DeepSpeedEngine, optimizer: Any, ranks: Sequence[Col
 
 
 def _load(engine: DeepSpeedEngine, optimizer: Any, asked: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Load what ``engine.load_checkpoint`` was ``asked`` for; the folder and the client's state.
+    """Load what ``engine.load_checkpoint`` was ``asked`` for; returns the folder and the client state.
 
-    Raises ValueError, on every rank and before anything is changed, if it cannot be loaded.
+    Raises, on every rank and before anything is changed, if it cannot be loaded.
     """
     alone = asked["load_module_only"]
     with_state = asked["load_optimizer_states"] and not alone
@@ -308,7 +308,7 @@ def _load(engine: DeepSpeedEngine, optimizer: Any, asked: Mapping[str, Any]) -> 
 
 
 def _put(store: EngineStore, choice: Choice, with_state: bool) -> None:
-    """Weights, into masters where there are, state, and what rules keep beside it."""
+    """Load weights (into masters, if there are any), state, and owner state."""
     weights = {name: param.best for name, param in choice.params.items()}
     state: dict[str, dict[str, Whole]] = {name: dict(param.states) for name, param in choice.params.items()}
     for name, param in choice.params.items():
@@ -332,7 +332,7 @@ def _refuse(engine: DeepSpeedEngine, asked: Mapping[str, Any]) -> None:
 
 
 def _restore_scaler(engine: DeepSpeedEngine, choice: Choice) -> None:
-    """The loss scale of fp16, and what it follows."""
+    """Restore the loss scale of fp16 and its counters."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     for key, value in (choice.checkpoint.arguments.get("loss_scaler") or {}).items():
         if key in getattr(scaler, "__dict__", ()):
@@ -341,7 +341,7 @@ def _restore_scaler(engine: DeepSpeedEngine, choice: Choice) -> None:
 
 @torch.no_grad()
 def _put_rest(engine: DeepSpeedEngine, choice: Choice) -> None:
-    """Buffers and frozen parameters, whole; what stage 3 has cut is read by the first rank. Called on all ranks."""
+    """Load buffers and frozen parameters; the first rank reads those that stage 3 has cut. Called on all ranks."""
     there = {**dict(engine.module.named_buffers()), **dict(engine.module.named_parameters())}
     for name, tensor in choice.rest.items():
         if hasattr(there[name], "ds_shape"):
@@ -353,7 +353,7 @@ def _put_rest(engine: DeepSpeedEngine, choice: Choice) -> None:
 
 
 def _count(engine: DeepSpeedEngine, choice: Choice, with_scheduler: bool) -> None:
-    """Go on counting, and with the schedule, from where the checkpoint was saved."""
+    """Restore the engine's counters and the scheduler's state."""
     checkpoint = choice.checkpoint
     engine.global_steps = checkpoint.iteration or 0
     engine.global_samples = checkpoint.samples or engine.global_steps * engine.train_batch_size()
@@ -363,7 +363,7 @@ def _count(engine: DeepSpeedEngine, choice: Choice, with_scheduler: bool) -> Non
 
 
 def _scheduler_notes(engine: DeepSpeedEngine, choice: Choice) -> list[str]:
-    """What to do about a schedule that is not loaded, where it stands elsewhere than the checkpoint's."""
+    """Advice about a scheduler that was not loaded, if it is at another step than the checkpoint."""
     steps = engine.global_steps - engine.skipped_steps
     scheduler = engine.lr_scheduler
     for key, there in {"last_epoch": steps, "last_batch_iteration": steps - 1}.items():  # torch's, and DeepSpeed's

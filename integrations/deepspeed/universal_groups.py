@@ -1,4 +1,4 @@
-"""What param groups and a scheduler go on with after a universal checkpoint: found by parameters, checked first."""
+"""Param groups and the scheduler after a universal checkpoint: matched by parameters, and checked first."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Group = Mapping[str, Any]
 def options_of(
     folder: Path, checkpoint: Checkpoint, groups: Sequence[Group], members: Sequence[Mapping[str, Param]]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """What each of the param ``groups`` goes on with, and sentences on what it does not go on with.
+    """The options that each of the param ``groups`` takes over, and sentences about those that it does not.
 
-    ``members`` are, by group, its parameters in the checkpoint, by our names. Raises CheckpointError where they follow
-    other rules, or options that one group cannot have.
+    ``members`` are, by group, its parameters in the checkpoint, by our names. Raises CheckpointError if they have other
+    rules, or options that one group cannot have.
     """
     translated, notes = translation.translated(checkpoint)
     checkpoint = dataclasses.replace(checkpoint, groups=tuple(map(_named_as_ours, checkpoint.groups)))
@@ -41,7 +41,7 @@ def options_of(
 
 
 def _named_as_ours(group: Group) -> Group:
-    """Megatron's Muon has had two names for its momentum."""
+    """Megatron's Muon has used two names for its momentum."""
     return {"momentum": group["momentum_beta"], **group} if "momentum_beta" in group else group
 
 
@@ -52,7 +52,7 @@ def _differences(
     groups: Sequence[Group],
     members: Sequence[Mapping[str, Param]],
 ) -> list[str]:
-    """Sentences on what another optimizer did by its arguments, not by its groups' options, and is configured otherwise
+    """Sentences about arguments of the other optimizer, not in its groups' options, that are configured differently
     here. ``translated`` are the ``saved`` groups with our options."""
     said: dict[str, None] = {}
     for number, (group, of_group) in enumerate(zip(groups, members)):
@@ -76,9 +76,9 @@ def _options(
     of_params: Mapping[str, int | None],
     notes: list[str],
 ) -> dict[str, Any]:
-    """What param group ``number`` goes on with. ``of_params`` are its parameters' groups in the checkpoint.
+    """The options that param group ``number`` takes over. ``of_params`` are its parameters' groups in the checkpoint.
 
-    All but what it consists of, where our optimizers saved it, which say by what rule; of others the rule's options.
+    From our optimizers' groups, which name their rule, all keys but ``PLACED``; from others the rule's options.
     """
     numbers = sorted({n for n in of_params.values() if n is not None and n < len(checkpoint.groups)})
     theirs = [checkpoint.groups[n] for n in numbers]
@@ -113,7 +113,7 @@ def _options(
 
 
 def check_scheduler(folder: Path, ours: Mapping[str, Any], theirs: Mapping[str, Any] | None) -> None:
-    """A scheduler takes whatever it is given, and fails, or goes on with another's numbers, later."""
+    """A scheduler loads any state, and later fails or continues with another scheduler's numbers; so check its form."""
 
     def form(state: Mapping[str, Any]) -> list[tuple[str, int | None]]:
         return sorted((key, len(value) if isinstance(value, list) else None) for key, value in state.items())

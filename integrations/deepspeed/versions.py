@@ -1,4 +1,4 @@
-"""Which DeepSpeed we work with: the range of versions, and the undocumented names that we replace or call."""
+"""The DeepSpeed versions that are supported, and the undocumented names that we replace or call."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NAMES = {
 
 @functools.cache
 def check() -> None:
-    """Raises ImportError if the installed DeepSpeed is not supported, or lacks names that we use; lists all of them."""
+    """Raises ImportError if the installed DeepSpeed is not supported, or lacks names that we use; lists these."""
     import deepspeed
 
     found = deepspeed.__version__

@@ -1,4 +1,4 @@
-"""ZeRO's storage: what DeepSpeed steps at a time, planned, bound and compared with what is found; its state."""
+"""ZeRO's storage: what DeepSpeed steps at a time, planned and compared with what it stores; state in checkpoints."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from lwopt_backend.storage.replicated import gather_whole, new_replicated_steppe
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that are stepped at a time. ``group`` is the number of their param group, ``ranks`` share them."""
+    """Parameters that are stepped together. ``group`` is the number of their param group; ``ranks`` share them."""
 
     group: int
     params: list[Tensor]
@@ -76,7 +76,7 @@ def _numel(param: Tensor) -> int:
 
 
 def flat_tensors(engine: DeepSpeedEngine, found: Sequence[Unit], groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-    """This rank's flat tensor of every unit, stages 1 to 3."""
+    """This rank's flat tensor of every unit, at stages 1 to 3."""
     if deepspeed_engine.sharding_stage(engine) == 3:
         return deepspeed_engine.sub_group_tensors(found[0].params[0])
     return [groups[unit.group]["params"][0] for unit in found]
@@ -99,8 +99,8 @@ def check_as_planned(unit: Unit, number: int, plan: GroupPlan, flat: Tensor, sta
 
 
 class ZeROStore:
-    """What a rank of an engine with ZeRO's storage stores: a ``StateStore``. ``stepped`` is a pair for each unit of the
-    binding, its stepper and its state."""
+    """A ``StateStore`` of this rank's pieces in ZeRO's storage. ``stepped`` has, for each unit of the binding, its
+    stepper and its state."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class ZeROStore:
         return found
 
     def take_owner_states(self, states: OwnerStates) -> None:
-        """Take what is kept of the matrices that this rank owns; those without any begin anew."""
+        """Replace the owner state of this rank's matrices; those missing in ``states`` start without."""
         for plan, (stepper, _) in zip(self._binding.plans, self._stepped):
             if stepper.matrices is None:
                 continue
@@ -137,7 +137,7 @@ class ZeROStore:
             stepper.matrices.owner_state.take(kept)
 
     def publish(self) -> None:
-        """Bring master weights into the module's parameters. Called on all ranks."""
+        """Copy master weights into the module's parameters. Called on all ranks."""
         engine = self._binding.engine
         stage, wrapper = deepspeed_engine.sharding_stage(engine), engine.optimizer
         if stage in (1, 2):
@@ -149,10 +149,10 @@ class ZeROStore:
             wrapper.checkpoint_event_epilogue()
 
 
-# The optimizer's state in DeepSpeed's checkpoints: what may be loaded, and state of stage 0, which is saved whole.
+# The optimizer's state in DeepSpeed's checkpoints: checks before loading, and state of stage 0, which is saved whole.
 
 Groups = Sequence[Mapping[str, Any]]
-States = Mapping[int, Mapping[str, Any]]  # by the position of their tensor in all param groups
+States = Mapping[int, Mapping[str, Any]]  # by the position of the tensor in all param groups
 
 
 def check_groups(saved: Groups, groups: Groups) -> None:
@@ -173,7 +173,7 @@ def check_groups(saved: Groups, groups: Groups) -> None:
 
 
 def check_partitions(saved: Groups, state: States, groups: Groups) -> None:
-    """Raises ValueError if what was saved lies in other flat tensors than those in ``groups``."""
+    """Raises ValueError if the saved flat tensors have other numbers or sizes than those in ``groups``."""
     for number, (their, our) in enumerate(zip(saved, groups)):
         counts = len(their["params"]), len(our["params"])
         if counts[0] != counts[1]:
@@ -192,7 +192,7 @@ def check_partitions(saved: Groups, state: States, groups: Groups) -> None:
 
 
 def save_whole(binding: Binding, states: Mapping[Tensor, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Every parameter's state at stage 0, on the first rank; nothing on the others. Called on all ranks."""
+    """Every parameter's whole state at stage 0, on the first rank; nothing on the others. Called on all ranks."""
     saved: dict[int, dict[str, Any]] = {}
     first = 0
     for unit, plan in zip(binding.units, binding.plans):
@@ -203,14 +203,14 @@ def save_whole(binding: Binding, states: Mapping[Tensor, Mapping[str, Any]]) -> 
 
 
 def owner_states(steppers: Iterable[UnitStepper]) -> dict[str, dict[str, Any]]:
-    """What owners keep of the matrices of this rank, by name."""
+    """The owner state of this rank's matrices, by matrix name."""
     return {k: v for s in steppers if s.matrices for k, v in s.matrices.owner_state.by_name().items()}
 
 
 def save_matrices(binding: Binding, held: Mapping[str, dict[str, Any]] | None) -> dict[str, Any]:
-    """By parameter, its matrices' names and which elements they are, in the order of their places; and what owners keep
-    of them by name, if they keep anything: this rank's, which ``held`` is, or if parameters are replicated that of all
-    ranks, on the first. Called on all ranks."""
+    """By parameter, its matrices' names and which elements they have, in order; and owner state by matrix name, if the
+    rules keep any: this rank's, ``held``, or if parameters are replicated that of all ranks, on the first. Called on
+    all ranks."""
     matrices = {
         param.name: [(block.of(param.name), str(block)) for block in param.blocks]
         for plan in binding.plans
@@ -232,7 +232,7 @@ def _gather_named(binding: Binding, held: Mapping[str, dict[str, Any]]) -> dict[
 
 
 def take_owner_states(binding: Binding, steppers: Sequence[UnitStepper], saved: Mapping[str, dict[str, Any]]) -> None:
-    """Bring what ``owner_states`` returned, on any ranks, to the owners that there are now. Called on all ranks."""
+    """Send what ``owner_states`` returned, on any ranks, to the current owners. Called on all ranks."""
     for unit, plan, stepper in zip(binding.units, binding.plans, steppers):
         if stepper.matrices is not None and plan.matrices is not None:
             names = {atom: plan.matrices.atoms[atom].name for atom in stepper.matrices.owned}
@@ -262,22 +262,22 @@ def _check_shapes(params: Sequence[TrainedParam], states: Sequence[Mapping[str, 
                 )
 
 
-# ``deepspeed.utils.safe_get_full_optimizer_state`` and its kin: a key that is not there is an error on all ranks.
+# ``deepspeed.utils.safe_get_full_optimizer_state`` and related functions: a missing key raises on all ranks.
 #
-# At stages 1 and 2 only the ranks that store a piece of the parameter look the key up; they raise, and the others wait
-# for them in an all-reduce. DeepSpeed also forgets the states' places when a checkpoint is loaded. Which keys a
-# parameter has is known to all ranks from its rule, so they all decide here, before DeepSpeed is asked.
+# At stages 1 and 2, only ranks that store a piece of the parameter look the key up; they raise, while the others wait
+# for them in an all-reduce. DeepSpeed also loses the states' places when a checkpoint is loaded. All ranks know a
+# parameter's keys from its rule, so they check here, before DeepSpeed is called.
 
-OF_PARAMETERS = ("get_full_hp_param", "set_full_hp_param")  # stages 1 and 2 put these methods on every parameter
-OF_OPTIMIZER = (*OF_PARAMETERS, "get_local_fp32_param", "set_local_hp_param")  # stage 3 asks its optimizer
-RELINKS = ("_link_all_hp_params", "_lazy_init_hp_params_optimizer_state")  # what the optimizers of stages 1 and 2 have
+OF_PARAMETERS = ("get_full_hp_param", "set_full_hp_param")  # stages 1 and 2 set these methods on every parameter
+OF_OPTIMIZER = (*OF_PARAMETERS, "get_local_fp32_param", "set_local_hp_param")  # stage 3's optimizer has them all
+RELINKS = ("_link_all_hp_params", "_lazy_init_hp_params_optimizer_state")  # methods of the optimizers of stages 1 and 2
 
 Check = Callable[[Tensor, "str | None"], None]
 
 
 @dataclass(frozen=True)
 class Kept:
-    """The optimizer state of one parameter: the keys of the tensors that are as large as it is."""
+    """The optimizer state of one parameter: the keys of the tensors of its size."""
 
     param: Tensor
     name: str
@@ -286,11 +286,12 @@ class Kept:
 
 
 def guard_state_keys(engine: DeepSpeedEngine, optimizer: torch.optim.Optimizer, grouping: Grouping) -> None:
-    """Make every way to an optimizer state of ``engine`` check the key first; ``optimizer`` is ours, not yet wrapped.
+    """Make every access to an optimizer state of ``engine`` check the key first; ``optimizer`` is ours, not yet
+    wrapped.
 
-    Called once for an engine, on all ranks, while DeepSpeed builds it. From then on a key that a parameter's rule does
-    not keep is a ValueError on every rank that asks, a state that no step has made yet a RuntimeError. At stage 0
-    DeepSpeed returns None for every key, and still does.
+    Called once for an engine, on all ranks, while DeepSpeed builds it. Then a key that a parameter's rule does not keep
+    raises ValueError on every rank that asks; a state before the first step raises RuntimeError. At stage 0, DeepSpeed
+    still returns None for every key.
     """
     kept = kept_states(grouping)
     configure = engine._configure_lr_scheduler  # the first method called after the optimizer was wrapped
@@ -304,7 +305,7 @@ def guard_state_keys(engine: DeepSpeedEngine, optimizer: torch.optim.Optimizer, 
 
 
 def kept_states(grouping: Grouping) -> dict[int, Kept]:
-    """By a parameter's id, what the optimizer keeps for it."""
+    """The state that the optimizer keeps, by the parameter's id."""
     kept = {}
     for group in grouping.groups:
         state = new_state(torch.empty(1, device="meta"), group)
@@ -315,7 +316,7 @@ def kept_states(grouping: Grouping) -> dict[int, Kept]:
 
 
 def check_key(found: Kept, key: str | None) -> None:
-    """Raises ValueError if a parameter has no state ``key``; None asks for the weights."""
+    """Raises ValueError if a parameter has no state ``key``; None means the weights."""
     if key is not None and key not in found.keys:
         raise ValueError(
             f"parameter {found.name!r} has no optimizer state {key!r}; its rule, {found.rule!r}, keeps "
@@ -325,7 +326,7 @@ def check_key(found: Kept, key: str | None) -> None:
 
 def _guard(wrapper: Any, optimizer: torch.optim.Optimizer, kept: dict[int, Kept]) -> None:
     def check(param: Tensor, key: str | None) -> None:
-        if key is None or id(param) not in kept:  # the weights are asked for, or a frozen parameter
+        if key is None or id(param) not in kept:  # the weights, or a frozen parameter
             return
         found = kept[id(param)]
         check_key(found, key)
@@ -340,7 +341,7 @@ def _guard(wrapper: Any, optimizer: torch.optim.Optimizer, kept: dict[int, Kept]
 
 
 def _guard_parameters(wrapper: Any, params: list[Tensor], check: Check) -> None:
-    """Stages 1 and 2, and BF16_Optimizer, which put new methods on the parameters whenever they link them anew."""
+    """For stages 1 and 2, and BF16_Optimizer, which set new methods on the parameters whenever they link them."""
     link = wrapper._link_all_hp_params
 
     def check_and_link_state(param: Tensor, key: str | None) -> None:
@@ -363,7 +364,7 @@ def _guard_parameters(wrapper: Any, params: list[Tensor], check: Check) -> None:
 
 
 def _checked(method: Callable[..., Any], check: Check, param: Tensor | None = None) -> Callable[..., Any]:
-    """``method``, called after ``check`` of its parameter, which is ``param`` or an argument, and of its key."""
+    """``method``, called after ``check`` of its key and its parameter, which is ``param`` or an argument."""
     signature = inspect.signature(method)
 
     @functools.wraps(method)
@@ -375,17 +376,17 @@ def _checked(method: Callable[..., Any], check: Check, param: Tensor | None = No
     return checked
 
 
-# What is decided when an engine takes the optimizer: routing, groups, what is stepped at a time, and its plans.
+# Decisions made when an engine takes the optimizer: routing, groups, what is stepped at a time, and its plans.
 
 
 @dataclass(frozen=True)
 class Binding:
-    """What an optimizer knows once an engine has taken it. ``plans[i]`` is about ``units[i]``."""
+    """An optimizer's binding to the engine that has taken it. ``plans[i]`` is the plan of ``units[i]``."""
 
     name: str  # of the optimizer's type, for errors
     engine: DeepSpeedEngine
     grouping: Grouping
-    ranks: list[Collectives]  # every group of ranks that this one shares parameters with
+    ranks: list[Collectives]  # the groups of ranks that share parameters with this one
     units: list[Unit]
     plans: list[GroupPlan]
     stage: deepspeed_pipeline.Stage | None  # of a pipeline
@@ -398,18 +399,18 @@ class Binding:
 
     @property
     def plan_digest(self) -> str:
-        """The name of the plan of this rank's parameters."""
+        """The digest of the plan of this rank's parameters."""
         return plan_digest(line for plan in self.plans for line in plan.plan_lines())
 
     def groups(self) -> list[dict[str, Any]]:
-        """The param groups, each marked with what identifies its members in a checkpoint."""
+        """The param groups, each marked with a digest of its members for checkpoints."""
         return [{**group, "members": self._members(number)} for number, group in enumerate(self.grouping.groups)]
 
     def _members(self, group: int) -> str:
         return members_digest([plan for unit, plan in zip(self.units, self.plans) if unit.group == group])
 
     def announce(self, config: ZeROConfig, notes: Sequence[str]) -> None:
-        """On the first rank, print routing and plans; warn of ``notes`` and of clipping that nobody asked for."""
+        """On the first rank, print routing and plans; warn of ``notes`` and of clipping by DeepSpeed's default."""
         if self.engine.global_rank == 0:
             if config.report:
                 report.show(*self.announcement(), self.plan_digest)
@@ -431,13 +432,13 @@ class Binding:
         return [own.get(route.name, route) for route in everyone], plans, self.grouping.groups
 
     def stepper(self, unit: Unit, plan: GroupPlan, tensor: Tensor, config: ZeROConfig) -> UnitStepper:
-        """What steps a unit, of which ``tensor`` is what DeepSpeed steps."""
+        """The stepper of a unit; DeepSpeed steps ``tensor``."""
         if self.replicated:
             return new_replicated_stepper(plan, unit.params, unit.ranks, config, self.engine.device)
         return GroupStepper(plan, tensor, unit.ranks, config, self.engine.device)
 
     def warn_of_changes(self) -> None:
-        """Say once, on the first of the ranks that share parameters, what DeepSpeed does not train."""
+        """Warn once, on the first of the ranks that share parameters, of parameters that DeepSpeed does not train."""
         news = self.watched.news() if self.ranks[0].rank == 0 else None
         if news is not None:
             logger.warning(f"{self.name}: {news}")
@@ -462,8 +463,8 @@ class Binding:
 
 
 def bind(name: str, engine: DeepSpeedEngine, given: list[dict[str, Any]], rules: Rules, config: ZeROConfig) -> Binding:
-    """Route, plan and agree for the optimizer of type ``name``. Called on all ranks; raises ValueError on all of them
-    where something cannot work."""
+    """Route, plan and compare ranks for the optimizer of type ``name``. Called on all ranks; raises on all of them what
+    is not supported."""
     ranks = [TorchCollectives(group) for group in deepspeed_engine.process_groups(engine)]
     stage = deepspeed_pipeline.meet(engine, given, rules, config)
     return agree_in_all(ranks, name, lambda: _decide(name, engine, given, rules, config, ranks, stage))

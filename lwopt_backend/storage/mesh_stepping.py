@@ -115,8 +115,7 @@ class Attachment:
         return lambda param: self._early[number].ready(atom, now)
 
     def touched(self, number: int, stepper: MeshStepper, rules: Sequence[MatrixRule], storage: Shards) -> Tensor | None:
-        """Per bucket of a stepper, 1 if it must be exchanged again, as in ``EarlyExchange``; None if it sends none
-        early."""
+        """Per bucket, 1 if it must be exchanged again, as in ``EarlyExchange``; None if the stepper sends none."""
         if number not in self._early:
             return None
         missing = {atom for atom, i in enumerate(stepper.matrices) if stepper.members[i].param.grad is None}

@@ -271,7 +271,7 @@ def show(
 ) -> None:
     """Print the routing table and, for each set of ranks, its layout and a row per rank of an instance.
 
-    ``groups`` are the param groups. ``memory`` tells what a rank of an instance holds; it is asked for those that are
+    ``groups`` are the param groups. ``memory`` returns the bytes of a rank of an instance; it is called for those
     shown.
     """
     console = report.standard_output()

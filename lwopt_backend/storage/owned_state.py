@@ -154,8 +154,8 @@ OTHER_RANKS = (
 class Pieces(Tensor):
     """A tensor in a state dict, of which this rank has some boxes: views of what is stepped.
 
-    ``torch.distributed.checkpoint`` saves and loads it, on any number of ranks; ``torch.save`` what this rank has. It
-    can be detached, copied and moved to another device; any other operation raises TypeError.
+    ``torch.distributed.checkpoint`` saves and loads it on any number of ranks; ``torch.save`` saves this rank's boxes.
+    It can be detached, copied and moved to another device; any other operation raises TypeError.
 
     - ``shape``: the whole tensor's.
     - ``boxes``: tensors by the place of their first element; empty on a rank that owns none of it.
