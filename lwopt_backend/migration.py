@@ -1,4 +1,4 @@
-"""Moving a run to this package: another optimizer's state into ours, and momentum between its two forms."""
+"""Migrating a run to this package: load another optimizer's state, and convert momentum between its two forms."""
 
 from __future__ import annotations
 
@@ -25,21 +25,20 @@ __all__ = [
 ]
 
 
-# Muon's momentum in its two forms: a moving average of gradients, or their sum.
+# Muon's momentum has two forms: a moving average of gradients, or their sum.
 #
-# From zero, B <- mu B + (1 - mu) G gives 1 - mu times what M <- mu M + G gives, as long as mu stays what it is. After
-# mu was changed in the middle of a run no factor is exact; the one of the mu in use is right for the gradients since
-# then.
+# Starting from zero, B <- mu B + (1 - mu) G equals 1 - mu times M <- mu M + G, as long as mu does not change. If mu was
+# changed during a run, no factor is exact; that of the current mu is right for the gradients since the change.
 
 Form = Literal["ema", "sum"]
-Named = Mapping[str, Mapping[str, Tensor]]  # by a parameter's name, its state in whole tensors
+Named = Mapping[str, Mapping[str, Tensor]]  # by parameter name, its state in whole tensors
 BUFFER = "momentum_buffer"
 
 
 def convert_momentum(buffer: Tensor, momentum: float, *, source: Form, target: Form) -> Tensor:
-    """A momentum buffer of form ``source`` as a new one of form ``target``, of the same shape and dtype.
+    """A new momentum buffer of form ``target`` from one of form ``source``, with the same shape and dtype.
 
-    Raises ValueError for a form that does not exist, and for a ``momentum`` outside [0, 1).
+    Raises ValueError for an unknown form, and for a ``momentum`` outside [0, 1).
     """
     return buffer.detach() * factor(momentum, source, target)
 
@@ -47,10 +46,10 @@ def convert_momentum(buffer: Tensor, momentum: float, *, source: Form, target: F
 def convert_named_momentum(
     named: Named, momentum: float | Mapping[str, float], *, source: Form, target: Form
 ) -> dict[str, dict[str, Tensor]]:
-    """``convert_momentum`` for every momentum buffer in a state by parameter name; all else is taken over.
+    """``convert_momentum`` for every momentum buffer in a state by parameter name; other state is returned as it is.
 
-    ``momentum`` is one number, or one for each parameter that has a buffer. Raises ValueError as above and for a
-    parameter that ``momentum`` lacks.
+    ``momentum`` is one number, or one for each parameter with a buffer. Raises ValueError as above, and for a parameter
+    that ``momentum`` lacks.
     """
     converted = {name: dict(state) for name, state in named.items()}
     for name, state in converted.items():
@@ -64,7 +63,7 @@ def convert_named_momentum(
 
 
 def factor(momentum: float, source: str, target: str) -> float:
-    """What a buffer of form ``source`` has to be multiplied by. Raises ValueError as ``convert_momentum``."""
+    """The factor from a buffer of form ``source`` to one of ``target``. Raises ValueError as ``convert_momentum``."""
     check_form("source", source)
     check_form("target", target)
     if not 0 <= momentum < 1:
@@ -75,12 +74,12 @@ def factor(momentum: float, source: str, target: str) -> float:
 
 
 def check_form(what: str, form: str) -> None:
-    """Raises ValueError with the nearest known form."""
+    """Raises ValueError for an unknown form, with the nearest known one."""
     if form not in get_args(Form):
         raise ValueError(f"{what}: unknown form of momentum {form!r}; {suggestion(str(form), get_args(Form))}")
 
 
-# Whole tensors by parameter name into our optimizers: every rank takes what it owns or stores.
+# Loading whole tensors by parameter name into our optimizers: every rank takes what it owns or stores.
 #
 # Called on all ranks, with the same ``named`` on each. DeepSpeed's engines have a function of their own, in
 # ``lwopt_backend.integrations.deepspeed.migration``.
@@ -90,23 +89,22 @@ Group = Mapping[str, Any]
 
 
 def load_named_state(optimizer: torch.optim.Optimizer, named: Named, *, strict: bool = True) -> list[str]:
-    """Take state in whole tensors by parameter name, as ``from_checkpoint`` returns it, in place of what there is.
+    """Replace state by whole tensors, given by parameter name, as ``from_checkpoint`` returns them.
 
-    For ``LayerWiseOptimizer`` in plain PyTorch, where experts that only some ranks share are named as in its own
-    checkpoints, and for that on FSDP2. Hyperparameters stay as they are. With ``strict`` every trained parameter has to
-    be there, and nothing else; without it those that are not there keep the state they have, and their names are
-    returned. Called on all ranks, with the same tensors, between steps. Raises ValueError, on all of them and before
-    anything is changed, for names, keys or shapes that do not fit and for rules that keep state at the owner; TypeError
-    for any other optimizer.
+    For ``LayerWiseOptimizer``; on a plain model, experts that only some ranks share are named as in its own
+    checkpoints. Hyperparameters do not change. With ``strict``, ``named`` must have every trained parameter and no
+    other; without it, parameters that it lacks keep their state, and their names are returned. Called on all ranks,
+    with the same tensors, between steps. Raises, on all of them and before anything is changed, for names, keys or
+    shapes that do not fit and for rules with owner state; TypeError for any other optimizer.
     """
     return load_into(_store_of(optimizer, WHAT), named, strict=strict)
 
 
 def change_momentum_form(optimizer: torch.optim.Optimizer, target: Form) -> None:
-    """Go on with momentum in another form: buffers and the option ``momentum_form`` of all param groups that have it.
+    """Convert momentum to another form: the buffers, and ``momentum_form`` of all param groups that have that option.
 
-    By the momentum that a group has now. For the optimizers of ``load_named_state``; called on all ranks, between
-    steps. Raises ValueError for an unknown form, TypeError for any other optimizer.
+    Uses a group's current momentum. For the optimizers of ``load_named_state``; called on all ranks, between steps.
+    Raises ValueError for an unknown form, TypeError for any other optimizer.
     """
     check_form("target", target)
     change_form(_store_of(optimizer, "change_momentum_form"), target)
@@ -124,7 +122,7 @@ def _store_of(optimizer: Any, what: str) -> StateStore:
 
 
 def change_form(store: StateStore, target: Form) -> None:
-    """``change_momentum_form`` of what ``store`` has."""
+    """``change_momentum_form`` for the pieces and groups of ``store``."""
     for piece in store.pieces():
         group = store.groups[store.params[piece.member].group]
         if BUFFER in piece.tensors and group.get("momentum_form", target) != target:
@@ -138,7 +136,7 @@ def load_into(store: StateStore, named: Named, *, strict: bool) -> list[str]:
     """``load_named_state`` into ``store``."""
 
     def check() -> tuple[dict[str, dict[str, Tensor]], list[list[str]]]:
-        store.pieces()  # raises where they cannot be replaced now
+        store.pieces()  # raises if they cannot be replaced now
         if store.ambiguous:
             raise ValueError(f"{WHAT}: {store.ambiguous}")
         given = [f"{name}: {sorted(state)}" for name, state in sorted(named.items())]
@@ -150,10 +148,10 @@ def load_into(store: StateStore, named: Named, *, strict: bool) -> list[str]:
 
 
 def _select(store: StateStore, named: Named, strict: bool) -> dict[str, dict[str, Tensor]]:
-    """Of ``named``, the state of the parameters in ``store``.
+    """The state in ``named`` of the parameters in ``store``.
 
-    Raises ValueError for a parameter that only one side has, if ``strict``; for other keys or shapes than its rule has,
-    for a rule that keeps state at the owner, and for counts of steps that one tensor cannot have, always.
+    Raises ValueError, if ``strict``, for a parameter that only one side has; and always for other keys or shapes than
+    its rule's, for a rule with owner state, and for different counters in one unit.
     """
     known = {param.name: param for param in store.params}
     if strict:
@@ -185,7 +183,7 @@ def _checked(param: TrainedParam, group: Group, state: Mapping[str, Any]) -> dic
 
 
 def _check_counters(unit: Sequence[TrainedParam], group: Group, taken: Named) -> None:
-    """Raises ValueError if parameters that are stepped as one tensor come with different counts."""
+    """Raises ValueError if parameters that are stepped as one tensor have different counters."""
     for key in (key for key, like in new_state(torch.empty(1, device="meta"), group).items() if not like.ndim):
         counts = {param.name: float(taken[param.name][key]) for param in unit if param.name in taken}
         if len(set(counts.values())) > 1 or (counts and len(counts) < len(unit)):
@@ -195,17 +193,17 @@ def _check_counters(unit: Sequence[TrainedParam], group: Group, taken: Named) ->
             )
 
 
-# What other optimizers' ``state_dict`` holds, by parameter name and under our keys.
+# What other optimizers' ``state_dict`` has, by parameter name and under our keys.
 
 MOMENTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "max_exp_avg_sq": "max_exp_avg_sq"}
 
 
 @dataclass(frozen=True)
 class Source:
-    """How an optimizer keeps its state. ``form`` None: its param groups say it, under ``momentum_form``.
+    """How an optimizer stores its state. ``form`` None means that its param groups have it, as ``momentum_form``.
 
-    ``momentum`` are the keys under which param groups have the momentum, ``buffer`` is the key of the buffer,
-    ``moments`` are Adam's keys by ours, ``step`` the key of Adam's counter, which may be in the param group instead.
+    ``momentum`` are the keys of the momentum in param groups; ``buffer`` is the key of the buffer; ``moments`` are
+    Adam's keys by ours; ``step`` is the key of Adam's counter, which may be in the param group instead.
     """
 
     form: Form | None
@@ -242,17 +240,17 @@ def from_checkpoint(
 ) -> dict[str, dict[str, Tensor]]:
     """The state in another optimizer's ``state_dict``, by parameter name, for ``load_named_state``.
 
-    - ``state_dict``: of a single process, or a full one: whole tensors under ``state``, by number or by name.
-    - ``names``: the parameters' in the order of the param groups; not needed where the state is by name, or where the
+    - ``state_dict``: a single process's, or a full one: whole tensors under ``state``, by number or by name.
+    - ``names``: the parameters' names in the order of the param groups; not needed if the state is by name, or if the
       param groups have torch's ``param_names``.
-    - ``source``: whose it is, one of ``SOURCES``; AdamW's moments are found in all of them.
-    - ``momentum``: if another than that in the param groups. It is needed only where the form changes.
-    - ``momentum_form``: what our optimizer is set to.
+    - ``source``: the optimizer that wrote it, one of ``SOURCES``; AdamW's moments are found in all of them.
+    - ``momentum``: if it is not that in the param groups. Needed only if the form changes.
+    - ``momentum_form``: the form that our optimizer is set to.
 
-    Returns new fp32 tensors: ``momentum_buffer`` of what Muon trains; ``exp_avg``, ``exp_avg_sq`` and ``step`` of what
-    AdamW does. Called on any ranks; it communicates nothing. Raises ValueError for an unknown source or form, for names
-    that are not as many as the parameters or occur twice, for state that is missing, sharded, of differing shapes or
-    of another optimizer, and where the momentum is not known.
+    Returns new fp32 tensors: ``momentum_buffer`` for what Muon trains; ``exp_avg``, ``exp_avg_sq`` and ``step`` for
+    what AdamW trains. May be called on any rank; does not communicate. Raises ValueError for an unknown source or form,
+    for a wrong number of names or one that occurs twice, for state that is missing, sharded, of differing shapes or of
+    another optimizer, and if the momentum is not known.
     """
     if source not in SOURCES:
         raise ValueError(f"unknown source {source!r}; {suggestion(str(source), SOURCES)}")
@@ -301,7 +299,7 @@ def _names(
 
 @dataclass(frozen=True)
 class _Entry:
-    """The state of one parameter as the other optimizer has it, with the param group it is in."""
+    """The state of one parameter as the other optimizer stores it, with its param group."""
 
     name: str
     source: str

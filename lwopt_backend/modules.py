@@ -1,7 +1,7 @@
-"""One optimizer over modules that lie on different ranks: ``ModuleOptimizers({"vision": ..., "language": None})``.
+"""One optimizer over modules on different ranks: ``ModuleOptimizers({"vision": ..., "language": None})``.
 
-Each module keeps its own optimizer, process groups and number of ranks. What has to be one decision is taken here: is
-every gradient finite, how large are they together, did everybody step.
+Each module keeps its own optimizer, process groups and number of ranks. Decisions about all modules are made here:
+whether every gradient is finite, what their total norm is, whether all modules step.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from lwopt_backend.runtime.collectives import ranks_of
 from lwopt_backend.storage.gradients import checked_order, clip_factor
 from lwopt_backend.storage.modules import NAME, check_held, held_by, load, parts_of, save, together
 
-HAS_STATE = "has_state"  # beside a module's state in a state dict
+HAS_STATE = "has_state"  # a key beside a module's state in a state dict
 
 
 class ModuleOptimizers(torch.optim.Optimizer):
     """Steps the optimizers of several modules as one.
 
-    - ``optimizers``: by a module's name its optimizer, or None on a rank that does not have the module. All ranks give
-      the same names in the same order. An optimizer is a ``LayerWiseOptimizer``, or any of torch's, whose module is
-      then a copy on each of its ranks, as under DDP, or on one rank only.
-    - ``process_group``: all ranks of all modules; by default all there are.
+    - ``optimizers``: the optimizer of each module, by name, or None on a rank that does not have the module. All ranks
+      give the same names in the same order. An optimizer is a ``LayerWiseOptimizer``, or any of torch's, whose module
+      is then on one rank only, or a copy on each of its ranks, as under DDP.
+    - ``process_group``: all ranks of all modules; by default all ranks.
 
-    ``modules`` are this rank's optimizers by name, ``names`` all modules. Everything here is called on all ranks.
-    Raises TypeError, ValueError or RuntimeError, on all of them, for modules that cannot be trained together.
+    ``modules`` has this rank's optimizers by name, ``names`` all modules. Every method is called on all ranks. Raises
+    TypeError, ValueError or RuntimeError, on all of them, for modules that cannot be trained together.
     """
 
     def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer | None], *, process_group: Any = None) -> None:
@@ -50,13 +50,14 @@ class ModuleOptimizers(torch.optim.Optimizer):
         self.overflowed: tuple[str, ...] = ()
         common = set.intersection(*(set(has.defaults) for of_rank in held for has in of_rank.values()))
         mine = next((optimizer.defaults for optimizer in self.modules.values()), {})
-        # As after unpickling. The base class's constructor wants parameters, of which a rank may have none.
+        # As after unpickling: the base class's constructor requires parameters, which a rank may not have.
         self.__setstate__({"defaults": {key: mine.get(key) for key in sorted(common)}})
-        self._mark()  # on all ranks alike, whoever looks at them: checkpoints compare groups between ranks
+        self._mark()  # the same on all ranks: checkpoints compare groups between ranks
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of this rank's modules, in their order; ``group["module"]`` says whose. Writing to one sets it."""
+        """The param groups of this rank's modules, in order, which may be changed; ``group["module"]`` is the module's
+        name."""
         self._mark()
         return [group for optimizer in self.modules.values() for group in optimizer.param_groups]
 
@@ -67,14 +68,14 @@ class ModuleOptimizers(torch.optim.Optimizer):
 
     @property
     def state(self) -> dict[Any, Any]:  # type: ignore[override]
-        """What this rank's optimizers keep in their ``state``."""
+        """The ``state`` of this rank's optimizers, by parameter."""
         return {param: state for optimizer in self.modules.values() for param, state in optimizer.state.items()}
 
     # The loop
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it gradients of modules in owned storage stay on their ranks; hosts have switches of their own."""
+        """Within it, plain models' modules accumulate gradients on their ranks; hosts have switches of their own."""
         with ExitStack() as stack:
             for part in self._parts.values():
                 stack.enter_context(part.no_sync())
@@ -82,12 +83,12 @@ class ModuleOptimizers(torch.optim.Optimizer):
 
     @torch.no_grad()
     def grad_norms(self, norm_type: float = 2.0) -> dict[str, Tensor]:
-        """The norm of each module's mean gradients, in fp32 on the CPU; of all modules, on all ranks."""
+        """The norm of each module's mean gradients, fp32 on the CPU; all modules' norms on all ranks."""
         return {name: torch.tensor(norm, dtype=torch.float32) for name, norm in self._norms(norm_type).items()}
 
     @torch.no_grad()
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """The norm of all modules' mean gradients as one vector, every element counted once, in fp32 on the CPU."""
+        """The norm of all modules' mean gradients as one vector, each element counted once, fp32 on the CPU."""
         return _total(self._norms(norm_type), checked_order(norm_type))
 
     @torch.no_grad()
@@ -100,9 +101,10 @@ class ModuleOptimizers(torch.optim.Optimizer):
     ) -> Tensor:
         """Multiply all gradients by ``max_norm / (norm + 1e-6)``, if that is below 1, where ``norm`` is ``grad_norm``.
 
-        With a ``max_norm`` for every module, each by its own over that same norm. ``foreach`` changes nothing.
-        Returns the norm before clipping. If it is not finite, gradients are left alone: ``step`` uses none of them.
-        Raises RuntimeError for such a norm if asked to, ValueError for modules without a ``max_norm`` or unknown.
+        If ``max_norm`` is a mapping, each module has its own, over that same norm. ``foreach`` has no effect. Returns
+        the norm before clipping. If it is not finite, gradients are not changed (``step`` will use none of them), and
+        with ``error_if_nonfinite`` it raises RuntimeError. Raises ValueError for missing or unknown modules in
+        ``max_norm``.
         """
         limits = max_norm if isinstance(max_norm, Mapping) else dict.fromkeys(self.names, max_norm)
         self._check_names("max_norm", limits, self.names)
@@ -121,27 +123,27 @@ class ModuleOptimizers(torch.optim.Optimizer):
 
     @torch.no_grad()
     def scale_grads(self, factor: float) -> None:
-        """Multiply all gradients, as after a backward pass from a scaled loss."""
-        self._norms(2.0)  # brings them to their owners
+        """Multiply all gradients by ``factor``, e.g. after a backward pass from a scaled loss."""
+        self._norms(2.0)  # reduces them to their owners
         for part in self._parts.values():
             part.scale(factor)
 
     @torch.no_grad()
     def zero_counts(self) -> dict[str, int]:
-        """How many elements of each module's mean gradients are exactly zero; of all modules, on all ranks."""
+        """The number of exact zeros in each module's mean gradients; all modules' numbers on all ranks."""
         return self._of_first("count_zeros", lambda name, part: part.count_zeros())
 
     def count_zeros(self) -> int:
-        """How many elements of all modules' mean gradients are exactly zero."""
+        """The number of exact zeros in all modules' mean gradients."""
         return sum(self.zero_counts().values())
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> bool:  # type: ignore[override]
-        """Step every module, or none: whether all ranks have stepped.
+        """Step every module or none; returns whether all ranks have stepped.
 
-        If a gradient is not finite, anywhere, no module is stepped, all gradients are forgotten, ``overflowed`` names
-        the modules where it was, and the result is False on all ranks. Raises RuntimeError, on all ranks, with what
-        went wrong in a module on any: before anybody steps for what can be known then.
+        If any gradient on any rank is not finite, no module steps, all gradients are dropped, ``overflowed`` names the
+        modules with such gradients, and all ranks return False. An error in a module on any rank raises RuntimeError on
+        all ranks; what can be checked before the step raises before any module steps.
         """
         if closure is not None:
             raise TypeError(f"{NAME}.step takes no closure; it returns whether all modules stepped")
@@ -155,7 +157,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, those of an interrupted backward pass included."""
+        """Drop all gradients, those of an interrupted backward pass included."""
         for optimizer in self.modules.values():
             optimizer.zero_grad(set_to_none)
 
@@ -164,7 +166,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
         return self._of_first("the norm of gradients", lambda name, part: part.norm(order))
 
     def _of_first(self, what: str, measure: Callable[[str, Any], Any]) -> dict[str, Any]:
-        """By module, what all of its ranks measured. Raises RuntimeError, on all ranks, where they differ."""
+        """By module, what its ranks measured. Raises RuntimeError, on all ranks, if they differ."""
         found = together(self._everyone, what, self._parts, measure)
         agreed = {}
         for name in self.names:
@@ -188,9 +190,9 @@ class ModuleOptimizers(torch.optim.Optimizer):
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """By module, the ``state_dict`` of this rank's optimizers, which any split of ranks can load.
+        """By module, the ``state_dict`` of this rank's optimizers.
 
-        ``torch.distributed.checkpoint`` saves and loads it; so does ``torch.save``, for the ranks of the same split.
+        ``torch.distributed.checkpoint`` saves and loads it for any split of ranks, ``torch.save`` for the same split.
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
@@ -203,11 +205,10 @@ class ModuleOptimizers(torch.optim.Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load each of this rank's modules; those of other ranks may be there, too.
+        """Load each of this rank's modules; the state dict may have other ranks' modules, too.
 
-        Raises ValueError, on all ranks and before anything is changed, for unknown modules and for missing ones, and
-        for state that a checkpoint has and ``torch.distributed.checkpoint`` did not read, since a plain optimizer that
-        has not been stepped asks for none.
+        Raises, on all ranks and before anything is changed, for unknown and for missing modules, and for saved state
+        that ``torch.distributed.checkpoint`` did not read, because a plain optimizer without a step asks for none.
         """
         for change in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = change(self, state_dict) or state_dict
@@ -229,11 +230,11 @@ class ModuleOptimizers(torch.optim.Optimizer):
             hook(self)
 
     def save_state_dict(self, path: str | PathLike[str]) -> None:
-        """Write all modules' state into a folder of torch.distributed.checkpoint that all ranks see."""
+        """Write all modules' state to a folder of torch.distributed.checkpoint, which all ranks must see."""
         save(self._everyone, self._parts, Path(path))
 
     def load_state_dict_from(self, path: str | PathLike[str]) -> None:
-        """Read what ``save_state_dict`` wrote, on whatever ranks the modules are now."""
+        """Load what ``save_state_dict`` wrote; modules may be on other ranks now."""
         load(self._everyone, self.names, self._parts, Path(path))
 
     def _check_names(self, what: str, found: Mapping[str, Any], needed: tuple[str, ...]) -> None:
@@ -247,12 +248,12 @@ class ModuleOptimizers(torch.optim.Optimizer):
     # What it is not
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises RuntimeError: a module's optimizer takes them, if it does."""
+        """Raises RuntimeError; add the group to a module's optimizer instead."""
         raise RuntimeError(f"{NAME} has no param groups of its own; add this one to a module's: .modules[name]")
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Read by torch.amp.GradScaler. Raises RuntimeError: it would skip a step on some ranks only."""
+        """Read by torch.amp.GradScaler. Raises RuntimeError, because it would skip a step on some ranks only."""
         raise RuntimeError(f"{NAME}: GradScaler decides on each rank alone; use scale_grads(), and step() skips on all")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -260,7 +261,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
 
 
 def _total(norms: Mapping[str, float], norm_type: float) -> Tensor:
-    """Of the modules' norms that of all. Divided by the largest, none leaves the range of numbers."""
+    """The total norm of the modules' norms. They are divided by the largest first, so that none overflows."""
     values = torch.tensor(list(norms.values()), dtype=torch.float64)
     largest = values.max()
     if norm_type != math.inf and 0 < largest < math.inf:
@@ -269,5 +270,5 @@ def _total(norms: Mapping[str, float], norm_type: float) -> Tensor:
 
 
 def _own(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """What a module's optimizer has returned."""
+    """The state dict that a module's optimizer returned."""
     return {key: value for key, value in state_dict.items() if key != HAS_STATE}

@@ -95,8 +95,7 @@ class Given(NamedTuple):
     params: Iterable[Any] | None
 
     def decide(self, config: type[C], model: nn.Module) -> tuple[Rules, C, Grouping]:
-        """Validate the options and route the parameters. Raises ValueError for wrong options, and for foreign
-        parameters."""
+        """Validate options and route parameters. Raises ValueError for wrong options, and for foreign parameters."""
         rules, settings = arguments_of(config, *self[:-1], NAME)
         trained = [param for param in model.parameters() if param.requires_grad]
         groups = as_groups(trained if self.params is None else self.params)
@@ -106,7 +105,7 @@ class Given(NamedTuple):
 class LayerWiseOptimizer(LinkedOptimizer):
     """A matrix rule for the model's matrices and an element-wise rule for the rest, on data-parallel ranks.
 
-    Of a model that ``fully_shard`` has sharded it is a ``MeshOptimizer``, of a plain one an ``OwnedOptimizer``.
+    For a model that ``fully_shard`` has sharded, this makes a ``MeshOptimizer``, for a plain one an ``OwnedOptimizer``.
 
     - ``model``: the plain module, not wrapped in DDP, which this replaces; on FSDP2 the sharded module, or a list of
       modules (pipeline stages of one rank).
@@ -119,13 +118,13 @@ class LayerWiseOptimizer(LinkedOptimizer):
       sharded parameters into ``param_groups``.
     - ``process_group``, for a plain model: the data-parallel ranks; by default all. Without torch.distributed, this
       process trains alone.
-    - ``expert_params``, ``expert_process_group``, ``expert_group_size``, of a plain model: globs of the parameters that
-      only some of the ranks share, those ranks, and how many of them own together. Their gradients, too, are means over
-      ``process_group``.
+    - ``expert_params``, ``expert_process_group``, ``expert_group_size``, for a plain model: globs of the parameters
+      that only some of the ranks share, the process group of these ranks, and how many of them are one instance. Their
+      gradients, too, are means over ``process_group``.
     - other options: those of ``OwnedConfig`` or ``FSDP2Config``.
 
     ``param_groups`` has, for each group given, a matrix half and an element-wise half. Every method is called on all
-    ranks. Raises, on all of them, for an unsupported model or option: TypeError or ValueError where it is found.
+    ranks. Raises TypeError or ValueError, on all of them, for a model or options that are not supported.
     """
 
     config: Any
@@ -172,10 +171,9 @@ class LayerWiseOptimizer(LinkedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step with the gradients since the last one; returns the closure's result. Called on all ranks.
 
-        A parameter without a gradient on any rank keeps its value and its state; if only some ranks have one, it is
-        zero on the others. Raises RuntimeError, on all ranks, if a plain model's backward pass ended in an exception on
-        any rank, if a parameter was replaced, or if parameters are trained now that were not when the optimizer was
-        constructed.
+        A parameter without a gradient on any rank keeps its value and its state; if only some ranks have one, it counts
+        as zero on the others. Raises RuntimeError, on all ranks, if a plain model's backward pass ended in an exception
+        on any rank, if a parameter was replaced, or if parameters are trained now that were not before.
         """
         loss = None
         if closure is not None:

@@ -1,4 +1,4 @@
-"""MuonClip's QK-clip on sharded weights: after a step, heads whose attention logits grew too large are shrunk."""
+"""MuonClip's QK-clip on sharded weights: after a step, shrink the heads whose attention logits grew too large."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lwopt_backend.rules.qk_clip import qk_clip_factors, row_factors
 
 
 class RowScaling:
-    """What an optimizer's next step multiplies weights by. ``shapes`` are those of all trained parameters, by name,
-    ``matrices_in`` tells the matrices in one.
+    """The factors by which an optimizer's next step multiplies weights. ``shapes`` has the shapes of all trained
+    parameters, by name; ``matrices_in`` returns the matrices in one.
 
-    A weight of shape (outputs, inputs) is scaled by row; one of ``transposed``, stored as (inputs, outputs), by column;
-    a bias element by element.
+    A weight of shape (outputs, inputs) is scaled by row; one in ``transposed``, of shape (inputs, outputs), by column;
+    a bias by element.
     """
 
     def __init__(
@@ -38,16 +38,16 @@ class RowScaling:
         return bool(self._factors)
 
     def outputs(self, name: str) -> int:
-        """How many outputs a parameter has. Raises ValueError for one that is not trained."""
+        """A parameter's number of outputs. Raises ValueError if it is not trained."""
         if name not in self._shapes:
             raise ValueError(f"no trained parameter is named {name!r}; {suggestion(name, self._shapes)}")
         shape = self._shapes[name]
         return shape[-1] if name in self._transposed else shape[0]
 
     def set(self, factors: Mapping[str, Tensor]) -> None:
-        """Take one factor per output of each parameter named, in place of all that were set before.
+        """Replace all factors: one per output of each parameter named. Every rank must give the same.
 
-        Every rank must give the same. Raises ValueError for a parameter that is not there, or too few or many factors.
+        Raises ValueError for a parameter that is not trained, or a wrong number of factors.
         """
         for name, given in factors.items():
             if given.ndim != 1 or len(given) != self.outputs(name):
@@ -58,11 +58,11 @@ class RowScaling:
         self._factors = {name: given.detach().clone() for name, given in factors.items()}
 
     def clear(self) -> None:
-        """Forget all; a step has applied them, or was left out."""
+        """Drop all factors, after a step applied or skipped them."""
         self._factors = {}
 
     def forget(self, names: Iterable[str]) -> None:
-        """Forget those of parameters that a step has applied, where it takes them group by group."""
+        """Drop the factors of these parameters, for a step that applies them group by group."""
         for name in names:
             self._factors.pop(name, None)
 
@@ -82,7 +82,7 @@ class RowScaling:
         return True
 
     def scale_box(self, name: str, local: Tensor, box: Sequence[tuple[int, int]]) -> bool:
-        """Multiply a rectangle of a parameter: per dimension where it begins and how long it is."""
+        """Multiply a box of a parameter, given as (offset, size) per dimension; False if there is no factor."""
         factors = self._of(name, local)
         if factors is None:
             return False
@@ -103,8 +103,8 @@ QUERY, KEY = "q", "k"  # names of the matrices in a fused weight
 class Heads:
     """One attention layer, by the names of its parameters.
 
-    ``query`` and ``key`` may be one fused weight, if its matrices are called ``"q"`` and ``"k"`` in the routing table.
-    ``heads`` is the number of query heads, ``key_heads`` of key heads where that is less; rows lie head by head.
+    ``query`` and ``key`` may be one fused weight whose matrices are called ``"q"`` and ``"k"`` in the routing table.
+    ``heads`` is the number of query heads, ``key_heads`` of key heads if there are fewer; rows are ordered by head.
     """
 
     query: str
@@ -118,10 +118,10 @@ class Heads:
 class QKClip:
     """``clip = QKClip(optimizer, {"0": Heads(...), ...}, threshold=100.0)``; ``clip(max_logits)`` before every step.
 
-    ``optimizer`` is any of ours, DeepSpeed's ``engine.basic_optimizer`` among them (with owned storage
-    ``engine.optimizer``). Made on all ranks that step the layers. Formula and limits:
+    ``optimizer`` is any of ours, including DeepSpeed's ``engine.basic_optimizer`` (with owned storage
+    ``engine.optimizer``). Constructed on all ranks that step the layers. Formula and limits:
     ``rules.qk_clip.qk_clip_factors``. Raises TypeError for another optimizer; ValueError for parameters that are not
-    trained, whose outputs do not divide into heads, or of which query and key cannot be told apart.
+    trained, whose outputs do not divide into heads, or whose query and key cannot be told apart.
     """
 
     def __init__(
@@ -141,10 +141,10 @@ class QKClip:
             self._factors(layer, torch.ones(heads.heads))
 
     def __call__(self, max_logits: Mapping[str, Tensor]) -> None:
-        """Let the next step clip by ``max_logits``: by layer, of each head the largest logit since the last step.
+        """Make the next step clip by ``max_logits``: by layer, each head's largest logit since the last step.
 
-        Every rank must give the same, the largest over all of them. Layers left out are not clipped. Raises ValueError
-        for an unknown layer, and for logits that are no tensor of shape (heads,).
+        Every rank must give the same, the maximum over all ranks. Other layers are not clipped. Raises ValueError for
+        an unknown layer, and for logits that are not a tensor of shape (heads,).
         """
         if not isinstance(max_logits, Mapping):
             raise ValueError(
@@ -160,7 +160,7 @@ class QKClip:
         self._optimizer.row_scaling.set(factors)
 
     def _check_apart(self, layer: str, of: Heads) -> None:
-        """What is query and key at once would be scaled by both factors, in all of its outputs."""
+        """Raises ValueError if query and key are one matrix, all of whose outputs would be scaled by both factors."""
         scaling = self._optimizer.row_scaling
         for weight, bias in ((of.query, of.query_bias), (of.key, of.key_bias)):
             outputs = scaling.outputs(weight)
@@ -206,7 +206,7 @@ class QKClip:
         return factors
 
     def _spread(self, layer: str, name: str, weight: str, part: str, by_head: Tensor) -> Tensor:
-        """One factor per output of a parameter: a projection of its own, or one that is fused with others."""
+        """One factor per output of a parameter, which may be fused with others; 1 for outputs of other parts."""
         outputs = self._optimizer.row_scaling.outputs(name)
         places = self._places(weight, part, outputs)
         if len(places) % len(by_head):
@@ -219,7 +219,7 @@ class QKClip:
         return factors
 
     def _places(self, weight: str, part: str, outputs: int) -> Tensor:
-        """Which outputs of a weight are the query's or the key's."""
+        """The outputs of a weight that are the query's or the key's."""
         for block in self._optimizer.row_scaling.matrices_in(weight):
             if block.name == part:
                 stripes = block.columns if block.rows.size == block.grid.rows else block.rows

@@ -1,4 +1,4 @@
-"""What is printed once at start: which parameter goes where and why, and what each rank will do."""
+"""The report at start: each parameter's route and why, and what each rank will do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lwopt_backend.plan import MatrixPlan, StepTime
 from lwopt_backend.routing.routing import Route
 from lwopt_backend.storage.flat import GroupPlan
 
-WIDTH_WITHOUT_TERMINAL = 140  # a launcher's pipe has no width of its own; 80 columns would cut names
+WIDTH_WITHOUT_TERMINAL = 140  # a launcher's pipe has no width; 80 columns would cut names
 MOST_RANKS = 16
 
 
@@ -26,10 +26,9 @@ def show(
     groups: Sequence[Mapping[str, Any]],
     plan_digest: str,
 ) -> None:
-    """Print the routing table, the plans, a table for each set of ranks, and the plan's name to standard output.
+    """Print the routing table, the plans, a table for each set of ranks, and the plan digest to standard output.
 
-    ``plans`` are by a sentence that says of whom they are, empty where that goes without saying; ``groups`` are the
-    param groups.
+    The keys of ``plans`` are sentences that say whose plans these are, or empty; ``groups`` are the param groups.
     """
     console = standard_output()
     show_routing(console, routes, groups)
@@ -41,18 +40,18 @@ def show(
 
 
 def show_digest(console: Console, plan_digest: str) -> None:
-    """The last line about a plan, in a run and from ``lwopt plan``."""
+    """Print the last line about a plan, in a run and from ``lwopt plan``."""
     console.print(f"Plan {plan_digest}: equal plans have equal names, on every rank and machine.")
 
 
 def standard_output() -> Console:
-    """A console on standard output, wide enough where that is no terminal."""
+    """A console on standard output, wide enough if that is no terminal."""
     width = None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
     return Console(file=sys.stdout, width=width, highlight=False, markup=False)
 
 
 def show_routing(console: Console, routes: Sequence[Route], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Print which rule trains each parameter, and why; and whose state the tables that follow do not count."""
+    """Print which rule trains each parameter, and why; and a note on owner state, which later tables do not count."""
     for sentence in routing_headline(routes):
         console.print(sentence)
     console.print(routing_table(routes))
@@ -65,7 +64,7 @@ def show_routing(console: Console, routes: Sequence[Route], groups: Sequence[Map
 
 
 def routing_headline(routes: Sequence[Route]) -> list[str]:
-    """How much of the model the matrix rule trains; a second sentence if most of the model is stacked matrices."""
+    """The share of the model that the matrix rule trains; a second sentence if most of it is stacked matrices."""
     matrices = [r for r in routes if r.kind == "matrix"]
     trained = [r for r in routes if r.kind != "frozen"]
     share, stacked = (
@@ -82,12 +81,12 @@ def routing_headline(routes: Sequence[Route]) -> list[str]:
 
 
 def _share(some: Sequence[Route], trained: Sequence[Route]) -> float:
-    """The share of the trained elements that ``some`` hold."""
+    """The fraction of the trained elements that are in ``some``."""
     return sum(math.prod(r.shape) for r in some) / max(1, sum(math.prod(r.shape) for r in trained))
 
 
 def routing_table(routes: Sequence[Route]) -> Table:
-    """One row per parameter; layers that differ in their number only share a row."""
+    """One row per parameter; parameters that differ only in their layer's number share a row."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for r in routes:
         pattern = re.sub(r"\.\d+(?=\.)", ".*", r.name)
@@ -103,7 +102,7 @@ def routing_table(routes: Sequence[Route]) -> Table:
 
 
 def choices(groups: Sequence[GroupPlan]) -> list[str]:
-    """Two sentences per group of matrices: what was planned, and the modelled times the policy was chosen by."""
+    """Two sentences per group of matrices: the plan, and the modelled times that chose the policy."""
     return [f"{_planned(g.rule, g.matrices)} {_modelled(g.matrices)}" for g in groups if g.matrices is not None]
 
 
@@ -124,9 +123,9 @@ def _modelled(plan: MatrixPlan) -> str:
 
 
 def plan_table(groups: Sequence[GroupPlan]) -> Table:
-    """One row per rank: what it owns, how much work that is, the state it keeps, and what travels.
+    """One row per rank: the atoms that it owns, their work, the state that it keeps, and what it sends.
 
-    Beyond 16 ranks only the busiest, the least busy and the first few are shown.
+    Beyond 16 ranks, only the first few, the busiest and the least busy are shown.
     """
     plans = [(group.layout, group.matrices) for group in groups if group.matrices is not None]
     world_size = groups[0].layout.world_size
@@ -160,7 +159,7 @@ def _per_rank(figures: Sequence[Sequence[int]], world_size: int) -> list[int]:
 
 
 def shown_ranks(loads: Sequence[int]) -> list[int]:
-    """All ranks, or where there are many the first few, the busiest and the least busy."""
+    """All ranks, or if there are many the first few, the busiest and the least busy."""
     ranks = range(len(loads))
     if len(loads) <= MOST_RANKS:
         return list(ranks)

@@ -12,9 +12,9 @@ from itertools import chain
 class TrainedParam:
     """A trained parameter, as every rank sees it.
 
-    ``shape`` is that of the whole parameter, ``dtype`` the model's, e.g. ``"bfloat16"``. ``rule`` is a name in the
-    registry (``"muon"``, ``"adamw"``), ``group`` the number of its param group. ``transposed`` as in ``Atom``; a
-    ``tied`` one has several uses. ``blocks`` are the matrices in it; an element-wise one has none.
+    ``shape`` is the whole parameter's, ``dtype`` the model's, e.g. ``"bfloat16"``. ``rule`` is a name in the registry
+    (``"muon"``, ``"adamw"``), ``group`` the number of its param group. ``transposed`` is as in ``Atom``; a ``tied``
+    parameter is used several times. ``blocks`` are its matrices; an element-wise parameter has none.
     """
 
     name: str
@@ -31,7 +31,7 @@ class TrainedParam:
         return math.prod(self.shape)
 
     def line(self) -> str:
-        """One line that two ranks must agree on, in a fixed spelling (see ``runtime.agreement``)."""
+        """The line that must be equal on all ranks, in a fixed spelling (see ``runtime.agreement``)."""
         shape = "x".join(map(str, self.shape))
         return f"{self.name} {shape} {self.dtype} {self.rule}{' transposed' if self.transposed else ''}"
 
@@ -40,7 +40,7 @@ class TrainedParam:
 class Atom:
     """One independent matrix, stored in ``shape`` (rows, columns), whose update costs ``cost`` flops at its owner.
 
-    A matrix rule is about (outputs, inputs); a ``transposed`` matrix is stored as (inputs, outputs).
+    A matrix rule expects (outputs, inputs); a ``transposed`` matrix is stored as (inputs, outputs).
     """
 
     name: str
@@ -60,14 +60,14 @@ class Atom:
 
 # Matrices inside a parameter: blocks of it, such as q, k and v of a fused weight or the experts of a stack.
 #
-# A parameter is seen as slices of a matrix each (a ``Grid``). A block is one slice, some of its rows and some of its
-# columns; which ones is told by ``Stripes``, equal runs at equal distances::
+# A parameter is divided into slices of a matrix each (a ``Grid``). A block is some rows and some columns of one slice,
+# both given by ``Stripes``, equal runs at equal distances::
 #
 #     q k v of two groups, sizes 4, 2, 2:   q q q q k k v v q q q q k k v v      q: Stripes(0, 4, count=2, pitch=8)
 #     gate and up, interleaved:             g u g u g u g u                      up: Stripes(1, 1, count=4, pitch=2)
 #
-# The elements of a block, row by row, have the order in which they lie in the flattened parameter: a contiguous range
-# of the parameter holds a contiguous range of the block.
+# The elements of a block, row by row, are in their order in the flattened parameter: a contiguous range of the
+# parameter has a contiguous range of the block.
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +80,13 @@ class Grid:
 
     @classmethod
     def of(cls, shape: Sequence[int], lead: int) -> Grid:
-        """``lead`` dimensions number the slices, the next the rows; the rest are columns, several as if flattened."""
+        """The first ``lead`` dimensions are slices, the next is rows; the rest are columns, several as if flattened."""
         return cls(math.prod(shape[:lead]), shape[lead], math.prod(shape[lead + 1 :]))
 
     def lead(self, shape: Sequence[int]) -> int:
-        """How many dimensions of ``shape`` number the slices. Raises ValueError for a shape of another grid.
+        """The number of dimensions of ``shape`` that are slices. Raises ValueError for a shape of another grid.
 
-        Of several numbers, which dimensions of size 1 allow, the largest: the fewest dimensions are flattened.
+        Dimensions of size 1 allow several numbers; returns the largest, which flattens the fewest dimensions.
         """
         for lead in reversed(range(len(shape) - 1)):
             if Grid.of(shape, lead) == self:
@@ -103,7 +103,7 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Stripes:
-    """``count`` runs of ``length`` indices, ``pitch`` apart, the first of them from ``start``."""
+    """``count`` runs of ``length`` indices, ``pitch`` apart; the first begins at ``start``."""
 
     start: int
     length: int
@@ -116,21 +116,21 @@ class Stripes:
 
     @property
     def size(self) -> int:
-        """How many indices there are."""
+        """The number of indices."""
         return self.length * self.count
 
     @property
     def stop(self) -> int:
-        """The index after the last."""
+        """The last index plus one."""
         return self.at(self.size - 1) + 1
 
     def at(self, place: int) -> int:
-        """The index at ``place`` among these."""
+        """The index at position ``place`` of these."""
         run, rest = divmod(place, self.length)
         return self.start + run * self.pitch + rest
 
     def before(self, index: int) -> int:
-        """How many of these are less than ``index``."""
+        """The number of these indices below ``index``."""
         if index <= self.start:
             return 0
         if self.count == 1:
@@ -151,9 +151,9 @@ class Stripes:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One matrix in a parameter. ``name`` tells it from the others: ``"q"``, ``"[3]"``, ``"[3].gate"``; ``""`` alone.
+    """One matrix in a parameter. ``name`` is unique there: ``"q"``, ``"[3]"``, ``"[3].gate"``; ``""`` for a single one.
 
-    Two blocks are equal if they hold the same elements of equally large parameters.
+    Two blocks are equal if they have the same elements of equally large parameters.
     """
 
     name: str = field(compare=False)
@@ -176,16 +176,16 @@ class Block:
         return self.grid.slices == 1 and self.shape == (self.grid.rows, self.grid.columns)
 
     def of(self, param: str) -> str:
-        """The full name of the block of parameter ``param``."""
+        """The block's full name in parameter ``param``."""
         return f"{param}.{self.name}" if self.name and not self.name.startswith("[") else param + self.name
 
     def flat(self, place: int) -> int:
-        """Where in the flattened parameter the element at ``place`` of the flattened block lies."""
+        """The index in the flattened parameter of the element at ``place`` of the flattened block."""
         row, column = divmod(place, self.columns.size)
         return self._begin + self.rows.at(row) * self.grid.columns + self.columns.at(column)
 
     def before(self, flat: int) -> int:
-        """How many of the block's elements lie before element ``flat`` of the flattened parameter."""
+        """The number of the block's elements before element ``flat`` of the flattened parameter."""
         row, column = divmod(max(0, flat - self._begin), self.grid.columns)
         above = self.rows.before(row)
         in_row = self.columns.before(column) if self.rows.before(row + 1) > above else 0
@@ -199,7 +199,7 @@ class Block:
         return f"slice {self.slice} rows {self.rows} columns {self.columns} of {self.grid}"
 
 
-# How the outputs of a matrix are divided: a name and indices for every part
+# Divisions of a matrix's outputs: a name and indices for every part
 
 Parts = Sequence[tuple[str, Stripes]]
 
@@ -209,10 +209,10 @@ def undivided(size: int) -> Parts:
 
 
 def grouped(names: Sequence[str], sizes: Sequence[int], groups: int = 1) -> Parts:
-    """``groups`` times over a run of every part, ``sizes`` long: with 1, the parts one after the other.
+    """``groups`` times a run of every part, of length ``sizes``; one group is the parts one after the other.
 
-    Block order of q, k and v is one group; interleaving by query group or by head is as many groups; gate and up
-    alternating are sizes (1, 1) in as many groups as there are of each.
+    q, k and v in block order are one group, interleaved by query group or by head as many groups; alternating gate and
+    up have sizes (1, 1) and as many groups as each has outputs.
     """
     pitch, start, parts = sum(sizes), 0, []
     for name, size in zip(names, sizes, strict=True):
@@ -230,7 +230,7 @@ def equal(count: int, size: int, name: str) -> Parts:
 
 
 def divided(grid: Grid, parts: Parts, *, transposed: bool = False) -> tuple[Block, ...]:
-    """Every slice's outputs divided into ``parts``: its rows, or, stored ``transposed``, its columns."""
+    """Every slice's outputs divided into ``parts``: its rows, or its columns if stored ``transposed``."""
     inputs = Stripes(0, grid.rows if transposed else grid.columns)
     blocks = []
     for number in range(grid.slices):
@@ -242,13 +242,13 @@ def divided(grid: Grid, parts: Parts, *, transposed: bool = False) -> tuple[Bloc
 
 
 def matrices_of(shape: Sequence[int]) -> tuple[Block, ...]:
-    """The matrices of a parameter that nothing divides: itself, or of more than two dimensions every slice."""
+    """The matrices of a parameter that nothing divides: the parameter, or every slice of more than two dimensions."""
     grid = Grid.of(shape, len(shape) - 2)
     return divided(grid, undivided(grid.rows))
 
 
 def end_to_end(blocks: Sequence[Block]) -> bool:
-    """Whether the blocks lie one after the other in the flattened parameter, each in one piece."""
+    """Whether the blocks are contiguous in the flattened parameter, one after the other."""
     place = 0
     for block in blocks:
         if (block.flat(0), block.flat(block.numel - 1)) != (place, place + block.numel - 1):
@@ -258,9 +258,9 @@ def end_to_end(blocks: Sequence[Block]) -> bool:
 
 
 def check_cover(param: str, blocks: Sequence[Block]) -> None:
-    """Raises ValueError that names the parameter and what is outside of it, left over or in two blocks.
+    """Raises ValueError, naming the parameter, for elements outside of it, in no block or in two blocks.
 
-    Works on runs of rows and columns, and once for all slices that are divided alike.
+    Works on runs of rows and columns, and only once for all slices that are divided alike.
     """
     if not blocks:
         raise ValueError(f"parameter {param!r}: expected at least one block")
@@ -303,14 +303,14 @@ def _check_slice(where: str, blocks: Sequence[Block]) -> None:
 
 
 def _intervals(size: int, selections: Sequence[Stripes]) -> dict[int, int]:
-    """Indices between two neighbouring ends of runs, as start: stop."""
+    """The intervals between neighbouring ends of runs, as start: stop."""
     ends = {0, size, *chain.from_iterable(run for stripes in set(selections) for run in stripes.runs())}
     ordered = sorted(ends)
     return dict(zip(ordered, ordered[1:]))
 
 
 def _within(intervals: dict[int, int], stripes: Stripes) -> list[int]:
-    """The starts of the intervals that the stripes consist of."""
+    """The starts of the intervals that make up the stripes."""
     starts = []
     for start, stop in stripes.runs():
         while start < stop:

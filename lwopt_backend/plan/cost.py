@@ -1,4 +1,4 @@
-"""What work costs: flops of a rule, seconds of a machine, tables that were measured."""
+"""Costs: flops of a rule, seconds on a machine, and measured tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-# What a rule's work on one matrix costs. Flops count one multiply-add as two; s is the shorter side, l the longer.
+# The cost of a rule's work on one matrix. A multiply-add is two flops; s is the shorter side, l the longer.
 #
 # A cost is an integer, so that sums and comparisons are the same on every machine.
 
@@ -21,19 +21,19 @@ Shape = tuple[int, int]
 # An H100's dense bf16 rate over its memory bandwidth (989e12 / 3.35e12): flops that pass while one byte is moved.
 FLOPS_PER_BYTE = 295
 FLOPS_PER_ESTIMATE = 24  # Newton-Schulz flops per l s^2: 30 for a square matrix, 20 for a very long one
-GRAM_ASPECT = 1.5  # there both forms cost the same, whatever the number of steps
+GRAM_ASPECT = 1.5  # at this aspect, both forms cost the same, for any number of steps
 SOAP_FREQUENCY = 10  # steps between two updates of the eigenbases, SOAP's default
 SHAMPOO_FREQUENCY = 100  # steps between two inverse roots, Distributed Shampoo's advice for large models
-ADAM_FLOPS = 12  # an element of Adam's step; all there is where both sides are too long
-SECOND_MOMENT_FLOPS = 9  # an element: square, average (3), root and sum, division, norm (2), product
+ADAM_FLOPS = 12  # per element of Adam's step; the only cost if both sides are too long
+SECOND_MOMENT_FLOPS = 9  # per element: square, average (3), root and sum, division, norm (2), product
 LARGEST_PRECONDITIONER = 10_000  # a longer side keeps the identity, SOAP's and Distributed Shampoo's usual limit
 
 
 def newton_schulz_flops(shape: Shape, steps: int = 5) -> int:
     """Flops of ``steps`` quintic Newton-Schulz iterations on a (rows, columns) matrix: ``steps * (4 s^2 l + 2 s^3)``.
 
-    One iteration is X X^T (2 s^2 l), A A (2 s^3) and B X (2 s^2 l). The element-wise work around it is left out, it
-    is smaller by a factor s.
+    One iteration is X X^T (2 s^2 l), A A (2 s^3) and B X (2 s^2 l). Element-wise work is left out, because it is
+    smaller by a factor s.
     """
     short, long = sorted(shape)
     return steps * (4 * short * short * long + 2 * short**3)
@@ -42,8 +42,8 @@ def newton_schulz_flops(shape: Shape, steps: int = 5) -> int:
 def batched_flops(shape: Shape, steps: int = 5) -> int:
     """Newton-Schulz of a matrix within a stack of equal ones: its flops, and its memory traffic in flops.
 
-    In a stack no kernel's launch is paid per matrix; what a small matrix still pays is its traffic. An iteration in
-    bf16 reads X three times and writes it once, and reads or writes an s x s matrix six times.
+    A stack pays no kernel launches per matrix; a small matrix still pays its traffic. An iteration in bf16 reads X
+    three times and writes it once, and reads or writes an s x s matrix six times.
     """
     short, long = sorted(shape)
     traffic = 2 * steps * (4 * short * long + 6 * short * short)
@@ -51,12 +51,11 @@ def batched_flops(shape: Shape, steps: int = 5) -> int:
 
 
 def gram_flops(shape: Shape, steps: int = 5, aspect: float | None = GRAM_ASPECT, segments: int | None = None) -> int:
-    """Newton-Schulz on the Gram matrix where the longer side is at least ``aspect`` times the shorter, else plain.
+    """Newton-Schulz on the Gram matrix if the longer side is at least ``aspect`` times the shorter, else plain.
 
-    Segments of steps form X X^T and apply the product of their polynomials once (4 s^2 l each). In between a step is
-    four s x s products (8 s^3); a segment's first step saves one of them and its last step two (6 s^3 a segment). By
-    default segments are as many as with Jordan's coefficients: of 3 steps, then 2 each. ``aspect`` None: no matrix
-    takes it.
+    Every segment of steps forms X X^T and applies the product of its polynomials once (4 s^2 l each). A step in between
+    is four s x s products (8 s^3); a segment's first step saves one of them and its last step two (6 s^3 a segment).
+    The default segments are those of Jordan's coefficients: 3 steps, then 2 each. With ``aspect`` None, all are plain.
     """
     short, long = sorted(shape)
     if aspect is None or long < aspect * short:
@@ -66,7 +65,7 @@ def gram_flops(shape: Shape, steps: int = 5, aspect: float | None = GRAM_ASPECT,
 
 
 def max_min_squared(shape: Shape) -> int:
-    """``l s^2``: the leading term only, by which Megatron-Core's planner weighs matrices."""
+    """``l s^2``: only the leading term, Megatron-Core's planner's estimate of a matrix's work."""
     short, long = sorted(shape)
     return long * short * short
 
@@ -96,7 +95,7 @@ def shampoo_flops(shape: Shape, frequency: int = SHAMPOO_FREQUENCY, largest: int
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """What planning balances: ``of(shape)`` in ``unit``: "flops", "ns", or "l s^2" (24 flops each)."""
+    """The cost that planning balances: ``of(shape)`` in ``unit``: "flops", "ns", or "l s^2" (24 flops each)."""
 
     name: str
     unit: str
@@ -126,7 +125,7 @@ COSTS: Mapping[str, CostModel] = MappingProxyType(
 
 
 def per_rank(owners: Iterable[int], amounts: Iterable[int], ranks: int) -> list[int]:
-    """Per rank, the sum of the ``amounts`` of what it owns."""
+    """Per rank, the sum of ``amounts`` over what it owns."""
     sums = [0] * ranks
     for owner, amount in zip(owners, amounts):
         sums[owner] += amount
@@ -135,7 +134,7 @@ def per_rank(owners: Iterable[int], amounts: Iterable[int], ranks: int) -> list[
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What one rank can do: matrix flops per second, bytes per second on the wire, seconds per collective.
+    """The speed of one rank: matrix flops per second, bytes per second on the wire, seconds per collective.
 
     ``bytes_per_second`` is a rank's share of the network; between the ``node_size`` ranks of one node it is
     ``node_bytes_per_second``. ``memory_bytes`` is a rank's memory, 0 if unknown.
@@ -152,8 +151,8 @@ class Machine:
     def link(self, ranks: int, stride: int = 1, of: int | None = None) -> float:
         """Bytes per second that each of ``ranks`` ranks, ``stride`` apart, can send to the others at once.
 
-        Groups follow one another from rank 0 on, ``of`` ranks in all (one group by default). They all lie within nodes
-        if one node holds all of them, or if their extent divides a node.
+        Groups follow one another from rank 0, ``of`` ranks in all (one group by default). All of them are within nodes
+        if one node has all ranks, or if a group's extent divides a node.
         """
         extent = ranks * stride
         inside = (of or extent) <= self.node_size or self.node_size % extent == 0
@@ -210,7 +209,7 @@ class StepTime:
 
 
 def step_time(machine: Machine, *, flops: int, nbytes: int, collectives: int) -> StepTime:
-    """Seconds for the busiest rank's ``flops``, the ``nbytes`` through its link and the number of ``collectives``."""
+    """Seconds for the busiest rank's ``flops``, ``nbytes`` through its link, and this number of ``collectives``."""
     return StepTime(
         flops / machine.flops_per_second,
         nbytes / machine.bytes_per_second,
@@ -237,12 +236,12 @@ def all_reduce_seconds(machine: Machine, nbytes: float, ranks: int, *, stride: i
     return 2 * wire, 2 * latency
 
 
-# Measured costs: the seconds that Newton-Schulz took on one device, as a cost model for planning.
+# Measured costs: the seconds of Newton-Schulz on one device, as a cost model for planning.
 #
-# Ranks that plan with a table must read the same one: two tables are two plans, which the ranks notice and stop.
+# Ranks that plan with a table must read the same one: different tables make different plans, which raise an error.
 
 SCHEMA = 1
-RULE = "newton_schulz"  # whose flops scale what is not measured
+RULE = "newton_schulz"  # whose flops scale unmeasured shapes
 TABLE_KEYS: Mapping[str, type] = {
     "schema": int,
     "device": str,
@@ -257,9 +256,9 @@ ENTRY_KEYS: Mapping[str, type] = {"rows": int, "columns": int, "batch": int, "se
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """What was measured, and on what. ``seconds`` holds (rows, columns), the stack's size, median seconds per matrix.
+    """Measurements and their conditions. ``seconds`` has (rows, columns), the stack's size, median seconds per matrix.
 
-    Raises ValueError, which names the entry, where a table could not have been measured.
+    Raises ValueError, naming the entry, for a table that cannot have been measured.
     """
 
     device: str
@@ -292,7 +291,7 @@ class CostTable:
         """The table that ``to_json`` wrote. Raises ValueError that names what is wrong."""
         found = json.loads(text)
         schema = found.get("schema", SCHEMA) if isinstance(found, dict) else SCHEMA
-        if schema != SCHEMA:  # before the keys, which another schema may have others of
+        if schema != SCHEMA:  # before the keys, which may differ in another schema
             raise ValueError(f"schema: expected {SCHEMA}, found {schema!r}; make a new table with `lwopt calibrate`")
         _, device, dtype, rule, steps, torch_version, entries = _values(found, TABLE_KEYS, "table")
         read = [_values(entry, ENTRY_KEYS, f"entries[{index}]") for index, entry in enumerate(entries)]
@@ -319,7 +318,7 @@ class CostTable:
 
 
 def read_cost_table(path: str | Path) -> CostTable:
-    """The table in the file. Raises FileNotFoundError, or ValueError that names the file and what is wrong in it."""
+    """Read a table. Raises FileNotFoundError, or ValueError that names the file and what is wrong in it."""
     path = Path(path)
     try:
         return CostTable.from_json(path.read_text(encoding="utf-8"))
@@ -330,7 +329,7 @@ def read_cost_table(path: str | Path) -> CostTable:
 
 
 def _nanoseconds(measured: Mapping[Shape, int], shape: Shape) -> int:
-    sides = _sides((max(1, shape[0]), max(1, shape[1])))  # an empty matrix has a cost, if the smallest
+    sides = _sides((max(1, shape[0]), max(1, shape[1])))  # an empty matrix has the smallest cost
     if sides in measured:
         return measured[sides]
     nearest = min(measured, key=lambda known: (_distance(sides, known), known))
@@ -338,7 +337,7 @@ def _nanoseconds(measured: Mapping[Shape, int], shape: Shape) -> int:
 
 
 def _distance(one: Shape, other: Shape) -> Fraction:
-    """exp(|log s - log s'| + |log l - log l'|): logarithms would round, and a tie break differently elsewhere."""
+    """exp(|log s - log s'| + |log l - log l'|), exact: rounded logarithms could break ties differently elsewhere."""
     (short, long), (other_short, other_long) = one, other
     ratio = Fraction(max(short, other_short), min(short, other_short))
     return ratio * Fraction(max(long, other_long), min(long, other_long))
@@ -359,7 +358,7 @@ def _problem(shape: Shape, batch: int, seconds: float, seen: Collection[tuple[Sh
 
 
 def _values(found: Any, keys: Mapping[str, type], where: str) -> list[Any]:
-    """The values of ``keys``, in their order; all of them and no others must be there."""
+    """The values of ``keys``, in order. Raises ValueError for missing and unknown keys and for other types."""
     if not isinstance(found, dict):
         raise ValueError(f"{where}: expected an object, found {found!r:.60}")
     if unknown := sorted(set(found) - set(keys)):
@@ -372,17 +371,17 @@ def _values(found: Any, keys: Mapping[str, type], where: str) -> list[Any]:
     return [found[key] for key in keys]
 
 
-# What a rank holds.
+# The memory of a rank.
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes of one rank. ``parameters`` to ``padding`` are held between a backward pass and its step.
+    """Bytes of one rank. ``parameters`` to ``padding`` are kept between a backward pass and its step.
 
     - ``gradients`` are gone after the step unless all ranks keep them; ``padding`` is that of parameters and gradients.
-    - ``workspace``: what the step's largest matrix needs on top, in a plan.
-    - ``transient``: what backward passes needed on top so far, in a run: ``long_lived + transient`` is the most there
-      was at once. A flag per parameter is not counted.
+    - ``workspace``: what the step's largest matrix needs in addition, in a plan.
+    - ``transient``: what backward passes have needed in addition, in a run: ``long_lived + transient`` is the peak. A
+      flag per parameter is not counted.
     - ``sent``: what a step with one backward pass sends.
     """
 
@@ -401,10 +400,10 @@ class RankMemory:
 
     @property
     def peak(self) -> int:
-        """As planned."""
+        """The planned peak."""
         return self.long_lived + self.workspace
 
     def __add__(self, other: RankMemory) -> RankMemory:
-        """Of two buffers on one rank; the step works on one after the other."""
+        """The sum of two buffers on one rank; the step uses one workspace after the other."""
         sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
         return RankMemory(**{**sums, "workspace": max(self.workspace, other.workspace)})

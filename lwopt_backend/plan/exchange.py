@@ -11,7 +11,7 @@ from lwopt_backend.plan.layouts import Fragment, Layout
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Elements of atom ``atom`` that move between this rank and ``peer``; runs as in ``Fragment``."""
+    """Elements of atom ``atom`` that are sent between this rank and ``peer``; runs are as in ``Fragment``."""
 
     atom: int
     peer: int
@@ -29,8 +29,8 @@ class Segment:
 class Transfer:
     """One rank's part of an all-to-all: what it sends and receives, in wire order (by peer, then by atom).
 
-    ``split`` is None for parts as long as they need to be, else the elements between every two ranks: parts that are
-    all equally long, padded at their end.
+    ``split`` is None for parts of exact lengths, else the elements between every two ranks: all parts are equally long,
+    padded at their end.
     """
 
     rank: int
@@ -49,7 +49,7 @@ class Transfer:
 
     @property
     def send_offsets(self) -> list[int]:
-        """Where every segment that is sent begins in the buffer."""
+        """The offset of every sent segment in the buffer."""
         return self._offsets(self.sends)
 
     @property
@@ -58,7 +58,7 @@ class Transfer:
 
     @property
     def wire_numel(self) -> int:
-        """Elements this rank puts on the wire, padding included; what it keeps for itself is not counted."""
+        """Elements that this rank puts on the wire, padding included, without what it sends to itself."""
         return sum(numel for peer, numel in enumerate(self.send_splits) if peer != self.rank)
 
     def _splits(self, segments: Sequence[Segment]) -> list[int]:
@@ -82,7 +82,7 @@ class Transfer:
 def to_owners(
     bucket: Sequence[int], owners: Sequence[int], layout: Layout, rank: int, split: int | None = None
 ) -> Transfer:
-    """The transfer that brings the bucket's atoms, piece by piece, to their owners, as ``rank`` sees it."""
+    """The transfer that sends the bucket's atoms, piece by piece, to their owners, as ``rank`` sees it."""
     sends, receives = [], []
     for atom in bucket:
         owner = owners[atom]
@@ -97,7 +97,7 @@ def to_owners(
 def to_fragments(
     bucket: Sequence[int], owners: Sequence[int], layout: Layout, rank: int, split: int | None = None
 ) -> Transfer:
-    """The way back: from the owners to every rank that stores a piece, copies included."""
+    """The transfer back: from the owners to every rank that stores a piece, copies included."""
     sends, receives = [], []
     for atom in bucket:
         owner = owners[atom]
@@ -110,8 +110,8 @@ def to_fragments(
 
 
 def equal_split(bucket: Sequence[int], owners: Sequence[int], layout: Layout) -> int:
-    """The most elements that any two ranks exchange: the length of all parts if they are to be equally long."""
-    alike: dict[Hashable, int] = {}  # of every kind one atom
+    """The most elements that any two ranks exchange: the length of all parts if these are equally long."""
+    alike: dict[Hashable, int] = {}  # one atom of every kind
     owned: dict[int, Counter[Hashable]] = defaultdict(Counter)
     for atom in bucket:
         kind = layout.kind(atom)

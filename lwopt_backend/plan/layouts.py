@@ -1,4 +1,4 @@
-"""How a host stores parameters: which rank holds which elements, and where they lie in its memory."""
+"""How a host stores parameters: which rank has which elements, and where they are in its memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import ClassVar, Protocol
 from lwopt_backend.plan.atoms import Block, Stripes
 
 Span = tuple[int, int]  # offset, size
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # per dimension, where it begins; and how long it is
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # per dimension, the offset; and the size
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class View:
 
     @property
     def span(self) -> tuple[int, int]:
-        """Start and stop of the range that its elements are in."""
+        """Start and stop of the range that contains its elements."""
         if 0 in self.sizes:
             return self.offset, self.offset
         last = sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides))
@@ -47,7 +47,7 @@ class View:
 def range_views(block: Block, start: int, stop: int, offset: int) -> tuple[View, ...]:
     """The block's elements in ``[start, stop)`` of the flattened parameter, stored from ``offset`` of a flat tensor.
 
-    Together the views are the block's own range, element by element.
+    Concatenated, the views are the block's own range in row-major order.
     """
     width = block.grid.columns
     dims = _merged([*_dims(block.rows, width), *_dims(block.columns, 1)])
@@ -61,9 +61,9 @@ def range_views(block: Block, start: int, stop: int, offset: int) -> tuple[View,
 
 
 def rectangle(block: Block, shape: Sequence[int], box: Sequence[Span]) -> tuple[Span, Span] | None:
-    """Which of the block's own rows and columns a box of a parameter of ``shape`` holds, or None.
+    """The block's own rows and columns in a box of a parameter of ``shape``, or None.
 
-    Raises ValueError for a box that is cut inside dimensions that are flattened into columns.
+    Raises ValueError for a box that cuts dimensions that are flattened into columns, other than the first.
     """
     lead = block.grid.lead(shape)
     for place, (begin, size) in zip(_unravel(block.slice, shape[:lead]), box):
@@ -79,8 +79,8 @@ def rectangle(block: Block, shape: Sequence[int], box: Sequence[Span]) -> tuple[
 def box_views(block: Block, shape: Sequence[int], box: Sequence[Span], strides: Sequence[int]) -> tuple[View, ...]:
     """The block's elements in a local tensor that is ``box`` of a parameter of ``shape``, with any ``strides``.
 
-    Row by row of the part of the block that ``rectangle`` tells. Their sizes do not depend on the strides. Raises
-    ValueError where the box cuts runs of columns apart so that this order needs a view for every row.
+    They are row by row the part of the block that ``rectangle`` returns. Their sizes do not depend on the strides.
+    Raises ValueError if the box cuts runs of columns apart, so that this order needs a view for every row.
     """
     held = rectangle(block, shape, box)
     if held is None:
@@ -110,7 +110,7 @@ def box_views(block: Block, shape: Sequence[int], box: Sequence[Span], strides: 
 
 
 def _dims(stripes: Stripes, stride: int) -> list[tuple[int, int]]:
-    """Sizes and strides of the stripes, whose neighbouring indices lie ``stride`` apart."""
+    """Sizes and strides of the stripes, whose neighbouring indices are ``stride`` apart."""
     run = (stripes.length, stride)
     if stripes.count == 1:
         return [run]
@@ -119,7 +119,7 @@ def _dims(stripes: Stripes, stride: int) -> list[tuple[int, int]]:
 
 
 def _merged(dims: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same elements in the same order with as few dimensions as there can be."""
+    """The same elements in the same order with the fewest dimensions."""
     found: list[tuple[int, int]] = []
     for size, stride in dims:
         if size == 1:
@@ -132,7 +132,7 @@ def _merged(dims: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def boxes_of(sizes: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The boxes that the elements [start, stop) of a flattened tensor of ``sizes`` are, in order; one at least."""
+    """The boxes that make up the elements [start, stop) of a flattened tensor of ``sizes``, in order; at least one."""
     if start >= stop or not sizes:  # nothing, or one element
         return [((0,) * len(sizes), (0,) * len(sizes))]
     return _boxes(sizes, start, stop)
@@ -166,7 +166,7 @@ def _without_ones(view: View) -> View:
 
 
 def _flattened(block: Block, sizes: Sequence[int], box: Sequence[Span]) -> Span:
-    """Of dimensions that are flattened into columns, which columns the box holds."""
+    """The columns that the box has, if dimensions are flattened into columns."""
     if len(box) > 1 and 0 not in (held for _, held in box):
         if any(span != (0, full) for span, full in zip(box[1:], sizes[1:])):
             raise ValueError(f"the part {box} cuts dimensions that are flattened into columns, other than the first")
@@ -207,20 +207,20 @@ class Fragment:
 
 
 class Layout(Protocol):
-    """Where the parameters of a plan lie. A parameter has at most one fragment on each rank."""
+    """Where the parameters of a plan are stored. A parameter has at most one fragment on each rank."""
 
     @property
     def world_size(self) -> int: ...
 
     @property
     def copies_keep_state(self) -> bool:
-        """Whether every copy's rank keeps the state of its piece, or only the rank that sends it."""
+        """Whether the rank of every copy keeps the state of its piece, or only the rank that sends it."""
 
     def fragments(self, index: int) -> Sequence[Fragment]:
         """Every rank's fragment of parameter ``index``, in rank order, copies included; empty ones are left out."""
 
     def fragment(self, index: int, rank: int) -> Fragment | None:
-        """What ``rank`` stores of parameter ``index``, or None."""
+        """The fragment of parameter ``index`` on ``rank``, or None."""
 
     def sources(self, index: int, owner: int) -> Sequence[Fragment]:
         """The fragments, in rank order, that are sent to ``owner``: together exactly the parameter's elements."""
@@ -229,20 +229,20 @@ class Layout(Protocol):
         """Whether the fragment of ``rank`` is among ``sources(index, owner)``, if it has one."""
 
     def kind(self, index: int) -> Hashable:
-        """Parameters of one kind lie alike."""
+        """Equal for parameters that are stored alike."""
 
     def place(self, index: int) -> str:
-        """Where parameter ``index`` lies, in a spelling that ranks can compare."""
+        """Where parameter ``index`` is stored, in a spelling that ranks can compare."""
 
 
 class Partition:
-    """Storage in which a rank holds one contiguous range of a parameter, from every ``size`` elements the next rank."""
+    """Storage in which a rank has one contiguous range of a parameter; the next rank begins after ``size`` elements."""
 
     __slots__ = ()
     copies_keep_state: ClassVar[bool] = True
 
     def span(self, index: int) -> tuple[int, int, int, int]:
-        """Of parameter ``index``: where it begins in what is cut, its elements, a rank's ``size`` and base."""
+        """Where parameter ``index`` begins in what is cut, its elements, a rank's ``size``, and its base."""
         raise NotImplementedError
 
     def fragments(self, index: int) -> tuple[Fragment, ...]:
@@ -252,13 +252,13 @@ class Partition:
         return tuple(part for rank in ranks if (part := self.fragment(index, rank)) is not None)
 
     def fragment(self, index: int, rank: int) -> Fragment | None:
-        """What ``rank`` stores of parameter ``index``, or None."""
+        """The fragment of parameter ``index`` on ``rank``, or None."""
         begin, numel, size, base = self.span(index)
         low, high = max(begin, rank * size), min(begin + numel, (rank + 1) * size)
         return Fragment(rank, low - begin, high - begin, base + low - rank * size) if low < high else None
 
     def views(self, index: int, rank: int) -> tuple[View, ...]:
-        """Where in the flat tensor of ``rank`` its fragment of parameter ``index`` lies; none if it has none."""
+        """The view of the fragment of parameter ``index`` in the flat tensor of ``rank``; none if it has none."""
         held = self.fragment(index, rank)
         return () if held is None else (View(held.offset, (held.numel,), (1,)),)
 
@@ -271,7 +271,7 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class FlatPartition(Partition):
-    """ZeRO-1/2's storage of one param group: parameters end to end, padded, cut into equal parts.
+    """ZeRO-1/2's storage of one param group: parameters concatenated, padded, cut into equal parts.
 
     ::
 
@@ -291,7 +291,7 @@ class FlatPartition(Partition):
     def build(
         cls, numels: Iterable[int], world_size: int, *, alignment: int = 2, param_alignment: int = 1
     ) -> FlatPartition:
-        """DeepSpeed's layout: every start on ``param_alignment`` elements, the end on ``alignment * world_size``.
+        """DeepSpeed's layout: starts are multiples of ``param_alignment``, the end of ``alignment * world_size``.
 
         ``alignment`` is DeepSpeed's ``nccl_start_alignment_factor`` (2), ``param_alignment`` is 1 unless
         ``zero_optimization.parameter_alignment`` is set.
@@ -336,7 +336,7 @@ class FlatPartition(Partition):
 
 @dataclass(frozen=True, slots=True)
 class ParameterPartition(Partition):
-    """ZeRO-3's storage: every parameter is padded and cut into equal parts, and a rank's parts lie end to end.
+    """ZeRO-3's storage: every parameter is padded and cut into equal parts, and a rank's parts are concatenated.
 
     ::
 
@@ -378,7 +378,7 @@ class ParameterPartition(Partition):
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """Every rank stores every parameter; the owner takes its own copy and keeps the state alone."""
+    """Every rank stores every parameter; the owner uses its own copy, and it alone keeps the state."""
 
     copies_keep_state: ClassVar[bool] = False
 
@@ -407,13 +407,13 @@ class Replicas:
         return sum(self.numels)
 
 
-# Blocks of parameters in flat storage: which elements of a block a rank holds, and where they lie.
+# Blocks of parameters in flat storage: which elements of a block a rank has, and where they are.
 
 
 def in_blocks(
     storage: FlatPartition | ParameterPartition | Replicas, blocks: Sequence[Sequence[Block]]
 ) -> BlockPartition | BlockReplicas:
-    """The same storage of the blocks of every parameter; ``blocks[i]`` are those of parameter i, numbered end to end.
+    """The same storage of the blocks of every parameter; ``blocks[i]`` are parameter i's, numbered consecutively.
 
     Raises ValueError for blocks of another parameter's size.
     """
@@ -430,7 +430,7 @@ def in_blocks(
 
 @dataclass(frozen=True)
 class Blocks:
-    """The ``blocks`` of parameters ``params``, one of them for each block, in ``storage``."""
+    """``blocks`` in ``storage``; ``params`` has each block's parameter."""
 
     storage: FlatPartition | ParameterPartition | Replicas
     params: tuple[int, ...]
@@ -451,7 +451,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class BlockPartition(Blocks):
-    """Storage in which a rank holds one contiguous range of a parameter, and so of each block. A plan's ``Layout``."""
+    """Storage in which a rank has one contiguous range of a parameter, and so of each block. A plan's ``Layout``."""
 
     copies_keep_state: ClassVar[bool] = True
 
@@ -459,7 +459,7 @@ class BlockPartition(Blocks):
     _views: dict[tuple[int, int], tuple[View, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def fragment(self, index: int, rank: int) -> Fragment | None:
-        """What ``rank`` stores of block ``index``, or None; it begins at ``offset``, ``views`` tells how it lies."""
+        """The fragment of block ``index`` on ``rank``, or None; it begins at ``offset``, ``views`` has all elements."""
         part, block = self.storage.fragment(self.params[index], rank), self.blocks[index]
         if part is None:
             return None
@@ -496,7 +496,7 @@ class BlockPartition(Blocks):
 
     @cached_property
     def _kinds(self) -> list[int]:
-        """The number of the first block that lies alike: numbers are quicker to compare than blocks."""
+        """The number of the first block that is stored alike: numbers compare faster than blocks."""
         first: dict[Hashable, int] = {}
         keys = ((self.storage.kind(param), block) for param, block in zip(self.params, self.blocks))
         return [first.setdefault(key, index) for index, key in enumerate(keys)]
@@ -518,7 +518,7 @@ class BlockReplicas(Blocks):
         return tuple(self.fragment(index, rank) for rank in range(self.world_size))
 
     def views(self, index: int, rank: int) -> tuple[View, ...]:
-        """Where in its parameter's flat tensor block ``index`` lies, the same on every rank."""
+        """The views of block ``index`` in its parameter's flat tensor, the same on every rank."""
         block = self.blocks[index]
         return range_views(block, 0, block.grid.slices * block.grid.slice_numel, 0)
 

@@ -1,4 +1,4 @@
-"""Parameters over a device mesh, as DTensors hold them: every rank has one rectangle of every parameter, or none."""
+"""Parameters over a device mesh, as DTensors store them: every rank has one box of every parameter, or none."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Coordinate = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How a parameter of ``shape`` lies over a mesh of ``mesh_shape``.
+    """How a parameter of ``shape`` is sharded over a mesh of ``mesh_shape``.
 
-    ``dims[i]`` is the tensor dimension that mesh dimension i cuts, or None where it holds copies. Mesh dimensions cut
-    from left to right, those that are ``late`` after the others (FSDP2 on a tensor-parallel parameter: DTensor's
+    ``dims[i]`` is the tensor dimension that mesh dimension i cuts, or None if it replicates. Mesh dimensions cut from
+    left to right, those that are ``late`` after the others (FSDP2 on a tensor-parallel parameter: DTensor's
     ``_StridedShard``). A cut is that of ``torch.chunk``: equal parts of ceil(size / parts), the last ones shorter or
-    empty. With a ``block`` the matrix is that block of the parameter, without it is the parameter.
+    empty. The matrix is ``block`` of the parameter, or without one the parameter itself.
     """
 
     shape: tuple[int, ...]
@@ -32,7 +32,7 @@ class Sharding:
     block: Block | None = None
 
     def box(self, coordinate: Coordinate) -> tuple[Span, ...]:
-        """Per tensor dimension, where the part at ``coordinate`` begins and how long it is."""
+        """Per tensor dimension, the offset and the size of the part at ``coordinate``."""
         spans = [(0, size) for size in self.shape]
         for mesh_dim in sorted(range(len(self.dims)), key=lambda i: self.late[i]):
             dim = self.dims[mesh_dim]
@@ -45,7 +45,7 @@ class Sharding:
 
     @property
     def copied(self) -> tuple[int, ...]:
-        """The mesh dimensions along which the parameter is copied."""
+        """The mesh dimensions that replicate the parameter."""
         return tuple(i for i, dim in enumerate(self.dims) if dim is None)
 
     def fragment(self, rank: int, coordinate: Coordinate) -> Fragment | None:
@@ -66,7 +66,7 @@ class Sharding:
         return Fragment(rank, start, start + columns, 0, rows, width)
 
     def check(self, param: str) -> None:
-        """Raises ValueError, the same on every rank, for a block of ``param`` of which a part has no views."""
+        """Raises ValueError, the same on every rank, if a part of ``param`` has no views of the block."""
         if self.block is None:
             return
         parts = [range(size) if dim is not None else range(1) for size, dim in zip(self.mesh_shape, self.dims)]
@@ -97,7 +97,7 @@ def _chunk(span: Span, parts: int, index: int) -> Span:
 
 @dataclass(frozen=True)
 class MeshLayout:
-    """Matrices over one device mesh. ``coordinates[rank]`` is where a rank of the exchange group sits in the mesh."""
+    """Matrices over one device mesh. ``coordinates[rank]`` is the mesh coordinate of a rank of the exchange group."""
 
     copies_keep_state: ClassVar[bool] = True
 
@@ -119,7 +119,7 @@ class MeshLayout:
         return self._by_rank(index).get(rank)
 
     def sources(self, index: int, owner: int) -> tuple[Fragment, ...]:
-        """Of several copies the owner takes the one in its own row of the mesh: the nearest, and its own if whole."""
+        """Of several copies, the one in the owner's own row of the mesh is sent: the nearest, its own if whole."""
         sharding = self.shardings[index]
         copy = tuple(self.coordinates[owner][i] for i in sharding.copied)
         if (sharding, copy) not in self._sent:

@@ -1,4 +1,4 @@
-"""Who owns which matrix: the policies, the spread of work over ranks, and the plan made of it."""
+"""Who owns which matrix: the policies, the balance of work over ranks, and the resulting plan."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Ownership:
 
 
 def stay(atoms: Sequence[Atom], layout: Layout) -> Ownership:
-    """Every atom is owned by the rank that already stores most of it (the lowest such rank on a tie).
+    """Every atom is owned by the rank that stores most of it (the lowest such rank on a tie).
 
-    Moves the fewest elements possible: an atom that lies whole in one partition does not travel at all.
+    Moves the fewest elements possible: an atom stored whole on one rank is not sent at all.
     """
     owners = tuple(max(layout.fragments(i), key=lambda part: (part.numel, -part.rank)).rank for i in range(len(atoms)))
     loads = per_rank(owners, (atom.cost for atom in atoms), layout.world_size)
@@ -45,8 +45,8 @@ def stay(atoms: Sequence[Atom], layout: Layout) -> Ownership:
 def balance(atoms: Sequence[Atom], layout: Layout) -> Ownership:
     """Longest processing time first: the costliest atom goes to the least loaded rank (Graham 1969, within 4/3).
 
-    Among equally loaded ranks the one that stores most of the atom wins, then the lowest: fewer elements travel
-    and the result does not depend on anything but the input.
+    Among equally loaded ranks, the one that stores most of the atom wins, then the lowest: fewer elements are sent, and
+    the result depends on nothing but the input.
     """
     loads = [0] * layout.world_size
     owners = [0] * len(atoms)
@@ -64,7 +64,7 @@ def balance(atoms: Sequence[Atom], layout: Layout) -> Ownership:
     return Ownership("balance", tuple(owners), tuple(loads))
 
 
-# Plans for storage that spreads every matrix over all ranks (FSDP2): all of them travel, so owners follow the work.
+# Plans for storage that spreads every matrix over all ranks (FSDP2): all are exchanged, so owners follow the work.
 
 MATRICES_A_RANK = 2  # in a bucket, by default: fewer, and some ranks idle while others work
 
@@ -82,10 +82,10 @@ def plan_spread(
 ) -> MatrixPlan:
     """Plan matrices, given in backward order.
 
-    A bucket holds at least ``bucket_matrices`` (by default twice as many as there are ranks), and at most
-    ``bucket_numel`` elements where that is given. Owners are balanced over everything: ``loads`` is the work that each
-    rank has elsewhere, and what it was given in one bucket counts in the next. A matrix that one rank stores whole
-    stays there. ``exchange_layout`` as in ``bucket_split``. Raises ValueError for an unknown one.
+    A bucket has at least ``bucket_matrices`` (by default twice the number of ranks) and, if given, at most
+    ``bucket_numel`` elements. Owners are balanced over all buckets: ``loads`` is each rank's work from other plans, and
+    its work in one bucket counts in the next. A matrix that one rank stores whole stays there. ``exchange_layout`` is
+    as in ``bucket_split``; an unknown one raises ValueError.
     """
     if exchange_layout not in LAYOUTS:
         raise ValueError(f"unknown layout {exchange_layout!r}; expected one of {', '.join(LAYOUTS)}")
@@ -115,9 +115,9 @@ def plan_spread(
 def cut_buckets(
     atoms: Sequence[Atom], travelling: Sequence[int], matrices: int, numel: int | None
 ) -> tuple[tuple[int, ...], ...]:
-    """Consecutive atoms in buckets of at least ``matrices``, as many buckets as that allows, nearly equal in number.
+    """Consecutive atoms in buckets of at least ``matrices``: as many buckets as possible, nearly equal in number.
 
-    Where one would hold more than ``numel`` elements it closes earlier; an atom of more has a bucket to itself.
+    A bucket closes earlier if it would exceed ``numel`` elements; an atom of more has a bucket to itself.
     """
     count = max(1, len(travelling) // matrices)
     ends = {len(travelling) * (number + 1) // count for number in range(count)}
@@ -136,10 +136,10 @@ def cut_buckets(
 def bucket_split(
     choice: str, bucket: Sequence[int], atoms: Sequence[Atom], owners: Sequence[int], layout: Layout
 ) -> int | None:
-    """How a bucket lies on the wire: the length of its equal parts (``padded``), or None (``compact``).
+    """A bucket's layout on the wire: the length of its equal parts (``padded``), or None (``compact``).
 
-    ``auto`` takes equal parts where nothing has to be padded for it, because that is the plain all-to-all that every
-    transport does best, and parts as long as needed everywhere else.
+    ``auto`` takes equal parts if these need no padding, because every transport is best at the plain all-to-all, and
+    parts of exact lengths otherwise.
     """
     if choice == "compact":
         return None
@@ -151,9 +151,9 @@ def bucket_split(
 def critical_path(
     atoms: Sequence[Atom], buckets: Sequence[Sequence[int]], owners: dict[int, int], loads: Sequence[int]
 ) -> int:
-    """Work (flops) until the last rank is done, where no rank can be more than one bucket ahead of the slowest.
+    """Work (flops) until the last rank is done, if no rank can be more than one bucket ahead of the slowest.
 
-    A bucket leaves when its predecessor is about to be computed, so it has arrived when all ranks have got that far.
+    A bucket is sent when its predecessor is about to be computed, so it arrives when all ranks have got that far.
     """
     done = list(loads)
     slowest_before, slowest = 0, max(loads)
@@ -167,7 +167,7 @@ def critical_path(
 
 
 def _candidates(atoms: Sequence[Atom], buckets: Sequence[Sequence[int]], loads: Sequence[int]) -> list[dict[int, int]]:
-    """Owners bucket by bucket, and, where no rank has work elsewhere, owners for all of the matrices at once."""
+    """Owners bucket by bucket and, if no rank has work from other plans, owners for all matrices at once."""
     found = [_bucket_by_bucket(atoms, buckets, loads)]
     travelling = [index for bucket in buckets for index in bucket]
     if travelling and not any(loads):
@@ -177,7 +177,7 @@ def _candidates(atoms: Sequence[Atom], buckets: Sequence[Sequence[int]], loads: 
 
 
 def _bucket_by_bucket(atoms: Sequence[Atom], buckets: Sequence[Sequence[int]], loads: Sequence[int]) -> dict[int, int]:
-    """In every bucket the costliest matrix first, to the rank with the least work so far (Graham 1969)."""
+    """In every bucket, the costliest matrix first, to the rank with the least work so far (Graham 1969)."""
     heap = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(heap)
     owners = {}
@@ -189,7 +189,7 @@ def _bucket_by_bucket(atoms: Sequence[Atom], buckets: Sequence[Sequence[int]], l
     return owners
 
 
-# Plans for flat partitions (ZeRO-1/2), where most matrices lie whole on one rank and only the others travel.
+# Plans for flat partitions (ZeRO-1/2), where most matrices are whole on one rank and only the others are exchanged.
 
 
 def plan_matrices(
@@ -202,11 +202,11 @@ def plan_matrices(
     element_bytes: int,
     tensors: int = 1,
 ) -> MatrixPlan:
-    """Choose owners by ``policy`` and put what has to travel into buckets of at most ``bucket_numel`` elements.
+    """Choose owners by ``policy``, and put what must be exchanged into buckets of at most ``bucket_numel`` elements.
 
     ``auto`` models the step time of every policy on ``machine`` and takes the fastest, ``stay`` on a tie.
-    ``element_bytes`` is the size of one element on the wire, of ``tensors`` that travel to the owner. Raises ValueError
-    for an unknown policy.
+    ``element_bytes`` is the size of one element on the wire; ``tensors`` are sent to the owner. Raises ValueError for
+    an unknown policy.
     """
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}; expected one of {', '.join(POLICIES)}")
@@ -235,10 +235,10 @@ def modelled_time(plan: MatrixPlan, machine: Machine) -> StepTime:
 
 @dataclass(frozen=True, slots=True)
 class MatrixPlan:
-    """How one group of matrices is updated: who owns what, and in which buckets the rest travels.
+    """How one group of matrices is updated: who owns what, and the buckets in which the rest is exchanged.
 
-    ``buckets`` hold only atoms that are not whole at their owner; everything else is stepped in place. ``modelled``
-    are the step times that were compared, the chosen policy's first. Without ``splits`` all buckets are compact.
+    ``buckets`` have only atoms that are not whole at their owner; all others are stepped in place. ``modelled`` are the
+    step times that were compared, the chosen policy's first. Without ``splits``, all buckets are compact.
     """
 
     atoms: tuple[Atom, ...]
@@ -248,7 +248,7 @@ class MatrixPlan:
     element_bytes: int
     modelled: tuple[tuple[str, StepTime], ...] = ()
     splits: tuple[int | None, ...] = ()  # per bucket: None for compact, else the length of its equal parts
-    tensors: int = 1  # that travel to the owner: the direction, or the gradient and the weight
+    tensors: int = 1  # sent to the owner: the direction, or the gradient and the weight
 
     def local_atoms(self, rank: int) -> list[int]:
         """Atoms that ``rank`` owns and stores whole."""
@@ -261,43 +261,43 @@ class MatrixPlan:
         return self.layout.copies_keep_state or self.ownership.owners[atom] == rank
 
     def stays(self, bucket: int) -> bool:
-        """Whether the owners of the bucket's atoms store them whole already, so that nothing has to come to them."""
+        """Whether the owners of the bucket's atoms already store them whole, so that nothing is sent to them."""
         alike = self._alike(self.buckets[bucket])
         return all(part.rank == owner for atom, owner, _ in alike for part in self.layout.sources(atom, owner))
 
     def trips(self, bucket: int) -> int:
-        """How many all-to-alls the bucket takes: to the owners, unless it stays, and back."""
+        """The number of the bucket's all-to-alls: to the owners, unless it stays, and back."""
         return 1 if self.stays(bucket) else 1 + self.tensors
 
     def split(self, bucket: int) -> int | None:
-        """The length of the equal parts in which the bucket travels, or None for parts as long as needed."""
+        """The length of the bucket's equal parts on the wire, or None for parts of exact lengths."""
         return self.splits[bucket] if self.splits else None
 
     def transfer(self, bucket: int, rank: int) -> Transfer:
-        """Bucket ``bucket``'s way to the owners as ``rank`` sees it."""
+        """The bucket's transfer to the owners, as ``rank`` sees it."""
         return to_owners(self.buckets[bucket], self.ownership.owners, self.layout, rank, self.split(bucket))
 
     def way_back(self, bucket: int, rank: int) -> Transfer:
-        """The bucket's way from the owners to all ranks that store pieces, as ``rank`` sees it."""
+        """The bucket's transfer from the owners to all ranks that store pieces, as ``rank`` sees it."""
         return to_fragments(self.buckets[bucket], self.ownership.owners, self.layout, rank, self.split(bucket))
 
     def lines(self) -> list[str]:
-        """One line per atom: what all ranks must have decided alike before the first exchange."""
+        """The lines, one per atom, that must be equal on all ranks before the first exchange."""
         return [
             f"{atom.name} {atom.shape[0]}x{atom.shape[1]} {self.layout.place(index)} owner {owner}"
             for index, (atom, owner) in enumerate(zip(self.atoms, self.ownership.owners))
         ] + [f"buckets {self.buckets} in parts {self.splits} of {self.tensors} x {self.element_bytes} bytes an element"]
 
     def owned_counts(self) -> list[int]:
-        """Per rank, how many atoms it owns."""
+        """Per rank, the number of atoms that it owns."""
         return per_rank(self.ownership.owners, repeat(1), self.layout.world_size)
 
     def owned_numels(self) -> list[int]:
-        """Per rank, the elements of the atoms it owns."""
+        """Per rank, the elements of the atoms that it owns."""
         return per_rank(self.ownership.owners, (atom.numel for atom in self.atoms), self.layout.world_size)
 
     def moved_numel(self) -> list[int]:
-        """Per rank, the elements it stores whose update is computed by another rank."""
+        """Per rank, the elements that it stores whose update another rank computes."""
         moved = [0] * self.layout.world_size
         for atom, owner, times in self._alike(atom for bucket in self.buckets for atom in bucket):
             for part in self.layout.fragments(atom):
@@ -305,7 +305,7 @@ class MatrixPlan:
         return moved
 
     def wire_bytes(self) -> list[int]:
-        """Per rank, the bytes it sends in one step: fragments to owners, and updates back to fragments."""
+        """Per rank, the bytes that it sends in one step: fragments to owners, and updates back to fragments."""
         sent = [0] * self.layout.world_size
         compact: list[int] = []
         for number, bucket in enumerate(self.buckets):
@@ -322,7 +322,7 @@ class MatrixPlan:
         return [numel * self.element_bytes for numel in sent]
 
     def _alike(self, atoms: Iterable[int]) -> Iterator[tuple[int, int, int]]:
-        """One of the atoms that lie alike and have one owner, that owner, and how many they are."""
+        """Yield one of the atoms that are stored alike and have one owner, that owner, and the number of such atoms."""
         counts: dict[tuple[Hashable, int], list[int]] = {}
         for atom in atoms:
             counts.setdefault((self.layout.kind(atom), self.ownership.owners[atom]), []).append(atom)
@@ -331,6 +331,6 @@ class MatrixPlan:
 
 
 def is_whole(layout: Layout, atom: int, rank: int) -> bool:
-    """Whether ``rank`` stores every element of ``atom`` and nobody else any."""
+    """Whether ``rank`` stores every element of ``atom``, and no other rank any."""
     parts = layout.fragments(atom)
     return len(parts) == 1 and parts[0].rank == rank

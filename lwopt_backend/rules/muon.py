@@ -13,7 +13,7 @@ from torch import Tensor
 from lwopt_backend.rules.newton_schulz import Coefficients, by_step, gram_newton_schulz, newton_schulz, table_of
 from lwopt_backend.rules.protocol import MatrixRule, option
 
-# Factors on the learning rate by a matrix's shape, under the names that implementations have for them.
+# Factors on the learning rate by a matrix's shape, by the names that implementations use.
 
 Scale = Callable[[int, int], float]
 
@@ -45,7 +45,7 @@ def unit_rms_norm(rows: int, columns: int) -> float:
 
 
 def none(rows: int, columns: int) -> float:
-    """The learning rate as it is."""
+    """No factor: one for every shape."""
     return 1.0
 
 
@@ -98,9 +98,9 @@ def checked_restarts(given: Any) -> tuple[int, ...] | None:
 class Muon(MatrixRule):
     """torch.optim.Muon's update as a matrix rule; its state is one ``momentum_buffer`` per element.
 
-    ``momentum_form`` "ema" is what torch computes (its docstring writes the other); one is the other times
-    1 - momentum, in the buffer too, so their checkpoints are not interchangeable. bfloat16 on the wire loses nothing
-    when the iteration is in bfloat16, because it starts with that cast and ends in that dtype. All forms of decay go by
+    ``momentum_form`` "ema" is what torch computes (its docstring shows the other form); it equals the sum times 1 -
+    momentum, in the buffer, too, so the forms' checkpoints are not interchangeable. If the iteration is in bfloat16, so
+    is the exchange, without loss: the iteration begins with that cast and ends in that dtype. All forms of decay use
     the learning rate without the factor by shape.
     """
 

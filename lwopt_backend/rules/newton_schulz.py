@@ -12,7 +12,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-# Coefficients of the quintic Newton-Schulz iteration, by step: the published tables by name, or one's own.
+# Coefficients of the quintic Newton-Schulz iteration, by step: published tables by name, or the user's.
 
 Triple = tuple[float, float, float]  # a, b, c of X <- a X + b (X X^T) X + c (X X^T)^2 X
 Coefficients = Triple | Sequence[Triple] | str
@@ -20,11 +20,11 @@ Coefficients = Triple | Sequence[Triple] | str
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Coefficients of consecutive steps, and how they are meant to be used.
+    """Coefficients of consecutive steps, and how to use them.
 
-    A table that ``ends`` was composed for so many steps, no more and no fewer; after another its last row goes on.
-    ``margin`` multiplies the norm that matrices are divided by, so that rounding takes no singular value above what
-    the polynomials are made for.
+    A table that ``ends`` was composed for exactly its number of steps; for others, further steps repeat the last row.
+    ``margin`` multiplies the norm that matrices are divided by, so that rounding leaves no singular value above the
+    polynomials' range.
     """
 
     triples: tuple[Triple, ...]
@@ -33,7 +33,7 @@ class Table:
 
 
 def _with_margin(triples: Sequence[Triple], margin: float) -> tuple[Triple, ...]:
-    """p(x / margin) in place of every polynomial but the last."""
+    """Replace every polynomial p(x) but the last by p(x / margin)."""
     *all_but_last, last = triples
     return (*((a / margin, b / margin**3, c / margin**5) for a, b, c in all_but_last), last)
 
@@ -86,7 +86,7 @@ TABLES = {
 
 
 def table_of(coefficients: Coefficients) -> Table:
-    """By name; of one triple, which every step takes; of a list, one triple for every step.
+    """A table by name; from one triple, which every step uses; or from a list of one triple per step.
 
     Raises ValueError for anything else.
     """
@@ -113,11 +113,11 @@ def _is_triple(given: object) -> TypeGuard[Triple]:
 
 
 def by_step(coefficients: Coefficients, steps: int) -> tuple[Triple, ...]:
-    """One triple for each of ``steps`` steps. Raises ValueError where a table was made for another number of steps.
+    """One triple for each of ``steps`` steps. Raises ValueError if a table was made for another number of steps.
 
-    Published implementations disagree on what follows the end of a table: Emerging-Optimizers begins anew,
+    Published implementations disagree on steps after the end of a table: Emerging-Optimizers starts over,
     pytorch_optimizer repeats the last row, dion ignores the number of steps. So only tables whose authors say that the
-    last row goes on are continued; for anything else write out as many triples as there are steps.
+    last row repeats are continued; for others, write out as many triples as there are steps.
     """
     table = table_of(coefficients)
     count = len(table.triples)
@@ -130,7 +130,7 @@ def by_step(coefficients: Coefficients, steps: int) -> tuple[Triple, ...]:
     return (table.triples + table.triples[-1:] * (steps - count))[:steps]
 
 
-LEAST_NORM = 1e-15  # of which float32 and bfloat16 square every element that counts without losing it
+LEAST_NORM = 1e-15  # in float32 and bfloat16, the squares of all elements that count do not underflow
 
 
 def newton_schulz(
@@ -143,10 +143,10 @@ def newton_schulz(
 ) -> Tensor:
     """Push the singular values of every matrix in (..., rows, columns) towards one.
 
-    X <- a X + (b A + c A^2) X with A = X X^T, starting from X / ||X||_F, on the transposed matrix where rows > columns
-    (Keller Jordan, "Muon", 2024); a, b and c may differ from step to step. Computed and returned in ``dtype``; with one
-    triple the arithmetic is that of torch.optim.Muon, operation by operation, so one matrix gives the same bits. The
-    input is not changed. Raises ValueError for coefficients that are not for so many steps.
+    X <- a X + (b A + c A^2) X with A = X X^T, starting from X / ||X||_F, on the transposed matrix if rows > columns
+    (Keller Jordan, "Muon", 2024); a, b and c may differ from step to step. Computed and returned in ``dtype``. With one
+    triple, the operations are those of torch.optim.Muon, so one matrix yields the same bits. The input is not changed.
+    Raises ValueError for coefficients for another number of steps.
     """
     x, as_given = prepare(matrices, coefficients, eps, dtype)
     multiply_add = torch.addmm if x.ndim == 2 else torch.baddbmm
@@ -160,10 +160,10 @@ def newton_schulz(
 def prepare(
     matrices: Tensor, coefficients: Coefficients, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """What iterations start from, and the way back: cast, 2-D or 3-D, no longer than wide, of norm one."""
+    """The iteration's start, and a function that restores the shape: cast, 2-D or 3-D, rows <= columns, norm one."""
     x = matrices.to(dtype)
     batch = x.shape[:-2]
-    x = x.flatten(0, -3) if len(batch) > 1 else x  # torch multiplies and adds 2-D and 3-D tensors
+    x = x.flatten(0, -3) if len(batch) > 1 else x  # addmm and baddbmm take 2-D and 3-D tensors
     tall = x.size(-2) > x.size(-1)
     x = normalize(x.mT if tall else x, eps, table_of(coefficients).margin)
 
@@ -175,17 +175,17 @@ def prepare(
 
 
 def normalize(x: Tensor, eps: float, margin: float = 1.0) -> Tensor:
-    """Every matrix of 2-D or 3-D ``x`` over its Frobenius norm times ``margin``.
+    """Divide every matrix of 2-D or 3-D ``x`` by its Frobenius norm times ``margin``.
 
-    torch.optim.Muon divides by at least ``eps``, so what gradient clipping left of a matrix may begin the iteration too
-    small to end near one. Where the norm is below that, or too large to be a number, the matrix is divided by its
-    largest element first; elsewhere that is a division by one, which changes no bit. Zero stays zero, and what is not
-    finite ends as NaN. No device has to be waited for.
+    torch.optim.Muon divides by at least ``eps``, so a matrix that gradient clipping made tiny may start too small to
+    end near one. If the norm is below that, or overflows, the matrix is first divided by its largest element; otherwise
+    by one, which changes no bit. Zero stays zero, and a matrix that is not finite becomes NaN. Does not synchronize
+    with the device.
     """
     norm = _norm(x)
     bounded = norm.clamp(max(eps, LEAST_NORM), torch.finfo(x.dtype).max)
     guarded = bounded != norm
-    if x.device.type != "cpu" or guarded.any():  # looking is free on a CPU only
+    if x.device.type != "cpu" or guarded.any():  # reading it is free only on a CPU
         largest = torch.linalg.vector_norm(x, math.inf, dim=(-2, -1), keepdim=x.ndim > 2)
         x = x / torch.where(guarded, largest.clamp(min=torch.finfo(x.dtype).tiny), 1)
         bounded = torch.where(guarded, _norm(x).clamp(min=LEAST_NORM), bounded)
@@ -193,7 +193,7 @@ def normalize(x: Tensor, eps: float, margin: float = 1.0) -> Tensor:
 
 
 def _norm(x: Tensor) -> Tensor:
-    """One matrix takes the 2-D path: its norm is reduced in torch.optim.Muon's order, batched it would not be."""
+    """One matrix takes the 2-D path: its norm is reduced in torch.optim.Muon's order, unlike a batched norm."""
     norm: Tensor = x.norm() if x.ndim == 2 else torch.linalg.matrix_norm(x, keepdim=True)
     return norm
 
@@ -210,12 +210,12 @@ def gram_newton_schulz(
     dtype: torch.dtype,
     restarts: Sequence[int] | None = None,
 ) -> Tensor:
-    """What ``newton_schulz`` computes, to rounding, from products of s x s matrices; s is the shorter side.
+    """``newton_schulz`` up to rounding, from products of s x s matrices; s is the shorter side.
 
     Every step multiplies X by a polynomial of R = X X^T, so the product Q of several steps follows from R alone, and X
-    is multiplied once (Zhang, Amsel, Chen and Dao, "Gram Newton-Schulz", 2026). Fewer flops where the longer side is
-    over 1.5 times the shorter, more where it is less. ``restarts`` are the numbers of steps after which X and R are
-    formed anew.
+    is multiplied once (Zhang, Amsel, Chen and Dao, "Gram Newton-Schulz", 2026). It takes fewer flops if the longer side
+    is over 1.5 times the shorter, more if it is less. ``restarts`` are the numbers of steps after which X and R are
+    computed again.
     """
     x, as_given = prepare(matrices, coefficients, eps, dtype)
     for triples in segments(coefficients, steps, restarts):
@@ -226,12 +226,12 @@ def gram_newton_schulz(
 def segments(coefficients: Coefficients, steps: int, restarts: Sequence[int] | None = None) -> list[tuple[Triple, ...]]:
     """The coefficients of the steps from one restart to the next.
 
-    Rounding makes small eigenvalues of R wrong, even negative, and every step multiplies them by its slope at zero, a,
-    twice. So by default a segment ends before its slopes' product would pass a bound; the first one's is larger, as the
-    restart mends what it leaves. Of 5 steps that is 3 and 2 with Jordan's coefficients, 2 and 3 with the other tables.
-    On ill-conditioned matrices in bfloat16 the largest singular value then ends at most 0.02 above the plain
-    iteration's with Jordan's coefficients and 0.2 with the others; were it 3 and 2 with all, 0.6 to 2.5 with the
-    others, and without a restart it has no bound.
+    Rounding makes small eigenvalues of R wrong, even negative, and every step multiplies them by the square of its
+    slope at zero, a. So by default a segment ends before the product of its slopes would exceed a bound; that of the
+    first is larger, because the restart repairs what it leaves. Of 5 steps, that is 3 and 2 with Jordan's coefficients,
+    2 and 3 with the other tables. On ill-conditioned matrices in bfloat16, the largest singular value then ends at most
+    0.02 above the plain iteration's with Jordan's coefficients and 0.2 with the others; with 3 and 2 for all, it would
+    be 0.6 to 2.5 with the others, and without a restart it has no bound.
     """
     triples = by_step(coefficients, steps)
     if restarts is None:
@@ -244,13 +244,13 @@ def segments(coefficients: Coefficients, steps: int, restarts: Sequence[int] | N
 
 
 def _steps_within(bound: float, triples: Sequence[Triple]) -> int:
-    """How many of these steps have slopes whose product is within the bound; one at least."""
+    """How many of these steps have slopes whose product is within the bound; at least one."""
     products: Iterable[float] = itertools.accumulate((abs(a) for a, _, _ in triples), operator.mul)
     return max(1, sum(product <= bound for product in products))
 
 
 def _product_of_steps(gram: Tensor, triples: Sequence[Triple]) -> Tensor:
-    """Q of (..., s, s) with which steps take X to Q X, where X X^T is ``gram``.
+    """Q of (..., s, s), the product of these steps: they take X, with X X^T = ``gram``, to Q X.
 
     A step takes X to P X and R to P R P with P = a I + Z, Z = b R + c R^2; polynomials of one matrix commute.
     """
@@ -258,7 +258,7 @@ def _product_of_steps(gram: Tensor, triples: Sequence[Triple]) -> Tensor:
     product = None
     for number, (a, b, c) in enumerate(triples, start=1):
         z = multiply_add(gram, gram, gram, beta=b, alpha=c)
-        if number < len(triples):  # after the last step nobody needs R
+        if number < len(triples):  # R is not needed after the last step
             half = multiply_add(gram, z, gram, beta=a)
             gram = multiply_add(half, half, z, beta=a)
         if product is None:

@@ -1,4 +1,4 @@
-"""What a matrix rule is: the mathematics of an update, cut where sharding cuts it; and any torch optimizer as one."""
+"""What a matrix rule is: an update's mathematics, divided where sharding divides it; and any torch optimizer as one."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Check = Callable[[Any], Any]
 
 
 def option(default: Any, meaning: str, source: str, *, check: Check | None = None, **bounds: float) -> Any:
-    """A field of a rule's dataclass: the one declaration of an option, from which all others are derived.
+    """A field of a rule's dataclass: the only declaration of an option, from which all others are derived.
 
     ``lwopt rules`` shows ``meaning`` and ``source``, where the option comes from. ``bounds`` of a number are ``ge``,
-    ``gt`` and ``lt``. ``check`` takes what was given and returns what the rule wants, or raises ValueError. Whether
-    options fit each other is checked in the dataclass's ``__post_init__``.
+    ``gt`` and ``lt``. ``check`` takes the given value and returns the one that the rule uses, or raises ValueError. The
+    dataclass's ``__post_init__`` checks whether options fit each other.
     """
     return field(default=default, metadata={"meaning": meaning, "source": source, "check": check, "bounds": bounds})
 
@@ -29,70 +29,70 @@ def option(default: Any, meaning: str, source: str, *, check: Check | None = Non
 class MatrixRule:
     """An optimizer for whole matrices. Subclass it, as a dataclass whose fields are the rule's options.
 
-    A step goes through these methods, in this order. Those that are *element-wise* run on whatever piece of the matrix
-    a rank stores, the others on the whole matrix, once, at its owner::
+    A step calls these methods, in this order. The *element-wise* ones run on each piece of the matrix that a rank has,
+    the others on the whole matrix, once, at its owner::
 
         grad = gradient(grad, value)       element-wise
         accumulate(grad, state)            element-wise, in place
-        direction(grad, state)             element-wise; this is what travels
+        direction(grad, state)             element-wise; this is sent
         transform(directions)              whole: (..., rows, columns) to the same shape, rows are outputs
         apply(value, update, shape)        element-wise, in place
 
-    What is written here is decoupled decay and a step of ``-lr * scale(shape)`` along ``transform``'s result.
+    The defaults are decoupled weight decay and a step of ``-lr * scale(shape)`` along the result of ``transform``.
     ``shape`` is always the whole matrix's (rows, columns).
     """
 
     lr: float
-    state_keys: ClassVar[tuple[str, ...]] = ()  # of the state that lies where the weight's elements do, in its shape
-    exchange_dtype: torch.dtype = torch.float32  # of what travels
-    rule_name: str = ""  # by which configurations and profiles know it
+    state_keys: ClassVar[tuple[str, ...]] = ()  # of element-wise state: sharded like the weight, in its shape
+    exchange_dtype: torch.dtype = torch.float32  # of directions and updates on the wire
+    rule_name: str = ""  # its name in configurations and profiles
 
     def gradient(self, grad: Tensor, value: Tensor) -> Tensor:
-        """The gradient that the rule goes by; neither argument is changed."""
+        """The gradient that the rule uses; changes neither argument."""
         return grad
 
     def accumulate(self, grad: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Take ``grad``, which is not changed, into the element-wise ``state``, in place."""
+        """Accumulate ``grad``, which is not changed, into the element-wise ``state``, in place."""
 
     def direction(self, grad: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        """What ``transform`` needs, in ``grad``'s shape; neither argument is changed."""
+        """The input of ``transform``, in ``grad``'s shape; changes neither argument."""
         return grad
 
     def transform(self, matrices: Tensor) -> Tensor:
-        """The update direction of each matrix. The input is not changed."""
+        """The update of each matrix, (..., rows, columns) to the same shape. Does not change the input."""
         raise NotImplementedError(f"{type(self).__name__} has no transform")
 
     def scale(self, shape: tuple[int, int]) -> float:
-        """The factor on the learning rate for a matrix of this shape."""
+        """The factor on the learning rate for a matrix of ``shape``."""
         return 1.0
 
     def apply(self, value: Tensor, update: Tensor, shape: tuple[int, int]) -> None:
-        """Decay a piece of the weight, and move it by the same piece of ``transform``'s result."""
+        """Decay a piece of the weight, and add the same piece of the update, times ``-lr * scale(shape)``; in place."""
         decay = getattr(self, "weight_decay", 0.0)
         value.mul_(1 - self.lr * decay)
         value.add_(update, alpha=-self.lr * self.scale(shape))
 
 
 class OwnerStateRule(MatrixRule):
-    """A matrix rule that also keeps state at the owner alone, of whatever shapes: one matrix's second moments by rows.
+    """A matrix rule with owner state of any shapes, e.g. a matrix's second moments by row.
 
-    ``transform_with`` takes the place of ``transform``, one matrix at a time.
+    ``transform_with`` replaces ``transform``, and takes one matrix at a time.
     """
 
     def new_owner_state(self, shape: tuple[int, int], device: torch.device) -> dict[str, Any]:
-        """Fresh state for a matrix of ``shape``: tensors by name."""
+        """Fresh owner state for a matrix of ``shape``: tensors by name."""
         raise NotImplementedError(f"{type(self).__name__} has no owner state")
 
     def transform_with(self, matrix: Tensor, state: dict[str, Any]) -> Tensor:
-        """``transform`` of one matrix, with its state, which is changed in place."""
+        """``transform`` of one matrix; changes its owner state in place."""
         raise NotImplementedError(f"{type(self).__name__} has no transform")
 
 
 class WeightRule(MatrixRule):
-    """A rule that takes the whole weight and the whole gradient and changes the weight itself.
+    """A rule that takes the whole weight and the whole gradient, and changes the weight itself.
 
-    Both come to the owner in fp32, and the new weight returns. All state is the owner's: anything that ``torch.save``
-    writes, in nested dictionaries and lists; which of it there is shows after the first step.
+    Both are sent to the owner in fp32, and the new weight is sent back. All state is owner state: anything that
+    ``torch.save`` writes, in nested dictionaries and lists; its form is known after the first step.
     """
 
     def step(self, value: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
@@ -100,7 +100,7 @@ class WeightRule(MatrixRule):
         raise NotImplementedError(f"{type(self).__name__} has no step")
 
 
-# One step, as hooks on optimizers' steps hear of it: not of optimizers inside ours, not of a step's several calls.
+# Hooks on optimizers' steps see one step: not those of optimizers inside ours, not each of several calls.
 
 BEFORE: MutableMapping[int, Any] = of_torch._global_optimizer_pre_hooks
 AFTER: MutableMapping[int, Any] = of_torch._global_optimizer_post_hooks
@@ -108,10 +108,11 @@ AFTER: MutableMapping[int, Any] = of_torch._global_optimizer_post_hooks
 
 @contextmanager
 def inner_steps() -> Iterator[None]:
-    """Steps within are not told to hooks on every optimizer (``register_optimizer_step_pre_hook``, ``..._post_hook``).
+    """Within it, steps do not call the hooks on all optimizers (``register_optimizer_step_pre_hook``,
+    ``..._post_hook``).
 
-    The step that they are part of is told once, by torch. The hooks are taken out rather than the optimizer's ``step``
-    unwrapped, because one that calls its base class's ``step`` would be told of there.
+    torch calls them once for the outer step. The hooks are removed meanwhile, rather than the optimizer's ``step``
+    unwrapped, because one that calls its base class's ``step`` would call them there.
     """
     kept: list[tuple[MutableMapping[int, Any], dict[int, Any]]] = [(hooks, dict(hooks)) for hooks in (BEFORE, AFTER)]
     for hooks, _ in kept:
@@ -125,10 +126,10 @@ def inner_steps() -> Iterator[None]:
 
 @contextmanager
 def one_call(optimizer: torch.optim.Optimizer, *, begins: bool, ends: bool) -> Iterator[None]:
-    """What torch does around ``step``, for an optimizer that a host calls several times a step.
+    """What torch does around ``step``, for an optimizer that a host calls several times per step.
 
-    Hooks hear of the call that begins the step, before it, and of the one that ends it, after it. ``step`` must have an
-    attribute ``hooked``, with which torch takes it as it is.
+    Pre-hooks are called before the call that begins the step, post-hooks after the one that ends it. ``step`` must have
+    an attribute ``hooked``, so that torch does not wrap it.
     """
     with record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):
         for hook in chain(BEFORE.values(), optimizer._optimizer_step_pre_hooks.values()) if begins else ():
@@ -139,11 +140,11 @@ def one_call(optimizer: torch.optim.Optimizer, *, begins: bool, ends: bool) -> I
 
 
 class TorchOptimizer(WeightRule):
-    """An optimizer class, made anew for every matrix and step with ``arguments``, and given back its state.
+    """Runs an optimizer class on one matrix: made for every matrix and step, with ``arguments`` and the saved state.
 
-    It sees one matrix: the whole weight as a parameter, the whole gradient as its ``grad``. What it keeps in ``state``
-    of the parameter, and what it counts in its param group, is the owner's state of the matrix. What it keeps anywhere
-    else would be lost: that is an error.
+    Its only parameter is the whole weight, with the whole gradient as ``grad``. What it keeps in ``state`` of the
+    parameter, and counts in its param group, is the matrix's owner state. What it keeps elsewhere would be lost: an
+    error.
     """
 
     def __init__(self, optimizer_class: type[torch.optim.Optimizer], **arguments: Any) -> None:
@@ -166,11 +167,11 @@ class TorchOptimizer(WeightRule):
         counted = {key: v for key, v in group.items() if key not in own and v is not before.get(key)}
         state["group"] = {**state.get("group", {}), **counted}
         state["state"] = dict(inner.state.get(param, {}))
-        if param.data_ptr() != value.data_ptr():  # it put other data in place of the parameter's
+        if param.data_ptr() != value.data_ptr():  # it replaced the parameter's data
             value.copy_(param.detach())
 
     def _check(self, inner: torch.optim.Optimizer, param: Tensor, attributes: dict[str, Any], *, first: bool) -> None:
-        """Raises TypeError for an optimizer that keeps something that we would lose."""
+        """Raises TypeError for an optimizer with state that would be lost."""
         others = [key for key in inner.state if key is not param]
         changed = [key for key, value in vars(inner).items() if attributes.get(key, self) is not value]
         if first and (others or changed):

@@ -1,4 +1,4 @@
-"""QK-clip: query and key weights of heads whose attention logits grow too large are shrunk (MuonClip, Kimi K2)."""
+"""QK-clip: shrink the query and key weights of heads whose attention logits grow too large (MuonClip, Kimi K2)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class QKFactors(NamedTuple):
-    """What the rows of each head's projections are multiplied by; the first two are also for their biases."""
+    """Factors for the rows of each head's projections; the first two also scale their biases."""
 
     query: Tensor  # (heads,)
     key: Tensor  # (key heads,)
@@ -20,19 +20,19 @@ class QKFactors(NamedTuple):
 def qk_clip_factors(
     max_logits: Tensor, threshold: float = 100.0, *, key_heads: int | None = None, query_share: float = 0.5
 ) -> QKFactors:
-    """Factors that bring a head's largest logit S, where it is over the threshold t, down to t.
+    """Factors that reduce a head's largest logit S, if it is over the threshold t, to t.
 
-    gamma = min(1, t / S) is split over both sides: gamma^query_share for the query, the rest for the key, half each in
-    "Kimi K2: Open Agentic Intelligence", arXiv 2507.20534, section 2.1. A key that several heads share stays as it is
-    and the queries take all of gamma, which is what the paper does with MLA's rotary part: only so a head is clipped
-    without the others noticing. So with fewer ``key_heads`` than heads (grouped queries) all key factors are one.
+    gamma = min(1, t / S) is split between both sides: gamma^query_share for the query, the rest for the key, half each
+    in "Kimi K2: Open Agentic Intelligence", arXiv 2507.20534, section 2.1. A key that several heads share is not
+    scaled, and the queries take all of gamma, as the paper does for MLA's rotary part: only then is a head clipped
+    without effect on the others. So with fewer ``key_heads`` than heads (grouped queries), all key factors are one.
 
-    - ``max_logits``: (heads,), of each head the largest q k / sqrt(d) before the softmax over everything since the last
-      step: batches, accumulated ones too, and data-parallel ranks. Every rank must pass the same.
-    - Returns factors in fp32, where ``max_logits`` is. A head within the threshold has one exactly; a logit that is
-      not finite gives NaN, because a step that saw one should have been skipped.
+    - ``max_logits``: (heads,), each head's largest q k / sqrt(d) before the softmax since the last step, over all
+      (accumulated) batches and data-parallel ranks. Every rank must pass the same.
+    - Returns fp32 factors on the device of ``max_logits``. A head within the threshold has exactly one; a logit that is
+      not finite yields NaN, because a step that saw one should have been skipped.
 
-    Applied after the update; momentum stays as it is. Raises ValueError for a wrong shape, threshold or share.
+    Applied after the update; momentum is not scaled. Raises ValueError for a wrong shape, threshold or share.
     """
     if max_logits.ndim != 1 or not len(max_logits):
         raise ValueError(f"max_logits: expected one per head, (heads,); found shape {tuple(max_logits.shape)}")
@@ -52,13 +52,13 @@ def qk_clip_factors(
 
 
 def row_factors(parts: Sequence[tuple[int, Tensor | None]]) -> Tensor:
-    """One factor per row of a projection, (rows,), whose rows lie head by head.
+    """One factor per row of a projection, (rows,), whose rows are ordered by head.
 
-    ``parts`` are the rows of one head in their order: how many, and their factors by head; None: they stay. For
-    attention with d rows a head: ``[(d, factors.query)]`` for the query's projection, ``[(d, factors.key)]`` for the
-    key's; for MLA's ``[(nope, factors.query), (rope, factors.rotary_query)]`` and ``[(nope, factors.key), (v, None)]``.
+    ``parts`` are the rows of one head in order: their number, and their factors by head, or None for one. For attention
+    with d rows a head: ``[(d, factors.query)]`` for the query's projection, ``[(d, factors.key)]`` for the key's; for
+    MLA ``[(nope, factors.query), (rope, factors.rotary_query)]`` and ``[(nope, factors.key), (v, None)]``.
 
-    Raises ValueError where there are no factors, or not equally many.
+    Raises ValueError if no part has factors, or if their numbers of heads differ.
     """
     given = [factors for _, factors in parts if factors is not None]
     if not given or any(factors.shape != given[0].shape for factors in given):

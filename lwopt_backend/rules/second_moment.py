@@ -1,4 +1,4 @@
-"""NorMuon and AdaMuon: a second moment of the orthogonalized update, which divides it."""
+"""NorMuon and AdaMuon: the orthogonalized update is divided by the root of its second moment."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ ADAMW_RMS = 0.2  # the usual root mean square of AdamW's updates, "Muon is Scala
 class SecondMomentMuon(Muon, OwnerStateRule):
     """Muon whose update O is divided, element by element, by the root of a moving average v of O's squares.
 
-    v <- beta2 v + (1 - beta2) mean(O^2), in fp32 at the owner alone; ``mean_squares`` says over what. Then O becomes
-    O / (sqrt(v) + second_moment_eps), and ``update_norm`` decides its length, by norms of the whole matrix: the owner
-    has it, whereas on shards of a matrix these would be other norms. With "match_rms" there is no factor by shape.
+    v <- beta2 v + (1 - beta2) mean(O^2), in fp32, is owner state; ``mean_squares`` is the mean. Then O becomes O /
+    (sqrt(v) + second_moment_eps), and ``update_norm`` sets its length, by norms of the whole matrix, which the owner
+    has; a shard's norm would differ. With "match_rms" there is no factor by shape.
 
-    No bias correction of v: 'match_rms' and 'preserve' cancel it, and where others have 'none' they have none either.
+    v has no bias correction: 'match_rms' and 'preserve' cancel it, and other implementations of 'none' have none
+    either.
     """
 
     nesterov: bool = option(False, NESTEROV, TORCH)
@@ -48,18 +49,18 @@ class SecondMomentMuon(Muon, OwnerStateRule):
             )
 
     def mean_squares(self, update: Tensor) -> Tensor:
-        """What v averages over time, of a matrix's update; of v's shape."""
+        """The squares of a matrix's update that v averages over time, in v's shape."""
         raise NotImplementedError(f"{type(self).__name__} has no mean_squares")
 
     def second_moment_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """v's shape, for a matrix of ``shape``."""
+        """The shape of v for a matrix of ``shape``."""
         raise NotImplementedError(f"{type(self).__name__} has no second_moment_shape")
 
     def new_owner_state(self, shape: tuple[int, int], device: torch.device) -> dict[str, Any]:
         return {"second_moment": torch.zeros(self.second_moment_shape(shape), device=device)}
 
     def transform_with(self, matrix: Tensor, state: dict[str, Any]) -> Tensor:
-        """Returned in the dtype that travels, so that a matrix that need not travel takes the same step."""
+        """Returns the dtype of the exchange, so that a matrix that is not exchanged takes the same step."""
         update = self.transform(matrix).float()
         moment: Tensor = state["second_moment"].lerp_(self.mean_squares(update), 1 - self.beta2)
         divided = update / moment.sqrt().add_(self.second_moment_eps)
@@ -77,8 +78,8 @@ class SecondMomentMuon(Muon, OwnerStateRule):
 class NorMuon(SecondMomentMuon):
     """One second moment per row of the weight, an output neuron: (rows, 1) at the owner.
 
-    ``second_moment_of`` "longer_side" keeps one per line of the longer side instead: (1, columns) for wide matrices,
-    which is what Emerging-Optimizers and modded-nanogpt do.
+    With ``second_moment_of`` "longer_side" there is one per line of the longer side: (1, columns) for wide matrices, as
+    in Emerging-Optimizers and modded-nanogpt.
     """
 
     second_moment_of: Literal["rows", "longer_side"] = option(
@@ -99,10 +100,10 @@ class NorMuon(SecondMomentMuon):
 
 @dataclass
 class AdaMuon(SecondMomentMuon):
-    """A second moment per element: a matrix as large as the weight, in fp32, at the owner.
+    """A second moment per element: a matrix of the weight's shape, in fp32, at the owner.
 
-    What is orthogonalized is the sign of the momentum; not ``sign_momentum``: the momentum itself, as in the paper's
-    first version, Emerging-Optimizers and pytorch_optimizer.
+    The sign of the momentum is orthogonalized; without ``sign_momentum`` the momentum itself, as in the paper's first
+    version, Emerging-Optimizers and pytorch_optimizer.
     """
 
     sign_momentum: bool = option(
@@ -120,5 +121,5 @@ class AdaMuon(SecondMomentMuon):
 
 
 def _signs(matrices: Tensor) -> Tensor:
-    """What is not finite stays as it is, where it has a sign too: it must be seen."""
+    """The signs; elements that are not finite stay as they are, even infinities, so that they are noticed."""
     return torch.where(matrices.isfinite(), matrices.sign(), matrices)

@@ -1,8 +1,8 @@
-"""Over how many ranks to own: all of them, or instances of fewer that each hold the whole buffer (as in HSDP).
+"""How many ranks own together: all of them, or instances of fewer that each have the whole buffer (as in HSDP).
 
-Padded shards all fit the largest matrix, so more ranks than large matrices only buy padding: 64 ranks that share 12
-layers hold 64 times the largest matrix. Owned by ``group_size`` ranks and repeated, the buffer shrinks, gradients are
-summed across the instances once per bucket, and nobody need do more work than the largest matrix's owner had to.
+Padded shards all fit the largest matrix, so more ranks than large matrices only add padding: 64 ranks that share 12
+layers store 64 times the largest matrix. Owned by ``group_size`` ranks and repeated, the buffer shrinks, gradients are
+summed across the instances once per bucket, and no rank need do more work than the largest matrix's owner had to.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from lwopt_backend.plan.buffers.placement import height_bound
 from lwopt_backend.plan.buffers.step import Elements, buffer_step
 from lwopt_backend.plan.cost import CostModel, Machine, StepTime
 
-TOLERATED = 0.10  # padding, and idle ranks' share, from which on smaller groups are looked at
-TRIED = 3  # group sizes that are planned in full, of those that look fastest
+TOLERATED = 0.10  # share of padding, or of idle ranks, above which smaller groups are tried
+TRIED = 3  # group sizes that are planned in full, the fastest by their bounds
 WORK_ALLOWED = (1.0, 1.5, 2.0)  # times the busiest rank's work over all ranks; more only where less does not help
 
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """A buffer's plan over ``plan.shards`` neighbouring ranks, repeated in ``instances``, and what a step costs."""
+    """A buffer's plan over ``plan.shards`` neighbouring ranks, repeated in ``instances``, and the cost of a step."""
 
     plan: BufferPlan
     instances: int
@@ -36,13 +36,13 @@ class Grouped:
         return self.plan.shards
 
     def memory_bytes(self, elements: Elements) -> int:
-        """Of the fullest rank: parameters and gradients of the buffer, masters and state of what it owns."""
+        """Bytes of the fullest rank: parameters and gradients of the buffer, masters and state of what it owns."""
         return _memory_bytes(self.plan.buffer_numel, max(self.plan.owned_numels()), elements)
 
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    """What a plan over ``group_size`` ranks can at best be."""
+    """The best that a plan over ``group_size`` ranks can be."""
 
     group_size: int
     memory: int
@@ -67,10 +67,10 @@ def plan_buffer(
 ) -> Grouped:
     """Plan ``atoms`` over ``ranks`` ranks in ``layout`` "padded", "compact" or "auto".
 
-    ``group_size`` None chooses it: ``ranks``, unless padding or the idle ranks' share is then above 10 %; then the
-    fastest modelled divisor of ``ranks`` that needs no more memory and hardly more work on any rank. Layout "auto"
+    With ``group_size`` None, it is ``ranks``, unless padding or the share of idle ranks is then above 10 %; then it is
+    the fastest modelled divisor of ``ranks`` that needs no more memory and hardly more work on any rank. Layout "auto"
     takes the faster of both layouts, padded on a tie. Raises ValueError if there are no atoms, for an unknown layout,
-    or a group size that does not divide.
+    or for a group size that does not divide the ranks.
     """
     if not atoms:
         raise ValueError("there is no matrix to plan")
@@ -108,8 +108,8 @@ def _smaller(
 ) -> Grouped:
     """The fastest plan over a smaller group that wastes little, needs no more memory and hardly more work.
 
-    No rank may need more memory than with ``whole``. No more work either, if that is possible; else up to
-    ``WORK_ALLOWED`` times as much. Else the fastest that needs no more of either, which may be ``whole``.
+    No rank may need more memory than with ``whole``, nor more work, if that is possible; else up to ``WORK_ALLOWED``
+    times as much. Otherwise the fastest that needs no more of either, which may be ``whole``.
     """
     memory = whole.memory_bytes(elements)
     fastest = whole
@@ -132,7 +132,7 @@ def _smaller(
 def _bound(
     stream: Stream, size: int, ranks: int, layout: str, machine: Machine, cost: CostModel, elements: Elements
 ) -> _Bound:
-    """One bucket of the lowest possible shards, the most even possible work."""
+    """One bucket of the lowest possible shards and the most even possible work."""
     counts = stream.counts(0, len(stream))
     numel = stream.numel_before[-1]
     height = height_bound([kind.numel for kind in stream.kinds], counts, size)

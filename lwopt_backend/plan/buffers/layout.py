@@ -1,4 +1,4 @@
-"""Owned buffers: what is planned, buckets with slots and shards, and how parameters are arranged."""
+"""Owned buffers: what is planned, buckets with slots and shards, and the arrangement of parameters."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from lwopt_backend.plan.cost import CostModel, Machine, max_min_squared, per_ran
 
 @dataclass(frozen=True, slots=True)
 class OwnedParam:
-    """A parameter as planning sees it. ``atom`` is None for an element-wise one; ``tied`` has several uses.
+    """A parameter as planning sees it. ``atom`` is None for an element-wise one; a ``tied`` one is used several times.
 
-    ``parts`` are elements and cost of the matrices in it, where there are several that lie one after the other.
+    ``parts`` are the elements and cost of its matrices, if it has several that lie end to end.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Setting:
     machine: Machine
     cost: CostModel
     elements: Elements
-    direct: bool = False  # parts go straight to their owners, so uneven ones cost nothing
+    direct: bool = False  # parts are sent point to point, so uneven ones cost nothing
     bus_multiple: int = 1
 
 
@@ -57,7 +57,7 @@ def check_choices(layout: str, group_size: int | None, ranks: int) -> None:
 
 # The matrices of a buffer in backward order, the order in which gradients become ready.
 
-MOST_KINDS = 64  # packing tells so many kinds of matrices apart; models have about ten
+MOST_KINDS = 64  # the most kinds of matrices that packing distinguishes; models have about ten
 ALIGNMENT = 64  # elements; every matrix starts on a multiple, as in Megatron-Core (cuBLASLt wants 128 bytes in bf16)
 
 
@@ -67,23 +67,23 @@ def aligned(numel: int) -> int:
 
 
 def shard_multiple(world_size: int) -> int:
-    """What a shard's size is a multiple of, so that a bucket ends on lcm(world_size, 128) elements."""
+    """The multiple of a shard's size with which a bucket ends on lcm(world_size, 128) elements."""
     return math.lcm(ALIGNMENT, math.lcm(world_size, 128) // world_size)
 
 
 @dataclass(frozen=True, slots=True)
 class AtomKind:
-    """What packing sees of a matrix: matrices of one kind are alike to it."""
+    """What packing sees of a matrix; matrices of one kind are interchangeable."""
 
     numel: int  # aligned
-    cost: int  # by the cost model that is planned for
+    cost: int  # by the plan's cost model
     estimate: int  # by Megatron-Core's estimate
 
 
 def _kinds(seen: Sequence[AtomKind]) -> tuple[list[AtomKind], array[int]]:
-    """The kinds, largest first, and each matrix's. Where there are too many, a kind is a class of similar sizes.
+    """The kinds, largest first, and each matrix's kind. If there are too many, a kind is a class of similar sizes.
 
-    A class stands for its largest member in every measure, so what is packed by classes fits.
+    A class has the largest measures of its members, so what is packed by classes fits.
     """
     kinds = sorted(set(seen), key=lambda kind: (-kind.numel, -kind.cost, -kind.estimate))
     class_of = {kind: index for index, kind in enumerate(kinds)}
@@ -100,10 +100,11 @@ def _kinds(seen: Sequence[AtomKind]) -> tuple[list[AtomKind], array[int]]:
 
 
 class Stream:
-    """Atoms in backward order, with their kinds (largest first) and running sums, so that any range is quick to judge.
+    """Atoms in backward order, with their kinds (largest first) and running sums, which make any range quick to
+    measure.
 
-    ``atoms`` are given in model order; position 0 of the stream is the last of them. ``layer_starts`` are the positions
-    at which the first number in the names changes.
+    ``atoms`` are in model order; position 0 of the stream is the last of them. ``layer_starts`` are the positions at
+    which the first number in the names changes.
     """
 
     def __init__(self, atoms: Sequence[Atom]) -> None:
@@ -126,7 +127,7 @@ class Stream:
         return self.numel_before[stop] - self.numel_before[start]
 
     def counts(self, start: int, stop: int) -> tuple[int, ...]:
-        """Per kind, how many matrices lie in positions [start, stop)."""
+        """Per kind, the number of matrices in positions [start, stop)."""
         return tuple(after[stop] - after[start] for after in self._counts_before)
 
     def _running_counts(self) -> list[array[int]]:
@@ -153,7 +154,7 @@ class BufferPlan:
     """
 
     layout: str  # "padded" or "compact"
-    strategy: str  # what found it
+    strategy: str  # the name of the strategy that found it
     atoms: tuple[Atom, ...]
     shards: int
     owners: tuple[int, ...]
@@ -167,17 +168,17 @@ class BufferPlan:
 
     @property
     def buffer_numel(self) -> int:
-        """Elements that the long-lived buffer holds: with padding in a padded layout, without in a compact one."""
+        """Elements of the long-lived buffer: with padding in a padded layout, without in a compact one."""
         return self.shards * sum(self.shard_numels) if self.layout == "padded" else self.numel
 
     @property
     def padding(self) -> float:
-        """Padding over the matrices' elements; 0.5 is 50 %."""
+        """Padding divided by the matrices' elements; 0.5 is 50 %."""
         return self.buffer_numel / self.numel - 1
 
     @property
     def bucket_numels(self) -> list[int]:
-        """Per bucket, the elements that travel."""
+        """Per bucket, the elements that are exchanged."""
         if self.layout == "padded":
             return [self.shards * numel for numel in self.shard_numels]
         totals = [0] * len(self.shard_numels)
@@ -186,26 +187,26 @@ class BufferPlan:
         return totals
 
     def loads(self) -> list[int]:
-        """Per shard, the cost of what it owns."""
+        """Per shard, the cost of its matrices."""
         return per_rank(self.owners, (atom.cost for atom in self.atoms), self.shards)
 
     def estimated_loads(self) -> list[int]:
-        """Per shard, Megatron-Core's estimate of the cost of what it owns."""
+        """Per shard, Megatron-Core's estimate of the cost of its matrices."""
         return per_rank(self.owners, (max_min_squared(atom.shape) for atom in self.atoms), self.shards)
 
     def owned_numels(self) -> list[int]:
-        """Per shard, the elements it owns."""
+        """Per shard, the elements of its matrices."""
         return per_rank(self.owners, (atom.numel for atom in self.atoms), self.shards)
 
     def bucket_loads(self) -> list[dict[int, int]]:
-        """Per bucket, the cost of what each of its owners has there; a shard that owns nothing of it is left out."""
+        """Per bucket and owner, the cost of the owner's matrices in it; a shard without any is left out."""
         table: list[dict[int, int]] = [{} for _ in self.shard_numels]
         for atom, bucket, owner in zip(self.atoms, self.buckets, self.owners):
             table[bucket][owner] = table[bucket].get(owner, 0) + atom.cost
         return table
 
     def problems(self) -> list[str]:
-        """What is wrong with this plan, in sentences; an empty list for every plan that was built here."""
+        """The plan's errors, in sentences; an empty list for every plan that was built here."""
         found = []
         bounds = (("owner", self.owners, self.shards), ("bucket", self.buckets, len(self.shard_numels)))
         for name, values, end in bounds:
@@ -224,7 +225,7 @@ class BufferPlan:
 
 
 def imbalance(loads: Sequence[int]) -> float:
-    """Largest load over mean load; 1.0 is perfect, and that of no load at all."""
+    """Largest load over mean load; 1.0 is perfect, also without any load."""
     total = sum(loads)
     return max(loads) * len(loads) / total if total else 1.0
 
@@ -235,15 +236,14 @@ def aligned_shard(numel: int, shards: int) -> int:
     return -(-numel // multiple) * multiple
 
 
-# Where the parameters of a bucket lie in its buffer, and which part of the buffer is whose.
+# Where a bucket's parameters are in its buffer, and which rank owns which part of the buffer.
 #
 # ::
 #
 #     padded     | a a a . | b b c . | d d d d |     equal parts, one per rank, every parameter starts on 64 elements
-#     compact    | a a a | b b c | d d d d |         parts as long as what they hold: no padding anywhere
+#     compact    | a a a | b b c | d d d d |         parts of exact lengths: no padding anywhere
 #
-# Matrices lie whole in the part of their owner. Element-wise parameters lie end to end and are cut wherever a part
-# ends.
+# A matrix is whole in its owner's part. Element-wise parameters are concatenated and cut wherever a part ends.
 
 Kind = Literal["matrix", "elementwise"]
 BucketLayout = Literal["padded", "compact"]
@@ -260,7 +260,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements [start, stop) of flattened parameter ``param``, from ``offset`` of the bucket's buffer on."""
+    """Elements [start, stop) of flattened parameter ``param``, beginning at ``offset`` of the bucket's buffer."""
 
     param: int
     start: int
@@ -304,16 +304,16 @@ class Bucket:
 
     @property
     def even(self) -> bool:
-        """Whether the parts are equal and in rank order, so that fixed-size collectives move them."""
+        """Whether the parts are equal and in rank order, so that fixed-size collectives can exchange them."""
         size = self.numel // len(self.parts)
         return all(part == (rank * size, (rank + 1) * size) for rank, part in enumerate(self.parts))
 
     def pieces(self, rank: int) -> Iterator[Piece]:
-        """What ``rank`` owns, in the order of the buffer."""
+        """The pieces that ``rank`` owns, in the order of the buffer."""
         return self._pieces(sorted(self.slots, key=lambda slot: slot.offset), rank)
 
     def pieces_of_all(self) -> list[list[Piece]]:
-        """Per rank, what it owns; of many ranks in less time than one by one."""
+        """Per rank, the pieces that it owns; faster than ``pieces`` for many ranks."""
         slots = sorted(self.slots, key=lambda slot: slot.offset)
         ends = [slot.offset + slot.numel for slot in slots]
         starts = [slot.offset for slot in slots]
@@ -331,15 +331,15 @@ class Bucket:
                 yield Piece(slot.param, low - slot.offset, high - slot.offset, low)
 
     def reduce_numels(self) -> list[int]:
-        """Per rank, the elements that it sends to bring gradients to their owners: all but its own part."""
+        """Per rank, the elements that it sends to reduce gradients to their owners: all but its own part."""
         return [self.numel - (stop - start) for start, stop in self.parts]
 
     def return_numels(self) -> list[int]:
-        """Per rank, the elements that it sends to bring new parameters to everybody: its part to each other rank."""
+        """Per rank, the elements that it sends with new parameters: its part, to each other rank."""
         return [(stop - start) * (len(self.parts) - 1) for start, stop in self.parts]
 
     def line(self) -> str:
-        """One line that all ranks must agree on."""
+        """The line that must be equal on all ranks."""
         places = " ".join(f"{slot.param}@{slot.offset}+{slot.numel}" for slot in self.slots)
         return f"{self.kind} {self.layout} {self.dtype} {places} in parts {self.parts}"
 
@@ -349,7 +349,7 @@ def arrange_matrices(
 ) -> list[Bucket]:
     """The buckets of ``plan``, whose matrix i is parameter ``params[i]``, in backward order.
 
-    A padded buffer ends on a multiple of ``multiple``, beyond the usual alignment.
+    A padded buffer ends on a multiple of ``multiple``, in addition to the usual alignment.
     """
     members: list[list[list[int]]] = [[[] for _ in range(plan.shards)] for _ in plan.shard_numels]
     for index in reversed(range(len(plan.atoms))):
@@ -401,7 +401,7 @@ def _part_size(numel: int, shards: int, multiple: int) -> int:
 
 
 def _end_to_end(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Parts of these sizes; those that are no multiple of the alignment come last, so that they shift no other."""
+    """Parts of these sizes; those that are no multiple of the alignment are last, so that they shift no other."""
     parts = [(0, 0)] * len(sizes)
     end = 0
     for rank in sorted(range(len(sizes)), key=lambda r: sizes[r] % ALIGNMENT > 0):

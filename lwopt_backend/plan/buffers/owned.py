@@ -1,4 +1,4 @@
-"""Owned storage planned: matrices and element-wise parameters in buckets, cut between ranks where that pays."""
+"""Plans of owned storage: matrices and element-wise parameters in buckets, cut between ranks where that pays."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from lwopt_backend.plan.buffers.packing import relieve
 from lwopt_backend.plan.buffers.placement import place_costliest_first
 from lwopt_backend.plan.cost import StepTime, gather_seconds
 
-# Parameters with several matrices in them, end to end in buckets that are cut between ranks where a matrix ends.
+# Parameters with several matrices, concatenated in buckets that are cut between ranks where a matrix ends.
 #
 # ::
 #
-#     | e0 e1 e2 e3 | e4 e5 | q k v | q k v |     stacks and fused weights, each in one piece, to be a view
-#     | rank 0  | rank 1  | rank 2  | rank 3 |     matrices lie whole in one part; nothing is padded
+#     | e0 e1 e2 e3 | e4 e5 | q k v | q k v |     stacks and fused weights, each contiguous, to be a view
+#     | rank 0  | rank 1  | rank 2  | rank 3 |     matrices are whole in one part; nothing is padded
 #
-# So the experts of a stack have several owners, though the stack is one tensor.
+# So the experts of a stack can have several owners, although the stack is one tensor.
 
 
 @dataclass(frozen=True, slots=True)
 class Cuttable:
-    """Parameter ``param`` as its matrices, in their order in memory: elements and cost of each."""
+    """Parameter ``param`` as its matrices, in memory order: the elements and the cost of each."""
 
     param: int
     parts: tuple[tuple[int, int], ...]
@@ -47,10 +47,10 @@ class Cuttable:
 
 
 def arrange_cut(members: Sequence[Cuttable], before: Sequence[int], dtype: str) -> tuple[Bucket, list[int]]:
-    """One bucket of ``members``, in this order, over as many ranks as ``before``, the work that each has anyway.
+    """One bucket of ``members``, in this order, over as many ranks as ``before``, each rank's work so far.
 
-    Consecutive matrices go to consecutive ranks, so that the busiest one has least to do. Returns the bucket and the
-    work that is added to each rank.
+    Consecutive matrices go to consecutive ranks, so that the busiest rank has the least work. Returns the bucket and
+    the work that it adds to each rank.
     """
     parts = [part for member in members for part in member.parts]
     costs = [cost for _, cost in parts]
@@ -72,7 +72,7 @@ def arrange_cut(members: Sequence[Cuttable], before: Sequence[int], dtype: str) 
 
 
 def _counts(costs: Sequence[int], before: Sequence[int]) -> list[int]:
-    """How many consecutive matrices each rank takes: the least largest sum, found by bisection."""
+    """How many consecutive matrices each rank takes for the least largest sum, found by bisection."""
     low, high = max(before), max(before) + sum(costs)
     while low < high:
         middle = (low + high) // 2
@@ -86,7 +86,7 @@ def _counts(costs: Sequence[int], before: Sequence[int]) -> list[int]:
 
 
 def _filled(costs: Sequence[int], before: Sequence[int], limit: int) -> list[int] | None:
-    """Every rank takes what fits under the limit; None if some are left."""
+    """How many matrices each rank takes if it takes all that fit under the limit; None if some are left."""
     counts, place = [], 0
     for load in before:
         first = place
@@ -100,7 +100,7 @@ def _filled(costs: Sequence[int], before: Sequence[int], limit: int) -> list[int
 def cut_buckets(
     params: Sequence[OwnedParam], bucket_numel: int, before: Sequence[int]
 ) -> tuple[list[Bucket], list[int], list[str]]:
-    """Parameters with several matrices, in backward order; a bucket is closed at ``bucket_numel``."""
+    """Buckets of the parameters with several matrices, in backward order; a bucket closes at ``bucket_numel``."""
     buckets: list[Bucket] = []
     loads = [0] * len(before)
     open_buckets: dict[str, list[Cuttable]] = {}
@@ -121,10 +121,10 @@ def cut_buckets(
 
 
 def on_top_of(plan: BufferPlan, base: Sequence[int]) -> BufferPlan:
-    """``plan`` with owners such that the largest sum of a shard's ``base`` and its load is small; no more padding.
+    """``plan`` with owners that make the largest sum of a shard's ``base`` and its load small; without more padding.
 
-    Of three plans the one with the smallest largest sum, the earlier on a tie: as it is, its shards dealt out anew (the
-    costliest to the rank with the least ``base``), its matrices placed anew in shards that are no larger.
+    Returns the plan with the smallest such sum, the earlier on a tie, of three: as it is; with its shards dealt again
+    (the costliest to the rank with the least ``base``); with its matrices placed again in shards that are no larger.
     """
     return min(_candidates(plan, base), key=lambda candidate: max(map(sum, zip(base, candidate.loads()))))
 
@@ -148,23 +148,23 @@ def _candidates(plan: BufferPlan, base: Sequence[int]) -> Iterator[BufferPlan]:
         yield replace(plan, owners=tuple(reversed(placed.owners)), shard_numels=numels)
 
 
-# From parameters to buckets: which layout, over how many ranks, in which order.
+# From parameters to buckets: their layout, their number of ranks, their order.
 #
-# Matrix buckets come from the planner (``instances``); element-wise ones are cut in backward order. Buckets are ordered
-# as backward completes them.
+# Matrix buckets come from the planner (``instances``); element-wise ones are cut in backward order. Buckets are in the
+# order in which backward completes them.
 
-# A compact bucket's parts differ in length: one reduce and one broadcast per owner, in one group of calls. What that
-# costs beyond a fixed-size collective is taken to be one more latency.
+# A compact bucket's parts differ in length: one reduce and one broadcast per owner, in one group of calls. Their cost
+# beyond that of a fixed-size collective is assumed to be one more latency.
 UNEVEN_LATENCIES = 1
-_Candidate = tuple[StepTime, str, list[Bucket], BufferPlan]  # the owners of which planner, in which buckets
+_Candidate = tuple[StepTime, str, list[Bucket], BufferPlan]  # the planner of the owners, and the buckets
 
 
 @dataclass(frozen=True, slots=True)
 class OwnedPlan:
     """``buckets`` over ``group_size`` ranks, repeated in ``instances``; slots name parameters by their position.
 
-    ``loads`` is the work of each rank of an instance. ``choices`` says in sentences what was chosen and why.
-    ``modelled`` is a step's work, and its wire within an instance, not overlapped.
+    ``loads`` is the work of each rank of an instance. ``choices`` are sentences that explain the plan. ``modelled`` is
+    a step's work, and its wire within an instance, without overlap.
     """
 
     group_size: int
@@ -179,7 +179,7 @@ class OwnedPlan:
         return sum(bucket.padding for bucket in self.buckets)
 
     def lines(self) -> list[str]:
-        """What all ranks must have decided alike."""
+        """The lines that must be equal on all ranks."""
         return [f"{self.instances} instances of {self.group_size}", *(bucket.line() for bucket in self.buckets)]
 
 
@@ -190,10 +190,10 @@ def plan_owned(
     group_size: int | None,
     base: Sequence[int] | None = None,
 ) -> OwnedPlan:
-    """Plan ``params``, in model order, over ``ranks`` ranks. ``group_size`` None lets the planner choose it.
+    """Plan ``params``, in model order, over ``ranks`` ranks. With ``group_size`` None, the planner chooses it.
 
-    ``base`` is the work that each of the ranks has anyway. Raises ValueError for an unknown layout or a group size that
-    does not divide the ranks.
+    ``base`` is each rank's work from other plans. Raises ValueError for an unknown layout or a group size that does not
+    divide the ranks.
     """
     if any(param.parts for param in params) and setting.layout != "padded":
         plans = [_plan(params, ranks, setting, group_size, base, cut=cut) for cut in (False, True)]
@@ -210,7 +210,7 @@ def _plan(
     *,
     cut: bool,
 ) -> OwnedPlan:
-    """``plan_owned``; with ``cut`` the matrices in one parameter may have different owners."""
+    """``plan_owned``; with ``cut``, the matrices in one parameter may have different owners."""
     check_choices(setting.layout, group_size, ranks)
     by_dtype: dict[str, list[int]] = {}
     for index, param in enumerate(params):
@@ -263,7 +263,7 @@ def _planned(atoms: Sequence[Atom], ranks: int, setting: Setting, layout: str, g
 
 
 def _proposals(atoms: Sequence[Atom], ranks: int, setting: Setting, chosen: Grouped) -> list[str]:
-    """Where ranks are left without a matrix: what instances that leave none would cost."""
+    """If ranks have no matrix, what instances in which every rank has one would cost."""
     if chosen.group_size <= len(atoms):
         return []
     size = max(size for size in range(1, len(atoms) + 1) if ranks % size == 0)
@@ -283,7 +283,7 @@ def _matrix_buckets(
     setting: Setting,
     before: Sequence[int],
 ) -> tuple[list[Bucket], BufferPlan, str]:
-    """The buckets of one dtype's matrices. ``auto``: both planners' owners, each bucket in its leaner layout."""
+    """The buckets of one dtype's matrices. ``auto``: the better planner's owners, each bucket in its faster layout."""
     fixed = setting.layout if setting.layout != "auto" else None
     candidates: list[_Candidate] = []
     for planner in ("padded", "compact") if fixed is None else (fixed,):
@@ -300,14 +300,14 @@ def _matrix_buckets(
 
 
 def _faster(pair: tuple[Bucket, Bucket], setting: Setting) -> Bucket:
-    """Of one bucket padded and compact, the one that takes less time; the padded one on a tie, if it pads nothing."""
+    """The faster of a bucket's padded and compact forms; the padded one on a tie, if it has no padding."""
     padded, compact = pair
     slower = _wire(padded, setting).total > _wire(compact, setting).total
     return compact if slower or (setting.direct and padded.padding) else padded
 
 
 def _wire(bucket: Bucket, setting: Setting) -> StepTime:
-    """Gradients to the owners and parameters back."""
+    """The modelled wire time of gradients to the owners and parameters back."""
     ranks = len(bucket.parts)
     wire = latency = 0.0
     for nbytes in (setting.elements.gradient, setting.elements.parameter):
@@ -318,7 +318,7 @@ def _wire(bucket: Bucket, setting: Setting) -> StepTime:
 
 
 def _elementwise_layout(matrices: Sequence[Bucket], setting: Setting) -> BucketLayout:
-    """As asked for; ``auto`` avoids padding where uneven parts cost nothing, else takes fixed-size collectives."""
+    """The configured layout; ``auto`` avoids padding if uneven parts cost nothing, else uses fixed-size collectives."""
     if setting.layout != "auto":
         return setting.layout  # type: ignore[return-value]
     return "compact" if setting.direct else "padded"
@@ -327,7 +327,7 @@ def _elementwise_layout(matrices: Sequence[Bucket], setting: Setting) -> BucketL
 def _elementwise(params: Sequence[OwnedParam], bucket_numel: int) -> Iterable[tuple[str, list[int]]]:
     """Element-wise parameters in backward order, by dtype, closed at ``bucket_numel``; a tied one has its own bucket.
 
-    A tied weight's gradient is complete when backward reaches its first use, and would hold up its neighbours.
+    A tied weight's gradient is complete only when backward reaches its first use, and would delay its neighbours.
     """
     open_buckets: dict[str, list[int]] = {}
     filled: dict[str, int] = {}

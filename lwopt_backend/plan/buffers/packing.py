@@ -1,4 +1,4 @@
-"""Owners packed, padded and compact: padded never worse than Megatron-Core's planner."""
+"""Packing matrices to owners, padded and compact; padded plans are never worse than Megatron-Core's."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from lwopt_backend.plan.buffers.placement import (
 )
 from lwopt_backend.plan.cost import per_rank
 
-WORK = 400_000  # comparisons in all; bounds the time, and is the same on every machine
-PARTNERS = 12  # the least loaded shards that the costliest one trades with
+WORK = 400_000  # comparisons in all; bounds the time, equally on every machine
+PARTNERS = 12  # the number of least loaded shards that the costliest one trades with
 
 
 def relieve(placement: Placement, caps: list[int]) -> None:
     """Trade whole bins, then single matrices, away from the costliest shard while that lowers the largest load.
 
-    In place. ``caps`` are the largest sizes that the buckets' shards may have.
+    In place. ``caps`` are the largest allowed sizes of the buckets' shards.
     """
     bins = _Bins(placement, caps)
     work = WORK
@@ -50,7 +50,7 @@ Trade = tuple[int, int, list[int], list[int]]  # bucket, partner, positions give
 
 
 class _Bins:
-    """What each shard holds of each bucket."""
+    """Each shard's matrices in each bucket."""
 
     def __init__(self, placement: Placement, caps: list[int]) -> None:
         self.placement, self.caps = placement, caps
@@ -65,7 +65,7 @@ class _Bins:
                 self.weight[bucket][owner] += placement.weights[position]
 
     def best_bin_trade(self, costliest: int) -> tuple[Trade | None, int]:
-        """The swap of two whole bins of one bucket after which the heavier of the two shards is lightest."""
+        """The swap of two whole bins of one bucket that makes the heavier of the two shards lightest."""
         top = self.loads[costliest]
         best, found = top, None
         for bucket, weight in enumerate(self.weight):
@@ -106,7 +106,7 @@ class _Bins:
         return found, looked
 
     def make(self, costliest: int, bucket: int, partner: int, given: list[int], taken: list[int]) -> None:
-        """Carry a trade out."""
+        """Perform a trade."""
         self._move(bucket, costliest, partner, given)
         self._move(bucket, partner, costliest, taken)
 
@@ -125,7 +125,7 @@ class _Bins:
             placement.owners[position] = target
 
 
-# What Megatron-Core plans for the same matrices: the reference that a plan of ours is never worse than.
+# Megatron-Core's plan of the same matrices: the reference that our plan is never worse than.
 #
 # Written from the behaviour of ``LayerWiseDistributedOptimizer`` (Megatron-LM, August 2026): buckets close by a soft
 # minimum size, shards are filled by Megatron's cost estimate with loads carried over, within 1.3 times the mean size;
@@ -137,7 +137,7 @@ CAP = 1.3  # of a shard's mean size
 
 
 def closing_rule(stream: Stream, shards: int, bucket_numel: int | None) -> Cuts:
-    """Megatron's buckets: at least ``bucket_numel``, then as long as the next matrix fits into existing padding."""
+    """Megatron's buckets: at least ``bucket_numel``, and longer while the next matrix fits into existing padding."""
     if bucket_numel is None:
         return (0, len(stream))
     cuts = [0]
@@ -184,7 +184,7 @@ def _fill_bucket(stream: Stream, bucket: range, owners: list[int], loads: list[i
 
 
 def _with_room(lightest: list[tuple[int, int]], filled: list[int], cap: float, numel: int, smallest: int) -> int | None:
-    """Takes the least loaded shard with room for ``numel`` off the heap; shards with room for nothing are dropped."""
+    """Pop the least loaded shard with room for ``numel`` from the heap; shards with room for nothing are dropped."""
     passed = []
     owner = None
     while lightest and owner is None:
@@ -207,17 +207,17 @@ def ping_pong(numels: Sequence[int], shards: int) -> list[int]:
     return owners
 
 
-# Padded layouts: several strategies, one objective, and never worse than what Megatron-Core would plan.
+# Padded layouts: several strategies, one objective, and never worse than Megatron-Core's plan.
 
-LOOSENED = (0.0, 0.02)  # how much larger than necessary shards may get in return for balance
+LOOSENED = (0.0, 0.02)  # how much larger than necessary shards may be for better balance
 BISECTIONS = 5
-CLOSE = 1.01  # modelled times this near are equal as far as a model can tell
-LARGER_BUCKET = 1.25  # than Megatron's largest, where there are as many buckets; more freedom where to cut
+CLOSE = 1.01  # modelled times this near are equal, given the model's accuracy
+LARGER_BUCKET = 1.25  # than Megatron's largest, with as many buckets; more freedom where to cut
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A plan and what it is judged by, all to be small."""
+    """A plan and the measures that judge it; small is better."""
 
     plan: BufferPlan
     buffer_numel: int
@@ -230,11 +230,11 @@ class Candidate:
         return self.buffer_numel, self.largest_load, self.largest_estimate
 
     def gains_over(self, other: Candidate) -> int:
-        """In how many of two ways it is better: leaner, and more even by Megatron's estimate."""
+        """In how many of two measures it is better: smaller, and more even by Megatron's estimate."""
         return (self.buffer_numel < other.buffer_numel) + (self.largest_estimate < other.largest_estimate)
 
     def no_worse_than(self, other: Candidate) -> bool:
-        """At least as lean, as balanced by either cost, and as fine."""
+        """Whether it is at least as small, as balanced by both costs, and as fine."""
         return (
             self.buffer_numel <= other.buffer_numel
             and self.largest_load <= other.largest_load
@@ -253,10 +253,10 @@ def plan_padded(atoms: Sequence[Atom], shards: int, *, bucket_numel: int | None,
     """The padded plan of least modelled ``seconds``, or the most even near it, that is no worse than Megatron-Core's.
 
     No worse in four ways: elements with padding, the costliest shard by the atoms' cost and by Megatron's estimate, and
-    how fine the buckets are (at least as many, or none larger). Megatron's own plan is one of the candidates, so there
-    always is one; those that are leaner than it, and more even by its estimate, come first. ``bucket_numel`` is the
-    least size of a bucket as Megatron means it; None is one bucket. What is equal in every measure is decided by the
-    order in which strategies are tried.
+    how fine the buckets are (at least as many, or none larger). Megatron's own plan is one of the candidates, so one
+    always exists; candidates that are smaller, and more even by Megatron's estimate, are preferred. ``bucket_numel`` is
+    the least size of a bucket, in Megatron's sense; None means one bucket. Ties in every measure go to the strategy
+    that is tried first.
     """
     stream = Stream(atoms)
     reference_cuts = closing_rule(stream, shards, bucket_numel)
@@ -280,7 +280,7 @@ def plan_padded(atoms: Sequence[Atom], shards: int, *, bucket_numel: int | None,
 def _padded_strategies(
     stream: Stream, shards: int, reference_cuts: Cuts, reference: Candidate
 ) -> Iterator[tuple[str, Placement]]:
-    """Every plan that is tried, with its name."""
+    """Yield every plan that is tried, with its name."""
     packer = Packer(stream, shards)
     for where, cuts in _cuts(packer, reference_cuts, reference.largest_bucket):
         for measure, weights in balanced_measures(stream).items():
@@ -296,7 +296,7 @@ def _padded_strategies(
 
 
 def _cuts(packer: Packer, reference_cuts: Cuts, largest: int) -> Iterator[tuple[str, Cuts]]:
-    """Where buckets may close, without repetition."""
+    """Yield where buckets may close, each choice once."""
     buckets = len(reference_cuts) - 1
     yield "megatron's buckets", reference_cuts
     if buckets == 1:
@@ -313,7 +313,7 @@ def _cuts(packer: Packer, reference_cuts: Cuts, largest: int) -> Iterator[tuple[
 
 
 def _between(packer: Packer, reference: Candidate) -> Iterator[tuple[str, Placement]]:
-    """One bucket: smaller shards and even work pull apart. The smallest shards that are as even as Megatron's."""
+    """One bucket: small shards and even work conflict. Yield the smallest shards that are as even as Megatron's."""
     stream, shards = packer.stream, packer.shards
     cuts = (0, len(stream))
     for measure, weights in balanced_measures(stream).items():
@@ -349,14 +349,14 @@ def _candidate(placement: Placement, atoms: Sequence[Atom], strategy: str) -> Ca
     return Candidate(plan, plan.buffer_numel, load, estimate, max(plan.bucket_numels))
 
 
-NEAR = 1.01  # of the most even plan found; among those the one whose fullest shard holds least is taken
+NEAR = 1.01  # times the most even plan found; of such plans, the one whose fullest shard is smallest is taken
 
 
 def plan_compact(atoms: Sequence[Atom], shards: int, *, bucket_numel: int | None) -> BufferPlan:
     """Owners whose largest cost is within 1 % of the least found, by the atoms' cost and by Megatron's estimate.
 
-    Where no plan is near the best by both, the one whose larger excess is smallest. Buckets are consecutive matrices
-    in backward order, of at least ``bucket_numel`` elements; None is one bucket.
+    If no plan is near the best by both, the one whose larger excess is smallest. Buckets are consecutive matrices in
+    backward order, of at least ``bucket_numel`` elements; None means one bucket.
     """
     stream = Stream(atoms)
     found = [(strategy, owners, *_largest(stream, owners, shards)) for strategy, owners in _strategies(stream, shards)]
@@ -405,7 +405,7 @@ def _by_patterns(stream: Stream, weights: Sequence[int], shards: int) -> list[in
 
 
 def _largest(stream: Stream, owners: Sequence[int], shards: int) -> tuple[int, int, int]:
-    """The largest cost, estimate and number of elements of a shard."""
+    """The largest cost, estimate and number of elements of any shard."""
     measures = (stream.costs, stream.estimates, stream.numels)
     cost, estimate, numel = (max(per_rank(owners, amounts, shards)) for amounts in measures)
     return cost, estimate, numel

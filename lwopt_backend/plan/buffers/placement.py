@@ -12,9 +12,9 @@ from lwopt_backend.plan.cost import per_rank
 
 
 def balanced_measures(stream: Stream) -> dict[str, list[int]]:
-    """Weights by position: the cost, and where Megatron's estimate weighs otherwise that one and the sum of both.
+    """Weights by position: the cost and, if Megatron's estimate differs from it, the estimate and the sum of both.
 
-    In the sum both have equal parts, so that a plan which is even by it tends to be even by both.
+    Cost and estimate have equal parts in the sum, so that a plan that is even by it tends to be even by both.
     """
     measures = {"cost": stream.costs}
     of_first = (stream.costs[0], stream.estimates[0])
@@ -27,27 +27,26 @@ def balanced_measures(stream: Stream) -> dict[str, list[int]]:
 
 # Packing matrices into equal bins, by patterns.
 #
-# A model repeats few shapes many times. So a bin is filled once, as well as its room allows, and that filling is
-# repeated as often as the matrices last: a thousand bins of forty thousand matrices take a millisecond, whatever
-# their number. The filling of one bin is the minimum-bin-slack idea of Gupta and Ho (1999), over kinds instead of
-# items.
+# A model repeats few shapes many times. So one bin is filled as well as its room allows, and that filling is repeated
+# while the matrices last: a thousand bins of forty thousand matrices take a millisecond. Filling one bin is the
+# minimum-bin-slack idea of Gupta and Ho (1999), over kinds instead of items.
 
-FINE = 1e-3  # tolerance of a height, of what is possible
-SEARCH_NODES = 50  # of one bin's search after its first filling; more finds nothing better on the models tried
+FINE = 1e-3  # tolerance of a height, relative to its bound
+SEARCH_NODES = 50  # in one bin's search after its first filling; more found nothing better on the models tried
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A bin's content, ``counts`` of (kind, how many), used by ``times`` bins."""
+    """A bin's content, as pairs of a kind and its count, repeated in ``times`` bins."""
 
     counts: tuple[tuple[int, int], ...]
     times: int
 
 
 def height_bound(sizes: Sequence[int], counts: Sequence[int], bins: int) -> int:
-    """No packing into ``bins`` has a lower highest bin. ``sizes`` fall.
+    """A lower bound of the highest bin of any packing into ``bins``. ``sizes`` are in descending order.
 
-    The mean; and, of c items that are at least as large as one of size s, some bin holds ceil(c / bins).
+    The mean; and, if c items are at least of size s, ceil(c / bins) * s, because some bin has that many of them.
     """
     total = larger = bound = 0
     for size, count in zip(sizes, counts):
@@ -61,9 +60,9 @@ def height_bound(sizes: Sequence[int], counts: Sequence[int], bins: int) -> int:
 def pack(
     sizes: Sequence[int], counts: Sequence[int], bins: int, *, tolerance: float = FINE
 ) -> tuple[int, list[Pattern]]:
-    """The lowest height found, and patterns of that height. ``sizes`` fall and may repeat.
+    """The lowest height found, and patterns of that height. ``sizes`` are in descending order and may repeat.
 
-    Tries the bound itself, then rooms above it until one fits, then halves the gap down to ``tolerance``.
+    Tries the bound itself, then larger rooms until one fits, then halves the gap down to ``tolerance``.
     """
     bound = height_bound(sizes, counts, bins)
     found = fit(sizes, counts, bins, bound)
@@ -82,7 +81,7 @@ def pack(
 
 
 def fit(sizes: Sequence[int], counts: Sequence[int], bins: int, room: int) -> list[Pattern] | None:
-    """Patterns for at most ``bins`` bins of ``room`` that hold everything, or None if this search finds none."""
+    """Patterns for at most ``bins`` bins of ``room`` that take everything, or None if this search finds none."""
     left = list(counts)
     remaining = sum(size * count for size, count in zip(sizes, left))
     patterns: list[Pattern] = []
@@ -99,7 +98,7 @@ def fit(sizes: Sequence[int], counts: Sequence[int], bins: int, room: int) -> li
         if slack > spare:
             return None
         times = min(bins, *(left[kind] // count for kind, count in best))
-        if slack * bins > spare:  # a wasteful filling: only as often as the spare room lasts
+        if slack * bins > spare:  # a wasteful filling: repeat it only while spare room lasts
             times = min(times, spare // slack)
         patterns.append(Pattern(tuple(best), times))
         for kind, count in best:
@@ -111,7 +110,7 @@ def fit(sizes: Sequence[int], counts: Sequence[int], bins: int, room: int) -> li
 def _fullest_bin(
     sizes: Sequence[int], left: Sequence[int], first: int, room: int, good: int
 ) -> tuple[list[tuple[int, int]], int]:
-    """The fullest bin that holds at least one of kind ``first``, which fits, and its slack.
+    """The fullest bin found with at least one item of kind ``first``, which fits, and its slack.
 
     Depth first over kinds, the largest first; ends at a bin with at most ``good`` slack, or ``SEARCH_NODES`` after the
     first bin was filled.
@@ -150,7 +149,7 @@ def _fullest_bin(
 
 
 def longest_first(sizes: Sequence[int], counts: Sequence[int], bins: int) -> tuple[int, list[Pattern]]:
-    """The longest item to the lowest bin, and so on (Graham 1969): the height, and one pattern a bin."""
+    """The longest item to the lowest bin, and so on (Graham 1969): the height, and one pattern per bin."""
     heights = [(0, index) for index in range(bins)]
     content: list[dict[int, int]] = [{} for _ in range(bins)]
     for kind, count in enumerate(counts):
@@ -167,19 +166,19 @@ Cuts = tuple[
     int, ...
 ]  # 0 = first cut < ... < last cut = number of matrices; bucket b is positions [cuts[b], cuts[b+1])
 
-FEW = 256  # matrices; up to here longest-first is tried too, it is quick and sometimes better
-HOPELESS = 1.3  # a bucket whose bound is this much above its content is not worth packing
-WASTEFUL = 1.3  # times its content is what a bucket may be that is not dropped
-MOST_PACKED = 12_000  # ranges that are packed to choose cuts; models repeat themselves and have fewer
+FEW = 256  # up to this many matrices, longest-first is tried, too: it is quick, and sometimes better
+HOPELESS = 1.3  # a bucket whose bound is this many times its content is not worth packing
+WASTEFUL = 1.3  # a bucket of more than this many times its content is dropped
+MOST_PACKED = 12_000  # ranges that are packed to choose cuts; models repeat layers and have fewer
 ROUGH = 0.01  # tolerance of heights that only choose cuts
-EXACT_COUNTS = 48  # up to so many buckets, the number of buckets is a dimension of the search
+EXACT_COUNTS = 48  # up to this many buckets, their number is a dimension of the search
 FINE_ENDS = 12  # every position this near an end is a possible cut: a short last bucket may do without large matrices
-HALVINGS = 24  # of a price, or until the number of buckets is
-NEAR_ENOUGH = 1.02  # times what is asked for
+HALVINGS = 24  # of a price, or until the number of buckets is near enough
+NEAR_ENOUGH = 1.02  # times the wanted number
 
 
 class Packer:
-    """Packs ranges of a stream into shards, remembering what it packed; equal ranges of layers are packed once."""
+    """Packs ranges of a stream into shards and caches the results; equal ranges of layers are packed once."""
 
     def __init__(self, stream: Stream, shards: int) -> None:
         self.stream, self.shards = stream, shards
@@ -197,7 +196,7 @@ class Packer:
     def height(self, start: int, stop: int) -> int:
         """Roughly the shard size of positions [start, stop), or a lower bound of it.
 
-        The bound does where padding would be hopeless, or where too much has been packed already.
+        Returns the bound if padding would be hopeless, or if too much was packed already.
         """
         counts = self.stream.counts(start, stop)
         bound = height_bound(self.sizes, counts, self.shards)
@@ -229,8 +228,8 @@ def whole_layers(stream: Stream, buckets: int) -> Cuts:
 def least_padding(packer: Packer, buckets: int, largest: int) -> list[Cuts]:
     """Cuts into at least ``buckets`` buckets of at most ``largest`` elements with padding, of the least total size.
 
-    Shortest paths over a grid of possible cuts: among all buckets, where few are asked for, and among those that are
-    not wasteful themselves, which are more even. Empty if the grid has no such path.
+    Shortest paths over a grid of possible cuts: among all buckets, if few are wanted, and among those that are not
+    wasteful themselves, which are more even. Empty if the grid has no such path.
     """
     grid = _Grid(packer, buckets, largest)
     search = grid.shortest_with if buckets <= EXACT_COUNTS else grid.shortest_with_price
@@ -238,7 +237,7 @@ def least_padding(packer: Packer, buckets: int, largest: int) -> list[Cuts]:
     edges = grid.edges
     grid.drop_wasteful()
     found.append(search(buckets))
-    if not any(found):  # too few are lean
+    if not any(found):  # too few buckets are lean
         grid.edges = edges
         found.append(search(buckets))
     return [cuts for cuts in found if cuts is not None]
@@ -253,12 +252,12 @@ class _Grid:
         stride = max(1, int(per_bucket / (32 if buckets <= EXACT_COUNTS else 20)))
         ends = {*range(min(FINE_ENDS, count)), *range(max(0, count - FINE_ENDS), count + 1)}
         self.positions = sorted({*range(0, count, stride), *ends})
-        self.reach = max(2, int(2.5 * per_bucket / stride)) + FINE_ENDS  # grid steps that a bucket spans at most
+        self.reach = max(2, int(2.5 * per_bucket / stride)) + FINE_ENDS  # the most grid steps of a bucket
         self.packer, self.largest = packer, largest
         self.edges = self._edges()
 
     def _edges(self) -> list[list[tuple[int, int]]]:
-        """Per position, (steps ahead, size of that bucket). Positions that look alike ahead share one list."""
+        """Per position, (steps ahead, size of that bucket). Positions with equal matrices ahead share one list."""
         seen: dict[tuple[bytes, tuple[int, ...]], list[tuple[int, int]]] = {}
         edges = []
         stream = self.packer.stream
@@ -281,7 +280,7 @@ class _Grid:
         return buckets
 
     def drop_wasteful(self) -> None:
-        """Forget buckets that are mostly padding, but where there is nothing better."""
+        """Drop buckets that are mostly padding, unless there is nothing better."""
         lean_of: dict[int, list[tuple[int, int]]] = {}
         for index, buckets in enumerate(self.edges):
             if id(buckets) not in lean_of:
@@ -322,10 +321,10 @@ class _Grid:
         return tuple(self.positions[index] for index in reversed(cuts))
 
     def shortest_with_price(self, buckets: int) -> Cuts | None:
-        """The shortest path when every bucket earns a price, at the lowest price that gives enough buckets.
+        """The shortest path when every bucket earns a price, at the lowest price that yields enough buckets.
 
-        Two paths of one price are equally good but may differ much in their number of buckets; where they share a
-        cut, the finer one's first part joined to the coarser one's rest is as good and hits the number closely.
+        Two paths of one price are equally good, but their numbers of buckets may differ much; if they share a cut, the
+        finer one's first part joined to the coarser one's rest is as good and comes close to the number.
         """
         low, high = 0, self.largest
         fine, coarse = self._priced(high), self._priced(low)
@@ -369,7 +368,7 @@ class _Grid:
 
 
 def _joined(fine: Cuts, coarse: Cuts, buckets: int) -> Cuts:
-    """``fine`` up to a shared cut and ``coarse`` from there on: the shared cut that leaves just enough buckets."""
+    """``fine`` up to a shared cut and ``coarse`` after it: the shared cut that leaves just enough buckets."""
     place = {cut: index for index, cut in enumerate(coarse)}
     for index, cut in enumerate(fine):
         if cut in place and index + len(coarse) - 1 - place[cut] >= buckets:
@@ -379,9 +378,9 @@ def _joined(fine: Cuts, coarse: Cuts, buckets: int) -> Cuts:
 
 @dataclass
 class Placement:
-    """Owners by position, being worked on. ``weights`` is what is balanced: a cost per position.
+    """Owners by position, while they are improved. ``weights`` are balanced: a cost per position.
 
-    ``filled[b][r]`` are the elements of bucket b in shard r, ``loads[r]`` the weight of shard r over all buckets.
+    ``filled[b][r]`` is the elements of bucket b in shard r, ``loads[r]`` the weight of shard r over all buckets.
     """
 
     stream: Stream
@@ -393,7 +392,7 @@ class Placement:
 
     @classmethod
     def of(cls, stream: Stream, cuts: Cuts, weights: Sequence[int], owners: list[int], shards: int) -> Placement:
-        """The sums that belong to ``owners``."""
+        """A placement with the sums of ``owners``."""
         filled = [per_rank(owners[a:b], stream.numels[a:b], shards) for a, b in zip(cuts, cuts[1:])]
         return cls(stream, cuts, weights, owners, filled, per_rank(owners, weights, shards))
 
@@ -404,9 +403,9 @@ class Placement:
 
 
 def deal_bins(packer: Packer, cuts: Cuts, weights: Sequence[int]) -> Placement:
-    """Every bucket packed as low as possible; its bins go to the shards, the heaviest to the least loaded.
+    """Pack every bucket as low as possible, and deal its bins to the shards, the heaviest to the least loaded.
 
-    Buckets whose bins differ most are dealt first, while nothing is settled; the even ones fill up at the end. The
+    Buckets whose bins differ most are dealt first, when loads are still open; even ones even them out at the end. The
     bins decide the padding, so dealing is free to balance the work.
     """
     bins = [_bins(packer, start, stop) for start, stop in zip(cuts, cuts[1:])]
@@ -424,7 +423,7 @@ def deal_bins(packer: Packer, cuts: Cuts, weights: Sequence[int]) -> Placement:
 
 
 def _bins(packer: Packer, start: int, stop: int) -> list[list[int]]:
-    """Positions [start, stop) in as many bins as there are shards, by the packer's patterns; early positions first."""
+    """Positions [start, stop) in one bin per shard, by the packer's patterns; early positions first."""
     _, patterns = packer.pack(start, stop)
     waiting: list[list[int]] = [[] for _ in packer.sizes]
     for position in range(stop - 1, start - 1, -1):
@@ -447,8 +446,7 @@ def place_costliest_first(
 ) -> Placement:
     """All buckets' matrices, the costliest first, to the least loaded shard with room under its bucket's cap.
 
-    Where no shard has room the emptiest one of the bucket takes it, above the cap. ``base`` is the weight that shards
-    have before.
+    If no shard has room, the bucket's emptiest one takes it, above the cap. ``base`` is the shards' initial weight.
     """
     owners = [0] * len(stream)
     loads = list(base or [0] * shards)

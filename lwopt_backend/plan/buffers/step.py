@@ -1,4 +1,4 @@
-"""What a step with a planned buffer costs: bytes per collective, seconds, and the order in which they pass."""
+"""The cost of a step with a planned buffer: bytes per collective, seconds, and the order of collectives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lwopt_backend.plan.cost import CostModel, Machine, StepTime, all_reduce_sec
 
 @dataclass(frozen=True, slots=True)
 class Elements:
-    """Bytes of one element: of a parameter and of a gradient as they travel, of a master copy, of optimizer state."""
+    """Bytes of one element: of a parameter and of a gradient on the wire, of a master copy, of optimizer state."""
 
     parameter: int = 2
     gradient: int = 4
@@ -20,28 +20,29 @@ class Elements:
 
 
 class Buckets(Protocol):
-    """Buckets of matrices over ``shards`` ranks: what travels of each, and the work that ranks have in it."""
+    """Buckets of matrices over ``shards`` ranks: what is exchanged of each, and the ranks' work in it."""
 
     @property
     def shards(self) -> int: ...
 
     @property
     def bucket_numels(self) -> Sequence[int]:
-        """Per bucket, the elements that travel."""
+        """Per bucket, the elements that are exchanged."""
 
     def loads(self) -> list[int]:
-        """Per rank, the cost of what it owns."""
+        """Per rank, the cost of the matrices that it owns."""
 
     def bucket_loads(self) -> list[dict[int, int]]:
-        """Per bucket, the cost of what each of its owners has there."""
+        """Per bucket and owner, the cost of the owner's matrices in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class BucketTime:
-    """One bucket's way: gradients to the owners, work at the busiest owner, parameters back. Seconds; ``end > start``.
+    """One bucket's times: gradients to the owners, work at the busiest owner, parameters back. Seconds; ``end >
+    start``.
 
-    All gradients are taken to be ready at 0, so nothing hides behind backward. One collective runs at a time; owners
-    work on a bucket as soon as it is there, and a bucket returns when its last owner is done.
+    All gradients are assumed ready at 0, so nothing overlaps with backward. One collective runs at a time; owners work
+    on a bucket as soon as it arrives, and it is sent back when its last owner is done.
     """
 
     bucket: int
@@ -60,11 +61,11 @@ def buffer_step(
     instances: int = 1,
     elements: Elements | None = None,
 ) -> StepTime:
-    """Modelled seconds of a step, parts added: work of the busiest owner, its wire, latency.
+    """Modelled seconds of a step, without overlap: work of the busiest owner, its wire, latency.
 
-    Reduce-scatter and all-gather of every bucket over the ``plan.shards`` ranks of an instance, which are neighbours;
-    with ``instances`` > 1 an all-reduce of the owned gradients between them. A compact bucket's collectives are the
-    same ones with unequal parts.
+    A reduce-scatter and an all-gather of every bucket over the ``plan.shards`` neighbouring ranks of an instance; with
+    ``instances`` > 1, also an all-reduce of the owned gradients between them. A compact bucket has the same collectives
+    with unequal parts.
     """
     elements = elements or Elements()
     wire = latency = 0.0
@@ -83,7 +84,7 @@ def timeline(
     instances: int = 1,
     elements: Elements | None = None,
 ) -> list[BucketTime]:
-    """When each bucket is reduced, worked on and returned, overlapped as far as one wire and the owners allow."""
+    """When each bucket is reduced, worked on and returned, overlapping as far as one wire and the owners allow."""
     elements = elements or Elements()
     arrive, back = [], []
     for numel in plan.bucket_numels:
@@ -96,7 +97,7 @@ def timeline(
 
 
 def bucket_work(plan: Buckets, machine: Machine, cost: CostModel) -> list[dict[int, float]]:
-    """Per bucket, the seconds that each of its owners works on it."""
+    """Per bucket and owner, the seconds that the owner works on it."""
     rate = machine.flops_per_second
     return [{owner: cost.seconds(load, rate) for owner, load in loads.items()} for loads in plan.bucket_loads()]
 
@@ -107,9 +108,9 @@ def schedule(
     work: Sequence[Mapping[int, float]],
     back: Sequence[float],
 ) -> list[BucketTime]:
-    """Bucket by bucket: ``arrive[b]`` seconds on the wire, ``work[b][r]`` at rank r, ``back[b]`` on the wire again.
+    """Times of the buckets: ``arrive[b]`` seconds on the wire, ``work[b][r]`` at rank r, ``back[b]`` on the wire again.
 
-    What arrives has the wire first, in order; what returns takes it after that, as soon as its last owner is done.
+    Arrivals use the wire first, in order; returns follow, each as soon as its last owner is done.
     """
     arrivals, wire_free = [], 0.0
     for seconds in arrive:
@@ -134,7 +135,7 @@ Seconds = tuple[float, float]  # on the wire, and of latency
 def _bucket_wire(
     plan: Buckets, numel: int, machine: Machine, instances: int, elements: Elements
 ) -> tuple[Seconds, Seconds, Seconds]:
-    """A bucket's gradients to the owners, summed across instances, and its parameters back."""
+    """Seconds of a bucket's gradients to the owners, of their sum across instances, and of its parameters back."""
     everyone = plan.shards * instances
     reduce = gather_seconds(machine, numel * elements.gradient, plan.shards, of=everyone)
     shard = numel * elements.gradient / plan.shards
