@@ -56,8 +56,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The param groups of this rank's modules, in order, which may be changed; ``group["module"]`` is the module's
-        name."""
+        """This rank's modules' param groups, in order; may be changed. ``group["module"]`` is the module's name."""
         self._mark()
         return [group for optimizer in self.modules.values() for group in optimizer.param_groups]
 

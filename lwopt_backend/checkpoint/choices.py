@@ -1,4 +1,4 @@
-"""What needs no torch: the error of all checkpoint code, the formats and families by name, a model's numbers."""
+"""What needs no torch: the error of all checkpoint code, formats and families by name, a model's numbers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be read, or must not be converted. The message names file, tensor, and what to do."""
 
 
-# What can be read and written, by name. The command's help shows these, so nothing here imports torch.
+# Formats that can be read and written, by name. The command's help shows them, so nothing here imports torch.
 
 AUTO = "auto"
 
-# In the order in which a folder is asked about: what Megatron writes also looks like any checkpoint of torch's, and
-# weights may lie beside any optimizer's state. ``formats`` has the readers.
+# In the order in which a folder is tested: Megatron's also look like any of torch's, and weights may be in one folder
+# with any optimizer's state. ``formats`` has the readers.
 FORMATS = {
     "megatron-torch": "Megatron's --ckpt-format torch",
     "megatron-dist": "Megatron's torch_dist",
@@ -29,7 +29,7 @@ FORMATS = {
     "safetensors": "weights as safetensors",
 }
 
-WRITERS = {  # imported when they are needed: torch.distributed.checkpoint is half a second
+WRITERS = {  # imported when needed: torch.distributed.checkpoint takes half a second
     "universal": "lwopt_backend.checkpoint.deepspeed.universal",
     "megatron": "lwopt_backend.checkpoint.megatron.writer",
     "dcp": "lwopt_backend.checkpoint.dcp.writer",
@@ -43,10 +43,10 @@ FAMILIES = (
 )
 
 
-# The numbers that a name map needs: given, from the checkpoint's arguments, or certain from shapes; never guessed.
+# The numbers that a name map needs: given, from the checkpoint's arguments, or implied by shapes; never guessed.
 
 OURS = "this package"
-ARGUMENTS = {  # what Megatron's arguments and Hugging Face's configs call them
+ARGUMENTS = {  # their names in Megatron's arguments and Hugging Face's configs
     "layers": ("num_layers", "num_hidden_layers", "n_layer"),
     "heads": ("num_attention_heads", "n_head"),
     "query_groups": ("num_query_groups", "num_key_value_heads"),
@@ -56,7 +56,7 @@ ARGUMENTS = {  # what Megatron's arguments and Hugging Face's configs call them
 
 
 class Numbers(Options):
-    """All of them may be left out where the checkpoint's arguments or shapes tell."""
+    """Each may be left out if the checkpoint's arguments or shapes imply it."""
 
     layers: Count | None = option(None, "transformer layers", OURS)
     heads: Count | None = option(None, "attention heads of queries", OURS)
@@ -87,7 +87,7 @@ class Numbers(Options):
 
 @dataclass(frozen=True, slots=True)
 class QKV:
-    """Outputs of q, k and v: ``groups`` times ``queries`` of q, then ``channels`` of k and as many of v."""
+    """The outputs of q, k and v: ``groups`` times ``queries`` of q, then ``channels`` each of k and v."""
 
     groups: int
     queries: int
@@ -103,7 +103,7 @@ class QKV:
 
 
 def qkv_of_fused(numbers: Numbers, rows: int, where: str) -> QKV:
-    """How the rows of a fused matrix divide, from two of heads, groups and channels. Raises CheckpointError."""
+    """How the rows of a fused matrix divide, given two of heads, groups and channels. Raises CheckpointError."""
     heads, groups, channels = numbers.heads, numbers.query_groups, numbers.kv_channels
     if heads and groups:
         channels = channels or rows // (heads + 2 * groups)
@@ -118,7 +118,7 @@ def qkv_of_fused(numbers: Numbers, rows: int, where: str) -> QKV:
 
 
 def qkv_of_parts(numbers: Numbers, q: int, k: int, where: str) -> QKV:
-    """How rows of separate q and k divide, from one of heads, groups and channels. Raises CheckpointError."""
+    """How rows of separate q and k divide, given one of heads, groups and channels. Raises CheckpointError."""
     heads, groups, channels = numbers.heads, numbers.query_groups, numbers.kv_channels
     if not channels:
         if not groups and not heads:

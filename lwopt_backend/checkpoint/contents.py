@@ -1,4 +1,4 @@
-"""A checkpoint in one form, whatever its format: parameters with lazy tensors, groups, counters."""
+"""The form of a checkpoint between all readers and writers: parameters with lazy tensors, groups, counters."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from torch import Tensor
 
 from lwopt_backend.checkpoint.choices import CheckpointError as CheckpointError
 
-# Values compared bit by bit, and those that are no finite numbers.
+# Bitwise comparison of values, and counts of values that are not finite.
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one shape are equal, bit for bit; much faster than ``unequal``."""
+    """Whether two tensors of one shape are equal bit for bit; much faster than ``unequal``."""
     bits = _BITS[one.dtype.itemsize]
     return torch.equal(one.contiguous().view(bits), other.contiguous().view(bits))
 
 
 def unequal(one: Tensor, other: Tensor) -> Tensor:
-    """Mask of the elements whose bits differ, except where both are NaN."""
+    """A mask of the elements whose bits differ, except where both are NaN."""
     bits = _BITS[one.dtype.itemsize]
     differs = one.contiguous().view(bits) != other.contiguous().view(bits)
     if one.dtype.is_floating_point and bool(differs.any()):
@@ -36,7 +36,7 @@ def unequal(one: Tensor, other: Tensor) -> Tensor:
 
 
 def infinite(values: Tensor) -> int:
-    """How many elements are not finite. If the sum is finite all are, which is much faster to find; it may overflow."""
+    """How many elements are not finite. A finite sum shows quickly that all are; an infinite one may be an overflow."""
     if not values.is_floating_point():
         return 0
     wide = values if values.dtype.itemsize >= 4 or values.dtype == torch.bfloat16 else values.float()
@@ -45,17 +45,17 @@ def infinite(values: Tensor) -> int:
 
 # Tensors that are read when they are needed, one at a time.
 
-BLOCK = 2**20  # elements that are read at once where a tensor is filled, or looked at, bit by bit
+BLOCK = 2**20  # elements that are read at once to fill or compare a tensor
 ReadRange = Callable[[int, int], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
 class LazyTensor:
-    """A tensor in a file. ``read`` returns it, contiguous and owned by the caller; nothing is kept.
+    """A tensor in a file. ``read`` returns it, contiguous and owned by the caller, and keeps nothing.
 
-    ``where`` says, for messages, what it is and where: ``"exp_avg of decoder.layers.0... in __0_0.distcp"``.
-    ``read_range`` returns the elements [start, stop) of it, flat, where that takes less than reading all. ``stride`` is
-    that of the tensor that was saved, in elements, and ``place`` the file and the byte where it begins, where known.
+    ``where`` describes it in messages: ``"exp_avg of decoder.layers.0... in __0_0.distcp"``. ``read_range`` returns the
+    elements [start, stop), flat, if that costs less than reading all. ``stride`` is the saved tensor's, in elements,
+    and ``place`` the file and the byte where it begins, if known.
     """
 
     shape: tuple[int, ...]
@@ -75,12 +75,12 @@ class LazyTensor:
         return self.numel * self.dtype.itemsize
 
     def blocks(self) -> Iterator[Tensor]:
-        """All elements in their order, flat, ``BLOCK`` at a time; no more is in memory where ranges can be read."""
+        """Yield all elements in order, flat, ``BLOCK`` at a time; with ``read_range``, no more are in memory."""
         for read in self.block_reads():
             yield from read().view(-1).split(BLOCK)
 
     def block_reads(self) -> Iterator[Callable[[], Tensor]]:
-        """Calls that return the elements in their order: each a block, or one all, where ranges cannot be read."""
+        """Yield calls that return the elements in order: one per block, or one for all without ``read_range``."""
         if self.read_range is None:
             yield from [self.read] * (self.numel > 0)
             return
@@ -88,7 +88,7 @@ class LazyTensor:
             yield partial(self.read_range, start, min(start + BLOCK, self.numel))
 
     def piece(self, start: int, stop: int) -> LazyTensor:
-        """Elements [start, stop) of the flattened tensor, as a flat one."""
+        """Elements [start, stop) of the flattened tensor, as a flat tensor."""
         ranged, shape = self.read_range, (stop - start,)
         if ranged is None:
             return LazyTensor(shape, self.dtype, lambda: self.read().view(-1)[start:stop].clone(), self.where)
@@ -102,11 +102,11 @@ class LazyTensor:
         return LazyTensor(shape, self.dtype, lambda: self.read().view(shape), self.where, self.read_range)
 
     def mapped(self, function: Callable[[Tensor], Tensor], shape: Sequence[int]) -> LazyTensor:
-        """The result of ``function``, which must only move elements; it has ``shape``."""
+        """The result of ``function``, of ``shape``; the function must only move elements."""
         return LazyTensor(tuple(shape), self.dtype, lambda: _contiguous(function(self.read()), shape), self.where)
 
     def to(self, dtype: torch.dtype) -> LazyTensor:
-        """Converted when it is read, without its elements all being there in both dtypes where ranges can be read."""
+        """Convert when read; with ``read_range``, the whole tensor is never in memory in both dtypes."""
         if dtype == self.dtype:
             return self
         ranged = self.read_range
@@ -127,13 +127,13 @@ def _filled(parts: Sequence[LazyTensor], shape: Sequence[int], dtype: torch.dtyp
 
 
 def held(tensor: Tensor, where: str) -> LazyTensor:
-    """A tensor that is in memory."""
+    """A lazy tensor of a tensor in memory."""
     copied = partial(tensor.detach().clone, memory_format=torch.contiguous_format)
     return LazyTensor(tuple(tensor.shape), tensor.dtype, copied, where)
 
 
 def joined(parts: Sequence[LazyTensor], function: Callable[[list[Tensor]], Tensor], shape: Sequence[int]) -> LazyTensor:
-    """``parts`` combined by ``function`` into a tensor of ``shape``. All parts are in memory while it is read."""
+    """``function`` of ``parts``, of ``shape``. All parts are in memory while it is read."""
     first = parts[0]
     return LazyTensor(
         tuple(shape), first.dtype, lambda: _contiguous(function([part.read() for part in parts]), shape), first.where
@@ -141,9 +141,9 @@ def joined(parts: Sequence[LazyTensor], function: Callable[[list[Tensor]], Tenso
 
 
 def end_to_end(parts: Sequence[LazyTensor], shape: Sequence[int]) -> LazyTensor:
-    """The elements of ``parts`` one after the other, of ``shape``: as torch.cat makes them along the first dimension.
+    """The elements of ``parts`` one after the other, in ``shape``, as torch.cat joins them along the first dimension.
 
-    It is filled part by part, from ranges of them where they can be read: no part is in memory besides.
+    It is filled part by part, from ranges if these can be read, so that no whole part is in memory besides.
     """
     first = parts[0]
     if len(parts) == 1:
@@ -168,23 +168,22 @@ def _contiguous(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     return tensor.contiguous()
 
 
-# What is in a checkpoint, whatever its format: the form between all readers and all writers.
+# The content of a checkpoint of any format: the form between all readers and all writers.
 
 T = TypeVar("T")
 WEIGHT = "weight"
 MASTER = "fp32"  # the key of master weights, as in DeepSpeed's universal format
-LONGEST_NAME = 1000  # characters of a parameter's name, or of a key with it; what takes names apart need not be fast
-MATRICES = "matrices"  # the argument that tells, by parameter, which elements its matrices are, in their order
+LONGEST_NAME = 1000  # characters of a parameter's name or key; bounds the time of taking names apart
+MATRICES = "matrices"  # the argument with each parameter's matrices, in order: which elements they have
 
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter, whole. ``weight`` is what the model has (bf16, say), ``states`` are as large as it: the fp32
-    master weight under ``"fp32"``, ``momentum_buffer``, ``exp_avg``, ``exp_avg_sq``, ... A frozen one has none.
+    """One parameter, whole. ``weight`` is the model's (bf16, say); ``states`` have its shape: the fp32 master weight
+    under ``"fp32"``, ``momentum_buffer``, ``exp_avg``, ``exp_avg_sq``, ... A frozen parameter has none.
 
-    ``step`` counts the optimizer's steps where that is known by parameter; ``group`` is the number of its param group.
-    ``owner_states`` is what a rule keeps of each matrix in it beside these, by the matrix's place: dictionaries and
-    lists of tensors and numbers, in memory.
+    ``step`` is the optimizer's count of steps, if known by parameter; ``group`` is the number of its param group.
+    ``owner_states`` is owner state by the matrix's place: dictionaries and lists of tensors and numbers, in memory.
     """
 
     weight: LazyTensor | None
@@ -199,7 +198,7 @@ class Param:
 
     @property
     def tensors(self) -> dict[str, LazyTensor]:
-        """The weight, if there is one, under ``"weight"``, and the states."""
+        """The weight, if any, under ``"weight"``, and the states."""
         return {**({} if self.weight is None else {WEIGHT: self.weight}), **self.states}
 
     @property
@@ -211,7 +210,7 @@ class Param:
 
 
 class OwnerStates(Mapping[int, Mapping[str, Any]]):
-    """State by a matrix's place in its parameter; the call for it reads it, whenever it is asked for."""
+    """Owner state by a matrix's place in its parameter, read whenever it is accessed."""
 
     def __init__(self, reads: Mapping[int, Callable[[], Mapping[str, Any]]]) -> None:
         self._reads = reads
@@ -230,17 +229,17 @@ class OwnerStates(Mapping[int, Mapping[str, Any]]):
 class Checkpoint:
     """What a reader found.
 
-    - ``format``: e.g. ``"megatron torch_dist"``; ``version``: of what wrote it, as far as it says.
+    - ``format``: e.g. ``"megatron torch_dist"``; ``version``: of the program that wrote it, if known.
     - ``names``: the vocabulary of its parameter names: ``"megatron-core"``, ``"model"`` (the module's own), ...
-    - ``params``: in the model's order where that is known.
+    - ``params``: in the model's order, if that is known.
     - ``groups``: the param groups' options as plain data, without parameters.
     - ``arguments``: how it was trained, as plain data (Megatron's ``args``, a ds_config).
     - ``iteration``, ``samples``: trained so far. ``scheduler``: its state as plain data, or None.
     - ``world``: sizes by name, e.g. ``{"dp": 2, "tp": 1}``.
-    - ``replicas``: pairs of tensors that must be equal, e.g. a tied embedding's two copies, with what they are.
-    - ``tied``: names under which a parameter is used once more, each with the name that is in ``params``.
-    - ``buffers``: the module's, by name. ``client``: what the user's own program saved along, as plain data.
-    - ``notes``: sentences on what was left out or looks odd; no reason to refuse.
+    - ``replicas``: pairs of tensors that must be equal, e.g. a tied embedding's two copies, with a description.
+    - ``tied``: further names of parameters, each with the name in ``params``.
+    - ``buffers``: the module's, by name. ``client``: what the user's program saved with it, as plain data.
+    - ``notes``: sentences on what was left out or looks odd, but is no reason to refuse.
     """
 
     format: str
@@ -260,7 +259,7 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raises CheckpointError where files have something else in place of names, numbers and dictionaries."""
+        """Raises CheckpointError if files have other types in place of names, numbers and dictionaries."""
         names = (*self.params, *self.tied, *self.tied.values(), *self.buffers)
         wrong = [name for name in names if type(name) is not str or len(name) > LONGEST_NAME]
         if wrong:
@@ -280,9 +279,9 @@ class Checkpoint:
 
 
 def read_as_expected(read: Callable[[], T], where: Path, writer: str, said: type[ValueError] = CheckpointError) -> T:
-    """What ``read`` returns. Raises CheckpointError for whatever happens in files that ``writer`` did not form.
+    """The result of ``read``. Raises CheckpointError for any error in files that ``writer`` cannot have written.
 
-    It is the last resort: what is wrong with a file is better said where it is noticed, with an error that is ``said``.
+    This is the last resort: a reader that notices a problem itself raises a better error, of type ``said``.
     """
     try:
         return read()

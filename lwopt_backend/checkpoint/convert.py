@@ -21,27 +21,27 @@ from lwopt_backend.checkpoint.files.folders import refuse_existing, write_folder
 from lwopt_backend.config.linked_rates import OWN_RATES, torchs
 from lwopt_backend.config.registry import MATRIX_RULES, options_of, rule_named
 
-# What a training program's own checkpoint says under names of its choice, or not at all: counters, tied weights.
+# What a training program's checkpoint has under any name, or not at all: counters, tied weights.
 
 _KINDS = {"iteration": int, "samples": int, "scheduler": Mapping, "arguments": Mapping, "names": str}
 
 
 def split(saved: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is saved beside model and optimizer: what ``Checkpoint`` has a field for, by that name, and the rest."""
+    """Split what is saved besides model and optimizer into ``Checkpoint``'s fields, by name, and the rest."""
     known = {key: saved[key] for key, kind in _KINDS.items() if isinstance(saved.get(key), kind)}
     return known, {key: value for key, value in saved.items() if key not in known}
 
 
 def iteration_of(params: Mapping[str, Param]) -> int | None:
-    """The optimizer's count of steps, if all that are counted made as many."""
+    """The optimizer's count of steps, if all counters are equal."""
     steps = {int(param.step) for param in params.values() if param.step is not None}
     return steps.pop() if len(steps) == 1 else None
 
 
 def weight_of(checkpoint: Checkpoint, param: Param) -> LazyTensor:
-    """What the model has; made from the master weight where that alone is known, as DeepSpeed saves it at stage 3.
+    """The model's weight; from the master weight if only that is known, as DeepSpeed saves it at stage 3.
 
-    In 16 bits if Megatron's arguments or DeepSpeed's configuration say that it was trained so.
+    It has 16 bits if Megatron's arguments or DeepSpeed's configuration say that training did.
     """
     if param.weight is not None:
         return param.weight
@@ -54,10 +54,10 @@ def weight_of(checkpoint: Checkpoint, param: Param) -> LazyTensor:
 
 
 def tied(params: Mapping[str, Param]) -> dict[str, str]:
-    """Names of weights that no optimizer trains, but that have the values of one that is trained, each with its name.
+    """Names of weights that no optimizer trains and that equal a trained one, each with that one's name.
 
-    torch's model state dict has a tied weight under all its names, an optimizer's only under the first. Vectors are
-    not compared: many are all ones.
+    torch's model state dict has a tied weight under all its names, an optimizer's only under the first. Vectors are not
+    compared, because many are all ones.
     """
     trained: dict[Any, list[str]] = {}
     for name, param in params.items():
@@ -68,7 +68,7 @@ def tied(params: Mapping[str, Param]) -> dict[str, str]:
         weight = params[name].weight
         return iter(()) if weight is None else weight.blocks()
 
-    @functools.cache  # so that each is read once, however many there are
+    @functools.cache  # read once, however many weights are compared
     def begin(name: str) -> bytes:
         first = next(blocks(name), torch.empty(0)).contiguous().view(torch.uint8)
         return hashlib.blake2b(first.numpy().data).digest()
@@ -85,38 +85,38 @@ def tied(params: Mapping[str, Param]) -> dict[str, str]:
 
 
 def sentences(tied: Mapping[str, str], where: object, counted: int | None) -> list[str]:
-    """What was inferred; ``counted``: the iteration, if it was."""
+    """Sentences on what was inferred; ``counted`` is the iteration, if that was."""
     found = [f"{name} has the values of {of} and no state of its own: taken for the same" for name, of in tied.items()]
     if counted is not None:
         found.append(f"{where} does not say how far training came: taken for {counted}, the optimizer's count of steps")
     return found
 
 
-# Param groups of other optimizers with the options of ours, which torch's DCP asks for by their names.
+# Param groups of other optimizers with our options, by whose names torch's DCP loads them.
 #
-# What is what in Megatron and DeepSpeed is told in docs/migration.md. Torch's own options are kept and filled up, so
-# that torch.optim.AdamW finds its own, too.
+# docs/migration.md lists the counterparts in Megatron and DeepSpeed. Torch's own options are kept and completed, so
+# that torch.optim.AdamW also finds its own.
 
 MUON, ADAMW = "muon", "adamw"
 MOMENTS = {"exp_avg", "exp_avg_sq"}
-_MEGATRON = {  # our options by Megatron's arguments, of which some have older names
+_MEGATRON = {  # our options and Megatron's arguments for them, some with older names
     "nesterov": ("muon_nesterov", "muon_use_nesterov"),
     "adjust_lr_fn": ("muon_scale_mode",),
     "extra_scale_factor": ("muon_extra_scale_factor",),
     "ns_steps": ("muon_num_ns_steps",),
 }
-_PLACES = ("members", "from_group", "overrides")  # in what an engine of ours saved; no options
+_PLACES = ("members", "from_group", "overrides")  # keys of our engines that are no options
 
 
 class _UnknownError(ValueError):
-    """Why a group is not translated."""
+    """The reason why a group is not translated."""
 
 
 def as_ours(checkpoint: Checkpoint) -> Checkpoint:
-    """The same with groups as our optimizers have them, with ``rule``; those of matrix rules are first.
+    """The checkpoint with param groups as our optimizers have them, with ``rule``; those of matrix rules come first.
 
-    A group that no rule of ours follows, or whose options are not known, stays as it is, and the notes say why: an
-    optimizer of ours then does not load it, for it misses its options.
+    A group without a rule of ours, or with unknown options, stays as it is, and the notes say why; our optimizers will
+    not load it, because it lacks their options.
     """
     found, notes = translated(checkpoint)
     order = sorted(range(len(found)), key=lambda number: found[number].get("rule") not in MATRIX_RULES)
@@ -130,7 +130,7 @@ def as_ours(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def translated(checkpoint: Checkpoint) -> tuple[list[dict[str, Any]], list[str]]:
-    """The groups in their order, with ``rule`` where they have a counterpart; sentences on those that have none."""
+    """The groups in order, with ``rule`` if they have a counterpart; and sentences on those that have none."""
     members: dict[int, set[str]] = {}
     for param in checkpoint.params.values():
         if param.group is not None:
@@ -164,10 +164,10 @@ def _translated(group: Mapping[str, Any], states: set[str], checkpoint: Checkpoi
 
 
 def _filled(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Defaults for the options of the group's rule."""
+    """Defaults of the options of the group's rule."""
     try:
         fields = rule_named(group["rule"]).model(group, "").model_fields
-    except ValueError:  # a rule or a class that is not here
+    except ValueError:  # an unknown rule or class
         fields = {}
     options = {k: f.get_default(call_default_factory=True) for k, f in fields.items() if not f.is_required()}
     return {OWN_RATES: False, **(torchs() if group["rule"] == ADAMW else {}), **options}
@@ -181,7 +181,7 @@ def _first_rate(group: Mapping[str, Any], checkpoint: Checkpoint) -> float | Non
 
 
 def _peak(checkpoint: Checkpoint) -> float | None:
-    """The configured peak of DeepSpeed's warmup: its schedulers save no rates."""
+    """The configured peak of DeepSpeed's warmup, because its schedulers save no rates."""
     schedule = (checkpoint.arguments.get("ds_config") or {}).get("scheduler") or {}
     peak = (schedule.get("params") or {}).get("warmup_max_lr")
     is_theirs = "last_batch_iteration" in (checkpoint.scheduler or {})
@@ -241,7 +241,7 @@ def _of_deepspeed(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_ds_config(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The options of DeepSpeed's optimizer, as they were configured."""
+    """The configured options of DeepSpeed's optimizer."""
     optimizer = (arguments.get("ds_config") or {}).get("optimizer") or {}
     return optimizer.get("params") or {}
 
@@ -250,19 +250,19 @@ def _checked(rule: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return {"rule": rule, **options_of(rule, given, f"a group of {rule}").model_dump()}
 
 
-# From one checkpoint to another: read, checked, renamed, written.
+# From one checkpoint to another: read, check, rename, write.
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a checkpoint goes: a ``folder``, which is written whole, and the pointers beside it, by file name."""
+    """The destination of a checkpoint: a ``folder``, which is written whole, and pointers beside it, by file name."""
 
     folder: Path
     pointers: Mapping[str, str]
 
 
 def place_of(checkpoint: Checkpoint, target: str, destination: Path) -> Place:
-    """A universal or Megatron checkpoint is a folder of its step in ``destination``; the others are that itself."""
+    """A universal or Megatron checkpoint is a step's folder in ``destination``; any other is ``destination`` itself."""
     step = checkpoint.iteration or 0
     if target == "universal":
         tag = f"global_step{step}"
@@ -280,11 +280,11 @@ def prepared(
     numbers: names.Numbers,
     workers: int = 1,
 ) -> Checkpoint:
-    """Checked, and under the names that are wanted: Megatron-core's for what Megatron wrote, else those it has.
+    """The checkpoint, checked and under the wanted names: Megatron-core's for the target Megatron, else its own.
 
-    For DCP, param groups get the options of our optimizers, by which these load them.
+    For DCP, param groups get the options of our optimizers, which load them by these.
 
-    Raises CheckpointError; nothing is written by then.
+    Raises CheckpointError; nothing is written before.
     """
     known = source_vocabulary or (checkpoint.names if checkpoint.names in (names.CORE, *names.FAMILIES) else None)
     vocabulary = vocabulary or (names.CORE if target == "megatron" else known)
@@ -299,7 +299,7 @@ def prepared(
 
 
 def _check_used(checkpoint: Checkpoint, target: str, wanted: str | None, source: str | None, given: set[str]) -> None:
-    """Raises CheckpointError for numbers that were given and are not used."""
+    """Raises CheckpointError for numbers that were given but are not used."""
     if wanted is None and given:
         raise CheckpointError(
             f"{_options(given)} cannot be used, as it is not known what this checkpoint's names mean; say it with "
@@ -340,9 +340,9 @@ def _megatron_arguments(checkpoint: Checkpoint, numbers: names.Numbers) -> dict[
 def write(
     checkpoint: Checkpoint, target: str, place: Place, *, force: bool = False, workers: int = 1, **options: object
 ) -> None:
-    """Write it, ``workers`` tensors at a time. ``options``: Megatron's ``version``, safetensors' ``dtype``.
+    """Write a checkpoint, ``workers`` tensors at a time. ``options``: Megatron's ``version``, safetensors' ``dtype``.
 
-    Pointers come last. A destination that is not there yet appears with its pointers, at once.
+    Pointers are written last. A new destination appears at once, with its pointers.
     """
     if target not in WRITERS:
         raise CheckpointError(f"unknown target {target!r}; known: {', '.join(WRITERS)}")
@@ -366,10 +366,9 @@ def write(
 
 
 def check_free(place: Place, force: bool, source: Path) -> None:
-    """Raises CheckpointError if something is there, before hours are spent on reading.
+    """Raises CheckpointError if the destination exists, before hours are spent on reading.
 
-    Also with ``force`` if it is, or has in it, the source or the folder that the user is in, or if it is the step of
-    the source that its pointer names.
+    Even with ``force`` if it is or contains the source or the current folder, or if it is in the source.
     """
     folder = place.folder.resolve()
     for kept, what in ((source, "the source"), (Path.cwd(), "the current folder"), (Path.home(), "your home folder")):
@@ -382,7 +381,7 @@ def check_free(place: Place, force: bool, source: Path) -> None:
 
 
 def watched(checkpoint: Checkpoint, seen: Callable[[int], None]) -> Checkpoint:
-    """The same; ``seen`` is called with the bytes of every tensor that is read."""
+    """The same checkpoint; ``seen`` is called with the bytes of every tensor that is read."""
 
     def watch(tensor: LazyTensor) -> LazyTensor:
         def counted(found: Tensor) -> Tensor:
@@ -401,5 +400,5 @@ def watched(checkpoint: Checkpoint, seen: Callable[[int], None]) -> Checkpoint:
 
 
 def nbytes(checkpoint: Checkpoint) -> int:
-    """Of all tensors as they are read."""
+    """Bytes of all tensors as they are read."""
     return sum(tensor.nbytes for param in checkpoint.params.values() for tensor in param.tensors.values())

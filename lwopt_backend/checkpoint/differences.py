@@ -1,4 +1,4 @@
-"""Two checkpoints, tensor by tensor, whatever their formats."""
+"""Compares two checkpoints of any formats, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ STEP, OWNER, BUFFER = "step", "owner", "buffer"
 
 @dataclass(frozen=True)
 class Compared:
-    """A tensor ``key`` of parameter ``name``, or its counter: ``what`` differs in words, empty if nothing does.
+    """A tensor ``key`` of parameter ``name``, or its counter: ``what`` says how it differs, and is empty if it does
+    not.
 
-    ``elements`` differ, by at most ``largest``, where shapes are the same.
+    If shapes are equal, ``elements`` differ, by at most ``largest``.
     """
 
     name: str
@@ -29,12 +30,12 @@ class Compared:
 
 
 def differences(a: Checkpoint, b: Checkpoint, weights_only: bool = False) -> Iterator[Compared]:
-    """Every tensor, counter and buffer of both. Parts of two tensors are in memory at a time.
+    """Yield every tensor, counter and buffer of both. Parts of two tensors are in memory at a time.
 
-    Tensors are equal if they are, bit for bit, after one is made as wide as the other; NaN equals NaN. Formats keep
-    weights in one or two forms, so these are compared in both: ``weight`` as the narrower one has it, made from the
-    master weight where a checkpoint has no other; ``fp32`` as the wider one has it, if it has master weights. So a
-    bf16 weight beside an fp32 master equals the fp32 weight of an FSDP2 checkpoint.
+    Tensors are equal if they are so bit for bit after the narrower is widened; NaN equals NaN. Formats store weights in
+    one or two forms, so both are compared: ``weight`` in the narrower dtype, made from the master weight if a
+    checkpoint has no other; ``fp32`` in the wider one, if it has master weights. So a bf16 weight with an fp32 master
+    equals the fp32 weight of an FSDP2 checkpoint.
     """
     for name in {**a.params, **b.params}:
         ours, theirs = _found(a, name), _found(b, name)
@@ -49,7 +50,7 @@ def differences(a: Checkpoint, b: Checkpoint, weights_only: bool = False) -> Ite
 
 
 def _found(checkpoint: Checkpoint, name: str) -> Param | None:
-    """By its own name, or by one under which another parameter is used once more."""
+    """The parameter of this name, or the one that is tied to it."""
     return checkpoint.params.get(name) or checkpoint.params.get(checkpoint.tied.get(name, ""))
 
 
@@ -87,7 +88,7 @@ def _of_param(name: str, a: Param, b: Param, weights_only: bool) -> Iterator[Com
 
 
 def _leaves(found: Any, key: str = OWNER) -> dict[str, Any]:
-    """What is in dictionaries, lists and tuples, by where it is."""
+    """The leaves of dictionaries, lists and tuples, by path."""
     pairs = found.items() if isinstance(found, Mapping) else enumerate(found) if isinstance(found, list | tuple) else ()
     if not isinstance(found, Mapping | list | tuple):
         return {key: found}

@@ -1,4 +1,4 @@
-"""The formats that are read, and how one is told from another."""
+"""The formats that can be read, and how a folder's format is recognised."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ READERS: dict[str, ModuleType] = dict(zip(FORMATS, _MODULES, strict=True))
 
 
 def find(path: Path, format: str = AUTO) -> str:
-    """The format of a folder by its name in READERS: ``format``, or the first whose reader recognises the folder.
+    """The name in READERS of a folder's format: ``format``, or the first whose reader recognises the folder.
 
-    Raises CheckpointError if there is none, and for a link in the folder that leads out of it; in Hugging Face's cache
-    all files of a model are such links.
+    Raises CheckpointError if there is none, and for a link that leads out of the folder; except for safetensors,
+    because in Hugging Face's cache all files of a model are such links.
     """
     if format != AUTO and format not in READERS:
         raise CheckpointError(f"unknown format {format!r}; {suggestion(format, (AUTO, *READERS))}")
@@ -46,13 +46,13 @@ def find(path: Path, format: str = AUTO) -> str:
 
 
 def read(path: Path, format: str = AUTO) -> Checkpoint:
-    """What is in a checkpoint's folder. Raises CheckpointError."""
+    """The content of a checkpoint's folder. Raises CheckpointError."""
     checkpoint: Checkpoint = READERS[find(path, format)].read(path)
     return checkpoint
 
 
 def _hint(path: Path) -> str:
-    """What is missing, where that can be told."""
+    """What is missing, if that can be told."""
     for name in POINTERS:
         if (path / name).is_file():
             return f": its file {name} names {(path / name).read_bytes()[:100]!r}, where there is none; copy all of it"

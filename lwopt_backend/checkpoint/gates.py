@@ -1,4 +1,4 @@
-"""What must hold before anything is written: a checkpoint that is not whole, or not what it says, is refused."""
+"""Checks before anything is written: a checkpoint that is incomplete or inconsistent is refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHOWN = 20  # problems that are listed
 
 
 class Refused(CheckpointError):
-    """A checkpoint with ``problems``, a sentence each, and ``advice`` on all of them, which may be empty."""
+    """A checkpoint with ``problems``, one sentence each, and ``advice`` on all of them, which may be empty."""
 
     def __init__(self, problems: Sequence[str], advice: str) -> None:
         more = f"\n  ... and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
@@ -29,11 +29,11 @@ class Refused(CheckpointError):
 
 
 def check(checkpoint: Checkpoint, vocab_size: int | None = None, workers: int = 1) -> list[str]:
-    """Notes on what was checked; every tensor is read once, ``workers`` parameters at a time.
+    """Check a checkpoint and return notes; reads every tensor once, ``workers`` parameters at a time.
 
-    Raises Refused, which lists what is wrong: states that are missing or of another shape than their parameter;
-    master weights that do not round to the saved weights, bit for bit; replicas that differ; a ``vocab_size`` beyond
-    the rows of the embedding, or short of rows that were trained.
+    Raises Refused, which lists the problems: states that are missing or of another shape than their parameter; master
+    weights that do not round to the saved weights, bit for bit; replicas that differ; a ``vocab_size`` beyond the rows
+    of the embedding, or short of trained rows.
     """
     misshapen = [
         f"{key} of {name!r} has shape {state.shape}, but the parameter {param.shape} ({state.where})"
@@ -69,10 +69,10 @@ def check(checkpoint: Checkpoint, vocab_size: int | None = None, workers: int = 
 
 
 def _missing(checkpoint: Checkpoint) -> Iterator[str]:
-    """Parameters with a part of the states that others of the same param group have, or with none of them.
+    """Yield problems of parameters that lack some or all of the states that others of their param group have.
 
-    Where groups are not known the others are all. A state that only some rules have is none that others lack: what
-    counts are others that have all of a parameter's states, and more. Rules may keep all of theirs in owner_states.
+    If groups are not known, all parameters are compared. A state counts as missing only if another parameter has all of
+    this one's states, and more. Rules may keep all of theirs in owner_states.
     """
     frozen = _frozen(checkpoint)
     trained = {name: param for name, param in checkpoint.params.items() if name not in frozen}
@@ -97,7 +97,7 @@ def _missing(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _frozen(checkpoint: Checkpoint) -> dict[str, Param]:
-    """Parameters without state and in no group, where others are in one."""
+    """Parameters without state and without a group, if others have one."""
     params = checkpoint.params
     if all(param.group is None for param in params.values()):
         return {}
@@ -105,8 +105,8 @@ def _frozen(checkpoint: Checkpoint) -> dict[str, Param]:
 
 
 def _values(name: str, param: Param) -> tuple[list[str], dict[str, int], bool]:
-    """What is wrong with a parameter's values, how many of each tensor's are infinite or no numbers, and whether there
-    is a master weight beside the weight."""
+    """The problems of a parameter's values, the number of values per tensor that are not finite, and whether it has
+    both a weight and a master weight."""
     counts: dict[str, int] = {}
     weight, master = param.weight, param.states.get(MASTER)
     problems, both = [], False
@@ -119,7 +119,7 @@ def _values(name: str, param: Param) -> tuple[list[str], dict[str, int], bool]:
 
 
 def _unrounded(name: str, weight: LazyTensor, master: LazyTensor, counts: dict[str, int]) -> list[str]:
-    """A problem if a master weight, rounded to nearest even, is not the weight; NaN is equal to NaN."""
+    """A problem if a master weight, rounded to nearest even, differs from the weight; NaN equals NaN."""
     count, start, first = 0, 0, None
     odd = [0, 0]
     for saved, full in zip(weight.blocks(), master.blocks(), strict=True):
@@ -155,9 +155,9 @@ def _differing(what: str, one: LazyTensor, other: LazyTensor) -> list[str]:
 
 
 def _vocabulary(checkpoint: Checkpoint, size: int | None) -> Iterator[str]:
-    """Rows of padding are never looked up, so that an embedding of its own gets no gradients for them.
+    """Padding rows are never looked up, so the rows of an untied embedding get no gradients there.
 
-    Of one that is also the output layer all rows get gradients, and nothing can be told.
+    If it is also the output layer, all rows get gradients, and nothing can be checked.
     """
     if size is None:
         return
@@ -185,7 +185,7 @@ def _vocabulary(checkpoint: Checkpoint, size: int | None) -> Iterator[str]:
 
 
 def _spelled(names: str, name: str) -> str:
-    """A name of Megatron-core's in the vocabulary ``names``, where that is a family's with one for it."""
+    """Megatron-core's ``name`` in the vocabulary ``names``, if that is a family's with a counterpart."""
     if names == CORE or names not in FAMILIES:
         return name
     rules = [rule for rule in FAMILIES[names].rules if rule.sources and rule.sources[0].text == name]

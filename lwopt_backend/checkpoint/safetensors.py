@@ -22,15 +22,15 @@ from lwopt_backend.checkpoint.files.made import in_order, shape_of
 
 # Writes weights, without optimizer state, as safetensors, as ``from_pretrained`` reads them.
 #
-#     model.safetensors                                 or, where that would be larger than a file may be:
+#     model.safetensors                                 or, if that would exceed the largest size of a file:
 #     model-00001-of-00002.safetensors, ...             and
 #     model.safetensors.index.json                      {"metadata": {"total_size": bytes}, "weight_map": {name: file}}
 #
 # A file: length of the header (8 bytes), header (JSON; dtype, shape and place of each tensor), tensors. The library
-# would need all tensors of a file in memory; here one is at a time. Format:
+# would need all tensors of a file in memory; this keeps one at a time. Format:
 # https://github.com/huggingface/safetensors#format
 
-FILE_BYTES = 5 * 10**9  # of tensors in one file, as transformers has it by default
+FILE_BYTES = 5 * 10**9  # of tensors in one file, transformers' default
 DTYPES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
     **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"},
@@ -47,11 +47,10 @@ def write(
     file_bytes: int = FILE_BYTES,
     workers: int = 1,
 ) -> None:
-    """Fill ``folder``, which is empty. ``workers`` tensors are in memory at a time.
+    """Write to ``folder``, which is empty. ``workers`` tensors are in memory at a time.
 
-    Weights are as the model has them; in ``dtype``, if that is given, made from master weights where there are any.
-    Buffers stay as they are. Tied names are left out, as transformers does. Raises CheckpointError for a dtype that
-    the format lacks.
+    Weights are the model's; in ``dtype``, if given, they are made from master weights if there are any. Buffers stay as
+    they are. Tied names are left out, as in transformers. Raises CheckpointError for a dtype that the format lacks.
     """
     tensors = {name: exported(param, dtype) for name, param in checkpoint.params.items()} | dict(checkpoint.buffers)
     for name, tensor in tensors.items():
@@ -71,14 +70,14 @@ def write(
 
 
 def exported(param: Param, dtype: torch.dtype | None) -> LazyTensor:
-    """The weight, in ``dtype`` if that is given; what has to be converted is made from the master weight."""
+    """The weight, in ``dtype`` if given; a conversion starts from the master weight."""
     if param.weight is not None and dtype in (None, param.weight.dtype):
         return param.weight
     return param.best if dtype is None else param.best.to(dtype)
 
 
 def _files(tensors: Mapping[str, LazyTensor], file_bytes: int) -> list[dict[str, LazyTensor]]:
-    """In their order, as many in each file as it may have; one that is larger is by itself."""
+    """The tensors in order, as many per file as it may have; a larger one is by itself."""
     files: list[dict[str, LazyTensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -108,25 +107,25 @@ def _write_file(path: Path, tensors: Mapping[str, LazyTensor], workers: int) -> 
             del read
 
 
-# Reads weights that lie in a folder as safetensors, as Hugging Face's libraries and the writer above leave them.
+# Reads a folder of safetensors, as Hugging Face's libraries and the writer above write them.
 #
 #     model.safetensors, or files that model.safetensors.index.json names    weights and buffers
 #     config.json, where there is one                                       how the model was built
 #
-# The library reads the header. It has no checksums: what a damaged file shows is that its header does not fit its size.
-# Elements are read from the file, as the library would map all of it, for which large files lack memory.
+# The library reads the header. It has no checksums: damage shows only if the header does not fit the file's size.
+# Elements are read from the file, because the library would map all of it, which fails for large files.
 
 ONE_FILE, CONFIG = "model.safetensors", "config.json"
 _DTYPES = {word: dtype for dtype, word in DTYPES.items()}
 
 
 def recognises(path: Path) -> bool:
-    """Whether there is one file with the usual name, or an index of several."""
+    """Whether there is a file with the usual name, or an index of several."""
     return (path / ONE_FILE).is_file() or (path / INDEX).is_file()
 
 
 def read(path: Path) -> Checkpoint:
-    """The weights in a folder, without state. Raises CheckpointError for what is damaged, missing or not listed."""
+    """The weights in a folder, without state. Raises CheckpointError if files are damaged, missing or not listed."""
     return read_as_expected(lambda: _read(path), path, "safetensors")
 
 
@@ -145,7 +144,7 @@ def _read(path: Path) -> Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor of a file: its dtype by the format's word, and the byte at which it begins."""
+    """A tensor of a file: its dtype in the format's spelling, and the byte at which it begins."""
 
     name: str
     dtype: str
@@ -154,7 +153,7 @@ class Entry:
 
 
 def entries(path: Path) -> list[Entry]:
-    """The tensors of one file as they lie in it, from its header alone. Raises CheckpointError for a damaged one."""
+    """The tensors of one file in order, from its header alone. Raises CheckpointError if it is damaged."""
     try:
         with safe_open(path, framework="numpy") as file:
             slices = [(name, file.get_slice(name)) for name in file.offset_keys()]
@@ -176,7 +175,7 @@ def entries(path: Path) -> list[Entry]:
 
 
 def load(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of one file, each read when it is needed. Raises CheckpointError for what is damaged or unknown."""
+    """The lazy tensors of one file. Raises CheckpointError if it is damaged or has unknown dtypes."""
     return {entry.name: _tensor(path, entry) for entry in entries(path)}
 
 
@@ -195,7 +194,7 @@ def _tensor(path: Path, entry: Entry) -> LazyTensor:
 
 
 def _indexed(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of all files, in the index' order."""
+    """The tensors of all files, in the order of the index."""
     places = _json(path / INDEX).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
         raise CheckpointError(f"{path / INDEX}: expected files by tensors' names under 'weight_map'; copy it again")

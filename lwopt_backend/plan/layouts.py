@@ -478,7 +478,7 @@ class BlockPartition(Blocks):
         return tuple(found)
 
     def views(self, index: int, rank: int) -> tuple[View, ...]:
-        """Where in the flat tensor of ``rank`` its fragment of block ``index`` lies, in order; none if it has none."""
+        """Views of the fragment of block ``index`` in the flat tensor of ``rank``, in order; none if it is empty."""
         if (index, rank) not in self._views:  # asked for in every step
             part = self.storage.fragment(self.params[index], rank)
             found = () if part is None else range_views(self.blocks[index], part.start, part.stop, part.offset)

@@ -29,9 +29,9 @@ from lwopt_backend.runtime.state import STEPPED, STRUCTURE
 class DcpFolder:
     """The tensors and objects of one step's folder. Raises CheckpointError for files that are missing or too short.
 
-    ``tensors`` and ``objects`` are by their keys; ``paths`` are the keys' parts as the state dict was nested, where it
-    was flattened; ``extra`` is what Megatron up to 0.15 noted about tensors. With ``metadata_only`` other files need
-    not be there: nothing can be read then.
+    ``tensors`` and ``objects`` are by key; ``paths`` are the keys' parts in the nested state dict, if it was flattened;
+    ``extra`` is what Megatron up to 0.15 noted about tensors. With ``metadata_only``, other files need not exist, and
+    nothing can be read.
     """
 
     def __init__(self, path: Path, metadata_only: bool = False) -> None:
@@ -49,7 +49,7 @@ class DcpFolder:
         return self.box(key, (0,) * len(entry.shape), entry.shape, entry.shape)
 
     def box(self, key: str, offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> LazyTensor:
-        """A box of a tensor, reshaped to ``shape``; its ranges are read alone where it is flat."""
+        """A box of a tensor, reshaped to ``shape``, of which ranges can be read."""
         offsets, sizes, shape = tuple(offsets), tuple(sizes), tuple(shape)
 
         def read() -> Tensor:
@@ -65,10 +65,10 @@ class DcpFolder:
         return LazyTensor(shape, self.tensors[key].dtype, read, f"{key} in {self.path}", read_range)
 
     def read_box(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """The elements of tensor ``key`` from ``offsets`` on, as many as ``sizes`` in each dimension.
+        """The elements of tensor ``key`` from ``offsets`` on, ``sizes`` in each dimension.
 
-        Only those parts of chunks are read that are in the box. Raises CheckpointError for damage, and where chunks
-        are missing.
+        Reads only the parts of chunks that are in the box. Raises CheckpointError for damage, and if chunks are
+        missing.
         """
         entry, where = self.tensors[key], f"{key} in {self.path}"
         found = None
@@ -103,14 +103,14 @@ class DcpFolder:
                     self._stored(chunk, entry, where).record.check()
 
     def object(self, key: str) -> Any:
-        """What is no tensor, with the tensors in it, in memory."""
+        """An object that is no tensor, with the tensors in it in memory."""
         stored = self.objects[key]
         if stored is None:
             raise CheckpointError(f"{self.path / METADATA} does not say where {key} is; copy it again")
         return torch_files.load_here(stored, f"{key} in {stored.path}")
 
     def _stored(self, chunk: Chunk, entry: Entry, where: str) -> StoredTensor:
-        assert chunk.stored is not None  # as was checked
+        assert chunk.stored is not None  # checked before
         saved = self._saved.get(chunk.stored)
         if saved is None:
             loaded = torch_files.load_part(chunk.stored, f"{where}/{chunk.stored.path.name}")
@@ -124,15 +124,15 @@ class DcpFolder:
         return saved
 
 
-# What the optimizer keeps of one parameter in a DCP checkpoint: state as large as it, and what owners keep beside it.
+# The optimizer's state of one parameter in a DCP checkpoint: state of its shape, and owner state.
 #
-# Owners' state is saved as ``<key>``, of several matrices in a parameter ``[<place>].<key>``, a row-wise cut tensor
-# each; state that is more than tensors by name has ``structure`` and ``stepped`` beside it, and a parameter whose
-# shape does not tell its matrices has ``matrices`` (``lwopt_backend/runtime/state.py``).
+# Owner state is saved as ``<key>``, or ``[<place>].<key>`` if the parameter has several matrices: one tensor each, cut
+# by rows. State that is more than tensors by name also has ``structure`` and ``stepped``, and a parameter whose shape
+# does not tell its matrices has ``matrices`` (``lwopt_backend/runtime/state.py``).
 
 
 def _state_of(saved: Mapping[str, LazyTensor]) -> Mapping[str, Any]:
-    """What the owner of a matrix keeps, read."""
+    """Read a matrix's owner state."""
     found = {key: tensor.read() for key, tensor in saved.items() if key not in (STRUCTURE, STEPPED)}
     if STRUCTURE not in saved:
         return found
@@ -148,7 +148,7 @@ def _state_of(saved: Mapping[str, LazyTensor]) -> Mapping[str, Any]:
 
 
 def take_matrices(saved: dict[str, LazyTensor]) -> list[str] | None:
-    """Which elements a parameter's matrices are, taken out of all that is saved of it; None if that is not told."""
+    """Pop and return which elements a parameter's matrices have; None if that is not saved."""
     described = saved.get(MATRICES)
     if described is None or described.dtype != torch.uint8 or len(described.shape) != 1:
         return None
@@ -162,10 +162,10 @@ def take_matrices(saved: dict[str, LazyTensor]) -> list[str] | None:
 def with_owner_states(
     weight: LazyTensor, saved: Mapping[str, LazyTensor], group: Mapping[str, Any] | None
 ) -> tuple[dict[str, LazyTensor], OwnerStates]:
-    """The states of ``weight`` that are as large as it, and its owners', from all that is saved of it, by key.
+    """The states of the shape of ``weight`` and its owner state, from all that is saved of it, by key.
 
-    ``group``: its options, with ``rule`` if it is one of our optimizers'. Raises CheckpointError for state that is
-    neither, and for matrices in it whose place is not known.
+    ``group`` is its options, with ``rule`` if an optimizer of ours saved them. Raises CheckpointError for other state,
+    and for matrices whose place is not known.
     """
     matrices = {key.removesuffix(STRUCTURE) for key in saved if key == STRUCTURE or key.endswith(f".{STRUCTURE}")}
     of_matrix = {key: max((m for m in matrices if key.startswith(m)), key=len, default=None) for key in saved}
@@ -188,7 +188,7 @@ def with_owner_states(
         else:
             matrix = key.rpartition(".")[0] if matrix is None else matrix.removesuffix(".")
             owners.setdefault(_place(matrix, tensor), {})[key.removeprefix(f"{matrix}." if matrix else "")] = tensor
-    real = {  # before the first step the form of the state alone is saved
+    real = {  # before the first step, only the form of the state is saved
         place: partial(_state_of, state)
         for place, state in sorted(owners.items())
         if STEPPED not in state or bool(state[STEPPED].read().item())
@@ -197,10 +197,10 @@ def with_owner_states(
 
 
 def _own_keys(weight: LazyTensor, group: Mapping[str, Any] | None) -> set[str] | None:
-    """The keys of the rule's state that lies where the parameter does; None if that is all there is."""
+    """The keys of the rule's state of the parameter's shape; None if it keeps no other."""
     if group is None or group.get("rule", "") in {"", *registry.ELEMENTWISE_RULES}:
         return None
-    if "class" in group:  # what it names is the file's word, and not imported; its state is all at owners
+    if "class" in group:  # the file names the class, which is not imported; all its state is owner state
         return set()
     try:
         return set(registry.new_state(torch.empty(weight.shape, device="meta"), group))
@@ -209,7 +209,7 @@ def _own_keys(weight: LazyTensor, group: Mapping[str, Any] | None) -> set[str] |
 
 
 def _place(matrix: str, tensor: LazyTensor) -> int:
-    """The number of a matrix in its parameter, by its name."""
+    """A matrix's place in its parameter, by its name."""
     slice_number = re.fullmatch(r"\[(\d+)\]", matrix)
     if matrix and slice_number is None:
         raise CheckpointError(
@@ -220,7 +220,7 @@ def _place(matrix: str, tensor: LazyTensor) -> int:
 
 
 def _numbers(described: Any, path: str = "") -> Iterator[str]:
-    """The paths of tensors without dimensions, which are saved with one."""
+    """Yield the paths of scalars, which are saved with one dimension."""
     if isinstance(described, str):
         if described == "tensor ":
             yield path
@@ -246,7 +246,7 @@ MOST_OPTIMIZERS = 64  # every key is compared with all their names
 
 
 def recognises(path: Path) -> bool:
-    """Whether DCP wrote it; Megatron's formats, which it also writes, are to be asked first."""
+    """Whether DCP wrote it; Megatron's formats, which DCP also writes, must be tested first."""
     try:
         return (path / METADATA).is_file()
     except OSError:
@@ -254,7 +254,7 @@ def recognises(path: Path) -> bool:
 
 
 def read(path: Path) -> Checkpoint:
-    """What is in it. Raises CheckpointError for what is damaged, and for tensors that are neither weight nor state."""
+    """A checkpoint's content. Raises CheckpointError for damage, and for tensors that are neither weight nor state."""
     return contents.read_as_expected(lambda: _read(path), path, "DCP")
 
 
@@ -296,12 +296,11 @@ def _read(path: Path) -> Checkpoint:
 
 
 class Saved:
-    """What a folder has of one model and its optimizer, under ``prefix`` where it has several.
+    """What a folder has of one model and its optimizer, under ``prefix`` if it has several.
 
-    ``weights`` are by parameter, ``states`` by parameter and key, with what owners keep among them; ``groups`` are the
-    param groups' options, ``group_of`` a parameter's group by its number, ``matrices`` those of a parameter, where that
-    is told. What is no tensor is made ``plain``, or changed otherwise. Raises CheckpointError for state of parameters
-    that are not known.
+    ``weights`` are by parameter; ``states`` by parameter and key, owner state included; ``groups`` are the param
+    groups' options; ``group_of`` is a parameter's group number; ``matrices`` are a parameter's, if saved. ``change``
+    converts other objects, by default to ``plain`` data. Raises CheckpointError for state of unknown parameters.
     """
 
     def __init__(self, folder: DcpFolder, prefix: str = "", change: Callable[[Any], Any] = plain) -> None:
@@ -320,7 +319,7 @@ class Saved:
         self.matrices = {name: matrices for name, matrices in found.items() if matrices is not None}
 
     def param(self, name: str, weight: LazyTensor) -> Param:
-        """All that is known of a parameter."""
+        """All that is saved of a parameter."""
         number = self.group_of.get(name)
         saved = dict(self.states.get(name, {}))
         counter, master = saved.pop("step", None), saved.pop(contents.MASTER, None)
@@ -330,7 +329,7 @@ class Saved:
         return Param(weight, states, step, number, owner_states)
 
     def others(self) -> dict[str, Any]:
-        """What is neither the model's nor the optimizer's, nested as it was."""
+        """What is neither the model's nor the optimizer's, nested as it was saved."""
         folder, keys = self.folder, self.keys.others
         flat = {key: self.change(folder.object(key)) for key in keys if key in folder.objects}
         flat.update({key: folder.tensor(key).read().item() for key in keys if key in folder.tensors})
@@ -338,11 +337,11 @@ class Saved:
 
 
 class _Node(dict[Any, Any]):
-    """A dictionary, or a list by place, that was flattened."""
+    """A dictionary, or a list by index, that was flattened."""
 
 
 def by_paths(flat: Mapping[tuple[Any, ...], Any], folder: Path) -> dict[str, Any]:
-    """Values by their paths, nested. Raises CheckpointError for paths that contradict each other."""
+    """Nest values by their paths. Raises CheckpointError for paths that contradict each other."""
     root = _Node()
     for path, value in flat.items():
         place: Any = root
@@ -364,7 +363,7 @@ def _with_lists(value: Any) -> Any:
 
 @dataclass
 class _Keys:
-    """A folder's keys by what they are of: weights by name; states and options by what stands after the optimizer."""
+    """A folder's keys by kind: weights by name; states and options by the rest of the key after the optimizer's."""
 
     folder: DcpFolder
     prefix: str
@@ -408,12 +407,12 @@ class _Keys:
 
 
 def _found(key: str, word: str) -> int:
-    """Where the word begins as a part of a key, or -1."""
+    """Where ``word`` begins as a part of a key, or -1."""
     return 0 if key.startswith(word) else key.find(f".{word}") + 1 or -1
 
 
 def _split(rest: str, names: Mapping[str, Any], where: str) -> tuple[str, str]:
-    """The parameter, with the longest name that fits, and what stands after it."""
+    """The parameter, with the longest name that fits, and the rest of the key."""
     end = len(rest)
     while (end := rest.rfind(".", 0, end)) > 0:
         if rest[:end] in names:
@@ -429,7 +428,7 @@ def _split(rest: str, names: Mapping[str, Any], where: str) -> tuple[str, str]:
 def _groups(
     folder: DcpFolder, options: Mapping[str, str], names: Mapping[str, Any], change: Callable[[Any], Any]
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """The groups' options, and each parameter's group; flattened, groups are of those whose options are equal."""
+    """The groups' options, and each parameter's group; if flattened, parameters with equal options are a group."""
     numbered: dict[int, dict[str, Any]] = {}
     by_name: dict[str, dict[str, Any]] = {}
     for key, rest in options.items():

@@ -33,7 +33,7 @@ from lwopt_backend.checkpoint.files.torch_saving import save_as_it_lies
 from lwopt_backend.runtime.agreement import agree
 from lwopt_backend.runtime.collectives import Alone, Collectives
 
-# What DCP's file ``.metadata`` says: a folder's tensors with their chunks, other objects, and where they are.
+# DCP's file ``.metadata``: a folder's tensors with their chunks, other objects, and where they are.
 
 METADATA, ANY_FILE = ".metadata", "__*.distcp"
 Sizes = tuple[int, ...]
@@ -41,7 +41,7 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor and where it is. ``stored`` is None where the folder's metadata does not say."""
+    """A box of a tensor and its place. ``stored`` is None if the folder's metadata does not have it."""
 
     offsets: Sizes
     sizes: Sizes
@@ -50,14 +50,14 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor: what it is, and the boxes that it was saved in."""
+    """A tensor, and the boxes in which it was saved."""
 
     shape: Sizes
     dtype: torch.dtype
     chunks: tuple[Chunk, ...]
 
     def near(self, offsets: Sizes, sizes: Sizes) -> Iterable[Chunk]:
-        """All chunks that may have something of a box; of a stack of layers not those of other layers."""
+        """The chunks that may overlap a box; of a stack of layers, not those of other layers."""
         if not self.shape or sizes[0] > len(self._rows):
             return self.chunks
         rows = range(offsets[0], offsets[0] + sizes[0])
@@ -78,8 +78,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class FolderMetadata:
-    """``tensors`` and ``objects`` are by their keys; ``paths`` are the keys' parts as the state dict was nested, where
-    it was flattened; ``extra`` is what Megatron up to 0.15 noted about tensors, None in what others wrote."""
+    """``tensors`` and ``objects`` are by key; ``paths`` are the keys' parts in the nested state dict, if it was
+    flattened; ``extra`` is what Megatron up to 0.15 noted about tensors, None for other writers."""
 
     path: Path
     tensors: Mapping[str, Entry]
@@ -96,7 +96,7 @@ class FolderMetadata:
 
 
 def read_metadata(folder: Path) -> FolderMetadata:
-    """Raises CheckpointError for what DCP does not write, and for places outside the folder."""
+    """Raises CheckpointError for content that DCP does not write, and for places outside the folder."""
     path = folder / METADATA
     try:
         saved = pickles.load(path.read_bytes(), str(path))
@@ -162,7 +162,7 @@ def _tensors(metadata: Any, stored: Mapping[tuple[str, Sizes | None], Stored]) -
 
 
 def _paths(saved: Mapping[Any, Any]) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """The parts of keys."""
+    """Yield keys and their parts."""
     for key, path in saved.items():
         if type(key) is not str or type(path) is not tuple or not all(type(part) in (str, int) for part in path):
             raise ValueError("the path of a key is none")
@@ -204,23 +204,23 @@ def _check_size(metadata: Path, key: str, entry: Entry) -> None:
 
 
 def incomplete(where: str, saved: int, sizes: Sequence[int], offsets: Sequence[int]) -> str:
-    """What is said of a box of which only so many elements were saved."""
+    """The sentence about a box of which only ``saved`` elements were saved."""
     return (
         f"{where}: the chunks saved have {saved} of the {math.prod(sizes)} elements at {tuple(offsets)}; was every "
         "rank's file copied?"
     )
 
 
-# Writes what torch.distributed.checkpoint reads, one tensor in memory at a time: the counterpart of ``dcp.reader``.
+# Writes what torch.distributed.checkpoint reads, one tensor in memory at a time; ``dcp.reader`` reads it.
 #
-# Metadata, and the files' form, are PyTorch's own (torch/distributed/checkpoint/filesystem.py, ``_write_item``).
+# Metadata and the form of files are PyTorch's (torch/distributed/checkpoint/filesystem.py, ``_write_item``).
 
 Place = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Boxes:
-    """A tensor of ``shape``, made of boxes by the place of their first element. They fill it, each of one dtype."""
+    """A tensor of ``shape``, made of boxes by the place of their first element. They fill it, and have one dtype."""
 
     shape: tuple[int, ...]
     parts: Mapping[Place, LazyTensor]
@@ -230,12 +230,12 @@ class Boxes:
         return next(iter(self.parts.values())).dtype
 
     def sizes(self, part: LazyTensor) -> tuple[int, ...]:
-        """How large a box is in each dimension; dimensions that it lacks are first, and 1."""
+        """A box's size in each dimension; dimensions that it lacks are leading, of size 1."""
         return (1,) * (len(self.shape) - len(part.shape)) + part.shape
 
 
 def stacked(parts: Mapping[Place, LazyTensor], where: str) -> Boxes:
-    """Tensors of one shape and dtype along new first axes, each at its place. Raises CheckpointError for a gap."""
+    """Tensors of one shape and dtype along new leading axes, each at its place. Raises CheckpointError for a gap."""
     first = next(iter(parts.values()))
     counts = tuple(max(numbers) + 1 for numbers in zip(*parts))
     for part in parts.values():
@@ -255,14 +255,14 @@ def stacked(parts: Mapping[Place, LazyTensor], where: str) -> Boxes:
 
 @dataclass
 class Shards:
-    """What one rank has to write: boxes of tensors, whose other boxes other ranks have, and objects, by their paths."""
+    """What one rank writes, by path: its boxes of tensors, whose other boxes other ranks have, and objects."""
 
     tensors: dict[tuple[Any, ...], Boxes] = field(default_factory=dict)
     objects: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
 
 class _Writer(FileSystemWriter):
-    """PyTorch's, but that it keeps no box until the file is written, and replaces the metadata in one moment."""
+    """PyTorch's writer, except that it keeps no box after it is written, and replaces the metadata atomically."""
 
     def __init__(self, folder: Path, name: str, workers: int) -> None:
         super().__init__(folder)
@@ -291,7 +291,7 @@ class _Writer(FileSystemWriter):
 
 
 class _Replacing(FileSystem):
-    """Renaming replaces what has the name, at once; PyTorch's writer would remove that before."""
+    """Renaming replaces an existing file atomically; PyTorch's writer would remove that first."""
 
     def rm_file(self, path: str | os.PathLike[str]) -> None:
         pass
@@ -349,7 +349,7 @@ def chunk(place: Sequence[int], sizes: Sequence[int]) -> ChunkStorageMetadata:
 def write_items(
     key: str, shape: Sequence[int], boxes: Mapping[Place, tuple[Sequence[int], torch.dtype]]
 ) -> list[WriteItem]:
-    """What DCP's plan says of boxes of a tensor of ``shape``: by their place, their sizes and dtype."""
+    """DCP's write items for boxes of a tensor of ``shape``: by place, their sizes and dtype."""
     return [
         WriteItem(
             MetadataIndex(key, torch.Size(place)),
@@ -361,7 +361,7 @@ def write_items(
 
 
 def later(part: Tensor, shape: Sequence[int], where: str) -> LazyTensor:
-    """A tensor in memory, reshaped; it is copied when it is written, until when it must not change."""
+    """A lazy tensor of ``part``, reshaped; it is copied when it is written, so it must not change before."""
 
     def read() -> Tensor:
         return part.detach().to("cpu", copy=True).reshape(tuple(shape)).contiguous()
@@ -370,12 +370,12 @@ def later(part: Tensor, shape: Sequence[int], where: str) -> LazyTensor:
 
 
 def one_box(tensor: LazyTensor) -> Boxes:
-    """All of a tensor."""
+    """A whole tensor as one box."""
     return Boxes(tensor.shape, {(0,) * len(tensor.shape): tensor})
 
 
 def whole(tensor: Tensor, where: str) -> Boxes:
-    """All of a tensor in memory."""
+    """A whole tensor in memory as one box."""
     return one_box(later(tensor, tensor.shape, where))
 
 
@@ -386,11 +386,11 @@ def flattened(values: Mapping[str, Any]) -> dict[tuple[Any, ...], Any]:
 
 
 def save(folder: Path, shards: Shards, ranks: Collectives | None = None, what: str = "save", workers: int = 1) -> None:
-    """Write what all ``ranks`` have into ``folder``, which all of them see, in place of the checkpoint that it held.
+    """Write the shards of all ``ranks`` into ``folder``, which all of them see, replacing the checkpoint in it.
 
-    Called on all ranks; each writes its own boxes into a file of its own, and of what several have, one. ``workers``
-    boxes are in memory: one is being written, and others are read meanwhile. Raises, on all ranks, what went wrong on
-    any; the folder then holds the checkpoint that it held before, and what is left of this one goes with the next.
+    Called on all ranks; each writes its own boxes into its own file, and one of those that several have. ``workers``
+    boxes are in memory: one is written while others are read. An error on any rank is raised on all; the folder then
+    has its earlier checkpoint, and the next save removes the files of this one.
     """
     ranks = ranks or Alone()
     number = agree(ranks, what, lambda: (_next_number(folder), []))
@@ -426,7 +426,7 @@ def save(folder: Path, shards: Shards, ranks: Collectives | None = None, what: s
 
 
 def _next_number(folder: Path) -> int:
-    """Of a save: no file of another has it."""
+    """A number for a save that no file of another save has."""
     numbers = (path.stem.rpartition("_")[2] for path in folder.glob(ANY_FILE))
     return max((int(number) + 1 for number in numbers if number.isdecimal()), default=0)
 

@@ -3,8 +3,8 @@
     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
     torch.distributed.checkpoint.load(state, checkpoint_id=folder)
 
-Every tensor is whole in the file; loading cuts it for whatever mesh there is. Options of StateDictOptions are the
-default ones, so the optimizer's state is nested.
+Every tensor is whole in the file; loading cuts it for any mesh. StateDictOptions are the defaults, so the optimizer's
+state is nested.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from lwopt_backend.runtime.state import MATRICES, STEPPED, STRUCTURE, owner_key
 
 
 def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:
-    """Fill ``folder``, which is empty. ``workers`` tensors, or what owners keep of as many matrices, are in memory.
+    """Write to ``folder``, which is empty. ``workers`` tensors, or the owner state of as many matrices, are in memory.
 
-    Weights are the master weights where there are any: FSDP2's parameters are the masters themselves, and loading
-    rounds them to those that are not. Beside ``model`` and ``optimizer`` are ``iteration``, ``samples``,
-    ``scheduler``, ``arguments`` and what the user's own program saved along, as far as there is any of it. Raises
-    CheckpointError for a parameter whose group is not known, and for owners' state of parts of a fused parameter where
-    the checkpoint does not tell which rows they are (``arguments["matrices"]``).
+    Weights are the master weights if there are any: FSDP2's parameters are the masters, and loading rounds them to
+    parameters that are not. Besides ``model`` and ``optimizer`` it has ``iteration``, ``samples``, ``scheduler``,
+    ``arguments`` and what the user's program saved, as far as these exist. Raises CheckpointError for a parameter
+    without a known group, and for owner state of parts of a fused parameter if the checkpoint does not say which rows
+    they are (``arguments["matrices"]``).
     """
     tensors: dict[tuple[Any, ...], LazyTensor] = {}
     for name, param in checkpoint.params.items():
@@ -43,15 +43,15 @@ def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:
     if groups := _groups(checkpoint):
         rest["optimizer"] = {"param_groups": groups}
     objects = flattened(rest)
-    if checkpoint.arguments:  # in one piece: nobody loads them into an object of theirs
+    if checkpoint.arguments:  # in one piece: no program loads them in place
         objects["arguments",] = dict(checkpoint.arguments)
     save(folder, Shards({path: one_box(tensor) for path, tensor in tensors.items()}, objects), workers=workers)
 
 
 def states_of(name: str, param: Param, matrices: Sequence[str] | None) -> Iterator[tuple[str, LazyTensor]]:
-    """By key, what the optimizer keeps of a parameter, but for its master weight.
+    """Yield the optimizer's state of a parameter, by key, without its master weight.
 
-    ``matrices``: which elements the parameter's matrices are, where that is known.
+    ``matrices``: which elements the parameter's matrices have, if known.
     """
     for key, tensor in param.states.items():
         if key != MASTER:
@@ -74,7 +74,7 @@ def states_of(name: str, param: Param, matrices: Sequence[str] | None) -> Iterat
 
 
 def _of_owner(param: Param, place: int) -> dict[str, Tensor]:
-    """As ``OwnerShards`` saves it: tensors of at least one dimension, and what form they had, in memory too."""
+    """Owner state as ``OwnerShards`` saves it: tensors of at least one dimension, and their form, also in memory."""
     state = dict(param.owner_states[place])
     found = {key: tensor.reshape(tensor.shape or (1,)) for key, tensor in nested.leaves(state)}
     if not nested.is_plain(state) or not all(tensor.is_contiguous() for tensor in found.values()):
@@ -84,12 +84,12 @@ def _of_owner(param: Param, place: int) -> dict[str, Tensor]:
 
 
 def _later(param: Param, place: int, key: str, like: Tensor, where: str) -> LazyTensor:
-    """One of an owner's tensors, which is read again when it is written."""
+    """One tensor of owner state, which is read again when it is written."""
     return LazyTensor(tuple(like.shape), like.dtype, lambda: _of_owner(param, place)[key].contiguous(), where)
 
 
 def _rest(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What is neither a tensor nor the optimizer's."""
+    """What is neither a tensor nor of the optimizer."""
     more = {
         "iteration": checkpoint.iteration,
         "samples": checkpoint.samples,

@@ -20,7 +20,7 @@ from lwopt_backend.plan.cost import CostModel, Machine, StepTime
 
 TOLERATED = 0.10  # share of padding, or of idle ranks, above which smaller groups are tried
 TRIED = 3  # group sizes that are planned in full, the fastest by their bounds
-WORK_ALLOWED = (1.0, 1.5, 2.0)  # times the busiest rank's work over all ranks; more only where less does not help
+WORK_ALLOWED = (1.0, 1.5, 2.0)  # times the busiest rank's work with all ranks; more only if less does not help
 
 
 @dataclass(frozen=True, slots=True)

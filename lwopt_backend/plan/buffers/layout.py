@@ -33,7 +33,7 @@ class OwnedParam:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How to plan. ``bucket_numel`` is the least size of a bucket, ``bus_multiple`` what a padded one ends on."""
+    """How to plan. ``bucket_numel`` is the least size of a bucket; a padded one ends on a ``bus_multiple``."""
 
     layout: str
     bucket_numel: int
@@ -100,11 +100,10 @@ def _kinds(seen: Sequence[AtomKind]) -> tuple[list[AtomKind], array[int]]:
 
 
 class Stream:
-    """Atoms in backward order, with their kinds (largest first) and running sums, which make any range quick to
-    measure.
+    """Atoms in backward order, with their kinds (largest first) and running sums, which make any range quick to judge.
 
-    ``atoms`` are in model order; position 0 of the stream is the last of them. ``layer_starts`` are the positions at
-    which the first number in the names changes.
+    ``atoms`` are in model order; position 0 of the stream is the last. ``layer_starts`` are the positions at which the
+    first number in the names changes.
     """
 
     def __init__(self, atoms: Sequence[Atom]) -> None:
@@ -376,7 +375,7 @@ def arrange_matrices(
 def arrange_elementwise(
     members: Sequence[tuple[int, int]], shards: int, layout: BucketLayout, dtype: str, *, multiple: int = 1
 ) -> Bucket:
-    """One bucket of (parameter, elements), cut evenly; a compact one on 64 elements, its last part is shorter."""
+    """One bucket of (parameter, elements), cut evenly; a compact one at 64 elements, with a shorter last part."""
     if layout == "compact":
         members = sorted(members, key=lambda member: member[1] % ALIGNMENT > 0)
     slots, end = [], 0

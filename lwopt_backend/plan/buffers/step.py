@@ -41,8 +41,8 @@ class BucketTime:
     """One bucket's times: gradients to the owners, work at the busiest owner, parameters back. Seconds; ``end >
     start``.
 
-    All gradients are assumed ready at 0, so nothing overlaps with backward. One collective runs at a time; owners work
-    on a bucket as soon as it arrives, and it is sent back when its last owner is done.
+    All gradients are assumed ready at 0: nothing overlaps with backward. One collective runs at a time; owners work on
+    a bucket once it arrives, and it returns when its last owner is done.
     """
 
     bucket: int
