@@ -74,7 +74,7 @@ class Numbers(Options):
     qkv_ranks: Count = option(1, "with qkv_layout 'blocks', tensor-parallel ranks, each of which has such blocks", OURS)
 
     def filled(self, arguments: Mapping[str, Any]) -> Numbers:
-        """With what ``arguments`` say where nothing was given. Raises CheckpointError for a number that is none."""
+        """With the numbers in ``arguments`` for those not given. Raises CheckpointError if one is not a number."""
         found = {key: _said(key, names, arguments) for key, names in ARGUMENTS.items()}
         grouped = arguments.get("group_query_attention")
         if grouped is False:  # then Megatron's num_query_groups is 1, a default that is not used

@@ -147,7 +147,7 @@ def translated(checkpoint: Checkpoint) -> tuple[list[dict[str, Any]], list[str]]
 
 
 def _translated(group: Mapping[str, Any], states: set[str], checkpoint: Checkpoint) -> dict[str, Any]:
-    """``states`` are the keys of its parameters' state. Raises ValueError with the reason why not."""
+    """``states`` are the keys of its parameters' state. Raises ValueError with the reason if it has no counterpart."""
     if "rule" in group:
         peak = _peak(checkpoint)
         first = {} if peak is None else {"initial_lr": peak}
@@ -323,7 +323,7 @@ def _options(fields: set[str]) -> str:
 
 
 def _megatron_arguments(checkpoint: Checkpoint, numbers: names.Numbers) -> dict[str, Any]:
-    """Arguments with those that Megatron compares when it loads. Raises CheckpointError without a number of heads."""
+    """The arguments, with those that Megatron compares when it loads. Raises CheckpointError if heads are unknown."""
     found = numbers.filled(checkpoint.arguments)
     if found.heads is None:
         raise CheckpointError(

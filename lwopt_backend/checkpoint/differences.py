@@ -16,8 +16,7 @@ STEP, OWNER, BUFFER = "step", "owner", "buffer"
 
 @dataclass(frozen=True)
 class Compared:
-    """A tensor ``key`` of parameter ``name``, or its counter: ``what`` says how it differs, and is empty if it does
-    not.
+    """A tensor ``key`` of parameter ``name``, or its counter: ``what`` says how it differs, and is empty if equal.
 
     If shapes are equal, ``elements`` differ, by at most ``largest``.
     """

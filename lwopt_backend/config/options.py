@@ -16,17 +16,17 @@ DISTRIBUTION = "lwopt-backend"
 
 
 def install_command(package: str, version: str = "") -> str:
-    """The command that installs ``package``, by default in the versions that this project's extras ask for.
+    """The command that installs ``package``, by default in the versions that this project's extras require.
 
-    It names the package itself and not the extra: ``pip install "lwopt-backend[hf]"`` would look for this project on
-    an index, which is wrong for a checkout.
+    It names the package itself and not the extra: ``pip install "lwopt-backend[hf]"`` would look for this project on an
+    index, which is wrong for a checkout.
     """
     requirement = f"{package}{version}" if version else _required(package)
     return f"pip install {shlex.quote(requirement)}"
 
 
 def _required(package: str) -> str:
-    """The requirement as the installed metadata has it; the bare name where this project is not installed."""
+    """The requirement from the installed metadata; the bare name if this project is not installed."""
     try:
         found = [text.partition(";")[0].strip() for text in requires(DISTRIBUTION) or ()]
     except PackageNotFoundError:  # imported by path
@@ -123,9 +123,9 @@ ADVICE = {
 
 
 def option_suggestion(name: str, known: Iterable[str], spelled: Callable[[str], str] = repr) -> str:
-    """A clause for an error message: what the option ``name`` of others is called here, or the nearest known name.
+    """A clause for an error message: our name for another optimizer's option ``name``, or the nearest known name.
 
-    Known names are options of a section, or those of a whole optimizer, where ``"adamw.betas"`` is one in a section.
+    Known names are options of a section, or of a whole optimizer, where ``"adamw.betas"`` is one in a section.
     """
     known = list(known)
     if name.lower() in ADVICE:
@@ -135,7 +135,7 @@ def option_suggestion(name: str, known: Iterable[str], spelled: Callable[[str], 
 
 
 def rule_suggestion(name: str, known: Iterable[str], others: Iterable[str]) -> str:
-    """The same for the name of a rule. ``others`` are of the other kind, and no use where this one is wanted."""
+    """``option_suggestion`` for the name of a rule. ``others`` are of the other kind, which cannot be used here."""
     ours = RULES.get(name.lower(), name.lower())
     if ours in others:
         return f"{ours!r} is a rule of the other kind; known here: {', '.join(map(repr, known))}"
@@ -143,19 +143,19 @@ def rule_suggestion(name: str, known: Iterable[str], others: Iterable[str]) -> s
 
 
 def is_foreign(name: str) -> bool:
-    """Whether others have an option of that name, which is called otherwise here or has no counterpart."""
+    """Whether other optimizers have an option of that name, which has another name here, or no counterpart."""
     return _ours(name.lower()) is not None or name.lower() in ADVICE
 
 
 def _ours(name: str) -> str | None:
-    """What others' option ``name`` is called here, with its rule if the name tells it: ``"matrix.weight_decay"``."""
+    """Our name for another optimizer's option ``name``, with its rule if implied: ``"matrix.weight_decay"``."""
     prefix, _, rest = name.partition("_")
     key = OPTIONS.get(rest, rest).rpartition(".")[2]
     return f"{PREFIXES[prefix]}.{key}" if prefix in PREFIXES and key in PREFIXED else OPTIONS.get(name)
 
 
 def _meant(name: str, known: list[str]) -> str | None:
-    """Our name for what others call so, if it is a known one."""
+    """Our name for another optimizer's option, if it is a known one."""
     rule, _, key = (_ours(name) or name).rpartition(".")
     of_sections = [candidate for candidate in known if candidate.endswith(f".{key}")]
     if rule == "elementwise":
@@ -275,13 +275,13 @@ Globs = Annotated[tuple[str, ...], BeforeValidator(_listed)]  # or a single one
 
 
 class Options(BaseModel):
-    """Immutable, and an unknown key is an error."""
+    """Base of all options: immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 def option(default: Any, meaning: str, source: str) -> Any:
-    """A field of an options model, with what ``lwopt rules`` says of it."""
+    """A field of an options model, with its description for ``lwopt rules``."""
     return Field(default, description=meaning, json_schema_extra={"source": source})
 
 
@@ -289,7 +289,7 @@ M = TypeVar("M", bound=Options)
 
 
 def parse(model: type[M], options: Mapping[str, Any], where: str) -> M:
-    """Build ``model`` from ``options``. Raises ValueError that names every wrong key, what was expected and found."""
+    """Build ``model`` from ``options``. Raises ValueError with every wrong key, what was expected and found."""
     try:
         return model(**options)
     except ValidationError as error:

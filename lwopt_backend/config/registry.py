@@ -75,7 +75,7 @@ CountersOf = Callable[[Mapping[str, Any]], Counters]
 class MatrixEntry:
     """A rule for whole matrices. ``build`` makes it from its options, by name; ``cost`` is its flops on one matrix.
 
-    ``model`` gives the options' model, for rules whose options depend on what is given, such as a class's arguments.
+    ``model`` returns the options' model, for rules whose options depend on the given ones, such as a class's arguments.
     """
 
     name: str
@@ -83,16 +83,16 @@ class MatrixEntry:
     build: Callable[..., MatrixRule]
     cost: Callable[[Shape, Mapping[str, Any]], int]
     work: str  # what the cost counts, for tables
-    takes: Takes | None = None  # which parameters are its matrices, where it decides otherwise than their structure
+    takes: Takes | None = None  # which parameters are its matrices, if not by structure alone
     source: str = ""
 
 
 @dataclass(frozen=True)
 class ElementwiseEntry:
-    """A torch optimizer for element-wise parameters, and the state it keeps per flat tensor.
+    """A torch optimizer for element-wise parameters, and the state that it keeps per flat tensor.
 
-    ``new_state`` makes the state that the optimizer would make on its first step, so that no checkpoint lacks it.
-    ``counters`` are what the optimizer wants as numbers of Python; ``new_state`` has a tensor for each.
+    ``new_state`` creates the state that the optimizer would create in its first step, so that every checkpoint has it.
+    ``counters`` are those that the optimizer keeps as Python numbers; ``new_state`` has a tensor for each.
     """
 
     name: str
@@ -119,13 +119,13 @@ def register_rule(
     takes: Takes | None = None,
     source: str = "",
 ) -> None:
-    """Make a matrix rule known by ``name``, wherever a configuration names one. Called on all ranks, before that.
+    """Register a matrix rule under ``name``, for use in any configuration. Called on all ranks, before that.
 
-    - ``rule``: a subclass of ``MatrixRule``; it is called with the options by name.
-    - ``options``: their pydantic model; for a dataclass it may be left out, its fields are the options.
-    - ``cost``: flops on a matrix of a shape, given the options; by default as many as the matrix has elements.
-    - ``takes``: default routing: of a 2-D parameter's route, whether it is a matrix for this rule; None: as it is.
-      Globs in ``include`` and ``exclude`` still win.
+    - ``rule``: a subclass of ``MatrixRule``, or a function that makes one; called with the options by name.
+    - ``options``: their pydantic model; not needed for a dataclass, whose fields are the options.
+    - ``cost``: flops on a matrix of a shape, given the options; by default the matrix's number of elements.
+    - ``takes``: default routing: whether the 2-D parameter with this route is a matrix for this rule; None: as routed.
+      Globs in ``include`` and ``exclude`` take precedence.
 
     Raises ValueError for a name that is taken.
     """
@@ -145,7 +145,7 @@ def register_elementwise(
     counters: CountersOf = lambda options: Counters(),
     source: str = "",
 ) -> None:
-    """Make a torch optimizer known by ``name`` as a rule for element-wise parameters. Raises ValueError as above."""
+    """Register a torch optimizer under ``name`` as a rule for element-wise parameters. Raises ValueError as above."""
     _check_free(name)
     given = (lambda _: optimizer) if isinstance(optimizer, type) else optimizer
     ELEMENTWISE_RULES[name] = ElementwiseEntry(
@@ -169,7 +169,7 @@ def _model_of(name: str, rule: Any, options: type[Options] | ModelOf | None) -> 
 
 
 def options_model(name: str, rule: Any) -> type[Options]:
-    """The fields of a rule's dataclass as a model of options, which are right if the rule can be made from them."""
+    """A model of options from the fields of a rule's dataclass; they are valid if the rule can be made from them."""
     hints = get_type_hints(rule)
     names = [field.name for field in dataclasses.fields(rule)]
     fields: dict[str, Any] = {field.name: _as_option(field, hints[field.name]) for field in dataclasses.fields(rule)}
@@ -183,7 +183,7 @@ def options_model(name: str, rule: Any) -> type[Options]:
 
 
 def _as_option(field: dataclasses.Field[Any], hint: Any) -> tuple[Any, Any]:
-    """A field's type and default, with what ``rules.protocol.option`` says of it."""
+    """A field's type and default, with what ``rules.protocol.option`` declares."""
     default = ... if field.default is dataclasses.MISSING else field.default
     if "meaning" not in field.metadata:
         return hint, default
@@ -210,7 +210,7 @@ def rule_named(name: str) -> MatrixEntry | ElementwiseEntry:
 
 
 def options_of(rule: str, given: Mapping[str, Any], where: str) -> Options:
-    """Raises ValueError for wrong options of a rule. A class among them becomes its path."""
+    """Validate the options of a rule; a class becomes its path. Raises ValueError for wrong options."""
     given = by_path(given, where)
     model = rule_named(rule).model(given, where)
     if "lr" not in model.model_fields:
@@ -219,7 +219,7 @@ def options_of(rule: str, given: Mapping[str, Any], where: str) -> Options:
 
 
 def by_path(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Options with the path of a class in its place."""
+    """Options with a class replaced by its path."""
     try:
         return {**given, "class": path_of(given["class"])} if "class" in given else dict(given)
     except ValueError as error:
@@ -227,12 +227,12 @@ def by_path(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def option_names(group: Mapping[str, Any]) -> list[str]:
-    """Which keys of a param group are options of its rule."""
+    """The keys of a param group that are options of its rule."""
     return list(rule_named(group["rule"]).model(group, "").model_fields)
 
 
 def arguments(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a param group's rule as they are now; of those that an older checkpoint lacks, the defaults."""
+    """The current options of a param group's rule, with defaults for those that an older checkpoint lacks."""
     fields = rule_named(group["rule"]).model(group, "").model_fields
     return {
         key: group[key] if key in group or field.is_required() else field.get_default(call_default_factory=True)
@@ -241,18 +241,18 @@ def arguments(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def optimizer_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What a torch optimizer is made with, of a rule's options: all but its class, and no decay that is cautious."""
+    """A torch optimizer's arguments from a rule's options: all but its class, and without cautious weight decay."""
     found = {key: value for key, value in options.items() if key not in ("class", DECAY_FORM)}
     return {**found, "weight_decay": 0.0} if is_cautious(options) else found
 
 
 def is_cautious(options: Mapping[str, Any]) -> bool:
-    """Whether the decay of an element-wise rule is ours: of elements that the update moves towards zero."""
+    """Whether an element-wise rule's decay is ours: only of elements that the update moves towards zero."""
     return options.get(DECAY_FORM) == "cautious"
 
 
 def build_matrix_rule(group: Mapping[str, Any], config: HostConfig) -> MatrixRule:
-    """The matrix rule of a param group with the hyperparameters that it has now."""
+    """The matrix rule of a param group with its current hyperparameters."""
     rule = MATRIX_RULES[group["rule"]].build(**arguments(group))
     object.__setattr__(rule, "rule_name", rule_name(group))  # a frozen dataclass, too
     if config.exchange_dtype != "auto":
@@ -265,32 +265,32 @@ def build_matrix_rule(group: Mapping[str, Any], config: HostConfig) -> MatrixRul
 
 
 def build_matrix_rules(groups: Sequence[Mapping[str, Any]], config: HostConfig) -> dict[int, MatrixRule]:
-    """By a param group's number, its matrix rule with the hyperparameters that the group has now."""
+    """By param group number, its matrix rule with its current hyperparameters."""
     return {
         number: build_matrix_rule(group, config) for number, group in enumerate(groups) if group["rule"] in MATRIX_RULES
     }
 
 
 def rules_with_owner_state(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names of the param groups' matrix rules that keep state at the owners alone."""
+    """Names of the param groups' matrix rules that keep owner state."""
     found = {g["rule"]: MATRIX_RULES[g["rule"]].build(**arguments(g)) for g in groups if g["rule"] in MATRIX_RULES}
     return sorted(name for name, rule in found.items() if isinstance(rule, (OwnerStateRule, WeightRule)))
 
 
 class Wire(TypedDict, total=False):
-    """Arguments of plans."""
+    """Arguments of plans that describe a rule's exchange."""
 
     element_bytes: int
     tensors: int
 
 
 def wire_of(rule: MatrixRule) -> Wire:
-    """What plans must know of a rule's exchange: the bytes of an element, and the tensors that go to the owner."""
+    """A rule's exchange, as plans need it: the bytes of an element, and the number of tensors sent to the owner."""
     return {"element_bytes": rule.exchange_dtype.itemsize, "tensors": 2 if isinstance(rule, WeightRule) else 1}
 
 
 def atoms_of(param: TrainedParam, group: Mapping[str, Any]) -> list[Atom]:
-    """The matrices in a parameter of a param group with its rule's costs; none of an element-wise one."""
+    """The matrices in a parameter, with the costs of its param group's rule; none in an element-wise one."""
     return [
         Atom(block.of(param.name), block.shape, cost_of(block.shape, group), param.transposed) for block in param.blocks
     ]
@@ -302,7 +302,7 @@ def cost_of(shape: Shape, group: Mapping[str, Any]) -> int:
 
 
 def new_state(flat: Tensor, group: Mapping[str, Any]) -> State:
-    """Fresh state that lies where the elements of ``flat`` do, of a param group's rule of either kind."""
+    """Fresh element-wise state for ``flat``, by a param group's rule of either kind."""
     if group["rule"] in ELEMENTWISE_RULES:
         return ELEMENTWISE_RULES[group["rule"]].new_state(flat, arguments(group))
     keys = MATRIX_RULES[group["rule"]].build(**arguments(group)).state_keys
@@ -310,7 +310,7 @@ def new_state(flat: Tensor, group: Mapping[str, Any]) -> State:
 
 
 def state_nbytes(numel: int, group: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> int:
-    """Bytes of the state of so many elements; asked of the rule itself, on a tensor without memory."""
+    """Bytes of the state of ``numel`` elements, computed by the rule from a tensor without memory."""
     state = new_state(torch.empty(numel, dtype=dtype, device="meta"), group)
     return sum(tensor.numel() * tensor.itemsize for tensor in state.values())
 
@@ -375,7 +375,7 @@ def _model(path: Path, trial: Trial, *, with_class: bool, with_form: bool = Fals
 
 
 def _flops(shape: Shape, options: Mapping[str, Any]) -> int:
-    """SOAP's and Shampoo's by the options that only they have; of any other class as many as it has elements."""
+    """SOAP's and Shampoo's flops by options that only they have; for any other class, its number of elements."""
     if {"precondition_frequency", "max_precondition_dim"} <= options.keys():
         return soap_flops(shape, options["precondition_frequency"], options["max_precondition_dim"])
     if "preconditioning_compute_steps" in options:

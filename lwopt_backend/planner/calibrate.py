@@ -22,7 +22,7 @@ STACK_NUMEL = 2**24  # elements of a stack at most: the default bucket_numel, th
 SURELY_SHORT = 2**27  # flops that need no prediction: a seventh of a second on a core that does 1 GFLOP/s
 MUON = Muon()
 
-Progress = Callable[[int, int, str], None]  # shapes done, of how many, what the last one gave
+Progress = Callable[[int, int, str], None]  # shapes done, number of shapes, result of the last
 
 
 def calibrate(
@@ -38,9 +38,9 @@ def calibrate(
 ) -> CostTable:
     """Time Newton-Schulz on every distinct shape, alone and in stacks of up to ``stack``; medians of ``repeats``.
 
-    ``max_seconds`` are for one shape: a slow one is repeated less often, at least once after the warm-up, and one that
-    alone is predicted to take longer is left out of the table (``CostTable.unmeasured`` lists those). Shapes of half
-    the size may be timed on the way to a prediction; they are in the table too.
+    ``max_seconds`` is the limit for one shape: a slow one is repeated less often, at least once after the warm-up, and
+    one that alone is predicted to take longer is left out of the table (``CostTable.unmeasured`` lists these). Shapes
+    of half the size may be timed for a prediction; they are in the table, too.
     """
     if min(steps, stack, repeats) < 1 or not max_seconds > 0:
         raise ValueError(f"expected positive limits; {steps=}, {stack=}, {repeats=}, {max_seconds=}")
@@ -66,7 +66,7 @@ class _Bench:
     seconds: dict[Shape, list[tuple[int, float]]] = field(default_factory=dict)
 
     def measure(self, shape: Shape) -> str:
-        """Time ``shape`` unless it would take too long; what looks too long is first approached by its half."""
+        """Time ``shape`` unless it would take too long; if it seems to, first time half of it to predict better."""
         if shape not in self.seconds:
             if self._predicted(shape) > self.max_seconds:
                 self.measure((max(1, shape[0] // 2), shape[1] // 2))
@@ -86,14 +86,14 @@ class _Bench:
         return CostTable(device_name(self.device), dtype, RULE, self.steps, str(torch.__version__), entries)
 
     def _predicted(self, shape: Shape) -> float:
-        """Seconds of one matrix alone, by flops from what was measured so far."""
+        """Predicted seconds of one matrix alone, by flops from the measurements so far."""
         if newton_schulz_flops(shape, self.steps) <= SURELY_SHORT:
             return 0.0
         return self.table().model(stacked=False).of(shape) / 1e9 if self.seconds else math.inf
 
     @torch.no_grad()
     def _median(self, shape: Shape, batch: int) -> float:
-        """Median seconds per matrix. The first run, which allocates and picks kernels, does not count."""
+        """Median seconds per matrix. The first run, which allocates and selects kernels, is not counted."""
         generator = torch.Generator(self.device).manual_seed(0)
         # fp32, as gradients are; the cast to the iteration's dtype is part of the work.
         matrices = torch.randn((batch, *shape), generator=generator, device=self.device)
@@ -116,7 +116,7 @@ class _Bench:
 
 
 def device_name(device: torch.device | str) -> str:
-    """The model of the device; on a CPU with the number of threads, on which times depend as much."""
+    """The device's model; on a CPU with the number of threads, which affects times as much."""
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -129,7 +129,7 @@ def device_name(device: torch.device | str) -> str:
 
 
 def default_path(device: torch.device | str) -> Path:
-    """Where this device's table is kept: in the user's cache folder, ``lwopt/cost-<device>.json``."""
+    """The path of this device's table in the user's cache folder: ``lwopt/cost-<device>.json``."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"  # the XDG standard ignores relative ones
     slug = re.sub(r"[^a-z0-9]+", "-", device_name(device).lower()).strip("-")
@@ -137,5 +137,5 @@ def default_path(device: torch.device | str) -> Path:
 
 
 def write_cost_table(table: CostTable, path: str | Path) -> None:
-    """Write the file whole or not at all. Makes its folder."""
+    """Write the file whole or not at all. Creates its folder."""
     write_whole(path, table.to_json().encode())

@@ -1,4 +1,4 @@
-"""A study as plain data, and what else could be chosen."""
+"""A study as plain data, and alternatives to its plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lwopt_backend.planner.part import Part, Planned, per_rank
 from lwopt_backend.planner.setting import Setting
 from lwopt_backend.planner.study import Stage, Study, plan_share
 
-# What else could be chosen, and what it would cost: other layouts, group and bucket sizes.
+# Alternatives to a plan, and their costs: other layouts, group and bucket sizes.
 
 OTHER_GROUPS = 2  # group sizes besides all ranks and the chosen one
 ONE_BUCKET_MB = 2.0**40
@@ -21,7 +21,7 @@ ONE_BUCKET_MB = 2.0**40
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """One row: what would be different, and the same matrices' figures then."""
+    """One row: what differs from the plan, and the resulting figures of the same matrices."""
 
     what: str
     buckets: int
@@ -37,7 +37,7 @@ Progress = Callable[[str], None]
 def alternatives(planned: Planned, setting: Setting, progress: Progress = lambda what: None) -> Iterator[Alternative]:
     """Rows for the matrices of ``planned``: the chosen plan first, then owned storage with other options.
 
-    ``progress`` is told what is planned next. Raises ValueError if it has no matrix.
+    ``progress`` is called with what is planned next. Raises ValueError if there is no matrix.
     """
     part = planned.part
     if part is None:
@@ -51,7 +51,7 @@ def alternatives(planned: Planned, setting: Setting, progress: Progress = lambda
 
 
 def _choices(part: Part, setting: Setting) -> list[tuple[str, dict[str, Any]]]:
-    """Layouts, group sizes and bucket sizes to look at, each with what it is.
+    """Layouts, group sizes and bucket sizes to try, each with a description.
 
     Groups of all ranks, the chosen size, and the largest that leave no rank idle; the chosen size with one bucket.
     """
@@ -74,7 +74,7 @@ def _row(what: str, part: Part) -> Alternative:
     return Alternative(what, len(part.bucket_numels), part.padding, part.flops_imbalance, part.time, memory)
 
 
-# A study as plain data: what ``--json`` prints, and what the report and the picture are made from.
+# A study as plain data: ``--json`` prints it, and the report and the picture are made from it.
 
 SCHEMA = 1
 
@@ -197,7 +197,7 @@ def _percent(share: float) -> float:
 
 
 def _ratio(loads: Sequence[int]) -> float:
-    """Largest over mean, to four places."""
+    """Largest over mean, to four decimal places."""
     return round(imbalance(loads), 4)
 
 
@@ -210,7 +210,7 @@ def _estimates(part: Part) -> list[int]:
 
 
 def _per_rank(stage: Stage, amounts: Sequence[Sequence[int]]) -> list[int]:
-    """Per rank of the stage, the sum over its buffers of what its shards have."""
+    """Per rank of the stage, the sum of its shards' amounts over all buffers."""
     return [
         sum(per_shard[stage.place(part, rank)] for part, per_shard in zip(stage.parts, amounts))
         for rank in range(stage.ranks)

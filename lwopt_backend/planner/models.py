@@ -1,4 +1,4 @@
-"""A checkpoint's parameters by name and shape, of which no weights are read, and where each goes."""
+"""A checkpoint's parameters by name and shape, without reading weights, and their routes."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from lwopt_backend.routing.routing import (
     vector,
 )
 
-# Folders that training writes. To convert them all their files are read; here those that tell names and shapes.
+# Folders that training writes. Converting reads all their files; this reads only those with names and shapes.
 
 IN_MEGATRON = {megatron_torch: "torch", megatron_dist: "torch_dist", megatron_fsdp: "fsdp_dtensor"}
 POINTERS = ("latest", "latest_universal")  # DeepSpeed's
-# Keys under which training scripts, DeepSpeed, Lightning and torch's examples keep the model's state dict.
+# Keys under which training scripts, DeepSpeed, Lightning and torch's examples save the model's state dict.
 CONTAINERS = ("app", "model", "module", "state_dict", "model_state_dict")
 OPTIMIZERS = frozenset({"optim", "optimizer", "optimizers"})
 
@@ -50,9 +50,9 @@ T = TypeVar("T")
 
 
 def _read_trained(folder: Path) -> Contents | None:
-    """Of Megatron, torch.distributed.checkpoint or DeepSpeed; None if none of them wrote it. Raises ValueError."""
+    """The parameters in a folder of Megatron, DCP or DeepSpeed; None if none of them wrote it. Raises ValueError."""
     megatron = next((reader for reader in IN_MEGATRON if reader.recognises(folder)), None)
-    if megatron is not None:  # it also writes what DCP does, and is asked first
+    if megatron is not None:  # tested first, because its folders also look like DCP's
         check_links(folder)
         params = megatron.read_weights(folder)
         tensors = tuple(_stored(name, param.best) for name, param in params.items())
@@ -68,7 +68,7 @@ def _read_trained(folder: Path) -> Contents | None:
 
 
 def _in_dcp(folder: Path) -> tuple[Stored, ...]:
-    """The model's tensors, whole, in the order of the state dict that was saved."""
+    """The model's whole tensors, in the order of the saved state dict."""
     found = dcp.DcpFolder(folder, metadata_only=True)
     names = dict.fromkeys((*(name for name in found.paths if name in found.tensors), *found.tensors))
     tensors = {name: Stored(name, found.tensors[name].shape, _floating(found.tensors[name])) for name in names}
@@ -78,7 +78,7 @@ def _in_dcp(folder: Path) -> tuple[Stored, ...]:
 
 
 def _in_deepspeed(tag: Path) -> Contents:
-    """The parameters of a tag, in the module's order. Raises ValueError for pieces of model parallelism."""
+    """The parameters of a tag, in the module's order. Raises ValueError for parts of model parallelism."""
     if any(map(MODEL.fullmatch, names_in(tag))) or not (tag / "zero").is_dir():
         return Contents(f"DeepSpeed checkpoint {tag.name}", parameters_in(model_files(tag)))
     files = tag.glob("zero/*/fp32.pt")
@@ -87,7 +87,7 @@ def _in_deepspeed(tag: Path) -> Contents:
 
 
 def parameters_in(files: list[Path]) -> tuple[Stored, ...]:
-    """The parameters in files of model states; those that no optimizer trained are frozen. Stage 0 does not say."""
+    """The parameters in files of model states; those that were not trained are frozen, which stage 0 does not save."""
     states = read_model_states(files)
     trained = {name: shape for group in states.shapes or () for name, shape in group.items()}
     shapes = {name: tensor.shape for name, tensor in {**states.module, **states.frozen}.items()} | trained
@@ -119,7 +119,7 @@ def _unordered(source: str, tensors: Sequence[Stored]) -> Contents:
 def state_dict_in(saved: Any, where: Path, leaf: type[T]) -> dict[str, T]:
     """The model's state dict in what was saved: at the top, or under one of CONTAINERS. ``leaf`` is a tensor's type.
 
-    Other branches, an optimizer's for one, are not looked into. Raises ValueError if there is no state dict.
+    Other branches, such as an optimizer's, are ignored. Raises ValueError if there is no state dict.
     """
     tree = saved
     while isinstance(tree, Mapping):
@@ -159,8 +159,8 @@ def read_checkpoint(
 ) -> ModelShapes:
     """Route the model in the checkpoint ``path``: a file, the index of several, or a folder.
 
-    Optimizer state is not listed, nor is anything that is not floating point. ``training`` says by which rules, by
-    default ours for ``include`` and ``exclude``. Raises ValueError that names the path, what was expected and found.
+    Leaves out optimizer state and tensors that are not floating point. ``training`` has the rules, by default ours with
+    ``include`` and ``exclude``. Raises ValueError with the path, what was expected and what was found.
     """
     path = Path(path)
     contents = read_as_expected(lambda: _read(path), path, "a program that is known", ValueError)
@@ -214,8 +214,8 @@ def _read_safetensors(path: Path) -> tuple[Stored, ...]:
 
 
 def _read_torch(path: Path) -> tuple[Stored, ...]:
-    """The tensors of a file by torch.save; names that share elements (tied weights) are aliases of the first."""
-    if not zipfile.is_zipfile(path):  # the format before torch 1.6 would be loaded whole
+    """The tensors of a file by torch.save; names that share elements (tied weights) are aliases of the first name."""
+    if not zipfile.is_zipfile(path):  # files of the format before torch 1.6 would be loaded whole
         raise ValueError(
             f"{path}: expected a file by torch.save of torch 1.6 or newer, which is a zip archive, found another; "
             "download it again, or load and save it with a newer torch"
@@ -231,7 +231,7 @@ def _read_torch(path: Path) -> tuple[Stored, ...]:
 
 
 def _read_index(path: Path) -> Contents:
-    """The tensors of the files that an index lists, all of which have to be there."""
+    """The tensors of the files that an index lists, all of which must exist."""
     index = shapes.read_json(path, "an index of checkpoint files")
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not (isinstance(weight_map, dict) and weight_map and all(isinstance(file, str) for file in weight_map.values())):
@@ -267,8 +267,8 @@ def _read_files(files: Sequence[Path]) -> Contents:
 
 # Routing without modules: by the names and shapes that a checkpoint has. The words are routing's and output_heads'.
 #
-# It is weaker than ``routing.route``, which sees the class of every module: an embedding called ``lookup`` is a matrix
-# here. ``include`` and ``exclude`` correct it.
+# This is weaker than ``routing.route``, which sees the class of every module: an embedding called ``lookup`` is a
+# matrix here. ``include`` and ``exclude`` correct it.
 
 # Modules that are embeddings by a name that is not made of BY_WORD's words: GPT-2's two, and T5's and BART's one.
 EMBEDDING_MODULES = frozenset({"wte", "wpe", "shared"})
@@ -278,7 +278,7 @@ SCALE = re.compile(r"(^|_)scales?(_inv)?$")  # of a quantized matrix, one per bl
 
 
 def route_by_name(tensors: Sequence[Stored], include: Sequence[str], exclude: Sequence[str]) -> tuple[Route, ...]:
-    """Route ``tensors``, in their order. Raises ValueError for a glob that matches nothing it could apply to."""
+    """Route ``tensors``, in order. Raises ValueError for a glob that matches nothing to which it could apply."""
     known = _as_the_model_has_it(tensors)
     own = list(known.values())
     tables = {t.name for t in own if len(t.shape) == 2 and _word_of(t) == BY_WORD["embedding"]}
@@ -297,7 +297,7 @@ def route_by_name(tensors: Sequence[Stored], include: Sequence[str], exclude: Se
 
 
 def _as_the_model_has_it(tensors: Sequence[Stored]) -> Mapping[str, Stored]:
-    """By the name of every tensor, the model's own as it is without PEFT; for LoRA's factors the weight they change."""
+    """By tensor name, the model's own tensor without PEFT; for LoRA's factors, the weight that they change."""
     by_name, known = {tensor.name: tensor for tensor in tensors}, {}
     for tensor in tensors:
         found = adapter_in(tensor.name)
@@ -356,7 +356,7 @@ def _dimensions(tensor: Stored) -> str:
 
 
 def _word_of(tensor: Stored) -> str | None:
-    """What a word in the names of the parameter and of its module says of a 2-D weight, or None."""
+    """The reason that a word in a parameter's or its module's name gives for a 2-D weight, or None."""
     owner, _, key = tensor.name.rpartition(".")  # "layers.0.q_proj", "weight"
     module = owner.rpartition(".")[2]
     if NORM.search(module):
@@ -372,7 +372,7 @@ def _word_of(tensor: Stored) -> str | None:
 
 
 def _named_heads(tensors: Sequence[Stored], widths: frozenset[int]) -> dict[str, str]:
-    """The last weight of every module that is called like a head, unless it keeps the width: see output_heads."""
+    """The last weight of every module named like a head, unless it keeps the width: see output_heads."""
     last: dict[str, Stored] = {}
     for tensor in tensors:
         parts = tensor.name.split(".")[:-1] if len(tensor.shape) == 2 else []
@@ -390,5 +390,5 @@ def _named_heads(tensors: Sequence[Stored], widths: frozenset[int]) -> dict[str,
 
 
 def _in_a_block(path: str) -> bool:
-    """Whether the module of that name stands inside a numbered one, such as ``layers.0``; that itself does not."""
+    """Whether a module is inside a numbered one, such as ``layers.0``; the numbered one itself is not."""
     return any(part.isdecimal() for part in path.split(".")[:-1])

@@ -1,4 +1,4 @@
-"""A part of a model on the ranks that share it: owners, work, memory and bytes of each rank, planned."""
+"""A part of a model on the ranks that share it: the plan's owners, work, memory and bytes of each rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lwopt_backend.planner.setting import Share
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A kind of collective that a step has: how many, and the bytes that the busiest rank sends in all of them."""
+    """One kind of collective in a step: their number, and the bytes that the busiest rank sends in all of them."""
 
     what: str
     count: int
@@ -23,23 +23,23 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Matrices with an owner and a bucket each: what a step's seconds are worked out from.
+    """Matrices with their owners and buckets, from which a step's seconds are computed.
 
-    A matrix in bucket -1 does not travel.
+    A matrix in bucket -1 is not exchanged.
     """
 
     atoms: tuple[Atom, ...]
     shards: int
     owners: tuple[int, ...]
     buckets: tuple[int, ...]
-    bucket_numels: tuple[int, ...]  # that travel, with padding
+    bucket_numels: tuple[int, ...]  # that are exchanged, with padding
 
     def loads(self) -> list[int]:
-        """Per rank, the cost of what it owns."""
+        """Per rank, the cost of the matrices that it owns."""
         return per_rank(self.owners, [atom.cost for atom in self.atoms], self.shards)
 
     def bucket_loads(self) -> list[dict[int, int]]:
-        """Per bucket, the cost of what each of its owners has there."""
+        """Per bucket and owner, the cost of the owner's matrices in it."""
         table: list[dict[int, int]] = [{} for _ in self.bucket_numels]
         for atom, bucket, owner in zip(self.atoms, self.buckets, self.owners):
             if bucket >= 0:
@@ -47,7 +47,7 @@ class Placed:
         return table
 
     def owned(self) -> list[list[Atom]]:
-        """Per rank, what it owns."""
+        """Per rank, the matrices that it owns."""
         return owned_atoms(self.atoms, self.owners, self.shards)
 
 
@@ -113,7 +113,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Elementwise:
-    """What the same ranks share besides matrices."""
+    """The parameters other than matrices that the same ranks share."""
 
     numel: int
     memory: tuple[RankMemory, ...]  # per rank of an instance
@@ -122,10 +122,10 @@ class Elementwise:
 
 @dataclass(frozen=True)
 class Planned:
-    """What an engine plans for the parameters that ``ranks`` ranks share. ``part`` is None if none is a matrix.
+    """An engine's plan for the parameters that ``ranks`` ranks share. ``part`` is None if none is a matrix.
 
-    ``lines`` are those of the engine's plan, ``loads`` the work by which it was made, per rank of an instance. It was
-    made for ``shared`` on top of the work ``base`` of each of the ranks.
+    ``lines`` are those of the engine's plan, ``loads`` the work that it balanced, per rank of an instance. The plan is
+    for ``shared``, in addition to each rank's work ``base``.
     """
 
     name: str
@@ -139,18 +139,18 @@ class Planned:
     base: tuple[int, ...] | None = None
 
     def memory(self, place: int) -> RankMemory:
-        """Of one rank of an instance."""
+        """The memory of one rank of an instance."""
         rest = self.elementwise.memory[place]
         return rest if self.part is None else self.part.memory[place] + rest
 
 
 def workspace(atoms: Sequence[Atom]) -> int:
-    """Bytes of a Newton-Schulz of the largest of ``atoms``: X, B X and the update, A, A A and B, in bf16."""
+    """Bytes of Newton-Schulz on the largest of ``atoms``: X, B X and the update, A, A A and B, in bf16."""
     return max((2 * (3 * atom.numel + 3 * min(atom.shape) ** 2) for atom in atoms), default=0)
 
 
 def owned_atoms(atoms: Sequence[Atom], owners: Sequence[int], ranks: int) -> list[list[Atom]]:
-    """Per rank, what it owns."""
+    """Per rank, the atoms that it owns."""
     owned: list[list[Atom]] = [[] for _ in range(ranks)]
     for atom, owner in zip(atoms, owners):
         owned[owner].append(atom)

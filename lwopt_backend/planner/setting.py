@@ -1,4 +1,4 @@
-"""What is planned for: a cluster, an engine with its options, and the parameters that some ranks share."""
+"""The setting of a plan: a cluster, an engine with its options, and the parameters that some ranks share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class ClusterOptions(Options):
-    """A cluster file: what one rank can do. ``node_*`` and ``memory_bytes`` may be left out."""
+    """A cluster file: the speed of one rank. ``node_*`` and ``memory_bytes`` may be left out."""
 
     name: str
     flops_per_second: Positive
@@ -61,7 +61,7 @@ def cluster_named(name: str) -> Machine:
     return Machine(**options.model_dump())
 
 
-# What a study plans for: an engine with its own options, and by what seconds are counted.
+# The setting of a study: an engine with its own options, and how seconds are counted.
 
 ENGINES: Mapping[str, type[HostConfig]] = {
     **{"owned": OwnedConfig, "zero1": ZeROConfig, "zero2": ZeROConfig, "zero3": ZeROConfig, "fsdp2": FSDP2Config}
@@ -103,9 +103,10 @@ class Setting:
         plans_for: Machine | None = None,
         sub_group_size: int = SUB_GROUP_SIZE,
     ) -> Setting:
-        """For an engine with ``options`` as its optimizer takes them: the engine's own, and sections of rules.
+        """The setting of an engine, with ``options`` as its optimizer takes them: the engine's own, and rules'
+        sections.
 
-        ``dtype`` is bf16 by default, on FSDP2, whose shards are the masters, fp32. ``plans_for`` is a CPU on the
+        ``dtype`` is bf16 by default; on FSDP2, whose shards are the masters, fp32. ``plans_for`` is a CPU on the
         cluster of that name, else an accelerator. Raises ValueError for wrong options.
         """
         given = {**({"grad_dtype": grad_dtype} if engine == "owned" else {}), **(options or {})}
@@ -122,7 +123,7 @@ class Setting:
 
     @property
     def work(self) -> CostModel:
-        """What work costs: as was said, or the flops of the matrix rule."""
+        """The cost model: the given one, or the flops of the matrix rule."""
         if self.cost is not None:
             return self.cost
         name = self.rules.matrix.rule
@@ -130,11 +131,11 @@ class Setting:
         return CostModel(name, "flops", lambda shape: cost_of(shape, group), f"flops of {MATRIX_RULES[name].work}")
 
     def seconds(self, cost: int) -> float:
-        """What work of that cost takes a rank."""
+        """The seconds that a rank takes for work of this cost."""
         return self.work.seconds(cost, self.machine.flops_per_second)
 
     def costs(self, planned: int, whole: Shape, ranks: int) -> int:
-        """The cost of a matrix whose cost was ``planned``; if ``ranks`` take turns in it, each one's share."""
+        """The cost of a matrix whose cost was ``planned``; if ``ranks`` take turns in it, each rank's share."""
         if self.cost is None and ranks == 1:
             return planned
         return -(-self.work.of(whole) // ranks)
@@ -146,7 +147,8 @@ class Setting:
         return Elements(self.dtype.itemsize, self.grad_dtype.itemsize, masters, 4)
 
     def owned(self, **options: Any) -> Setting:
-        """The same for owned storage, with other ``options``; of another engine's only those of every host are kept."""
+        """The same setting for owned storage with other ``options``; of another engine's, only those of every host are
+        kept."""
         if isinstance(self.config, OwnedConfig):
             return replace(self, config=OwnedConfig(**{**self.config.model_dump(), **options}))
         common = {name: getattr(self.config, name) for name in HostConfig.model_fields}
@@ -159,22 +161,22 @@ class Setting:
 
 @dataclass(frozen=True)
 class Share:
-    """The parameters that some ranks share. ``wholes`` are the shapes of matrices that ``tp`` ranks hold together."""
+    """The parameters that some ranks share. ``wholes`` are the shapes of matrices that ``tp`` ranks store together."""
 
     grouping: Grouping
     wholes: Mapping[str, Shape]
     tp: int = 1
 
     def shown(self, atom: Atom, setting: Setting) -> Atom:
-        """The matrix with what its work costs one rank."""
+        """The matrix, with the cost of its work for one rank."""
         return replace(atom, cost=setting.costs(atom.cost, self.wholes.get(atom.name, atom.shape), self.tp))
 
 
 def share_of(routes: Sequence[Route], divided: Mapping[str, Divided], setting: Setting, *, tp: int = 1) -> Share:
-    """Param groups of parameters without memory, of all that are trained in one group that is split by rule.
+    """Param groups of parameters without memory; all trained ones are in one group, which is split by rule.
 
-    With ``tp`` > 1 a rank stores one part in ``tp`` of every matrix's longer side, each for itself, and of everything
-    else; the ``tp`` ranks take turns in the work.
+    With ``tp`` > 1, a rank stores 1 / ``tp`` of each matrix's longer side, and of every other parameter; the ``tp``
+    ranks take turns in the work.
     """
     wholes: dict[str, Shape] = {}
     if tp > 1:
@@ -194,7 +196,7 @@ def share_of(routes: Sequence[Route], divided: Mapping[str, Divided], setting: S
 def _cut(
     routes: Sequence[Route], divided: Mapping[str, Divided], tp: int
 ) -> tuple[list[Route], dict[str, Divided], dict[str, Shape]]:
-    """What one of ``tp`` ranks stores: of every matrix in a parameter a part, as a parameter of its own."""
+    """What one of ``tp`` ranks stores: a part of every matrix in a parameter, as a parameter of its own."""
     found: list[Route] = []
     parts: dict[str, Divided] = {}
     wholes: dict[str, Shape] = {}

@@ -23,7 +23,7 @@ from lwopt_backend.routing.grouping import as_taken, group_parameters
 from lwopt_backend.routing.matrices import Divided, divide_by_name
 from lwopt_backend.routing.routing import AtomSettings, Route, named_as_stack, stacked
 
-# What is read: the routes of a model, and before that the tensors of a checkpoint.
+# What readers return: the routes of a model, and before that the tensors of a checkpoint.
 
 NOT_IN_MODEL_ORDER = (
     "the parameters are in alphabetical order, since the format does not keep the model's: which rank stores what is "
@@ -33,12 +33,12 @@ NOT_IN_MODEL_ORDER = (
 
 @dataclass(frozen=True, slots=True)
 class ModelShapes:
-    """A model's parameters and where each goes.
+    """A model's parameters and their routes.
 
     - ``source``: what was read, e.g. ``"config.json of LlamaForCausalLM"``.
-    - ``routes``: one per parameter, in model order as far as the source keeps it.
-    - ``divided``: by the name of a parameter that the matrix rule trains, the matrices in it.
-    - ``notes``: sentences that the user should read.
+    - ``routes``: one per parameter, in model order if the source keeps it.
+    - ``divided``: the matrices in each parameter that the matrix rule trains, by name.
+    - ``notes``: sentences for the user.
     """
 
     source: str
@@ -49,7 +49,7 @@ class ModelShapes:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One tensor of a checkpoint, without its elements. ``aliases`` are the other names it is stored under."""
+    """One tensor of a checkpoint, without its elements. ``aliases`` are the other names under which it is stored."""
 
     name: str
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ class Contents:
 
 
 def in_natural_order(tensors: Iterable[Stored]) -> tuple[Stored, ...]:
-    """By name, numbers by value: layer 2 before layer 10. For formats that forget the model's order."""
+    """Sorted by name, with numbers by value (layer 2 before layer 10), for formats that lose the model's order."""
     return tuple(
         sorted(tensors, key=lambda t: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", t.name)])
     )
@@ -80,10 +80,10 @@ Pairs = list[tuple[str, Any]]
 
 
 def read_json(path: Path, expected: str, objects: Callable[[Pairs], Any] = dict) -> Any:
-    """The content of ``path``; ``expected`` says for errors what should stand there.
+    """The content of ``path``; ``expected`` describes it in errors.
 
-    ``objects`` makes an object from its pairs; a dict forgets which names came twice. Raises ValueError for a missing
-    file and for anything that is not JSON.
+    ``objects`` makes an object from its pairs; a dict drops repeated names. Raises ValueError for a missing file and
+    for anything that is not JSON.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=objects)
@@ -104,12 +104,12 @@ def read_hugging_face(
     exclude: Sequence[str] = (),
     training: Training | None = None,
 ) -> ModelShapes:
-    """The model that ``path``, a config.json or a folder that holds one, describes, as it would be trained.
+    """The model that ``path``, a config.json or a folder with one, describes, as it would be trained.
 
-    ``training`` says by which rules, by default ours for ``include`` and ``exclude``. The class is the one the
-    configuration names; else the one that transformers has for training it on text, else its bare model. Code that
-    comes with a checkpoint is never run. Raises ImportError without transformers, and ValueError for a file that it
-    cannot build a model from.
+    ``training`` has the rules, by default ours with ``include`` and ``exclude``. The class is the one that the
+    configuration names; otherwise transformers' class for training it on text, or else its bare model. Code that comes
+    with a checkpoint is never run. Raises ImportError without transformers, and ValueError for a file from which no
+    model can be built.
     """
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
@@ -125,11 +125,11 @@ def read_hugging_face(
         ) from error
     config = _config(path, written, transformers)
     model_class, notes = _model_class(path, config, transformers)
-    config._attn_implementation = "eager"  # another one that the file asks for may not be installed here
+    config._attn_implementation = "eager"  # the file's own choice may not be installed here
     try:
         with torch.device("meta"):
             model: nn.Module = model_class(config)
-    except Exception as error:  # model code of several hundred families
+    except Exception as error:  # code of several hundred model families
         raise ValueError(_not_possible(path, f"build {model_class.__name__}", error, transformers)) from error
     training = training or Training.routed(include, exclude)
     trained = [{"params": [param for param in model.parameters() if param.requires_grad]}]
@@ -193,10 +193,9 @@ FORM = '[["name", [rows, columns]], ...] or {"name": [rows, columns], ...}'
 
 
 def read_shapes_json(path: str | os.PathLike[str], training: Training | None = None) -> ModelShapes:
-    """The parameters listed in ``path``, in its order. Whatever has two dimensions is a matrix: it was listed for that.
+    """The parameters listed in ``path``, in order. Everything with two dimensions is a matrix, as listed.
 
-    ``training`` says by which rules it is trained.
-    Raises ValueError that names the file, the entry, what was expected and what was found.
+    ``training`` has the rules. Raises ValueError with the file, the entry, what was expected and what was found.
     """
     path = Path(path)
     entries = read_json(path, FORM, objects=tuple)  # an object comes as a tuple of pairs, a list stays a list
@@ -220,7 +219,7 @@ def read_shapes_json(path: str | os.PathLike[str], training: Training | None = N
 
 
 def _checked(entry: Any, pair: type[list[Any]] | type[tuple[Any, ...]], where: str) -> tuple[str, list[int]]:
-    """The name and shape of an entry, which is a ``pair``: a list, or of an object a tuple."""
+    """The name and shape of an entry, which is a ``pair``: a list, or a tuple if it was an object."""
     if not (type(entry) is pair and len(entry) == 2 and isinstance(entry[0], str) and entry[0]):
         found = dict(entry) if isinstance(entry, tuple) else entry
         raise ValueError(f'{where}: expected ["name", [rows, columns]], found {found!r}; write it in this form')
@@ -245,7 +244,7 @@ class Training:
 
     @classmethod
     def routed(cls, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> Training:
-        """With the default rules."""
+        """Training with the default rules."""
         return cls(config=HostConfig(include=tuple(include), exclude=tuple(exclude), allow_no_matrix=True))
 
     def of(self, routes: Sequence[Route]) -> tuple[tuple[Route, ...], dict[str, Divided]]:

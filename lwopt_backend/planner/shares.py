@@ -1,4 +1,4 @@
-"""What some ranks share, as each engine plans it: ZeRO, owned storage, FSDP2."""
+"""Each engine's plan for what some ranks share: ZeRO, owned storage, FSDP2."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from lwopt_backend.storage.mesh import MeshMember, MeshPlan, by_wire, mesh_state
 from lwopt_backend.storage.owned import members_of, plan_lines, plan_members
 from lwopt_backend.storage.owned_memory import rank_memories
 
-# Storage of a host in a study: DeepSpeed's ZeRO and FSDP2 keep parameters, we exchange what has to be whole.
-# What some ranks share, as an engine plans it: owners, buckets, bytes, memory of every rank, seconds.
+# A host's storage in a study: DeepSpeed's ZeRO and FSDP2 store parameters; we exchange what must be whole.
+# Its plan for what some ranks share: owners, buckets, bytes, memory of every rank, seconds.
 
 IN_FLIGHT = 2  # exchange buckets at a time
 
@@ -42,9 +42,9 @@ def host_part(
     host: Sequence[Collective],
     spread: bool,
 ) -> Part:
-    """The figures of ``plans``, one after the other on the same ranks. ``memory`` is what the host holds of them.
+    """The figures of ``plans``, one after another on the same ranks. ``memory`` is the host's for them.
 
-    ``host`` are the host's own collectives. ``spread`` says that every matrix lies on all ranks.
+    ``host`` are the host's own collectives. ``spread`` is whether all ranks store a part of every matrix.
     """
     ranks = plans[0].layout.world_size
     placed = _placed(plans, shared, setting, spread)
@@ -74,7 +74,7 @@ def host_part(
 
 
 def _placed(plans: Sequence[MatrixPlan], shared: Share, setting: Setting, spread: bool) -> Placed:
-    """Matrices of all plans, in the model's order. Where all travel, one that stays is counted with the one before."""
+    """Matrices of all plans, in the model's order. With ``spread``, one that stays counts with the bucket before it."""
     rows: list[tuple[Atom, int, int]] = []
     numels: list[int] = []
     for plan in plans:
@@ -102,20 +102,20 @@ def _names(shared: Share) -> list[str]:
 
 
 def _timeline(placed: Placed, element_bytes: int, setting: Setting) -> list[BucketTime]:
-    """The exchange's own buckets: the host's collectives are over before the step, or come after it."""
+    """The times of the exchange's own buckets; the host's collectives run before or after the step."""
     bytes_each = [numel * element_bytes // placed.shards for numel in placed.bucket_numels]
     wire = [sum(gather_seconds(setting.machine, nbytes, placed.shards)) for nbytes in bytes_each]
     work = bucket_work(placed, setting.machine, setting.work)
     return schedule([(nbytes, nbytes) for nbytes in bytes_each], wire, work, wire)
 
 
-# ZeRO in a study: what ``LayerWise`` plans under DeepSpeed for a data-parallel model.
+# ZeRO in a study: the plan of ``LayerWise`` under DeepSpeed for a data-parallel model.
 
 MASTER = 4  # bytes: DeepSpeed keeps fp32 partitions beside parameters of any dtype
 
 
 def plan_zero_share(name: str, shared: Share, ranks: int, setting: Setting) -> Planned:
-    """What ``LayerWise`` plans, param group by param group; DeepSpeed's own collectives are counted, ours follow."""
+    """The plan of ``LayerWise``, param group by param group; DeepSpeed's own collectives are counted, ours follow."""
     config, stage = setting.config, int(setting.engine[-1])
     assert isinstance(config, ZeROConfig)
     plans, grouping = [], shared.grouping
@@ -164,13 +164,13 @@ def _zero_numel(plan: GroupPlan) -> int:
 
 
 def _stored(plan: GroupPlan) -> int:
-    """Elements that every rank holds of the fp32 parameters."""
+    """Elements of the fp32 parameters on every rank."""
     assert isinstance(plan.layout, (FlatPartition, ParameterPartition))
     return plan.layout.partition_numel
 
 
 def _zero_memory(plans: Sequence[GroupPlan], ranks: int, setting: Setting, stage: int) -> list[RankMemory]:
-    """Per rank, what DeepSpeed holds, and the state that the plan says."""
+    """Per rank, DeepSpeed's memory, and the plan's state."""
     stored, numel = sum(map(_stored, plans)), sum(map(_zero_numel, plans))
     parameter, gradient = setting.dtype.itemsize, setting.grad_dtype.itemsize
     state = [sum(plan.state_bytes[rank] for plan in plans) for rank in range(ranks)]
@@ -183,7 +183,7 @@ def _zero_memory(plans: Sequence[GroupPlan], ranks: int, setting: Setting, stage
 
 
 def _zero_traffic(plans: Sequence[GroupPlan], ranks: int, setting: Setting, stage: int) -> list[Collective]:
-    """DeepSpeed's own: stages 1 and 2 all-reduce gradients and gather parameters, stage 3 shards both."""
+    """DeepSpeed's own collectives: stages 1 and 2 all-reduce gradients and gather parameters, stage 3 shards both."""
     numel, share = sum(map(_stored, plans)) * ranks, (ranks - 1) / ranks
     parameters, gradients = (int(numel * each.itemsize * share) for each in (setting.dtype, setting.grad_dtype))
     if stage == 3:
@@ -197,13 +197,13 @@ def _zero_traffic(plans: Sequence[GroupPlan], ranks: int, setting: Setting, stag
     ]
 
 
-# Owned storage in a study: the plan that training makes, and what it holds and sends.
+# Owned storage in a study: the plan that training makes, and what it stores and sends.
 
 
 def plan_owned_share(
     name: str, shared: Share, ranks: int, setting: Setting, base: Sequence[int] | None = None
 ) -> Planned:
-    """What ``lwopt_backend.LayerWiseOptimizer`` plans over ``ranks`` ranks, each of which has the work ``base``."""
+    """The plan of ``lwopt_backend.LayerWiseOptimizer`` over ``ranks`` ranks, with each rank's other work ``base``."""
     config = setting.config
     assert isinstance(config, OwnedConfig)
     members, groups = members_of(shared.grouping), shared.grouping.groups
@@ -269,7 +269,7 @@ def _part(name: str, plan: OwnedPlan, members: Sequence[Member], shared: Share, 
 
 
 def _owned_placed(plan: OwnedPlan, members: Sequence[Member], shared: Share, setting: Setting) -> Placed:
-    """Every matrix, in the model's order, at the rank whose part of the buffer it lies in."""
+    """Every matrix, in the model's order, at the rank whose part of the buffer has it."""
     found: dict[int, list[tuple[Atom, int, int]]] = {}
     groups = shared.grouping.groups
     for number, bucket in enumerate(plan.buckets):
@@ -292,7 +292,7 @@ def _owned_placed(plan: OwnedPlan, members: Sequence[Member], shared: Share, set
 
 
 def _owned_memory(plan: OwnedPlan, members: Sequence[Member], shared: Share, config: OwnedConfig) -> list[RankMemory]:
-    """Per rank of an instance, what ``memory_report`` says of the plan's buckets."""
+    """Per rank of an instance, the plan's buckets as ``memory_report`` counts them."""
     groups, keep_full = shared.grouping.groups, config.keep_full_grads
     return rank_memories(plan, members, groups, grad_dtype=_wide(config), keep_full=keep_full)
 
@@ -321,15 +321,15 @@ def _collectives(plan: OwnedPlan, setting: Setting, config: OwnedConfig) -> list
     return found
 
 
-# FSDP2 in a study: what ``LayerWiseOptimizer`` plans for a model whose rows are sharded over all ranks.
+# FSDP2 in a study: the plan of ``LayerWiseOptimizer`` for a model whose rows are sharded over all ranks.
 
-PARAMETER_BYTES = 2  # bf16 on the wire, whatever dtype the shards have
+PARAMETER_BYTES = 2  # bf16 on the wire, for shards of any dtype
 
 
 def plan_fsdp2_share(
     name: str, shared: Share, ranks: int, setting: Setting, base: Sequence[int] | None = None
 ) -> Planned:
-    """What is planned for a mesh of ``ranks`` ranks, each of which has the work ``base`` on smaller meshes."""
+    """The plan for a mesh of ``ranks`` ranks, with each rank's work ``base`` on smaller meshes."""
     config, groups = setting.config, shared.grouping.groups
     assert isinstance(config, FSDP2Config)
     rules = build_matrix_rules(groups, config)
@@ -368,7 +368,7 @@ def plan_fsdp2_share(
 
 
 def _members(shared: Share, ranks: int) -> list[MeshMember]:
-    """All trained parameters in the model's order, as ``fully_shard`` has them."""
+    """All trained parameters in the model's order, as ``fully_shard`` shards them."""
     grouping = shared.grouping
     group_of = {id(param): number for number, group in enumerate(grouping.groups) for param in group["params"]}
     params = {grouping.names[id(param)]: param for group in grouping.groups for param in group["params"]}
@@ -387,7 +387,7 @@ def _numel(members: Sequence[MeshMember]) -> int:
 
 
 def _memory(members: Sequence[MeshMember], shared: Share, setting: Setting, ranks: int) -> list[RankMemory]:
-    """Per rank, its shards of parameters and gradients, and the state that the optimizer makes for them."""
+    """Per rank, its shards of parameters and gradients, and the optimizer's state for them."""
     config, groups = setting.config, shared.grouping.groups
     assert isinstance(config, FSDP2Config)
     alike: dict[tuple[tuple[int, ...], int], list[MeshMember]] = {}
@@ -402,7 +402,7 @@ def _memory(members: Sequence[MeshMember], shared: Share, setting: Setting, rank
 
 
 def _traffic(members: Sequence[MeshMember], setting: Setting, ranks: int) -> list[Collective]:
-    """The collectives of FSDP2 itself."""
+    """FSDP2's own collectives."""
     if not members:
         return []
     sent = _numel(members) * (ranks - 1) / ranks

@@ -20,9 +20,9 @@ from lwopt_backend.runtime.agreement import plan_digest
 
 
 def plan_share(name: str, shared: Share, ranks: int, setting: Setting, base: Sequence[int] | None = None) -> Planned:
-    """Plan over ``ranks`` ranks for ``setting.engine``, as it does itself.
+    """The plan of ``setting.engine`` over ``ranks`` ranks.
 
-    ``base`` is the work that each rank has elsewhere, which DeepSpeed's groups do not look at.
+    ``base`` is each rank's other work, which DeepSpeed's groups ignore.
     """
     if setting.engine == "owned":
         return plan_owned_share(name, shared, ranks, setting, base)
@@ -31,7 +31,7 @@ def plan_share(name: str, shared: Share, ranks: int, setting: Setting, base: Seq
     return plan_zero_share(name, shared, ranks, setting)
 
 
-# How a model is spread over ranks by tensor, pipeline and expert parallelism, and what is left to each.
+# How tensor, pipeline and expert parallelism spread a model over ranks, and what is left to each.
 
 EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")  # one expert's number in its parameters' names
 
@@ -40,7 +40,7 @@ EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")  # one expert's number in its 
 class Deployment:
     """``world_size`` ranks: ``pp`` stages, each of ``tp`` x ``dp`` ranks; experts over ``ep`` of a stage's ranks.
 
-    Experts are not cut by ``tp``. Raises ValueError where the numbers do not divide.
+    Experts are not cut by ``tp``. Raises ValueError if the numbers do not divide.
     """
 
     world_size: int
@@ -70,20 +70,20 @@ class Deployment:
 
     @property
     def dp(self) -> int:
-        """Ranks over which a dense matrix's owner is chosen."""
+        """The number of ranks among which a dense matrix's owner is chosen."""
         return self.world_size // (self.tp * self.pp)
 
     @property
     def expert_dp(self) -> int:
-        """Ranks over which an expert matrix's owner is chosen."""
+        """The number of ranks among which an expert matrix's owner is chosen."""
         return self.stage_ranks // self.ep
 
 
 def stages(routes: Sequence[Route], pp: int) -> list[list[Route]]:
-    """The parameters of each pipeline stage: whole layers, as evenly as they go, earlier stages the longer ones.
+    """The parameters of each pipeline stage: whole layers, as evenly as possible, earlier stages the longer ones.
 
-    A layer is what shares the first number in its name. What precedes the first layer joins the first stage, what
-    follows the last one the last. Raises ValueError if there are fewer layers than stages.
+    A layer is the parameters with the same first number in their names. Those before the first layer join the first
+    stage, those after the last one the last. Raises ValueError if there are fewer layers than stages.
     """
     if pp == 1:
         return [list(routes)]
@@ -104,18 +104,18 @@ def stages(routes: Sequence[Route], pp: int) -> list[list[Route]]:
 
 
 def is_expert(route: Route, pattern: str) -> bool:
-    """Whether a parameter belongs to the experts that ``ep`` spreads, by a glob on its name."""
+    """Whether ``ep`` spreads a parameter, by a glob on its name."""
     return fnmatchcase(route.name, pattern)
 
 
 def local_experts(
     routes: Sequence[Route], divided: Mapping[str, Divided], ep: int, pattern: str
 ) -> tuple[list[Route], dict[str, Divided]]:
-    """What one rank of ``ep`` holds of the expert parameters among ``routes``: the first ``1/ep`` of every layer's.
+    """What one rank of ``ep`` stores of the expert parameters among ``routes``: the first ``1/ep`` of every layer's.
 
-    And the matrices in them, of the ``divided`` ones. Experts are counted by the number behind ``.experts.`` in their
-    names, or by the first dimension of a stack. All ranks hold equally many, so one stands for all. Raises ValueError
-    where ``ep`` does not divide them.
+    Also returns their matrices from ``divided``. Experts are counted by the number behind ``.experts.`` in their names,
+    or by the first dimension of a stack. All ranks store equally many, so one stands for all. Raises ValueError if
+    ``ep`` does not divide them.
     """
 
     experts = [route for route in routes if is_expert(route, pattern)]
@@ -147,12 +147,12 @@ def local_experts(
     return local, parts
 
 
-# A study: one model on one deployment, every pipeline stage and both kinds of buffers planned.
+# A study: one model on one deployment, with plans of every pipeline stage and both kinds of buffers.
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One pipeline stage: what its ranks share, the dense parameters first."""
+    """One pipeline stage: the plans of what its ranks share, the dense parameters first."""
 
     index: int
     planned: tuple[Planned, ...]
@@ -161,7 +161,7 @@ class Stage:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Its matrices."""
+        """The stage's matrices."""
         return tuple(each.part for each in self.planned if each.part is not None)
 
     @property
@@ -170,7 +170,7 @@ class Stage:
 
     @property
     def digest(self) -> str:
-        """The name of the plan: of one stage without ``tp`` and ``ep`` that of a run."""
+        """The plan digest; for one stage without ``tp`` and ``ep``, it is that of a run."""
         return plan_digest(self.lines())
 
     def lines(self) -> Iterator[str]:
@@ -178,7 +178,7 @@ class Stage:
             yield from each.lines
 
     def loads(self) -> list[int]:
-        """Per rank of the stage, the cost of what it owns of all buffers."""
+        """Per rank of the stage, the cost of its matrices in all buffers."""
         sums = [0] * self.ranks
         for part in self.parts:
             loads = part.loads
@@ -187,20 +187,20 @@ class Stage:
         return sums
 
     def memory(self) -> list[RankMemory]:
-        """Per rank of the stage, of everything that is trained."""
+        """Per rank of the stage, the memory of everything that is trained."""
         return [
             sum((each.memory(self.place(each, rank)) for each in self.planned), start=RankMemory())
             for rank in range(self.ranks)
         ]
 
     def place(self, shared: Part | Planned, rank: int) -> int:
-        """Which rank of an instance a rank of the stage is. Neighbours differ in tp first, and in ep, then in dp."""
+        """The rank of an instance that a rank of the stage is. Neighbours differ in tp or ep first, then in dp."""
         apart = self.deployment.ep if shared.name == "experts" else self.deployment.tp
         return rank // apart % shared.group_size
 
     @property
     def time(self) -> StepTime:
-        """Of all buffers: the rank that is busiest in all of them together, wires one after the other."""
+        """The step time of all buffers: work of the rank that is busiest over all, and all wires one after another."""
         both = [part.time for part in self.parts]
         busiest = self.setting.seconds(max(self.loads()))
         return StepTime(busiest, sum(time.wire for time in both), sum(time.latency for time in both))
@@ -208,7 +208,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Study:
-    """All stages of a model on a deployment. ``worst`` is the stage that takes longest, the one that is shown."""
+    """All stages of a model on a deployment. ``worst``, the one that takes longest, is shown."""
 
     routes: tuple[Route, ...]
     deployment: Deployment
@@ -221,7 +221,7 @@ class Study:
 
     @property
     def digest(self) -> str:
-        """The name of the plan; of several stages, of all their names."""
+        """The plan digest; of several stages, the digest of all theirs."""
         if len(self.stages) == 1:
             return self.stages[0].digest
         return plan_digest(f"stage {stage.index}: {stage.digest}" for stage in self.stages)
@@ -231,7 +231,7 @@ def plan_study(model: ModelShapes, deployment: Deployment, setting: Setting, *, 
     """Plan every stage of ``deployment``.
 
     ``experts`` is the glob of the parameters that expert parallelism spreads. Raises ValueError if a stage has no
-    matrix, or numbers do not divide.
+    matrix, or if numbers do not divide.
     """
     planned, divided = [], model.divided
     for index, members in enumerate(stages(model.routes, deployment.pp)):

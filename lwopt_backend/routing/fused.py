@@ -12,22 +12,22 @@ from torch import Tensor, nn
 from lwopt_backend.plan.atoms import Parts, equal, grouped
 from lwopt_backend.routing.models import LoRA, all_lora
 
-# A layout is told by the class whose ``forward`` runs, or of torchtitan's modules by their attributes, and only if the
-# sizes agree with the module's attributes and with the linear that takes the result. A weight that is not recognised
-# stays whole, as it does in other optimizers; a wrong guess would be worse. Copies of Hugging Face's modelling code in
-# other packages (``trust_remote_code``) may differ, and are not looked at.
+# A layout is recognised by the class whose ``forward`` runs (torchtitan's modules by their attributes), and used only
+# if the sizes agree with the module's attributes and with the linear that takes the result. An unknown weight stays
+# whole, as in other optimizers; a wrong guess would be worse. Copies of Hugging Face's modelling code in other packages
+# (``trust_remote_code``) may differ, and are not examined.
 #
-# LoRA's B has the outputs of the weight that it changes. Where that is a stack of experts, PEFT has A and B of all of
-# them in one parameter each.
+# LoRA's B has the outputs of the weight that it changes. For a stack of experts, PEFT has the A and B of all of them in
+# one parameter each.
 
-Sizes = Callable[[Tensor], tuple[int, int] | None]  # outputs and inputs of a matrix parameter, also one of a stack
+Sizes = Callable[[Tensor], tuple[int, int] | None]  # outputs and inputs of a matrix parameter, or of a stack
 
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """The parts of a weight's outputs and, where these are divided as well, of its inputs; empty: not divided.
+    """The parts of a weight's outputs and, if these are divided as well, of its inputs; empty: not divided.
 
-    ``why`` says whose parts they are, or why a weight that is known stays whole.
+    ``why`` is where the parts are from, or why a known weight stays whole.
     """
 
     outputs: Parts = ()
@@ -36,9 +36,9 @@ class Fusion:
 
 
 def fused_weights(model: nn.Module, sizes: Sizes) -> dict[int, Fusion]:
-    """By the id of a weight what is known of its parts.
+    """The known parts of weights, by the weight's id.
 
-    ``sizes`` tells the outputs and inputs of a parameter, None of one that is no matrix, or no stack of them.
+    ``sizes`` returns the outputs and inputs of a parameter, None if it is neither a matrix nor a stack of them.
     """
     found: dict[int, Fusion] = {}
     disputed: set[int] = set()  # weights that two modules share and use in two ways
@@ -60,7 +60,7 @@ def fused_weights(model: nn.Module, sizes: Sizes) -> dict[int, Fusion]:
 
 
 def _fusion(module: nn.Module, name: str, fused: Fused, outputs: int, width: int) -> Fusion | None:
-    """The parts of ``outputs``, where the sizes add up and the part that is taken is ``width``."""
+    """The parts of ``outputs``, if the sizes add up and the part that is taken is ``width``."""
     try:
         layout = fused.layout(module, width)
     except (AttributeError, TypeError, ZeroDivisionError):  # a version of the module without these attributes
@@ -77,7 +77,7 @@ def _fusion(module: nn.Module, name: str, fused: Fused, outputs: int, width: int
 
 
 def _of_lora(lora: LoRA, found: dict[int, Fusion], sizes: Sizes) -> dict[int, Fusion]:
-    """Of LoRA's factors what the weight that they change says of them."""
+    """The parts of LoRA's factors that follow from the weight that they change."""
     changed = getattr(lora.base, lora.key, None)
     changed = getattr(lora.base, "in_proj_weight", None) if changed is None else changed  # torch's attention
     base, of_a, of_b = found.get(id(changed), Fusion()), sizes(lora.a), sizes(lora.b)
@@ -96,7 +96,7 @@ def _of_lora(lora: LoRA, found: dict[int, Fusion], sizes: Sizes) -> dict[int, Fu
 
 
 def _recipes(module: nn.Module) -> tuple[str, tuple[Fused, ...]]:
-    """The name of the class whose ``forward`` the module runs, and what is known of that class."""
+    """The name of the class whose ``forward`` the module runs, and the fused weights known of it."""
     runs = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
     if runs is nn.MultiheadAttention:
         return runs.__name__, (Fused("in_proj_weight", "out_proj", thirds),)
@@ -117,20 +117,20 @@ def _weight(module: nn.Module, name: str) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
-# How models lay out their fused weights: q, k and v, the parts of latent attention (MLA), or gate and up.
+# The layouts of models' fused weights: q, k and v, the parts of latent attention (MLA), or gate and up.
 #
-# Read from the modelling code of transformers 5.23, class by class; torchtitan's are below. ``taken``
-# and the sizes that a layout gives are compared with the weights themselves in ``fused_weights``.
+# Read from the modelling code of transformers 5.23, class by class; torchtitan's are below. ``fused_weights`` compares
+# ``taken`` and the sizes of a layout with the weights themselves.
 
-Outputs = tuple[tuple[str, ...], tuple[int, ...], int]  # names and sizes of the parts, and in how many groups they come
+Outputs = tuple[tuple[str, ...], tuple[int, ...], int]  # names and sizes of the parts, and the number of groups of them
 
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """``weight`` of a module is laid out as ``layout`` says of it; ``out`` takes what part number ``taken`` leads to.
+    """``weight`` of a module has the layout ``layout``; ``out`` takes what part number ``taken`` leads to.
 
-    ``layout`` is given the module and the inputs of ``out``; without ``out`` the outputs of ``weight`` itself. Without
-    ``taken`` it is the layout that compares the inputs of ``out``.
+    ``layout`` is called with the module and the inputs of ``out``; without ``out``, the outputs of ``weight`` itself.
+    Without ``taken``, the layout itself checks the inputs of ``out``.
     """
 
     weight: str
@@ -151,7 +151,7 @@ def _thirds_or_cross(module: Any, width: int) -> Outputs:
 
 
 def _by_head(size: str) -> Callable[[Any, int], Outputs]:
-    """q, k and v of one head after the other; the module's attribute ``size`` is that of a head."""
+    """q, k and v of one head after another; the module's attribute ``size`` is a head's size."""
     return lambda module, width: (("q", "k", "v"), (getattr(module, size),) * 3, width // getattr(module, size))
 
 
@@ -201,7 +201,7 @@ def _latent_expanded(module: Any, width: int) -> Outputs:
 
 
 def latent(queries: Sequence[str], compressed: str, expanded: str, out: str) -> tuple[Fused, ...]:
-    """Of the weights with these names; models without a compressed query have the first of ``queries``."""
+    """The weights with these names; models without a compressed query have the first of ``queries``."""
     return (
         *(Fused(weight, out, _latent_queries, taken=None) for weight in queries),
         Fused(compressed, expanded, _latent_compressed),
@@ -225,7 +225,7 @@ def gate_up_in_turn(module: Any, width: int) -> Outputs:
 
 
 def experts(module: Any, width: int) -> Outputs | None:
-    """Experts say how gate and up lie, and what their gate makes of four outputs must agree."""
+    """Experts' attributes say how gate and up are stored, and the gate's gradients for four outputs must agree."""
     if not module.has_gate:
         return None
     with torch.enable_grad():
@@ -354,5 +354,5 @@ def side_by_side(name: str, shape: Sequence[int]) -> bool:
 
 
 def joined(name: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape in which gate and up that lie side by side are the halves of every row; of all others their own."""
+    """The shape in which gate and up side by side are the halves of every row; of other parameters, their own."""
     return (*shape[:-2], 2 * shape[-1]) if side_by_side(name, shape) else tuple(shape)

@@ -1,4 +1,4 @@
-"""A model's param groups, routed; and a watch that no parameter stops being trained without a word."""
+"""A model's param groups, routed; and a watch for parameters that are no longer trained."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ SHOWN = 5  # names in a sentence
 
 
 class WatchedModel:
-    """The ``trained`` parameters of ``model``, with their names, as they were when an optimizer was made for them.
+    """The ``trained`` parameters of ``model``, with their names, when an optimizer was made for them.
 
-    With ``alone`` that optimizer trains all that is trained; otherwise what else required a gradient may go on to.
-    ``restore`` is called before the model is looked at closely: some hosts put other tensors into modules for a while.
+    With ``alone``, that optimizer trains everything; otherwise other parameters that required a gradient may continue
+    to. ``restore`` is called before the model is examined, because some hosts replace tensors in modules for a while.
     ``advice`` ends the sentence.
     """
 
@@ -58,22 +58,22 @@ class WatchedModel:
         here = {id(param) for param in model.parameters()}
         ours = {id(param) for _, param in trained}
         self._trained = [(name, param) for name, param in trained if id(param) in here]
-        # Held, so that no other tensor gets their ids.
+        # Kept, so that no other tensor gets their ids.
         self._others = [p for p in model.parameters() if p.requires_grad and id(p) not in ours and not alone]
-        # What every module held when it was last looked at and nothing was wrong, and what was frozen then.
+        # Every module's content when it was last found unchanged, and the parameters that were frozen then.
         self._seen: list[tuple[nn.Module, list[Tensor | None], list[nn.Module | None]]] | None = None
         self._frozen: list[Tensor] = []
         self._told: str | None = None
 
     def news(self) -> str | None:
-        """``changes``, unless that is what was said last."""
+        """``changes``, unless it is the same as the last time."""
         told, self._told = self._told, self.changes()
         return None if told == self._told else self._told
 
     def changes(self) -> str | None:
-        """A sentence on parameters that were replaced, unfrozen or added, so that the optimizer does not train them.
+        """A sentence on parameters that were replaced, unfrozen or added, which the optimizer does not train; or None.
 
-        Costs a comparison per parameter and module, as long as they are the same objects.
+        Costs one comparison per parameter and module, while these are the same objects.
         """
         if self._is_as_seen():
             return None
@@ -109,7 +109,7 @@ def _same(before: list[Any], now: Mapping[str, Any]) -> bool:
 
 
 def _are(names: Sequence[str]) -> str:
-    """The beginning of a sentence on these parameters."""
+    """The beginning of a sentence about these parameters."""
     if len(names) == 1:
         return f"parameter {names[0]!r} is"
     shown, more = ", ".join(map(repr, names[:SHOWN])), len(names) - SHOWN
@@ -125,7 +125,7 @@ class Member(TrainedParam):
 
 @dataclass(frozen=True)
 class Grouping:
-    """``groups`` are param groups of one rule each; ``names`` gives a parameter's name by its id."""
+    """``groups`` are param groups of one rule each; ``names`` has parameters' names by id."""
 
     routes: list[Route]
     groups: list[dict[str, Any]]
@@ -133,18 +133,18 @@ class Grouping:
     divided: Mapping[str, Divided]  # by a matrix parameter's name, the matrices in it
 
     def row_scaling(self) -> RowScaling:
-        """Factors on the outputs of the trained parameters, none so far."""
+        """Row factors for the trained parameters, none set so far."""
         trained = {id(param) for group in self.groups for param in group["params"]}
         shapes = {route.name: route.shape for route in self.routes}
         names = [name for key, name in self.names.items() if key in trained]
         return RowScaling({name: shapes[name] for name in names}, self.transposed, self.matrices_in)
 
     def matrices_in(self, name: str) -> tuple[Block, ...]:
-        """The matrices in a parameter; none in one that the matrix rule does not update."""
+        """The matrices in a parameter; none if the matrix rule does not update it."""
         return self.divided[name].blocks if name in self.divided else ()
 
     def member(self, name: str, param: Tensor, group: int) -> Member:
-        """The parameter of that name, which param group ``group`` trains."""
+        """The parameter of that name, in param group ``group``."""
         return Member(
             name,
             full_shape(param),
@@ -159,7 +159,7 @@ class Grouping:
 
     @cached_property
     def tied(self) -> frozenset[str]:
-        """Names of the parameters that the model has several times."""
+        """Names of the parameters that the model uses several times."""
         return frozenset(route.name for route in self.routes if route.aliases)
 
     @cached_property
@@ -180,8 +180,8 @@ def group_parameters(
 ) -> Grouping:
     """Route ``model``'s parameters and split the ``given`` param groups by rule.
 
-    With ``stacks`` stacked experts go to the matrix rule, slice by slice. A part of a model comes with its ``routes``,
-    from ``route_given``, and those of the other parts ``elsewhere``. Raises ValueError if a given parameter is not the
+    With ``stacks``, stacked experts go to the matrix rule, slice by slice. A part of a model comes with its ``routes``,
+    from ``route_given``, and those of the other parts, ``elsewhere``. Raises ValueError if a given parameter is not the
     model's, if a glob or an override matches nothing, or if no parameter is a matrix and the configuration does not
     allow that.
     """
@@ -204,7 +204,7 @@ def group_parameters(
 
 
 def _with_matrices(found: Route, matrices: Divided | None) -> Route:
-    """The route with the parameter's matrices in its reason, unless it is a plain matrix or stack."""
+    """The route, with the parameter's matrices in its reason unless it is a plain matrix or stack."""
     if matrices is None or matrices.is_plain:
         return found
     return replace(found, reason=f"{found.reason}: {matrices.reason}")
@@ -219,7 +219,7 @@ def route_given(
     *,
     stacks: bool = False,
 ) -> list[Route]:
-    """Route ``model``'s parameters, as the matrix rule wants it; those that are not in ``given`` are frozen."""
+    """Route ``model``'s parameters for the configured matrix rule; those that are not in ``given`` are frozen."""
     names = {id(param): name for name, param in named_parameters(model)}
     wanted = {names.get(id(param)) for group in given for param in group["params"]}
     routes = [
@@ -242,7 +242,7 @@ def _are_matrices(routes: Sequence[Route], names: Mapping[int, str]) -> dict[int
 
 
 def as_taken(found: Route, rule: str, config: HostConfig) -> Route:
-    """The route as the matrix rule's default routing has it, where no glob decides."""
+    """The route by the matrix rule's default routing, unless a glob decides."""
     takes = MATRIX_RULES[rule].takes
     names, shape = found.names, found.shape
     if takes is None or found.kind == "frozen" or by_glob(shape, names, config.include, config.exclude) is not None:

@@ -1,7 +1,7 @@
 """Which matrices are in each parameter: one, the slices of a stack, or the blocks of a fused weight, and why.
 
-Settings by glob come first, then what the model's modules are known to do (``fused_weights``). Everything else is as it
-lies: a parameter of two dimensions is one matrix, one of more is a stack of them.
+Settings by glob take precedence, then what is known of the model's modules (``fused_weights``). Otherwise, a
+parameter of two dimensions is one matrix, one of more is a stack of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHOWN = 4  # names of parts that are printed
 class Divided:
     """The matrices of one parameter, together exactly its elements. ``reason`` is empty for a plain matrix.
 
-    ``is_plain`` if nothing is known or set: it is a matrix or a stack of them, which its route says already.
+    ``is_plain`` if nothing is known or set: its route already says whether it is a matrix or a stack.
     """
 
     blocks: tuple[Block, ...]
@@ -37,11 +37,11 @@ def divide(
     *,
     elsewhere: Sequence[Route] = (),
 ) -> dict[str, Divided]:
-    """The matrices of every parameter among ``routes`` that goes to the matrix rule, by its name.
+    """The matrices of every parameter in ``routes`` that goes to the matrix rule, by its name.
 
-    ``routes`` are those of all parameters of ``model``; if it is a part of one, those of the other parts are
-    ``elsewhere``. Reads the model and changes nothing; the same on all ranks. Raises ValueError for a glob that matches
-    no matrix parameter, and for sizes that do not add up.
+    ``routes`` are those of all parameters of ``model``; if it is a part of a model, ``elsewhere`` are those of the
+    other parts. Does not change the model; the same on all ranks. Raises ValueError for a glob that matches no matrix
+    parameter, and for sizes that do not add up.
     """
     settings = settings or AtomSettings()
     matrices = [route for route in routes if route.kind == "matrix"]
@@ -64,7 +64,7 @@ def divide(
 
 
 def divide_by_name(routes: Sequence[Route], settings: AtomSettings) -> dict[str, Divided]:
-    """``divide`` where there are no modules, which would know what is fused: by the settings and by shape."""
+    """``divide`` without modules, by which fused weights are known: by the settings and by shape."""
     _check_globs(settings, routes)
     return {route.name: _divided(route, settings, None) for route in routes if route.kind == "matrix"}
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def check_is_module(model: Any, caller: str) -> None:
-    """Raises TypeError for anything else, with what to pass."""
+    """Raises TypeError, with what to pass, unless ``model`` is a module."""
     if not isinstance(model, nn.Module):
         raise _no_module(model, caller, "a torch.nn.Module")
 
@@ -28,7 +28,7 @@ def as_module(models: Any, caller: str) -> nn.Module:
 
 
 def _items(given: Any) -> list[Any]:
-    """What is in a list or an iterator of anything; else the thing itself."""
+    """The items of a list or an iterator; for anything else, a list with the thing itself."""
     return [given] if isinstance(given, (Tensor, Mapping, str)) or not isinstance(given, Iterable) else list(given)
 
 
@@ -46,13 +46,13 @@ def _no_module(given: Any, caller: str, wanted: str) -> TypeError:
     )
 
 
-# What PEFT put into a model: the parameters of its adapters, and which modules are the model's own.
+# What PEFT adds to a model: the parameters of its adapters; and which modules are the model's own.
 #
-# A module is PEFT's by where its classes are defined: subclasses that FSDP2 or users make of them count, and PEFT is
-# never imported. What a parameter of an adapter is, is told by the attribute of the layer that holds it; the adapter's
+# Where a module's classes are defined decides whether it is PEFT's: subclasses by FSDP2 or users count, and PEFT is
+# never imported. The attribute of the layer that has an adapter's parameter says what that parameter is; the adapter's
 # own name, which users choose, says nothing.
 
-# Attributes in which PEFT's modules hold the model's own: a module in its place, by adapter copies of it, all of them.
+# Attributes in which PEFT's modules have the model's own: a module in its place, copies of it by adapter, all of them.
 IN_PLACE = frozenset({"base_layer", "original_module", "token_adapter"})
 COPIES = frozenset({"modules_to_save", "ln_tuning_layers"})
 MODELS = frozenset({"model", "base_model", "lora_model", "word_embeddings"})
@@ -93,10 +93,10 @@ ADAPTERS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A module of a model, under the name it has without PEFT: base layers and copies have that of their layer.
+    """A module of a model, under its name without PEFT: base layers and copies have that of their layer.
 
-    ``outer`` is the outermost layer of PEFT that stands in the module's place, or the module itself. ``added_by`` is
-    the full name of the module of PEFT that this is part of, or is; None of the model's own.
+    ``outer`` is the outermost PEFT layer in the module's place, or the module itself. ``added_by`` is the full name of
+    the PEFT module that this is a part of, or is; None for the model's own.
     """
 
     name: str
@@ -121,7 +121,7 @@ def places(model: nn.Module, remove_duplicate: bool = False) -> dict[str, Place]
 
 
 def _under(found: Mapping[str, Place], full_name: str, module: nn.Module) -> Place:
-    """The place of a module, by that of the module that it is an attribute of."""
+    """The place of a module, from that of the module that has it as an attribute."""
     above, _, key = full_name.rpartition(".")
     parent = found[above]
     in_peft, copied = parent.added_by == above, above.rpartition(".")[2] in COPIES
@@ -140,7 +140,7 @@ def is_peft(module: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A parameter that a module of PEFT, the layer, added. ``path`` leads there, e.g. ``("lora_A", "default")``."""
+    """A parameter that a PEFT module, the layer, added. ``path`` leads to it, e.g. ``("lora_A", "default")``."""
 
     layer: Place
     path: tuple[str, ...]
@@ -154,7 +154,7 @@ class Adapter:
 class LoRA:
     """A change of the weight of ``base`` by B A, or of each of the ``stacked`` slices of parameter ``key`` by its own.
 
-    Of stacked slices A has the rows of one slice after the other; in B's columns the slices take turns.
+    For stacked slices, A has the rows of one slice after another, and B's columns alternate between the slices.
     """
 
     a: Tensor
@@ -165,7 +165,7 @@ class LoRA:
 
 
 def lora_of(layer: nn.Module, adapter: str) -> LoRA | None:
-    """LoRA by that adapter in a layer of PEFT; None where A and B are not the weights of two plain linears."""
+    """LoRA by that adapter in a PEFT layer; None if A and B are not the weights of two plain linears."""
     factors = []
     for attribute in LORA:
         factor = dict(getattr(layer, attribute, {})).get(adapter)
@@ -191,7 +191,7 @@ def all_lora(model: nn.Module) -> Iterator[LoRA]:
 
 
 def without_peft(name: str) -> str:
-    """A name as it was before PEFT: without the layers and the adapters' names that it puts between."""
+    """A name without the layers and adapters' names that PEFT adds to it."""
     kept, copies = [], False
     for part in name.removeprefix("base_model.model.").split("."):
         if not copies and part not in IN_PLACE and part not in COPIES:
@@ -201,7 +201,7 @@ def without_peft(name: str) -> str:
 
 
 def adapter_in(name: str) -> tuple[str, str] | None:
-    """Of a parameter of an adapter its layer's name, as without PEFT, and the attribute that holds it; else None."""
+    """The layer's name without PEFT, and the attribute that has it, of an adapter's parameter; else None."""
     parts = name.split(".")
     held = [number for number, part in enumerate(parts) if part in LORA or part in ADAPTERS]
     return (without_peft(".".join(parts[: held[-1]])), parts[held[-1]]) if held else None

@@ -13,32 +13,32 @@ from lwopt_backend.routing.models import Adapter, Place, is_peft, places
 # Which weights are output heads: named so, or as wide as a vocabulary. A heuristic, so the reason is printed.
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-# A module called this is an output head wherever it stands ...
+# A module with this name is an output head anywhere ...
 HEAD_NAMES = frozenset({"lm_head", "embed_out", "unembed", "output_projection", "logits", "to_logits"})
-# ... and one called this is a head unless it stands inside a repeated block, where the word means something else.
+# ... and one with this name is a head outside repeated blocks, in which the word means something else.
 HEAD_NAMES_OUTSIDE_BLOCKS = frozenset(
     {"head", "heads", "output", "output_layer", "classifier", "score", "qa_outputs"},
 )
-# Words that begin like this name tables of positions and of segments, which no head is as wide as on purpose.
+# Words that begin like this name tables of positions and segments; a head as wide as these is so by chance.
 NOT_A_VOCABULARY = re.compile(r"(^|[._])(pos|wpe|type|segment)")
 
 
 @dataclass(frozen=True, slots=True)
 class Widths:
-    """What a model, or the part of it that a pipeline stage has, says about heads as wide as a vocabulary."""
+    """What a model, or a pipeline stage of one, says about heads as wide as a vocabulary."""
 
     rows: frozenset[int]  # of its embeddings
-    outputs: frozenset[int]  # of its linears that may be a head
-    tied: bool  # an embedding is a head as well
+    outputs: frozenset[int]  # of those linears that may be a head
+    tied: bool  # whether an embedding is also a head
 
 
 def output_heads(model: nn.Module, rows: frozenset[int] | None = None) -> dict[int, str]:
     """The ids of the output heads' weights, with the reason for each.
 
-    A head that consists of several layers (a classifier with a hidden one) is its last linear; a list of heads is the
-    last linear of each. A head tied to an embedding need not be among them: it is the embedding. What PEFT put in a
-    head's place is one as well: copies of it, and what changes it. ``rows`` are those of the embeddings that heads are
-    compared with, where ``model`` is a part of one: see ``rows_for_heads``.
+    A head of several layers (a classifier with a hidden one) is its last linear; a list of heads is the last linear of
+    each. A head tied to an embedding may be missing, because it is the embedding. What PEFT put in a head's place also
+    is one: copies of it, and what changes it. ``rows`` are those of the embeddings that heads are compared with, if
+    ``model`` is a part of one: see ``rows_for_heads``.
     """
     if rows is None:
         (rows,) = rows_for_heads([widths(model)])
@@ -47,7 +47,7 @@ def output_heads(model: nn.Module, rows: frozenset[int] | None = None) -> dict[i
 
 
 def widths(model: nn.Module) -> Widths:
-    """What ``rows_for_heads`` needs to know of a model or of a part of one."""
+    """What ``rows_for_heads`` needs of a model or of a part of one."""
     blocks = _repeated_blocks(model)
     own = _own_modules(model)
     named = [(place.name, place.module) for place in own if isinstance(place.module, EMBEDDINGS)]
@@ -61,10 +61,10 @@ def widths(model: nn.Module) -> Widths:
 
 
 def rows_for_heads(parts: Sequence[Widths]) -> list[frozenset[int]]:
-    """How many outputs a head may have in each part of a model, in the model's order.
+    """The numbers of outputs that a head may have in each part of a model, in the model's order.
 
-    Heads stand in the last part that has a linear as wide as any part's embedding has rows. They are not looked for
-    where an embedding is already tied to a linear: that is the head.
+    Heads are in the last part that has a linear as wide as any part's embedding has rows. If an embedding is already
+    tied to a linear, that is the head, and no other is searched for.
     """
     rows = frozenset().union(*(part.rows for part in parts))
     last = max((number for number, part in enumerate(parts) if part.outputs & rows), default=None)
@@ -83,9 +83,9 @@ def _by_name(model: nn.Module, blocks: frozenset[str]) -> dict[int, str]:
 
 
 def _last_weights(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Of a layer its own parameters, of a list those of each member, of anything else those of its last linear.
+    """A layer's own parameters; of a list, those of each member; of anything else, those of its last linear.
 
-    A last linear that keeps the width is a hidden layer before the head proper (ModernBERT's ``head.dense``).
+    A last linear that keeps the width is a hidden layer before the actual head (ModernBERT's ``head.dense``).
     """
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         for member in module.children():
@@ -106,9 +106,9 @@ def _last_weights(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _as_wide_as_a_vocabulary(model: nn.Module, blocks: frozenset[str], rows: frozenset[int]) -> dict[int, str]:
-    """The last linear with as many outputs as an embedding has rows, and its like in the list it stands in.
+    """The last linear with as many outputs as an embedding has rows, and similar ones in the same list.
 
-    Not looked for inside a repeated block, where a hidden layer may happen to be as wide.
+    Repeated blocks are skipped, because a hidden layer in them may happen to be as wide.
     """
     own = _own_modules(model)
     linears = _linears(own)
@@ -125,7 +125,7 @@ def _as_wide_as_a_vocabulary(model: nn.Module, blocks: frozenset[str], rows: fro
 
 
 def _parameters(place: Place) -> Iterator[nn.Parameter]:
-    """Of a module and of what PEFT put around it."""
+    """The parameters of a module and of what PEFT put around it."""
     return place.outer.parameters(recurse=place.outer is not place.module)
 
 
@@ -139,7 +139,7 @@ def _linears(places: Sequence[Place]) -> list[tuple[Place, nn.Linear]]:
 
 
 def _repeated_blocks(model: nn.Module) -> frozenset[str]:
-    """Names of modules that stand in a list of layers, or beside another of their kind (experts)."""
+    """Names of modules in a list of layers, or beside another of their kind (experts)."""
     blocks, own = set(), _own_modules(model)
     kinds_of = {id(place.outer): type(place.module) for place in own}
     for place in own:
@@ -158,7 +158,7 @@ def _repeated_blocks(model: nn.Module) -> frozenset[str]:
 
 
 def _inside(name: str, blocks: frozenset[str]) -> bool:
-    """Whether the module of that name is part of a block; the block itself is not."""
+    """Whether a module is inside a block; the block itself is not."""
     parts = name.split(".")
     return any(".".join(parts[:i]) in blocks for i in range(1, len(parts)))
 
@@ -170,13 +170,13 @@ WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_
 
 
 def plain_name(name: str) -> str:
-    """A parameter's or module's name as it was before anything was wrapped around modules."""
+    """The name of a parameter or module without the names that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One place where a parameter is used. ``adapter`` says what it is there, if PEFT added it."""
+    """One use of a parameter. ``adapter`` describes it if PEFT added it."""
 
     name: str
     module_name: str
@@ -190,7 +190,7 @@ class Use:
 
 
 def uses_of(model: nn.Module) -> Mapping[int, list[Use]]:
-    """Every place each parameter is used in, by the parameter's id; a tied parameter has several."""
+    """Every use of each parameter, by the parameter's id; a tied parameter has several."""
     uses: dict[int, list[Use]] = {}
     found = places(model)
     for module_name, place in found.items():

@@ -1,4 +1,4 @@
-"""Which rule each parameter goes to, and why; the setting ``atoms``, which matrices are in it."""
+"""Routes each parameter to a rule, with the reason; the setting ``atoms``, which matrices are in a parameter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lwopt_backend.routing.fused import joined, side_by_side
 from lwopt_backend.routing.models import LORA, Adapter, lora_of
 from lwopt_backend.routing.output_heads import EMBEDDINGS, Use, output_heads, plain_name, uses_of
 
-# The setting ``atoms``: by glob on parameters' names, which matrices are in a parameter.
+# The setting ``atoms``: which matrices are in a parameter, by globs on names.
 #
 # ::
 #
@@ -27,14 +27,14 @@ from lwopt_backend.routing.output_heads import EMBEDDINGS, Use, output_heads, pl
 #      "*.w_in.weight": {"split_sizes": [1024, 64]},
 #      "*.conv.weight": "flatten", "*.experts.w1": "stack", "*.fused.weight": "whole"}
 #
-# Sizes are numbers of outputs, however the matrix is stored, and of every matrix of a stack alike.
+# Sizes are numbers of outputs, however the matrix is stored, and apply to every matrix of a stack.
 
 Word = Literal["whole", "stack", "flatten"]
 WORDS: tuple[Word, ...] = ("whole", "stack", "flatten")
 
 
 class Division(Options):
-    """How the outputs of a matrix are divided; one of the first four."""
+    """How the outputs of a matrix are divided; exactly one of the first four is given."""
 
     split_sizes: tuple[Count, ...] | None = option(None, "parts of these many outputs, one after the other", "dion's")
     heads: Count | None = option(None, "equal parts, as many as there are heads", "dion's num_heads")
@@ -55,7 +55,7 @@ class Division(Options):
         return self
 
     def parts(self, outputs: int, whose: str) -> Parts:
-        """The parts of so many outputs. Raises ValueError that begins with ``whose`` if they do not add up."""
+        """The parts of ``outputs`` outputs. Raises ValueError, beginning with ``whose``, if they do not add up."""
         if self.heads is not None or self.gate_up is not None:
             count = self.heads or 2
             if outputs % count:
@@ -75,24 +75,24 @@ class Division(Options):
 
 @dataclass(frozen=True, slots=True)
 class AtomSettings:
-    """By glob, in order, what was set; the first glob that matches one of a parameter's names counts."""
+    """Settings by glob, in order; the first glob that matches one of a parameter's names applies."""
 
     by_glob: tuple[tuple[str, Word | Division], ...] = ()
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any]) -> AtomSettings:
-        """Raises ValueError for a value that is no division, naming the glob, what was expected and what was found."""
+        """Raises ValueError for a value that is not a division, with the glob, what was expected and what was found."""
         if not isinstance(settings, Mapping):
             raise ValueError(f"atoms: expected a mapping of globs to divisions; found {settings!r}")
         return cls(tuple((str(glob), _parsed(glob, value)) for glob, value in settings.items()))
 
     def of(self, names: Sequence[str]) -> tuple[str, Word | Division] | None:
-        """The glob and the setting of the parameter with these names, or None."""
+        """The glob and the setting for the parameter with these names, or None."""
         matches = (each for each in self.by_glob if any(fnmatchcase(name, each[0]) for name in names))
         return next(matches, None)
 
     def makes_matrix(self, names: Sequence[str], shape: Sequence[int]) -> str | None:
-        """The reason for which a parameter of more than two dimensions is to be updated as matrices, or None."""
+        """The reason why a parameter of more than two dimensions is updated as matrices, or None."""
         found = self.of(names)
         if found is None or len(shape) < 3 or 0 in shape or found[1] == "whole":
             return None
@@ -103,7 +103,7 @@ class AtomSettings:
 def blocks_of(
     name: str, shape: Sequence[int], transposed: bool, glob: str, setting: Word | Division
 ) -> tuple[Block, ...]:
-    """The blocks of parameter ``name`` by a setting. Raises ValueError for one that does not fit its shape."""
+    """The blocks of parameter ``name`` by a setting. Raises ValueError if it does not fit the shape."""
     whose = f"atoms {glob!r}: {name!r} of shape {tuple(shape)}"
     if setting in ("stack", "flatten") and len(shape) < 3:
         raise ValueError(f"{whose}: {setting!r} is for parameters of three dimensions or more")
@@ -126,7 +126,7 @@ def _parsed(glob: str, value: Any) -> Word | Division:
     return parse(Division, value, where)
 
 
-# Which parameters go to the matrix rule: decided by the model's structure, overruled by name, never silent.
+# Which parameters go to the matrix rule: decided by the model's structure, overridden by name, always printed.
 #
 # A matrix rule is for the hidden layers' 2-D weights. Embeddings, output heads, norms, biases and everything that is
 # not 2-D are updated element by element. The reason for each decision is kept and printed.
@@ -134,9 +134,9 @@ def _parsed(glob: str, value: Any) -> Word | Division:
 Kind = Literal["matrix", "elementwise", "frozen"]
 
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-# Words in the name of a parameter that belongs to a module directly: what it is, whatever its shape.
+# Words in the name of a module's own parameter that say what it is, whatever its shape.
 BY_WORD = {
-    "bias": "bias",  # a layer's own, a table of relative ones, one row per expert or head
+    "bias": "bias",  # a layer's own, a table of relative positions, one row per expert or head
     **dict.fromkeys(("embedding", "embeddings", "embed", "emb"), "embedding by name"),
 }
 BY_NAME = {"A_log": "one decay per channel and state"}  # of state-space models; used element by element
@@ -144,10 +144,10 @@ BY_NAME = {"A_log": "one decay per channel and state"}  # of state-space models;
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where one parameter goes and why. ``aliases`` are the other names of a tied parameter.
+    """The route of one parameter, and its reason. ``aliases`` are the other names of a tied parameter.
 
-    A ``stack`` holds a matrix in its last two dimensions for every index of the others; a ``transposed`` one is stored
-    as (inputs, outputs), two ``side_by_side`` as (outputs, 2, inputs). ``rule`` trains it, once that is known.
+    A ``stack`` has a matrix in its last two dimensions for every index of the others; a ``transposed`` matrix is stored
+    as (inputs, outputs), two ``side_by_side`` as (outputs, 2, inputs). ``rule`` is set once it is known.
     """
 
     name: str
@@ -169,7 +169,7 @@ class Route:
 
     @property
     def joined(self) -> tuple[int, ...]:
-        """The shape in which two matrices side by side are the halves of every row; the parameter's own elsewhere."""
+        """The shape in which two matrices side by side are the halves of every row; otherwise the parameter's own."""
         return joined(self.name, self.shape)
 
 
@@ -178,9 +178,9 @@ def route(
 ) -> list[Route]:
     """Route every parameter of ``model``, in ``named_parameters()`` order, by its plain name.
 
-    With ``stacks`` the experts that a model stacks in one parameter go to the matrix rule, slice by slice; without they
+    With ``stacks``, experts that a model stacks in one parameter go to the matrix rule, slice by slice; otherwise they
     are element-wise. ``include`` sends 2-D parameters to the matrix rule and ``exclude`` keeps parameters from it, both
-    by glob on the parameter's names (a tied parameter has several); exclude wins. Raises ValueError for a glob that
+    by globs on a parameter's names (a tied parameter has several); exclude wins. Raises ValueError for a glob that
     matches nothing, or an ``include`` that matches nothing with two dimensions.
     """
     routes = route_part(model, include, exclude, output_heads(model), stacks=stacks)
@@ -197,9 +197,9 @@ def route_part(
     stacks: bool = False,
     atoms: AtomSettings | None = None,
 ) -> list[Route]:
-    """``route`` of a part of a model, whose output heads (ids of weights, reasons) and globs the whole decides.
+    """``route`` for a part of a model; the whole decides its output ``heads`` (ids of weights, reasons) and globs.
 
-    ``atoms`` may make a matrix of what has more than two dimensions, where no glob excludes it.
+    ``atoms`` may make matrices of a parameter with more than two dimensions, unless a glob excludes it.
     """
     uses = uses_of(model)
     routes = []
@@ -228,7 +228,7 @@ def route_part(
 
 
 def check_all_globs(include: Sequence[str], exclude: Sequence[str], routes: Sequence[Route]) -> None:
-    """Raise ValueError for a glob that matches nothing in a model with these routes."""
+    """Raises ValueError for a glob that matches nothing in a model with these routes."""
     check_globs("include", include, [r for r in routes if len(r.shape) == 2], routes)
     check_globs("exclude", exclude, routes, routes)
 
@@ -260,14 +260,14 @@ def _by_structure(shape: Sequence[int], uses: Sequence[Use], head: str | None) -
 
 
 def vector(shape: Sequence[int]) -> str | None:
-    """The reason for which a matrix, or those of a stack, are none: orthogonalized, a vector is just normalized."""
+    """The reason why a matrix, or those of a stack, count as vectors: orthogonalizing a vector only normalizes it."""
     if 1 not in shape[-2:]:
         return None
     return "one row" if shape[-2] == 1 else "one column"
 
 
 def _by_adapter(adapter: Adapter, shape: Sequence[int], head: str | None) -> tuple[Kind, str]:
-    """LoRA's A and B go the way of the weight that they change, both of them or neither."""
+    """LoRA's A and B are routed as the weight that they change, both or neither."""
     if adapter.path[0] not in LORA:
         return "elementwise", adapter.what
     name = plain_name(adapter.layer.name)
@@ -283,7 +283,7 @@ def _by_adapter(adapter: Adapter, shape: Sequence[int], head: str | None) -> tup
 
 
 def lora_factor(attribute: str, layer: str) -> str:
-    """E.g. ``"LoRA A of q_proj"``, alike for all layers that differ in their number."""
+    """E.g. ``"LoRA A of q_proj"``, the same for layers that differ only in their number."""
     words = [part for part in layer.split(".") if not part.isdecimal()]
     leaf = layer.rpartition(".")[2] if not words or layer.endswith(words[-1]) else f"{words[-1]}.*"
     return f"LoRA {attribute.removeprefix('lora_')} of {leaf}"
@@ -294,19 +294,19 @@ def _dimensions(shape: Sequence[int]) -> str:
 
 
 def stacked(shape: Sequence[int]) -> str:
-    """The reason of a stack's slices for being matrices."""
+    """The reason why a stack's slices are matrices."""
     return f"{math.prod(shape[:-2])} stacked experts"
 
 
 def _is_stack(shape: Sequence[int], uses: Sequence[Use]) -> bool:
-    """Experts in one parameter: it belongs to a module that is called so, by its class or by its place."""
+    """Whether a parameter is a stack of experts, by its module's class name or place."""
     if len(shape) < 3 or 0 in shape or any(use.adapter is not None for use in uses):
         return False
     return any("expert" in f"{use.module_name.rpartition('.')[2]} {type(use.module).__name__}".lower() for use in uses)
 
 
 def named_as_stack(name: str, shape: Sequence[int]) -> bool:
-    """Whether a parameter of that name is a stack of experts, where its module is not at hand."""
+    """Whether a parameter is a stack of experts by its name, if its module is not available."""
     return (
         len(joined(name, shape)) > 2
         and 0 not in shape
@@ -315,14 +315,14 @@ def named_as_stack(name: str, shape: Sequence[int]) -> bool:
 
 
 def _stored_transposed(module: nn.Module) -> bool:
-    """Hugging Face's Conv1D (GPT-2's linear), Llama 4's experts, and experts whose module says so itself."""
+    """Whether it is Hugging Face's Conv1D (GPT-2's linear), Llama 4's experts, or experts with such an attribute."""
     return type(module).__name__ in ("Conv1D", "Llama4TextExperts") or getattr(module, "is_transposed", False) is True
 
 
 def by_glob(
     shape: Sequence[int], names: Sequence[str], include: Sequence[str], exclude: Sequence[str]
 ) -> tuple[Kind, str] | None:
-    """What the globs say of the parameter with these names, or None; exclude wins."""
+    """The globs' decision on the parameter with these names, or None; exclude wins."""
     excluded = _first_match(names, exclude)
     if excluded is not None:
         return "elementwise", f"excluded by {excluded!r}"
@@ -337,12 +337,12 @@ def _first_match(names: Sequence[str], globs: Sequence[str]) -> str | None:
 
 
 def named_like(globs: Sequence[str]) -> Callable[[str], bool]:
-    """Whether a name matches any of the globs."""
+    """A predicate: whether a name matches any of the globs."""
     return lambda name: _first_match([name], globs) is not None
 
 
 def as_globs(given: Any, option: str) -> tuple[str, ...]:
-    """A glob or several. Raises ValueError for anything else."""
+    """One glob or several, as a tuple. Raises ValueError for anything else."""
     globs = (given,) if isinstance(given, str) else given
     if not isinstance(globs, Sequence) or not all(isinstance(glob, str) for glob in globs):
         raise ValueError(f"{option}: expected a glob on names, or a list of them; found {given!r}")
@@ -356,9 +356,9 @@ def check_globs(
     routes: Iterable[Route],
     why_not: Callable[[Route], str] = lambda route: "are not 2-D; a matrix rule cannot take them",
 ) -> None:
-    """Raise ValueError for a glob that matches none of ``eligible``; ``routes`` are all there are.
+    """Raises ValueError for a glob that matches none of ``eligible``; ``routes`` are all routes.
 
-    ``why_not`` tells, of one that it matches instead, why that does not count.
+    ``why_not`` returns why a route that it matches instead does not count.
     """
     eligible, routes = list(eligible), list(routes)
     for glob in globs:
@@ -372,7 +372,7 @@ def check_globs(
 
 
 def full_shape(param: Tensor) -> tuple[int, ...]:
-    """The parameter's shape, also where DeepSpeed's ZeRO-3 keeps it in parts and shows an empty tensor."""
+    """The parameter's shape, even if DeepSpeed's ZeRO-3 has partitioned it and shows an empty tensor."""
     return tuple(getattr(param, "ds_shape", param.shape))
 
 

@@ -89,7 +89,7 @@ class FolderMetadata:
     stored: tuple[Stored, ...]
 
     def check_files(self) -> None:
-        """Raises CheckpointError for files that are missing or too short, and for a tensor that is not all in them."""
+        """Raises CheckpointError for files that are missing or too short, and for a tensor that they lack a part of."""
         _check_files(self.path, self.stored)
         for key, entry in self.tensors.items():
             _check_size(self.path, key, entry)

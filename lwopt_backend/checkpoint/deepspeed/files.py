@@ -1,4 +1,4 @@
-"""The files of a DeepSpeed checkpoint: where they are, what is in them, and state gathered from the ranks' parts."""
+"""The files of a DeepSpeed checkpoint: where they are, what they have, and state gathered from the ranks' parts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lwopt_backend.checkpoint.files.made import shape_of
 from lwopt_backend.checkpoint.files.pickles import Stub
 from lwopt_backend.runtime.state import CHECKPOINT_KEY
 
-# Where the files of a DeepSpeed checkpoint are, by DeepSpeed 0.19.8's names.
+# The files of a DeepSpeed checkpoint, by DeepSpeed 0.19.8's names.
 #
 #     latest                                               the newest tag; latest_universal the same of universal ones
 #     global_step100/                                      a tag
@@ -42,7 +42,7 @@ def tag_of(path: Path, pointer: str) -> Path:
 
 
 def names_in(folder: Path) -> list[str]:
-    """The files in a folder; none in what is no folder."""
+    """The files in a folder; none if it is no folder."""
     try:
         return sorted(entry.name for entry in folder.iterdir())
     except OSError:
@@ -52,7 +52,7 @@ def names_in(folder: Path) -> list[str]:
 def model_files(tag: Path) -> list[Path]:
     """The files of model states, by data-parallel rank; one at stages 0 to 2.
 
-    Raises CheckpointError for one of several model-parallel ranks or with experts apart, and if a file is missing.
+    Raises CheckpointError if there are several model-parallel ranks or separate files of experts, or one is missing.
     """
     names = names_in(tag)
     apart = [name for name in names if name.startswith(("layer_", "expp_rank_"))]
@@ -100,9 +100,9 @@ def _complete(tag: Path, found: dict[int, str], first: str) -> list[Path]:
     return [tag / found[rank] for rank in range(len(found))]
 
 
-# DeepSpeed's files of model states: the module, what is frozen or tied in it, counters, what the user saved along.
+# DeepSpeed's files of model states: the module, its frozen and tied parameters, counters, and what the user saved.
 
-# What the engine writes; the rest is the user's.
+# Keys that the engine writes; the rest is the user's.
 ENGINE_KEYS = {
     *("module", "buffer_names", "param_shapes", "shared_params", "frozen_param_shapes", "frozen_param_fragments"),
     *("optimizer", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples"),
@@ -114,8 +114,8 @@ NOT_KEPT = ("data_sampler", "random_ltd")
 
 @dataclass(frozen=True)
 class ModelStates:
-    """What is in the files of one tag. ``shapes`` are the trained parameters' by name, in lists as DeepSpeed has them:
-    by param group (stages 1 and 2) or sub-group (stage 3); None at stage 0. ``frozen`` are whole."""
+    """The content of one tag's files. ``shapes`` are the trained parameters' by name, in DeepSpeed's lists: by param
+    group (stages 1 and 2) or sub-group (stage 3); None at stage 0. ``frozen`` parameters are whole."""
 
     path: Path
     saved: Mapping[str, Any]
@@ -127,17 +127,17 @@ class ModelStates:
 
     @property
     def ranks(self) -> int:
-        """Data-parallel ranks that saved it."""
+        """The number of data-parallel ranks that saved it."""
         return int(self.saved.get("dp_world_size") or 1)
 
     def weight(self, name: str, shape: tuple[int, ...]) -> LazyTensor | None:
-        """The module's own, where the file has it whole."""
+        """The module's own weight, if the file has it whole."""
         found = self.module.get(name)
         return found if found is not None and found.shape == shape else None
 
 
 def read_model_states(files: list[Path]) -> ModelStates:
-    """Those of the first rank, and of the others their fragments of what is frozen. Raises CheckpointError."""
+    """The first rank's model states, and the other ranks' fragments of frozen parameters. Raises CheckpointError."""
     of_ranks = [load_mapping(file) for file in files]
     saved = of_ranks[0]
     for file, of_rank in zip(files, of_ranks):
@@ -165,7 +165,7 @@ def read_model_states(files: list[Path]) -> ModelStates:
 
 
 def load_mapping(file: Path) -> Mapping[str, Any]:
-    """A file that must hold a dictionary. Raises CheckpointError."""
+    """Load a file that must contain a dictionary. Raises CheckpointError."""
     saved = torch_files.load(file)
     if not isinstance(saved, Mapping):
         raise CheckpointError(f"{file}: expected a dictionary, found {type(saved).__name__}; it is none of DeepSpeed's")
@@ -184,7 +184,7 @@ def _frozen(file: Path, of_ranks: list[Mapping[str, Any]], module: Mapping[str, 
 
 
 def _from_flat_parts(parts: list[Any], shape: tuple[int, ...], what: str, file: Path) -> LazyTensor:
-    """A tensor from flat parts that lie one after the other; what is too much is padding. Raises CheckpointError."""
+    """A tensor from consecutive flat parts; further elements are padding. Raises CheckpointError."""
     tensors = [part for part in parts if isinstance(part, LazyTensor)]
     numel, found = math.prod(shape), sum(part.numel for part in tensors)
     if len(tensors) != len(parts) or found < numel:
@@ -208,7 +208,7 @@ def checkpoint_of(
     arguments: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> Checkpoint:
-    """What the readers of all stages return: trained parameters with their states, and everything else there is."""
+    """The result of the readers of all stages: trained parameters with their states, and everything else."""
     saved, notes = states.saved, list(more.pop("notes", ()))
     notes += [f"{key!r} of {states.path} is not kept" for key in NOT_KEPT if saved.get(key) is not None]
     frozen = {name: Param(weight) for name, weight in states.frozen.items() if name not in params}
@@ -247,7 +247,7 @@ def groups_of(groups: Any) -> tuple[dict[str, Any], ...]:
 
 
 def plain(value: Any, notes: list[str]) -> Any:
-    """The same with dictionaries of their attributes for objects of other programs; ``notes`` tell of these."""
+    """``value`` with dictionaries in place of other programs' objects; adds a note for each."""
     if isinstance(value, Stub):
         notes.append(f"an object of class {type(value).__name__} was kept as plain data")
         return plain(vars(value), notes)
@@ -259,7 +259,7 @@ def plain(value: Any, notes: list[str]) -> Any:
 
 
 def scaler_of(saved: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The loss scaler's attributes, such as ``cur_scale``; None where there is none."""
+    """The loss scaler's attributes, such as ``cur_scale``; None if there is none."""
     found = saved.get("loss_scaler")
     if not isinstance(found, Stub):
         return None
@@ -267,7 +267,7 @@ def scaler_of(saved: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def as_number(value: Any) -> float | None:
-    """A counter, which may be a tensor in the file."""
+    """A counter as a float; it may be a tensor in the file."""
     found = value.read() if isinstance(value, LazyTensor) else value
     return None if found is None else float(found)
 
@@ -277,7 +277,7 @@ STEP = "step"
 
 @dataclass
 class Gathered:
-    """What the ranks' files have of one parameter. ``pieces`` by key are (start, tensor), flat; ``copies`` by key are
+    """What the ranks' files have of one parameter. ``pieces`` are (start, flat tensor) by key; ``copies`` by key are
     whole and must be equal; ``numbers`` are the same on all ranks."""
 
     name: str
@@ -293,8 +293,8 @@ class Gathered:
         return math.prod(self.shape)
 
     def add(self, state: Mapping[str, Any], first: int, numel: int, start: int, file: Path) -> None:
-        """Of a rank's ``file``: numbers, and of every flat tensor the ``numel`` elements from ``first`` on, which
-        are the parameter's from ``start`` on. Raises CheckpointError if there are not as many."""
+        """Add a rank's ``state`` from ``file``: its numbers, and the ``numel`` elements from ``first`` of every flat
+        tensor, which are the parameter's from ``start``. Raises CheckpointError if these are too few."""
         for key, value in state.items():
             if key == MASTER or isinstance(value, LazyTensor) and value.shape:
                 piece = cut(value, first, numel, f"{key} of {self.name!r}", file)
@@ -303,7 +303,7 @@ class Gathered:
                 self.add_number(key, value, file)
 
     def add_number(self, key: str, value: Any, file: Path) -> None:
-        """Raises CheckpointError if another rank had another number."""
+        """Raises CheckpointError if another rank has another number."""
         before, found = as_number(self.numbers.setdefault(key, value)), as_number(value)
         if before != found:
             raise CheckpointError(
@@ -312,7 +312,7 @@ class Gathered:
             )
 
     def param(self, states: ModelStates) -> Param:
-        """Raises CheckpointError unless the pieces are the whole parameter, once."""
+        """Raises CheckpointError unless the pieces cover the whole parameter once."""
         found = {key: self._whole(key, pieces, states.path) for key, pieces in self.pieces.items()}
         found.update({key: copies[0] for key, copies in self.copies.items()})
         for key, value in self.numbers.items():
@@ -324,7 +324,7 @@ class Gathered:
         return Param(weight, ordered, step, self.group, self.owner)
 
     def replicas(self) -> list[tuple[str, LazyTensor, LazyTensor]]:
-        """Copies that two ranks have."""
+        """Pairs of copies that several ranks have."""
         return [
             (f"{key} of {self.name}, which several ranks store whole", copies[0], other)
             for key, copies in self.copies.items()
@@ -349,7 +349,7 @@ class Gathered:
 
 
 def gathered_of(params: Iterable[tuple[str, tuple[int, ...], int]]) -> dict[str, Gathered]:
-    """Parameters by (name, shape, group), of which nothing is gathered yet."""
+    """Parameters by (name, shape, group), with nothing gathered yet."""
     return {name: Gathered(name, shape, group) for name, shape, group in params}
 
 
@@ -362,7 +362,7 @@ def put_together(
     matrices: Mapping[str, list[str]] | None,
 ) -> Checkpoint:
     """The checkpoint of what was gathered. ``saved`` is the first rank's optimizer state, ``groups`` its param groups;
-    ``matrices`` are those in each parameter, if the files tell. Raises CheckpointError."""
+    ``matrices`` are each parameter's, if the files have them. Raises CheckpointError."""
     params = {name: found.param(states) for name, found in gathered.items()}
     arguments = {"clip_grad": saved.get("clip_grad"), "loss_scaler": scaler_of(saved), "matrices": matrices}
     replicas = tuple(pair for found in gathered.values() for pair in found.replicas())
@@ -370,23 +370,23 @@ def put_together(
 
 
 def cut(tensor: Any, start: int, numel: int, what: str, file: Path) -> LazyTensor:
-    """Elements from ``start`` on of a flat tensor. Raises CheckpointError if there are not as many."""
+    """``numel`` elements from ``start`` of a flat tensor. Raises CheckpointError if there are too few."""
     if not isinstance(tensor, LazyTensor) or len(tensor.shape) != 1 or start < 0 or start + numel > tensor.numel:
         found = tensor.shape if isinstance(tensor, LazyTensor) else type(tensor).__name__
         raise CheckpointError(f"{what}: expected flat elements {start} to {start + numel} in {file}, found {found}")
     return tensor.piece(start, start + numel)
 
 
-MATRICES = "matrices"  # and which matrices are in a parameter: their names and elements, in the order of their places
+MATRICES = "matrices"  # each parameter's matrices, in order: their names and elements
 
 
 def owner_states(saved: Mapping[Any, Any]) -> contents.OwnerStates:
-    """By a matrix's place what its owner keeps; tensors are read from the file when they are asked for."""
+    """Owner state by a matrix's place; tensors are read from the file when accessed."""
     return contents.OwnerStates({place: partial(read_as_it_lay, state) for place, state in saved.items()})
 
 
 def read_as_it_lay(state: Any) -> Any:
-    """The same with tensors in place of those that were lazy."""
+    """``state`` with its lazy tensors read, in the memory layout in which they were saved."""
     if isinstance(state, LazyTensor):
         tensor, stride = state.read(), state.stride
         if stride is None or stride == tensor.stride() or 0 in stride:
@@ -401,14 +401,14 @@ def read_as_it_lay(state: Any) -> Any:
 
 
 def matrices_in(saved: Mapping[str, Any]) -> dict[str, list[str]] | None:
-    """By parameter, which elements its matrices are, of what our optimizer saved; None where it does not tell."""
+    """By parameter, which elements its matrices have, if our optimizer saved that; else None."""
     if MATRICES not in saved:
         return None
     return {name: [elements for _, elements in matrices] for name, matrices in saved[MATRICES].items()}
 
 
 def take_owner_states(gathered: Mapping[str, Gathered], of_ranks: list[tuple[Path, Mapping[str, Any]]]) -> None:
-    """Put what the files' dictionaries hold by a matrix's name where its parameter is. Raises CheckpointError."""
+    """Assign owner state, which files have by matrix name, to parameters. Raises CheckpointError."""
     found: dict[str, dict[int, Any]] = {}
     for file, saved in of_ranks:
         places = {
@@ -424,7 +424,7 @@ def take_owner_states(gathered: Mapping[str, Gathered], of_ranks: list[tuple[Pat
 
 
 def _place(matrix: str, params: Mapping[str, Gathered], file: Path) -> tuple[str, int]:
-    """The parameter and the place in it, where the file does not tell; a slice's name ends in its number."""
+    """The parameter and the matrix's place in it, if the file does not have them; a slice's name ends in its number."""
     if matrix in params:
         return matrix, 0
     if (numbered := re.fullmatch(r"(.+)\[(\d+)\]", matrix)) and numbered[1] in params:

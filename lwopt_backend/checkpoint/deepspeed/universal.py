@@ -103,7 +103,7 @@ def _read(tag: Path) -> Checkpoint:
 
 
 def _model_states(tag: Path) -> tuple[ModelStates, int]:
-    """The model states, and how many model-parallel ranks there are; those of the first of them."""
+    """The model states of the first model-parallel rank, and the number of these ranks."""
     found: dict[int, dict[tuple[int, str], Path]] = {}
     for name in ds.names_in(tag):
         if m := ds.MODEL.fullmatch(name):
@@ -119,7 +119,7 @@ def _model_states(tag: Path) -> tuple[ModelStates, int]:
 def _listed(
     states: ModelStates, stage3: Mapping[str, Any] | None, ours: Mapping[str, Any]
 ) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
-    """Parameters' groups and shapes, as far as the files tell."""
+    """Parameters' groups and shapes, as far as the files have them."""
     shapes = {name: shape for group in states.shapes or () for name, shape in group.items()}
     if "params" in ours:
         return {name: group for name, group in ours["params"].items() if group is not None}, shapes
@@ -161,7 +161,7 @@ def _param(tag: Path, name: str, shape: tuple[int, ...] | None, states: ModelSta
 
 
 def state_in(saved: Any, shape: tuple[int, ...] | None, file: Path) -> LazyTensor:
-    """The tensor in what a parameter's ``file`` holds. Raises CheckpointError for a flat one, unless of ``shape``."""
+    """The tensor in a parameter's ``file``. Raises CheckpointError for a flat one, unless it fits ``shape``."""
     tensor = saved.get("param") if isinstance(saved, Mapping) else saved
     if not isinstance(tensor, LazyTensor):
         raise CheckpointError(f"{file}: expected a tensor under 'param', found {type(tensor).__name__}")
@@ -186,10 +186,10 @@ UNIVERSAL_VERSION = 0.4  # DeepSpeed's UNIVERSAL_CHECKPOINT_VERSION_VALUE
 
 
 def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:
-    """Fill ``folder``, a tag's, which is empty. ``workers`` files are written at a time.
+    """Write to ``folder``, a tag's, which is empty. ``workers`` files are written at a time.
 
-    Parameters without state, which are frozen, go with the buffers into the files of model states. Raises
-    CheckpointError for a parameter whose name cannot be that of a folder.
+    Parameters without state, which are frozen, are written with the buffers into the files of model states. Raises
+    CheckpointError for a parameter whose name cannot be a folder's.
     """
     trained = {name: param for name, param in checkpoint.params.items() if param.states or param.group is not None}
     for name in trained:
@@ -218,7 +218,7 @@ def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:
 
 
 def _write_param(name: str, param: Param, folder: Path) -> None:
-    """Its files; what is saved in 16 bits stays so, but for the master weight."""
+    """Write a parameter's files; 16-bit state stays so, except the master weight."""
     place = folder / "zero" / name
     place.mkdir(parents=True)
     tensors = {MASTER: param.best.to(torch.float32), **{k: t for k, t in param.states.items() if k != MASTER}}

@@ -30,7 +30,7 @@ OfRanks = list[tuple[Path, Mapping[str, Any]]]  # the files of the optimizer's s
 
 
 def read_partitions(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
-    """Raises CheckpointError."""
+    """Read a checkpoint of stage 1 or 2. Raises CheckpointError."""
     assert states.shapes is not None
     shapes = enumerate(states.shapes)
     gathered = ds.gathered_of((name, shape, g) for g, params in shapes for name, shape in params.items())
@@ -79,7 +79,7 @@ def _has_whole_momentum(
     params: list[Gathered],
     states: ModelStates,
 ) -> bool:
-    """Whether it is Muon of DeepSpeed with whole momentum. BF16_Optimizer, which tells no stage, cuts it."""
+    """Whether it is DeepSpeed's Muon with whole momentum. BF16_Optimizer, which saves no stage, cuts it."""
     buffer = state.get(BUFFER)
     if not group.get("use_muon") or "zero_stage" not in saved or not isinstance(buffer, LazyTensor):
         return False
@@ -99,7 +99,7 @@ READABLE = ("exp_avg", "exp_avg_sq")  # that DeepSpeed's converter asks for, put
 
 
 def read_owned(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
-    """``of_ranks`` is one at stage 0. Raises CheckpointError."""
+    """Read a checkpoint of owned storage; at stage 0, ``of_ranks`` has one entry. Raises CheckpointError."""
     _, first = of_ranks[0]
     whole, members = "weights" in first, first[MARK]["members"]
     groups = first["param_groups"] if whole else first["base_optimizer_state"]["param_groups"]
@@ -132,7 +132,7 @@ def read_owned(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
 
 
 def _was_added(state: Mapping[str, Any], rule: str) -> bool:
-    """Whether the moments are not the rule's: they come last, behind others, or they are nothing but zeros."""
+    """Whether the moments are not the rule's: they are the last of several states, or only zeros."""
     if tuple(state)[-2:] != READABLE:
         return False
     tensors = [key for key, value in state.items() if isinstance(value, LazyTensor) and value.shape]
@@ -146,10 +146,10 @@ def _was_added(state: Mapping[str, Any], rule: str) -> bool:
 def as_marked(
     params: Mapping[str, Param], mark: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
 ) -> dict[str, Param]:
-    """What ds_to_universal made of a checkpoint of ours: ``params`` with their groups and the states of their rules.
+    """``params`` of ours as ds_to_universal converted them, with their groups and the states of their rules.
 
-    It knows no group but a parameter's own, and takes along ``READABLE`` only, the first of which is a matrix's
-    momentum if its rule keeps one. What owners keep is lost.
+    It has no group but a parameter's own, and converts only ``READABLE``, the first of which is a matrix's momentum if
+    its rule has one. Owner state is lost.
     """
     group_of = {name: number for number, group in enumerate(groups) for name in group["params"]}
     found = dict(params)
@@ -166,7 +166,7 @@ def as_marked(
 
 
 def matrices_of_mark(mark: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Which matrices are in each parameter, in the order of their places."""
+    """The matrices of each parameter, in order."""
     return {name: list(matrices) for name, _, _, matrices in mark["members"]}
 
 
@@ -182,7 +182,7 @@ Named = list[str]
 
 
 def read_stage0(states: ModelStates) -> Checkpoint:
-    """Raises CheckpointError, also where the names of the states cannot be told for certain."""
+    """Read a checkpoint of stage 0. Raises CheckpointError, also if the states' names are not certain."""
     saved = states.saved["optimizer"]
     inner = saved.get("optimizer_state_dict", saved)  # DeepSpeed's wrappers of 16-bit models have it inside
     if "fp32_groups_flat" in saved:

@@ -10,9 +10,9 @@ NEW = ".lwopt-new"
 
 
 def write_whole(path: str | Path, content: bytes) -> None:
-    """Make ``path`` a file with ``content``: nobody sees half of it, and if it fails, what was there stays.
+    """Replace the file ``path`` by ``content`` atomically: no reader sees half of it, and a failure changes nothing.
 
-    Makes its folder. The bytes are on the disk before they get the name.
+    Creates its folder. The bytes are flushed to disk before the file gets its name.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -29,12 +29,12 @@ def write_whole(path: str | Path, content: bytes) -> None:
 
 
 def beside(path: Path, ending: str) -> Path:
-    """A name of its own for something unfinished, in the same folder, so that it can be renamed."""
+    """A unique name in the same folder for an unfinished file or folder, so that it can be renamed."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}{ending}")
 
 
 def flush(path: Path) -> None:
-    """Have the disk hold a file's bytes, or a folder's names."""
+    """Flush a file's bytes, or a folder's names, to disk."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)

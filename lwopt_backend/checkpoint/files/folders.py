@@ -1,4 +1,4 @@
-"""Folders: what must not be in them, written whole or not at all, moved into place, recovered."""
+"""Folders: what they must not contain; writing them whole or not at all; recovery."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lwopt_backend.checkpoint.files.made import Stub
 
 
 def check_links(folder: Path) -> None:
-    """Raises CheckpointError for a link that leads out of a folder, and for what is no file: reading a pipe waits."""
+    """Raises CheckpointError for a link that leads out of a folder, and for special files: reading a pipe blocks."""
     root = folder.resolve()
     for path in folder.rglob("*"):
         if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
@@ -33,25 +33,25 @@ def check_links(folder: Path) -> None:
             raise CheckpointError(f"{path} is neither a file nor a folder; no checkpoint has such: remove it")
 
 
-# Structures from files that whoever reads them may walk, print and compare without another thought.
+# Structures from files, limited so that any code may walk, print and compare them.
 
 DEEPEST = 100  # levels; checkpoints have about 15, and Python's own limit is met at a few hundred
-SHARED = 1  # times a file's bytes: how many elements there may be if all that is shared were written out
-CHARACTERS = 64  # of a text that count as one element
+SHARED = 1  # times a file's bytes: the limit of elements if everything shared were written out
+CHARACTERS = 64  # characters of a text that count as one element
 _SEQUENCES = (list, tuple, set, frozenset, deque)
 _CONTAINERS = (dict, Stub, *_SEQUENCES)
 _TEXTS = (str, bytes, bytearray)
-_SINGLE = frozenset({int, float, bool, type(None), torch.dtype, torch.Size})  # most of what there is
+_SINGLE = frozenset({int, float, bool, type(None), torch.dtype, torch.Size})  # the most frequent types
 
 
 def check_tree(found: Any, nbytes: int) -> None:
-    """Raises ValueError for what holds itself, is nested too deep, or is far larger than its file of ``nbytes``.
+    """Raises ValueError for a structure that contains itself, is nested too deep, or far exceeds its file's ``nbytes``.
 
     A pickle may use a part again and again: 60 lists, each of which is in the next one twice, have 2**60 elements.
     """
     most = SHARED * nbytes + 2**17
     done: dict[int, tuple[int, int]] = {}  # elements and levels, of containers by id; ``found`` keeps them alive
-    open_now: set[int] = set()  # those that hold the one looked at
+    open_now: set[int] = set()  # the containers around the current one
 
     def measured(value: Any, depth: int) -> tuple[int, int]:
         if id(value) in open_now:
@@ -74,7 +74,7 @@ def check_tree(found: Any, nbytes: int) -> None:
 
 
 def _contents(value: Any) -> tuple[int, list[Any]]:
-    """How many elements a value has by itself, and the containers in it."""
+    """The number of a value's own elements, and the containers in it."""
     count, inner = 1, []
     for part in _parts(value):
         if type(part) in _SINGLE:
@@ -98,12 +98,12 @@ def _parts(value: Any) -> Iterable[Any]:
 
 # Folders that are written whole or not at all, and the small files that point to them.
 #
-# A folder is filled under a temporary name beside its own, flushed to the disk, and renamed. One that it replaces is
-# moved aside first and removed afterwards; ``recover`` brings it back if the program ended between the two renames. So
-# the old state or the new one is always there. Temporary names begin with a dot and end in ``.lwopt-new`` or
-# ``.lwopt-old``; no pointer may name one. Pointers (``latest``, ``latest_universal``) are written last.
+# A folder is filled under a temporary name beside its own, flushed to disk, and renamed. A folder that it replaces is
+# moved aside first and removed afterwards; ``recover`` restores it if the program ended between the two renames. So the
+# old state or the new one always exists. Temporary names begin with a dot and end in ``.lwopt-new`` or ``.lwopt-old``;
+# no pointer may name one. Pointers (``latest``, ``latest_universal``) are written last.
 #
-# Of two programs that write the same folder at once the later one removes what the earlier one has unfinished, which
+# If two programs write the same folder at once, the later one removes the unfinished folder of the earlier one, which
 # then fails.
 
 OLD = ".lwopt-old"
@@ -116,11 +116,11 @@ def write_folder(
     force: bool = False,
     pointers: Mapping[str, str] | None = None,
 ) -> None:
-    """Make ``target`` a folder with what ``fill`` writes into an empty one; then write ``pointers`` beside it.
+    """Make ``target`` a folder with what ``fill`` writes to an empty one; then write ``pointers`` beside it.
 
-    Pointers are texts by file name, in the order in which they are written. Raises CheckpointError for a target that is
-    there, unless ``force`` is set, and for a name that leads elsewhere; whatever ``fill`` raises. ``target`` is then
-    as it was, and nothing of the new folder is left.
+    Pointers are texts by file name, written in order. Raises CheckpointError if the target exists, unless ``force``,
+    and for a name that leads elsewhere; also raises what ``fill`` raises. After an error, ``target`` is as it was, and
+    nothing of the new folder is left.
     """
     for name in (target.name, *(pointers or {})):
         check_name(name, "a folder's or a pointer's name")
@@ -144,14 +144,14 @@ def write_folder(
                 flush(Path(place, name))
             flush(Path(place))
         if not force:
-            refuse_existing(target)  # somebody else may have been faster
+            refuse_existing(target)  # another program may have been faster
         _put_in_place(new, target)
     except BaseException as error:
         shutil.rmtree(new, ignore_errors=True)
         with contextlib.suppress(OSError):
-            for folder in missing:  # from the innermost on, up to one that has something in it
+            for folder in missing:  # from the innermost to the first that is not empty
                 folder.rmdir()
-        if isinstance(error, OSError):  # a full disk's names no file
+        if isinstance(error, OSError):  # that of a full disk names no file
             raise CheckpointError(f"{target} is as it was, nothing is written: {error}") from error
         raise
     for name, text in (pointers or {}).items():
@@ -159,13 +159,13 @@ def write_folder(
 
 
 def refuse_existing(target: Path) -> None:
-    """Raises CheckpointError if there is something under that name."""
+    """Raises CheckpointError if anything has that name."""
     if os.path.lexists(target):
         raise CheckpointError(f"{target} is there already; choose another name, or replace it with --force")
 
 
 def write_pointer(path: Path, text: str) -> None:
-    """Make ``path`` a file with ``text``; at no moment is there a part of it."""
+    """Replace the file ``path`` by ``text`` atomically."""
     try:
         write_whole(path, text.encode())
     except OSError as error:
@@ -188,7 +188,7 @@ def read_pointer(path: Path) -> Path:
 
 
 def check_name(name: str, where: str) -> None:
-    """Raises CheckpointError unless a name that was read somewhere stays in the folder that it is used in."""
+    """Raises CheckpointError unless a name from a file stays in the folder in which it is used."""
     if not name or name in (".", "..") or any(sign in name for sign in ("/", "\\", "\0")) or is_temporary(name):
         raise CheckpointError(
             f"{where}: expected the name of one file or folder, found {name!r}, which leads elsewhere; do not use this "
@@ -197,12 +197,12 @@ def check_name(name: str, where: str) -> None:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether it is the name of something unfinished, or about to be removed."""
+    """Whether it is the name of something unfinished or about to be removed."""
     return name.startswith(".") and name.endswith((NEW, OLD))
 
 
 def recover(target: Path) -> None:
-    """Bring back the folder that was moved aside by a program that ended before the new one was in its place."""
+    """Restore the folder that a program moved aside, if it ended before the new one was in its place."""
     if os.path.lexists(target) or not target.parent.is_dir():
         return
     for path in _left_over(target):
@@ -236,7 +236,7 @@ def _put_in_place(new: Path, target: Path) -> None:
 
 
 def _belongs_to(temporary: str) -> str:
-    """The name that something unfinished is to get, or had; nothing for other names."""
+    """The final name of something unfinished or moved aside; empty for other names."""
     found = re.fullmatch(rf"\.(.+)\.[0-9a-f]+({NEW}|{OLD})", temporary, re.DOTALL)
     return found[1] if found else ""
 
@@ -246,9 +246,9 @@ def _left_over(target: Path) -> list[Path]:
 
 
 def _remove(path: Path) -> None:
-    """Remove something unfinished or replaced, if that can be done; what stays is removed by a later program.
+    """Remove something unfinished or replaced, if possible; a later program removes what stays.
 
-    It is renamed first: a program that still fills it cannot put a part of it in place.
+    It is renamed first, so that a program that still fills it cannot put a part of it in place.
     """
     with contextlib.suppress(OSError):
         if path.is_dir() and not path.is_symlink():
@@ -260,9 +260,9 @@ def _remove(path: Path) -> None:
 
 
 def start_flush(file: BinaryIO) -> None:
-    """Have the disk begin with what was written to a file, so that little is left to wait for when it is flushed.
+    """Start writing a file's bytes to disk, so that flushing it later takes less time.
 
-    Linux starts writing what it is told that nobody needs (mm/fadvise.c); elsewhere it may be nothing.
+    Linux starts to write pages that are declared unneeded (mm/fadvise.c); elsewhere this may have no effect.
     """
     file.flush()
     if hasattr(os, "posix_fadvise"):

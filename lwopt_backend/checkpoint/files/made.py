@@ -1,4 +1,4 @@
-"""Objects that files ask for, made by us; and several tensors at a time, by threads."""
+"""Objects that pickles ask for, made by us; and calls that run in several threads."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ T = TypeVar("T")
 
 
 def in_order(calls: Iterable[Callable[[], T]], workers: int) -> Iterator[T]:
-    """What the calls return, in their order; what is made and not yet taken, or being used, is ``workers`` at most.
+    """Yield the calls' results in order; at most ``workers`` are computed, waiting or in use.
 
-    Threads do: reading, writing and checksums, and torch's operations, let others run meanwhile.
+    Uses threads: reading, writing, checksums and torch's operations release the interpreter's lock.
     """
     if workers <= 1:
         yield from (call() for call in calls)
@@ -40,9 +40,9 @@ def in_order(calls: Iterable[Callable[[], T]], workers: int) -> Iterator[T]:
 
 
 def all_done(calls: Iterable[Callable[[], object]], workers: int) -> None:
-    """Make the calls, ``workers`` at a time; a long one does not hold up others.
+    """Run the calls, ``workers`` at a time; a long one does not delay the others.
 
-    Raises the first error; calls that have not begun by then are not made.
+    Raises the first error; calls that have not started by then are not made.
     """
     if workers <= 1:
         for call in calls:
@@ -61,7 +61,7 @@ def all_done(calls: Iterable[Callable[[], object]], workers: int) -> None:
 # What a pickle can make: containers, numbers, numpy's arrays of plain numbers; nothing larger than the file.
 
 Maker = Callable[..., Any]
-MOST_PER_KEY = 16  # elements of a tuple that is a key, as it is hashed whenever it is one
+MOST_PER_KEY = 16  # elements of a tuple as a key, because every use hashes it
 PLAIN_DTYPE = re.compile(r"[biufcSU][0-9]{1,9}")  # no objects, no fields: bytes of the file never become pointers
 NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")  # before and from numpy 2 on
 LATIN1 = ("latin1", "latin-1")  # how bytes are pickled up to protocol 2
@@ -69,7 +69,7 @@ _SEQUENCES = (list, tuple, set, frozenset, deque)
 
 
 class Named:
-    """A class or function by its name in a pickle. ``make`` does what calling it would, if it may be called."""
+    """A class or function by its name in a pickle. ``make`` acts as the call to it, if that is allowed."""
 
     __slots__ = ("make", "name")
 
@@ -82,19 +82,19 @@ class Named:
 
 @dataclass(frozen=True)
 class StorageKind:
-    """What a record is said to have, in a reference to it: bytes, where that does not say what."""
+    """The dtype of a record, as a reference to it says; uint8 if it does not."""
 
     dtype: torch.dtype
 
 
 class Stub:
-    """What stands for an object of a class that is not imported: its constructor's arguments and its attributes."""
+    """Stands for an object of a class that is not imported: its constructor's arguments and its attributes."""
 
     def __init__(self, *args: Any) -> None:
         self.stub_args = args
 
     def set_state(self, state: Any) -> None:
-        """What its attributes are, or, where they are no dictionary, ``stub_state``."""
+        """Set its attributes, or ``stub_state`` if ``state`` is not a dictionary."""
         if type(state) is not dict:
             self.__dict__["stub_state"] = state
         elif all(type(key) is str for key in state):
@@ -107,7 +107,7 @@ class Stub:
 
 
 def check_key(key: Any, depth: int = 3) -> None:
-    """Raises ValueError for what takes long to hash, or hashes like others at will, or runs code to do so."""
+    """Raises ValueError for a key that takes long to hash, may collide at will, or runs code to hash."""
     kind = type(key)
     if kind is str or kind in (bytes, bool, float, type(None), torch.dtype, Named) or isinstance(key, Stub):
         return
@@ -121,21 +121,21 @@ def check_key(key: Any, depth: int = 3) -> None:
 
 
 def keys_of(values: Any) -> Any:
-    """The same. Raises ValueError unless all of them may be keys."""
+    """Returns ``values``. Raises ValueError unless all of them may be keys."""
     for value in values:
         check_key(value)
     return values
 
 
 class Made:
-    """Constructors that together copy at most so many elements as a file of ``nbytes`` can have."""
+    """Constructors that together copy at most as many elements as a file of ``nbytes`` can have."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
         self._left = 4 * nbytes + 2**16  # bytes may be text first and an array's then
 
     def makers(self) -> dict[tuple[str, str], Maker]:
-        """By module and name."""
+        """The constructors, by module and name."""
         found: dict[tuple[str, str], Maker] = {
             ("collections", "OrderedDict"): lambda *args: self._dict(OrderedDict(), *args),
             ("collections", "Counter"): lambda *args: self._dict({}, *args),
@@ -160,7 +160,7 @@ class Made:
         return found
 
     def set_state(self, of: Any, state: Any) -> None:
-        """Of numpy's objects. Raises ValueError for state that is not as numpy writes it for plain numbers."""
+        """Set the state of numpy's objects. Raises ValueError unless it is as numpy writes it for plain numbers."""
         import numpy
 
         if isinstance(of, numpy.dtype):
@@ -175,7 +175,7 @@ class Made:
             raise ValueError(f"it sets the state of a {type(of).__name__}")
 
     def _taken(self, values: Any) -> Any:
-        """The same. Raises ValueError unless it is a container, and no more than are left."""
+        """Returns ``values``. Raises ValueError unless they are a container with no more elements than are left."""
         if type(values) not in (*_SEQUENCES, torch.Size, dict, OrderedDict):
             raise ValueError(f"it makes a container of a {type(values).__name__}")
         self._take(len(values))
@@ -221,7 +221,7 @@ class Made:
         return numpy.ndarray((), dtype, self._elements(dtype, data, 1))[()]
 
     def _elements(self, dtype: Any, data: Any, count: int) -> bytes:
-        """Bytes for so many elements of a dtype that ``_dtype`` made, and no more. Raises ValueError."""
+        """Bytes for exactly ``count`` elements of a dtype that ``_dtype`` made. Raises ValueError."""
         import numpy
 
         found = self._bytes(data)
@@ -233,7 +233,7 @@ class Made:
 
 
 def shape_of(sizes: Any) -> tuple[int, ...]:
-    """Sizes in a file as a shape. Raises ValueError for what is none, or is of more bytes than can be counted."""
+    """Sizes in a file as a shape. Raises ValueError if they are not, or have too many elements."""
     if type(sizes) not in (tuple, list, torch.Size) or len(sizes) > 32:  # numpy's own limit, up to version 1
         raise ValueError("a shape is no tuple, or too long")
     if not all(type(size) is int and size >= 0 for size in sizes) or math.prod(max(n, 1) for n in sizes) >= 2**48:
@@ -242,7 +242,7 @@ def shape_of(sizes: Any) -> tuple[int, ...]:
 
 
 def _empty_array(_: Any, shape: Any, kind: Any) -> Any:
-    """What numpy makes of an array first; its state follows."""
+    """The first form of numpy's pickled arrays; their state follows."""
     import numpy
 
     return numpy.empty((0,), "b")

@@ -1,4 +1,4 @@
-"""Pickles read without running anything: as tensors, as plain data, and as stubs of other programs' objects."""
+"""Reads pickles without running anything: tensors, plain data, and stubs of other programs' objects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lwopt_backend.checkpoint.files.made import Made, Maker, Named, StorageKind,
 
 
 def plain(value: Any) -> Any:
-    """The same with numbers, strings, lists, tuples and dictionaries only.
+    """``value`` with numbers, strings, lists, tuples and dictionaries only.
 
     Namespaces become dictionaries, tensors lists, paths strings, enums ``"AttnBackend(5)"``, dtypes
     ``"torch.bfloat16"``.
@@ -47,17 +47,17 @@ def plain(value: Any) -> Any:
 
 
 def counter(value: Any) -> Any:
-    """A number that may be a tensor's one element, or what ``plain`` made of it."""
+    """A number, which may be a tensor with one element, or what ``plain`` made of that."""
     value = plain(value)
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
-# Unpickling without running anything from the file, and without making more than the file can hold.
+# Unpickling without running anything from the file, and without making more than the file can contain.
 #
-# A class or function that is named in a pickle is never imported. It becomes a ``Named`` that stands for it: one of a
-# list of constructors of our own (``made.Made``), a stub for the classes of other programs, or an error. Only lists,
-# dictionaries and sets are filled, and only stubs and numpy's arrays take state. What comes out is a tree of limited
-# depth and size: as large as the file, if everything that it shares were written out.
+# A class or function that is named in a pickle is never imported. It becomes a ``Named`` that stands for it: one of our
+# own constructors (``made.Made``), a stub for classes of other programs, or an error. Only lists, dictionaries and sets
+# are filled, and only stubs and numpy's arrays take state. The result is a tree of limited depth and size: as large as
+# the file, if everything shared were written out.
 
 __all__ = ["Stub", "load"]
 
@@ -88,9 +88,9 @@ def load(
     persistent_load: Callable[[Any], Any] | None = None,
     makers: Mapping[tuple[str, str], Maker] | None = None,
 ) -> Any:
-    """What is pickled in ``data``; ``persistent_load`` gives what is only referred to, ``makers`` more constructors.
+    """Unpickle ``data``; ``persistent_load`` resolves references, ``makers`` are further constructors.
 
-    Raises CheckpointError, which names ``where``, for anything that is not allowed.
+    Raises CheckpointError, naming ``where``, for anything that is not allowed.
     """
     try:
         found = _Unpickler(data, where, persistent_load, makers or {}).load()
@@ -98,7 +98,7 @@ def load(
         return found
     except (CheckpointError, MemoryError):
         raise
-    except Exception as error:  # whatever a damaged pickle makes of itself
+    except Exception as error:  # a damaged pickle may raise anything
         reason = f"{type(error).__name__}: {error}"[:300]
         raise CheckpointError(f"{where} cannot be unpickled ({reason}); is it whole?") from error
 
@@ -211,15 +211,15 @@ class _Unpickler(pickle._Unpickler):  # the one in Python: the one in C cannot b
 
 
 def _attribute(of: Any, name: Any) -> Any:
-    """How enums are pickled by name."""
+    """Enums are pickled by name, as attributes of their class."""
     if type(of) is Named and isinstance(of.make, type) and issubclass(of.make, Stub) and type(name) is str:
         return of.make(name)
     raise ValueError("it asks for an attribute of something that is no class of another program")
 
 
 def _dispatch() -> Any:
-    """The opcodes that checkpoints are written with. Left out are those that call, or refer to, what is not in the
-    file, and those of protocols 0 and 1, in which nobody writes checkpoints."""
+    """The opcodes that checkpoints use. Left out are those that call or refer to anything outside the file, and those
+    of protocols 0 and 1, in which no checkpoint is written."""
     known = cast(dict[int, Any], dict(pickle._Unpickler.dispatch))
     others = "EXT1 EXT2 EXT4 NEXT_BUFFER READONLY_BUFFER LONG4 PERSID OBJ INST DICT LONG INT"
     for name in others.split():

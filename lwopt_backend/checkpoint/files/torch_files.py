@@ -29,13 +29,13 @@ from lwopt_backend.checkpoint.files.made import Maker, Named, StorageKind, shape
 # A local header, whose last two fields say how long name and padding after it are, then the record's bytes. Format:
 # https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
 
-CHUNK = 2**22  # bytes that are read at once: what the processor's cache holds
+CHUNK = 2**22  # bytes that are read at once; they fit into the processor's cache
 _HEADER = struct.Struct("<4s22xHH")
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Where something is in a file: ``length`` bytes from ``offset`` on."""
+    """A place in a file: ``length`` bytes from ``offset`` on."""
 
     path: Path
     offset: int
@@ -43,20 +43,20 @@ class Stored:
 
 
 class Record:
-    """A tensor's bytes in a file. They are checked once: when they are first read whole, or before a part is read."""
+    """A tensor's bytes in a file. They are checked once: when first read whole, or before a part is read."""
 
     def __init__(self, stored: Stored, crc: int, where: str, checked: bool) -> None:
         self.stored, self._crc, self._where = stored, crc, where
         self._checked, self._lock = checked, threading.Lock()
 
     def check(self) -> None:
-        """Read all of it, if it was not checked yet. Raises CheckpointError unless all is as it was written."""
+        """Read and check all bytes, if not done before. Raises CheckpointError if they differ from what was written."""
         with self._lock:
             if not self._checked:
                 self._compare(_crc_of(self.stored))
 
     def check_read(self, tensor: Tensor) -> None:
-        """The same with what was read: all of it."""
+        """Check ``tensor``, which was read from all of the record."""
         if not self._checked:
             self._compare(zlib.crc32(tensor.view(-1).view(torch.uint8).numpy().data))
 
@@ -67,9 +67,9 @@ class Record:
 
 
 class Archive:
-    """The records of an archive by name, without the folder that they are in. Raises CheckpointError for damage.
+    """The records of an archive, by name without their folder. Raises CheckpointError for damage.
 
-    Those of tensors, which are called ``data/...``, are not read; ``checked`` says that they need not be checked.
+    Records of tensors, named ``data/...``, are not read; with ``checked``, they need not be checked.
     """
 
     def __init__(self, stored: Stored, where: str, checked: bool = False) -> None:
@@ -94,7 +94,7 @@ class Archive:
                 record.check()
 
     def bytes(self, name: str) -> bytes:
-        """A record's, which is a small one."""
+        """The bytes of a small record."""
         stored = self.records[name].stored
         with io.BufferedReader(_Part(stored)) as file:
             return file.read()
@@ -141,7 +141,7 @@ class _Part(io.RawIOBase):
 
 
 def _place(file: io.BufferedReader[_Part], entry: zipfile.ZipInfo, stored: Stored) -> Stored:
-    """Where a record's bytes are. Raises ValueError for an archive of another kind, OSError and struct.error."""
+    """The place of a record's bytes. Raises ValueError for an archive of another kind, OSError and struct.error."""
     if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size or entry.flag_bits & 1:
         raise ValueError(f"{entry.filename} is compressed or encrypted, as torch.save does not write it")
     file.seek(entry.header_offset)
@@ -171,10 +171,10 @@ def _damaged(where: str, reason: object) -> CheckpointError:
     return CheckpointError(f"{where} is damaged: {reason}; copy it again")
 
 
-# Files that torch.save wrote, read tensor by tensor: when a tensor is needed, and checked then.
+# Files that torch.save wrote, read tensor by tensor: each is read, and checked, when it is needed.
 #
-# Pickled structure goes through our unpickler, which makes stubs for classes of other programs. What it makes of
-# tensors are places in records of the file, which are as large as the tensors say.
+# Pickled structure goes through our unpickler, which makes stubs for classes of other programs. Tensors become places
+# in the file's records, whose lengths must fit the tensors.
 
 MOST_USES = 64  # of a file's bytes by its tensors, which may share some: tied weights, zeros that were expanded
 _unchecked: ContextVar[set[Path] | None] = ContextVar("unchecked", default=None)
@@ -231,7 +231,7 @@ def load(path: Path) -> Any:
 
 @contextlib.contextmanager
 def checked_later() -> Iterator[set[Path]]:
-    """What is loaded inside does not check bytes of tensors; the files, for several ranks to share ``check``."""
+    """Within it, loading does not check tensors' bytes. Yields the files, which ranks can divide for ``check``."""
     files: set[Path] = set()
     token = _unchecked.set(files)
     try:
@@ -241,17 +241,17 @@ def checked_later() -> Iterator[set[Path]]:
 
 
 def check(path: Path) -> None:
-    """Raises CheckpointError unless every byte of a file that torch.save wrote is as it was written."""
+    """Raises CheckpointError unless all bytes of a file by torch.save are as they were written."""
     Archive(_whole(path), str(path)).check()
 
 
 def load_part(stored: Stored, where: str) -> Any:
-    """What torch.save wrote into a part of a file, with a ``StoredTensor`` for every tensor."""
+    """Load what torch.save wrote into a part of a file, with a ``StoredTensor`` for every tensor."""
     return _load(stored, where, False, lambda tensor: tensor)
 
 
 def load_here(stored: Stored, where: str) -> Any:
-    """The same with its tensors, in memory."""
+    """Load what torch.save wrote into a part of a file, with its tensors in memory."""
     return _load(stored, where, False, lambda tensor: tensor.lazy().read())
 
 
@@ -295,13 +295,13 @@ def _load(stored: Stored, where: str, checked: bool, make: Callable[[StoredTenso
 
 
 class _Loader:
-    """Makes places of what an archive's pickle says of tensors. All together they have ``left`` bytes at most."""
+    """Turns an archive's pickled tensors into places. Together, they have at most ``left`` bytes."""
 
     def __init__(self, archive: Archive, left: int) -> None:
         self._archive, self._left = archive, left
 
     def storage(self, saved: Any) -> StoredTensor:
-        """A record as a flat tensor, by the reference to it."""
+        """A record as a flat tensor, from a reference to it."""
         kind, storage_type, key, _, numel = saved
         if kind != "storage" or type(key) is not str or type(numel) is not int or type(storage_type) is not StorageKind:
             raise ValueError("a reference is none to a tensor's record")
@@ -325,7 +325,7 @@ class _Loader:
         }
 
     def _tensor(self, storage: Any, first: Any, sizes: Any, steps: Any) -> StoredTensor:
-        """Raises ValueError for one that has more elements than its record, or begins or ends elsewhere."""
+        """Raises ValueError for a tensor that has more elements than its record, or lies outside of it."""
         if type(storage) is not StoredTensor or not isinstance(storage.dtype, torch.dtype):
             raise ValueError("a tensor has no record")
         shape, stride = shape_of(sizes), tuple(steps) if type(steps) in (tuple, list) else ()
@@ -344,14 +344,14 @@ class _Loader:
 
 
 def _from_type(make: Any, _: Any, arguments: Any, *__: Any) -> Any:
-    """A tensor with attributes, or of a class of its own, without these."""
+    """A tensor with attributes, or of a subclass, without these."""
     if type(make) is not Named or not make.name.startswith("torch._utils.") or make.make is None:
         raise ValueError("a tensor is made by something that makes none")
     return make.make(*arguments)
 
 
 def _with_tensors(found: Any, where: str, make: Callable[[StoredTensor], Any]) -> Any:
-    """The same structure with what ``make`` makes of tensors; what is used in several places is made once."""
+    """The structure with each tensor replaced by ``make`` of it; shared parts are made once."""
     done: dict[int, tuple[Any, Any]] = {}  # by id, with what has it, which so stays
 
     def of(value: Any, key: str) -> Any:

@@ -1,4 +1,4 @@
-"""Writes what ``torch.load`` reads, without having all tensors in memory: the counterpart of ``files.torch_files``."""
+"""Writes what ``torch.load`` reads, without having all tensors in memory; ``files.torch_files`` reads it."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _ZIP64 = struct.Struct("<HHQQ")
 
 @dataclass(frozen=True, eq=False)
 class _Storage:
-    """Stands for a tensor's bytes while the rest is pickled."""
+    """Stands for a tensor's bytes while the structure is pickled."""
 
     tensor: LazyTensor
     key: str
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors, lazy ones too, as torch does: by a reference to a record of the file."""
+    """Pickles tensors, also lazy ones, as torch does: as a reference to a record of the file."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=2)
@@ -82,10 +82,10 @@ def save(content: Any, path: Path, workers: int = 1) -> None:
 
 
 def save_as_it_lies(content: Any, file: BinaryIO) -> None:
-    """``torch.save``, which keeps tensors' strides. Raises OSError where the disk is full, as all writing does."""
+    """``torch.save``, which keeps tensors' strides. Raises OSError if the disk is full, as all writing does."""
     try:
         torch.save(content, file)
-    except RuntimeError as error:  # what torch's writer finds when it ends
+    except RuntimeError as error:  # torch's writer raises it when it ends
         first = error.__context__
         if isinstance(first, OSError):
             raise first from error
@@ -93,7 +93,7 @@ def save_as_it_lies(content: Any, file: BinaryIO) -> None:
 
 
 def _write(archive: zipfile.ZipFile, name: str, nbytes: int, blocks: Iterable[bytes | memoryview]) -> None:
-    """A record; its checksum is made block by block, while the processor's cache has it."""
+    """Write a record; its checksum is computed block by block, while the block is in the processor's cache."""
     record = zipfile.ZipInfo(name)
     large = nbytes >= zipfile.ZIP64_LIMIT
     fixed: int = zipfile.sizeFileHeader  # type: ignore[attr-defined]  # typeshed leaves it out

@@ -1,4 +1,4 @@
-"""The flat buffers of Megatron's DistributedOptimizer: where parameters lie, and the buckets of dp_reshardable."""
+"""The flat buffers of Megatron's DistributedOptimizer: places of parameters, and the buckets of dp_reshardable."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from lwopt_backend.checkpoint.megatron.names import (
 )
 from lwopt_backend.checkpoint.megatron.ranks import Cut, cut_of, is_gated, local_shape, merge
 
-# Where each parameter lies in the flat buffers of Megatron's DistributedOptimizer.
+# Where each parameter is in the flat buffers of Megatron's DistributedOptimizer.
 #
-# A buffer holds the parameters of one dtype in reversed module order, in buckets (P = padding of a start to 64
-# elements, E = padding of a bucket's end, which checkpoints leave out):
+# A buffer has the parameters of one dtype in reversed module order, in buckets (P = padding of a start to 64 elements,
+# E = padding of a bucket's end, which checkpoints leave out):
 #
 #     bucket 0                          bucket 1
 #     | last param |P| one before |E|   | the next |P| ... | first param |E|
@@ -52,17 +52,17 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One bucket: its ``numel`` without the padding at its end, and what is in it."""
+    """One bucket: its ``numel`` without the padding at its end, and the parameters in it."""
 
     numel: int
     places: tuple[Place, ...]
 
 
 def bucket_numel(arguments: Mapping[str, Any], *, parameters: int, pipeline_rank: int, chunk: int = 0) -> int | None:
-    """At how many elements a bucket is closed, or None for one bucket.
+    """The number of elements at which a bucket is closed, or None for one bucket.
 
-    ``arguments`` are Megatron's ``args``; ``parameters``: elements of all of the rank's parameters, experts too;
-    ``chunk``: of a virtual pipeline. Only the first stage's first chunk has several buckets.
+    ``arguments`` are Megatron's ``args``; ``parameters`` is the elements of all of the rank's parameters, experts
+    included; ``chunk`` is of a virtual pipeline. Only the first stage's first chunk has several buckets.
     """
     if not arguments.get("overlap_grad_reduce") or pipeline_rank > 0 or chunk > 0:
         return None
@@ -77,7 +77,7 @@ def bucket_numel(arguments: Mapping[str, Any], *, parameters: int, pipeline_rank
 
 
 def own_buckets(arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """Parameters that get a bucket of their own: the two copies of a tied embedding, if there are two."""
+    """Parameters with a bucket of their own: the two copies of a tied embedding, if there are two."""
     several = int(arguments.get("pipeline_model_parallel_size") or 1) > 1
     return (EMBEDDING, OUTPUT) if several and is_tied(arguments) else ()
 
@@ -85,7 +85,7 @@ def own_buckets(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 def buckets(
     shapes: Mapping[str, Sequence[int]], *, closed_at: int | None, alone: Collection[str] = ()
 ) -> tuple[Bucket, ...]:
-    """The buckets of a buffer. ``shapes``: one rank's parameters of the buffer, in module order."""
+    """The buckets of a buffer. ``shapes`` are one rank's parameters in it, in module order."""
     done: list[Bucket] = []
     places: list[Place] = []
     start = 0
@@ -111,7 +111,7 @@ def buckets(
 
 
 def buckets_of(shapes: Mapping[str, Sequence[int]], numels: Sequence[int]) -> tuple[Bucket, ...]:
-    """The buckets of a buffer whose buckets' lengths (without the end's padding) are known.
+    """The buckets of a buffer, given their lengths without padding at the end.
 
     Raises ValueError if the parameters do not fill them exactly.
     """
@@ -142,7 +142,7 @@ def _aligned(start: int) -> int:
     return -(-start // ALIGNMENT) * ALIGNMENT
 
 
-# The optimizer's state in ``dp_reshardable`` checkpoints: flat buckets, without a word on what is in them.
+# The optimizer's state in ``dp_reshardable`` checkpoints: flat buckets, whose content is not described.
 #
 #     [chained_<k>.]optimizer.distributed.dp_group_idx_<m>.gbuf_idx_<g>
 #         .dtype_(<of weights>, <of gradients>).bucket_idx_<b>.{param,exp_avg,exp_avg_sq}
@@ -160,17 +160,17 @@ _Buffer = Mapping[str, Sequence[str]]  # the keys of each state's buckets
 
 
 def is_bucket(key: str) -> bool:
-    """Whether a key is a bucket's."""
+    """Whether a key is that of a bucket."""
     return _KEY.fullmatch(key) is not None
 
 
 def states_in_buckets(
     folder: DcpFolder, weights: Mapping[str, LazyTensor], of_experts: Mapping[Chain, bool], arguments: Mapping[str, Any]
 ) -> tuple[States, Replicas]:
-    """The states of ``weights``: those parameters, whole, that have none by name; and what must be equal.
+    """The states of ``weights``, whole parameters that have none by name; and pairs that must be equal.
 
-    ``of_experts`` says of each chained optimizer whether its parameters are expert-parallel ones. Raises
-    CheckpointError where parameters do not fill the buckets exactly, and for virtual pipelines.
+    ``of_experts`` is, for each chained optimizer, whether its parameters are expert-parallel. Raises CheckpointError if
+    parameters do not fill the buckets exactly, and for virtual pipelines.
     """
     found: States = {}
     replicas: Replicas = []
@@ -187,7 +187,7 @@ def states_in_buckets(
 
 
 def _buffers(folder: DcpFolder) -> dict[Chain, dict[int, dict[str, _Buffer]]]:
-    """By chained optimizer, model-parallel rank and dtype of weights."""
+    """The buffers by chained optimizer, model-parallel rank and dtype of weights."""
     found: dict[Chain, dict[int, dict[tuple[int, str], dict[str, dict[int, str]]]]] = {}
     for key in folder.tensors:
         if match := _KEY.fullmatch(key):
@@ -261,7 +261,7 @@ class _Optimizer:
         return self._merged(parts)
 
     def _layers_of_stages(self) -> list[tuple[int, int]]:
-        """Each stage's first layer, and the next one's: as many as fill its buckets exactly, however they were cut."""
+        """Each stage's first layer and the next stage's: as many layers as fill its buckets exactly, in any split."""
         total = 1 + max((layer_of(name) or 0 for name in self._order), default=0)
         if total > 1 + len(self._order):
             raise CheckpointError(f"{self._folder.path}: expected layers numbered without a gap, found {total - 1}")
@@ -286,7 +286,7 @@ class _Optimizer:
         return found
 
     def _layout(self, rank: int, first: int, stop: int) -> dict[str, tuple[Bucket, ...]]:
-        """What is in a rank's buckets, by dtype, if it has the layers [first, stop). Raises ValueError if not."""
+        """The content of a rank's buckets, by dtype, if it has layers [first, stop). Raises ValueError if not."""
         shapes: dict[str, dict[str, tuple[int, ...]]] = {dtype: {} for dtype in self._ranks[rank]}
         for name in self._names(rank, first, stop):
             weight = self._weights[name]
@@ -309,7 +309,7 @@ class _Optimizer:
         return shape[0]
 
     def _names(self, rank: int, first: int, stop: int) -> list[str]:
-        """A rank's parameters in the order of its modules; the last stage has a tied embedding's copy."""
+        """A rank's parameters in module order; the last stage has a copy of a tied embedding."""
         stage, of_expert = rank // (self._tensor * self._expert), rank // self._tensor % self._expert
         is_last = stage == self._stages - 1
         found = []

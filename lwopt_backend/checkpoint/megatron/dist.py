@@ -3,7 +3,7 @@
     iter_0000003/.metadata, __<rank>_<n>.distcp   weights by name; the optimizer's state by name or in flat buckets
     iter_0000003/common.pt                        arguments, iteration, groups; from 0.19 on an object in the .distcp
 
-Whatever was sharded over ranks is whole here: tensors are read from their chunks, one layer and expert at a time.
+Everything that was sharded over ranks is whole here: tensors are read from chunks, one layer and expert at a time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def recognises(path: Path) -> bool:
 
 
 def read(path: Path) -> Checkpoint:
-    """What is in it. Raises CheckpointError for what is damaged, and for keys and layouts that are not known."""
+    """The checkpoint's content. Raises CheckpointError for damage, and for unknown keys and layouts."""
     step = naming.step_folder(path)
     return read_as_expected(lambda: _read(step), step, "Megatron")
 
@@ -92,7 +92,7 @@ def _read_weights(step: Path) -> Mapping[str, Param]:
 
 
 def _common(folder: DcpFolder) -> Mapping[str, Any]:
-    """What is no tensor: from common.pt, or from 0.19 on from an object in the folder's files."""
+    """The objects that are no tensors: from common.pt, or from 0.19 on from an object in the folder's files."""
     path = folder.path / "common.pt"
     keys = [key for key in folder.objects if _COMMON.fullmatch(key)]
     if path.is_file():
@@ -136,7 +136,7 @@ def _tensors(
 
 
 def _keys(folder: DcpFolder) -> tuple[dict[str, str], dict[str, dict[str, str]], bool]:
-    """The folder's keys by names as torch_dist has them: the model's, each state's; and whether there are buckets."""
+    """The folder's keys by torch_dist names: the model's, and each state's; and whether there are buckets."""
     of_model: dict[str, str] = {}
     of_state: dict[str, dict[str, str]] = {}
     has_buckets = False
@@ -165,7 +165,7 @@ def _weights(folder: DcpFolder, keys: Mapping[str, str]) -> tuple[dict[str, Lazy
 
 
 def _param(weight: LazyTensor, states: dict[str, LazyTensor], groups: Sequence[Options], number: int | None) -> Param:
-    """``number`` is that of its group by the usual rules, which does not hold if the states are another optimizer's."""
+    """``number`` is its group's by the usual rules, which does not hold if the states are another optimizer's."""
     is_adam = "exp_avg" in states
     if number is not None and (not states or ("betas" in groups[number]) != is_adam):
         number = None
@@ -173,7 +173,7 @@ def _param(weight: LazyTensor, states: dict[str, LazyTensor], groups: Sequence[O
 
 
 def _version(folder: DcpFolder, arguments: Mapping[str, Any]) -> str:
-    """Of Megatron-core, as far as it shows: no version is saved."""
+    """Megatron-core's version, as far as it can be inferred; none is saved."""
     if any(_COMMON.fullmatch(key) for key in folder.objects):
         return "0.19 or later"
     if folder.has_extra:
@@ -184,7 +184,7 @@ def _version(folder: DcpFolder, arguments: Mapping[str, Any]) -> str:
 
 
 def _notes(folder: DcpFolder) -> list[str]:
-    """What was left out. Raises CheckpointError for a part of the optimizer's state, which must not be."""
+    """Notes on what was left out. Raises CheckpointError for unknown optimizer state, which must not be."""
     left_out: dict[str, int] = {}
     for key in folder.objects:
         plain_key = _CHAINED.sub("", key)

@@ -58,7 +58,7 @@ def optimizers(folder: DcpFolder, common: Mapping[str, Any]) -> dict[Chain, tupl
 
 
 def _unchained(saved: Any, folder: DcpFolder, chain: Chain = ()) -> Iterator[tuple[Chain, dict[str, Any]]]:
-    """The optimizers' states in a chain of them."""
+    """Yield the optimizers' states in a chain of them."""
     if isinstance(saved, (list, tuple)):
         saved = dict(enumerate(saved))
     if not isinstance(saved, Mapping):
@@ -97,8 +97,8 @@ _ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
 
 @dataclass(frozen=True)
 class Stack:
-    """A tensor of a folder as the model has it. Up to 0.15 the optimizer's may lie in another order: cut along
-    each axis into ``fragments``, and what is in each is flat; its saved shape is (*fragments, elements in each)."""
+    """A tensor of a folder in the model's shape. Up to 0.15, the optimizer's may be stored in another order: cut along
+    each axis into ``fragments``, each flat; the saved shape is (*fragments, elements in each)."""
 
     folder: DcpFolder
     key: str
@@ -106,7 +106,7 @@ class Stack:
     fragments: tuple[int, ...] | None = None
 
     def at(self, place: Sequence[int]) -> LazyTensor:
-        """What is at ``place`` along the first axes, which is all that is read of it; () is everything."""
+        """The tensor at ``place`` along the first axes, which is all that is read; () is the whole tensor."""
         place = tuple(place)
         shape = self.shape[len(place) :]
         if self.fragments is None:
@@ -142,9 +142,9 @@ def stack(folder: DcpFolder, key: str) -> Stack:
 
 
 def parameters(folder: DcpFolder, keys: Mapping[str, str]) -> dict[str, LazyTensor]:
-    """Whole parameters by local-spec names, from ``keys``: the folder's keys by names as torch_dist has them.
+    """Whole parameters by local-spec names, from ``keys``: the folder's keys by their torch_dist names.
 
-    Raises CheckpointError for a name that is none of a GPT model's, and for one that is there twice.
+    Raises CheckpointError for a name that is not of a GPT model, and for one that occurs twice.
     """
     found: dict[str, LazyTensor] = {}
     for fused, key in keys.items():
@@ -157,22 +157,22 @@ def parameters(folder: DcpFolder, keys: Mapping[str, str]) -> dict[str, LazyTens
 
 
 def ordered(names: Iterable[str], arguments: Mapping[str, Any]) -> list[str]:
-    """Names in the order of the model's modules, or as they are, if the place of one is not known."""
+    """Names in the order of the model's modules, or as they are if a place is unknown."""
     names = list(names)
     try:
         return module_order(names, arguments)
-    except CheckpointError:  # only who takes flat buffers apart must know it
+    except CheckpointError:  # only flat buffers need the order
         return names
 
 
 def whole_name(name: str) -> str:
-    """The local-spec name of a parameter, also of its gate or up alone."""
+    """The local-spec name of a parameter, also if ``name`` is its gate or up alone."""
     half = _HALF.fullmatch(name)
     return local_spec(half[1] if half else name)
 
 
 def with_gate_and_up(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """The same with ``<name>_w`` and ``<name>_v`` put together as ``<name>``, and names as the local spec has them."""
+    """Join ``<name>_w`` and ``<name>_v`` into ``<name>``, and use the local spec's names."""
     halves: dict[str, dict[str, LazyTensor]] = {}
     found: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
@@ -195,7 +195,7 @@ def with_gate_and_up(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]
 
 
 def _unstacked(name: str, shape: Sequence[int], where: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The names in a tensor, each with its place along the first axes."""
+    """Yield the names in a tensor, each with its place along the first axes."""
     layers, experts = _STACKED_LAYERS.search(name), _EXPERTS.search(name)
     stacked = [found is not None for found in (layers, experts)]
     stacked[1] = experts is not None and experts[1] is None

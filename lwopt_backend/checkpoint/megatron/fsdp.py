@@ -31,7 +31,7 @@ _SCHEDULER = "opt_param_scheduler."
 
 
 def recognises(path: Path) -> bool:
-    """Whether it is what Megatron wrote with DCP alone, or the folder of one of its steps."""
+    """Whether Megatron wrote it with DCP alone; a step's folder, or the folder of steps."""
     try:
         step = step_folder(path)
         is_step = (path / POINTER).is_file() or step.name == "release" or iteration_of(step) is not None
@@ -41,13 +41,13 @@ def recognises(path: Path) -> bool:
 
 
 def read(path: Path) -> Checkpoint:
-    """What is in it. Raises CheckpointError for what is damaged, and for keys that are not known."""
+    """The checkpoint's content. Raises CheckpointError for damage, and for unknown keys."""
     step = step_folder(path)
     return read_as_expected(lambda: _read(step), step, "Megatron")
 
 
 def read_weights(path: Path) -> Mapping[str, Param]:
-    """The parameters; nothing but small tensors is read for them. Raises CheckpointError."""
+    """The parameters; reads only small tensors. Raises CheckpointError."""
     return read(path).params
 
 

@@ -28,9 +28,9 @@ _BUFFERS = (".router.expert_bias", ".router.local_tokens_per_expert", ".inv_freq
 
 
 def local_spec(name: str) -> str:
-    """A name as Megatron's local spec has it, from that or from Transformer Engine's; its numbers stay.
+    """A parameter's name in Megatron's local spec, from that or Transformer Engine's; numbers stay.
 
-    Raises CheckpointError for a name that is none of a GPT model's.
+    Raises CheckpointError for a name that is not of a GPT model.
     """
     for fused, separate in FUSED:
         name = name.replace(fused, separate)
@@ -43,24 +43,24 @@ def local_spec(name: str) -> str:
 
 
 def is_buffer(name: str) -> bool:
-    """Whether it is a module's buffer, which no optimizer has."""
+    """Whether it is a module's buffer, which no optimizer trains."""
     return name.endswith(_BUFFERS)
 
 
 def layer_of(name: str) -> int | None:
-    """The number of the layer that it is in."""
+    """The number of its layer, or None."""
     match = _LAYER.match(name)
     return int(match[1]) if match else None
 
 
 def expert_of(name: str) -> int | None:
-    """The number of the routed expert that it is in."""
+    """The number of its routed expert, or None."""
     match = _EXPERT.search(name)
     return int(match[1]) if match else None
 
 
 def is_tied(arguments: Mapping[str, Any]) -> bool:
-    """Whether Megatron's ``args`` say that the output layer is the word embedding."""
+    """Whether Megatron's ``args`` tie the output layer to the word embedding."""
     return arguments.get("untie_embeddings_and_output_weights") is False
 
 
@@ -88,7 +88,7 @@ def global_name(name: str, first_layer: int, first_expert: int) -> str:
 
 
 def check_states(states: States, weights: Mapping[str, LazyTensor]) -> None:
-    """Raises CheckpointError for states of no weight, and of another shape or dtype than they must have."""
+    """Raises CheckpointError for states without a weight, and for another shape or dtype than the weight implies."""
     for name, of_name in states.items():
         for state, tensor in of_name.items():
             if name not in weights:
@@ -124,8 +124,8 @@ _MLP = ("gate_weight", "linear_fc1.weight", "linear_fc1.bias", "linear_fc2.weigh
 def module_order(names: Iterable[str], arguments: Mapping[str, Any]) -> list[str]:
     """Local-spec names in the order of the modules that ``arguments`` (Megatron's ``args``) describe.
 
-    Layer and expert numbers may be local or global, as long as they are of one rank. Raises CheckpointError with all
-    the names whose place is not known.
+    Layer and expert numbers may be local or global, but must be of one rank. Raises CheckpointError with all names
+    whose place is unknown.
     """
     local = arguments.get("transformer_impl") == "local"
     grouped = bool(arguments.get("moe_grouped_gemm"))
@@ -175,7 +175,7 @@ Coordinates = tuple[int, int, int]  # ranks: tensor, pipeline, expert parallel
 def step_folder(path: Path) -> Path:
     """The folder of one step: ``path`` itself, or the one that the pointer in it names.
 
-    Raises CheckpointError for a pointer that names none, or one that is not there.
+    Raises CheckpointError for a pointer without a valid name, or to a missing folder.
     """
     pointer = path / POINTER
     if not pointer.is_file():
@@ -193,7 +193,7 @@ def step_folder(path: Path) -> Path:
 
 
 def iteration_of(step: Path) -> int | None:
-    """The iteration that the step folder's name says."""
+    """The iteration in the name of a step's folder."""
     match = _STEP.fullmatch(step.name)
     return int(match[1]) if match and match[1] else None
 
@@ -204,7 +204,7 @@ def rank_folders(step: Path) -> dict[str, Path]:
 
 
 def expected_folders(arguments: Mapping[str, Any]) -> dict[str, Coordinates]:
-    """The names of all ranks' folders, and whose they are."""
+    """The names of all ranks' folders, with their coordinates."""
     tensor, pipeline, expert = (world(arguments)[size] for size in ("tp", "pp", "ep"))
     return {
         f"mp_rank_{t:02d}" + f"_{p:03d}" * (pipeline > 1) + f"_{e:03d}" * (expert > 1): (t, p, e)
@@ -215,7 +215,7 @@ def expected_folders(arguments: Mapping[str, Any]) -> dict[str, Coordinates]:
 
 
 def world(arguments: Mapping[str, Any]) -> dict[str, int]:
-    """How many ranks there are of each kind of parallelism. Raises CheckpointError for numbers that cannot be."""
+    """The number of ranks of each kind of parallelism. Raises CheckpointError for impossible numbers."""
     names = {
         "dp": "data_parallel_size",
         "tp": "tensor_model_parallel_size",
@@ -240,11 +240,11 @@ _Kind = tuple[bool, bool, bool, bool]  # is a sharded expert, a matrix's optimiz
 def groups_of(
     shapes: Mapping[str, Sequence[int]], groups: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
 ) -> dict[str, int | None]:
-    """The number of each parameter's group; None where no group, or more than one, answers its description.
+    """The number of each parameter's group; None if no group, or more than one, fits it.
 
-    A group says whether it is of sharded experts, of Muon (the one without ``betas``, if others have them), with weight
-    decay (``wd_mult``), and with the usual learning rate. Muon gets the matrices but word
-    embeddings and output layer, among them learned positions and routers (``get_megatron_muon_optimizer`` in
+    A group's options say whether it is of sharded experts, of Muon (the one without ``betas``, if others have them),
+    with weight decay (``wd_mult``), and with the usual learning rate. Muon gets the matrices except word embeddings and
+    output layer, but including learned positions and routers (``get_megatron_muon_optimizer`` in
     megatron/core/optimizer/muon.py, ``_get_param_groups`` and ``get_standard_config_overrides`` beside it).
     """
     mixed = len({"betas" in group for group in groups}) != 1  # else one optimizer for all
@@ -268,7 +268,7 @@ def groups_of(
 def names_by_group(
     weights: Mapping[str, LazyTensor], groups: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], where: str
 ) -> list[list[str]]:
-    """The names in each group, in module order, that of ``weights``. Raises CheckpointError if it cannot be told."""
+    """The names in each group, in the module order of ``weights``. Raises CheckpointError if it cannot be inferred."""
     found: list[list[str]] = [[] for _ in groups]
     for name, number in groups_of({name: w.shape for name, w in weights.items()}, groups, arguments).items():
         if number is None:
@@ -281,9 +281,9 @@ def names_by_group(
 
 
 def common_groups(ranks: Sequence[Sequence[Mapping[str, Any]]], where: str) -> tuple[dict[str, Any], ...]:
-    """The groups' options as plain data, from the ranks' own: of each group from a rank that has parameters in it.
+    """The groups' options as plain data, each from a rank that has parameters in the group.
 
-    Elsewhere counters in it may stand still. Raises CheckpointError if the ranks have not the same number of groups.
+    On other ranks, its counters may stand still. Raises CheckpointError if the ranks' numbers of groups differ.
     """
     if len({len(groups) for groups in ranks}) > 1:
         raise CheckpointError(
@@ -298,7 +298,7 @@ def common_groups(ranks: Sequence[Sequence[Mapping[str, Any]]], where: str) -> t
 
 
 def step_of(groups: Sequence[Mapping[str, Any]], number: int | None) -> float | None:
-    """How many steps a parameter of Adam's made: as its group says, or all of Adam's if its group is not known."""
+    """Adam's count of steps for a parameter: its group's, or that of all Adam's groups if its own is unknown."""
     mine = groups if number is None else [groups[number]]
     steps = {counter(group.get("step")) for group in mine if "betas" in group}
     step = steps.pop() if len(steps) == 1 else None

@@ -1,4 +1,4 @@
-"""Megatron's ranks: how parameters are cut over tensor-parallel ranks, and what each rank's files hold."""
+"""Megatron's ranks: how parameters are cut over tensor-parallel ranks, and the content of each rank's files."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ _ROLES: tuple[tuple[str, str], ...] = (
 
 @dataclass(frozen=True)
 class Cut:
-    """How a parameter lies on tensor-parallel ranks: ``whole`` on each, ``split`` along ``dim``, or ``gated``: rank r
-    holds [gate_r; up_r] and the whole tensor is [gate; up], both along dimension 0."""
+    """How tensor-parallel ranks store a parameter: ``whole`` on each, ``split`` along ``dim``, or ``gated``: rank r has
+    [gate_r; up_r] of the whole [gate; up], along dimension 0."""
 
     kind: Literal["whole", "split", "gated"]
     dim: int = 0
 
 
 def cut_of(name: str, *, gated: bool) -> Cut:
-    """How a parameter, by its local-spec name, is cut; ``gated``: fc1 holds gate and up (SwiGLU).
+    """How a parameter, by its local-spec name, is cut; with ``gated``, fc1 has gate and up (SwiGLU).
 
-    The rules are those which Megatron's parameters declare (``partition_dim``, ``partition_stride``). Raises
-    CheckpointError for a parameter that is none of those of a GPT model.
+    The rules are those of Megatron's parameters (``partition_dim``, ``partition_stride``). Raises CheckpointError for a
+    parameter that is not of a GPT model.
     """
     role = _PREFIX.sub("", name, count=1)
     kind = next((kind for pattern, kind in _ROLES if re.fullmatch(pattern, role)), None)
@@ -62,14 +62,14 @@ def cut_of(name: str, *, gated: bool) -> Cut:
 
 
 def is_gated(arguments: Mapping[str, Any]) -> bool:
-    """Whether Megatron's ``args`` say that fc1 holds gate and up."""
+    """Whether fc1 has gate and up by Megatron's ``args``."""
     return bool(arguments.get("swiglu") or arguments.get("quick_geglu"))
 
 
 def merge(parts: Sequence[LazyTensor], cut: Cut) -> LazyTensor:
-    """The whole tensor, from all ranks' parts in the order of ranks; of a ``whole`` one rank 0's copy.
+    """The whole tensor from all ranks' parts, in rank order; rank 0's copy of a ``whole`` one.
 
-    Raises CheckpointError if the parts are of different shapes or dtypes.
+    Raises CheckpointError if the parts have different shapes or dtypes.
     """
     first = parts[0]
     for part in parts[1:]:
@@ -110,7 +110,7 @@ Kept = Mapping[str, Param]  # what one rank's optimizer keeps of its parts of pa
 
 @dataclass(frozen=True)
 class Inner:
-    """One torch optimizer in the state_dict of one rank's: ``masters`` by group, None where there are none."""
+    """One torch optimizer in a rank's state_dict: ``masters`` by group, None if there are none."""
 
     where: str
     state: Mapping[Any, Mapping[str, Any]]
@@ -120,9 +120,9 @@ class Inner:
 
 
 def inner_optimizers(saved: Any, where: str) -> list[Inner]:
-    """The torch optimizers in an optimizer's state_dict: a list of several, or one.
+    """The torch optimizers in an optimizer's state_dict, which is a list of several, or one.
 
-    Raises CheckpointError for a key that is not known.
+    Raises CheckpointError for an unknown key.
     """
     found = []
     for number, entry in enumerate(saved if isinstance(saved, list) else [saved]):
@@ -141,10 +141,10 @@ def inner_optimizers(saved: Any, where: str) -> list[Inner]:
 
 
 def named(inners: Sequence[Inner], names: Sequence[Sequence[str]], weights: Mapping[str, LazyTensor]) -> Kept:
-    """What the optimizers keep, by parameter. ``names``: of each group, through all optimizers, in its order.
+    """The optimizers' state by parameter. ``names`` are each group's, over all optimizers, in its order.
 
-    Every master weight is read and compared with the weight, bit for bit, so a wrong name is an error, never a mixed-up
-    state. Raises CheckpointError for that, for other counts or shapes, and for states that are not known.
+    Every master weight is read and compared with the weight, bit for bit, so a wrong name raises an error instead of
+    mixing up state. Raises CheckpointError for that, for other counts or shapes, and for unknown states.
     """
     found: dict[str, Param] = {}
     number = 0
@@ -211,7 +211,7 @@ Weights = dict[str, LazyTensor]
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank's file holds: its model by global names in module order, one dictionary per virtual stage."""
+    """The content of one rank's file: its model by global names in module order, one dictionary per virtual stage."""
 
     coordinates: Coordinates
     file: Path
@@ -221,13 +221,13 @@ class Rank:
 
     @property
     def weights(self) -> Weights:
-        """Of all virtual stages."""
+        """The weights of all virtual stages."""
         return {name: weight for chunk in self.chunks for name, weight in chunk.items()}
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """All of them, by tensor, pipeline and expert parallel rank; ``arguments``: Megatron's ``args``."""
+    """All ranks, by tensor, pipeline and expert parallel rank; ``arguments`` are Megatron's ``args``."""
 
     arguments: Mapping[str, Any]
     world: Mapping[str, int]
@@ -235,10 +235,10 @@ class Ranks:
 
 
 def read_ranks(step: Path) -> Ranks:
-    """Everybody's file in a step's folder.
+    """Read all ranks' files in a step's folder.
 
-    Raises CheckpointError for ranks that are missing, too many, or of another iteration or model, and for what the
-    format does not tell enough about.
+    Raises CheckpointError for ranks that are missing, extra, or of another iteration or model, and if the format has
+    too little information.
     """
     folders = naming.rank_folders(step)
     if not folders:
@@ -349,8 +349,8 @@ def _first_layers(
 ) -> dict[tuple[int, int], int]:
     """The number of the first layer of each (pipeline rank, virtual stage).
 
-    Layers go through all ranks' first stages, then through all their second ones, whatever the split: counting those
-    that are there is right for uneven splits, too (``get_transformer_layer_offset`` in transformer_layer.py).
+    Layers go through all ranks' first stages, then through their second ones: counting the layers that exist is right
+    for uneven splits, too (``get_transformer_layer_offset`` in transformer_layer.py).
     """
     counts: dict[tuple[int, int], int] = {}
     for place, chunks in models.items():

@@ -37,7 +37,7 @@ def dealt(
 ) -> list[list[list[str]]]:
     """``[group][rank]``: the names that the rank has of the group, in its optimizer's order.
 
-    For a group in ``expert_groups`` the rank is that among ``expert_ranks`` ranks. One rank keeps the groups' order.
+    For a group in ``expert_groups``, the rank is one of ``expert_ranks``. With one rank, the groups' order is kept.
     """
     if ranks == 1:
         return [[list(names)] for names in groups]
@@ -61,7 +61,7 @@ _FILE = re.compile(r"layer_wise_optimizer_(\d+)\.pt")
 
 
 def is_layer_wise(ranks: Ranks) -> bool:
-    """Whether the checkpoint has files of a LayerWiseDistributedOptimizer, or its ``args`` say that it must have."""
+    """Whether the checkpoint has files of a LayerWiseDistributedOptimizer, or must have by its ``args``."""
     arguments = ranks.arguments
     optimizer = str(arguments.get("optimizer", ""))
     says = optimizer.startswith("dist_") or arguments.get("use_layer_wise_distributed_optimizer")
@@ -69,11 +69,11 @@ def is_layer_wise(ranks: Ranks) -> bool:
 
 
 def from_layer_wise(ranks: Ranks) -> list[tuple[Rank, list[Inner], Kept]]:
-    """What every file keeps, by parameter, with the rank in whose folder it is and the optimizers in it.
+    """The state in every file, by parameter, with the rank whose folder has it and the file's optimizers.
 
-    Data parallel rank r is in the folder of expert parallel rank r % ep, and has place r // ep among those with the
-    same experts. Raises CheckpointError for files that are missing or too many, for context parallelism, and for names
-    that cannot be told (``megatron.optimizers.named``).
+    Data-parallel rank r is in the folder of expert-parallel rank r % ep, at place r // ep among those with the same
+    experts. Raises CheckpointError for missing or extra files, for context parallelism, and for names that cannot be
+    inferred (``megatron.optimizers.named``).
     """
     data, experts = ranks.world["dp"], ranks.world["ep"]
     if ranks.world["cp"] > 1:
@@ -122,10 +122,10 @@ FLAT_FILE = "distrib_optim.pt"
 def from_buffers(
     rank: Rank, arguments: Mapping[str, Any], numbers: Mapping[str, int | None], groups: Sequence[Mapping[str, Any]]
 ) -> Kept:
-    """What the rank's file keeps, by parameter; ``numbers``: the group of each.
+    """The state in the rank's file, by parameter; ``numbers`` has the group of each.
 
     Bucket sizes are not in the file: they are computed from ``arguments`` and compared with the buffers' lengths.
-    Raises CheckpointError if these differ, for states that are not known, and for a file of another format.
+    Raises CheckpointError if these differ, for unknown states, and for a file of another format.
     """
     path = rank.file.with_name(FLAT_FILE)
     saved = torch_files.load(path)
@@ -143,10 +143,10 @@ def from_buffers(
 def _buffers(
     saved: Any, rank: Rank, arguments: Mapping[str, Any], where: str
 ) -> Iterator[tuple[str, Mapping[str, Any], dict[str, tuple[int, ...]], int]]:
-    """Each buffer in the file: its key, what it has, the shapes of its parameters in module order, virtual stage.
+    """Yield each buffer in the file: its key, its content, its parameters' shapes in module order, its virtual stage.
 
-    A file has a list of two if experts are sharded: those of the dense parameters, None where another rank has them,
-    and those of the rank's experts.
+    A file has a list of two if experts are sharded: the dense parameters' buffers, None if another rank has them, and
+    those of the rank's experts.
     """
     expected = 1 + (bool(arguments.get("num_experts")) and int(arguments.get("expert_model_parallel_size") or 1) > 1)
     entries = saved if isinstance(saved, list) else [saved]
@@ -210,7 +210,7 @@ _PLACES = ("embedding.", "decoder.layers.", "decoder.", "")
 def merged(ranks: Ranks, kept: Mapping[Coordinates, Kept]) -> tuple[dict[str, Param], tuple[Pair, ...], dict[str, str]]:
     """Whole parameters in the model's order; pairs of copies that must be equal; the tied embedding's other name.
 
-    ``kept``: what the optimizers keep, by rank. Raises CheckpointError for parameters or states that a rank lacks.
+    ``kept`` is the optimizers' state, by rank. Raises CheckpointError for parameters or states that a rank lacks.
     """
     held: dict[str, dict[Coordinates, LazyTensor]] = {}
     for rank in ranks.ranks:
@@ -261,7 +261,7 @@ def _param(
 
 
 def _whole(what: str, parts: Mapping[Coordinates, LazyTensor], size: int, cut: Cut, pairs: list[Pair]) -> LazyTensor:
-    """One tensor out of the ranks' parts; equal copies of a part are added to ``pairs``."""
+    """One tensor from the ranks' parts; adds equal copies of a part to ``pairs``."""
     by_rank: list[list[tuple[Coordinates, LazyTensor]]] = [
         [(place, part) for place, part in sorted(parts.items()) if place[0] == rank] for rank in range(size)
     ]
@@ -293,11 +293,11 @@ def recognises(path: Path) -> bool:
 
 
 def read(path: Path) -> Checkpoint:
-    """The whole checkpoint in a folder: of one step, or with the pointer to it.
+    """The whole checkpoint in a folder, of one step or with the pointer to it.
 
-    Weights and states are whole (tensor, pipeline, expert and data parallel ranks put together) and named as
-    Megatron-core's local spec does, layers and experts numbered through. Raises CheckpointError for a checkpoint that
-    is damaged, not complete, or of a kind that is not read.
+    Weights and states are whole (tensor, pipeline, expert and data parallel ranks merged), with the names of
+    Megatron-core's local spec and global layer and expert numbers. Raises CheckpointError for a checkpoint that is
+    damaged, incomplete, or of an unsupported kind.
     """
     step = naming.step_folder(path)
     return read_as_expected(lambda: _read(step), step, "Megatron")
@@ -328,7 +328,7 @@ def _read(step: Path) -> Checkpoint:
 
 
 def read_weights(path: Path) -> Mapping[str, Param]:
-    """The parameters without the optimizer's state, for which no tensor is read. Raises CheckpointError."""
+    """The parameters without the optimizer's state; reads no tensor of that. Raises CheckpointError."""
     step = naming.step_folder(path)
     return read_as_expected(lambda: _read_weights(step), step, "Megatron")
 
@@ -342,7 +342,7 @@ _ByRank = dict[Coordinates, Kept]
 
 
 def _optimizers(ranks: Ranks) -> tuple[_ByRank, tuple[dict[str, Any], ...], list[Inner], list[str]]:
-    """What the optimizers keep on each rank, the param groups, the optimizers, and notes."""
+    """The optimizers' state on each rank, the param groups, the optimizers, and notes."""
     found: _ByRank = {rank.coordinates: {} for rank in ranks.ranks}
     where = str(ranks.ranks[0].file.parent.parent)
     if not any("optimizer" in rank.saved for rank in ranks.ranks):
@@ -378,8 +378,8 @@ def _optimizers(ranks: Ranks) -> tuple[_ByRank, tuple[dict[str, Any], ...], list
 
 
 def _check_the_rest(ranks: Ranks) -> None:
-    """Read the tensors that have no use, so that damage to them is noticed, too: random states, and of LayerWise's
-    optimizers the share that the model's file repeats."""
+    """Read the tensors that are not used, to notice damage to them: random states, and, of LayerWise's optimizers, the
+    share that the model's file repeats."""
     used = {"model"} if is_layer_wise(ranks) else {"model", "optimizer"}
     for rank in ranks.ranks:
         for key, value in rank.saved.items():
@@ -397,7 +397,7 @@ def _tensors_in(value: Any) -> Iterator[LazyTensor]:
 
 
 def _notes(inners: Sequence[Inner], ranks: Sequence[Rank]) -> list[str]:
-    """What is in the files and not in the result."""
+    """Notes on content of the files that the result lacks."""
     notes = []
     if any(inner.others for inner in inners):
         notes.append("the loss scaler's state (grad_scaler) was left out")

@@ -26,11 +26,10 @@ _OF_EXPERTS = ".pre_mlp_layernorm."
 
 
 class Keys:
-    """Where each parameter of a model goes.
+    """The key and place of each parameter of a model.
 
     Layers are stacked if they are all alike, experts always. Norms have the names of Transformer Engine's fused
-    modules, also where the local spec is used; but in a layer with experts Transformer Engine keeps the norm before
-    them by itself.
+    modules, also for the local spec; but in a layer with experts, Transformer Engine has a separate norm before them.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], arguments: Mapping[str, Any]) -> None:
@@ -62,7 +61,7 @@ class Keys:
         return key, tuple(place)
 
     def stacks(self, tensors: Mapping[str, LazyTensor], prefix: str = "") -> dict[str, Boxes]:
-        """Tensors by names as torch_dist has them, by its keys. Raises CheckpointError where layers lack something."""
+        """Stacks of tensors, by torch_dist's keys. Raises CheckpointError if a layer lacks a tensor."""
         found: dict[str, dict[Place, LazyTensor]] = {}
         for name, tensor in tensors.items():
             key, place = self.place(name)
@@ -70,7 +69,7 @@ class Keys:
         return {key: stacked(parts, key) for key, parts in found.items()}
 
     def extra_states(self, names: Iterable[str]) -> dict[str, Any]:
-        """What linear modules of layers save beside their weights, by key: nothing, in a list."""
+        """The extra state of layers' linear modules, by key: a list with None."""
         found: dict[str, list[Place]] = {}
         for name in names:
             key, place = self.place(name)
@@ -95,7 +94,7 @@ _SCHEDULER = ("lr_warmup_steps", "num_steps", "lr_decay_style", "lr_decay_steps"
 
 
 def common(checkpoint: Checkpoint, arguments: Mapping[str, Any], version: str) -> dict[str, Any]:
-    """The dictionary that Megatron's ``load_checkpoint`` takes all but tensors from."""
+    """The dictionary from which Megatron's ``load_checkpoint`` takes everything but tensors."""
     metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if is_distributed(checkpoint, arguments, version):
         metadata["distrib_optim_sharding_type"] = "fully_reshardable"
@@ -114,9 +113,9 @@ def common(checkpoint: Checkpoint, arguments: Mapping[str, Any], version: str) -
 
 
 def arguments_of(checkpoint: Checkpoint, version: str) -> dict[str, Any]:
-    """Megatron's ``args``: the checkpoint's, and those that it lacks but loading needs, as far as they show.
+    """Megatron's ``args``: the checkpoint's, and missing ones that loading needs, as far as they can be inferred.
 
-    Raises CheckpointError where the number of attention heads is not known: no tensor tells it.
+    Raises CheckpointError if the number of attention heads is unknown, because no tensor implies it.
     """
     given = dict(checkpoint.arguments)
     if given.get("num_attention_heads") is None:

@@ -1,4 +1,4 @@
-"""Name maps: one table per family, the user's own as JSON, applied to a checkpoint in either direction."""
+"""Name maps: one table per family, users' own as JSON, applied to a checkpoint in either direction."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FAMILIES: Mapping[str, NameMap] = {each.target: each for each in _MAPS}
 
 
 def find(name: str) -> NameMap:
-    """A family's map by its name, or the user's by the path of a .json file. Raises CheckpointError for another."""
+    """A family's map by name, or the user's by the path of a .json file. Raises CheckpointError for any other."""
     if name in FAMILIES:
         return FAMILIES[name]
     if name.endswith(".json"):
@@ -34,10 +34,10 @@ def find(name: str) -> NameMap:
 def translate(
     checkpoint: Checkpoint, target: str, numbers: Numbers | None = None, *, source: str | None = None
 ) -> Checkpoint:
-    """The checkpoint under the names of ``target``, a family or a .json file, from those it has.
+    """The checkpoint under the names of ``target``, a family or a .json file.
 
-    ``source`` says in which vocabulary its names are, where the checkpoint itself does not know ("model"). From one
-    family to another goes through Megatron-core's names. Raises CheckpointError; see ``apply``.
+    ``source`` is the vocabulary of its names, if the checkpoint itself does not have it ("model"). Between two
+    families, names go through Megatron-core's. Raises CheckpointError; see ``apply``.
     """
     into = find(target)
     if source is not None:

@@ -1,4 +1,4 @@
-"""Rules matched with names and applied to a checkpoint, without reading a tensor."""
+"""Matches rules with names and applies them to a checkpoint, without reading a tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lwopt_backend.checkpoint.names.operations import OPERATIONS, stacked, unsta
 from lwopt_backend.checkpoint.names.rules import LAYERS, NameMap, Pattern, Rule, Values
 from lwopt_backend.config.options import suggestion
 
-# Which rule takes which names, and what it makes of them: the plan of a conversion, without any tensor.
+# Which rule takes which names and makes which: the plan of a conversion, without any tensor.
 
 SHOWN = 20  # problems that are listed
 
@@ -26,8 +26,8 @@ SHOWN = 20  # problems that are listed
 class Unit:
     """One use of a rule.
 
-    ``sources`` are names by place in the stack (one place if there is none), each as many as the rule has sources;
-    ``sizes`` are the stack's. ``values`` are those of the fields that both sides have, and of ``layers``.
+    ``sources`` are names by place in the stack (one place without a stack), one per source of the rule; ``sizes`` are
+    the stack's. ``values`` are those of the fields that both sides have, and of ``layers``.
     """
 
     rule: Rule
@@ -40,7 +40,7 @@ class Unit:
         return tuple(itertools.chain.from_iterable(self.sources))
 
     def targets(self, sizes: Sequence[int] = ()) -> tuple[tuple[str, ...], ...]:
-        """Names of what comes out, by place in a stack that is undone; ``sizes`` are its."""
+        """Names of the results, by place in a stack that is taken apart, with these ``sizes``."""
         places = itertools.product(*map(range, sizes))
         filled = [{**self.values, **dict(zip(self.rule.unstacked_over, place))} for place in places]
         return tuple(tuple(pattern.format(values) for pattern in self.rule.targets) for values in filled)
@@ -48,14 +48,14 @@ class Unit:
 
 @dataclass
 class _Found:
-    """What matched one rule under the same values of the fields that both sides have."""
+    """The names that matched one rule with the same values of the fields that both sides have."""
 
     values: dict[str, int | str]
     names: dict[tuple[int, ...], dict[int, str]] = field(default_factory=dict)  # by place, by number of the source
 
 
 def plan(names: NameMap, found: Iterable[str], numbers: Numbers) -> list[Unit]:
-    """Units for all names, in the order of their first. Raises CheckpointError that lists what does not fit."""
+    """Units for all names, in the order of their first name. Raises CheckpointError that lists what does not fit."""
     found = list(found)
     tied = HEAD not in found
     rules = [rule for rule in names.rules if rule.only in (None, "tied" if tied else "untied")]
@@ -104,7 +104,7 @@ def canonical(pairs: Sequence[tuple[Pattern, Pattern]], name: str) -> str:
 
 
 def _layers(values: Iterable[Mapping[str, int | str]], numbers: Numbers) -> int | None:
-    """How many layers there are. Raises CheckpointError if one is missing, or the given number is another."""
+    """The number of layers. Raises CheckpointError if one is missing, or if the given number differs."""
     seen = {int(each["layer"]) for each in values if "layer" in each}
     if not seen:
         return numbers.layers
@@ -149,7 +149,7 @@ def _units(rule: Rule, found: Sequence[_Found], numbers: Numbers, layers: int | 
 
 
 def _absent(rule: Rule, found: Sequence[_Found], layers: int | None, names: Sequence[str]) -> list[str]:
-    """Problems of a rule that is not optional: the names that it lacks."""
+    """Problems of a rule that is not optional: the names that are missing."""
     if rule.optional or not rule.sources:
         return []
     pattern = rule.sources[0]
@@ -161,13 +161,13 @@ def _absent(rule: Rule, found: Sequence[_Found], layers: int | None, names: Sequ
     return [f"{pattern.text!r} is missing for layer {number}" for number in range(layers) if number not in have]
 
 
-# What a conversion changes for Muon: which rows are orthogonalized together. Said in sentences, never silent.
+# What a conversion changes for Muon: which rows are orthogonalized together. Notes always say so.
 
-MOMENTUM = "momentum_buffer"  # what Muon keeps; a parameter without it is not Muon's
+MOMENTUM = "momentum_buffer"  # Muon's state; a parameter without it is not Muon's
 
 
 def sentences(checkpoint: Checkpoint, units: Sequence[Unit], numbers: Numbers) -> list[str]:
-    """What is orthogonalized otherwise after a conversion, and what sets it as it was. ``checkpoint`` is the source."""
+    """Sentences on what is orthogonalized differently after a conversion, and the options that restore it."""
     params, arguments = checkpoint.params, checkpoint.arguments
     kept = [unit for unit in units if unit.rule.targets]
     trained = [unit for unit in kept if any(MOMENTUM in params[name].states for name in unit.names)]
@@ -192,7 +192,7 @@ def sentences(checkpoint: Checkpoint, units: Sequence[Unit], numbers: Numbers) -
 
 
 def _sentence(checkpoint: Checkpoint, unit: Unit, numbers: Numbers) -> str | None:
-    """What to say of one unit; equal for all layers, so that they can be counted."""
+    """The sentence on one unit; equal for all layers, so that they can be counted."""
     source, kinds = unit.sources[0][0], set(unit.rule.do)
     split = checkpoint.arguments.get("muon_split_qkv")
     if "split_gate_up" in kinds:
@@ -223,7 +223,7 @@ def _sentence(checkpoint: Checkpoint, unit: Unit, numbers: Numbers) -> str | Non
 
 
 def _fused(checkpoint: Checkpoint, unit: Unit, numbers: Numbers) -> str | None:
-    """What to say of q, k and v that stay in one parameter."""
+    """The sentence on q, k and v that stay in one parameter."""
     split, name = checkpoint.arguments.get("muon_split_qkv"), unit.sources[0][0]
     if split is None:
         return None
@@ -262,11 +262,11 @@ def check_gated(arguments: Mapping[str, Any], units: Sequence[Unit]) -> None:
 
 
 def apply(names: NameMap, checkpoint: Checkpoint, numbers: Numbers | None = None) -> Checkpoint:
-    """The checkpoint in the map's target vocabulary; what is said of it is added to its notes.
+    """The checkpoint in the map's target vocabulary, with notes on what changed.
 
-    ``checkpoint.names`` must be the map's source. ``numbers`` that were given go before the map's own, and these
-    before what the checkpoint's arguments say. Nothing is read. Raises CheckpointError for names that do not fit, all
-    listed; for sizes that do not divide; for states that cannot follow their parameter.
+    ``checkpoint.names`` must be the map's source. Given ``numbers`` take precedence over the map's, and these over the
+    checkpoint's arguments. Reads no tensor. Raises CheckpointError for names that do not fit, listing all; for sizes
+    that do not divide; for states that cannot follow their parameter.
     """
     if checkpoint.names != names.source:
         raise CheckpointError(
@@ -318,7 +318,7 @@ def _check_arguments(names: NameMap, checkpoint: Checkpoint) -> None:
 
 
 def _arguments(names: NameMap, arguments: Mapping[str, Any], unchanged: Mapping[str, str]) -> dict[str, Any]:
-    """With ``matrices`` under the new names. A parameter that was split, joined or permuted loses its entry."""
+    """The arguments, with ``matrices`` by new names. A parameter that is split, joined or permuted loses its entry."""
     known = {canonical(names.aliases, name): matrices for name, matrices in (arguments.get(MATRICES) or {}).items()}
     renamed = {unchanged[name]: matrices for name, matrices in known.items() if name in unchanged}
     rest = {key: value for key, value in arguments.items() if key != MATRICES}
@@ -355,7 +355,7 @@ def _made(source: Checkpoint, unit: Unit, numbers: Numbers) -> dict[str, Param]:
 
 
 def _moved(unit: Unit, tensors: Sequence[LazyTensor], numbers: Numbers) -> list[list[LazyTensor]]:
-    """The tensors that come out: a list for each place of a stack that is taken apart, with one for every target."""
+    """The resulting tensors: for each place of a stack that is taken apart, a list with one for every target."""
     rule, width = unit.rule, len(unit.rule.sources)
     if rule.unstacked_over:
         items = list(zip(*(unstacked(tensor, len(rule.unstacked_over)) for tensor in tensors), strict=True))
@@ -372,7 +372,7 @@ def _moved(unit: Unit, tensors: Sequence[LazyTensor], numbers: Numbers) -> list[
 
 
 def _keys(unit: Unit, params: Sequence[Param]) -> list[str]:
-    """ "weight" and the states' keys; the same, with the same counters, of all that are joined."""
+    """The key ``weight`` and the states' keys; these and the counters must be equal for parameters that are joined."""
     first = params[0]
     for name, param in zip(unit.names, params):
         pairs = [("tensors", sorted(first.tensors), sorted(param.tensors)), ("steps", first.step, param.step)]
@@ -386,7 +386,7 @@ def _keys(unit: Unit, params: Sequence[Param]) -> list[str]:
 
 
 def _check_movable(unit: Unit, params: Sequence[Param]) -> None:
-    """Raises CheckpointError for a state that is not as large as its parameter."""
+    """Raises CheckpointError for a state that does not have its parameter's shape."""
     for name, param in zip(unit.names, params):
         other = [f"{key!r} of shape {state.shape}" for key, state in param.states.items() if state.shape != param.shape]
         other += ["what a rule keeps of its matrices (owner_states)"] if param.owner_states else []
@@ -398,7 +398,7 @@ def _check_movable(unit: Unit, params: Sequence[Param]) -> None:
 
 
 def _sizes(unit: Unit, param: Param, numbers: Numbers) -> tuple[int, ...]:
-    """The sizes of a stack that is taken apart. Raises CheckpointError if another number was expected."""
+    """The sizes of a stack that is taken apart. Raises CheckpointError if they differ from the known numbers."""
     sizes = param.shape[: len(unit.rule.unstacked_over)]
     known = {"layer": numbers.layers, "expert": numbers.experts}
     for name, size in zip(unit.rule.unstacked_over, sizes):
@@ -412,7 +412,7 @@ def _sizes(unit: Unit, param: Param, numbers: Numbers) -> tuple[int, ...]:
 def _extras(
     names: NameMap, checkpoint: Checkpoint, renames: dict[str, str]
 ) -> tuple[dict[str, str], dict[str, LazyTensor], list[str]]:
-    """Tied names and buffers in the target's vocabulary, and the names that have none there."""
+    """Tied names and buffers in the target's vocabulary, and the names without a counterpart."""
     tied, buffers, lost = {}, {}, []
     for name, target in checkpoint.tied.items():
         new, kept = _renamed(names, name), renames.get(canonical(names.aliases, target))
@@ -430,7 +430,7 @@ def _extras(
 
 
 def _renamed(names: NameMap, name: str) -> str | None:
-    """The name by a rule that takes one and makes one, or None."""
+    """The new name by a rule with one source and one target, or None."""
     name = canonical(names.aliases, name)
     for rule in names.rules:
         values = rule.sources[0].match(name) if len(rule.sources) == 1 else None

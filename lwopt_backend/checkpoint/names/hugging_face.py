@@ -26,7 +26,7 @@ EMBEDDINGS: tuple[Rule, ...] = (
 
 
 def gated(source: str, target: str) -> Rule:
-    """For gate and up, the words for "{}" in ``target``."""
+    """A rule that splits gate and up, whose words replace "{}" in ``target``."""
     return rule(source, [target.replace("{}", part) for part in ("gate", "up")], "split_gate_up", optional=True)
 
 

@@ -1,6 +1,6 @@
 """What rules do to tensors: split, join, permute, transpose, and pad or cut the vocabulary. All without reading them.
 
-Nothing here computes with elements, so that the same is right for a weight and for every state of its shape.
+Nothing here computes with elements, so an operation on a weight is also right for every state of its shape.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Tensors = Sequence[LazyTensor]
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Makes ``gives`` tensors of ``takes``; ``back`` is the name of the operation that undoes it."""
+    """Makes ``gives`` tensors from ``takes``; ``back`` is the name of the inverse operation."""
 
     takes: int
     gives: int
@@ -29,7 +29,7 @@ class Operation:
 
 
 def _split_qkv(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
-    """Megatron's rows, group by group q, k, v, as three: all q, all k, all v."""
+    """Split Megatron's rows (q, k, v group by group) into three tensors: all q, all k, all v."""
     fused = tensors[0]
     qkv = qkv_of_fused(numbers, fused.shape[0], fused.where)
     total, parts, start = sum(qkv.sizes), [], 0
@@ -60,7 +60,7 @@ def _divided(fused: LazyTensor, numbers: Numbers, ranks: int) -> QKV:
 
 
 def _qkv_blocks(tensors: Tensors, numbers: Numbers, ranks: int = 1) -> list[LazyTensor]:
-    """Group by group q, k, v as all q, all k, all v; for each of ``ranks`` again."""
+    """Reorder q, k, v group by group into all q, all k, all v; separately for each of ``ranks``."""
     return [_regrouped(tensors[0], _divided(tensors[0], numbers, ranks), ranks)]
 
 
@@ -72,7 +72,7 @@ def _qkv_groups(tensors: Tensors, numbers: Numbers, ranks: int = 1) -> list[Lazy
 
 
 def _regrouped(fused: LazyTensor, qkv: QKV, groups: int) -> LazyTensor:
-    """Rows that lie as ``qkv`` says, in so many groups instead."""
+    """Reorder rows that ``qkv`` describes into ``groups`` groups."""
 
     def function(whole: Tensor) -> Tensor:
         parts = whole.unflatten(0, (qkv.groups, -1)).split(qkv.sizes, dim=1)
@@ -83,7 +83,7 @@ def _regrouped(fused: LazyTensor, qkv: QKV, groups: int) -> LazyTensor:
 
 
 def _qkv_to_layout(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
-    """As the option ``qkv_layout`` says, which has no default."""
+    """The rows in the order of the option ``qkv_layout``, which has no default."""
     return list(tensors) if _grouped(tensors, numbers) else _qkv_blocks(tensors, numbers, numbers.qkv_ranks)
 
 
@@ -116,7 +116,7 @@ def _join_gate_up(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
 
 
 def _transpose(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
-    """A matrix, or each of a stack; a bias stays."""
+    """Transpose a matrix, or each of a stack; a bias stays."""
     tensor = tensors[0]
     if len(tensor.shape) < 2:
         return [tensor]
@@ -157,13 +157,13 @@ OPERATIONS: Mapping[str, Operation] = {
 
 
 def stacked(tensors: Tensors, sizes: Sequence[int]) -> LazyTensor:
-    """In one, with these leading dimensions; the last of them varies first in ``tensors``."""
+    """One tensor with these leading dimensions; the last of them varies fastest in ``tensors``."""
     _check_alike(tensors)
     return end_to_end(tensors, (*sizes, *tensors[0].shape))
 
 
 def unstacked(tensor: LazyTensor, leading: int) -> list[LazyTensor]:
-    """The slices of so many leading dimensions, each of which reads no more than itself where the file allows it."""
+    """The slices along the leading dimensions, each read alone if the file allows it."""
     shape = tensor.shape[leading:]
     size = math.prod(shape)
     starts = [number * size for number in range(math.prod(tensor.shape[:leading]))]
@@ -171,7 +171,7 @@ def unstacked(tensor: LazyTensor, leading: int) -> list[LazyTensor]:
 
 
 def _gathered(tensor: LazyTensor, ranges: Sequence[tuple[int, int]]) -> LazyTensor:
-    """Rows of these ranges, one after the other; only they are read where the file allows it."""
+    """The rows of these ranges, concatenated; only they are read if the file allows it."""
     inner = tensor.shape[1:]
     shape, width = (sum(stop - start for start, stop in ranges), *inner), math.prod(inner)
     if tensor.read_range is None:
@@ -180,7 +180,7 @@ def _gathered(tensor: LazyTensor, ranges: Sequence[tuple[int, int]]) -> LazyTens
 
 
 def _check_alike(tensors: Tensors, first_dimension: bool = True) -> None:
-    """Raises CheckpointError unless these can lie in one tensor."""
+    """Raises CheckpointError unless these tensors can be joined into one."""
     first = tensors[0]
     skipped = 0 if first_dimension else 1
     for other in tensors[1:]:

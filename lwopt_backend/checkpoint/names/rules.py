@@ -29,9 +29,9 @@ Values = Mapping[str, "int | str"]
 
 @dataclass(frozen=True)
 class Pattern:
-    """A name with fields in braces. Raises ValueError for a field that is none of these three.
+    """A name with fields in braces. Raises ValueError for any other field.
 
-    - ``{layer}``, ``{layer+2}``: a number; in the name it is as much larger as is written.
+    - ``{layer}``, ``{layer+2}``: a number, which is larger in the name by the number after the plus.
     - ``{weight|bias}``: one of these words. The text in the braces is the field's name.
     - ``{*}``: any text.
     """
@@ -73,7 +73,7 @@ class Pattern:
         return values
 
     def format(self, values: Values) -> str:
-        """The name with these values; it may have more of them."""
+        """The name with these values, of which there may be more."""
 
         def filled(found: re.Match[str]) -> str:
             base, offset = _base(found[1])
@@ -83,31 +83,30 @@ class Pattern:
         return _FIELD.sub(filled, self.text)
 
     def glob(self, values: Values) -> str:
-        """The same for any numbers: ``decoder.layers.*.mlp.linear_fc2.weight``."""
+        """The name for any numbers: ``decoder.layers.*.mlp.linear_fc2.weight``."""
         return _FIELD.sub(lambda found: "*" if _base(found[1])[1] is not None else str(values[found[1]]), self.text)
 
 
 def _base(field: str) -> tuple[str, int | None]:
-    """The field's name, and by how much a number is larger in the name; None if it is no number."""
+    """The field's name, and the offset of its number in the name; None if it is not a number."""
     number = _NUMBER.fullmatch(field)
     return (number[1], int(number[2] or 0)) if number else (field, None)
 
 
-# Name maps as data: rules from names to names with what is done to the tensors; the way back follows from them.
+# Name maps as data: rules from names to names, with operations on the tensors; the inverse map follows from them.
 
 LAYERS = "layers"  # in a pattern not a field, but how many there are: ``{layers+2}.weight``
 
 
 @dataclass(frozen=True)
 class Rule:
-    """``sources``, by ``do``, become ``targets``; without targets they are dropped.
+    """``sources`` become ``targets`` by ``do``; without targets they are dropped.
 
     A number that only sources have is stacked over, after ``do``; one that only targets have is unstacked, before it.
-    The stack's dimensions lead, in the order of the numbers in the name. Raises ValueError for a rule that makes no
-    sense.
+    The stack's dimensions lead, in the order of the numbers in the name. Raises ValueError for an inconsistent rule.
 
-    - ``optional``: nothing is wrong if there is no such name; else every layer must have it.
-    - ``only``: only for models whose output layer is tied to the embedding, or is not; ignored on the way back.
+    - ``optional``: the names may be missing; otherwise every layer must have them.
+    - ``only``: for models whose output layer is tied to the embedding, or is not; ignored by the inverse.
     """
 
     sources: tuple[Pattern, ...]
@@ -163,7 +162,7 @@ def fields_of(pattern: Pattern) -> tuple[str, ...]:
 
 
 def _only_in(side: tuple[Pattern, ...], other: tuple[Pattern, ...]) -> tuple[str, ...]:
-    """Fields of the one side that the other has not, where there is another."""
+    """Fields of one side that the other, if it has any, lacks."""
     if not side or not other:
         return ()
     return tuple(name for name in fields_of(side[0]) if name not in fields_of(other[0]))
@@ -171,12 +170,12 @@ def _only_in(side: tuple[Pattern, ...], other: tuple[Pattern, ...]) -> tuple[str
 
 @dataclass(frozen=True)
 class NameMap:
-    """From the vocabulary ``source`` to ``target``; the first rule that fits a name counts.
+    """From the vocabulary ``source`` to ``target``; the first rule that fits a name is used.
 
-    - ``aliases``: other spellings of the source's names; ``target_aliases``: of the target's, used on the way back.
-    - ``refused``: values of Megatron's arguments under which the other side's weights would mean something else,
-      and why.
-    - ``numbers``: used where none is given.
+    - ``aliases``: other spellings of the source's names; ``target_aliases``: of the target's, for the inverse.
+    - ``refused``: values of Megatron's arguments with which weights of the other side would mean something else, and
+      why.
+    - ``numbers``: used if none are given.
     """
 
     source: str
@@ -193,12 +192,12 @@ class NameMap:
 
 
 def rule(source: str | Sequence[str], target: str | Sequence[str], *do: str, **options: Any) -> Rule:
-    """As tables write it; ``options`` are Rule's."""
+    """A rule from strings, as in tables; ``options`` are Rule's."""
     return Rule(_patterns(source), _patterns(target), do, **options)
 
 
 def renamed(pairs: Mapping[str, str]) -> tuple[Rule, ...]:
-    """Rules for names that may be there and are only spelled differently."""
+    """Optional rules for names that are only spelled differently."""
     return tuple(rule(source, target, optional=True) for source, target in pairs.items())
 
 
