@@ -75,7 +75,7 @@ C = TypeVar("C", bound=HostConfig)
 
 
 class Sharing(NamedTuple):
-    """The arguments that say which ranks share a plain model's parameters."""
+    """The arguments about which ranks share a plain model's parameters."""
 
     process_group: Any = None
     expert_params: Sequence[str] = ()
@@ -84,7 +84,7 @@ class Sharing(NamedTuple):
 
 
 class Given(NamedTuple):
-    """The arguments that say which rules train a model, with which options."""
+    """The arguments about which rules train a model, with which options."""
 
     matrix: str | Mapping[str, Any]
     lr: float | None

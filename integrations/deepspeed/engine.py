@@ -127,7 +127,7 @@ def sub_group_tensors(param: Tensor) -> list[Tensor]:
 
 
 def stored_part(param: Tensor, rank: int, sub_group: int) -> Fragment | None:
-    """The part of ``param`` that ZeRO-3 says this rank stores in the flat tensor of ``sub_group``."""
+    """The part of ``param`` that this rank stores in the flat tensor of ``sub_group``, according to ZeRO-3."""
     partitioned: Any = param  # DeepSpeed puts attributes on it
     zero = partitioned._z3_optimizer
     found, offset, size = zero.grad_position[zero.get_param_id(param)]
@@ -139,7 +139,7 @@ def stored_part(param: Tensor, rank: int, sub_group: int) -> Fragment | None:
 
 
 def stored_fragment(param: Tensor, rank: int) -> Fragment | None:
-    """The fragment of ``param`` that DeepSpeed says this rank stores in its flat partition."""
+    """The fragment of ``param`` that this rank stores in its flat partition, according to DeepSpeed."""
     mapping = param._hp_mapping  # type: ignore[attr-defined]
     if mapping is None:
         return None

@@ -173,7 +173,7 @@ def _contiguous(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 T = TypeVar("T")
 WEIGHT = "weight"
 MASTER = "fp32"  # the key of master weights, as in DeepSpeed's universal format
-LONGEST_NAME = 1000  # characters of a parameter's name or key; bounds the time of taking names apart
+LONGEST_NAME = 1000  # characters of a parameter's name or key; bounds the time of parsing names
 MATRICES = "matrices"  # the argument with each parameter's matrices, in order: which elements they have
 
 

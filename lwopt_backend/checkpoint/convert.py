@@ -204,7 +204,7 @@ def _muon(group: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, A
         more = _of_deepspeed(_of_ds_config(arguments))
     elif "muon" in str(arguments.get("optimizer")):
         more = _of_megatron(arguments)
-    elif "ns_coefficients" in group:  # torch.optim.Muon's groups say it all
+    elif "ns_coefficients" in group:  # torch.optim.Muon's groups have all options
         names = ("nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
         more = {key: group[key] for key in names if key in group}
     else:

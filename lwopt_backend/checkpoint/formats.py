@@ -52,7 +52,7 @@ def read(path: Path, format: str = AUTO) -> Checkpoint:
 
 
 def _hint(path: Path) -> str:
-    """What is missing, if that can be told."""
+    """A hint at what is missing, if that is known."""
     for name in POINTERS:
         if (path / name).is_file():
             return f": its file {name} names {(path / name).read_bytes()[:100]!r}, where there is none; copy all of it"

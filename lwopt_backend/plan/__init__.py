@@ -1,4 +1,4 @@
-"""Plans: who owns which matrix, and which elements travel.
+"""Plans: who owns which matrix, and which elements are exchanged.
 
 Pure functions of names and shapes, standard library only. Every rank computes the same plan on its own;
 nothing here reads a tensor, a process group or the clock.

@@ -278,8 +278,8 @@ class FlatPartition(Partition):
         p0 p0 p0 p0 | p0 p1 p1 p1 | p1 p2 __ __        world_size 3, partition_numel 4, 2 elements of padding
            rank 0        rank 1        rank 2
 
-    A parameter lies in one contiguous fragment on each rank it touches. Offsets are exact integers, so the
-    storage of every rank is known on every rank without a message.
+    A parameter has one contiguous fragment on each rank that it touches. Offsets are exact integers, so every
+    rank knows the storage of all ranks without a message.
     """
 
     world_size: int
@@ -479,7 +479,7 @@ class BlockPartition(Blocks):
 
     def views(self, index: int, rank: int) -> tuple[View, ...]:
         """Views of the fragment of block ``index`` in the flat tensor of ``rank``, in order; none if it is empty."""
-        if (index, rank) not in self._views:  # asked for in every step
+        if (index, rank) not in self._views:  # used in every step
             part = self.storage.fragment(self.params[index], rank)
             found = () if part is None else range_views(self.blocks[index], part.start, part.stop, part.offset)
             self._views[index, rank] = found

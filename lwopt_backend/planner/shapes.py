@@ -198,7 +198,7 @@ def read_shapes_json(path: str | os.PathLike[str], training: Training | None = N
     ``training`` has the rules. Raises ValueError with the file, the entry, what was expected and what was found.
     """
     path = Path(path)
-    entries = read_json(path, FORM, objects=tuple)  # an object comes as a tuple of pairs, a list stays a list
+    entries = read_json(path, FORM, objects=tuple)  # an object becomes a tuple of pairs, a list stays a list
     if not isinstance(entries, (list, tuple)) or not entries:
         found = "no entry" if entries in ([], ()) else repr(entries)
         raise ValueError(f"{path}: expected {FORM}, found {found}; list the model's parameters")
@@ -232,7 +232,7 @@ def _checked(entry: Any, pair: type[list[Any]] | type[tuple[Any, ...]], where: s
     return name, shape
 
 
-# Which rules a model is read for, and what they train of it where there are names and shapes only.
+# The rules for which a model is read, and what they train if only names and shapes are known.
 
 
 @dataclass(frozen=True)

@@ -250,7 +250,7 @@ def _plan_stage(index: int, dense: Share, spread: Share | None, deployment: Depl
     planned: list[Planned] = []
     base = None
     if spread is not None:
-        # Experts bring their own ranks; a group size that the user gave is the dense buffer's.
+        # Experts have their own ranks; a group size that the user gave is the dense buffer's.
         own = setting.owned(group_size=None) if isinstance(setting.config, OwnedConfig) else setting
         experts = plan_share("experts", spread, deployment.expert_dp, own)
         planned.append(experts)

@@ -1,4 +1,4 @@
-"""Ranks agree before they go on: an error on one is an error on all."""
+"""Ranks report decisions and errors before they continue: an error on one rank is raised on all."""
 
 from __future__ import annotations
 

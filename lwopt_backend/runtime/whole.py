@@ -58,7 +58,7 @@ class Storage:
 
 
 class FlatLayout(Protocol):
-    """Where matrices lie in a rank's flat tensor."""
+    """Where matrices are in a rank's flat tensor."""
 
     def views(self, index: int, rank: int) -> Sequence[View]:
         """The views of the rank's fragment of matrix ``index``, in order."""

@@ -1,1 +1,1 @@
-"""How a host holds parameters, one file for each way: what a rank steps and what it saves."""
+"""How each engine stores parameters: what a rank steps, and what it saves."""

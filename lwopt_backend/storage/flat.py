@@ -189,7 +189,7 @@ def _state_bytes(group: Mapping[str, Any], layout: HostLayout, matrices: MatrixP
     return tuple(state_nbytes(numel, group) for numel in numels)
 
 
-# Steps of planned parameters, whose state lies in flat tensors on this rank.
+# Steps of planned parameters, whose state is in flat tensors on this rank.
 
 
 class UnitStepper:

@@ -71,7 +71,7 @@ def check_sharded(params: Iterable[Tensor]) -> None:
 
 
 def same(some: list[Any], others: list[Any]) -> bool:
-    """Whether two lists hold the same objects; tensors cannot be compared by ``==``."""
+    """Whether two lists have the same objects; tensors cannot be compared by ``==``."""
     return len(some) == len(others) and all(a is b for a, b in zip(some, others))
 
 

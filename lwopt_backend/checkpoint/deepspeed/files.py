@@ -391,7 +391,7 @@ def read_as_it_lay(state: Any) -> Any:
         tensor, stride = state.read(), state.stride
         if stride is None or stride == tensor.stride() or 0 in stride:
             return tensor
-        # The bits of a matrix product depend on how its factors lie in memory.
+        # The bits of a matrix product depend on its factors' memory layout.
         return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor)
     if isinstance(state, dict):
         return {key: read_as_it_lay(value) for key, value in state.items()}

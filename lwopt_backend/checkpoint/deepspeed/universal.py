@@ -35,7 +35,7 @@ from lwopt_backend.checkpoint.files.torch_saving import save, save_as_it_lies
 
 POINTER = "latest_universal"
 OWNERS = "owner_state"  # the folder beside "zero"
-OURS = "lwopt"  # the key in optimizer_state.pt under which our writer says what the format has no place for
+OURS = "lwopt"  # the key in optimizer_state.pt for what the format has no place for
 
 
 def recognises(path: Path) -> bool:
@@ -69,7 +69,7 @@ def _read(tag: Path) -> Checkpoint:
     folders = {name for name in ds.names_in(tag / "zero") if (tag / "zero" / name).is_dir()}
     listed = [name for name in (*ours.get("params", ()), *states.module) if name in folders]
     for name in dict.fromkeys((*listed, *sorted(folders))):
-        for key in ours.get("files", {}).get(name, ()):  # what our writer says it wrote
+        for key in ours.get("files", {}).get(name, ()):  # the files that our writer has listed
             file = tag / OWNERS / f"{name}.pt" if key == OWNERS else tag / "zero" / name / f"{key}.pt"
             if not file.is_file():
                 raise CheckpointError(f"{file} is missing; copy the whole folder again")
@@ -181,7 +181,7 @@ def state_in(saved: Any, shape: tuple[int, ...] | None, file: Path) -> LazyTenso
 # ``param_groups``, stage 3 ``optimizer_state_dict`` and another file of model states. The loss scaler, an object of a
 # class of DeepSpeed, is left out, and begins anew there; our own key has its numbers.
 
-LOADER_VERSION = "0.19.8"  # whose loader this is made for; it asks for a version of 0.3.17 or later
+LOADER_VERSION = "0.19.8"  # the version whose loader this fits; the loader requires version 0.3.17 or later
 UNIVERSAL_VERSION = 0.4  # DeepSpeed's UNIVERSAL_CHECKPOINT_VERSION_VALUE
 
 

@@ -26,7 +26,7 @@ from lwopt_backend.runtime.state import CHECKPOINT_KEY
 # Read in 0.19.8.
 
 BUFFER = "momentum_buffer"
-OfRanks = list[tuple[Path, Mapping[str, Any]]]  # the files of the optimizer's state with what they hold
+OfRanks = list[tuple[Path, Mapping[str, Any]]]  # the files of the optimizer's state, with their content
 
 
 def read_partitions(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
@@ -94,8 +94,8 @@ def _has_whole_momentum(
 # At stages 1 and 2 a rank's file has the pieces of parameters that it owns, each in a group of its own; at stage 0 the
 # file of model states has everything whole. Both name parameters, and say which matrices are in them.
 
-MARK = "lwopt.owned"  # the key by which a checkpoint says what it is
-READABLE = ("exp_avg", "exp_avg_sq")  # that DeepSpeed's converter asks for, put last where the rule has none
+MARK = "lwopt.owned"  # the key of a checkpoint's description of itself
+READABLE = ("exp_avg", "exp_avg_sq")  # required by DeepSpeed's converter, and last if the rule has none
 
 
 def read_owned(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:

@@ -103,7 +103,7 @@ def load(
         raise CheckpointError(f"{where} cannot be unpickled ({reason}); is it whole?") from error
 
 
-class _Unpickler(pickle._Unpickler):  # the one in Python: the one in C cannot be told what to fill and to call
+class _Unpickler(pickle._Unpickler):  # the one in Python, because the one in C does not let us restrict fills and calls
     proto: int
     stack: list[Any]
     append: Callable[[Any], None]

@@ -102,7 +102,7 @@ def check_states(states: States, weights: Mapping[str, LazyTensor]) -> None:
                 raise CheckpointError(f"{tensor.where}: master weight of {name}: expected fp32, found {tensor.dtype}")
 
 
-# The order of Megatron-core's modules, for files that do not tell it: that of ``GPTModel.named_parameters()``.
+# The order of Megatron-core's modules, for files without it: that of ``GPTModel.named_parameters()``.
 
 _IN_LAYER = re.compile(r"decoder\.layers\.\d+\.((?:mlp\.experts\.local_experts\.\d+\.)?(.+))")
 _BEFORE = ("embedding.word_embeddings", "embedding.position_embeddings", "embedding.tokentype_embeddings")

@@ -201,7 +201,7 @@ def _states(buffer: Mapping[str, Any], layout: Sequence[Bucket], where: str) -> 
     return found
 
 
-# Whole parameters out of what Megatron's tensor, pipeline and expert parallel ranks hold of them.
+# Whole parameters from the parts that Megatron's tensor, pipeline and expert parallel ranks store.
 
 Pair = tuple[str, LazyTensor, LazyTensor]
 _PLACES = ("embedding.", "decoder.layers.", "decoder.", "")
