@@ -67,7 +67,7 @@ def install(types: Mapping[str, Callable[..., Any]], classes: Iterable[type[torc
 
 
 def param_alignment(engine: DeepSpeedEngine, params: Sequence[Tensor]) -> int:
-    """The elements that every start in ZeRO-1/2 is a multiple of; compared with ``_hp_mapping`` at the first step."""
+    """The alignment, in elements, of ZeRO-1/2's parameter starts; compared with ``_hp_mapping`` at the first step."""
     if engine.zero_parameter_alignment() and not uses_bf16_optimizer(engine):
         return 16 // math.gcd(16, params[0].element_size())
     return 1

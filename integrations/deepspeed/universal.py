@@ -229,7 +229,7 @@ class EngineStore(StateStore, Protocol):
     """The ``StateStore`` of an engine, with what loading needs besides ``put``."""
 
     def take_owner_states(self, states: OwnerStates) -> None:
-        """Replace the owner state of this rank's matrices; those missing in ``states`` start without."""
+        """Replace the owner state of this rank's matrices; those missing in ``states`` start fresh."""
 
     def publish(self) -> None:
         """Copy changed weights into the module's parameters. Called on all ranks."""

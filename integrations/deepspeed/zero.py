@@ -128,7 +128,7 @@ class ZeROStore:
         return found
 
     def take_owner_states(self, states: OwnerStates) -> None:
-        """Replace the owner state of this rank's matrices; those missing in ``states`` start without."""
+        """Replace the owner state of this rank's matrices; those missing in ``states`` start fresh."""
         for plan, (stepper, _) in zip(self._binding.plans, self._stepped):
             if stepper.matrices is None:
                 continue

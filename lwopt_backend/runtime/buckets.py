@@ -82,7 +82,7 @@ class PartsPending:
             self.pending.wait()
 
     def sum(self, dtype: torch.dtype) -> Tensor:
-        """Wait; returns this rank's part, summed over all ranks in rank order, in a ledger tensor that the caller
+        """Wait; returns this rank's part, summed over all ranks in rank order, as a ledger tensor that the caller
         frees.
 
         One of the first two tensors takes the sum if it has ``dtype``: their order does not matter. A view of a larger

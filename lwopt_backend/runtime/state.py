@@ -315,7 +315,7 @@ class OwnerState:
         return {}
 
     def held(self) -> Mapping[int, dict[str, Any]]:
-        """The state of every atom, except that of trial steps."""
+        """The state of every atom, without what trial steps created."""
         return {atom: state for atom, state in self._held.items() if atom not in self._tried}
 
     def make(self, atoms: Iterable[int], rules: Sequence[MatrixRule]) -> None:

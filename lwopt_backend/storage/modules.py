@@ -184,7 +184,7 @@ class CopyPart:
 
 
 def part_of(optimizer: Any) -> Part:
-    """The part of an optimizer. Raises TypeError or ValueError for an object or an optimizer that has none."""
+    """The part for an optimizer. Raises TypeError or ValueError if it is no optimizer, or cannot be one of several."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, or None on ranks without it; found {optimizer!r}")
     if isinstance(optimizer, OwnedOptimizer):

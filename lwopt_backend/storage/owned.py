@@ -206,7 +206,7 @@ class OwnedStepper:
         return {place: held[atom] for place, atom in self._atoms_of[number].items() if atom in held}
 
     def take_owner_states(self, number: int, states: Mapping[int, Mapping[str, Any]]) -> None:
-        """Replace the owner state of a member's matrices; those missing in ``states`` start without."""
+        """Replace the owner state of a member's matrices; those missing in ``states`` start fresh."""
         self._whole.owner_state.take({atom: states.get(place) for place, atom in self._atoms_of[number].items()})
 
     def owner_tensors(self, number: int, groups: Groups) -> dict[str, Tensor]:

@@ -81,7 +81,7 @@ class OwnedStore:
         return state_pieces(self._core)
 
     def take_owner_states(self, states: OwnerStates) -> None:
-        """Replace the owner state of this rank's matrices; those missing in ``states`` start without."""
+        """Replace the owner state of this rank's matrices; those missing in ``states`` start fresh."""
         for piece in state_pieces(self._core):
             self._core.stepper.take_owner_states(piece.member, states.get(self.params[piece.member].name, {}))
 

@@ -400,7 +400,7 @@ def _part_size(numel: int, shards: int, multiple: int) -> int:
 
 
 def _end_to_end(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Parts of these sizes; those that are no multiple of the alignment are last, so that they shift no other."""
+    """Parts of these sizes; sizes that are no multiple of the alignment come last, so that they shift no other part."""
     parts = [(0, 0)] * len(sizes)
     end = 0
     for rank in sorted(range(len(sizes)), key=lambda r: sizes[r] % ALIGNMENT > 0):
