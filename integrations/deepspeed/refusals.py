@@ -23,18 +23,23 @@ def reasons_to_refuse(engine: DeepSpeedEngine, param_groups: list[dict[str, Any]
 
 def _stage(engine: DeepSpeedEngine) -> list[str]:
     dtype = engine.get_data_types()[0]
-    before_0_19_8 = Version(deepspeed.__version__) < Version("0.19.8")
-    if engine.zero_optimization_stage() == 3 and engine.device.type == "cpu" and before_0_19_8:
-        return [
-            f"zero_optimization.stage is 3 on a CPU, where DeepSpeed {deepspeed.__version__} uses parameters before "
-            f"all of them are gathered; run: {install_command('deepspeed', f'>=0.19.8,<{BEFORE}')}"
-        ]
-    if engine.zero_optimization_stage() == 0 and uses_bf16_optimizer(engine):
+    stage, on_cpu = engine.zero_optimization_stage(), engine.device.type == "cpu"
+    if on_cpu and Version(deepspeed.__version__) < Version("0.19.8"):
+        this = f"on a CPU, where DeepSpeed {deepspeed.__version__}"
+        mend = f"run: {install_command('deepspeed', f'>=0.19.8,<{BEFORE}')}"
+        if stage == 3:
+            return [f"zero_optimization.stage is 3 {this} uses parameters before all of them are gathered; {mend}"]
+        if stage in (1, 2) and not engine.zero_contiguous_gradients():
+            return [
+                f"zero_optimization.contiguous_gradients is false {this} does not reduce gradients; set it to true, "
+                f"or {mend}"
+            ]
+    if stage == 0 and uses_bf16_optimizer(engine):
         return [
             "zero_optimization.stage is 0 and the pipeline is trained in bfloat16, where DeepSpeed saves one rank's "
             "part of the state and cannot load it again; use stage 1, which shards alike"
         ]
-    if engine.zero_optimization_stage() > 0 or dtype == torch.float32:
+    if stage > 0 or dtype == torch.float32:
         return []
     return [
         f"zero_optimization.stage is 0 and the model is trained in {str(dtype).removeprefix('torch.')}, for which "
