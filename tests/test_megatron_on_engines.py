@@ -30,7 +30,7 @@ from lwopt_backend.integrations.deepspeed import universal as loading
 from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
 from tests import megatron_dist
 from tests.checkpoint_engines import without_compiling
-from tests.command_line import SAMPLES, succeeds
+from tests.command_line import SAMPLES, succeeds, torch_dist
 from tests.fsdp2 import mesh_of
 from tests.ranks import RankPool
 from tests.rule_steps import Trained, rule_of
@@ -188,15 +188,10 @@ MUON_ARGUMENTS = {
 
 
 def small_megatron(folder: Path, muon: bool) -> Source:
-    """With torch's own DCP writer, in Megatron 0.16's layout."""
     arguments = {"num_attention_heads": 4, "num_query_groups": 2, "bf16": True, **MUON_ARGUMENTS}
-    known = megatron_dist.truth(muon)
-    for states in known.values():
-        if "exp_avg_sq" in states:
-            states["exp_avg_sq"].abs_()
-    place = folder / "megatron" / "iter_0000007"
-    megatron_dist.write(place, megatron_dist.Setup(muon=muon, arguments=arguments), known)
-    states = {name: {k: tensor for k, tensor in of.items() if k != "weight"} for name, of in known.items()}
+    place = torch_dist(folder / "megatron", muon, arguments=arguments)
+    known = megatron_dist.truth(muon).items()
+    states = {name: {k: tensor for k, tensor in of.items() if k != "weight"} for name, of in known}
     rates = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}, {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8}
     return Source(place, folder / "universal", states, 7, *rates)
 
