@@ -62,17 +62,6 @@ def differing(a: Path, b: Path, *options: object) -> dict[str, Any]:
 # Genuine checkpoints of Megatron's
 
 
-@pytest.mark.parametrize("source", genuine())
-def test_genuine_checkpoints_lose_nothing_on_a_round_trip_over_all_formats(tmp_path: Path, source: Path) -> None:
-    way = [source, *(tmp_path / step for step in ("universal", "dcp", "universal2", "megatron"))]
-    version = ("--megatron-version", "0.19" if "_tp2_" in source.name or "_pp2_" in source.name else "0.16")
-    for before, after in zip(way, way[1:]):
-        target = after.name.rstrip("2")
-        succeeds("convert", before, after, "--to", target, *(version if target == "megatron" else ()))
-        found = differing(source, after)
-        assert found["different"] == [] and found["equal"] > 30
-
-
 @pytest.mark.parametrize("source", genuine(bad=True))
 def test_the_bad_checkpoint_is_refused_with_the_reason(tmp_path: Path, source: Path) -> None:
     said = refused("convert", source, tmp_path / "to", "--to", "universal")
@@ -234,21 +223,6 @@ def test_what_was_done_or_would_be_is_said(source: Path, tmp_path: Path) -> None
     assert "is there already" in refused(*words, "--dry-run")
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_what_is_there_is_only_replaced_by_force(made: dict[str, Path], tmp_path: Path, target: str) -> None:
-    other = torch_dist(tmp_path / "other", muon=False)
-    shutil.copytree(made[target], tmp_path / "to")
-    before = files(tmp_path / "to")
-    arguments = ("convert", other, tmp_path / "to", *to(target))
-    assert "is there already" in refused(*arguments)
-    assert files(tmp_path / "to") == before
-    succeeds(*arguments, "--force")
-    after = files(tmp_path / "to")
-    assert after != before and not any(".lwopt-" in name for name in after)
-    if target != "safetensors":
-        assert differing(other, tmp_path / "to")["different"] == []
-
-
 def test_not_even_force_replaces_the_source_or_its_newest_step(made: dict[str, Path], tmp_path: Path) -> None:
     for key, where, target, what in (
         ("source", "run", "dcp", "the source"),
@@ -261,14 +235,6 @@ def test_not_even_force_replaces_the_source_or_its_newest_step(made: dict[str, P
         before = files(folder)
         said = refused("convert", folder / "run", folder / where, "--to", target, "--force")
         assert f"would replace {what}" in said and files(folder) == before
-
-
-def test_a_pointer_names_the_newest_and_other_steps_stay(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "global_step3").mkdir()
-    (tmp_path / "latest_universal").write_text("global_step3")
-    succeeds("convert", source, tmp_path, "--to", "universal")
-    assert (tmp_path / "latest_universal").read_text() == "global_step7"
-    assert {path.name for path in tmp_path.iterdir()} == {"global_step3", "global_step7", "latest_universal"}
 
 
 def test_folders_that_were_moved_aside_are_brought_back(made: dict[str, Path], tmp_path: Path) -> None:

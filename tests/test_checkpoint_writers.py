@@ -24,8 +24,7 @@ from lwopt_backend.checkpoint import safetensors as write_safetensors
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, end_to_end, held
 from lwopt_backend.checkpoint.dcp import writer as write_dcp
 from lwopt_backend.checkpoint.dcp.reader import DcpFolder
-from lwopt_backend.checkpoint.deepspeed import universal as universal_reader
-from lwopt_backend.checkpoint.deepspeed import universal as universal_writer
+from lwopt_backend.checkpoint.differences import differences
 from lwopt_backend.checkpoint.files.pickles import plain
 from lwopt_backend.checkpoint.megatron import dist as read_megatron
 from lwopt_backend.checkpoint.megatron import writer as write_megatron
@@ -81,14 +80,15 @@ NAMED_19 = {"chained_0.": "", "chained_1.optimizer.state.fp32_param": "optimizer
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("source", genuine())
 def test_genuine_checkpoints_come_back(tmp_path: Path, source: Path, version: str) -> None:
-    """In one version straight, in the other over the universal format; all straight whose form is compared."""
+    """In one version straight, in the other over universal, and over DCP too; all straight whose form is compared."""
     expected = formats.read(source)
     like = source.name == LIKE_19 if version == "0.19" else source.name in LIKE_16
     checkpoint = expected
     if not like and version == "0.19":
-        (tmp_path / "universal").mkdir()
-        universal_writer.write(expected, tmp_path / "universal")
-        checkpoint = universal_reader.read(tmp_path / "universal")
+        checkpoint = formats.read(converted(expected, "universal", tmp_path / "universal"))
+        of_dcp = formats.read(converted(checkpoint, "dcp", tmp_path / "dcp"))
+        again = formats.read(converted(of_dcp, "universal", tmp_path / "again"))
+        assert not [one for other in (of_dcp, again) for one in differences(expected, other) if one.what]
     folder = tmp_path / "iter_0000003"
     found = written(checkpoint, folder, version)
     assert_same(found, expected, version)

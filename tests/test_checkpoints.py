@@ -453,13 +453,6 @@ def test_what_is_written_for_fsdp2_is_formed_as_torch_writes_it(rank_pools: Pool
         assert form(converted(saved, *legs)) == form(saved)
 
 
-def test_owners_keep_state_of_every_part_of_a_fused_parameter(rank_pools: Pools, tmp_path: Path) -> None:
-    tour = ACROSS["fused, soap"]
-    rank_pools[2].run(travel, tour, tour.legs[0], 0, [STEPS], [str(tmp_path)])
-    kept = formats.read(tmp_path).params
-    assert {len(kept[name].owner_states) for name in ("qkv.weight", "grouped.weight", "experts.up")} == {3}
-
-
 @pytest.mark.parametrize("rule", OWNER_RULES)
 @on_ranks(2)
 def test_owned_state_dicts_go_on_and_the_memory_report_counts_them(rule: str) -> None:
@@ -482,7 +475,7 @@ def test_owned_state_dicts_go_on_and_the_memory_report_counts_them(rule: str) ->
         assert equal(engine.weights(), again.weights())
 
 
-@pytest.mark.parametrize("rule", OWNER_RULES)
+@pytest.mark.parametrize("rule", ["muon", *OWNER_RULES])
 @on_ranks(2)
 def test_state_of_fsdp2_before_the_first_step_is_that_of_a_fresh_optimizer(rule: str) -> None:
     """Whatever was tried to know the form of its state."""

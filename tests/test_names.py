@@ -22,6 +22,7 @@ from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointErro
 from lwopt_backend.checkpoint.names import CORE, FAMILIES, Numbers, apply, find, translate
 from lwopt_backend.checkpoint.names.rules import NameMap, Pattern, Rule, rule
 from lwopt_backend.routing.routing import AtomSettings, blocks_of
+from tests.checkpoint_contents import params_of, same
 from tests.command_line import genuine
 
 Tensors = Mapping[str, Tensor]
@@ -716,9 +717,4 @@ def test_genuine_megatron_checkpoints_go_to_every_family_and_back(folder: Path) 
         there = translate(source, family, numbers)
         gates.check(there)
         back = translate(there, CORE, numbers)
-        assert set(back.params) == set(source.params)
-        for name, param in source.params.items():
-            mine = back.params[name]
-            assert torch.equal(mine.weight.read(), param.weight.read()) and set(mine.states) == set(param.states)
-            assert all(torch.equal(mine.states[key].read(), state.read()) for key, state in param.states.items())
-            assert (mine.step, mine.group) == (param.step, param.group)
+        assert same(params_of(back), params_of(source))
