@@ -40,11 +40,6 @@ class Buffered(UnevenLM):
         return super().forward(tokens, targets)
 
 
-class AllKinds(Buffered):
-    def __init__(self) -> None:
-        super().__init__(tied=True)
-
-
 def settings_for(optimizer: str, stage: int, precision: str = "fp32") -> dict[str, Any]:
     """A ds_config without ours: "adamw" is torch's in DeepSpeed, "deepspeed muon" DeepSpeed's."""
     settings = config(stage, rows=ROWS // dist.get_world_size()) | PRECISIONS[precision]
@@ -149,17 +144,6 @@ def _states_of_their_muon(engine: Any) -> States:
             assert key in MOMENTS or all(torch.equal(whole, part) for part in parts)
             found.setdefault(name, {})[key] = whole.view(param.shape)
     return found
-
-
-def equal(a: Any, b: Any) -> bool:
-    """To the bit, whatever holds the tensors."""
-    if isinstance(a, Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(equal, a, b))
-    return bool(a == b)
 
 
 def assert_holds(checkpoint: Checkpoint, truth: dict[str, Any]) -> None:

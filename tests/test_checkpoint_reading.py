@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from collections.abc import Callable
@@ -35,6 +36,7 @@ from tests.ranks import RankPool
 from tests.rules import ELEMENTWISE, SECTIONS
 from tests.zero import ROWS, engine_for, settings_for, train
 
+ALL_KINDS: dict[str, Any] = {"model": functools.partial(engines.Buffered, tied=True), "frozen": (FROZEN,)}
 PATIENCE = 600.0  # the first engine with torch's AdamW imports a compiler
 
 
@@ -71,7 +73,7 @@ def test_native_checkpoints_are_read_as_the_engine_held_them_and_so_is_the_unive
     Those of our optimizers are compared in test_checkpoints.py.
     """
     native, converted = tmp_path / "native", tmp_path / "universal"
-    options = {"model": engines.AllKinds, "frozen": (FROZEN,)} if kinds == "all kinds" else {}
+    options = ALL_KINDS if kinds == "all kinds" else {}
     how = (optimizer, stage, precision)
     truth = ranks.run(engines.save, str(native), how, **options, timeout=PATIENCE)[0]
     assert read_zero.recognises(native) and read_zero.recognises(native / "global_step3")

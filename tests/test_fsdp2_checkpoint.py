@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.checkpoint_engines import equal
+from tests.checkpoint_contents import same
 from tests.fsdp2 import BesideTwin, layer_wise, shard, whole
 from tests.on_ranks import on_ranks
 
@@ -31,7 +31,7 @@ def test_state_keeps_its_dtype(state_dtype: str, dtype: torch.dtype) -> None:
     other = layer_wise(run.model, state_dtype=state_dtype)
     other.load_state_dict(run.optimizer.state_dict())
     found = whole_state(other)
-    assert equal(found, whole_state(run.optimizer))
+    assert same(found, whole_state(run.optimizer))
     dtypes = {key: tensor.dtype for state in found.values() for key, tensor in state.items()}
     assert dtypes == {"momentum_buffer": dtype, "exp_avg": dtype, "exp_avg_sq": dtype, "step": torch.float32}
 
@@ -81,7 +81,7 @@ def test_state_that_does_not_fit_is_refused_and_changes_nothing(case: str) -> No
     with pytest.raises(Exception) as error:
         optimizer.load_state_dict(saved)
     assert WRONG[case] in str(error.value)
-    assert equal(whole_state(optimizer), before)
+    assert same(whole_state(optimizer), before)
 
 
 @on_ranks(2)

@@ -359,7 +359,6 @@ WRONG: list[tuple[str, Change | None, dict[str, Any], Numbers, str]] = [
     ("megatron-deepspeed", None, {}, NO, "depends on its commit.*'groups'.*'blocks'"),
     ("megatron-deepspeed", None, {}, RANKS_97, "2 query groups do not divide among qkv_ranks 97"),
     ("hf-llama", None, {"num_attention_heads": 31}, NO, "do not divide by heads"),
-    ("hf-llama", None, {"kv_channels": 99}, NO, "do not divide by heads"),
     ("hf-llama", None, {"num_attention_heads": "many"}, NO, "is 'many'; expected a number; give 'heads'"),
     ("hf-llama", None, {"num_layers": 3}, NO, r"nothing was found of layer\(s\) 2, but of others up to"),
     ("hf-llama", None, {"num_layers": 1}, NO, "there are 2 layers, but 1 were expected"),
@@ -372,9 +371,7 @@ WRONG: list[tuple[str, Change | None, dict[str, Any], Numbers, str]] = [
     ("hf-moe-stacked", without(LAST), {}, NO, NO_EXPERT),
     ("hf-moe-stacked", without(f"0.mlp.experts.local_{LAST}"), {}, NO, NO_EXPERT),
     ("hf-moe-stacked", without(f"0.mlp.experts.local_{LAST}"), {"num_experts": None}, NO, NO_EXPERT),  # others tell
-    ("hf-llama", renumbered, {"num_layers": None}, NO, NO_LAYERS),
     ("hf-gpt2", renumbered, {"num_layers": None}, NO, NO_LAYERS),
-    ("megatron-deepspeed", renumbered, {"num_layers": None}, GROUPS, NO_LAYERS),
     ("hf-llama", without(f"0.{QKV}"), {"num_layers": None}, NO, "linear_qkv.* is missing for layer 0"),
 ]
 

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from lwopt_backend.checkpoint import formats
 from tests.cells import with_full
+from tests.checkpoint_contents import same
 from tests.checkpoint_engines import (
     FROZEN,
     Buffered,
     convert_as_deepspeed_does,
-    equal,
     flip,
     full_weights_of,
     scheduled,
@@ -153,7 +153,7 @@ def test_weights_alone_are_loaded(
     folder, truth = saved[source]
     settings = settings_for(engine, "soap")
     for found in ranks.run(load_weights, str(folder / "universal"), settings, **{choice: CHOICES[choice]}):
-        assert equal(found["model"], truth["model"]) and found["loss"] == truth["loss"]
+        assert same(found["model"], truth["model"]) and found["loss"] == truth["loss"]
         for key in ("scheduler", "counters"):
             assert (found[key] == truth[key]) == (choice == "load_optimizer_states")
 
@@ -164,44 +164,40 @@ def test_weights_alone_are_loaded(
 ONE, OTHER = ("embedding", "layers.0", "layers.2"), ("layers.5", "gate", "lm_head")
 
 
-def grouped(settings: dict[str, Any], names: list[tuple[str, ...]], rates: list[float]) -> Any:
-    """An engine with param groups by the beginnings of names, each with a rate of its own, and no schedule."""
+def train_grouped(
+    folder: str, settings: dict[str, Any], names: list[tuple[str, ...]], rates: list[float], load: bool
+) -> tuple[list[tuple[str, float]], list[float]]:
+    """Save, or load, with param groups by the beginnings of names, each with a rate of its own, and no schedule.
+
+    The rates then, and the losses of further steps.
+    """
     model = uneven(0)
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     groups = [
         {"params": [param for name, param in trained.items() if name.startswith(of_group)], "lr": rate}
         for of_group, rate in zip(names, rates)
     ]
-    settings = {key: value for key, value in settings.items() if key != "scheduler"}
-    return engine_for(settings, model, model_parameters=groups)
-
-
-def save_grouped(folder: str, settings: dict[str, Any]) -> list[float]:
-    with grouped(settings, [ONE, OTHER], [0.03, 0.01]) as engine:
-        train(engine, 3, same_rows=True)
-        engine.save_checkpoint(folder)
-        return train(engine, range(3, 6), same_rows=True)
-
-
-def load_grouped(
-    folder: str, settings: dict[str, Any], names: list[tuple[str, ...]]
-) -> tuple[list[tuple[str, float]], list[float]]:
-    with grouped(universal(settings), names, [1.0] * len(names)) as engine:
-        engine.load_checkpoint(folder)
-        rates = [(group["rule"], group["lr"]) for group in engine.optimizer.param_groups]
-        return rates, train(engine, range(3, 6), same_rows=True)
+    del settings["scheduler"]
+    with engine_for({**settings, "checkpoint": {"load_universal": load}}, model, model_parameters=groups) as engine:
+        if load:
+            engine.load_checkpoint(folder)
+        else:
+            train(engine, 3, same_rows=True)
+            engine.save_checkpoint(folder)
+        found = [(group["rule"], group["lr"]) for group in engine.optimizer.param_groups]
+        return found, train(engine, range(3, 6), same_rows=True)
 
 
 @pytest.mark.parametrize("stage", [0, 3, pytest.param(1, marks=FULL), pytest.param(2, marks=FULL)])
 def test_param_groups_are_known_by_their_parameters(ranks: RankPool, tmp_path: Path, stage: int) -> None:
     """Those of the checkpoint are in another order, and one of ours is a part of one."""
-    losses = ranks.run(save_grouped, str(tmp_path / "native"), settings_for("zero 2"))[0]
-    folder, settings = str(tmp_path / "universal"), settings_for(f"zero {stage}")
-    succeeds("convert", tmp_path / "native", folder, "--to", "universal", "--json")
-    for rates, found in ranks.run(load_grouped, folder, settings, [OTHER[:2], ONE, OTHER[2:]]):
+    native, folder, here = str(tmp_path / "native"), str(tmp_path / "universal"), settings_for(f"zero {stage}")
+    _, losses = ranks.run(train_grouped, native, settings_for("zero 2"), [ONE, OTHER], [0.03, 0.01], False)[0]
+    succeeds("convert", native, folder, "--to", "universal", "--json")
+    for rates, found in ranks.run(train_grouped, folder, here, [OTHER[:2], ONE, OTHER[2:]], [1.0] * 3, True):
         assert rates == [("muon", 0.01), ("adamw", 0.01), ("muon", 0.03), ("adamw", 0.03), ("adamw", 0.01)]
         assert found == losses
-    for error in ranks.errors(load_grouped, folder, settings, [ONE + OTHER]):
+    for error in ranks.errors(train_grouped, folder, here, [ONE + OTHER], [1.0], True):
         assert "param group 0 here has parameters of the checkpoint's groups [0, 2], whose 'lr' are [0.03," in error
 
 
@@ -230,7 +226,7 @@ def refusals(settings: dict[str, Any], build: Build, loads: list[tuple[str, dict
             before = everything(engine)
             with pytest.raises((ValueError, RuntimeError)) as refused:
                 engine.load_checkpoint(folder, **choice)
-            assert equal(everything(engine), before), folder
+            assert same(everything(engine), before), folder
             said.append(str(refused.value))
     return said
 
