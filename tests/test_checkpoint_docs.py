@@ -211,15 +211,3 @@ def test_every_block_of_json_parses_and_every_heading_is_in_the_list() -> None:
     assert len(found) == 3 and all(json.loads(text) for text in found)
     for text in PAGES.values():
         assert re.findall(r"^- \[(.*?)\]\(#", text, re.MULTILINE) == re.findall(r"^## (.*)$", text, re.MULTILINE)
-
-
-def test_links_to_a_part_of_another_page_lead_to_a_heading() -> None:
-    checked = 0
-    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
-        for target in re.findall(r"\]\(([^)#]+\.md#[^)]+)\)", path.read_text()):
-            page, _, anchor = target.partition("#")
-            headings = re.findall(r"^#+ (.*)$", (path.parent / page).read_text(), re.MULTILINE)
-            known = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
-            assert anchor in known, (path, target)
-            checked += 1
-    assert checked > 20

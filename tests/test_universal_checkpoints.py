@@ -16,10 +16,8 @@ from typing import Any
 
 import deepspeed
 import pytest
-import torch
 from torch import Tensor, nn
 
-from lwopt_backend.checkpoint import formats
 from tests.cells import with_full
 from tests.checkpoint_contents import same
 from tests.checkpoint_engines import (
@@ -353,18 +351,3 @@ def test_a_flipped_bit_in_any_file_is_found_before_anything_is_changed(
         flip(Path(shutil.copytree(whole, copy)) / file)
     for said in ranks.run(refusals, settings_for("owned 1", source[1]), uneven, [(copy, {}) for _, copy in copies]):
         assert [name in error for (name, _), error in zip(copies, said, strict=True)] == [True] * len(copies)
-
-
-def test_owners_states_of_an_earlier_version_are_read_where_names_tell_their_places(
-    saved: dict[Any, Saved], tmp_path: Path
-) -> None:
-    for build in (uneven, FusedLM):
-        native = shutil.copytree(saved["zero 2", "soap", build][0] / "native", tmp_path / build.__name__)
-        for file in native.glob("*/*optim_states.pt"):
-            content = torch.load(file, weights_only=False)
-            del content["optimizer_state_dict"]["base_optimizer_state"]["matrices"]
-            torch.save(content, file)
-    kept = formats.read(tmp_path / "uneven").params["gate.weight"].owner_states
-    assert set(kept) == {0} and kept[0]
-    with pytest.raises(ValueError, match="part of a fused parameter, and the checkpoint, which an earlier version"):
-        formats.read(tmp_path / "FusedLM")
