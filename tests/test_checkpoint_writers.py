@@ -29,7 +29,7 @@ from lwopt_backend.checkpoint.files.pickles import plain
 from lwopt_backend.checkpoint.megatron import dist as read_megatron
 from lwopt_backend.checkpoint.megatron import writer as write_megatron
 from tests.allocations import allocations
-from tests.checkpoint_contents import params_of, same
+from tests.checkpoint_contents import params_of, same, watched
 from tests.command_line import genuine, torch_dist
 
 VERSIONS = ("0.16", "0.19")
@@ -348,15 +348,8 @@ def test_files_are_the_same_whatever_the_number_of_workers(
 def test_parts_of_tensors_are_read_without_the_rest() -> None:
     """Of one that lies in three pieces, or under another shape: ranges reach through to the files."""
     read: list[tuple[int, int]] = []
-
-    def piece(first: int, size: int) -> LazyTensor:
-        def read_range(start: int, stop: int) -> Tensor:
-            read.append((first + start, first + stop))
-            return torch.arange(first + start, first + stop)
-
-        return LazyTensor((size,), torch.int64, lambda: read_range(0, size), "a piece", read_range)
-
-    whole = end_to_end([piece(0, 7), piece(7, 20), piece(27, 3)], (5, 6)).view((30,)).view((3, 10)).piece(4, 29)
+    pieces = [watched(torch.arange(start, stop), read, start) for start, stop in ((0, 7), (7, 27), (27, 30))]
+    whole = end_to_end(pieces, (5, 6)).view((30,)).view((3, 10)).piece(4, 29)
     for tensor, expected, ranges in (
         (whole.piece(1, 6), torch.arange(5, 10), [(5, 7), (7, 10)]),
         (whole, torch.arange(4, 29), [(4, 7), (7, 27), (27, 29)]),

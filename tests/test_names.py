@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lwopt_backend.checkpoint import formats, gates
-from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, held
+from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, Param, held
 from lwopt_backend.checkpoint.names import CORE, FAMILIES, Numbers, apply, find, translate
 from lwopt_backend.checkpoint.names.rules import NameMap, Pattern, Rule, rule
 from lwopt_backend.routing.routing import AtomSettings, blocks_of
-from tests.checkpoint_contents import params_of, same
+from tests.checkpoint_contents import params_of, same, watched
 from tests.command_line import genuine
 
 Tensors = Mapping[str, Tensor]
@@ -506,20 +506,12 @@ def test_ties_and_buffers_are_renamed_where_there_is_a_name_and_what_is_dropped_
 
 def test_parts_read_no_more_than_themselves() -> None:
     reads: list[tuple[int, int]] = []
-
-    def counted(shape: tuple[int, ...]) -> LazyTensor:
-        def part(start: int, stop: int) -> Tensor:
-            reads.append((start, stop))
-            return torch.ones(stop - start)
-
-        size = torch.Size(shape).numel()
-        return LazyTensor(shape, torch.float32, lambda: part(0, size).view(shape), "w", part)
-
-    params = {QKV: Param(counted((48, 2))), "mlp.linear_fc1.weight": Param(counted((20, 2)))}
+    params = {QKV: Param(watched(torch.ones(48, 2), reads))}
+    params["mlp.linear_fc1.weight"] = Param(watched(torch.ones(20, 2), reads))
     source = Checkpoint("a test's", "", CORE, {f"{LAYER}.{name}": param for name, param in params.items()})
     rules = tuple(rule for rule in find("hf-llama").rules if any("split" in name for name in rule.do))
     there = apply(NameMap(CORE, "mine", rules), source, Numbers(heads=8, query_groups=2))
-    stack = Checkpoint("", "", "mine", {"fc2": Param(counted((3, 4, 5)))})
+    stack = Checkpoint("", "", "mine", {"fc2": Param(watched(torch.ones(3, 4, 5), reads))})
     unstacked = apply(NameMap("mine", CORE, (rule("fc2", "layers.{layer}.fc2"),)), stack)
     assert not reads
     size = 4 * 2  # channels of a head, times columns
