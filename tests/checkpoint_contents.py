@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lwopt_backend.checkpoint.contents import Checkpoint
+from lwopt_backend.checkpoint.contents import Checkpoint, LazyTensor
 
 
 def same(ours: Any, theirs: Any) -> bool:
@@ -34,3 +34,13 @@ def params_of(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
         owners = {place: dict(state) for place, state in param.owner_states.items()}
         found[name] = {**read, "step": param.step, "group": param.group, "owners": owners}
     return found
+
+
+def watched(tensor: Tensor, reads: list[tuple[int, int]], first: int = 0) -> LazyTensor:
+    """As in a file; the ranges that are read of it are listed, counted from ``first`` on."""
+
+    def part(start: int, stop: int) -> Tensor:
+        reads.append((first + start, first + stop))
+        return tensor.flatten()[start:stop]
+
+    return LazyTensor(tuple(tensor.shape), tensor.dtype, lambda: part(0, tensor.numel()).view(tensor.shape), "a", part)

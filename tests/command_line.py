@@ -21,7 +21,6 @@ from tests.megatron_torch import Writer
 SAMPLES = Path(__file__).parent / "data" / "megatron"
 GENUINE = sorted(path.name for path in SAMPLES.iterdir() if path.is_dir())  # Megatron's own, with their truth
 FURTHER = "LWOPT_MEGATRON_CHECKPOINTS"  # names a folder of more; those called BAD_... must be refused
-BAD = next(iter(sorted(Path(os.environ.get(FURTHER, "none")).glob("BAD*"))), Path("none"))
 NOT_SET = f"{FURTHER} names no folder of further genuine checkpoints"
 
 

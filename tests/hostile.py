@@ -165,6 +165,16 @@ PAYLOADS = {
 }
 
 
+class Payload:
+    """What calls a function where it is unpickled."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.reduced = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.reduced
+
+
 def pickled(path: Path) -> bool:
     return path.suffix == ".pt" or path.name == ".metadata"
 

@@ -132,11 +132,7 @@ def keyed(tensors: dict[str, Tensor], setup: Setup) -> dict[str, Tensor]:
         expert = re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(.+)", rest)
         if setup.style == "single":
             key = name if rest == layer[2] else f"decoder.layers.{layer[1]}.{rest}"
-            key = key.replace("local_experts", "experts")
-            halves = (
-                {"_w": slice(FFN), "_v": slice(FFN, None)} if key.endswith("linear_fc1.weight") else {"": slice(None)}
-            )
-            found |= {key + end: tensor[part].clone() for end, part in halves.items()}
+            found |= in_halves(key.replace("local_experts", "experts"), tensor)
             continue
         if expert:
             rest = f"mlp.experts.experts.{expert[2]}"
@@ -150,6 +146,12 @@ def keyed(tensors: dict[str, Tensor], setup: Setup) -> dict[str, Tensor]:
             *sizes, *next(iter(parts.values())).shape
         )
     return found
+
+
+def in_halves(key: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Gate and up by themselves; all others as they are."""
+    halves = {"_w": slice(FFN), "_v": slice(FFN, None)} if key.endswith("linear_fc1.weight") else {"": slice(None)}
+    return {key + end: tensor[part].clone() for end, part in halves.items()}
 
 
 def in_buckets(chain: str, known: Truth, setup: Setup, groups: list[dict[str, Any]]) -> dict[str, Any]:
@@ -178,13 +180,11 @@ def fsdp_state(known: Truth) -> dict[str, Any]:
     state["rng_state.(0, 0).0.torch_rng_state"] = torch.zeros(5000, dtype=torch.uint8)
     state["rng_state.(0, 0).0.random_rng_state"] = (3, (1, 2), None)
     for name, of_name in known.items():
-        halves = {"_w": slice(FFN), "_v": slice(FFN, None)} if name.endswith("linear_fc1.weight") else {"": slice(None)}
-        for end, part in halves.items():
-            prefix = f"module.module.module.{name}{end}"
-            state[f"model.module.{name}{end}"] = of_name["fp32"][part].clone()
-            state |= {
-                f"optimizer.state.{prefix}.{key}": of_name[key][part].clone() for key in ("exp_avg", "exp_avg_sq")
-            }
+        for part, weight in in_halves(name, of_name["fp32"]).items():
+            state[f"model.module.{part}"] = weight
+            prefix = f"module.module.module.{part}"
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[f"optimizer.state.{prefix}.{key}"] = in_halves(name, of_name[key])[part]
             state[f"optimizer.state.{prefix}.step"] = torch.tensor(7.0)
             state[f"optimizer.param_to_group_meta.{prefix}.betas"] = (0.9, 0.99)
             state[f"optimizer.param_to_group_meta.{prefix}.lr"] = torch.tensor(0.5)

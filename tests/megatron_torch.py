@@ -103,6 +103,8 @@ def make_truth(setup: Setup, shapes: Mapping[str, tuple[int, ...]]) -> Truth:
     for name, shape in shapes.items():
         keys = ["momentum_buffer"] if goes_to_muon(setup, name, shape) else ["exp_avg", "exp_avg_sq"]
         states = {key: torch.randn(shape, generator=generator) for key in ("fp32", *keys)}
+        if "exp_avg_sq" in states:
+            states["exp_avg_sq"].abs_()  # the next step has its root
         found[name] = {"weight": states["fp32"].to(setup.dtype), **states}
         if not setup.has_masters:
             del found[name]["fp32"]
@@ -281,22 +283,17 @@ class Writer:
         inner: dict[str, Any] = {"state": {}, "param_groups": []}
         for (optimizer, expert, no_decay), names in groups.items():
             first = len(inner["state"])
-            group = {
-                "is_expert_parallel": expert,
-                "default_config": True,
-                "wd_mult": float(not no_decay),
-                "lr_mult": 1.0,
-            }
-            group |= {"is_decoupled_lr": False, "max_lr": 0.01, "lr": 0.004, "weight_decay": 0.1 * (not no_decay)}
-            group |= {"params": [*range(first, first + len(names))]}
+            numbers = [*range(first, first + len(names))]
+            group = {"params": numbers, "is_expert_parallel": expert, "default_config": True, "is_decoupled_lr": False}
+            group |= {"lr": 0.004, "lr_mult": 1.0, "max_lr": 0.01}
+            group |= {"weight_decay": 0.1 * (not no_decay), "wd_mult": float(not no_decay)}
             group |= {"momentum_beta": 0.9} if optimizer == 0 else {"betas": (0.9, 0.99), "eps": 1e-8}
             if optimizer != 0 and setup.fused_adam and names:
                 group["step"] = setup.iteration
             parts = [self._part(name, t) for name in names]
             step = {} if optimizer == 0 or setup.fused_adam else {"step": torch.tensor(float(setup.iteration))}
-            for number, part in enumerate(parts, first):
-                states = {key: tensor for key, tensor in part.items() if key not in ("weight", "fp32")}
-                inner["state"][number] = {**step, **states}
+            for number, part in zip(numbers, parts):
+                inner["state"][number] = {**step, **{k: v for k, v in part.items() if k not in ("weight", "fp32")}}
             inner["param_groups"].append(group)
             masters.append([part["fp32"] for part in parts if "fp32" in part])
         return {"optimizer": inner, "fp32_from_fp16_params": masters} if setup.has_masters else inner

@@ -21,7 +21,8 @@ from lwopt_backend.checkpoint.dcp import writer as write_dcp
 from lwopt_backend.checkpoint.deepspeed import universal as write_universal
 from lwopt_backend.checkpoint.differences import differences
 from lwopt_backend.checkpoint.files import folders
-from tests.command_line import files, genuine, lwopt, refused, succeeds, torch_dist, torch_format
+from tests.command_line import files, lwopt, refused, succeeds, torch_dist, torch_format
+from tests.megatron_dist import Setup, truth, write
 
 TARGETS = ("universal", "megatron", "dcp", "safetensors")
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -59,35 +60,24 @@ def differing(a: Path, b: Path, *options: object) -> dict[str, Any]:
     return found
 
 
-# Genuine checkpoints of Megatron's
-
-
-@pytest.mark.parametrize("source", genuine())
-def test_genuine_checkpoints_lose_nothing_on_a_round_trip_over_all_formats(tmp_path: Path, source: Path) -> None:
-    way = [source, *(tmp_path / step for step in ("universal", "dcp", "universal2", "megatron"))]
-    version = ("--megatron-version", "0.19" if "_tp2_" in source.name or "_pp2_" in source.name else "0.16")
-    for before, after in zip(way, way[1:]):
-        target = after.name.rstrip("2")
-        succeeds("convert", before, after, "--to", target, *(version if target == "megatron" else ()))
-        found = differing(source, after)
-        assert found["different"] == [] and found["equal"] > 30
-
-
-@pytest.mark.parametrize("source", genuine(bad=True))
-def test_the_bad_checkpoint_is_refused_with_the_reason(tmp_path: Path, source: Path) -> None:
+def test_masters_of_other_weights_are_refused_with_the_reason(tmp_path: Path) -> None:
+    """As in a genuine checkpoint of Megatron's, which test_megatron.py reads."""
+    source, known = tmp_path / "from", truth(muon=True)
+    known[EMBEDDING]["fp32"] += 1
+    write(source / "iter_0000007", Setup(), known)
+    (source / "latest_checkpointed_iteration.txt").write_text("7")
     said = refused("convert", source, tmp_path / "to", "--to", "universal")
     for words in (
-        "11 problem(s), so that nothing is written",
-        "master weight of 'decoder.layers.0.input_layernorm.weight' does not round to the saved torch.bfloat16",
-        f"{source.name}/iter_0000003",
-        "--dist-ckpt-optim-fully-reshardable",
+        "1 problem(s), so that nothing is written",
+        f"master weight of '{EMBEDDING}' does not round to the saved torch.bfloat16",
+        f"{source}/iter_0000007",
         "Take a checkpoint that was saved without that option",
     ):
         assert words in said
-    assert list(tmp_path.iterdir()) == []
+    assert not (tmp_path / "to").exists()
     run, text = lwopt("inspect", source, "--json"), lwopt("inspect", source)
     found = json.loads(run.out)
-    assert run.code == 1 and len(found["problems"]) == 11 and "problems (11)" in run.err
+    assert run.code == 1 and len(found["problems"]) == 1 and "problems (1)" in run.err
     assert "--dist-ckpt-optim-fully-reshardable" in found["advice"]
     assert text.code == 1 and "Problems:" in text.out and "No problems" not in text.out
 
@@ -167,22 +157,18 @@ WRONG = {
     "--to univrsal": "unknown target 'univrsal' for --to; did you mean 'universal'?",
     "--to dcp --from megatron-tourch": "did you mean 'megatron-torch'?",
     "--to dcp --names hf-lama": "unknown names 'hf-lama'; did you mean 'hf-llama'?",
-    "--to dcp --source-names hf-lama": "did you mean 'hf-llama'?",
     "--to dcp --names my.json": "my.json",
     "--to dcp --source-names hf-llama --names megatron-core": "a file with rules of your own",
     "--to safetensors --dtype bfloat": "unknown --dtype 'bfloat'; did you mean 'bfloat16'?",
-    "--to safetensors --dtype int8": "unknown --dtype 'int8'; known: 'float32'",
     "--to megatron --dtype float32": "--dtype is of --to safetensors, not of --to meg",
     "--to megatron --megatron-version 0.14": "'0.14' is not written; give 0.16 or 0.19",
     "--to dcp --megatron-version 0.19": "--megatron-version is of --to megatron",
     "--to dcp --vocab-size 0": "vocab_size: input should be greater than or equal to 1; found 0",
     "--to dcp --heads four": "Invalid value for '--heads'",
-    "--to dcp --qkv-layout rows": "qkv_layout: input should be 'groups' or 'blocks'",
     "--to dcp --qkv-ranks 2": "--qkv-ranks is of --qkv-layout blocks only",
     "--to dcp --qkv-layout groups": "--qkv-layout is of megatron-deepspeed's names",
     "--to dcp --names hf-llama --qkv-layout groups": "megatron-deepspeed's names",
     "--to dcp --layers 4": "--layers is not used, as names stay as they are",
-    "--to megatron --heads 4 --layers 4": "--layers is not used",
     "--to dcp --names hf-llama --layers 4": "layer(s) 3",
     "--to dcp --vocab-size 17": "fewer than the vocabulary of 17",
     "--to dcp --vocab-size 15": "beyond the given vocabulary of 15 were trained",
@@ -234,21 +220,6 @@ def test_what_was_done_or_would_be_is_said(source: Path, tmp_path: Path) -> None
     assert "is there already" in refused(*words, "--dry-run")
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_what_is_there_is_only_replaced_by_force(made: dict[str, Path], tmp_path: Path, target: str) -> None:
-    other = torch_dist(tmp_path / "other", muon=False)
-    shutil.copytree(made[target], tmp_path / "to")
-    before = files(tmp_path / "to")
-    arguments = ("convert", other, tmp_path / "to", *to(target))
-    assert "is there already" in refused(*arguments)
-    assert files(tmp_path / "to") == before
-    succeeds(*arguments, "--force")
-    after = files(tmp_path / "to")
-    assert after != before and not any(".lwopt-" in name for name in after)
-    if target != "safetensors":
-        assert differing(other, tmp_path / "to")["different"] == []
-
-
 def test_not_even_force_replaces_the_source_or_its_newest_step(made: dict[str, Path], tmp_path: Path) -> None:
     for key, where, target, what in (
         ("source", "run", "dcp", "the source"),
@@ -261,14 +232,6 @@ def test_not_even_force_replaces_the_source_or_its_newest_step(made: dict[str, P
         before = files(folder)
         said = refused("convert", folder / "run", folder / where, "--to", target, "--force")
         assert f"would replace {what}" in said and files(folder) == before
-
-
-def test_a_pointer_names_the_newest_and_other_steps_stay(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "global_step3").mkdir()
-    (tmp_path / "latest_universal").write_text("global_step3")
-    succeeds("convert", source, tmp_path, "--to", "universal")
-    assert (tmp_path / "latest_universal").read_text() == "global_step7"
-    assert {path.name for path in tmp_path.iterdir()} == {"global_step3", "global_step7", "latest_universal"}
 
 
 def test_folders_that_were_moved_aside_are_brought_back(made: dict[str, Path], tmp_path: Path) -> None:
@@ -415,16 +378,8 @@ def test_headers_of_safetensors_that_make_no_sense_are_an_error(tmp_path: Path) 
     file = tmp_path / "model.safetensors"
     for content, words in (
         ("{", "invalid JSON in header"),
-        ("[]", "invalid JSON in header"),
-        (header(dtype="F31"), "unknown variant `F31`"),
         (header(dtype="C64", shape=[1]), "C64"),
-        (header(data_offsets=[-8, 0]), "integer `-8`"),
-        (header(shape=["2"]), 'string "2"'),
-        (header(shape=[3]), "invalid shape, data type, or offset"),
         (header(shape=[1] * 33 + [2]), "a shape is no tuple, or too long"),
-        (header(shape=[1], data_offsets=[4, 8]), "invalid offset for tensor `a`"),
-        (header(shape=[1], data_offsets=[0, 4]), "file not fully covered"),
-        (header(shape=[4], data_offsets=[0, 16]), "file not fully covered"),
         (f"{header()[:-1]},{header(shape=[1], data_offsets=[0, 4])[1:]}", "file not fully covered"),  # twice
         (header(data_offsets=None), "missing field `data_offsets`"),
     ):

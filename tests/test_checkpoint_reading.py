@@ -1,8 +1,8 @@
-"""Checkpoints of every engine are read as the engine held them; DeepSpeed's and torch's own go on from ours."""
+"""Checkpoints of DeepSpeed's own optimizers are read as they held them, and go on from ours."""
 
 from __future__ import annotations
 
-import argparse
+import functools
 import os
 import shutil
 from collections.abc import Callable
@@ -13,11 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from deepspeed.checkpoint import ds_to_universal
-from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from lwopt_backend import LayerWiseOptimizer as OwnedOptimizer
 from lwopt_backend.checkpoint import formats
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError
 from lwopt_backend.checkpoint.dcp import reader as read_dcp
@@ -27,20 +24,19 @@ from lwopt_backend.checkpoint.deepspeed import universal as write_universal
 from lwopt_backend.checkpoint.deepspeed import zero as read_zero
 from lwopt_backend.checkpoint.files.folders import write_folder
 from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
-from lwopt_backend.storage.owned_state import state_pieces
 from tests import checkpoint_engines as engines
 from tests.cells import cells
 from tests.checkpoint_contents import params_of, same
 from tests.checkpoint_engines import FROZEN, PARTS, assert_holds
 from tests.fsdp2 import shard
+from tests.hostile import Payload, replaced
 from tests.models import UnevenLM
 from tests.on_ranks import on_ranks
-from tests.owned import BUCKET_MB
-from tests.owned import train as train_owned
 from tests.ranks import RankPool
 from tests.rules import ELEMENTWISE, SECTIONS
-from tests.zero import engine_for, train
+from tests.zero import ROWS, engine_for, settings_for, train
 
+ALL_KINDS: dict[str, Any] = {"model": functools.partial(engines.Buffered, tied=True), "frozen": (FROZEN,)}
 PATIENCE = 600.0  # the first engine with torch's AdamW imports a compiler
 
 
@@ -55,24 +51,16 @@ def universal(source: Path, folder: Path) -> Checkpoint:
     return checkpoint
 
 
-def save_scheduled(folder: str, *how: Any, **options: Any) -> dict[str, Any]:
-    return engines.save(folder, engines.scheduled(engines.settings_for(*how)), **options)
-
-
 def there_is(optimizer: str, stage: int, precision: str, kinds: str) -> bool:
-    """DeepSpeed has each; of frozen and tied parameters only those whose names the checkpoint tells.
-
-    Ours at stage 0 is in tests/test_zero_universal.py: its file names no parameter, and a run goes on with it exactly.
-    """
-    stages = {"adamw": (0, 1, 2, 3), "host": (1, 2, 3), "deepspeed muon": (1, 2, 3), "owned": (0, 1, 2)}[optimizer]
-    if precision == "bf16+fp32" and (stage != 1 or optimizer not in ("adamw", "host")):
-        return False
-    return stage in stages and (kinds == "plain" or optimizer != "deepspeed muon" and precision == "fp32")
+    """DeepSpeed has each; of frozen and tied parameters only those whose names the checkpoint tells."""
+    if optimizer == "deepspeed muon":
+        return stage > 0 and precision != "bf16+fp32" and kinds == "plain"
+    return precision == "fp32" or kinds == "plain" and (precision == "bf16" or stage == 1)
 
 
 @cells(
     there_is,
-    optimizer=["adamw", "host", "deepspeed muon", "owned"],
+    optimizer=["adamw", "deepspeed muon"],
     stage=[0, 1, 2, 3],
     precision=["fp32", "bf16", "bf16+fp32"],
     kinds=["plain", "all kinds"],
@@ -80,11 +68,14 @@ def there_is(optimizer: str, stage: int, precision: str, kinds: str) -> bool:
 def test_native_checkpoints_are_read_as_the_engine_held_them_and_so_is_the_universal_one(
     ranks: RankPool, tmp_path: Path, optimizer: str, stage: int, precision: str, kinds: str
 ) -> None:
-    """With frozen and tied parameters, buffers, the schedule and what the user's program saved along."""
+    """With frozen and tied parameters, buffers, the schedule and what the user's program saved along.
+
+    Those of our optimizers are compared in test_checkpoints.py.
+    """
     native, converted = tmp_path / "native", tmp_path / "universal"
-    options = {"model": engines.AllKinds, "frozen": (FROZEN,)} if kinds == "all kinds" else {}
+    options = ALL_KINDS if kinds == "all kinds" else {}
     how = (optimizer, stage, precision)
-    truth = ranks.run(save_scheduled, str(native), *how, **options, timeout=PATIENCE)[0]
+    truth = ranks.run(engines.save, str(native), how, **options, timeout=PATIENCE)[0]
     assert read_zero.recognises(native) and read_zero.recognises(native / "global_step3")
     assert not read_universal.recognises(native)
     checkpoint = universal(native, converted)
@@ -147,13 +138,9 @@ def test_deepspeed_itself_goes_on_from_what_we_write(
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_deepspeeds_converter_makes_is_read(ranks: RankPool, tmp_path: Path, stage: int) -> None:
     truth = ranks.run(engines.save, str(tmp_path), ("adamw", stage, "bf16"), timeout=PATIENCE)[0]
-    tag = tmp_path / "global_step3"
-    folders = {"input_folder": str(tag), "output_folder": f"{tag}_universal", "keep_temp_folder": False}
-    more = {"num_extract_workers": 1, "num_merge_workers": 1, "strict": True, "inject_missing_state": True}
-    ds_to_universal.main(argparse.Namespace(**folders, **more))
-    (tmp_path / "latest_universal").write_text("global_step3_universal")
-    assert read_universal.recognises(tmp_path)
-    found, native = read_universal.read(tmp_path), read_zero.read(tag)
+    converted = Path(engines.convert_as_deepspeed_does(tmp_path, "global_step3"))
+    assert read_universal.recognises(converted)
+    found, native = read_universal.read(converted), read_zero.read(tmp_path)
     assert_holds(found, truth)
     assert {p.step for p in found.params.values()} == {3.0} and found.iteration == 3
     assert found.groups == native.groups and list(found.params) == list(native.params)
@@ -192,131 +179,62 @@ def test_any_box_is_that_of_the_whole(tmp_path: Path) -> None:
             assert same(folder.read_box(key, begin, sizes), expected.contiguous())
 
 
-# Owned storage
-
-
-def owned_optimizer() -> tuple[UnevenLM, Any]:
-    """In bf16, so that there are masters."""
-    model = UnevenLM().to(torch.bfloat16)
-    options = {"report": False, "bucket_mb": BUCKET_MB, "grad_dtype": "float32"}
-    return model, OwnedOptimizer(model, SECTIONS["muon"], elementwise=ELEMENTWISE["adamw"], **options)
-
-
-def save_owned(folder: str) -> dict[str, Tensor]:
-    model, optimizer = owned_optimizer()
-    train_owned(model, optimizer, 2)
-    optimizer.save_state_dict(folder)
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-def on_one_rank(folder: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The state as the optimizer has it when one rank owns everything, and its param groups."""
-    model, optimizer = owned_optimizer()
-    optimizer.load_state_dict_from(folder)
-    groups = [{k: v for k, v in group.items() if k not in ("params", "members")} for group in optimizer.param_groups]
-    members = optimizer.core.members
-    return {members[piece.member].name: piece.tensors for piece in state_pieces(optimizer.core)}, groups
-
-
-def test_state_and_weights_of_owned_storage_are_read_whole(rank_pools: dict[int, RankPool], tmp_path: Path) -> None:
-    """That engines go on with that of fp32 models and of other rules is tested with DeepSpeed's engines."""
-    weights = rank_pools[3].run(save_owned, str(tmp_path))[0]
-    state, groups = rank_pools[1].run(on_one_rank, str(tmp_path))[0]
-    checkpoint = formats.read(tmp_path)
-    assert list(checkpoint.params) == list(weights)
-    for name, found in params_of(checkpoint).items():
-        step = state[name].pop("step", None)
-        expected = {key: t.view(weights[name].shape) for key, t in state[name].items()}
-        group = checkpoint.groups[found.pop("group")]
-        ours = next(g for g in groups if g["rule"] == group["rule"])
-        assert group.items() >= ours.items()
-        steps = None if step is None else step.item()
-        assert same(found, {"weight": weights[name], **expected, "step": steps, "owners": {}}), name
-
-
 # What is damaged, made to do harm, or not whole
 
 
-class Harm:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.file),)
-
-
-def truncate(file: Path) -> None:
-    os.truncate(file, file.stat().st_size // 2)
-
-
-def harm(file: Path) -> None:
-    torch.save({"module": {}, "optimizer_state_dict": Harm(file.parent / "harmed"), "param": 1}, file)
-
-
-def another(file: Path) -> None:
-    torch.save({"something": torch.ones(3)}, file)
-
-
-DAMAGE: dict[Callable[[Path], None], str] = {
-    Path.unlink: "is missing|has no file|expected the .* files|where there is none",
-    truncate: "is damaged",
-    engines.flip: "is damaged",
-    harm: "asks for .*mkdir",
-    another: "holds no|expected|is not as DeepSpeed writes it",
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "is missing|has no file|expected the .* files|where there is none": Path.unlink,
+    "is damaged": lambda file: os.truncate(file, file.stat().st_size // 2),
+    "is damaged: ": engines.flip,
+    "asks for .*mkdir": lambda file: torch.save({"param": Payload(os.mkdir, f"{file.parent}/harmed")}, file),
+    "holds no|expected|is not as DeepSpeed writes it": lambda file: torch.save({"something": torch.ones(3)}, file),
 }
-FORMS = {"host 2": ("host", 2, "fp32"), "host 3": ("host", 3, "fp32"), "owned 1": ("owned", 1, "fp32")}
+FORMS = {"zero 2": ("zero", 2), "zero 3": ("zero", 3), "owned 1": ("owned", 1)}
+
+
+def save_ours(folder: Path, form: str, steps: int) -> None:
+    with engine_for(settings_for(*FORMS[form], rows=ROWS // 2)) as engine:
+        train(engine, steps)
+        engine.save_checkpoint(folder)
 
 
 @pytest.fixture(scope="module")
 def saved(rank_pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A checkpoint of every form."""
-    found = {form: tmp_path_factory.mktemp("saved") for form in (*FORMS, "universal")}
-    for form, how in FORMS.items():
-        rank_pools[2].run(engines.save, str(found[form]), how, steps=1, timeout=PATIENCE)
-    universal(found["host 2"], found["universal"])
+    found = {form: tmp_path_factory.mktemp("saved") for form in FORMS}
+    for form, folder in found.items():
+        rank_pools[2].run(save_ours, folder, form, 1)
     return found
 
 
-@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
-@pytest.mark.parametrize("form", [*FORMS, "universal"])
+@pytest.mark.parametrize("said", DAMAGE)
+@pytest.mark.parametrize("form", FORMS)
 def test_damaged_files_are_an_error_and_nothing_of_them_is_run(
-    saved: dict[str, Path], tmp_path: Path, damage: Callable[[Path], None], form: str
+    saved: dict[str, Path], tmp_path: Path, said: str, form: str
 ) -> None:
+    """Of files with a name, one. In the other formats: test_files.py."""
     source = Path(shutil.copytree(saved[form], tmp_path / "source"))
-    by_name = {path.name: path for path in sorted(source.rglob("*.pt"))}  # of files with a name, one
-    for file in by_name.values():
-        if form == "universal" and file.name.startswith("zero_pp_rank"):  # DeepSpeed alone reads it, at stage 3
-            continue
-        kept = file.read_bytes()
-        damage(file)
-        with pytest.raises(CheckpointError, match=DAMAGE[damage]) as raised:
-            checkpoint = formats.read(source)
-            write_folder(tmp_path / "target", lambda new, c=checkpoint: write_universal.write(c, new))
+    for file in {path.name: path for path in sorted(source.rglob("*.pt"))}.values():
+        with replaced(file, file.read_bytes()):
+            DAMAGE[said](file)
+            with pytest.raises(CheckpointError, match=said) as raised:
+                checkpoint = formats.read(source)
+                write_folder(tmp_path / "target", lambda new, c=checkpoint: write_universal.write(c, new))
         assert str(source) in str(raised.value)
         assert not list(tmp_path.rglob("harmed")) and {path.name for path in tmp_path.iterdir()} == {"source"}
-        file.write_bytes(kept)
 
 
-def test_folders_that_are_not_whole_or_lead_elsewhere_are_refused(
-    saved: dict[str, Path], ranks: RankPool, tmp_path: Path
-) -> None:
+def test_folders_that_are_not_whole_are_refused(saved: dict[str, Path], ranks: RankPool, tmp_path: Path) -> None:
     def copied(form: str, name: str) -> Path:
         return Path(shutil.copytree(saved[form], tmp_path / name))
 
-    folder = tmp_path / "elsewhere"
-    folder.mkdir()
-    (folder / "latest").write_text(os.path.relpath(saved["host 2"] / "global_step1", folder))
-    assert not read_zero.recognises(folder)
-    tag = copied("host 2", "tp") / "global_step1"
+    tag = copied("zero 2", "tp") / "global_step1"
     shutil.copy(tag / "mp_rank_00_model_states.pt", tag / "mp_rank_01_model_states.pt")
-    (copied("host 2", "pp") / "global_step1" / "layer_01-model_states.pt").write_bytes(b"")
-    ranks.run(engines.save, str(tmp_path / "other"), ("host", 2, "fp32"), steps=2)
+    (copied("zero 2", "pp") / "global_step1" / "layer_01-model_states.pt").write_bytes(b"")
+    ranks.run(save_ours, tmp_path / "other", "zero 2", 2)
     name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    shutil.copy(tmp_path / "other" / "global_step2" / name, copied("host 2", "mixed") / "global_step1" / name)
+    shutil.copy(tmp_path / "other" / "global_step2" / name, copied("zero 2", "mixed") / "global_step1" / name)
     for case, words in (
-        ("elsewhere", "leads elsewhere"),
         ("tp", "2 model-parallel ranks"),
         ("pp", "files of their own"),
         ("mixed", "'step' is 1.0 on the ranks before, 2.0 in"),

@@ -33,7 +33,7 @@ from lwopt_backend.checkpoint.dcp.reader import DcpFolder
 from lwopt_backend.checkpoint.dcp.saving import read_metadata
 from lwopt_backend.storage.owned_state import state_pieces
 from tests.cells import with_full
-from tests.checkpoint_engines import equal
+from tests.checkpoint_contents import same as equal
 from tests.models import UnevenLM, batch
 from tests.on_ranks import on_ranks
 from tests.owned import BUCKET_MB, optimizer_for, train

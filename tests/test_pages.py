@@ -139,15 +139,19 @@ def test_the_planner_pages_commands_run_as_printed(tmp_path: Path) -> None:
 # -- names, options and defaults
 
 
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
 def test_links_and_pictures_lead_somewhere_and_python_is_python() -> None:
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
         text = path.read_text()
-        headings = {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in re.findall(r"^#+ (.*)$", text, re.M)}
         for target in re.findall(r"\]\(([^)]+)\)", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)):
-            if target.startswith("#"):
-                assert target[1:] in headings, (path, target)
-            elif "://" not in target:
-                assert (path.parent / target.partition("#")[0]).exists(), (path, target)
+            page, _, anchor = target.partition("#")
+            if "://" not in target:
+                found = path.parent / page if page else path
+                assert found.exists() and (not anchor or anchor in anchors(found)), (path, target)
         for snippet in re.findall(r"^```python.*?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
             compile(snippet, str(path), "exec")
     for page in (PAGES["modules"], MIGRATION):

@@ -16,7 +16,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from torch import Tensor
 
 from tests.cells import cells
-from tests.checkpoint_engines import equal
+from tests.checkpoint_contents import same as equal
 from tests.models import MATRICES, UnevenLM
 from tests.on_ranks import on_ranks
 from tests.zero import MUON, ROWS, batch_shares, engine_for, full_weights, settings_for, train

@@ -407,29 +407,17 @@ def matrices_in(saved: Mapping[str, Any]) -> dict[str, list[str]] | None:
     return {name: [elements for _, elements in matrices] for name, matrices in saved[MATRICES].items()}
 
 
-def take_owner_states(gathered: Mapping[str, Gathered], of_ranks: list[tuple[Path, Mapping[str, Any]]]) -> None:
-    """Assign owner state, which files have by matrix name, to parameters. Raises CheckpointError."""
+def take_owner_states(gathered: Mapping[str, Gathered], of_ranks: Iterable[Mapping[str, Any]]) -> None:
+    """Assign owner state, which files have by matrix name, to parameters."""
     found: dict[str, dict[int, Any]] = {}
-    for file, saved in of_ranks:
+    for saved in of_ranks:
         places = {
             matrix: (name, place)
             for name, matrices in (saved.get(MATRICES) or {}).items()
             for place, (matrix, _) in enumerate(matrices)
         }
         for matrix, state in (saved.get(CHECKPOINT_KEY) or {}).items():
-            name, place = places.get(matrix) or _place(matrix, gathered, file)
+            name, place = places[matrix]
             found.setdefault(name, {})[place] = state
     for name, states in found.items():
         gathered[name].owner = owner_states(dict(sorted(states.items())))
-
-
-def _place(matrix: str, params: Mapping[str, Gathered], file: Path) -> tuple[str, int]:
-    """The parameter and the matrix's place in it, if the file does not have them; a slice's name ends in its number."""
-    if matrix in params:
-        return matrix, 0
-    if (numbered := re.fullmatch(r"(.+)\[(\d+)\]", matrix)) and numbered[1] in params:
-        return numbered[1], int(numbered[2])
-    raise CheckpointError(
-        f"{file}: the owner of {matrix!r} keeps state of a part of a fused parameter, and the checkpoint, which an "
-        "earlier version saved, does not tell which rows it is; load it where it was saved, and save it again"
-    )

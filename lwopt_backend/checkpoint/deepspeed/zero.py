@@ -37,7 +37,7 @@ def read_partitions(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
     for file, saved in of_ranks:
         _add_partitions(gathered, file, saved, states)
     _, first = of_ranks[0]
-    ds.take_owner_states(gathered, [(file, saved["base_optimizer_state"]) for file, saved in of_ranks])
+    ds.take_owner_states(gathered, (saved["base_optimizer_state"] for _, saved in of_ranks))
     base, stage = first["base_optimizer_state"], "1 or 2" if "zero_stage" in first else "1 (BF16_Optimizer)"
     matrices = ds.matrices_in(base)
     return ds.put_together(states, f"deepspeed zero {stage}", gathered, base["param_groups"], first, matrices)
@@ -212,7 +212,7 @@ def read_stage0(states: ModelStates) -> Checkpoint:
                     found.copies[key] = [value]
                 elif value is not None:
                     found.add_number(key, value, states.path)
-    ds.take_owner_states(gathered, [(states.path, inner)])
+    ds.take_owner_states(gathered, [inner])
     states = replace(states, frozen={name: t for name, t in _candidates(states).items() if name not in gathered})
     return ds.put_together(states, "deepspeed stage 0", gathered, groups, saved, matrices)
 
@@ -356,7 +356,7 @@ def read_stage3(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
                 begin = min(rank * part, numel)
                 found.add(state, offset, min(part, numel - begin), begin, file)
                 offset += part
-    ds.take_owner_states(gathered, [(file, saved["optimizer_state_dict"]) for file, saved in of_ranks])
+    ds.take_owner_states(gathered, (saved["optimizer_state_dict"] for _, saved in of_ranks))
     return ds.put_together(states, "deepspeed zero 3", gathered, groups, first, ds.matrices_in(optimizer))
 
 
