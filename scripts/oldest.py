@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from beside import ROOT, environment
 from lwopt_backend.integrations.deepspeed.versions import OLDEST
 
 (OLDEST_TORCH,) = re.findall(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+PART = "OLDEST_PART"  # which of PARTS pytest runs
+REFUSED = re.compile(r"zero_optimization\.\S+ is \S+ on a CPU, where DeepSpeed")
 # An index of CPU builds, for machines whose default one has CUDA builds only: those work as well, and are larger.
 INDEX = [f"--index-url={url}"] if (url := os.environ.get("TORCH_INDEX_URL")) else []
 
@@ -60,55 +63,53 @@ def main() -> None:
         part = PARTS[name]
         python = environment(part.requirement, [part.requirement], *part.options, keep_torch=name != "torch")
         print(f"tests with {part.requirement}, the oldest that is supported", file=sys.stderr, flush=True)
-        told = {**os.environ, "DEEPSPEED_UNDER_TEST": OLDEST} if name == "deepspeed" else None
-        command = [str(python), __file__, "--inside", name, *arguments]
+        # pytest's workers load this file as a plugin, by its name.
+        path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+        told = {**os.environ, PART: name, "PYTHONPATH": path}
+        if name == "deepspeed":
+            told["DEEPSPEED_UNDER_TEST"] = OLDEST
+        options = ["-p", "oldest", "-p", "no:cacheprovider", "--durations=15", "-n", "2", "--dist", "loadfile"]
+        command = [str(python), "-m", "pytest", *options, *(arguments or files_of(part))]
         if subprocess.run(command, cwd=ROOT, env=told).returncode != 0:
             failed.append(name)
     if failed:
         raise SystemExit(f"failed with the oldest {' and '.join(failed)} (make test-oldest runs this part alone)")
 
 
-def inside(part: Part, arguments: list[str]) -> int:
-    """In the environment of a part: its tests, without benchmarks and what starts programs of the prepared one."""
+def files_of(part: Part) -> list[str]:
+    """Its tests, without those that start programs of the prepared environment."""
     by_pattern = {pattern: list((ROOT / "tests").glob(f"{pattern}.py")) for pattern in part.files}
     if missing := [pattern for pattern, paths in by_pattern.items() if not paths]:
         raise SystemExit(f"scripts/oldest.py names tests that there are not: {', '.join(missing)}")
     found = sorted({path for paths in by_pattern.values() for path in paths})
-    files = [str(path) for path in found if "launch(" not in path.read_text() and "run_on_cpu" not in path.read_text()]
-    options = ["-p", "no:cacheprovider", "--durations=15", "-n", "2", "--dist", "loadfile"]
-    return int(pytest.main([*options, *(arguments or files)], plugins=[Cells(part.left_out)]))
+    return [str(path) for path in found if not re.search(r"\blaunch\(|run_on_cpu", path.read_text())]
 
 
-REFUSED = re.compile(r"zero_optimization\.\S+ is \S+ on a CPU, where DeepSpeed")
+# As pytest's plugin: leaves out cells by values of their axes, and those that we refuse because of the version.
 
 
-class Cells:
-    """Leaves out cells of tests by values of their axes, and those that we refuse because of the version."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    left_out = PARTS[os.environ[PART]].left_out
 
-    def __init__(self, left_out: dict[str, tuple[Any, ...]]) -> None:
-        self.left_out = left_out
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Iterator[None]:
-        items[:] = [item for item in items if not self._is_left_out(item)]
-        return (yield)
-
-    def _is_left_out(self, item: pytest.Item) -> bool:
+    def is_left_out(item: pytest.Item) -> bool:
         values = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        return any(values.get(axis) in without for axis, without in self.left_out.items())
+        return any(values.get(axis) in without for axis, without in left_out.items())
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_call(self) -> Iterator[None]:
-        """What this DeepSpeed cannot do on a CPU we refuse (integrations/deepspeed/refusals.py), as we should."""
-        try:
-            return (yield)
-        except Exception as error:
-            if refused := REFUSED.search(str(error)):
-                pytest.skip(refused[0])
-            raise
+    items[:] = [item for item in items if not is_left_out(item)]
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """What this DeepSpeed cannot do on a CPU we refuse (integrations/deepspeed/refusals.py), as we should."""
+    try:
+        return (yield)
+    except Exception as error:
+        if refused := REFUSED.search(str(error)):
+            pytest.skip(refused[0])
+        raise
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--inside"]:
-        raise SystemExit(inside(PARTS[sys.argv[2]], sys.argv[3:]))
     main()

@@ -408,7 +408,7 @@ def matrices_in(saved: Mapping[str, Any]) -> dict[str, list[str]] | None:
 
 
 def take_owner_states(gathered: Mapping[str, Gathered], of_ranks: Iterable[Mapping[str, Any]]) -> None:
-    """Assign owner state, which files have by matrix name, to parameters."""
+    """Assign owner state, which files have by matrix name, to parameters. Raises CheckpointError."""
     found: dict[str, dict[int, Any]] = {}
     for saved in of_ranks:
         places = {
@@ -417,6 +417,10 @@ def take_owner_states(gathered: Mapping[str, Gathered], of_ranks: Iterable[Mappi
             for place, (matrix, _) in enumerate(matrices)
         }
         for matrix, state in (saved.get(CHECKPOINT_KEY) or {}).items():
+            if matrix not in places:
+                raise CheckpointError(
+                    f"a file has owner state of {matrix!r}, which it does not list as a matrix; is it whole?"
+                )
             name, place = places[matrix]
             found.setdefault(name, {})[place] = state
     for name, states in found.items():
