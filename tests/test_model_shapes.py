@@ -101,7 +101,6 @@ def test_listed_shapes_keep_their_order_and_every_2d_one_is_a_matrix(tmp_path: P
     [
         ("mine", None, "expected .* cannot be read: No such file"),
         ("mine", "[]", "found no entry"),
-        ("mine", "{}", "found no entry"),
         ("mine", "7", "found 7"),
         ("mine", "[[", "not JSON"),
         ("mine", [["a", [1, 2]], ["a", [1, 2]]], r"entry 1 \('a'\): expected a new name, found that of entry 0"),
@@ -110,15 +109,12 @@ def test_listed_shapes_keep_their_order_and_every_2d_one_is_a_matrix(tmp_path: P
         *[("mine", [["a", wrong]], "found") for wrong in ([-1, 2], [2.0, 2], [True, 2], [], 4)],
         ("mine", [["a", 4, 4]], r"entry 0: expected \[\"name\", \[rows, columns\]\], found \['a', 4, 4\]"),
         ("mine", [[4, ["a"]]], "entry 0: expected"),
-        ("mine", [{"name": "a", "shape": [1, 2]}], "entry 0: expected .* found {'name': 'a', 'shape': "),
         ("config", None, "expected a Hugging Face config.json, .* No such file"),
-        ("config", "{", "not JSON"),
         ("config", [], "found list"),
         ("config", {"hidden_size": 8}, "with a 'model_type', found None"),
         ("config", {"model_type": "lama"}, "'lama' is not one of transformers .* did you mean 'llama'"),
         ("config", {"model_type": "own", "auto_map": {"AutoModel": "own.Model"}}, "'own.Model'.* is not run"),
         ("config", {"model_type": "llama", "hidden_size": "wide"}, "cannot read the 'llama' configuration"),
-        ("config", {"model_type": "llama", "num_attention_heads": 0}, "correct the file"),
     ],
 )
 def test_a_wrong_list_or_configuration_is_an_error_that_names_the_file_and_the_finding(
@@ -276,14 +272,11 @@ def test_safetensors_are_read_from_their_header_alone_and_what_only_ends_so_is_a
     os.truncate(path, 8 + len(header) + 2**40)
     assert read_shapes(read_checkpoint(path)) == {"w": (2**20, 2**19)}
     for content, message in [
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 4976698672\n", "Git LFS"),
-        (b"", "is damaged: .* too small"),
-        ((4).to_bytes(8, "little") + b"[[[[", "is damaged: .* invalid JSON"),
-        ((16).to_bytes(8, "little") + b'{"w": {"d": [] }', "is damaged: .* invalid JSON"),
-        ((2).to_bytes(8, "little") + b"{}", "expected .* no floating-point tensor"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\n", " is damaged: .*Git LFS"),
+        ((2).to_bytes(8, "little") + b"{}", ": expected .* no floating-point tensor"),
     ]:
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=rf"model\.safetensors:? .*{message}"):
+        with pytest.raises(ValueError, match=rf"model\.safetensors{message}"):
             read_checkpoint(path)
 
 
