@@ -40,7 +40,7 @@ from lwopt_backend.rules import option
 from tests.cells import cells
 from tests.launcher import ROOT
 from tests.migration import rules_for
-from tests.models import UnevenLM
+from tests.models import UnevenLM, batch
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
 from tests.typed_user import PlainSGD, Sign, flops, sgd_state
@@ -54,20 +54,6 @@ def fails(call: Callable[[], object], *messages: str) -> str:
     answer = str(caught.value)
     assert all(message in answer for message in messages) and "pydantic" not in answer, answer
     return answer
-
-
-class Mixture(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(11, 8)
-        self.first = nn.Linear(8, 8)
-        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-        self.q_norm = nn.LayerNorm(8)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.first(self.embedding(tokens))
-        return self.q_norm(sum(expert(x) for expert in self.experts)).square().mean()
 
 
 def tensors(*shapes: tuple[int, ...]) -> list[Tensor]:
@@ -166,21 +152,22 @@ def test_an_override_with_another_class_begins_with_that_classs_defaults() -> No
 
 
 def test_overrides_make_param_groups_of_their_own() -> None:
-    model = Mixture()
+    model = UnevenLM()
     names = {id(param): name for name, param in model.named_parameters()}
     overrides = [
-        {"params": "experts.*", "matrix": {"lr": 0.01}},
-        {"params": "experts.1.*", "matrix": {"name": "normuon", "lr": 0.03}},
-        {"params": "q_norm.*", "elementwise": {"weight_decay": 0.0}},
+        {"params": "layers.[25].*", "matrix": {"lr": 0.01}},
+        {"params": "layers.5.*", "matrix": {"name": "normuon", "lr": 0.03}},
+        {"params": "layers.4.*", "elementwise": {"weight_decay": 0.0}},
     ]
     groups = LayerWiseOptimizer(model, lr=0.02, weight_decay=0.1, report=False, overrides=overrides).param_groups
     found = [(g["rule"], g["lr"], g["weight_decay"], [names[id(p)] for p in g["params"]]) for g in groups]
+    others = ["embedding.weight", "layers.0.bias", "layers.2.bias", "gate.bias", "lm_head.weight"]
     assert found == [
-        ("muon", 0.02, 0.1, ["first.weight"]),
-        ("muon", 0.01, 0.1, ["experts.0.weight"]),
-        ("normuon", 0.03, 0.1, ["experts.1.weight"]),
-        ("adamw", 1e-3, 0.01, ["embedding.weight", "first.bias", "experts.0.bias", "experts.1.bias"]),
-        ("adamw", 1e-3, 0.0, ["q_norm.weight", "q_norm.bias"]),
+        ("muon", 0.02, 0.1, ["layers.0.weight", "gate.weight"]),
+        ("muon", 0.01, 0.1, ["layers.2.weight"]),
+        ("normuon", 0.03, 0.1, ["layers.5.weight"]),
+        ("adamw", 1e-3, 0.01, others),
+        ("adamw", 1e-3, 0.0, ["layers.4.weight", "layers.4.bias"]),
     ]
 
 
@@ -238,20 +225,20 @@ def test_parameters_that_are_not_given_or_have_no_elements_are_not_trained() -> 
 def own_rules() -> Any:
     with mock.patch.dict(MATRIX_RULES), mock.patch.dict(ELEMENTWISE_RULES):
         register_rule("sign", Sign, cost=flops)
-        register_rule("greedy", Sign, takes=lambda route: "first" not in route.name)
+        register_rule("greedy", Sign, takes=lambda route: "gate" not in route.name)
         register_elementwise("own_sgd", torch.optim.SGD, options=PlainSGD, new_state=sgd_state)
         yield
 
 
 def test_a_dataclass_and_one_call_make_a_rule_and_so_it_is_with_elementwise_ones(own_rules: None) -> None:
-    model, twin = Mixture(), Mixture()
+    model, twin = UnevenLM(), UnevenLM()
     sections = {"matrix": {"name": "sign", "lr": 0.1}, "elementwise": {"name": "own_sgd", "lr": 0.3}}
     optimizer = LayerWiseOptimizer(model, **sections, report=False)
     for each in (model, twin):
-        each(torch.arange(5)).backward()
+        each(*batch(0, 4)).backward()
     optimizer.step()
-    moved = (twin.first.weight - model.first.weight).detach().abs()
-    assert torch.allclose(moved[moved > 0], torch.tensor(0.1 / 8))
+    moved = (twin.gate.weight - model.gate.weight).detach().abs()
+    assert torch.allclose(moved[moved > 0], torch.tensor(0.1 / 5))
     expected = twin.embedding.weight.detach().add(twin.embedding.weight.grad, alpha=-0.3)
     assert torch.equal(model.embedding.weight.detach(), expected)
     assert cost_of((4, 5), {"rule": "sign", "lr": 0.1}) == 60
@@ -297,15 +284,15 @@ def test_names_are_taken_once_and_a_rule_has_options(own_rules: None) -> None:
 
 def test_a_rule_has_a_default_routing_that_globs_overrule(own_rules: None) -> None:
     def reasons(**globs: Any) -> dict[str, tuple[str, str]]:
-        optimizer = LayerWiseOptimizer(Mixture(), matrix="greedy", report=False, **globs)
+        optimizer = LayerWiseOptimizer(UnevenLM(), matrix="greedy", report=False, **globs)
         return {route.name: (route.kind, route.reason) for route in optimizer._grouping.routes}
 
     found = reasons()
     assert found["embedding.weight"] == ("matrix", "embedding; 'greedy' takes it")
-    assert found["first.weight"] == ("elementwise", "2-D weight; 'greedy' leaves it")
-    assert found["first.bias"][0] == "elementwise"
-    found = reasons(include=["first.weight"], exclude=["embedding.*"])
-    assert found["first.weight"][0] == "matrix" and found["embedding.weight"][0] == "elementwise"
+    assert found["gate.weight"] == ("elementwise", "2-D weight; 'greedy' leaves it")
+    assert found["gate.bias"][0] == "elementwise"
+    found = reasons(include=["gate.weight"], exclude=["embedding.*"])
+    assert found["gate.weight"][0] == "matrix" and found["embedding.weight"][0] == "elementwise"
 
 
 # Entries of ds_config.json that were written for DeepSpeed's Muon or AdamW, with our type in them
@@ -393,7 +380,7 @@ UNREGISTERED = "ValueError: optimizer.type is {!r}, but it is not registered; ca
 
 
 @pytest.mark.parametrize(
-    ("written_type", "registered", "message"),
+    ("written", "registered", "message"),
     [
         ("LayerWiseMuon", False, UNREGISTERED.format("LayerWiseMuon")),
         ("layerwise", False, UNREGISTERED.format("layerwise")),
@@ -402,11 +389,9 @@ UNREGISTERED = "ValueError: optimizer.type is {!r}, but it is not registered; ca
     ],
 )
 @on_ranks(2)
-def test_a_type_that_is_not_known_is_an_error_that_says_what_to_do(
-    written_type: str, registered: bool, message: str
-) -> None:
+def test_an_unknown_type_is_an_error_that_says_what_to_do(written: str, registered: bool, message: str) -> None:
     given, model = config(1), UnevenLM()
-    given["optimizer"]["type"] = written_type
+    given["optimizer"]["type"] = written
     classes = {} if registered else {name: vars(torch.optim).pop(name) for name in ("LayerWise", "LayerWiseMuon")}
     try:
         with pytest.raises((ValueError, AssertionError)) as caught:
