@@ -167,9 +167,7 @@ def planned_quickly(shapes: str, buckets: float | None, **_: object) -> bool:
 
 
 @cells(planned_quickly, shapes=list(SHAPES), shards=[1, 2, 3, 7, 64], buckets=[None, 1e9, 50, 4, 0.1])
-def test_any_shapes_are_planned_lawfully_and_no_worse_than_by_megatron(
-    shapes: str, shards: int, buckets: float | None
-) -> None:
+def test_any_shapes_are_planned_no_worse_than_by_megatron(shapes: str, shards: int, buckets: float | None) -> None:
     atoms = atoms_of(SHAPES[shapes])
     bucket_numel = buckets and int(sum(atom.numel for atom in atoms) / buckets) + 1
     plan = planned(atoms, shards, bucket_numel)
@@ -359,9 +357,7 @@ def test_small_packings_lose_nothing_and_are_near_the_optimum_that_no_bound_exce
         *[(list(range(64 * kinds, 0, -64)), [1] * kinds, bins, 1.05) for kinds, bins in ((60, 1), (80, 2), (160, 8))],
     ],
 )
-def test_many_kinds_or_items_are_packed_to_the_bound_in_few_patterns(
-    sizes: list[int], counts: list[int], bins: int, excess: float
-) -> None:
+def test_many_kinds_are_packed_in_few_patterns(sizes: list[int], counts: list[int], bins: int, excess: float) -> None:
     height, patterns = pack(sizes, counts, bins)
     assert height <= excess * height_bound(sizes, counts, bins) and len(patterns) < 50
     assert_packs(patterns, (sizes, counts, bins), height)

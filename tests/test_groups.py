@@ -56,7 +56,7 @@ WITHIN, ACROSS = (256 + 128) / 2 * (4 + 2), (256 + 128) / 2 * 4 * 2
         (replace(EIGHT, node_size=3), 2, WITHIN / 2 + ACROSS * 1 / 2 / 2, 800),  # ranks 2 and 3 are in two nodes
     ],
 )
-def test_a_step_is_the_busiest_owners_work_and_every_buckets_bytes(
+def test_a_step_is_the_busiest_owners_work_and_bytes(
     machine: Machine, instances: int, wire: float, latency: float
 ) -> None:
     time = buffer_step(two_buckets("padded"), machine, FLOPS, instances=instances)

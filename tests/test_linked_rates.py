@@ -103,9 +103,7 @@ MOMENTA: list[tuple[str, dict[str, Any], str, Any, Any]] = [  # a rule's options
 
 
 @pytest.mark.parametrize(("rule", "given", "key", "before", "after"), MOMENTA)
-def test_a_momentum_reaches_the_rule_by_its_own_name(
-    rule: str, given: dict[str, Any], key: str, before: Any, after: Any
-) -> None:
+def test_a_momentum_has_the_rules_name(rule: str, given: dict[str, Any], key: str, before: Any, after: Any) -> None:
     for written in ("momentum", "betas"):
         group = of_rule(rule, **given)
         keys = set(group)

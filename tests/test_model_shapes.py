@@ -115,11 +115,10 @@ def test_listed_shapes_keep_their_order_and_every_2d_one_is_a_matrix(tmp_path: P
         ("config", {"model_type": "lama"}, "'lama' is not one of transformers .* did you mean 'llama'"),
         ("config", {"model_type": "own", "auto_map": {"AutoModel": "own.Model"}}, "'own.Model'.* is not run"),
         ("config", {"model_type": "llama", "hidden_size": "wide"}, "cannot read the 'llama' configuration"),
+        ("config", {"model_type": "llama", "num_attention_heads": 0}, "correct the file"),
     ],
 )
-def test_a_wrong_list_or_configuration_is_an_error_that_names_the_file_and_the_finding(
-    tmp_path: Path, file: str, content: Any, message: str
-) -> None:
+def test_errors_name_the_file_and_what_was_found(tmp_path: Path, file: str, content: Any, message: str) -> None:
     path = tmp_path / f"{file}.json"
     path = path if content is None else written(path, content)
     with pytest.raises(ValueError, match=rf"{file}\.json: (.|\n)*{message}"):
@@ -138,9 +137,7 @@ def saved(family: str, folder: Path) -> nn.Module:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_configuration_gives_the_built_models_shapes_and_a_checkpoint_the_same_routes(
-    family: str, tmp_path: Path
-) -> None:
+def test_a_configuration_gives_the_models_shapes_and_a_checkpoint_the_same_routes(family: str, tmp_path: Path) -> None:
     """On every parameter whose name transformers does not change as it saves; it splits stacked experts."""
     model = saved(family, tmp_path)
     true = shapes_of(model)
@@ -200,9 +197,7 @@ def test_a_configuration_may_ask_for_kernels_quantization_and_code_that_are_not_
     assert read_shapes(read_hugging_face(tmp_path)) == shapes_of(transformers.BartForConditionalGeneration(bart))
 
 
-def test_both_readers_take_globs_and_without_transformers_what_to_install_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_readers_take_globs_and_say_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved("llama", tmp_path)
     for read in (read_hugging_face, read_checkpoint):
         found = kinds(read(tmp_path, include=["lm_head*"], exclude=["*.0.mlp.up_proj.weight"]))
@@ -313,9 +308,7 @@ def test_safetensors_without_an_index_are_one_model_unless_they_repeat_a_name(tm
 
 
 @pytest.mark.parametrize("key", [None, "model", "module", "state_dict", "model_state_dict"])
-def test_a_torch_file_keeps_the_models_order_and_ties_and_its_optimizer_is_not_listed(
-    tmp_path: Path, key: str | None
-) -> None:
+def test_a_torch_file_keeps_order_and_ties_and_no_optimizer_is_listed(tmp_path: Path, key: str | None) -> None:
     model = UnevenLM(tied=True)
     model.register_buffer("steps", torch.zeros(3, 3, dtype=torch.int64))
     moments = {"state": {0: {"exp_avg": torch.zeros(4, 4)}}, "param_groups": []}
@@ -412,9 +405,7 @@ def save_deepspeed(folder: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_deepspeed_checkpoint_gives_the_whole_model_at_every_stage(
-    ranks: RankPool, tmp_path: Path, stage: int
-) -> None:
+def test_a_deepspeed_checkpoint_gives_the_whole_model(ranks: RankPool, tmp_path: Path, stage: int) -> None:
     ranks.run(save_deepspeed, str(tmp_path), stage)
     shapes, true = read_checkpoint(tmp_path), shapes_of(frozen_and_tied())
     frozen = {"gate.weight", "gate.bias"} if stage else set()  # stage 0 does not say
@@ -457,9 +448,7 @@ READABLE = "expected a .*safetensors .* DeepSpeed, found"
         ([], "nothing.pt", "nothing.pt: expected a checkpoint, found nothing there"),
     ],
 )
-def test_what_is_no_whole_checkpoint_is_an_error_that_says_why(
-    tmp_path: Path, files: list[str], given: str, message: str
-) -> None:
+def test_what_is_no_whole_checkpoint_is_refused(tmp_path: Path, files: list[str], given: str, message: str) -> None:
     for file in files:
         written(tmp_path / file, "global_step7") if "pt" not in file else torch.save({"module": None}, tmp_path / file)
     with pytest.raises(ValueError, match=message):

@@ -61,12 +61,10 @@ def random_params(seed: int) -> list[OwnedParam]:
     return params
 
 
-@cells(seed=range(12), layout=LAYOUTS, ranks_and_group=[(1, None), (3, None), (4, 2), (6, 1), (8, None)])
-def test_every_element_has_one_owner_and_every_matrix_too(
-    seed: int, layout: str, ranks_and_group: tuple[int, int | None]
-) -> None:
+@cells(seed=range(12), layout=LAYOUTS, ranks_group=[(1, None), (3, None), (4, 2), (6, 1), (8, None)])
+def test_every_element_and_matrix_has_one_owner(seed: int, layout: str, ranks_group: tuple[int, int | None]) -> None:
     params = random_params(seed)
-    plan = planned(params, *ranks_and_group, layout=layout)
+    plan = planned(params, *ranks_group, layout=layout)
     assert sorted(slot.param for bucket in plan.buckets for slot in bucket.slots) == list(range(len(params)))
     assert layout != "compact" or plan.padding == 0
     firsts = [min(slot.param for slot in bucket.slots) for bucket in plan.buckets]
