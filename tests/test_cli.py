@@ -46,9 +46,6 @@ def plan(shapes: Path, *arguments: object) -> dict[str, Any]:
     return json.loads(run("plan", "--shapes", shapes, "--json", *arguments))
 
 
-# lwopt plan
-
-
 def test_json_holds_the_plan_for_every_cost_and_nothing_else_is_printed(shapes: Path) -> None:
     found = plan(shapes, "--world-size", 8, "--layout", "padded", "--bucket-mb", 1e6)
     assert found["matrices"] == [f"layers.{i}.{name}" for i in range(6) for name, _ in LAYER]
@@ -194,9 +191,6 @@ WRONG = {
 @pytest.mark.parametrize(("words", "message"), WRONG.items())
 def test_a_wrong_word_is_one_line_and_exit_code_two(shapes: Path, words: str, message: str) -> None:
     assert message in refused(*(shapes if word == "S" else word for word in words.split()))
-
-
-# lwopt rules
 
 
 def test_every_option_of_every_rule_and_host_has_a_default_a_meaning_and_a_source() -> None:

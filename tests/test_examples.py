@@ -171,8 +171,6 @@ def test_an_engine_does_not_import_the_other_ones_module() -> None:
     succeeds([sys.executable, "-c", IMPORTS], ROOT / "examples")
 
 
-# What is refused
-
 OF_ZERO, OF_FSDP2, ALONE = STARTS["deepspeed"][1:], STARTS["fsdp2"], "--single-process"
 UNSHARDED = "one process was started, so nothing would be sharded"
 

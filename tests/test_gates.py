@@ -73,9 +73,6 @@ def test_a_whole_checkpoint_passes() -> None:
     assert check(whole(), 7) == [rounding, "All values are finite."]
 
 
-# States
-
-
 @pytest.mark.parametrize(
     ("name", "key", "shape", "said"),
     [
@@ -111,9 +108,6 @@ def test_frozen_parameters_and_weights_alone_pass_and_are_said() -> None:
     refused(having(params), *said)
     notes = check(having({name: Param(param.weight) for name, param in whole().params.items()}))
     assert notes == ["There is no optimizer state, only weights.", "All values are finite."]
-
-
-# Values
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -192,9 +186,6 @@ def test_one_parameter_is_in_memory_at_a_time() -> None:
     kept = {key: lazy(torch.float32) for key in (MASTER, *MOMENTS)}
     check(having({f"p{number}": Param(lazy(torch.bfloat16), kept) for number in range(5)}))
     assert len(most) == 20 and max(most) == 2 and not alive
-
-
-# Vocabulary
 
 
 @pytest.mark.parametrize(

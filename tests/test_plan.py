@@ -46,9 +46,6 @@ SMALL = [(1, 7), (7, 1), (6, 10), (13, 5), (4, 4), (64, 24)]
 NUMELS = [rows * columns for rows, columns in SMALL]
 
 
-# Where parameters lie
-
-
 def test_partitions_cut_parameters_where_deepspeed_does() -> None:
     layout = FlatPartition.build([4, 5, 1], 3)
     assert layout.partition_numel == 4  # 10 elements, padded to a multiple of 2 * 3
@@ -110,9 +107,6 @@ def test_parts_are_where_torch_puts_them() -> None:
             if (part := ours.fragment(dist.get_rank(), coordinate)) is not None:
                 cut = matrix.as_strided((part.runs, part.stop - part.start), (part.pitch, 1), part.start).flatten()
             assert torch.equal(cut, matrix[tuple(slice(b, b + s) for b, s in zip(offset, local))].flatten())
-
-
-# Owners
 
 
 def test_stay_gives_an_atom_to_the_rank_that_stores_most_of_it() -> None:
@@ -181,9 +175,6 @@ def test_owners_have_room_for_their_work_are_where_the_matrix_is_and_take_the_ne
     assert [atom for bucket in plan.buckets for atom in bucket] == [1] and plan.local_atoms(0) == [0, 2]
     hybrid = LAYOUTS["hybrid"]
     assert [[part.rank for part in hybrid.sources(5, owner)] for owner in (3, 0)] == [[2, 3], [0, 1]]
-
-
-# Exchanges
 
 
 def on_four(*dims: int | None, late: tuple[bool, bool] = (False, False)) -> MeshLayout:
@@ -298,9 +289,6 @@ def test_auto_takes_equal_parts_only_where_nothing_is_padded_and_padding_is_coun
     assert found([(4, 4)] * 2, "compact") == (None, [2 * (8 + 8)] * 2)
     assert found([(4, 4), (5, 4)], "auto") == (None, [2 * (8 + 8)] * 2) == found([(4, 4), (5, 4)], "compact")
     assert found([(4, 4), (5, 4)], "padded") == (12, [2 * 2 * 12] * 2)
-
-
-# Planning itself
 
 
 def test_the_plan_is_the_same_in_every_process_whatever_the_hash_seed() -> None:
