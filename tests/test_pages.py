@@ -50,9 +50,6 @@ def named_in(rows: str) -> set[str]:
     return {name for row in re.findall(r"^\| (`.*?) \|", rows, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
 
 
-# -- scripts
-
-
 SAYS_ITS_RANK = "print(f'rank {args.local_rank}\\n', end='')\n"  # in one write, which another rank's cannot cut in two
 
 
@@ -136,9 +133,6 @@ def test_the_planner_pages_commands_run_as_printed(tmp_path: Path) -> None:
     planned, compared = [succeeds(command, tmp_path) for command in commands]
     assert "8 of 8 trained parameters are matrices" in planned and "Megatron compact" in compared
     assert {path.name for path in tmp_path.iterdir()} >= {"report.html", "plan.png", "systems.png"}
-
-
-# -- names, options and defaults
 
 
 def test_links_and_pictures_lead_somewhere_and_python_is_python() -> None:

@@ -44,8 +44,6 @@ from lwopt_backend.rules import (
     row_factors,
 )
 
-# Rules of one's own
-
 
 @dataclass
 class Sign(MatrixRule):
@@ -108,9 +106,6 @@ def register_own_rules() -> None:
     assert_type(lwopt_backend.__version__, str)
 
 
-# Plain PyTorch, in one process or several
-
-
 def train_plain(model: nn.Module, batches: Sequence[Tensor], folder: Path) -> LayerWiseOptimizer:
     optimizer = LayerWiseOptimizer(
         model,
@@ -170,18 +165,12 @@ def clip_attention(optimizer: LayerWiseOptimizer, logits: Mapping[str, Tensor]) 
     clip(logits)
 
 
-# The mathematics alone
-
-
 def mathematics(matrices: Tensor, logits: Tensor, rule: Muon | NorMuon | AdaMuon) -> Tensor:
     assert_type(rule.iterates_in, torch.dtype)
     plain = newton_schulz(matrices, steps=5, coefficients="polar_express", eps=1e-7, dtype=torch.float32)
     gram = gram_newton_schulz(matrices, steps=5, coefficients=(3.4445, -4.775, 2.0315), eps=1e-7, dtype=torch.float32)
     factors = assert_type(qk_clip_factors(logits, threshold=100.0), QKFactors)
     return (plain + gram) * row_factors([(128, factors.query), (64, factors.rotary_query)])
-
-
-# FSDP2
 
 
 def train_fsdp2(model: nn.Module, batch: Tensor) -> dict[str, Any]:
@@ -209,9 +198,6 @@ def resume_engine(engine: Any, state_dict: Mapping[str, Any]) -> list[str]:
     left = assert_type(deepspeed_migration.load_named_state(engine, named, strict=False), list[str])
     deepspeed_migration.change_momentum_form(engine, "sum")
     return left
-
-
-# From another optimizer
 
 
 def resume(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], names: Sequence[str]) -> list[str]:
