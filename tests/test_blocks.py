@@ -59,6 +59,8 @@ def some_param(rng: random.Random) -> tuple[tuple[int, ...], tuple[Block, ...]]:
 
 
 def test_stripes_are_runs_with_gaps_between_them() -> None:
+    stripes = Stripes(2, 3, 3, 7)
+    assert [stripes.before(i) for i in range(40)] == [sum(j < i for j in indices(stripes)) for i in range(40)]
     for wrong in [(-1, 2), (0, 0), (0, 2, 0), (0, 2, 2, 2), (0, 3, 2, 1)]:
         with pytest.raises(ValueError, match="expected runs of one index or more with a gap between them"):
             Stripes(*wrong)
