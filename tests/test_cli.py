@@ -291,16 +291,11 @@ def test_docstrings_are_read_in_both_styles() -> None:
 def test_the_nearest_class_has_the_word_and_its_bases_the_rest() -> None:
     class Base:
         """:param lr: the base's.
-
-        :param eps: the base's.
-        """
+        :param eps: the base's."""
 
         def __init__(self) -> None:
             """Args:
-                momentum: of the constructor
-
-            Returns:
-                nothing: no argument
+            momentum: of the constructor
             """
 
     class Derived(Base):

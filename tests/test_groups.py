@@ -13,8 +13,7 @@ from lwopt_backend.plan.buffers.instances import Grouped, plan_buffer
 from lwopt_backend.plan.buffers.layout import BufferPlan
 from lwopt_backend.plan.buffers.step import BucketTime, Elements, buffer_step, schedule, timeline
 from lwopt_backend.plan.cost import CLUSTERS, COSTS, CostModel, StepTime
-from tests.planner_shapes import atoms_of, model
-from tests.test_buffers import assert_lawful, planned
+from tests.planner_shapes import assert_lawful, atoms_of, model, planned
 
 FLOPS = COSTS["newton_schulz"]
 H100 = CLUSTERS["h100-8x-ib"]
