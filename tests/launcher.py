@@ -38,26 +38,21 @@ def _launched(launcher: list[object], processes: int, script: tuple[object, ...]
 
 
 def succeeds(command: str | list[str], cwd: Path, **variables: str) -> str:
-    """What a command prints. Raises AssertionError, with that, if it fails."""
-    finished = run_on_cpu(command, cwd, **variables)
-    assert finished.returncode == 0, f"{command} ended with {finished.returncode}:\n{finished.stdout}"
-    return finished.stdout
+    """What a command, or a shell's command line, prints, with this environment's programs first.
 
-
-def run_on_cpu(command: str | list[str], cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a command, or a shell's command line, with this environment's programs first; output and errors together.
-
-    Raises AssertionError, with what it printed, if it does not end in time.
+    Raises AssertionError, with what it printed, if it fails or does not end in time.
     """
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **variables}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     how: dict[str, Any] = {"shell": isinstance(command, str), "cwd": cwd, "env": environment, "text": True}
     how |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "timeout": TIMEOUT_SECONDS}
     try:
-        return subprocess.run(command, **how)
+        finished = subprocess.run(command, **how)
     except subprocess.TimeoutExpired as late:
         printed = late.stdout.decode(errors="replace") if isinstance(late.stdout, bytes) else late.stdout
         raise AssertionError(f"{command} had not ended after {TIMEOUT_SECONDS} s:\n{printed}") from None
+    assert finished.returncode == 0, f"{command} ended with {finished.returncode}:\n{finished.stdout}"
+    return finished.stdout
 
 
 def run_on_ranks(

@@ -63,24 +63,19 @@ def check_work(stage: int, systems: dict[str, Any]) -> None:
 
 
 def check_memory(stage: int, systems: dict[str, Any]) -> None:
-    kept = {
-        name: {kind: [state[kind] for state in system["state"]] for kind in system["state"][0]}
-        for name, system in systems.items()
-    }
-    ours, theirs, adamw = (kept[name] for name in (OURS, THEIRS, ADAMW))
-    for each in (ours, kept[GRAM]):
-        assert sum(each["momentum"]) == MATRIX_BYTES and each["staging"] == [0] * RANKS
-        assert sum(each["masters"]) == (ALL_BYTES if stage else 0)
-    if stage == 0:
-        assert theirs["momentum"] == [MATRIX_BYTES] * RANKS and theirs["staging"] == [0] * RANKS
-        assert adamw["adam"][0] > 2 * ALL_BYTES
-    elif stage < 3:
-        assert theirs["momentum"] == theirs["staging"]  # it is kept twice
-        assert all(mine <= other for mine, other in zip(ours["momentum"], theirs["momentum"]))
+    """That ours is what the planner says: test_planned.py. DeepSpeed's Muon gathers momentum, or keeps it twice."""
+    ours, theirs = (
+        {kind: [state[kind] for state in systems[name]["state"]] for kind in ("momentum", "staging", "masters")}
+        for name in (OURS, THEIRS)
+    )
+    assert sum(ours["momentum"]) == MATRIX_BYTES and sum(ours["masters"]) == (ALL_BYTES if stage else 0)
+    assert sum(theirs["masters"]) == sum(ours["masters"])
+    if stage in (1, 2):
+        assert theirs["momentum"] == theirs["staging"]
         assert sum(ours["momentum"]) < sum(theirs["momentum"])  # whole matrices, the cut one twice
     else:
-        assert sum(theirs["momentum"]) == MATRIX_BYTES and sum(theirs["staging"]) > 0
-    assert sum(theirs["masters"]) == sum(adamw["masters"]) == sum(ours["masters"])
+        assert sum(theirs["momentum"]) == MATRIX_BYTES * (RANKS if stage == 0 else 1)
+        assert (sum(theirs["staging"]) > 0) == (stage == 3)
 
 
 def check_traffic(stage: int, systems: dict[str, Any]) -> None:
@@ -92,16 +87,11 @@ def check_traffic(stage: int, systems: dict[str, Any]) -> None:
     small = 200  # bytes: norms, flags
     assert 0 < ours.pop("alltoall_base") <= 2 * (MATRIX_BYTES // 2)  # there and back, in bf16
     if stage == 0:
-        # whole gradients in an all-reduce, twice the bytes of a ring's reduce-scatter over two ranks
-        assert adamw == theirs == {"allreduce": RANKS * ALL_BYTES}
         ours.pop("allgather_base")  # what AdamW's share of the ranks has updated
-    if stage in (1, 2):
-        repeats = PARTS if stage == 2 else 1
-        for found in (theirs, adamw):
-            assert set(found) == {"allreduce", "allgather_base"} and found["allgather_base"] == ALL_BYTES
-            assert 0 <= found["allreduce"] - repeats * RANKS * ALL_BYTES < small
     if stage == 3:
         assert sum(theirs.values()) > sum(adamw.values()) + MATRIX_BYTES  # gradients and momentum, gathered
+    else:
+        assert set(theirs) == set(adamw)
     assert set(ours) == set(adamw)
     assert all(abs(ours[kind] - adamw[kind]) < small for kind in adamw), (ours, adamw)
 

@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from lwopt_backend.checkpoint import choices, names
@@ -46,10 +46,7 @@ def plan(shapes: Path, *arguments: object) -> dict[str, Any]:
     return json.loads(run("plan", "--shapes", shapes, "--json", *arguments))
 
 
-# lwopt plan
-
-
-def test_json_holds_the_plan_and_nothing_else_is_printed(shapes: Path) -> None:
+def test_json_holds_the_plan_for_every_cost_and_nothing_else_is_printed(shapes: Path) -> None:
     found = plan(shapes, "--world-size", 8, "--layout", "padded", "--bucket-mb", 1e6)
     assert found["matrices"] == [f"layers.{i}.{name}" for i in range(6) for name, _ in LAYER]
     assert found["buckets"] == 1 and found["group_size"] == 8 and len(found["owners"]) == 24
@@ -64,6 +61,9 @@ def test_json_holds_the_plan_and_nothing_else_is_printed(shapes: Path) -> None:
     assert found["seconds"] == pytest.approx(sum(found["seconds_parts"].values())) and found["flops_imbalance"] >= 1
     assert {kind["kind"]: kind["parameters"] for kind in found["routing"]} == {"matrix": 24}
     assert plan(shapes, "--world-size", 2, "--layout", "padded", "--bucket-mb", 0.1)["buckets"] > 3
+    for cost in ("newton_schulz", "gram", "batched", "soap", "shampoo", "max_min_squared"):
+        found = plan(shapes, "--world-size", 5, "--cost", cost, "--layout", "compact")
+        assert found["cost"] == cost and 1 <= found["flops_imbalance"] < 1.3
 
 
 # Imports of each command's help, in this order; and a plan and its report, under another hash seed.
@@ -99,16 +99,14 @@ def test_help_imports_nothing_that_is_slow_and_plans_are_the_same_in_every_proce
         assert f"Usage: lwopt {name}".rstrip() in page
         assert not HEAVY & set(modules), (name, HEAVY & set(modules))
         assert not name or f"│ {name} " in pages[""][0], pages[""][0]
-    here = run("plan", "--shapes", shapes, "--world-size", 16, "--json", "--html", shapes.with_name("here.html"))
-    assert planned == here and not with_pyplot
-    assert shapes.with_name("alone.html").read_bytes() == shapes.with_name("here.html").read_bytes()
+    html, png = shapes.with_name("here.html"), shapes.with_name("here.png")
+    here = run("plan", "--shapes", shapes, "--world-size", 16, "--json", "--html", html, "--png", png)
+    assert planned == here and not with_pyplot and png.read_bytes().startswith(b"\x89PNG")
+    report = html.read_text()
+    assert shapes.with_name("alone.html").read_text() == report and "data:image/png;base64," in report
+    for said in ("24 of 24 trained parameters are matrices", "Per rank", "Per step", "equal plans have"):
+        assert said in report
     assert tuple(names.FAMILIES) == choices.FAMILIES, "the help names the families whose maps there are"
-
-
-def test_every_cost_can_be_planned_for(shapes: Path) -> None:
-    for cost in ("newton_schulz", "gram", "batched", "soap", "shampoo", "max_min_squared"):
-        found = plan(shapes, "--world-size", 5, "--cost", cost, "--layout", "compact")
-        assert found["cost"] == cost and 1 <= found["flops_imbalance"] < 1.3
 
 
 @pytest.fixture
@@ -155,17 +153,6 @@ def test_the_printed_plan(models: dict[str, Path], monkeypatch: pytest.MonkeyPat
     assert len(found["stages"]) == 2 and found["stages"][0]["padding_pct"]["experts"] == 0
 
 
-def test_a_model_from_its_configuration(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512}
-    llama = transformers.LlamaConfig(architectures=["LlamaForCausalLM"], num_attention_heads=4, **sizes)
-    llama.save_pretrained(tmp_path)
-    printed = run("plan", "--hf", tmp_path, "--world-size", 2, "--engine", "zero2")
-    assert "14 of 21 trained parameters are matrices" in printed and "output head" in printed
-    excluded = run("plan", "--hf", tmp_path, "--world-size", 2, "--exclude", "*.q_proj.*")
-    assert "12 of 21 trained parameters are matrices" in excluded
-
-
 def test_calibrate_and_plan_by_what_was_measured(shapes: Path, tmp_path: Path) -> None:
     table = tmp_path / "cost.json"
     assert "measurements on" in run("calibrate", "--shapes", shapes, "--dtype", "float32", "--output", table)
@@ -179,44 +166,31 @@ def test_calibrate_and_plan_by_what_was_measured(shapes: Path, tmp_path: Path) -
     assert found["seconds_parts"]["compute"] == pytest.approx(max(seconds), rel=1e-5)
 
 
-def test_pictures_are_written(shapes: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    html, png = tmp_path / "report.html", tmp_path / "plan.png"
-    run("plan", "--shapes", shapes, "--world-size", 8, "--html", html, "--png", png)
-    report = html.read_text()
-    assert "data:image/png;base64," in report and "</html>" in report
-    for said in ("24 of 24 trained parameters are matrices", "Per rank", "Per step", "chosen: ", "equal plans have"):
-        assert said in report
-    assert png.read_bytes().startswith(b"\x89PNG")
-
-
 WRONG = {
-    "--world-size 8": "give one of --hf, --checkpoint and --shapes; found none",
-    "--shapes S --world-size 8 --hf x": "found --hf and --shapes",
-    "--shapes missing.json --world-size 8": "missing.json",
-    "--shapes S --world-size 8 --cost newton_shulz": "did you mean 'newton_schulz'?",
-    "--shapes S --world-size 8 --cluster h100-8x": "did you mean 'h100-8x-ib'?",
-    "--shapes S --world-size 8 --group-size 3": "group size 3 does not divide the 8",
-    "--shapes S --world-size 8 --group-size x": "--group-size: expected a number of ranks or 'auto'",
-    "--shapes S --world-size 8 --engine zero2 --layout padded": "--layout is for engine 'owned'",
-    "--shapes S --world-size 8 --engine fsdp2 --group-size 4": "--group-size is for engine 'owned'",
-    "--shapes S --world-size 8 --bucket-numel 400": "--bucket-numel is for engine 'zero1' and 'zero2' and",
-    "--shapes S --world-size 8 --option layot=padded": "unknown key 'layot'; did you mean 'layout'?",
-    "--shapes S --world-size 8 --option layout": "--option 'layout': expected KEY=VALUE, such as",
-    "--shapes S --world-size 8 --layout padded --option layout=auto": "'layout' is given twice",
-    "--shapes S --world-size 8 --option atoms={'nothing':'whole'}": "'nothing' matches no parameter",
-    "--shapes S --world-size 9 --pp 2": "world_size 9 is not a multiple of tp x pp = 1 x 2",
-    "--shapes S --world-size 8 --include *": "--include and --exclude choose among a model's",
-    "--shapes S --world-sizee 8": "--world-size",
+    "plan --world-size 8": "give one of --hf, --checkpoint and --shapes; found none",
+    "plan --shapes S --world-size 8 --hf x": "found --hf and --shapes",
+    "plan --shapes missing.json --world-size 8": "missing.json",
+    "plan --shapes S --world-size 8 --cost newton_shulz": "did you mean 'newton_schulz'?",
+    "plan --shapes S --world-size 8 --cluster h100-8x": "did you mean 'h100-8x-ib'?",
+    "plan --shapes S --world-size 8 --group-size x": "--group-size: expected a number of ranks or 'auto'",
+    "plan --shapes S --world-size 8 --engine zero2 --layout padded": "--layout is for engine 'owned'",
+    "plan --shapes S --world-size 8 --engine fsdp2 --group-size 4": "--group-size is for engine 'owned'",
+    "plan --shapes S --world-size 8 --bucket-numel 400": "--bucket-numel is for engine 'zero1' and 'zero2' and",
+    "plan --shapes S --world-size 8 --option layot=padded": "unknown key 'layot'; did you mean 'layout'?",
+    "plan --shapes S --world-size 8 --option layout": "--option 'layout': expected KEY=VALUE, such as",
+    "plan --shapes S --world-size 8 --layout padded --option layout=auto": "'layout' is given twice",
+    "plan --shapes S --world-size 8 --option atoms={'nothing':'whole'}": "'nothing' matches no parameter",
+    "plan --shapes S --world-size 8 --include *": "--include and --exclude choose among a model's",
+    "plan --shapes S --world-sizee 8": "--world-size",
+    "rules muon --class torch.optim.SGD": "--class is for 'torch_optimizer'; the options of 'muon' are known",
+    "rules --class torch.optim.Adm": "torch.optim has no 'Adm'; did you mean 'Adam'?",
+    "rules moun": "unknown rule 'moun'; did you mean 'muon'?",
 }
 
 
 @pytest.mark.parametrize(("words", "message"), WRONG.items())
-def test_a_wrong_option_is_one_line_and_exit_code_two(shapes: Path, words: str, message: str) -> None:
-    assert message in refused("plan", *(shapes if word == "S" else word for word in words.split()))
-
-
-# lwopt rules
+def test_a_wrong_word_is_one_line_and_exit_code_two(shapes: Path, words: str, message: str) -> None:
+    assert message in refused(*(shapes if word == "S" else word for word in words.split()))
 
 
 def test_every_option_of_every_rule_and_host_has_a_default_a_meaning_and_a_source() -> None:
@@ -246,26 +220,11 @@ def test_every_option_of_every_rule_and_host_has_a_default_a_meaning_and_a_sourc
     assert {option["name"] for option in listed["atoms"]} == set(Division.model_fields)
 
 
-def test_the_tables_of_the_hosts_come_after_the_rules() -> None:
-    lines = [line.strip() for line in run("rules").splitlines()]
-    titles = [f"on {host}, for the whole optimizer" for host in ("DeepSpeed", "FSDP2", "plain PyTorch")]
-    places = [lines.index(title) for title in ("sgd, for everything else", *titles, "a division in atoms")]
-    assert places == sorted(places)
-    for place, option in zip(places[1:], ("ns_device", "state_dtype", "bus_alignment", "split_sizes")):
-        assert any(line.startswith(f"│ {option} ") for line in lines[place:]), option
-    text = run("rules", "muon")
-    assert "ns_coefficients" in text and "adamuon" not in text and "FSDP2" not in text
-
-
-class Demanding(torch.optim.SGD):
-    """It has an argument without a default.
-
-    Args:
-        momentum: share of the past
-    """
-
-    def __init__(self, params: Any, momentum: float, lr: float = 0.1) -> None:
-        super().__init__(params, lr=lr, momentum=momentum)
+def test_options_are_printed_as_tables_of_rules_of_hosts_and_of_divisions() -> None:
+    printed, one = run("rules"), run("rules", "muon")
+    for option in ("ns_device", "state_dtype", "bus_alignment", "split_sizes"):
+        assert f"│ {option} " in printed, option
+    assert "ns_coefficients" in one and "adamuon" not in one and "FSDP2" not in one
 
 
 def test_the_arguments_of_a_class_are_described() -> None:
@@ -273,25 +232,13 @@ def test_the_arguments_of_a_class_are_described() -> None:
     meanings = {option["name"]: option["meaning"] for option in listed["rules"][0]["options"]}
     assert meanings["alpha"] == "smoothing constant" and "path" in meanings["class"] and "centered" in meanings
     assert listed["hosts"] == listed["atoms"] == []
-    (rule,) = json.loads(run("rules", "torch_optimizer", "--class", "tests.test_cli.Demanding", "--json"))["rules"]
+    (rule,) = json.loads(run("rules", "torch_optimizer", "--class", "tests.test_config.Demanding", "--json"))["rules"]
     options = {option["name"]: (option["default"], option["meaning"]) for option in rule["options"]}
     assert options["momentum"] == ("required", "share of the past") and options["lr"] == ("0.1", "learning rate")
     rules = json.loads(run("rules", "--class", "pytorch_optimizer.Lamb", "--json"))["rules"]
     of = {rule["for"]: rule for rule in rules if rule["name"] == "torch_optimizer"}
     assert of["matrices"]["options"] and not of["matrices"]["note"]
     assert "pytorch_optimizer.Lamb is not element-wise" in of["everything else"]["note"]
-
-
-WRONG_RULES = {
-    "muon --class torch.optim.SGD": "--class is for 'torch_optimizer'; the options of 'muon' are known",
-    "--class torch.optim.Adm": "torch.optim has no 'Adm'; did you mean 'Adam'?",
-    "moun": "unknown rule 'moun'; did you mean 'muon'?",
-}
-
-
-@pytest.mark.parametrize(("words", "message"), WRONG_RULES.items())
-def test_a_wrong_rule_or_class_is_one_line(words: str, message: str) -> None:
-    assert message in refused("rules", *words.split())
 
 
 def test_a_module_that_registers_a_rule_can_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,11 +249,8 @@ def test_a_module_that_registers_a_rule_can_be_imported(tmp_path: Path, monkeypa
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    try:
+    with mock.patch.dict(MATRIX_RULES), mock.patch.dict(sys.modules):
         assert "0.5" in run("rules", "mine", "--import", "my_rules")
-    finally:
-        MATRIX_RULES.pop("mine", None)
-        sys.modules.pop("my_rules", None)
 
 
 GOOGLE = """Short.
@@ -347,16 +291,11 @@ def test_docstrings_are_read_in_both_styles() -> None:
 def test_the_nearest_class_has_the_word_and_its_bases_the_rest() -> None:
     class Base:
         """:param lr: the base's.
-
-        :param eps: the base's.
-        """
+        :param eps: the base's."""
 
         def __init__(self) -> None:
             """Args:
-                momentum: of the constructor
-
-            Returns:
-                nothing: no argument
+            momentum: of the constructor
             """
 
     class Derived(Base):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 from math import inf, nan
 from pathlib import Path
@@ -29,9 +28,6 @@ TIMES: tuple[Entry, ...] = (
 
 def table_of(*entries: Entry) -> CostTable:
     return CostTable("some cpu", "bfloat16", "newton_schulz", 5, "2.13.0", entries)
-
-
-# Looking up
 
 
 def test_a_shape_costs_what_was_measured_or_is_scaled_by_flops_from_the_nearest() -> None:
@@ -65,9 +61,6 @@ def test_costs_do_not_depend_on_the_order_of_entries_or_on_a_trip_through_json()
     assert len(set(costs)) > 5 and all(type(cost) is int for cost in costs)
 
 
-# Files
-
-
 def edited(change: dict[str, Any], entry: dict[str, Any]) -> bytes:
     """A valid table of two entries with other values, in the table or its second entry; None takes the key away."""
     data = json.loads(table_of(*TIMES[:2]).to_json())
@@ -75,55 +68,36 @@ def edited(change: dict[str, Any], entry: dict[str, Any]) -> bytes:
     return json.dumps({key: value for key, value in (data | change).items() if value is not None}).encode()
 
 
+WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # keys of the table, keys of its second entry
+    ({"schema": 2}, {}, "schema: expected 1, found 2; .*lwopt calibrate"),
+    ({"schema": True}, {}, "schema must be of type int, found True"),
+    ({"device": None, "steps": None}, {}, r"table: missing key\(s\) device, steps"),
+    ({"devices": "x"}, {}, r"table: unknown key\(s\) devices; known: schema, device"),
+    ({"rule": "shampoo"}, {}, "rule: expected 'newton_schulz', found 'shampoo'"),
+    ({"steps": 0}, {}, "steps: expected at least 1, found 0"),
+    ({"entries": []}, {}, "entries: expected at least one measurement"),
+    *(({}, {"seconds": s}, f"batch 8.: seconds must be positive and finite, found {s}") for s in (-1.0, 0.0, nan, inf)),
+    ({}, {"seconds": "1"}, r"entries\[1\]: seconds must be of type float, found '1'"),
+    ({}, {"rows": 0}, r"entries\[1\] \(0 x 100, batch 8\): rows, columns and batch must be at least 1"),
+    ({}, {"batch": None}, r"entries\[1\]: missing key\(s\) batch"),
+    ({}, {"batch": 1}, r"entries\[1\] \(100 x 100, batch 1\): measured twice"),
+]
+NO_TABLES = [(content, "cost.json is no valid cost table") for content in (b"{", b"", b"\xff\xfe", b"[1]", b"null")]
+
+
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (edited({"schema": 2}, {}), "schema: expected 1, found 2; .*lwopt calibrate"),
-        (edited({"schema": True}, {}), "schema must be of type int, found True"),
-        (edited({"schema": None}, {}), r"table: missing key\(s\) schema"),
-        (edited({"device": None, "steps": None}, {}), r"table: missing key\(s\) device, steps"),
-        (edited({"devices": "x"}, {}), r"table: unknown key\(s\) devices; known: schema, device"),
-        (edited({"dtype": 16}, {}), "table: dtype must be of type str, found 16"),
-        (edited({"rule": "shampoo"}, {}), "rule: expected 'newton_schulz', found 'shampoo'"),
-        (edited({"steps": 0}, {}), "steps: expected at least 1, found 0"),
-        (edited({"entries": []}, {}), "entries: expected at least one measurement"),
-        (edited({}, {"seconds": -1.0}), r"entries\[1\] \(100 x 100, batch 8\): seconds must be .*found -1.0"),
-        *((edited({}, {"seconds": s}), f"seconds must be positive and finite, found {s}") for s in (0.0, nan, inf)),
-        (edited({}, {"seconds": "1"}), r"entries\[1\]: seconds must be of type float, found '1'"),
-        (edited({}, {"rows": 0}), r"entries\[1\] \(0 x 100, batch 8\): rows, columns and batch must be at least 1"),
-        (edited({}, {"batch": None}), r"entries\[1\]: missing key\(s\) batch"),
-        (edited({}, {"milliseconds": 1.0}), r"entries\[1\]: unknown key\(s\) milliseconds; known: rows, columns, ba"),
-        (edited({}, {"batch": 1}), r"entries\[1\] \(100 x 100, batch 1\): measured twice"),
-        *[(content, "cost.json is no valid cost table") for content in (b"{", b"", b"\xff\xfe", b"[1]", b"null")],
-    ],
-    ids=lambda value: str(value)[:40],
+    ("content", "message"), [*((edited(*changes), message) for *changes, message in WRONG), *NO_TABLES]
 )
 def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "cost.json"
     with pytest.raises(FileNotFoundError, match="cost.json: .*`lwopt calibrate` makes one"):
         read_cost_table(path)
-    path.write_bytes(edited({}, {}))
+    write_cost_table(table_of(*TIMES[:2]), path)
     assert read_cost_table(path) == table_of(*TIMES[:2])
     path.write_bytes(content)
     with pytest.raises(ValueError, match=message) as caught:
         read_cost_table(path)
     assert str(path) in str(caught.value)
-
-
-def test_a_table_is_written_whole_or_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object) -> None:
-        assert read_cost_table(path) == table_of(*TIMES), "until then a reader finds the old one"
-        raise OSError("disk full")
-
-    path = tmp_path / "new" / "folder" / "cost.json"
-    for table in (table_of(TIMES[0]), table_of(*TIMES)):
-        write_cost_table(table, path)
-        assert read_cost_table(path) == table and list(path.parent.iterdir()) == [path]
-    for failing in ("fsync", "replace"):
-        with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full"):
-            patch.setattr(os, failing, fail)
-            write_cost_table(table_of(TIMES[0]), path)
-        assert read_cost_table(path) == table_of(*TIMES) and list(path.parent.iterdir()) == [path]
 
 
 def test_the_default_path_is_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,9 +106,6 @@ def test_the_default_path_is_in_the_users_cache(tmp_path: Path, monkeypatch: pyt
     for cache, folder in [(str(tmp_path / "cache"), "cache"), ("", "home/.cache"), ("relative", "home/.cache")]:
         monkeypatch.setenv("XDG_CACHE_HOME", cache)
         assert default_path("cuda") == tmp_path / folder / "lwopt" / "cost-nvidia-h200-sxm.json"
-
-
-# Timing
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

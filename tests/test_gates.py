@@ -73,9 +73,6 @@ def test_a_whole_checkpoint_passes() -> None:
     assert check(whole(), 7) == [rounding, "All values are finite."]
 
 
-# States
-
-
 @pytest.mark.parametrize(
     ("name", "key", "shape", "said"),
     [
@@ -111,9 +108,6 @@ def test_frozen_parameters_and_weights_alone_pass_and_are_said() -> None:
     refused(having(params), *said)
     notes = check(having({name: Param(param.weight) for name, param in whole().params.items()}))
     assert notes == ["There is no optimizer state, only weights.", "All values are finite."]
-
-
-# Values
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -192,9 +186,6 @@ def test_one_parameter_is_in_memory_at_a_time() -> None:
     kept = {key: lazy(torch.float32) for key in (MASTER, *MOMENTS)}
     check(having({f"p{number}": Param(lazy(torch.bfloat16), kept) for number in range(5)}))
     assert len(most) == 20 and max(most) == 2 and not alive
-
-
-# Vocabulary
 
 
 @pytest.mark.parametrize(
@@ -279,7 +270,7 @@ TRANSLATED = [  # the group, its states, the checkpoint's arguments, and options
 
 
 @pytest.mark.parametrize(("group", "states", "arguments", "expected"), TRANSLATED)
-def test_groups_of_other_optimizers_have_the_options_of_ours(
+def test_groups_of_others_have_our_options(
     group: dict[str, Any], states: tuple[str, ...], arguments: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     found = grouped([group], [states], arguments)
@@ -306,9 +297,7 @@ def test_groups_of_matrices_are_first_and_parameters_follow_them() -> None:
 
 
 @pytest.mark.parametrize(("group", "states"), [(ADAM, MOMENTS), ({"rule": "muon", "lr": 0.1}, OF_MUON)])
-def test_the_rate_that_a_schedule_multiplies_is_deepspeeds_after_the_warmup(
-    group: dict[str, Any], states: tuple[str, ...]
-) -> None:
+def test_the_rate_that_a_schedule_multiplies_is_the_warmups(group: dict[str, Any], states: tuple[str, ...]) -> None:
     def first(group: dict[str, Any], scheduler: dict[str, Any], peak: Any = 0.4) -> Any:
         schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": peak, "warmup_num_steps": 8}}
         arguments = {"ds_config": {"scheduler": schedule}}
@@ -335,7 +324,7 @@ def test_the_rate_that_a_schedule_multiplies_is_deepspeeds_after_the_warmup(
         (OF_DEEPSPEEDS, OF_MUON, ds_config(per_head_muon=True), "orthogonalized heads by themselves"),
     ],
 )
-def test_what_has_no_counterpart_stays_as_it_is_and_is_said(
+def test_what_has_no_counterpart_stays_and_is_said(
     group: dict[str, Any], states: tuple[str, ...], arguments: dict[str, Any], words: str
 ) -> None:
     found = grouped([group], [states], arguments)

@@ -63,10 +63,7 @@ def test_a_rate_written_to_one_group_changes_that_group_only_and_ends_no_round()
             groups[number]["lr"] = expected[number] = 0.5
         assert [group["lr"] for group in groups] == expected
         assert write(groups, 0.2, 0.2) == close(0.2, 0.01)
-
-
-def test_a_new_link_begins_a_new_round() -> None:
-    rates = LinkedRates([1.0, 0.015])
+    rates = LinkedRates([1.0, 0.015])  # a new link begins a new one
     rates.link([{"lr": 0.02}, {"lr": 3e-4}])[0]["lr"] = 0.5
     groups = rates.link([{"lr": 0.02}, {"lr": 3e-4}])
     groups[1].update(lr=0.5)  # like an assignment
@@ -90,9 +87,6 @@ def test_own_rates_outlast_a_checkpoint() -> None:
     assert OWN_RATES not in linked(3e-4)[0]
 
 
-# Momentum
-
-
 def of_rule(rule: str, **given: Any) -> ParamGroup:
     group = {"params": [], "rule": rule, **options_of(rule, given, "test").model_dump()}
     return LinkedRates([1.0]).link([group])[0]
@@ -109,9 +103,7 @@ MOMENTA: list[tuple[str, dict[str, Any], str, Any, Any]] = [  # a rule's options
 
 
 @pytest.mark.parametrize(("rule", "given", "key", "before", "after"), MOMENTA)
-def test_a_momentum_reaches_the_rule_by_its_own_name(
-    rule: str, given: dict[str, Any], key: str, before: Any, after: Any
-) -> None:
+def test_a_momentum_has_the_rules_name(rule: str, given: dict[str, Any], key: str, before: Any, after: Any) -> None:
     for written in ("momentum", "betas"):
         group = of_rule(rule, **given)
         keys = set(group)
@@ -137,9 +129,8 @@ def optimizer_of_both(**options: Any) -> LayerWiseOptimizer:
 
 def test_a_schedule_that_cycles_momentum_needs_a_rule_that_has_one() -> None:
     plain = {"name": "torch_optimizer", "class": "torch.optim.Adagrad"}
-    optimizer = LayerWiseOptimizer(
-        nn.Sequential(nn.LayerNorm(6)), elementwise=plain, allow_no_matrix=True, report=False
-    )
+    model = nn.Sequential(nn.LayerNorm(6))
+    optimizer = LayerWiseOptimizer(model, elementwise=plain, allow_no_matrix=True, report=False)
     with pytest.raises(ValueError, match="must support momentum"):
         OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
 

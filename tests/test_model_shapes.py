@@ -101,7 +101,6 @@ def test_listed_shapes_keep_their_order_and_every_2d_one_is_a_matrix(tmp_path: P
     [
         ("mine", None, "expected .* cannot be read: No such file"),
         ("mine", "[]", "found no entry"),
-        ("mine", "{}", "found no entry"),
         ("mine", "7", "found 7"),
         ("mine", "[[", "not JSON"),
         ("mine", [["a", [1, 2]], ["a", [1, 2]]], r"entry 1 \('a'\): expected a new name, found that of entry 0"),
@@ -110,9 +109,7 @@ def test_listed_shapes_keep_their_order_and_every_2d_one_is_a_matrix(tmp_path: P
         *[("mine", [["a", wrong]], "found") for wrong in ([-1, 2], [2.0, 2], [True, 2], [], 4)],
         ("mine", [["a", 4, 4]], r"entry 0: expected \[\"name\", \[rows, columns\]\], found \['a', 4, 4\]"),
         ("mine", [[4, ["a"]]], "entry 0: expected"),
-        ("mine", [{"name": "a", "shape": [1, 2]}], "entry 0: expected .* found {'name': 'a', 'shape': "),
         ("config", None, "expected a Hugging Face config.json, .* No such file"),
-        ("config", "{", "not JSON"),
         ("config", [], "found list"),
         ("config", {"hidden_size": 8}, "with a 'model_type', found None"),
         ("config", {"model_type": "lama"}, "'lama' is not one of transformers .* did you mean 'llama'"),
@@ -121,9 +118,7 @@ def test_listed_shapes_keep_their_order_and_every_2d_one_is_a_matrix(tmp_path: P
         ("config", {"model_type": "llama", "num_attention_heads": 0}, "correct the file"),
     ],
 )
-def test_a_wrong_list_or_configuration_is_an_error_that_names_the_file_and_the_finding(
-    tmp_path: Path, file: str, content: Any, message: str
-) -> None:
+def test_errors_name_the_file_and_what_was_found(tmp_path: Path, file: str, content: Any, message: str) -> None:
     path = tmp_path / f"{file}.json"
     path = path if content is None else written(path, content)
     with pytest.raises(ValueError, match=rf"{file}\.json: (.|\n)*{message}"):
@@ -142,9 +137,7 @@ def saved(family: str, folder: Path) -> nn.Module:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_configuration_gives_the_built_models_shapes_and_a_checkpoint_the_same_routes(
-    family: str, tmp_path: Path
-) -> None:
+def test_a_configuration_gives_the_models_shapes_and_a_checkpoint_the_same_routes(family: str, tmp_path: Path) -> None:
     """On every parameter whose name transformers does not change as it saves; it splits stacked experts."""
     model = saved(family, tmp_path)
     true = shapes_of(model)
@@ -204,9 +197,7 @@ def test_a_configuration_may_ask_for_kernels_quantization_and_code_that_are_not_
     assert read_shapes(read_hugging_face(tmp_path)) == shapes_of(transformers.BartForConditionalGeneration(bart))
 
 
-def test_both_readers_take_globs_and_without_transformers_what_to_install_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_readers_take_globs_and_say_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved("llama", tmp_path)
     for read in (read_hugging_face, read_checkpoint):
         found = kinds(read(tmp_path, include=["lm_head*"], exclude=["*.0.mlp.up_proj.weight"]))
@@ -276,14 +267,11 @@ def test_safetensors_are_read_from_their_header_alone_and_what_only_ends_so_is_a
     os.truncate(path, 8 + len(header) + 2**40)
     assert read_shapes(read_checkpoint(path)) == {"w": (2**20, 2**19)}
     for content, message in [
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 4976698672\n", "Git LFS"),
-        (b"", "is damaged: .* too small"),
-        ((4).to_bytes(8, "little") + b"[[[[", "is damaged: .* invalid JSON"),
-        ((16).to_bytes(8, "little") + b'{"w": {"d": [] }', "is damaged: .* invalid JSON"),
-        ((2).to_bytes(8, "little") + b"{}", "expected .* no floating-point tensor"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\n", " is damaged: .*Git LFS"),
+        ((2).to_bytes(8, "little") + b"{}", ": expected .* no floating-point tensor"),
     ]:
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=rf"model\.safetensors:? .*{message}"):
+        with pytest.raises(ValueError, match=rf"model\.safetensors{message}"):
             read_checkpoint(path)
 
 
@@ -320,9 +308,7 @@ def test_safetensors_without_an_index_are_one_model_unless_they_repeat_a_name(tm
 
 
 @pytest.mark.parametrize("key", [None, "model", "module", "state_dict", "model_state_dict"])
-def test_a_torch_file_keeps_the_models_order_and_ties_and_its_optimizer_is_not_listed(
-    tmp_path: Path, key: str | None
-) -> None:
+def test_a_torch_file_keeps_order_and_ties_and_no_optimizer_is_listed(tmp_path: Path, key: str | None) -> None:
     model = UnevenLM(tied=True)
     model.register_buffer("steps", torch.zeros(3, 3, dtype=torch.int64))
     moments = {"state": {0: {"exp_avg": torch.zeros(4, 4)}}, "param_groups": []}
@@ -419,9 +405,7 @@ def save_deepspeed(folder: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_deepspeed_checkpoint_gives_the_whole_model_at_every_stage(
-    ranks: RankPool, tmp_path: Path, stage: int
-) -> None:
+def test_a_deepspeed_checkpoint_gives_the_whole_model(ranks: RankPool, tmp_path: Path, stage: int) -> None:
     ranks.run(save_deepspeed, str(tmp_path), stage)
     shapes, true = read_checkpoint(tmp_path), shapes_of(frozen_and_tied())
     frozen = {"gate.weight", "gate.bias"} if stage else set()  # stage 0 does not say
@@ -464,9 +448,7 @@ READABLE = "expected a .*safetensors .* DeepSpeed, found"
         ([], "nothing.pt", "nothing.pt: expected a checkpoint, found nothing there"),
     ],
 )
-def test_what_is_no_whole_checkpoint_is_an_error_that_says_why(
-    tmp_path: Path, files: list[str], given: str, message: str
-) -> None:
+def test_what_is_no_whole_checkpoint_is_refused(tmp_path: Path, files: list[str], given: str, message: str) -> None:
     for file in files:
         written(tmp_path / file, "global_step7") if "pt" not in file else torch.save({"module": None}, tmp_path / file)
     with pytest.raises(ValueError, match=message):

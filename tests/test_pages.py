@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import pytorch_optimizer
@@ -18,13 +19,15 @@ import typer
 
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers, run
 from lwopt_backend.cli import app
-from lwopt_backend.config.choices import LayerWiseMuonConfig
-from lwopt_backend.config.hosts import FSDP2Config, HostConfig, OwnedConfig
-from lwopt_backend.config.registry import AdamWOptions, MuonOptions
+from lwopt_backend.config.choices import LayerWiseMuonConfig, settings_of
+from lwopt_backend.config.hosts import FSDP2Config, HostConfig, OwnedConfig, ZeROConfig
+from lwopt_backend.config.registry import ELEMENTWISE_RULES, MATRIX_RULES, AdamWOptions, MuonOptions
 from lwopt_backend.plan.cost import CLUSTERS, COSTS
+from lwopt_backend.routing.fused import TABLE
+from lwopt_backend.routing.routing import AtomSettings
 from lwopt_backend.rules.newton_schulz import table_of
 from tests.fsdp2 import MODES, SHARDINGS
-from tests.launcher import ROOT, run_on_ranks, succeeds, surroundings_kept, unpack_page
+from tests.launcher import ROOT, run_on_ranks, run_script, succeeds, surroundings_kept, unpack_page
 from tests.migration import PEERS, entry, rules_for
 from tests.models import UnevenLM
 from tests.on_ranks import on_ranks
@@ -45,9 +48,6 @@ def part(page: str, begin: str, end: str) -> str:
 def named_in(rows: str) -> set[str]:
     """The options that the first cells of a table's rows name."""
     return {name for row in re.findall(r"^\| (`.*?) \|", rows, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
-
-
-# -- scripts
 
 
 SAYS_ITS_RANK = "print(f'rank {args.local_rank}\\n', end='')\n"  # in one write, which another rank's cannot cut in two
@@ -76,14 +76,19 @@ def test_the_readmes_training_commands_run_as_printed(
         assert "rank 0\n" in output and "rank 1\n" in output
 
 
+def test_the_readmes_client_optimizer_runs_as_printed(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "client.py").write_text(FILES["client.py"])
+    codes, output = run_on_ranks(ranks, tmp_path / "client.py", joined=True)
+    assert codes == [0, 0] and "2 of 4 trained parameters are matrices" in output, output
+
+
 @on_ranks(1)
 def test_the_module_runner_hands_on_its_arguments_and_needs_a_script(tmp_path: Path) -> None:
     script, seen = tmp_path / "seen.py", tmp_path / "seen.json"
     script.write_text(f"import json, sys\njson.dump(sys.argv[1:], open({str(seen)!r}, 'w'))\n")
-    found = "no script was given; found only"
     refused = {
-        (): f"{found} []",
-        ("--local_rank=1",): f"{found} ['--local_rank=1']",
+        (): "no script was given; found only []",
+        ("--local_rank=1",): "no script was given; found only ['--local_rank=1']",
         ("nowhere.py",): "no such script: nowhere.py",
     }
     with surroundings_kept():
@@ -101,12 +106,6 @@ SAYS = {
     "modules": (4, r"loss 0\.\d+ after 40 steps, gradient norm \d\.\d+ over both modules", ""),
     "migration": (2, r"largest difference after 10 more steps: 0\.0", ""),
 }
-
-
-def test_the_readmes_client_optimizer_runs_as_printed(ranks: RankPool, tmp_path: Path) -> None:
-    (tmp_path / "client.py").write_text(FILES["client.py"])
-    codes, output = run_on_ranks(ranks, tmp_path / "client.py", joined=True)
-    assert codes == [0, 0] and "2 of 4 trained parameters are matrices" in output, output
 
 
 @pytest.mark.parametrize("page", SAYS)
@@ -134,9 +133,6 @@ def test_the_planner_pages_commands_run_as_printed(tmp_path: Path) -> None:
     planned, compared = [succeeds(command, tmp_path) for command in commands]
     assert "8 of 8 trained parameters are matrices" in planned and "Megatron compact" in compared
     assert {path.name for path in tmp_path.iterdir()} >= {"report.html", "plan.png", "systems.png"}
-
-
-# -- names, options and defaults
 
 
 def anchors(page: Path) -> set[str]:
@@ -209,14 +205,12 @@ def test_every_option_of_owned_storage_is_in_the_table_with_its_default() -> Non
 
 
 def test_every_method_that_a_page_names_exists() -> None:
-    named = set(re.findall(r"`(\w+)\(", PAGES["owned"])) - {"lcm", "state_dict"}
-    assert named and [name for name in named if not hasattr(LayerWiseOptimizer, name)] == []
     prose = re.sub(r"^```.*?^```$", "", PAGES["modules"], flags=re.MULTILINE | re.DOTALL)
-    named = set(re.findall(r"`(\w+)\([^`]*\)`", prose)) - {"LambdaLR"}
-    assert named >= {"step", "clip_grad_norm_", "save_state_dict", "load_state_dict_from"}
-    assert [name for name in named if not hasattr(ModuleOptimizers, name)] == []
-    named = set(re.findall(r"LayerWiseOptimizer\.(\w+)", prose))
-    assert [name for name in named if not hasattr(LayerWiseOptimizer, name)] == []
+    for owner, named in (
+        (LayerWiseOptimizer, set(re.findall(r"`(\w+)\(", PAGES["owned"])) - {"lcm", "state_dict"}),
+        (ModuleOptimizers, set(re.findall(r"`(\w+)\([^`]*\)`", prose)) - {"LambdaLR"}),
+    ):
+        assert named and [name for name in named if not hasattr(owner, name)] == []
 
 
 def test_the_support_table_of_fsdp2_is_the_tests_table() -> None:
@@ -229,6 +223,34 @@ def test_the_support_table_of_fsdp2_is_the_tests_table() -> None:
         assert len(cells) == len(SHARDINGS) and set(cells) <= expected
         untied = [sharding for sharding, cell in zip(SHARDINGS, cells) if cell == "untied"]
         assert untied == (["several roots"] if mode == "tied" else [])
+
+
+# -- docs/optimizers.md
+
+
+def test_a_users_own_rule_runs_as_printed(tmp_path: Path) -> None:
+    ((name, script),) = re.findall(r"^```python (\S+)\n(.*?)^```$", PAGES["optimizers"], re.MULTILINE | re.DOTALL)
+    (tmp_path / name).write_text(script)
+    torch.manual_seed(0)
+    with mock.patch.dict(MATRIX_RULES):
+        code, printed = run_script([str(tmp_path / name)], {}, joined=True)
+    assert code == 0 and float(re.findall(r"loss (\d\.\d+)", printed)[0]) < 0.1, printed
+    rule = script[script.index("@dataclass") : script.index("\n\nmodel")]
+    assert len([line for line in rule.splitlines() if line.strip()]) <= 20
+
+
+def test_the_entries_of_the_page_are_understood_and_every_rule_is_in_its_table() -> None:
+    page = PAGES["optimizers"]
+    blocks = re.findall(r"^```json (\S+)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    given = {name: json.loads(block) for name, block in blocks}
+    rules, _ = settings_of(ZeROConfig, given["entry"]["params"], given["entry"]["type"])
+    assert rules.overrides[0].matrix == {"lr": 0.01}
+    rules, _ = settings_of(ZeROConfig, given["params"], "LayerWise")
+    assert rules.matrix.options.precondition_frequency == 10
+    AtomSettings.parse(given["atoms"])
+    assert f"{len(TABLE)} classes of transformers" in page
+    named = named_in(part(page, "## Which rules there are", "## Other options"))
+    assert named == ({*MATRIX_RULES, *ELEMENTWISE_RULES} - {"torch_optimizer_elementwise"})
 
 
 # -- docs/migration.md
@@ -274,32 +296,27 @@ def paired(names: list[str], cell: str) -> list[tuple[str, Any]]:
     return list(zip(names, values * len(names) if len(values) == 1 else values))
 
 
+CLASSES = {"torch.optim.Muon": torch.optim.Muon, "pytorch_optimizer": pytorch_optimizer.Muon}
+
+
 @pytest.mark.parametrize("heading", re.findall(r"^## (.*)$", MIGRATION, re.MULTILINE)[1:8])
-def test_our_defaults_on_the_page_are_ours(heading: str) -> None:
+def test_defaults_on_the_page_are_ours_and_theirs(heading: str) -> None:
     models = {"matrix": MuonOptions(), "elementwise": AdamWOptions(), "adamw": AdamWOptions()}
-    checked = set()
-    for _, ours, _, cell in rows_on_the_page(heading):
+    arguments = inspect.signature(CLASSES[heading]).parameters if heading in CLASSES else {}
+    checked, of_theirs = set(), set()
+    for theirs, ours, their_cell, our_cell in rows_on_the_page(heading):
         tokens = [token.rpartition(".")[::2] for token in re.findall(r"`([\w.]+)`", ours)]
         options = [(section or "matrix", key) for section, key in tokens]
         known = [(section, key) for section, key in options if hasattr(models.get(section), key)]
-        for (section, key), value in paired(known, cell):
+        for (section, key), value in paired(known, our_cell):
             default = getattr(models[section], key)
             if key == "ns_coefficients":
                 value, default = (table_of(which).triples for which in (value, default))
             assert value == (default or "original" if key == "adjust_lr_fn" else default), key
             checked.add(key)
+        names = [name for name in re.findall(r"`(\w+)`", theirs) if name in arguments]
+        for name, value in paired(names, their_cell):
+            assert name == "adjust_lr_fn" or arguments[name].default == value, name
+            of_theirs.add(name)
     assert checked >= {"lr", "weight_decay", "momentum"} - ({"momentum"} if heading == "pytorch_optimizer" else set())
-
-
-@pytest.mark.parametrize(
-    ("heading", "peer"), [("torch.optim.Muon", torch.optim.Muon), ("pytorch_optimizer", pytorch_optimizer.Muon)]
-)
-def test_their_defaults_on_the_page_are_theirs(heading: str, peer: Any) -> None:
-    arguments = inspect.signature(peer).parameters
-    checked = 0
-    for theirs, _, cell, _ in rows_on_the_page(heading):
-        for name, value in paired([name for name in re.findall(r"`(\w+)`", theirs) if name in arguments], cell):
-            if name != "adjust_lr_fn":
-                assert arguments[name].default == value, name
-                checked += 1
-    assert checked >= 7
+    assert len(of_theirs) >= 7 or not arguments

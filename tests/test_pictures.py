@@ -5,10 +5,10 @@ from __future__ import annotations
 import base64
 import copy
 import functools
+import importlib
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -24,10 +24,12 @@ from matplotlib.text import Text
 from rich.console import Console
 from rich.table import Table
 
+from lwopt_backend import pictures
 from lwopt_backend.cli.tables import recording
 from lwopt_backend.pictures.look import byte_unit, digits, one_line, png, time_unit
 from lwopt_backend.pictures.panels import draw_plan, html_report, key_numbers, save_html, save_plan_png
-from lwopt_backend.plan.cost import CLUSTERS, COSTS
+from lwopt_backend.plan.cost import CLUSTERS, COSTS, CostTable
+from lwopt_backend.planner.calibrate import write_cost_table
 from lwopt_backend.planner.document import alternatives, document
 from lwopt_backend.planner.models import ModelShapes, Training
 from lwopt_backend.planner.setting import Setting
@@ -296,6 +298,7 @@ def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path: Path, monkeypatch:
     kinds: list[tuple[Callable[..., None], Any, bytes]] = [
         (save_plan_png, planned("few"), b"\x89PNG"),
         (lambda shown, place: save_html(shown, printed(), place), planned("few"), b"<!doctype html>"),
+        (write_cost_table, CostTable("a cpu", "bfloat16", "newton_schulz", 5, "2", (((2, 3), 1, 1.0),)), b"{"),
     ]
     for save, shown, start in kinds:
         for place in (path, str(path)):
@@ -308,13 +311,10 @@ def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path: Path, monkeypatch:
             assert path.read_bytes() == b"old" and list(path.parent.iterdir()) == [path]
 
 
-def test_without_matplotlib_the_error_says_what_to_install() -> None:
-    for name in ("pictures", "pictures.units"):
-        code = f"import sys; sys.modules['matplotlib'] = None; import lwopt_backend.{name}"
-        tried = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        said = tried.stderr.splitlines()[-1]
-        assert "ImportError: pictures and HTML reports need matplotlib" in said
-        assert said.endswith("pip install matplotlib")
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match="pictures and HTML reports need matplotlib .*pip install matplotlib"):
+        importlib.reload(pictures)
 
 
 def test_numbers_are_spelled_in_three_digits_and_one_unit() -> None:

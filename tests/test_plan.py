@@ -46,9 +46,6 @@ SMALL = [(1, 7), (7, 1), (6, 10), (13, 5), (4, 4), (64, 24)]
 NUMELS = [rows * columns for rows, columns in SMALL]
 
 
-# Where parameters lie
-
-
 def test_partitions_cut_parameters_where_deepspeed_does() -> None:
     layout = FlatPartition.build([4, 5, 1], 3)
     assert layout.partition_numel == 4  # 10 elements, padded to a multiple of 2 * 3
@@ -67,9 +64,8 @@ def test_partitions_cut_parameters_where_deepspeed_does() -> None:
     assert stack.fragments(1) == (Fragment(0, 0, 2, 4), Fragment(1, 2, 4, 0))
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
+def test_what_cannot_be_planned_is_named() -> None:
+    wrong: list[tuple[Callable[[], object], str]] = [
         (lambda: FlatPartition.build([4, 0], 2), "parameter 1 has 0 elements"),
         (lambda: FlatPartition(2, (4, 4), (0, 3), 8), "parameter 1 starts at 3 but element 4 is next"),
         (lambda: FlatPartition(2, (4, 4), (0, 4), 3), "parameters end at 8, beyond 2 partitions of 3"),
@@ -78,11 +74,10 @@ def test_partitions_cut_parameters_where_deepspeed_does() -> None:
             lambda: plan_spread(atoms_of(SMALL), rows_over(SMALL, 2), exchange_layout="dense"),
             "unknown layout 'dense'; expected one of auto, padded, compact",
         ),
-    ],
-)
-def test_what_cannot_be_planned_is_named(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
+    ]
+    for make, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            make()
 
 
 PLACEMENTS = {
@@ -112,9 +107,6 @@ def test_parts_are_where_torch_puts_them() -> None:
             if (part := ours.fragment(dist.get_rank(), coordinate)) is not None:
                 cut = matrix.as_strided((part.runs, part.stop - part.start), (part.pitch, 1), part.start).flatten()
             assert torch.equal(cut, matrix[tuple(slice(b, b + s) for b, s in zip(offset, local))].flatten())
-
-
-# Owners
 
 
 def test_stay_gives_an_atom_to_the_rank_that_stores_most_of_it() -> None:
@@ -183,9 +175,6 @@ def test_owners_have_room_for_their_work_are_where_the_matrix_is_and_take_the_ne
     assert [atom for bucket in plan.buckets for atom in bucket] == [1] and plan.local_atoms(0) == [0, 2]
     hybrid = LAYOUTS["hybrid"]
     assert [[part.rank for part in hybrid.sources(5, owner)] for owner in (3, 0)] == [[2, 3], [0, 1]]
-
-
-# Exchanges
 
 
 def on_four(*dims: int | None, late: tuple[bool, bool] = (False, False)) -> MeshLayout:
@@ -302,17 +291,10 @@ def test_auto_takes_equal_parts_only_where_nothing_is_padded_and_padding_is_coun
     assert found([(4, 4), (5, 4)], "padded") == (12, [2 * 2 * 12] * 2)
 
 
-# Planning itself
-
-
 def test_the_plan_is_the_same_in_every_process_whatever_the_hash_seed() -> None:
-    code, found = "from tests.planner_shapes import everything; print(everything())", set()
-    for seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed}
-        run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-        assert run.returncode == 0, run.stderr
-        found.add(run.stdout.strip())
-    assert found == {everything()}
+    code, environment = "from tests.planner_shapes import everything; print(everything())", {"PYTHONHASHSEED": "1"}
+    command, options = [sys.executable, "-c", code], {"env": {**os.environ, **environment}, "text": True}
+    assert subprocess.check_output(command, **options).strip() == everything()
     plan = plan_of(SHAPES, 2, "stay")
     assert plan.lines() != replace(plan, element_bytes=4).lines(), "the size of an element is part of it"
 

@@ -126,6 +126,8 @@ def test_a_plans_name_is_that_of_its_owners_and_stages_whatever_rates_costs_and_
     more = ([], ["--cluster", "b200-8x-ib"], ["--cost", "gram"], ["--cluster", "cuda"])
     found = [planned(phi3, "--world-size", 4, *words) for words in more]
     assert len({each["digest"] for each in found}) == 1 and len({each["seconds"] for each in found}) == 4
+    excluded = planned(phi3, "--world-size", 2, "--exclude", "*.o_proj.*")["routing"]
+    assert sum(some["parameters"] for some in excluded if some["kind"] == "matrix") == 3 * 3, "of three layers"
     stages = planned(phi3, "--world-size", 6, "--pp", 3)
     assert len({stages["digest"], *(stage["digest"] for stage in stages["stages"])}) == 4
 

@@ -103,7 +103,7 @@ def test_settings_that_cannot_work_are_refused(storage: str, changes: dict[str, 
         assert "LayerWiseMuon with owned storage cannot train with this configuration" in error
 
 
-# What is wrong without a model is in test_config.py.
+# What is wrong without a model is in test_doors.py.
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -27,6 +27,7 @@ from lwopt_backend.routing.routing import Route, route
 from tests.fused import BLOCKS, FusedLM, Separate
 from tests.models import UnevenLM
 from tests.on_ranks import on_ranks
+from tests.test_blocks import indices
 from tests.zero import ADAMW, MUON, Reference, config, engine_for, train
 
 
@@ -45,10 +46,7 @@ def module(**parts: Any) -> nn.Module:
 
 # Models as they are; those of Hugging Face's families are in test_model_shapes.py
 
-SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "vocab_size": 512}
-MIDDLE = {**SMALL, "intermediate_size": 96}
-FEW_KEYS = {**SMALL, "intermediate_size": 128, "num_key_value_heads": 2}
-GPT2 = {"n_layer": 2, "n_head": 4, "n_embd": 64, "n_positions": 64}
+TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 50, "intermediate_size": 48}
 
 
 def on_meta(made: hf.PretrainedConfig) -> nn.Module:
@@ -59,7 +57,7 @@ def on_meta(made: hf.PretrainedConfig) -> nn.Module:
 
 
 def test_models_of_stacked_experts_say_how_little_is_a_matrix() -> None:
-    headline, note = routing_headline(route(on_meta(hf.MixtralConfig(**{**FEW_KEYS, "intermediate_size": 256}))))
+    headline, note = routing_headline(route(on_meta(hf.MixtralConfig(**{**TINY, "intermediate_size": 128}))))
     assert "elements lie in parameters of 3 and more dimensions (stacked experts" in note
     assert len(routing_headline(route(UnevenLM()))) == 1
 
@@ -69,10 +67,10 @@ def test_models_of_stacked_experts_say_how_little_is_a_matrix() -> None:
 Make = Callable[[], nn.Module]
 
 
-def real(family: str, task: str, **options: Any) -> Make:
+def real(family: str, task: str, sizes: dict[str, Any] = TINY, **options: Any) -> Make:
     def make() -> nn.Module:
         with torch.device("meta"):
-            return getattr(hf, family + task)(getattr(hf, f"{family}Config")(**options))
+            return getattr(hf, family + task)(getattr(hf, f"{family}Config")(**sizes, **options))
 
     return make
 
@@ -143,34 +141,29 @@ def odd() -> nn.Module:
 
 PLAIN, WIDE, NAMED = "2-D weight", "output head, as wide as an embedding has rows", "output head, named '{}'".format
 DECAY = "one decay per channel and state"
-GPT_OSS = {**MIDDLE, "num_local_experts": 4, "num_key_value_heads": 2}
+GPT2 = {"n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 50, "eos_token_id": 1}
 MAMBA = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512}
 SWIN = {"embed_dim": 8, "depths": [1], "num_heads": [2], "image_size": 32, "patch_size": 2, "window_size": 4}
+CAUSAL, CLASSES, CLASSIFIER = "ForCausalLM", "ForSequenceClassification", NAMED("classifier")
 EXPECTED: list[tuple[Make, dict[str, str]]] = [  # by reason the names, without ".weight"
     (
-        real("GptOss", "ForCausalLM", **GPT_OSS),
+        real("GptOss", CAUSAL, num_local_experts=4, num_key_value_heads=2),
         {"bias": "model.layers.0.mlp.experts.down_proj_bias", PLAIN: "model.layers.0.mlp.router"},
     ),
     (
-        real("Mamba", "ForCausalLM", **MAMBA),
+        real("Mamba", CAUSAL, MAMBA),
         {DECAY: "backbone.layers.0.mixer.A_log", PLAIN: "backbone.layers.0.mixer.out_proj"},
     ),
-    (
-        real("Roberta", "ForSequenceClassification", **MIDDLE),
-        {PLAIN: "classifier.dense", NAMED("classifier"): "classifier.out_proj"},
-    ),
-    (
-        real("Bert", "ForSequenceClassification", **MIDDLE, max_position_embeddings=64),
-        {PLAIN: "bert.pooler.dense", NAMED("classifier"): "classifier"},
-    ),
-    (real("ModernBert", "ForMaskedLM", **MIDDLE, pad_token_id=0), {PLAIN: "head.dense"}),
-    (real("Swin", "ForImageClassification", **SWIN), {NAMED("classifier"): "classifier"}),
+    (real("Roberta", CLASSES), {PLAIN: "classifier.dense", CLASSIFIER: "classifier.out_proj"}),
+    (real("Bert", CLASSES, max_position_embeddings=32), {PLAIN: "bert.pooler.dense", CLASSIFIER: "classifier"}),
+    (real("ModernBert", "ForMaskedLM", pad_token_id=0), {PLAIN: "head.dense"}),
+    (real("Swin", "ForImageClassification", SWIN), {CLASSIFIER: "classifier"}),
     (
         several_heads,
         {
             **{"embedding": "tokens positions bag", "embedding by name": "pos_emb", "bias": "relative_bias_table"},
             PLAIN: "layers.0.output layers.0.head pooler classifier.dense score.dense heads.0.0 heads.1.0",
-            **{WIDE: "predictors.0 predictors.1", NAMED("classifier"): "classifier.out_proj"},
+            **{WIDE: "predictors.0 predictors.1", CLASSIFIER: "classifier.out_proj"},
             NAMED("heads"): "heads.0.1 heads.1.1",
         },
     ),
@@ -182,10 +175,10 @@ EXPECTED: list[tuple[Make, dict[str, str]]] = [  # by reason the names, without 
     (shared, {NAMED("lm_head"): "first"}),  # which one module's two names say
     # As GPT-2 medium with its 1024 positions and width 1024; the head is tied.
     (
-        lambda: on_meta(hf.GPT2Config(**GPT2)),
+        lambda: on_meta(hf.GPT2Config(**GPT2, n_positions=32)),
         {
             **{"embedding, tied to lm_head": "transformer.wte", "embedding": "transformer.wpe"},
-            f"{PLAIN}, stored transposed": "transformer.h.1.attn.c_proj",
+            f"{PLAIN}, stored transposed": "transformer.h.0.attn.c_proj",
         },
     ),
     (
@@ -252,7 +245,6 @@ def test_globs_that_do_nothing_are_errors(globs: dict[str, list[str]], message: 
 
 # PEFT: by what a parameter is, never by the adapter's name
 
-TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 50, "intermediate_size": 48}
 Q = {"target_modules": ["q_proj"]}
 BOTH = {"target_modules": ["q_proj", "down_proj"]}
 FOUR, HEADED = {"r": 4, **BOTH}, {"r": 4, "target_modules": ["q_proj", "down_proj", "lm_head", "embed_tokens"]}
@@ -327,6 +319,8 @@ def causes(routes: dict[str, Route]) -> set[str]:
 @pytest.mark.parametrize("method", METHODS)
 def test_what_peft_trains_is_a_matrix_if_it_is_a_linear_of_the_model(method: str, adapter: str) -> None:
     """By the modules, and alike by the names in a checkpoint of the model and in one of PEFT's."""
+    if (method, adapter) == ("copies", "lm_head"):
+        pytest.skip("PEFT 0.21 refuses an adapter that is called like a module whose copy is trained")
     made, options, of_matrices, of_others = METHODS[method]
     model = wrapped(made(**options), adapter)
     routes = list(trained(model, adapter).values())
@@ -418,7 +412,7 @@ def blocks_of(model: nn.Module) -> dict[str, list[Block]]:
 
 
 def test_b_of_a_fused_weight_has_its_outputs() -> None:
-    gpt = hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=50, eos_token_id=1))
+    gpt = hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2))
     found = blocks_of(lora(gpt, target_modules=["c_attn"], fan_in_fan_out=True))
     a, b = (found[f"transformer.h.0.attn.c_attn.lora_{factor}.default.weight"] for factor in "AB")
     assert [block.shape for block in a] == [(4, 32)]
@@ -451,10 +445,6 @@ def test_lora_of_stacked_experts_has_matrices_for_each(kind: str) -> None:
             assert all(indices(block.columns) == columns for block in of_expert)
             assert [block.name.partition(".")[2] for block in of_expert] == (["gate", "up"] if gated else [""])
             assert sum(block.numel for block in of_expert) == 4 * len(layer.lora_B.default.weight)
-
-
-def indices(stripes: Stripes) -> list[int]:
-    return [index for start, stop in stripes.runs() for index in range(start, stop)]
 
 
 def changed_by(layer: Any, expert: int, factor: str) -> Tensor:

@@ -10,15 +10,12 @@ from typing import Any
 
 import pytest
 
-from lwopt_backend.plan.cost import COSTS, Machine, StepTime
-from lwopt_backend.planner.models import ModelShapes, Training
+from lwopt_backend.plan.cost import StepTime
 from lwopt_backend.planner.part import Part
-from lwopt_backend.planner.setting import Setting
-from lwopt_backend.planner.study import Deployment, plan_study
-from lwopt_backend.routing.routing import Route
 from tests.launcher import ROOT, run_script
 from tests.ranks import forkserver
 from tests.test_pictures import assert_apart, words
+from tests.test_study import NS, OWNED, matrix, of_stage
 
 sys.path.append(str(ROOT / "benchmarks"))  # where its programs find each other, and the processes that they start
 
@@ -26,15 +23,12 @@ import simulate_systems as systems  # noqa: E402
 import simulate_validation as validation  # noqa: E402
 from simulate_picture import draw_systems  # noqa: E402
 
-NS = COSTS["newton_schulz"]
-MACHINE = Machine("test", 1e12, 1e9, 1e-4, node_size=2, node_bytes_per_second=1e10, memory_bytes=8e9)
-OWNED = Setting.of("owned", MACHINE, None, {"layout": "padded"}, grad_dtype="float32")
-
 
 def planned(matrices: int, width: int, ranks: int) -> Part:
     """Ours: square matrices that ``ranks`` own."""
-    routes = [Route(f"l.{i}.w", (width, width), "matrix", "test") for i in range(matrices)]
-    return plan_study(ModelShapes("test", *Training().of(routes)), Deployment(ranks), OWNED).worst.parts[0]
+    part = of_stage([matrix(f"l.{i}.w", width, width) for i in range(matrices)], ranks).part
+    assert part is not None
+    return part
 
 
 def test_other_systems_by_hand() -> None:
@@ -93,9 +87,7 @@ def simulate(arguments: str) -> tuple[Any, str]:
     return run_script([f"{ROOT}/benchmarks/simulate.py", *arguments.split()], {}, joined=True)
 
 
-def test_the_program_prints_every_system_as_a_table_and_as_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_system_is_printed_as_a_table_and_as_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("shapes.json").write_text(json.dumps([[f"l.{i}.w", [256, 256 * (1 + i % 4)]] for i in range(24)]))
     code, printed = simulate("--shapes shapes.json --world-sizes 8,64 --json --png systems.png")

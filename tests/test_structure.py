@@ -1,4 +1,4 @@
-"""The architecture holds: who imports whom, and what is packaged."""
+"""The architecture holds: who imports whom. What is packaged: test_package.py."""
 
 from __future__ import annotations
 
@@ -37,21 +37,14 @@ def within(module: str, *packages: str) -> bool:
     return any(module == package or module.startswith(f"{package}.") for package in packages)
 
 
-@pytest.mark.parametrize(
-    ("folder", "allowed", "never"),
-    [
-        ("plan", (), ()),
-        ("rules", ("torch",), ("torch.distributed",)),
-        ("runtime", ("torch", "lwopt_backend.plan", "lwopt_backend.rules"), ()),
-    ],
-)
-def test_plan_rules_and_runtime_import_little_but_themselves(
-    folder: str, allowed: tuple[str, ...], never: tuple[str, ...]
-) -> None:
+MAY_IMPORT = {"plan": (), "rules": ("torch",), "runtime": ("torch", "lwopt_backend.plan", "lwopt_backend.rules")}
+
+
+@pytest.mark.parametrize("folder", MAY_IMPORT)
+def test_plan_rules_and_runtime_import_little_but_themselves(folder: str) -> None:
     for path in files(PACKAGE / folder):
         for module in imports(path):
-            assert within(module, f"lwopt_backend.{folder}", *allowed, *STANDARD), (path, module)
-            assert not within(module, *never), (path, module)
+            assert within(module, f"lwopt_backend.{folder}", *MAY_IMPORT[folder], *STANDARD), (path, module)
 
 
 def test_training_code_does_not_import_what_only_shows_plans() -> None:
@@ -76,17 +69,6 @@ def test_nobody_imports_the_integrations_but_themselves_and_the_package_no_host(
     code = f"import sys, {names}; assert 'deepspeed' not in sys.modules"
     tried = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert tried.returncode == 0, tried.stderr
-
-
-def test_the_packages_list_is_complete() -> None:
-    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML")
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    folders = {}
-    for init in (path for path in files(PACKAGE, INTEGRATIONS) if path.name == "__init__.py"):
-        parts = init.parent.relative_to(ROOT).parts
-        folders[".".join(parts if parts[0] == "lwopt_backend" else ("lwopt_backend", *parts))] = init.parent
-    assert sorted(listed) == sorted(folders)
-    assert {path.parent for path in files(PACKAGE, INTEGRATIONS)} == set(folders.values()), "every folder is a package"
 
 
 def test_integrations_refuse_to_be_imported_from_the_checkout_by_their_bare_name() -> None:

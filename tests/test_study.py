@@ -53,9 +53,6 @@ UP_DOWN = {f"mlp.experts.{e}.{name}": (512, 256) for e in range(8) for name in (
 MOE = {"attn": (256, 256), "router": (8, 256), **UP_DOWN}
 
 
-# Deployments
-
-
 def test_world_size_counts_all_ranks_and_numbers_that_do_not_divide_are_refused() -> None:
     deployment = Deployment(2048, tp=2, pp=16, ep=32)
     assert (deployment.stage_ranks, deployment.dp, deployment.expert_dp) == (128, 64, 4)
@@ -118,18 +115,12 @@ def test_heavy_dense_shards_lie_where_experts_leave_time() -> None:
     assert max(stage.loads()) == small + large  # not 2 * small + large
 
 
-# Tensor parallelism
-
-
 def test_tensor_parallel_ranks_store_a_part_and_take_turns_in_the_work() -> None:
     routes = [matrix("w", 96, 64), matrix("n", 30)]
     shared = share_of(routes, {"w": Divided(matrices_of((96, 64)))}, OWNED, tp=4)
     assert [tuple(param.shape) for group in shared.grouping.groups for param in group["params"]] == [(24, 64), (8,)]
     (atom,) = plan_study(routes, Deployment(8, tp=4), OWNED).worst.parts[0].atoms
     assert (atom.name, atom.shape, atom.cost) == ("w", (24, 64), math.ceil(NS.of((96, 64)) / 4))
-
-
-# Memory, bytes and seconds, by hand; memory that lasts is compared with runs in test_planned.py
 
 
 def test_workspace_bytes_and_seconds_of_a_padded_buffer() -> None:
@@ -186,9 +177,6 @@ def test_the_chosen_plan_is_the_first_what_if_row_and_its_own_figures() -> None:
     assert found.part is not None and next(iter(rows.values())) is first
     assert (first.padding, first.time) == (found.part.padding, found.part.time)
     assert rows["compact, groups of 4"].padding == 0
-
-
-# Clusters
 
 
 def test_a_cluster_file(tmp_path: Path) -> None:

@@ -44,8 +44,6 @@ from lwopt_backend.rules import (
     row_factors,
 )
 
-# Rules of one's own
-
 
 @dataclass
 class Sign(MatrixRule):
@@ -74,8 +72,7 @@ class RowNormalized(OwnerStateRule):
         return {"squares": torch.zeros(shape[0], 1, device=device)}
 
     def transform_with(self, matrix: Tensor, state: dict[str, Any]) -> Tensor:
-        squares: Tensor = state["squares"]
-        squares += matrix.square().sum(dim=1, keepdim=True)
+        squares: Tensor = state["squares"].add_(matrix.square().sum(dim=1, keepdim=True))
         return matrix / squares.sqrt().clamp(min=1e-8)
 
 
@@ -107,9 +104,6 @@ def register_own_rules() -> None:
     register_elementwise("typed_sgd", torch.optim.SGD, options=PlainSGD, new_state=sgd_state)
     assert_type(parse(PlainSGD, {"lr": 0.3}, "settings"), PlainSGD)
     assert_type(lwopt_backend.__version__, str)
-
-
-# Plain PyTorch, in one process or several
 
 
 def train_plain(model: nn.Module, batches: Sequence[Tensor], folder: Path) -> LayerWiseOptimizer:
@@ -149,32 +143,26 @@ def backward(model: nn.Module, batch: Tensor) -> None:
     torch.autograd.backward(output.square().mean())  # torch gives Tensor.backward no types, which strict mode refuses
 
 
-def train_modules(vision: torch.optim.Optimizer, batches: Sequence[Tensor], model: nn.Module, folder: Path) -> bool:
+def train_modules(vision: torch.optim.Optimizer, batch: Tensor, model: nn.Module, folder: Path) -> bool:
     optimizers = ModuleOptimizers({"vision": vision, "language": None})
-    stepped = False
-    for batch in batches:
-        with optimizers.no_sync():
-            backward(model, batch)
-        assert_type(optimizers.clip_grad_norm_({"vision": 1.0, "language": 0.5}), Tensor)
-        assert_type((optimizers.grad_norms(), optimizers.zero_counts()), tuple[dict[str, Tensor], dict[str, int]])
-        optimizers.scale_grads(0.5)
-        stepped = assert_type(optimizers.step(), bool)
-        optimizers.zero_grad()
+    with optimizers.no_sync():
+        backward(model, batch)
+    assert_type(optimizers.clip_grad_norm_({"vision": 1.0, "language": 0.5}), Tensor)
+    assert_type((optimizers.grad_norms(), optimizers.zero_counts()), tuple[dict[str, Tensor], dict[str, int]])
+    optimizers.scale_grads(0.5)
+    optimizers.zero_grad()
     assert_type(optimizers.overflowed + optimizers.names, tuple[str, ...])
     for group in optimizers.param_groups:
         group["lr"] *= 0.5
     optimizers.save_state_dict(folder / "modules")
     optimizers.load_state_dict_from(folder / "modules")
-    return stepped
+    return assert_type(optimizers.step(), bool)
 
 
-def clip_attention(optimizer: LayerWiseOptimizer | fsdp2.LayerWiseOptimizer, logits: Mapping[str, Tensor]) -> None:
+def clip_attention(optimizer: LayerWiseOptimizer, logits: Mapping[str, Tensor]) -> None:
     layers = {name: Heads(f"{name}.q.weight", f"{name}.k.weight", heads=8, key_heads=2) for name in logits}
     clip = QKClip(optimizer, layers, threshold=100.0)
     clip(logits)
-
-
-# The mathematics alone
 
 
 def mathematics(matrices: Tensor, logits: Tensor, rule: Muon | NorMuon | AdaMuon) -> Tensor:
@@ -185,19 +173,13 @@ def mathematics(matrices: Tensor, logits: Tensor, rule: Muon | NorMuon | AdaMuon
     return (plain + gram) * row_factors([(128, factors.query), (64, factors.rotary_query)])
 
 
-# FSDP2
-
-
-def train_fsdp2(model: nn.Module, batches: Sequence[Tensor]) -> dict[str, Any]:
+def train_fsdp2(model: nn.Module, batch: Tensor) -> dict[str, Any]:
     optimizer = fsdp2.LayerWiseOptimizer(model, "muon", 0.02, params=model.parameters(), weight_decay=0.01)
     handle = optimizer.attach(model)
-    for batch in batches:
-        backward(model, batch)
-        assert_type(optimizer.clip_grad_norm_(1.0), Tensor)
-        optimizer.step()
-        optimizer.zero_grad()
+    backward(model, batch)
+    assert_type(optimizer.clip_grad_norm_(1.0), Tensor)
+    optimizer.step()
     handle.remove()
-    optimizer.load_state_dict(optimizer.state_dict())
     return assert_type(optimizer.state_dict(), dict[str, Any])
 
 
@@ -216,9 +198,6 @@ def resume_engine(engine: Any, state_dict: Mapping[str, Any]) -> list[str]:
     left = assert_type(deepspeed_migration.load_named_state(engine, named, strict=False), list[str])
     deepspeed_migration.change_momentum_form(engine, "sum")
     return left
-
-
-# From another optimizer
 
 
 def resume(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], names: Sequence[str]) -> list[str]:
