@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -173,6 +174,29 @@ def _states_of_their_muon(engine: Any) -> States:
             assert key in MOMENTS or all(torch.equal(whole, part) for part in parts)
             found.setdefault(name, {})[key] = whole.view(param.shape)
     return found
+
+
+def snapshot(engine: Any) -> dict[str, Any]:
+    """All that training goes on from, whole where DeepSpeed can tell. Called on all ranks."""
+    state, schedule = engine.basic_optimizer.state, engine.lr_scheduler
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        model = {name: tensor.detach().clone() for name, tensor in engine.module.state_dict().items()}
+    return {
+        "masters": full_weights_of(engine),
+        "model": model,
+        "states": states_of(engine) if hasattr(engine.optimizer, "core") or any(state.values()) else {},
+        "this rank's states": copy.deepcopy([dict(of_param) for of_param in state.values()]),
+        "steps": (engine.global_steps, engine.skipped_steps),
+        "samples": engine.global_samples,
+        "scale": getattr(engine.optimizer, "cur_scale", 1.0),
+        "rates": list(engine.get_lr()),
+        "schedule": None if schedule is None else copy.deepcopy(schedule.state_dict()),
+    }
+
+
+def changed(found: dict[str, Any], expected: dict[str, Any]) -> set[str]:
+    """In what two snapshots differ."""
+    return {key for key in expected if not equal(found[key], expected[key])}
 
 
 def equal(a: Any, b: Any) -> bool:
