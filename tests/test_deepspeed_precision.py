@@ -73,7 +73,7 @@ def test_16_bit_training_with_owned_storage_equals_fp32_masters_on_one_process(
 def test_gradients_that_are_not_finite_skip_the_step_everywhere_and_the_next_is_exact(
     storage: str, stage: int, precision: str
 ) -> None:
-    """Of one rank only, before the first step and between the second and the third; beside a reference of four steps."""
+    """Of one rank, before the first step and before the third; beside a reference that takes four."""
     settings, is_fp16, scale = settings_for(storage, stage, precision), precision == "fp16", 1.0
     settings["scheduler"] = {"type": "CosineAnnealingLR", "params": {"T_max": 10}}
     if is_fp16:

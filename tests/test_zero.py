@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import operator
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +22,7 @@ from lwopt_backend.integrations.deepspeed_zero import LayerWiseMuon
 from lwopt_backend.plan import MACHINES
 from lwopt_backend.plan.owners import modelled_time
 from lwopt_backend.runtime.stepper import MatrixStepper
+from tests.checkpoint_engines import changed, equal, snapshot
 from tests.engines import ExactLM
 from tests.models import MATRICES, VOCABULARY, UnevenLM
 from tests.on_ranks import on_ranks
@@ -44,6 +42,7 @@ from tests.zero import (
     largest_difference,
     newton_schulz_in_float32,
     own_rows,
+    own_settings,
     settings_for,
     train,
 )
@@ -51,16 +50,6 @@ from tests.zero import (
 STEPS = 3
 STORED = [("zero", 0), ("zero", 1), ("zero", 2), ("zero", 3), ("owned", 0), ("owned", 1), ("owned", 2)]
 each_stored = pytest.mark.parametrize(("storage", "stage"), STORED)
-
-
-def settings_of(storage: str, stage: int, accumulation: int = 1) -> dict[str, Any]:
-    return settings_for(storage, stage, rows=OWN_ROWS // dist.get_world_size(), accumulation=accumulation)
-
-
-def train_on_own(engine: Any, steps: range) -> None:
-    for step in steps:
-        engine.backward(engine(*own_rows(step, 1)[0]))
-        engine.step()
 
 
 @on_ranks(2)
@@ -79,42 +68,36 @@ def test_the_state_is_as_large_as_planned(stage: int, options: dict[str, Any]) -
         assert planned == sum(t.nbytes for state in optimizer.state.values() for t in state.values()) > 0
 
 
-# Loops
+# Loops over the micro-batches of a step
 
 
-def accumulate(engine: Any, first: Any, second: Any) -> None:
-    for rows in (first, second):
+def accumulate(engine: Any, *parts: Any) -> None:
+    for rows in parts:
         engine.backward(engine(*rows))
         engine.step()
 
 
-def evaluate(engine: Any, first: Any, second: Any) -> None:
+def evaluate(engine: Any, *parts: Any) -> None:
     """After every micro-batch, the last of which took a step: nothing may change."""
-
-    def snapshot() -> list[Tensor]:
-        states = [tensor for state in engine.basic_optimizer.state.values() for tensor in state.values()]
-        return [tensor.clone() for tensor in (*full_weights(engine).values(), *states)]
-
-    for rows in (first, second):
-        engine.backward(engine(*rows))
-        engine.step()
-        before = snapshot()
+    for rows in parts:
+        accumulate(engine, rows)
+        before = snapshot(engine)
         engine.eval()
         with torch.no_grad():
-            engine(*first)
+            engine(*rows)
         engine.train()
-        assert all(torch.equal(old, new) for old, new in zip(before, snapshot(), strict=True))
+        assert changed(snapshot(engine), before) == set()
 
 
-def call_backward_of_the_loss(engine: Any, first: Any, second: Any) -> None:
-    for rows in (first, second):
+def call_backward_of_the_loss(engine: Any, *parts: Any) -> None:
+    for rows in parts:
         engine(*rows).backward()  # DeepSpeed divides by the accumulation steps
         engine.step()
 
 
-def accumulate_unmanaged(engine: Any, first: Any, second: Any) -> None:
-    for rows in (first, second):
-        engine.backward(engine(*rows) / 2)
+def accumulate_unmanaged(engine: Any, *parts: Any) -> None:
+    for rows in parts:
+        engine.backward(engine(*rows) / len(parts))
     engine.step()
 
 
@@ -125,10 +108,10 @@ def accumulate_without_sync(engine: Any, first: Any, second: Any) -> None:
     engine.step()
 
 
-def compile_eagerly(engine: Any, first: Any, second: Any) -> None:
+def compile_eagerly(engine: Any, *parts: Any) -> None:
     if not engine.is_compiled:
         engine.compile(backend="eager")
-    accumulate(engine, first, second)
+    accumulate(engine, *parts)
     assert engine.is_compiled
 
 
@@ -172,7 +155,7 @@ def on_one_process() -> Reference:
 )
 def test_training_loops_equal_a_single_process(storage: str, stage: int, loop: str) -> None:
     run, changes = LOOPS[loop]
-    settings = settings_of(storage, stage, 2)
+    settings = own_settings(storage, stage, 2)
     options = settings["zero_optimization"] | changes.get("zero_optimization", {})
     refusal = BY_DEEPSPEED.get((storage, stage, loop))
     with engine_for(settings | changes | {"zero_optimization": options}, ExactLM()) as engine:
@@ -197,7 +180,7 @@ class Peculiar(ExactLM):
         self.how, self.touched = "once", touched
         for module in (self.layers[2], self.layers[4]):
             module.requires_grad_(False)
-        self.unused = nn.Linear(24, 24, bias=False)
+        self.unused = nn.Linear(24, 24)
         if empty:
             self.down, self.up = nn.Parameter(torch.zeros(24, 0)), nn.Parameter(torch.zeros(0, 24))
             self.nothing = nn.Parameter(torch.zeros(0))
@@ -207,7 +190,7 @@ class Peculiar(ExactLM):
         if hasattr(self, "nothing"):
             x = x + x @ self.down @ self.up + self.nothing.sum()
         if self.touched:
-            x = x + 0.0 * self.unused.weight.sum()
+            x = x + 0.0 * self.unused(x)
         x = x + self.inner(x) * self.gated(x)
         return nn.functional.cross_entropy(self.lm_head(x).flatten(0, 1), targets.flatten())
 
@@ -227,16 +210,18 @@ def test_models_equal_a_single_process(storage: str, stage: int) -> None:
     """ZeRO counts a missing gradient as zero, with weight decay."""
     empty = stage < 3
     single = Reference(Peculiar(empty=empty, touched=storage == "zero"), matrices=(*MATRICES, "unused.weight"))
-    with engine_for(settings_of(storage, stage), Peculiar(empty=empty)) as engine:
+    with engine_for(own_settings(storage, stage), Peculiar(empty=empty)) as engine:
         ways = ("once", "recomputed", "recomputed, reentrant", "recomputed by DeepSpeed", "twice")
         for step, how in enumerate(ways):
             engine.module.how, single.model.how = how, "twice" if how == "twice" else "once"
-            train_on_own(engine, range(step, step + 1))
+            train(engine, range(step, step + 1), rows=OWN_ROWS)
             single.train_on_all(range(step, step + 1))
         optimizer = engine.basic_optimizer
         grouping = (optimizer._owned if storage == "owned" else optimizer._binding).grouping
         with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
             ours = {name: param.detach().clone() for name, param in engine.module.named_parameters()}
+        if storage == "owned":
+            assert not any(optimizer.state.get(p, {}).get("step", 0) for p in engine.module.unused.parameters())
     for name, param in single.model.named_parameters():
         assert ours[name].shape == param.shape and torch.equal(ours[name], param), name
     assert torch.equal(ours["layers.2.weight"], ExactLM().layers[2].weight), "frozen"
@@ -248,7 +233,7 @@ def test_models_equal_a_single_process(storage: str, stage: int) -> None:
 def test_parameters_without_elements_are_refused_at_stage_3() -> None:
     """ZeRO-3 takes what it never gathers for what it has not gathered yet."""
     with pytest.raises(ValueError, match="have no elements, which ZeRO-3 cannot gather"):
-        build(settings_of("zero", 3), Peculiar())
+        build(own_settings("zero", 3), Peculiar())
 
 
 @on_ranks(2)
@@ -286,24 +271,25 @@ class Forked(UnevenLM):
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("stage", "touching", "optimizer", "mixed_up"),
+    ("storage", "stage", "touching", "optimizer", "mixed_up"),
     [
-        (0, False, "LayerWiseMuon", False),
-        (1, True, "LayerWiseMuon", False),
-        (1, False, "LayerWiseMuon", True),
-        (2, True, "LayerWiseMuon", True),
-        (1, False, "AdamW", True),
-        (2, False, "AdamW", True),
+        *(("owned", stage, False, "LayerWiseMuon", False) for stage in (0, 1, 2)),
+        ("zero", 0, False, "LayerWiseMuon", False),
+        ("zero", 1, True, "LayerWiseMuon", False),
+        ("zero", 1, False, "LayerWiseMuon", True),
+        ("zero", 2, True, "LayerWiseMuon", True),
+        ("zero", 1, False, "AdamW", True),
+        ("zero", 2, False, "AdamW", True),
     ],
 )
 def test_what_only_some_ranks_use_counts_as_a_zero_gradient_of_the_others_or_is_mixed_up(
-    stage: int, touching: bool, optimizer: str, mixed_up: bool
+    storage: str, stage: int, touching: bool, optimizer: str, mixed_up: bool
 ) -> None:
-    """DeepSpeed adds up buckets in the order in which each rank filled its own, with any optimizer, and says nothing.
+    """ZeRO adds up buckets in the order in which each rank filled its own, with any optimizer, and says nothing.
 
     Should a row of those fail, DeepSpeed has learnt better, and the documentation must.
     """
-    settings = config(stage, rows=ROWS // 2, ns_dtype="float32")
+    settings = settings_for(storage, stage, rows=ROWS // 2, ns_dtype="float32")
     single = Reference(Forked(), matrices=(*MATRICES, "ways.0.weight", "ways.1.weight"))
     if optimizer == "AdamW":
         settings["optimizer"] = {"type": optimizer, "params": {**ADAMW, "torch_adam": True}}
@@ -454,7 +440,7 @@ def test_offload_changes_no_bit_and_resumes(
         engine.load_checkpoint(tmp_path)
         train(engine, range(2, 3))
         resumed = full_weights(engine)
-    assert all(torch.equal(ours[name], resumed[name]) for name in ours)
+    assert equal(ours, resumed)
     assert max(float((ours[name] - plain[name]).abs().max()) for name in plain) <= (1e-6 if clip else 0.0)
 
 
@@ -485,14 +471,14 @@ def test_matrices_are_computed_where_the_configuration_says(stage: int, ns_devic
 @each_stored
 def test_an_optimizer_serves_a_second_engine_when_the_first_is_gone(tmp_path: Path, storage: str, stage: int) -> None:
     """The second goes on with its model, from fresh state."""
-    settings, model = settings_of(storage, stage), ExactLM()
+    settings, model = own_settings(storage, stage), ExactLM()
     optimizer = LayerWiseMuon(model.parameters(), **settings.pop("optimizer")["params"])
     single, kept = Reference(ExactLM()), []
     for steps in (range(2), range(2, 4)):
         single = Reference(single.model)
         single.train_on_all(steps)
         with engine_for(settings, model, optimizer=optimizer) as engine:
-            train_on_own(engine, steps)
+            train(engine, steps, rows=OWN_ROWS)
             kept.append(len(optimizer.state))
             engine.save_checkpoint(tmp_path)
             single.check(engine)
@@ -503,17 +489,6 @@ def test_an_optimizer_serves_a_second_engine_when_the_first_is_gone(tmp_path: Pa
         assert not any(hasattr(p, "_hp_mapping") or p._post_accumulate_grad_hooks for p in model.parameters())
 
 
-@contextlib.contextmanager
-def warnings_of(logger: logging.Logger) -> Iterator[list[str]]:
-    handler, texts = logging.Handler(logging.WARNING), []
-    handler.emit = lambda record: texts.append(record.getMessage())
-    logger.addHandler(handler)
-    try:
-        yield texts
-    finally:
-        logger.removeHandler(handler)
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_parameter_that_deepspeed_does_not_train_is_warned_of_once(stage: int) -> None:
@@ -522,7 +497,10 @@ def test_a_parameter_that_deepspeed_does_not_train_is_warned_of_once(stage: int)
     model.layers[0].bias.requires_grad_(False)
     given = [p for p in model.parameters() if p.requires_grad]
     expected = ["LayerWiseMuon: parameter 'layers.0.bias' is trained now, but not when the optimizer was"]
-    with engine_for(config(stage), model, model_parameters=given) as engine, warnings_of(logger) as said:
+    with (
+        engine_for(config(stage), model, model_parameters=given) as engine,
+        mock.patch.object(logger, "warning") as said,
+    ):
         train(engine, 1)
         model.layers[0].bias.requires_grad_(True)
         train(engine, 2)
@@ -531,7 +509,7 @@ def test_a_parameter_that_deepspeed_does_not_train_is_warned_of_once(stage: int)
             model.gate.weight = nn.Parameter(model.gate.weight.detach().clone())
             train(engine, 2)
             expected.append("LayerWiseMuon: parameter 'gate.weight' is no longer in the model (replaced), and no step ")
-    texts = [text for text in said if "LayerWise" in text]
+    texts = [call.args[0] for call in said.call_args_list if "LayerWise" in call.args[0]]
     assert len(texts) == (0 if dist.get_rank() else len(expected))
     assert all(text.startswith(start) for text, start in zip(texts, expected))
     assert all("so no step uses the gradient; call deepspeed.initialize after the last " in text for text in texts[:1])
@@ -542,9 +520,9 @@ def test_deepspeeds_default_clipping_is_announced_once() -> None:
     silent = config(2, clip=0.0)
     default = {key: value for key, value in silent.items() if key != "gradient_clipping"}
     for settings, expected in ((default, 1 - dist.get_rank()), (silent, 0)):
-        with warnings_of(logger) as said:
+        with mock.patch.object(logger, "warning") as said:
             build(settings)
-        lines = [line for line in said if "gradient_clipping" in line]
+        lines = [call.args[0] for call in said.call_args_list if "gradient_clipping" in call.args[0]]
         assert len(lines) == expected
         assert all("clips gradients at its default norm of 1.0; set it to 0" in line for line in lines)
 

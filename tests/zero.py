@@ -63,6 +63,11 @@ def settings_for(
     return settings | PRECISIONS[precision]
 
 
+def own_settings(storage: str, stage: int, accumulation: int = 1) -> dict[str, Any]:
+    """Where every rank has its ``own_rows``."""
+    return settings_for(storage, stage, rows=OWN_ROWS // torch.distributed.get_world_size(), accumulation=accumulation)
+
+
 def there_is(storage: str, stage: int, **_: Any) -> bool:
     """For tables of both storages: the owned one is for stages 0 to 2."""
     return storage != "owned" or stage < 3
@@ -96,13 +101,13 @@ def build(settings: dict[str, Any], model: nn.Module | None = None, **kwargs: An
         pass
 
 
-def train(engine: Any, steps: int | range, *, same_rows: bool = False) -> list[float]:
+def train(engine: Any, steps: int | range, *, same_rows: bool = False, rows: int = ROWS) -> list[float]:
     """Train on the global batches of ``steps``, every rank on its share or all on all rows; this rank's losses."""
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     accumulation = engine.gradient_accumulation_steps()
     losses = []
     for step in range(steps) if isinstance(steps, int) else steps:
-        shares = batch_shares(step, accumulation * (1 if same_rows else world_size))
+        shares = batch_shares(step, accumulation * (1 if same_rows else world_size), rows)
         for part in range(accumulation):
             loss = engine(*shares[part if same_rows else part * world_size + rank])
             engine.backward(loss)
