@@ -14,10 +14,10 @@ import deepspeed
 import pytest
 import torch
 
-from tests.checkpoint_engines import convert_as_deepspeed_does
+from tests.checkpoint_engines import convert_as_deepspeed_does, equal
 from tests.models import MATRICES, UnevenLM
 from tests.ranks import RankPool
-from tests.zero import engine_for, full_weights, settings_for, train
+from tests.zero import engine_for, settings_for, train
 
 Weights = dict[str, torch.Tensor]
 
@@ -42,7 +42,7 @@ def save(folder: str, kind: str, stage: int, **options: Any) -> dict[str, Weight
         for step, tag in enumerate("ab"):
             train(engine, range(step, step + 1), same_rows=True)
             engine.save_checkpoint(folder, tag=tag)
-            weights[tag] = full_weights(engine)
+            weights[tag] = weights_of(engine)
     return weights
 
 
@@ -51,20 +51,16 @@ def weights_of(engine: Any) -> Weights:
         return {name: param.detach().clone() for name, param in engine.module.named_parameters()}
 
 
-def same(ours: Weights, theirs: Weights) -> bool:
-    return all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
-
-
 def load(folder: str, kind: str, stage: int, options: dict[str, Any], **choice: Any) -> tuple[str | None, Weights]:
     """Where it was loaded from, and the weights. If loading raises, nothing has changed."""
     settings = settings_of(kind, stage, **options)
     settings["checkpoint"] = {"load_universal": choice.pop("universal", False)}
     with engine_for(settings, UnevenLM(seed=1)) as engine:
-        before, rates = weights_of(engine), list(engine.get_lr())
+        before = [weights_of(engine), list(engine.get_lr()), 0]
         try:
             path, _ = engine.load_checkpoint(folder, **choice)
         except ValueError:
-            assert same(weights_of(engine), before) and list(engine.get_lr()) == rates and engine.global_steps == 0
+            assert equal([weights_of(engine), list(engine.get_lr()), engine.global_steps], before)
             raise
         return path, weights_of(engine)
 
@@ -183,9 +179,9 @@ def test_weights_alone_and_stages_1_and_2_can_be_loaded(
     """On other numbers of ranks, those of another optimizer, and those of an earlier tag."""
     theirs, ours, here, choice, tag = row
     folder, weights = saved(*theirs, {})
-    assert not same(weights["a"], weights["b"])
+    assert not equal(weights["a"], weights["b"])
     for path, found in rank_pools[here].run(load, folder, *ours, {}, **choice):
-        assert str(path).startswith(f"{folder}/{tag}") and same(found, weights[tag])
+        assert str(path).startswith(f"{folder}/{tag}") and equal(found, weights[tag])
 
 
 @pytest.mark.parametrize("stage", [2, 3])
