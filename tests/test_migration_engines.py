@@ -16,15 +16,15 @@ from deepspeed.utils import safe_get_full_optimizer_state
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lwopt_backend import LayerWiseOptimizer, migration
+from lwopt_backend import migration
 from lwopt_backend.integrations.deepspeed import migration as of_deepspeed
 from lwopt_backend.migration import change_momentum_form, from_checkpoint, load_named_state
-from lwopt_backend.storage.owned_state import MASTER, state_pieces
+from lwopt_backend.storage.owned_state import state_pieces
 from tests import test_owned_experts as experts
 from tests import test_zero_moe as moe
 from tests import test_zero_pipeline as pipelines
 from tests.cells import cells
-from tests.checkpoint_engines import equal
+from tests.checkpoint_engines import equal, full_weights_of
 from tests.engines import ENGINES, OWNED, Alone, Cell, Engine, ExactLM, UnderDeepSpeed, running
 from tests.fsdp2 import MATRIX_NAMES, layer_wise, named, shard, whole
 from tests.migration import eager, entry
@@ -33,13 +33,14 @@ from tests.on_ranks import on_ranks
 from tests.owned import difference, optimizer_for, shares, train
 from tests.rule_steps import random
 from tests.zero import (
-    PRECISIONS,
     ROWS,
     Reference,
     config,
     engine_for,
     full_weights,
     largest_difference,
+    settings_for,
+    there_is,
 )
 from tests.zero import train as train_engine
 
@@ -240,34 +241,25 @@ def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def assert_deepspeed_takes(engine: Any, state: Named) -> None:
+    """And leaves fp32 masters of 16-bit parameters, which are weights, as they are."""
+    masters = full_weights_of(engine)
     assert of_deepspeed.load_named_state(engine, state) == []
     for name, param in engine.module.named_parameters():
         for key in state[name].keys() - {"step"}:
             assert torch.equal(safe_get_full_optimizer_state(param, key), state[name][key]), (name, key)
+    assert equal(full_weights_of(engine), masters)
 
 
-@cells(stage=[1, 2, 3], precision=["fp32", "bf16", "bf16+fp32"])
+@cells(
+    lambda storage, stage, **_: there_is(storage, stage) and (storage, stage) != ("zero", 0),
+    storage=["zero", "owned"],
+    stage=[0, 1, 2, 3],
+    precision=["fp32", "bf16", "bf16+fp32"],
+)
 @on_ranks()
-def test_deepspeed_sees_what_was_loaded(stage: int, precision: str) -> None:
-    with engine_for(config(stage, rows=ROWS) | PRECISIONS[precision]) as engine:
+def test_deepspeed_sees_what_was_loaded(storage: str, stage: int, precision: str) -> None:
+    with engine_for(settings_for(storage, stage, precision)) as engine:
         assert_deepspeed_takes(engine, numbers_for(shapes_of(engine.module), MATRICES.__contains__))
-
-
-def masters_of(optimizer: LayerWiseOptimizer) -> list[Tensor]:
-    return [p.tensors[MASTER].clone() for p in state_pieces(optimizer.core) if MASTER in p.tensors]
-
-
-def assert_takes_its_pieces(optimizer: LayerWiseOptimizer, state: Named) -> None:
-    """And leaves fp32 masters of 16-bit parameters, which are weights, as they are."""
-    before = masters_of(optimizer)
-    assert load_named_state(optimizer, state) == []
-    assert equal(masters_of(optimizer), before)
-    for piece in state_pieces(optimizer.core):
-        name = optimizer.core.members[piece.member].name
-        for key, tensor in piece.tensors.items():
-            if key != MASTER:
-                value = state[name][key]
-                assert torch.equal(tensor, value.reshape(-1)[piece.start : piece.stop] if value.ndim else value), name
 
 
 @on_ranks(4)
@@ -276,15 +268,13 @@ def test_ranks_take_the_experts_that_they_have() -> None:
     model, shared = experts.sharded()
     optimizer = experts.optimizer_for(model, expert_params=["experts.*"], expert_process_group=shared)
     shapes = shapes_of(experts.MoE())
-    assert_takes_its_pieces(optimizer, numbers_for(shapes, lambda name: len(shapes[name]) == 2))
-
-
-@on_ranks(2)
-def test_masters_of_16_bit_parameters_stay() -> None:
-    model = UnevenLM().to(torch.bfloat16)
-    optimizer = optimizer_for(model)
-    assert masters_of(optimizer)
-    assert_takes_its_pieces(optimizer, numbers_for(shapes_of(model), MATRICES.__contains__))
+    state = numbers_for(shapes, lambda name: len(shapes[name]) == 2)
+    assert load_named_state(optimizer, state) == []
+    for piece in state_pieces(optimizer.core):
+        name = optimizer.core.members[piece.member].name
+        for key, tensor in piece.tensors.items():
+            value = state[name][key]
+            assert torch.equal(tensor, value.reshape(-1)[piece.start : piece.stop] if value.ndim else value), name
 
 
 @on_ranks(2)

@@ -96,33 +96,21 @@ MODELS = {
 }
 
 
-def pipeline(layers: list[Any], **kwargs: Any) -> PipelineModule:
-    return PipelineModule(
-        layers, num_stages=STAGES, loss_fn=loss_of, partition_method="uniform", seed_layers=True, base_seed=7, **kwargs
-    )
+LAYERS: dict[str, Any] = {"partition_method": "uniform", "seed_layers": True, "base_seed": 7}
 
 
-class Whole(nn.Module):
-    """The pipeline's layers on one process, with the pipeline's names."""
+def pipeline(layers: list[Any]) -> PipelineModule:
+    return PipelineModule(layers, num_stages=STAGES, loss_fn=loss_of, **LAYERS)
+
+
+class Whole(PipelineModule):
+    """All layers on one process, with the pipeline's names."""
 
     def __init__(self, layers: list[Any]) -> None:
-        super().__init__()
-        self.tied_modules = nn.ModuleDict()
-        self.calls = []
-        for number, spec in enumerate(layers):
-            if isinstance(spec, TiedLayerSpec):
-                if spec.key not in self.tied_modules:
-                    self.tied_modules[spec.key] = spec.build()
-                self.calls.append((self.tied_modules[spec.key], spec.forward_fn))
-            else:
-                self.add_module(str(number), spec.build())
-                self.calls.append((getattr(self, str(number)), None))
+        super().__init__(layers, num_stages=1, **LAYERS)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = tokens
-        for module, function in self.calls:
-            x = function(module, x) if function else module(x)
-        return loss_of(x, targets)
+        return loss_of(super().forward(tokens), targets)
 
 
 def settings_for(precision: str, **options: Any) -> dict[str, Any]:
