@@ -30,7 +30,7 @@ from tests.fsdp2 import MATRIX_NAMES, layer_wise, named, shard, whole
 from tests.migration import eager, entry
 from tests.models import MATRICES, UnevenLM
 from tests.on_ranks import on_ranks
-from tests.owned import difference, optimizer_for, shares, train
+from tests.owned import shares
 from tests.rule_steps import random
 from tests.zero import (
     ROWS,
@@ -41,8 +41,8 @@ from tests.zero import (
     largest_difference,
     settings_for,
     there_is,
+    train,
 )
-from tests.zero import train as train_engine
 
 BEFORE, AFTER = range(3), range(3, 6)
 Named = dict[str, dict[str, Tensor]]
@@ -330,7 +330,7 @@ def deepspeeds_muon(stage: int) -> dict[str, Any]:
 def test_deepspeeds_muon_clips_updates(stage: int) -> None:
     """Which the page says has no counterpart: the norm is near the root of the sum of all matrices' shorter sides."""
     with eager(), engine_for(deepspeeds_muon(stage)) as engine:
-        train_engine(engine, 1, same_rows=True)
+        train(engine, 1, same_rows=True)
         assert float(engine.get_global_grad_norm()) > 5 * Reference().train(1)[0]
 
 
@@ -340,20 +340,20 @@ def test_deepspeeds_own_muon_goes_on_with_ours(stage: int, storage: str) -> None
     """By the settings of the page. In fp32 to its rounding, which steps of 0.02 and Adam on gradients of nearly zero
     enlarge."""
     with eager(), engine_for(deepspeeds_muon(0)) as engine:
-        train_engine(engine, BEFORE, same_rows=True)
+        train(engine, BEFORE, same_rows=True)
         names = {id(param): name for name, param in engine.module.named_parameters()}
         order = [names[id(param)] for group in engine.optimizer.param_groups for param in group["params"]]
         state = from_checkpoint(engine.optimizer.state_dict(), order, source="deepspeed")
         model = UnevenLM()
         model.load_state_dict(engine.module.state_dict())
-        train_engine(engine, AFTER, same_rows=True)
+        train(engine, AFTER, same_rows=True)
         expected = copy.deepcopy(engine.module)
     settings = config(stage, rows=ROWS)
     settings["optimizer"] = copy.deepcopy(entry("deepspeed"))
     settings["optimizer"]["params"].update(report=False, storage=storage)
     with engine_for(settings, model) as engine:
         of_deepspeed.load_named_state(engine, state)
-        train_engine(engine, AFTER, same_rows=True)
+        train(engine, AFTER, same_rows=True)
         assert largest_difference(full_weights(engine), expected) < 1e-4
 
 
@@ -379,15 +379,15 @@ def test_the_form_can_change_in_the_middle_of_a_run(engine: str) -> None:
 
 @on_ranks(2)
 def test_a_checkpoint_brings_its_form_with_it_and_then_it_can_be_changed(tmp_path: Path) -> None:
-    model, other = ExactLM(), ExactLM(seed=1)
-    optimizer = optimizer_for(model, ns_dtype="float32")
-    train(model, optimizer, BEFORE)
-    optimizer.save_state_dict(tmp_path)
-    made_for_sums = optimizer_for(other, ns_dtype="float32", momentum_form="sum")
-    made_for_sums.load_state_dict_from(tmp_path)
-    assert forms_of(made_for_sums) == ["ema", None]
-    change_momentum_form(made_for_sums, "sum")
-    assert forms_of(made_for_sums) == ["sum", None]
-    train(model, optimizer, AFTER)
-    train(other, made_for_sums, AFTER)
-    assert difference(model, other) < 2e-5
+    cell = Cell("plain", "gram")
+    with running(cell, ExactLM()) as saved, running(cell, ExactLM(seed=1)) as loaded:
+        saved.train(BEFORE)
+        saved.save(str(tmp_path))
+        change_momentum_form(loaded.optimizer, "sum")
+        loaded.load(str(tmp_path))
+        assert forms_of(loaded.optimizer) == ["ema", None]
+        change_momentum_form(loaded.optimizer, "sum")
+        assert forms_of(loaded.optimizer) == ["sum", None]
+        saved.train(AFTER)
+        loaded.train(AFTER)
+        assert largest_difference(saved.weights(), loaded.model) < 2e-5

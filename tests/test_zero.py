@@ -36,7 +36,6 @@ from tests.zero import (
     config,
     engine_for,
     full_weights,
-    largest_difference,
     newton_schulz_in_float32,
     own_rows,
     own_settings,
@@ -306,32 +305,26 @@ def test_what_only_some_ranks_use_counts_as_a_zero_gradient_of_the_others_or_is_
 # Param groups
 
 
+def in_groups(model: nn.Module) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """The 2-D parameters without the gate, the vectors, and the gate."""
+    gate, params = model.gate.weight, list(model.parameters())
+    return [p for p in params if p.ndim == 2 and p is not gate], [p for p in params if p.ndim != 2], [gate]
+
+
 @on_ranks(2, 4)
 def test_param_groups_keep_their_own_lr_and_weight_decay_and_adamw_its_options() -> None:
     """Three groups, one so small that one of four ranks stores none of it."""
-    model, single = UnevenLM(), UnevenLM()
-    gate = model.gate.weight
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim == 2 and p is not gate], "weight_decay": 0.2, "lr": 0.01},
-        {"params": [p for p in model.parameters() if p.ndim != 2], "weight_decay": 0.0},
-        {"params": [gate], "lr": 0.005, "adamw": {"lr": 1e-4}},
-    ]
-    theirs, amsgrad = dict(single.named_parameters()), {**ADAMW, "amsgrad": True}
-    outer = [theirs[name] for name in ("embedding.weight", "lm_head.weight")]
-    optimizers = [
-        torch.optim.Muon([theirs[name] for name in MATRICES[:3]], lr=0.01, weight_decay=0.2),
-        torch.optim.AdamW(outer, **{**amsgrad, "lr": 0.01, "weight_decay": 0.2}),
-        torch.optim.AdamW([p for p in theirs.values() if p.ndim != 2], **{**amsgrad, "weight_decay": 0.0}),
-        torch.optim.Muon([theirs["gate.weight"]], lr=0.005, weight_decay=MUON["weight_decay"]),
-    ]
+    own = {"lr": 0.01, "weight_decay": 0.2}, {"weight_decay": 0.0}, {"lr": 0.005, "adamw": {"lr": 1e-4}}
+    model, single, amsgrad = UnevenLM(), Reference(), {**ADAMW, "amsgrad": True}
+    groups = [{"params": params, **options} for params, options in zip(in_groups(model), own)]
+    (embedding, *matrices, head), vectors, gate = in_groups(single.model)
+    of_muon = [{"params": matrices, **own[0]}, {"params": gate, "lr": 0.005}]
+    of_adamw = [{"params": [embedding, head], **own[0]}, {"params": vectors, **own[1]}]
+    single.muon, single.adamw = torch.optim.Muon(of_muon, **MUON), torch.optim.AdamW(of_adamw, **amsgrad)
+    single.train(STEPS)
     with engine_for(config(2, rows=ROWS, adamw=amsgrad), model, model_parameters=groups) as engine:
         train(engine, STEPS, same_rows=True)
-        for step in range(STEPS):
-            single(*batch_shares(step, 1)[0]).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        assert largest_difference(full_weights(engine), single) == 0.0
+        single.check(engine)
         kept = [(group["rule"], group["lr"], group["weight_decay"]) for group in engine.optimizer.param_groups]
         assert kept == [("muon", 0.01, 0.2), ("adamw", 0.01, 0.2), ("adamw", 3e-3, 0.0), ("muon", 0.005, 0.1)]
         assert "max_exp_avg_sq" in {key for state in engine.basic_optimizer.state.values() for key in state}

@@ -249,17 +249,6 @@ def largest_difference(ours: dict[str, Tensor], reference: nn.Module) -> float:
     return max(float((ours[name] - param.detach()).abs().max()) for name, param in reference.named_parameters())
 
 
-def gather_named(mine: dict[str, Tensor]) -> dict[str, Tensor]:
-    """All ranks' tensors by name; fails if ranks that have the same name do not have the same tensor."""
-    of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(of_ranks, mine)
-    whole: dict[str, Tensor] = {}
-    for of_rank in of_ranks:
-        for name, tensor in of_rank.items():
-            assert torch.equal(whole.setdefault(name, tensor), tensor), f"{name} differs between ranks that have it"
-    return whole
-
-
 class Beside:
     """Engines beside one process that steps on the gradients which DeepSpeed has reduced, whatever ranks share.
 
@@ -328,4 +317,12 @@ class Beside:
         return engine
 
     def _whole(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
-        return gather_named({self.whole_name(name): tensor.float().clone() for name, tensor in mine.items()})
+        """All ranks' tensors by name; ranks that have the same name have to have the same tensor."""
+        of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(
+            of_ranks, {self.whole_name(name): tensor.float().clone() for name, tensor in mine.items()}
+        )
+        whole: dict[str, Tensor] = {}
+        for name, tensor in (entry for of_rank in of_ranks for entry in of_rank.items()):
+            assert torch.equal(whole.setdefault(name, tensor), tensor), f"{name} differs between ranks that have it"
+        return whole
