@@ -1,11 +1,11 @@
-"""A checkpoint that cannot be loaded is refused on every rank, with the reason, before anything of it is loaded."""
+"""A checkpoint that cannot be loaded is refused on every rank, with the reason, before anything of it is loaded.
+
+Of universal ones see test_universal_checkpoints.py.
+"""
 
 from __future__ import annotations
 
-import functools
-import json
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import deepspeed
 import pytest
 import torch
 
-from tests.checkpoint_engines import convert_as_deepspeed_does, equal
+from tests.checkpoint_engines import equal
 from tests.models import MATRICES, UnevenLM
 from tests.ranks import RankPool
 from tests.zero import engine_for, settings_for, train
@@ -53,9 +53,7 @@ def weights_of(engine: Any) -> Weights:
 
 def load(folder: str, kind: str, stage: int, options: dict[str, Any], **choice: Any) -> tuple[str | None, Weights]:
     """Where it was loaded from, and the weights. If loading raises, nothing has changed."""
-    settings = settings_of(kind, stage, **options)
-    settings["checkpoint"] = {"load_universal": choice.pop("universal", False)}
-    with engine_for(settings, UnevenLM(seed=1)) as engine:
+    with engine_for(settings_of(kind, stage, **options), UnevenLM(seed=1)) as engine:
         before = [weights_of(engine), list(engine.get_lr()), 0]
         try:
             path, _ = engine.load_checkpoint(folder, **choice)
@@ -71,13 +69,16 @@ Saving = Callable[..., tuple[str, dict[str, Weights]]]
 @pytest.fixture(scope="module")
 def saved(rank_pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFactory) -> Saving:
     """The folder, and the weights by tag, of a checkpoint that two ranks made when it was first asked for."""
+    made: dict[str, tuple[str, dict[str, Weights]]] = {}
 
-    @functools.cache
-    def find(kind: str, stage: int, options: str = "{}") -> tuple[str, dict[str, Weights]]:
-        folder = str(tmp_path_factory.mktemp("checkpoint"))
-        return folder, rank_pools[2].run(save, folder, kind, stage, **json.loads(options))[0]
+    def find(kind: str, stage: int, options: dict[str, Any]) -> tuple[str, dict[str, Weights]]:
+        key = repr((kind, stage, options))
+        if key not in made:
+            folder = str(tmp_path_factory.mktemp("checkpoint"))
+            made[key] = folder, rank_pools[2].run(save, folder, kind, stage, **options)[0]
+        return made[key]
 
-    return lambda kind, stage, options: find(kind, stage, json.dumps(options))
+    return find
 
 
 def only(name: str) -> dict[str, Any]:
@@ -141,10 +142,6 @@ REFUSED: list[Row] = [
         *(("zero", 3), ("zero", 3), 2, {"tag": "a", "load_module_only": True}),
         "^ValueError: only the weights of tag 'a' are asked for, but at stage 3 ",
     ),
-    (
-        *(("owned", 1), ("owned", 1), 2, {"tag": "b", "universal": True}),
-        "is no universal checkpoint.*lwopt convert --to universal",
-    ),
 ]
 
 
@@ -187,17 +184,3 @@ def test_weights_alone_and_stages_1_and_2_can_be_loaded(
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_folder_without_checkpoints_is_left_to_deepspeed(ranks: RankPool, tmp_path: Path, stage: int) -> None:
     assert [path for path, _ in ranks.run(load, str(tmp_path), "zero", stage, {})] == [None, None]
-
-
-def test_universal_checkpoints_that_cannot_be_loaded_are_refused(
-    ranks: RankPool, saved: Saving, tmp_path: Path
-) -> None:
-    """Those that DeepSpeed's converter made; of ours see test_universal_checkpoints.py."""
-    folder, _ = saved("owned", 1, {})
-    shutil.copytree(folder, tmp_path / "native")
-    universal = Path(convert_as_deepspeed_does(tmp_path / "native", "b"))
-    for error in ranks.errors(load, str(universal), "owned", 2, only("layers.2.weight"), universal=True):
-        assert "parameter 'layers.2.weight', which 'adamw' trains: expected the states ['exp_avg', 'exp_avg_" in error
-    (universal / "b" / "zero" / "gate.weight" / "exp_avg.pt").unlink()
-    for error in ranks.errors(load, str(universal), "owned", 2, {}, universal=True):
-        assert "parameter 'gate.weight', which 'muon' trains: expected the states ['momentum_buffer'], found " in error
