@@ -309,9 +309,9 @@ def test_experts_under_one_name_are_refused_under_deepspeed() -> None:
 @on_ranks(4)
 def test_every_stage_of_a_pipeline_takes_its_own() -> None:
     """It is given the whole model's state."""
-    layers = pipelines.untied()
-    state = numbers_for(shapes_of(pipelines.Whole(layers)), lambda name: name.endswith(pipelines.MATRICES))
-    with engine_for(pipelines.settings_for("fp32, stage 1"), pipelines.pipeline(layers)) as engine:
+    shapes = shapes_of(pipelines.Whole(pipelines.UNTIED))
+    state = numbers_for(shapes, lambda name: name.endswith(pipelines.MATRICES))
+    with engine_for(pipelines.settings_for("fp32, stage 1"), pipelines.pipeline(pipelines.UNTIED)) as engine:
         assert_deepspeed_takes(engine, state)
 
 

@@ -77,10 +77,7 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 EMBEDDING = LayerSpec(nn.Embedding, VOCABULARY, WIDTH)
 HEAD = LayerSpec(nn.Linear, WIDTH, VOCABULARY, bias=False)
-
-
-def untied() -> list[Any]:
-    return [EMBEDDING, LayerSpec(Block), LayerSpec(Block), HEAD]
+UNTIED = [EMBEDDING, LayerSpec(Block), LayerSpec(Block), HEAD]
 
 
 def tied(module: type[nn.Module], *sizes: int) -> list[Any]:
@@ -89,10 +86,12 @@ def tied(module: type[nn.Module], *sizes: int) -> list[Any]:
 
 
 MODELS = {
-    "untied": untied(),
+    "untied": UNTIED,
     "tied embedding": tied(nn.Embedding, VOCABULARY, WIDTH),
     "tied table": tied(Table),
     "embedding first": [EMBEDDING, LayerSpec(BlockAndHead)],
+    "embedding and head": [EMBEDDING, HEAD],
+    "experts": [LayerSpec(MoE, 8, nn.Linear(8, 8), 2)] * 2,
 }
 
 
@@ -181,12 +180,8 @@ def test_one_rate_for_all_groups_stops_every_stage_where_one_has_no_matrices(pre
 def model_to_refuse(kind: str) -> PipelineModule:
     if kind == "shards":
         topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
-        return PipelineModule(untied(), topology=topology, loss_fn=loss_of, partition_method="uniform")
-    if kind == "experts":
-        return pipeline([LayerSpec(MoE, 8, nn.Linear(8, 8), 2)] * 2)
-    if kind == "embedding and head":
-        return pipeline([EMBEDDING, HEAD])
-    model = pipeline(MODELS.get(kind, untied()))
+        return PipelineModule(UNTIED, topology=topology, loss_fn=loss_of, partition_method="uniform")
+    model = pipeline(MODELS.get(kind, UNTIED))
     if kind == "tagged" and dist.get_rank() == 3:
         next(model.parameters()).use_muon = True
     return model
@@ -238,7 +233,7 @@ def test_experts_in_a_pipeline_are_refused() -> None:
 @on_ranks(RANKS)
 def test_globs_may_match_on_any_stage_and_the_report_shows_the_whole_models_routing() -> None:
     settings = settings_for("fp32, stage 1", include=["0.weight"], exclude=["2.up.*"], report=True)
-    with contextlib.redirect_stdout(io.StringIO()) as printed, engine_for(settings, pipeline(untied())) as engine:
+    with contextlib.redirect_stdout(io.StringIO()) as printed, engine_for(settings, pipeline(UNTIED)) as engine:
         kinds = {route.name: route.kind for route in engine.basic_optimizer._binding.stage.all_routes}
     assert (kinds["0.weight"], kinds["1.up.weight"], kinds["2.up.weight"]) == ("matrix", "matrix", "elementwise")
     report = printed.getvalue()

@@ -268,7 +268,8 @@ class Beside:
         """``factor`` is of the gradients that DeepSpeed reduces, where it is known not to be 1."""
         self.single, self.train_step = single, train_step
         self.whole_batch, self.whole_name, self.factor = whole_batch, whole_name, factor
-        self.clip, self.is_bf16 = settings["gradient_clipping"], "bf16" in settings
+        self.clip = settings["gradient_clipping"]
+        self.in_16_bits = not settings.keys().isdisjoint(("bf16", "fp16", "torch_autocast"))
 
     def start(self, engine: Any) -> None:
         self.single.model.load_state_dict(self._whole(full_weights(engine)))
@@ -278,11 +279,13 @@ class Beside:
 
         def note_and_step(*args: Any) -> None:
             get = (lambda param: param.grad) if engine.zero_optimization_stage() == 0 else safe_get_full_grad
-            given.update(self._whole({name: get(param).float() for name, param in engine.module.named_parameters()}))
+            scale = getattr(engine.optimizer, "cur_scale", 1.0)
+            params = engine.module.named_parameters()
+            given.update(self._whole({name: get(param).float() / scale for name, param in params}))
             take_step(*args)
 
         engine._take_model_step = note_and_step
-        rounding = 0.1 if self.is_bf16 else 1e-3 if self.clip else 1e-5
+        rounding = 0.1 if self.in_16_bits else 1e-3 if self.clip else 1e-5
         for step in steps:
             self.single.model(*self.whole_batch(step)).backward()
             self.train_step(engine, step)
@@ -293,7 +296,7 @@ class Beside:
             with newton_schulz_in_float32() if self.clip else contextlib.nullcontext():
                 norm = self.single.step(self.clip)
             assert self.clip == 0.0 or norm > self.clip, "the clip must bite to be tested"
-            assert float(engine.get_global_grad_norm()) == pytest.approx(norm, rel=1e-3 if self.is_bf16 else 1e-5)
+            assert float(engine.get_global_grad_norm()) == pytest.approx(norm, rel=1e-3 if self.in_16_bits else 1e-5)
         engine._take_model_step = take_step
 
     def check(self, engine: Any) -> None:
