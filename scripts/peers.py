@@ -23,9 +23,14 @@ PEERS = {  # what an environment has beyond the prepared one
 }
 
 
-def tests_of(name: str) -> Path:
-    """Those of the Trainer and Accelerate are in `make test`, too."""
-    return ROOT / "tests" / ("" if name == "hugging_face" else "peers") / f"test_{name}.py"
+IN_MAKE_TEST = {  # peers that the prepared environment has, too
+    "hugging_face": ["test_hugging_face.py"],
+    "pytorch_optimizer": ["test_migration_peers.py", "test_equality.py::test_every_rule_on_one_rank"],
+}
+
+
+def tests_of(name: str) -> list[str]:
+    return [str(ROOT / "tests" / test) for test in IN_MAKE_TEST.get(name, [f"peers/test_{name}.py"])]
 
 
 def main() -> None:
@@ -36,7 +41,7 @@ def main() -> None:
     for name in chosen:
         python = environment(name, PEERS[name])
         print(f"{name}: {', '.join(PEERS[name])}", file=sys.stderr, flush=True)
-        command = [python, "-m", "pytest", "-p", "no:cacheprovider", "--durations=15", str(tests_of(name))]
+        command = [python, "-m", "pytest", "-p", "no:cacheprovider", "--durations=15", *tests_of(name)]
         path = os.pathsep.join([str(python.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
         if subprocess.run(command, cwd=ROOT, env={**os.environ, "PATH": path}).returncode != 0:
             failed.append(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from deepspeed.checkpoint import ds_to_universal
 from torch import Tensor, nn
 
 from lwopt_backend.checkpoint.contents import Checkpoint
-from tests.models import UnevenLM
+from tests.models import MATRICES, UnevenLM
 from tests.zero import ADAMW, MUON, PRECISIONS, ROWS, config, engine_for, train
 
 FROZEN = "layers.4.weight"
@@ -100,20 +101,27 @@ def _of_stage_0(engine: Any) -> list[Tensor]:
 
 
 def states_of(engine: Any) -> States:
-    """By parameter what DeepSpeed's own optimizer keeps of it: momentum if Muon trains it, else moments."""
+    """By what the optimizer keeps of each parameter: momentum if it is a matrix that Muon trains, else moments."""
     get = deepspeed.utils.safe_get_full_optimizer_state
     if engine.optimizer_name() == "muon" and engine.zero_optimization_stage() < 3:
         return _states_of_their_muon(engine)
-    if engine.zero_optimization_stage() == 0:
+    if engine.zero_optimization_stage() == 0 and not hasattr(engine.optimizer, "core"):
+        if engine.optimizer_name() == "LayerWiseMuon":  # every rank has the state of what it owns
+            return {}
         names = [name for name, param in engine.module.named_parameters() if param.requires_grad]
         state = engine.basic_optimizer.state
         return {n: {k: state[p][k].clone() for k in MOMENTS} for n, p in zip(names, _of_stage_0(engine))}
     found: States = {}
     for name, param in engine.module.named_parameters():
         if param.requires_grad:
-            keys = ("momentum_buffer",) if getattr(param, "use_muon", False) else MOMENTS
-            found[name] = {key: get(param, key).clone() for key in keys}
+            matrix = is_matrix(engine, name) or getattr(param, "use_muon", False)
+            found[name] = {key: get(param, key).clone() for key in (("momentum_buffer",) if matrix else MOMENTS)}
     return found
+
+
+def is_matrix(engine: Any, name: str) -> bool:
+    """Whether one of our rules for matrices trains it."""
+    return name in MATRICES and engine.optimizer_name() == "LayerWiseMuon"
 
 
 def _states_of_their_muon(engine: Any) -> States:
@@ -144,6 +152,40 @@ def _states_of_their_muon(engine: Any) -> States:
             assert key in MOMENTS or all(torch.equal(whole, part) for part in parts)
             found.setdefault(name, {})[key] = whole.view(param.shape)
     return found
+
+
+def snapshot(engine: Any) -> dict[str, Any]:
+    """All that training goes on from, whole where DeepSpeed can tell. Called on all ranks."""
+    state, schedule = engine.basic_optimizer.state, engine.lr_scheduler
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        model = {name: tensor.detach().clone() for name, tensor in engine.module.state_dict().items()}
+    return {
+        "masters": full_weights_of(engine),
+        "model": model,
+        "states": states_of(engine) if hasattr(engine.optimizer, "core") or any(state.values()) else {},
+        "this rank's states": copy.deepcopy([dict(of_param) for of_param in state.values()]),
+        "steps": (engine.global_steps, engine.skipped_steps),
+        "samples": engine.global_samples,
+        "scale": getattr(engine.optimizer, "cur_scale", 1.0),
+        "rates": list(engine.get_lr()),
+        "schedule": None if schedule is None else copy.deepcopy(schedule.state_dict()),
+    }
+
+
+def changed(found: dict[str, Any], expected: dict[str, Any]) -> set[str]:
+    """In what two snapshots differ."""
+    return {key for key in expected if not equal(found[key], expected[key])}
+
+
+def equal(a: Any, b: Any) -> bool:
+    """To the bit, whatever holds the tensors."""
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return bool(a == b)
 
 
 def assert_holds(checkpoint: Checkpoint, truth: dict[str, Any]) -> None:

@@ -71,6 +71,14 @@ def ranks(rank_pools: dict[int, RankPool], request: pytest.FixtureRequest) -> Ra
 
 @pytest.fixture
 def ranks_to_spoil(rank_pools: dict[int, RankPool]) -> Iterator[RankPool]:
-    """Two ranks for a test that changes DeepSpeed's globals (tensor, expert, pipeline groups)."""
+    """Two ranks for a test that changes DeepSpeed's globals (tensor, expert, pipeline, sequence groups)."""
+    rank_pools[2].renew()
     yield rank_pools[2]
+    rank_pools[2].renew()
+
+
+@pytest.fixture(scope="module")
+def worlds_to_spoil(rank_pools: dict[int, RankPool]) -> Iterator[None]:
+    """For a file whose tests change them, all in one way."""
+    yield
     rank_pools[2].renew()

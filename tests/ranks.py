@@ -243,7 +243,7 @@ class _Worlds:
         import torch.distributed as dist
         from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
         from deepspeed.runtime.zero.partition_parameters import Init
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+        from torch.distributed.tensor import debug
 
         number = number if rank < world_size else 0
         self._kept[self.current] = self._seen()
@@ -252,7 +252,8 @@ class _Worlds:
         # ZeRO-3 compares these counters between ranks, which have not been in the same worlds.
         Init.param_id = 0
         DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__[0][0] = 0
-        _clear_sharding_prop_cache()  # it refers to meshes of other worlds
+        if hasattr(debug, "_clear_sharding_prop_cache"):  # from torch 2.10 on
+            debug._clear_sharding_prop_cache()  # it refers to meshes of other worlds
         local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_SIZE": world_size}
         os.environ.update({name: str(value) for name, value in local.items()})
         if number and number not in self._kept:

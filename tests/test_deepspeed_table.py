@@ -12,7 +12,6 @@ import re
 from typing import Any
 
 import pytest
-from deepspeed.utils import safe_get_full_grad
 
 from tests.cells import cells
 from tests.launcher import ROOT
@@ -21,13 +20,14 @@ from tests.zero import (
     BF16,
     PRECISIONS,
     ROWS,
+    Beside,
     Reference,
-    batch_shares,
     build,
     config,
     engine_for,
     full_weights,
     largest_difference,
+    train,
 )
 
 PAGE = (ROOT / "docs" / "deepspeed.md").read_text()
@@ -56,21 +56,11 @@ SAYS = {name: dict(zip(STAGES, row, strict=True)) for name, *row in rows_of("Sta
 
 def train_on(settings: dict[str, Any]) -> float:
     """How far all fp32 weights are off after some steps on the gradients that DeepSpeed reduced."""
+    both = Beside(Reference(), lambda engine, step: train(engine, range(step, step + 1)), settings=settings)
     with engine_for(settings) as engine:
-        accumulation, single = engine.gradient_accumulation_steps(), Reference()
-        single.model.load_state_dict(full_weights(engine))
-        scale = float(engine.optimizer.cur_scale) if "fp16" in settings else 1.0
-        for step in range(3):
-            for number, rows in enumerate(batch_shares(step, 2 * accumulation)[engine.global_rank :: 2]):
-                if number:
-                    engine.step()
-                engine.backward(engine(*rows))
-            for name, param in engine.module.named_parameters():
-                grad = param.grad if engine.zero_optimization_stage() == 0 else safe_get_full_grad(param)
-                single.model.get_parameter(name).grad = grad.float() / scale
-            engine.step()
-            single.step()
-        return largest_difference(full_weights(engine), single.model)
+        both.start(engine)
+        both.train(engine, range(3))
+        return largest_difference(full_weights(engine), both.single.model)
 
 
 def test_the_table_has_every_precision_and_stage() -> None:

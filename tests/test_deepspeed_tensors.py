@@ -10,11 +10,10 @@ from deepspeed import utils
 from torch import Tensor
 
 from tests.cells import cells
-from tests.models import MATRICES, UnevenLM
+from tests.models import UnevenLM
 from tests.on_ranks import on_ranks
 from tests.zero import Reference, batch_shares, engine_for, settings_for, train
 
-KEYS = {True: ("momentum_buffer",), False: ("exp_avg", "exp_avg_sq")}  # of matrices, and of the rest
 STORAGES: dict[str, dict[str, Any]] = {
     "zero": {"storage": "zero"},
     "padded": {"storage": "owned", "layout": "padded"},
@@ -29,7 +28,6 @@ class Tensors:
     def __init__(self, name: str, param: Any, single: Reference, local: bool) -> None:
         self.name, self.param, self.single, self.where = name, param, single, "local" if local else "full"
         self.theirs = single.model.get_parameter(name)
-        self.keys = KEYS[name in MATRICES]
 
     def part(self, whole: Tensor) -> Tensor:
         if self.where == "full":
@@ -43,8 +41,8 @@ class Tensors:
 
     def assert_weights_and_states(self) -> None:
         self.assert_read("fp32_param", self.theirs)
-        for key in self.keys:
-            self.assert_read("optimizer_state", self.single.state_of(self.name)[key], key)
+        for key, state in self.single.state_of(self.name).items():
+            self.assert_read("optimizer_state", state, key)
 
     def write(self, what: str, theirs: Tensor, value: Tensor, *key: str) -> None:
         """Here and on one process."""
@@ -57,8 +55,7 @@ class Tensors:
     def write_all(self, generator: torch.Generator) -> None:
         self.write("fp32_param", self.theirs, torch.randn(self.theirs.shape, generator=generator))
         self.write("grad", self.theirs.grad, torch.randn(self.theirs.shape, generator=generator))
-        for key in self.keys:
-            state = self.single.state_of(self.name)[key]
+        for key, state in self.single.state_of(self.name).items():
             self.write("optimizer_state", state, torch.rand(state.shape, generator=generator), key)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import deepspeed
@@ -14,10 +13,9 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from lwopt_backend.integrations import deepspeed_zero
 from lwopt_backend.integrations.deepspeed import versions
 from lwopt_backend.integrations.deepspeed.versions import OLDEST, SUPPORTED
+from tests.launcher import ROOT
 from tests.ranks import RankPool
 from tests.zero import build, config
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def installed() -> tuple[str, str]:
@@ -31,41 +29,28 @@ def test_ranks_run_the_deepspeed_that_was_asked_for(ranks: RankPool) -> None:
     assert ranks.run(installed) == [installed()] * 2
 
 
-@pytest.fixture
-def register() -> Iterator[Callable[[], None]]:
-    """``deepspeed_zero.register``, which checks anew."""
-    versions.check.cache_clear()
-    yield deepspeed_zero.register
-    versions.check.cache_clear()
-
-
-def test_names_that_are_missing_are_listed_at_once(
-    register: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    register()  # this one has them all
+def test_names_that_are_missing_are_listed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions.check()  # this one has them all
     versions.check.cache_clear()
     monkeypatch.delattr(DeepSpeedEngine, "zero_sub_group_size")
     monkeypatch.setitem(versions.NAMES, "deepspeed.gone", "anything")
-    with pytest.raises(ImportError) as raised:
-        register()
-    message = str(raised.value)
-    assert deepspeed.__version__ in message and f"deepspeed{SUPPORTED}" in message
-    assert ": deepspeed.runtime.engine.DeepSpeedEngine.zero_sub_group_size, deepspeed.gone. " in message
+    missing = "deepspeed.runtime.engine.DeepSpeedEngine.zero_sub_group_size, deepspeed.gone. "
+    with pytest.raises(ImportError, match=f"DeepSpeed {deepspeed.__version__} .*: {missing}.*deepspeed{SUPPORTED}"):
+        deepspeed_zero.register()
 
 
 OLDER, NEWER = "an older one lacks what it needs", "a newer one may have moved what it replaces"
+REASONS = {"0.18.9": OLDER, "0.19.6": OLDER, "0.20.0rc1": NEWER, "0.20.0+cuda": NEWER, "1.0": NEWER}
 
 
-def test_other_versions_are_refused(register: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for version in (OLDEST, f"{OLDEST}+local", "0.19.99", "0.19.9.dev0"):
         monkeypatch.setattr(deepspeed, "__version__", version)
-        register()
-        versions.check.cache_clear()
-    reasons = {"0.18.9": OLDER, "0.19.6": OLDER, "0.20.0rc1": NEWER, "0.20.0+cuda": NEWER, "1.0": NEWER}
-    for version, reason in reasons.items():
+        versions.check.__wrapped__()
+    for version, reason in REASONS.items():
         monkeypatch.setattr(deepspeed, "__version__", version)
         with pytest.raises(ImportError) as raised:
-            register()
+            versions.check.__wrapped__()
         message = str(raised.value)
         assert f"DeepSpeed {version} is installed, but lwopt_backend supports {SUPPORTED}: {reason}" in message
         assert f"pip install 'deepspeed{SUPPORTED}'" in message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,49 +16,48 @@ from deepspeed.utils import safe_get_full_optimizer_state
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lwopt_backend import LayerWiseOptimizer
-from lwopt_backend.integrations.deepspeed import migration
-from lwopt_backend.integrations.deepspeed.zero import save_whole
+from lwopt_backend import migration
+from lwopt_backend.integrations.deepspeed import migration as of_deepspeed
 from lwopt_backend.migration import change_momentum_form, from_checkpoint, load_named_state
-from lwopt_backend.storage.owned_state import MASTER, state_pieces
+from lwopt_backend.storage.owned_state import state_pieces
 from tests import test_owned_experts as experts
 from tests import test_zero_moe as moe
 from tests import test_zero_pipeline as pipelines
 from tests.cells import cells
+from tests.checkpoint_engines import equal, full_weights_of
 from tests.engines import ENGINES, OWNED, Alone, Cell, Engine, ExactLM, UnderDeepSpeed, running
 from tests.fsdp2 import MATRIX_NAMES, layer_wise, named, shard, whole
 from tests.migration import eager, entry
 from tests.models import MATRICES, UnevenLM
 from tests.on_ranks import on_ranks
-from tests.owned import difference, optimizer_for, shares, train
-from tests.ranks import RankPool
+from tests.owned import shares
 from tests.rule_steps import random
 from tests.zero import (
-    PRECISIONS,
     ROWS,
     Reference,
     config,
     engine_for,
     full_weights,
     largest_difference,
-    newton_schulz_in_float32,
+    settings_for,
+    there_is,
+    train,
 )
-from tests.zero import train as train_engine
 
 BEFORE, AFTER = range(3), range(3, 6)
 Named = dict[str, dict[str, Tensor]]
 
 
-def named_state(alone: Alone, **how: Any) -> Named:
+def named_state(alone: Alone) -> Named:
     """Both of torch's optimizers."""
     (muon, adamw), (matrices, others) = alone.optimizers, alone.params
-    found = from_checkpoint(muon.state_dict(), list(matrices), **how)
+    found = from_checkpoint(muon.state_dict(), list(matrices))
     return {**found, **from_checkpoint(adamw.state_dict(), list(others), source="torch.optim.AdamW")}
 
 
-def train_alone(alone: Alone, steps: range, ranks: int = 1) -> None:
+def train_alone(alone: Alone, steps: range) -> None:
     for step in steps:
-        alone.step(shares(step, ranks), ranks)
+        alone.step(shares(step, 1), 1)
 
 
 @contextlib.contextmanager
@@ -70,13 +70,19 @@ def moving(engine: str, matrix: str = "muon", **options: Any) -> Iterator[tuple[
         yield made, alone
 
 
+def to_migrate(engine: Engine) -> tuple[Any, Any]:
+    """The module that has the functions, and what they are called on."""
+    return (of_deepspeed, engine.made) if isinstance(engine, UnderDeepSpeed) else (migration, engine.optimizer)
+
+
 def load(engine: Engine, state: Named, **how: Any) -> list[str]:
-    if isinstance(engine, UnderDeepSpeed):
-        return migration.load_named_state(engine.made, state, **how)
-    return load_named_state(engine.optimizer, state, **how)
+    functions, target = to_migrate(engine)
+    return functions.load_named_state(target, state, **how)
 
 
-def assert_equal(engine: Engine, alone: Alone, limit: float = 0.0) -> None:
+def go_on(engine: Engine, alone: Alone, steps: range, limit: float = 0.0) -> None:
+    engine.train(steps)
+    train_alone(alone, steps)
     assert largest_difference(engine.weights(), alone.model) <= limit
 
 
@@ -92,6 +98,7 @@ def groups_of(engine: Engine) -> list[dict[str, Any]]:
 )
 @on_ranks()
 def test_an_engine_goes_on_bit_by_bit(engine: str, layout: str) -> None:
+    """Also where later a part is loaded between steps: the momentum of one matrix."""
     options = {"layout": layout} if engine in ("plain", *OWNED) else {}
     with moving(engine, **options) as (ours, alone):
         state, groups = named_state(alone), groups_of(ours)
@@ -101,9 +108,13 @@ def test_an_engine_goes_on_bit_by_bit(engine: str, layout: str) -> None:
                 tensor.zero_()
         if engine == "fsdp2":
             assert_parts_alone_are_kept(ours.optimizer)
-        ours.train(AFTER)
-        train_alone(alone, AFTER)
-        assert_equal(ours, alone)
+        go_on(ours, alone, AFTER)
+        matrix = "layers.2.weight"
+        alone.optimizers[0].state[alone.model.get_parameter(matrix)]["momentum_buffer"].mul_(-2)
+        state = named_state(alone)
+        part = {matrix: state[matrix], "nowhere": state[matrix]}
+        assert sorted(load(ours, part, strict=False)) == sorted(set(state) - {matrix})
+        go_on(ours, alone, range(6, 8))
 
 
 def assert_parts_alone_are_kept(optimizer: Any) -> None:
@@ -114,56 +125,35 @@ def assert_parts_alone_are_kept(optimizer: Any) -> None:
             assert part.untyped_storage().nbytes() == part.nbytes, "the whole tensor is kept in memory"
 
 
-@cells(engine=["plain", "zero 0", "zero 1", "zero 2", "zero 3", "owned 2", "fsdp2"])
-@on_ranks()
-def test_a_part_is_loaded_between_steps(engine: str) -> None:
-    """The run that goes on is this engine's own, but for the momentum of one matrix."""
-    with moving(engine) as (ours, alone):
-        load(ours, named_state(alone))
-        ours.train(range(3, 4))
-        train_alone(alone, range(3, 4))
-        matrix = "layers.2.weight"
-        alone.optimizers[0].state[alone.model.get_parameter(matrix)]["momentum_buffer"].mul_(-2)
-        state = named_state(alone)
-        part = {matrix: state[matrix], "nowhere": state[matrix]}
-        assert sorted(load(ours, part, strict=False)) == sorted(set(state) - {matrix})
-        ours.train(range(4, 6))
-        train_alone(alone, range(4, 6))
-        assert_equal(ours, alone)
-
-
 # What does not fit
 
 
-def spoil(state: Named, what: str) -> None:
-    if what == "unknown":
-        state["layers.0.wait"] = state["layers.0.weight"]
-    elif what == "missing":
-        del state["layers.5.weight"]
-    elif what == "keys":
-        state["lm_head.weight"] = {"momentum_buffer": torch.zeros(37, 24)}
-    elif what == "shape":
-        state["layers.0.weight"] = {"momentum_buffer": torch.zeros(24, 63)}
-    elif what == "counters":
-        state["lm_head.weight"]["step"] = torch.tensor(9.0)
-
-
-WRONG = {
-    "unknown": "no parameter 'layers.0.wait' is trained here; did you mean 'layers.0.weight'?",
-    "missing": "there is no state of parameter 'layers.5.weight'; with strict=False it keeps what it has",
-    "keys": "parameter 'lm_head.weight', which 'adamw' trains: expected ['exp_avg', 'exp_avg_sq', 'step'], found "
-    "['momentum_buffer']; if another rule trained it, let the same rule train it here, with include or exclude",
-    "shape": "parameter 'layers.0.weight', which 'muon' trains, 'momentum_buffer': expected shape (63, 24), found "
-    "(24, 63)",
+OTHER, TURNED = torch.zeros(37, 24), torch.zeros(24, 63)
+RULE = "; if another rule trained it, let the same rule train it here, with include or exclude"
+EXPECTED = "parameter 'lm_head.weight', which 'adamw' trains: expected ['exp_avg', 'exp_avg_sq', 'step'], found "
+WRONG: dict[str, tuple[dict[str, Any], str]] = {  # what takes a state's place, or None, and what is said
+    "unknown": ({"layers.0.wait": {}}, "no parameter 'layers.0.wait' is trained here; did you mean 'layers.0.weight'?"),
+    "missing": ({"layers.5.weight": None}, "no state of parameter 'layers.5.weight'; with strict=False it keeps what"),
+    "keys": ({"lm_head.weight": {"momentum_buffer": OTHER}}, f"{EXPECTED}['momentum_buffer']{RULE}"),
+    "shape": (
+        {"layers.0.weight": {"momentum_buffer": TURNED}},
+        "parameter 'layers.0.weight', which 'muon' trains, 'momentum_buffer': expected shape (63, 24), found (24, 63)",
+    ),
+    "counters": (  # under DeepSpeed
+        {"lm_head.weight": {"exp_avg": OTHER, "exp_avg_sq": OTHER, "step": torch.tensor(9.0)}},
+        "as one tensor with one 'step'; expected the same of all",
+    ),
 }
-COUNTERS = "as one tensor with one 'step'; expected the same of all"  # under DeepSpeed
 
 
-def refused(engine: Engine, state: Named) -> str:
-    with pytest.raises(ValueError) as error:
-        load(engine, state)
-    assert str(error.value).startswith("load_named_state: ")
-    return str(error.value)
+def spoiled(state: Named, what: str) -> Named:
+    return {name: found for name, found in {**state, **WRONG[what][0]}.items() if found is not None}
+
+
+def refused(engine: Engine, state: Named, **how: Any) -> str:
+    with pytest.raises(Exception) as error:
+        load(engine, state, **how)
+    return f"{type(error.value).__name__}: {error.value}"
 
 
 @cells(engine=["plain", "zero 0", "zero 2", "zero 3", "fsdp2"])
@@ -171,46 +161,33 @@ def refused(engine: Engine, state: Named) -> str:
 def test_what_does_not_fit_is_an_error_on_all_ranks_and_changes_nothing(engine: str) -> None:
     with moving(engine) as (ours, alone):
         load(ours, named_state(alone))
-        for what, message in (WRONG if engine in ("plain", "fsdp2") else {**WRONG, "counters": COUNTERS}).items():
-            state = named_state(alone)
-            spoil(state, what)
-            assert message in refused(ours, state)
-        ours.train(AFTER)
-        train_alone(alone, AFTER)
-        assert_equal(ours, alone)
+        for what, (_, message) in WRONG.items():
+            if what != "counters" or isinstance(ours, UnderDeepSpeed):
+                error = refused(ours, spoiled(named_state(alone), what))
+                assert error.startswith("ValueError: load_named_state: ") and message in error
+        go_on(ours, alone, AFTER)
 
 
 @pytest.mark.parametrize("engine", ["plain", "fsdp2"])
 @on_ranks(2)
 def test_state_that_owners_keep_is_not_taken(engine: str) -> None:
     with moving(engine, "normuon") as (ours, alone):
-        assert "which 'normuon' trains: this rule keeps state at the matrix's owner" in refused(
-            ours, named_state(alone)
-        )
+        said = "which 'normuon' trains: this rule keeps state at the matrix's owner"
+        assert said in refused(ours, named_state(alone))
 
 
-@pytest.mark.parametrize(("engine", "what"), [("plain", "missing"), ("plain", "shape"), ("fsdp2", "shape")])
+@pytest.mark.parametrize(
+    ("engine", "what", "strict"), [("plain", "missing", True), ("fsdp2", "shape", True), ("plain", "missing", False)]
+)
 @on_ranks(2)
-def test_what_one_rank_is_given_wrong_is_an_error_on_all(engine: str, what: str) -> None:
+def test_what_one_rank_is_given_otherwise_is_an_error_on_all(engine: str, what: str, strict: bool) -> None:
     with moving(engine) as (ours, alone):
         state = named_state(alone)
-        if dist.get_rank() == 1:
-            spoil(state, what)
-        with pytest.raises(Exception) as error:
-            load(ours, state)
-        assert WRONG[what] in str(error.value)
-        assert dist.get_rank() == 1 or "rank 1 failed with" in str(error.value)
-
-
-@on_ranks(2)
-def test_ranks_have_to_be_given_the_same() -> None:
-    with moving("plain") as (ours, alone):
-        state = named_state(alone)
-        if dist.get_rank() == 1:
-            del state["gate.weight"]
-        with pytest.raises(Exception, match="^load_named_state: .*gate.weight") as error:
-            load(ours, state, strict=False)
-        assert type(error.value).__name__ == "RanksDisagree"
+        error = refused(ours, spoiled(state, what) if dist.get_rank() == 1 else state, strict=strict)
+        if strict:
+            assert WRONG[what][1] in error and (dist.get_rank() == 1 or "rank 1 failed with" in error)
+        else:
+            assert re.match("RanksDisagree: load_named_state: .*layers.5.weight", error)
 
 
 @pytest.mark.parametrize("function", [lambda o: load_named_state(o, {}), lambda o: change_momentum_form(o, "sum")])
@@ -225,7 +202,7 @@ def test_another_engine_is_refused() -> None:
     settings = {**config(0), "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
     expected = "expected a DeepSpeed engine whose optimizer is LayerWise or LayerWiseMuon, found DeepSpeedEngine"
     with engine_for(settings) as engine, pytest.raises(TypeError, match=expected):
-        migration.load_named_state(engine, {})
+        of_deepspeed.load_named_state(engine, {})
 
 
 @on_ranks(2)
@@ -254,33 +231,30 @@ def numbers_for(shapes: dict[str, tuple[int, ...]], matrices: Callable[[str], bo
     return state
 
 
-def shapes_of(params: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(getattr(param, "ds_shape", param.shape)) for name, param in params.items()}
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(getattr(param, "ds_shape", param.shape)) for name, param in named(model)}
 
 
-@cells(stage=[1, 2, 3], precision=["fp32", "bf16", "bf16+fp32"])
+def assert_deepspeed_takes(engine: Any, state: Named) -> None:
+    """And leaves fp32 masters of 16-bit parameters, which are weights, as they are."""
+    masters = full_weights_of(engine)
+    assert of_deepspeed.load_named_state(engine, state) == []
+    for name, param in engine.module.named_parameters():
+        for key in state[name].keys() - {"step"}:
+            assert torch.equal(safe_get_full_optimizer_state(param, key), state[name][key]), (name, key)
+    assert equal(full_weights_of(engine), masters)
+
+
+@cells(
+    lambda storage, stage, **_: there_is(storage, stage) and (storage, stage) != ("zero", 0),
+    storage=["zero", "owned"],
+    stage=[0, 1, 2, 3],
+    precision=["fp32", "bf16", "bf16+fp32"],
+)
 @on_ranks()
-def test_deepspeed_sees_what_was_loaded(stage: int, precision: str) -> None:
-    with engine_for(config(stage, rows=ROWS) | PRECISIONS[precision]) as engine:
-        params = dict(engine.module.named_parameters())
-        state = numbers_for(shapes_of(params), MATRICES.__contains__)
-        migration.load_named_state(engine, state)
-        for name, of_name in state.items():
-            for key in of_name.keys() - {"step"}:
-                assert torch.equal(safe_get_full_optimizer_state(params[name], key), of_name[key]), (name, key)
-
-
-def pieces(optimizer: LayerWiseOptimizer) -> Iterator[tuple[str, Any, str, Tensor]]:
-    for piece in state_pieces(optimizer.core):
-        for key, tensor in piece.tensors.items():
-            yield optimizer.core.members[piece.member].name, piece, key, tensor
-
-
-def assert_pieces_of(state: Named, optimizer: LayerWiseOptimizer) -> None:
-    for name, piece, key, tensor in pieces(optimizer):
-        if key != MASTER:
-            value = state[name][key]
-            assert torch.equal(tensor, value.reshape(-1)[piece.start : piece.stop] if value.ndim else value), name
+def test_deepspeed_sees_what_was_loaded(storage: str, stage: int, precision: str) -> None:
+    with engine_for(settings_for(storage, stage, precision)) as engine:
+        assert_deepspeed_takes(engine, numbers_for(shapes_of(engine.module), MATRICES.__contains__))
 
 
 @on_ranks(4)
@@ -288,87 +262,52 @@ def test_ranks_take_the_experts_that_they_have() -> None:
     """Every rank is given all experts and has two."""
     model, shared = experts.sharded()
     optimizer = experts.optimizer_for(model, expert_params=["experts.*"], expert_process_group=shared)
-    shapes = shapes_of(dict(experts.MoE().named_parameters()))
+    shapes = shapes_of(experts.MoE())
     state = numbers_for(shapes, lambda name: len(shapes[name]) == 2)
     assert load_named_state(optimizer, state) == []
-    assert_pieces_of(state, optimizer)
-
-
-@on_ranks(2)
-def test_masters_of_16_bit_parameters_stay() -> None:
-    """They are weights."""
-    model = UnevenLM().to(torch.bfloat16)
-    optimizer = optimizer_for(model)
-    state = numbers_for(shapes_of(dict(model.named_parameters())), MATRICES.__contains__)
-    before = [tensor.clone() for *_, key, tensor in pieces(optimizer) if key == MASTER]
-    load_named_state(optimizer, state)
-    after = [tensor for *_, key, tensor in pieces(optimizer) if key == MASTER]
-    assert before and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert_pieces_of(state, optimizer)
+    for piece in state_pieces(optimizer.core):
+        name = optimizer.core.members[piece.member].name
+        for key, tensor in piece.tensors.items():
+            value = state[name][key]
+            assert torch.equal(tensor, value.reshape(-1)[piece.start : piece.stop] if value.ndim else value), name
 
 
 @on_ranks(2)
 def test_state_on_fsdp2_keeps_its_dtype() -> None:
     """State that is kept in bfloat16 is rounded; the counter is not."""
-    params = dict(named(model := shard("rows", "bf16 parameters").model))
-    optimizer = layer_wise(model)
-    state = numbers_for(shapes_of(params), MATRIX_NAMES.__contains__)
+    model = shard("rows", "bf16 parameters").model
+    optimizer, state = layer_wise(model), numbers_for(shapes_of(model), MATRIX_NAMES.__contains__)
     load_named_state(optimizer, state)
-    assert sum(map(len, state.values())) == 4 + 3 * 7
-    for name, of_name in state.items():
-        for key, value in of_name.items():
+    for name, param in named(model):
+        for key, value in state[name].items():
             kept = value.to(torch.float32 if key == "step" else torch.bfloat16)
-            assert torch.equal(whole(optimizer.state[params[name]][key]), kept), (name, key)
+            assert torch.equal(whole(optimizer.state[param][key]), kept), (name, key)
 
 
 @on_ranks(4)
 def test_experts_under_one_name_are_refused_on_fsdp2() -> None:
     model = shard("expert parallel", "fp32").model
-    state = numbers_for(shapes_of(dict(named(model))), MATRIX_NAMES.__contains__)
+    state = numbers_for(shapes_of(model), MATRIX_NAMES.__contains__)
     with pytest.raises(Exception, match="ranks have different parameters \\(experts\\) under the same names"):
         load_named_state(layer_wise(model), state)
 
 
-@pytest.fixture(scope="module")
-def own_ranks() -> Iterator[RankPool]:
-    """Four ranks of this file's own: DeepSpeed keeps groups of experts and pipelines in globals of the process."""
-    pool = RankPool(4)
-    yield pool
-    pool.remove()
+@pytest.mark.usefixtures("ranks_to_spoil")
+@on_ranks(4)
+def test_experts_under_one_name_are_refused_under_deepspeed() -> None:
+    refused = pytest.raises(Exception, match="ranks have different experts under the same names")
+    with engine_for(moe.settings_for(2), moe.Mixture()) as engine, refused:
+        of_deepspeed.load_named_state(engine, {}, strict=False)
 
 
-def load_experts_under_deepspeed() -> None:
-    with engine_for(moe.settings_for(2), moe.Mixture()) as engine:
-        migration.load_named_state(engine, {}, strict=False)
-
-
-def test_experts_under_one_name_are_refused_under_deepspeed(own_ranks: RankPool) -> None:
-    for error in own_ranks.errors(load_experts_under_deepspeed):
-        assert "ranks have different experts under the same names" in error
-
-
-def load_into_a_pipeline(precision: str) -> None:
-    """Every stage is given the whole model's state; its first rank has what is its own, at stage 0 of ZeRO."""
-    with engine_for(pipelines.settings_for(precision), pipelines.pipeline(pipelines.untied())) as engine:
-        mine = shapes_of(dict(engine.module.named_parameters()))
-        of_ranks: list[Any] = [None] * 4
-        dist.all_gather_object(of_ranks, mine)
-        shapes = {name: shape for of_rank in of_ranks for name, shape in of_rank.items()}
-        state = numbers_for(shapes, lambda name: name.endswith(pipelines.MATRICES))
-        assert migration.load_named_state(engine, state) == []
-        binding = engine.basic_optimizer._binding
-        names = [param.name for plan in binding.plans for param in plan.params]
-        saved = {
-            names[place]: of_place for place, of_place in save_whole(binding, engine.basic_optimizer.state).items()
-        }
-        found = binding.ranks[0].gather_objects(saved)[0]
-        assert found.keys() == mine.keys()
-        for name in mine:
-            assert all(torch.equal(found[name][key].view(-1), t.view(-1)) for key, t in state[name].items()), name
-
-
-def test_every_stage_of_a_pipeline_takes_its_own(own_ranks: RankPool) -> None:
-    own_ranks.run(load_into_a_pipeline, "fp32, stage 0")
+@pytest.mark.usefixtures("ranks_to_spoil")
+@on_ranks(4)
+def test_every_stage_of_a_pipeline_takes_its_own() -> None:
+    """It is given the whole model's state."""
+    shapes = shapes_of(pipelines.Whole(pipelines.UNTIED))
+    state = numbers_for(shapes, lambda name: name.endswith(pipelines.MATRICES))
+    with engine_for(pipelines.settings_for("fp32, stage 1"), pipelines.pipeline(pipelines.UNTIED)) as engine:
+        assert_deepspeed_takes(engine, state)
 
 
 # From DeepSpeed's own Muon
@@ -386,7 +325,7 @@ def deepspeeds_muon(stage: int) -> dict[str, Any]:
 def test_deepspeeds_muon_clips_updates(stage: int) -> None:
     """Which the page says has no counterpart: the norm is near the root of the sum of all matrices' shorter sides."""
     with eager(), engine_for(deepspeeds_muon(stage)) as engine:
-        train_engine(engine, 1, same_rows=True)
+        train(engine, 1, same_rows=True)
         assert float(engine.get_global_grad_norm()) > 5 * Reference().train(1)[0]
 
 
@@ -396,20 +335,20 @@ def test_deepspeeds_own_muon_goes_on_with_ours(stage: int, storage: str) -> None
     """By the settings of the page. In fp32 to its rounding, which steps of 0.02 and Adam on gradients of nearly zero
     enlarge."""
     with eager(), engine_for(deepspeeds_muon(0)) as engine:
-        train_engine(engine, BEFORE, same_rows=True)
+        train(engine, BEFORE, same_rows=True)
         names = {id(param): name for name, param in engine.module.named_parameters()}
         order = [names[id(param)] for group in engine.optimizer.param_groups for param in group["params"]]
         state = from_checkpoint(engine.optimizer.state_dict(), order, source="deepspeed")
         model = UnevenLM()
         model.load_state_dict(engine.module.state_dict())
-        train_engine(engine, AFTER, same_rows=True)
+        train(engine, AFTER, same_rows=True)
         expected = copy.deepcopy(engine.module)
     settings = config(stage, rows=ROWS)
     settings["optimizer"] = copy.deepcopy(entry("deepspeed"))
     settings["optimizer"]["params"].update(report=False, storage=storage)
     with engine_for(settings, model) as engine:
-        migration.load_named_state(engine, state)
-        train_engine(engine, AFTER, same_rows=True)
+        of_deepspeed.load_named_state(engine, state)
+        train(engine, AFTER, same_rows=True)
         assert largest_difference(full_weights(engine), expected) < 1e-4
 
 
@@ -424,46 +363,26 @@ def forms_of(optimizer: Any) -> list[str | None]:
 @on_ranks()
 def test_the_form_can_change_in_the_middle_of_a_run(engine: str) -> None:
     alone = Alone(ExactLM(), "gram", "adamw")
-    train_alone(alone, range(6))
+    train_alone(alone, BEFORE)
     with running(Cell(engine, "gram", alike=True), ExactLM()) as ours:
         ours.train(BEFORE)
-        if isinstance(ours, UnderDeepSpeed):
-            migration.change_momentum_form(ours.made, "sum")
-            assert forms_of(ours.made.basic_optimizer) == ["sum", None]
-        else:
-            change_momentum_form(ours.optimizer, "sum")
-            assert forms_of(ours.optimizer) == ["sum", None]
-        ours.train(AFTER)
-        assert_equal(ours, alone, limit=2e-5)
-
-
-@pytest.mark.parametrize("form", ["sum", "ema"])
-@on_ranks(2)
-def test_another_optimizers_state_goes_on_in_the_form_that_it_is_converted_to(form: str) -> None:
-    """And not in the other."""
-    alone, model, ranks = Alone(ExactLM(), "muon", "adamw"), ExactLM(seed=1), dist.get_world_size()
-    with newton_schulz_in_float32():
-        train_alone(alone, BEFORE, ranks)
-        optimizer = optimizer_for(model, momentum_form="sum", ns_dtype="float32")
-        model.load_state_dict(alone.model.state_dict())
-        load_named_state(optimizer, named_state(alone, momentum_form=form))
-        train(model, optimizer, AFTER)
-        train_alone(alone, AFTER, ranks)
-    off = difference(model, alone.model)
-    assert off < 2e-5 if form == "sum" else off > 1e-3
+        functions, target = to_migrate(ours)
+        functions.change_momentum_form(target, "sum")
+        assert forms_of(ours.optimizer) == ["sum", None]
+        go_on(ours, alone, AFTER, limit=2e-5)
 
 
 @on_ranks(2)
 def test_a_checkpoint_brings_its_form_with_it_and_then_it_can_be_changed(tmp_path: Path) -> None:
-    model, other = ExactLM(), ExactLM(seed=1)
-    optimizer = optimizer_for(model, ns_dtype="float32")
-    train(model, optimizer, BEFORE)
-    optimizer.save_state_dict(tmp_path)
-    made_for_sums = optimizer_for(other, ns_dtype="float32", momentum_form="sum")
-    made_for_sums.load_state_dict_from(tmp_path)
-    assert forms_of(made_for_sums) == ["ema", None]
-    change_momentum_form(made_for_sums, "sum")
-    assert forms_of(made_for_sums) == ["sum", None]
-    train(model, optimizer, AFTER)
-    train(other, made_for_sums, AFTER)
-    assert difference(model, other) < 2e-5
+    cell = Cell("plain", "gram")
+    with running(cell, ExactLM()) as saved, running(cell, ExactLM(seed=1)) as loaded:
+        saved.train(BEFORE)
+        saved.save(str(tmp_path))
+        change_momentum_form(loaded.optimizer, "sum")
+        loaded.load(str(tmp_path))
+        assert forms_of(loaded.optimizer) == ["ema", None]
+        change_momentum_form(loaded.optimizer, "sum")
+        assert forms_of(loaded.optimizer) == ["sum", None]
+        saved.train(AFTER)
+        loaded.train(AFTER)
+        assert largest_difference(saved.weights(), loaded.model) < 2e-5

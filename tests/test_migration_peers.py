@@ -13,8 +13,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 from lwopt_backend.config.registry import optimizer_arguments
 from lwopt_backend.migration import SOURCES, convert_momentum, convert_named_momentum, from_checkpoint
+from lwopt_backend.rules.newton_schulz import TABLES
 from tests.migration import PAGE, distance, eager, ours_for, rules_for
-from tests.rule_steps import SHAPES, Trained, gradients, random, rule_of, trained, trained_by
+from tests.rule_steps import SHAPES, gradients, random, rule_of, trained, trained_by
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -36,13 +37,7 @@ QUINTIC: Table = [
     (2.8769, -3.1427, 1.2046),
     (2.8366, -3.0525, 1.2012),
 ]
-POLAR: Table = [
-    (8.156554524902461, -22.48329292557795, 15.878769915207462),
-    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-]
+POLAR = list(TABLES["polar_express_5"].triples)  # test_muon.py computes it as its paper does
 
 
 def orthogonal(u: Tensor, table: Table, dtype: torch.dtype, margin: float = 1.0) -> Tensor:
@@ -102,16 +97,6 @@ def test_published_formulas(formula: Callable[..., None], shape: tuple[int, int]
     assert shape != (48, 63) or distance(defaults, exact[0], start) > 0.1, "our defaults are other numbers"
 
 
-def test_jordans_factor_of_convolutions_is_that_of_the_kernel() -> None:
-    """And so DeepSpeed's: one for square kernels, which is ``none``."""
-    kernel, grad = random((16, 2, 3, 3), 1), random((16, 2, 3, 3), 2)
-    update = orthogonal((0.05 + 0.95 * 0.05) * grad.view(16, 18), SIMPLE, torch.float32)
-    theirs = kernel.view(16, 18) - 0.02 * max(1, grad.size(-2) / grad.size(-1)) ** 0.5 * update
-    options = {**rules_for("keller_jordan").matrix.options.model_dump(), "ns_dtype": "float32", "adjust_lr_fn": "none"}
-    ours = Trained(rule_of("muon", **options), kernel.view(16, 18))
-    assert distance(ours.step(grad.view(16, 18)), theirs, kernel.view(16, 18)) < 1e-4
-
-
 # DeepSpeed's own Muon
 
 
@@ -139,22 +124,24 @@ def test_deepspeeds_update(deepspeed_muon: Any, shape: tuple[int, int], method: 
         torch.testing.assert_close(ours.state["momentum_buffer"], buffer)
 
 
-def test_deepspeeds_whole_optimizer(deepspeed_muon: Any) -> None:
-    """Without ZeRO, where it clips nothing; both halves, by the defaults of its param groups."""
+@pytest.mark.parametrize(("peer", "limit"), [("deepspeed", 1e-4), ("pytorch_optimizer", 1e-2)])
+def test_whole_optimizers_and_their_state(deepspeed_muon: Any, peer: str, limit: float) -> None:
+    """Both halves, by the defaults of their param groups; DeepSpeed's without ZeRO, where it clips nothing."""
     start, bias = random((24, 40), 1), random((24,), 2)
-    weight, other = nn.Parameter(start.clone()), nn.Parameter(bias.clone())
-    halves = [{"params": [weight], "use_muon": True}, {"params": [other], "use_muon": False}]
-    theirs = deepspeed_muon.MuonWithAuxAdam(halves)
-    rules, ours = rules_for("deepspeed"), ours_for("deepspeed", (24, 40))
-    mine = nn.Parameter(bias.clone())
-    adamw = torch.optim.AdamW([mine], **optimizer_arguments(rules.elementwise.options.model_dump()))
+    weight, other, mine = (nn.Parameter(tensor.clone()) for tensor in (start, bias, bias))
+    make = deepspeed_muon.MuonWithAuxAdam if peer == "deepspeed" else pytorch_optimizer.Muon
+    theirs = make([{"params": [weight], "use_muon": True}, {"params": [other], "use_muon": False}])
+    ours = ours_for(peer, (24, 40))
+    adamw = torch.optim.AdamW([mine], **optimizer_arguments(rules_for(peer).elementwise.options.model_dump()))
     for grad, of_bias in zip(gradients((24, 40)), gradients((24,))):
         ours.step(grad)
         weight.grad, other.grad, mine.grad = grad.clone(), of_bias.clone(), of_bias.clone()
         theirs.step()
         adamw.step()
-    assert distance(ours.value, weight.detach(), start) < 1e-4
+    assert distance(ours.value, weight.detach(), start) < limit
     assert distance(mine.detach(), other.detach(), bias) < 1e-4
+    found = from_checkpoint(theirs.state_dict(), ["weight", "bias"], source=peer)
+    torch.testing.assert_close(found, {"weight": ours.state, "bias": adamw.state[mine]}, rtol=1e-5, atol=1e-7)
 
 
 # Momentum in its two forms; that a run goes on in the other one is tested on the engines
@@ -213,18 +200,6 @@ def test_state_is_read_by_name_where_it_is_by_name() -> None:
     assert by_number.keys() == by_name.keys() == {"weight"}
     for found in (by_number, by_name):
         assert torch.equal(found["weight"]["momentum_buffer"], optimizer.state[model.weight]["momentum_buffer"])
-
-
-def test_pytorch_optimizers_count_of_steps_is_in_the_param_group() -> None:
-    weight, bias = nn.Parameter(random((4, 3), 1)), nn.Parameter(random((4,), 2))
-    halves = [{"params": [weight], "use_muon": True}, {"params": [bias], "use_muon": False}]
-    optimizer = pytorch_optimizer.Muon(halves, lr=0.02)
-    for step in range(3):
-        weight.grad, bias.grad = random((4, 3), step), random((4,), step)
-        optimizer.step()
-    found = from_checkpoint(optimizer.state_dict(), ["weight", "bias"], source="pytorch_optimizer")
-    assert found["bias"]["step"] == 3.0 and set(found["bias"]) == {"step", "exp_avg", "exp_avg_sq"}
-    assert torch.equal(found["weight"]["momentum_buffer"], optimizer.state[weight]["momentum_buffer"])
 
 
 def of_two(momentum: dict[str, Any], moments: dict[str, Any], *groups: dict[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""A checkpoint that cannot be loaded is refused on every rank, with the reason, before anything of it is loaded."""
+"""A checkpoint that cannot be loaded is refused on every rank, with the reason, before anything of it is loaded.
+
+Of universal ones see test_universal_checkpoints.py.
+"""
 
 from __future__ import annotations
 
-import functools
-import json
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ import deepspeed
 import pytest
 import torch
 
-from tests.checkpoint_engines import convert_as_deepspeed_does
+from tests.checkpoint_engines import equal
 from tests.models import MATRICES, UnevenLM
 from tests.ranks import RankPool
-from tests.zero import engine_for, full_weights, settings_for, train
+from tests.zero import engine_for, settings_for, train
 
 Weights = dict[str, torch.Tensor]
 
@@ -42,7 +42,7 @@ def save(folder: str, kind: str, stage: int, **options: Any) -> dict[str, Weight
         for step, tag in enumerate("ab"):
             train(engine, range(step, step + 1), same_rows=True)
             engine.save_checkpoint(folder, tag=tag)
-            weights[tag] = full_weights(engine)
+            weights[tag] = weights_of(engine)
     return weights
 
 
@@ -51,20 +51,14 @@ def weights_of(engine: Any) -> Weights:
         return {name: param.detach().clone() for name, param in engine.module.named_parameters()}
 
 
-def same(ours: Weights, theirs: Weights) -> bool:
-    return all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
-
-
 def load(folder: str, kind: str, stage: int, options: dict[str, Any], **choice: Any) -> tuple[str | None, Weights]:
     """Where it was loaded from, and the weights. If loading raises, nothing has changed."""
-    settings = settings_of(kind, stage, **options)
-    settings["checkpoint"] = {"load_universal": choice.pop("universal", False)}
-    with engine_for(settings, UnevenLM(seed=1)) as engine:
-        before, rates = weights_of(engine), list(engine.get_lr())
+    with engine_for(settings_of(kind, stage, **options), UnevenLM(seed=1)) as engine:
+        before = [weights_of(engine), list(engine.get_lr()), 0]
         try:
             path, _ = engine.load_checkpoint(folder, **choice)
         except ValueError:
-            assert same(weights_of(engine), before) and list(engine.get_lr()) == rates and engine.global_steps == 0
+            assert equal([weights_of(engine), list(engine.get_lr()), engine.global_steps], before)
             raise
         return path, weights_of(engine)
 
@@ -75,13 +69,16 @@ Saving = Callable[..., tuple[str, dict[str, Weights]]]
 @pytest.fixture(scope="module")
 def saved(rank_pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFactory) -> Saving:
     """The folder, and the weights by tag, of a checkpoint that two ranks made when it was first asked for."""
+    made: dict[str, tuple[str, dict[str, Weights]]] = {}
 
-    @functools.cache
-    def find(kind: str, stage: int, options: str = "{}") -> tuple[str, dict[str, Weights]]:
-        folder = str(tmp_path_factory.mktemp("checkpoint"))
-        return folder, rank_pools[2].run(save, folder, kind, stage, **json.loads(options))[0]
+    def find(kind: str, stage: int, options: dict[str, Any]) -> tuple[str, dict[str, Weights]]:
+        key = repr((kind, stage, options))
+        if key not in made:
+            folder = str(tmp_path_factory.mktemp("checkpoint"))
+            made[key] = folder, rank_pools[2].run(save, folder, kind, stage, **options)[0]
+        return made[key]
 
-    return lambda kind, stage, options: find(kind, stage, json.dumps(options))
+    return find
 
 
 def only(name: str) -> dict[str, Any]:
@@ -145,10 +142,6 @@ REFUSED: list[Row] = [
         *(("zero", 3), ("zero", 3), 2, {"tag": "a", "load_module_only": True}),
         "^ValueError: only the weights of tag 'a' are asked for, but at stage 3 ",
     ),
-    (
-        *(("owned", 1), ("owned", 1), 2, {"tag": "b", "universal": True}),
-        "is no universal checkpoint.*lwopt convert --to universal",
-    ),
 ]
 
 
@@ -183,25 +176,11 @@ def test_weights_alone_and_stages_1_and_2_can_be_loaded(
     """On other numbers of ranks, those of another optimizer, and those of an earlier tag."""
     theirs, ours, here, choice, tag = row
     folder, weights = saved(*theirs, {})
-    assert not same(weights["a"], weights["b"])
+    assert not equal(weights["a"], weights["b"])
     for path, found in rank_pools[here].run(load, folder, *ours, {}, **choice):
-        assert str(path).startswith(f"{folder}/{tag}") and same(found, weights[tag])
+        assert str(path).startswith(f"{folder}/{tag}") and equal(found, weights[tag])
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_folder_without_checkpoints_is_left_to_deepspeed(ranks: RankPool, tmp_path: Path, stage: int) -> None:
     assert [path for path, _ in ranks.run(load, str(tmp_path), "zero", stage, {})] == [None, None]
-
-
-def test_universal_checkpoints_that_cannot_be_loaded_are_refused(
-    ranks: RankPool, saved: Saving, tmp_path: Path
-) -> None:
-    """Those that DeepSpeed's converter made; of ours see test_universal_checkpoints.py."""
-    folder, _ = saved("owned", 1, {})
-    shutil.copytree(folder, tmp_path / "native")
-    universal = Path(convert_as_deepspeed_does(tmp_path / "native", "b"))
-    for error in ranks.errors(load, str(universal), "owned", 2, only("layers.2.weight"), universal=True):
-        assert "parameter 'layers.2.weight', which 'adamw' trains: expected the states ['exp_avg', 'exp_avg_" in error
-    (universal / "b" / "zero" / "gate.weight" / "exp_avg.pt").unlink()
-    for error in ranks.errors(load, str(universal), "owned", 2, {}, universal=True):
-        assert "parameter 'gate.weight', which 'muon' trains: expected the states ['momentum_buffer'], found " in error

@@ -11,7 +11,7 @@ import copy
 import io
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +26,13 @@ from torch import Tensor, nn
 from lwopt_backend.integrations.deepspeed_zero import LayerWiseMuon
 from tests.models import VOCABULARY, UnevenLM
 from tests.on_ranks import on_ranks
-from tests.ranks import RankPool
 from tests.zero import PRECISIONS, ROWS, Beside, Reference, build, config, engine_for, train
 
+pytestmark = pytest.mark.usefixtures("worlds_to_spoil")
 RANKS, EXPERTS, EXPERT_PARALLEL = 4, 4, 2
 WIDTH = 24
 LOCAL = "deepspeed_moe.experts.deepspeed_experts."
 MATRICES = ("dense.weight", "router.weight", *(f"experts.{e}.{i}.weight" for e in range(EXPERTS) for i in (0, 2)))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def new_world_afterwards(rank_pools: dict[int, RankPool]) -> Iterator[None]:
-    """DeepSpeed keeps expert groups in globals of the process."""
-    yield
-    rank_pools[RANKS].renew()
 
 
 def expert(number: int) -> nn.Module:
@@ -88,9 +81,9 @@ class Mixture(WholeMixture):
         return self.moe(x)[0]
 
 
-def settings_for(stage: int, precision: str = "fp32", **kwargs: Any) -> dict[str, Any]:
-    settings = config(stage, rows=kwargs.pop("rows", ROWS // RANKS), bucket_numel=2000, **kwargs)
-    return settings | PRECISIONS[precision]
+def settings_for(stage: int, precision: str = "fp32", accumulation: int = 1, **options: Any) -> dict[str, Any]:
+    rows = ROWS // RANKS // accumulation
+    return config(stage, rows=rows, accumulation=accumulation, bucket_numel=2000, **options) | PRECISIONS[precision]
 
 
 def whole_name(name: str) -> str:
@@ -118,11 +111,8 @@ def whole_name(name: str) -> str:
 def test_experts_have_the_bits_of_torch_muon_given_the_same_gradients_and_resume(
     tmp_path: Path, stage: int, precision: str, accumulation: int, clip: float, given: str
 ) -> None:
-    kwargs = {"ns_dtype": "float32"} if clip else {}
-    rows = ROWS // RANKS // accumulation
-    settings = settings_for(
-        stage, precision, rows=rows, accumulation=accumulation, clip=clip, policy="balance", **kwargs
-    )
+    exact = {"ns_dtype": "float32"} if clip else {}
+    settings = settings_for(stage, precision, accumulation, clip=clip, policy="balance", **exact)
 
     def new_engine() -> Any:
         model, own, kwargs = Mixture(), copy.deepcopy(settings), {}

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +19,13 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
-from tests.cells import with_full
+from tests.cells import cells
+from tests.engines import falling
 from tests.models import VOCABULARY
 from tests.on_ranks import on_ranks
-from tests.ranks import RankPool
 from tests.zero import ADAMW, BF16, IN_FP32, Beside, Reference, batch_shares, build, config, engine_for
 
+pytestmark = pytest.mark.usefixtures("worlds_to_spoil")
 RANKS, STAGES, DATA_PARALLEL, MICRO_BATCHES = 4, 2, 2, 2
 WIDTH = 24
 MATRICES = ("up.weight", "down.weight", "mix.weight")
@@ -36,13 +35,6 @@ PRECISIONS = {
     "bf16, stage 1": (1, BF16),
     "bf16 + fp32, stage 1": (1, {**BF16, **IN_FP32}),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def new_world_afterwards(rank_pools: dict[int, RankPool]) -> Iterator[None]:
-    """DeepSpeed keeps the pipeline's groups in globals of the process."""
-    yield
-    rank_pools[RANKS].renew()
 
 
 class Block(nn.Module):
@@ -85,10 +77,7 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 EMBEDDING = LayerSpec(nn.Embedding, VOCABULARY, WIDTH)
 HEAD = LayerSpec(nn.Linear, WIDTH, VOCABULARY, bias=False)
-
-
-def untied() -> list[Any]:
-    return [EMBEDDING, LayerSpec(Block), LayerSpec(Block), HEAD]
+UNTIED = [EMBEDDING, LayerSpec(Block), LayerSpec(Block), HEAD]
 
 
 def tied(module: type[nn.Module], *sizes: int) -> list[Any]:
@@ -97,48 +86,36 @@ def tied(module: type[nn.Module], *sizes: int) -> list[Any]:
 
 
 MODELS = {
-    "untied": untied(),
+    "untied": UNTIED,
     "tied embedding": tied(nn.Embedding, VOCABULARY, WIDTH),
     "tied table": tied(Table),
     "embedding first": [EMBEDDING, LayerSpec(BlockAndHead)],
+    "embedding and head": [EMBEDDING, HEAD],
+    "experts": [LayerSpec(MoE, 8, nn.Linear(8, 8), 2)] * 2,
 }
 
 
-def pipeline(layers: list[Any], **kwargs: Any) -> PipelineModule:
-    return PipelineModule(
-        layers, num_stages=STAGES, loss_fn=loss_of, partition_method="uniform", seed_layers=True, base_seed=7, **kwargs
-    )
+LAYERS: dict[str, Any] = {"partition_method": "uniform", "seed_layers": True, "base_seed": 7}
 
 
-class Whole(nn.Module):
-    """The pipeline's layers on one process, with the pipeline's names."""
+def pipeline(layers: list[Any]) -> PipelineModule:
+    return PipelineModule(layers, num_stages=STAGES, loss_fn=loss_of, **LAYERS)
+
+
+class Whole(PipelineModule):
+    """All layers on one process, with the pipeline's names."""
 
     def __init__(self, layers: list[Any]) -> None:
-        super().__init__()
-        self.tied_modules = nn.ModuleDict()
-        self.calls = []
-        for number, spec in enumerate(layers):
-            if isinstance(spec, TiedLayerSpec):
-                if spec.key not in self.tied_modules:
-                    self.tied_modules[spec.key] = spec.build()
-                self.calls.append((self.tied_modules[spec.key], spec.forward_fn))
-            else:
-                self.add_module(str(number), spec.build())
-                self.calls.append((getattr(self, str(number)), None))
+        super().__init__(layers, num_stages=1, **LAYERS)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = tokens
-        for module, function in self.calls:
-            x = function(module, x) if function else module(x)
-        return loss_of(x, targets)
+        return loss_of(super().forward(tokens), targets)
 
 
-def settings_for(precision: str, *, rows: int = 2, **kwargs: Any) -> dict[str, Any]:
+def settings_for(precision: str, **options: Any) -> dict[str, Any]:
     stage, more = PRECISIONS[precision]
-    settings = config(stage, accumulation=MICRO_BATCHES, rows=rows, bucket_numel=2000, policy="balance", **kwargs)
-    if stage == 0:
-        settings["optimizer"]["params"]["policy"] = "auto"
-    return settings | more
+    options = {"bucket_numel": 2000, "policy": "balance" if stage else "auto", **options}
+    return config(stage, accumulation=MICRO_BATCHES, rows=2, **options) | more
 
 
 def train_step(engine: Any, step: int) -> None:
@@ -152,24 +129,12 @@ def beside(model: str, settings: dict[str, Any]) -> Beside:
     return Beside(Reference(whole, matrices=matrices), train_step, settings=settings)
 
 
-CHOSEN = [
-    *(("untied", precision, 0.0) for precision in PRECISIONS),
-    ("tied embedding", "fp32, stage 1", 0.0),
-    ("tied embedding", "bf16, stage 1", 0.0),
-    ("tied table", "fp32, stage 0", 0.0),
-    ("tied table", "bf16 + fp32, stage 1", 0.0),
-    ("untied", "fp32, stage 1", 0.5),
-    ("tied embedding", "fp32, stage 0", 0.5),
-    ("tied table", "fp32, stage 1", 0.5),
-]
-TIED_OR_NOT = ("untied", "tied embedding", "tied table")
-CLIPPED = itertools.product(TIED_OR_NOT, ("fp32, stage 0", "fp32, stage 1"), [0.5])
-
-
 @on_ranks(RANKS)
-@pytest.mark.parametrize(
-    ("model", "precision", "clip"),
-    with_full(CHOSEN, itertools.chain(itertools.product(TIED_OR_NOT, PRECISIONS, [0.0]), CLIPPED)),
+@cells(
+    lambda model, precision, clip=0.0: clip == 0.0 or precision.startswith("fp32"),
+    model=["untied", "tied embedding", "tied table"],
+    precision=PRECISIONS,
+    clip=[0.0, 0.5],
 )
 def test_every_stage_has_the_bits_of_torch_muon_given_the_same_gradients_and_resumes(
     tmp_path: Path, model: str, precision: str, clip: float
@@ -182,21 +147,17 @@ def test_every_stage_has_the_bits_of_torch_muon_given_the_same_gradients_and_res
     assert all(plan.matrices.buckets for plan in plans), "some matrix must travel"
 
 
-def slower_and_slower(optimizer: torch.optim.Optimizer) -> Any:
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - 0.1 * step)
-
-
 @on_ranks(RANKS)
 @pytest.mark.parametrize("precision", ["fp32, stage 0", "bf16 + fp32, stage 1"])
 def test_a_stage_without_matrices_trains_and_keeps_to_the_schedule(precision: str) -> None:
     settings = settings_for(precision)
     both = beside("embedding first", settings)
-    schedules = [slower_and_slower(optimizer) for optimizer in (both.single.muon, both.single.adamw)]
-    with engine_for(settings, pipeline(MODELS["embedding first"]), lr_scheduler=slower_and_slower) as engine:
+    schedules = [falling(optimizer) for optimizer in (both.single.muon, both.single.adamw)]
+    with engine_for(settings, pipeline(MODELS["embedding first"]), lr_scheduler=falling) as engine:
         both.start(engine)
         for step in range(4):
             groups = engine.basic_optimizer.param_groups
-            assert groups[-1]["lr"] == pytest.approx(ADAMW["lr"] * (1 - 0.1 * step))
+            assert groups[-1]["lr"] == pytest.approx(ADAMW["lr"] * (0.9**step))
             both.train(engine, range(step, step + 1))
             for schedule in schedules:
                 schedule.step()
@@ -216,24 +177,11 @@ def test_one_rate_for_all_groups_stops_every_stage_where_one_has_no_matrices(pre
             train_step(engine, step)
 
 
-@on_ranks(RANKS)
-def test_globs_may_match_on_any_stage() -> None:
-    settings = settings_for("fp32, stage 1", exclude=["1.up.*"], include=["3.weight"])
-    with engine_for(settings, pipeline(untied())) as engine:
-        kinds = {route.name: route.kind for route in engine.basic_optimizer._binding.stage.all_routes}
-    assert kinds["1.up.weight"] == "elementwise" and kinds["2.up.weight"] == "matrix"
-    assert kinds["3.weight"] == "matrix" and len(kinds) == 16
-
-
 def model_to_refuse(kind: str) -> PipelineModule:
     if kind == "shards":
         topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
-        return PipelineModule(untied(), topology=topology, loss_fn=loss_of, partition_method="uniform")
-    if kind == "experts":
-        return pipeline([LayerSpec(MoE, 8, nn.Linear(8, 8), 2)] * 2)
-    if kind == "embedding and head":
-        return pipeline([EMBEDDING, HEAD])
-    model = pipeline(MODELS.get(kind, untied()))
+        return PipelineModule(UNTIED, topology=topology, loss_fn=loss_of, partition_method="uniform")
+    model = pipeline(MODELS.get(kind, UNTIED))
     if kind == "tagged" and dist.get_rank() == 3:
         next(model.parameters()).use_muon = True
     return model
@@ -283,13 +231,15 @@ def test_experts_in_a_pipeline_are_refused() -> None:
 
 
 @on_ranks(RANKS)
-def test_the_report_shows_the_whole_models_routing_and_whose_plan_it_is() -> None:
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        build(settings_for("fp32, stage 1", report=True), pipeline(untied()))
+def test_globs_may_match_on_any_stage_and_the_report_shows_the_whole_models_routing() -> None:
+    settings = settings_for("fp32, stage 1", include=["0.weight"], exclude=["2.up.*"], report=True)
+    with contextlib.redirect_stdout(io.StringIO()) as printed, engine_for(settings, pipeline(UNTIED)) as engine:
+        kinds = {route.name: route.kind for route in engine.basic_optimizer._binding.stage.all_routes}
+    assert (kinds["0.weight"], kinds["1.up.weight"], kinds["2.up.weight"]) == ("matrix", "matrix", "elementwise")
     report = printed.getvalue()
     if dist.get_rank():
         assert "Routing" not in report
         return
-    assert "Routing: 6 of 16 trained parameters are matrices" in report
+    assert f"Routing: 6 of {len(kinds)} trained parameters are matrices" in report
     assert re.search(r"3.weight .* output head, as wide as an embedding has rows", report)
     assert "Pipeline: 2 stages, each planned for by itself; this is the plan of stage 0" in report

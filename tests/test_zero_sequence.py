@@ -20,23 +20,10 @@ from tests.cells import cells
 from tests.engines import ExactLM
 from tests.models import batch
 from tests.on_ranks import on_ranks
-from tests.ranks import RankPool
 from tests.zero import ROWS, Beside, Reference, build, config, engine_for, settings_for
 
+pytestmark = pytest.mark.usefixtures("worlds_to_spoil")
 SHARING, TIME = 2, 8  # ranks of a sequence; two ranks have one sequence, four have two
-
-
-@pytest.fixture(scope="module", autouse=True)
-def new_worlds_afterwards(rank_pools: dict[int, RankPool]) -> Iterator[None]:
-    """DeepSpeed keeps the groups of a sequence in globals of the process."""
-    yield
-    rank_pools[2].renew()
-
-
-@pytest.fixture
-def new_world(ranks_to_spoil: RankPool) -> None:
-    """One in which no ranks have shared a sequence."""
-    ranks_to_spoil.renew()
 
 
 @contextlib.contextmanager
@@ -89,9 +76,8 @@ def test_parameters_have_the_bits_of_torch_muon_given_the_same_gradients_and_res
     """With its default at stage 3 DeepSpeed averages the gradients over the ranks of a sequence, with AdamW, too; all
     other stages, and that setting off, sum them."""
     accumulation, clip = how
-    options = {"ns_dtype": "float32"} if clip else {}
+    options = {"clip": clip, **({"ns_dtype": "float32"} if clip else {})}
     settings = settings_of("zero", stage, precision, accumulation=accumulation, **options)
-    settings["gradient_clipping"] = clip
     averaged = stage == 3 and precision == "bf16"
     settings["zero_optimization"]["reduce_scatter"] = stage < 3 or averaged
     both = Beside(
@@ -129,14 +115,14 @@ def test_fp32_accumulation_at_stage_1_is_refused() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.usefixtures("new_world")
+@pytest.mark.usefixtures("ranks_to_spoil")
 def test_sequence_parallelism_by_mesh_is_refused() -> None:
     with pytest.raises(ValueError, match="of 2 comes from mesh_param, with which DeepSpeed does not reduce"):
         build(config(2), mesh_param=(1, 2))
 
 
 @on_ranks(2)
-@pytest.mark.usefixtures("new_world")
+@pytest.mark.usefixtures("ranks_to_spoil")
 def test_deepspeed_does_not_reduce_over_a_mesh_of_sequences() -> None:
     """With its own AdamW the gradients on the two ranks of a sequence are apart."""
     settings = config(2) | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}

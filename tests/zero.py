@@ -26,14 +26,13 @@ OWNED = {"storage": "owned", "bucket_mb": 0.004}  # several buckets of the small
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}}
 IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
-AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": BF16,
     "bf16+fp32": {**BF16, **IN_FP32},
     "fp16": FP16,
     "fp16+fp32": {**FP16, **IN_FP32},
-    "autocast": AUTOCAST,
+    "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
 }
 
 
@@ -61,6 +60,11 @@ def settings_for(
     if storage == "owned":
         settings["zero_optimization"] = {"stage": stage}
     return settings | PRECISIONS[precision]
+
+
+def own_settings(storage: str, stage: int, accumulation: int = 1) -> dict[str, Any]:
+    """Where every rank has its ``own_rows``."""
+    return settings_for(storage, stage, rows=OWN_ROWS // torch.distributed.get_world_size(), accumulation=accumulation)
 
 
 def there_is(storage: str, stage: int, **_: Any) -> bool:
@@ -96,13 +100,13 @@ def build(settings: dict[str, Any], model: nn.Module | None = None, **kwargs: An
         pass
 
 
-def train(engine: Any, steps: int | range, *, same_rows: bool = False) -> list[float]:
+def train(engine: Any, steps: int | range, *, same_rows: bool = False, rows: int = ROWS) -> list[float]:
     """Train on the global batches of ``steps``, every rank on its share or all on all rows; this rank's losses."""
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     accumulation = engine.gradient_accumulation_steps()
     losses = []
     for step in range(steps) if isinstance(steps, int) else steps:
-        shares = batch_shares(step, accumulation * (1 if same_rows else world_size))
+        shares = batch_shares(step, accumulation * (1 if same_rows else world_size), rows)
         for part in range(accumulation):
             loss = engine(*shares[part if same_rows else part * world_size + rank])
             engine.backward(loss)
@@ -244,17 +248,6 @@ def largest_difference(ours: dict[str, Tensor], reference: nn.Module) -> float:
     return max(float((ours[name] - param.detach()).abs().max()) for name, param in reference.named_parameters())
 
 
-def gather_named(mine: dict[str, Tensor]) -> dict[str, Tensor]:
-    """All ranks' tensors by name; fails if ranks that have the same name do not have the same tensor."""
-    of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(of_ranks, mine)
-    whole: dict[str, Tensor] = {}
-    for of_rank in of_ranks:
-        for name, tensor in of_rank.items():
-            assert torch.equal(whole.setdefault(name, tensor), tensor), f"{name} differs between ranks that have it"
-    return whole
-
-
 class Beside:
     """Engines beside one process that steps on the gradients which DeepSpeed has reduced, whatever ranks share.
 
@@ -274,7 +267,8 @@ class Beside:
         """``factor`` is of the gradients that DeepSpeed reduces, where it is known not to be 1."""
         self.single, self.train_step = single, train_step
         self.whole_batch, self.whole_name, self.factor = whole_batch, whole_name, factor
-        self.clip, self.is_bf16 = settings["gradient_clipping"], "bf16" in settings
+        self.clip = settings["gradient_clipping"]
+        self.in_16_bits = not settings.keys().isdisjoint(("bf16", "fp16", "torch_autocast"))
 
     def start(self, engine: Any) -> None:
         self.single.model.load_state_dict(self._whole(full_weights(engine)))
@@ -284,11 +278,13 @@ class Beside:
 
         def note_and_step(*args: Any) -> None:
             get = (lambda param: param.grad) if engine.zero_optimization_stage() == 0 else safe_get_full_grad
-            given.update(self._whole({name: get(param).float() for name, param in engine.module.named_parameters()}))
+            scale = getattr(engine.optimizer, "cur_scale", 1.0)
+            params = engine.module.named_parameters()
+            given.update(self._whole({name: get(param).float() / scale for name, param in params}))
             take_step(*args)
 
         engine._take_model_step = note_and_step
-        rounding = 0.1 if self.is_bf16 else 1e-3 if self.clip else 1e-5
+        rounding = 0.1 if self.in_16_bits else 1e-3 if self.clip else 1e-5
         for step in steps:
             self.single.model(*self.whole_batch(step)).backward()
             self.train_step(engine, step)
@@ -299,7 +295,7 @@ class Beside:
             with newton_schulz_in_float32() if self.clip else contextlib.nullcontext():
                 norm = self.single.step(self.clip)
             assert self.clip == 0.0 or norm > self.clip, "the clip must bite to be tested"
-            assert float(engine.get_global_grad_norm()) == pytest.approx(norm, rel=1e-3 if self.is_bf16 else 1e-5)
+            assert float(engine.get_global_grad_norm()) == pytest.approx(norm, rel=1e-3 if self.in_16_bits else 1e-5)
         engine._take_model_step = take_step
 
     def check(self, engine: Any) -> None:
@@ -323,4 +319,12 @@ class Beside:
         return engine
 
     def _whole(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
-        return gather_named({self.whole_name(name): tensor.float().clone() for name, tensor in mine.items()})
+        """All ranks' tensors by name; ranks that have the same name have to have the same tensor."""
+        of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(
+            of_ranks, {self.whole_name(name): tensor.float().clone() for name, tensor in mine.items()}
+        )
+        whole: dict[str, Tensor] = {}
+        for name, tensor in (entry for of_rank in of_ranks for entry in of_rank.items()):
+            assert torch.equal(whole.setdefault(name, tensor), tensor), f"{name} differs between ranks that have it"
+        return whole
