@@ -25,8 +25,6 @@ from tests.models import UnevenLM
 from tests.on_ranks import on_ranks
 from tests.owned import optimizer_for, shares
 from tests.ranks import RankFailed, RankPool
-from tests.zero import ADAMW, config, engine_for
-from tests.zero import train as train_engine
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PADDED, COMPACT = {"layout": "padded"}, {"layout": "compact"}
@@ -310,15 +308,3 @@ def test_a_step_sends_what_the_formulas_say(dtype: str, options: dict[str, Any])
     assert everyones["parameters"] == n * (group_size - 1) * itemsize * numel
     assert everyones["across instances"] == pytest.approx(2 * (n - 1) * 4 * numel, rel=1e-3)
     assert received == everyones["gradients"] + everyones["parameters"]
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("stage", [2, pytest.param(1, marks=pytest.mark.full)])
-def test_stock_zero_sends_twice_the_bytes_of_gradients(stage: int) -> None:
-    """All P from each of two ranks, in a ring's all-reduce; on owned storage half of them, as is tested above."""
-    settings = config(stage)
-    settings["optimizer"] = {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}}
-    with engine_for(settings) as engine, Watch() as watch:
-        train_engine(engine, 1)
-        numel = sum(param.numel() for param in engine.module.parameters())
-    assert watch.nbytes["allreduce"] == pytest.approx(4 * numel, rel=0.01)
