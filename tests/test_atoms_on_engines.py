@@ -21,7 +21,7 @@ from tests.cells import cells
 from tests.fsdp2 import Sharded, backward, copy_gradients, mesh_of, weights_of
 from tests.fused import ATOMS, Experts, FusedLM, FusedReference
 from tests.on_ranks import on_ranks
-from tests.owned import BUCKET_MB, difference, exact_sums, shares, step_alone, train
+from tests.owned import difference, exact_sums, optimizer_for, shares, step_alone, train
 from tests.zero import ADAMW, MUON, config, engine_for, full_weights, largest_difference
 from tests.zero import train as train_engine
 
@@ -98,16 +98,11 @@ def test_owned_storage_in_deepspeed(stage: int) -> None:
     check_deepspeed(stage, storage="owned")
 
 
-def owned_optimizer(model: nn.Module, **options: Any) -> LayerWiseOptimizer:
-    settings = {"atoms": ATOMS, "bucket_mb": BUCKET_MB, "report": False, **options}
-    return LayerWiseOptimizer(model, **MUON, elementwise=ELEMENTWISE, **settings)
-
-
 @cells(ranks=[1, 2, 3, 4], layout=["padded", "compact", "auto"], step_in_backward=[False, True])
 @on_ranks()
 def test_owned(layout: str, step_in_backward: bool) -> None:
     model, single = exact_sums(FusedLM()), FusedReference(exact_sums(FusedLM()))
-    optimizer = owned_optimizer(model, layout=layout, step_in_backward=step_in_backward)
+    optimizer = optimizer_for(model, atoms=ATOMS, layout=layout, step_in_backward=step_in_backward)
     clip = QKClip(optimizer, LAYERS, BOUND)
     for step in range(STEPS):
         clip(logits(step))
@@ -213,7 +208,7 @@ def test_any_range_of_a_parameter_takes_the_factors_of_its_outputs() -> None:
 @on_ranks(2)
 def test_fp32_masters_are_clipped_and_the_parameter_is_their_rounding() -> None:
     model = FusedLM().bfloat16()
-    optimizer = owned_optimizer(model, grad_dtype="float32")
+    optimizer = optimizer_for(model, atoms=ATOMS, grad_dtype="float32")
     clip, seen = QKClip(optimizer, {"fused": LAYERS["fused"]}, BOUND), []
     for _ in range(2):
         model(*shares(0, 1)[0]).backward()
@@ -249,7 +244,7 @@ WRONG_LAYERS: list[tuple[dict[str, Any], Heads, str]] = [
 @pytest.mark.parametrize(("options", "heads", "message"), WRONG_LAYERS)
 def test_wrong_layers_are_errors(options: dict[str, Any], heads: Heads, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        QKClip(owned_optimizer(FusedLM(), **options), {"fused": heads})
+        QKClip(optimizer_for(FusedLM(), **{"atoms": ATOMS, **options}), {"fused": heads})
 
 
 ONE_PER_HEAD = "layer 'fused': expected max_logits as a tensor of shape (4,), one per head; found "
@@ -267,7 +262,7 @@ ONE_PER_HEAD = "layer 'fused': expected max_logits as a tensor of shape (4,), on
     ],
 )
 def test_wrong_logits_are_errors(logits: Any, message: str) -> None:
-    clip = QKClip(owned_optimizer(FusedLM()), LAYERS)
+    clip = QKClip(optimizer_for(FusedLM(), atoms=ATOMS), LAYERS)
     with pytest.raises(ValueError, match=re.escape(message)):
         clip(logits)
 

@@ -21,6 +21,7 @@ from lwopt_backend.plan.buffers.layout import Bucket
 from lwopt_backend.plan.cost import RankMemory
 from tests.allocations import allocations, come_to_be, live_bytes, watched
 from tests.cells import with_full
+from tests.fsdp2 import gathered
 from tests.models import UnevenLM
 from tests.on_ranks import on_ranks
 from tests.owned import optimizer_for, shares
@@ -299,8 +300,7 @@ def test_a_step_sends_what_the_formulas_say(dtype: str, options: dict[str, Any])
     assert optimizer.memory_report()[held.sharers.instance.rank].sent == sum(sent.values())
     assert (held.plan.padding > 0) == (options["layout"] == "padded")
 
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, (sent, seen))
+    of_ranks = gathered((sent, seen))
     everyones, received = sum((sent for sent, _ in of_ranks), Counter()), sum(seen["recv"] for _, seen in of_ranks)
     numel = sum(param.numel() for param in model.parameters()) + held.plan.padding
     g = (4 if options.get("grad_dtype") == "float32" else itemsize) * (2 if options.get("keep_full_grads") else 1)

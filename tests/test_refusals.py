@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -201,12 +200,6 @@ def tags_for_deepspeeds_own_muon() -> None:
     build(config(2), model)
 
 
-def sparse_gradients() -> None:
-    model = UnevenLM()
-    model.embedding.sparse = True
-    build(ON_OWNED, model)
-
-
 def parameters_of_another_model() -> None:
     build(config(2), model_parameters=[*UnevenLM().parameters()])
 
@@ -239,12 +232,6 @@ def smaller_partitions_than_planned() -> None:
 def offloading_states() -> None:
     with engine_for(ON_OWNED) as engine:
         engine.offload_states()
-
-
-def a_device_without_fp16() -> None:
-    settings, model = config(1) | FP16, UnevenLM()
-    with mock.patch.object(deepspeed.accelerator.get_accelerator(), "is_fp16_supported", lambda: False):
-        deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
 
 
 def state_of_other_partitions() -> None:
@@ -291,13 +278,11 @@ HEADS_DIFFER = "rank 0 has 'lm_head.weight 37x24 float32 adamw', rank 1 has 'lm_
     ("make", "message"),
     [
         (tags_for_deepspeeds_own_muon, "1 parameters, the first is 'layers.0.weight', carry use_muon=True"),
-        (sparse_gradients, "LayerWiseMuon: 'embedding' makes sparse gradients"),
         (parameters_of_another_model, r"group 0, position 0: the parameter of shape \(37, 24\) is not in the model"),
         (another_optimizer_on_our_param_groups, OF_ANOTHER_OPTIMIZER),
         (another_model_on_rank_1, HEADS_DIFFER),
         (smaller_partitions_than_planned, r"^RuntimeError: muon: planned \d+ elements a rank, found \d+"),
         (offloading_states, "owned storage cannot move its states"),
-        (a_device_without_fp16, "Type fp16 is not supported on your device"),
         (state_of_other_partitions, "param group 0: the checkpoint's momentum_buffer has"),
         *((partial(other_options_on_rank_1, config(2), **one), f"{DIFFER} in {found}") for one, found in OTHER_OPTIONS),
     ],
