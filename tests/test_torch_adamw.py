@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.integrations import fsdp2
-from tests.fsdp2 import shard, whole
+from tests.checkpoint_engines import equal
+from tests.fsdp2 import shard, weights_of, whole
 from tests.models import UnevenLM, batch
 from tests.on_ranks import on_ranks
 
@@ -61,20 +62,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
         optimizer.zero_grad()
 
 
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(param.detach()).clone() for name, param in model.named_parameters()}
-
-
 def same(ours: Any, theirs: Any) -> bool:
     """State dicts that are equal in keys and bits, sharded or not."""
-    if isinstance(theirs, dict):
-        return ours.keys() == theirs.keys() and all(same(ours[key], theirs[key]) for key in theirs)
-    if isinstance(theirs, list):
-        return len(ours) == len(theirs) and all(map(same, ours, theirs))
-    if isinstance(theirs, Tensor):
-        ours, theirs = whole(ours), whole(theirs)
-        return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
-    return type(ours) is type(theirs) and ours == theirs
+    return equal(whole_of(ours), whole_of(theirs))
 
 
 def like(state_dict: Any, theirs: Any) -> Any:
@@ -99,7 +89,7 @@ def test_torchs_sequence(engine: str, form: str) -> None:
         assert same(ours.state_dict(), adamw.state_dict())
     saved = copy.deepcopy(get_optimizer_state_dict(model, adamw, options=options))
     assert same(get_optimizer_state_dict(our_model, ours, options=options), saved)
-    now = weights(model)
+    now = weights_of(model)
     train(model, adamw, range(3, 6))
 
     # torch's into ours. What is flat and full, torch cannot cut, for its own AdamW either.
@@ -117,7 +107,7 @@ def test_torchs_sequence(engine: str, form: str) -> None:
     set_optimizer_state_dict(other, other_adamw, given, options=in_flat)
     for one, optimizer in ((next_model, fresh), (other, other_adamw)):
         train(one, optimizer, range(3, 6))
-        assert same(weights(one), weights(model))
+        assert equal(weights_of(one), weights_of(model))
 
 
 def whole_of(value: Any) -> Any:
@@ -145,13 +135,13 @@ def test_groups_have_torchs_keys_and_the_rule_can_still_be_read() -> None:
 
 def test_a_state_dict_from_before_the_first_step_begins_anew() -> None:
     (model, adamw), (our_model, ours) = torchs(), ours_on("owned")
-    start = weights(our_model)
+    start = weights_of(our_model)
     train(our_model, ours, range(2))
     our_model.load_state_dict(start)
     ours.load_state_dict(adamw.state_dict())
     train(our_model, ours, range(3))
     train(model, adamw, range(3))
-    assert same(weights(our_model), weights(model))
+    assert equal(weights_of(our_model), weights_of(model))
 
 
 def test_masters_of_16_bits_and_groups_as_they_are_are_kept(tmp_path: Path) -> None:
