@@ -24,8 +24,9 @@ def exact_sums(model: nn.Module) -> nn.Module:
 
 def optimizer_for(model: nn.Module, **options: Any) -> LayerWiseOptimizer:
     # torch.optim.Muon, the reference, takes fused weights whole.
-    settings = {"bucket_mb": BUCKET_MB, "report": False, "atoms": {"*": "whole"}, **options}
-    return LayerWiseOptimizer(model, **MUON, elementwise={"name": "adamw", **ADAMW}, **settings)
+    adamw = {"name": "adamw", **ADAMW}
+    settings = {"elementwise": adamw, "bucket_mb": BUCKET_MB, "report": False, "atoms": {"*": "whole"}, **options}
+    return LayerWiseOptimizer(model, **MUON, **settings)
 
 
 def shares(step: int, count: int) -> list[tuple[Tensor, Tensor]]:

@@ -725,10 +725,7 @@ FITS_NOT = r"atoms 'a.\*': 'a.weight' of shape \(12, 4\) has 12 outputs, "
         ({"a.*": {"heads": 2, "groups": 2}}, r"'groups' goes with 'qkv' or 'split_sizes'; found it with 'heads'"),
         ({"a.*": "hole"}, r"atoms 'a.\*': unknown word 'hole'; did you mean 'whole'\?"),
         ({"a.*": 12}, r"atoms 'a.\*': expected one of 'whole', 'stack', 'flatten' or a mapping .*; found 12"),
-        (
-            {"a.weight": "stack"},
-            r"'a.weight' of shape \(12, 4\): 'stack' is for parameters of three dimensions or more",
-        ),
+        ({"a.weight": "stack"}, r"shape \(12, 4\): 'stack' is for parameters of three dimensions or more"),
         ({"a.weight": "flatten"}, r"'flatten' is for parameters of three dimensions or more"),
         (["a.*"], r"atoms: expected a mapping of globs to divisions; found \['a.\*'\]"),
     ],

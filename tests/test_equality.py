@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +16,7 @@ import pytest
 
 from tests import owned_scenarios
 from tests.cells import cells
-from tests.engines import ENGINES, OWNED, RULES, ZERO, Cell, verdicts
+from tests.engines import ENGINES, OWNED, RULES, ZERO, Cell, check
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
 from tests.rules import CAUTIOUS, SECTIONS
@@ -56,10 +58,7 @@ ZERO_OPTIONS: dict[str, list[dict[str, Any]]] = {
 
 def equal(ranks: RankPool, *of: Cell, limit: float = 0.0) -> None:
     """Every cell's weights are the truth's, and all ranks' are the same."""
-    for cell, results in zip(of, zip(*ranks.run(verdicts, *of))):
-        assert results[0].difference <= limit, cell
-        assert results[0].norm <= 1e-5, cell
-        assert len({result.digest for result in results}) == 1, f"ranks differ: {cell}"
+    ranks.run(check, limit, *of)
 
 
 @cells(ranks=[1, 2, 3, 4], layout=LAYOUTS, accumulation=[1, 2], mode=MODES)
@@ -67,12 +66,7 @@ def test_owned_storage(ranks: RankPool, layout: str, accumulation: int, mode: st
     equal(ranks, Cell("plain", accumulation=accumulation, options={"layout": layout, **MODES[mode]}))
 
 
-@cells(
-    ranks=[2, 4],
-    engine=["plain", *OWNED],
-    layout=LAYOUTS,
-    group_size=[1, 2],
-)
+@cells(ranks=[2, 4], engine=["plain", *OWNED], layout=LAYOUTS, group_size=[1, 2])
 def test_instances_of_owned_storage(ranks: RankPool, engine: str, layout: str, group_size: int) -> None:
     equal(ranks, Cell(engine, accumulation=2, options={"layout": layout, "group_size": group_size}))
 
@@ -112,20 +106,19 @@ def test_fsdp2(ranks: RankPool, accumulation: int, attach: bool) -> None:
     equal(ranks, Cell("fsdp2", accumulation=accumulation, options={"attach": attach}))
 
 
-@cells(ranks=[4], sharding=["hybrid", "columns", "tensor parallel"])
-def test_rules_on_every_sharding_of_fsdp2(ranks: RankPool, sharding: str) -> None:
-    rules, alike = ("sum, coupled", "normuon", "soap"), sharding == "tensor parallel"
-    equal(ranks, *(Cell("fsdp2", rule, sharding=sharding, alike=alike) for rule in rules))
+SEVERAL = [  # rules in further circumstances; DeepSpeed steps each sub-group of ZeRO-3 by itself
+    (1, SECTIONS, Cell("plain")),
+    (2, ("sum, coupled", "adamuon", "soap"), Cell("fsdp2", options={"attach": True})),
+    (2, ("counts in its group", "lion", *CAUTIOUS), Cell("zero 3", zero={"sub_group_size": 1000})),
+    *((4, ("sum, coupled", "normuon", "soap"), Cell("fsdp2", sharding=way)) for way in ("hybrid", "columns")),
+    (4, ("sum, coupled", "normuon", "soap"), Cell("fsdp2", sharding="tensor parallel", alike=True)),
+]
 
 
-def test_rules_attached_to_fsdp2(ranks: RankPool) -> None:
-    rules = ("sum, coupled", "adamuon", "soap")
-    equal(ranks, *(Cell("fsdp2", rule, options={"attach": True}) for rule in rules))
-
-
-@cells(ranks=[1])
-def test_every_rule_on_one_rank(ranks: RankPool) -> None:
-    equal(ranks, *(Cell("plain", rule) for rule in SECTIONS))
+@pytest.mark.parametrize(("ranks", "rules", "cell"), SEVERAL, indirect=["ranks"])
+def test_several_rules(ranks: RankPool, rules: Iterable[str], cell: Cell) -> None:
+    kinds = (("matrix" if rule in SECTIONS else "elementwise", rule) for rule in rules)
+    equal(ranks, *(replace(cell, **{kind: rule}) for kind, rule in kinds))
 
 
 @cells(ranks=[2], engine=ENGINES)
@@ -144,12 +137,6 @@ def test_every_elementwise_rule_on_every_engine(ranks: RankPool, engine: str) ->
 def test_every_protocol_on_four_ranks(ranks: RankPool, engine: str) -> None:
     travels = {"policy": "balance"} if engine in ("zero 1", "zero 2") else {}
     equal(ranks, *(Cell(engine, rule, options=travels) for rule in ("adamuon", "soap", "sum, coupled")))
-
-
-def test_elementwise_rules_in_several_sub_groups_of_zero_3(ranks: RankPool) -> None:
-    """DeepSpeed steps each by itself."""
-    rules, zero = ("counts in its group", "lion", *CAUTIOUS), {"sub_group_size": 1000}
-    equal(ranks, *(Cell("zero 3", elementwise=rule, zero=zero) for rule in rules))
 
 
 @pytest.fixture(scope="module")
@@ -171,4 +158,4 @@ def compiled(request: pytest.FixtureRequest) -> str:
 @on_ranks(2)
 def test_cpu_adam_trains_as_on_one_process(compiled: str, engine: str) -> None:
     with mock.patch.dict(os.environ, TORCH_EXTENSIONS_DIR=compiled), mock.patch.dict(RULES, {"cpu adam": CPU_ADAM}):
-        assert verdicts(Cell(engine, elementwise="cpu adam"))[0].difference <= 1e-6
+        check(1e-6, Cell(engine, elementwise="cpu adam"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
@@ -25,10 +26,10 @@ from lwopt_backend.optimizer import OwnedOptimizer
 from tests.cells import cells
 from tests.engines import ExactLM
 from tests.fsdp2 import fsdp, layer_wise, set_weights, whole
-from tests.models import MATRICES, UnevenLM
+from tests.models import MATRICES
 from tests.on_ranks import on_ranks
 from tests.owned import optimizer_for, shares
-from tests.ranks import RankPool, kept_in_a_world
+from tests.ranks import kept_in_a_world
 from tests.zero import ADAMW, MUON
 
 INF, NAN = math.inf, math.nan
@@ -46,14 +47,12 @@ def ranks_of(split: str) -> dict[str, tuple[int, ...]]:
     return {name: tuple(map(int, digits)) for name, digits in zip(NAMES, split.split("|"))}
 
 
-def backward(
-    split: str, modules: Mapping[str, nn.Module], step: int, part: int = 0, parts: int = 1, scale: float = 1.0
-) -> None:
+def backward(split: str, modules: Mapping[str, nn.Module], step: int, part: int = 0, parts: int = 1) -> None:
     """The loss of one micro-batch of each module, of which this rank computes its share."""
     for name, module in modules.items():
         ranks = ranks_of(split)[name]
         rows = shares(step, parts * len(ranks))[part * len(ranks) + ranks.index(dist.get_rank())]
-        (scale * module(*rows)).backward()
+        module(*rows).backward()
 
 
 # Kinds of optimizers
@@ -103,16 +102,14 @@ def plain(module: nn.Module, group: Any) -> tuple[nn.Module, Any]:
 KINDS = {"owned": owned, "FSDP2": sharded, "FSDP2, attached": sharded_early, "DDP": copied, "plain": plain}
 
 
-def make(
-    split: str, kinds: str = OWNED, model: Callable[[str], nn.Module] = model_of, **options: Any
-) -> tuple[dict[str, nn.Module], Any]:
+def make(split: str, kinds: str = OWNED, **options: Any) -> tuple[dict[str, nn.Module], Any]:
     """This rank's modules and their optimizers."""
     modules: dict[str, nn.Module] = {}
     optimizers: dict[str, Any] = dict.fromkeys(NAMES)
     for (name, ranks), kind in zip(ranks_of(split).items(), kinds.split(" and ")):
         group = group_of(ranks, name)
         if dist.get_rank() in ranks:
-            modules[name], optimizers[name] = KINDS[kind](model(name), group, **options)
+            modules[name], optimizers[name] = KINDS[kind](model_of(name), group, **options)
     return modules, ModuleOptimizers(optimizers)
 
 
@@ -257,6 +254,8 @@ def test_norms_and_zeros_count_each_element_once(split: str) -> None:
     zeros = run.single.zeros()
     assert zeros["language"] > 0 and run.optimizers.zero_counts() == zeros
     assert run.optimizers.count_zeros() == sum(zeros.values())
+    run.optimizers.scale_grads(2.0**-10)
+    assert run.optimizers.grad_norm().item() == pytest.approx(run.single.norms()[-1] * 2.0**-10, rel=1e-6)
 
 
 @on_ranks(4)
@@ -330,31 +329,14 @@ def test_a_module_without_a_backward_pass_is_left_alone(split: str, idle: str) -
     run.check()
 
 
-@on_ranks(4)
-def test_gradients_of_a_scaled_loss_are_scaled_back() -> None:
-    """By a power of two, so that nothing rounds otherwise, of gradients that are not rounded themselves."""
-    (modules, optimizers), (others, expected) = (make("01|23", model=lambda _: UnevenLM()) for _ in range(2))
-    for step in range(2):
-        backward("01|23", modules, step, scale=2.0**10)
-        backward("01|23", others, step)
-        optimizers.scale_grads(2.0**-10)
-        assert optimizers.step() and expected.step()
-    for name, module in modules.items():
-        assert all(torch.equal(a, b) for a, b in zip(module.parameters(), others[name].parameters(), strict=True))
-
-
 # Schedulers, groups and hooks
 
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
-    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
     "sequence": lambda optimizer: lr_scheduler.SequentialLR(
         optimizer,
         [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2), lr_scheduler.ExponentialLR(optimizer, 0.5)],
         milestones=[2],
-    ),
-    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(
-        optimizer, [2 * group["lr"] for group in optimizer.param_groups], total_steps=9, cycle_momentum=False
     ),
     "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
 }
@@ -363,7 +345,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 @on_ranks(4)
 @cells(name=SCHEDULERS)
 def test_torchs_schedulers_work_on_all_modules(name: str) -> None:
-    run = Beside("0|12" if name == "lambda" else "01|23")  # also on a rank without a module
+    run = Beside("0|12" if name == "plateau" else "01|23")  # also on a rank without a module
     schedulers = [SCHEDULERS[name](optimizer) for optimizer in (run.optimizers, *run.single.optimizers)]
     for step in range(5):
         run.train(range(step, step + 1))
@@ -446,25 +428,13 @@ def test_modules_that_cannot_be_trained_together_are_refused_on_all_ranks() -> N
         ("module 'vision': expected a torch.optim.Optimizer, or None on ", {"vision": vision} if rank == 3 else ours),
         ("expected a mapping from modules' names to optimizers, found {}", {}),
         ("modules 'vision' and 'language' share a parameter, '1 of group 0' of 'vision' is ", shared),
-        (
-            "modules 'vision' and 'language' reduce gradients over one process group",
-            {name: optimizer_for(model_of(name)) for name in NAMES},
-        ),
-        (
-            "ranks [0, 1, 3] have an optimizer of module 'vision', but those work on so many: {0: 4,",
-            {"vision": None} if rank == 2 else elsewhere,
-        ),
+        ("reduce gradients over one process group", {name: optimizer_for(model_of(name)) for name in NAMES}),
+        ("'vision', but those work on so many: {0: 4,", {"vision": None} if rank == 2 else elsewhere),
         ("ranks [0, 1, 2, 3] have an optimizer of module 'vision', but those work on so many: {0: 2,", on(half)),
         ("module 'vision' is not the same on ranks 0 and 1: parameter '4 of group 0", {"vision": adam(other)}),
         ("module 'vision' has optimizers of different kinds on ranks 0 and 2", on(half) if rank < 2 else ours),
-        (
-            "module 'vision': step_in_backward uses gradients before all ranks know",
-            on(everyone, step_in_backward=True),
-        ),
-        (
-            "module 'vision': '0 of group 0' is a DTensor, whose norm Adam cannot tell",
-            {"vision": adam(sharded(model_of("vision"), everyone)[0])},
-        ),
+        ("step_in_backward uses gradients before all ranks know", on(everyone, step_in_backward=True)),
+        ("is a DTensor, whose norm Adam cannot tell", {"vision": adam(sharded(model_of("vision"), everyone)[0])}),
     ]
     for words, optimizers in given:
         fails_with(words, lambda optimizers=optimizers: ModuleOptimizers(optimizers))
@@ -546,39 +516,6 @@ def test_training_goes_on_when_the_split_changed(tmp_path: Path, kinds: str, spl
 
 
 @on_ranks(4)
-def test_what_torch_cannot_load_into_a_plain_optimizer_that_has_no_state_is_refused(tmp_path: Path) -> None:
-    run = Beside("01|23", "DDP and owned")
-    run.train(range(1))
-    dcp.save({"optimizer": run.optimizers}, checkpoint_id=tmp_path)
-    _, fresh = make("01|23", "DDP and owned")
-    fails_with(
-        "has made none yet; load it with load_state_dict_from",
-        lambda: dcp.load({"optimizer": fresh}, checkpoint_id=tmp_path),
-    )
-
-
-def save_after_two_steps(folder: Path) -> None:
-    run = Beside("01|23")
-    run.train(range(2))
-    run.optimizers.save_state_dict(folder)
-
-
-def go_on_alone(folder: Path) -> None:
-    run = Beside("0|0")
-    for step in range(2):
-        run.single.gradients("01|23", step)
-        run.single.step()
-    run = run.resumed("0|0", folder)
-    run.train(range(2, 4))
-    run.check()
-
-
-def test_four_ranks_state_loads_on_a_single_process(rank_pools: dict[int, RankPool], tmp_path: Path) -> None:
-    rank_pools[4].run(save_after_two_steps, tmp_path)
-    rank_pools[1].run(go_on_alone, tmp_path)
-
-
-@on_ranks(4)
 def test_state_dicts_are_keyed_by_module() -> None:
     """One that is taken before two more steps undoes these."""
     run = Beside("012|123")
@@ -607,9 +544,7 @@ def on_first_rank(change: Callable[[], Any]) -> None:
 @on_ranks(4)
 def test_state_that_is_not_all_there_is_refused_on_all_ranks(tmp_path: Path) -> None:
     folder, (_, optimizers) = tmp_path / "state", make("01|23")
-    fails_with(
-        "unknown module 'langauge'; did you mean 'language'?", lambda: optimizers.load_state_dict({"langauge": 0})
-    )
+    fails_with("'langauge'; did you mean 'language'?", lambda: optimizers.load_state_dict({"langauge": 0}))
     fails_with("lacks module", lambda: optimizers.load_state_dict({}))
 
     def refuses(words: str, by: ModuleOptimizers = optimizers) -> None:
@@ -634,15 +569,16 @@ def test_another_kinds_state_and_damaged_state_are_refused_on_all_ranks(tmp_path
     (_, on_fsdp2), (_, on_owned), (_, by_sgd) = (
         make("01|23", f"{kind} and owned") for kind in ("FSDP2", "owned", "DDP")
     )
+    run = Beside("01|23", "DDP and owned")
+    run.train(range(1))
+    dcp.save({"optimizer": run.optimizers}, checkpoint_id=tmp_path / "of torch")
+    load = functools.partial(dcp.load, {"optimizer": by_sgd}, checkpoint_id=tmp_path / "of torch")
+    fails_with("has made none yet; load it with load_state_dict_from", load)  # by_sgd has no state to load into
     on_fsdp2.save_state_dict(tmp_path)
     fails_with("which this optimizer cannot read", lambda: on_owned.load_state_dict_from(tmp_path))
     fails_with("expected parameter", lambda: by_sgd.load_state_dict_from(tmp_path))
-    on_first_rank(lambda: zeros_in(next(tmp_path.glob("__0_*"))))
+    on_first_rank(lambda: next(tmp_path.glob("__0_*")).write_bytes(bytes(10**6)))
     fails_with("module 'vision' failed on", lambda: on_fsdp2.load_state_dict_from(tmp_path))
-
-
-def zeros_in(path: Path) -> None:
-    path.write_bytes(bytes(path.stat().st_size))
 
 
 @on_ranks(4)

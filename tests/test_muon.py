@@ -577,23 +577,18 @@ def test_rows_of_a_head_have_the_factors_of_their_part() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "options", "message"),
+    ("call", "message"),
     [
-        ((2, 3), {}, r"max_logits: expected one per head, \(heads,\); found shape \(2, 3"),
-        ((0,), {}, "max_logits: expected one per head"),
-        ((4,), {"key_heads": 3}, "key_heads: expected a divisor of the 4 heads .* found 3"),
-        ((4,), {"threshold": 0.0}, "expected a threshold over 0 and a query_share in .* found 0.0"),
-        ((4,), {"threshold": math.nan}, "expected a threshold over 0"),
-        ((4,), {"query_share": 1.5}, "found 100.0 and 1.5"),
+        (lambda: qk_clip_factors(torch.ones(2, 3)), r"expected one per head, \(heads,\); found shape \(2, 3"),
+        (lambda: qk_clip_factors(torch.ones(0)), "max_logits: expected one per head"),
+        (lambda: qk_clip_factors(torch.ones(4), key_heads=3), "key_heads: expected a divisor of the 4 .* found 3"),
+        (lambda: qk_clip_factors(torch.ones(4), 0.0), "expected a threshold over 0 and a query_share in .* found 0.0"),
+        (lambda: qk_clip_factors(torch.ones(4), math.nan), "expected a threshold over 0"),
+        (lambda: qk_clip_factors(torch.ones(4), query_share=1.5), "found 100.0 and 1.5"),
+        (lambda: row_factors([(3, None)]), "parts: expected factors of equally many heads"),
+        (lambda: row_factors([(3, torch.ones(2)), (3, torch.ones(3))]), r"found \[\(2,\), \(3,\)\]"),
     ],
 )
-def test_wrong_arguments_of_qk_clip_are_named(shape: tuple[int, ...], options: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_of_qk_clip_are_named(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        qk_clip_factors(torch.ones(shape), **options)
-
-
-def test_factors_of_rows_are_of_equally_many_heads() -> None:
-    with pytest.raises(ValueError, match="parts: expected factors of equally many heads"):
-        row_factors([(3, None)])
-    with pytest.raises(ValueError, match=r"found \[\(2,\), \(3,\)\]"):
-        row_factors([(3, torch.ones(2)), (3, torch.ones(3))])
+        call()

@@ -183,14 +183,18 @@ def test_norms_and_zeros_equal_one_process_and_a_clip_scales_to_the_norm_asked_f
         assert optimizer.count_zeros(names) == zeros and (subset == "one parameter" or zeros > 0), subset
     norm = float(torch.nn.utils.get_total_norm(list(grads.values())))
     for largest, left in ((1e6, norm), (0.1, 0.1)):
-        assert float(optimizer.clip_grad_norm_(largest)) == pytest.approx(norm, rel=1e-5)
+        found = optimizer.clip_grad_norm_(largest)
+        assert found.dtype == torch.float32 and found.shape == () and float(found) == pytest.approx(norm, rel=1e-5)
         assert float(optimizer.grad_norm()) == pytest.approx(left, rel=1e-4)
 
 
 @on_ranks(3)
 @pytest.mark.parametrize("bad", [-1, 0, 1, 2])
 def test_no_norm_and_no_maximum_hides_a_nan(bad: int) -> None:
-    """On one rank. Of gradients, of order infinity and 2, and of a number per rank: gloo's own maximum goes on."""
+    """On one rank. Of gradients, of order infinity and 2, and of a number per rank: gloo's own maximum goes on.
+
+    The step goes through with it, as torch's does.
+    """
     optimizer, rank = after_backward(), dist.get_rank()
     optimizer.grad_norm()
     if rank == bad:
@@ -198,9 +202,14 @@ def test_no_norm_and_no_maximum_hides_a_nan(bad: int) -> None:
         grads[0][0] = float("nan")
     largest = largest_of_all(TorchCollectives(), torch.tensor(float("nan") if rank == bad else float(rank)))
     norms = [optimizer.grad_norm(norm_type=float("inf")), optimizer.grad_norm()]
-    optimizer.zero_grad()
     assert all(math.isnan(found) == (bad >= 0) for found in (largest, *norms))
     assert bad >= 0 or float(largest) == 2.0
+    refused = pytest.raises(RuntimeError, match="set error_if_nonfinite=False")
+    with refused if bad >= 0 else contextlib.nullcontext():
+        optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    optimizer.step()
+    optimizer.synchronize()
+    assert all(member.param.isfinite().all() for member in optimizer.core.members) == (bad < 0)
 
 
 # Sums as they round

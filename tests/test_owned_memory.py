@@ -21,12 +21,11 @@ from lwopt_backend.plan.buffers.layout import Bucket
 from lwopt_backend.plan.cost import RankMemory
 from tests.allocations import allocations, come_to_be, live_bytes, watched
 from tests.cells import with_full
+from tests.fsdp2 import gathered
 from tests.models import UnevenLM
 from tests.on_ranks import on_ranks
 from tests.owned import optimizer_for, shares
 from tests.ranks import RankFailed, RankPool
-from tests.zero import ADAMW, config, engine_for
-from tests.zero import train as train_engine
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PADDED, COMPACT = {"layout": "padded"}, {"layout": "compact"}
@@ -301,8 +300,7 @@ def test_a_step_sends_what_the_formulas_say(dtype: str, options: dict[str, Any])
     assert optimizer.memory_report()[held.sharers.instance.rank].sent == sum(sent.values())
     assert (held.plan.padding > 0) == (options["layout"] == "padded")
 
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, (sent, seen))
+    of_ranks = gathered((sent, seen))
     everyones, received = sum((sent for sent, _ in of_ranks), Counter()), sum(seen["recv"] for _, seen in of_ranks)
     numel = sum(param.numel() for param in model.parameters()) + held.plan.padding
     g = (4 if options.get("grad_dtype") == "float32" else itemsize) * (2 if options.get("keep_full_grads") else 1)
@@ -310,15 +308,3 @@ def test_a_step_sends_what_the_formulas_say(dtype: str, options: dict[str, Any])
     assert everyones["parameters"] == n * (group_size - 1) * itemsize * numel
     assert everyones["across instances"] == pytest.approx(2 * (n - 1) * 4 * numel, rel=1e-3)
     assert received == everyones["gradients"] + everyones["parameters"]
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("stage", [2, pytest.param(1, marks=pytest.mark.full)])
-def test_stock_zero_sends_twice_the_bytes_of_gradients(stage: int) -> None:
-    """All P from each of two ranks, in a ring's all-reduce; on owned storage half of them, as is tested above."""
-    settings = config(stage)
-    settings["optimizer"] = {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}}
-    with engine_for(settings) as engine, Watch() as watch:
-        train_engine(engine, 1)
-        numel = sum(param.numel() for param in engine.module.parameters())
-    assert watch.nbytes["allreduce"] == pytest.approx(4 * numel, rel=0.01)

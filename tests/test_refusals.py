@@ -6,10 +6,10 @@ import copy
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
-import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -74,14 +74,8 @@ OF_OWNED: list[tuple[dict[str, Any], str]] = [
     (zero(offload_optimizer={"device": "cpu"}), f"{OFFLOAD}.device is 'cpu'"),
     (zero(parameter_alignment=True), f"zero_optimization.parameter_alignment {OFF}"),
     (zero(zero_quantized_gradients=True), f"zero_optimization.zero_quantized_gradients {OFF}"),
-    (
-        BF16 | {"communication_data_type": "fp32"},
-        "communication_data_type is float32, but gradients travel as they are accumulated, in bfloat16",
-    ),
-    (
-        BF16 | {"data_types": {"grad_accum_dtype": "fp16"}},
-        "data_types.grad_accum_dtype is float16 and the model is trained in bfloat16; use bfloat16 or float32",
-    ),
+    (BF16 | {"communication_data_type": "fp32"}, "communication_data_type is float32, but gradients travel as they"),
+    (BF16 | {"data_types": {"grad_accum_dtype": "fp16"}}, "data_types.grad_accum_dtype is float16 and the model is"),
 ]
 SETTINGS = [
     *(("zero", *row) for row in (*OF_BOTH, *OF_ZERO)),
@@ -97,8 +91,7 @@ def test_settings_that_cannot_work_are_refused(storage: str, changes: dict[str, 
     error = str(caught.value)
     assert message in error
     if "scheduler" in changes:
-        assert f"scheduler.type is {changes['scheduler']['type']!r}" in error
-        assert "deepspeed.initialize(lr_scheduler=lambda optimizer:" in error
+        assert f"scheduler.type is {changes['scheduler']['type']!r}" in error and "lr_scheduler=lambda optim" in error
     elif storage == "owned":
         assert "LayerWiseMuon with owned storage cannot train with this configuration" in error
 
@@ -107,8 +100,6 @@ def test_settings_that_cannot_work_are_refused(storage: str, changes: dict[str, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"include": ["*.nothing.*"]}, "include: '*.nothing.*' matches no parameter name"),
-        ({"exclude": ["layers.0.wieght"]}, "exclude: 'layers.0.wieght' matches no parameter name; did you mean"),
         ({"exclude": ["*"]}, "none of the 11 trained parameters is a matrix"),
         ({**OWNED, "group_size": 3}, "group size 3 does not divide the 2 data-parallel ranks"),
         ({**OWNED, "exclude": ["layers.0.wieght"]}, "exclude: 'layers.0.wieght' matches no parameter name; did you"),
@@ -209,12 +200,6 @@ def tags_for_deepspeeds_own_muon() -> None:
     build(config(2), model)
 
 
-def sparse_gradients() -> None:
-    model = UnevenLM()
-    model.embedding.sparse = True
-    build(ON_OWNED, model)
-
-
 def parameters_of_another_model() -> None:
     build(config(2), model_parameters=[*UnevenLM().parameters()])
 
@@ -249,12 +234,6 @@ def offloading_states() -> None:
         engine.offload_states()
 
 
-def a_device_without_fp16() -> None:
-    settings, model = config(1) | FP16, UnevenLM()
-    with mock.patch.object(deepspeed.accelerator.get_accelerator(), "is_fp16_supported", lambda: False):
-        deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
-
-
 def state_of_other_partitions() -> None:
     with engine_for(config(2)) as engine:
         train(engine, 1)
@@ -286,6 +265,12 @@ def error_of(make: Callable[..., None], *args: Any, **kwargs: Any) -> str:
 
 
 OF_ANOTHER_OPTIMIZER = "^ValueError: AdamW was built on the param groups of LayerWise or LayerWiseMuon, "
+OTHER_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"weight_decay": 0.3}, "matrix.weight_decay: 0.1 on rank 0, 0.3 on rank 1; give all ranks the same$"),
+    ({"adamw": {**ADAMW, "eps": 0.3}}, "elementwise.eps: 1e-08 on rank 0, 0.3 on rank 1"),
+    ({"exclude": ["layers.2.*"]}, r"exclude: \(\) on rank 0, \('layers.2.\*',\) on rank 1"),
+]
+DIFFER = "^RanksDisagree: LayerWiseMuon: ranks differ"
 HEADS_DIFFER = "rank 0 has 'lm_head.weight 37x24 float32 adamw', rank 1 has 'lm_head.weight 38x24"
 
 
@@ -293,33 +278,18 @@ HEADS_DIFFER = "rank 0 has 'lm_head.weight 37x24 float32 adamw', rank 1 has 'lm_
     ("make", "message"),
     [
         (tags_for_deepspeeds_own_muon, "1 parameters, the first is 'layers.0.weight', carry use_muon=True"),
-        (sparse_gradients, "LayerWiseMuon: 'embedding' makes sparse gradients"),
         (parameters_of_another_model, r"group 0, position 0: the parameter of shape \(37, 24\) is not in the model"),
         (another_optimizer_on_our_param_groups, OF_ANOTHER_OPTIMIZER),
         (another_model_on_rank_1, HEADS_DIFFER),
         (smaller_partitions_than_planned, r"^RuntimeError: muon: planned \d+ elements a rank, found \d+"),
         (offloading_states, "owned storage cannot move its states"),
-        (a_device_without_fp16, "Type fp16 is not supported on your device"),
         (state_of_other_partitions, "param group 0: the checkpoint's momentum_buffer has"),
+        *((partial(other_options_on_rank_1, config(2), **one), f"{DIFFER} in {found}") for one, found in OTHER_OPTIONS),
     ],
 )
 @on_ranks(2)
 def test_what_cannot_be_trained_is_an_error_on_every_rank(make: Callable[[], None], message: str) -> None:
     assert re.search(message, error_of(make))
-
-
-@pytest.mark.parametrize(
-    ("changes", "found"),
-    [
-        ({"weight_decay": 0.3}, "matrix.weight_decay: 0.1 on rank 0, 0.3 on rank 1"),
-        ({"adamw": {**ADAMW, "eps": 0.3}}, "elementwise.eps: 1e-08 on rank 0, 0.3 on rank 1"),
-        ({"exclude": ["layers.2.*"]}, "exclude: () on rank 0, ('layers.2.*',) on rank 1"),
-    ],
-)
-@on_ranks(2)
-def test_ranks_with_other_options_all_stop_and_show_both(changes: dict[str, Any], found: str) -> None:
-    error = error_of(other_options_on_rank_1, config(2), **changes)
-    assert error == f"RanksDisagree: LayerWiseMuon: ranks differ in {found}; give all ranks the same"
 
 
 @on_ranks(2)

@@ -45,27 +45,24 @@ def stepped(plan: MatrixPlan, rule: MatrixRule, steps: int = 1, batch_numel: int
     return slices
 
 
-@cells(ranks=[2, 3, 4], policy=["stay", "balance"], bucket_numel=[1, 3000, 10**6])
+@cells(
+    ranks=[2, 3, 4], policy=["stay", "balance"], bucket_numel=[1, 3000, 10**6], dtype=[torch.bfloat16, torch.float32]
+)
 @on_ranks()
-def test_ranks_together_hold_the_bits_of_one(policy: str, bucket_numel: int) -> None:
+def test_ranks_together_hold_the_bits_of_one_and_send_what_the_plan_says(
+    policy: str, bucket_numel: int, dtype: torch.dtype
+) -> None:
+    """With two buckets in flight at most."""
     plan, alone = (plan_of(SHAPES, size, policy, bucket_numel) for size in (dist.get_world_size(), 1))
-    expected = stepped(alone, rule_of("muon"), steps=3).value[: sum(plan.layout.numels)]
-    assert torch.equal(stepped(plan, rule_of("muon"), steps=3).value, mine(plan, expected, dist.get_rank()))
-
-
-@cells(ranks=[4], dtype=["bfloat16", "float32"], policy=["stay", "balance"])
-@on_ranks()
-def test_bytes_sent_are_those_of_the_plan_and_two_buckets_fly_at_most(policy: str, dtype: str) -> None:
-    plan = plan_of(SHAPES, 4, policy, 3000)
-    assert len(plan.buckets) >= 2
+    rule, rank = rule_of("muon", ns_dtype=str(dtype).removeprefix("torch.")), dist.get_rank()
+    expected = stepped(alone, rule, steps=3).value[: sum(plan.layout.numels)]
     with Counted() as counted:
-        stepped(plan, rule_of("muon", ns_dtype=dtype), steps=3)
-    (sent_in,) = counted.dtypes
-    assert sent_in == getattr(torch, dtype)
-    assert counted.sent_bytes == 3 * plan.wire_bytes()[dist.get_rank()] * sent_in.itemsize // plan.element_bytes
+        assert torch.equal(stepped(plan, rule, steps=3).value, mine(plan, expected, rank))
+    assert counted.dtypes == {dtype} and counted.in_flight == 0
+    assert counted.sent_bytes == 3 * plan.wire_bytes()[rank] * dtype.itemsize // plan.element_bytes
     assert counted.calls.total() == 3 * 2 * len(plan.buckets)
-    assert counted.in_flight == 0
-    assert 2 <= counted.most_in_flight <= 3  # two buckets: one or both on their way back as well
+    # Two buckets: one or both on their way back as well.
+    assert counted.most_in_flight <= 3 and (counted.most_in_flight >= 2 or len(plan.buckets) < 2)
 
 
 @dataclass

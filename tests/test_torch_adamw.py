@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.integrations import fsdp2
-from tests.fsdp2 import shard, whole
+from tests.checkpoint_engines import equal
+from tests.fsdp2 import shard, weights_of, whole
 from tests.models import UnevenLM, batch
 from tests.on_ranks import on_ranks
 
@@ -61,20 +62,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
         optimizer.zero_grad()
 
 
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(param.detach()).clone() for name, param in model.named_parameters()}
-
-
 def same(ours: Any, theirs: Any) -> bool:
     """State dicts that are equal in keys and bits, sharded or not."""
-    if isinstance(theirs, dict):
-        return ours.keys() == theirs.keys() and all(same(ours[key], theirs[key]) for key in theirs)
-    if isinstance(theirs, list):
-        return len(ours) == len(theirs) and all(map(same, ours, theirs))
-    if isinstance(theirs, Tensor):
-        ours, theirs = whole(ours), whole(theirs)
-        return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
-    return type(ours) is type(theirs) and ours == theirs
+    return equal(whole_of(ours), whole_of(theirs))
 
 
 def like(state_dict: Any, theirs: Any) -> Any:
@@ -95,9 +85,11 @@ def test_torchs_sequence(engine: str, form: str) -> None:
     (model, adamw), (our_model, ours) = torchs(), ours_on(engine)
     train(model, adamw, range(3))
     train(our_model, ours, range(3))
+    if engine == "owned":
+        assert same(ours.state_dict(), adamw.state_dict())
     saved = copy.deepcopy(get_optimizer_state_dict(model, adamw, options=options))
     assert same(get_optimizer_state_dict(our_model, ours, options=options), saved)
-    now = weights(model)
+    now = weights_of(model)
     train(model, adamw, range(3, 6))
 
     # torch's into ours. What is flat and full, torch cannot cut, for its own AdamW either.
@@ -115,7 +107,7 @@ def test_torchs_sequence(engine: str, form: str) -> None:
     set_optimizer_state_dict(other, other_adamw, given, options=in_flat)
     for one, optimizer in ((next_model, fresh), (other, other_adamw)):
         train(one, optimizer, range(3, 6))
-        assert same(weights(one), weights(model))
+        assert equal(weights_of(one), weights_of(model))
 
 
 def whole_of(value: Any) -> Any:
@@ -141,28 +133,15 @@ def test_groups_have_torchs_keys_and_the_rule_can_still_be_read() -> None:
     assert group["weight_decay_form"] == "cautious", "what torch has not is a key"
 
 
-def test_plain_state_dicts_go_both_ways() -> None:
-    (model, adamw), (our_model, ours), (next_model, fresh) = torchs(), ours_on("owned"), ours_on("owned")
-    train(model, adamw, range(3))
-    train(our_model, ours, range(3))
-    assert same(ours.state_dict(), adamw.state_dict())
-    next_model.load_state_dict(model.state_dict())
-    fresh.load_state_dict(copy.deepcopy(adamw.state_dict()))
-    adamw.load_state_dict(ours.state_dict())
-    for one, optimizer in ((model, adamw), (our_model, ours), (next_model, fresh)):
-        train(one, optimizer, range(3, 6))
-    assert same(weights(next_model), weights(model)) and same(weights(our_model), weights(model))
-
-
 def test_a_state_dict_from_before_the_first_step_begins_anew() -> None:
     (model, adamw), (our_model, ours) = torchs(), ours_on("owned")
-    start = weights(our_model)
+    start = weights_of(our_model)
     train(our_model, ours, range(2))
     our_model.load_state_dict(start)
     ours.load_state_dict(adamw.state_dict())
     train(our_model, ours, range(3))
     train(model, adamw, range(3))
-    assert same(weights(our_model), weights(model))
+    assert equal(weights_of(our_model), weights_of(model))
 
 
 def test_masters_of_16_bits_and_groups_as_they_are_are_kept(tmp_path: Path) -> None:
@@ -185,14 +164,8 @@ WRONG: list[tuple[Callable[[Any], Any], str]] = [
     (lambda saved: saved["param_groups"][0].update(maximize=True), "'maximize' is True, but AdamW here has"),
     (lambda saved: saved["param_groups"][0].update(decoupled_weight_decay=False), f"^load_state_dict: {ADAMS}"),
     (lambda saved: saved["param_groups"][0]["params"].pop(), r"hold \[10\] parameters, .* hold \[11\]"),
-    (
-        lambda saved: saved["state"][0].update(exp_avg=torch.zeros(3)),
-        r"parameter 'embedding.weight', 'exp_avg': expected shape \(37, 24\), found \(3,\)",
-    ),
-    (
-        lambda saved: saved["state"].update({0: {"momentum_buffer": torch.zeros(37, 24)}}),
-        r"expected \['exp_avg', 'exp_avg_sq', 'step'\], found \['momentum_buffer'\]",
-    ),
+    (lambda saved: saved["state"][0].update(exp_avg=torch.zeros(3)), r"'exp_avg': expected shape .37, 24., found .3,"),
+    (lambda saved: saved["state"].update({0: {"m": torch.zeros(37, 24)}}), r"'exp_avg_sq', 'step'\], found \['m'\]"),
     (lambda saved: saved.pop("state"), "expected a state dict with 'state' and 'param_groups'"),
 ]
 
