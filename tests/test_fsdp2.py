@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lwopt_backend
 from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
 from lwopt_backend.optimizer import MeshOptimizer, OwnedOptimizer
+from lwopt_backend.runtime.collectives import TorchCollectives
 from tests.cells import cells, with_full
 from tests.fsdp2 import (
     MATRIX_NAMES,
@@ -217,6 +218,22 @@ def test_ranks_that_know_different_numbers_of_groups_meet(rank_pools: dict[int, 
     pool = rank_pools[4]
     pool.renew()  # the groups are to be made in the test
     pool.run(train_knowing_different_numbers_of_groups)
+    pool.renew()
+
+
+def half_of_all_after_half_alone() -> None:
+    half = [0, 1] if dist.get_rank() < 2 else [2, 3]
+    pair = dist.new_group([0, 1])
+    if half == [0, 1]:
+        TorchCollectives.over(half, [pair])
+    TorchCollectives.over(half, [dist.group.WORLD]).all_reduce(torch.zeros(1))
+
+
+def test_a_group_that_some_ranks_made_alone_is_not_missed_by_the_others(rank_pools: dict[int, RankPool]) -> None:
+    """As where a module on two of the ranks has an exchange group of its own."""
+    pool = rank_pools[4]
+    pool.renew()
+    pool.run(half_of_all_after_half_alone)
     pool.renew()
 
 

@@ -131,7 +131,9 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-_OWN_GROUPS: list[tuple[Any, list[int], dist.ProcessGroup]] = []  # the default group, ranks, and their group
+# The default group, ranks, the ranks of the groups along which they met, and their own group. Only where all of these
+# are equal does every rank that would take part in making a group find it here.
+_OWN_GROUPS: list[tuple[Any, list[int], list[list[int]], dist.ProcessGroup]] = []
 
 
 def _even_out(along: Sequence[dist.ProcessGroup]) -> None:
@@ -202,8 +204,9 @@ class TorchCollectives(PartCollectives):
         create it without the other ranks, the only group in ``along`` is used; several raise ValueError.
         """
         ranks = sorted(ranks)
-        for world, members, group in _OWN_GROUPS:
-            if world is dist.group.WORLD and members == ranks:
+        met = [dist.get_process_group_ranks(group) for group in along]
+        for world, *key, group in _OWN_GROUPS:
+            if world is dist.group.WORLD and key == [ranks, met]:
                 return cls(group)
         if len(ranks) == dist.get_world_size():
             group = dist.new_group(ranks, timeout=_timeout(along[0]))
@@ -218,7 +221,7 @@ class TorchCollectives(PartCollectives):
         else:
             _even_out(along)
             group = dist.new_group(ranks, timeout=_timeout(along[0]), use_local_synchronization=True)
-        _OWN_GROUPS.append((dist.group.WORLD, ranks, group))
+        _OWN_GROUPS.append((dist.group.WORLD, ranks, met, group))
         return cls(group)
 
     def reduce_scatter(self, mine: Tensor, sent: Tensor) -> None:
