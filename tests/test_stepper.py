@@ -14,7 +14,7 @@ from lwopt_backend.runtime.collectives import TorchCollectives
 from lwopt_backend.runtime.stepper import MatrixStepper
 from lwopt_backend.runtime.whole import FlatStorage, Slices
 from tests.cells import cells
-from tests.counted import Counted
+from tests.counted import Counted, words_nbytes
 from tests.on_ranks import on_ranks
 from tests.rule_steps import random, rule_of
 from tests.test_plan import SHAPES, plan_of
@@ -62,7 +62,8 @@ def test_bytes_sent_are_those_of_the_plan_and_two_buckets_fly_at_most(policy: st
         stepped(plan, rule_of("muon", ns_dtype=dtype), steps=3)
     (sent_in,) = counted.dtypes
     assert sent_in == getattr(torch, dtype)
-    assert counted.sent_bytes == 3 * plan.wire_bytes()[dist.get_rank()] * sent_in.itemsize // plan.element_bytes
+    sent = plan.wire_bytes()[dist.get_rank()] * sent_in.itemsize // plan.element_bytes
+    assert counted.sent_bytes == 3 * (sent + words_nbytes([plan])), "and in the last message a word to every rank"
     assert counted.calls.total() == 3 * 2 * len(plan.buckets)
     assert counted.in_flight == 0
     assert 2 <= counted.most_in_flight <= 3  # two buckets: one or both on their way back as well

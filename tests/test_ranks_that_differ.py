@@ -1,0 +1,282 @@
+"""Ranks that differ, or fail: every engine comes to the same decision on all of them, or to an error that says why."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lwopt_backend import ModuleOptimizers
+from lwopt_backend.config.param_groups import OptionsInUse
+from lwopt_backend.rules import muon
+from lwopt_backend.runtime.agreement import RanksDisagree
+from lwopt_backend.runtime.elementwise import ElementwiseStepper
+from tests.cells import cells
+from tests.engines import ENGINES, ZERO, Cell, Engine, ExactLM, running
+from tests.on_ranks import on_ranks
+from tests.owned import shares
+from tests.ranks import RankFailed, RankPool
+
+OWNED = ("plain", "owned 0", "owned 1", "owned 2")
+
+
+def step(engine: Engine, number: int) -> None:
+    engine.step(shares(number, 2)[dist.get_rank() : dist.get_rank() + 1])
+
+
+# When the optimizer is made
+
+
+def of_another_shape(model: nn.Module) -> None:
+    model.lm_head = nn.Linear(24, 38, bias=False)
+
+
+def in_another_order(model: nn.Module) -> None:
+    first = model.embedding
+    del model.embedding
+    model.embedding = first
+
+
+def of_another_dtype(model: nn.Module) -> None:
+    model.layers[2].double()
+
+
+def with_another_torch(model: nn.Module) -> None:
+    torch.__version__ = "2.13.1"
+
+
+NO_MATRICES = {"exclude": ("layers.2.*",)}
+DIFFERENCES: dict[str, tuple[Callable[[nn.Module], None], dict[str, Any], str]] = {
+    "shape": (of_another_shape, {}, r"ranks differ: rank 0 has .*lm_head.*, rank 1 has .*lm_head"),
+    "order": (in_another_order, {}, "ranks differ: rank 0 has "),
+    "dtype": (of_another_dtype, {}, r"ranks differ: rank 0 has .*layers\.2.*, rank 1 has .*layers\.2|float64"),
+    "torch": (with_another_torch, {}, r"ranks differ in torch.__version__: .* on rank 0, '2\.13\.1' on rank 1"),
+    "routing": (lambda model: None, NO_MATRICES, r"exclude: \(\) on rank 0, \('layers.2.\*',\) on rank 1; give all"),
+    "an option": (lambda model: None, {"atoms": {}}, r"ranks differ in atoms: .* on rank 0, .* on rank 1; give all"),
+}
+
+
+@on_ranks(2)
+@cells(
+    # DeepSpeed broadcasts weights in their order before it takes an optimizer, and ends there.
+    lambda engine, what: what != "order" or engine in ("plain", "fsdp2"),
+    engine=["plain", "zero 2", "zero 3", "owned 1", "fsdp2"],
+    what=[*DIFFERENCES],
+)
+def test_ranks_that_are_given_different_things_all_stop_and_show_both(engine: str, what: str) -> None:
+    make, options, message = DIFFERENCES[what]
+    model, version = ExactLM(), torch.__version__
+    if dist.get_rank() == 1:
+        make(model)
+    try:
+        with (
+            pytest.raises((RuntimeError, ValueError, TypeError), match=message),
+            running(Cell(engine, options=options if dist.get_rank() == 1 else {}), model),
+        ):
+            pass
+    finally:
+        torch.__version__ = version
+
+
+# Options at a step
+
+
+CHANGES: dict[str, tuple[int, str, Any]] = {  # of param group 0, muon's, or 1, adamw's
+    "lr": (0, "lr", 0.5),
+    "weight decay": (1, "weight_decay", 0.5),
+    "momentum": (0, "momentum", 0.5),
+    "betas": (1, "betas", (0.5, 0.25)),
+}
+
+
+def change(engine: Engine, what: str) -> str:
+    """Change an option on rank 1; what all ranks are to say."""
+    number, key, value = CHANGES[what]
+    group = engine.optimizer.param_groups[number]
+    before = group[key]
+    if dist.get_rank() == 1:
+        group[key] = value
+    name = f"{key} of param group {number} ({('muon', 'adamw')[number]})"
+    return re.escape(f"ranks differ in {name}: {before!r} on rank 0, {value!r} on rank 1; give all ranks the same")
+
+
+@on_ranks(2)
+@cells(engine=ENGINES)
+def test_an_option_that_one_rank_has_otherwise_is_an_error_on_all_in_that_step(engine: str) -> None:
+    with running(Cell(engine), ExactLM()) as run:
+        step(run, 0)
+        number = ENGINES.index(engine)
+        with pytest.raises(RanksDisagree, match=change(run, [*CHANGES][number % len(CHANGES)])):
+            step(run, 1)
+
+
+@on_ranks(2)
+@cells(engine=["plain", "fsdp2"])
+def test_where_nothing_was_changed_yet_the_option_can_be_set_right_and_the_step_taken(engine: str) -> None:
+    with running(Cell(engine), ExactLM()) as run, running(Cell(engine), ExactLM()) as twin:
+        for number, what in enumerate(CHANGES):
+            before = [dict(group) for group in run.optimizer.param_groups]
+            run.backward(shares(number, 2)[dist.get_rank() : dist.get_rank() + 1])
+            with pytest.raises(RanksDisagree, match=change(run, what)):
+                run.optimizer.step()
+            for group, old in zip(run.optimizer.param_groups, before):
+                group.update({key: value for key, value in old.items() if key != "params"})
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            step(twin, number)
+        weights = twin.weights()
+        assert all(torch.equal(weight, weights[name]) for name, weight in run.weights().items())
+
+
+@on_ranks(2)
+def test_plain_optimizers_of_a_module_are_compared_with_the_norm() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+    optimizer = ModuleOptimizers({"all": torch.optim.AdamW(model.parameters(), lr=0.25)})
+
+    def train() -> bool:
+        model(torch.ones(1, 3)).sum().backward()
+        return optimizer.step()
+
+    assert train()
+    optimizer.param_groups[0]["lr"] += 0.25 * dist.get_rank()
+    with pytest.raises(
+        RanksDisagree, match="'all': ranks differ in lr of param group 0: 0.25 on rank 0, 0.5 on rank 1"
+    ):
+        train()
+
+
+def test_the_number_of_the_options_is_worked_out_again_only_if_one_has_changed() -> None:
+    options, group = OptionsInUse(), {"rule": "adamw", "lr": 1.0, "betas": [0.5, 0.75]}
+    first = options.number([group])
+    calls, options.lines = [], lambda groups: calls.append(groups)  # type: ignore[assignment,method-assign,return-value]
+    assert options.number([{**group, "lr": 1, "betas": (0.5, 0.75)}]) == first
+    assert options.number([{**group, "lr": torch.tensor(1.0)}]) == first and not calls
+    assert OptionsInUse().number([{**group, "lr": 0.5}]) != first
+
+
+# Failures
+
+
+class Broken(Exception):
+    """The user's own."""
+
+
+def fail(*_: Any, **__: Any) -> Any:
+    raise Broken("here")
+
+
+def in_a_rule(engine: Engine, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(muon, "newton_schulz", fail)
+
+
+def in_an_elementwise_rule(engine: Engine, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ElementwiseStepper, "step", fail)
+
+
+def in_a_hook(engine: Engine, patch: pytest.MonkeyPatch) -> None:
+    optimizer = engine.optimizer
+    while hasattr(optimizer, "optimizer"):  # DeepSpeed's, around ours
+        optimizer = optimizer.optimizer
+    optimizer.register_step_pre_hook(fail)
+
+
+FAULTS: dict[str, Callable[[Engine, pytest.MonkeyPatch], None]] = {
+    "rule": in_a_rule,
+    "element-wise rule": in_an_elementwise_rule,
+    "hook": in_a_hook,
+}
+TOLD = re.escape("rank 1 failed with Broken('here'); rank 0 stops with it")
+
+
+@on_ranks(2)
+@cells(lambda engine, fault: fault != "element-wise rule" or engine not in ZERO, engine=ENGINES, fault=[*FAULTS])
+def test_a_rank_that_fails_in_a_step_takes_the_others_with_it(engine: str, fault: str) -> None:
+    with running(Cell(engine), ExactLM()) as run, pytest.MonkeyPatch.context() as patch:
+        step(run, 0)
+        failing = dist.get_rank() == 1
+        if failing:
+            FAULTS[fault](run, patch)
+        if engine in OWNED and fault != "hook":  # whose new parameters have nothing beside them
+            with pytest.raises(Broken) if failing else pytest.MonkeyPatch.context():
+                step(run, 1)
+        with pytest.raises(Broken if failing else RuntimeError, match="here" if failing else TOLD):
+            step(run, 2)
+
+
+@on_ranks(2)
+@cells(engine=ENGINES, value=[float("nan"), float("inf")])
+def test_gradients_of_one_rank_that_are_not_finite_are_one_decision_of_all(engine: str, value: float) -> None:
+    with running(Cell(engine), ExactLM()) as run:
+        step(run, 0)
+        if dist.get_rank() == 1:
+            run.model.get_submodule("lm_head").register_full_backward_pre_hook(lambda _, grads: (grads[0] * value,))
+        step(run, 1)
+        weights = [weight.nan_to_num() for weight in run.weights().values()]
+        skipped = all(weight.isfinite().all() for weight in run.weights().values())
+        for weight in weights:
+            theirs = weight.clone()
+            dist.broadcast(theirs, 0)
+            assert torch.equal(weight, theirs)
+        assert skipped == (engine in ("zero 1", "zero 2", "zero 3") or engine.startswith("owned"))
+
+
+def in_forward(engine: Engine) -> None:
+    engine.model.get_submodule("layers.2").register_forward_pre_hook(fail)
+
+
+def in_backward(engine: Engine) -> None:
+    engine.model.get_submodule("layers.2").register_full_backward_pre_hook(fail)
+
+
+def one_rank_ends(engine: str, where: Callable[[Engine], None] | None) -> None:
+    """Rank 1, as a program ends that catches nothing, or is killed; the other raises what it prints."""
+    printed = io.StringIO()
+    with running(Cell(engine), ExactLM()) as run:
+        step(run, 0)
+        try:
+            if dist.get_rank() == 1 and where is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if dist.get_rank() == 1 and where is not None:
+                where(run)
+            step(run, 1)
+        except Exception:
+            with contextlib.redirect_stderr(printed):
+                sys.excepthook(*sys.exc_info())
+            if dist.get_rank() == 1:
+                os._exit(1)
+            raise AssertionError(printed.getvalue()) from None
+
+
+ENDS = {  # by engine, where its rank ends; what the others print
+    ("fsdp2", in_forward): r"lwopt_backend: rank 1 failed with Broken\('here'\) before this:",
+    ("zero 3", in_backward): r"lwopt_backend: rank 1 failed with Broken\('here'\) before this:",
+    ("plain", in_forward): r"failed; rank 1 failed with Broken\('here'\)",
+    ("plain", None): "failed; another rank has ended, hangs, or ran other backward passes",
+}
+
+
+@pytest.mark.parametrize(("engine", "where"), ENDS)
+def test_when_a_ranks_program_ends_the_others_end_and_say_why(engine: str, where: Callable[..., Any] | None) -> None:
+    ranks = RankPool(2)
+    begin = time.monotonic()
+    try:
+        with pytest.raises(RankFailed) as caught:
+            ranks.run(one_rank_ends, engine, where)
+    finally:
+        ranks.remove()
+    told, gone = caught.value.errors
+    assert "lost: rank 1 died" in str(gone)
+    assert re.search(ENDS[engine, where], str(told)), told
+    assert time.monotonic() - begin < 60
