@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.config.options import suggestion
-from lwopt_backend.rules.protocol import inner_steps
-from lwopt_backend.runtime.agreement import RanksDisagree, agree, check_in_all, first_difference
+from lwopt_backend.rules.protocol import inner_steps, one_call
+from lwopt_backend.runtime.agreement import RanksDisagree, StepReport, agree, check_in_all, first_difference
 from lwopt_backend.runtime.collectives import ranks_of
 from lwopt_backend.storage.gradients import checked_order, clip_factor
 from lwopt_backend.storage.modules import NAME, check_held, held_by, load, parts_of, save, together
@@ -145,26 +145,33 @@ class ModuleOptimizers(torch.optim.Optimizer):
         """
         if closure is not None:
             raise TypeError(f"{NAME}.step takes no closure; it returns whether all modules stepped")
-        norms = self._norms(2.0, steps=True)
-        self.overflowed = tuple(name for name, norm in norms.items() if not math.isfinite(norm))
-        if self.overflowed:
-            self.zero_grad()
-            return False
-        with inner_steps():
-            self._each("step", lambda name, part: part.optimizer.step())
-        return True
+        report = StepReport()
+        with one_call(self, begins=True, ends=True, attempt=report.attempt):
+            norms = self._norms(2.0, report)
+            self.overflowed = tuple(name for name, norm in norms.items() if not math.isfinite(norm))
+            if self.overflowed:
+                self.zero_grad()
+                return False
+            with inner_steps():
+                self._each("step", lambda name, part: part.optimizer.step())
+            return True
+
+    step.hooked = True  # type: ignore[attr-defined]  # see one_call
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, those of an interrupted backward pass included."""
         for optimizer in self.modules.values():
             optimizer.zero_grad(set_to_none)
 
-    def _norms(self, norm_type: float, *, steps: bool = False) -> dict[str, float]:
-        """With ``steps`` also compare what a step is about to use: the options of plain optimizers."""
+    def _norms(self, norm_type: float, step: StepReport | None = None) -> dict[str, float]:
+        """Before a ``step`` also compare the options of plain optimizers, and hear of what has failed."""
         order = checked_order(norm_type)
 
         def measure(name: str, part: Any) -> tuple[float, list[str]]:
-            return part.norm(order), part.options() if steps else []
+            norm = part.norm(order)
+            if step is not None and step.failure is not None:
+                raise step.failure
+            return norm, part.options() if step is not None else []
 
         what = "the norm of gradients"
         found = together(self._everyone, what, self._parts, measure)

@@ -177,8 +177,9 @@ class LayerWiseOptimizer(LinkedOptimizer):
         parameters were replaced or others are trained than before, if options differ, or if the step fails on one.
         """
         report = StepReport()
-        with one_call(self, begins=True, ends=True, attempt=report.attempt):
-            loss = None if closure is None else report.attempt(torch.enable_grad()(closure))
+        # A closure has collectives of the host: a rank that cannot go through them has to leave at once.
+        with one_call(self, begins=True, ends=True, attempt=None if closure else report.attempt):
+            loss = None if closure is None else torch.enable_grad()(closure)()
             self._step(report)
         return loss
 

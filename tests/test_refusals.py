@@ -308,20 +308,6 @@ def test_what_cannot_be_trained_is_an_error_on_every_rank(make: Callable[[], Non
     assert re.search(message, error_of(make))
 
 
-@pytest.mark.parametrize(
-    ("changes", "found"),
-    [
-        ({"weight_decay": 0.3}, "matrix.weight_decay: 0.1 on rank 0, 0.3 on rank 1"),
-        ({"adamw": {**ADAMW, "eps": 0.3}}, "elementwise.eps: 1e-08 on rank 0, 0.3 on rank 1"),
-        ({"exclude": ["layers.2.*"]}, "exclude: () on rank 0, ('layers.2.*',) on rank 1"),
-    ],
-)
-@on_ranks(2)
-def test_ranks_with_other_options_all_stop_and_show_both(changes: dict[str, Any], found: str) -> None:
-    error = error_of(other_options_on_rank_1, config(2), **changes)
-    assert error == f"RanksDisagree: LayerWiseMuon: ranks differ in {found}; give all ranks the same"
-
-
 @on_ranks(2)
 def test_a_failure_on_one_rank_stops_the_others_with_its_message() -> None:
     """Of both storages, when an engine is built; and before the first exchange, where storage is not as planned."""

@@ -44,28 +44,28 @@ class OptionsInUse:
     """The options that param groups have at a step, which all ranks are to have alike."""
 
     def __init__(self) -> None:
-        self._values: list[dict[str, Any]] = []
+        self._values: list[tuple[str, dict[str, Any]]] = []
         self._number = 0
 
     def number(self, groups: Sequence[Mapping[str, Any]]) -> int:
         """Equal on ranks with equal options; worked out again only if one has changed."""
         values = _values(groups)
         if values != self._values:
-            self._values, self._number = values, number_of(self.lines(groups))
+            self._values, self._number = values, number_of([repr(values)])
         return self._number
 
     @staticmethod
     def lines(groups: Sequence[Mapping[str, Any]]) -> list[str]:
         """What the number stands for, an option a line."""
         return [
-            setting(f"{key} of param group {number} ({group['rule']})", value)
-            for number, (group, values) in enumerate(zip(groups, _values(groups)))
+            setting(f"{key} of param group {number} ({rule})", value)
+            for number, (rule, values) in enumerate(_values(groups))
             for key, value in values.items()
         ]
 
 
-def _values(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: plain(value) for key, value in arguments(group).items()} for group in groups]
+def _values(groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    return [(group["rule"], {key: plain(value) for key, value in arguments(group).items()}) for group in groups]
 
 
 def plain(value: Any) -> Any:

@@ -128,12 +128,13 @@ Attempt = Callable[[Callable[[], None]], object]
 
 @contextmanager
 def one_call(
-    optimizer: torch.optim.Optimizer, *, begins: bool, ends: bool, attempt: Attempt = lambda do: do()
+    optimizer: torch.optim.Optimizer, *, begins: bool, ends: bool, attempt: Attempt | None = None
 ) -> Iterator[None]:
     """What torch does around ``step``, for an optimizer that a host calls several times a step.
 
-    Hooks hear of the call that begins the step, before it, and of the one that ends it, after it. ``attempt`` calls
-    those before it. ``step`` must have an attribute ``hooked``, with which torch takes it as it is.
+    Hooks hear of the call that begins the step, before it, and of the one that ends it, after it. Those before it are
+    called by ``attempt``, if there is one. ``step`` must have an attribute ``hooked``, with which torch takes it as it
+    is.
     """
 
     def before() -> None:
@@ -142,7 +143,7 @@ def one_call(
 
     with record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):
         if begins:
-            attempt(before)
+            before() if attempt is None else attempt(before)
         yield
         for hook in chain(optimizer._optimizer_step_post_hooks.values(), AFTER.values()) if ends else ():
             hook(optimizer, (optimizer,), {})
