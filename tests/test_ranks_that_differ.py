@@ -187,6 +187,7 @@ def test_the_number_of_the_options_is_worked_out_again_only_if_one_has_changed(m
     assert options.number([{**group, "lr": torch.tensor(1.0)}]) == first
     with pytest.raises(Broken):
         options.number([{**group, "lr": 0.5}])
+    assert param_groups.plain([fail, {"a": 2.0}, None, torch.float32]) == ("function", {"a": 2}, None, torch.float32)
 
 
 # Failures
@@ -255,15 +256,25 @@ def in_backward(engine: Engine) -> None:
     engine.model.get_submodule("layers.2").register_full_backward_pre_hook(fail)
 
 
-def one_rank_ends(engine: str, where: Callable[[Engine], None] | None) -> None:
+def die(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_before(engine: Engine) -> None:
+    engine.model.register_forward_pre_hook(die)
+
+
+def killed_in_a_rule(engine: Engine) -> None:
+    muon.newton_schulz = die
+
+
+def one_rank_ends(engine: str, where: Callable[[Engine], None]) -> None:
     """Rank 1, as a program ends that catches nothing, or is killed; the other raises what it prints."""
     printed = io.StringIO()
     with running(Cell(engine), ExactLM()) as run:
         step(run, 0)
         try:
-            if dist.get_rank() == 1 and where is None:
-                os.kill(os.getpid(), signal.SIGKILL)
-            if dist.get_rank() == 1 and where is not None:
+            if dist.get_rank() == 1:
                 where(run)
             step(run, 1)
         except Exception:
@@ -274,16 +285,19 @@ def one_rank_ends(engine: str, where: Callable[[Engine], None] | None) -> None:
             raise AssertionError(printed.getvalue()) from None
 
 
+LOST = "failed; another rank has ended, hangs, or ran other backward passes"
 ENDS = {  # by engine, where its rank ends; what the others print
     ("fsdp2", in_forward): r"lwopt_backend: rank 1 failed with Broken\('here'\) before this:",
     ("zero 3", in_backward): r"lwopt_backend: rank 1 failed with Broken\('here'\) before this:",
     ("plain", in_forward): r"failed; rank 1 failed with Broken\('here'\)",
-    ("plain", None): "failed; another rank has ended, hangs, or ran other backward passes",
+    ("plain", killed_before): f"gradients of bucket .* {LOST}|bringing its gradients to their owners {LOST}",
+    ("fsdp2", killed_in_a_rule): rf"bucket \d \(\d matrices, the first is '.*'\): exchange (out|back) {LOST}",
+    ("zero 1", killed_in_a_rule): rf"bucket \d \(\d matrices, the first is '.*'\): exchange (out|back) {LOST}",
 }
 
 
 @pytest.mark.parametrize(("engine", "where"), ENDS)
-def test_when_a_ranks_program_ends_the_others_end_and_say_why(engine: str, where: Callable[..., Any] | None) -> None:
+def test_when_a_ranks_program_ends_the_others_end_and_say_why(engine: str, where: Callable[[Engine], None]) -> None:
     ranks = RankPool(2)
     begin = time.monotonic()
     try:

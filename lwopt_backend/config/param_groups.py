@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, dtype, nn
 from torch.profiler import record_function
 
 from lwopt_backend.config.choices import Choice, Rules
@@ -69,14 +69,17 @@ def _values(groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, dict[str, An
 
 
 def plain(value: Any) -> Any:
-    """One spelling of what is equal: 1 and 1.0, a tensor and its number, a list and a tuple."""
+    """One spelling of what is equal: 1 and 1.0, a tensor and its number, a list and a tuple. Of what has no spelling,
+    such as a function, its type."""
     if isinstance(value, Tensor):
-        value = value.item()
+        value = value.item() if value.numel() == 1 else value.tolist()
     if isinstance(value, (list, tuple)):
         return tuple(map(plain, value))
+    if isinstance(value, Mapping):
+        return {key: plain(entry) for key, entry in value.items()}
     if isinstance(value, float):
         return int(value) if value.is_integer() else float(value)
-    return value
+    return value if value is None or isinstance(value, (int, str, dtype)) else type(value).__qualname__
 
 
 # Param groups: every group of the user's is split by rule, and by the overrides that its parameters have.

@@ -169,13 +169,14 @@ def step_all(
     changed: str | None,
     report: StepReport,
 ) -> None:
-    """One step from the gradients that are there. ``rules`` are by param group. Called on all ranks of the meshes.
+    """One step from the gradients that are there. ``rules`` makes those of param groups. Called on all ranks.
 
     ``changed`` says what has happened to the model on this rank that ends its training, ``report`` what has gone wrong
     before. Raises, on all ranks and before any weight is changed, if there is such a thing on any, or if ranks have
     other options; and at the end what has gone wrong in the step.
     """
-    of_steppers = report.attempt(lambda: [stepper.rules_of(rules()) for stepper in steppers]) or [[] for _ in steppers]
+    of_groups = report.attempt(rules)
+    of_steppers = [[] if of_groups is None else stepper.rules_of(of_groups) for stepper in steppers]
     storages = [stepper.storage(states) for stepper in steppers]
     touched: list[Tensor | None] = [None] * len(steppers)
     if attachment is not None:
