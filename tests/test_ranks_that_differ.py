@@ -17,13 +17,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from lwopt_backend import ModuleOptimizers
+from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
 from lwopt_backend.config import param_groups
 from lwopt_backend.config.param_groups import OptionsInUse
 from lwopt_backend.rules import muon
 from lwopt_backend.runtime.agreement import RanksDisagree
 from lwopt_backend.runtime.elementwise import ElementwiseStepper
+from lwopt_backend.runtime.whole import WholeMatrices
 from tests.cells import cells, with_full
 from tests.engines import ENGINES, ZERO, Cell, Engine, ExactLM, running
 from tests.on_ranks import on_ranks
@@ -229,6 +232,26 @@ def test_a_rank_that_fails_in_a_step_takes_the_others_with_it(engine: str, fault
                 step(run, 1)
         with pytest.raises(Broken if failing else RuntimeError, match="here" if failing else TOLD):
             step(run, 2)
+        if engine == "fsdp2":
+            assert all(weight.isfinite().all() for weight in run.weights().values())
+
+
+@on_ranks(2)
+@cells(rule=[{"name": "muon", "weight_decay": 0.0}, {"name": "torch_optimizer", "class": "torch.optim.SGD"}])
+def test_matrices_of_a_rank_that_fails_stay_as_they_are(rule: dict[str, Any]) -> None:
+    """A rule sends updates, which are zero then; a class takes weights and returns them."""
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = LayerWiseOptimizer(model, matrix={**rule, "lr": 0.5}, report=False)
+    before = [param.full_tensor().clone() for param in model.parameters()]
+    model(torch.ones(1, 8)).sum().backward()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises((Broken, RuntimeError), match="here"):
+        if dist.get_rank() == 1:
+            patch.setattr(WholeMatrices, "transform", fail)
+            patch.setattr(WholeMatrices, "step_weight", fail)
+        optimizer.step()
+    kept = [torch.equal(param.full_tensor(), old) for param, old in zip(model.parameters(), before)]
+    assert sorted(kept) == [False, False, True, True], kept
 
 
 @on_ranks(2)

@@ -117,10 +117,10 @@ FAILED = -1  # said in place of a number
 class StepReport:
     """What this rank and the others say to each other in one step, in messages that it sends anyway.
 
-    A rank in whose step something goes wrong takes part in the rest of it, so that no rank waits for it; what it sends
-    is of no use. In a message that all ranks exchange, one in a step of each ``MatrixStepper``, every rank says the
-    ``number`` of its options, or that it has failed. ``settle``, at the end, makes what is wrong on one an error on
-    all. ``failure`` is what has gone wrong on this rank.
+    A rank in whose step something goes wrong takes part in the rest of it, with zeros, so that no rank waits for it. In
+    one message of each ``MatrixStepper``, which all ranks exchange, every rank says the ``number`` of its options, or
+    that it has failed. ``settle``, at the end, makes what is wrong on one an error on all. ``failure`` is what has gone
+    wrong on this rank.
     """
 
     def __init__(self, number: int = 0) -> None:

@@ -84,7 +84,7 @@ class Way:
     def start(self, dtype: torch.dtype, fetch: Fetch, word: Callable[[], int] | None = None) -> Arrival:
         """Pack what ``fetch`` gives, in any shape of the segment's size, and send it in ``dtype``.
 
-        None is not packed. ``word`` is asked when all is packed. Called on all ranks, bucket by bucket.
+        None is sent as zeros. ``word`` is asked when all is packed. Called on all ranks, bucket by bucket.
         """
         with record_function(self.label):
             room = 0 if word is None else WORD_NBYTES // dtype.itemsize
@@ -92,9 +92,8 @@ class Way:
             sent = torch.empty(sum(send_splits), dtype=dtype, device=self._device)
             received = torch.empty(sum(receive_splits), dtype=dtype, device=self._device)
             for segment, begin in zip(self.transfer.sends, self.send_offsets):
-                piece = fetch(segment)
-                if piece is not None:
-                    sent.narrow(0, begin + room * segment.peer, segment.numel).view(piece.shape).copy_(piece)
+                piece, target = fetch(segment), sent.narrow(0, begin + room * segment.peer, segment.numel)
+                target.zero_() if piece is None else target.view(piece.shape).copy_(piece)
             if word is not None:
                 said = torch.tensor([word()], dtype=torch.int64).view(dtype).to(self._device)
                 ends = accumulate(send_splits)

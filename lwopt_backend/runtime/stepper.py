@@ -246,7 +246,8 @@ class MatrixStepper:
 
     def _update_owned(self, bucket: int, arriving: Sequence[Arrival], run: _Run) -> Arrival:
         arrived = [self._whole_of(arrival) for arrival in arriving]
-        updates = run.report.attempt(self._updates, bucket, arrived, run) or {}
+        weights = dict(arrived[1]) if len(arrived) > 1 else {}  # of rules that change them; they return if one fails
+        updates = {**weights, **(run.report.attempt(self._updates, bucket, arrived, run) or {})}
 
         def fetch(segment: Segment) -> Tensor | None:
             return _cut(updates[segment.atom], segment) if segment.atom in updates else None
