@@ -14,6 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.runtime.collectives import TorchCollectives
+from lwopt_backend.runtime.exchange import WORD_NBYTES
 
 
 @dataclass
@@ -37,7 +38,8 @@ class Traffic:
 
 
 def count(optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> Traffic:
-    """Take a step and count what it sends. What ours sends is counted twice, and must be what its plan says."""
+    """Take a step and count what it sends. What ours sends is counted twice, and must be what its plan says, and a word
+    to each rank."""
     rank = mesh.get_local_rank()
     with _calls_of_ours() as calls, _Watch(rank, mesh.size()) as watch:
         optimizer.step()
@@ -45,7 +47,8 @@ def count(optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> Traffic:
         (stepper,) = optimizer._steppers
         params = [param for group in optimizer.param_groups for param in group["params"]]
         assert len(stepper.plan.atoms) == len(params), "a matrix was not routed to the matrix rule"
-        planned = 2 * len(stepper.plan.buckets), stepper.plan.wire_bytes()[rank]
+        words = WORD_NBYTES * (mesh.size() - 1) if stepper.plan.buckets else 0
+        planned = 2 * len(stepper.plan.buckets), stepper.plan.wire_bytes()[rank] + words
         found = calls.calls.get("alltoall_base", 0), calls.sent.get("alltoall_base", 0)
         assert found == planned and calls == watch.traffic, (planned, calls, watch.traffic)
     return watch.traffic

@@ -7,7 +7,7 @@ whether every gradient is finite, what their total norm is, whether all modules 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from os import PathLike
 from pathlib import Path
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.config.options import suggestion
-from lwopt_backend.rules.protocol import inner_steps
-from lwopt_backend.runtime.agreement import agree, check_in_all
+from lwopt_backend.rules.protocol import inner_steps, one_call
+from lwopt_backend.runtime.agreement import RanksDisagree, StepReport, agree, check_in_all, first_difference
 from lwopt_backend.runtime.collectives import ranks_of
 from lwopt_backend.storage.gradients import checked_order, clip_factor
 from lwopt_backend.storage.modules import NAME, check_held, held_by, load, parts_of, save, together
@@ -146,27 +146,51 @@ class ModuleOptimizers(torch.optim.Optimizer):
         """
         if closure is not None:
             raise TypeError(f"{NAME}.step takes no closure; it returns whether all modules stepped")
-        norms = self._norms(2.0)
-        self.overflowed = tuple(name for name, norm in norms.items() if not math.isfinite(norm))
-        if self.overflowed:
-            self.zero_grad()
-            return False
-        with inner_steps():
-            self._each("step", lambda name, part: part.optimizer.step())
-        return True
+        report = StepReport()
+        with one_call(self, begins=True, ends=True, attempt=report.attempt):
+            norms = self._norms(2.0, report)
+            self.overflowed = tuple(name for name, norm in norms.items() if not math.isfinite(norm))
+            if self.overflowed:
+                self.zero_grad()
+                return False
+            with inner_steps():
+                self._each("step", lambda name, part: part.optimizer.step())
+            return True
+
+    step.hooked = True  # type: ignore[attr-defined]  # see one_call
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, those of an interrupted backward pass included."""
         for optimizer in self.modules.values():
             optimizer.zero_grad(set_to_none)
 
-    def _norms(self, norm_type: float) -> dict[str, float]:
+    def _norms(self, norm_type: float, step: StepReport | None = None) -> dict[str, float]:
+        """Before a ``step`` also compare the options of plain optimizers, and hear of what has failed."""
         order = checked_order(norm_type)
-        return self._of_first("the norm of gradients", lambda name, part: part.norm(order))
+
+        def measure(name: str, part: Any) -> tuple[float, list[str]]:
+            norm = part.norm(order)
+            if step is not None and step.failure is not None:
+                raise step.failure
+            return norm, part.options() if step is not None else []
+
+        what = "the norm of gradients"
+        found = together(self._everyone, what, self._parts, measure)
+        self._check_options([{name: lines for name, (_, lines) in of_rank.items()} for of_rank in found])
+        return self._agreed(what, [{name: norm for name, (norm, _) in of_rank.items()} for of_rank in found])
+
+    def _check_options(self, found: Sequence[Mapping[str, Sequence[str]]]) -> None:
+        for name in self.names:
+            ranks = [rank for rank, of_rank in enumerate(found) if name in of_rank]
+            if len({tuple(found[rank][name]) for rank in ranks}) > 1:
+                difference = first_difference([found[rank][name] for rank in ranks], ranks)
+                raise RanksDisagree(f"{NAME}: module {name!r}: {difference}")
 
     def _of_first(self, what: str, measure: Callable[[str, Any], Any]) -> dict[str, Any]:
-        """By module, what its ranks measured. Raises RuntimeError, on all ranks, if they differ."""
-        found = together(self._everyone, what, self._parts, measure)
+        """By module, what all of its ranks measured. Raises RuntimeError, on all ranks, where they differ."""
+        return self._agreed(what, together(self._everyone, what, self._parts, measure))
+
+    def _agreed(self, what: str, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         agreed = {}
         for name in self.names:
             values = {rank: of_rank[name] for rank, of_rank in enumerate(found) if name in of_rank}

@@ -27,13 +27,14 @@ from lwopt_backend.config import linked_rates
 from lwopt_backend.config.choices import Rules, arguments_of, settings_lines
 from lwopt_backend.config.hosts import FSDP2Config, HostConfig, OwnedConfig
 from lwopt_backend.config.linked_rates import NAME, LinkedOptimizer
-from lwopt_backend.config.param_groups import ElementwiseGroups, as_groups
+from lwopt_backend.config.param_groups import ElementwiseGroups, OptionsInUse, as_groups
 from lwopt_backend.config.registry import build_matrix_rules
 from lwopt_backend.plan.cost import RankMemory
 from lwopt_backend.routing.grouping import Grouping, WatchedModel, group_parameters
 from lwopt_backend.routing.routing import as_globs, check_globs, named_like
 from lwopt_backend.rules import MatrixRule
-from lwopt_backend.runtime.agreement import agree_in_all, plan_digest
+from lwopt_backend.rules.protocol import one_call
+from lwopt_backend.runtime.agreement import StepReport, agree_in_all, plan_digest
 from lwopt_backend.runtime.collectives import ranks_of
 from lwopt_backend.runtime.state import StateStore, keeps_state
 from lwopt_backend.storage import mesh_stepping, owned_model
@@ -171,18 +172,20 @@ class LayerWiseOptimizer(LinkedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step with the gradients since the last one; returns the closure's result. Called on all ranks.
 
-        A parameter without a gradient on any rank keeps its value and its state; if only some ranks have one, it counts
-        as zero on the others. Raises RuntimeError, on all ranks, if a plain model's backward pass ended in an exception
-        on any rank, if a parameter was replaced, or if parameters are trained now that were not before.
+        A parameter that has no gradient on any rank is left alone, state included; where only some ranks have one, the
+        others count as zero. Raises RuntimeError, on all ranks, if a backward pass of a plain model failed on one, if
+        parameters were replaced or others are trained than before, if options differ, or if the step fails on one.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._step()
+        report = StepReport()
+        # A closure has collectives of the host: a rank that cannot go through them has to leave at once.
+        with one_call(self, begins=True, ends=True, attempt=None if closure else report.attempt):
+            loss = None if closure is None else torch.enable_grad()(closure)()
+            self._step(report)
         return loss
 
-    def _step(self) -> None:
+    step.hooked = True  # type: ignore[attr-defined]  # see one_call
+
+    def _step(self, report: StepReport) -> None:
         raise NotImplementedError
 
     def clip_grad_norm_(
@@ -338,15 +341,15 @@ class OwnedOptimizer(LayerWiseOptimizer):
         self._finish_backward()
         return self.core.gradients.count_zeros(self._picked(names))
 
-    def _step(self) -> None:
-        presences = self._backward.finish()
+    def _step(self, report: StepReport) -> None:
+        presences = self._backward.finish(self.param_groups, report)
         if self._loaded:
             self.refresh_masters()
         self._manager.receive_values()
-        self.core.step(self.param_groups, presences)
-        self._backward.stepped()
+        self.core.step(self.param_groups, presences, report)
         if not self.config.overlap_param_gather:
             self._manager.receive_values()
+        self._backward.stepped(report.failure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, those of an interrupted backward pass included."""
@@ -367,7 +370,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
         """Wait until all gradients are at their owners, where they can be measured."""
         if self.config.step_in_backward:
             raise RuntimeError("step_in_backward uses gradients before their norm is known; drop one of the two")
-        self._backward.finish()
+        self._backward.finish(self.param_groups)
 
     def _picked(self, names: str | Sequence[str]) -> Callable[[int], bool]:
         globs = [names] if isinstance(names, str) else list(names)
@@ -448,7 +451,7 @@ class MeshOptimizer(LayerWiseOptimizer):
     def _train(self, model: Any, given: Given, sharing: Sharing, sharded_later: bool) -> None:
         module = sharded_module(model, NAME)
         self._steppers: list[MeshStepper] = []
-        self._elementwise = ElementwiseGroups()
+        self._elementwise, self._options = ElementwiseGroups(), OptionsInUse()
         self._attachment: Attachment | None = None
         self._bound: list[list[Tensor]] = []
         self._stated: list[Tensor] = []
@@ -502,10 +505,11 @@ class MeshOptimizer(LayerWiseOptimizer):
                 state[param] = before.get(param) or new_state(param.detach(), group, self.config)
         self.state, self._stated = state, list(state)
 
-    def _step(self) -> None:
+    def _step(self, report: StepReport) -> None:
         self._ensure_bound()
-        rules, kept = self._matrix_rules(), (self._elementwise, self.state, self._attachment, self.row_scaling)
-        step_all(self._steppers, self.param_groups, rules, *kept, self._watched.changes())
+        report.number = report.attempt(self._options.number, self.param_groups) or 0
+        kept = (self._elementwise, self.state, self._attachment, self.row_scaling, self._watched.changes(), report)
+        step_all(self._steppers, self.param_groups, self._matrix_rules, *kept)
 
     def attach(self, model: nn.Module | Sequence[nn.Module]) -> Attachment:
         module = sharded_module(model, "attach")

@@ -492,7 +492,6 @@ REFUSALS: list[tuple[Callable[[], Any], str]] = [  # of plain models that are wr
     (lambda: of_rows(layout="dense"), "layout: input should be 'auto', 'padded' or 'compact'; found 'dense'"),
     (lambda: of_rows(include=("layers.9.*",)), "include: 'layers.9.*' matches no parameter name"),
     (lambda: of_rows(exclude=("*",)), "none of the 11 trained parameters is a matrix"),
-    (lambda: of_rows(lr=0.02 + dist.get_rank()), "ranks differ in matrix.lr: 0.02 on rank 0, 1.02 on rank 1; give"),
     (lambda: of_rows(**{"lr": "x"} if dist.get_rank() == 1 else {}), "lr: input should be a valid number; found 'x'"),
     (lambda: of_rows().add_param_group({"params": [torch.zeros(2, 2)]}), "takes no param group after it was made"),
     (lambda: of_rows().attach(shard("rows", "fp32").model), "attach: parameter 'layers.0.weight' of this optimizer is"),

@@ -91,7 +91,6 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "unknown option": (lambda: made(bucket_md=3), "did you mean 'bucket_mb'?"),
     "step and keep": (lambda: made(**STEPS, keep_full_grads=True), "needs overlap_grad_reduce, and no keep"),
     "step without overlap": (lambda: made(**STEPS, overlap_grad_reduce=False), "needs overlap_grad_reduce"),
-    "options of one rank": (lambda: made(bucket_mb=1.0 + dist.get_rank()), "bucket_mb: 1.0 on rank 0, 2.0 on rank 1"),
     # gloo would read tensors that lie elsewhere as if they were in its memory.
     "gloo for other devices": (lambda: TorchCollectives().direct(torch.device("cuda")), "cuda"),
     "an order of no norm": (lambda: passes(1).clip_grad_norm_(1.0, 0), "norm_type: expected a number above 0, or inf"),

@@ -17,7 +17,7 @@ from torch import Tensor
 from lwopt_backend.config.choices import Rules
 from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.config.linked_rates import LinkedOptimizer, rate_of
-from lwopt_backend.config.param_groups import as_groups, split
+from lwopt_backend.config.param_groups import OptionsInUse, as_groups, split
 from lwopt_backend.config.registry import build_matrix_rules
 from lwopt_backend.integrations.deepspeed import checkpoints, universal, zero
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
@@ -37,6 +37,7 @@ from lwopt_backend.integrations.deepspeed.zero import (
 )
 from lwopt_backend.routing.routing import full_shape
 from lwopt_backend.rules.protocol import one_call
+from lwopt_backend.runtime.agreement import StepReport
 from lwopt_backend.runtime.state import CHECKPOINT_KEY, keeps_state
 from lwopt_backend.storage.flat import UnitStepper
 
@@ -104,8 +105,9 @@ class ZeROLayerWise(EngineOptimizer):
 
     def __init__(self, name: str, params: Iterable[Any], rules: Rules, config: ZeROConfig) -> None:
         self._binding: Binding | None = None
-        self._steppers: dict[int, UnitStepper] = {}  # by the id of their tensor
-        self._owner_state: dict[str, dict[str, Any]] = {}  # loaded, by matrix name, until the steppers are made
+        self._steppers: dict[int, UnitStepper] = {}  # by id of their tensor
+        self._owner_state: dict[str, dict[str, Any]] = {}  # loaded, by a matrix's name, until the steppers are made
+        self._report, self._options = StepReport(), OptionsInUse()
         self._global_grad_norm: Any = None  # read by the engine at stage 0
         self.norm_before_clipping: Any = None  # written by the engine at stage 0
         super().__init__(name, params, rules, config)
@@ -133,7 +135,8 @@ class ZeROLayerWise(EngineOptimizer):
         """One step of what DeepSpeed has in ``param_groups``: everything (stage 0, BF16_Optimizer), a param group
         (ZeRO-1/2) or a sub-group (ZeRO-3). Called on all ranks, without a closure.
 
-        Raises RuntimeError outside an engine, and on every rank if DeepSpeed stores parameters elsewhere than planned.
+        Raises RuntimeError outside an engine, and on every rank if DeepSpeed stores parameters elsewhere than planned;
+        in the call that ends a step, on every rank, what has gone wrong in it on any, or if ranks have other options.
         """
         if self._binding is None:
             raise self._no_engine()
@@ -143,8 +146,15 @@ class ZeROLayerWise(EngineOptimizer):
         ids, units = [id(tensor) for _, tensor in shown], list(self._steppers)
         if ids[:1] == units[:1]:
             self._binding.warn_of_changes()
-        with one_call(self, begins=ids[:1] == units[:1], ends=ids[-1:] == units[-1:]):
+        begins, ends = ids[:1] == units[:1], ids[-1:] == units[-1:]
+        if begins:
+            self._report = StepReport()
+        with one_call(self, begins=begins, ends=ends, attempt=self._report.attempt):
+            if begins:
+                self._report.number = self._report.attempt(self._options.number, self._linked) or 0
             self._step(self._binding, shown)
+            if ends:
+                self._report.settle(self.name, lambda: OptionsInUse.lines(self._linked))
 
     step.hooked = True  # type: ignore[attr-defined]  # see one_call
 
@@ -155,9 +165,9 @@ class ZeROLayerWise(EngineOptimizer):
             clipped, self.norm_before_clipping = self.norm_before_clipping, None
             self._global_grad_norm = deepspeed_engine.grad_norm(binding.engine) if clipped is None else clipped
         for group, tensor in shown:
-            self._steppers[id(tensor)].step(group, self.state[tensor])
+            self._steppers[id(tensor)].step(group, self.state[tensor], self._report)
             if self.row_scaling:
-                self._steppers[id(tensor)].scale_rows(self.row_scaling)
+                self._report.attempt(self._steppers[id(tensor)].scale_rows, self.row_scaling)
 
     @property
     def _keeps_owner_state(self) -> bool:

@@ -34,7 +34,8 @@ from lwopt_backend.integrations.deepspeed.tensors import (
 from lwopt_backend.integrations.deepspeed.universal import prepare_loading
 from lwopt_backend.integrations.deepspeed.zero import check_groups
 from lwopt_backend.routing.grouping import Grouping, group_parameters
-from lwopt_backend.runtime.agreement import agree_in_all, digest
+from lwopt_backend.rules.protocol import one_call
+from lwopt_backend.runtime.agreement import StepReport, agree_in_all, digest
 from lwopt_backend.runtime.collectives import TorchCollectives
 from lwopt_backend.runtime.state import CHECKPOINT_KEY, put
 from lwopt_backend.storage.gradients import OwnedGradients, clip_factor
@@ -295,23 +296,31 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
 
         Gradients that are not finite are dropped and ``overflow`` is set, except for bf16 with
         ``bf16.check_grad_overflow`` off. Raises RuntimeError outside an engine and, on all ranks, if a backward pass
-        ended in an exception on any rank or the model's parameters were changed.
+        ended in an exception on one, the model's parameters were changed, or ranks have other options; and what goes
+        wrong in the step.
         """
         if self._owned is None:
             raise self._no_engine()
-        presences = self._backward.finish()
+        report = StepReport()
+        with one_call(self, begins=True, ends=True, attempt=report.attempt):
+            self._step(report)
+
+    step.hooked = True  # type: ignore[attr-defined]  # see one_call
+
+    def _step(self, report: StepReport) -> None:
+        presences = self._backward.finish(self.param_groups, report)
         if self._loaded:
             self.refresh_fp32_params()
         self._global_grad_norm, self.overflow = self._scaling.apply(self.core.gradients, self.loss_scale)
         self.loss_scaler.update_scale(self.overflow)
         if not self.overflow:
-            self.core.step(self.param_groups, presences)
+            self.core.step(self.param_groups, presences, report)
             self.core.manager.receive_values()
         else:
             self.core.manager.drop_gradients()
             self.row_scaling.clear()
-        self._backward.stepped()
         self._reductions = 0
+        self._backward.stepped(report.failure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients. Called on all ranks."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import torch
 from pydantic import create_model
 
 from lwopt_backend.config.hosts import HOSTS, HostConfig, ZeROConfig
@@ -93,7 +94,7 @@ class Rules:
 
 def settings_lines(rules: Rules, config: HostConfig) -> list[str]:
     """What all ranks must have been given alike, a line to every option. Whether to print is each rank's business."""
-    lines = []
+    lines = [setting("torch.__version__", str(torch.__version__))]
     for kind, choice in (("matrix", rules.matrix), ("elementwise", rules.elementwise)):
         lines.append(setting(kind, choice.rule))
         lines += [setting(f"{kind}.{key}", value) for key, value in choice.options.model_dump().items()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, dtype, nn
 from torch.profiler import record_function
 
 from lwopt_backend.config.choices import Choice, Rules
@@ -13,6 +13,7 @@ from lwopt_backend.config.hosts import HOSTS
 from lwopt_backend.config.options import glob_suggestion, is_foreign, nearest, option_suggestion
 from lwopt_backend.config.registry import ELEMENTWISE_RULES, arguments, is_cautious, optimizer_arguments
 from lwopt_backend.routing.routing import named_like
+from lwopt_backend.runtime.agreement import number_of, setting
 from lwopt_backend.runtime.collectives import of_elementwise
 from lwopt_backend.runtime.elementwise import ElementwiseStepper, step_cautiously
 from lwopt_backend.runtime.whole import Slices
@@ -37,6 +38,48 @@ class ElementwiseGroups:
                 step_cautiously(stepper, given, options["lr"] * options["weight_decay"], parts)
             else:
                 stepper.step(given, parts)
+
+
+class OptionsInUse:
+    """The options that param groups have at a step, which all ranks are to have alike."""
+
+    def __init__(self) -> None:
+        self._values: list[tuple[str, dict[str, Any]]] = []
+        self._number = 0
+
+    def number(self, groups: Sequence[Mapping[str, Any]]) -> int:
+        """Equal on ranks with equal options; worked out again only if one has changed."""
+        values = _values(groups)
+        if values != self._values:
+            self._values, self._number = values, number_of([repr(values)])
+        return self._number
+
+    @staticmethod
+    def lines(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+        """What the number stands for, an option a line."""
+        return [
+            setting(f"{key} of param group {number} ({rule})", value)
+            for number, (rule, values) in enumerate(_values(groups))
+            for key, value in values.items()
+        ]
+
+
+def _values(groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    return [(group["rule"], {key: plain(value) for key, value in arguments(group).items()}) for group in groups]
+
+
+def plain(value: Any) -> Any:
+    """One spelling of what is equal: 1 and 1.0, a tensor and its number, a list and a tuple. Of what has no spelling,
+    such as a function, its type."""
+    if isinstance(value, Tensor):
+        value = value.item() if value.numel() == 1 else value.tolist()
+    if isinstance(value, (list, tuple)):
+        return tuple(map(plain, value))
+    if isinstance(value, Mapping):
+        return {key: plain(entry) for key, entry in value.items()}
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else float(value)
+    return value if value is None or isinstance(value, (int, str, dtype)) else type(value).__qualname__
 
 
 # Param groups: every group of the user's is split by rule, and by the overrides that its parameters have.

@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any, TypeVar
 
-from lwopt_backend.runtime.collectives import Collectives
+from torch import Tensor
+
+from lwopt_backend.runtime.collectives import Collectives, first_failure
 
 
 @contextmanager
@@ -17,9 +19,8 @@ def failing(what: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RuntimeError(
-            f"{what()} failed; another rank has ended, hangs, or ran other backward passes. {error}"
-        ) from error
+        why = first_failure() or "another rank has ended, hangs, or ran other backward passes"
+        raise RuntimeError(f"{what()} failed; {why}. {error}") from error
 
 
 def left_already(name: str, bucket: int) -> RuntimeError:
@@ -80,7 +81,7 @@ def agree_in_all(
     except Exception as caught:  # reported to the other ranks first, then raised again below
         error = caught
     for collectives, of_group in zip(groups, lines, strict=True):
-        error = _exchange_reports(collectives, what, of_group, error) or error
+        error = exchange_reports(collectives, what, of_group, error) or error
     if error is not None:
         raise error
     return value
@@ -96,10 +97,10 @@ def check_in_all(groups: Sequence[Collectives], what: str, check: Callable[[], N
     agree_in_all(groups, what, decide)
 
 
-def _exchange_reports(
+def exchange_reports(
     collectives: Collectives, what: str, lines: Sequence[str], error: Exception | None
 ) -> Exception | None:
-    """Exchange reports within one group. Returns the error to raise, or None; a rank with its own error raises that."""
+    """What is wrong in this group, if this rank has no error of its own yet. Called on all ranks of the group."""
     reports = collectives.gather_objects((digest(lines), repr(error) if error is not None else None))
     failed = [(rank, text) for rank, (_, text) in enumerate(reports) if text is not None]
     if error is None and failed:
@@ -110,9 +111,60 @@ def _exchange_reports(
     return None
 
 
+FAILED = -1  # said in place of a number
+
+
+class StepReport:
+    """What this rank and the others say to each other in one step, in messages that it sends anyway.
+
+    A rank in whose step something goes wrong takes part in the rest of it, with zeros, so that no rank waits for it. In
+    one message of each ``MatrixStepper``, which all ranks exchange, every rank says the ``number`` of its options, or
+    that it has failed. ``settle``, at the end, makes what is wrong on one an error on all. ``failure`` is what has gone
+    wrong on this rank.
+    """
+
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
+        self._heard: list[tuple[Collectives, Tensor]] = []
+        self.failure: Exception | None = None
+
+    def attempt(self, do: Callable[..., T], *args: Any) -> T | None:
+        """``do(*args)``, which starts no collective; None if it fails, or anything before it has."""
+        if self.failure is None:
+            try:
+                return do(*args)
+            except Exception as error:
+                self.failure = error
+        return None
+
+    @property
+    def word(self) -> int:
+        """What this rank says now."""
+        return self.number if self.failure is None else FAILED
+
+    def hear(self, collectives: Collectives, words: Tensor) -> None:
+        """Keep what the ranks have said, to be looked at when the step has been started everywhere."""
+        self._heard.append((collectives, words))
+
+    def settle(self, what: str, lines: Callable[[], Sequence[str]]) -> None:
+        """Raise what is wrong anywhere. ``lines`` are those of the options. Called on all ranks that step together."""
+        error = self.failure
+        for collectives, words in self._heard:
+            found = words.tolist()
+            if FAILED in found or len(set(found)) > 1:
+                error = exchange_reports(collectives, what, [] if FAILED in found else lines(), error) or error
+        if error is not None:
+            raise error
+
+
 def digest(lines: Sequence[str]) -> str:
     """SHA-256 of the lines; equal on all ranks and machines for equal lines, whatever the hash seed."""
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def number_of(lines: Sequence[str]) -> int:
+    """A number below 2^62, equal on ranks whose lines are: what travels with messages that are sent anyway."""
+    return int(digest(lines)[:15], 16)
 
 
 def plan_digest(lines: Iterable[str]) -> str:
@@ -120,12 +172,16 @@ def plan_digest(lines: Iterable[str]) -> str:
     return digest(list(lines))[:16]
 
 
-def first_difference(all_lines: Sequence[Sequence[str]]) -> str:
-    """Describe the first line in which a rank differs from rank 0; for a ``setting``, its name and both values."""
+def first_difference(all_lines: Sequence[Sequence[str]], ranks: Sequence[int] = ()) -> str:
+    """Name the first line on which some rank differs from the first; of a ``setting``, its name and both values.
+
+    ``ranks`` are those whose lines they are; by default all from 0.
+    """
+    ranks = ranks or range(len(all_lines))
     for first, *others in zip_longest(*all_lines):
-        for rank, line in enumerate(others, start=1):
+        for rank, line in zip(ranks[1:], others):
             if line != first:
-                return _difference(first, line, rank)
+                return _difference(first, line, ranks[0], rank)
     return "all lines are equal"
 
 
@@ -134,10 +190,11 @@ def setting(name: str, value: Any) -> str:
     return f"{name}{IS}{value!r}"
 
 
-def _difference(first: str | None, other: str | None, rank: int) -> str:
+def _difference(first: str | None, other: str | None, first_rank: int, rank: int) -> str:
     name, found, value = (first or "").partition(IS)
     others_name, _, others_value = (other or "").partition(IS)
     if found and name == others_name:
-        return f"ranks differ in {name}: {value} on rank 0, {others_value} on rank {rank}; give all ranks the same"
+        values = f"{value} on rank {first_rank}, {others_value} on rank {rank}"
+        return f"ranks differ in {name}: {values}; give all ranks the same"
     has, others = ("nothing further" if line is None else repr(line) for line in (first, other))
-    return f"ranks differ: rank 0 has {has}, rank {rank} has {others}"
+    return f"ranks differ: rank {first_rank} has {has}, rank {rank} has {others}"

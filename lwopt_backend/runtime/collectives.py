@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -169,6 +172,7 @@ class TorchCollectives(PartCollectives):
         self.group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
+        tell_failures()
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -313,6 +317,43 @@ def ranks_of(group: dist.ProcessGroup | None = None, name: str = "process_group"
     return TorchCollectives(group) if group is not None or dist.is_initialized() else Alone()
 
 
+# A rank that ends with an exception tells the others of it, who then end with an error of their transport.
+
+_FIRST_FAILURE = "lwopt: the first failure"
+
+
+@functools.cache
+def tell_failures() -> None:
+    """From now on an exception that ends this process is told to the other ranks, and printed by those that end, too.
+
+    The store is that of torch.distributed. Where the first rank's process keeps it, nobody hears of that rank's.
+    """
+    before = sys.excepthook
+
+    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, Exception) and dist.is_initialized():
+            mine = f"rank {dist.get_rank()} failed with {error!r}"
+            first = _of_store(lambda store: store.compare_set(_FIRST_FAILURE, "", mine).decode())
+            if first not in (None, mine):
+                print(f"lwopt_backend: {first} before this:", file=sys.stderr)
+        before(kind, error, trace)
+
+    sys.excepthook = tell
+
+
+def first_failure() -> str | None:
+    """What has ended a rank, as far as it could tell."""
+    return _of_store(lambda store: store.get(_FIRST_FAILURE).decode() if store.check([_FIRST_FAILURE]) else None)
+
+
+def _of_store(do: Callable[[Any], str | None]) -> str | None:
+    """None, too, where the store is gone with the process that kept it."""
+    try:
+        return do(dist.distributed_c10d._get_default_store()) if dist.is_initialized() else None
+    except RuntimeError:
+        return None
+
+
 def join(rank: int, world_size: int, meeting_point: str) -> TorchCollectives:
     """Initialize a gloo process group of ``world_size`` processes on one machine, which meet over a file."""
     dist.init_process_group("gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=world_size)
@@ -339,17 +380,26 @@ class Presence:
 
     A rank that has a gradient does not wait; one that has none waits to learn whether another has it. So if all ranks
     have all gradients, none waits.
+
+    ``number``, below 2^62, travels along: ``alike`` says whether all ranks gave the same.
     """
 
     def __init__(
-        self, collectives: Collectives, here: Sequence[bool], device: torch.device, more: Tensor | None = None
+        self,
+        collectives: Collectives,
+        here: Sequence[bool],
+        device: torch.device,
+        more: Tensor | None = None,
+        number: int = 0,
     ) -> None:
         self._here = list(here)
-        self._flags = torch.tensor(self._here, dtype=torch.int32, device=device)
+        high, low = divmod(number, 2**31)
+        halves = [high, -high, low, -low]  # all ranks have one number if the largest is also the smallest
+        self._flags = torch.tensor([*halves, *self._here], dtype=torch.int32, device=device)
         if more is not None:
             self._flags = torch.cat([self._flags, more])
-        self._pending = collectives.all_reduce_max(self._flags) if len(self._flags) else None
-        self._anywhere: list[int] | None = None
+        self._pending: Pending | None = collectives.all_reduce_max(self._flags)
+        self._found: list[int] | None = None
 
     def __call__(self, index: int) -> bool:
         """Whether any rank has a gradient for parameter ``index``."""
@@ -357,10 +407,19 @@ class Presence:
 
     def anywhere(self) -> list[int]:
         """One int per parameter, then per flag of ``more`` (int32): 1 if any rank has it. Waits for the exchange."""
-        if self._anywhere is None:
+        return self._largest()[4:]
+
+    @property
+    def alike(self) -> bool:
+        """Whether all ranks gave one ``number``."""
+        high, minus_high, low, minus_low = self._largest()[:4]
+        return high == -minus_high and low == -minus_low
+
+    def _largest(self) -> list[int]:
+        if self._found is None:
             self.finish()
-            self._anywhere = self._flags.tolist()
-        return self._anywhere
+            self._found = self._flags.tolist()
+        return self._found
 
     def finish(self) -> None:
         """Wait for the exchange, if nothing has waited for it yet."""

@@ -4,37 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
 from lwopt_backend.plan import MatrixPlan, Segment, Transfer
+from lwopt_backend.runtime.agreement import failing
 from lwopt_backend.runtime.collectives import EXCHANGE_BACK, EXCHANGE_OUT, Alone, Collectives, Pending
 
+WORD_NBYTES = 8
 Fetch = Callable[[Segment], Tensor | None]
 Deliver = Callable[[Segment, Tensor], object]
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """An all-to-all in flight. ``wait`` passes every received segment to ``deliver``, as a flat tensor."""
+    """An all-to-all under way. ``wait`` hands every received segment to ``deliver``, as a flat tensor.
+
+    ``room`` are the elements at the end of each part that have no segment but what the ranks say.
+    """
 
     way: Way
     received: Tensor
     data: Tensor  # what was sent, kept alive until the transport has read it
     pending: Pending
+    room: int
 
     def wait(self, deliver: Deliver) -> None:
         with record_function(self.way.label):
             self.discard()
             for segment, begin in zip(self.way.transfer.receives, self.way.receive_offsets):
-                deliver(segment, self.received.narrow(0, begin, segment.numel))
+                deliver(segment, self.received.narrow(0, begin + self.room * segment.peer, segment.numel))
+
+    def words(self) -> Tensor:
+        """What every rank has said, in rank order; after ``wait``."""
+        ends = accumulate(split + self.room for split in self.way.receive_splits)
+        return torch.cat([self.received[end - self.room : end] for end in ends]).view(torch.int64)
 
     def discard(self) -> None:
-        """Wait, and deliver nothing: a buffer must not be freed while the transport writes into it."""
-        self.pending.wait()
-        if self.received.is_cuda:  # it may have been sent from another stream, that of the backward pass
+        """Wait, and leave what came where it is: nobody frees a buffer that the transport still writes into."""
+        with failing(lambda: f"{self.way.what}: {self.way.label.partition(': ')[2]}"):
+            self.pending.wait()
+        if self.received.is_cuda:  # it may have left from another stream, that of the backward pass
             stream = torch.cuda.current_stream(self.received.device)
             self.received.record_stream(stream)
             self.data.record_stream(stream)
@@ -42,53 +55,74 @@ class Arrival:
     def sent(self) -> list[tuple[Segment, Tensor]]:
         """The segments that this rank sent, as flat tensors."""
         places = zip(self.way.transfer.sends, self.way.send_offsets)
-        return [(segment, self.data.narrow(0, begin, segment.numel)) for segment, begin in places]
+        return [(s, self.data.narrow(0, begin + self.room * s.peer, s.numel)) for s, begin in places]
 
 
 class Way:
     """One bucket's transfer in one direction, ``label`` in profiles. Splits and offsets are computed once.
 
+    ``what`` names the bucket in errors.
+
     ::
 
-            compact, 3 ranks     | to 0 | to 1       | to 2 |              exact lengths, uneven all-to-all
-            padded               | to 0 . . . | to 1       | to 2 . . . |  equal lengths, plain all-to-all
+        compact, 3 ranks     | to 0 | to 1       | to 2 |          as long as needed, uneven all-to-all
+        padded               | to 0 . . . | to 1       | to 2 . . . |   equally long, plain all-to-all
+
+    Either may have room for a word of ``WORD_NBYTES`` bytes at the end of each part, which is the same for all ranks.
     """
 
-    def __init__(self, transfer: Transfer, label: str, collectives: Collectives, device: torch.device) -> None:
+    def __init__(
+        self, transfer: Transfer, label: str, collectives: Collectives, device: torch.device, what: str
+    ) -> None:
         self.transfer = transfer
-        self.label = label
+        self.label, self.what = label, what
         self._collectives = collectives
         self._device = device
         self.send_splits, self.receive_splits = transfer.send_splits, transfer.receive_splits
         self.send_offsets, self.receive_offsets = transfer.send_offsets, transfer.receive_offsets
 
-    def start(self, dtype: torch.dtype, fetch: Fetch) -> Arrival:
-        """Pack the segments that ``fetch`` returns, each in any shape, and send them in ``dtype``.
+    def start(self, dtype: torch.dtype, fetch: Fetch, word: Callable[[], int] | None = None) -> Arrival:
+        """Pack what ``fetch`` gives, in any shape of the segment's size, and send it in ``dtype``.
 
-        Where it returns None, arbitrary values are sent. Called on all ranks, bucket by bucket.
+        None is sent as zeros. ``word`` is asked when all is packed. Called on all ranks, bucket by bucket.
         """
         with record_function(self.label):
-            sent = torch.empty(sum(self.send_splits), dtype=dtype, device=self._device)
-            received = torch.empty(sum(self.receive_splits), dtype=dtype, device=self._device)
+            room = 0 if word is None else WORD_NBYTES // dtype.itemsize
+            send_splits, receive_splits = ([n + room for n in some] for some in (self.send_splits, self.receive_splits))
+            sent = torch.empty(sum(send_splits), dtype=dtype, device=self._device)
+            received = torch.empty(sum(receive_splits), dtype=dtype, device=self._device)
             for segment, begin in zip(self.transfer.sends, self.send_offsets):
-                piece = fetch(segment)
-                if piece is not None:
-                    sent.narrow(0, begin, segment.numel).view(piece.shape).copy_(piece)
+                piece, target = fetch(segment), sent.narrow(0, begin + room * segment.peer, segment.numel)
+                target.zero_() if piece is None else target.view(piece.shape).copy_(piece)
+            if word is not None:
+                said = torch.tensor([word()], dtype=torch.int64).view(dtype).to(self._device)
+                ends = accumulate(send_splits)
+                torch._foreach_copy_([sent[end - room : end] for end in ends], [said] * len(send_splits))
             even = self.transfer.split is not None
-            splits: tuple[Sequence[int], Sequence[int]] = ((), ()) if even else (self.receive_splits, self.send_splits)
-            return Arrival(self, received, sent, self._collectives.all_to_all(received, sent, *splits))
+            splits: tuple[Sequence[int], Sequence[int]] = ((), ()) if even else (receive_splits, send_splits)
+            return Arrival(self, received, sent, self._collectives.all_to_all(received, sent, *splits), room)
 
 
 def ways_to_owners(plan: MatrixPlan, collectives: Collectives, device: torch.device) -> list[Way]:
     """One ``Way`` per bucket, which sends this rank's fragments to their owners."""
     alone = Alone()
     return [
-        Way(plan.transfer(n, collectives.rank), EXCHANGE_OUT, alone if plan.stays(n) else collectives, device)
-        for n in range(len(plan.buckets))
+        Way(plan.transfer(n, collectives.rank), EXCHANGE_OUT, alone if plan.stays(n) else collectives, device, what)
+        for n, what in enumerate(_names(plan))
     ]
 
 
 def ways_back(plan: MatrixPlan, collectives: Collectives, device: torch.device) -> list[Way]:
     """One ``Way`` per bucket, which returns the owners' updates to the fragments."""
     rank = collectives.rank
-    return [Way(plan.way_back(n, rank), EXCHANGE_BACK, collectives, device) for n in range(len(plan.buckets))]
+    return [
+        Way(plan.way_back(n, rank), EXCHANGE_BACK, collectives, device, what) for n, what in enumerate(_names(plan))
+    ]
+
+
+def _names(plan: MatrixPlan) -> list[str]:
+    """The buckets' numbers, kinds and first matrices, for errors."""
+    return [
+        f"bucket {number} ({len(bucket)} matrices, the first is {plan.atoms[bucket[0]].name!r})"
+        for number, bucket in enumerate(plan.buckets)
+    ]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from lwopt_backend.plan import MatrixPlan, Segment
 from lwopt_backend.rules import MatrixRule, WeightRule
+from lwopt_backend.runtime.agreement import StepReport
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.exchange import Arrival, ways_back, ways_to_owners
 from lwopt_backend.runtime.whole import (
@@ -163,7 +165,7 @@ class MatrixStepper:
         rule_device: torch.device | None = None,
     ) -> None:
         rank = collectives.rank
-        self._atoms = plan.atoms
+        self._atoms, self._collectives = plan.atoms, collectives
         self._to_owners = ways_to_owners(plan, collectives, device)
         self._back = ways_back(plan, collectives, device)
         self._local = share_out(plan.local_atoms(rank), len(plan.buckets) + 1)
@@ -183,26 +185,36 @@ class MatrixStepper:
         active: Callable[[int], bool] = lambda atom: True,
         departed: Mapping[int, Arrival | None] | None = None,
         meanwhile: Callable[[], None] | None = None,
+        report: StepReport | None = None,
     ) -> None:
         """Update the weights and the state in ``storage``. Called on all ranks of the group.
 
-        ``rules`` has one rule per matrix; all of them exchange in one dtype. A matrix that is not ``active`` is not
-        changed; ``active`` must return the same on all ranks. ``departed`` has the buckets whose state is already
-        advanced, with their exchange if it was started. ``meanwhile`` runs while the first bucket is on the wire.
+        ``rules`` holds one rule per matrix; all rules of a plan exchange in one dtype. A matrix that is not ``active``
+        stays as it is; all ranks must say the same of it, except that one may be asked later than another.
+        ``departed`` are buckets whose momentum is done, with their exchange if that has been started.
+        ``meanwhile`` runs while the first bucket is on the wire. What goes wrong on this rank is told by ``report``,
+        to be settled by the caller; without one it is raised here, on all ranks.
         """
-        run = _Run(rules, storage, active, departed or {})
+        run = _Run(rules, storage, active, departed or {}, report or StepReport())
         arriving = self._depart(0, run)
         if meanwhile is not None:
-            meanwhile()
+            run.report.attempt(meanwhile)
         returning: Arrival | None = None
         for bucket in range(len(self._to_owners)):
             following = self._depart(bucket + 1, run)
-            self._whole.step(run.active_of(self._local[bucket]), rules, storage)
+            self._step_local(bucket, run)
             departed_back = self._update_owned(bucket, arriving, run)
             self._apply_returned(returning, run)
             returning, arriving = departed_back, following
-        self._whole.step(run.active_of(self._local[-1]), rules, storage)
+        self._step_local(-1, run)
         self._apply_returned(returning, run)
+        if returning is not None:
+            run.report.hear(self._collectives, returning.words())
+        if report is None:
+            run.report.settle("the step of matrices", list)
+
+    def _step_local(self, share: int, run: _Run) -> None:
+        run.report.attempt(lambda: self._whole.step(run.active_of(self._local[share]), run.rules, run.storage))
 
     def send(self, bucket: int, rules: Sequence[MatrixRule], direction: Callable[[int], Tensor | None]) -> Arrival:
         """Start the all-to-all that sends a bucket to its owners: of each atom, the piece that ``direction`` gives."""
@@ -215,25 +227,38 @@ class MatrixStepper:
             return []
         arrivals = [self._depart_directions(bucket, run)]
         if isinstance(run.rules[self._first[bucket]], WeightRule):
-            arrivals.append(self.send(bucket, run.rules, run.value))
+            arrivals.append(self.send(bucket, run.rules, partial(run.report.attempt, run.value)))
         return arrivals
 
     def _depart_directions(self, bucket: int, run: _Run) -> Arrival:
         if bucket in run.departed:
-            return run.departed[bucket] or self.send(bucket, run.rules, run.direction)
-        copies = set(self.held[bucket])  # atoms that another rank sends
+            return run.departed[bucket] or self.send(bucket, run.rules, partial(run.report.attempt, run.direction))
+        copies = set(self.held[bucket])  # those that another rank sends
 
         def direction(atom: int) -> Tensor | None:
             copies.discard(atom)
             return run.direction(atom, advance=True)
 
-        arrival = self.send(bucket, run.rules, direction)
-        for atom in run.active_of(sorted(copies)):
-            advance(run.rules[atom], run.storage.parts(atom))
+        arrival = self.send(bucket, run.rules, partial(run.report.attempt, direction))
+        for atom in sorted(copies):
+            run.report.attempt(run.advance, atom)
         return arrival
 
     def _update_owned(self, bucket: int, arriving: Sequence[Arrival], run: _Run) -> Arrival:
-        directions, *weights = (self._whole_of(arrival) for arrival in arriving)
+        arrived = [self._whole_of(arrival) for arrival in arriving]
+        weights = dict(arrived[1]) if len(arrived) > 1 else {}  # of rules that change them; they return if one fails
+        updates = {**weights, **(run.report.attempt(self._updates, bucket, arrived, run) or {})}
+
+        def fetch(segment: Segment) -> Tensor | None:
+            return _cut(updates[segment.atom], segment) if segment.atom in updates else None
+
+        is_last = bucket == len(self._back) - 1
+        dtype = run.rules[self._first[bucket]].exchange_dtype
+        return self._back[bucket].start(dtype, fetch, (lambda: run.report.word) if is_last else None)
+
+    def _updates(self, bucket: int, arrived: Sequence[dict[int, Tensor]], run: _Run) -> dict[int, Tensor]:
+        """What the rules make of the matrices of a bucket that this rank owns, by atom."""
+        directions, *weights = arrived
         updates: dict[int, Tensor] = {}
         for batch in self._whole.batches(run.active_of(self._owned[bucket]), run.rules):
             rule = run.rules[batch[0]]
@@ -244,12 +269,7 @@ class MatrixStepper:
             else:
                 transformed = self._whole.transform(rule, batch, [directions.pop(atom) for atom in batch])
                 updates.update(zip(batch, transformed))
-
-        def fetch(segment: Segment) -> Tensor | None:
-            return _cut(updates[segment.atom], segment) if segment.atom in updates else None
-
-        dtype = run.rules[self._first[bucket]].exchange_dtype
-        return self._back[bucket].start(dtype, fetch)
+        return updates
 
     def _whole_of(self, arrival: Arrival) -> dict[int, Tensor]:
         """Wait; returns the matrices that arrived, by atom."""
@@ -266,7 +286,7 @@ class MatrixStepper:
 
     def _apply_returned(self, returning: Arrival | None, run: _Run) -> None:
         if returning is not None:
-            returning.wait(lambda segment, update: self._apply(segment.atom, update, run))
+            returning.wait(lambda segment, update: run.report.attempt(self._apply, segment.atom, update, run))
 
     def _apply(self, atom: int, update: Tensor, run: _Run) -> None:
         if not run.active(atom):
@@ -286,6 +306,7 @@ class _Run:
     storage: Storage
     active: Callable[[int], bool]
     departed: Mapping[int, Arrival | None]
+    report: StepReport
 
     def active_of(self, atoms: Sequence[int]) -> list[int]:
         return [atom for atom in atoms if self.active(atom)]
@@ -295,6 +316,11 @@ class _Run:
         if not self.active(atom):
             return None
         return joined(directions_of(self.rules[atom], self.storage.parts(atom), advance=advance))
+
+    def advance(self, atom: int) -> None:
+        """The state of this rank's copy, which another rank sends."""
+        if self.active(atom):
+            advance(self.rules[atom], self.storage.parts(atom))
 
     def value(self, atom: int) -> Tensor | None:
         """This rank's piece of the weight; None if the matrix is not active."""

@@ -35,7 +35,7 @@ from lwopt_backend.plan.layouts import SUB_GROUP_SIZE, BlockPartition, BlockRepl
 from lwopt_backend.plan.owners import modelled_time
 from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.rules import MatrixRule
-from lwopt_backend.runtime.agreement import plan_digest, setting
+from lwopt_backend.runtime.agreement import StepReport, plan_digest, setting
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.state import StatePiece
 from lwopt_backend.runtime.stepper import MatrixStepper
@@ -208,8 +208,9 @@ class UnitStepper:
         if plan.matrices is not None:
             self.matrices = matrix_stepper(plan.matrices, collectives, config, device)
 
-    def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-        """One step with the hyperparameters in ``group``. Called on all ranks that share the parameters."""
+    def step(self, group: Mapping[str, Any], state: dict[str, Any], report: StepReport) -> None:
+        """One step with the hyperparameters in ``group``. Called on all ranks that share the parameters. What goes
+        wrong is in ``report``."""
         raise NotImplementedError
 
     def pieces(self, state: Mapping[str, Tensor], first: int) -> Iterator[StatePiece]:
@@ -255,18 +256,18 @@ class GroupStepper(UnitStepper):
             value = self._flat.detach().narrow(0, offset, numel)
             yield StatePiece(first + index, View.of_range(start, start + numel), value, tensors)
 
-    def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-        """One step with the gradient ``flat.grad``."""
+    def step(self, group: Mapping[str, Any], state: dict[str, Any], report: StepReport) -> None:
+        """From ``flat.grad``."""
         planned, grad = self._plan.matrices, self._flat.grad
         assert grad is not None
         if self.matrices is None or planned is None:
-            self._elementwise.step(0, group, [Slices(self._flat, grad, state)])
+            report.attempt(self._elementwise.step, 0, group, [Slices(self._flat, grad, state)])
             return
         rule, layout = build_matrix_rule(group, self._config), planned.layout
         assert isinstance(layout, (Partition, BlockPartition))
         elements = Slices(self._flat, grad, {key: state[key] for key in rule.state_keys})
         storage = FlatStorage(layout, self._collectives.rank, elements)
-        self.matrices.step([rule] * len(planned.atoms), storage)
+        self.matrices.step([rule] * len(planned.atoms), storage, report=report)
 
 
 def matrix_stepper(

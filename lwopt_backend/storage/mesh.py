@@ -438,11 +438,11 @@ class MeshStepper:
         batch = 0 if self.device.type == "cpu" else BATCH_NUMEL
         self.stepper = MatrixStepper(self.plan, collectives, self.device, batch_numel=batch)
 
-    def presence(self, more: Tensor | None = None, *, changed: bool = False) -> Presence:
-        """Start to exchange which members have a gradient, whether the model was ``changed``, and the flags ``more``.
-        Called on all ranks of the mesh."""
+    def presence(self, more: Tensor | None = None, *, problem: bool = False, number: int = 0) -> Presence:
+        """Start to agree on which members have a gradient, on whether a rank has a ``problem``, on the ``number`` of
+        the options, and on ``more`` flags. Called on all ranks of the mesh."""
         here = [member.param.grad is not None for member in self.members]
-        return Presence(self.collectives, [*here, changed], self.device, more)
+        return Presence(self.collectives, [*here, problem], self.device, more, number)
 
     def active(self, presence: Presence) -> Callable[[int], bool]:
         """Returns whether an atom's parameter has a gradient on any rank."""

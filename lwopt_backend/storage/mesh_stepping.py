@@ -25,11 +25,12 @@ from torch.distributed.tensor import DTensor
 
 from lwopt_backend import report
 from lwopt_backend.config.linked_rates import NAME
-from lwopt_backend.config.param_groups import ElementwiseGroups
+from lwopt_backend.config.param_groups import ElementwiseGroups, OptionsInUse
 from lwopt_backend.config.registry import ELEMENTWISE_RULES, MATRIX_RULES
 from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.routing.routing import Route
 from lwopt_backend.rules import MatrixRule
+from lwopt_backend.runtime.agreement import StepReport, exchange_reports, failing
 from lwopt_backend.runtime.collectives import Presence
 from lwopt_backend.runtime.stepper import EarlyExchange
 from lwopt_backend.runtime.whole import Slices
@@ -114,12 +115,17 @@ class Attachment:
 
         return lambda param: self._early[number].ready(atom, now)
 
-    def touched(self, number: int, stepper: MeshStepper, rules: Sequence[MatrixRule], storage: Shards) -> Tensor | None:
-        """Per bucket, 1 if it must be exchanged again, as in ``EarlyExchange``; None if the stepper sends none."""
+    def touched(
+        self, number: int, stepper: MeshStepper, rules: Sequence[MatrixRule], storage: Shards, report: StepReport
+    ) -> Tensor | None:
+        """Per bucket of a stepper, whether what has left is not what the step would send; None where nothing leaves."""
         if number not in self._early:
             return None
         missing = {atom for atom, i in enumerate(stepper.matrices) if stepper.members[i].param.grad is None}
-        return self._early[number].touched(rules, storage, missing, stepper.device)
+        flags = report.attempt(self._early[number].touched, rules, storage, missing, stepper.device)
+        if flags is None:  # all ranks of the mesh send equally many
+            return torch.zeros(len(stepper.plan.buckets), dtype=torch.int32, device=stepper.device)
+        return flags
 
     def settle(self, number: int, touched: Sequence[int]) -> Mapping[int, Any]:
         return self._early[number].settle(touched) if number in self._early else {}
@@ -152,30 +158,37 @@ class Attachment:
 def step_all(
     steppers: Sequence[MeshStepper],
     groups: Sequence[Mapping[str, Any]],
-    rules: Mapping[int, MatrixRule],
+    rules: Callable[[], Mapping[int, MatrixRule]],
     optimizers: ElementwiseGroups,
     states: States,
     attachment: Attachment | None,
     row_scaling: RowScaling,
     changed: str | None,
+    report: StepReport,
 ) -> None:
-    """One step with the current gradients. ``rules`` are by param group. Called on all ranks of the meshes.
+    """One step from the gradients that are there. ``rules`` makes those of param groups. Called on all ranks.
 
-    ``changed`` describes a change to the model on this rank that ends its training. If any rank has one, all ranks
-    raise RuntimeError before any weight is changed.
+    ``changed`` says what has happened to the model on this rank that ends its training, ``report`` what has gone wrong
+    before. Raises, on all ranks and before any weight is changed, if there is such a thing on any, or if ranks have
+    other options; and at the end what has gone wrong in the step.
     """
-    of_steppers = [stepper.rules_of(rules) for stepper in steppers]
+    of_groups = report.attempt(rules)
+    of_steppers = [[] if of_groups is None else stepper.rules_of(of_groups) for stepper in steppers]
     storages = [stepper.storage(states) for stepper in steppers]
     touched: list[Tensor | None] = [None] * len(steppers)
     if attachment is not None:
         parts = zip(steppers, of_steppers, storages)
-        touched = [attachment.touched(number, *part) for number, part in enumerate(parts)]
-    presences = [stepper.presence(flags, changed=changed is not None) for stepper, flags in zip(steppers, touched)]
-    changed = _changed_anywhere(steppers, presences, changed)
-    if changed is not None:
+        touched = [attachment.touched(number, *part, report) for number, part in enumerate(parts)]
+    problem = changed is not None or report.failure is not None
+    presences = [
+        stepper.presence(flags, problem=problem, number=report.number) for stepper, flags in zip(steppers, touched)
+    ]
+    with failing(lambda: f"{NAME}: hearing from all ranks which parameters have gradients"):
+        error = _error_anywhere(steppers, presences, groups, changed, report.failure)
+    if error is not None:
         if attachment is not None:
             attachment.remove()
-        raise RuntimeError(f"{NAME}: {changed}")
+        raise error
     meanwhile: Callable[[], None] | None = functools.partial(
         _step_elementwise, optimizers, groups, steppers, presences, states
     )
@@ -183,28 +196,42 @@ def step_all(
         departed: Mapping[int, Any] = {}
         if attachment is not None and touched[number] is not None:
             departed = attachment.settle(number, presence.anywhere()[len(stepper.members) + 1 :])
-        active, matrices = stepper.active(presence), stepper.stepper
-        matrices.step(of_steppers[number], storages[number], active=active, departed=departed, meanwhile=meanwhile)
+        stepper.stepper.step(
+            of_steppers[number],
+            storages[number],
+            active=stepper.active(presence),
+            departed=departed,
+            meanwhile=meanwhile,
+            report=report,
+        )
         presence.finish()
         meanwhile = None
     if row_scaling:
         for stepper in steppers:
-            stepper.scale_rows(row_scaling)
+            report.attempt(stepper.scale_rows, row_scaling)
         row_scaling.clear()
+    report.settle(NAME, list)
 
 
-def _changed_anywhere(
-    steppers: Sequence[MeshStepper], presences: Sequence[Presence], changed: str | None
-) -> str | None:
-    """The first rank's description of a change, if any rank has one. Called on all ranks of the meshes."""
-    found = None
+def _error_anywhere(
+    steppers: Sequence[MeshStepper],
+    presences: Sequence[Presence],
+    groups: Sequence[Mapping[str, Any]],
+    changed: str | None,
+    failure: Exception | None,
+) -> Exception | None:
+    """What is wrong on this rank, or on the first rank of a mesh that says so. Called on all ranks of the meshes."""
+    error, found = failure, None
     for stepper, presence in zip(steppers, presences):
         if presence.anywhere()[len(stepper.members)]:
             of_ranks = stepper.collectives.gather_objects(changed)
             ranks = sorted(stepper.mesh.ranks) if stepper.mesh is not None else [0]
-            first = next(f"{said} (rank {rank})" for rank, said in zip(ranks, of_ranks) if said is not None)
-            found = found or first
-    return found
+            first = next((f"{said} (rank {rank})" for rank, said in zip(ranks, of_ranks) if said is not None), None)
+            found = found or (None if first is None else RuntimeError(f"{NAME}: {first}"))
+            error = exchange_reports(stepper.collectives, NAME, [], error) or error
+        elif not presence.alike:
+            error = exchange_reports(stepper.collectives, NAME, OptionsInUse.lines(groups), error) or error
+    return found or error
 
 
 def _step_elementwise(

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.config.options import suggestion
+from lwopt_backend.config.param_groups import plain
 from lwopt_backend.optimizer import OwnedOptimizer
-from lwopt_backend.runtime.agreement import agree, failing
+from lwopt_backend.runtime.agreement import agree, failing, setting
 from lwopt_backend.runtime.collectives import Collectives
 
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes a second to import
@@ -57,6 +58,9 @@ class Part(Protocol):
     def count_zeros(self) -> int:
         """How many elements of the mean gradients are zero, every element counted once."""
 
+    def options(self) -> list[str]:
+        """Lines of what all ranks of the module must have alike, where its step does not see to that itself."""
+
     def scale(self, factor: float) -> None:
         """Multiply the gradients that ``norm`` measured by ``factor``; calls no collective."""
 
@@ -84,6 +88,9 @@ class OwnedPart:
 
     def count_zeros(self) -> int:
         return self.optimizer.count_zeros()
+
+    def options(self) -> list[str]:
+        return []
 
     def scale(self, factor: float) -> None:
         self.optimizer.core.gradients.scale(factor)
@@ -135,6 +142,9 @@ class HostPart:
     def count_zeros(self) -> int:
         return self._gradients().count_zeros()
 
+    def options(self) -> list[str]:
+        return []
+
     def scale(self, factor: float) -> None:
         self._gradients().scale(factor)
 
@@ -171,6 +181,14 @@ class CopyPart:
     def count_zeros(self) -> int:
         total = sum(param.numel() for _, param in self.params())
         return total - sum(int(torch.count_nonzero(grad)) for grad in self._grads())
+
+    def options(self) -> list[str]:
+        return [
+            setting(f"{key} of param group {number}", plain(value))
+            for number, group in enumerate(self.optimizer.param_groups)
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        ]
 
     def scale(self, factor: float) -> None:
         for grad in self._grads():

@@ -22,7 +22,7 @@ from lwopt_backend.plan.layouts import View, range_views
 from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.routing.grouping import Grouping, Member
 from lwopt_backend.rules import MatrixRule
-from lwopt_backend.runtime.agreement import agree, agree_in_all, plan_digest
+from lwopt_backend.runtime.agreement import StepReport, agree, agree_in_all, plan_digest
 from lwopt_backend.runtime.bucket_manager import BucketManager
 from lwopt_backend.runtime.buckets import BucketBuffers, Sharers
 from lwopt_backend.runtime.collectives import Alone, PartCollectives, Presence, TorchCollectives
@@ -167,16 +167,17 @@ class OwnedStepper:
                 self.state[piece.param] = new_state(value, groups[member.group])
 
     @torch.no_grad()
-    def step(self, groups: Groups, active: Callable[[int], bool]) -> None:
-        """Update every bucket and start sending its parameters. Called on all ranks, after ``manager.finish``.
+    def step(self, groups: Groups, active: Callable[[int], bool], report: StepReport) -> None:
+        """Update every bucket and start its parameters' return. Called on all ranks, after ``manager.finish``.
 
-        A member that is not ``active`` keeps its weights and state; ``active`` must return the same on all ranks.
+        A member that is not ``active`` stays as it is, state included; all ranks must say the same of it. If something
+        goes wrong, as ``report`` then says, the parameters that are left return as they are.
         """
-        rules = self._rules(groups)
+        rules = report.attempt(self._rules, groups) or []
         for number, bucket in enumerate(self._manager.settled()):
             if number not in self.updated:
-                self._update(bucket, groups, rules, active)
-            self._scale(bucket)
+                report.attempt(self._update, bucket, groups, rules, active)
+            report.attempt(self._scale, bucket)
             self._manager.send_values(number)
         self.updated = set()
         self._row_scaling.clear()
@@ -400,17 +401,19 @@ class OwnedCore:
     def _lines(self, part: Sequence[int], plan: OwnedPlan) -> list[str]:
         return plan_lines([self.members[number] for number in part], plan)
 
-    def presences(self, more: torch.Tensor) -> list[Presence]:
-        """Per holdings, which members have a gradient on any rank; ``more`` are flags for the first of them."""
+    def presences(self, more: torch.Tensor, options: int) -> list[Presence]:
+        """Which members have a gradient on any rank, per holdings; ``more`` are flags of all ranks of the first, and
+        ``options`` the number of this rank's."""
         device = self.members[0].param.device
         found = []
         for number, held in enumerate(self.holdings):
             here = [self.manager.has_gradient(member) for member in held.numbers]
-            found.append(Presence(held.sharers.everyone, here, device, None if number else more))
+            found.append(Presence(held.sharers.everyone, here, device, None if number else more, options))
         return found
 
-    def step(self, groups: Sequence[Mapping[str, Any]], presences: Sequence[Presence]) -> None:
-        """Update what this rank owns and start sending the parameters. Called on all ranks."""
+    def step(self, groups: Groups, presences: Sequence[Presence], report: StepReport) -> None:
+        """Update what this rank owns and start the parameters' return. Called on all ranks. What goes wrong is in
+        ``report``."""
         of_member = {
             number: (presence, place)
             for held, presence in zip(self.holdings, presences)
@@ -421,7 +424,7 @@ class OwnedCore:
             presence, place = of_member[number]
             return presence(place)
 
-        self.stepper.step(groups, active)
+        self.stepper.step(groups, active, report)
         for presence in presences:
             presence.finish()
         self.manager.stepped()

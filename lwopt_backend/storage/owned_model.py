@@ -16,15 +16,16 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from lwopt_backend import report
 from lwopt_backend.config.hosts import OwnedConfig
 from lwopt_backend.config.linked_rates import NAME
+from lwopt_backend.config.param_groups import OptionsInUse
 from lwopt_backend.plan.buffers.owned import OwnedPlan
 from lwopt_backend.plan.cost import RankMemory
 from lwopt_backend.routing.grouping import ADVICE, Grouping, Member, WatchedModel
 from lwopt_backend.routing.models import check_is_module
 from lwopt_backend.routing.routing import Route, named_parameters
-from lwopt_backend.runtime.agreement import failing
+from lwopt_backend.runtime.agreement import RanksDisagree, StepReport, exchange_reports, failing
 from lwopt_backend.runtime.bucket_manager import BackwardPasses, BucketManager, Hook, is_followed
 from lwopt_backend.runtime.collectives import Presence
-from lwopt_backend.storage.owned import Holdings, OwnedCore
+from lwopt_backend.storage.owned import Groups, Holdings, OwnedCore
 
 FSDP2 = "for fully_shard models use lwopt_backend.LayerWiseOptimizer"
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -128,36 +129,46 @@ class Backward:
         self._manager = core.manager
         self._watched = WatchedModel(model, list(zip(core.manager.names, core.manager.params)), alone=True)
         self._passes = BackwardPasses(core.manager, model)
-        self._agreed: tuple[int, list[Presence]] | None = None  # the number of passes before it
+        self._options = OptionsInUse()
+        self._failure: Exception | None = None  # in a step, which the other ranks have not heard of
+        self._agreed: tuple[int, list[Presence]] | None = None  # after so many passes
 
-    def finish(self) -> list[Presence]:
-        """Which parameters have a gradient on any rank. Raises RuntimeError, on all ranks, if any has a problem."""
+    def finish(self, groups: Groups, report: StepReport | None = None) -> list[Presence]:
+        """Which parameters have a gradient on any rank. Raises RuntimeError, on all ranks, if one is not well or has
+        other options in its param ``groups``. ``report`` says what has gone wrong on this rank before."""
+        self._failure = self._failure or (None if report is None else report.failure)
         if self._agreed is None or self._agreed[0] != self._manager.passes or not self._manager.all_left:
-            problem = self._agree()
-            if problem:
-                self._manager.drop_gradients()
-                raise RuntimeError(f"{self._name}: {problem}")
+            error = self._agree(groups)
+            self._failure = None
+            if error is not None:
+                self._agreed = None
+                if not isinstance(error, RanksDisagree):  # other options can be set right, and the step taken
+                    self._manager.drop_gradients()
+                raise error
         assert self._agreed is not None
         self._manager.take_changed()
         return self._agreed[1]
 
-    def stepped(self) -> None:
-        """Note that a step has used the gradients."""
-        self._agreed = None
+    def stepped(self, failure: Exception | None) -> None:
+        """The gradients have been used. Raises ``failure``, what has gone wrong with that on this rank; the others hear
+        of it in the next step."""
+        self._agreed, self._failure = None, failure
+        if failure is not None:
+            raise failure
 
     def discard(self) -> None:
         """Drop all gradients. Ranks whose pass was interrupted meet the others here, or in their step."""
         if self._passes.interrupted or self._manager.has_unused_gradients:
-            self._agree(drops=True)
-        self._agreed = None
+            self._agree((), drops=True)
+        self._agreed = self._failure = None
         self._manager.drop_gradients()
 
     def remove(self) -> None:
         """Remove the hooks from the model."""
         self._passes.remove()
 
-    def _agree(self, *, drops: bool = False) -> str | None:
-        """Send what is left of a backward pass, and exchange flags with all ranks; returns a problem of any rank.
+    def _agree(self, groups: Groups, *, drops: bool = False) -> Exception | None:
+        """Bring on its way what is left of a backward pass, and hear from all ranks; what is wrong anywhere.
 
         All ranks call the same collectives in any case. A rank that ``drops`` its gradients may meet ranks here that
         want to use theirs; those get a problem.
@@ -166,8 +177,10 @@ class Backward:
         self._passes.forget()
         self._manager.finish()
         passes = self._manager.passes
-        flags = torch.tensor([mine is not None, drops, passes, -passes], dtype=torch.int32)
-        presences = self._core.presences(flags.to(self._manager.params[0].device))
+        wrong = mine is not None or self._failure is not None
+        flags = torch.tensor([wrong, drops, passes, -passes], dtype=torch.int32)
+        number = self._options.number(groups)
+        presences = self._core.presences(flags.to(self._manager.params[0].device), number)
         self._agreed = (passes, presences)
         with failing(self._hearing):
             any_problem, any_drops, most, fewest = presences[0].anywhere()[-4:]
@@ -176,11 +189,19 @@ class Backward:
                 f"{self._name}: since the last step some ranks have reduced the gradients of {most} backward passes, "
                 f"others of {-fewest}, this rank of {passes}; run equally many on all, or accumulate under no_sync()"
             )
+        everyone = self._core.holdings[0].sharers.everyone
         if any_problem:
-            everyone = self._core.holdings[0].sharers.everyone
-            return next(f"{said} (rank {rank})" for rank, said in enumerate(everyone.gather_objects(mine)) if said)
+            of_ranks = enumerate(everyone.gather_objects(mine))
+            found = next((f"{self._name}: {said} (rank {rank})" for rank, said in of_ranks if said), None)
+            failed = exchange_reports(everyone, self._name, [], self._failure) or self._failure
+            return failed if found is None else RuntimeError(found)
         if any_drops and not drops:
-            return "another rank has called zero_grad() where this one uses its gradients; all ranks drop them"
+            return RuntimeError(
+                f"{self._name}: another rank has called zero_grad() where this one uses its gradients; all ranks drop "
+                "them"
+            )
+        if not any_drops and not presences[0].alike:
+            return exchange_reports(everyone, self._name, OptionsInUse.lines(groups), None)
         return None
 
     def _hearing(self) -> str:

@@ -16,6 +16,7 @@ from lwopt_backend.config.registry import build_matrix_rule
 from lwopt_backend.plan import FlatPartition
 from lwopt_backend.plan.atoms import Block
 from lwopt_backend.plan.layouts import View, range_views
+from lwopt_backend.runtime.agreement import StepReport
 from lwopt_backend.runtime.collectives import EXCHANGE_BACK, Collectives
 from lwopt_backend.runtime.state import StatePiece, fill, part_of
 from lwopt_backend.runtime.whole import Slices, Storage, local_views
@@ -141,12 +142,12 @@ class MatrixReplicas(ReplicatedStepper):
         self._places = [(p, block) for p, param in zip(self._params, self._plan.params) for block in param.blocks]
         self._bases = owned_bases(self._plan, self._collectives.rank)
 
-    def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-        """One step with the parameters' gradients, which are equal on all ranks."""
+    def step(self, group: Mapping[str, Any], state: dict[str, Any], report: StepReport) -> None:
+        """From the parameters' gradients, which are equal on all ranks."""
         assert self.matrices is not None
         rule = build_matrix_rule(group, self._config)
         replicas = _Replicas(self._places, self._bases, {key: state[key] for key in rule.state_keys})
-        self.matrices.step([rule] * len(self._places), replicas)
+        self.matrices.step([rule] * len(self._places), replicas, report=report)
 
 
 class _Replicas(Storage):
@@ -186,15 +187,15 @@ class ElementwiseReplicas(ReplicatedStepper):
         self._chunk = max(1, min(share, self._layout.partition_numel))
 
     @torch.no_grad()
-    def step(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-        """One step with the parameters' gradients, which are equal on all ranks."""
+    def step(self, group: Mapping[str, Any], state: dict[str, Any], report: StepReport) -> None:
+        """From the parameters' gradients, which are equal on all ranks."""
         value, grad = self._like(), self._like()
         for index, param in enumerate(self._params):
             held = self._layout.fragment(index, self._collectives.rank)
             if held is not None:
                 for flat, tensor in ((value, param.data), (grad, _grad(param))):
                     flat.narrow(0, held.offset, held.numel).copy_(tensor.reshape(-1)[held.start : held.stop])
-        self._elementwise.step(0, group, [Slices(value, grad, state)])
+        report.attempt(self._elementwise.step, 0, group, [Slices(value, grad, state)])
         with record_function(EXCHANGE_BACK):
             for begin in range(0, self._layout.partition_numel, self._chunk):
                 self._gather(value.narrow(0, begin, min(self._chunk, self._layout.partition_numel - begin)), begin)

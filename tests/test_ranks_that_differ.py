@@ -1,0 +1,338 @@
+"""Ranks that differ, or fail: every engine comes to the same decision on all of them, or to an error that says why."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
+from lwopt_backend.config import param_groups
+from lwopt_backend.config.param_groups import OptionsInUse
+from lwopt_backend.rules import muon
+from lwopt_backend.runtime.agreement import RanksDisagree
+from lwopt_backend.runtime.elementwise import ElementwiseStepper
+from lwopt_backend.runtime.whole import WholeMatrices
+from tests.cells import cells, with_full
+from tests.engines import ENGINES, ZERO, Cell, Engine, ExactLM, running
+from tests.on_ranks import on_ranks
+from tests.owned import shares
+from tests.ranks import RankFailed, RankPool
+
+OWNED = ("plain", "owned 0", "owned 1", "owned 2")
+
+
+def step(engine: Engine, number: int) -> None:
+    engine.step(shares(number, 2)[dist.get_rank() : dist.get_rank() + 1])
+
+
+class Broken(Exception):
+    """The user's own."""
+
+
+def fail(*_: Any, **__: Any) -> Any:
+    raise Broken("here")
+
+
+# When the optimizer is made
+
+
+def of_another_shape(model: nn.Module) -> None:
+    model.lm_head = nn.Linear(24, 38, bias=False)
+
+
+def in_another_order(model: nn.Module) -> None:
+    first = model.embedding
+    del model.embedding
+    model.embedding = first
+
+
+def of_another_dtype(model: nn.Module) -> None:
+    model.layers[2].double()
+
+
+def with_another_torch(model: nn.Module) -> None:
+    torch.__version__ = "2.13.1"
+
+
+def same(model: nn.Module) -> None:
+    pass
+
+
+def both(name: str, first: str, other: str) -> str:
+    said = f"ranks differ in {name}: {first} on rank 0, {other} on rank 1; give all ranks the same"
+    return rf"^(LayerWiseOptimizer|LayerWise): {re.escape(said)}$"
+
+
+DIFFERENCES: dict[str, tuple[Callable[[nn.Module], None], dict[str, Any], str]] = {
+    "shape": (of_another_shape, {}, r"ranks differ: rank 0 has .*lm_head.*, rank 1 has .*lm_head"),
+    "order": (in_another_order, {}, "ranks differ: rank 0 has "),
+    "dtype": (of_another_dtype, {}, r"ranks differ: rank 0 has .*layers\.2.*, rank 1 has .*layers\.2|float64"),
+    "torch": (with_another_torch, {}, both("torch.__version__", repr(str(torch.__version__)), "'2.13.1'")),
+    "routing": (same, {"options": {"exclude": ("layers.2.*",)}}, both("exclude", "()", "('layers.2.*',)")),
+    "rate": (same, {"rate": 0.5}, both("matrix.lr", "0.02", "0.5")),
+    "element-wise option": (
+        same,
+        {"elementwise": "cautious adamw"},
+        both("elementwise.weight_decay_form", "'decoupled'", "'cautious'"),
+    ),
+}
+
+
+@on_ranks(2)
+@cells(
+    # DeepSpeed broadcasts weights in their order before it takes an optimizer, and ends there.
+    lambda engine, what: what != "order" or engine in ("plain", "fsdp2"),
+    engine=["plain", "zero 3", "owned 1", "fsdp2"],
+    what=[*DIFFERENCES],
+)
+def test_ranks_that_are_given_different_things_all_stop_and_show_both(engine: str, what: str) -> None:
+    make, changes, message = DIFFERENCES[what]
+    cell, model, version = Cell(engine), ExactLM(), torch.__version__
+    if dist.get_rank() == 1:
+        cell = replace(cell, **changes)
+        make(model)
+    try:
+        with pytest.raises((RuntimeError, ValueError, TypeError), match=message), running(cell, model):
+            pass
+    finally:
+        torch.__version__ = version
+
+
+# Options at a step
+
+
+CHANGES: dict[str, tuple[int, str, Any]] = {  # of param group 0, muon's, or 1, adamw's
+    "lr": (0, "lr", 0.5),
+    "weight decay": (1, "weight_decay", 0.5),
+    "momentum": (0, "momentum", 0.5),
+    "betas": (1, "betas", (0.5, 0.25)),
+}
+
+
+def change(engine: Engine, what: str) -> str:
+    """Change an option on rank 1; what all ranks are to say."""
+    number, key, value = CHANGES[what]
+    group = engine.optimizer.param_groups[number]
+    before = group[key]
+    if dist.get_rank() == 1:
+        group[key] = value
+    name = f"{key} of param group {number} ({('muon', 'adamw')[number]})"
+    return re.escape(f"ranks differ in {name}: {before!r} on rank 0, {value!r} on rank 1; give all ranks the same")
+
+
+@on_ranks(2)
+@cells(engine=ENGINES)
+def test_an_option_that_one_rank_has_otherwise_is_an_error_on_all_in_that_step(engine: str) -> None:
+    with running(Cell(engine), ExactLM()) as run:
+        step(run, 0)
+        number = ENGINES.index(engine)
+        with pytest.raises(RanksDisagree, match=change(run, [*CHANGES][number % len(CHANGES)])):
+            step(run, 1)
+
+
+@on_ranks(2)
+@cells(engine=["plain", "fsdp2"])
+def test_where_nothing_was_changed_yet_the_option_can_be_set_right_and_the_step_taken(engine: str) -> None:
+    with running(Cell(engine), ExactLM()) as run, running(Cell(engine), ExactLM()) as twin:
+        for number, what in enumerate(CHANGES):
+            before = [dict(group) for group in run.optimizer.param_groups]
+            run.backward(shares(number, 2)[dist.get_rank() : dist.get_rank() + 1])
+            with pytest.raises(RanksDisagree, match=change(run, what)):
+                run.optimizer.step()
+            for group, old in zip(run.optimizer.param_groups, before):
+                group.update({key: value for key, value in old.items() if key != "params"})
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            step(twin, number)
+        weights = twin.weights()
+        assert all(torch.equal(weight, weights[name]) for name, weight in run.weights().items())
+
+
+@on_ranks(2)
+def test_plain_optimizers_of_a_module_are_compared_with_the_norm() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+    optimizer = ModuleOptimizers({"all": torch.optim.AdamW(model.parameters(), lr=0.25)})
+
+    def train() -> bool:
+        model(torch.ones(1, 3)).sum().backward()
+        return optimizer.step()
+
+    assert train()
+    optimizer.param_groups[0]["lr"] += 0.25 * dist.get_rank()
+    with pytest.raises(
+        RanksDisagree, match="'all': ranks differ in lr of param group 0: 0.25 on rank 0, 0.5 on rank 1"
+    ):
+        train()
+
+
+def test_the_number_of_the_options_is_worked_out_again_only_if_one_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    options, group = OptionsInUse(), {"rule": "adamw", "lr": 1.0, "betas": [0.5, 0.75]}
+    first = options.number([group])
+    other = OptionsInUse().number([{**group, "lr": 0.5}])
+    monkeypatch.setattr(param_groups, "number_of", fail)
+    assert options.number([{**group, "lr": 1, "betas": (0.5, 0.75)}]) == first != other
+    assert options.number([{**group, "lr": torch.tensor(1.0)}]) == first
+    with pytest.raises(Broken):
+        options.number([{**group, "lr": 0.5}])
+    assert param_groups.plain([fail, {"a": 2.0}, None, torch.float32]) == ("function", {"a": 2}, None, torch.float32)
+
+
+# Failures
+
+
+def in_a_rule(engine: Engine, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(muon, "newton_schulz", fail)
+
+
+def in_an_elementwise_rule(engine: Engine, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ElementwiseStepper, "step", fail)
+
+
+def in_a_hook(engine: Engine, patch: pytest.MonkeyPatch) -> None:
+    optimizer = engine.optimizer
+    while hasattr(optimizer, "optimizer"):  # DeepSpeed's, around ours
+        optimizer = optimizer.optimizer
+    optimizer.register_step_pre_hook(fail)
+
+
+FAULTS: dict[str, Callable[[Engine, pytest.MonkeyPatch], None]] = {
+    "rule": in_a_rule,
+    "element-wise rule": in_an_elementwise_rule,
+    "hook": in_a_hook,
+}
+TOLD = re.escape("rank 1 failed with Broken('here'); rank 0 stops with it")
+
+
+@on_ranks(2)
+@cells(lambda engine, fault: fault != "element-wise rule" or engine not in ZERO, engine=ENGINES, fault=[*FAULTS])
+def test_a_rank_that_fails_in_a_step_takes_the_others_with_it(engine: str, fault: str) -> None:
+    with running(Cell(engine), ExactLM()) as run, pytest.MonkeyPatch.context() as patch:
+        step(run, 0)
+        failing = dist.get_rank() == 1
+        if failing:
+            FAULTS[fault](run, patch)
+        if engine in OWNED and fault != "hook":  # whose new parameters have nothing beside them
+            with pytest.raises(Broken) if failing else pytest.MonkeyPatch.context():
+                step(run, 1)
+        with pytest.raises(Broken if failing else RuntimeError, match="here" if failing else TOLD):
+            step(run, 2)
+        if engine == "fsdp2":
+            assert all(weight.isfinite().all() for weight in run.weights().values())
+
+
+@on_ranks(2)
+@cells(rule=[{"name": "muon", "weight_decay": 0.0}, {"name": "torch_optimizer", "class": "torch.optim.SGD"}])
+def test_matrices_of_a_rank_that_fails_stay_as_they_are(rule: dict[str, Any]) -> None:
+    """A rule sends updates, which are zero then; a class takes weights and returns them."""
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = LayerWiseOptimizer(model, matrix={**rule, "lr": 0.5}, report=False)
+    before = [param.full_tensor().clone() for param in model.parameters()]
+    model(torch.ones(1, 8)).sum().backward()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises((Broken, RuntimeError), match="here"):
+        if dist.get_rank() == 1:
+            patch.setattr(WholeMatrices, "transform", fail)
+            patch.setattr(WholeMatrices, "step_weight", fail)
+        optimizer.step()
+    kept = [torch.equal(param.full_tensor(), old) for param, old in zip(model.parameters(), before)]
+    assert sorted(kept) == [False, False, True, True], kept
+
+
+@on_ranks(2)
+@cells(engine=ENGINES)
+def test_gradients_of_one_rank_that_are_not_finite_are_one_decision_of_all(engine: str) -> None:
+    skips = engine in ZERO[1:] or engine in OWNED[1:]
+    with running(Cell(engine), ExactLM()) as run:
+        step(run, 0)
+        for value in (float("inf"), float("nan")) if skips else (float("nan"),):
+            if dist.get_rank() == 1:
+                head = run.model.get_submodule("lm_head")
+                hook = head.register_full_backward_pre_hook(lambda _, grads, by=value: (grads[0] * by,))
+            step(run, 1)
+            if dist.get_rank() == 1:
+                hook.remove()
+            weights = run.weights().values()
+            assert all(weight.isfinite().all() for weight in weights) == skips
+            for weight in weights:
+                theirs = weight.nan_to_num()
+                dist.broadcast(theirs, 0)
+                assert torch.equal(weight.nan_to_num(), theirs)
+
+
+def in_forward(engine: Engine) -> None:
+    engine.model.get_submodule("layers.2").register_forward_pre_hook(fail)
+
+
+def in_backward(engine: Engine) -> None:
+    engine.model.get_submodule("layers.2").register_full_backward_pre_hook(fail)
+
+
+def die(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_before(engine: Engine) -> None:
+    engine.model.register_forward_pre_hook(die)
+
+
+def killed_in_a_rule(engine: Engine) -> None:
+    muon.newton_schulz = die
+
+
+def one_rank_ends(engine: str, where: Callable[[Engine], None]) -> None:
+    """Rank 1, as a program ends that catches nothing, or is killed; the other raises what it prints."""
+    printed = io.StringIO()
+    with running(Cell(engine), ExactLM()) as run:
+        step(run, 0)
+        try:
+            if dist.get_rank() == 1:
+                where(run)
+            step(run, 1)
+        except Exception:
+            with contextlib.redirect_stderr(printed):
+                sys.excepthook(*sys.exc_info())
+            if dist.get_rank() == 1:
+                os._exit(1)
+            raise AssertionError(printed.getvalue()) from None
+
+
+LOST = "failed; another rank has ended, hangs, or ran other backward passes"
+ENDS = {  # by engine, where its rank ends; what the others print
+    ("fsdp2", in_forward): r"lwopt_backend: rank 1 failed with Broken\('here'\) before this:",
+    ("plain", in_forward): r"failed; rank 1 failed with Broken\('here'\)",
+    ("plain", killed_before): f"gradients of bucket .* {LOST}|bringing its gradients to their owners {LOST}",
+    ("fsdp2", killed_in_a_rule): rf"bucket \d \(\d matrices, the first is '.*'\): exchange (out|back) {LOST}",
+    ("zero 1", killed_in_a_rule): rf"bucket \d \(\d matrices, the first is '.*'\): exchange (out|back) {LOST}",
+    ("zero 3", in_backward): r"lwopt_backend: rank 1 failed with Broken\('here'\) before this:",
+}
+
+
+@pytest.mark.parametrize(("engine", "where"), with_full([*ENDS][:4], ENDS))
+def test_when_a_ranks_program_ends_the_others_end_and_say_why(engine: str, where: Callable[[Engine], None]) -> None:
+    ranks = RankPool(2)
+    begin = time.monotonic()
+    try:
+        with pytest.raises(RankFailed) as caught:
+            ranks.run(one_rank_ends, engine, where)
+    finally:
+        ranks.remove()
+    told, gone = caught.value.errors
+    assert "lost: rank 1 died" in str(gone)
+    assert re.search(ENDS[engine, where], str(told)), told
+    assert time.monotonic() - begin < 60
