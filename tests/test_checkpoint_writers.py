@@ -26,12 +26,13 @@ from lwopt_backend.checkpoint.dcp import writer as write_dcp
 from lwopt_backend.checkpoint.dcp.reader import DcpFolder
 from lwopt_backend.checkpoint.deepspeed import universal as universal_reader
 from lwopt_backend.checkpoint.deepspeed import universal as universal_writer
+from lwopt_backend.checkpoint.files import manifest
 from lwopt_backend.checkpoint.files.pickles import plain
 from lwopt_backend.checkpoint.megatron import dist as read_megatron
 from lwopt_backend.checkpoint.megatron import writer as write_megatron
 from tests.allocations import allocations
 from tests.checkpoint_contents import params_of, same
-from tests.command_line import genuine, torch_dist
+from tests.command_line import files, genuine, torch_dist
 
 VERSIONS = ("0.16", "0.19")
 
@@ -218,13 +219,13 @@ def test_weights_as_safetensors(tmp_path: Path) -> None:
         folder = tmp_path / str(dtype)
         folder.mkdir()
         write_safetensors.write(checkpoint, folder, dtype=dtype)
-        assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
+        assert {path.name for path in folder.iterdir()} == {"model.safetensors", "lwopt_manifest.json"}
         found = load_file(folder / "model.safetensors")
         assert found.keys() == {*checkpoint.params, "count"} and same(found["count"], torch.tensor([3]))
         for name, param in checkpoint.params.items():
             assert same(found[name], param.weight.read() if dtype is None else param.states[MASTER].read().to(dtype))
         with safe_open(folder / "model.safetensors", "pt") as opened:
-            assert opened.metadata() == {"format": "pt"}  # which transformers asks for
+            assert opened.metadata()["format"] == "pt"  # which transformers asks for
     strange = Param(held(torch.ones(2, dtype=torch.complex64), "strange"))
     with pytest.raises(CheckpointError, match="safetensors has no torch.complex64, which x is"):
         write_safetensors.write(dataclasses.replace(checkpoint, params={"x": strange}), tmp_path)
@@ -333,15 +334,14 @@ def test_a_conversion_holds_one_tensor(
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_files_are_the_same_whatever_the_number_of_workers(
-    small_blocks: None, sources: dict[str, Path], tmp_path: Path, target: str
+    small_blocks: None, sources: dict[str, Path], tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(manifest, "new_save_id", lambda: "one")
     found = []
     for workers in (1, 2, 5):
         folder = converted(formats.read(sources["universal"]), target, tmp_path / "to", workers)
-        paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".metadata"]
-        found.append(
-            {str(path.relative_to(folder)): path.read_bytes() for path in paths}
-        )  # torch numbers savings there
+        numbered = (".metadata", manifest.NAME)  # torch numbers savings there
+        found.append({name: data for name, data in files(folder).items() if Path(name).name not in numbered})
         shutil.rmtree(tmp_path / "to")
     assert found[0] and found[0] == found[1] == found[2]
 

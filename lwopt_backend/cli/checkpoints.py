@@ -303,12 +303,16 @@ def inspect(
     path: Folder,
     format: Annotated[str, typer.Option("--from", help=f"Its format: {FORMATS}.")] = AUTO,
     check: Annotated[bool, typer.Option(help="Read every tensor and look for problems.")] = True,
+    verify: Annotated[bool, typer.Option("--verify", help="Only compare the files with their checksums.")] = False,
     as_json: AsJSON = False,
 ) -> None:
     """Show what a checkpoint is: format, version, world size, step, parameters, states, size, problems.
 
     The exit code is 1 if there are problems, and 2 if it cannot be read.
     """
+    if verify:
+        _verify(path, as_json)
+        return
     reader, checkpoint = opened(path, format)
     problems, advice, notes = _checked(checkpoint, as_json) if check else ([], "", [UNCHECKED])
     files = [file for file in path.rglob("*") if file.is_file()]
@@ -318,6 +322,31 @@ def inspect(
         **{"notes": [*checkpoint.notes, *notes], "problems": problems, "advice": advice},
     }
     print_json(found) if as_json else _show_contents(found, check)
+    if problems:
+        typer.secho(f"error: {path} has problems ({len(problems)})", fg="red", err=True)
+        raise typer.Exit(1)
+
+
+def _verify(path: Path, as_json: bool) -> None:
+    """Read every file of a folder, whatever is in it, and say which are not as they were written."""
+    from lwopt_backend.checkpoint.verify import plan, verify
+
+    plans = plan(path)
+    with progress(as_json) as bar:
+        task = bar.add_task("verifying", total=sum(each.nbytes for each in plans))
+        found = [verify(each, lambda count: bar.advance(task, count)) for each in plans]
+    problems = [problem for each in found for problem in each["problems"]]
+    if as_json:
+        print_json({"path": str(path), "folders": found})
+    else:
+        console = Console(highlight=False)
+        for each in found:
+            keys = ("folder", "save_id", "step", "world", "files", "bytes")
+            console.print(columns([(key.replace("_", " "), _said(each[key])) for key in keys]))
+            print_sentences(console, "Notes", each["notes"])
+            print_sentences(console, "Problems", each["problems"])
+        if not problems:
+            console.print("\nAll that was checked is as it was written.")
     if problems:
         typer.secho(f"error: {path} has problems ({len(problems)})", fg="red", err=True)
         raise typer.Exit(1)

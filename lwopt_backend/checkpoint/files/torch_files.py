@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.checkpoint.contents import CheckpointError, LazyTensor
-from lwopt_backend.checkpoint.files import pickles
+from lwopt_backend.checkpoint.files import manifest, pickles
 from lwopt_backend.checkpoint.files.made import Maker, Named, StorageKind, shape_of
 
 # The zip archives that torch.save writes, in a file or in a part of one: stored records, each with its checksum.
@@ -46,7 +46,7 @@ class Record:
     """A tensor's bytes in a file. They are checked once: when they are first read whole, or before a part is read."""
 
     def __init__(self, stored: Stored, crc: int, where: str, checked: bool) -> None:
-        self.stored, self._crc, self._where = stored, crc, where
+        self.stored, self.crc, self._where = stored, crc, where
         self._checked, self._lock = checked, threading.Lock()
 
     def check(self) -> None:
@@ -61,7 +61,7 @@ class Record:
             self._compare(zlib.crc32(tensor.view(-1).view(torch.uint8).numpy().data))
 
     def _compare(self, found: int) -> None:
-        if found != self._crc:
+        if found != self.crc:
             raise _damaged(self._where, "a checksum is wrong")
         self._checked = True
 
@@ -73,7 +73,7 @@ class Archive:
     """
 
     def __init__(self, stored: Stored, where: str, checked: bool = False) -> None:
-        self._where = where
+        self.stored, self.where = stored, where
         with io.BufferedReader(_Part(stored)) as file:
             try:
                 entries = zipfile.ZipFile(file).infolist()
@@ -98,6 +98,11 @@ class Archive:
         stored = self.records[name].stored
         with io.BufferedReader(_Part(stored)) as file:
             return file.read()
+
+    def crc32(self, path: Path) -> int:
+        """That of ``path``, all of which it is, if its records are as they were written."""
+        payloads = ((r.stored.offset, r.stored.length, r.crc) for r in self.records.values())
+        return manifest.crc_of(path, payloads)
 
     def check(self) -> None:
         """Check every record. Raises CheckpointError."""
@@ -226,7 +231,9 @@ def load(path: Path) -> Any:
     later = _unchecked.get()
     if later is not None:
         later.add(path)
-    return _load(_whole(path), str(path), later is not None, StoredTensor.lazy)
+    archive = Archive(_whole(path), str(path), later is not None)
+    manifest.check(path, lambda: archive.crc32(path))
+    return _load(archive, StoredTensor.lazy)
 
 
 @contextlib.contextmanager
@@ -247,12 +254,12 @@ def check(path: Path) -> None:
 
 def load_part(stored: Stored, where: str) -> Any:
     """What torch.save wrote into a part of a file, with a ``StoredTensor`` for every tensor."""
-    return _load(stored, where, False, lambda tensor: tensor)
+    return _load(Archive(stored, where), lambda tensor: tensor)
 
 
 def load_here(stored: Stored, where: str) -> Any:
     """The same with its tensors, in memory."""
-    return _load(stored, where, False, lambda tensor: tensor.lazy().read())
+    return _load(Archive(stored, where), lambda tensor: tensor.lazy().read())
 
 
 def read_strided(
@@ -284,8 +291,8 @@ def _whole(path: Path) -> Stored:
     return Stored(path, 0, found.st_size)
 
 
-def _load(stored: Stored, where: str, checked: bool, make: Callable[[StoredTensor], Any]) -> Any:
-    archive = Archive(stored, where, checked)
+def _load(archive: Archive, make: Callable[[StoredTensor], Any]) -> Any:
+    stored, where = archive.stored, archive.where
     order = archive.bytes("byteorder").decode() if "byteorder" in archive.records else "little"
     if order != sys.byteorder:
         raise CheckpointError(f"{where} was written on a machine of byte order {order}; save it again on one like this")
