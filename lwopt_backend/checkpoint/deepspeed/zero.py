@@ -398,6 +398,7 @@ def _read(tag: Path, files: list[Path]) -> Checkpoint:
         if not isinstance(saved, Mapping):
             raise CheckpointError(f"{file} holds no 'optimizer_state_dict'; it is no file of ZeRO's optimizer state")
         of_ranks.append((file, saved))
+    ds.check_marks(states.saved, states.path, of_ranks)
     if all(MARK in saved for _, saved in of_ranks):
         return read_owned(states, of_ranks)
     if all("fp32_flat_groups" in saved for _, saved in of_ranks):
