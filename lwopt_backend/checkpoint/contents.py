@@ -241,6 +241,7 @@ class Checkpoint:
     - ``tied``: names under which a parameter is used once more, each with the name that is in ``params``.
     - ``buffers``: the module's, by name. ``client``: what the user's own program saved along, as plain data.
     - ``notes``: sentences on what was left out or looks odd; no reason to refuse.
+    - ``proven``: whether its files themselves, or their manifest, say that they are of one save.
     """
 
     format: str
@@ -258,6 +259,7 @@ class Checkpoint:
     buffers: Mapping[str, LazyTensor] = field(default_factory=dict)
     client: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    proven: bool = False
 
     def __post_init__(self) -> None:
         """Raises CheckpointError where files have something else in place of names, numbers and dictionaries."""

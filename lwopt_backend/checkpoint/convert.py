@@ -279,6 +279,7 @@ def prepared(
     source_vocabulary: str | None,
     numbers: names.Numbers,
     workers: int = 1,
+    uneven_steps: bool = False,
 ) -> Checkpoint:
     """Checked, and under the names that are wanted: Megatron-core's for what Megatron wrote, else those it has.
 
@@ -289,7 +290,7 @@ def prepared(
     known = source_vocabulary or (checkpoint.names if checkpoint.names in (names.CORE, *names.FAMILIES) else None)
     vocabulary = vocabulary or (names.CORE if target == "megatron" else known)
     _check_used(checkpoint, target, vocabulary, source_vocabulary, numbers.model_fields_set)
-    notes = gates.check(checkpoint, numbers.vocab_size, workers)
+    notes = gates.check(checkpoint, numbers.vocab_size, workers, uneven_steps)
     checkpoint = dataclasses.replace(checkpoint, notes=(*checkpoint.notes, *notes))
     if vocabulary is not None:
         checkpoint = names.translate(checkpoint, vocabulary, numbers, source=source_vocabulary)

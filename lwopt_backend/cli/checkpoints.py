@@ -172,6 +172,7 @@ HELP = {
     "megatron version": f"Megatron that loads it: {' or '.join(VERSIONS)} (and later). Default: 0.16.",
     "dtype": f"Of weights in safetensors: {', '.join(DTYPES)}. Default: as they are.",
     "workers": "Tensors that are read and checked, or written, at a time; so many are in memory.",
+    "uneven steps": "Some parameters were not trained in every step: their counts may differ in a param group.",
     "compared names": f"Compare under these names: {FAMILIES}, or a .json file. Default: as they are, or "
     "megatron-core's where the two have different ones.",
     "names a": "A's names, where it does not say itself, as of a saved model.",
@@ -190,6 +191,7 @@ def convert(
     megatron_version: Annotated[Text, typer.Option(help=HELP["megatron version"])] = None,
     dtype: Annotated[Text, typer.Option(help=HELP["dtype"])] = None,
     workers: Annotated[int, typer.Option(min=1, help=HELP["workers"])] = WORKERS,
+    uneven_steps: Annotated[bool, typer.Option("--uneven-steps", help=HELP["uneven steps"])] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Read, check and rename; write nothing.")] = False,
     as_json: AsJSON = False,
@@ -209,7 +211,7 @@ def convert(
     with progress(as_json) as bar:
         checking = bar.add_task("checking", total=conversion.nbytes(found))
         checked = conversion.watched(found, lambda count: bar.advance(checking, count))
-        made = conversion.prepared(checked, to, vocabulary, source_names, numbers, workers)
+        made = conversion.prepared(checked, to, vocabulary, source_names, numbers, workers, uneven_steps)
         result = _as_written(made, to, options)
         if not dry_run:
             bar.update(checking, visible=False)  # what is written is read through it once more

@@ -31,13 +31,12 @@ class DcpFolder:
 
     ``tensors`` and ``objects`` are by their keys; ``paths`` are the keys' parts as the state dict was nested, where it
     was flattened; ``extra`` is what Megatron up to 0.15 noted about tensors. With ``metadata_only`` other files need
-    not be there: nothing can be read then.
+    not be there: nothing can be read then. ``proven`` says that a manifest lists them.
     """
 
     def __init__(self, path: Path, metadata_only: bool = False) -> None:
         metadata = read_metadata(path)
-        if not metadata_only:
-            metadata.check_files()
+        self.proven = not metadata_only and metadata.check_files()
         self.path, self.tensors, self.objects, self.paths = path, metadata.tensors, metadata.objects, metadata.paths
         self.extra: Mapping[str, Mapping[str, Any]] = metadata.extra or {}
         self.has_extra = metadata.extra is not None
@@ -292,6 +291,7 @@ def _read(path: Path) -> Checkpoint:
         buffers=buffers,
         client=client,
         notes=tuple(convert.sentences(tied, path, counted)),
+        proven=folder.proven,
     )
 
 

@@ -92,15 +92,16 @@ class FolderMetadata:
     extra: Mapping[str, Mapping[str, Any]] | None
     stored: tuple[Stored, ...]
 
-    def check_files(self) -> None:
-        """Raises CheckpointError for files that are missing, too short, or of another save where a manifest tells, and
-        for a tensor that is not all in them."""
+    def check_files(self) -> bool:
+        """Whether there is a manifest. Raises CheckpointError for files that are missing, too short, or by the manifest
+        of another save, and for a tensor that is not all in them."""
         listed = manifest.check_files(self.path.parent)
         if listed is not None:
             _check_marks(listed)
         _check_files(self.path, self.stored)
         for key, entry in self.tensors.items():
             _check_size(self.path, key, entry)
+        return listed is not None
 
 
 def read_metadata(folder: Path) -> FolderMetadata:

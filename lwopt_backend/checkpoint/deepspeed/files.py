@@ -146,6 +146,9 @@ def read_model_states(files: list[Path]) -> ModelStates:
                 f"{file}: expected the model under 'module', found {type(of_rank.get('module')).__name__}, as "
                 "with pipeline parallelism; is it a file of DeepSpeed's model states?"
             )
+        if of_rank.get("global_steps") != saved.get("global_steps"):
+            counts = f"{of_rank.get('global_steps')} steps, {files[0].name} after {saved.get('global_steps')}"
+            raise CheckpointError(f"{file}: it was saved after {counts}; copy all files of one save again")
     module = saved["module"]
     tensors = {name: value for name, value in module.items() if isinstance(value, LazyTensor)}
     buffers = {name: tensors[name] for name in saved.get("buffer_names") or () if name in tensors}

@@ -54,7 +54,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def _read(tag: Path) -> Checkpoint:
-    manifest.check_files(tag)
+    proven = manifest.check_files(tag) is not None
     common = load_mapping(tag / ds.UNIVERSAL_MARK)
     ours = ds.plain(common.get(OURS) or {}, [])
     states, parts = _model_states(tag)
@@ -101,6 +101,7 @@ def _read(tag: Path) -> Checkpoint:
         checkpoint,
         params={name: checkpoint.params[name] for name in order or checkpoint.params},
         arguments={**checkpoint.arguments, **ours.get("arguments", {})},
+        proven=proven,
     )
 
 
