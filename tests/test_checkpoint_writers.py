@@ -26,13 +26,13 @@ from lwopt_backend.checkpoint.dcp import writer as write_dcp
 from lwopt_backend.checkpoint.dcp.reader import DcpFolder
 from lwopt_backend.checkpoint.deepspeed import universal as universal_reader
 from lwopt_backend.checkpoint.deepspeed import universal as universal_writer
-from lwopt_backend.checkpoint.files import manifest
+from lwopt_backend.checkpoint.files import manifest, torch_files
 from lwopt_backend.checkpoint.files.pickles import plain
 from lwopt_backend.checkpoint.megatron import dist as read_megatron
 from lwopt_backend.checkpoint.megatron import writer as write_megatron
 from tests.allocations import allocations
 from tests.checkpoint_contents import params_of, same
-from tests.command_line import files, genuine, torch_dist
+from tests.command_line import files, genuine, succeeds, torch_dist
 
 VERSIONS = ("0.16", "0.19")
 
@@ -298,9 +298,9 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def converted(checkpoint: Checkpoint, target: str, folder: Path, workers: int = 1) -> Path:
-    checkpoint = convert.prepared(checkpoint, target, None, None, names.Numbers(), workers)
+    checkpoint, gate = convert.prepared(checkpoint, target, None, None, names.Numbers())
     place = convert.place_of(checkpoint, target, folder)
-    convert.write(checkpoint, target, place, force=True, workers=workers)
+    convert.write(checkpoint, target, place, force=True, workers=workers, finish=partial(gate.finish, workers))
     return folder
 
 
@@ -325,11 +325,34 @@ def test_a_conversion_holds_one_tensor(
     smaller = 2 if target == "safetensors" else 1  # weights, which are in bf16
     if target == "universal":
         assert 4 * BLOCK <= held_then.peak <= 16 * 4 * BLOCK < LARGEST
-        check = lambda: convert.prepared(found, "universal", None, None, names.Numbers())  # noqa: E731
+        check = lambda: convert.prepared(found, "universal", None, None, names.Numbers())[1].finish()  # noqa: E731
         assert allocations(check, at_least=2 * BLOCK).peak <= 16 * 4 * BLOCK
     else:
         assert LARGEST // smaller <= held_then.peak <= 2 * LARGEST + 16 * 4 * BLOCK
     assert held_then.left <= 0
+
+
+@pytest.mark.parametrize("source", ["universal", "megatron"])
+def test_a_conversion_reads_each_byte_once(
+    small_blocks: None, sources: dict[str, Path], tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checksums, values and what is written are of one reading. DCP's fp32 weights are written twice, and read so."""
+    found, read = formats.read(sources[source]), [0]
+    read_strided, crc_of = torch_files.read_strided, torch_files._crc_of
+
+    def reading(*where: Any) -> Tensor:
+        tensor = read_strided(*where)
+        read[0] += tensor.nbytes
+        return tensor
+
+    def checking(stored: torch_files.Stored) -> int:
+        read[0] += stored.length * (stored.length > BLOCK)  # a tensor's
+        return crc_of(stored)
+
+    monkeypatch.setattr(torch_files, "read_strided", reading)
+    monkeypatch.setattr(torch_files, "_crc_of", checking)
+    succeeds("convert", sources[source], tmp_path / "to", "--to", "universal")
+    assert convert.nbytes(found) <= read[0] < 1.01 * convert.nbytes(found)
 
 
 @pytest.mark.parametrize("target", TARGETS)

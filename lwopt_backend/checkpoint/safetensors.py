@@ -207,7 +207,8 @@ def _tensor(path: Path, entry: Entry) -> LazyTensor:
     if entry.dtype not in _DTYPES:
         raise CheckpointError(f"{where} has the dtype {entry.dtype}; known are {', '.join(_DTYPES)}")
     unknown = entry.crc32 is None
-    record = torch_files.Record(Stored(path, entry.start, entry.nbytes), entry.crc32 or 0, where, checked=unknown)
+    place = Stored(path, entry.start, entry.nbytes)
+    record = torch_files.Record(place, entry.crc32 or 0, where, unknown, torch_files.as_read())
     strides = torch.empty(entry.shape, device="meta").stride()
     return StoredTensor(record, 0, entry.shape, strides, _DTYPES[entry.dtype], where).lazy()
 

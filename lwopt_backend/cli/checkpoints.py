@@ -200,28 +200,38 @@ def convert(
     """Convert a checkpoint: weights, optimizer state, counters, schedule. Nothing is written unless all is in order."""
     from lwopt_backend.checkpoint import convert as conversion
     from lwopt_backend.checkpoint import names
+    from lwopt_backend.checkpoint.files import torch_files
 
     options = _options(to, megatron_version, dtype)
     for given in (vocabulary, source_names):
         if given is not None:
             names.find(given)
-    reader, found = opened(source, format)
+    with torch_files.checked_as_read() as records:
+        reader, found = opened(source, format)
     place = conversion.place_of(found, to, destination)
     conversion.check_free(place, force, source)
+    notes: list[str] = []
     with progress(as_json) as bar:
-        checking = bar.add_task("checking", total=conversion.nbytes(found))
-        checked = conversion.watched(found, lambda count: bar.advance(checking, count))
-        made = conversion.prepared(checked, to, vocabulary, source_names, numbers, workers, uneven_steps)
+        task = bar.add_task("converting", total=conversion.nbytes(found))
+        seen = conversion.watched(found, lambda count: bar.advance(task, count))
+        made, gate = conversion.prepared(seen, to, vocabulary, source_names, numbers, uneven_steps)
         result = _as_written(made, to, options)
-        if not dry_run:
-            bar.update(checking, visible=False)  # what is written is read through it once more
-            writing = bar.add_task("writing", total=conversion.nbytes(result))
-            made = conversion.watched(made, lambda count: bar.advance(writing, count))
-            conversion.write(made, to, place, force=force, workers=workers, **options)
+
+        def finish() -> None:
+            for record in records:  # what is damaged is said before what does not fit
+                record.finish()
+            notes.extend(gate.finish(workers))  # it reads what the target has no place for
+            for record in records:
+                record.finish()
+
+        if dry_run:
+            finish()
+        else:
+            conversion.write(made, to, place, force=force, workers=workers, finish=finish, **options)
     summary = {
         "source": {"path": str(source), "reader": reader, **described(found)},
         "result": {"path": str(place.folder), "written": not dry_run, **described(result)},
-        "notes": list(made.notes),
+        "notes": [*made.notes, *notes],
     }
     print_json(summary) if as_json else _show_conversion(summary)
 

@@ -41,6 +41,7 @@ class DcpFolder:
         self.extra: Mapping[str, Mapping[str, Any]] = metadata.extra or {}
         self.has_extra = metadata.extra is not None
         self._saved: dict[Stored, StoredTensor] = {}
+        self._as_read = torch_files.as_read()  # now: threads that read do not know it
 
     def tensor(self, key: str) -> LazyTensor:
         """A whole tensor."""
@@ -112,7 +113,7 @@ class DcpFolder:
         assert chunk.stored is not None  # as was checked
         saved = self._saved.get(chunk.stored)
         if saved is None:
-            loaded = torch_files.load_part(chunk.stored, f"{where}/{chunk.stored.path.name}")
+            loaded = torch_files.load_part(chunk.stored, f"{where}/{chunk.stored.path.name}", self._as_read)
             saved = self._saved.setdefault(chunk.stored, loaded)
         if not isinstance(saved, StoredTensor) or (saved.shape, saved.dtype) != (chunk.sizes, entry.dtype):
             found = f"{saved.dtype} of {saved.shape}" if isinstance(saved, StoredTensor) else type(saved).__name__
