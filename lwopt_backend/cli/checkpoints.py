@@ -341,12 +341,12 @@ def inspect(
 
 def _verify(path: Path, as_json: bool) -> None:
     """Read every file of a folder, whatever is in it, and say which are not as they were written."""
-    from lwopt_backend.checkpoint.verify import plan, verify
+    from lwopt_backend.checkpoint import formats
 
-    plans = plan(path)
+    plans = formats.plan(path)
     with progress(as_json) as bar:
         task = bar.add_task("verifying", total=sum(each.nbytes for each in plans))
-        found = [verify(each, lambda count: bar.advance(task, count)) for each in plans]
+        found = [formats.verify(each, lambda count: bar.advance(task, count)) for each in plans]
     problems = [problem for each in found for problem in each["problems"]]
     if as_json:
         print_json({"path": str(path), "folders": found})

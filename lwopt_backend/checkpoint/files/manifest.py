@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from lwopt_backend.checkpoint.contents import CheckpointError
+from lwopt_backend.checkpoint.choices import CheckpointError
 from lwopt_backend.checkpoint.files.atomic import write_whole
 
 NAME = "lwopt_manifest.json"
