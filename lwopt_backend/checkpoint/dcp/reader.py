@@ -42,6 +42,10 @@ class DcpFolder:
         self.has_extra = metadata.extra is not None
         self._saved: dict[Stored, StoredTensor] = {}
         self._as_read = torch_files.as_read()  # now: threads that read do not know it
+        if self._as_read is not None:  # what stays in memory comes first, so that blocks of tensors leave no holes
+            for key, entry in self.tensors.items():
+                for chunk in entry.chunks:
+                    self._stored(chunk, entry, f"{key} in {path}")
 
     def tensor(self, key: str) -> LazyTensor:
         """A whole tensor."""
