@@ -10,8 +10,8 @@ the source's files. Each is a program of its own, imports included, until the di
 leaves them to the system, so that flushing them is added to its time. They take turns; figures are medians, and MB are
 those of the source. Files of the source are in the system's cache, as they were just written, if there is memory.
 
-``lwopt convert`` reads everything twice, once to check it (checksums; master weights against weights) and once to write
-it; ``ds_to_universal`` checks nothing, and writes everything twice. The program fails if the two made different tensors
+``lwopt convert`` reads everything once, and checks it while it writes (checksums; master weights against weights);
+``ds_to_universal`` checks nothing, and writes everything twice. The program fails if the two made different tensors
 of the ZeRO-2 checkpoint, or if the memory of ``lwopt convert`` goes 1 GB beyond the largest tensor.
 """
 

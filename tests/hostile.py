@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from lwopt_backend.checkpoint.files import torch_files
+from lwopt_backend.checkpoint.files import manifest, torch_files
 from tests.command_line import lwopt, succeeds, torch_dist, torch_format
 
 SECONDS = 10  # of the processor's time
@@ -36,12 +36,14 @@ MEMO = 1 << 20  # where payloads' own places begin, after those of the file that
 
 
 def samples(folder: Path) -> dict[str, Path]:
-    """A small checkpoint of every format."""
+    """A small checkpoint of every format; without manifests, by which they would be refused before they are read."""
     found = {"megatron": torch_dist(folder / "megatron"), "torch": torch_format(folder / "torch")}
     found |= {"stage0": stage0(folder / "stage0")}
     for target in ("universal", "dcp", "safetensors"):
         found[target] = folder / target
         succeeds("convert", found["megatron"], found[target], "--to", target)
+    for path in folder.rglob(manifest.NAME):
+        path.unlink()
     return found
 
 

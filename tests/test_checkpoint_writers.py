@@ -25,12 +25,13 @@ from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointErro
 from lwopt_backend.checkpoint.dcp import writer as write_dcp
 from lwopt_backend.checkpoint.dcp.reader import DcpFolder
 from lwopt_backend.checkpoint.differences import differences
+from lwopt_backend.checkpoint.files import manifest, torch_files
 from lwopt_backend.checkpoint.files.pickles import plain
 from lwopt_backend.checkpoint.megatron import dist as read_megatron
 from lwopt_backend.checkpoint.megatron import writer as write_megatron
 from tests.allocations import allocations
 from tests.checkpoint_contents import params_of, same, watched
-from tests.command_line import genuine, torch_dist
+from tests.command_line import files, genuine, succeeds, torch_dist
 
 VERSIONS = ("0.16", "0.19")
 
@@ -217,13 +218,13 @@ def test_weights_as_safetensors(tmp_path: Path) -> None:
         folder = tmp_path / str(dtype)
         folder.mkdir()
         write_safetensors.write(checkpoint, folder, dtype=dtype)
-        assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
+        assert {path.name for path in folder.iterdir()} == {"model.safetensors", "lwopt_manifest.json"}
         found = load_file(folder / "model.safetensors")
         assert found.keys() == {*checkpoint.params, "count"} and same(found["count"], torch.tensor([3]))
         for name, param in checkpoint.params.items():
             assert same(found[name], param.weight.read() if dtype is None else param.states[MASTER].read().to(dtype))
         with safe_open(folder / "model.safetensors", "pt") as opened:
-            assert opened.metadata() == {"format": "pt"}  # which transformers asks for
+            assert opened.metadata()["format"] == "pt"  # which transformers asks for
     strange = Param(held(torch.ones(2, dtype=torch.complex64), "strange"))
     with pytest.raises(CheckpointError, match="safetensors has no torch.complex64, which x is"):
         write_safetensors.write(dataclasses.replace(checkpoint, params={"x": strange}), tmp_path)
@@ -296,9 +297,9 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def converted(checkpoint: Checkpoint, target: str, folder: Path, workers: int = 1) -> Path:
-    checkpoint = convert.prepared(checkpoint, target, None, None, names.Numbers(), workers)
+    checkpoint, gate = convert.prepared(checkpoint, target, None, None, names.Numbers())
     place = convert.place_of(checkpoint, target, folder)
-    convert.write(checkpoint, target, place, force=True, workers=workers)
+    convert.write(checkpoint, target, place, force=True, workers=workers, finish=partial(gate.finish, workers))
     return folder
 
 
@@ -323,24 +324,46 @@ def test_a_conversion_holds_one_tensor(
     smaller = 2 if target == "safetensors" else 1  # weights, which are in bf16
     if target == "universal":
         assert 4 * BLOCK <= held_then.peak <= 16 * 4 * BLOCK < LARGEST
-        check = lambda: convert.prepared(found, "universal", None, None, names.Numbers())  # noqa: E731
+        check = lambda: convert.prepared(found, "universal", None, None, names.Numbers())[1].finish()  # noqa: E731
         assert allocations(check, at_least=2 * BLOCK).peak <= 16 * 4 * BLOCK
     else:
         assert LARGEST // smaller <= held_then.peak <= 2 * LARGEST + 16 * 4 * BLOCK
     assert held_then.left <= 0
 
 
+@pytest.mark.parametrize("source", ["universal", "megatron"])
+def test_a_conversion_reads_each_byte_once(
+    small_blocks: None, sources: dict[str, Path], tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checksums, values and what is written are of one reading. DCP's fp32 weights are written twice, and read so."""
+    found, read = formats.read(sources[source]), [0]
+    read_strided, crc_of = torch_files.read_strided, torch_files._crc_of
+
+    def reading(*where: Any) -> Tensor:
+        tensor = read_strided(*where)
+        read[0] += tensor.nbytes
+        return tensor
+
+    def checking(stored: torch_files.Stored) -> int:
+        read[0] += stored.length * (stored.length > BLOCK)  # a tensor's
+        return crc_of(stored)
+
+    monkeypatch.setattr(torch_files, "read_strided", reading)
+    monkeypatch.setattr(torch_files, "_crc_of", checking)
+    succeeds("convert", sources[source], tmp_path / "to", "--to", "universal")
+    assert convert.nbytes(found) <= read[0] < 1.01 * convert.nbytes(found)
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_files_are_the_same_whatever_the_number_of_workers(
-    small_blocks: None, sources: dict[str, Path], tmp_path: Path, target: str
+    small_blocks: None, sources: dict[str, Path], tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(manifest, "new_save_id", lambda: "one")
     found = []
     for workers in (1, 2, 5):
         folder = converted(formats.read(sources["universal"]), target, tmp_path / "to", workers)
-        paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".metadata"]
-        found.append(
-            {str(path.relative_to(folder)): path.read_bytes() for path in paths}
-        )  # torch numbers savings there
+        numbered = (".metadata", manifest.NAME)  # torch numbers savings there
+        found.append({name: data for name, data in files(folder).items() if Path(name).name not in numbered})
         shutil.rmtree(tmp_path / "to")
     assert found[0] and found[0] == found[1] == found[2]
 

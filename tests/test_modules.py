@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
 
 from lwopt_backend import ModuleOptimizers
+from lwopt_backend.checkpoint.files import manifest
 from lwopt_backend.optimizer import OwnedOptimizer
 from tests.cells import cells
 from tests.engines import ExactLM
@@ -558,7 +559,7 @@ def test_state_that_is_not_all_there_is_refused_on_all_ranks(tmp_path: Path) -> 
     metadata = (folder / ".metadata").read_bytes()
     dist.barrier()  # all have read it before it is damaged
     on_first_rank(lambda: (folder / ".metadata").write_bytes(metadata[:-200]))
-    refuses("is it whole")
+    refuses("is not the file that was saved")
     on_first_rank(lambda: (folder / ".metadata").write_bytes(metadata))
     optimizers.load_state_dict_from(folder)
     on_first_rank(lambda: next(folder.glob("__2_*")).unlink())
@@ -578,7 +579,9 @@ def test_another_kinds_state_and_damaged_state_are_refused_on_all_ranks(tmp_path
     on_fsdp2.save_state_dict(tmp_path)
     fails_with("which this optimizer cannot read", lambda: on_owned.load_state_dict_from(tmp_path))
     fails_with("expected parameter", lambda: by_sgd.load_state_dict_from(tmp_path))
-    on_first_rank(lambda: next(tmp_path.glob("__0_*")).write_bytes(bytes(10**6)))
+    on_first_rank(lambda: (tmp_path / manifest.NAME).unlink())
+    damaged = next(tmp_path.glob("__0_*"))
+    on_first_rank(lambda: damaged.write_bytes(bytes(damaged.stat().st_size)))
     fails_with("module 'vision' failed on", lambda: on_fsdp2.load_state_dict_from(tmp_path))
 
 
@@ -601,4 +604,4 @@ def test_a_save_that_fails_leaves_the_one_before_and_the_next_removes_it(tmp_pat
     on_first_rank(lambda: (tmp_path / "__0_9.distcp").write_bytes(b""))  # as a crash leaves one
     run.optimizers.save_state_dict(tmp_path)
     after = sorted(tmp_path.iterdir())
-    assert set(after) & set(before) == {tmp_path / ".metadata"} and len(after) == 5
+    assert set(after) & set(before) == {tmp_path / ".metadata", tmp_path / manifest.NAME} and len(after) == 6

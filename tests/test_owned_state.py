@@ -31,6 +31,7 @@ from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.checkpoint import formats
 from lwopt_backend.checkpoint.dcp.reader import DcpFolder
 from lwopt_backend.checkpoint.dcp.saving import read_metadata
+from lwopt_backend.checkpoint.files import manifest
 from lwopt_backend.storage.owned_state import state_pieces
 from tests.cells import with_full
 from tests.checkpoint_contents import same as equal
@@ -86,7 +87,7 @@ def test_a_folder_holds_the_files_of_one_save_and_pieces_of_every_parameter(tmp_
     train(model, optimizer, range(1, 2))
     optimizer.save_state_dict(folder, iteration=2)
     second, found = set(os.listdir(folder)), DcpFolder(folder)
-    assert len(first) == len(second) == 4 and first & second == {".metadata"}
+    assert len(first) == len(second) == 5 and first & second == {".metadata", manifest.NAME}
     weights = {key: entry.shape for key, entry in found.tensors.items() if key.startswith("model.")}
     assert list(weights.items()) == [(f"model.{name}", tuple(p.shape)) for name, p in model.named_parameters()]
     files = {key: {chunk.stored.path for chunk in entry.chunks} for key, entry in found.tensors.items()}
@@ -145,9 +146,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.fixture(scope="module")
 def saves(rank_pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A save, in its folder "state"."""
+    """A save, in its folder "state"; without its manifest, by which it would be refused before it is read."""
     folder = tmp_path_factory.mktemp("saves")
     rank_pools[2].run(save_one, str(folder / "state"))
+    (folder / "state" / manifest.NAME).unlink()
     return folder
 
 
@@ -236,7 +238,8 @@ def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, rank: int, faul
     other.load_state_dict_from(tmp_path)
     assert equal(owned_state(other), expected)
     optimizer.save_state_dict(tmp_path)
-    assert set(os.listdir(tmp_path)) == {".metadata", *(s.path.name for s in read_metadata(tmp_path).stored)}
+    stored = {place.path.name for place in read_metadata(tmp_path).stored}
+    assert set(os.listdir(tmp_path)) == {".metadata", manifest.NAME, *stored}
     other.load_state_dict_from(tmp_path)
     assert equal(owned_state(other), owned_state(optimizer))
 

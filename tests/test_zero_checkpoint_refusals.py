@@ -6,6 +6,7 @@ Of universal ones see test_universal_checkpoints.py.
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from tests.checkpoint_engines import equal
+from tests.command_line import refused
 from tests.models import MATRICES, UnevenLM
 from tests.ranks import RankPool
 from tests.zero import engine_for, settings_for, train
@@ -57,7 +59,7 @@ def load(folder: str, kind: str, stage: int, options: dict[str, Any], **choice: 
         before = [weights_of(engine), list(engine.get_lr()), 0]
         try:
             path, _ = engine.load_checkpoint(folder, **choice)
-        except ValueError:
+        except (ValueError, RuntimeError):  # of this rank, or of another
             assert equal([weights_of(engine), list(engine.get_lr()), engine.global_steps], before)
             raise
         return path, weights_of(engine)
@@ -155,6 +157,27 @@ def test_a_checkpoint_that_does_not_fit_is_refused(rank_pools: dict[int, RankPoo
     folder, _ = saved(*(*theirs, {})[:3])
     errors = rank_pools[here].errors(load, folder, *(*ours, {})[:3], **choice)
     assert all(re.search(message, error, re.DOTALL) for error in errors), errors
+
+
+SWAPPED = "expected this rank's state, found that of .*; it was copied or renamed"
+
+
+@pytest.mark.parametrize("attack", ["swapped", "copied", "of another step"])
+@pytest.mark.parametrize("engine", [("zero", 1), ("zero", 3), ("owned", 1)], ids=str)
+def test_files_of_other_ranks_or_saves_are_refused(
+    rank_pools: dict[int, RankPool], saved: Saving, tmp_path: Path, engine: tuple[str, int], attack: str
+) -> None:
+    """By the engine on every rank, and on the command line; they name the file."""
+    folder = Path(shutil.copytree(saved(*engine, {})[0], tmp_path / "from"))
+    first, harmed = sorted((folder / "b").glob("*optim_states.pt"))
+    kept = harmed.read_bytes()
+    shutil.copy(folder / "a" / harmed.name if attack == "of another step" else first, harmed)
+    if attack == "swapped":
+        first.write_bytes(kept)
+    message = "it was saved after 1 steps, .* after 2" if attack == "of another step" else SWAPPED
+    name = r"zero_pp_rank_\d_mp_rank_00_optim_states.pt" if attack == "swapped" else harmed.name
+    for error in [*rank_pools[2].errors(load, str(folder), *engine, {}), refused("inspect", folder)]:
+        assert re.search(f"{name}: {message}", error.replace("\n", " ")), error
 
 
 LOADED: list[Row] = [  # the last: at which tag

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from lwopt_backend.checkpoint.deepspeed.files import check_marks, mark_of
+from lwopt_backend.checkpoint.files.manifest import new_save_id
 from lwopt_backend.config.param_groups import of_another_optimizer
 from lwopt_backend.integrations.deepspeed.tensors import mark
-from lwopt_backend.runtime.agreement import agree_in_all
+from lwopt_backend.runtime.agreement import agree_in_all, setting
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.storage.owned import OwnedCore
 
@@ -38,17 +40,39 @@ Check = Callable[[str, "str | None", bool], list[str]]
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint's description of itself. ``groups`` has the parameters' names, one list per param group of the
-    optimizer (stages 1 and 2) or per sub-group (stage 3); None at stage 0. ``owned`` is the mark of owned storage,
-    ``stranger`` describes another optimizer that wrote it."""
+    """What a checkpoint says of itself. ``groups`` has the parameters' names, one list per param group of the optimizer
+    (stages 1 and 2) or per sub-group (stage 3); it is None at stage 0. ``owned`` is what one of owned storage says,
+    ``stranger`` which other optimizer wrote it, ``save_id`` what the files of one save of ours share."""
 
     world_size: int
     groups: list[list[str]] | None
     owned: Mapping[str, Any] | None = None
     stranger: str | None = None
+    save_id: str | None = None
 
 
-def guard_loading(name: str, engine: DeepSpeedEngine, ranks: Sequence[Collectives], check_loading: Check) -> None:
+class SaveMark:
+    """What our part of each file says of the save that it is of, so that files of two are told apart.
+
+    Made on all ranks for an engine; ``ranks`` share parameters. A save is named by the run, the ``loads`` since it
+    began, and the step: so ranks need not talk to each other when they save.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, ranks: Collectives) -> None:
+        self._engine, self._run, self.loads = engine, ranks.gather_objects(new_save_id())[0], 0
+
+    def of_now(self) -> dict[str, Any]:
+        """Of what this rank saves. At stage 0, where one file has everything, that is not named."""
+        engine = self._engine
+        step = engine.global_steps
+        file = Path(engine._get_zero_ckpt_name("", "")).name if engine.zero_optimization_stage() else None
+        said = {"save_id": f"{self._run}.{self.loads}.{step}", "step": step, "file": file}
+        return {**said, "rank": engine.global_rank, "world": engine.world_size}
+
+
+def guard_loading(
+    name: str, engine: DeepSpeedEngine, ranks: Sequence[Collectives], check_loading: Check, mark: SaveMark
+) -> None:
     """Make ``engine.load_checkpoint`` check first. ``ranks`` are the groups that share parameters with this rank,
     ``name`` is the optimizer's, for errors.
 
@@ -73,6 +97,7 @@ def guard_loading(name: str, engine: DeepSpeedEngine, ranks: Sequence[Collective
         if engine.zero_optimization_stage() == 3:
             # With load_module_only alone, DeepSpeed silently reads the weights from a file that has none.
             choice["load_optimizer_states"] = with_state
+        mark.loads += 1
         loaded: tuple[str | None, dict[str, Any] | None] = load(*call.args, **call.kwargs)
         return loaded
 
@@ -112,7 +137,10 @@ def check(
         _check_owned(folder, saved.owned, core, stage)
     elif with_state and saved.groups is not None:
         _check_groups(saved.groups, [list(group) for group in engine._get_zero_param_shapes()])
-    return [f"{folder.name}, saved on {saved.world_size} ranks"]
+    return [
+        f"{folder.name}, saved on {saved.world_size} ranks",
+        setting(f"the save that their files in {folder} are of", saved.save_id),
+    ]
 
 
 def check_writer(folder: Path, saved: Saved) -> None:
@@ -164,9 +192,11 @@ def read(folder: Path, engine: DeepSpeedEngine, with_state: bool) -> Saved:
                 f"the checkpoint {str(folder)!r} has no file {of_rank.name!r}; load it in the precision it was saved in"
             )
         optimizer = _without_tensors(of_rank)["optimizer_state_dict"]
+        check_marks(states, file, [(of_rank, optimizer)])
     owned = optimizer.get(MARK) if isinstance(optimizer, Mapping) else None
+    save_id = (mark_of(optimizer) or {}).get("save_id") if isinstance(optimizer, Mapping) else None
     groups = None if shapes is None else [list(group) for group in shapes]
-    return Saved(states["dp_world_size"], groups, owned, None if owned else _stranger(states, optimizer))
+    return Saved(states["dp_world_size"], groups, owned, None if owned else _stranger(states, optimizer), save_id)
 
 
 def _stranger(states: Mapping[str, Any], optimizer: Any) -> str | None:

@@ -14,6 +14,7 @@ from typing import Any
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
+from lwopt_backend.checkpoint.deepspeed.files import SAVE
 from lwopt_backend.config.choices import Rules
 from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.config.linked_rates import LinkedOptimizer, rate_of
@@ -48,6 +49,8 @@ class EngineOptimizer(LinkedOptimizer):
     ``name`` is its type in ds_config.json. ``param_groups`` has, for each group given, a part for its matrices and one
     for the others, and more where overrides differ.
     """
+
+    save_mark: checkpoints.SaveMark  # once it has an engine
 
     def __init__(self, name: str, params: Iterable[Any], rules: Rules, config: ZeROConfig) -> None:
         self.name, self.rules, self.config = name, rules, config
@@ -205,6 +208,7 @@ class ZeROLayerWise(EngineOptimizer):
         if self._binding is not None:
             held = owner_states(self._steppers.values()) if self._steppers else self._owner_state
             state_dict.update(save_matrices(self._binding, held if self._keeps_owner_state else None))
+            state_dict[SAVE] = self.save_mark.of_now()
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

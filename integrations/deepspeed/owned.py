@@ -15,6 +15,7 @@ from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from torch import Tensor
 
 from lwopt_backend import report
+from lwopt_backend.checkpoint.deepspeed.files import SAVE
 from lwopt_backend.config.choices import Rules, settings_lines
 from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.integrations.deepspeed import checkpoints
@@ -365,7 +366,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
             return {}
         common = {key: getattr(self, key) for key in ("loss_scaler", "dynamic_loss_scale", "overflow")}
         marks = {MARK: mark(self.core), "zero_stage": self._stage, "ds_version": version}
-        return {**saved, **common, "clip_grad": self._scaling.clip, **marks}
+        return {**saved, **common, "clip_grad": self._scaling.clip, **marks, SAVE: self.save_mark.of_now()}
 
     def load_state_dict(
         self,

@@ -22,7 +22,7 @@ from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.config.options import suggestion
 from lwopt_backend.config.param_groups import of_another_optimizer
 from lwopt_backend.config.registry import MATRIX_RULES, arguments, new_state
-from lwopt_backend.integrations.deepspeed.checkpoints import Check, guard_loading
+from lwopt_backend.integrations.deepspeed.checkpoints import Check, SaveMark, guard_loading
 from lwopt_backend.integrations.deepspeed.universal_groups import ALONE, Group, check_scheduler, options_of
 from lwopt_backend.plan import TrainedParam
 from lwopt_backend.runtime.agreement import agree_in_all, check_in_all
@@ -241,8 +241,9 @@ def prepare_loading(engine: DeepSpeedEngine, optimizer: Any, ranks: Sequence[Col
     Called once for an engine, on all ranks. ``optimizer`` is ours; ``ranks`` are the groups that share parameters with
     this rank.
     """
+    mark = optimizer.save_mark = SaveMark(engine, ranks[0])
     if not engine.load_universal_checkpoint():
-        guard_loading(optimizer.name, engine, ranks, check)
+        guard_loading(optimizer.name, engine, ranks, check, mark)
         return
     signature = inspect.signature(engine.load_checkpoint)
 
@@ -250,6 +251,7 @@ def prepare_loading(engine: DeepSpeedEngine, optimizer: Any, ranks: Sequence[Col
     def load_checkpoint(*args: Any, **kwargs: Any) -> tuple[str, dict[str, Any]]:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
+        mark.loads += 1
         return _load(engine, optimizer, call.arguments)
 
     engine.load_checkpoint = load_checkpoint

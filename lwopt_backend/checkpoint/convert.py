@@ -278,9 +278,10 @@ def prepared(
     vocabulary: str | None,
     source_vocabulary: str | None,
     numbers: names.Numbers,
-    workers: int = 1,
-) -> Checkpoint:
-    """The checkpoint, checked and under the wanted names: Megatron-core's for the target Megatron, else its own.
+    uneven_steps: bool = False,
+) -> tuple[Checkpoint, gates.Gate]:
+    """Under the names that are wanted: Megatron-core's for what Megatron wrote, else those it has. It is checked but
+    for its values, which the gate checks when they are read.
 
     For DCP, param groups get the options of our optimizers, which load them by these.
 
@@ -289,13 +290,14 @@ def prepared(
     known = source_vocabulary or (checkpoint.names if checkpoint.names in (names.CORE, *names.FAMILIES) else None)
     vocabulary = vocabulary or (names.CORE if target == "megatron" else known)
     _check_used(checkpoint, target, vocabulary, source_vocabulary, numbers.model_fields_set)
-    notes = gates.check(checkpoint, numbers.vocab_size, workers)
-    checkpoint = dataclasses.replace(checkpoint, notes=(*checkpoint.notes, *notes))
+    gate = gates.Gate(checkpoint, numbers.vocab_size, uneven_steps)
+    gate.refuse()
+    checkpoint = gate.checkpoint
     if vocabulary is not None:
         checkpoint = names.translate(checkpoint, vocabulary, numbers, source=source_vocabulary)
     if target == "megatron":
         checkpoint = dataclasses.replace(checkpoint, arguments=_megatron_arguments(checkpoint, numbers))
-    return as_ours(checkpoint) if target == "dcp" else checkpoint
+    return (as_ours(checkpoint) if target == "dcp" else checkpoint), gate
 
 
 def _check_used(checkpoint: Checkpoint, target: str, wanted: str | None, source: str | None, given: set[str]) -> None:
@@ -338,11 +340,19 @@ def _megatron_arguments(checkpoint: Checkpoint, numbers: names.Numbers) -> dict[
 
 
 def write(
-    checkpoint: Checkpoint, target: str, place: Place, *, force: bool = False, workers: int = 1, **options: object
+    checkpoint: Checkpoint,
+    target: str,
+    place: Place,
+    *,
+    force: bool = False,
+    workers: int = 1,
+    finish: Callable[[], object] = lambda: None,
+    **options: object,
 ) -> None:
     """Write a checkpoint, ``workers`` tensors at a time. ``options``: Megatron's ``version``, safetensors' ``dtype``.
 
-    Pointers are written last. A new destination appears at once, with its pointers.
+    ``finish`` is called when all is written and nothing has its name: if it raises, nothing is written. Pointers come
+    last. A destination that is not there yet appears with its pointers, at once.
     """
     if target not in WRITERS:
         raise CheckpointError(f"unknown target {target!r}; known: {', '.join(WRITERS)}")
@@ -350,6 +360,7 @@ def write(
 
     def fill(folder: Path) -> None:
         writer.write(checkpoint, folder, workers=workers, **options)
+        finish()
 
     def fill_destination(folder: Path) -> None:
         inner = folder / place.folder.name

@@ -1,17 +1,24 @@
-"""The formats that can be read, and how a folder's format is recognised."""
+"""The formats that are read, how one is told from another, and whether files are as they were written."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from lwopt_backend.checkpoint import safetensors as safetensors_folder
 from lwopt_backend.checkpoint.choices import AUTO, FORMATS
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError
 from lwopt_backend.checkpoint.dcp import reader as dcp
+from lwopt_backend.checkpoint.dcp.saving import FILE, METADATA, read_metadata
 from lwopt_backend.checkpoint.deepspeed import universal as deepspeed_universal
 from lwopt_backend.checkpoint.deepspeed import zero as deepspeed_zero
+from lwopt_backend.checkpoint.files import manifest
 from lwopt_backend.checkpoint.files.folders import check_links
+from lwopt_backend.checkpoint.files.manifest import Manifest
+from lwopt_backend.checkpoint.files.torch_files import Archive, Stored
 from lwopt_backend.checkpoint.megatron import dist as megatron_dist
 from lwopt_backend.checkpoint.megatron import fsdp as megatron_fsdp
 from lwopt_backend.checkpoint.megatron import names as megatron_folders
@@ -59,3 +66,93 @@ def _hint(path: Path) -> str:
     if any(path.glob("*.distcp")):
         return ": it has .distcp files, but no .metadata that says what is in them; copy all files"
     return ""
+
+
+# ``lwopt inspect --verify``: whether the files of a folder are as they were written, whatever is in them.
+
+Seen = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be read: the files that a manifest lists, or all ``files`` of a folder that has none."""
+
+    folder: Path
+    listed: Manifest | None
+    files: tuple[Path, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(path.stat().st_size for path in self.files)
+
+
+def plan(path: Path) -> list[Plan]:
+    """A plan for each manifest in a folder, and one for the files that no manifest is beside or above.
+
+    Raises CheckpointError for what is no folder, or has no files, or a damaged manifest.
+    """
+    if not path.is_dir():
+        found = "no folder" if path.exists() else "not there"
+        raise CheckpointError(f"{path} is {found}; expected a checkpoint's folder")
+    check_links(path)
+    files = sorted(file for file in path.rglob("*") if file.is_file() and file.name not in (manifest.NAME, *POINTERS))
+    folders = sorted({file.parent for file in path.rglob(manifest.NAME)})
+    plans = []
+    for folder in folders:
+        listed = manifest.read(folder)
+        assert listed is not None
+        plans.append(Plan(folder, listed, tuple(file for file in files if file.is_relative_to(folder))))
+    rest = tuple(file for file in files if not any(file.is_relative_to(folder) for folder in folders))
+    if not files:
+        raise CheckpointError(f"{path} has no files; expected a checkpoint's folder")
+    return plans + [Plan(path, None, rest)] * bool(rest)
+
+
+def verify(plan: Plan, seen: Seen) -> dict[str, Any]:
+    """What was found, as plain data. ``seen`` is called with the bytes that were read."""
+    found: dict[str, Any] = {"folder": str(plan.folder), "save_id": None, "step": None, "world": None}
+    if plan.listed is not None:
+        listed = plan.listed
+        names = {file.relative_to(plan.folder).as_posix() for file in plan.files}
+        problems, added = manifest.verify(listed, seen), sorted(names - set(listed.files))
+        notes = [f"{len(added)} file(s) are not in {manifest.NAME}, so not checked: {', '.join(added)}"] * bool(added)
+        found |= {"save_id": listed.save_id, "step": listed.step, "world": listed.world, "files": len(listed.files)}
+        found["bytes"] = sum(entry.nbytes for entry in listed.files.values())
+    else:
+        problems, notes = _without(plan, seen)
+        found |= {"files": len(plan.files), "bytes": plan.nbytes}
+    return {**found, "notes": notes, "problems": problems}
+
+
+def _without(plan: Plan, seen: Seen) -> tuple[list[str], list[str]]:
+    """What the formats themselves tell: the checksums in what torch.save writes."""
+    problems, unknown = [], []
+    places: dict[Path, tuple[Stored, ...]] = {}
+    for file in plan.files:
+        try:
+            parts = list(_archives(file, places))
+            for part in parts:
+                Archive(part, str(file)).check()
+            unknown += [str(file)] * (not parts)
+        except CheckpointError as error:
+            problems.append(str(error))
+        seen(file.stat().st_size)
+    notes = [
+        f"There is no {manifest.NAME}: whether these files are of one save, and none is missing, cannot be told here. "
+        "What torch.save wrote has checksums of its own"
+    ]
+    notes += [f"{len(unknown)} file(s) have no checksums: {', '.join(unknown)}"] * bool(unknown)
+    return problems, notes
+
+
+def _archives(file: Path, places: dict[Path, tuple[Stored, ...]]) -> Iterator[Stored]:
+    """What torch.save wrote in a file. ``places`` has what the metadata of folders say, once they are read."""
+    if file.name.endswith(FILE) and (file.parent / METADATA).is_file():
+        if file.parent not in places:
+            places[file.parent] = read_metadata(file.parent).stored
+        yield from (place for place in places[file.parent] if place.path == file)
+    else:
+        with file.open("rb") as opened:
+            is_zip = opened.read(4) == b"PK\x03\x04"
+        if is_zip or file.suffix == ".pt":
+            yield Stored(file, 0, file.stat().st_size)

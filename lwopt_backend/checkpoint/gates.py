@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+import operator
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from lwopt_backend.checkpoint import contents
-from lwopt_backend.checkpoint.contents import MASTER, WEIGHT, Checkpoint, CheckpointError, LazyTensor, Param
+from lwopt_backend.checkpoint.contents import MASTER, MATRICES, WEIGHT, Checkpoint, CheckpointError, LazyTensor, Param
 from lwopt_backend.checkpoint.files.made import in_order
+from lwopt_backend.checkpoint.files.manifest import combined
 from lwopt_backend.checkpoint.names import CORE, FAMILIES
 from lwopt_backend.checkpoint.names.megatron import EMBEDDING, HEAD
+from lwopt_backend.config.linked_rates import OWN_RATES, torchs
+from lwopt_backend.config.param_groups import OURS
+from lwopt_backend.config.registry import MATRIX_RULES, new_state, option_names, rules_with_owner_state
+from lwopt_backend.plan.atoms import matrices_of
 
 SHOWN = 20  # problems that are listed
 
@@ -29,43 +40,65 @@ class Refused(CheckpointError):
 
 
 def check(checkpoint: Checkpoint, vocab_size: int | None = None, workers: int = 1) -> list[str]:
-    """Check a checkpoint and return notes; reads every tensor once, ``workers`` parameters at a time.
+    """Notes on what was checked; every tensor is read once, ``workers`` parameters at a time. Raises as ``Gate``."""
+    return Gate(checkpoint, vocab_size).finish(workers)
 
-    Raises Refused, which lists the problems: states that are missing or of another shape than their parameter; master
-    weights that do not round to the saved weights, bit for bit; replicas that differ; a ``vocab_size`` beyond the rows
-    of the embedding, or short of trained rows.
+
+class Gate:
+    """Checks values while somebody else reads them: those of ``checkpoint``, which is that given, watched.
+
+    What is wrong: states that are missing or of another shape than their parameter; signs of several saves or of
+    damage, where nothing proves that all is of one (of these, ``uneven_steps`` may be); master weights that do not
+    round to the saved weights, bit for bit; replicas that differ; a ``vocab_size`` beyond the rows of the embedding, or
+    short of rows that were trained.
     """
-    misshapen = [
-        f"{key} of {name!r} has shape {state.shape}, but the parameter {param.shape} ({state.where})"
-        for name, param in checkpoint.params.items()
-        for key, state in param.states.items()
-        if state.shape != param.shape
-    ]
-    problems = [*_missing(checkpoint), *misshapen, *_vocabulary(checkpoint, vocab_size)]
-    notes = []
-    if not any(param.states for param in checkpoint.params.values()):
-        notes.append("There is no optimizer state, only weights.")
-    elif frozen := list(_frozen(checkpoint)):
-        notes.append(f"{len(frozen)} parameter(s) without a param group have no state, such as {frozen[0]!r}.")
-    wrong: dict[str, int] = {}
-    masters = 0
-    looks = (partial(_values, name, param) for name, param in checkpoint.params.items())
-    for found, counts, both in in_order(looks, workers):
-        masters += both
-        problems += found
-        wrong.update({what: count for what, count in counts.items() if count})
-    for what, one, other in checkpoint.replicas:
-        problems += _differing(what, one, other)
-    if problems:
-        raise Refused(problems, _advice(checkpoint, problems))
-    if masters:
-        notes.append(f"All {masters} master weights round to the saved weights, bit for bit.")
-    if checkpoint.replicas:
-        notes.append(f"All {len(checkpoint.replicas)} replicas are equal.")
-    listed = ", ".join(f"{count} in {what}" for what, count in list(wrong.items())[:SHOWN])
-    more = f" and others in {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-    values = f"{sum(wrong.values())} values are infinite or no numbers: {listed}{more}."
-    return [*notes, values if wrong else "All values are finite."]
+
+    def __init__(self, checkpoint: Checkpoint, vocab_size: int | None = None, uneven_steps: bool = False) -> None:
+        misshapen = [
+            f"{key} of {name!r} has shape {state.shape}, but the parameter {param.shape} ({state.where})"
+            for name, param in checkpoint.params.items()
+            for key, state in param.states.items()
+            if state.shape != param.shape
+        ]
+        self._problems = [*_missing(checkpoint), *misshapen, *_vocabulary(checkpoint, vocab_size)]
+        if not checkpoint.proven:
+            self._problems += [*_counted(checkpoint, uneven_steps), *_unknown(checkpoint)]
+            self._problems += _without_owner_state(checkpoint)
+        self._given = checkpoint
+        self._watched = {name: _watched(param) for name, param in checkpoint.params.items()}
+        params = {name: _lazy(param, self._watched[name]) for name, param in checkpoint.params.items()}
+        self.checkpoint = replace(checkpoint, params=params)
+
+    def refuse(self) -> None:
+        """Raises Refused for what is wrong before a value is read."""
+        if self._problems:
+            raise Refused(self._problems, _advice(self._given, self._problems))
+
+    def finish(self, workers: int = 1) -> list[str]:
+        """Notes on what was checked. What nobody has read is read now. Raises Refused, which lists what is wrong."""
+        checkpoint, notes = self._given, []
+        if not any(param.states for param in checkpoint.params.values()):
+            notes.append("There is no optimizer state, only weights.")
+        elif frozen := list(_frozen(checkpoint)):
+            notes.append(f"{len(frozen)} parameter(s) without a param group have no state, such as {frozen[0]!r}.")
+        wrong: dict[str, int] = {}
+        masters = 0
+        looks = (partial(_values, name, self._watched[name]) for name in checkpoint.params)
+        for found, counts, both in in_order(looks, workers):
+            masters += both
+            self._problems += found
+            wrong.update({what: count for what, count in counts.items() if count})
+        for what, one, other in checkpoint.replicas:
+            self._problems += _differing(what, one, other)
+        self.refuse()
+        if masters:
+            notes.append(f"All {masters} master weights round to the saved weights, bit for bit.")
+        if checkpoint.replicas:
+            notes.append(f"All {len(checkpoint.replicas)} replicas are equal.")
+        listed = ", ".join(f"{count} in {what}" for what, count in list(wrong.items())[:SHOWN])
+        more = f" and others in {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        values = f"{sum(wrong.values())} values are infinite or no numbers: {listed}{more}."
+        return [*notes, values if wrong else "All values are finite."]
 
 
 def _missing(checkpoint: Checkpoint) -> Iterator[str]:
@@ -96,6 +129,90 @@ def _missing(checkpoint: Checkpoint) -> Iterator[str]:
             yield f"{name!r} has no master weight ({MASTER}), which {with_master!r} has"
 
 
+# Signs that files are of several saves, or that a name in them was damaged.
+
+STATES = frozenset({MASTER, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})  # of optimizers not ours
+OPTIONS = frozenset({"params", "initial_lr", "max_lr", "min_lr", "momentum", "nesterov", "beta1", "beta2", OWN_RATES})
+
+
+def _counted(checkpoint: Checkpoint, uneven_steps: bool) -> Iterator[str]:
+    """Counts of steps that differ in a param group, are missing, or are beyond the iteration."""
+    first: dict[int | None, tuple[str, float]] = {}
+    most = math.inf if checkpoint.iteration is None else checkpoint.iteration + (checkpoint.format == "torch dcp")
+    for name, param in checkpoint.params.items():
+        if param.step is None:
+            continue
+        known, step = first.setdefault(param.group, (name, param.step))
+        if param.step != step and not uneven_steps:
+            yield (
+                f"{name!r} was trained for {param.step:g} steps, {known!r} of the same param group for {step:g}; if it "
+                "was not trained in every step, and these are files of one save, say so with --uneven-steps"
+            )
+        if param.step > most:  # a program's own count may begin at 0
+            yield f"{name!r} was trained for {param.step:g} steps, but the checkpoint is of step {checkpoint.iteration}"
+    for name, param in checkpoint.params.items():
+        if param.step is None and param.group in first and set(param.states) - {MASTER} and not param.owner_states:
+            yield f"{name!r} has no count of steps, which {first[param.group][0]!r} of the same param group has"
+
+
+def _unknown(checkpoint: Checkpoint) -> Iterator[str]:
+    """States that no parameter of its rule has, and names that are a known one but for a character."""
+    kept = [_kept(group) for group in checkpoint.groups]
+    for number, group in enumerate(checkpoint.groups):
+        rule = option_names(group) if kept[number] is not None else ()
+        known = {*OPTIONS, *torchs(), *OURS, *rule}
+        for key in group:
+            if key not in known and (meant := _misspelled(key, known - set(group))):
+                yield f"param group {number} has an unknown option {key!r}, and no {meant!r}"
+    for name, param in checkpoint.params.items():
+        expected = kept[param.group] if param.group is not None and param.group < len(kept) else None
+        for key in param.states:
+            if expected is not None and key not in {MASTER, *expected}:
+                rule = checkpoint.groups[param.group or 0]["rule"]
+                yield f"{name!r} has an unknown state {key!r}; {rule} keeps {', '.join(sorted(expected)) or 'none'}"
+            elif expected is None and key not in STATES and (meant := _misspelled(key, STATES)):
+                yield f"{name!r} has an unknown state {key!r}; was it {meant!r}?"
+
+
+def _kept(group: Mapping[str, Any]) -> frozenset[str] | None:
+    """The states that the rule of a group keeps as large as the parameter; None for those that are not known here."""
+    if "rule" not in group or "class" in group:  # what a class keeps is not asked: the file alone names it
+        return None
+    try:
+        return frozenset(new_state(torch.empty(1, device="meta"), group)) - {"step"}
+    except (ImportError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _misspelled(name: object, known: Iterable[str]) -> str | None:
+    """The known name that differs in one character, as one with a flipped bit does."""
+    if not isinstance(name, str):
+        return None
+    return next((k for k in sorted(known) if len(k) == len(name) and sum(map(operator.ne, k, name)) == 1), None)
+
+
+def _without_owner_state(checkpoint: Checkpoint) -> Iterator[str]:
+    """Matrices whose owners keep nothing, though their rule does."""
+    keeping = {number for number, group in enumerate(checkpoint.groups) if _owners_keep(group)}
+    stepped = {param.group for param in checkpoint.params.values() if param.owner_states}
+    for name, param in checkpoint.params.items():
+        if param.group in keeping and (param.group in stepped or (checkpoint.iteration or 0) > 0):
+            count = len((checkpoint.arguments.get(MATRICES) or {}).get(name) or matrices_of(param.shape))
+            missing = [place for place in range(count) if place not in param.owner_states]
+            if missing:
+                rule = checkpoint.groups[param.group or 0]["rule"]
+                yield f"{name!r}: what {rule}'s owner keeps of its matrix {missing[0]} is missing; copy all files again"
+
+
+def _owners_keep(group: Mapping[str, Any]) -> bool:
+    if "class" in group or "rule" not in group:
+        return group.get("rule") in MATRIX_RULES
+    try:
+        return bool(rules_with_owner_state([group]))
+    except (ImportError, KeyError, TypeError, ValueError):
+        return False
+
+
 def _frozen(checkpoint: Checkpoint) -> dict[str, Param]:
     """Parameters without state and without a group, if others have one."""
     params = checkpoint.params
@@ -104,26 +221,77 @@ def _frozen(checkpoint: Checkpoint) -> dict[str, Param]:
     return {n: p for n, p in params.items() if not p.states and p.weight is not None and p.group is None}
 
 
-def _values(name: str, param: Param) -> tuple[list[str], dict[str, int], bool]:
-    """The problems of a parameter's values, the number of values per tensor that are not finite, and whether it has
-    both a weight and a master weight."""
-    counts: dict[str, int] = {}
+class _Watch:
+    """What is learned of a tensor when it is read, whole or block by block, in any order and by any thread: how many
+    values are not finite and, in the dtype ``rounded`` if one is given, the CRC32 of the elements."""
+
+    def __init__(self, tensor: LazyTensor, rounded: torch.dtype | None) -> None:
+        self.tensor, self._rounded = tensor, rounded
+        self._parts: dict[int, tuple[int, int, int]] = {}  # by their first elements: how many, not finite, CRC32
+
+    def lazy(self) -> LazyTensor:
+        """The same, watched."""
+        whole, part = self.tensor.read, self.tensor.read_range
+        ranged = None if part is None else lambda start, stop: self._saw(start, part(start, stop))
+        return replace(self.tensor, read=lambda: self._saw(0, whole()), read_range=ranged)
+
+    def finish(self) -> tuple[int, int]:
+        """How many values are not finite, and the CRC32; what nobody has read is read."""
+        if sum(part[0] for part in self._parts.values()) != self.tensor.numel or not self._follow():
+            self._parts, start = {}, 0
+            for read in self.tensor.block_reads():
+                start += self._saw(start, read()).numel()
+        crc = 0
+        for _, (numel, _, of_part) in sorted(self._parts.items()):
+            crc = combined(crc, of_part, numel * self._rounded.itemsize if self._rounded else 0)
+        return sum(part[1] for part in self._parts.values()), crc
+
+    def _follow(self) -> bool:
+        """Whether the parts are one after the other."""
+        ends = [0, *(start + part[0] for start, part in sorted(self._parts.items()))]
+        return ends[:-1] == sorted(self._parts)
+
+    def _saw(self, start: int, values: Tensor) -> Tensor:
+        if start not in self._parts:
+            odd = crc = 0
+            for block in values.reshape(-1).split(contents.BLOCK):
+                odd += contents.infinite(block)
+                if self._rounded is not None:
+                    crc = zlib.crc32(block.to(self._rounded).view(torch.uint8).numpy().data, crc)
+            self._parts[start] = values.numel(), odd, crc
+        return values
+
+
+def _watched(param: Param) -> dict[str, _Watch]:
+    """By key; of a weight and its master weight, the bits of both in the weight's dtype."""
     weight, master = param.weight, param.states.get(MASTER)
-    problems, both = [], False
-    if weight is not None and master is not None and master.shape == weight.shape:
-        problems, both = _unrounded(name, weight, master, counts), True
-    for key, tensor in param.tensors.items():
-        if not (both and key in (WEIGHT, MASTER)):
-            counts[f"{key} of {name!r}"] = sum(map(contents.infinite, tensor.blocks()))
-    return problems, counts, both
+    both = weight is not None and master is not None and master.shape == weight.shape
+    rounded = weight.dtype if weight is not None and both else None
+    return {key: _Watch(t, rounded if key in (WEIGHT, MASTER) else None) for key, t in param.tensors.items()}
 
 
-def _unrounded(name: str, weight: LazyTensor, master: LazyTensor, counts: dict[str, int]) -> list[str]:
-    """A problem if a master weight, rounded to nearest even, differs from the weight; NaN equals NaN."""
+def _lazy(param: Param, watched: Mapping[str, _Watch]) -> Param:
+    states = {key: watched[key].lazy() for key in param.states}
+    return replace(param, weight=None if param.weight is None else watched[WEIGHT].lazy(), states=states)
+
+
+def _values(name: str, watched: Mapping[str, _Watch]) -> tuple[list[str], dict[str, int], bool]:
+    """What is wrong with a parameter's values, how many of each tensor's are infinite or no numbers, and whether there
+    is a master weight beside the weight. These are only compared element by element if their checksums differ."""
+    found = {key: watch.finish() for key, watch in watched.items()}
+    counts = {f"{key} of {name!r}": odd for key, (odd, _) in found.items()}
+    weight, master = watched.get(WEIGHT), watched.get(MASTER)
+    if weight is None or master is None or weight.tensor.shape != master.tensor.shape:
+        return [], counts, False
+    if found[WEIGHT][1] == found[MASTER][1]:
+        return [], counts, True
+    return _unrounded(name, weight.tensor, master.tensor), counts, True
+
+
+def _unrounded(name: str, weight: LazyTensor, master: LazyTensor) -> list[str]:
+    """A problem if a master weight, rounded to nearest even, is not the weight; NaN is equal to NaN."""
     count, start, first = 0, 0, None
-    odd = [0, 0]
     for saved, full in zip(weight.blocks(), master.blocks(), strict=True):
-        odd = [odd[0] + contents.infinite(saved), odd[1] + contents.infinite(full)]
         rounded = full.to(weight.dtype)
         if not contents.same(rounded, saved):
             differs = contents.unequal(rounded, saved)
@@ -132,7 +300,6 @@ def _unrounded(name: str, weight: LazyTensor, master: LazyTensor, counts: dict[s
                 at = int(differs.to(torch.uint8).argmax())
                 first = f"element {start + at} is {full[at].item()!r}, but the weight {saved[at].item()!r}"
         start += saved.numel()
-    counts.update({f"weight of {name!r}": odd[0], f"{MASTER} of {name!r}": odd[1]})
     if not count:
         return []
     return [

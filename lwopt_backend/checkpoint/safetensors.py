@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import zlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,12 +14,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyTensor, Param, read_as_expected
-from lwopt_backend.checkpoint.files import torch_files
+from lwopt_backend.checkpoint.files import manifest, torch_files
 from lwopt_backend.checkpoint.files.folders import check_name
 from lwopt_backend.checkpoint.files.made import in_order, shape_of
+from lwopt_backend.checkpoint.files.manifest import Files, crc_of
+from lwopt_backend.checkpoint.files.torch_files import Stored, StoredTensor
 
 # Writes weights, without optimizer state, as safetensors, as ``from_pretrained`` reads them.
 #
@@ -38,6 +40,7 @@ DTYPES = {
     **{torch.uint8: "U8", torch.bool: "BOOL"},
 }
 INDEX = "model.safetensors.index.json"
+CRCS = "lwopt_crc32"  # in our headers: checksums of the tensors that have bytes, 8 digits each, in their order
 
 
 def write(
@@ -60,13 +63,16 @@ def write(
     count = len(files)
     numbered = [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
     names = numbered if count > 1 else [ONE_FILE]
+    written = Files(folder)
     for name, content in zip(names, files):
-        _write_file(folder / name, content, workers)
+        _write_file(written, name, content, workers)
     if count > 1:
         place = {tensor: name for name, content in zip(names, files) for tensor in content}
         total = {"total_size": sum(tensor.nbytes for tensor in tensors.values())}
         index = {"metadata": total, "weight_map": {name: place[name] for name in tensors}}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        with written.open(INDEX) as file:
+            file.write((json.dumps(index, indent=2) + "\n").encode())
+    manifest.write(folder, written.entries, checkpoint.iteration)
 
 
 def exported(param: Param, dtype: torch.dtype | None) -> LazyTensor:
@@ -89,22 +95,30 @@ def _files(tensors: Mapping[str, LazyTensor], file_bytes: int) -> list[dict[str,
     return files
 
 
-def _write_file(path: Path, tensors: Mapping[str, LazyTensor], workers: int) -> None:
+def _write_file(files: Files, name: str, tensors: Mapping[str, LazyTensor], workers: int) -> None:
     order = sorted(tensors.items(), key=lambda entry: -entry[1].dtype.itemsize)  # so that every tensor is aligned
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    unknown = "0" * 8 * sum(tensor.nbytes > 0 for _, tensor in order)
+    header: dict[str, object] = {"__metadata__": {"format": "pt", CRCS: unknown}}
     end = 0
-    for name, tensor in order:
+    for tensor_name, tensor in order:
         said = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape)}
-        header[name] = {**said, "data_offsets": [end, end + tensor.nbytes]}
+        header[tensor_name] = {**said, "data_offsets": [end, end + tensor.nbytes]}
         end += tensor.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
+    payloads, path = [], files.folder / name
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
+        file.write(len(text).to_bytes(8, "little") + text)
         for read in in_order((tensor.read for _, tensor in order), workers):
-            file.write(read.contiguous().view(-1).view(torch.uint8).numpy().data)
-            del read
+            data = read.contiguous().view(-1).view(torch.uint8).numpy().data
+            if data:
+                payloads.append((file.tell(), len(data), zlib.crc32(data)))
+            file.write(data)
+            del read, data
+        file.seek(8)
+        crcs = "".join(f"{crc:08x}" for *_, crc in payloads)
+        file.write(text.replace(unknown.encode(), crcs.encode(), 1))
+    files.add(name, crc_of(path, payloads))
 
 
 # Reads a folder of safetensors, as Hugging Face's libraries and the writer above write them.
@@ -112,8 +126,8 @@ def _write_file(path: Path, tensors: Mapping[str, LazyTensor], workers: int) -> 
 #     model.safetensors, or files that model.safetensors.index.json names    weights and buffers
 #     config.json, where there is one                                       how the model was built
 #
-# The library reads the header. It has no checksums: damage shows only if the header does not fit the file's size.
-# Elements are read from the file, because the library would map all of it, which fails for large files.
+# The library reads the header. Only ours has checksums: what a damaged one of others shows is that its header does not
+# fit its size. Elements are read from the file, as the library would map all of it, for which large files lack memory.
 
 ONE_FILE, CONFIG = "model.safetensors", "config.json"
 _DTYPES = {word: dtype for dtype, word in DTYPES.items()}
@@ -130,6 +144,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def _read(path: Path) -> Checkpoint:
+    manifest.check_files(path)
     tensors = _indexed(path) if (path / INDEX).is_file() else load(path / ONE_FILE)
     config = _json(path / CONFIG) if (path / CONFIG).is_file() else {}
     return Checkpoint(
@@ -144,12 +159,14 @@ def _read(path: Path) -> Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor of a file: its dtype in the format's spelling, and the byte at which it begins."""
+    """A tensor of a file: its dtype by the format's word, the byte where it begins, and its CRC32, if that is known."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     start: int
+    nbytes: int
+    crc32: int | None
 
 
 def entries(path: Path) -> list[Entry]:
@@ -158,6 +175,7 @@ def entries(path: Path) -> list[Entry]:
         with safe_open(path, framework="numpy") as file:
             slices = [(name, file.get_slice(name)) for name in file.offset_keys()]
             tensors = [(name, each.get_dtype(), shape_of(each.get_shape())) for name, each in slices]
+            crcs = bytes.fromhex((file.metadata() or {}).get(CRCS, ""))
         nbytes = path.stat().st_size
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}; copy all files of {path.parent}") from error
@@ -169,8 +187,12 @@ def entries(path: Path) -> list[Entry]:
     end = nbytes  # tensors follow each other up to the end of the file, as the library has made sure
     for name, dtype, shape in reversed(tensors):
         bits = 8 if dtype == "BOOL" else int(re.findall(r"\d+", dtype)[0])  # F32, BF16, F8_E4M3
-        end -= math.prod(shape) * bits // 8
-        found.append(Entry(name, dtype, shape, end))
+        size = math.prod(shape) * bits // 8
+        end -= size
+        known = size and crcs
+        found.append(Entry(name, dtype, shape, end, size, int.from_bytes(crcs[-4:], "big") if known else None))
+        crcs = crcs[:-4] if known else crcs
+    manifest.check(path, lambda: crc_of(path, [(e.start, e.nbytes, e.crc32) for e in found if e.crc32 is not None]))
     return found[::-1]
 
 
@@ -183,14 +205,11 @@ def _tensor(path: Path, entry: Entry) -> LazyTensor:
     where = f"{entry.name} in {path}"
     if entry.dtype not in _DTYPES:
         raise CheckpointError(f"{where} has the dtype {entry.dtype}; known are {', '.join(_DTYPES)}")
-    dtype = _DTYPES[entry.dtype]
-
-    def part(first: int, sizes: tuple[int, ...]) -> Tensor:
-        strides = tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
-        return torch_files.read_strided(path, entry.start + first * dtype.itemsize, sizes, strides, dtype, where)
-
-    shape = entry.shape
-    return LazyTensor(shape, dtype, lambda: part(0, shape), where, lambda first, stop: part(first, (stop - first,)))
+    unknown = entry.crc32 is None
+    place = Stored(path, entry.start, entry.nbytes)
+    record = torch_files.Record(place, entry.crc32 or 0, where, unknown, torch_files.as_read())
+    strides = torch.empty(entry.shape, device="meta").stride()
+    return StoredTensor(record, 0, entry.shape, strides, _DTYPES[entry.dtype], where).lazy()
 
 
 def _indexed(path: Path) -> dict[str, LazyTensor]:

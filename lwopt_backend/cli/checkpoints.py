@@ -172,6 +172,7 @@ HELP = {
     "megatron version": f"Megatron that loads it: {' or '.join(VERSIONS)} (and later). Default: 0.16.",
     "dtype": f"Of weights in safetensors: {', '.join(DTYPES)}. Default: as they are.",
     "workers": "Tensors that are read and checked, or written, at a time; so many are in memory.",
+    "uneven steps": "Some parameters were not trained in every step: their counts may differ in a param group.",
     "compared names": f"Compare under these names: {FAMILIES}, or a .json file. Default: as they are, or "
     "megatron-core's where the two have different ones.",
     "names a": "A's names, where it does not say itself, as of a saved model.",
@@ -190,6 +191,7 @@ def convert(
     megatron_version: Annotated[Text, typer.Option(help=HELP["megatron version"])] = None,
     dtype: Annotated[Text, typer.Option(help=HELP["dtype"])] = None,
     workers: Annotated[int, typer.Option(min=1, help=HELP["workers"])] = WORKERS,
+    uneven_steps: Annotated[bool, typer.Option("--uneven-steps", help=HELP["uneven steps"])] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Read, check and rename; write nothing.")] = False,
     as_json: AsJSON = False,
@@ -198,28 +200,38 @@ def convert(
     """Convert a checkpoint: weights, optimizer state, counters, schedule. Nothing is written unless all is in order."""
     from lwopt_backend.checkpoint import convert as conversion
     from lwopt_backend.checkpoint import names
+    from lwopt_backend.checkpoint.files import torch_files
 
     options = _options(to, megatron_version, dtype)
     for given in (vocabulary, source_names):
         if given is not None:
             names.find(given)
-    reader, found = opened(source, format)
+    with torch_files.checked_as_read() as records:
+        reader, found = opened(source, format)
     place = conversion.place_of(found, to, destination)
     conversion.check_free(place, force, source)
+    notes: list[str] = []
     with progress(as_json) as bar:
-        checking = bar.add_task("checking", total=conversion.nbytes(found))
-        checked = conversion.watched(found, lambda count: bar.advance(checking, count))
-        made = conversion.prepared(checked, to, vocabulary, source_names, numbers, workers)
+        task = bar.add_task("converting", total=conversion.nbytes(found))
+        seen = conversion.watched(found, lambda count: bar.advance(task, count))
+        made, gate = conversion.prepared(seen, to, vocabulary, source_names, numbers, uneven_steps)
         result = _as_written(made, to, options)
-        if not dry_run:
-            bar.update(checking, visible=False)  # what is written is read through it once more
-            writing = bar.add_task("writing", total=conversion.nbytes(result))
-            made = conversion.watched(made, lambda count: bar.advance(writing, count))
-            conversion.write(made, to, place, force=force, workers=workers, **options)
+
+        def finish() -> None:
+            for record in records:  # what is damaged is said before what does not fit
+                record.finish()
+            notes.extend(gate.finish(workers))  # it reads what the target has no place for
+            for record in records:
+                record.finish()
+
+        if dry_run:
+            finish()
+        else:
+            conversion.write(made, to, place, force=force, workers=workers, finish=finish, **options)
     summary = {
         "source": {"path": str(source), "reader": reader, **described(found)},
         "result": {"path": str(place.folder), "written": not dry_run, **described(result)},
-        "notes": list(made.notes),
+        "notes": [*made.notes, *notes],
     }
     print_json(summary) if as_json else _show_conversion(summary)
 
@@ -303,12 +315,16 @@ def inspect(
     path: Folder,
     format: Annotated[str, typer.Option("--from", help=f"Its format: {FORMATS}.")] = AUTO,
     check: Annotated[bool, typer.Option(help="Read every tensor and look for problems.")] = True,
+    verify: Annotated[bool, typer.Option("--verify", help="Only compare the files with their checksums.")] = False,
     as_json: AsJSON = False,
 ) -> None:
     """Show what a checkpoint is: format, version, world size, step, parameters, states, size, problems.
 
     The exit code is 1 if there are problems, and 2 if it cannot be read.
     """
+    if verify:
+        _verify(path, as_json)
+        return
     reader, checkpoint = opened(path, format)
     problems, advice, notes = _checked(checkpoint, as_json) if check else ([], "", [UNCHECKED])
     files = [file for file in path.rglob("*") if file.is_file()]
@@ -318,6 +334,31 @@ def inspect(
         **{"notes": [*checkpoint.notes, *notes], "problems": problems, "advice": advice},
     }
     print_json(found) if as_json else _show_contents(found, check)
+    if problems:
+        typer.secho(f"error: {path} has problems ({len(problems)})", fg="red", err=True)
+        raise typer.Exit(1)
+
+
+def _verify(path: Path, as_json: bool) -> None:
+    """Read every file of a folder, whatever is in it, and say which are not as they were written."""
+    from lwopt_backend.checkpoint import formats
+
+    plans = formats.plan(path)
+    with progress(as_json) as bar:
+        task = bar.add_task("verifying", total=sum(each.nbytes for each in plans))
+        found = [formats.verify(each, lambda count: bar.advance(task, count)) for each in plans]
+    problems = [problem for each in found for problem in each["problems"]]
+    if as_json:
+        print_json({"path": str(path), "folders": found})
+    else:
+        console = Console(highlight=False)
+        for each in found:
+            keys = ("folder", "save_id", "step", "world", "files", "bytes")
+            console.print(columns([(key.replace("_", " "), _said(each[key])) for key in keys]))
+            print_sentences(console, "Notes", each["notes"])
+            print_sentences(console, "Problems", each["problems"])
+        if not problems:
+            console.print("\nAll that was checked is as it was written.")
     if problems:
         typer.secho(f"error: {path} has problems ({len(problems)})", fg="red", err=True)
         raise typer.Exit(1)

@@ -29,19 +29,23 @@ from lwopt_backend.runtime.state import STEPPED, STRUCTURE
 class DcpFolder:
     """The tensors and objects of one step's folder. Raises CheckpointError for files that are missing or too short.
 
-    ``tensors`` and ``objects`` are by key; ``paths`` are the keys' parts in the nested state dict, if it was flattened;
-    ``extra`` is what Megatron up to 0.15 noted about tensors. With ``metadata_only``, other files need not exist, and
-    nothing can be read.
+    ``tensors`` and ``objects`` are by their keys; ``paths`` are the keys' parts as the state dict was nested, where it
+    was flattened; ``extra`` is what Megatron up to 0.15 noted about tensors. With ``metadata_only`` other files need
+    not be there: nothing can be read then. ``proven`` says that a manifest lists them.
     """
 
     def __init__(self, path: Path, metadata_only: bool = False) -> None:
         metadata = read_metadata(path)
-        if not metadata_only:
-            metadata.check_files()
+        self.proven = not metadata_only and metadata.check_files()
         self.path, self.tensors, self.objects, self.paths = path, metadata.tensors, metadata.objects, metadata.paths
         self.extra: Mapping[str, Mapping[str, Any]] = metadata.extra or {}
         self.has_extra = metadata.extra is not None
         self._saved: dict[Stored, StoredTensor] = {}
+        self._as_read = torch_files.as_read()  # now: threads that read do not know it
+        if self._as_read is not None:  # what stays in memory comes first, so that blocks of tensors leave no holes
+            for key, entry in self.tensors.items():
+                for chunk in entry.chunks:
+                    self._stored(chunk, entry, f"{key} in {path}")
 
     def tensor(self, key: str) -> LazyTensor:
         """A whole tensor."""
@@ -113,7 +117,7 @@ class DcpFolder:
         assert chunk.stored is not None  # checked before
         saved = self._saved.get(chunk.stored)
         if saved is None:
-            loaded = torch_files.load_part(chunk.stored, f"{where}/{chunk.stored.path.name}")
+            loaded = torch_files.load_part(chunk.stored, f"{where}/{chunk.stored.path.name}", self._as_read)
             saved = self._saved.setdefault(chunk.stored, loaded)
         if not isinstance(saved, StoredTensor) or (saved.shape, saved.dtype) != (chunk.sizes, entry.dtype):
             found = f"{saved.dtype} of {saved.shape}" if isinstance(saved, StoredTensor) else type(saved).__name__
@@ -292,6 +296,7 @@ def _read(path: Path) -> Checkpoint:
         buffers=buffers,
         client=client,
         notes=tuple(convert.sentences(tied, path, counted)),
+        proven=folder.proven,
     )
 
 

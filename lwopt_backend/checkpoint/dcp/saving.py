@@ -7,6 +7,7 @@ import io
 import itertools
 import math
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -25,9 +26,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from lwopt_backend.checkpoint.contents import LONGEST_NAME, CheckpointError, LazyTensor
-from lwopt_backend.checkpoint.files import pickles
+from lwopt_backend.checkpoint.files import manifest, pickles
 from lwopt_backend.checkpoint.files.folders import flush
 from lwopt_backend.checkpoint.files.made import in_order, shape_of
+from lwopt_backend.checkpoint.files.manifest import Entry as FileEntry
+from lwopt_backend.checkpoint.files.manifest import Files, Manifest
 from lwopt_backend.checkpoint.files.torch_files import Stored
 from lwopt_backend.checkpoint.files.torch_saving import save_as_it_lies
 from lwopt_backend.runtime.agreement import agree
@@ -35,7 +38,8 @@ from lwopt_backend.runtime.collectives import Alone, Collectives
 
 # DCP's file ``.metadata``: a folder's tensors with their chunks, other objects, and where they are.
 
-METADATA, ANY_FILE = ".metadata", "__*.distcp"
+METADATA, FILE = ".metadata", ".distcp"
+ANY_FILE = f"__*{FILE}"
 Sizes = tuple[int, ...]
 
 
@@ -88,18 +92,25 @@ class FolderMetadata:
     extra: Mapping[str, Mapping[str, Any]] | None
     stored: tuple[Stored, ...]
 
-    def check_files(self) -> None:
-        """Raises CheckpointError for files that are missing or too short, and for a tensor that they lack a part of."""
+    def check_files(self) -> bool:
+        """Whether there is a manifest. Raises CheckpointError for files that are missing, too short, or by the manifest
+        of another save, and for a tensor that is not all in them."""
+        listed = manifest.check_files(self.path.parent)
+        if listed is not None:
+            _check_marks(listed)
         _check_files(self.path, self.stored)
         for key, entry in self.tensors.items():
             _check_size(self.path, key, entry)
+        return listed is not None
 
 
 def read_metadata(folder: Path) -> FolderMetadata:
     """Raises CheckpointError for content that DCP does not write, and for places outside the folder."""
     path = folder / METADATA
     try:
-        saved = pickles.load(path.read_bytes(), str(path))
+        content = path.read_bytes()
+        manifest.check(path, lambda: zlib.crc32(content))
+        saved = pickles.load(content, str(path))
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read ({error}); without it the folder's files are of no use"
@@ -189,6 +200,28 @@ def _check_files(metadata: Path, stored: Iterable[Stored]) -> None:
             raise CheckpointError(f"{metadata} is damaged: several tensors are at one place in {path}")
 
 
+MARK = 64  # bytes at the start of a file of ours: the save that it is of, and the rank
+
+
+def _mark(save_id: str, rank: int) -> bytes:
+    return f"lwopt save {save_id} rank {rank}\n".encode().ljust(MARK)
+
+
+def _check_marks(listed: Manifest) -> None:
+    """Raises CheckpointError for a file of another save, or of another rank than its name says."""
+    for name, entry in listed.files.items():
+        if name.endswith(FILE):
+            with (listed.folder / name).open("rb") as file:
+                found = file.read(MARK)
+            expected = _mark(listed.save_id, entry.rank)
+            if found != expected:
+                words, said = (text.decode(errors="replace").strip() for text in (expected, found))
+                raise CheckpointError(
+                    f"{listed.folder / name}: expected {words!r} at its start, found {said!r}; it is of another save "
+                    f"or another rank; {listed.advice}"
+                )
+
+
 def _check_size(metadata: Path, key: str, entry: Entry) -> None:
     for chunk in entry.chunks:
         if chunk.stored is None:
@@ -264,15 +297,16 @@ class Shards:
 class _Writer(FileSystemWriter):
     """PyTorch's writer, except that it keeps no box after it is written, and replaces the metadata atomically."""
 
-    def __init__(self, folder: Path, name: str, workers: int) -> None:
-        super().__init__(folder)
-        self._name, self._workers = name, workers
+    def __init__(self, files: Files, name: str, save_id: str, rank: int, workers: int) -> None:
+        super().__init__(files.folder)
+        self.save_id, self._rank = save_id, rank
+        self._files, self._name, self._workers = files, name, workers
         self.fs = _Replacing()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        path = Path(self.path, self._name)
         results = []
-        with path.open("wb") as file:
+        with self._files.open(self._name) as file:
+            file.write(_mark(self.save_id, self._rank))
             read = in_order((partial(planner.resolve_data, item) for item in plan.items), self._workers)
             for item, data in zip(plan.items, read):
                 start = file.tell()
@@ -282,7 +316,7 @@ class _Writer(FileSystemWriter):
                     save_as_it_lies(data, file)
                 del data
                 length = file.tell() - start
-                results.append(WriteResult(item.index, length, _StorageInfo(path.name, start, length)))
+                results.append(WriteResult(item.index, length, _StorageInfo(self._name, start, length)))
             file.flush()
             os.fsync(file.fileno())
         written: Future[list[WriteResult]] = Future()
@@ -385,25 +419,37 @@ def flattened(values: Mapping[str, Any]) -> dict[tuple[Any, ...], Any]:
     return {paths[key]: value for key, value in flat.items()}
 
 
-def save(folder: Path, shards: Shards, ranks: Collectives | None = None, what: str = "save", workers: int = 1) -> None:
-    """Write the shards of all ``ranks`` into ``folder``, which all of them see, replacing the checkpoint in it.
+def save(
+    folder: Path,
+    shards: Shards,
+    ranks: Collectives | None = None,
+    what: str = "save",
+    workers: int = 1,
+    *,
+    step: int | None = None,
+    others: Mapping[str, FileEntry] | None = None,
+) -> None:
+    """Write what all ``ranks`` have into ``folder``, which all of them see, in place of the checkpoint that it held.
 
-    Called on all ranks; each writes its own boxes into its own file, and one of those that several have. ``workers``
-    boxes are in memory: one is written while others are read. An error on any rank is raised on all; the folder then
-    has its earlier checkpoint, and the next save removes the files of this one.
+    Called on all ranks; each writes its own boxes into a file of its own, and of what several have, one. ``workers``
+    boxes are in memory: one is being written, and others are read meanwhile. Raises, on all ranks, what went wrong on
+    any; the folder then holds the checkpoint that it held before, and what is left of this one goes with the next.
+    The manifest has the first rank's ``step``, and its ``others``: files that it has written there already.
     """
     ranks = ranks or Alone()
-    number = agree(ranks, what, lambda: (_next_number(folder), []))
-    name = f"__{ranks.rank}_{ranks.gather_objects(number)[0]}.distcp"
-    writer = _Writer(folder, name, workers)
+    mine = agree(ranks, what, lambda: ((_next_number(folder), manifest.new_save_id()), []))
+    number, save_id = ranks.gather_objects(mine)[0]
+    name = f"__{ranks.rank}_{number}{FILE}"
+    files = Files(folder, ranks.rank)
+    writer = _Writer(files, name, save_id, ranks.rank, workers)
 
     def planned() -> tuple[tuple[_Planner, SavePlan], list[str]]:
         folder.mkdir(parents=True, exist_ok=True)
         planner = _Planner(shards)
         return (planner, planner.create_local_plan()), []
 
-    planner, mine = agree(ranks, what, planned)
-    all_plans = ranks.gather_objects(mine)
+    planner, plan = agree(ranks, what, planned)
+    all_plans = ranks.gather_objects(plan)
 
     def write() -> tuple[tuple[Metadata, list[WriteResult]], list[str]]:
         plans, metadata = planner.create_global_plan(all_plans)
@@ -412,7 +458,15 @@ def save(folder: Path, shards: Shards, ranks: Collectives | None = None, what: s
 
     def finish() -> tuple[None, list[str]]:
         if ranks.rank == 0:
-            _finish(writer, folder, metadata, results)
+            listed = {name: entry for _, entries in results for name, entry in entries.items()}
+            _finish(writer, folder, metadata, [written for written, _ in results])
+            manifest.write(
+                folder,
+                {**(others or {}), **listed, METADATA: manifest.entry_of(folder / METADATA)},
+                step,
+                save_id=save_id,
+                world=ranks.world_size,
+            )
         return None, []
 
     try:
@@ -421,7 +475,7 @@ def save(folder: Path, shards: Shards, ranks: Collectives | None = None, what: s
         with suppress(OSError):
             (folder / name).unlink()
         raise
-    results = ranks.gather_objects(written)
+    results = ranks.gather_objects((written, files.entries))
     agree(ranks, what, finish)
 
 
@@ -440,8 +494,10 @@ def _finish(writer: _Writer, folder: Path, metadata: Metadata, results: list[lis
         path = folder / name
         if not path.is_file() or path.stat().st_size != end:
             raise FileNotFoundError(f"{path} is missing; the folder has to be the same one for all ranks")
+    (folder / manifest.NAME).unlink(missing_ok=True)  # it is of the save before: if this ends here, there is none
+    flush(folder)
     writer.finish(metadata, results)
     flush(folder)
-    for path in folder.glob(ANY_FILE):
+    for path in (*folder.glob(ANY_FILE), *folder.glob(f".{manifest.NAME}.*")):
         if path.name not in ends:
             path.unlink(missing_ok=True)

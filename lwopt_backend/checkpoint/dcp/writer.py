@@ -45,7 +45,8 @@ def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:
     objects = flattened(rest)
     if checkpoint.arguments:  # in one piece: no program loads them in place
         objects["arguments",] = dict(checkpoint.arguments)
-    save(folder, Shards({path: one_box(tensor) for path, tensor in tensors.items()}, objects), workers=workers)
+    shards = Shards({path: one_box(tensor) for path, tensor in tensors.items()}, objects)
+    save(folder, shards, workers=workers, step=checkpoint.iteration)
 
 
 def states_of(name: str, param: Param, matrices: Sequence[str] | None) -> Iterator[tuple[str, LazyTensor]]:

@@ -146,6 +146,9 @@ def read_model_states(files: list[Path]) -> ModelStates:
                 f"{file}: expected the model under 'module', found {type(of_rank.get('module')).__name__}, as "
                 "with pipeline parallelism; is it a file of DeepSpeed's model states?"
             )
+        if of_rank.get("global_steps") != saved.get("global_steps"):
+            counts = f"{of_rank.get('global_steps')} steps, {files[0].name} after {saved.get('global_steps')}"
+            raise CheckpointError(f"{file}: it was saved after {counts}; copy all files of one save again")
     module = saved["module"]
     tensors = {name: value for name, value in module.items() if isinstance(value, LazyTensor)}
     buffers = {name: tensors[name] for name in saved.get("buffer_names") or () if name in tensors}
@@ -162,6 +165,43 @@ def read_model_states(files: list[Path]) -> ModelStates:
         known = {*trained, *buffers, *tied, *frozen}
         frozen.update({name: t for name, t in tensors.items() if name not in known and t.numel})
     return ModelStates(files[0], saved, shapes, tensors, buffers, frozen, tied)
+
+
+SAVE = "lwopt.save"  # the key in our part of each file of the optimizer's state: which save it is of
+
+
+def mark_of(saved: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What our optimizer says of the save; ``saved`` is the optimizer's state in a file. None in other optimizers'."""
+    for key in ("base_optimizer_state", "optimizer_state_dict"):  # in which ZeRO's wrappers have ours
+        if SAVE not in saved and isinstance(saved.get(key), Mapping):
+            saved = saved[key]
+    found = saved.get(SAVE)
+    return found if isinstance(found, Mapping) else None
+
+
+def check_marks(model: Mapping[str, Any], model_file: Path, of_ranks: Iterable[tuple[Path, Mapping[str, Any]]]) -> bool:
+    """Whether all files of the optimizer's state are of one save, as they say themselves; others do not say it.
+
+    ``model`` is what the file of model states holds. Raises CheckpointError for files that were swapped between ranks
+    or copied over each other, or that are of another save or another step than the others.
+    """
+    marks = {file: mark_of(saved) for file, saved in of_ranks}
+    first_file, first = next(((file, mark) for file, mark in marks.items() if mark is not None), (None, None))
+    if first is None:
+        return False
+    for file, mark in marks.items():
+        wrong = None
+        if mark is None:
+            wrong = f"it does not say which save it is of, as {first_file} does"
+        elif mark.get("file") not in (None, file.name):
+            wrong = f"expected this rank's state, found that of {mark.get('file')}; it was copied or renamed"
+        elif mark.get("step") != model.get("global_steps"):
+            wrong = f"it was saved after {mark.get('step')} steps, {model_file.name} after {model.get('global_steps')}"
+        elif mark.get("save_id") != first.get("save_id"):
+            wrong = f"it is of the save {mark.get('save_id')}, {first_file} of {first.get('save_id')}"
+        if wrong:
+            raise CheckpointError(f"{file}: {wrong}; copy all files of one save to {file.parent} again")
+    return True
 
 
 def load_mapping(file: Path) -> Mapping[str, Any]:

@@ -16,9 +16,10 @@ from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointErro
 from lwopt_backend.checkpoint.deepspeed import files as ds
 from lwopt_backend.checkpoint.deepspeed.files import STEP, ModelStates, load_mapping
 from lwopt_backend.checkpoint.deepspeed.zero import MARK, as_marked, matrices_of_mark
-from lwopt_backend.checkpoint.files import torch_files
+from lwopt_backend.checkpoint.files import manifest, torch_files
 from lwopt_backend.checkpoint.files.folders import check_name
 from lwopt_backend.checkpoint.files.made import all_done
+from lwopt_backend.checkpoint.files.manifest import Files
 from lwopt_backend.checkpoint.files.torch_saving import save, save_as_it_lies
 
 # Reads DeepSpeed's universal checkpoints: those of ds_to_universal, of DeepSpeed 0.19.8, and ours.
@@ -53,6 +54,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def _read(tag: Path) -> Checkpoint:
+    proven = manifest.check_files(tag) is not None
     common = load_mapping(tag / ds.UNIVERSAL_MARK)
     ours = ds.plain(common.get(OURS) or {}, [])
     states, parts = _model_states(tag)
@@ -99,6 +101,7 @@ def _read(tag: Path) -> Checkpoint:
         checkpoint,
         params={name: checkpoint.params[name] for name in order or checkpoint.params},
         arguments={**checkpoint.arguments, **ours.get("arguments", {})},
+        proven=proven,
     )
 
 
@@ -206,31 +209,36 @@ def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:
     whole = {**states, "module": OrderedDict({**module, **rest})}
     by_rank = {**states, "module": OrderedDict(rest)}
     (folder / "zero").mkdir()
+    files = Files(folder)
     all_done(
         [
-            partial(save, whole, folder / "mp_rank_00_model_states.pt"),  # the largest file
-            partial(save, by_rank, folder / "zero_pp_rank_0_mp_rank_00_model_states.pt"),
-            partial(save, _common(checkpoint, trained, groups), folder / "zero" / "optimizer_state.pt"),
-            *(partial(_write_param, name, param, folder) for name, param in trained.items()),
+            partial(_save, files, "mp_rank_00_model_states.pt", whole),  # the largest file
+            partial(_save, files, "zero_pp_rank_0_mp_rank_00_model_states.pt", by_rank),
+            partial(_save, files, "zero/optimizer_state.pt", _common(checkpoint, trained, groups)),
+            *(partial(_write_param, name, param, files) for name, param in trained.items()),
         ],
         workers,
     )
+    manifest.write(folder, files.entries, checkpoint.iteration)
 
 
-def _write_param(name: str, param: Param, folder: Path) -> None:
-    """Write a parameter's files; 16-bit state stays so, except the master weight."""
-    place = folder / "zero" / name
-    place.mkdir(parents=True)
+def _save(files: Files, name: str, content: Any) -> None:
+    files.add(name, save(content, files.folder / name))
+
+
+def _write_param(name: str, param: Param, files: Files) -> None:
+    """Its files; what is saved in 16 bits stays so, but for the master weight."""
+    place = f"zero/{name}"
+    (files.folder / place).mkdir(parents=True)
     tensors = {MASTER: param.best.to(torch.float32), **{k: t for k, t in param.states.items() if k != MASTER}}
     for key, tensor in tensors.items():
         check_name(key, f"the state {key!r} of parameter {name!r}")
-        save({"param": tensor, "cat_dim": 0}, place / f"{key}.pt")
+        _save(files, f"{place}/{key}.pt", {"param": tensor, "cat_dim": 0})
     if param.step is not None:
-        save(torch.tensor(float(param.step)), place / f"{STEP}.pt")
+        _save(files, f"{place}/{STEP}.pt", torch.tensor(float(param.step)))
     if param.owner_states:
-        owners = folder / OWNERS
-        owners.mkdir(exist_ok=True)
-        with (owners / f"{name}.pt").open("wb") as file:
+        (files.folder / OWNERS).mkdir(exist_ok=True)
+        with files.open(f"{OWNERS}/{name}.pt") as file:
             save_as_it_lies({place: dict(state) for place, state in param.owner_states.items()}, file)
 
 

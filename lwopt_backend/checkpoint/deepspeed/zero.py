@@ -389,21 +389,27 @@ def _read(tag: Path, files: list[Path]) -> Checkpoint:
         optimizer = states.saved.get("optimizer")
         if not isinstance(optimizer, Mapping):
             raise CheckpointError(f"{states.path} holds no optimizer; there is nothing to read but weights")
-        if MARK in optimizer:
-            return read_owned(states, [(states.path, optimizer)])
-        return read_stage0(states)
+        proven = ds.check_marks(states.saved, states.path, [(states.path, optimizer)])
+        found = read_owned(states, [(states.path, optimizer)]) if MARK in optimizer else read_stage0(states)
+        return replace(found, proven=proven)
     of_ranks: OfRanks = []
     for file in ds.optimizer_files(tag, states.ranks):
         saved = ds.load_mapping(file).get("optimizer_state_dict")
         if not isinstance(saved, Mapping):
             raise CheckpointError(f"{file} holds no 'optimizer_state_dict'; it is no file of ZeRO's optimizer state")
         of_ranks.append((file, saved))
+    proven = ds.check_marks(states.saved, states.path, of_ranks)
+    return replace(_read_ranks(tag, states, of_ranks, len(files)), proven=proven)
+
+
+def _read_ranks(tag: Path, states: ModelStates, of_ranks: OfRanks, files: int) -> Checkpoint:
+    """Of ZeRO 1 to 3. ``files`` of model states are there."""
     if all(MARK in saved for _, saved in of_ranks):
         return read_owned(states, of_ranks)
     if all("fp32_flat_groups" in saved for _, saved in of_ranks):
-        if len(files) != states.ranks:
+        if files != states.ranks:
             raise CheckpointError(
-                f"{tag}: expected the model states' files of {states.ranks} ranks, found {len(files)}; copy it again"
+                f"{tag}: expected the model states' files of {states.ranks} ranks, found {files}; copy it again"
             )
         return read_stage3(states, of_ranks)
     return read_partitions(states, of_ranks)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.checkpoint.contents import CheckpointError, LazyTensor
-from lwopt_backend.checkpoint.files import pickles
+from lwopt_backend.checkpoint.files import manifest, pickles
 from lwopt_backend.checkpoint.files.made import Maker, Named, StorageKind, shape_of
 
 # The zip archives that torch.save writes, in a file or in a part of one: stored records, each with its checksum.
@@ -43,11 +43,17 @@ class Stored:
 
 
 class Record:
-    """A tensor's bytes in a file. They are checked once: when first read whole, or before a part is read."""
+    """A tensor's bytes in a file. They are checked once: when they are first read whole, or before a part is read.
 
-    def __init__(self, stored: Stored, crc: int, where: str, checked: bool) -> None:
-        self.stored, self._crc, self._where = stored, crc, where
+    One that is in ``as_read`` is checked by the parts that are read, when the last of them is, or by ``finish``.
+    """
+
+    def __init__(self, stored: Stored, crc: int, where: str, checked: bool, as_read: list[Record] | None) -> None:
+        self.stored, self.crc, self._where = stored, crc, where
         self._checked, self._lock = checked, threading.Lock()
+        self.parts: dict[int, tuple[int, int]] | None = None if as_read is None else {}
+        if as_read is not None:
+            as_read.append(self)
 
     def check(self) -> None:
         """Read and check all bytes, if not done before. Raises CheckpointError if they differ from what was written."""
@@ -60,8 +66,22 @@ class Record:
         if not self._checked:
             self._compare(zlib.crc32(tensor.view(-1).view(torch.uint8).numpy().data))
 
+    def add(self, start: int, tensor: Tensor) -> None:
+        """A part, which was read from byte ``start`` on."""
+        if self.parts is not None and not self._checked and start not in self.parts:
+            self.parts[start] = tensor.nbytes, zlib.crc32(tensor.view(-1).view(torch.uint8).numpy().data)
+
+    def finish(self) -> None:
+        """Check what was read in parts. Raises CheckpointError unless all is as it was written."""
+        at, crc = 0, 0
+        for start, (nbytes, of_part) in sorted((self.parts or {}).items()):
+            if start == at:
+                at, crc = at + nbytes, manifest.combined(crc, of_part, nbytes)
+        if self.parts and not self._checked:
+            self._compare(crc) if at == self.stored.length else self.check()
+
     def _compare(self, found: int) -> None:
-        if found != self._crc:
+        if found != self.crc:
             raise _damaged(self._where, "a checksum is wrong")
         self._checked = True
 
@@ -72,8 +92,8 @@ class Archive:
     Records of tensors, named ``data/...``, are not read; with ``checked``, they need not be checked.
     """
 
-    def __init__(self, stored: Stored, where: str, checked: bool = False) -> None:
-        self._where = where
+    def __init__(self, stored: Stored, where: str, checked: bool = False, as_read: list[Record] | None = None) -> None:
+        self.stored, self.where = stored, where
         with io.BufferedReader(_Part(stored)) as file:
             try:
                 entries = zipfile.ZipFile(file).infolist()
@@ -84,8 +104,8 @@ class Archive:
                 if sum(entry.file_size for entry in entries) > stored.length:
                     raise ValueError("its records overlap")
                 self.records = {
-                    entry.filename.removeprefix(root): Record(_place(file, entry, stored), entry.CRC, where, checked)
-                    for entry in entries
+                    name.removeprefix(root): Record(place, crc, where, checked, as_read)
+                    for name, place, crc in [(e.filename, _place(file, e, stored), e.CRC) for e in entries]
                 }
             except (zipfile.BadZipFile, EOFError, OSError, ValueError, NotImplementedError, struct.error) as error:
                 raise _damaged(where, error) from error
@@ -98,6 +118,11 @@ class Archive:
         stored = self.records[name].stored
         with io.BufferedReader(_Part(stored)) as file:
             return file.read()
+
+    def crc32(self, path: Path) -> int:
+        """That of ``path``, all of which it is, if its records are as they were written."""
+        payloads = ((r.stored.offset, r.stored.length, r.crc) for r in self.records.values())
+        return manifest.crc_of(path, payloads)
 
     def check(self) -> None:
         """Check every record. Raises CheckpointError."""
@@ -178,6 +203,7 @@ def _damaged(where: str, reason: object) -> CheckpointError:
 
 MOST_USES = 64  # of a file's bytes by its tensors, which may share some: tied weights, zeros that were expanded
 _unchecked: ContextVar[set[Path] | None] = ContextVar("unchecked", default=None)
+_as_read: ContextVar[list[Record] | None] = ContextVar("as_read", default=None)
 
 
 @dataclass(frozen=True)
@@ -195,9 +221,12 @@ class StoredTensor:
         """Elements from number ``begin`` of it on. Raises CheckpointError for bytes that are not as they were saved."""
         start, stored = self.start + begin * self.dtype.itemsize, self.record.stored
         whole = start == 0 and torch.Size(shape).numel() * self.dtype.itemsize == stored.length
-        if not whole:
+        in_parts = not whole and self.record.parts is not None and _is_contiguous(shape, stride)
+        if not whole and not in_parts:
             self.record.check()
         found = read_strided(stored.path, stored.offset + start, shape, stride, self.dtype, self.where)
+        if in_parts:
+            self.record.add(start, found)
         if whole and stride == found.stride():
             self.record.check_read(found)
         elif whole:
@@ -210,11 +239,15 @@ class StoredTensor:
         def read_range(start: int, stop: int) -> Tensor:
             return self.box(start, (stop - start,), (1,))
 
-        ranged = read_range if torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous() else None
+        ranged = read_range if _is_contiguous(self.shape, self.stride) else None
         place = str(self.record.stored.path), self.record.stored.offset + self.start
         return LazyTensor(
             self.shape, self.dtype, lambda: self.box(0, self.shape, self.stride), self.where, ranged, self.stride, place
         )
+
+
+def _is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    return torch.empty_strided(shape, stride, device="meta").is_contiguous()
 
 
 def load(path: Path) -> Any:
@@ -226,7 +259,9 @@ def load(path: Path) -> Any:
     later = _unchecked.get()
     if later is not None:
         later.add(path)
-    return _load(_whole(path), str(path), later is not None, StoredTensor.lazy)
+    archive = Archive(_whole(path), str(path), later is not None, as_read())
+    manifest.check(path, lambda: archive.crc32(path))
+    return _load(archive, StoredTensor.lazy)
 
 
 @contextlib.contextmanager
@@ -240,19 +275,38 @@ def checked_later() -> Iterator[set[Path]]:
         _unchecked.reset(token)
 
 
+@contextlib.contextmanager
+def checked_as_read() -> Iterator[list[Record]]:
+    """Tensors of what is opened inside are checked by the parts that are read, so that nothing is read twice.
+
+    Who reads parts must ``finish`` all these records before anybody trusts what was read.
+    """
+    records: list[Record] = []
+    token = _as_read.set(records)
+    try:
+        yield records
+    finally:
+        _as_read.reset(token)
+
+
+def as_read() -> list[Record] | None:
+    """Of ``checked_as_read``, where that is in use."""
+    return _as_read.get()
+
+
 def check(path: Path) -> None:
     """Raises CheckpointError unless all bytes of a file by torch.save are as they were written."""
     Archive(_whole(path), str(path)).check()
 
 
-def load_part(stored: Stored, where: str) -> Any:
-    """Load what torch.save wrote into a part of a file, with a ``StoredTensor`` for every tensor."""
-    return _load(stored, where, False, lambda tensor: tensor)
+def load_part(stored: Stored, where: str, as_read: list[Record] | None = None) -> Any:
+    """What torch.save wrote into a part of a file, with a ``StoredTensor`` for every tensor."""
+    return _load(Archive(stored, where, as_read=as_read), lambda tensor: tensor)
 
 
 def load_here(stored: Stored, where: str) -> Any:
-    """Load what torch.save wrote into a part of a file, with its tensors in memory."""
-    return _load(stored, where, False, lambda tensor: tensor.lazy().read())
+    """The same with its tensors, in memory."""
+    return _load(Archive(stored, where), lambda tensor: tensor.lazy().read())
 
 
 def read_strided(
@@ -284,8 +338,8 @@ def _whole(path: Path) -> Stored:
     return Stored(path, 0, found.st_size)
 
 
-def _load(stored: Stored, where: str, checked: bool, make: Callable[[StoredTensor], Any]) -> Any:
-    archive = Archive(stored, where, checked)
+def _load(archive: Archive, make: Callable[[StoredTensor], Any]) -> Any:
+    stored, where = archive.stored, archive.where
     order = archive.bytes("byteorder").decode() if "byteorder" in archive.records else "little"
     if order != sys.byteorder:
         raise CheckpointError(f"{where} was written on a machine of byte order {order}; save it again on one like this")

@@ -19,6 +19,7 @@ from torch import Tensor
 from lwopt_backend.checkpoint.contents import LazyTensor, held
 from lwopt_backend.checkpoint.files.folders import start_flush
 from lwopt_backend.checkpoint.files.made import in_order
+from lwopt_backend.checkpoint.files.manifest import Payload, crc_of
 
 ALIGNMENT = 64  # bytes, so that files can be mapped into memory
 FORMAT_VERSION = b"3\n"  # of PyTorch's archives: kProducedFileFormatVersion
@@ -60,9 +61,9 @@ class _Pickler(pickle.Pickler):
         return "storage", kind, value.key, "cpu", value.tensor.numel
 
 
-def save(content: Any, path: Path, workers: int = 1) -> None:
+def save(content: Any, path: Path, workers: int = 1) -> int:
     """Write ``content``, in which tensors may be lazy: ``workers`` blocks of them, or whole ones where ranges cannot be
-    read, are in memory. They become contiguous.
+    read, are in memory. They become contiguous. Returns the file's CRC32.
 
     The file is one that ``torch.load`` reads: an archive of stored records, each at a multiple of ``ALIGNMENT`` bytes,
     as PyTorch's own (torch/serialization.py, ``_save``; caffe2/serialize/inline_container.cc).
@@ -71,14 +72,16 @@ def save(content: Any, path: Path, workers: int = 1) -> None:
     pickler = _Pickler(pickled)
     pickler.dump(content)
     small = {"data.pkl": pickled.getvalue(), "byteorder": sys.byteorder.encode(), "version": FORMAT_VERSION}
+    payloads = []
     with path.open("wb") as file, zipfile.ZipFile(file, "w") as archive:
         for name, data in small.items():
             _write(archive, f"archive/{name}", len(data), [data])
         for storage in pickler.storages:
             read = in_order(storage.tensor.block_reads(), workers)
             blocks = (block.view(-1).view(torch.uint8).numpy().data for block in read)
-            _write(archive, f"archive/data/{storage.key}", storage.tensor.nbytes, blocks)
+            payloads.append(_write(archive, f"archive/data/{storage.key}", storage.tensor.nbytes, blocks))
             start_flush(file)
+    return crc_of(path, payloads)
 
 
 def save_as_it_lies(content: Any, file: BinaryIO) -> None:
@@ -92,8 +95,8 @@ def save_as_it_lies(content: Any, file: BinaryIO) -> None:
         raise
 
 
-def _write(archive: zipfile.ZipFile, name: str, nbytes: int, blocks: Iterable[bytes | memoryview]) -> None:
-    """Write a record; its checksum is computed block by block, while the block is in the processor's cache."""
+def _write(archive: zipfile.ZipFile, name: str, nbytes: int, blocks: Iterable[bytes | memoryview]) -> Payload:
+    """A record; its checksum is made block by block, while the processor's cache has it."""
     record = zipfile.ZipInfo(name)
     large = nbytes >= zipfile.ZIP64_LIMIT
     fixed: int = zipfile.sizeFileHeader  # type: ignore[attr-defined]  # typeshed leaves it out
@@ -103,3 +106,4 @@ def _write(archive: zipfile.ZipFile, name: str, nbytes: int, blocks: Iterable[by
     with archive.open(record, "w", force_zip64=large) as writing:
         for block in blocks:
             writing.write(block)
+    return record.header_offset + header + padding, nbytes, record.CRC

@@ -14,6 +14,7 @@ import torch
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param
 from lwopt_backend.checkpoint.convert import weight_of
 from lwopt_backend.checkpoint.dcp.saving import Boxes, Place, Shards, save, stacked
+from lwopt_backend.checkpoint.files.manifest import Files
 from lwopt_backend.checkpoint.files.torch_saving import save_as_it_lies
 from lwopt_backend.checkpoint.megatron.names import EMBEDDINGS, FUSED, STATES, expert_of, is_sharded_expert, local_spec
 
@@ -336,15 +337,17 @@ def write(checkpoint: Checkpoint, folder: Path, version: str = OLD, workers: int
     objects = keys.extra_states(weights)
     metadata: dict[str, Any] = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     rest = common(checkpoint, arguments, version)
+    files = Files(folder)
     if version == OLD:
         metadata.update(common_backend="torch", common_backend_version=1)
-        with (folder / "common.pt").open("wb") as file:
+        with files.open("common.pt") as file:
             save_as_it_lies(rest, file)
     else:
         objects["common_state/shard_0_1"] = [rest]
-    (folder / "metadata.json").write_text(json.dumps(metadata))
+    with files.open("metadata.json") as file:
+        file.write(json.dumps(metadata).encode())
     shards = Shards({(key,): boxes for key, boxes in tensors.items()}, {(key,): obj for key, obj in objects.items()})
-    save(folder, shards, workers=workers)
+    save(folder, shards, workers=workers, step=checkpoint.iteration, others=files.entries)
 
 
 def _states(name: str, param: Param, weight: LazyTensor, distributed: bool) -> dict[str, LazyTensor]:

@@ -1,0 +1,249 @@
+"""A manifest says which files one save wrote, how large they are, and their CRC32s: readers can tell others from them.
+
+``lwopt_manifest.json`` lies beside the files and is written last::
+
+    {"save_id": "9f0c...", "step": 100, "world": 2,
+     "files": {"zero/wte.weight/fp32.pt": {"bytes": 4736, "crc32": "8d1f...", "rank": 0}, ...},
+     "crc32": "..."}                                                                of all the above
+
+Files that it does not name are not its concern: other tools may add some.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import json
+import os
+import secrets
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+from lwopt_backend.checkpoint.choices import CheckpointError
+from lwopt_backend.checkpoint.files.atomic import write_whole
+
+NAME = "lwopt_manifest.json"
+DEPTH = 4  # folders in which a file's manifest may be: <tag>/zero/<parameter>/<key>.pt has it in the third
+CHUNK = 2**22  # bytes that are read at once
+Payload = tuple[int, int, int]  # where bytes are in a file, how many, and their CRC32
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A file as it was written, and by which rank."""
+
+    nbytes: int
+    crc32: int
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """``files`` are by their paths in ``folder``, with ``/``. ``step`` is None where the save does not know it."""
+
+    folder: Path
+    save_id: str
+    step: int | None
+    world: int
+    files: Mapping[str, Entry]
+
+    @property
+    def advice(self) -> str:
+        return f"copy all of {self.folder} again, or, if another program has saved there since, remove its {NAME}"
+
+    def wrong_sizes(self) -> Iterator[str]:
+        """What is wrong with files that are missing, or of another size."""
+        for name, entry in self.files.items():
+            path = self.folder / name
+            size = path.stat().st_size if path.is_file() else None
+            if size is None:
+                yield f"{path} is missing; {self.advice}"
+            elif size != entry.nbytes:
+                said = f"expected {entry.nbytes} bytes, found {size}"
+                yield f"{path} {'ends early' if size < entry.nbytes else 'is too long'}: {said}; {self.advice}"
+
+    def compare(self, name: str, crc32: int) -> None:
+        """Raises CheckpointError for a file with another CRC32 than the one that was written."""
+        expected = self.files[name].crc32
+        if crc32 == expected:
+            return
+        twin = next((other for other, entry in self.files.items() if entry.crc32 == crc32), None)
+        found = f"it is {twin}" if twin else f"its CRC32 is {crc32:08x}, {NAME} says {expected:08x}"
+        raise CheckpointError(
+            f"{self.folder / name} is not the file that was saved: {found}. It is damaged, or of another save or rank; "
+            f"{self.advice}"
+        )
+
+
+# Written: CRC32s are those of the bytes as they go to the file.
+
+
+class Summing(io.BufferedWriter):
+    """A new file that knows the CRC32 of what was written to it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "wb"))
+        self.crc32 = 0
+
+    def write(self, data: Any) -> int:
+        self.crc32 = zlib.crc32(data, self.crc32)
+        return super().write(data)
+
+
+class Files:
+    """The files that one rank writes into a folder; threads may write several at a time."""
+
+    def __init__(self, folder: Path, rank: int = 0) -> None:
+        self.folder, self._rank = folder, rank
+        self.entries: dict[str, Entry] = {}
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[Summing]:
+        """A new file, which is added when it is closed."""
+        with Summing(self.folder / name) as file:
+            yield file
+        self.add(name, file.crc32)
+
+    def add(self, name: str, crc32: int) -> None:
+        """A file that is written."""
+        self.entries[name] = Entry((self.folder / name).stat().st_size, crc32, self._rank)
+
+
+def entry_of(path: Path) -> Entry:
+    """The entry of a small file of the first rank that something else has written."""
+    return Entry(path.stat().st_size, crc_of(path))
+
+
+def new_save_id() -> str:
+    """A name for one save of several ranks, whose files share it."""
+    return secrets.token_hex(8)
+
+
+def write(
+    folder: Path, files: Mapping[str, Entry], step: int | None, *, save_id: str | None = None, world: int = 1
+) -> None:
+    """Write the manifest of ``files``, which are all there. Without a ``save_id`` that is made of what they are."""
+    listed = {n: {"bytes": e.nbytes, "crc32": f"{e.crc32:08x}", "rank": e.rank} for n, e in sorted(files.items())}
+    save_id = save_id or hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]
+    content = {"save_id": save_id, "step": step, "world": world, "files": listed}
+    write_whole(folder / NAME, (json.dumps({**content, "crc32": _own_crc(content)}, indent=1) + "\n").encode())
+
+
+def _own_crc(content: Mapping[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(content).encode()):08x}"
+
+
+# Read, and compared.
+
+
+def read(folder: Path) -> Manifest | None:
+    """A folder's manifest; None if there is none. Raises CheckpointError for one that is damaged."""
+    path = folder / NAME
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return _parsed(path, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=8)
+def _parsed(path: Path, *_: int) -> Manifest:
+    try:
+        content = json.loads(path.read_bytes())
+        if content.pop("crc32") != _own_crc(content):
+            raise ValueError("its own CRC32 is wrong")
+        save_id, step, world, listed = (content[key] for key in ("save_id", "step", "world", "files"))
+        files = {name: Entry(of["bytes"], int(of["crc32"], 16), of["rank"]) for name, of in listed.items()}
+        numbers = [world, *(n for entry in files.values() for n in (entry.nbytes, entry.rank)), step or 0]
+        if not isinstance(save_id, str) or not all(type(number) is int for number in numbers):
+            raise ValueError("a number is none")
+        for name in files:
+            for kind in (PurePosixPath, PureWindowsPath):
+                if kind(name).is_absolute() or kind(name).drive or ".." in kind(name).parts:
+                    raise ValueError(f"it names {name!r}, outside the folder")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}); copy it again") from error
+    return Manifest(path.parent, save_id, step, world, files)
+
+
+def check_files(folder: Path) -> Manifest | None:
+    """The folder's manifest, if it has one. Raises CheckpointError for files that are missing or of another size."""
+    manifest = read(folder)
+    if manifest is not None:
+        for wrong in manifest.wrong_sizes():
+            raise CheckpointError(wrong)
+    return manifest
+
+
+def check(path: Path, crc32: Callable[[], int]) -> None:
+    """Raises CheckpointError if a manifest names a file that is now another, by its CRC32."""
+    for folder in path.parents[:DEPTH]:
+        manifest = read(folder)
+        if manifest is not None:
+            name = path.relative_to(folder).as_posix()
+            if name in manifest.files:
+                manifest.compare(name, crc32())
+            return
+
+
+def verify(manifest: Manifest, seen: Callable[[int], None]) -> list[str]:
+    """Read every file; what is wrong. ``seen`` is called with the bytes that were read."""
+    problems = list(manifest.wrong_sizes())
+    for name in manifest.files:
+        path = manifest.folder / name
+        if not any(problem.startswith(f"{path} ") for problem in problems):
+            try:
+                manifest.compare(name, crc_of(path, seen=seen))
+            except (CheckpointError, OSError) as error:
+                problems.append(str(error))
+    return problems
+
+
+# A file's CRC32 from those of its parts.
+
+
+def crc_of(path: Path, payloads: Iterable[Payload] = (), seen: Callable[[int], None] = lambda _: None) -> int:
+    """A file's CRC32. Of ``payloads``, whose CRC32s are known and which do not overlap, no byte is read."""
+    crc, at = 0, 0
+    with path.open("rb") as file:
+        for offset, nbytes, of_payload in [*sorted(payloads), (os.fstat(file.fileno()).st_size, 0, 0)]:
+            file.seek(at)
+            while at < offset and (data := file.read(min(CHUNK, offset - at))):
+                crc, at = zlib.crc32(data, crc), at + len(data)
+                seen(len(data))
+            crc, at = combined(crc, of_payload, nbytes), offset + nbytes
+    return crc
+
+
+POLYNOMIAL = 0xEDB88320  # CRC32's, x^0 in the highest bit
+
+
+def combined(first: int, second: int, nbytes: int) -> int:
+    """The CRC32 of bytes that follow each other, ``nbytes`` the second; as zlib's crc32_combine."""
+    return _times(_moved(nbytes), first) ^ second
+
+
+@functools.lru_cache(maxsize=2**12)
+def _moved(nbytes: int) -> int:
+    """x to the 8 times ``nbytes``."""
+    found, power = 1 << 31, 1 << 23
+    while nbytes:
+        if nbytes & 1:
+            found = _times(found, power)
+        power = _times(power, power)
+        nbytes >>= 1
+    return found
+
+
+def _times(one: int, other: int) -> int:
+    product = 0
+    for bit in range(31, -1, -1):
+        if one >> bit & 1:
+            product ^= other
+        other = other >> 1 ^ (POLYNOMIAL if other & 1 else 0)
+    return product

@@ -1,0 +1,222 @@
+"""What we write proves itself: a file that is flipped, cut, swapped, copied, lost or of another save is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lwopt_backend.checkpoint import convert, formats
+from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, Param, held
+from lwopt_backend.checkpoint.dcp import reader as read_dcp
+from lwopt_backend.checkpoint.dcp import saving
+from lwopt_backend.checkpoint.files import manifest
+from lwopt_backend.runtime.collectives import Collectives
+from tests.command_line import files, lwopt, refused, succeeds
+
+TARGETS = ("universal", "megatron", "dcp", "safetensors")
+SHAPES = {"embedding.word_embeddings.weight": (32, 8), "output_layer.weight": (32, 8)}
+
+
+def saved(folder: Path, target: str, step: int) -> Path:
+    """One checkpoint as a target; weights and states are those of the step."""
+    torch.manual_seed(step)
+    params = {}
+    for name, shape in SHAPES.items():
+        master, *moments = (held(torch.randn(shape), name) for _ in range(3))
+        states = {"fp32": master, **dict(zip(("exp_avg", "exp_avg_sq"), moments))}
+        params[name] = Param(master.to(torch.bfloat16), states, float(step), 0)
+    options = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    arguments = {"num_attention_heads": 2, "num_layers": 0, "global_batch_size": 1}
+    found = Checkpoint("made here", "", "megatron-core", params, (options,), arguments, iteration=step, samples=step)
+    more = {"megatron": {"version": "0.16"}, "safetensors": {"file_bytes": 600}}.get(target, {})
+    convert.write(found, target, convert.place_of(found, target, folder), **more)
+    return folder
+
+
+class Threads(Collectives):
+    """Ranks that are threads."""
+
+    def __init__(self, rank: int, world_size: int, barrier: threading.Barrier, values: dict[int, Any]) -> None:
+        self.rank, self.world_size, self._barrier, self._values = rank, world_size, barrier, values
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        self._barrier.wait(60)
+        self._values[self.rank] = value
+        self._barrier.wait(60)
+        return [self._values[rank] for rank in range(self.world_size)]
+
+
+def by_ranks(folder: Path, step: int, world_size: int = 2) -> Path:
+    """What several ranks save together, as owned storage does: each half of every tensor."""
+    barrier, values = threading.Barrier(world_size), dict[int, Any]()
+
+    def of_rank(rank: int) -> None:
+        shards = saving.Shards()
+        for name in ("a", "b"):
+            part = torch.full((4, 64), float(10 * step + rank))
+            for path in (("model", name), ("optimizer", "state", name, "exp_avg")):
+                shards.tensors[path] = saving.Boxes((8, 64), {(4 * rank, 0): held(part, name)})
+        shards.objects["optimizer", "param_groups", rank, "params"] = ["ab"[rank]]
+        saving.save(folder, shards, Threads(rank, world_size, barrier, values), step=step)
+
+    threads = [threading.Thread(target=of_rank, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """Two saves of every format, at the same path of two folders."""
+    found = {}
+    for target in TARGETS:
+        first = saved(tmp_path_factory.mktemp(target) / "save", target, 7)
+        other = saved(tmp_path_factory.mktemp(target) / "save", target, 8)
+        for path in [*other.glob("global_step8"), *other.glob("iter_0000008")]:
+            path.rename(path.with_name(path.name.replace("8", "7")))
+        found[target] = first, other
+    ranks = [by_ranks(tmp_path_factory.mktemp("ranks") / "save", step) for step in (7, 8)]
+    return {**found, "ranks": (ranks[0], ranks[1])}
+
+
+def alike(folder: Path) -> list[Path]:
+    """Two files that hold other tensors, if there are such of one size."""
+    by_size: dict[int, list[Path]] = {}
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in (".pt", ".distcp", ".safetensors")):
+        if path.read_bytes() not in [other.read_bytes() for other in by_size.get(path.stat().st_size, [])]:
+            by_size.setdefault(path.stat().st_size, []).append(path)
+    largest = max(by_size.values(), key=lambda paths: (len(paths), paths[0].stat().st_size))
+    return largest[-2:] if len(largest) > 1 else [path for paths in by_size.values() for path in paths][-2:]
+
+
+def flip(folder: Path, other: Path) -> Path:
+    """A bit of a tensor."""
+    tensor = next(iter(formats.read(folder).params.values())).best.read()
+    part = tensor.view(torch.uint8).flatten()[-12:].numpy().tobytes()
+    path = next(path for path in sorted(folder.rglob("*")) if path.is_file() and part in path.read_bytes())
+    data = bytearray(path.read_bytes())
+    data[data.index(part) + 6] ^= 16
+    path.write_bytes(data)
+    return path
+
+
+def cut(folder: Path, other: Path) -> Path:
+    path = alike(folder)[-1]
+    path.write_bytes(path.read_bytes()[:-1])
+    return path
+
+
+def delete(folder: Path, other: Path) -> Path:
+    path = alike(folder)[-1]
+    path.unlink()
+    return path
+
+
+def duplicate(folder: Path, other: Path) -> Path:
+    one, path = alike(folder)
+    shutil.copy(one, path)
+    return path
+
+
+def swap(folder: Path, other: Path) -> Path:
+    path, other = alike(folder)
+    kept = path.read_bytes()
+    shutil.copy(other, path)
+    other.write_bytes(kept)
+    return path
+
+
+def mix(folder: Path, other: Path) -> Path:
+    path = alike(folder)[-1]
+    shutil.copy(other / path.relative_to(folder), path)
+    return path
+
+
+ATTACKS = (flip, cut, delete, duplicate, swap, mix)
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("form", (*TARGETS, "ranks"))
+def test_a_file_that_is_not_the_one_that_was_saved_is_an_error_that_names_it(
+    made: dict[str, tuple[Path, Path]], tmp_path: Path, form: str, attack: Callable[[Path, Path], Path]
+) -> None:
+    """By whoever reads it, and by --verify, which reads all of it."""
+    if form in ("megatron", "dcp") and attack in (duplicate, swap):
+        pytest.skip("it has one file of tensors")
+    folder = Path(shutil.copytree(made[form][0], tmp_path / "from"))
+    verified = json.loads(succeeds("inspect", folder, "--verify", "--json"))["folders"]
+    assert sum(each["files"] for each in verified) + 1 == len([n for n in files(folder) if "latest" not in n])
+    assert verified[0]["step"] == 7 and verified[0]["world"] == (2 if form == "ranks" else 1)
+    harmed = attack(folder, made[form][1])
+    read, verify = (lwopt("inspect", folder, *more) for more in ((), ("--verify", "--json")))
+    assert read.code and harmed.name in read.out.replace("\n", "") + read.err, read
+    problems = [problem for each in json.loads(verify.out)["folders"] for problem in each["problems"]]
+    assert verify.code == 1 and any(str(harmed) in problem for problem in problems), problems
+
+
+def test_what_other_programs_add_is_no_error_and_a_folder_without_a_manifest_is_told(
+    made: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(made["universal"][0], tmp_path / "from"))
+    (folder / "global_step7" / "zero_to_fp32.py").write_text("print()")
+    said = " ".join(succeeds("inspect", folder, "--verify").split())
+    assert "1 file(s) are not in lwopt_manifest.json, so not checked: zero_to_fp32.py" in said
+    assert json.loads(succeeds("inspect", folder, "--json"))["step"] == 7
+    (folder / "global_step7" / manifest.NAME).unlink()
+    assert "There is no lwopt_manifest.json" in " ".join(succeeds("inspect", folder, "--verify").split())
+    harmed = flip(folder, folder)
+    found = lwopt("inspect", folder, "--verify", "--json")
+    assert found.code == 1 and harmed.name in found.out
+    assert "not there" in refused("inspect", tmp_path / "nothing", "--verify")
+
+
+def test_a_damaged_manifest_is_an_error_and_one_that_leads_elsewhere_reads_nothing(
+    made: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(made["dcp"][0], tmp_path / "from"))
+    path = folder / manifest.NAME
+    kept = json.loads(path.read_text())
+    for wrong in ({"step": 9}, {"files": {"../x": kept["files"]["__0_0.distcp"]}}, {"world": "1"}, {"files": 3}):
+        content = {**kept, **wrong}
+        del content["crc32"]
+        if "step" not in wrong:
+            content["crc32"] = f"{zlib.crc32(json.dumps(content).encode()):08x}"
+        path.write_text(json.dumps({**content, "crc32": content.get("crc32", kept["crc32"])}))
+        assert manifest.NAME in refused("inspect", folder) and manifest.NAME in refused("inspect", folder, "--verify")
+
+
+def test_a_save_in_place_of_another_has_its_own_manifest(tmp_path: Path) -> None:
+    for step in (1, 2):
+        by_ranks(tmp_path, step)
+        found = manifest.check_files(tmp_path)
+        assert found is not None and (found.step, found.world) == (step, 2)
+        assert {entry.rank for entry in found.files.values()} == {0, 1}
+        assert manifest.verify(found, lambda _: None) == [] and len(found.files) == 3
+        assert (
+            read_dcp.DcpFolder(tmp_path).tensor("model.a").read()[:, 0].tolist()
+            == [10.0 * step] * 4 + [10.0 * step + 1] * 4
+        )
+    (tmp_path / manifest.NAME).unlink()
+    read_dcp.DcpFolder(tmp_path)
+
+
+def test_checksums_of_parts_make_that_of_the_whole(tmp_path: Path) -> None:
+    data = torch.randint(0, 256, (100_000,), dtype=torch.uint8).numpy().tobytes()
+    path = tmp_path / "data"
+    path.write_bytes(data)
+    for parts in ([], [(0, 7)], [(5, 90_000)], [(10, 20), (30, 40), (99_000, 1000)], [(0, 100_000)], [(50, 0)]):
+        payloads = [(start, size, zlib.crc32(data[start : start + size])) for start, size in parts]
+        assert manifest.crc_of(path, payloads) == zlib.crc32(data)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        (tmp_path / manifest.NAME).write_text("[" * 100_000)
+        manifest.read(tmp_path)
