@@ -20,6 +20,7 @@ from deepspeed.checkpoint import ds_to_universal
 from torch import Tensor, nn
 
 from lwopt_backend.checkpoint import formats
+from lwopt_backend.checkpoint.files import manifest
 from tests.cells import with_full
 from tests.checkpoint_engines import FROZEN, Buffered, equal, flip, full_weights_of, scheduled, without_compiling
 from tests.checkpoint_engines import settings_for as adamw_settings
@@ -346,6 +347,7 @@ def test_what_does_not_fit_is_refused_on_every_rank_and_changes_nothing(
     loads = []
     for number, (source, spoil, choice, _) in enumerate(cases):
         copy = shutil.copytree(saved[source][0] / "universal", tmp_path / str(number))
+        (copy / "global_step2" / manifest.NAME).unlink()  # by it they would be refused before they are read
         spoil(copy / "global_step2")
         loads.append((str(copy), choice))
     for said in ranks.run(refusals, settings_for(engine, rule, **options) | changes, build, loads):
