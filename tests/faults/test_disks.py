@@ -13,12 +13,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from tests.command_line import files, lwopt, succeeds, torch_dist
-from tests.faults.test_kills import WAYS, digest, engine_of, heads, place
+from tests.faults.test_kills import digest, engine_of, heads, place
 from tests.ranks import RankPool
 
-OURS = ("plain", "modules")  # the others' files are written by DeepSpeed and torch
+OURS = ("plain", "modules")  # the others' files are written by DeepSpeed and torch: docs/reliability.md
 TARGETS = ("universal", "dcp", "megatron", "safetensors")
 
 
@@ -52,8 +53,8 @@ def mounted(options: str) -> Callable[[Path], Any]:
     @contextlib.contextmanager
     def of_its_own(folder: Path) -> Iterator[None]:
         kept = shutil.copytree(folder, folder.with_name("kept"))
-        used = sum(path.stat().st_blocks * 512 for path in kept.rglob("*")) // 4096
-        size = f"size={(used + 4) * 4096}" if options == "full" else "size=64m"
+        pages = sum(-(-path.stat().st_size // 4096) for path in kept.rglob("*") if path.is_file())
+        size = f"size={max(1, pages) * 4096}" if options == "full" else "size=64m"
         if subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", folder], capture_output=True).returncode:
             shutil.rmtree(kept)
             pytest.skip("only root mounts file systems")
@@ -76,7 +77,7 @@ SAID = {
     "a file too large": "File too large",
     "full": "No space left",
     "read-only": "Read-only file system",
-    "removed": "No such file",
+    "removed": "",  # whatever is missed first
 }
 
 
@@ -109,8 +110,9 @@ def test_convert_writes_onto_another_file_system(tmp_path: Path) -> None:
             assert lwopt("diff", source, folder / to, *(["--weights"] if to == "safetensors" else [])).code == 0
 
 
-def save_on(way: str, folder: str, disk: str) -> tuple[str, str, list[str]]:
-    """What was saved first, how a save onto such a disk ends, and what is there then."""
+def save_on(way: str, folder: str, everywhere: bool) -> tuple[str, str, list[str]]:
+    """What was saved first, how a save onto a full disk ends, and what is there then."""
+    fails = everywhere or dist.get_rank() == dist.get_world_size() - 1
     target = Path(place(way, folder, 0))
     with engine_of(way) as engine:
         engine.train(range(1))
@@ -118,7 +120,7 @@ def save_on(way: str, folder: str, disk: str) -> tuple[str, str, list[str]]:
         first = digest(engine)
         engine.train(range(1, 2))
         error = ""
-        with DISKS[disk](target):
+        with small(target) if fails else contextlib.nullcontext():
             try:
                 engine.save(place(way, folder, 1))
             except Exception as caught:
@@ -133,12 +135,14 @@ def load_first(way: str, folder: str) -> str:
         return digest(engine)
 
 
-@pytest.mark.parametrize("disk", ["a file too large"])
-@pytest.mark.parametrize("way", WAYS)
-def test_a_save_that_fails_leaves_the_one_before_it(ranks: RankPool, tmp_path: Path, way: str, disk: str) -> None:
-    results = ranks.run(save_on, way, str(tmp_path), disk)
+@pytest.mark.parametrize("everywhere", [True, False])
+@pytest.mark.parametrize("way", OURS)
+def test_a_save_that_fails_leaves_the_one_before_it(
+    ranks: RankPool, tmp_path: Path, way: str, everywhere: bool
+) -> None:
+    """On all ranks, or on the last one; all of them say so."""
+    results = ranks.run(save_on, way, str(tmp_path), everywhere)
     for _, error, left in results:
-        assert error and "\n" not in (error if way in OURS else ""), error
-        assert way not in OURS or str(tmp_path) in error and SAID[disk] in error, error
+        assert "\n" not in error and str(tmp_path) in error and "File too large" in error, error
         assert not any(".lwopt-" in name for name in left)
     assert ranks.run(load_first, way, str(tmp_path)) == [first for first, _, _ in results]

@@ -21,7 +21,7 @@ from tests.command_line import lwopt, succeeds, torch_dist
 from tests.engines import Cell, Engine, ExactLM, running
 from tests.faults.campaign import SEED, count
 from tests.owned import BUCKET_MB
-from tests.ranks import RankFailed, RankPool
+from tests.ranks import RankFailed, RankPool, kept_in_a_world
 
 SAVES = 6  # of a writer that is not killed
 WAYS = {
@@ -32,6 +32,11 @@ WAYS = {
 }
 
 
+@kept_in_a_world
+def group_of(name: str) -> Any:
+    return dist.new_group()
+
+
 class Modules(Engine):
     """Two modules, each in owned storage; weights are saved with the state."""
 
@@ -39,7 +44,7 @@ class Modules(Engine):
         model = ExactLM()
         halves = {"layers": model.layers, "gate": model.gate}
         optimizers = {
-            name: LayerWiseOptimizer(half, bucket_mb=BUCKET_MB, report=False, process_group=dist.new_group())
+            name: LayerWiseOptimizer(half, bucket_mb=BUCKET_MB, report=False, process_group=group_of(name))
             for name, half in halves.items()
         }
         for param in (*model.embedding.parameters(), *model.lm_head.parameters()):

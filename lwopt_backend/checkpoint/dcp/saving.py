@@ -7,12 +7,12 @@ import io
 import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -216,6 +216,7 @@ def incomplete(where: str, saved: int, sizes: Sequence[int], offsets: Sequence[i
 # Metadata, and the files' form, are PyTorch's own (torch/distributed/checkpoint/filesystem.py, ``_write_item``).
 
 Place = tuple[int, ...]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -392,37 +393,47 @@ def save(folder: Path, shards: Shards, ranks: Collectives | None = None, what: s
     boxes are in memory: one is being written, and others are read meanwhile. Raises, on all ranks, what went wrong on
     any; the folder then holds the checkpoint that it held before, and what is left of this one goes with the next.
     """
+    target = folder if ranks is not None else None  # who converts writes into a temporary one, and names the target
     ranks = ranks or Alone()
-    number = agree(ranks, what, lambda: (_next_number(folder), []))
+
+    def in_all(decide: Callable[[], T]) -> T:
+        return agree(ranks, what, lambda: (_naming(target, decide), []))
+
+    number = in_all(lambda: _next_number(folder))
     name = f"__{ranks.rank}_{ranks.gather_objects(number)[0]}.distcp"
     writer = _Writer(folder, name, workers)
 
-    def planned() -> tuple[tuple[_Planner, SavePlan], list[str]]:
+    def planned() -> tuple[_Planner, SavePlan]:
         folder.mkdir(parents=True, exist_ok=True)
         planner = _Planner(shards)
-        return (planner, planner.create_local_plan()), []
+        return planner, planner.create_local_plan()
 
-    planner, mine = agree(ranks, what, planned)
+    planner, mine = in_all(planned)
     all_plans = ranks.gather_objects(mine)
 
-    def write() -> tuple[tuple[Metadata, list[WriteResult]], list[str]]:
+    def write() -> tuple[Metadata, list[WriteResult]]:
         plans, metadata = planner.create_global_plan(all_plans)
         own = plans[ranks.rank]
-        return (metadata, writer.write_data(own, planner).value() if own.items else []), []
-
-    def finish() -> tuple[None, list[str]]:
-        if ranks.rank == 0:
-            _finish(writer, folder, metadata, results)
-        return None, []
+        return metadata, writer.write_data(own, planner).value() if own.items else []
 
     try:
-        metadata, written = agree(ranks, what, write)
+        metadata, written = in_all(write)
     except BaseException:
         with suppress(OSError):
             (folder / name).unlink()
         raise
     results = ranks.gather_objects(written)
-    agree(ranks, what, finish)
+    in_all(lambda: _finish(writer, folder, metadata, results) if ranks.rank == 0 else None)
+
+
+def _naming(target: Path | None, decide: Callable[[], T]) -> T:
+    """``decide()``; an error of the disk names the target, which a full disk's does not."""
+    try:
+        return decide()
+    except OSError as error:
+        if target is None:
+            raise
+        raise type(error)(f"{target} is as it was, nothing is written: {error}") from error
 
 
 def _next_number(folder: Path) -> int:
