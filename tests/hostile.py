@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from lwopt_backend.checkpoint.files import manifest, torch_files
-from tests.command_line import lwopt, succeeds, torch_dist, torch_format
+from tests.command_line import Run, lwopt, succeeds, torch_dist, torch_format
 
 SECONDS = 10  # of the processor's time
 ADDRESS_SPACE = 6 << 30  # bytes: of this process, most of which libraries reserve and do not use
@@ -228,19 +228,28 @@ class TooLong(BaseException):
     """Not an Exception, so that nobody takes it for one of their own."""
 
 
-def _too_long(*_: Any) -> None:
+def too_long(*_: Any) -> None:
     raise TooLong(f"more than {SECONDS} s")
 
 
-def wrong(*words: object) -> str:
-    """What is wrong with how a command ended, if anything is."""
+def ended(*words: object) -> Run | str:
+    """How a command ended, or what it raised."""
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
-        run = lwopt(*words)
+        return lwopt(*words)
     except BaseException as error:
         return f"{type(error).__name__}: {error}"[:300]
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def wrong(*words: object) -> str:
+    """What is wrong with how a command ended, if anything is."""
+    run = ended(*words)
+    return run if isinstance(run, str) else wrong_in(run)
+
+
+def wrong_in(run: Run) -> str:
     if "Traceback" in run.err or "not enough memory" in run.err or run.code not in (0, 1, 2):
         return f"{run.code}: {run.err[:300]}"
     return "" if run.code == 0 or run.err.startswith("error: ") else run.err[:300]
@@ -302,7 +311,7 @@ def harm(data: bytearray, generator: random.Random) -> None:
 
 def main(folder: str, apart: int, seed: int, count: int) -> None:
     found = samples(Path(folder))
-    signal.signal(signal.SIGPROF, _too_long)
+    signal.signal(signal.SIGPROF, too_long)
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
     runs = 0
     for harms, names in ((bombs(found, apart), ["inspect"]), (flips(found, seed, count), [*commands(Path())])):

@@ -20,7 +20,7 @@ from lwopt_backend.config.hosts import FSDP2Config, OwnedConfig, ZeROConfig
 from lwopt_backend.config.registry import MATRIX_RULES
 from lwopt_backend.plan.cost import max_min_squared
 from lwopt_backend.routing.routing import Division
-from tests.command_line import refused
+from tests.command_line import refused, torch_dist
 
 LAYER = [["q", [256, 256]], ["o", [256, 256]], ["up", [1024, 256]], ["down", [256, 1024]]]
 
@@ -308,3 +308,43 @@ def test_the_nearest_class_has_the_word_and_its_bases_the_rest() -> None:
 
     own = {"lr": "its own.", "dampening": "of its constructor"}
     assert argument_meanings(Derived) == {**own, "eps": "the base's.", "momentum": "of the constructor"}
+
+
+# Small files that would ask for much
+
+LAUGHS = "\n".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]" for a, b in zip("abcdefgh", "bcdefghi"))
+LLAMA = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "vocab_size": 11, "num_attention_heads": 4}
+MOE = {**LLAMA, "model_type": "mixtral", "num_hidden_layers": 2}
+FEW: dict[str, tuple[str, str]] = {  # a file's content, and what is said of it
+    "layers.hf": (
+        json.dumps({**LLAMA, "num_hidden_layers": 2**31}),
+        "num_hidden_layers is 2147483648; expected at most",
+    ),
+    "experts.hf": (json.dumps({**MOE, "num_local_experts": 10**7}), "num_local_experts is 10000000; expected at most"),
+    "deep.hf": ("[" * 100_000, "this is not JSON"),
+    "huge.shapes": (json.dumps([["a", [2**62, 2**62]]]), "expected at most 2**60 elements"),
+    "laughs.cluster": (f"a: &a [x]\n{LAUGHS}", "aliases (*name) are not read"),
+    "tag.cluster": ("!!python/object/apply:os.system ['true']", "could not determine a constructor"),
+    "deep.cluster": ("[" * 3000, "maximum recursion depth exceeded"),
+    "deep.json": ("[" * 100_000, "maximum recursion depth exceeded"),
+    "ways.json": (json.dumps({"target": "x", "rules": [{"source": "{*}" * 9, "target": "{*}"}]}), "at most 2 times"),
+    "deep.cost": ("[" * 100_000, "is no valid cost table"),
+}
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_small_files_that_would_ask_for_much_are_refused(shapes: Path, tmp_path: Path, name: str) -> None:
+    (text, said), path, kind = FEW[name], tmp_path / name, name.partition(".")[2]
+    path.write_text(text)
+    model = ("--shapes", shapes) if kind not in ("hf", "shapes") else ()
+    words = ("plan", "--world-size", 4, f"--{kind}", path, *model)
+    if kind == "json":
+        words = ("convert", torch_dist(tmp_path / "from"), tmp_path / "to", "--to", "dcp", "--names", path)
+    assert said in refused(*words)
+
+
+def test_options_and_numbers_that_would_ask_for_much_are_refused(shapes: Path) -> None:
+    words = ("plan", "--shapes", shapes, "--world-size")
+    assert "maximum recursion depth exceeded" in refused(*words, 4, "--option", f"layout={'[' * 3000}")
+    assert "aliases" in refused(*words, 4, "--option", "atoms={a: &a {}, b: *a}")
+    assert "65536" in refused(*words, 10**9)

@@ -162,6 +162,8 @@ OF_ONE: dict[Door, list[Wrong]] = {
         ({"matrix": {"name": ["muon"]}}, "matrix: name: expected one of muon, normuon, adamuon, "),
         (of_class(3), f"matrix: {PATH}, e.g. 'pytorch_optimizer.SOAP'; found 3"),
         (of_class("torch.optim.Adm"), "torch.optim has no 'Adm'; did you mean 'Adam'?"),
+        (of_class(ADAM, betas=3), "Adam refuses these arguments: betas is 3; expected a value like (0.9, 0.999)"),
+        (of_class(".a.Adam"), "class '.a.Adam' cannot be imported: "),
         (of_class("no_such_package.X"), "cannot be imported: No module named"),
         (
             of_class("torch.nn.Linear"),

@@ -207,3 +207,11 @@ def test_weights_alone_and_stages_1_and_2_can_be_loaded(
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_folder_without_checkpoints_is_left_to_deepspeed(ranks: RankPool, tmp_path: Path, stage: int) -> None:
     assert [path for path, _ in ranks.run(load, str(tmp_path), "zero", stage, {})] == [None, None]
+
+
+def test_a_pointer_that_was_emptied_and_not_written_is_refused_with_the_tags(ranks: RankPool, tmp_path: Path) -> None:
+    """DeepSpeed does both in turn."""
+    (tmp_path / "global_step7").mkdir()
+    (tmp_path / "latest").touch()
+    for error in ranks.errors(load, str(tmp_path), "zero", 2, {}):
+        assert "latest is empty: the save that wrote it was interrupted" in error and error.endswith(": global_step7")

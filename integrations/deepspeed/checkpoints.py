@@ -115,6 +115,12 @@ def check(
     named = latest(load_dir)
     if tag is None and named is None:
         return ["no checkpoint"]
+    if tag is None and not named:  # DeepSpeed empties the file before it writes it
+        tags = sorted(path.name for path in Path(load_dir).iterdir() if path.is_dir())
+        raise ValueError(
+            f"{Path(load_dir, 'latest')} is empty: the save that wrote it was interrupted; load one of the tags by its "
+            f"name, load_checkpoint(..., tag=...): {', '.join(tags)}"
+        )
     folder = Path(load_dir) / str(named if tag is None else tag)
     stage = engine.zero_optimization_stage()
     saved = read(folder, engine, with_state)

@@ -17,7 +17,8 @@ from torch import Tensor
 from lwopt_backend.checkpoint import gates, names
 from lwopt_backend.checkpoint.choices import ARGUMENTS, WRITERS
 from lwopt_backend.checkpoint.contents import MASTER, WEIGHT, Checkpoint, CheckpointError, LazyTensor, Param
-from lwopt_backend.checkpoint.files.folders import refuse_existing, write_folder, write_pointer
+from lwopt_backend.checkpoint.files.atomic import write_whole
+from lwopt_backend.checkpoint.files.folders import refuse_existing, write_folder
 from lwopt_backend.config.linked_rates import OWN_RATES, torchs
 from lwopt_backend.config.registry import MATRIX_RULES, options_of, rule_named
 
@@ -367,7 +368,7 @@ def write(
         inner.mkdir()
         fill(inner)
         for name, text in place.pointers.items():
-            write_pointer(folder / name, text)
+            write_whole(folder / name, text.encode())
 
     destination = place.folder.parent
     if place.pointers and not destination.exists():

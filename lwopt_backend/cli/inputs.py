@@ -63,7 +63,7 @@ BucketMb = Annotated[
     typer.Option(metavar="MIB", help="Of owned storage: MiB of gradients that close a bucket.", rich_help_panel=PLAN),
 ]
 
-WorldSize = Annotated[int, typer.Option(min=1, help="All ranks.", rich_help_panel=CLUSTER)]
+WorldSize = Annotated[int, typer.Option(min=1, max=2**16, help="All ranks.", rich_help_panel=CLUSTER)]
 TensorParallel = Annotated[int, typer.Option(min=1, help="Tensor parallelism.", rich_help_panel=CLUSTER)]
 PipelineParallel = Annotated[int, typer.Option(min=1, help="Pipeline stages.", rich_help_panel=CLUSTER)]
 ExpertParallel = Annotated[int, typer.Option(min=1, help="Expert parallelism.", rich_help_panel=CLUSTER)]

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import yaml
-
-from lwopt_backend.planner.setting import ENGINES
+from lwopt_backend.planner.setting import ENGINES, read_yaml
 
 OF_OWNED_STORAGE = ("storage", "layout", "bucket_mb", "group_size")  # fields of ZeROConfig that are for engine owned
 
@@ -54,6 +52,6 @@ def _parsed(text: str) -> tuple[str, Any]:
     if not equals or not key:
         raise ValueError(f"--option {text!r}: expected KEY=VALUE, such as keep_full_grads=true or matrix=soap")
     try:
-        return key.strip(), yaml.safe_load(value)
-    except yaml.YAMLError as error:
+        return key.strip(), read_yaml(value)
+    except ValueError as error:
         raise ValueError(f"--option {text!r}: expected a value as YAML or JSON, found {value!r}: {error}") from error

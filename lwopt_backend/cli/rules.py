@@ -28,7 +28,10 @@ def rules(
 
     sys.path.insert(0, "")
     for module in imports or ():
-        importlib.import_module(module)
+        try:
+            importlib.import_module(module)
+        except (ImportError, TypeError, ValueError) as error:  # TypeError: of ".a"
+            raise ImportError(f"--import {module!r}: cannot be imported: {error}") from error
     found = rule_facts(name, class_path)
     if as_json:
         print(json.dumps(found, indent=2, default=str))

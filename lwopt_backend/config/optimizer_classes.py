@@ -243,7 +243,7 @@ def class_named(path: str) -> type[torch.optim.Optimizer]:
     module_name, _, name = path.rpartition(".")
     try:
         module = importlib.import_module(module_name)
-    except (ImportError, ValueError) as error:
+    except (ImportError, TypeError, ValueError) as error:  # TypeError: of ".a.B"
         package = PACKAGES.get(module_name.partition(".")[0])
         how = f"; run: {install_command(package)}" if package else ""
         raise ValueError(f"class {path!r} cannot be imported: {error}{how}") from error
@@ -297,10 +297,34 @@ def check_arguments(path: str, model: type[Options], given: Mapping[str, Any], t
     named = {key: value for key, value in given.items() if key != "class"}
     if not set(named) <= set(model.model_fields):
         return  # the model tells which are unknown
-    defaults = {key: field.default for key, field in model.model_fields.items() if not field.is_required()}
+    fields = {key: field for key, field in model.model_fields.items() if key != "class"}
+    defaults = {key: field.default for key, field in fields.items() if not field.is_required()}
+    missing = [key for key in fields if key not in defaults and key not in named]
+    if missing:
+        raise ValueError(f"{path} refuses these arguments: {missing[0]!r} is missing")
+    _check_alone(path, defaults, named)
+    trial(path, {**defaults, **named})
+
+
+def _check_alone(path: str, defaults: Mapping[str, Any], named: Mapping[str, Any]) -> None:
+    """Raises ValueError for arguments with which a class cannot be made: in its own words, or which of them it is."""
+    arguments = {key: value for key, value in named.items() if key != DECAY_FORM}
+    error = _error_of(path, arguments)
+    if error is None:
+        return
+    said = str(error)
+    if not isinstance(error, ValueError):  # Python's, of a value that the class does not expect
+        needed = {key: value for key, value in arguments.items() if key not in defaults}
+        alone = [key for key in arguments if _error_of(path, {**needed, key: arguments[key]})] or list(arguments)
+        likes = {key: f"; expected a value like {defaults[key]!r}" for key in alone if key in defaults}
+        said = ", ".join(f"{key} is {arguments[key]!r}{likes.get(key, '')}" for key in alone)
+    raise ValueError(f"{path} refuses these arguments: {said}") from error
+
+
+def _error_of(path: str, arguments: Mapping[str, Any]) -> Exception | None:
+    """What comes of making a class with these arguments, if it cannot be made."""
     try:
-        arguments = {key: value for key, value in named.items() if key != DECAY_FORM}
         class_named(path)([nn.Parameter(torch.zeros(2, 2))], **arguments)
     except Exception as error:
-        raise ValueError(f"{path} refuses these arguments: {error}") from error
-    trial(path, {**defaults, **named})
+        return error
+    return None

@@ -324,7 +324,7 @@ def read_cost_table(path: str | Path) -> CostTable:
         return CostTable.from_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: there is no cost table; `lwopt calibrate` makes one") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no valid cost table: {error}") from error
 
 

@@ -43,6 +43,23 @@ class ClusterOptions(Options):
     memory_bytes: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
 
+class _WithoutAliases(yaml.SafeLoader):
+    """A few lines of aliases are billions of values."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases (*name) are not read; write what they stand for")
+        return super().compose_node(parent, index)
+
+
+def read_yaml(text: str) -> Any:
+    """Raises ValueError for what is no YAML, and for aliases."""
+    try:
+        return yaml.load(text, Loader=_WithoutAliases)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+
+
 def cluster_named(name: str) -> Machine:
     """The cluster called ``name``, or the one that the YAML file ``name`` describes. Raises ValueError."""
     known = {**CLUSTERS, **MACHINES}
@@ -52,8 +69,8 @@ def cluster_named(name: str) -> Machine:
     if path.suffix not in (".yaml", ".yml") and not path.is_file():
         raise ValueError(f"unknown cluster {name!r}; {suggestion(name, known)} (or give a YAML file of one)")
     try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        content = read_yaml(path.read_text())
+    except (OSError, ValueError) as error:
         raise ValueError(f"cluster file {name}: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"cluster file {name}: expected a mapping with flops_per_second, bytes_per_second and so on")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -77,6 +78,7 @@ def in_natural_order(tensors: Iterable[Stored]) -> tuple[Stored, ...]:
 # Reading a JSON file, with errors that a user can act on.
 
 Pairs = list[tuple[str, Any]]
+LARGEST = 2**60  # elements, whose bytes are still a number of torch's
 
 
 def read_json(path: Path, expected: str, objects: Callable[[Pairs], Any] = dict) -> Any:
@@ -96,6 +98,8 @@ def read_json(path: Path, expected: str, objects: Callable[[Pairs], Any] = dict)
 # A Hugging Face model from its config.json: built on the meta device, so nothing is allocated or downloaded.
 
 EXPECTED = "a Hugging Face config.json"
+_COUNTS = re.compile(r"(layers?|blocks?|experts?)$")
+MOST = 4096
 
 
 def read_hugging_face(
@@ -116,6 +120,7 @@ def read_hugging_face(
     written = read_json(path, EXPECTED)
     if not isinstance(written, dict):
         raise ValueError(f"{path}: expected {EXPECTED}, an object, found {type(written).__name__}; give another file")
+    _check_counts(path, written)
     try:
         import transformers
     except ImportError as error:
@@ -135,6 +140,15 @@ def read_hugging_face(
     trained = [{"params": [param for param in model.parameters() if param.requires_grad]}]
     found = group_parameters(model, trained, training.rules, training.config, stacks=True)
     return ModelShapes(f"{path.name} of {model_class.__name__}", tuple(found.routes), found.divided, notes)
+
+
+def _check_counts(path: Path, written: Mapping[str, Any]) -> None:
+    """Raises ValueError for more layers or experts than any model has: each is built as a module."""
+    for key, value in written.items():
+        if isinstance(value, Mapping):
+            _check_counts(path, value)
+        elif _COUNTS.search(str(key)) and isinstance(value, (int, float)) and value > MOST:
+            raise ValueError(f"{path}: {key} is {value}; expected at most {MOST}, correct the file")
 
 
 def _config(path: Path, written: Mapping[str, Any], transformers: ModuleType) -> Any:
@@ -229,6 +243,8 @@ def _checked(entry: Any, pair: type[list[Any]] | type[tuple[Any, ...]], where: s
             f"{where} ({name!r}): expected a shape of positive integers, such as [4096, 1024], found {shape!r}; "
             "correct it"
         )
+    if math.prod(shape) > LARGEST:
+        raise ValueError(f"{where} ({name!r}): expected at most 2**60 elements, found a shape of {shape}; correct it")
     return name, shape
 
 

@@ -8,12 +8,12 @@ import itertools
 import math
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -249,6 +249,7 @@ def incomplete(where: str, saved: int, sizes: Sequence[int], offsets: Sequence[i
 # Metadata and the form of files are PyTorch's (torch/distributed/checkpoint/filesystem.py, ``_write_item``).
 
 Place = tuple[int, ...]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -436,47 +437,56 @@ def save(
     any; the folder then holds the checkpoint that it held before, and what is left of this one goes with the next.
     The manifest has the first rank's ``step``, and its ``others``: files that it has written there already.
     """
+    target = folder if ranks is not None else None  # who converts writes into a temporary one, and names the target
     ranks = ranks or Alone()
-    mine = agree(ranks, what, lambda: ((_next_number(folder), manifest.new_save_id()), []))
+
+    def in_all(decide: Callable[[], T]) -> T:
+        return agree(ranks, what, lambda: (_naming(target, decide), []))
+
+    mine = in_all(lambda: (_next_number(folder), manifest.new_save_id()))
     number, save_id = ranks.gather_objects(mine)[0]
     name = f"__{ranks.rank}_{number}{FILE}"
     files = Files(folder, ranks.rank)
     writer = _Writer(files, name, save_id, ranks.rank, workers)
 
-    def planned() -> tuple[tuple[_Planner, SavePlan], list[str]]:
+    def planned() -> tuple[_Planner, SavePlan]:
         folder.mkdir(parents=True, exist_ok=True)
         planner = _Planner(shards)
-        return (planner, planner.create_local_plan()), []
+        return planner, planner.create_local_plan()
 
-    planner, plan = agree(ranks, what, planned)
+    planner, plan = in_all(planned)
     all_plans = ranks.gather_objects(plan)
 
-    def write() -> tuple[tuple[Metadata, list[WriteResult]], list[str]]:
+    def write() -> tuple[Metadata, list[WriteResult]]:
         plans, metadata = planner.create_global_plan(all_plans)
         own = plans[ranks.rank]
-        return (metadata, writer.write_data(own, planner).value() if own.items else []), []
+        return metadata, writer.write_data(own, planner).value() if own.items else []
 
-    def finish() -> tuple[None, list[str]]:
+    def finish() -> None:
         if ranks.rank == 0:
             listed = {name: entry for _, entries in results for name, entry in entries.items()}
             _finish(writer, folder, metadata, [written for written, _ in results])
-            manifest.write(
-                folder,
-                {**(others or {}), **listed, METADATA: manifest.entry_of(folder / METADATA)},
-                step,
-                save_id=save_id,
-                world=ranks.world_size,
-            )
-        return None, []
+            listed = {**(others or {}), **listed, METADATA: manifest.entry_of(folder / METADATA)}
+            manifest.write(folder, listed, step, save_id=save_id, world=ranks.world_size)
 
     try:
-        metadata, written = agree(ranks, what, write)
+        metadata, written = in_all(write)
     except BaseException:
         with suppress(OSError):
             (folder / name).unlink()
         raise
     results = ranks.gather_objects((written, files.entries))
-    agree(ranks, what, finish)
+    in_all(finish)
+
+
+def _naming(target: Path | None, decide: Callable[[], T]) -> T:
+    """Call ``decide``; an error of the disk names the target, because a full disk's error names no file."""
+    try:
+        return decide()
+    except OSError as error:
+        if target is None:
+            raise
+        raise type(error)(f"{target} is as it was, nothing is written: {error}") from error
 
 
 def _next_number(folder: Path) -> int:

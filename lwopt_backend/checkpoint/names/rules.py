@@ -20,6 +20,7 @@ from lwopt_backend.config.options import Options, option, parse, suggestion
 
 # Names of parameters with numbers in them: ``decoder.layers.{layer}.mlp.linear_fc2.{weight|bias}``.
 
+MOST_TEXTS = 2  # fields of any text in a pattern: each multiplies the ways to fit a name by its length
 _FIELD = re.compile(r"\{([^{}]*)\}")
 _NUMBER = re.compile(r"([a-z_]+)(?:\+([0-9]+))?")
 _WORDS = re.compile(r"[A-Za-z0-9_.]*(\|[A-Za-z0-9_.]*)+")
@@ -43,6 +44,10 @@ class Pattern:
             if field != "*" and not _NUMBER.fullmatch(field) and not _WORDS.fullmatch(field):
                 known = "{layer}, {layer+2}, {weight|bias} or {*}"
                 raise ValueError(f"{self.text!r}: {{{field}}} is no field; expected {known}")
+        if self.text.count("{*}") > MOST_TEXTS:
+            raise ValueError(
+                f"{self.text!r}: expected {{*}} at most {MOST_TEXTS} times, as looking for more takes hours"
+            )
         if re.search(r"[{}]", _FIELD.sub("", self.text)):
             raise ValueError(f"{self.text!r}: a brace is not closed, or not opened")
 
@@ -238,7 +243,7 @@ def read_map(path: Path, families: Mapping[str, NameMap]) -> NameMap:
         if not isinstance(found, dict):
             raise ValueError(f"expected an object with 'target' and 'rules'; found {type(found).__name__}")
         return _built(parse(MapFile, found, "name map"), families)
-    except (OSError, ValueError) as error:  # also what json and pydantic raise
+    except (OSError, ValueError, RecursionError) as error:  # also what json and pydantic raise
         raise CheckpointError(f"{path}: {error}") from error
 
 

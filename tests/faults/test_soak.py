@@ -1,0 +1,112 @@
+"""Thousands of steps, and many engines, saves and loads: memory, threads, files, groups and hooks stay as they are."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import nn
+from torch.distributed import distributed_c10d as c10d
+
+from tests.allocations import live_bytes
+from tests.faults.campaign import count
+from tests.faults.test_kills import WAYS, engine_of
+from tests.ranks import RankPool
+
+MOST_GROWTH = 12 << 20  # bytes of a process, whose allocators round and cache; a leak of 1 kB a step would be 2 MB more
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a process has: of tensors and of everything in bytes, and how many of the rest."""
+
+    tensors: int
+    memory: int
+    threads: int
+    files: int
+    groups: int
+    hooks: int
+
+
+def tensors() -> int:
+    """Bytes of live tensors; FSDP2 has some whose storage is gone, and which cannot be asked."""
+    try:
+        return live_bytes()
+    except RuntimeError:
+        return 0
+
+
+def use(*models: nn.Module) -> Use:
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    me = psutil.Process()
+    modules = [module for model in models for module in model.modules()]
+    params = [param for model in models for param in model.parameters()]
+    hooks = sum(len(getattr(module, name)) for module in modules for name in HOOKS)
+    hooks += sum(len(getattr(param, "_post_accumulate_grad_hooks", None) or ()) for param in params)
+    hooks += sum(len(param._backward_hooks or ()) for param in params)
+    return Use(tensors(), me.memory_info().rss, me.num_threads(), me.num_fds(), len(c10d._world.pg_map), hooks)
+
+
+def steps(way: str, folder: str, number: int) -> list[Use]:
+    with engine_of(way) as engine:
+        engine.train(range(number // 5))
+        first = use(engine.model)
+        for step in range(number // 5, number):
+            engine.train(range(step % 50, step % 50 + 1))  # the same batches again, as making them takes time
+        return [first, use(engine.model)]
+
+
+def engines(way: str, folder: str, number: int) -> list[Use]:
+    found = []
+    for at in range(number):
+        with engine_of(way) as engine:
+            engine.train(range(1))
+        del engine
+        if at == number // 5:
+            found.append(use())
+    return [*found, use()]
+
+
+def saves(way: str, folder: str, number: int) -> list[Use]:
+    found = []
+    with engine_of(way) as engine:
+        engine.train(range(1))
+        for at in range(number):
+            target = f"{folder}/{at}"
+            engine.save(target)
+            engine.load(target)
+            torch.distributed.barrier()
+            if torch.distributed.get_rank() == 0:
+                shutil.rmtree(target)
+            torch.distributed.barrier()
+            if at == number // 5:
+                found.append(use(engine.model))
+        return [*found, use(engine.model)]
+
+
+RUNS = {steps: 2000, engines: 50, saves: 50}
+# DeepSpeed keeps every engine of stage 3, stock ones too: hooks and methods that it puts into the module refer to it.
+ROWS = [(way, run) for run in RUNS for way in WAYS if (way, run) != ("zero 3", engines)]
+
+
+@pytest.mark.parametrize(("way", "run"), ROWS, ids=lambda arg: getattr(arg, "__name__", arg))
+def test_what_a_process_has_does_not_grow(tmp_path: Path, way: str, run: Callable[..., list[Use]], number: int) -> None:
+    pool = RankPool(2)
+    try:
+        of_ranks = pool.run(run, way, str(tmp_path), count(RUNS[run]), timeout=3000.0)
+    finally:
+        pool.remove()
+    print(f"{way}, {run.__name__}: {of_ranks[0]}")
+    for first, last in of_ranks:
+        for what in ("tensors", "threads", "files", "groups", "hooks"):
+            assert getattr(last, what) <= getattr(first, what), (what, first, last)
+        assert last.memory - first.memory < MOST_GROWTH, (first, last)
