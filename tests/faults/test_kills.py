@@ -191,6 +191,8 @@ def test_after_a_kill_the_last_checkpoint_loads_or_the_new_one(
         whole = [number for number in range(began) if Path(place(way, str(folder), number), ".metadata").exists()]
         last = max(whole, default=0) if way == "fsdp2" else 0
         pointer = folder / "saved" / "latest"  # DeepSpeed empties it before it writes
+        if way.split()[0] in ("zero", "owned") and wrote == 0 and not pointer.exists():
+            continue  # it loads nothing then, and warns
         if pointer.exists() and not pointer.read_text():
             assert all("latest is empty" in said for said in ranks.errors(loaded, way, str(folder), last))
             pointer.write_text(f"global_step{wrote}")

@@ -99,7 +99,7 @@ ROWS = [(way, run) for run in RUNS for way in WAYS if (way, run) != ("zero 3", e
 
 
 @pytest.mark.parametrize(("way", "run"), ROWS, ids=lambda arg: getattr(arg, "__name__", arg))
-def test_what_a_process_has_does_not_grow(tmp_path: Path, way: str, run: Callable[..., list[Use]], number: int) -> None:
+def test_what_a_process_has_does_not_grow(tmp_path: Path, way: str, run: Callable[..., list[Use]]) -> None:
     pool = RankPool(2)
     try:
         of_ranks = pool.run(run, way, str(tmp_path), count(RUNS[run]), timeout=3000.0)
