@@ -22,6 +22,8 @@ from lwopt_backend.checkpoint.dcp.reader import DcpFolder
 from lwopt_backend.checkpoint.deepspeed import universal as read_universal
 from lwopt_backend.checkpoint.deepspeed import universal as write_universal
 from lwopt_backend.checkpoint.deepspeed import zero as read_zero
+from lwopt_backend.checkpoint.deepspeed.files import SAVE
+from lwopt_backend.checkpoint.files import manifest
 from lwopt_backend.checkpoint.files.folders import write_folder
 from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
 from tests import checkpoint_engines as engines
@@ -200,10 +202,12 @@ def save_ours(folder: Path, form: str, steps: int) -> None:
 
 @pytest.fixture(scope="module")
 def saved(rank_pools: dict[int, RankPool], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A checkpoint of every form."""
+    """A checkpoint of every form; without a manifest, by which damaged ones would be refused before they are read."""
     found = {form: tmp_path_factory.mktemp("saved") for form in FORMS}
     for form, folder in found.items():
         rank_pools[2].run(save_ours, folder, form, 1)
+        for path in folder.rglob(manifest.NAME):
+            path.unlink()
     return found
 
 
@@ -234,10 +238,15 @@ def test_folders_that_are_not_whole_are_refused(saved: dict[str, Path], ranks: R
     ranks.run(save_ours, tmp_path / "other", "zero 2", 2)
     name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     shutil.copy(tmp_path / "other" / "global_step2" / name, copied("zero 2", "mixed") / "global_step1" / name)
+    for file in Path(shutil.copytree(tmp_path / "mixed", tmp_path / "unmarked")).rglob("*optim_states.pt"):
+        content = torch.load(file, weights_only=False)
+        del content["optimizer_state_dict"]["base_optimizer_state"][SAVE]
+        torch.save(content, file)
     for case, words in (
         ("tp", "2 model-parallel ranks"),
         ("pp", "files of their own"),
-        ("mixed", "'step' is 1.0 on the ranks before, 2.0 in"),
+        ("mixed", "it was saved after 2 steps, mp_rank_00_model_states.pt after 1"),
+        ("unmarked", "'step' is 1.0 on the ranks before, 2.0 in"),
     ):
         with pytest.raises(CheckpointError, match=words):
             read_zero.read(tmp_path / case)
