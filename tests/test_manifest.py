@@ -159,7 +159,7 @@ def test_a_file_that_is_not_the_one_that_was_saved_is_an_error_that_names_it(
     assert verified[0]["step"] == 7 and verified[0]["world"] == (2 if form == "ranks" else 1)
     harmed = attack(folder, made[form][1])
     read, verify = (lwopt("inspect", folder, *more) for more in ((), ("--verify", "--json")))
-    assert read.code and harmed.name in read.out.replace("\n", "") + read.err, read
+    assert read.code and harmed.name in "".join((read.out + read.err).split()), read
     problems = [problem for each in json.loads(verify.out)["folders"] for problem in each["problems"]]
     assert verify.code == 1 and any(str(harmed) in problem for problem in problems), problems
 

@@ -331,7 +331,9 @@ def test_what_does_not_fit_is_refused_on_every_rank_and_changes_nothing(
     (here, cases), loads = MISFITS[what], []
     for number, (source, spoil, choice, _) in enumerate(cases):
         copy = shutil.copytree(saved[source][0] / "universal", tmp_path / str(number))
-        (copy / "global_step2" / manifest.NAME).unlink()  # by it they would be refused before they are read
+        (copy / "global_step2" / manifest.NAME).unlink(
+            missing_ok=True
+        )  # by it they would be refused before they are read
         spoil(copy / "global_step2")
         loads.append((str(copy), choice))
     settings = settings_for(engine, here.rule, **here.options) | here.changes

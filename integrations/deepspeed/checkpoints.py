@@ -54,7 +54,7 @@ class Saved:
 class SaveMark:
     """What our part of each file says of the save that it is of, so that files of two are told apart.
 
-    Made on all ranks for an engine; ``ranks`` share parameters. A save is named by the run, the ``loads`` since it
+    Made on all ``ranks`` of an engine, of all pipeline stages. A save is named by the run, the ``loads`` since it
     began, and the step: so ranks need not talk to each other when they save.
     """
 

@@ -26,7 +26,7 @@ from lwopt_backend.integrations.deepspeed.checkpoints import Check, SaveMark, gu
 from lwopt_backend.integrations.deepspeed.universal_groups import ALONE, Group, check_scheduler, options_of
 from lwopt_backend.plan import TrainedParam
 from lwopt_backend.runtime.agreement import agree_in_all, check_in_all
-from lwopt_backend.runtime.collectives import Collectives
+from lwopt_backend.runtime.collectives import Collectives, ranks_of
 from lwopt_backend.runtime.state import OwnerStates, StateStore, Whole, keeps_state, put
 
 # What an engine of any storage takes from a universal checkpoint: chosen and checked before any of it is loaded.
@@ -241,7 +241,7 @@ def prepare_loading(engine: DeepSpeedEngine, optimizer: Any, ranks: Sequence[Col
     Called once for an engine, on all ranks. ``optimizer`` is ours; ``ranks`` are the groups that share parameters with
     this rank.
     """
-    mark = optimizer.save_mark = SaveMark(engine, ranks[0])
+    mark = optimizer.save_mark = SaveMark(engine, ranks_of())
     if not engine.load_universal_checkpoint():
         guard_loading(optimizer.name, engine, ranks, check, mark)
         return

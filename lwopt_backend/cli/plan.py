@@ -55,9 +55,8 @@ def plan(
     """
     import torch
 
-    from lwopt_backend.cli.plan_options import engine_options, group_size_of
     from lwopt_backend.planner.document import document
-    from lwopt_backend.planner.setting import Setting, cluster_named
+    from lwopt_backend.planner.setting import Setting, cluster_named, engine_options, group_size_of
     from lwopt_backend.planner.study import Deployment, plan_study
 
     named = {"include": include, "exclude": exclude, "layout": layout, "bucket_mb": bucket_mb, "policy": policy}
