@@ -40,9 +40,9 @@ Check = Callable[[str, "str | None", bool], list[str]]
 
 @dataclass(frozen=True)
 class Saved:
-    """What a checkpoint says of itself. ``groups`` has the parameters' names, one list per param group of the optimizer
-    (stages 1 and 2) or per sub-group (stage 3); it is None at stage 0. ``owned`` is what one of owned storage says,
-    ``stranger`` which other optimizer wrote it, ``save_id`` what the files of one save of ours share."""
+    """A checkpoint's description of itself. ``groups`` has the parameters' names, one list per param group of the
+    optimizer (stages 1 and 2) or per sub-group (stage 3); None at stage 0. ``owned`` is the mark of owned storage,
+    ``stranger`` describes another optimizer that wrote it, ``save_id`` is the same in all files of one save of ours."""
 
     world_size: int
     groups: list[list[str]] | None
@@ -52,17 +52,17 @@ class Saved:
 
 
 class SaveMark:
-    """What our part of each file says of the save that it is of, so that files of two are told apart.
+    """Marks our part of each file with the save that it belongs to, so that files of two saves are told apart.
 
-    Made on all ``ranks`` of an engine, of all pipeline stages. A save is named by the run, the ``loads`` since it
-    began, and the step: so ranks need not talk to each other when they save.
+    Made on all ``ranks`` of an engine, including all pipeline stages. The mark is the run's random name, the number of
+    ``loads`` since it began, and the step: saving needs no communication.
     """
 
     def __init__(self, engine: DeepSpeedEngine, ranks: Collectives) -> None:
         self._engine, self._run, self.loads = engine, ranks.gather_objects(new_save_id())[0], 0
 
     def of_now(self) -> dict[str, Any]:
-        """Of what this rank saves. At stage 0, where one file has everything, that is not named."""
+        """The mark of a file that this rank saves now. Stage 0 has one file for everything; it is not named."""
         engine = self._engine
         step = engine.global_steps
         file = Path(engine._get_zero_ckpt_name("", "")).name if engine.zero_optimization_stage() else None

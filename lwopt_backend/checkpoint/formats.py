@@ -1,4 +1,4 @@
-"""The formats that are read, how one is told from another, and whether files are as they were written."""
+"""The formats that can be read, how a folder's format is recognised, and whether files are as they were written."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ Seen = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be read: the files that a manifest lists, or all ``files`` of a folder that has none."""
+    """The files to verify: those that a manifest lists, or all ``files`` of a folder without one."""
 
     folder: Path
     listed: Manifest | None
@@ -109,7 +109,7 @@ def plan(path: Path) -> list[Plan]:
 
 
 def verify(plan: Plan, seen: Seen) -> dict[str, Any]:
-    """What was found, as plain data. ``seen`` is called with the bytes that were read."""
+    """Verify, and return the findings as plain data. ``seen`` is called with the number of bytes read."""
     found: dict[str, Any] = {"folder": str(plan.folder), "save_id": None, "step": None, "world": None}
     if plan.listed is not None:
         listed = plan.listed

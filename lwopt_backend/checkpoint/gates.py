@@ -40,17 +40,17 @@ class Refused(CheckpointError):
 
 
 def check(checkpoint: Checkpoint, vocab_size: int | None = None, workers: int = 1) -> list[str]:
-    """Notes on what was checked; every tensor is read once, ``workers`` parameters at a time. Raises as ``Gate``."""
+    """Check a checkpoint; return notes. Reads every tensor once, ``workers`` parameters at a time. Raises Refused."""
     return Gate(checkpoint, vocab_size).finish(workers)
 
 
 class Gate:
-    """Checks values while somebody else reads them: those of ``checkpoint``, which is that given, watched.
+    """Checks a checkpoint while its tensors are read for another purpose, from ``checkpoint`` instead of the given one.
 
-    What is wrong: states that are missing or of another shape than their parameter; signs of several saves or of
-    damage, where nothing proves that all is of one (of these, ``uneven_steps`` may be); master weights that do not
-    round to the saved weights, bit for bit; replicas that differ; a ``vocab_size`` beyond the rows of the embedding, or
-    short of rows that were trained.
+    Problems are states that are missing or of another shape than their parameter; signs of several saves or of damage,
+    unless the files prove that they are of one (``uneven_steps`` permits step counts that differ); master weights that
+    do not round to the saved weights, bit for bit; replicas that differ; a ``vocab_size`` beyond the rows of the
+    embedding, or short of trained rows.
     """
 
     def __init__(self, checkpoint: Checkpoint, vocab_size: int | None = None, uneven_steps: bool = False) -> None:
@@ -70,12 +70,12 @@ class Gate:
         self.checkpoint = replace(checkpoint, params=params)
 
     def refuse(self) -> None:
-        """Raises Refused for what is wrong before a value is read."""
+        """Raises Refused for problems that show before any value is read."""
         if self._problems:
             raise Refused(self._problems, _advice(self._given, self._problems))
 
     def finish(self, workers: int = 1) -> list[str]:
-        """Notes on what was checked. What nobody has read is read now. Raises Refused, which lists what is wrong."""
+        """Read what has not been read yet; return notes on what was checked. Raises Refused with the problems."""
         checkpoint, notes = self._given, []
         if not any(param.states for param in checkpoint.params.values()):
             notes.append("There is no optimizer state, only weights.")
@@ -156,7 +156,7 @@ def _counted(checkpoint: Checkpoint, uneven_steps: bool) -> Iterator[str]:
 
 
 def _unknown(checkpoint: Checkpoint) -> Iterator[str]:
-    """States that no parameter of its rule has, and names that are a known one but for a character."""
+    """States that their rule does not have, and names that differ from a known one in a single character."""
     kept = [_kept(group) for group in checkpoint.groups]
     for number, group in enumerate(checkpoint.groups):
         rule = option_names(group) if kept[number] is not None else ()
@@ -192,7 +192,7 @@ def _misspelled(name: object, known: Iterable[str]) -> str | None:
 
 
 def _without_owner_state(checkpoint: Checkpoint) -> Iterator[str]:
-    """Matrices whose owners keep nothing, though their rule does."""
+    """Matrices without owner state although their rule has it."""
     keeping = {number for number, group in enumerate(checkpoint.groups) if _owners_keep(group)}
     stepped = {param.group for param in checkpoint.params.values() if param.owner_states}
     for name, param in checkpoint.params.items():
@@ -222,21 +222,21 @@ def _frozen(checkpoint: Checkpoint) -> dict[str, Param]:
 
 
 class _Watch:
-    """What is learned of a tensor when it is read, whole or block by block, in any order and by any thread: how many
-    values are not finite and, in the dtype ``rounded`` if one is given, the CRC32 of the elements."""
+    """Counts a tensor's values that are not finite while it is read, whole or in blocks, in any order, by any thread.
+    If a dtype ``rounded`` is given, also computes the CRC32 of the elements in it."""
 
     def __init__(self, tensor: LazyTensor, rounded: torch.dtype | None) -> None:
         self.tensor, self._rounded = tensor, rounded
         self._parts: dict[int, tuple[int, int, int]] = {}  # by their first elements: how many, not finite, CRC32
 
     def lazy(self) -> LazyTensor:
-        """The same, watched."""
+        """The tensor as a lazy one that is watched when it is read."""
         whole, part = self.tensor.read, self.tensor.read_range
         ranged = None if part is None else lambda start, stop: self._saw(start, part(start, stop))
         return replace(self.tensor, read=lambda: self._saw(0, whole()), read_range=ranged)
 
     def finish(self) -> tuple[int, int]:
-        """How many values are not finite, and the CRC32; what nobody has read is read."""
+        """Read the rest; return the number of values that are not finite, and the CRC32."""
         if sum(part[0] for part in self._parts.values()) != self.tensor.numel or not self._follow():
             self._parts, start = {}, 0
             for read in self.tensor.block_reads():
@@ -263,7 +263,7 @@ class _Watch:
 
 
 def _watched(param: Param) -> dict[str, _Watch]:
-    """By key; of a weight and its master weight, the bits of both in the weight's dtype."""
+    """Watches by key; those of a weight and its master weight compare both in the weight's dtype."""
     weight, master = param.weight, param.states.get(MASTER)
     both = weight is not None and master is not None and master.shape == weight.shape
     rounded = weight.dtype if weight is not None and both else None
@@ -289,7 +289,7 @@ def _values(name: str, watched: Mapping[str, _Watch]) -> tuple[list[str], dict[s
 
 
 def _unrounded(name: str, weight: LazyTensor, master: LazyTensor) -> list[str]:
-    """A problem if a master weight, rounded to nearest even, is not the weight; NaN is equal to NaN."""
+    """A problem if a master weight, rounded to nearest even, differs from the weight; NaN equals NaN."""
     count, start, first = 0, 0, None
     for saved, full in zip(weight.blocks(), master.blocks(), strict=True):
         rounded = full.to(weight.dtype)

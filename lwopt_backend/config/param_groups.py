@@ -41,14 +41,14 @@ class ElementwiseGroups:
 
 
 class OptionsInUse:
-    """The options that param groups have at a step, which all ranks are to have alike."""
+    """The options of param groups at a step, which must be the same on all ranks."""
 
     def __init__(self) -> None:
         self._values: list[tuple[str, dict[str, Any]]] = []
         self._number = 0
 
     def number(self, groups: Sequence[Mapping[str, Any]]) -> int:
-        """Equal on ranks with equal options; worked out again only if one has changed."""
+        """The number of the current options (``number_of``), computed again only if one has changed."""
         values = _values(groups)
         if values != self._values:
             self._values, self._number = values, number_of([repr(values)])
@@ -56,7 +56,7 @@ class OptionsInUse:
 
     @staticmethod
     def lines(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-        """What the number stands for, an option a line."""
+        """The options that the number was made of, one line each."""
         return [
             setting(f"{key} of param group {number} ({rule})", value)
             for number, (rule, values) in enumerate(_values(groups))
@@ -69,8 +69,8 @@ def _values(groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, dict[str, An
 
 
 def plain(value: Any) -> Any:
-    """One spelling of what is equal: 1 and 1.0, a tensor and its number, a list and a tuple. Of what has no spelling,
-    such as a function, its type."""
+    """Spell equal values alike: 1 and 1.0, a tensor and its number, a list and a tuple. A value that cannot be spelt,
+    such as a function, becomes the name of its type."""
     if isinstance(value, Tensor):
         value = value.item() if value.numel() == 1 else value.tolist()
     if isinstance(value, (list, tuple)):

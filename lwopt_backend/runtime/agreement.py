@@ -100,7 +100,10 @@ def check_in_all(groups: Sequence[Collectives], what: str, check: Callable[[], N
 def exchange_reports(
     collectives: Collectives, what: str, lines: Sequence[str], error: Exception | None
 ) -> Exception | None:
-    """What is wrong in this group, if this rank has no error of its own yet. Called on all ranks of the group."""
+    """Exchange reports within one group. Returns the error to raise, or None; a rank with its own error raises that.
+
+    Called on all ranks of the group.
+    """
     reports = collectives.gather_objects((digest(lines), repr(error) if error is not None else None))
     failed = [(rank, text) for rank, (_, text) in enumerate(reports) if text is not None]
     if error is None and failed:
@@ -111,16 +114,15 @@ def exchange_reports(
     return None
 
 
-FAILED = -1  # said in place of a number
+FAILED = -1  # the word of a rank that failed
 
 
 class StepReport:
-    """What this rank and the others say to each other in one step, in messages that it sends anyway.
+    """The errors of one step, on this rank and on others, exchanged in messages that the step sends anyway.
 
-    A rank in whose step something goes wrong takes part in the rest of it, with zeros, so that no rank waits for it. In
-    one message of each ``MatrixStepper``, which all ranks exchange, every rank says the ``number`` of its options, or
-    that it has failed. ``settle``, at the end, makes what is wrong on one an error on all. ``failure`` is what has gone
-    wrong on this rank.
+    A rank that fails in a step takes part in the rest of it with zeros, so that no rank waits for it. One message of
+    each ``MatrixStepper`` carries every rank's word: the ``number`` of its options, or ``FAILED``. ``settle``, at the
+    end of the step, makes an error on one rank an error on all. ``failure`` is this rank's first error.
     """
 
     def __init__(self, number: int = 0) -> None:
@@ -129,7 +131,7 @@ class StepReport:
         self.failure: Exception | None = None
 
     def attempt(self, do: Callable[..., T], *args: Any) -> T | None:
-        """``do(*args)``, which starts no collective; None if it fails, or anything before it has."""
+        """Return ``do(*args)``; None if it raises, or if an earlier attempt did. ``do`` must start no collective."""
         if self.failure is None:
             try:
                 return do(*args)
@@ -139,15 +141,18 @@ class StepReport:
 
     @property
     def word(self) -> int:
-        """What this rank says now."""
+        """This rank's word at this moment."""
         return self.number if self.failure is None else FAILED
 
     def hear(self, collectives: Collectives, words: Tensor) -> None:
-        """Keep what the ranks have said, to be looked at when the step has been started everywhere."""
+        """Keep the ranks' words until ``settle``, so that a device need not be waited for here."""
         self._heard.append((collectives, words))
 
     def settle(self, what: str, lines: Callable[[], Sequence[str]]) -> None:
-        """Raise what is wrong anywhere. ``lines`` are those of the options. Called on all ranks that step together."""
+        """Raise the error of any rank, or of differing options, whose ``lines`` are then compared.
+
+        Called on all ranks that step together.
+        """
         error = self.failure
         for collectives, words in self._heard:
             found = words.tolist()
@@ -163,7 +168,7 @@ def digest(lines: Sequence[str]) -> str:
 
 
 def number_of(lines: Sequence[str]) -> int:
-    """A number below 2^62, equal on ranks whose lines are: what travels with messages that are sent anyway."""
+    """A number below 2^62 made of a digest: equal lines have equal numbers."""
     return int(digest(lines)[:15], 16)
 
 
@@ -173,9 +178,9 @@ def plan_digest(lines: Iterable[str]) -> str:
 
 
 def first_difference(all_lines: Sequence[Sequence[str]], ranks: Sequence[int] = ()) -> str:
-    """Name the first line on which some rank differs from the first; of a ``setting``, its name and both values.
+    """Describe the first line in which a rank differs from the first; for a ``setting``, its name and both values.
 
-    ``ranks`` are those whose lines they are; by default all from 0.
+    ``ranks`` are the numbers of the ranks that the lines are from, by default 0, 1, and so on.
     """
     ranks = ranks or range(len(all_lines))
     for first, *others in zip_longest(*all_lines):

@@ -317,16 +317,16 @@ def ranks_of(group: dist.ProcessGroup | None = None, name: str = "process_group"
     return TorchCollectives(group) if group is not None or dist.is_initialized() else Alone()
 
 
-# A rank that ends with an exception tells the others of it, who then end with an error of their transport.
+# A rank that ends with an exception leaves it in the store; the others then end with an error of their transport.
 
 _FIRST_FAILURE = "lwopt: the first failure"
 
 
 @functools.cache
 def tell_failures() -> None:
-    """From now on an exception that ends this process is told to the other ranks, and printed by those that end, too.
+    """From now on, leave an exception that ends this process in torch.distributed's store, where others find it.
 
-    The store is that of torch.distributed. Where the first rank's process keeps it, nobody hears of that rank's.
+    A rank that ends later prints the first one. If rank 0's process has the store, rank 0's exception is lost with it.
     """
     before = sys.excepthook
 
@@ -342,12 +342,12 @@ def tell_failures() -> None:
 
 
 def first_failure() -> str | None:
-    """What has ended a rank, as far as it could tell."""
+    """The exception that ended a rank first, if it could leave one."""
     return _of_store(lambda store: store.get(_FIRST_FAILURE).decode() if store.check([_FIRST_FAILURE]) else None)
 
 
 def _of_store(do: Callable[[Any], str | None]) -> str | None:
-    """None, too, where the store is gone with the process that kept it."""
+    """Call ``do`` with the store; None without one, or if it ended with the process that had it."""
     try:
         return do(dist.distributed_c10d._get_default_store()) if dist.is_initialized() else None
     except RuntimeError:

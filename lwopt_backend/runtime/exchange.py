@@ -21,9 +21,9 @@ Deliver = Callable[[Segment, Tensor], object]
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """An all-to-all under way. ``wait`` hands every received segment to ``deliver``, as a flat tensor.
+    """An all-to-all in flight. ``wait`` passes every received segment to ``deliver``, as a flat tensor.
 
-    ``room`` are the elements at the end of each part that have no segment but what the ranks say.
+    ``room`` is the number of elements at the end of each part that carry a rank's word instead of a segment.
     """
 
     way: Way
@@ -39,15 +39,15 @@ class Arrival:
                 deliver(segment, self.received.narrow(0, begin + self.room * segment.peer, segment.numel))
 
     def words(self) -> Tensor:
-        """What every rank has said, in rank order; after ``wait``."""
+        """Every rank's word, in rank order. Call it after ``wait``."""
         ends = accumulate(split + self.room for split in self.way.receive_splits)
         return torch.cat([self.received[end - self.room : end] for end in ends]).view(torch.int64)
 
     def discard(self) -> None:
-        """Wait, and leave what came where it is: nobody frees a buffer that the transport still writes into."""
+        """Wait, and deliver nothing: a buffer must not be freed while the transport writes into it."""
         with failing(lambda: f"{self.way.what}: {self.way.label.partition(': ')[2]}"):
             self.pending.wait()
-        if self.received.is_cuda:  # it may have left from another stream, that of the backward pass
+        if self.received.is_cuda:  # it may have been sent from another stream, that of the backward pass
             stream = torch.cuda.current_stream(self.received.device)
             self.received.record_stream(stream)
             self.data.record_stream(stream)
@@ -65,10 +65,10 @@ class Way:
 
     ::
 
-        compact, 3 ranks     | to 0 | to 1       | to 2 |          as long as needed, uneven all-to-all
-        padded               | to 0 . . . | to 1       | to 2 . . . |   equally long, plain all-to-all
+        compact, 3 ranks     | to 0 | to 1       | to 2 |              exact lengths, uneven all-to-all
+        padded               | to 0 . . . | to 1       | to 2 . . . |  equal lengths, plain all-to-all
 
-    Either may have room for a word of ``WORD_NBYTES`` bytes at the end of each part, which is the same for all ranks.
+    Each part may end with a word of ``WORD_NBYTES`` bytes, the same for all ranks.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class Way:
         self.send_offsets, self.receive_offsets = transfer.send_offsets, transfer.receive_offsets
 
     def start(self, dtype: torch.dtype, fetch: Fetch, word: Callable[[], int] | None = None) -> Arrival:
-        """Pack what ``fetch`` gives, in any shape of the segment's size, and send it in ``dtype``.
+        """Pack the segments that ``fetch`` returns, each in any shape, and send them in ``dtype``.
 
-        None is sent as zeros. ``word`` is asked when all is packed. Called on all ranks, bucket by bucket.
+        Zeros are sent where it returns None. ``word`` is called after packing. Called on all ranks, bucket by bucket.
         """
         with record_function(self.label):
             room = 0 if word is None else WORD_NBYTES // dtype.itemsize
@@ -121,7 +121,7 @@ def ways_back(plan: MatrixPlan, collectives: Collectives, device: torch.device) 
 
 
 def _names(plan: MatrixPlan) -> list[str]:
-    """The buckets' numbers, kinds and first matrices, for errors."""
+    """Describe each bucket in errors: its number, its size and its first matrix."""
     return [
         f"bucket {number} ({len(bucket)} matrices, the first is {plan.atoms[bucket[0]].name!r})"
         for number, bucket in enumerate(plan.buckets)

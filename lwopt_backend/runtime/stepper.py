@@ -189,11 +189,10 @@ class MatrixStepper:
     ) -> None:
         """Update the weights and the state in ``storage``. Called on all ranks of the group.
 
-        ``rules`` holds one rule per matrix; all rules of a plan exchange in one dtype. A matrix that is not ``active``
-        stays as it is; all ranks must say the same of it, except that one may be asked later than another.
-        ``departed`` are buckets whose momentum is done, with their exchange if that has been started.
-        ``meanwhile`` runs while the first bucket is on the wire. What goes wrong on this rank is told by ``report``,
-        to be settled by the caller; without one it is raised here, on all ranks.
+        ``rules`` has one rule per matrix; all of them exchange in one dtype. A matrix that is not ``active`` is not
+        changed; ``active`` must return the same on all ranks. ``departed`` has the buckets whose state is already
+        advanced, with their exchange if it was started. ``meanwhile`` runs while the first bucket is on the wire. An
+        error on this rank goes into ``report``, which the caller settles; without one it is raised here, on all ranks.
         """
         run = _Run(rules, storage, active, departed or {}, report or StepReport())
         arriving = self._depart(0, run)
@@ -233,7 +232,7 @@ class MatrixStepper:
     def _depart_directions(self, bucket: int, run: _Run) -> Arrival:
         if bucket in run.departed:
             return run.departed[bucket] or self.send(bucket, run.rules, partial(run.report.attempt, run.direction))
-        copies = set(self.held[bucket])  # those that another rank sends
+        copies = set(self.held[bucket])  # atoms that another rank sends
 
         def direction(atom: int) -> Tensor | None:
             copies.discard(atom)
@@ -257,7 +256,7 @@ class MatrixStepper:
         return self._back[bucket].start(dtype, fetch, (lambda: run.report.word) if is_last else None)
 
     def _updates(self, bucket: int, arrived: Sequence[dict[int, Tensor]], run: _Run) -> dict[int, Tensor]:
-        """What the rules make of the matrices of a bucket that this rank owns, by atom."""
+        """The updates of the matrices of a bucket that this rank owns, by atom."""
         directions, *weights = arrived
         updates: dict[int, Tensor] = {}
         for batch in self._whole.batches(run.active_of(self._owned[bucket]), run.rules):
@@ -318,7 +317,7 @@ class _Run:
         return joined(directions_of(self.rules[atom], self.storage.parts(atom), advance=advance))
 
     def advance(self, atom: int) -> None:
-        """The state of this rank's copy, which another rank sends."""
+        """Advance the state of this rank's copy of an atom that another rank sends."""
         if self.active(atom):
             advance(self.rules[atom], self.storage.parts(atom))
 

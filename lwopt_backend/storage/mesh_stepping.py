@@ -118,7 +118,7 @@ class Attachment:
     def touched(
         self, number: int, stepper: MeshStepper, rules: Sequence[MatrixRule], storage: Shards, report: StepReport
     ) -> Tensor | None:
-        """Per bucket of a stepper, whether what has left is not what the step would send; None where nothing leaves."""
+        """Per bucket, 1 if it must be exchanged again, as in ``EarlyExchange``; None if none is sent early."""
         if number not in self._early:
             return None
         missing = {atom for atom, i in enumerate(stepper.matrices) if stepper.members[i].param.grad is None}
@@ -166,11 +166,11 @@ def step_all(
     changed: str | None,
     report: StepReport,
 ) -> None:
-    """One step from the gradients that are there. ``rules`` makes those of param groups. Called on all ranks.
+    """One step with the current gradients. ``rules`` returns the rules by param group. Called on all ranks.
 
-    ``changed`` says what has happened to the model on this rank that ends its training, ``report`` what has gone wrong
-    before. Raises, on all ranks and before any weight is changed, if there is such a thing on any, or if ranks have
-    other options; and at the end what has gone wrong in the step.
+    ``changed`` describes a change to the model on this rank that ends its training; ``report`` has what failed before.
+    If any rank has one, or options differ, all ranks raise before any weight is changed; a failure within the step is
+    raised on all ranks at its end.
     """
     of_groups = report.attempt(rules)
     of_steppers = [[] if of_groups is None else stepper.rules_of(of_groups) for stepper in steppers]
@@ -220,7 +220,7 @@ def _error_anywhere(
     changed: str | None,
     failure: Exception | None,
 ) -> Exception | None:
-    """What is wrong on this rank, or on the first rank of a mesh that says so. Called on all ranks of the meshes."""
+    """This rank's error, or that of the first rank of a mesh that has one. Called on all ranks of the meshes."""
     error, found = failure, None
     for stepper, presence in zip(steppers, presences):
         if presence.anywhere()[len(stepper.members)]:

@@ -93,8 +93,8 @@ class FolderMetadata:
     stored: tuple[Stored, ...]
 
     def check_files(self) -> bool:
-        """Whether there is a manifest. Raises CheckpointError for files that are missing, too short, or by the manifest
-        of another save, and for a tensor that is not all in them."""
+        """Return whether there is a manifest. Raises CheckpointError for files that are missing, too short, or of
+        another save than the manifest's, and for a tensor that they lack a part of."""
         listed = manifest.check_files(self.path.parent)
         if listed is not None:
             _check_marks(listed)
@@ -430,12 +430,12 @@ def save(
     step: int | None = None,
     others: Mapping[str, FileEntry] | None = None,
 ) -> None:
-    """Write what all ``ranks`` have into ``folder``, which all of them see, in place of the checkpoint that it held.
+    """Write the shards of all ``ranks`` into ``folder``, which all of them see, replacing the checkpoint in it.
 
-    Called on all ranks; each writes its own boxes into a file of its own, and of what several have, one. ``workers``
-    boxes are in memory: one is being written, and others are read meanwhile. Raises, on all ranks, what went wrong on
-    any; the folder then holds the checkpoint that it held before, and what is left of this one goes with the next.
-    The manifest has the first rank's ``step``, and its ``others``: files that it has written there already.
+    Called on all ranks; each writes its own boxes into its own file, and one of those that several have. ``workers``
+    boxes are in memory: one is written while others are read. An error on any rank is raised on all; the folder then
+    has its earlier checkpoint, and the next save removes the files of this one. The manifest takes rank 0's ``step``
+    and ``others``, the entries of files that rank 0 has already written there.
     """
     target = folder if ranks is not None else None  # who converts writes into a temporary one, and names the target
     ranks = ranks or Alone()

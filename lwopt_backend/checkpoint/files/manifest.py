@@ -1,4 +1,4 @@
-"""A manifest says which files one save wrote, how large they are, and their CRC32s: readers can tell others from them.
+"""Manifests: the files that one save wrote, with their sizes and CRC32s, so that readers notice any other file.
 
 ``lwopt_manifest.json`` lies beside the files and is written last::
 
@@ -6,7 +6,7 @@
      "files": {"zero/wte.weight/fp32.pt": {"bytes": 4736, "crc32": "8d1f...", "rank": 0}, ...},
      "crc32": "..."}                                                                of all the above
 
-Files that it does not name are not its concern: other tools may add some.
+Files that it does not list are ignored, because other tools may add some.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Payload = tuple[int, int, int]  # where bytes are in a file, how many, and their
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A file as it was written, and by which rank."""
+    """A file as it was written: its size, its CRC32, and the rank that wrote it."""
 
     nbytes: int
     crc32: int
@@ -44,7 +44,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """``files`` are by their paths in ``folder``, with ``/``. ``step`` is None where the save does not know it."""
+    """``files`` are by path relative to ``folder``, with ``/``. ``step`` is None if the writer had none."""
 
     folder: Path
     save_id: str
@@ -57,7 +57,7 @@ class Manifest:
         return f"copy all of {self.folder} again, or, if another program has saved there since, remove its {NAME}"
 
     def wrong_sizes(self) -> Iterator[str]:
-        """What is wrong with files that are missing, or of another size."""
+        """A sentence for each file that is missing or has another size."""
         for name, entry in self.files.items():
             path = self.folder / name
             size = path.stat().st_size if path.is_file() else None
@@ -68,7 +68,7 @@ class Manifest:
                 yield f"{path} {'ends early' if size < entry.nbytes else 'is too long'}: {said}; {self.advice}"
 
     def compare(self, name: str, crc32: int) -> None:
-        """Raises CheckpointError for a file with another CRC32 than the one that was written."""
+        """Raises CheckpointError if a file's CRC32 is not the one that was written."""
         expected = self.files[name].crc32
         if crc32 == expected:
             return
@@ -84,7 +84,7 @@ class Manifest:
 
 
 class Summing(io.BufferedWriter):
-    """A new file that knows the CRC32 of what was written to it."""
+    """A new file that computes the CRC32 of what is written to it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "wb"))
@@ -104,30 +104,30 @@ class Files:
 
     @contextmanager
     def open(self, name: str) -> Iterator[Summing]:
-        """A new file, which is added when it is closed."""
+        """Open a new file; closing it adds its entry."""
         with Summing(self.folder / name) as file:
             yield file
         self.add(name, file.crc32)
 
     def add(self, name: str, crc32: int) -> None:
-        """A file that is written."""
+        """Add the entry of a file that has been written."""
         self.entries[name] = Entry((self.folder / name).stat().st_size, crc32, self._rank)
 
 
 def entry_of(path: Path) -> Entry:
-    """The entry of a small file of the first rank that something else has written."""
+    """The entry of a small file of rank 0 that other code wrote; reads the file."""
     return Entry(path.stat().st_size, crc_of(path))
 
 
 def new_save_id() -> str:
-    """A name for one save of several ranks, whose files share it."""
+    """A random name for one save, shared by the files of all ranks."""
     return secrets.token_hex(8)
 
 
 def write(
     folder: Path, files: Mapping[str, Entry], step: int | None, *, save_id: str | None = None, world: int = 1
 ) -> None:
-    """Write the manifest of ``files``, which are all there. Without a ``save_id`` that is made of what they are."""
+    """Write the manifest of ``files``, all of which must exist. The default ``save_id`` is made of their entries."""
     listed = {n: {"bytes": e.nbytes, "crc32": f"{e.crc32:08x}", "rank": e.rank} for n, e in sorted(files.items())}
     save_id = save_id or hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:16]
     content = {"save_id": save_id, "step": step, "world": world, "files": listed}
@@ -192,7 +192,7 @@ def check(path: Path, crc32: Callable[[], int]) -> None:
 
 
 def verify(manifest: Manifest, seen: Callable[[int], None]) -> list[str]:
-    """Read every file; what is wrong. ``seen`` is called with the bytes that were read."""
+    """Read every file and return what is wrong. ``seen`` is called with the number of bytes read."""
     problems = list(manifest.wrong_sizes())
     for name in manifest.files:
         path = manifest.folder / name
@@ -208,7 +208,7 @@ def verify(manifest: Manifest, seen: Callable[[int], None]) -> list[str]:
 
 
 def crc_of(path: Path, payloads: Iterable[Payload] = (), seen: Callable[[int], None] = lambda _: None) -> int:
-    """A file's CRC32. Of ``payloads``, whose CRC32s are known and which do not overlap, no byte is read."""
+    """A file's CRC32. ``payloads``, which must not overlap, have known CRC32s and are not read."""
     crc, at = 0, 0
     with path.open("rb") as file:
         for offset, nbytes, of_payload in [*sorted(payloads), (os.fstat(file.fileno()).st_size, 0, 0)]:
@@ -224,7 +224,7 @@ POLYNOMIAL = 0xEDB88320  # CRC32's, x^0 in the highest bit
 
 
 def combined(first: int, second: int, nbytes: int) -> int:
-    """The CRC32 of bytes that follow each other, ``nbytes`` the second; as zlib's crc32_combine."""
+    """The CRC32 of two concatenated ranges, the second of ``nbytes``, from theirs; zlib calls it crc32_combine."""
     return _times(_moved(nbytes), first) ^ second
 
 

@@ -96,7 +96,7 @@ def save_as_it_lies(content: Any, file: BinaryIO) -> None:
 
 
 def _write(archive: zipfile.ZipFile, name: str, nbytes: int, blocks: Iterable[bytes | memoryview]) -> Payload:
-    """A record; its checksum is made block by block, while the processor's cache has it."""
+    """Write a record; its checksum is computed block by block, while the block is in the processor's cache."""
     record = zipfile.ZipInfo(name)
     large = nbytes >= zipfile.ZIP64_LIMIT
     fixed: int = zipfile.sizeFileHeader  # type: ignore[attr-defined]  # typeshed leaves it out
