@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +69,29 @@ class SaveMark:
         file = Path(engine._get_zero_ckpt_name("", "")).name if engine.zero_optimization_stage() else None
         said = {"save_id": f"{self._run}.{self.loads}.{step}", "step": step, "file": file}
         return {**said, "rank": engine.global_rank, "world": engine.world_size}
+
+
+def write_latest_last(engine: DeepSpeedEngine, ranks: Collectives) -> None:
+    """Make a save wait for the files of all ranks before DeepSpeed's rank 0 names it in ``latest``; DeepSpeed's own
+    does not wait, and a run that is killed meanwhile would leave ``latest`` at a checkpoint with files missing."""
+    save = engine.save_checkpoint
+
+    @functools.wraps(save)
+    def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        writer = engine.checkpoint_engine
+        commit = writer.commit
+
+        def commit_after_all(info: Any) -> Any:
+            ranks.barrier()
+            return commit(info)
+
+        writer.commit = commit_after_all
+        try:
+            return save(*args, **kwargs)
+        finally:
+            del writer.commit
+
+    engine.save_checkpoint = save_checkpoint
 
 
 def guard_loading(
@@ -195,7 +219,8 @@ def read(folder: Path, engine: DeepSpeedEngine, with_state: bool) -> Saved:
         of_rank = Path(engine._get_zero_ckpt_name(str(folder.parent), folder.name))
         if not of_rank.is_file():
             raise ValueError(
-                f"the checkpoint {str(folder)!r} has no file {of_rank.name!r}; load it in the precision it was saved in"
+                f"the checkpoint {str(folder)!r} has no file {of_rank.name!r}: its save was interrupted (load another "
+                "tag), or it was made in another precision; load it in the precision it was saved in"
             )
         optimizer = _without_tensors(of_rank)["optimizer_state_dict"]
         check_marks(states, file, [(of_rank, optimizer)])
@@ -219,7 +244,12 @@ def _stranger(states: Mapping[str, Any], optimizer: Any) -> str | None:
 def _without_tensors(file: Path) -> Mapping[str, Any]:
     """On the meta device no weights are kept, and since pytorch#170619 none are read. Client states may be any objects;
     DeepSpeed unpickles the same file next."""
-    states: Mapping[str, Any] = torch.load(file, map_location="meta", weights_only=False)
+    try:
+        states: Mapping[str, Any] = torch.load(file, map_location="meta", weights_only=False)
+    except (EOFError, OSError, RuntimeError, pickle.UnpicklingError) as error:
+        raise ValueError(
+            f"{str(file)!r} cannot be read ({error}): its save was interrupted, or it was damaged; load another tag"
+        ) from error
     return states
 
 

@@ -22,7 +22,7 @@ from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.config.options import suggestion
 from lwopt_backend.config.param_groups import of_another_optimizer
 from lwopt_backend.config.registry import MATRIX_RULES, arguments, new_state
-from lwopt_backend.integrations.deepspeed.checkpoints import Check, SaveMark, guard_loading
+from lwopt_backend.integrations.deepspeed.checkpoints import Check, SaveMark, guard_loading, write_latest_last
 from lwopt_backend.integrations.deepspeed.universal_groups import ALONE, Group, check_scheduler, options_of
 from lwopt_backend.plan import TrainedParam
 from lwopt_backend.runtime.agreement import agree_in_all, check_in_all
@@ -241,7 +241,9 @@ def prepare_loading(engine: DeepSpeedEngine, optimizer: Any, ranks: Sequence[Col
     Called once for an engine, on all ranks. ``optimizer`` is ours; ``ranks`` are the groups that share parameters with
     this rank.
     """
-    mark = optimizer.save_mark = SaveMark(engine, ranks_of())
+    everyone = ranks_of()
+    mark = optimizer.save_mark = SaveMark(engine, everyone)
+    write_latest_last(engine, everyone)
     if not engine.load_universal_checkpoint():
         guard_loading(optimizer.name, engine, ranks, check, mark)
         return
