@@ -25,7 +25,7 @@ PEERS = {  # what an environment has beyond the prepared one
 
 IN_MAKE_TEST = {  # peers that the prepared environment has, too
     "hugging_face": ["test_hugging_face.py"],
-    "pytorch_optimizer": ["test_migration_peers.py", "test_equality.py::test_every_rule_on_one_rank"],
+    "pytorch_optimizer": ["test_migration_peers.py", "test_equality.py::test_every_rule_on_every_engine"],
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -74,3 +75,16 @@ def test_nobody_imports_the_integrations_but_themselves_and_the_package_no_host(
 def test_integrations_refuse_to_be_imported_from_the_checkout_by_their_bare_name() -> None:
     tried = subprocess.run([sys.executable, "-c", "import integrations"], cwd=ROOT, capture_output=True, text=True)
     assert tried.returncode != 0 and "import this package as 'lwopt_backend.integrations'" in tried.stderr
+
+
+def test_scripts_and_mutants_name_tests_that_exist() -> None:
+    for path in [*files(ROOT / "scripts"), ROOT / "scripts" / "mutants.yaml"]:
+        for file, test in re.findall(
+            r"\b((?:peers/|faults/)?test_[a-z0-9_]+)(?:\.py)?(?:::(test_[a-z0-9_]+))?", path.read_text()
+        ):
+            named = [ROOT / "tests" / f"{file}.py", ROOT / "tests" / "peers" / f"{file}.py"]
+            found = next((place for place in named if place.exists()), None)
+            assert found or list((ROOT / "tests").glob(f"{file}*.py")), f"{path.name} names {file}.py"
+            assert not test or f"def {test}(" in (found.read_text() if found else ""), (
+                f"{path.name} names {file}::{test}"
+            )
