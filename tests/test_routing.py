@@ -230,6 +230,25 @@ def test_globs_overrule_structure_and_exclude_wins_by_every_name_of_a_parameter(
     assert kinds["experts.up"] == "elementwise", "stacks were not asked for"
 
 
+def test_marks_of_megatron_and_deepspeed_keep_a_parameter_from_the_matrix_rule_unless_it_is_included() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w1 = nn.Parameter(torch.ones(2, 4, 4))
+
+    model = module(a=nn.Linear(4, 4), b=nn.Linear(4, 4), c=nn.Linear(4, 4), d=nn.Linear(4, 4), experts=Experts())
+    model.a.weight.use_muon = False
+    model.b.weight.is_embedding_or_output_parameter = True
+    model.c.weight.use_muon = model.d.weight.is_embedding_or_output_parameter = None
+    model.experts.w1.use_muon = False
+    found = {name: (r.kind, r.reason) for name, r in routes_of(model, stacks=True).items()}
+    unless = ("elementwise", "marked use_muon=False")
+    assert found["a"] == found["experts.w1"] == unless
+    assert found["b"] == ("elementwise", "marked is_embedding_or_output_parameter=True")
+    assert found["c"][0] == found["d"][0] == "matrix"
+    assert routes_of(model, include=["a.weight"])["a"].kind == "matrix"
+
+
 @pytest.mark.parametrize(
     ("globs", "message"),
     [

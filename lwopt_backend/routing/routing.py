@@ -140,6 +140,8 @@ BY_WORD = {
     **dict.fromkeys(("embedding", "embeddings", "embed", "emb"), "embedding by name"),
 }
 BY_NAME = {"A_log": "one decay per channel and state"}  # of state-space models; used element by element
+# Attributes by which DeepSpeed's and Megatron's users keep a parameter from the matrix rule, and their values.
+MARKS = {"use_muon": False, "is_embedding_or_output_parameter": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +212,10 @@ def route_part(
         if not param.requires_grad:
             kind, reason = "frozen", "requires_grad is False"
         else:
+            mark = next((f"{key}={value}" for key, value in MARKS.items() if getattr(param, key, None) is value), None)
             kind, reason = _by_structure(shape, same, heads.get(id(param)))
+            if mark is not None and (kind == "matrix" or reason == _dimensions(shape)):
+                kind, reason = "elementwise", f"marked {mark}"
             kind, reason = by_glob(shape, names, include, exclude) or (kind, reason)
         joined_shape, transposed = joined(name, shape), any(_stored_transposed(use.module) for use in same)
         stack = _is_stack(joined_shape, same)
