@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lwopt_backend.config.options import suggestion
-from lwopt_backend.config.registry import MATRIX_RULES, arguments, new_state
+from lwopt_backend.config.registry import ELEMENTWISE_RULES, MATRIX_RULES, arguments, new_state
 from lwopt_backend.plan import TrainedParam
+from lwopt_backend.routing.matrices import divide
+from lwopt_backend.routing.routing import Route, named_parameters, route
 from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.state import StateStore, checked, keeps_state, put
 
@@ -21,6 +25,9 @@ __all__ = [
     "convert_momentum",
     "convert_named_momentum",
     "from_checkpoint",
+    "from_dion",
+    "from_keller_jordan",
+    "from_torch",
     "load_named_state",
 ]
 
@@ -366,3 +373,191 @@ class _Entry:
 
     def _error(self, what: str) -> ValueError:
         return ValueError(f"the state dict of {self.source!r}: parameter {self.name!r} {what}")
+
+
+# Another optimizer's param groups as arguments of LayerWiseOptimizer, and as "params" of an entry in ds_config.json.
+
+
+@dataclass(frozen=True)
+class _Theirs:
+    """What another optimizer does with some parameters: the rule's name and options, ``atoms`` of those beyond 2-D."""
+
+    params: Sequence[Any]
+    kind: Literal["matrix", "elementwise"]
+    options: dict[str, Any]
+    atom: Any = None
+
+
+def from_torch(optimizers: Iterable[torch.optim.Optimizer], model: nn.Module) -> dict[str, Any]:
+    """The arguments with which ``LayerWiseOptimizer(model, **arguments)`` trains as torch.optim's Muon and AdamW do.
+
+    See ``from_dion`` for what is returned and raised.
+    """
+    found = []
+    for optimizer in optimizers:
+        if not isinstance(optimizer, (torch.optim.Muon, torch.optim.AdamW)):
+            raise TypeError(f"from_torch: expected torch.optim.Muon or AdamW, found {type(optimizer).__qualname__}")
+        name = type(optimizer).__name__.lower()
+        kind: Literal["matrix", "elementwise"] = "matrix" if name == "muon" else "elementwise"
+        for group in optimizer.param_groups:
+            _refuse("from_torch", group, dict.fromkeys(("maximize", "capturable", "differentiable"), False))
+            entry = MATRIX_RULES[name] if kind == "matrix" else ELEMENTWISE_RULES[name]
+            known = entry.model({}, "from_torch").model_fields
+            options = {key: value for key, value in group.items() if key in known and value is not None}
+            found.append(_Theirs(group["params"], kind, {"name": name, **options}))
+    return _arguments("from_torch", found, model)
+
+
+def from_keller_jordan(param_groups: Iterable[Mapping[str, Any]], model: nn.Module, **defaults: Any) -> dict[str, Any]:
+    """The same for Keller Jordan's Muon and MuonWithAuxAdam.
+
+    ``param_groups`` are theirs, or what they are made with; a group without ``use_muon`` is Muon's. ``defaults`` are
+    other arguments of the optimizer, e.g. ``lr``. See ``from_dion``.
+    """
+    muon = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0, **defaults}
+    adam = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0}
+    found = []
+    for group in param_groups:
+        if not group.get("use_muon", True):
+            found.append(_Theirs(group["params"], "elementwise", {"name": "adamw", **_taken(group, adam)}))
+            continue
+        options = {"name": "muon", **_taken(group, muon), "nesterov": True}
+        by_shape: dict[Any, list[Any]] = {}
+        for param in group["params"]:  # it flattens kernels, and takes the factor from their last two dimensions
+            by_shape.setdefault(tuple(param.shape[-2:]) if param.ndim > 2 else None, []).append(param)
+        for kernel, params in by_shape.items():
+            factor = {} if kernel is None else {"adjust_lr_fn": "none"}
+            if kernel is not None and kernel[0] > kernel[1]:
+                factor["extra_scale_factor"] = (kernel[0] / kernel[1]) ** 0.5
+            found.append(_Theirs(params, "matrix", {**options, **factor}, "flatten"))
+    return _arguments("from_keller_jordan", found, model)
+
+
+def from_dion(param_groups: Iterable[Mapping[str, Any]], model: nn.Module, **defaults: Any) -> dict[str, Any]:
+    """The arguments with which ``LayerWiseOptimizer(model, **arguments)`` trains as dion's Muon or NorMuon does.
+
+    ``param_groups`` are an optimizer's, or what it is made with; then ``defaults`` are its other arguments, and
+    ``algorithm="normuon"`` if it is dion.NorMuon. The rule of each parameter is theirs: names in ``include`` and
+    ``exclude`` are those that our routing would decide otherwise, and fused weights stay in one piece unless a group
+    has ``num_heads`` or ``split_sizes``. What differs in the arithmetic is in docs/migration.md.
+
+    Returns plain data, which can be written into ds_config.json. Raises ValueError for an option without counterpart,
+    and for a trained parameter of the model that is in no group.
+    """
+    start = {"lr": 0.01, "mu": 0.95, "muon_beta2": 0.95, "betas": (0.9, 0.95), "weight_decay": 0.01, "epsilon": 1e-8}
+    start |= {"cautious_wd": False, "nesterov": False, "adjust_lr": "spectral_norm", "flatten": False}
+    start |= {"algorithm": "muon", "use_gram_newton_schulz": False, "use_polar_express": True}
+    found = []
+    for group in param_groups:
+        given = {**start, **defaults, **group}
+        _refuse("from_dion", given, {"newton_schulz_func": None})
+        cautious = {"weight_decay_form": "cautious"} if given["cautious_wd"] else {}
+        shared = {"lr": given["lr"], "weight_decay": given["weight_decay"], **cautious}
+        algorithm = given["algorithm"]
+        if algorithm in ("adamw", "lion"):
+            betas = given.get("beta1", given["betas"][0]), given.get("beta2", given["betas"][1])
+            eps = {"eps": given["epsilon"]} if algorithm == "adamw" else {}
+            found.append(_Theirs(given["params"], "elementwise", {"name": algorithm, **shared, "betas": betas, **eps}))
+            continue
+        if algorithm not in ("muon", "normuon"):
+            raise ValueError(
+                f"from_dion: algorithm {algorithm!r} has no counterpart; expected muon, normuon, adamw, lion"
+            )
+        options = {"name": algorithm, **shared, "momentum": given["mu"], "momentum_form": "sum"}
+        options |= {"nesterov": given["nesterov"], "eps": given["epsilon"]}
+        options["adjust_lr_fn"] = given["adjust_lr"] or "none"
+        options["ns_coefficients"] = "polar_express_5" if given["use_polar_express"] else "quintic"
+        if given["use_gram_newton_schulz"]:
+            options |= {"gram_aspect": 1.0, "gram_restarts": [2]}
+        if algorithm == "normuon":
+            options |= {"beta2": given["muon_beta2"], "update_norm": "preserve"}
+        atom: Any = "flatten" if given["flatten"] else "stack"
+        if given.get("num_heads") or given.get("split_sizes"):
+            heads, sizes = given.get("num_heads"), given.get("split_sizes")
+            atom = {"heads": heads} if heads else {"split_sizes": list(sizes or ())}
+        found.append(_Theirs(given["params"], "matrix", options, atom))
+    return _arguments("from_dion", found, model)
+
+
+def _taken(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: group.get(key, default) for key, default in defaults.items()}
+
+
+def _refuse(caller: str, group: Mapping[str, Any], only: Mapping[str, Any]) -> None:
+    for key, value in only.items():
+        if group.get(key, value) not in (value, None):
+            raise ValueError(f"{caller}: {key} is {group[key]!r}, which has no counterpart; leave it at {value!r}")
+
+
+def _arguments(caller: str, theirs: Sequence[_Theirs], model: nn.Module) -> dict[str, Any]:
+    names = {id(param): name for name, param in named_parameters(model)}
+    routes = {each.name: each for each in route(model, stacks=True)}
+    fused = {name: divided for name, divided in divide(model, list(routes.values())).items() if not divided.is_plain}
+    bases: dict[str, dict[str, Any]] = {}
+    by_kind: dict[str, list[str]] = {"matrix": [], "elementwise": []}
+    overrides: list[dict[str, Any]] = []
+    atoms: dict[str, Any] = {}
+    every = [route.name for route in routes.values() if route.kind != "frozen"]
+    for part in theirs:
+        options = {key: _plain(value) for key, value in part.options.items()}
+        params = [item[1] if isinstance(item, tuple) else item for item in part.params]  # torch's may have names
+        if any(id(param) not in names for param in params):
+            raise ValueError(f"{caller}: a param group has parameters that are not the model's")
+        mine = [names[id(param)] for param in params]
+        by_kind[part.kind] += mine
+        base = bases.setdefault(part.kind, options)
+        by_factor: dict[float, list[str]] = {}
+        for name in mine:
+            by_factor.setdefault(_factor(routes[name], part.kind, options), []).append(name)
+        for factor, some in by_factor.items():
+            scaled = options if factor == 1 else {**options, "extra_scale_factor": factor}
+            if scaled != base:
+                overrides.append({"params": _globs(some, every), part.kind: scaled})
+        for name in mine if part.kind == "matrix" else ():
+            if len(routes[name].shape) < 2:
+                raise ValueError(f"{caller}: parameter {name!r} has no two dimensions; put it into another group")
+            if len(routes[name].shape) > 2 or isinstance(part.atom, dict):
+                atoms[name] = part.atom
+            elif name in fused:
+                atoms[name] = "whole"
+    known = {name for some in by_kind.values() for name in some}
+    if left := [name for name in every if name not in known]:
+        raise ValueError(f"{caller}: parameter {left[0]!r} and {len(left) - 1} more are trained, but in no param group")
+    arguments: dict[str, Any] = {kind: bases[kind] for kind in by_kind if kind in bases}
+    include = [n for n in by_kind["matrix"] if routes[n].kind == "elementwise" and len(routes[n].shape) == 2]
+    exclude = [n for n in by_kind["elementwise"] if routes[n].kind == "matrix"]
+    more: dict[str, Any] = {
+        "overrides": overrides,
+        "include": _globs(include, every),
+        "exclude": _globs(exclude, every),
+    }
+    settings: dict[Any, list[str]] = {}
+    for name, atom in atoms.items():
+        settings.setdefault(repr(atom), []).append(name)
+    more["atoms"] = {glob: atoms[some[0]] for some in settings.values() for glob in _globs(some, every)}
+    return arguments | {key: value for key, value in more.items() if value}
+
+
+def _factor(found: Route, kind: str, options: Mapping[str, Any]) -> float:
+    """Theirs over our factor by shape, of a weight that is stored as (inputs, outputs): theirs goes by that."""
+    extra: float = options.get("extra_scale_factor", 1.0)
+    if kind != "matrix" or not found.transposed or len(found.shape) != 2:
+        return extra
+    rule = MATRIX_RULES[options["name"]].build(**{key: value for key, value in options.items() if key != "name"})
+    inputs, outputs = found.shape
+    return extra * rule.scale((inputs, outputs)) / rule.scale((outputs, inputs))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _globs(some: Sequence[str], every: Sequence[str]) -> list[str]:
+    """Globs that match ``some`` names of all and no other, with ``*`` for the numbers of layers where that is so."""
+    found: dict[str, None] = {}
+    for name in some:
+        glob = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+        found[glob if all(other in some for other in every if fnmatchcase(other, glob)) else name] = None
+    return list(found)
