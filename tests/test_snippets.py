@@ -6,6 +6,7 @@ that use what it made.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -14,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from lwopt_backend.config.choices import layer_wise_settings, muon_settings
+from lwopt_backend.planner.setting import cluster_named
 from tests.launcher import ROOT, surroundings_kept
 from tests.ranks import RankPool
 
@@ -150,6 +153,35 @@ FRAGMENTS: dict[tuple[str, int], tuple[str, str]] = {  # by page and number on i
     ("start/hugging_face", 2): (ENGINE + AUTO + HUGGING_FACE, "assert model.basic_optimizer.plan_digest"),
     ("start/hugging_face", 3): (PLAIN + HUGGING_FACE, "assert optimizer.param_groups"),
 }
+
+
+def in_language(language: str) -> list[tuple[str, str]]:
+    """Page and text of every block in a language."""
+    pattern = re.compile(rf"^```{language}(?: \S+)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    return [(page, text) for page, whole in TEXTS.items() for text in pattern.findall(whole)]
+
+
+def test_every_optimizer_entry_is_understood() -> None:
+    """As Hugging Face hands it on: "auto" of what the Trainer knows is a number."""
+    entries = 0
+    for _, text in in_language("json"):
+        found = json.loads(f"{{{text}}}" if text.startswith('"') else text)
+        entry = found.get("optimizer", found) if isinstance(found, dict) else {}
+        if str(entry.get("type")).startswith("LayerWise"):
+            filled = {key: 0.1 for key in ("lr", "weight_decay") if entry["params"].get(key) == "auto"}
+            settings = muon_settings if entry["type"] == "LayerWiseMuon" else layer_wise_settings
+            settings({**entry["params"], **filled}, entry["type"])
+            entries += 1
+    assert entries > 10
+
+
+def test_every_command_names_files_that_there_are_and_the_cluster_is_one(tmp_path: Path) -> None:
+    commands = " ".join(text for _, text in in_language("bash"))
+    files = set(re.findall(r"\b(?:benchmarks|configs|examples|scripts)/\S+", commands))
+    assert len(files) > 4 and [name for name in files if not (ROOT / name).exists()] == []
+    ((_, cluster),) = in_language("yaml")
+    (tmp_path / "cluster.yaml").write_text(cluster)
+    assert cluster_named(str(tmp_path / "cluster.yaml")).node_size == 8
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
