@@ -1,4 +1,4 @@
-"""What docs/checkpoints.md and docs/from_megatron.md show is true: commands and scripts run, tables are the code's."""
+"""What docs/checkpoints.md, formats.md and from_megatron.md show is true: commands run, tables are the code's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.command_line import lwopt, torch_dist
 from tests.launcher import ROOT, run_script, succeeds
 from tests.ranks import RankPool, free_port
 
-PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("checkpoints", "from_megatron")}
+PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("checkpoints", "formats", "from_megatron")}
 COMMANDS: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 HEADS, GROUPS = 4, 2  # as the pages have it
 
@@ -107,7 +107,7 @@ def test_a_megatron_user_can_walk_the_whole_way(walked: tuple[Path, dict[str, st
 
 @pytest.mark.full
 def test_what_the_reference_shows_runs(walked: tuple[Path, dict[str, str]]) -> None:
-    printed = run("checkpoints", walked[0])
+    printed = run("checkpoints", walked[0]) | run("formats", walked[0])
     assert re.search(r"loss \d+\.\d+ with rates \{'muon': 0.02, 'adamw': 0.01\}", "".join(printed.values()))
     assert "missing: [] unexpected: []" in printed["python load_weights.py"]
     assert "0 differ" in printed["lwopt diff megatron mine_again"]
@@ -140,29 +140,14 @@ def words(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
-@pytest.mark.parametrize("command", ["convert", "inspect", "diff"])
-def test_every_option_is_in_the_table_with_its_default(command: str) -> None:
-    options = [p for p in COMMANDS[command].params if isinstance(p, typer.core.TyperOption)]  # type: ignore[attr-defined]
-    known = {name: option for option in options for name in (*option.opts, *option.secondary_opts) if name != "--help"}
-    named = {}
-    for cells in rows(section("checkpoints", f"lwopt {command}"), "option"):
-        named.update({name: cells[1] for name in words(cells[0])})
-    assert set(named) == set(known)
-    for name, cell in named.items():
-        option = known[name]
-        if (cell.strip("`").isdigit() or cell.startswith("`")) and name != "--check":
-            value = cell.strip("`")
-            assert str(option.default) == value or f"Default: {value}." in option.help, name
-
-
 def test_formats_names_operations_and_keys_in_the_tables_are_those_that_there_are() -> None:
-    text = section("checkpoints", "What is read and written")
+    text = section("formats", "What is read and written")
     assert [words(cells[0])[0] for cells in rows(text, "`--from`")] == list(formats.READERS)
     assert [words(cells[0])[0] for cells in rows(text, "`--to`")] == list(choices.WRITERS)
     written = {word for cells in rows(text, "`--from`") for word in re.findall(r"--to (\w+)", cells[2])}
     assert written == set(choices.WRITERS)
-    assert {words(cells[0])[0] for cells in rows(section("checkpoints", "Names"), "`--names`")} == set(names.FAMILIES)
-    own = section("checkpoints", "A map of your own")
+    assert {words(cells[0])[0] for cells in rows(section("formats", "Names"), "`--names`")} == set(names.FAMILIES)
+    own = section("formats", "A map of your own")
     for heading, known in (
         ("operation", OPERATIONS),
         ("key", MapFile.model_fields),
@@ -192,7 +177,8 @@ def test_parameters_side_by_side_are_what_the_maps_make(family: str) -> None:
 
 def test_every_command_on_the_pages_parses() -> None:
     checked = 0
-    for page, text in PAGES.items():
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        text = "" if page.stem == "command_line" else page.read_text()  # which has the commands' usage
         plain = re.sub(r"\s*\n\s*", " ", text)
         for line in [*re.findall(r"^lwopt .*$", text, re.M), *re.findall(r"`(lwopt \w+ [^`]+)`", plain)]:
             _, command, *arguments = shlex.split(line)

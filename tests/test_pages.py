@@ -6,6 +6,7 @@ import ast
 import inspect
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -34,8 +35,9 @@ from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
 
 README = (ROOT / "README.md").read_text()
-PAGES = {path.stem: path.read_text() for path in (ROOT / "docs").glob("*.md")}
-BLOCKS = re.findall(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+DOCS = ROOT / "docs"
+PAGES = {path.relative_to(DOCS).with_suffix("").as_posix(): path.read_text() for path in DOCS.rglob("*.md")}
+BLOCKS = re.findall(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", PAGES["start/deepspeed"], re.MULTILINE | re.DOTALL)
 FILES = {name: text for _, name, text in BLOCKS if name and "." in name}
 RUNS = [text for language, name, text in BLOCKS if language == "bash" and name == "run"]
 MIGRATION = PAGES["migration"]
@@ -54,7 +56,7 @@ SAYS_ITS_RANK = "print(f'rank {args.local_rank}\\n', end='')\n"  # in one write,
 
 
 @pytest.mark.parametrize("command", RUNS, ids=["train.py", "unmodified script"])
-def test_the_readmes_training_commands_run_as_printed(
+def test_deepspeeds_training_commands_run_as_printed(
     request: pytest.FixtureRequest, ranks: RankPool, command: str, tmp_path: Path
 ) -> None:
     """The unmodified script's under the launcher; the other so in `make test-full` only."""
@@ -76,7 +78,7 @@ def test_the_readmes_training_commands_run_as_printed(
         assert "rank 0\n" in output and "rank 1\n" in output
 
 
-def test_the_readmes_client_optimizer_runs_as_printed(ranks: RankPool, tmp_path: Path) -> None:
+def test_deepspeeds_client_optimizer_runs_as_printed(ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "client.py").write_text(FILES["client.py"])
     codes, output = run_on_ranks(ranks, tmp_path / "client.py", joined=True)
     assert codes == [0, 0] and "2 of 4 trained parameters are matrices" in output, output
@@ -101,8 +103,8 @@ def test_the_module_runner_hands_on_its_arguments_and_needs_a_script(tmp_path: P
 
 
 SAYS = {
-    "fsdp2": (2, r"loss [01]\.\d+ after 40 steps", "Routing: 4 of 11 trained parameters are matrices"),
-    "owned": (2, r"loss [01]\.\d+ after 40 steps", "Storage: owned by 2 data-parallel ranks"),
+    "start/fsdp2": (2, r"loss [01]\.\d+ after 40 steps", "Routing: 4 of 11 trained parameters are matrices"),
+    "start/plain": (2, r"loss [01]\.\d+ after 40 steps", "Storage: owned by 2 data-parallel ranks"),
     "modules": (4, r"loss 0\.\d+ after 40 steps, gradient norm \d\.\d+ over both modules", ""),
     "migration": (2, r"largest difference after 10 more steps: 0\.0", ""),
 }
@@ -115,7 +117,7 @@ def test_a_pages_script_runs_as_printed(
     """FSDP2's by the page's command, under torchrun; the others so in `make test-full` only."""
     count, expected, also = SAYS[page]
     command = unpack_page(PAGES[page], tmp_path, sys.executable)
-    if page == "fsdp2" or request.config.getoption("full"):
+    if page == "start/fsdp2" or request.config.getoption("full"):
         output = succeeds(command, tmp_path)
     else:
         assert f"--nproc_per_node {count} " in command
@@ -126,9 +128,9 @@ def test_a_pages_script_runs_as_printed(
 
 
 @pytest.mark.full
-def test_the_planner_pages_commands_run_as_printed(tmp_path: Path) -> None:
+def test_the_commands_that_plan_a_cluster_run_as_printed(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    commands = re.findall(r"^```bash run\n(.*?)^```$", PAGES["planner"], re.MULTILINE | re.DOTALL)
+    commands = re.findall(r"^```bash run\n(.*?)^```$", PAGES["planning"], re.MULTILINE | re.DOTALL)
     commands = [command.replace("benchmarks/", f"{ROOT}/benchmarks/") for command in commands]
     planned, compared = [succeeds(command, tmp_path) for command in commands]
     assert "8 of 8 trained parameters are matrices" in planned and "Megatron compact" in compared
@@ -141,7 +143,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_links_and_pictures_lead_somewhere_and_python_is_python() -> None:
-    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")):
         text = path.read_text()
         for target in re.findall(r"\]\(([^)]+)\)", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)):
             page, _, anchor = target.partition("#")
@@ -150,30 +152,63 @@ def test_links_and_pictures_lead_somewhere_and_python_is_python() -> None:
                 assert found.exists() and (not anchor or anchor in anchors(found)), (path, target)
         for snippet in re.findall(r"^```python.*?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
             compile(snippet, str(path), "exec")
-    for page in (PAGES["modules"], MIGRATION):
+    for name, page in PAGES.items():
         listed = re.findall(r"^- \[(.*?)\]\(#", page, re.MULTILINE)
-        assert listed == re.findall(r"^## (.*)$", page, re.MULTILINE), "every heading is in the page's list"
+        assert not listed or listed == re.findall(r"^## (.*)$", page, re.MULTILINE), f"{name}: headings in its list"
 
 
-def test_the_planner_page_names_what_there_is() -> None:
-    options = set(re.findall(r"`(--[a-z-]+)", PAGES["planner"]))
+def test_the_pages_on_planning_name_what_there_is() -> None:
+    text = PAGES["planning"] + PAGES["planner"]
+    options = set(re.findall(r"`(--[a-z-]+)", text))
     commands = list(typer.main.get_command(app).commands.values())  # type: ignore[attr-defined]
     known = {name for command in commands for parameter in command.params for name in parameter.opts}
     assert options - known - {"--markdown", "--png", "--models"} == set()
-    assert [name for name in [*CLUSTERS, *COSTS] if f"`{name}`" not in PAGES["planner"]] == []
+    assert [name for name in [*CLUSTERS, *COSTS] if f"`{name}`" not in text] == []
+
+
+def test_pages_made_from_declarations_are_what_would_be_made_now() -> None:
+    made = runpy.run_path(str(ROOT / "scripts" / "reference.py"))["pages"]()
+    assert {name.removesuffix(".md") for name in made} == {"command_line", "rule_options"}
+    for name, text in made.items():
+        assert text == (DOCS / name).read_text(), f"{name} is old: python scripts/reference.py"
+
+
+def test_every_page_is_in_the_navigation_and_the_readme_is_short() -> None:
+    listed = re.findall(r"^ .*: (\S+)\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted([*PAGES, "index", "contributing", "changelog"])
+    assert len(README.splitlines()) <= 150
+
+
+def test_the_messages_in_troubleshooting_are_ours() -> None:
+    """Those that the table quotes, but for DeepSpeed's, Accelerate's and gloo's."""
+    quoted = set(re.findall(r"^\| [^|]*?`([^`|]+ [^`|]+)`", PAGES["troubleshooting"], re.MULTILINE))
+    theirs = {"LayerWiseMuon is not a supported DeepSpeed Optimizer", "optimizer.params.adamw.lr not found in kwargs"}
+    theirs |= {
+        "train_batch_size is not equal to",
+        "Received data size doesn't match expected size",
+        "KeyError: 'exp_avg'",
+    }
+    code = "".join(
+        path.read_text() for folder in ("lwopt_backend", "integrations") for path in (ROOT / folder).rglob("*.py")
+    )
+    first = {
+        message.partition(" lr")[0].partition(" ...")[0].replace("rank 1 failed", "failed")
+        for message in quoted - theirs
+    }
+    assert theirs < quoted and [message for message in first if message not in code] == []
 
 
 def test_make_commands_exist_and_ci_runs_the_readmes() -> None:
     texts = README + (ROOT / "CONTRIBUTING.md").read_text()
     targets = {name for pair in re.findall(r"^make ([\w-]+)$|`make ([\w-]+)[` ]", texts, re.MULTILINE) for name in pair}
-    assert targets - {""} >= {"train", "check", "test", "test-full", "test-peers", "mutants", "compare"}
+    assert targets - {""} >= {"train", "check", "test", "test-full", "test-peers", "docs", "mutants", "compare"}
     subprocess.run(["make", "--dry-run", *sorted(targets - {""})], cwd=ROOT, check=True, capture_output=True)
     steps = re.findall(r"^(?:exec )?make (\w+)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
     assert steps == ["check", "test"] and "`make check`" in README and "\nmake test\n" in README
 
 
 def test_every_option_is_in_a_table_and_every_row_is_an_option() -> None:
-    table = part(README, "### Options", "## What is printed")
+    table = part(PAGES["options"], "## LayerWiseMuon in", "## In plain PyTorch and on")
     assert named_in(table) == set(LayerWiseMuonConfig.model_fields)
     words = {"Jordan's": [3.4445, -4.7750, 2.0315], "AdamW's": AdamWOptions()}
     for names, written in re.findall(r"^\| (`.*?) \| (.*?) \|", table, re.MULTILINE):
@@ -186,11 +221,12 @@ def test_every_option_is_in_a_table_and_every_row_is_an_option() -> None:
     assert set(re.findall(r"`(\w+)`", adamw)) - {"adamw"} == set(AdamWOptions.model_fields)
     assert json.loads(FILES["ds_config.json"])["optimizer"]["type"] == "LayerWiseMuon"
     arguments = {"matrix", "lr", "elementwise", "elementwise_lr", "overrides", "params", "sharded_later"}
-    assert named_in(part(PAGES["fsdp2"], "## Options", "## Measured")) == arguments | set(FSDP2Config.model_fields)
+    on_fsdp2 = named_in(part(PAGES["options"], "## In plain PyTorch and on", "## In plain PyTorch\n"))
+    assert on_fsdp2 == arguments | set(FSDP2Config.model_fields)
 
 
 def test_every_option_of_owned_storage_is_in_the_table_with_its_default() -> None:
-    table = part(PAGES["owned"], "## Options", "## What is refused")
+    table = part(PAGES["options"], "## In plain PyTorch\n", "## Param groups")
     rows = re.findall(r"^\| (`.*?) \| (.*?) \|", table, re.MULTILINE)
     defaults = {name: default for names, default in rows for name in re.findall(r"`(\w+)`", names)}
     own = {name: field for name, field in OwnedConfig.model_fields.items() if name not in HostConfig.model_fields}
@@ -199,7 +235,7 @@ def test_every_option_of_owned_storage_is_in_the_table_with_its_default() -> Non
     for name, field in own.items():
         spelled = str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
         assert defaults[name].strip('`"') == spelled, name
-    shared = set(re.findall(r"`(\w+)`", table.partition("| option")[0]))
+    shared = named_in(part(PAGES["options"], "## In plain PyTorch and on", "## On FSDP2"))
     assert shared >= {"matrix", "lr", "elementwise", "elementwise_lr", "params"}
     assert shared <= arguments | set(HostConfig.model_fields) | set(MuonOptions.model_fields)
 
@@ -247,9 +283,10 @@ def test_the_entries_of_the_page_are_understood_and_every_rule_is_in_its_table()
     assert rules.overrides[0].matrix == {"lr": 0.01}
     rules, _ = settings_of(ZeROConfig, given["params"], "LayerWise")
     assert rules.matrix.options.precondition_frequency == 10
-    AtomSettings.parse(given["atoms"])
-    assert f"{len(TABLE)} classes of transformers" in page
-    named = named_in(part(page, "## Which rules there are", "## Other options"))
+    (atoms,) = re.findall(r"^```json atoms\n(.*?)^```$", PAGES["matrices"], re.MULTILINE | re.DOTALL)
+    AtomSettings.parse(json.loads(atoms))
+    assert f"{len(TABLE)} classes of transformers" in PAGES["matrices"]
+    named = named_in(part(page, "## Which rules there are\n", "## Other options"))
     assert named == ({*MATRIX_RULES, *ELEMENTWISE_RULES} - {"torch_optimizer_elementwise"})
 
 

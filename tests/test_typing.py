@@ -19,7 +19,7 @@ PUBLIC = [  # where users' scripts import from
     *(ROOT / "lwopt_backend" / name for name in ("__init__.py", "migration.py", "rules/__init__.py")),
     ROOT / "integrations" / "fsdp2.py",
 ]
-MARKDOWN = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+MARKDOWN = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
 IN_MARKDOWN = re.compile(r"^```python[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from lwopt_backend import LayerWiseOptimizer
-from tests.launcher import torchrun
+from tests.launcher import ROOT, succeeds, torchrun, unpack_page
 from tests.zero import ADAMW, MUON, Reference, newton_schulz_in_float32
 
 ROWS, STEPS, HALF = 4, 6, 3  # of each of two epochs
@@ -114,6 +115,12 @@ def test_it_has_the_losses_of_torch_optim_and_resumes_with_them(tmp_path: Path, 
             found[name] = fit(tmp_path, name, fsdp2, name == "resumed")
     assert found["whole"] == pytest.approx(by_torch(), rel=1e-5) and len(set(found["whole"])) == STEPS
     assert found["resumed"] == found["whole"][HALF:]
+
+
+def test_the_pages_script_trains(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "start" / "lightning.md").read_text()
+    printed = succeeds(unpack_page(page, tmp_path, sys.executable), tmp_path)
+    assert re.search(r"loss [01]\.\d+ after 40 steps", printed) and "Routing: 1 of 5" in printed, printed
 
 
 if __name__ == "__main__":

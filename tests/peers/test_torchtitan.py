@@ -1,4 +1,4 @@
-"""torchtitan's trainer, with the recipe of docs/fsdp2_hugging_face.md: torch.optim's weights, and a resumed run."""
+"""torchtitan's trainer, with the recipe of docs/start/torchtitan.md: torch.optim's weights, and a resumed run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchtitan's own trainer on CPU ranks, with the container of optimizers that docs/fsdp2_hugging_face.md gives.
+"""torchtitan's own trainer on CPU ranks, with the container of optimizers that docs/start/torchtitan.md gives.
 
 torchrun torchtitan_llama3.py FOLDER RUN ours|theirs STEPS: it has FOLDER/tokenizer and FOLDER/texts, checkpoints into
 FOLDER/RUN every 3 steps, and goes on from the last of those.
@@ -35,7 +35,7 @@ from torchtitan.models.llama3 import config_registry, model_registry  # noqa: E4
 
 from tests.zero import newton_schulz_in_float32  # noqa: E402
 
-PAGE = Path(__file__).parents[2] / "docs" / "fsdp2_hugging_face.md"
+PAGE = Path(__file__).parents[2] / "docs" / "start" / "torchtitan.md"
 MUON, ADAMW = {"lr": 0.02, "weight_decay": 0.1}, {"lr": 8e-4, "betas": (0.9, 0.95)}
 
 
@@ -59,8 +59,8 @@ def container(kind: str) -> OptimizersContainer.Config:
     if kind == "theirs":
         return TorchsOptimizers.Config()
     recipe = sys.modules["recipe"] = ModuleType("recipe")
-    (code,) = re.findall(r"^```python torchtitan\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    exec(compile(code, str(PAGE), "exec"), vars(recipe))
+    for code in re.findall(r"^```python torchtitan\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL):
+        exec(compile(code, str(PAGE), "exec"), vars(recipe))
     whole = {
         "matrix": {"name": "muon", "ns_dtype": "float32", **MUON},
         "elementwise": {"name": "adamw", **ADAMW},

@@ -1,0 +1,109 @@
+"""Write the pages of docs/ that are made from declarations: command_line.md and rule_options.md.
+
+`python scripts/reference.py` writes them; tests/test_pages.py fails if they are not what this would write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import typer
+
+from lwopt_backend.cli import app
+from lwopt_backend.cli.rule_facts import rule_facts
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+MADE = "<!-- Made by `python scripts/reference.py`. -->"
+COMMAND_LINE = f"""# The command line
+
+{MADE}
+
+`lwopt COMMAND --help` prints the same. On wrong input, every command prints one line that names it, and ends with exit
+code 2."""
+RULES = f"""# The rules and their options
+
+{MADE}
+
+`lwopt rules` prints the same. [Options](options.md) are those of a whole optimizer, [choosing a rule](optimizers.md)
+says which rule to take, and [the mathematics](rules.md) what it computes."""
+OPTION = ("option", "default", "meaning", "source")
+CLASSES = {"soap", "shampoo", "lion", "sgd", "torch_optimizer"}  # whose options others declare
+
+
+def pages() -> dict[str, str]:
+    """The text of each page, by the name of its file."""
+    return {"command_line.md": command_line(), "rule_options.md": rule_options()}
+
+
+def command_line() -> str:
+    commands: Any = typer.main.get_command(app)
+    contents = "\n".join(f"- [lwopt {name}](#lwopt-{name})" for name in commands.commands)
+    return "\n\n".join([COMMAND_LINE, contents, *(described(*item) for item in commands.commands.items())]) + "\n"
+
+
+def described(name: str, command: Any) -> str:
+    arguments = [p for p in command.params if p.param_type_name == "argument"]
+    shown = [p.name.upper() if p.required else f"[{p.name.upper()}]" for p in arguments]
+    parts = [f"## lwopt {name}", f"```text\n{' '.join(['lwopt', name, *shown, '[OPTIONS]'])}\n```"]
+    parts += [" ".join(paragraph.split()) for paragraph in command.help.split("\n\n")]
+    if arguments:
+        parts.append(table(("argument", "meaning"), [(f"`{p.name.upper()}`", p.help) for p in arguments]))
+    hints = get_type_hints(command.callback)
+    panels: dict[str | None, list[tuple[str, str, str]]] = {}
+    for param in command.params:
+        if param.param_type_name == "option" and param.name != "help":
+            panels.setdefault(param.rich_help_panel, []).append(option_row(param, hints[param.name]))
+    for panel, rows in panels.items():
+        parts += [f"**{panel}**"] * bool(panel) + [table(OPTION[:3], rows)]
+    return "\n\n".join(parts)
+
+
+def option_row(option: Any, hint: Any) -> tuple[str, str, str]:
+    meaning = option.help.replace("\\[", "[")
+    kinds = [kind for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal]
+    if choices := [choice for kind in kinds for choice in get_args(kind)]:
+        meaning += f" One of {', '.join(f'`{choice}`' for choice in choices)}."
+    default = option.opts[0] if option.default is True else option.default
+    written = "required" if option.required else "" if default in (None, False) else f"`{default}`"
+    return ", ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts)), written, meaning
+
+
+def rule_options() -> str:
+    facts = rule_facts(None, None)
+    columns = ("name", "for", "state", "cost", "source")
+    rows = [[f"`{rule['name']}`", *(rule[column] for column in columns[1:])] for rule in facts["rules"]]
+    parts = [RULES, table(("rule", *columns[1:]), rows)]
+    (muon,) = (rule["options"] for rule in facts["rules"] if rule["name"] == "muon")
+    for rule in facts["rules"]:
+        if rule["name"] in CLASSES:
+            continue
+        parts.append(f"## {rule['name']}")
+        options = rule["options"]
+        if options is not muon and rule["for"] == "matrices":
+            parts.append("As `muon`, except:")
+            options = [option for option in options if option not in muon]
+        parts.append(table(OPTION, map(option_cells, options)))
+    names = "`, `".join(sorted(CLASSES))
+    parts.append(f"## Rules that are classes\n\nThe options of `{names}` are the arguments of their class.")
+    parts[-1] += (
+        " `lwopt rules soap`\nprints SOAP's, and `lwopt rules torch_optimizer --class PATH` those of any class."
+    )
+    parts += ["## A division in atoms", table(OPTION, map(option_cells, facts["atoms"]))]
+    return "\n\n".join(parts) + "\n"
+
+
+def option_cells(option: Mapping[str, str]) -> tuple[str, ...]:
+    return f"`{option['name']}`", f"`{option['default']}`", option["meaning"], option["source"]
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = list(head)
+    lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines).replace("|  |", "| |")
+
+
+if __name__ == "__main__":
+    for name, text in pages().items():
+        (DOCS / name).write_text(text)

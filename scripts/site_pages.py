@@ -1,0 +1,77 @@
+"""What mkdocs does to our pages beyond its settings: a hook, named in mkdocs.yml.
+
+The pages are written for a checkout: their links lead to files beside docs/, and README.md is read first. In the site,
+README.md is the home page, and a file that is no page (a test, a benchmark, an example) is copied as text.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import shutil
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / ".make" / "package"  # as it is installed: integrations/ is lwopt_backend.integrations
+PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)((?:#[^)\s]*)?)(?=\))")
+CODE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    shutil.rmtree(PACKAGE, ignore_errors=True)
+    for source, name in (("lwopt_backend", "lwopt_backend"), ("integrations", "lwopt_backend/integrations")):
+        shutil.copytree(ROOT / source, PACKAGE / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages and the files outside docs/ that pages link to."""
+    for source, page in PAGES.items():
+        files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
+    linked = set()
+    for file in files.documentation_pages():
+        for target, _ in LINK.findall(CODE.sub("", file.content_string)):
+            linked.add(place_of(target, file.src_uri))
+    for place in sorted(filter(None, linked)):
+        if place.startswith("source/"):
+            source = place.removeprefix("source/").removesuffix(".txt")
+            files.append(File.generated(config, place, abs_src_path=str(ROOT / source)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links lead to places in the site; a block's title is the name of the file that it shows."""
+    here = page.file.src_uri
+
+    def relinked(match: re.Match[str]) -> str:
+        place = place_of(match[1], here)
+        return (posixpath.relpath(place, posixpath.dirname(here) or ".") if place else match[1]) + match[2]
+
+    parts = CODE.split(markdown)
+    parts[::2] = [LINK.sub(relinked, part) for part in parts[::2]]
+    parts[1::2] = [titled(part) for part in parts[1::2]]
+    return "".join(parts)
+
+
+def place_of(target: str, page: str) -> str | None:
+    """Where the file that a page links to is in the site; None if there is no such file."""
+    outside = {place: source for source, place in PAGES.items()}
+    source = outside.get(page, f"docs/{page}")
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+    if path in PAGES:
+        return PAGES[path]
+    if not (ROOT / path).is_file():
+        return None
+    return path.removeprefix("docs/") if path.startswith("docs/") else f"source/{path}.txt"
+
+
+def titled(block: str) -> str:
+    first, _, rest = block.partition("\n")
+    language, _, name = first.removeprefix("```").partition(" ")
+    title = f' title="{name}"' if "." in name else ""
+    return f"```{language}{title}\n{rest}"

@@ -1,0 +1,217 @@
+"""Every Python block of the README and of docs/ runs: a script in the test of its page, a fragment here.
+
+A fragment runs on one rank, in a folder of its own, between lines that give it what its page has before it and lines
+that use what it made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lwopt_backend.config.choices import layer_wise_settings, muon_settings
+from lwopt_backend.planner.setting import cluster_named
+from tests.launcher import ROOT, surroundings_kept
+from tests.ranks import RankPool
+
+DOCS = ROOT / "docs"
+TEXTS = {path.relative_to(DOCS).with_suffix("").as_posix(): path.read_text() for path in DOCS.rglob("*.md")}
+TEXTS["README"] = (ROOT / "README.md").read_text()
+BLOCK = re.compile(r"^```python(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SCRIPTS = {  # by the test that runs them
+    "test_pages.py": {"train.py", "client.py", "fsdp2_train.py", "owned_train.py", "modules_train.py"}
+    | {"move_a_run.py", "own_rule.py"},
+    "test_checkpoint_docs.py": {"train.py", "load_fsdp2.py", "load_weights.py"},
+    "peers/test_torchtitan.py": {"torchtitan"},
+    "peers/test_lightning.py": {"lightning_train.py"},
+}
+
+PLAIN = """
+import json, os, sys
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
+
+def step(model, optimizer):
+    model(batch).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+batch = torch.randn(16, 8)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+"""
+OPTIMIZER = PLAIN + "optimizer = LayerWiseOptimizer(model, lr=0.02, report=False)\nstep(model, optimizer)\n"
+BLOCKS = """
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+    def forward(self, inputs):
+        for block in self.blocks:
+            inputs = block(inputs)
+        return inputs
+model = Blocks()
+"""
+MIXTURE = """
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(8, 8)]), "dense": nn.Linear(8, 8)})
+    def forward(self, inputs):
+        return self.layer["experts"][0](self.layer["dense"](inputs))
+model, ranks_with_my_experts = Mixture(), dist.new_group([0])
+"""
+ENGINE = (
+    PLAIN
+    + """
+import deepspeed
+from lwopt_backend.integrations import deepspeed_zero
+deepspeed_zero.register()
+entry = {"type": "LayerWiseMuon", "params": {"lr": 0.02, "report": False}}
+json.dump({"train_batch_size": 16, "optimizer": entry, "zero_optimization": {"stage": 1}}, open("ds_config.json", "w"))
+"""
+)
+MADE = "engine, *_ = deepspeed.initialize(model=model, config='ds_config.json')\n"
+STEP_OF_ENGINE = "engine.backward(engine(batch.to(engine.device)).square().mean())\nengine.step()\n"
+NAMED = (
+    ENGINE
+    + """
+from lwopt_backend.migration import from_checkpoint
+matrices, others = ["0.weight", "2.weight"], ["0.bias", "2.bias"]
+params, named = dict(model.named_parameters()), {}
+for cls, names in ((torch.optim.Muon, matrices), (torch.optim.AdamW, others)):
+    theirs = cls([params[name] for name in names])
+    model(batch).square().mean().backward()
+    theirs.step()
+    named |= from_checkpoint(theirs.state_dict(), names, source=f"torch.optim.{cls.__name__}")
+"""
+)
+HUGGING_FACE = f"""
+sys.path.append({str(ROOT / "examples")!r})
+from hugging_face import deepspeed_on_cpus_too
+deepspeed_on_cpus_too()
+loader, factor = torch.utils.data.DataLoader(batch, batch_size=16), lambda step: 1.0
+"""
+AUTO = """
+entry["params"] |= {"lr": "auto", "weight_decay": "auto"}
+sizes = {"train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"}
+json.dump({**sizes, "optimizer": entry, "zero_optimization": {"stage": 1}}, open("ds_config.json", "w"))
+os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds_config.json"}
+"""
+TRAINER = """
+from types import SimpleNamespace
+trainer = SimpleNamespace(optimizer=None, model=model, args=SimpleNamespace(learning_rate=0.02, weight_decay=0.1))
+made = LayerWiseTrainer.create_optimizer(trainer)
+assert [group["lr"] for group in made.param_groups] == [0.02, 3e-4]
+"""
+HEADS = (
+    PLAIN
+    + """
+from transformers import LlamaConfig, LlamaForCausalLM
+sizes = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 16, "num_hidden_layers": 24}
+model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=32, num_key_value_heads=8))
+optimizer = LayerWiseOptimizer(model, lr=0.02, report=False)
+tokens = torch.arange(32)[None]
+model(input_ids=tokens, labels=tokens).loss.backward()
+seen = {"0": torch.full((32,), 200.0)}
+"""
+)
+
+FRAGMENTS: dict[tuple[str, int], tuple[str, str]] = {  # by page and number on it: what comes before, and after
+    ("README", 0): (f"{PLAIN}import deepspeed\n", STEP_OF_ENGINE),
+    ("README", 1): (PLAIN + BLOCKS, "step(model, optimizer)"),
+    ("README", 2): (PLAIN, "assert optimizer.plan_digest"),
+    ("checkpoints", 1): (
+        f"{OPTIMIZER}optimizer.save_state_dict('dcp', iteration=3)\ndel optimizer\n",
+        "assert training['iteration'] == 3",
+    ),
+    ("fsdp2", 0): (f"{PLAIN}fully_shard(model)\noptimizer = LayerWiseOptimizer(model)\n", "step(model, optimizer)"),
+    ("migration", 1): (NAMED, STEP_OF_ENGINE),
+    ("migration", 2): (f"{OPTIMIZER}optimizer.save_state_dict('checkpoint')\n", "step(model, optimizer)"),
+    ("migration", 3): (f"{NAMED}average = torch.ones(2, 2)\n", "torch.testing.assert_close(total, 20 * average)"),
+    ("modules", 1): (f"{OPTIMIZER}optimizers = ModuleOptimizers({{'all': optimizer}})\n", ""),
+    ("optimizers", 0): (PLAIN + MIXTURE, "step(model, optimizer)"),
+    ("optimizers", 2): (HEADS, ""),
+    ("owned", 0): (PLAIN + MIXTURE, "step(model, optimizer)"),
+    ("owned", 1): (
+        f"{OPTIMIZER}step, scheduler = 1, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)\n",
+        "assert more['iteration'] == 1",
+    ),
+    ("owned", 2): (OPTIMIZER, "step(model, optimizer)"),
+    ("planning", 0): (ENGINE + MADE + "optimizer = LayerWiseOptimizer(nn.Linear(4, 4), report=False)\n", ""),
+    ("start/hugging_face", 0): (ENGINE + HUGGING_FACE, "assert args.deepspeed_plugin is not None"),
+    ("start/hugging_face", 1): (PLAIN, TRAINER),
+    ("start/hugging_face", 2): (ENGINE + AUTO + HUGGING_FACE, "assert model.basic_optimizer.plan_digest"),
+    ("start/hugging_face", 3): (PLAIN + HUGGING_FACE, "assert optimizer.param_groups"),
+}
+
+
+def in_language(language: str) -> list[tuple[str, str]]:
+    """Page and text of every block in a language."""
+    pattern = re.compile(rf"^```{language}(?: \S+)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    return [(page, text) for page, whole in TEXTS.items() for text in pattern.findall(whole)]
+
+
+def test_every_optimizer_entry_is_understood() -> None:
+    """As Hugging Face hands it on: "auto" of what the Trainer knows is a number."""
+    entries = 0
+    for _, text in in_language("json"):
+        found = json.loads(f"{{{text}}}" if text.startswith('"') else text)
+        entry = found.get("optimizer", found) if isinstance(found, dict) else {}
+        if str(entry.get("type")).startswith("LayerWise"):
+            filled = {key: 0.1 for key in ("lr", "weight_decay") if entry["params"].get(key) == "auto"}
+            settings = muon_settings if entry["type"] == "LayerWiseMuon" else layer_wise_settings
+            settings({**entry["params"], **filled}, entry["type"])
+            entries += 1
+    assert entries > 10
+
+
+def test_every_command_names_files_that_there_are_and_the_cluster_is_one(tmp_path: Path) -> None:
+    commands = " ".join(text for _, text in in_language("bash"))
+    files = set(re.findall(r"\b(?:benchmarks|configs|examples|scripts)/\S+", commands))
+    assert len(files) > 4 and [name for name in files if not (ROOT / name).exists()] == []
+    ((_, cluster),) = in_language("yaml")
+    (tmp_path / "cluster.yaml").write_text(cluster)
+    assert cluster_named(str(tmp_path / "cluster.yaml")).node_size == 8
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    return BLOCK.findall(TEXTS[page])
+
+
+def test_every_python_block_is_run() -> None:
+    fragments = {(page, number) for page in TEXTS for number, (name, _) in enumerate(blocks(page)) if not name}
+    assert sorted(fragments) == sorted(FRAGMENTS)
+    assert {name for page in TEXTS for name, _ in blocks(page) if name} == set().union(*SCRIPTS.values())
+
+
+@pytest.mark.parametrize(("page", "number"), FRAGMENTS)
+def test_a_fragment_runs(rank_pools: dict[int, RankPool], tmp_path: Path, page: str, number: int) -> None:
+    before, after = FRAGMENTS[page, number]
+    ranks = rank_pools[1]
+    try:
+        ranks.run(run_fragment, before + blocks(page)[number][1] + after, f"{page}, block {number}", tmp_path)
+    finally:
+        ranks.close() if "hugging_face" in page else ranks.renew()  # what Accelerate keeps ends with its process
+
+
+def run_fragment(code: str, where: str, folder: Path) -> None:
+    """On a rank."""
+    there = os.getcwd()
+    with surroundings_kept():
+        os.chdir(folder)
+        try:
+            names: dict[str, Any] = {"__name__": where}
+            sys.modules.pop(where, None)
+            exec(compile(code, where, "exec"), names)
+        finally:
+            os.chdir(there)
