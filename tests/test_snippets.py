@@ -95,6 +95,11 @@ for cls, names in ((torch.optim.Muon, matrices), (torch.optim.AdamW, others)):
     named |= from_checkpoint(theirs.state_dict(), names, source=f"torch.optim.{cls.__name__}")
 """
 )
+GROUPS = """
+matrices = [param for param in model.parameters() if param.ndim == 2]
+others = [param for param in model.parameters() if param.ndim < 2]
+param_groups = [{"params": matrices}, {"params": others, "use_muon": False, "algorithm": "adamw"}]
+"""
 HUGGING_FACE = f"""
 sys.path.append({str(ROOT / "examples")!r})
 from hugging_face import deepspeed_on_cpus_too
@@ -135,9 +140,10 @@ FRAGMENTS: dict[tuple[str, int], tuple[str, str]] = {  # by page and number on i
         "assert training['iteration'] == 3",
     ),
     ("fsdp2", 0): (f"{PLAIN}fully_shard(model)\noptimizer = LayerWiseOptimizer(model)\n", "step(model, optimizer)"),
-    ("migration", 1): (NAMED, STEP_OF_ENGINE),
-    ("migration", 2): (f"{OPTIMIZER}optimizer.save_state_dict('checkpoint')\n", "step(model, optimizer)"),
-    ("migration", 3): (f"{NAMED}average = torch.ones(2, 2)\n", "torch.testing.assert_close(total, 20 * average)"),
+    ("migration", 0): (PLAIN + GROUPS, "step(model, optimizer)"),
+    ("migration", 2): (NAMED, STEP_OF_ENGINE),
+    ("migration", 3): (f"{OPTIMIZER}optimizer.save_state_dict('checkpoint')\n", "step(model, optimizer)"),
+    ("migration", 4): (f"{NAMED}average = torch.ones(2, 2)\n", "torch.testing.assert_close(total, 20 * average)"),
     ("modules", 1): (f"{OPTIMIZER}optimizers = ModuleOptimizers({{'all': optimizer}})\n", ""),
     ("optimizers", 0): (PLAIN + MIXTURE, "step(model, optimizer)"),
     ("optimizers", 2): (HEADS, ""),
