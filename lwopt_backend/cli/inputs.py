@@ -69,8 +69,7 @@ PipelineParallel = Annotated[int, typer.Option(min=1, help="Pipeline stages.", r
 ExpertParallel = Annotated[int, typer.Option(min=1, help="Expert parallelism.", rich_help_panel=CLUSTER)]
 Experts = Annotated[str, typer.Option(metavar="GLOB", help="Parameters that --ep spreads.", rich_help_panel=MODEL)]
 ParameterDtype = Annotated[
-    Dtype | None,
-    typer.Option(help="Of parameters. Default: bfloat16, on fsdp2 float32.", rich_help_panel=MODEL),
+    Dtype | None, typer.Option(help="Of parameters. Default: bfloat16, on fsdp2 float32.", rich_help_panel=MODEL)
 ]
 PlannedEngine = Annotated[Engine, typer.Option(help="Who stores parameters.", rich_help_panel=PLAN)]
 PlannedLayout = Annotated[
@@ -78,16 +77,13 @@ PlannedLayout = Annotated[
     typer.Option(help="Of buckets: with padding, without, or what the engine chooses.", rich_help_panel=PLAN),
 ]
 BucketNumel = Annotated[
-    int | None,
-    typer.Option(min=1, help="Of zero and fsdp2: most elements of an exchange.", rich_help_panel=PLAN),
+    int | None, typer.Option(min=1, help="Of zero and fsdp2: most elements of an exchange.", rich_help_panel=PLAN)
 ]
 GroupSize = Annotated[
-    str | None,
-    typer.Option(metavar="N|auto", help="Of owned: ranks that share ownership.", rich_help_panel=PLAN),
+    str | None, typer.Option(metavar="N|auto", help="Of owned: ranks that share ownership.", rich_help_panel=PLAN)
 ]
 PlannedPolicy = Annotated[
-    Literal["auto", "stay", "balance"] | None,
-    typer.Option(help="Of zero: who owns a matrix.", rich_help_panel=PLAN),
+    Literal["auto", "stay", "balance"] | None, typer.Option(help="Of zero: who owns a matrix.", rich_help_panel=PLAN)
 ]
 SubGroupSize = Annotated[int, typer.Option(min=1, help="DeepSpeed's, of zero3.", rich_help_panel=PLAN)]
 GradientDtype = Annotated[GradDtype, typer.Option(help="Of gradients, kept and sent.", rich_help_panel=PLAN)]
@@ -100,20 +96,14 @@ Option = Annotated[
     ),
 ]
 WhatIf = Annotated[
-    bool | None,
-    typer.Option(help="Rows for other choices. Default: yes, unless --json.", rich_help_panel=OUTPUT),
+    bool | None, typer.Option(help="Rows for other choices. Default: yes, unless --json.", rich_help_panel=OUTPUT)
 ]
 AsJSON = Annotated[bool, typer.Option("--json", help="Print the plan as JSON, nothing else.", rich_help_panel=OUTPUT)]
 HTML = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a report.", rich_help_panel=OUTPUT)]
 PNG = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a picture.", rich_help_panel=OUTPUT)]
 
 
-def read_model(
-    hf: Path | None,
-    checkpoint: Path | None,
-    shapes: Path | None,
-    training: Training,
-) -> ModelShapes:
+def read_model(hf: Path | None, checkpoint: Path | None, shapes: Path | None, training: Training) -> ModelShapes:
     """The model that exactly one of ``hf``, ``checkpoint`` and ``shapes`` names. Raises ValueError otherwise."""
     given = [name for name, path in (("--hf", hf), ("--checkpoint", checkpoint), ("--shapes", shapes)) if path]
     if len(given) != 1:

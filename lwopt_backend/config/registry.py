@@ -337,11 +337,7 @@ register_rule(
     source="arXiv 2510.05491",
 )
 register_rule(
-    "adamuon",
-    AdaMuon,
-    cost=_second_moment_flops,
-    work="Newton-Schulz, second moments",
-    source="arXiv 2507.11005",
+    "adamuon", AdaMuon, cost=_second_moment_flops, work="Newton-Schulz, second moments", source="arXiv 2507.11005"
 )
 
 

@@ -256,10 +256,7 @@ CLASSES: Sequence[tuple[tuple[Fused, ...], str]] = [
         (Fused("query_key_value", "dense", _by_head("head_size")),),
         "gpt_neox.GPTNeoXAttention gpt_neox_japanese.GPTNeoXJapaneseAttention",
     ),
-    (
-        (Fused("query_key_value", "dense", _by_head("head_dim")),),
-        "bloom.BloomAttention persimmon.PersimmonAttention",
-    ),
+    ((Fused("query_key_value", "dense", _by_head("head_dim")),), "bloom.BloomAttention persimmon.PersimmonAttention"),
     ((Fused("query_key_value", "dense", _falcon),), "falcon.FalconAttention"),
     ((Fused("qkv_proj", "out_proj", _by_head("head_dim")),), "minimax.MiniMaxLightningAttention"),
     (  # in four groups, one for each of the cores that it was trained on, and v before k

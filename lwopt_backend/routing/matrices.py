@@ -31,11 +31,7 @@ class Divided:
 
 
 def divide(
-    model: nn.Module,
-    routes: Sequence[Route],
-    settings: AtomSettings | None = None,
-    *,
-    elsewhere: Sequence[Route] = (),
+    model: nn.Module, routes: Sequence[Route], settings: AtomSettings | None = None, *, elsewhere: Sequence[Route] = ()
 ) -> dict[str, Divided]:
     """The matrices of every parameter in ``routes`` that goes to the matrix rule, by its name.
 

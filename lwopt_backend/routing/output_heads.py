@@ -16,9 +16,7 @@ EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 # A module with this name is an output head anywhere ...
 HEAD_NAMES = frozenset({"lm_head", "embed_out", "unembed", "output_projection", "logits", "to_logits"})
 # ... and one with this name is a head outside repeated blocks, in which the word means something else.
-HEAD_NAMES_OUTSIDE_BLOCKS = frozenset(
-    {"head", "heads", "output", "output_layer", "classifier", "score", "qa_outputs"},
-)
+HEAD_NAMES_OUTSIDE_BLOCKS = frozenset({"head", "heads", "output", "output_layer", "classifier", "score", "qa_outputs"})
 # Words that begin like this name tables of positions and segments; a head as wide as these is so by chance.
 NOT_A_VOCABULARY = re.compile(r"(^|[._])(pos|wpe|type|segment)")
 
