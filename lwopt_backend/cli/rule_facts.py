@@ -12,7 +12,7 @@ import torch
 from pydantic.fields import FieldInfo
 
 from lwopt_backend.config.choices import DEFAULTS, SECTIONS
-from lwopt_backend.config.hosts import HOSTS, OURS, HostConfig
+from lwopt_backend.config.hosts import HOSTS
 from lwopt_backend.config.optimizer_classes import class_named
 from lwopt_backend.config.registry import (
     ELEMENTWISE,
@@ -55,8 +55,13 @@ def meanings_in(docstring: str) -> dict[str, str]:
     lines = inspect.cleandoc(docstring).splitlines()
     found: dict[str, str] = {}
     for number, name, text in _entries(lines):
-        said = MARKUP.sub(r"\1", " ".join([text, *_continued(lines, number)]))
-        found.setdefault(name, DEFAULT.sub("", " ".join(said.split())))
+        said = [text]
+        for line in lines[number + 1 :]:  # those that are indented more, up to an empty one
+            if not line.strip() or _indent(line) <= _indent(lines[number]):
+                break
+            said.append(line.strip())
+        plain = MARKUP.sub(r"\1", " ".join(said))
+        found.setdefault(name, DEFAULT.sub("", " ".join(plain.split())))
     return {name: meaning for name, meaning in found.items() if meaning}
 
 
@@ -78,19 +83,11 @@ def _entries(lines: list[str]) -> Iterator[tuple[int, str, str]]:
             yield number, match[1], match[2]
 
 
-def _continued(lines: list[str], number: int) -> Iterator[str]:
-    """The lines after line ``number`` that are indented more than it, up to an empty one."""
-    for line in lines[number + 1 :]:
-        if not line.strip() or _indent(line) <= _indent(lines[number]):
-            return
-        yield line.strip()
-
-
 def _indent(line: str) -> int:
     return len(line) - len(line.lstrip())
 
 
-CLASS = "class"
+CLASS, OURS = "class", "this package"
 CLASS_MEANING = "the optimizer's class, or its path, such as 'torch.optim.RMSprop'"
 COLUMNS = ("name", "default", "meaning", "source")
 
@@ -107,7 +104,12 @@ def rule_facts(name: str | None, class_path: str | None) -> dict[str, list[Any]]
             raise ValueError(f"--class is for 'torch_optimizer'; the options of {name!r} are known without")
     everything: list[MatrixEntry | ElementwiseEntry] = [*MATRIX_RULES.values(), *ELEMENTWISE_RULES.values()]
     found = [described(entry, class_path) for entry in ([rule_named(name)] if name else everything)]
-    hosts = [] if name else [{"name": host, "options": host_options(config)} for host, config in HOSTS.items()]
+    sections = [
+        {"name": section, "default": json.dumps(DEFAULTS.get(section, [])), "meaning": meaning, "source": OURS}
+        for section, meaning in SECTIONS.items()
+    ]
+    fields = {} if name else {host: config.model_fields for host, config in HOSTS.items()}
+    hosts = [{"name": host, "options": [*sections, *_options(of_host, {}, OURS)]} for host, of_host in fields.items()]
     atoms = [] if name else _options(Division.model_fields, {}, OURS)
     return {"rules": found, "hosts": hosts, "atoms": atoms}
 
@@ -139,15 +141,6 @@ def described(entry: MatrixEntry | ElementwiseEntry, class_path: str | None) -> 
     return found
 
 
-def host_options(config: type[HostConfig]) -> list[dict[str, str]]:
-    """The options of a host, first the sections that all hosts have."""
-    sections = [
-        {"name": name, "default": json.dumps(DEFAULTS.get(name, [])), "meaning": meaning, "source": OURS}
-        for name, meaning in SECTIONS.items()
-    ]
-    return sections + _options(config.model_fields, {}, OURS)
-
-
 def _options(fields: Mapping[str, FieldInfo], said: Mapping[str, str], source: str) -> list[dict[str, str]]:
     """Every option as plain data, with the meaning that a field itself has, or else with what is ``said`` of it."""
     options = []
@@ -176,12 +169,9 @@ def _state(entry: MatrixEntry | ElementwiseEntry, options: Mapping[str, Any]) ->
     where = [f"{', '.join(rule.state_keys)} where the elements are"] if rule.state_keys else []
     if isinstance(rule, OwnerStateRule):
         own = rule.new_owner_state((2, 3), torch.device("cpu"))
-        where.append(", ".join(f"{key} {_shape(tensor)}" for key, tensor in own.items()) + " at the owner")
+        sides = {2: "rows", 3: "columns"}
+        shapes = {key: " x ".join(sides.get(size, str(size)) for size in tensor.shape) for key, tensor in own.items()}
+        where.append(", ".join(f"{key} ({shape})" for key, shape in shapes.items()) + " at the owner")
     elif isinstance(rule, WeightRule):
         where.append("the class's, at the owner")
     return "; ".join(where) or "none"
-
-
-def _shape(tensor: torch.Tensor) -> str:
-    sides = {2: "rows", 3: "columns"}
-    return f"({' x '.join(sides.get(size, str(size)) for size in tensor.shape)})"
