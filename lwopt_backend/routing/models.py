@@ -110,19 +110,20 @@ def places(model: nn.Module, remove_duplicate: bool = False) -> dict[str, Place]
     """Every module of ``model`` by its full name, in ``named_modules`` order."""
     found: dict[str, Place] = {}
     for full_name, module in model.named_modules(remove_duplicate=remove_duplicate):
-        above, _, key = full_name.rpartition(".")
-        place = _under(found[above], above, key, module) if full_name else Place("", module, module, None)
+        place = _under(found, full_name, module) if full_name else Place("", module, module, None)
         if is_peft(module) and (place.is_own or hasattr(module, "adapter_layer_names")):
             place = Place(place.name, module, place.outer, full_name)
         found[full_name] = place
     return found
 
 
-def _under(parent: Place, above: str, key: str, module: nn.Module) -> Place:
-    """The place of ``module``, which the module called ``above`` has as its attribute ``key``."""
+def _under(found: Mapping[str, Place], full_name: str, module: nn.Module) -> Place:
+    """The place of a module, from that of the module that has it as an attribute."""
+    above, _, key = full_name.rpartition(".")
+    parent = found[above]
     in_peft, copied = parent.added_by == above, above.rpartition(".")[2] in COPIES
     if in_peft and key in COPIES:
-        return Place(parent.name, module, parent.outer, f"{above}.{key}")
+        return Place(parent.name, module, parent.outer, full_name)
     if in_peft and (key in IN_PLACE or copied):
         return Place(parent.name, module, parent.outer, None)
     if in_peft and key in MODELS:
