@@ -150,9 +150,7 @@ def _select(store: StateStore, named: Named, strict: bool) -> dict[str, dict[str
                 )
         for name in known:
             if name not in named:
-                raise ValueError(
-                    f"{WHAT}: there is no state of parameter {name!r}; with strict=False it keeps what it has"
-                )
+                raise ValueError(f"{WHAT}: there is no state of parameter {name!r}; strict=False keeps what it has")
     taken = {n: _checked(param, store.groups[param.group], named[n]) for n, param in known.items() if n in named}
     for unit in store.units:  # whose parameters are stepped as one tensor
         like = new_state(torch.empty(1, device="meta"), store.groups[unit[0].group])
@@ -314,11 +312,8 @@ class _Entry:
 
     def _moments(self, theirs: Source) -> dict[str, Tensor]:
         assert self.state is not None
-        moments = {
-            ours: self._tensor(key)
-            for ours, key in theirs.moments.items()
-            if key in self.state or ours != "max_exp_avg_sq"
-        }
+        keys = {ours: key for ours, key in theirs.moments.items() if key in self.state or ours != "max_exp_avg_sq"}
+        moments = {ours: self._tensor(key) for ours, key in keys.items()}
         shapes = {key: tuple(tensor.shape) for key, tensor in moments.items()}
         if len(set(shapes.values())) > 1:
             raise self._error(f"has moments of different shapes, {shapes}")

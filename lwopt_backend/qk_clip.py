@@ -185,9 +185,8 @@ class QKClip:
         of = self._layers[layer]
         if not isinstance(logits, Tensor) or logits.shape != (of.heads,):
             found = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
-            raise ValueError(
-                f"layer {layer!r}: expected max_logits as a tensor of shape {(of.heads,)}, one per head; found {found}"
-            )
+            expected = f"max_logits as a tensor of shape {(of.heads,)}, one per head"
+            raise ValueError(f"layer {layer!r}: expected {expected}; found {found}")
         try:
             by_head = qk_clip_factors(logits, key_heads=of.key_heads, **self._options)
         except ValueError as error:

@@ -103,7 +103,6 @@ class ZeROLayerWise(EngineOptimizer):
         super().__init__(name, params, rules, config)
 
     def bind(self, engine: DeepSpeedEngine) -> None:
-        """Route, plan and compare ranks for ``engine``, which is about to wrap this optimizer. Called on all ranks."""
         self._binding = zero.bind(self.name, engine, self._given, self.rules, self.config)
         self._plan_digest = self._binding.plan_digest
         self.row_scaling = self._binding.grouping.row_scaling()

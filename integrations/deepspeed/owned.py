@@ -207,23 +207,20 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
             return False
         return self._stage == 2 or bool(engine.is_gradient_accumulation_boundary())
 
-    def _reduce(self) -> None:
-        """Send what the hooks have not sent; a rank without a gradient in this pass takes part with zeros."""
+    def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
+        """Send what the hooks have not sent; a rank without a gradient in this pass takes part with zeros.
+
+        Called at stage 1, at the end of a step's last backward pass; at stage 2, at the end of every one.
+        """
         self._reductions += 1
         self.core.manager.finish(self._reductions)
 
+    overlapping_partition_gradients_reduce_epilogue = reduce_gradients  # its name at stage 2
+
     def get_grads_for_reduction(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
         """Called at stage 0, at the end of a step's last backward pass: nothing is left for the engine to reduce."""
-        self._reduce()
+        self.reduce_gradients()
         return [], {}
-
-    def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
-        """Called at stage 1, at the end of a step's last backward pass."""
-        self._reduce()
-
-    def overlapping_partition_gradients_reduce_epilogue(self) -> None:
-        """Called at stage 2, at the end of every backward pass."""
-        self._reduce()
 
     def finalize_gradient_accumulation_boundary(self) -> None:
         """Called at stage 2, before a step that the training loop itself decides on: all gradients are reduced."""
@@ -304,9 +301,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         self.core.refresh_masters()
         self._loaded = False
 
-    def _restore_from_bit16_weights(self) -> None:
-        """Called at stages 1 and 2, after only weights were loaded."""
-        self.refresh_fp32_params()
+    _restore_from_bit16_weights = refresh_fp32_params  # its name at stages 1 and 2
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank saves; at stage 0 the first rank saves everything, the others nothing. Called on all ranks."""

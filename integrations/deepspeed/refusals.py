@@ -68,9 +68,8 @@ def _experts(engine: DeepSpeedEngine, param_groups: list[dict[str, Any]]) -> lis
                 reasons.append(f"param group {number} has experts' parameters, but not 'moe': True; {split}")
         elif group.get("name") not in known:
             names = ", ".join(map(repr, known)) or "none, because it has no deepspeed.moe layers"
-            reasons.append(
-                f"param group {number} has 'moe': True and name {group.get('name')!r}; the model has {names}"
-            )
+            named = f"param group {number} has 'moe': True and name {group.get('name')!r}"
+            reasons.append(f"{named}; the model has {names}")
         elif not all(experts):
             reasons.append(f"param group {number} has 'moe': True, but not only experts' parameters; {split}")
         elif wrong := sorted({param.group_name for param in group["params"]} - {group["name"]}):

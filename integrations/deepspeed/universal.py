@@ -409,14 +409,11 @@ def _options(
         if all(value == values[0] for value in values):
             taken[key] = values[0]
             continue
-        text = (
-            f"param group {number} here has parameters of the checkpoint's groups {numbers}, whose {key!r} are {values}"
-        )
+        whose = f"param group {number} here has parameters of the checkpoint's groups {numbers}"
+        text = f"{folder}: {whose}, whose {key!r} are {values}"
         if ours:
-            raise CheckpointError(
-                f"{folder}: {text}; give the optimizer the param groups it was saved with, or {ALONE}"
-            )
-        notes.append(f"{folder}: {text}; it keeps {group.get(key)}, as configured")
+            raise CheckpointError(f"{text}; give the optimizer the param groups it was saved with, or {ALONE}")
+        notes.append(f"{text}; it keeps {group.get(key)}, as configured")
     return taken
 
 

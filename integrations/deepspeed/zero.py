@@ -53,14 +53,12 @@ class Unit:
         """
         rank, layout = self.ranks.rank, self.plan.layout
         assert not isinstance(layout, Replicas)
-        if flat.numel() != layout.partition_numel:
-            raise RuntimeError(
-                f"{self.plan.rule}: planned {layout.partition_numel} elements a rank, found {flat.numel()}"
-            )
+        if flat.numel() != (planned := layout.partition_numel):
+            raise RuntimeError(f"{self.plan.rule}: planned {planned} elements a rank, found {flat.numel()}")
         for index, (trained, param) in enumerate(zip(self.plan.params, self.params)):
-            planned, found = layout.fragment(index, rank), deepspeed_engine.stored_fragment(param, rank, sub_group)
-            if planned != found:
-                raise RuntimeError(f"parameter {trained.name!r}: planned {planned}, but DeepSpeed stores {found}")
+            expected, found = layout.fragment(index, rank), deepspeed_engine.stored_fragment(param, rank, sub_group)
+            if expected != found:
+                raise RuntimeError(f"parameter {trained.name!r}: planned {expected}, but DeepSpeed stores {found}")
 
 
 Stepped = tuple[UnitStepper, Mapping[str, Tensor]]
@@ -113,9 +111,7 @@ States = Mapping[int, Mapping[str, Any]]  # by the position of the tensor in all
 def check_groups(saved: Groups, groups: Groups) -> None:
     """Raises ValueError if ``saved`` param groups have other rules or other members than ``groups``."""
     if of_another_optimizer(saved):
-        raise ValueError(
-            "the state was written by another optimizer: its param groups have no 'rule'; begin without it"
-        )
+        raise ValueError("the state was written by another optimizer: its groups have no 'rule'; start without it")
     theirs, ours = ([group.get("rule", "unknown") for group in some] for some in (saved, groups))
     if theirs != ours:
         raise ValueError(f"the checkpoint's param groups follow the rules {theirs}, this optimizer's follow {ours}")
@@ -194,9 +190,8 @@ def load_whole(binding: Binding, saved: States) -> dict[Tensor, dict[str, Any]]:
         for param, state in zip(unit.plan.params, of_unit):
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.ndim > 0 and value.numel() != param.numel:
-                    raise ValueError(
-                        f"parameter {param.name!r} has shape {param.shape}, the checkpoint's {key} {tuple(value.shape)}"
-                    )
+                    found = f"the checkpoint's {key} {tuple(value.shape)}"
+                    raise ValueError(f"parameter {param.name!r} has shape {param.shape}, {found}")
         if of_unit[0]:
             states[unit.params[0]] = take_part(unit.plan, of_unit, unit.ranks.rank, binding.engine.device)
     return states

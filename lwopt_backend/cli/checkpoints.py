@@ -230,9 +230,7 @@ def _options(to: str, megatron_version: str | None, dtype: str | None) -> dict[s
     if megatron_version is not None and to != "megatron":
         raise CheckpointError(f"--megatron-version is of --to megatron, not of --to {to}; leave it out")
     if dtype is not None and to != "safetensors":
-        raise CheckpointError(
-            f"--dtype is of --to safetensors, not of --to {to}, which keeps all as it was trained; leave it out"
-        )
+        raise CheckpointError(f"--dtype is of --to safetensors, not of --to {to}, which keeps dtypes; leave it out")
     version = VERSIONS[0] if megatron_version is None else megatron_version
     if version not in VERSIONS:
         known = " or ".join(VERSIONS)

@@ -34,9 +34,7 @@ of_model, of_cluster, of_plan, of_output = (
     partial(typer.Option, rich_help_panel=panel) for panel in ("The model", "The cluster", "The plan", "Output")
 )
 
-HuggingFace = Annotated[
-    Path | None, of_model("--hf", metavar="PATH", help="A Hugging Face config.json, or its folder.")
-]
+HuggingFace = Annotated[Path | None, of_model("--hf", metavar="PATH", help="A Hugging Face config.json or its folder.")]
 Checkpoint = Annotated[Path | None, of_model(metavar="PATH", help="A checkpoint; only names and shapes are read.")]
 Shapes = Annotated[Path | None, of_model(metavar="FILE", help=MATRICES)]
 Include = Annotated[list[str] | None, of_model(metavar="GLOB", help="Names that are matrices all the same.")]
@@ -52,9 +50,7 @@ Cluster = Annotated[str, of_cluster(metavar="NAME|FILE", help=CLUSTER)]
 
 PlannedEngine = Annotated[Engine, of_plan(help="Who stores parameters.")]
 PlannedLayout = Annotated[Layout | None, of_plan(help="Of buckets: with padding, without, or what the engine chooses.")]
-BucketMb = Annotated[
-    float | None, of_plan(metavar="MIB", help="Of owned storage: MiB of gradients that close a bucket.")
-]
+BucketMb = Annotated[float | None, of_plan(metavar="MIB", help="Of owned: MiB of gradients that close a bucket.")]
 BucketNumel = Annotated[int | None, of_plan(min=1, help="Of zero and fsdp2: most elements of an exchange.")]
 GroupSize = Annotated[str | None, of_plan(metavar="N|auto", help="Of owned: ranks that share ownership.")]
 PlannedPolicy = Annotated[Policy | None, of_plan(help="Of zero: who owns a matrix.")]

@@ -83,9 +83,8 @@ class ZeROConfig(OwnedStorageConfig):
         other = "owned" if self.storage == "zero" else "zero"
         wrong = [key for key in options[other] if key in self.model_fields_set]
         if wrong:
-            raise ValueError(
-                f'{", ".join(map(repr, wrong))}: only for "storage": "{other}", but the storage is {self.storage!r}'
-            )
+            names = ", ".join(map(repr, wrong))
+            raise ValueError(f'{names}: only for "storage": "{other}", but the storage is {self.storage!r}')
         return self
 
 

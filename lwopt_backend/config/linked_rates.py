@@ -228,9 +228,7 @@ class LinkedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only for the base class's constructor. Raises RuntimeError afterwards: the plan knows no later parameters."""
         if self._rates is not None:
-            raise RuntimeError(
-                f"{self.name} takes no param group after it was made; give all groups to the constructor"
-            )
+            raise RuntimeError(f"{self.name} takes no param group after it was made; give the constructor all groups")
         super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -113,9 +113,8 @@ def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
         if "params" not in group:
             raise ValueError(f"param group {number}: expected a key 'params', found {', '.join(map(repr, group))}")
         if not _is_ordered(group["params"]):
-            raise TypeError(
-                f"param group {number}: params: expected a list of parameters, found {_kind(group['params'])}"
-            )
+            found = _kind(group["params"])
+            raise TypeError(f"param group {number}: params: expected a list of parameters, found {found}")
     seen: set[int] = set()
     groups = []
     for number, group in enumerate(items):

@@ -235,17 +235,15 @@ def build_matrix_rule(group: Mapping[str, Any], config: HostConfig) -> MatrixRul
     if config.exchange_dtype != "auto":
         rule.exchange_dtype = getattr(torch, config.exchange_dtype)
     if isinstance(rule, WeightRule) and rule.exchange_dtype != torch.float32:
-        raise ValueError(
-            f"exchange_dtype is {config.exchange_dtype!r}, but {group['rule']!r} takes weights and gradients in float32"
-        )
+        takes = f"{group['rule']!r} takes weights and gradients in float32"
+        raise ValueError(f"exchange_dtype is {config.exchange_dtype!r}, but {takes}")
     return rule
 
 
 def build_matrix_rules(groups: Sequence[Mapping[str, Any]], config: HostConfig) -> dict[int, MatrixRule]:
     """By param group number, its matrix rule with its current hyperparameters."""
-    return {
-        number: build_matrix_rule(group, config) for number, group in enumerate(groups) if group["rule"] in MATRIX_RULES
-    }
+    matrices = {number: group for number, group in enumerate(groups) if group["rule"] in MATRIX_RULES}
+    return {number: build_matrix_rule(group, config) for number, group in matrices.items()}
 
 
 def rules_with_owner_state(groups: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -268,9 +266,7 @@ def wire_of(rule: MatrixRule) -> Wire:
 
 def atoms_of(param: TrainedParam, group: Mapping[str, Any]) -> list[Atom]:
     """The matrices in a parameter, with the costs of its param group's rule; none in an element-wise one."""
-    return [
-        Atom(block.of(param.name), block.shape, cost_of(block.shape, group), param.transposed) for block in param.blocks
-    ]
+    return [Atom(b.of(param.name), b.shape, cost_of(b.shape, group), param.transposed) for b in param.blocks]
 
 
 def cost_of(shape: Shape, group: Mapping[str, Any]) -> int:

@@ -378,7 +378,6 @@ def _headline(figure: Figure, document: Mapping[str, Any]) -> None:
     figure.text(left, 1 - 0.64 / down, deployment_words(document), color=MUTED)
     for number, key in enumerate(key_numbers(document)):
         across = left + number * (WIDTH - 0.6) / 6 / WIDTH
-        figure.text(
-            across, 1 - 1.08 / down, key.value, fontsize=14, weight="bold", color=WARNING if key.is_bad else INK
-        )
+        color = WARNING if key.is_bad else INK
+        figure.text(across, 1 - 1.08 / down, key.value, fontsize=14, weight="bold", color=color)
         figure.text(across, 1 - 1.27 / down, key.name, color=MUTED, fontsize=9)

@@ -88,10 +88,8 @@ class WatchedModel:
         if replaced:
             said.append(f"{_are(replaced)} no longer in the model (replaced), and no step reaches what is there now")
         if new:
-            since = "new, or requires_grad set since"
-            said.append(
-                f"{_are(new)} trained now, but not when the optimizer was made ({since}), so no step uses the gradient"
-            )
+            since = "when the optimizer was made (new, or requires_grad set since)"
+            said.append(f"{_are(new)} trained now, but not {since}, so no step uses the gradient")
         if said:
             return f"{'; '.join(said)}; {self._advice}"
         self._seen = [(m, [*m._parameters.values()], [*m._modules.values()]) for m in self._model.modules()]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from torch import Tensor, nn
 
@@ -98,10 +99,8 @@ def _fused(shape: Sequence[int], fused: Fusion, *, transposed: bool) -> tuple[Bl
     if not fused.inputs:
         return divided(grid, fused.outputs, transposed=transposed)
     assert grid.slices == 1 and not transposed, "only LoRA's B has inputs that are divided"
-    parts = [(of_input, of_output) for of_input in fused.inputs for of_output in fused.outputs or undivided(grid.rows)]
-    return tuple(
-        Block(".".join(filter(None, (of, name))), grid, 0, rows, columns) for (of, columns), (name, rows) in parts
-    )
+    pairs = product(fused.inputs, fused.outputs or undivided(grid.rows))
+    return tuple(Block(".".join(filter(None, (of, name))), grid, 0, rows, cols) for (of, cols), (name, rows) in pairs)
 
 
 def _described(blocks: Sequence[Block]) -> str:

@@ -21,9 +21,8 @@ def as_module(models: Any, caller: str) -> nn.Module:
         return models
     items = _items(models)
     if not items or not all(isinstance(item, nn.Module) for item in items):
-        raise _no_module(
-            items if isinstance(models, Iterator) else models, caller, "a torch.nn.Module, or a list of them"
-        )
+        given = items if isinstance(models, Iterator) else models
+        raise _no_module(given, caller, "a torch.nn.Module, or a list of them")
     return nn.ModuleList(items)
 
 
@@ -41,9 +40,7 @@ def _no_module(given: Any, caller: str, wanted: str) -> TypeError:
     if not isinstance(first, (Tensor, Mapping, tuple)):
         return TypeError(problem)
     groups = ", and param groups as params=[...]" if isinstance(first, Mapping) else ", not its parameters"
-    return TypeError(
-        f"{problem}. Pass the model{groups}: its structure and its parameters' names decide which of them are matrices"
-    )
+    return TypeError(f"{problem}. Pass the model{groups}: its structure and names decide what is a matrix")
 
 
 # What PEFT adds to a model: the parameters of its adapters; and which modules are the model's own.

@@ -307,11 +307,8 @@ def _is_stack(shape: Sequence[int], uses: Sequence[Use]) -> bool:
 
 def named_as_stack(name: str, shape: Sequence[int]) -> bool:
     """Whether a parameter is a stack of experts by its name, if its module is not available."""
-    return (
-        len(joined(name, shape)) > 2
-        and 0 not in shape
-        and "expert" in name.rpartition(".")[0].rpartition(".")[2].lower()
-    )
+    module = name.rpartition(".")[0].rpartition(".")[2]
+    return len(joined(name, shape)) > 2 and 0 not in shape and "expert" in module.lower()
 
 
 def _stored_transposed(module: nn.Module) -> bool:
