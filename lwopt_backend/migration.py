@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -100,9 +101,8 @@ def change_momentum_form(optimizer: torch.optim.Optimizer, target: Form) -> None
 def _store_of(optimizer: Any, what: str) -> StateStore:
     if not hasattr(optimizer, "state_store"):
         raise TypeError(
-            f"{what}: expected a LayerWiseOptimizer, found {type(optimizer).__name__}; of DeepSpeed give the engine to "
-            f"lwopt_backend.integrations.deepspeed.migration.{what}, of ModuleOptimizers give the optimizer of each "
-            "module"
+            f"{what}: expected a LayerWiseOptimizer, found {type(optimizer).__name__}; for DeepSpeed, pass the engine "
+            f"to lwopt_backend.integrations.deepspeed.migration.{what}; for ModuleOptimizers, each module's optimizer"
         )
     store: StateStore = optimizer.state_store()
     return store
@@ -238,8 +238,8 @@ def from_checkpoint(
     missing = [key for key in ("state", "param_groups") if key not in state_dict]
     if missing:
         raise ValueError(
-            f"the state dict of {source!r}: expected keys 'state' and 'param_groups', found {list(state_dict)}; it has "
-            "to be the optimizer's own state_dict() with whole tensors, not one of a wrapper that has cut them (ZeRO)"
+            f"the state dict of {source!r}: expected keys 'state' and 'param_groups', found {list(state_dict)}; pass "
+            "the optimizer's own state_dict() with whole tensors, not that of a wrapper that shards them (ZeRO)"
         )
     groups = state_dict["param_groups"]
     in_groups = [(index, group) for group in groups for index in group["params"]]
@@ -269,11 +269,9 @@ def _names(
             f"names: expected {len(indices)}, as many as the parameters in the param groups of {source!r} "
             f"({', '.join(map(str, sizes))}); found {len(names)}"
         )
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            raise ValueError(f"names: {name!r} occurs twice")
-        seen.add(name)
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ValueError(f"names: {twice[0]!r} occurs twice")
     return names
 
 

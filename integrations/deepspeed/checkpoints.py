@@ -91,8 +91,8 @@ def check(
         if saved.stranger is not None:  # its state has other names and other groups
             raise ValueError(
                 f"the checkpoint {str(folder)!r} was written by another optimizer ({saved.stranger}), whose state this "
-                "one cannot go on with; load its weights alone, with engine.load_checkpoint(..., "
-                "load_optimizer_states=False). What another Muon has kept is taken along with lwopt_backend.migration"
+                "one cannot continue with; load its weights alone, with engine.load_checkpoint(..., "
+                "load_optimizer_states=False). Another Muon's momentum is taken over by lwopt_backend.migration"
             )
         if core is None and saved.owned is not None:
             raise ValueError(
@@ -212,7 +212,7 @@ def _check_owned(folder: Path, owned: Mapping[str, Any] | None, core: OwnedCore,
         if pair[0] != pair[1]:
             here, there = (f"elements {x[0]} to {x[1]}" if x else "nothing" for x in pair)
             raise ValueError(
-                f"the checkpoint {str(folder)!r} is laid out otherwise: of parameter {name!r} this rank owns {here}, "
+                f"the checkpoint {str(folder)!r} is laid out differently: of parameter {name!r} this rank owns {here}, "
                 f"there it owned {there}; load with the layout, bucket_mb and group_size it was saved with. "
                 f"{CONVERT_OWNED}"
             )

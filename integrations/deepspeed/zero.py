@@ -401,26 +401,21 @@ def bind(name: str, engine: DeepSpeedEngine, given: list[dict[str, Any]], rules:
     def decide() -> tuple[Binding, list[list[str]]]:
         if reasons := reasons_to_refuse(engine, given):
             raise ValueError("\n  ".join([f"{name} cannot train with this configuration:", *reasons]))
-        grouping = _grouped(engine, given, rules, config, stage)
+        model = engine.module
+        if stage is None:
+            grouping = group_parameters(model, given, rules, config, stacks=True)
+        else:
+            grouping = group_parameters(model, given, rules, config, routes=stage.routes, elsewhere=stage.elsewhere)
+            pipeline.check(engine, stage)
         units = _units(engine, grouping, config, ranks)
         lines = [settings_lines(rules, config) for _ in ranks]
         for sharers, of_sharers in zip(ranks, lines):
             of_sharers += [line for unit in units if unit.ranks is sharers for line in unit.plan.lines()]
         trained = [(grouping.names[id(param)], param) for group in grouping.groups for param in group["params"]]
-        watched = WatchedModel(engine.module, trained, advice="call deepspeed.initialize after the last such change")
+        watched = WatchedModel(model, trained, advice="call deepspeed.initialize after the last such change")
         return Binding(name, engine, grouping, list(ranks), units, stage, watched), lines
 
     return agree_in_all(ranks, name, decide)
-
-
-def _grouped(
-    engine: DeepSpeedEngine, given: list[dict[str, Any]], rules: Rules, config: ZeROConfig, stage: Stage | None
-) -> Grouping:
-    if stage is None:
-        return group_parameters(engine.module, given, rules, config, stacks=True)
-    grouping = group_parameters(engine.module, given, rules, config, routes=stage.routes, elsewhere=stage.elsewhere)
-    pipeline.check(engine, stage)
-    return grouping
 
 
 def _units(

@@ -61,7 +61,7 @@ def takes_numbers(*fields: str) -> Callable[[Callable[..., None]], Callable[...,
 
 
 def opened(path: Path, format: str) -> tuple[str, Checkpoint]:
-    """A checkpoint and the name of its format, after folders that a killed program had moved aside are back."""
+    """The format's name and the checkpoint. First restores folders that a killed program left moved aside."""
     from lwopt_backend.checkpoint import formats
     from lwopt_backend.checkpoint.files import folders
 
@@ -73,13 +73,14 @@ def opened(path: Path, format: str) -> tuple[str, Checkpoint]:
 
 
 @contextmanager
-def progress(silent: bool) -> Iterator[Progress]:
-    """A bar of bytes on standard error, while that is a terminal."""
+def progress(what: str, total: int, silent: bool) -> Iterator[Callable[[int], None]]:
+    """A bar of ``total`` bytes on standard error, while that is a terminal. Yields what to call for each few bytes."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
     disable = silent or not console.is_terminal
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=disable) as bar:
-        yield bar
+        task = bar.add_task(what, total=total)
+        yield lambda count: bar.advance(task, count)
 
 
 def described(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -198,9 +199,8 @@ def convert(
     place = conversion.place_of(found, to, destination)
     conversion.check_free(place, force, source)
     notes: list[str] = []
-    with progress(as_json) as bar:
-        task = bar.add_task("converting", total=conversion.nbytes(found))
-        seen = conversion.watched(found, lambda count: bar.advance(task, count))
+    with progress("converting", conversion.nbytes(found), as_json) as advance:
+        seen = conversion.watched(found, advance)
         made, gate = conversion.prepared(seen, to, vocabulary, source_names, numbers, uneven_steps)
         result = _as_written(made, to, options)
 
@@ -246,7 +246,7 @@ def _options(to: str, megatron_version: str | None, dtype: str | None) -> dict[s
 
 
 def _as_written(made: Checkpoint, to: str, options: Mapping[str, Any]) -> Checkpoint:
-    """What the target has of it: exports have weights only, FSDP2's weights are the masters."""
+    """The checkpoint as the target stores it: exports have weights only, and FSDP2's weights are the masters."""
     from lwopt_backend.checkpoint.contents import MASTER, Param
 
     params = dict(made.params)
@@ -262,7 +262,6 @@ def _as_written(made: Checkpoint, to: str, options: Mapping[str, Any]) -> Checkp
 
 
 def _show_conversion(summary: Mapping[str, Any]) -> None:
-    from lwopt_backend.cli.tables import NONE as MISSING
     from lwopt_backend.report import nbytes, standard_output
 
     console = standard_output()
@@ -279,7 +278,7 @@ def _show_conversion(summary: Mapping[str, Any]) -> None:
     sides = [{(entry["state"], entry["dtype"]): entry for entry in side["states"]} for side in (before, after)]
     for key in {**sides[0], **sides[1]}:
         entries = [side.get(key) for side in sides]
-        cells = [(f"{entry['tensors']:,}", nbytes(entry["size"])) if entry else (MISSING, MISSING) for entry in entries]
+        cells = [(f"{entry['tensors']:,}", nbytes(entry["size"])) if entry else ("–", "–") for entry in entries]
         table.add_row(*key, *cells[0], *cells[1])
     table.add_section()
     table.add_row("all", "", "", nbytes(before["size"]), "", nbytes(after["size"]))
@@ -326,13 +325,12 @@ def _inspect(path: Path, format: str, check: bool, as_json: bool) -> list[str]:
 
 
 def _verify(path: Path, as_json: bool) -> list[str]:
-    """Read every file of a folder, whatever is in it, and say which are not as they were written. Returns problems."""
+    """Read every file of a folder, and say which are not as they were written. Returns these problems."""
     from lwopt_backend.checkpoint import formats
 
     plans = formats.plan(path)
-    with progress(as_json) as bar:
-        task = bar.add_task("verifying", total=sum(each.nbytes for each in plans))
-        found = [formats.verify(each, lambda count: bar.advance(task, count)) for each in plans]
+    with progress("verifying", sum(each.nbytes for each in plans), as_json) as advance:
+        found = [formats.verify(each, advance) for each in plans]
     problems = [problem for each in found for problem in each["problems"]]
     if as_json:
         print_json({"path": str(path), "folders": found})
@@ -349,13 +347,12 @@ def _verify(path: Path, as_json: bool) -> list[str]:
 
 
 def _checked(checkpoint: Checkpoint, silent: bool) -> tuple[list[str], str, list[str]]:
-    """Problems, what to do about them if that is known, and notes; every tensor is read."""
+    """Read every tensor. Returns the problems, advice if there is any, and notes."""
     from lwopt_backend.checkpoint import convert, gates
 
-    with progress(silent) as bar:
-        task = bar.add_task("checking", total=convert.nbytes(checkpoint))
+    with progress("checking", convert.nbytes(checkpoint), silent) as advance:
         try:
-            return [], "", gates.check(convert.watched(checkpoint, lambda count: bar.advance(task, count)))
+            return [], "", gates.check(convert.watched(checkpoint, advance))
         except gates.Refused as error:
             return list(error.problems), error.advice, []
         except CheckpointError as error:  # a tensor that cannot be read
@@ -431,7 +428,8 @@ def diff(
 
     The exit code is 1 if they differ, and 2 if one cannot be read.
     """
-    from lwopt_backend.checkpoint import names
+    from lwopt_backend.checkpoint import convert, names
+    from lwopt_backend.checkpoint.differences import differences
 
     ours, theirs = opened(a, format_a)[1], opened(b, format_b)[1]
     if vocabulary is None and numbers != Numbers():
@@ -450,7 +448,9 @@ def diff(
     for side, checkpoint in (("A", ours), ("B", theirs)):
         if not weights and not any(param.states for param in checkpoint.params.values()):
             notes.append(f"{side} has no optimizer state; --weights compares weights only.")
-    compared = _compared(ours, theirs, weights, as_json)
+    with progress("comparing", convert.nbytes(ours) + convert.nbytes(theirs), as_json) as advance:
+        watched = [convert.watched(each, advance) for each in (ours, theirs)]
+        compared = list(differences(watched[0], watched[1], weights))
     different = [entry for entry in compared if entry.what]
     found = {
         **{"a": str(a), "b": str(b), "parameters": len({**ours.params, **theirs.params})},
@@ -460,16 +460,6 @@ def diff(
     print_json(found) if as_json else _show_differences(found, different)
     if different:
         raise typer.Exit(1)
-
-
-def _compared(a: Checkpoint, b: Checkpoint, weights: bool, silent: bool) -> list[Compared]:
-    from lwopt_backend.checkpoint import convert
-    from lwopt_backend.checkpoint.differences import differences
-
-    with progress(silent) as bar:
-        task = bar.add_task("comparing", total=convert.nbytes(a) + convert.nbytes(b))
-        watched = [convert.watched(each, lambda count: bar.advance(task, count)) for each in (a, b)]
-        return list(differences(watched[0], watched[1], weights))
 
 
 def _under(

@@ -80,9 +80,9 @@ class Override:
 
 @dataclass(frozen=True)
 class Rules:
-    """The rule for matrices, the rule for everything else, and what some parameters have otherwise; later ones win.
+    """The rule for matrices, the rule for everything else, and overrides for some parameters; later ones win.
 
-    ``notes`` say how what was given was understood, where it was written for another optimizer.
+    ``notes`` say how a configuration that was written for another optimizer was understood.
     """
 
     matrix: Choice
@@ -92,7 +92,7 @@ class Rules:
 
 
 def settings_lines(rules: Rules, config: HostConfig) -> list[str]:
-    """What all ranks must have been given alike, a line to every option. Whether to print is each rank's business."""
+    """One line for each setting that all ranks must have alike. Whether to print may differ."""
     lines = [setting("torch.__version__", str(torch.__version__))]
     for kind, choice in (("matrix", rules.matrix), ("elementwise", rules.elementwise)):
         lines.append(setting(kind, choice.rule))
@@ -103,7 +103,7 @@ def settings_lines(rules: Rules, config: HostConfig) -> list[str]:
 
 
 def settings_of(model: type[C], options: Mapping[str, Any], where: str) -> tuple[Rules, C]:
-    """From the sections ``matrix``, ``elementwise`` and ``overrides``, and the options of the host beside them.
+    """The rules in the sections ``matrix``, ``elementwise`` and ``overrides``, and the host's options beside them.
 
     A ``lr`` or ``weight_decay`` beside the sections is the matrix rule's. Raises ValueError for an unknown rule or
     option, for a wrong value, and for an option that is given twice.
@@ -262,7 +262,7 @@ def muon_settings(options: Mapping[str, Any], where: str) -> tuple[Rules, ZeROCo
 
 
 def layer_wise_settings(options: Mapping[str, Any], where: str) -> tuple[Rules, ZeROConfig]:
-    """``settings_of`` for DeepSpeed, also of an entry that was written for an optimizer of others."""
+    """``settings_of`` for DeepSpeed, also for an entry that was written for another optimizer."""
     options, note = translated(options, where)
     return settings_of(ZeROConfig, options, where) if note is None else _flat(options, note, where)
 
@@ -275,6 +275,6 @@ def _flat(options: Mapping[str, Any], note: str | None, where: str) -> tuple[Rul
 
 
 def _part(model: type[M], flat: Options) -> M:
-    """What a checked configuration has of a model's options."""
+    """A model's options, from a checked configuration that has them among others."""
     values = {key: getattr(flat, key) for key in model.model_fields}
     return model.model_construct(flat.model_fields_set & values.keys(), **values)

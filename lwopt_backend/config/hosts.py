@@ -13,9 +13,9 @@ MEGATRON = "Megatron-Core"
 
 
 class HostConfig(Options):
-    """What every host has."""
+    """Options that every host has."""
 
-    whose: ClassVar[str]  # and ``advice``, to who gives what only these have to another host: for errors
+    whose: ClassVar[str]  # for errors, if an option of this host is given to another: whose it is, and what to do
     advice: ClassVar[str] = "leave it out"
 
     @classmethod
@@ -38,7 +38,7 @@ class HostConfig(Options):
 
 
 class OwnedStorageConfig(HostConfig):
-    """Where we own the buffers of parameters and gradients, inside DeepSpeed or in its place."""
+    """Options of owned storage, under DeepSpeed or without it."""
 
     layout: Literal["auto", "padded", "compact"] = option(
         "auto",
@@ -54,7 +54,7 @@ class OwnedStorageConfig(HostConfig):
 
 
 class ZeROConfig(OwnedStorageConfig):
-    """For DeepSpeed. ``storage`` tells which of the others may be given."""
+    """Options for DeepSpeed. ``storage`` decides which of the others may be given."""
 
     whose: ClassVar[str] = "for DeepSpeed"
 
@@ -89,7 +89,7 @@ class ZeROConfig(OwnedStorageConfig):
 
 
 class FSDP2Config(HostConfig):
-    """For ``LayerWiseOptimizer`` of a ``fully_shard`` model."""
+    """Options of ``LayerWiseOptimizer`` for a ``fully_shard`` model."""
 
     whose: ClassVar[str] = "for fully_shard models"
     advice: ClassVar[str] = (
@@ -113,7 +113,7 @@ class FSDP2Config(HostConfig):
 
 
 class OwnedConfig(OwnedStorageConfig):
-    """For ``LayerWiseOptimizer`` of a plain model, which owns the buffers of parameters and gradients."""
+    """Options of ``LayerWiseOptimizer`` for a plain model."""
 
     whose: ClassVar[str] = "for plain models"
 

@@ -54,8 +54,8 @@ def check(group: Mapping[str, Any], where: str) -> None:
     for key, value in fixed().items():
         if group.get(key, value) != value:
             raise ValueError(
-                f"{where}: {key!r} is {group[key]!r}, but AdamW here has {value!r} only; set it to that, if what was "
-                "trained so far allows it"
+                f"{where}: {key!r} is {group[key]!r}, but AdamW here has {value!r} only; set it to that, if the "
+                "training so far allows it"
             )
 
 
@@ -161,7 +161,7 @@ class LinkedRates:
         return [*self._groups]
 
     def written(self, index: int, value: Any) -> None:
-        """Take note that ``value`` was written to group ``index``."""
+        """Record that ``value`` was written to group ``index``."""
         if self._alike or self._groups[index].get(OWN_RATES):
             return
         # A schedule writes to the groups in their order; anything else is somebody writing to a single group.
@@ -221,7 +221,7 @@ class LinkedOptimizer(torch.optim.Optimizer):
         self.link_groups(self.param_groups)
 
     def link_groups(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        """Go on with ``groups``, as after a checkpoint, which brings plain dictionaries."""
+        """Replace the param groups, e.g. by the plain dictionaries of a checkpoint."""
         assert self._rates is not None
         self.param_groups = self._rates.link(groups)
 

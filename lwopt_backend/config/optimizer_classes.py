@@ -125,8 +125,8 @@ def try_cautious(path: str, arguments: Mapping[str, Any], device: str) -> None:
     moved = _plain(path, arguments, value, grads)[0] - value
     if not torch.allclose(moved, _plain(path, arguments, torch.zeros_like(value), grads)[0], rtol=1e-4, atol=1e-6):
         raise ValueError(
-            f"weight_decay_form is 'cautious', but {path} updates by the weight even without decay; leave "
-            "weight_decay_form out, or choose another optimizer"
+            f"weight_decay_form is 'cautious', but the update of {path} depends on the weight even without decay; "
+            "leave weight_decay_form out, or choose another optimizer"
         )
 
 
@@ -190,9 +190,9 @@ def _same(one: Tensor, other: Tensor) -> bool:
 def _check_same(path: str, ours: Tensor, whole: Tensor) -> None:
     if not _same(ours, whole):
         raise ValueError(
-            f"{path} trains otherwise when made anew between steps, as after a checkpoint, or under a schedule: it "
-            "keeps something outside of state[parameter] and of what it counts in its param group, or goes by other "
-            "arguments than it is given; expected all of it there"
+            f"{path} trains differently when it is made anew between steps, as after a checkpoint, or under a schedule"
+            ": it keeps something outside state[parameter] and the counters in its param group, or follows other "
+            "arguments than its own; expected all of it there"
         )
 
 
@@ -221,8 +221,8 @@ def path_of(given: Any) -> str:
     if isinstance(given, type):
         if "." in given.__qualname__:
             raise ValueError(
-                f"class: {given.__qualname__} is defined inside something else; expected one at the top of a module, "
-                "from which every rank imports it"
+                f"class: {given.__qualname__} is defined inside a function or class; expected one at the top of a "
+                "module, from which every rank can import it"
             )
         return f"{given.__module__}.{given.__qualname__}"
     raise ValueError(

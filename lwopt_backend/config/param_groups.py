@@ -212,7 +212,7 @@ def _options(group: Mapping[str, Any], rules: Rules, where: str) -> tuple[Choice
 
 
 def _check_foreign(key: str, rules: Rules, where: str) -> None:
-    """A key that is nobody's option is the user's business; one that looks like an option would do nothing."""
+    """Raises ValueError for a key that looks like an option but would do nothing; other keys are the user's."""
     known = ["params", "matrix", "elementwise", rules.elementwise.rule, *type(rules.matrix.options).model_fields]
     if key in type(rules.elementwise.options).model_fields:
         name = rules.elementwise.rule

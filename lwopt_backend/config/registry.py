@@ -49,7 +49,7 @@ class AdamWOptions(Options):
     @model_validator(mode="after")
     def _one_implementation(self) -> AdamWOptions:
         if self.foreach and self.fused:
-            raise ValueError("foreach and fused are both true, but torch has them one at a time; leave one of them out")
+            raise ValueError("foreach and fused are both true, but torch supports one of them at a time; leave one out")
         return self
 
 

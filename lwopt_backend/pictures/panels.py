@@ -65,12 +65,12 @@ def deployment_words(document: Mapping[str, Any]) -> str:
 
 def key_numbers(document: Mapping[str, Any]) -> list[KeyNumber]:
     """Busiest rank over mean, padding, modelled step, peak memory, buckets, groups."""
-    peak, owned = document["peak_bytes"], document["cluster"]["memory_bytes"]
+    peak, memory = document["peak_bytes"], document["cluster"]["memory_bytes"]
     return [
         KeyNumber("busiest rank / mean", ratio(document["flops_imbalance"])),
         KeyNumber("padding", f"{percent(document['padding_pct'])} %"),
         KeyNumber("modelled step", time_unit(document["seconds"]).named(document["seconds"])),
-        KeyNumber("peak memory", byte_unit(peak).named(peak), 0 < owned < peak),
+        KeyNumber("peak memory", byte_unit(peak).named(peak), 0 < memory < peak),
         KeyNumber("buckets", count(document["buckets"])),
         KeyNumber("group size", count(document["group_size"])),
     ]
