@@ -12,7 +12,6 @@ from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils.logging import logger
-from torch import Tensor
 
 from lwopt_backend.checkpoint.deepspeed.files import SAVE
 from lwopt_backend.config.choices import Rules
@@ -127,36 +126,30 @@ class ZeROLayerWise(EngineOptimizer):
         Raises RuntimeError outside an engine, and on every rank if DeepSpeed stores parameters elsewhere than planned;
         in the call that ends a step, on every rank, what has gone wrong in it on any, or if ranks have other options.
         """
-        if self._binding is None:
-            raise self._no_engine()
-        if not self._steppers:
-            self._prepare(self._binding)
+        binding = self._prepare()
         shown = [(g, tensor) for g in self.param_groups for tensor in g["params"] if id(tensor) in self._steppers]
         ids, units = [id(tensor) for _, tensor in shown], list(self._steppers)
         begins, ends = ids[:1] == units[:1], ids[-1:] == units[-1:]
         if begins:
             self._report = StepReport()
-            if self._binding.ranks[0].rank == 0 and (news := self._binding.watched.news()) is not None:
+            if binding.ranks[0].rank == 0 and (news := binding.watched.news()) is not None:
                 logger.warning(f"{self.name}: {news}")
         with one_call(self, begins=begins, ends=ends, attempt=self._report.attempt):
             if begins:
                 self._report.number = self._report.attempt(self._options.number, self._linked) or 0
-            self._step(self._binding, shown)
+            if binding.stage is not None and len(set(binding.stage.groups)) > 1:  # some stage lacks another's groups
+                check_rates(binding.stage, self._linked)
+            if binding.replicated:
+                clipped, self.norm_before_clipping = self.norm_before_clipping, None
+                self._global_grad_norm = deepspeed_engine.grad_norm(binding.engine) if clipped is None else clipped
+            for group, tensor in shown:
+                self._steppers[id(tensor)].step(group, self.state[tensor], self._report)
+                if self.row_scaling:
+                    self._report.attempt(self._steppers[id(tensor)].scale_rows, self.row_scaling)
             if ends:
                 self._report.settle(self.name, lambda: OptionsInUse.lines(self._linked))
 
     step.hooked = True  # type: ignore[attr-defined]  # see one_call
-
-    def _step(self, binding: Binding, shown: Sequence[tuple[dict[str, Any], Tensor]]) -> None:
-        if binding.stage is not None and len(set(binding.stage.groups)) > 1:  # some stage lacks groups that another has
-            check_rates(binding.stage, self._linked)
-        if binding.replicated:
-            clipped, self.norm_before_clipping = self.norm_before_clipping, None
-            self._global_grad_norm = deepspeed_engine.grad_norm(binding.engine) if clipped is None else clipped
-        for group, tensor in shown:
-            self._steppers[id(tensor)].step(group, self.state[tensor], self._report)
-            if self.row_scaling:
-                self._report.attempt(self._steppers[id(tensor)].scale_rows, self.row_scaling)
 
     @property
     def _keeps_owner_state(self) -> bool:
@@ -164,19 +157,22 @@ class ZeROLayerWise(EngineOptimizer):
 
     def state_store(self) -> ZeROStore:
         """As in ``EngineOptimizer``; creates the state if there was no step."""
-        if self._binding is None:
-            raise self._no_engine()
-        if not self._steppers:
-            self._prepare(self._binding)
-        tensors = self._binding.stored(self._linked)
+        binding = self._prepare()
+        tensors = binding.stored(self._linked)
         stepped = [(self._steppers[id(tensor)], self.state[tensor]) for tensor in tensors]
-        return ZeROStore(self._binding, self.param_groups, stepped)
+        return ZeROStore(binding, self.param_groups, stepped)
 
-    def _prepare(self, binding: Binding) -> None:
-        """Before the first step, check that DeepSpeed stores what was planned, and create the state of every group.
+    def _prepare(self) -> Binding:
+        """The binding. Before the first step, check that DeepSpeed stores what was planned, and create every state.
 
         All at once, because DeepSpeed links every group's state to its parameters after the first group has stepped.
+        Raises RuntimeError outside an engine.
         """
+        binding = self._binding
+        if binding is None:
+            raise self._no_engine()
+        if self._steppers:
+            return binding
         for unit, tensor in zip(binding.units, binding.stored(self._linked), strict=True):
             stepper = binding.stepper(unit, tensor, self.config)
             stepper.fill_state(self._linked[unit.group], self.state[tensor])
@@ -184,6 +180,7 @@ class ZeROLayerWise(EngineOptimizer):
         if self._keeps_owner_state:
             zero.take_owner_states(binding, list(self._steppers.values()), self._owner_state)
             self._owner_state = {}
+        return binding
 
     def state_dict(self) -> dict[str, Any]:
         """A state dict as torch's optimizers return it. At stage 0, where DeepSpeed saves one rank's, the first rank's

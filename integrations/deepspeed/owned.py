@@ -238,24 +238,21 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
             raise self._no_engine()
         report = StepReport()
         with one_call(self, begins=True, ends=True, attempt=report.attempt):
-            self._step(report)
+            presences = self._backward.finish(self.param_groups, report)
+            if self._loaded:
+                self.refresh_fp32_params()
+            self._scale_gradients()
+            self.loss_scaler.update_scale(self.overflow)
+            if not self.overflow:
+                self.core.step(self.param_groups, presences, report)
+                self.core.manager.receive_values()
+            else:
+                self.core.manager.drop_gradients()
+                self.row_scaling.clear()
+            self._reductions = 0
+            self._backward.stepped(report.failure)
 
     step.hooked = True  # type: ignore[attr-defined]  # see one_call
-
-    def _step(self, report: StepReport) -> None:
-        presences = self._backward.finish(self.param_groups, report)
-        if self._loaded:
-            self.refresh_fp32_params()
-        self._scale_gradients()
-        self.loss_scaler.update_scale(self.overflow)
-        if not self.overflow:
-            self.core.step(self.param_groups, presences, report)
-            self.core.manager.receive_values()
-        else:
-            self.core.manager.drop_gradients()
-            self.row_scaling.clear()
-        self._reductions = 0
-        self._backward.stepped(report.failure)
 
     def _scale_gradients(self) -> None:
         """Unscale and clip the mean gradients in place, unless they overflowed. Sets ``overflow`` and the norm before
@@ -291,7 +288,11 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         """The loss scale, under the name that the engine's monitor reads."""
         return self.loss_scale
 
-    offload_states = reload_states = tensors.no_offload
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """Raises RuntimeError: states cannot be moved to CPU memory between steps."""
+        raise RuntimeError('owned storage cannot move its states; use "storage": "zero" for offloading')
+
+    reload_states = offload_states
 
     def _take_loaded(self) -> None:
         self._loaded = True

@@ -104,11 +104,6 @@ class OwnedTensors:
             mine.copy_(value.reshape(-1)[self._ranges[self._numbers[id(param)]]])
 
 
-def no_offload(*args: Any, **kwargs: Any) -> None:
-    """Replaces the methods that move states to CPU memory between steps. Raises RuntimeError."""
-    raise RuntimeError('owned storage cannot move its states; use "storage": "zero" for offloading')
-
-
 # Owned storage in DeepSpeed's checkpoints. At stages 1 and 2, every rank writes its pieces, one group per parameter:
 # concatenated over the ranks, the pieces of a group are the parameter, in any layout. So DeepSpeed's tools can read
 # them: ``zero_to_fp32``, ``ds_to_universal``. At stage 0, the first rank writes everything, whole.

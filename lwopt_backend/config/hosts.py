@@ -23,7 +23,7 @@ class HostConfig(Options):
         """A sentence on an option or a method ``name`` of the host ``other``."""
         return f"{name} is {other.whose}, but this optimizer is {cls.whose}; {other.advice}"
 
-    include: Globs = option((), "globs on names of parameters that are matrices, whatever their structure says")
+    include: Globs = option((), "globs on names of parameters that are matrices, whatever the model's structure says")
     exclude: Globs = option((), "globs on names of parameters that are none; wins over include")
     atoms: Annotated[dict[str, Any], PlainValidator(AtomSettings.checked)] = option(
         {}, "by glob, which matrices are in a parameter, where that is not found out: a division, or a word"

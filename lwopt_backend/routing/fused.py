@@ -157,9 +157,11 @@ def _fewer_keys(module: Any, width: int) -> Outputs:
 
 
 def _big_code(module: Any, width: int) -> Outputs | None:
-    if module.multi_query and not module.is_cross_attention:
+    if module.is_cross_attention:
+        return None
+    if module.multi_query:
         return QKV, (module.embed_dim, module.kv_dim, module.kv_dim), 1
-    return None if module.is_cross_attention else _by_head("head_dim")(module, width)
+    return _by_head("head_dim")(module, width)
 
 
 def _falcon(module: Any, width: int) -> Outputs | None:
