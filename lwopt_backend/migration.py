@@ -150,7 +150,9 @@ def _select(store: StateStore, named: Named, strict: bool) -> dict[str, dict[str
                 )
         for name in known:
             if name not in named:
-                raise ValueError(f"{WHAT}: there is no state of parameter {name!r}; strict=False keeps what it has")
+                raise ValueError(
+                    f"{WHAT}: there is no state of parameter {name!r}; with strict=False it keeps what it has"
+                )
     taken = {n: _checked(param, store.groups[param.group], named[n]) for n, param in known.items() if n in named}
     for unit in store.units:  # whose parameters are stepped as one tensor
         like = new_state(torch.empty(1, device="meta"), store.groups[unit[0].group])
