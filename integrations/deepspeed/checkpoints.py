@@ -177,7 +177,7 @@ def _wrong_stage(folder: Path, saved_at: str, stage: int) -> ValueError:
 
 
 def _check_groups(saved: list[list[str]], ours: list[list[str]]) -> None:
-    """DeepSpeed copies by position; it notices only other lengths, and then its error is about alignment."""
+    """DeepSpeed copies by position: it notices only different lengths, with an error about alignment."""
     advice = "load it with the optimizer, the model, the param groups, 'include' and 'exclude' it was saved with"
     for number, (theirs, here) in enumerate(zip(saved, ours)):
         if theirs != here:

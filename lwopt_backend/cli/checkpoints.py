@@ -465,7 +465,7 @@ def diff(
 def _under(
     checkpoint: Checkpoint, side: str, vocabulary: str | None, source: str | None, numbers: Numbers, notes: list[str]
 ) -> Checkpoint:
-    """Under the names of ``vocabulary``. What nobody says the names of is taken for these, with a note."""
+    """Rename to ``vocabulary``. Names of unknown origin are taken for that vocabulary's, with a note."""
     from lwopt_backend.checkpoint import names
 
     if source is None and vocabulary is not None and checkpoint.names == UNNAMED:

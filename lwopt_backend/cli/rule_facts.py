@@ -51,7 +51,7 @@ def argument_meanings(cls: type) -> dict[str, str]:
 
 
 def meanings_in(docstring: str) -> dict[str, str]:
-    """By argument, the paragraph that a docstring has on it, in one line, without markup and without the default."""
+    """By argument, the paragraph on it in a docstring, on one line, without markup and default."""
     lines = inspect.cleandoc(docstring).splitlines()
     found: dict[str, str] = {}
     for number, name, text in _entries(lines):
@@ -115,7 +115,7 @@ def rule_facts(name: str | None, class_path: str | None) -> dict[str, list[Any]]
 
 
 def described(entry: MatrixEntry | ElementwiseEntry, class_path: str | None) -> dict[str, Any]:
-    """A rule as plain data. Of a class that is not installed or not usable, why."""
+    """A rule as plain data, with a note if its class is not installed or not usable."""
     found: dict[str, Any] = {
         "name": next((name for name, other in ELEMENTWISE.items() if other == entry.name), entry.name),
         "for": "matrices" if isinstance(entry, MatrixEntry) else "everything else",
@@ -142,7 +142,7 @@ def described(entry: MatrixEntry | ElementwiseEntry, class_path: str | None) -> 
 
 
 def _options(fields: Mapping[str, FieldInfo], said: Mapping[str, str], source: str) -> list[dict[str, str]]:
-    """Every option as plain data, with the meaning that a field itself has, or else with what is ``said`` of it."""
+    """Every option as plain data. Its meaning is the field's own, or else what is ``said`` of it."""
     options = []
     for name, field in fields.items():
         extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}

@@ -54,7 +54,7 @@ class ElementwiseState:
 
 
 def _trial(run: Callable[[str, Mapping[str, Any], str], T]) -> Callable[[str, Mapping[str, Any]], T]:
-    """``run`` of an optimizer's path and arguments, made once: on the CPU, or on the accelerator if only that works."""
+    """Run a trial once for each path and arguments: on the CPU, or on the accelerator if only that works."""
     found: dict[str, T] = {}
 
     def once(path: str, arguments: Mapping[str, Any]) -> T:
@@ -270,7 +270,7 @@ def options_of_class(path: str, *, with_class: bool, with_form: bool = False) ->
 
 
 def _parameters(cls: type) -> dict[str, inspect.Parameter]:
-    """The parameters of a class's constructor but ``self`` and the optimizer's parameters."""
+    """The parameters of a class's constructor, except ``self`` and the optimizer's parameters."""
     found: dict[str, inspect.Parameter] = {}
     for base in cls.__mro__:
         if base is torch.optim.Optimizer:
@@ -309,7 +309,7 @@ def check_arguments(path: str, model: type[Options], given: Mapping[str, Any], t
 
 
 def _error_of(path: str, arguments: Mapping[str, Any]) -> Exception | None:
-    """What comes of making a class with these arguments, if it cannot be made."""
+    """The exception that the class raises when made with these arguments, if any."""
     try:
         class_named(path)([nn.Parameter(torch.zeros(2, 2))], **arguments)
     except Exception as error:

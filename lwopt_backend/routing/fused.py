@@ -306,7 +306,7 @@ TABLE: Mapping[str, tuple[Fused, ...]] = {name: fused for fused, names in CLASSE
 
 
 def _by_group(module: Any, outputs: int) -> Outputs:
-    """torchtitan's: the queries of a group, their key, their value, and so on."""
+    """torchtitan's: group by group, the queries, their key and their value."""
     queries, size = module.heads_per_kv, module.head_dim
     groups = outputs // (module.r_dim * size) if module.r_dim == queries + 2 else 0
     return ("q", "k", "v"), (queries * size, size, size), groups
