@@ -24,10 +24,9 @@ from simulate_systems import Figure, compare
 from simulate_validation import LAYERS, WIDTH, Validated, validate
 
 from lwopt_backend.cli import inputs, main
-from lwopt_backend.cli.tables import terminal
 from lwopt_backend.planner.setting import Setting, cluster_named
 from lwopt_backend.planner.study import Deployment, plan_study
-from lwopt_backend.report import nbytes
+from lwopt_backend.report import nbytes, standard_output
 
 WORLD_SIZES = "8,16,32,64,128,256,512,1024,2048,4096"
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -83,7 +82,7 @@ def simulate(
     if as_json:
         typer.echo(json.dumps([asdict(figure) | {"seconds": figure.time.total} for figure in figures]))
         return
-    console = terminal()
+    console = standard_output()
     console.print(
         f"Model: {model.source}, {len(part.atoms)} matrices; cluster {setting.machine.name}; modelled, not run"
     )
@@ -94,7 +93,7 @@ def show_validation() -> None:
     ranks = max(2, min(4, os.cpu_count() or 1))
     with Console(stderr=True).status(f"running steps on {ranks} processes"):
         machine, rows = validate(ranks)
-    console = terminal()
+    console = standard_output()
     console.print(
         f"A GPT of {LAYERS} layers, width {WIDTH}, on {ranks} processes of this machine; "
         f"measured {machine.bytes_per_second / 1e9:.2f} GB/s, {1e6 * machine.latency_seconds:.0f} us a round"

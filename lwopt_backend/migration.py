@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -19,23 +20,9 @@ from lwopt_backend.routing.routing import Route, named_parameters, route
 from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.state import StateStore, checked, keeps_state, put
 
-__all__ = [
-    "SOURCES",
-    "change_momentum_form",
-    "convert_momentum",
-    "convert_named_momentum",
-    "from_checkpoint",
-    "from_dion",
-    "from_keller_jordan",
-    "from_torch",
-    "load_named_state",
-]
-
-
-# Muon's momentum has two forms: a moving average of gradients, or their sum.
-#
-# Starting from zero, B <- mu B + (1 - mu) G equals 1 - mu times M <- mu M + G, as long as mu does not change. If mu was
-# changed during a run, no factor is exact; that of the current mu is right for the gradients since the change.
+# Muon's momentum has two forms: a moving average of gradients, or their sum. Starting from zero, B <- mu B + (1 - mu) G
+# equals 1 - mu times M <- mu M + G, as long as mu does not change. If mu was changed during a run, no factor is exact;
+# that of the current mu is right for the gradients since the change.
 
 Form = Literal["ema", "sum"]
 Named = Mapping[str, Mapping[str, Tensor]]  # by parameter name, its state in whole tensors
@@ -86,10 +73,8 @@ def check_form(what: str, form: str) -> None:
         raise ValueError(f"{what}: unknown form of momentum {form!r}; {suggestion(str(form), get_args(Form))}")
 
 
-# Loading whole tensors by parameter name into our optimizers: every rank takes what it owns or stores.
-#
-# Called on all ranks, with the same ``named`` on each. DeepSpeed's engines have a function of their own, in
-# ``lwopt_backend.integrations.deepspeed.migration``.
+# Loading whole tensors by parameter name into our optimizers: every rank takes what it owns or stores. DeepSpeed's
+# engines have functions of their own, in ``lwopt_backend.integrations.deepspeed.migration``.
 
 WHAT = "load_named_state"
 Group = Mapping[str, Any]
@@ -120,9 +105,8 @@ def change_momentum_form(optimizer: torch.optim.Optimizer, target: Form) -> None
 def _store_of(optimizer: Any, what: str) -> StateStore:
     if not hasattr(optimizer, "state_store"):
         raise TypeError(
-            f"{what}: expected a LayerWiseOptimizer, found {type(optimizer).__name__}; of DeepSpeed give the engine to "
-            f"lwopt_backend.integrations.deepspeed.migration.{what}, of ModuleOptimizers give the optimizer of each "
-            "module"
+            f"{what}: expected a LayerWiseOptimizer, found {type(optimizer).__name__}; for DeepSpeed, pass the engine "
+            f"to lwopt_backend.integrations.deepspeed.migration.{what}; for ModuleOptimizers, each module's optimizer"
         )
     store: StateStore = optimizer.state_store()
     return store
@@ -173,10 +157,16 @@ def _select(store: StateStore, named: Named, strict: bool) -> dict[str, dict[str
                 raise ValueError(
                     f"{WHAT}: there is no state of parameter {name!r}; with strict=False it keeps what it has"
                 )
-    groups = store.groups
-    taken = {n: _checked(param, groups[param.group], named[n]) for n, param in known.items() if n in named}
-    for unit in store.units:
-        _check_counters(unit, groups[unit[0].group], taken)
+    taken = {n: _checked(param, store.groups[param.group], named[n]) for n, param in known.items() if n in named}
+    for unit in store.units:  # whose parameters are stepped as one tensor
+        like = new_state(torch.empty(1, device="meta"), store.groups[unit[0].group])
+        for key in (key for key, tensor in like.items() if not tensor.ndim):
+            counts = {param.name: float(taken[param.name][key]) for param in unit if param.name in taken}
+            if len(set(counts.values())) > 1 or (counts and len(counts) < len(unit)):
+                raise ValueError(
+                    f"{WHAT}: DeepSpeed steps the parameters of param group {unit[0].group} as one tensor with one "
+                    f"{key!r}; expected the same of all {len(unit)} of them, found {counts}"
+                )
     return taken
 
 
@@ -187,17 +177,6 @@ def _checked(param: TrainedParam, group: Group, state: Mapping[str, Any]) -> dic
         raise ValueError(f"{whose}: this rule keeps state at the matrix's owner, which no other optimizer's state has")
     advice = "; if another rule trained it, let the same rule train it here, with include or exclude"
     return checked(whose, state, new_state(torch.empty(1, device="meta"), group), param.shape, advice)
-
-
-def _check_counters(unit: Sequence[TrainedParam], group: Group, taken: Named) -> None:
-    """Raises ValueError if parameters that are stepped as one tensor have different counters."""
-    for key in (key for key, like in new_state(torch.empty(1, device="meta"), group).items() if not like.ndim):
-        counts = {param.name: float(taken[param.name][key]) for param in unit if param.name in taken}
-        if len(set(counts.values())) > 1 or (counts and len(counts) < len(unit)):
-            raise ValueError(
-                f"{WHAT}: DeepSpeed steps the parameters of param group {unit[0].group} as one tensor with one "
-                f"{key!r}; expected the same of all {len(unit)} of them, found {counts}"
-            )
 
 
 # What other optimizers' ``state_dict`` has, by parameter name and under our keys.
@@ -265,8 +244,8 @@ def from_checkpoint(
     missing = [key for key in ("state", "param_groups") if key not in state_dict]
     if missing:
         raise ValueError(
-            f"the state dict of {source!r}: expected keys 'state' and 'param_groups', found {list(state_dict)}; it has "
-            "to be the optimizer's own state_dict() with whole tensors, not one of a wrapper that has cut them (ZeRO)"
+            f"the state dict of {source!r}: expected keys 'state' and 'param_groups', found {list(state_dict)}; pass "
+            "the optimizer's own state_dict() with whole tensors, not that of a wrapper that shards them (ZeRO)"
         )
     groups = state_dict["param_groups"]
     in_groups = [(index, group) for group in groups for index in group["params"]]
@@ -296,11 +275,9 @@ def _names(
             f"names: expected {len(indices)}, as many as the parameters in the param groups of {source!r} "
             f"({', '.join(map(str, sizes))}); found {len(names)}"
         )
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            raise ValueError(f"names: {name!r} occurs twice")
-        seen.add(name)
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ValueError(f"names: {twice[0]!r} occurs twice")
     return names
 
 
@@ -325,24 +302,6 @@ class _Entry:
         if theirs.moments["exp_avg_sq"] in self.state:
             return self._moments(theirs)
         buffer = self._tensor(theirs.buffer)
-        return {BUFFER: self._in_form(buffer, theirs, momentum, form)}
-
-    def _moments(self, theirs: Source) -> dict[str, Tensor]:
-        assert self.state is not None
-        moments = {
-            ours: self._tensor(key)
-            for ours, key in theirs.moments.items()
-            if key in self.state or ours != "max_exp_avg_sq"
-        }
-        shapes = {key: tuple(tensor.shape) for key, tensor in moments.items()}
-        if len(set(shapes.values())) > 1:
-            raise self._error(f"has moments of different shapes, {shapes}")
-        step = self.state.get(theirs.step, self.group.get("step"))
-        if step is None:
-            raise self._error(f"has no {theirs.step!r}, nor has its param group a 'step'")
-        return {**moments, "step": torch.tensor(float(step))}
-
-    def _in_form(self, buffer: Tensor, theirs: Source, momentum: float | None, form: Form) -> Tensor:
         source = theirs.form or self.group.get("momentum_form")
         if source is None:
             raise self._error("is in a param group without 'momentum_form'; it is not the state of a Muon of ours")
@@ -353,7 +312,19 @@ class _Entry:
         elif momentum is None:
             keys = " or ".join(map(repr, theirs.momentum))
             raise self._error(f"is in a param group without {keys}; pass momentum, to convert {source!r} to {form!r}")
-        return convert_momentum(buffer, momentum, source=source, target=form)
+        return {BUFFER: convert_momentum(buffer, momentum, source=source, target=form)}
+
+    def _moments(self, theirs: Source) -> dict[str, Tensor]:
+        assert self.state is not None
+        keys = {ours: key for ours, key in theirs.moments.items() if key in self.state or ours != "max_exp_avg_sq"}
+        moments = {ours: self._tensor(key) for ours, key in keys.items()}
+        shapes = {key: tuple(tensor.shape) for key, tensor in moments.items()}
+        if len(set(shapes.values())) > 1:
+            raise self._error(f"has moments of different shapes, {shapes}")
+        step = self.state.get(theirs.step, self.group.get("step"))
+        if step is None:
+            raise self._error(f"has no {theirs.step!r}, nor has its param group a 'step'")
+        return {**moments, "step": torch.tensor(float(step))}
 
     def _tensor(self, key: str) -> Tensor:
         assert self.state is not None

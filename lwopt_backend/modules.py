@@ -88,7 +88,11 @@ class ModuleOptimizers(torch.optim.Optimizer):
     @torch.no_grad()
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of all modules' mean gradients as one vector, each element counted once, fp32 on the CPU."""
-        return _total(self._norms(norm_type), checked_order(norm_type))
+        order, values = checked_order(norm_type), torch.tensor([*self._norms(norm_type).values()], dtype=torch.float64)
+        largest = values.max()
+        if order != math.inf and 0 < largest < math.inf:  # the norms are divided by it first, so that none overflows
+            largest = largest * torch.linalg.vector_norm(values / largest, order)
+        return largest.float()
 
     @torch.no_grad()
     def clip_grad_norm_(
@@ -130,7 +134,8 @@ class ModuleOptimizers(torch.optim.Optimizer):
     @torch.no_grad()
     def zero_counts(self) -> dict[str, int]:
         """The number of exact zeros in each module's mean gradients; all modules' numbers on all ranks."""
-        return self._of_first("count_zeros", lambda name, part: part.count_zeros())
+        what = "count_zeros"
+        return self._agreed(what, together(self._everyone, what, self._parts, lambda name, part: part.count_zeros()))
 
     def count_zeros(self) -> int:
         """The number of exact zeros in all modules' mean gradients."""
@@ -165,7 +170,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
             optimizer.zero_grad(set_to_none)
 
     def _norms(self, norm_type: float, step: StepReport | None = None) -> dict[str, float]:
-        """Before a ``step`` also compare the options of plain optimizers, and hear of what has failed."""
+        """The norm of each module's gradients. Before a ``step``, also compares the options of plain optimizers."""
         order = checked_order(norm_type)
 
         def measure(name: str, part: Any) -> tuple[float, list[str]]:
@@ -176,21 +181,15 @@ class ModuleOptimizers(torch.optim.Optimizer):
 
         what = "the norm of gradients"
         found = together(self._everyone, what, self._parts, measure)
-        self._check_options([{name: lines for name, (_, lines) in of_rank.items()} for of_rank in found])
-        return self._agreed(what, [{name: norm for name, (norm, _) in of_rank.items()} for of_rank in found])
-
-    def _check_options(self, found: Sequence[Mapping[str, Sequence[str]]]) -> None:
         for name in self.names:
             ranks = [rank for rank, of_rank in enumerate(found) if name in of_rank]
-            if len({tuple(found[rank][name]) for rank in ranks}) > 1:
-                difference = first_difference([found[rank][name] for rank in ranks], ranks)
-                raise RanksDisagree(f"{NAME}: module {name!r}: {difference}")
-
-    def _of_first(self, what: str, measure: Callable[[str, Any], Any]) -> dict[str, Any]:
-        """By module, what all of its ranks measured. Raises RuntimeError, on all ranks, where they differ."""
-        return self._agreed(what, together(self._everyone, what, self._parts, measure))
+            options = [found[rank][name][1] for rank in ranks]
+            if any(lines != options[0] for lines in options):
+                raise RanksDisagree(f"{NAME}: module {name!r}: {first_difference(options, ranks)}")
+        return self._agreed(what, [{name: norm for name, (norm, _) in of_rank.items()} for of_rank in found])
 
     def _agreed(self, what: str, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """By module, what all of its ranks ``found``. Raises RuntimeError, on all ranks, where they differ."""
         agreed = {}
         for name in self.names:
             values = {rank: of_rank[name] for rank, of_rank in enumerate(found) if name in of_rank}
@@ -248,7 +247,8 @@ class ModuleOptimizers(torch.optim.Optimizer):
                     )
 
         check_in_all([self._everyone], NAME, check)
-        self._each("load_state_dict", lambda name, part: part.optimizer.load_state_dict(_own(state_dict[name])))
+        own = {name: {k: v for k, v in state_dict[name].items() if k != HAS_STATE} for name in names}
+        self._each("load_state_dict", lambda name, part: part.optimizer.load_state_dict(own[name]))
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -281,17 +281,3 @@ class ModuleOptimizers(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(f"{NAME} holds process groups and cannot be copied or pickled; use state_dict()")
-
-
-def _total(norms: Mapping[str, float], norm_type: float) -> Tensor:
-    """The total norm of the modules' norms. They are divided by the largest first, so that none overflows."""
-    values = torch.tensor(list(norms.values()), dtype=torch.float64)
-    largest = values.max()
-    if norm_type != math.inf and 0 < largest < math.inf:
-        largest = largest * torch.linalg.vector_norm(values / largest, norm_type)
-    return largest.float()
-
-
-def _own(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The state dict that a module's optimizer returned."""
-    return {key: value for key, value in state_dict.items() if key != HAS_STATE}

@@ -14,6 +14,8 @@ from lwopt_backend.config.options import suggestion
 from lwopt_backend.plan.atoms import Block
 from lwopt_backend.rules.qk_clip import qk_clip_factors, row_factors
 
+Shape = Sequence[int]
+
 
 class RowScaling:
     """The factors by which an optimizer's next step multiplies weights. ``shapes`` has the shapes of all trained
@@ -24,14 +26,10 @@ class RowScaling:
     """
 
     def __init__(
-        self,
-        shapes: Mapping[str, Sequence[int]],
-        transposed: frozenset[str],
-        matrices_in: Callable[[str], Sequence[Block]],
+        self, shapes: Mapping[str, Shape], transposed: frozenset[str], matrices_in: Callable[[str], Sequence[Block]]
     ) -> None:
-        self.matrices_in = matrices_in
         self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
-        self._transposed = transposed
+        self._transposed, self.matrices_in = transposed, matrices_in
         self._factors: dict[str, Tensor] = {}
 
     def __bool__(self) -> bool:
@@ -187,9 +185,8 @@ class QKClip:
         of = self._layers[layer]
         if not isinstance(logits, Tensor) or logits.shape != (of.heads,):
             found = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
-            raise ValueError(
-                f"layer {layer!r}: expected max_logits as a tensor of shape {(of.heads,)}, one per head; found {found}"
-            )
+            expected = f"max_logits as a tensor of shape {(of.heads,)}, one per head"
+            raise ValueError(f"layer {layer!r}: expected {expected}; found {found}")
         try:
             by_head = qk_clip_factors(logits, key_heads=of.key_heads, **self._options)
         except ValueError as error:
@@ -208,7 +205,12 @@ class QKClip:
     def _spread(self, layer: str, name: str, weight: str, part: str, by_head: Tensor) -> Tensor:
         """One factor per output of a parameter, which may be fused with others; 1 for outputs of other parts."""
         outputs = self._optimizer.row_scaling.outputs(name)
-        places = self._places(weight, part, outputs)
+        places = torch.arange(outputs)  # of the query or of the key
+        for block in self._optimizer.row_scaling.matrices_in(weight):
+            if block.name == part:
+                stripes = block.columns if block.rows.size == block.grid.rows else block.rows
+                places = torch.tensor([stripes.at(place) for place in range(stripes.size)])
+                break
         if len(places) % len(by_head):
             raise ValueError(
                 f"layer {layer!r}: {name!r} has {len(places)} outputs for {part!r}, which do not divide into "
@@ -217,11 +219,3 @@ class QKClip:
         factors = torch.ones(outputs, device=by_head.device)
         factors[places.to(by_head.device)] = row_factors([(len(places) // len(by_head), by_head)])
         return factors
-
-    def _places(self, weight: str, part: str, outputs: int) -> Tensor:
-        """The outputs of a weight that are the query's or the key's."""
-        for block in self._optimizer.row_scaling.matrices_in(weight):
-            if block.name == part:
-                stripes = block.columns if block.rows.size == block.grid.rows else block.rows
-                return torch.tensor([stripes.at(place) for place in range(stripes.size)])
-        return torch.arange(outputs)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
+from lwopt_backend.config.param_groups import Groups
 from lwopt_backend.config.registry import MATRIX_RULES, rules_with_owner_state
-from lwopt_backend.plan import MatrixPlan, StepTime
+from lwopt_backend.plan import StepTime
 from lwopt_backend.routing.routing import Route
 from lwopt_backend.storage.flat import GroupPlan
 
@@ -20,12 +20,7 @@ WIDTH_WITHOUT_TERMINAL = 140  # a launcher's pipe has no width; 80 columns would
 MOST_RANKS = 16
 
 
-def show(
-    routes: Sequence[Route],
-    plans: Mapping[str, Sequence[GroupPlan]],
-    groups: Sequence[Mapping[str, Any]],
-    plan_digest: str,
-) -> None:
+def show(routes: Sequence[Route], plans: Mapping[str, Sequence[GroupPlan]], groups: Groups, plan_digest: str) -> None:
     """Print the routing table, the plans, a table for each set of ranks, and the plan digest to standard output.
 
     The keys of ``plans`` are sentences that say whose plans these are, or empty; ``groups`` are the param groups.
@@ -50,7 +45,12 @@ def standard_output() -> Console:
     return Console(file=sys.stdout, width=width, highlight=False, markup=False)
 
 
-def show_routing(console: Console, routes: Sequence[Route], groups: Sequence[Mapping[str, Any]]) -> None:
+def numbers(*headings: str) -> list[Column]:
+    """Columns of numbers for a table."""
+    return [Column(heading, justify="right") for heading in headings]
+
+
+def show_routing(console: Console, routes: Sequence[Route], groups: Groups) -> None:
     """Print which rule trains each parameter, and why; and a note on owner state, which later tables do not count."""
     for sentence in routing_headline(routes):
         console.print(sentence)
@@ -67,9 +67,9 @@ def routing_headline(routes: Sequence[Route]) -> list[str]:
     """The share of the model that the matrix rule trains; a second sentence if most of it is stacked matrices."""
     matrices = [r for r in routes if r.kind == "matrix"]
     trained = [r for r in routes if r.kind != "frozen"]
-    share, stacked = (
-        _share(some, trained) for some in (matrices, [r for r in trained if len(r.shape) > 2 and r.kind != "matrix"])
-    )
+    stacks = [r for r in trained if len(r.shape) > 2 and r.kind != "matrix"]
+    elements = [sum(math.prod(r.shape) for r in some) for some in (matrices, stacks, trained)]
+    share, stacked = (some / max(1, elements[2]) for some in elements[:2])
     counts = f"{len(matrices)} of {len(trained)} trained parameters are matrices"
     sentences = [f"Routing: {counts}, {share:.1%} of the elements"]
     if stacked > share:
@@ -80,11 +80,6 @@ def routing_headline(routes: Sequence[Route]) -> list[str]:
     return sentences
 
 
-def _share(some: Sequence[Route], trained: Sequence[Route]) -> float:
-    """The fraction of the trained elements that are in ``some``."""
-    return sum(math.prod(r.shape) for r in some) / max(1, sum(math.prod(r.shape) for r in trained))
-
-
 def routing_table(routes: Sequence[Route]) -> Table:
     """One row per parameter; parameters that differ only in their layer's number share a row."""
     rows: dict[tuple[str, ...], list[str]] = {}
@@ -92,10 +87,8 @@ def routing_table(routes: Sequence[Route]) -> Table:
         pattern = re.sub(r"\.\d+(?=\.)", ".*", r.name)
         shape = " x ".join(map(str, r.shape)) or "scalar"
         rows.setdefault((pattern, shape, f"{r.kind}: {r.rule}" if r.rule else r.kind, r.reason), []).append(r.name)
-    table = Table()
-    for heading in ("parameter", "shape", "rule", "why"):
-        table.add_column(heading, overflow="fold")
-    table.add_column("count", justify="right")
+    folded = [Column(heading, overflow="fold") for heading in ("parameter", "shape", "rule", "why")]
+    table = Table(*folded, *numbers("count"))
     for (pattern, *cells), names in rows.items():
         table.add_row(names[0] if len(names) == 1 else pattern, *cells, str(len(names)))
     return table
@@ -103,23 +96,20 @@ def routing_table(routes: Sequence[Route]) -> Table:
 
 def choices(groups: Sequence[GroupPlan]) -> list[str]:
     """Two sentences per group of matrices: the plan, and the modelled times that chose the policy."""
-    return [f"{_planned(g.rule, g.matrices)} {_modelled(g.matrices)}" for g in groups if g.matrices is not None]
 
-
-def _planned(rule: str, plan: MatrixPlan) -> str:
-    travelling = sum(map(len, plan.buckets))
-    return (
-        f"Plan: {len(plan.atoms)} matrices by {rule}, policy {plan.ownership.policy!r}; {travelling} of them travel, "
-        f"in {len(plan.buckets)} bucket(s); busiest rank over mean {plan.ownership.imbalance:.3f}."
-    )
-
-
-def _modelled(plan: MatrixPlan) -> str:
     def spell(policy: str, time: StepTime) -> str:
         work, wire, latency, total = (1e3 * s for s in (time.compute, time.wire, time.latency, time.total))
         return f"{policy} {total:.3g} ms = {work:.3g} work + {wire:.3g} wire + {latency:.3g} latency"
 
-    return f"Modelled step: {'; '.join(spell(policy, time) for policy, time in plan.modelled)}."
+    found = []
+    for rule, plan in ((group.rule, group.matrices) for group in groups if group.matrices is not None):
+        found.append(
+            f"Plan: {len(plan.atoms)} matrices by {rule}, policy {plan.ownership.policy!r}; "
+            f"{sum(map(len, plan.buckets))} of them travel, in {len(plan.buckets)} bucket(s); busiest rank over mean "
+            f"{plan.ownership.imbalance:.3f}. "
+            f"Modelled step: {'; '.join(spell(policy, time) for policy, time in plan.modelled)}."
+        )
+    return found
 
 
 def plan_table(groups: Sequence[GroupPlan]) -> Table:
@@ -130,15 +120,17 @@ def plan_table(groups: Sequence[GroupPlan]) -> Table:
     plans = [(group.layout, group.matrices) for group in groups if group.matrices is not None]
     world_size = groups[0].layout.world_size
     work = " / ".join(sorted({MATRIX_RULES[g.rule].work for g in groups if g.rule in MATRIX_RULES})) or "matrix"
-    loads = _per_rank([plan.ownership.loads for _, plan in plans], world_size)
-    moved = _per_rank([plan.moved_numel() for _, plan in plans], world_size)
-    sent = _per_rank([plan.wire_bytes() for _, plan in plans], world_size)
-    owned = _per_rank([plan.owned_counts() for _, plan in plans], world_size)
-    state = _per_rank([group.state_bytes for group in groups], world_size)
-    table = Table()
+
+    def per_rank(figures: Iterable[Sequence[int]]) -> list[int]:
+        return [sum(of_rank) for of_rank in zip([0] * world_size, *figures, strict=True)]
+
+    loads = per_rank(plan.ownership.loads for _, plan in plans)
+    moved = per_rank(plan.moved_numel() for _, plan in plans)
+    sent = per_rank(plan.wire_bytes() for _, plan in plans)
+    owned = per_rank(plan.owned_counts() for _, plan in plans)
+    state = per_rank(group.state_bytes for group in groups)
     headings = ("rank", "storage", "atoms", f"{work} GFLOP", "of all", "state", "elements that move", "sent a step")
-    for heading in headings:
-        table.add_column(heading, justify="right")
+    table = Table(*numbers(*headings))
     for rank in shown_ranks(loads):
         stored = sum(layout.stored_numel(rank) for layout, _ in plans)
         table.add_row(
@@ -152,10 +144,6 @@ def plan_table(groups: Sequence[GroupPlan]) -> Table:
             nbytes(sent[rank]),
         )
     return table
-
-
-def _per_rank(figures: Sequence[Sequence[int]], world_size: int) -> list[int]:
-    return [sum(figure[rank] for figure in figures) for rank in range(world_size)]
 
 
 def shown_ranks(loads: Sequence[int]) -> list[int]:

@@ -66,7 +66,7 @@ def test_an_update_too_small_to_change_a_weight_still_has_a_sign() -> None:
 DOUBLING = f"{Doubling.__module__}.{Doubling.__qualname__}"
 CLASS = "torch_optimizer_elementwise"
 WRONG = [
-    (CLASS, {"class": DOUBLING}, "updates by the weight even without decay; leave weight_decay_form out"),
+    (CLASS, {"class": DOUBLING}, "depends on the weight even without decay; leave weight_decay_form out"),
     (CLASS, {"class": "pytorch_optimizer.MSVAG"}, "unknown key 'weight_decay_form'"),
     ("adamw", {"weight_decay_form": "cautius"}, "input should be 'decoupled' or 'cautious'; found 'cautius'"),
     ("lion", {"weight_decay_form": "cautius"}, "input should be 'own' or 'cautious'; found 'cautius'"),

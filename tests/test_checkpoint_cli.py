@@ -252,7 +252,7 @@ def test_tables_keep_within_the_width_of_the_terminal(
     convert = ("convert", made["source"], tmp_path / "to", "--to", "universal", "--force")
     for width, words in itertools.product((80, 120), (convert, ("inspect", other), ("diff", made["source"], other))):
         terminal = Console(width=width, highlight=False, markup=False)
-        monkeypatch.setattr("lwopt_backend.cli.tables.terminal", lambda terminal=terminal: terminal)
+        monkeypatch.setattr("lwopt_backend.report.standard_output", lambda terminal=terminal: terminal)
         lines = lwopt(*words).out.splitlines()
         assert len(lines) > 8 and max(map(len, lines)) <= width, lines
         rows = [line for line in lines if line.startswith("│")]

@@ -129,7 +129,7 @@ OF_ONE: dict[Door, list[Wrong]] = {
         ),
         ({"amsgrad": True}, "unknown key 'amsgrad'; did you mean 'adamw.amsgrad'?"),
         ({"betas": [0.9, 0.9], "adamw": {"lr": 0.1}}, "unknown key 'betas'; did you mean 'adamw.betas'?"),
-        ({"adamw": {"foreach": True, "fused": True}}, "foreach and fused are both true, but torch has them one at"),
+        ({"adamw": {"foreach": True, "fused": True}}, "foreach and fused are both true, but torch supports one of"),
         ({"adamw": {"lr": "auto"}}, "adamw.lr: input should be a valid number; found 'auto', which only Hugging Face"),
         ({"bucket_mb": 1.0}, "'bucket_mb': only for \"storage\": \"owned\", but the storage is 'zero'"),
         ({**OWNED, "policy": "stay"}, "'policy': only for \"storage\": \"zero\", but the storage is 'owned'"),

@@ -193,7 +193,7 @@ def test_what_one_rank_is_given_otherwise_is_an_error_on_all(engine: str, what: 
 @pytest.mark.parametrize("function", [lambda o: load_named_state(o, {}), lambda o: change_momentum_form(o, "sum")])
 def test_other_optimizers_are_refused(function: Callable[[Any], Any]) -> None:
     other = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
-    with pytest.raises(TypeError, match="expected a LayerWiseOptimizer, found SGD; of DeepSpeed give the engine"):
+    with pytest.raises(TypeError, match="expected a LayerWiseOptimizer, found SGD; for DeepSpeed, pass the engine"):
         function(other)
 
 

@@ -103,7 +103,7 @@ class NeedsClosure(Own):
         closure()
 
 
-LOST = "trains otherwise when made anew between steps, as after a checkpoint, or under a schedule"
+LOST = "trains differently when it is made anew between steps, as after a checkpoint, or under a schedule"
 CLOSURE = "missing 1 required positional argument: 'closure'"
 OF_BOTH = [(History, LOST), (OwnSchedule, LOST), (FromTheStart, LOST), (NeedsClosure, CLOSURE)]
 REFUSED: dict[str, list[tuple[Any, str]]] = {
@@ -162,7 +162,7 @@ def test_a_class_without_a_learning_rate_or_inside_something_else_is_refused() -
 
     with pytest.raises(ValueError, match="'torch_optimizer' has no option 'lr', which schedules write to every"):
         options_of("torch_optimizer", {"class": WithoutRate}, "here")
-    with pytest.raises(ValueError, match="Inside is defined inside something else; expected one at the top of a"):
+    with pytest.raises(ValueError, match="Inside is defined inside a function or class; expected one at the top of a"):
         options_of("torch_optimizer", {"class": Inside}, "here")
 
 

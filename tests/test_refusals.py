@@ -224,8 +224,9 @@ def another_model_on_rank_1() -> None:
 def smaller_partitions_than_planned() -> None:
     with engine_for(config(2)) as engine:
         binding = engine.basic_optimizer._binding
-        layout = binding.plans[0].layout
-        binding.plans[0] = replace(binding.plans[0], layout=replace(layout, partition_numel=layout.partition_numel + 2))
+        plan = binding.plans[0]
+        longer = replace(plan.layout, partition_numel=plan.layout.partition_numel + 2)
+        binding.units[0] = replace(binding.units[0], plan=replace(plan, layout=longer))
         train(engine, 1)
 
 

@@ -445,7 +445,7 @@ def test_matrices_are_computed_where_the_configuration_says(stage: int, ns_devic
     settings["zero_optimization"]["offload_optimizer"] = CPU
     with engine_for(settings) as engine, mock.patch.object(MatrixStepper, "__init__", note):
         engine.device = torch.device("meta")
-        engine.basic_optimizer._prepare(engine.basic_optimizer._binding)
+        engine.basic_optimizer._prepare()
     assert seen == [expected]
 
 

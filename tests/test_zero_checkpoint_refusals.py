@@ -92,7 +92,7 @@ ON_2 = r"^ValueError: the checkpoint '\S+/b' was saved on 2 data-parallel ranks 
 UNIVERSAL = r"Another number of ranks needs DeepSpeed's universal format"
 STRANGER = (
     r"^ValueError: the checkpoint '\S+/b' was written by another optimizer \(its ds_config says 'AdamW'\), whose state "
-    r"this one cannot go on with; load its weights alone, with .*load_optimizer_states=False"
+    r"this one cannot continue with; load its weights alone, with .*load_optimizer_states=False"
 )
 GROUP_0 = "^ValueError: group 0 holds other parameters than in the checkpoint: "
 STAGE = "was saved at ZeRO stage {} and is loaded at stage {}"
@@ -134,7 +134,7 @@ REFUSED: list[Row] = [
     *((("AdamW", s), (kind, s), 2, {}, STRANGER) for kind, s in (("zero", 1), ("zero", 3), ("owned", 0), ("owned", 2))),
     *((("zero", s), ("owned", s), 2, {}, f'was not saved with "storage": "owned".*{CONVERT}') for s in range(3)),
     *((("owned", s), ("zero", s), 2, {}, 'was saved with "storage": "owned"; load it with that') for s in range(3)),
-    (("owned", 1), ("owned", 1, {"group_size": 1}), 2, {}, f"is laid out otherwise.*{CONVERT}"),
+    (("owned", 1), ("owned", 1, {"group_size": 1}), 2, {}, f"is laid out differently.*{CONVERT}"),
     (("owned", 1, {"precision": "bf16"}), ("owned", 1), 2, {}, "load it in the precision it was saved in"),
     *(
         (("zero", stage), ("zero", stage), 2, {"tag": "c"}, r"^ValueError: the checkpoint '\S+/c' has no file ")

@@ -1,11 +1,15 @@
-"""DeepSpeed's own checkpoints of our engines: all ranks refuse one that does not fit before it is loaded."""
+"""DeepSpeed's own checkpoints of our engines: all ranks refuse one that does not fit before it is loaded.
+
+DeepSpeed finds out late and rank by rank: it compares world sizes after it has loaded the weights, and at stage 3,
+ranks whose files are missing leave while the others wait for them. Some checkpoints it silently loads in part. The
+file of model states says enough, and is read here without its tensors.
+"""
 
 from __future__ import annotations
 
 import functools
-import inspect
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,15 +21,9 @@ from lwopt_backend.checkpoint.deepspeed.files import check_marks, mark_of
 from lwopt_backend.checkpoint.files.manifest import new_save_id
 from lwopt_backend.config.param_groups import of_another_optimizer
 from lwopt_backend.integrations.deepspeed.tensors import mark
-from lwopt_backend.runtime.agreement import agree_in_all, setting
+from lwopt_backend.runtime.agreement import setting
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.storage.owned import OwnedCore
-
-# All ranks refuse a checkpoint that DeepSpeed cannot load into an engine, before anything of it is loaded.
-#
-# DeepSpeed finds out late and rank by rank: it compares world sizes after it has loaded the weights, and at stage 3,
-# ranks whose files are missing leave while the others wait for them. Some checkpoints it silently loads in part. The
-# file of model states says enough, and is read here without its tensors.
 
 MARK = "lwopt.owned"  # the key of a checkpoint of owned storage
 CONVERT = (
@@ -36,7 +34,6 @@ CONVERT_OWNED = (
     "Another number of ranks or another layout needs DeepSpeed's universal format: convert the folder with lwopt "
     'convert SRC DST --to universal, and set "checkpoint": {"load_universal": true}'
 )
-Check = Callable[[str, "str | None", bool], list[str]]
 
 
 @dataclass(frozen=True)
@@ -94,40 +91,6 @@ def write_latest_last(engine: DeepSpeedEngine, ranks: Collectives) -> None:
     engine.save_checkpoint = save_checkpoint
 
 
-def guard_loading(
-    name: str, engine: DeepSpeedEngine, ranks: Sequence[Collectives], check_loading: Check, mark: SaveMark
-) -> None:
-    """Make ``engine.load_checkpoint`` check first. ``ranks`` are the groups that share parameters with this rank,
-    ``name`` is the optimizer's, for errors.
-
-    Called once for an engine, on all ranks. From then on, ``load_checkpoint`` raises on every rank if ``check_loading``
-    does on one. That is called with the folder, the tag, and whether the optimizer's state is loaded, and returns lines
-    that must be equal on all ranks.
-    """
-    load = engine.load_checkpoint
-    signature = inspect.signature(load)
-
-    @functools.wraps(load)
-    def load_checkpoint(*args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any] | None]:
-        call = signature.bind(*args, **kwargs)
-        call.apply_defaults()
-        choice = call.arguments
-        with_state = choice["load_optimizer_states"] and not choice["load_module_only"]
-
-        def check() -> tuple[None, list[list[str]]]:
-            return None, [check_loading(choice["load_dir"], choice["tag"], with_state)] * len(ranks)
-
-        agree_in_all(ranks, name, check)
-        if engine.zero_optimization_stage() == 3:
-            # With load_module_only alone, DeepSpeed silently reads the weights from a file that has none.
-            choice["load_optimizer_states"] = with_state
-        mark.loads += 1
-        loaded: tuple[str | None, dict[str, Any] | None] = load(*call.args, **call.kwargs)
-        return loaded
-
-    engine.load_checkpoint = load_checkpoint
-
-
 def check(
     engine: DeepSpeedEngine, core: OwnedCore | None, load_dir: str, tag: str | None, with_state: bool
 ) -> list[str]:
@@ -136,28 +99,41 @@ def check(
 
     ``core`` is the engine's owned storage, if it has that.
     """
-    named = latest(load_dir)
+    latest = Path(load_dir, "latest")
+    named = latest.read_text().strip() if latest.is_file() else None
     if tag is None and named is None:
         return ["no checkpoint"]
     if tag is None and not named:  # DeepSpeed empties the file before it writes it
         tags = sorted(path.name for path in Path(load_dir).iterdir() if path.is_dir())
         raise ValueError(
-            f"{Path(load_dir, 'latest')} is empty: the save that wrote it was interrupted; load one of the tags by its "
+            f"{latest} is empty: the save that wrote it was interrupted; load one of the tags by its "
             f"name, load_checkpoint(..., tag=...): {', '.join(tags)}"
         )
     folder = Path(load_dir) / str(named if tag is None else tag)
     stage = engine.zero_optimization_stage()
-    saved = read(folder, engine, with_state)
+    saved = _read(folder, engine, with_state)
     if with_state:
-        check_writer(folder, saved)
+        if saved.stranger is not None:  # its state has other names and other groups
+            raise ValueError(
+                f"the checkpoint {str(folder)!r} was written by another optimizer ({saved.stranger}), whose state this "
+                "one cannot continue with; load its weights alone, with engine.load_checkpoint(..., "
+                "load_optimizer_states=False). Another Muon's momentum is taken over by lwopt_backend.migration"
+            )
         if core is None and saved.owned is not None:
             raise ValueError(
                 f'the checkpoint {str(folder)!r} was saved with "storage": "owned"; load it with that, or its weights '
                 "alone, with load_optimizer_states=False"
             )
         if (saved.groups is None) != (stage == 0):
-            raise wrong_stage(folder, "0" if saved.groups is None else "1 or 2", stage)
-    check_world_size(folder, saved.world_size, engine, with_state, CONVERT if core is None else CONVERT_OWNED)
+            raise _wrong_stage(folder, "0" if saved.groups is None else "1 or 2", stage)
+    here, saved_on = engine.seq_dp_world_size, saved.world_size
+    by_weights = stage < 3 or here <= saved_on  # at stage 3, every rank reads a file of its own
+    if stage != 0 and here != saved_on and (with_state or not by_weights):
+        raise ValueError(
+            f"the checkpoint {str(folder)!r} was saved on {saved_on} data-parallel ranks and is loaded on {here}; load "
+            f"it on {saved_on}. {CONVERT if core is None else CONVERT_OWNED}"
+            + ("; the weights alone can be loaded, with load_optimizer_states=False" if by_weights else "")
+        )
     if stage == 3 and not with_state and folder.name != named:
         raise ValueError(
             f"only the weights of tag {folder.name!r} are asked for, but at stage 3 DeepSpeed takes them from the tag "
@@ -173,36 +149,7 @@ def check(
     ]
 
 
-def check_writer(folder: Path, saved: Saved) -> None:
-    """Raises ValueError for another optimizer's checkpoint, whose state has other names and other groups."""
-    if saved.stranger is not None:
-        raise ValueError(
-            f"the checkpoint {str(folder)!r} was written by another optimizer ({saved.stranger}), whose state this one "
-            "cannot go on with; load its weights alone, with engine.load_checkpoint(..., load_optimizer_states=False). "
-            "What another Muon has kept is taken along with lwopt_backend.migration"
-        )
-
-
-def check_world_size(folder: Path, saved_on: int, engine: DeepSpeedEngine, with_state: bool, advice: str) -> None:
-    """Raises ValueError, with ``advice``, if the checkpoint can only be loaded on as many ranks as saved it."""
-    stage, here = engine.zero_optimization_stage(), engine.seq_dp_world_size
-    weights_can_be_loaded = stage < 3 or here <= saved_on  # at stage 3, every rank reads a file of its own
-    if stage == 0 or here == saved_on or (not with_state and weights_can_be_loaded):
-        return
-    raise ValueError(
-        f"the checkpoint {str(folder)!r} was saved on {saved_on} data-parallel ranks and is loaded on {here}; load it "
-        f"on {saved_on}. {advice}"
-        + ("; the weights alone can be loaded, with load_optimizer_states=False" if weights_can_be_loaded else "")
-    )
-
-
-def latest(load_dir: str, name: str = "latest") -> str | None:
-    """The tag in the file ``name``; None if there is no such file."""
-    file = Path(load_dir) / name
-    return file.read_text().strip() if file.is_file() else None
-
-
-def read(folder: Path, engine: DeepSpeedEngine, with_state: bool) -> Saved:
+def _read(folder: Path, engine: DeepSpeedEngine, with_state: bool) -> Saved:
     """Read the file of this rank's model-parallel part and, with ``with_state``, its optimizer's file."""
     stage = engine.zero_optimization_stage()
     name = f"mp_rank_{engine.checkpoint_mp_rank:02d}_model_states.pt"
@@ -210,7 +157,7 @@ def read(folder: Path, engine: DeepSpeedEngine, with_state: bool) -> Saved:
     file, other = (folder / by_rank, folder / name) if stage == 3 else (folder / name, folder / by_rank)
     if not file.is_file():
         if other.is_file():
-            raise wrong_stage(folder, "0, 1 or 2" if stage == 3 else "3", stage)
+            raise _wrong_stage(folder, "0, 1 or 2" if stage == 3 else "3", stage)
         raise ValueError(f"the checkpoint {str(folder)!r} has no file {file.name!r}, so there is nothing to load")
     states = _without_tensors(file)
     shapes = states.get("param_shapes")
@@ -253,7 +200,7 @@ def _without_tensors(file: Path) -> Mapping[str, Any]:
     return states
 
 
-def wrong_stage(folder: Path, saved_at: str, stage: int) -> ValueError:
+def _wrong_stage(folder: Path, saved_at: str, stage: int) -> ValueError:
     return ValueError(
         f"the checkpoint {str(folder)!r} was saved at ZeRO stage {saved_at} and is loaded at stage {stage}; load it "
         "at the stage it was saved at (1 and 2 can load each other's)"
@@ -261,24 +208,19 @@ def wrong_stage(folder: Path, saved_at: str, stage: int) -> ValueError:
 
 
 def _check_groups(saved: list[list[str]], ours: list[list[str]]) -> None:
-    """DeepSpeed copies by position; it notices only other lengths, and then its error is about alignment."""
-    advice = (
-        "load it with the optimizer, the model, the param groups, the 'include' and the 'exclude' it was saved with"
-    )
+    """DeepSpeed copies by position: it notices only different lengths, with an error about alignment."""
+    advice = "load it with the optimizer, the model, the param groups, 'include' and 'exclude' it was saved with"
     for number, (theirs, here) in enumerate(zip(saved, ours)):
         if theirs != here:
             pairs = zip([*theirs, None], [*here, None])
-            found, expected = next(pair for pair in pairs if pair[0] != pair[1])
+            differing = next(pair for pair in pairs if pair[0] != pair[1])
+            found, expected = ("no further parameter" if name is None else repr(name) for name in differing)
             raise ValueError(
-                f"group {number} holds other parameters than in the checkpoint: {_named(expected)} here, "
-                f"{_named(found)} there; {advice}"
+                f"group {number} holds other parameters than in the checkpoint: {expected} here, {found} there; "
+                f"{advice}"
             )
     if len(saved) != len(ours):
         raise ValueError(f"the checkpoint has {len(saved)} groups of parameters, this optimizer {len(ours)}; {advice}")
-
-
-def _named(name: str | None) -> str:
-    return "no further parameter" if name is None else repr(name)
 
 
 def _check_owned(folder: Path, owned: Mapping[str, Any] | None, core: OwnedCore, stage: int) -> None:
@@ -301,7 +243,7 @@ def _check_owned(folder: Path, owned: Mapping[str, Any] | None, core: OwnedCore,
         if pair[0] != pair[1]:
             here, there = (f"elements {x[0]} to {x[1]}" if x else "nothing" for x in pair)
             raise ValueError(
-                f"the checkpoint {str(folder)!r} is laid out otherwise: of parameter {name!r} this rank owns {here}, "
+                f"the checkpoint {str(folder)!r} is laid out differently: of parameter {name!r} this rank owns {here}, "
                 f"there it owned {there}; load with the layout, bucket_mb and group_size it was saved with. "
                 f"{CONVERT_OWNED}"
             )

@@ -21,11 +21,7 @@ from lwopt_backend.config.options import nearest
 from lwopt_backend.plan import Fragment
 from lwopt_backend.runtime.collectives import NORM, TorchCollectives
 
-# What we read of DeepSpeed's engine and parameters beyond its documented interface, and the methods we replace.
-#
-# ``versions`` lists what is replaced here, and ``register()`` checks first that it exists.
-
-HOOKED = "_do_optimizer_sanity_check"
+HOOKED = "_do_optimizer_sanity_check"  # ``versions`` lists what is replaced here; ``register()`` checks that it exists
 
 
 def install(types: Mapping[str, Callable[..., Any]], classes: Iterable[type[torch.optim.Optimizer]]) -> None:
@@ -113,21 +109,15 @@ def tied_modules(engine: DeepSpeedEngine) -> Mapping[str, nn.Module]:
     return dict(engine.module.tied_modules.items())
 
 
-def group_ranks(engine: DeepSpeedEngine, group: Mapping[str, Any]) -> Any:
-    """The ranks that share a param group: those of its experts, or the data-parallel ones."""
-    if group.get("moe"):
-        return engine.expert_data_parallel_group[group["name"]]
-    return engine.seq_data_parallel_group
-
-
-def sub_group_tensors(param: Tensor) -> list[Tensor]:
-    """This rank's flat fp32 tensors, one per sub-group, of the ZeRO-3 optimizer that has ``param``."""
-    tensors: list[Tensor] = param._z3_optimizer.fp32_partitioned_groups_flat  # type: ignore[attr-defined]
-    return tensors
-
-
-def stored_part(param: Tensor, rank: int, sub_group: int) -> Fragment | None:
-    """The part of ``param`` that this rank stores in the flat tensor of ``sub_group``, according to ZeRO-3."""
+def stored_fragment(param: Tensor, rank: int, sub_group: int | None) -> Fragment | None:
+    """The fragment of ``param`` that this rank stores in its flat partition, according to DeepSpeed; at stage 3 in the
+    flat tensor of ``sub_group``."""
+    if sub_group is None:
+        mapping = param._hp_mapping  # type: ignore[attr-defined]
+        if mapping is None:
+            return None
+        inside, stored = mapping.lp_fragment_address, mapping.hp_fragment_address
+        return Fragment(rank, inside.start, inside.start + inside.numel, stored.start)
     partitioned: Any = param  # DeepSpeed puts attributes on it
     zero = partitioned._z3_optimizer
     found, offset, size = zero.grad_position[zero.get_param_id(param)]
@@ -136,25 +126,6 @@ def stored_part(param: Tensor, rank: int, sub_group: int) -> Fragment | None:
         raise RuntimeError(f"a parameter of shape {shape} is in sub-group {found}, not in {sub_group}")
     start, stop = rank * size, min((rank + 1) * size, partitioned.ds_numel)
     return Fragment(rank, start, stop, offset) if start < stop else None
-
-
-def stored_fragment(param: Tensor, rank: int) -> Fragment | None:
-    """The fragment of ``param`` that this rank stores in its flat partition, according to DeepSpeed."""
-    mapping = param._hp_mapping  # type: ignore[attr-defined]
-    if mapping is None:
-        return None
-    inside, stored = mapping.lp_fragment_address, mapping.hp_fragment_address
-    return Fragment(rank, inside.start, inside.start + inside.numel, stored.start)
-
-
-def leave_clipping_to_optimizer(engine: DeepSpeedEngine) -> None:
-    """At stage 0, keep the engine from clipping the fp32 gradients of its parameters itself."""
-    engine.clip_fp32_gradients = lambda: None
-
-
-def checks_overflow(engine: DeepSpeedEngine) -> bool:
-    """Whether gradients that are not finite are dropped."""
-    return not engine.bfloat16_enabled() or engine._config.bfloat16_config.check_grad_overflow
 
 
 def zero_settings(engine: DeepSpeedEngine) -> dict[str, Any]:
@@ -221,13 +192,9 @@ def report_norm(engine: DeepSpeedEngine, optimizer: Any) -> None:
     engine.clip_fp32_gradients = clip_fp32_gradients
 
 
+@record_function(NORM)
 def grad_norm(engine: DeepSpeedEngine) -> Tensor:
     """The norm of all gradients at stage 0; in a pipeline, of all stages, counting tied weights once."""
-    with record_function(NORM):
-        return _grad_norm(engine)
-
-
-def _grad_norm(engine: DeepSpeedEngine) -> Tensor:
     with_grad = [p for p in engine.module.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in with_grad if not getattr(p, "ds_pipe_replicated", False)])
     if not engine.pipeline_parallelism:
@@ -261,7 +228,8 @@ def canonical(name: Any) -> Any:
     """The registered spelling of a type. Raises ValueError if ours is not registered, and for a type close to ours."""
     if not isinstance(name, str) or hasattr(torch.optim, name) or name.lower() in config.DEEPSPEED_OPTIMIZERS:
         return name
-    ours = _ours(name)
+    plain = re.sub(r"[^a-z]", "", name.lower())
+    ours = next((each for each in TYPES if each.lower() == plain), None)
     if ours is None:
         close = nearest(name, TYPES, cutoff=0.8)
         if close:
@@ -274,11 +242,6 @@ def canonical(name: Any) -> Any:
             "by python -m lwopt_backend.run"
         )
     return ours
-
-
-def _ours(name: str) -> str | None:
-    plain = re.sub(r"[^a-z]", "", name.lower())
-    return next((each for each in TYPES if each.lower() == plain), None)
 
 
 def compile_nothing() -> None:

@@ -8,34 +8,23 @@ owner and back. ``owned`` is the other storage.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
-from torch import Tensor
+from deepspeed.utils.logging import logger
 
 from lwopt_backend.checkpoint.deepspeed.files import SAVE
 from lwopt_backend.config.choices import Rules
 from lwopt_backend.config.hosts import ZeROConfig
-from lwopt_backend.config.linked_rates import LinkedOptimizer, rate_of
+from lwopt_backend.config.linked_rates import LinkedOptimizer
 from lwopt_backend.config.param_groups import OptionsInUse, as_groups, split
 from lwopt_backend.config.registry import build_matrix_rules
-from lwopt_backend.integrations.deepspeed import checkpoints, universal, zero
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
+from lwopt_backend.integrations.deepspeed import zero
+from lwopt_backend.integrations.deepspeed.checkpoints import SaveMark
 from lwopt_backend.integrations.deepspeed.pipeline import check_rates
-from lwopt_backend.integrations.deepspeed.universal import EngineStore
-from lwopt_backend.integrations.deepspeed.zero import (
-    Binding,
-    ZeROStore,
-    bind,
-    check_groups,
-    check_partitions,
-    load_whole,
-    owner_states,
-    save_matrices,
-    save_whole,
-    take_owner_states,
-)
+from lwopt_backend.integrations.deepspeed.universal import EngineStore, prepare_loading
+from lwopt_backend.integrations.deepspeed.zero import Binding, ZeROStore
 from lwopt_backend.routing.routing import full_shape
 from lwopt_backend.rules.protocol import one_call
 from lwopt_backend.runtime.agreement import StepReport
@@ -50,7 +39,7 @@ class EngineOptimizer(LinkedOptimizer):
     for the others, and more where overrides differ.
     """
 
-    save_mark: checkpoints.SaveMark  # once it has an engine
+    save_mark: SaveMark  # once it has an engine
 
     def __init__(self, name: str, params: Iterable[Any], rules: Rules, config: ZeROConfig) -> None:
         self.name, self.rules, self.config = name, rules, config
@@ -58,7 +47,8 @@ class EngineOptimizer(LinkedOptimizer):
         trainable = [p for group in self._given for p in group["params"] if p.requires_grad]
         groups = split(self._given, {id(p): len(full_shape(p)) == 2 for p in trainable}, rules)
         super().__init__(groups, {})
-        self._begin(rules, groups, rate=self._rate(groups))
+        self._rate = None if config.allow_no_matrix else rules.matrix.lr  # a stage of a pipeline may have no matrices
+        self._begin(rules, groups, rate=self._rate)
 
     def bind(self, engine: DeepSpeedEngine) -> None:
         """Route, plan and compare ranks for ``engine``, which is about to take this optimizer. Called on all ranks."""
@@ -78,11 +68,7 @@ class EngineOptimizer(LinkedOptimizer):
                 "optimizer that prepare() returned"
             )
         self.param_groups = groups
-        self._begin(self.rules, routed, rate=self._rate(routed))
-
-    def _rate(self, groups: Sequence[dict[str, Any]]) -> float:
-        """The optimizer's ``lr``. A stage of a pipeline may have no matrices."""
-        return rate_of(self.rules, groups) if self.config.allow_no_matrix else self.rules.matrix.lr
+        self._begin(self.rules, routed, rate=self._rate)
 
     def state_store(self) -> EngineStore:
         """The store of this rank's weights and state. Called on all ranks. Raises RuntimeError outside an engine."""
@@ -97,8 +83,8 @@ class EngineOptimizer(LinkedOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned. Raises ValueError if it was saved with other parameters or partitions."""
-        check_groups(state_dict["param_groups"], self.param_groups)
-        check_partitions(state_dict["param_groups"], state_dict["state"], self.param_groups)
+        zero.check_groups(state_dict["param_groups"], self.param_groups)
+        zero.check_partitions(state_dict["param_groups"], state_dict["state"], self.param_groups)
         super().load_state_dict(state_dict)
         self.link_groups(self.param_groups)
 
@@ -116,8 +102,7 @@ class ZeROLayerWise(EngineOptimizer):
         super().__init__(name, params, rules, config)
 
     def bind(self, engine: DeepSpeedEngine) -> None:
-        """Route, plan and compare ranks for ``engine``, which is about to wrap this optimizer. Called on all ranks."""
-        self._binding = bind(self.name, engine, self._given, self.rules, self.config)
+        self._binding = zero.bind(self.name, engine, self._given, self.rules, self.config)
         self._plan_digest = self._binding.plan_digest
         self.row_scaling = self._binding.grouping.row_scaling()
         self._steppers = {}
@@ -126,7 +111,7 @@ class ZeROLayerWise(EngineOptimizer):
             deepspeed_engine.report_norm(engine, self)
         self._take_groups(self._binding.groups())
         deepspeed_engine.adopt_torch_scheduler(engine)
-        universal.prepare_loading(engine, self, self._binding.ranks, partial(checkpoints.check, engine, None))
+        prepare_loading(engine, self, self._binding.ranks)
         zero.guard_state_keys(engine, self, self._binding.grouping)
         self._binding.announce(self.config, self.rules.notes)
 
@@ -141,36 +126,30 @@ class ZeROLayerWise(EngineOptimizer):
         Raises RuntimeError outside an engine, and on every rank if DeepSpeed stores parameters elsewhere than planned;
         in the call that ends a step, on every rank, what has gone wrong in it on any, or if ranks have other options.
         """
-        if self._binding is None:
-            raise self._no_engine()
-        if not self._steppers:
-            self._prepare(self._binding)
+        binding = self._prepare()
         shown = [(g, tensor) for g in self.param_groups for tensor in g["params"] if id(tensor) in self._steppers]
         ids, units = [id(tensor) for _, tensor in shown], list(self._steppers)
-        if ids[:1] == units[:1]:
-            self._binding.warn_of_changes()
         begins, ends = ids[:1] == units[:1], ids[-1:] == units[-1:]
         if begins:
             self._report = StepReport()
+            if binding.ranks[0].rank == 0 and (news := binding.watched.news()) is not None:
+                logger.warning(f"{self.name}: {news}")
         with one_call(self, begins=begins, ends=ends, attempt=self._report.attempt):
             if begins:
                 self._report.number = self._report.attempt(self._options.number, self._linked) or 0
-            self._step(self._binding, shown)
+            if binding.stage is not None and len(set(binding.stage.groups)) > 1:  # some stage lacks another's groups
+                check_rates(binding.stage, self._linked)
+            if binding.replicated:
+                clipped, self.norm_before_clipping = self.norm_before_clipping, None
+                self._global_grad_norm = deepspeed_engine.grad_norm(binding.engine) if clipped is None else clipped
+            for group, tensor in shown:
+                self._steppers[id(tensor)].step(group, self.state[tensor], self._report)
+                if self.row_scaling:
+                    self._report.attempt(self._steppers[id(tensor)].scale_rows, self.row_scaling)
             if ends:
                 self._report.settle(self.name, lambda: OptionsInUse.lines(self._linked))
 
     step.hooked = True  # type: ignore[attr-defined]  # see one_call
-
-    def _step(self, binding: Binding, shown: Sequence[tuple[dict[str, Any], Tensor]]) -> None:
-        if binding.stage is not None and binding.stage.groups_differ:
-            check_rates(binding.stage, self._linked)
-        if binding.replicated:
-            clipped, self.norm_before_clipping = self.norm_before_clipping, None
-            self._global_grad_norm = deepspeed_engine.grad_norm(binding.engine) if clipped is None else clipped
-        for group, tensor in shown:
-            self._steppers[id(tensor)].step(group, self.state[tensor], self._report)
-            if self.row_scaling:
-                self._report.attempt(self._steppers[id(tensor)].scale_rows, self.row_scaling)
 
     @property
     def _keeps_owner_state(self) -> bool:
@@ -178,44 +157,48 @@ class ZeROLayerWise(EngineOptimizer):
 
     def state_store(self) -> ZeROStore:
         """As in ``EngineOptimizer``; creates the state if there was no step."""
-        if self._binding is None:
-            raise self._no_engine()
-        if not self._steppers:
-            self._prepare(self._binding)
-        tensors = self._binding.stored(self._linked)
+        binding = self._prepare()
+        tensors = binding.stored(self._linked)
         stepped = [(self._steppers[id(tensor)], self.state[tensor]) for tensor in tensors]
-        return ZeROStore(self._binding, self.param_groups, stepped)
+        return ZeROStore(binding, self.param_groups, stepped)
 
-    def _prepare(self, binding: Binding) -> None:
-        """Before the first step, check that DeepSpeed stores what was planned, and create the state of every group.
+    def _prepare(self) -> Binding:
+        """The binding. Before the first step, check that DeepSpeed stores what was planned, and create every state.
 
         All at once, because DeepSpeed links every group's state to its parameters after the first group has stepped.
+        Raises RuntimeError outside an engine.
         """
-        for unit, plan, tensor in zip(binding.units, binding.plans, binding.stored(self._linked), strict=True):
-            stepper = binding.stepper(unit, plan, tensor, self.config)
+        binding = self._binding
+        if binding is None:
+            raise self._no_engine()
+        if self._steppers:
+            return binding
+        for unit, tensor in zip(binding.units, binding.stored(self._linked), strict=True):
+            stepper = binding.stepper(unit, tensor, self.config)
             stepper.fill_state(self._linked[unit.group], self.state[tensor])
             self._steppers[id(tensor)] = stepper
         if self._keeps_owner_state:
-            take_owner_states(binding, list(self._steppers.values()), self._owner_state)
+            zero.take_owner_states(binding, list(self._steppers.values()), self._owner_state)
             self._owner_state = {}
+        return binding
 
     def state_dict(self) -> dict[str, Any]:
         """A state dict as torch's optimizers return it. At stage 0, where DeepSpeed saves one rank's, the first rank's
         has every parameter's whole state, and it is called on all ranks."""
         state_dict = super().state_dict()
         if self._binding is not None and self._binding.replicated:
-            state_dict["state"] = save_whole(self._binding, self.state)
+            state_dict["state"] = zero.save_whole(self._binding, self.state)
         if self._binding is not None:
-            held = owner_states(self._steppers.values()) if self._steppers else self._owner_state
-            state_dict.update(save_matrices(self._binding, held if self._keeps_owner_state else None))
+            kept = zero.owner_states(self._steppers.values()) if self._steppers else self._owner_state
+            state_dict.update(zero.save_matrices(self._binding, kept if self._keeps_owner_state else None))
             state_dict[SAVE] = self.save_mark.of_now()
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._binding is not None and self._binding.replicated:
             groups = state_dict["param_groups"]
-            check_groups(groups, self.param_groups)
-            parts = load_whole(self._binding, state_dict["state"])
+            zero.check_groups(groups, self.param_groups)
+            parts = zero.load_whole(self._binding, state_dict["state"])
             super().load_state_dict({"param_groups": groups, "state": {}})
             self.state.update(parts)
         else:

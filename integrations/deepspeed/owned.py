@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,20 +17,11 @@ from lwopt_backend import report
 from lwopt_backend.checkpoint.deepspeed.files import SAVE
 from lwopt_backend.config.choices import Rules, settings_lines
 from lwopt_backend.config.hosts import ZeROConfig
-from lwopt_backend.integrations.deepspeed import checkpoints
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
+from lwopt_backend.integrations.deepspeed import tensors
 from lwopt_backend.integrations.deepspeed.checkpoints import MARK
-from lwopt_backend.integrations.deepspeed.engine import checks_overflow
 from lwopt_backend.integrations.deepspeed.optimizer import EngineOptimizer
-from lwopt_backend.integrations.deepspeed.refusals import reasons_to_refuse_owned, without_effect
-from lwopt_backend.integrations.deepspeed.tensors import (
-    OwnedTensors,
-    mark,
-    no_offload,
-    save_parts,
-    save_whole,
-    take_parts,
-)
+from lwopt_backend.integrations.deepspeed.refusals import reasons_to_refuse_owned
 from lwopt_backend.integrations.deepspeed.universal import prepare_loading
 from lwopt_backend.integrations.deepspeed.zero import check_groups
 from lwopt_backend.routing.grouping import Grouping, group_parameters
@@ -39,61 +29,20 @@ from lwopt_backend.rules.protocol import one_call
 from lwopt_backend.runtime.agreement import StepReport, agree_in_all, digest
 from lwopt_backend.runtime.collectives import TorchCollectives
 from lwopt_backend.runtime.state import CHECKPOINT_KEY, put
-from lwopt_backend.storage.gradients import OwnedGradients, clip_factor
+from lwopt_backend.storage.gradients import clip_factor
 from lwopt_backend.storage.owned import OwnedCore, Share
 from lwopt_backend.storage.owned_memory import rank_memory
 from lwopt_backend.storage.owned_model import Backward, check_model, show, tell_when_loaded
 from lwopt_backend.storage.owned_state import OwnedStore
 
-# Reduced gradients are unscaled and clipped, or dropped if they are not finite.
-
-
-@dataclass(frozen=True)
-class GradientScaling:
-    """What an engine's configuration asks for. ``clip`` is the maximum norm, or 0 for no clipping."""
-
-    clip: float
-    tells_norm: bool
-    skips_overflow: bool
-
-    @classmethod
-    def of(cls, engine: DeepSpeedEngine) -> GradientScaling:
-        return cls(engine.gradient_clipping() or 0.0, engine.zero_compute_grad_norm(), checks_overflow(engine))
-
-    def apply(self, gradients: OwnedGradients, loss_scale: float) -> tuple[float | None, bool]:
-        """Scale the mean gradients in place. Returns the norm before clipping, if it was needed, and whether it
-        overflowed, in which case the gradients are not changed. Called on all ranks."""
-        norm, factor = None, 1 / loss_scale
-        if self.clip or self.tells_norm or self.skips_overflow:
-            norm = gradients.norm(2.0, lambda number: True) / loss_scale
-            if self.skips_overflow and not torch.isfinite(norm):
-                return float("inf"), True
-        if self.clip:
-            assert norm is not None
-            gradients.scale(clip_factor(self.clip, norm) / loss_scale)
-        elif factor != 1:
-            gradients.scale(factor)
-        return None if norm is None else float(norm), False
-
-
-def loss_scaler(engine: DeepSpeedEngine) -> Any:
-    """DeepSpeed's loss scaler: dynamic or static in fp16, without effect in other precisions."""
-    return CreateLossScaler(
-        dtype=engine.get_data_types()[0],
-        static_loss_scale=engine.loss_scale(),
-        dynamic_scaling=engine.dynamic_loss_scale(),
-        dynamic_loss_args=engine.dynamic_loss_scale_args(),
-    )
-
-
-# Decisions made when an engine takes an optimizer with owned storage, and the buffers that follow from them.
+# Keys of zero_optimization that owned storage honours; all others are refused or have no effect on it.
+HONOURED = ("stage", "overlap_comm", "compute_grad_norm", "load_from_fp32_weights")
 
 
 @dataclass(frozen=True)
 class OwnedBinding:
     """An optimizer's binding to the engine that has taken it. ``ranks`` share the parameters."""
 
-    name: str  # of the optimizer's type, for errors
     engine: DeepSpeedEngine
     grouping: Grouping
     ranks: TorchCollectives
@@ -133,30 +82,14 @@ def bind(
     ranks = [TorchCollectives(group) for group in deepspeed_engine.process_groups(engine)]
 
     def decide() -> tuple[OwnedBinding, Sequence[Sequence[str]]]:
-        reasons = reasons_to_refuse_owned(engine)
-        if reasons:
-            raise ValueError(
-                "\n  ".join([f"{name} with owned storage cannot train with this configuration:", *reasons])
-            )
+        if reasons := reasons_to_refuse_owned(engine):
+            cannot = f"{name} with owned storage cannot train with this configuration:"
+            raise ValueError("\n  ".join([cannot, *reasons]))
         check_model(engine.module, name)
         grouping = group_parameters(engine.module, given, rules, config, stacks=True)
-        return OwnedBinding(name, engine, grouping, ranks[0]), [settings_lines(rules, config)] * len(ranks)
+        return OwnedBinding(engine, grouping, ranks[0]), [settings_lines(rules, config)] * len(ranks)
 
     return agree_in_all(ranks, name, decide)
-
-
-def build_core(binding: OwnedBinding, config: ZeROConfig) -> OwnedCore:
-    """The model's buffers; its parameters become views of them. Called on all ranks."""
-    overlap = deepspeed_engine.zero_settings(binding.engine).get("overlap_comm")
-    return OwnedCore(
-        binding.grouping,
-        [Share(binding.ranks, binding.divisor / binding.predivisor, config.group_size)],
-        config,
-        layout=config.layout,
-        bucket_mb=config.bucket_mb,
-        grad_dtype=binding.grad_dtype,
-        overlap=overlap is not False,
-    )
 
 
 def announce(binding: OwnedBinding, core: OwnedCore) -> None:
@@ -170,15 +103,9 @@ def announce(binding: OwnedBinding, core: OwnedCore) -> None:
         groups,
         lambda held, rank: rank_memory(held.plan, rank, members, groups, grad_dtype=grad_dtype, keep_full=False),
     )
-    idle = without_effect(binding.engine)
+    idle = [f"zero_optimization.{key}" for key in deepspeed_engine.zero_settings(binding.engine) if key not in HONOURED]
     if idle:
         report.standard_output().print(f"Without effect on owned storage: {', '.join(idle)}.")
-
-
-# Layer-wise Muon as DeepSpeed's final optimizer: owned storage, ``"storage": "owned"``, at stages 0 to 2.
-#
-# The engine tells when a backward pass ends and whether it completes a step; buffers, reduction, clipping, loss
-# scaling, masters and checkpoints are ours. The sections below have what the engine calls, by when it calls it.
 
 
 class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # DeepSpeed has no types
@@ -186,6 +113,9 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
 
     ``param_groups`` have the model's parameters; ``state`` has, for those of which this rank owns a piece, the flat
     state of that piece. ``param.grad`` is None after backward; the owners have the mean gradients until the step.
+
+    The engine tells when a backward pass ends and whether it completes a step; buffers, reduction, clipping, loss
+    scaling, masters and checkpoints are ours. Methods stand together by when the engine calls them.
     """
 
     def __init__(self, name: str, params: Iterable[Any], rules: Rules, config: ZeROConfig) -> None:
@@ -202,28 +132,39 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         self.external_loss_scale: Any = None  # DeepSpeed's engine writes a number
         self.torch_autocast_gradscaler = None
 
-    # When the engine is built
-
     def bind(self, engine: DeepSpeedEngine) -> None:
         """Check settings, route, plan and make the buffers for ``engine``, which takes this optimizer. On all ranks."""
         self.destroy()
         binding = bind(self.name, engine, self._given, self.rules, self.config)
         self._take_groups(binding.groups())
         deepspeed_engine.adopt_torch_scheduler(engine)
-        self._stage = engine.zero_optimization_stage()
-        self._scaling, self.loss_scaler = GradientScaling.of(engine), loss_scaler(engine)
+        self._stage, self._clip = engine.zero_optimization_stage(), engine.gradient_clipping() or 0.0
+        self.loss_scaler = CreateLossScaler(  # dynamic or static in fp16, without effect in other precisions
+            dtype=engine.get_data_types()[0],
+            static_loss_scale=engine.loss_scale(),
+            dynamic_scaling=engine.dynamic_loss_scale(),
+            dynamic_loss_args=engine.dynamic_loss_scale_args(),
+        )
         self.dynamic_loss_scale = self.loss_scaler.dynamic
-        self.core = build_core(binding, self.config)
+        self.core = OwnedCore(
+            binding.grouping,
+            [Share(binding.ranks, binding.divisor / binding.predivisor, self.config.group_size)],
+            self.config,
+            layout=self.config.layout,
+            bucket_mb=self.config.bucket_mb,
+            grad_dtype=binding.grad_dtype,
+            overlap=deepspeed_engine.zero_settings(engine).get("overlap_comm") is not False,
+        )
         self._owned, self.row_scaling = binding, self.core.row_scaling
         self._plan_digest = self.core.plan_digest
-        self._follow(binding, self.core)
-        self._tensors = OwnedTensors(self.core, binding.grouping)
+        self._follow(binding)
+        self._tensors = tensors.OwnedTensors(self.core, binding.grouping)
         self._tensors.attach()
         for number, state in self.core.stepper.state.items():
             self.state[self.core.members[number].param] = state
-        prepare_loading(engine, self, [binding.ranks], partial(checkpoints.check, engine, self.core))
+        prepare_loading(engine, self, [binding.ranks], self.core)
         if self._stage == 0:
-            deepspeed_engine.leave_clipping_to_optimizer(engine)
+            engine.clip_fp32_gradients = lambda: None  # the engine would clip its parameters' gradients itself
         else:
             self.dp_process_group = binding.ranks.process_group  # with it the engine saves a file per rank
         if engine.global_rank == 0:
@@ -231,18 +172,18 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
                 announce(binding, self.core)
             deepspeed_engine.warn(engine, self.rules.notes)
 
-    def _follow(self, binding: OwnedBinding, core: OwnedCore) -> None:
+    def _follow(self, binding: OwnedBinding) -> None:
         """Register hooks on the model and its parameters."""
-        model, factor = binding.engine.module, 1 / binding.predivisor
+        model, factor, manager = binding.engine.module, 1 / binding.predivisor, self.core.manager
         if factor != 1:
 
             def predivide(param: Tensor) -> None:
                 assert param.grad is not None
                 param.grad.mul_(factor)
 
-            self._handles += [p.register_post_accumulate_grad_hook(predivide) for p in core.manager.params]
-        core.manager.reduces = self._reduces
-        self._backward = Backward(core, model, self.name)
+            self._handles += [p.register_post_accumulate_grad_hook(predivide) for p in manager.params]
+        manager.reduces = self._reduces
+        self._backward = Backward(self.core, model, self.name)
         self._handles += tell_when_loaded(model, self._take_loaded)
 
     def destroy(self) -> None:
@@ -258,8 +199,6 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         self.__dict__.pop("dp_process_group", None)
         self.state.clear()
 
-    # In and after backward
-
     def _reduces(self) -> bool:
         """Whether the backward pass that begins reduces gradients to their owners, or only accumulates them here."""
         assert self._owned is not None
@@ -268,28 +207,23 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
             return False
         return self._stage == 2 or bool(engine.is_gradient_accumulation_boundary())
 
-    def _reduce(self) -> None:
-        """Send what the hooks have not sent; a rank without a gradient in this pass takes part with zeros."""
+    def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
+        """Send what the hooks have not sent; a rank without a gradient in this pass takes part with zeros.
+
+        Called at stage 1, at the end of a step's last backward pass; at stage 2, at the end of every one.
+        """
         self._reductions += 1
         self.core.manager.finish(self._reductions)
 
+    overlapping_partition_gradients_reduce_epilogue = reduce_gradients  # its name at stage 2
+
     def get_grads_for_reduction(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
         """Called at stage 0, at the end of a step's last backward pass: nothing is left for the engine to reduce."""
-        self._reduce()
+        self.reduce_gradients()
         return [], {}
-
-    def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
-        """Called at stage 1, at the end of a step's last backward pass."""
-        self._reduce()
-
-    def overlapping_partition_gradients_reduce_epilogue(self) -> None:
-        """Called at stage 2, at the end of every backward pass."""
-        self._reduce()
 
     def finalize_gradient_accumulation_boundary(self) -> None:
         """Called at stage 2, before a step that the training loop itself decides on: all gradients are reduced."""
-
-    # The step
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -304,24 +238,37 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
             raise self._no_engine()
         report = StepReport()
         with one_call(self, begins=True, ends=True, attempt=report.attempt):
-            self._step(report)
+            presences = self._backward.finish(self.param_groups, report)
+            if self._loaded:
+                self.refresh_fp32_params()
+            self._scale_gradients()
+            self.loss_scaler.update_scale(self.overflow)
+            if not self.overflow:
+                self.core.step(self.param_groups, presences, report)
+                self.core.manager.receive_values()
+            else:
+                self.core.manager.drop_gradients()
+                self.row_scaling.clear()
+            self._reductions = 0
+            self._backward.stepped(report.failure)
 
     step.hooked = True  # type: ignore[attr-defined]  # see one_call
 
-    def _step(self, report: StepReport) -> None:
-        presences = self._backward.finish(self.param_groups, report)
-        if self._loaded:
-            self.refresh_fp32_params()
-        self._global_grad_norm, self.overflow = self._scaling.apply(self.core.gradients, self.loss_scale)
-        self.loss_scaler.update_scale(self.overflow)
-        if not self.overflow:
-            self.core.step(self.param_groups, presences, report)
-            self.core.manager.receive_values()
-        else:
-            self.core.manager.drop_gradients()
-            self.row_scaling.clear()
-        self._reductions = 0
-        self._backward.stepped(report.failure)
+    def _scale_gradients(self) -> None:
+        """Unscale and clip the mean gradients in place, unless they overflowed. Sets ``overflow`` and the norm before
+        clipping, if it was needed."""
+        assert self._owned is not None
+        engine, gradients, loss_scale = self._owned.engine, self.core.gradients, self.loss_scale
+        skips_overflow = not engine.bfloat16_enabled() or engine._config.bfloat16_config.check_grad_overflow
+        self._global_grad_norm, self.overflow = None, False
+        if self._clip or skips_overflow or engine.zero_compute_grad_norm():
+            norm = gradients.norm(2.0, lambda number: True) / loss_scale
+            self.overflow = skips_overflow and not torch.isfinite(norm)
+            self._global_grad_norm = float("inf") if self.overflow else float(norm)
+        if self._clip and not self.overflow:
+            gradients.scale(clip_factor(self._clip, norm) / loss_scale)
+        elif loss_scale != 1 and not self.overflow:
+            gradients.scale(1 / loss_scale)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients. Called on all ranks."""
@@ -341,9 +288,11 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         """The loss scale, under the name that the engine's monitor reads."""
         return self.loss_scale
 
-    offload_states = reload_states = no_offload
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """Raises RuntimeError: states cannot be moved to CPU memory between steps."""
+        raise RuntimeError('owned storage cannot move its states; use "storage": "zero" for offloading')
 
-    # Checkpoints
+    reload_states = offload_states
 
     def _take_loaded(self) -> None:
         self._loaded = True
@@ -353,20 +302,18 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         self.core.refresh_masters()
         self._loaded = False
 
-    def _restore_from_bit16_weights(self) -> None:
-        """Called at stages 1 and 2, after only weights were loaded."""
-        self.refresh_fp32_params()
+    _restore_from_bit16_weights = refresh_fp32_params  # its name at stages 1 and 2
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank saves; at stage 0 the first rank saves everything, the others nothing. Called on all ranks."""
         if self._owned is None:
             return super().state_dict()
-        saved = (save_parts if self._stage else save_whole)(self.core, self.param_groups)
+        saved = (tensors.save_parts if self._stage else tensors.save_whole)(self.core, self.param_groups)
         if not saved:
             return {}
         common = {key: getattr(self, key) for key in ("loss_scaler", "dynamic_loss_scale", "overflow")}
-        marks = {MARK: mark(self.core), "zero_stage": self._stage, "ds_version": version}
-        return {**saved, **common, "clip_grad": self._scaling.clip, **marks, SAVE: self.save_mark.of_now()}
+        marks = {MARK: tensors.mark(self.core), "zero_stage": self._stage, "ds_version": version}
+        return {**saved, **common, "clip_grad": self._clip, **marks, SAVE: self.save_mark.of_now()}
 
     def load_state_dict(
         self,
@@ -387,14 +334,14 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
             return
         saved = state_dict_list[self._owned.ranks.rank] if state_dict_list is not None else state_dict
         assert saved is not None
-        in_parts, core, store = state_dict_list is not None or self._stage > 0, self.core, self.state_store()
+        in_parts, store = state_dict_list is not None or self._stage > 0, self.state_store()
         groups = (saved["base_optimizer_state"] if in_parts else saved)["param_groups"]
         check_groups(groups, self.param_groups)
         if in_parts:
-            take_parts(core, saved, weights=load_from_fp32_weights, state=load_optimizer_states)
+            tensors.take_parts(self.core, saved, weights=load_from_fp32_weights, state=load_optimizer_states)
         else:
-            weights, state = saved["weights"], saved["state"]
-            put(store, weights=weights if load_from_fp32_weights else {}, state=state if load_optimizer_states else {})
+            weights = saved["weights"] if load_from_fp32_weights else {}
+            put(store, weights=weights, state=saved["state"] if load_optimizer_states else {})
         if load_from_fp32_weights:
             store.publish()
         if load_optimizer_states:

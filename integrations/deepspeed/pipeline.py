@@ -9,7 +9,7 @@ element-wise.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,11 +39,6 @@ class Stage:
     groups: list[tuple[tuple[int, str], ...]]
 
     @property
-    def groups_differ(self) -> bool:
-        """Whether some stage lacks param groups that another has."""
-        return len(set(self.groups)) > 1
-
-    @property
     def all_routes(self) -> list[Route]:
         """The routes of all stages, each parameter once."""
         return list({route.name: route for route in [*self.routes, *self.elsewhere]}.values())
@@ -67,7 +62,8 @@ def meet(engine: DeepSpeedEngine, given: Sequence[Mapping[str, Any]], rules: Rul
     ranks = TorchCollectives(deepspeed_engine.pipeline_group(engine))
     tied = deepspeed_engine.tied_modules(engine)
     mine = widths(engine.module)
-    mine = replace(mine, tied=mine.tied or any(isinstance(m, EMBEDDINGS) for m in _inside(tied.values())))
+    inside = [inner for module in tied.values() for inner in module.modules()]
+    mine = replace(mine, tied=mine.tied or any(isinstance(module, EMBEDDINGS) for module in inside))
     rows = rows_for_heads(ranks.gather_objects(mine))[ranks.rank]
     reasons = {id(p): f"tied between pipeline layers as {key!r}" for key, m in tied.items() for p in m.parameters()}
     heads = {**output_heads(engine.module, rows), **reasons}
@@ -92,20 +88,13 @@ def _groups(
     return tuple(sorted(of_params))
 
 
-def _inside(modules: Iterable[nn.Module]) -> Iterable[nn.Module]:
-    return (inner for module in modules for inner in module.modules())
-
-
-def check_tied(engine: DeepSpeedEngine, stage: Stage) -> None:
-    """Raises ValueError if ``include`` sends a tied weight to the matrix rule."""
+def check(engine: DeepSpeedEngine, stage: Stage) -> None:
+    """Raises ValueError if ``include`` sends a tied weight to the matrix rule, and if stages have different numbers of
+    param groups with which DeepSpeed would hang."""
     prefixes = tuple(f"tied_modules.{key}." for key in deepspeed_engine.tied_modules(engine))
     for route in stage.routes:
         if route.kind == "matrix" and route.name.startswith(prefixes):
             raise ValueError(f"include: {route.name!r} is tied between pipeline layers; such weights stay element-wise")
-
-
-def check_groups(engine: DeepSpeedEngine, stage: Stage) -> None:
-    """Raises ValueError if stages have different numbers of param groups and DeepSpeed would hang."""
     counts = [len(groups) for groups in stage.groups]
     if engine.zero_optimization_stage() != 1 or deepspeed_engine.uses_bf16_optimizer(engine) or len(set(counts)) == 1:
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import deepspeed
@@ -11,20 +12,19 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from packaging.version import Version
 
 from lwopt_backend.config.options import install_command
-from lwopt_backend.integrations.deepspeed.engine import uses_auto_ep, uses_bf16_optimizer, zero_settings
+from lwopt_backend.integrations.deepspeed.engine import uses_auto_ep, uses_bf16_optimizer
 from lwopt_backend.integrations.deepspeed.versions import BEFORE
 from lwopt_backend.routing.routing import full_shape
 
 
 def reasons_to_refuse(engine: DeepSpeedEngine, param_groups: list[dict[str, Any]]) -> list[str]:
     """Every reason why this engine cannot train with layer-wise matrices, one sentence each; empty if it can."""
-    return [*_stage(engine), *_parallelism(engine, param_groups), *_storage(engine), *_tags(engine)]
+    return [*_stage(engine), *_experts(engine, param_groups), *_parallelism(engine), *_storage(engine)]
 
 
 def _stage(engine: DeepSpeedEngine) -> list[str]:
-    dtype = engine.get_data_types()[0]
-    stage, on_cpu = engine.zero_optimization_stage(), engine.device.type == "cpu"
-    if on_cpu and Version(deepspeed.__version__) < Version("0.19.8"):
+    dtype, stage = engine.get_data_types()[0], engine.zero_optimization_stage()
+    if engine.device.type == "cpu" and Version(deepspeed.__version__) < Version("0.19.8"):
         this = f"on a CPU, where DeepSpeed {deepspeed.__version__}"
         mend = f"run: {install_command('deepspeed', f'>=0.19.8,<{BEFORE}')}"
         if stage == 3:
@@ -42,61 +42,10 @@ def _stage(engine: DeepSpeedEngine) -> list[str]:
     if stage > 0 or dtype == torch.float32:
         return []
     return [
-        f"zero_optimization.stage is 0 and the model is trained in {str(dtype).removeprefix('torch.')}, for which "
-        "DeepSpeed keeps full master weights on every rank and takes a step on zero gradients at start; use stage 1, "
-        "or torch_autocast with fp32 parameters"
+        f"zero_optimization.stage is 0 and the model is trained in {_spell(dtype)}, for which DeepSpeed keeps full "
+        "master weights on every rank and takes a step on zero gradients at start; use stage 1, or torch_autocast with "
+        "fp32 parameters"
     ]
-
-
-def _parallelism(engine: DeepSpeedEngine, param_groups: list[dict[str, Any]]) -> list[str]:
-    reasons = _experts(engine, param_groups)
-    if engine.pipeline_parallelism:
-        reasons += _pipeline(engine)
-    reasons += forms_of_sharding(engine)
-    size = engine.sequence_parallel_size
-    if size > 1 and uses_bf16_optimizer(engine):
-        reasons.append(
-            f"sequence parallelism of {size} with bf16 and fp32 accumulation at stage 1, where DeepSpeed counts "
-            "gradients on the first rank of a sequence only and fails on the others; use stage 2"
-        )
-    return [*reasons, *sequence_parallel_by_mesh(engine)]
-
-
-def sequence_parallel_by_mesh(engine: DeepSpeedEngine) -> list[str]:
-    """Sequence parallelism whose gradients do not add up."""
-    size = engine.sequence_parallel_size
-    if size == 1 or engine.mesh_device is None:
-        return []
-    return [
-        f"sequence parallelism of {size} comes from mesh_param, with which DeepSpeed does not reduce gradients "
-        "over the sequence-parallel ranks; pass an mpu, e.g. deepspeed.runtime.sequence_parallel.parallel_state_sp"
-    ]
-
-
-def forms_of_sharding(engine: DeepSpeedEngine) -> list[str]:
-    """Settings that cut a layer's matrices over ranks."""
-    reasons = []
-    shards = "each rank holds a shard, and the matrix rule needs the matrix; use 1"
-    if engine.autotp_size() > 1:
-        reasons.append(f"tensor_parallel.autotp_size is {engine.autotp_size()}: {shards}")
-    if engine.mp_world_size > 1 and not engine.pipeline_parallelism:  # a pipeline's stages count as model parallel
-        reasons.append(f"mpu.get_model_parallel_world_size() is {engine.mp_world_size}: {shards}")
-    return reasons
-
-
-def _pipeline(engine: DeepSpeedEngine) -> list[str]:
-    reasons = []
-    stage, size = engine.zero_optimization_stage(), engine.mpu.get_slice_parallel_world_size()
-    if stage > 1:
-        reasons.append(f"the model is a PipelineModule and zero_optimization.stage is {stage}; use stage 0 or 1")
-    if engine.has_moe_layers:
-        reasons.append("the model is a PipelineModule with deepspeed.moe layers; use one of the two")
-    if size > 1:
-        reasons.append(
-            f"the pipeline's topology has model parallelism of {size}: each rank holds a shard, and the matrix rule "
-            "needs the matrix; use PipeDataParallelTopology"
-        )
-    return reasons
 
 
 def _experts(engine: DeepSpeedEngine, param_groups: list[dict[str, Any]]) -> list[str]:
@@ -119,9 +68,8 @@ def _experts(engine: DeepSpeedEngine, param_groups: list[dict[str, Any]]) -> lis
                 reasons.append(f"param group {number} has experts' parameters, but not 'moe': True; {split}")
         elif group.get("name") not in known:
             names = ", ".join(map(repr, known)) or "none, because it has no deepspeed.moe layers"
-            reasons.append(
-                f"param group {number} has 'moe': True and name {group.get('name')!r}; the model has {names}"
-            )
+            named = f"param group {number} has 'moe': True and name {group.get('name')!r}"
+            reasons.append(f"{named}; the model has {names}")
         elif not all(experts):
             reasons.append(f"param group {number} has 'moe': True, but not only experts' parameters; {split}")
         elif wrong := sorted({param.group_name for param in group["params"]} - {group["name"]}):
@@ -129,14 +77,48 @@ def _experts(engine: DeepSpeedEngine, param_groups: list[dict[str, Any]]) -> lis
     return reasons
 
 
-def _storage(engine: DeepSpeedEngine) -> list[str]:
+def _parallelism(engine: DeepSpeedEngine) -> list[str]:
     reasons = []
-    offloads = {"offload_optimizer": engine.zero_offload_optimizer(), "offload_param": engine.zero_offload_param()}
-    for key, offload in offloads.items():
-        device = "none" if offload is None else getattr(offload.device, "value", offload.device)
-        if device not in ("none", "cpu"):
-            reasons.append(f"zero_optimization.{key}.device is {device!r}; set it to 'cpu' or 'none'")
-    offload = offloads["offload_optimizer"]
+    if engine.pipeline_parallelism:
+        stage, shards = engine.zero_optimization_stage(), engine.mpu.get_slice_parallel_world_size()
+        if stage > 1:
+            reasons.append(f"the model is a PipelineModule and zero_optimization.stage is {stage}; use stage 0 or 1")
+        if engine.has_moe_layers:
+            reasons.append("the model is a PipelineModule with deepspeed.moe layers; use one of the two")
+        if shards > 1:
+            reasons.append(
+                f"the pipeline's topology has model parallelism of {shards}: each rank holds a shard, and the matrix "
+                "rule needs the matrix; use PipeDataParallelTopology"
+            )
+    reasons += _cut_matrices_or_sequences(engine)
+    if engine.sequence_parallel_size > 1 and uses_bf16_optimizer(engine):
+        reasons.append(
+            f"sequence parallelism of {engine.sequence_parallel_size} with bf16 and fp32 accumulation at stage 1, "
+            "where DeepSpeed counts gradients on the first rank of a sequence only and fails on the others; use stage 2"
+        )
+    return reasons
+
+
+def _cut_matrices_or_sequences(engine: DeepSpeedEngine) -> list[str]:
+    """Parallelism that cuts a layer's matrices over ranks, or sequences so that their gradients do not add up."""
+    reasons = []
+    shards = "each rank holds a shard, and the matrix rule needs the matrix; use 1"
+    if engine.autotp_size() > 1:
+        reasons.append(f"tensor_parallel.autotp_size is {engine.autotp_size()}: {shards}")
+    if engine.mp_world_size > 1 and not engine.pipeline_parallelism:  # a pipeline's stages count as model parallel
+        reasons.append(f"mpu.get_model_parallel_world_size() is {engine.mp_world_size}: {shards}")
+    if engine.sequence_parallel_size > 1 and engine.mesh_device is not None:
+        reasons.append(
+            f"sequence parallelism of {engine.sequence_parallel_size} comes from mesh_param, with which DeepSpeed does "
+            "not reduce gradients over the sequence-parallel ranks; pass an mpu, e.g. "
+            "deepspeed.runtime.sequence_parallel.parallel_state_sp"
+        )
+    return reasons
+
+
+def _storage(engine: DeepSpeedEngine) -> list[str]:
+    reasons = _offload(engine, ("none", "cpu"), "'cpu' or 'none'")
+    offload = engine.zero_offload_optimizer()
     if offload is not None and offload.ratio < 1:
         reasons.append(
             f"zero_optimization.offload_optimizer.ratio is {offload.ratio}; DeepSpeed splits only its own CPU Adam so; "
@@ -148,11 +130,28 @@ def _storage(engine: DeepSpeedEngine) -> list[str]:
             f"{len(empty)} parameters, the first is {empty[0]!r}, have no elements, which ZeRO-3 cannot gather; use "
             "stage 1 or 2, or remove them"
         )
-    return [*reasons, *switched_on(engine)]
+    reasons += _switches(engine)
+    tagged = [name for name, param in engine.module.named_parameters() if getattr(param, "use_muon", False)]
+    if tagged:  # DeepSpeed would also orthogonalize these, because our class name contains "muon"
+        reasons.append(
+            f"{len(tagged)} parameters, the first is {tagged[0]!r}, carry use_muon=True, which is for DeepSpeed's own "
+            "Muon; delete the attribute"
+        )
+    return reasons
 
 
-def switched_on(engine: DeepSpeedEngine) -> list[str]:
-    """The switches that are on and must be off."""
+def _offload(engine: DeepSpeedEngine, allowed: Collection[str], advice: str) -> list[str]:
+    reasons = []
+    offloads = {"offload_optimizer": engine.zero_offload_optimizer(), "offload_param": engine.zero_offload_param()}
+    for key, offload in offloads.items():
+        device = "none" if offload is None else getattr(offload.device, "value", offload.device)
+        if device not in allowed:
+            reasons.append(f"zero_optimization.{key}.device is {device!r}; set it to {advice}")
+    return reasons
+
+
+def _switches(engine: DeepSpeedEngine, more: Mapping[str, Any] | None = None) -> list[str]:
+    """The switches that are on and must be off, ``more`` among them."""
     switches = {
         "zero_optimization.round_robin_gradients": engine.zero_round_robin_gradients(),
         "zero_optimization.elastic_checkpoint": engine.zero_elastic_checkpoint(),
@@ -161,6 +160,7 @@ def switched_on(engine: DeepSpeedEngine) -> list[str]:
         "compile.deepcompile": engine.is_deepcompile_enabled(),
         "bf16.bf16_master_weights_and_grads": engine.bf16_master_weights_and_gradients(),
         "fp16.fp16_master_weights_and_grads": engine.fp16_master_weights_and_gradients(),
+        **(more or {}),
     }
     reasons = [f"{key} is on; switch it off" for key, on in switches.items() if on]
     if engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16:
@@ -169,71 +169,20 @@ def switched_on(engine: DeepSpeedEngine) -> list[str]:
     return reasons
 
 
-def _tags(engine: DeepSpeedEngine) -> list[str]:
-    tagged = [name for name, param in engine.module.named_parameters() if getattr(param, "use_muon", False)]
-    if not tagged:
-        return []
-    # DeepSpeed would also orthogonalize these, because our class name contains "muon".
-    return [
-        f"{len(tagged)} parameters, the first is {tagged[0]!r}, carry use_muon=True, which is for DeepSpeed's own "
-        "Muon; delete the attribute"
-    ]
-
-
-# Settings of DeepSpeed that owned storage does not support, and those that have no effect on it.
-
-# Keys of zero_optimization that owned storage honours; all others are refused or have no effect.
-KEPT = ("stage", "overlap_comm", "compute_grad_norm", "load_from_fp32_weights")
-DEFAULT_STORAGE = '"storage": "zero"'
-
-
 def reasons_to_refuse_owned(engine: DeepSpeedEngine) -> list[str]:
     """Every reason why this engine cannot train with owned storage, one sentence each; empty if it can."""
-    return [
-        *_owned_stage(engine),
-        *_owned_parallelism(engine),
-        *_offload(engine),
-        *_precision(engine),
-        *_switches(engine),
-    ]
-
-
-def without_effect(engine: DeepSpeedEngine) -> list[str]:
-    """The keys of zero_optimization that are set but concern only DeepSpeed's own buffers."""
-    return [f"zero_optimization.{key}" for key in zero_settings(engine) if key not in KEPT]
-
-
-def _owned_stage(engine: DeepSpeedEngine) -> list[str]:
-    stage = engine.zero_optimization_stage()
-    if stage <= 2:
-        return []
-    return [
-        f"zero_optimization.stage is {stage}, where DeepSpeed shards the parameters itself; use stage 0, 1 or 2, or "
-        f"{DEFAULT_STORAGE}"
-    ]
-
-
-def _owned_parallelism(engine: DeepSpeedEngine) -> list[str]:
+    stage, instead = engine.zero_optimization_stage(), 'use "storage": "zero"'
     reasons = []
+    if stage > 2:
+        reasons.append(
+            f"zero_optimization.stage is {stage}, where DeepSpeed shards the parameters itself; use stage 0, 1 or 2, "
+            'or "storage": "zero"'
+        )
     if engine.pipeline_parallelism:
-        reasons.append(f"the model is a PipelineModule; use {DEFAULT_STORAGE}")
+        reasons.append(f"the model is a PipelineModule; {instead}")
     if engine.has_moe_layers or uses_auto_ep(engine):
-        reasons.append(f"the model has DeepSpeed's expert layers; use {DEFAULT_STORAGE} with deepspeed.moe.layer.MoE")
-    return [*reasons, *sequence_parallel_by_mesh(engine), *forms_of_sharding(engine)]
-
-
-def _offload(engine: DeepSpeedEngine) -> list[str]:
-    offloads = {"offload_optimizer": engine.zero_offload_optimizer(), "offload_param": engine.zero_offload_param()}
-    reasons = []
-    for key, offload in offloads.items():
-        device = "none" if offload is None else getattr(offload.device, "value", offload.device)
-        if device != "none":
-            reasons.append(f"zero_optimization.{key}.device is {device!r}; set it to 'none', or use {DEFAULT_STORAGE}")
-    return reasons
-
-
-def _precision(engine: DeepSpeedEngine) -> list[str]:
-    reasons = []
+        reasons.append(f"the model has DeepSpeed's expert layers; {instead} with deepspeed.moe.layer.MoE")
+    reasons += [*_cut_matrices_or_sequences(engine), *_offload(engine, ("none",), f"'none', or {instead}")]
     dtype, accumulated = engine.get_data_types()
     if accumulated not in (dtype, torch.float32):
         reasons.append(
@@ -246,20 +195,15 @@ def _precision(engine: DeepSpeedEngine) -> list[str]:
             f"communication_data_type is {_spell(wire)}, but gradients travel as they are accumulated, in "
             f"{_spell(accumulated)}; set data_types.grad_accum_dtype, or leave the key out"
         )
-    return reasons
-
-
-def _switches(engine: DeepSpeedEngine) -> list[str]:
-    zero = engine._config.zero_config
-    switches: dict[str, Any] = {
+    more = {
         "zero_optimization.parameter_alignment": engine.zero_parameter_alignment(),
         "zero_optimization.zero_quantized_weights": engine.zero_quantized_weights(),
         "zero_optimization.zero_quantized_nontrainable_weights": engine.zero_quantized_nontrainable_weights(),
         "zero_optimization.zero_quantized_gradients": engine.zero_quantized_gradients(),
         "zero_optimization.zero_hpz_partition_size": engine.zero_hpz_partition_size() > 1,
-        "zero_optimization.pipeline_loading_checkpoint": zero.pipeline_loading_checkpoint,
+        "zero_optimization.pipeline_loading_checkpoint": engine._config.zero_config.pipeline_loading_checkpoint,
     }
-    return [*switched_on(engine), *(f"{key} is on; switch it off" for key, on in switches.items() if on)]
+    return [*reasons, *_switches(engine, more)]
 
 
 def _spell(dtype: torch.dtype) -> str:

@@ -1,4 +1,4 @@
-"""``safe_get_full_fp32_param`` and related functions on owned storage, and its state piece by piece."""
+"""Owned storage for DeepSpeed's tools: ``safe_get_full_fp32_param`` and related functions, and files of its state."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from torch import Tensor
 
 from lwopt_backend.checkpoint.contents import MASTER
 from lwopt_backend.config.registry import new_state
-from lwopt_backend.integrations.deepspeed.zero import Kept, check_key, kept_states
-from lwopt_backend.routing.grouping import Grouping, Member
+from lwopt_backend.integrations.deepspeed.zero import kept_states
+from lwopt_backend.routing.grouping import Grouping
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.buckets import BucketBuffers
 from lwopt_backend.runtime.state import CHECKPOINT_KEY
 from lwopt_backend.storage.owned import OwnedCore
 from lwopt_backend.storage.owned_state import gathered, state_pieces
 
-# ``deepspeed.utils.safe_get_full_fp32_param`` and related functions on owned storage.
-#
-# They call methods that DeepSpeed's optimizers set on the parameter. Ours take the same arguments and are also called
-# on all ranks. A missing key or gradient raises on all ranks.
-
 METHODS = ("get_full_hp_param", "set_full_hp_param", "get_full_hp_grad", "set_full_hp_grad")
 MARK = "_hp_mapping"  # DeepSpeed calls these methods on a parameter that has this attribute
 
 
 class OwnedTensors:
-    """Whole weights, gradients and states of ``core``, by parameter."""
+    """Whole weights, gradients and states of ``core``, by parameter.
+
+    ``deepspeed.utils.safe_get_full_fp32_param`` and related functions call methods that DeepSpeed's optimizers set on
+    the parameter. Ours take the same arguments and are also called on all ranks. A missing key or gradient raises on
+    all ranks.
+    """
 
     def __init__(self, core: OwnedCore, grouping: Grouping) -> None:
         self._core = core
         self._numbers = {id(member.param): number for number, member in enumerate(core.members)}
         self._ranges = {piece.member: slice(piece.start, piece.stop) for piece in state_pieces(core)}
-        self._kept: dict[int, Kept] = kept_states(grouping)
+        self._kept = kept_states(grouping)
 
     def attach(self) -> None:
         """Set the methods on the parameters."""
@@ -70,7 +70,7 @@ class OwnedTensors:
     def _value(self, param: Tensor, key: str | None) -> Tensor | None:
         """This rank's piece of the weights, or of a state; None if it owns nothing of the parameter."""
         number = self._numbers[id(param)]
-        check_key(self._kept[id(param)], key)
+        self._kept[id(param)].check(key)
         if key is not None:
             return self._core.stepper.state.get(number, {}).get(key)
         return self._mine(number, BucketBuffers.owned_values)
@@ -104,16 +104,9 @@ class OwnedTensors:
             mine.copy_(value.reshape(-1)[self._ranges[self._numbers[id(param)]]])
 
 
-def no_offload(*args: Any, **kwargs: Any) -> None:
-    """Replaces the methods that move states to CPU memory between steps. Raises RuntimeError."""
-    raise RuntimeError('owned storage cannot move its states; use "storage": "zero" for offloading')
-
-
-# Owned storage in DeepSpeed's checkpoints.
-#
-# At stages 1 and 2, every rank writes its pieces, one group per parameter: concatenated over the ranks, the pieces of a
-# group are the parameter, in any layout. So DeepSpeed's tools can read them: ``zero_to_fp32``, ``ds_to_universal``. At
-# stage 0, the first rank writes everything, whole.
+# Owned storage in DeepSpeed's checkpoints. At stages 1 and 2, every rank writes its pieces, one group per parameter:
+# concatenated over the ranks, the pieces of a group are the parameter, in any layout. So DeepSpeed's tools can read
+# them: ``zero_to_fp32``, ``ds_to_universal``. At stage 0, the first rank writes everything, whole.
 
 Groups = Sequence[dict[str, Any]]
 
@@ -144,9 +137,14 @@ def save_parts(core: OwnedCore, groups: Groups) -> dict[str, Any]:
     for number, member in enumerate(core.members):
         value = mine.get(number, torch.empty(0))
         assert value is not None
-        state = core.stepper.state[number] if number in mine else empty_state(member, groups)
+        # An empty piece has a state, too: it shows the keys, and which of them are scalars.
+        state = core.stepper.state[number] if number in mine else new_state(torch.empty(0), groups[member.group])
         weights.append(value.detach().clone())
-        states[number] = _readable(state, value.numel())
+        states[number] = dict(state)
+        if "exp_avg" not in state:  # ``ds_to_universal`` requires two keys of every optimizer; these take no space
+            empty = torch.zeros(1)
+            first = next((tensor for tensor in state.values() if tensor.ndim > 0), empty.expand(value.numel()))
+            states[number] |= {"exp_avg": first, "exp_avg_sq": empty.expand(first.numel())}
         places.append({member.name: fragment_address(numel=value.numel(), start=0)} if number in mine else {})
     count = len(core.members)
     return {
@@ -163,19 +161,6 @@ def _is_copy(core: OwnedCore) -> bool:
     """Whether another instance saves the pieces that this rank owns."""
     replicas = core.holdings[0].sharers.replicas
     return replicas is not None and replicas.rank > 0
-
-
-def empty_state(member: Member, groups: Groups) -> dict[str, Tensor]:
-    """The state of an empty piece, which shows its keys and which of them are scalars."""
-    return new_state(torch.empty(0), groups[member.group])
-
-
-def _readable(state: Mapping[str, Tensor], numel: int) -> dict[str, Tensor]:
-    """``state`` with the two keys that ``ds_to_universal`` requires of every optimizer; they take no space."""
-    if "exp_avg" in state:
-        return dict(state)
-    first = next((tensor for tensor in state.values() if tensor.ndim > 0), torch.zeros(1).expand(numel))
-    return {**state, "exp_avg": first, "exp_avg_sq": torch.zeros(1).expand(first.numel())}
 
 
 def save_whole(core: OwnedCore, groups: Groups) -> dict[str, Any]:

@@ -1,7 +1,14 @@
-"""``"load_universal": true``: choose and check what an engine takes from a universal checkpoint, then load it."""
+"""What ``engine.load_checkpoint`` does: refuse what does not fit, and load universal checkpoints.
+
+DeepSpeed's own loader of universal checkpoints handles only AdamW at stage 3 and nothing at stage 0, matches param
+groups by position, and does not load buffers and frozen parameters. So ours replaces it: whole tensors by name, of
+which every rank reads its pieces. What an engine takes is chosen and checked before any of it is loaded. A param
+group's hyperparameters are matched by the parameters in it: the checkpoint's groups may differ, or be in another order.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
@@ -14,25 +21,157 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.utils.logging import logger
 
+from lwopt_backend.checkpoint import convert as translation
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param
 from lwopt_backend.checkpoint.deepspeed import universal as deepspeed_universal
 from lwopt_backend.checkpoint.deepspeed.files import STEP, tag_of
 from lwopt_backend.checkpoint.deepspeed.universal import OWNERS
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.config.options import suggestion
-from lwopt_backend.config.param_groups import of_another_optimizer
-from lwopt_backend.config.registry import MATRIX_RULES, arguments, new_state
-from lwopt_backend.integrations.deepspeed.checkpoints import Check, SaveMark, guard_loading, write_latest_last
-from lwopt_backend.integrations.deepspeed.universal_groups import ALONE, Group, check_scheduler, options_of
+from lwopt_backend.config.param_groups import OURS, of_another_optimizer
+from lwopt_backend.config.registry import MATRIX_RULES, arguments, new_state, option_names
+from lwopt_backend.integrations.deepspeed.checkpoints import SaveMark, check, write_latest_last
 from lwopt_backend.plan import TrainedParam
 from lwopt_backend.runtime.agreement import agree_in_all, check_in_all
 from lwopt_backend.runtime.collectives import Collectives, ranks_of
 from lwopt_backend.runtime.state import OwnerStates, StateStore, Whole, keeps_state, put
+from lwopt_backend.storage.owned import OwnedCore
 
-# What an engine of any storage takes from a universal checkpoint: chosen and checked before any of it is loaded.
-#
-# Parameters are matched by name, and a param group's hyperparameters by the parameters in it: the checkpoint's groups
-# may differ, or be in another order.
+WHAT = "load_checkpoint"
+PLACED = {"params", *OURS}  # a group's keys that say what it is, not how it is trained
+ALONE = "load the weights alone, with load_optimizer_states=False"
+Group = Mapping[str, Any]
+Groups = Sequence[Group]
+
+
+class EngineStore(StateStore, Protocol):
+    """The ``StateStore`` of an engine, with what loading needs besides ``put``."""
+
+    def take_owner_states(self, states: OwnerStates) -> None:
+        """Replace the owner state of this rank's matrices; those missing in ``states`` start fresh."""
+
+    def publish(self) -> None:
+        """Copy changed weights into the module's parameters. Called on all ranks."""
+
+
+def prepare_loading(
+    engine: DeepSpeedEngine, optimizer: Any, ranks: Sequence[Collectives], core: OwnedCore | None = None
+) -> None:
+    """Make ``engine.load_checkpoint`` load universal checkpoints if configured, else check DeepSpeed's own first.
+
+    Called once for an engine, on all ranks. From then on, ``load_checkpoint`` raises on every rank if a checkpoint does
+    not fit on one. ``optimizer`` is ours; ``ranks`` are the groups that share parameters with this rank; ``core`` is
+    the engine's owned storage, if it has that.
+    """
+    everyone = ranks_of()
+    mark = optimizer.save_mark = SaveMark(engine, everyone)
+    write_latest_last(engine, everyone)
+    load, universal = engine.load_checkpoint, engine.load_universal_checkpoint()
+    signature = inspect.signature(load)
+
+    @functools.wraps(load)
+    def load_checkpoint(*args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any] | None]:
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        asked = call.arguments
+        with_state = asked["load_optimizer_states"] and not asked["load_module_only"]
+
+        def fits() -> tuple[None, list[list[str]]]:
+            return None, [check(engine, core, asked["load_dir"], asked["tag"], with_state)] * len(ranks)
+
+        if not universal:
+            agree_in_all(ranks, optimizer.name, fits)
+        mark.loads += 1
+        if universal:
+            return _load(engine, optimizer, asked, with_state)
+        if engine.zero_optimization_stage() == 3:
+            # With load_module_only alone, DeepSpeed silently reads the weights from a file that has none.
+            asked["load_optimizer_states"] = with_state
+        loaded: tuple[str | None, dict[str, Any] | None] = load(*call.args, **call.kwargs)
+        return loaded
+
+    engine.load_checkpoint = load_checkpoint
+
+
+def _load(
+    engine: DeepSpeedEngine, optimizer: Any, asked: Mapping[str, Any], with_state: bool
+) -> tuple[str, dict[str, Any]]:
+    """Load what ``engine.load_checkpoint`` was ``asked`` for; returns the folder and the client state.
+
+    Raises, on every rank and before anything is changed, if it cannot be loaded.
+    """
+    store: EngineStore = optimizer.state_store()
+
+    def decide() -> tuple[Choice, list[list[str]]]:
+        choice = choose(engine, store, asked, with_state)
+        ranks = store.ranks[0]
+        for file in choice.files[ranks.rank :: ranks.world_size]:  # together the ranks check every byte
+            torch_files.check(file)
+        return choice, [[f"{choice.folder.name}, after {choice.checkpoint.iteration} steps"]] * len(store.ranks)
+
+    choice = agree_in_all(store.ranks, WHAT, decide)
+    check_in_all(store.ranks, WHAT, lambda: _put(store, choice, with_state))
+    store.publish()
+    optimizer.take_loaded(choice.options)
+    if with_state:
+        scaler = getattr(engine.optimizer, "loss_scaler", None)  # of fp16, with its counters
+        for key, value in (choice.checkpoint.arguments.get("loss_scaler") or {}).items():
+            if key in getattr(scaler, "__dict__", ()):
+                setattr(scaler, key, value)
+    _put_rest(engine, choice)
+    notes = [*choice.notes, *([] if asked["load_module_only"] else _go_on(engine, choice, asked))]
+    if engine.global_rank == 0:
+        for note in notes:
+            logger.warning(note)
+    return str(choice.folder), dict(choice.checkpoint.client)
+
+
+def _put(store: EngineStore, choice: Choice, with_state: bool) -> None:
+    """Load weights (into masters, if there are any), state, and owner state."""
+    weights = {name: param.best for name, param in choice.params.items()}
+    state: dict[str, dict[str, Whole]] = {name: dict(param.states) for name, param in choice.params.items()}
+    for name, param in choice.params.items():
+        if param.step is not None:
+            state[name][STEP] = torch.tensor(param.step)
+    put(store, weights=weights, state=state if with_state else None)
+    if with_state:
+        store.take_owner_states({name: param.owner_states for name, param in choice.params.items()})
+
+
+@torch.no_grad()
+def _put_rest(engine: DeepSpeedEngine, choice: Choice) -> None:
+    """Load buffers and frozen parameters; the first rank reads those that stage 3 has cut. Called on all ranks."""
+    there = {**dict(engine.module.named_buffers()), **dict(engine.module.named_parameters())}
+    for name, tensor in choice.rest.items():
+        if hasattr(there[name], "ds_shape"):
+            with GatheredParameters([there[name]], modifier_rank=0):
+                if engine.global_rank == 0:
+                    there[name].data.copy_(tensor.read())
+        else:
+            there[name].data.copy_(tensor.read())
+
+
+def _go_on(engine: DeepSpeedEngine, choice: Choice, asked: Mapping[str, Any]) -> list[str]:
+    """Restore the engine's counters and the scheduler's state, if asked for; if not, advice about a scheduler that is
+    at another step than the checkpoint."""
+    checkpoint, scheduler = choice.checkpoint, engine.lr_scheduler
+    engine.global_steps = checkpoint.iteration or 0
+    engine.global_samples = checkpoint.samples or engine.global_steps * engine.train_batch_size()
+    engine.skipped_steps = checkpoint.arguments.get("skipped_steps", 0)
+    if asked["load_lr_scheduler_states"]:
+        if scheduler is not None:
+            scheduler.load_state_dict(dict(checkpoint.scheduler or {}))
+        return []
+    steps = engine.global_steps - engine.skipped_steps
+    for key, there in {"last_epoch": steps, "last_batch_iteration": steps - 1}.items():  # torch's, and DeepSpeed's
+        here = getattr(scheduler, key, None)
+        if here not in (None, there):
+            return [
+                f"{choice.folder}: the scheduler's state is not loaded, so it goes on from its {key} {here}, but the "
+                f"checkpoint was saved after {steps} steps; to go on with the schedule from there, set its {key} to "
+                f"{there} after loading"
+            ]
+    return []
 
 
 @dataclass(frozen=True)
@@ -42,33 +181,42 @@ class Choice:
 
     folder: Path
     checkpoint: Checkpoint
+    files: Sequence[Path]  # those of the checkpoint whose bytes are still to be checked
     params: Mapping[str, Param]
     rest: Mapping[str, LazyTensor]
     options: Sequence[dict[str, Any]]
     notes: Sequence[str]
 
 
-def choose(
-    engine: DeepSpeedEngine,
-    store: StateStore,
-    folder: Path,
-    checkpoint: Checkpoint,
-    *,
-    with_state: bool,
-    with_scheduler: bool,
-    strict: bool,
-) -> Choice:
-    """What an engine that trains the parameters in ``store`` takes from ``checkpoint``, which is in ``folder``.
+def choose(engine: DeepSpeedEngine, store: StateStore, asked: Mapping[str, Any], with_state: bool) -> Choice:
+    """What an engine that trains the parameters in ``store`` takes from the checkpoint that it is ``asked`` for.
 
-    Raises CheckpointError, which is a ValueError, for parameters, shapes, states or rules that do not fit. ``strict``
-    requires every frozen parameter and buffer, too.
+    Raises ValueError for what is not supported; CheckpointError, which is a ValueError, for parameters, shapes, states
+    or rules that do not fit, and, with ``load_module_strict``, for a frozen parameter or a buffer that is missing.
     """
+    if asked["custom_load_fn"] is not None:
+        raise ValueError("checkpoint.load_universal is on, whose loader calls no custom_load_fn; leave it out")
+    if engine.pipeline_parallelism or engine.has_moe_layers:
+        what = "a PipelineModule" if engine.pipeline_parallelism else "deepspeed.moe layers"
+        raise ValueError(
+            f"checkpoint.load_universal is on, and this version loads no universal checkpoint into {what}; load "
+            "DeepSpeed's own on as many ranks as it was saved on"
+        )
+    root, tag = Path(asked["load_dir"]), asked["tag"]
+    folder = tag_of(root, deepspeed_universal.POINTER) if tag is None else root / str(tag)
+    if not deepspeed_universal.recognises(folder):
+        raise CheckpointError(
+            f"checkpoint.load_universal is on, but {folder} is no universal checkpoint: it has no file "
+            "zero/optimizer_state.pt; switch it off, or convert the checkpoint first, with lwopt convert --to universal"
+        )
+    with torch_files.checked_later() as files:
+        checkpoint = deepspeed_universal.read(folder)
     trained, groups = {param.name: param for param in store.params}, store.groups
     others = _others(engine, trained)
     params = _matched(folder, checkpoint, trained, others)
     for name, param in trained.items():
         _check_shape(folder / "zero" / name / f"{MASTER}.pt", name, param.shape, params[name].shape)
-    rest = _rest(folder, checkpoint, others, strict)
+    rest = _rest(folder, checkpoint, others, asked["load_module_strict"])
     options: list[dict[str, Any]] = [{} for _ in groups]
     notes: list[str] = []
     if with_state:
@@ -77,11 +225,12 @@ def choose(
             notes += _check_states(folder, checkpoint, unit, groups, params)
         for param in store.params:
             members[param.group][param.name] = params[param.name]
-        options, more = options_of(folder, checkpoint, groups, members)
+        options, more = _options_of(folder, checkpoint, groups, members)
         notes += more
+    with_scheduler = asked["load_lr_scheduler_states"] and not asked["load_module_only"]
     if with_scheduler and engine.lr_scheduler is not None:
-        check_scheduler(folder, engine.lr_scheduler.state_dict(), checkpoint.scheduler)
-    return Choice(folder, checkpoint, params, rest, options, notes)
+        _check_scheduler(folder, engine.lr_scheduler.state_dict(), checkpoint.scheduler)
+    return Choice(folder, checkpoint, sorted(files), params, rest, options, notes)
 
 
 def _others(engine: DeepSpeedEngine, trained: Mapping[str, TrainedParam]) -> dict[str, tuple[int, ...]]:
@@ -144,11 +293,7 @@ def _check_shape(file: Path, name: str, expected: Sequence[int], found: Sequence
 
 
 def _check_states(
-    folder: Path,
-    checkpoint: Checkpoint,
-    unit: Sequence[TrainedParam],
-    groups: Sequence[Group],
-    params: Mapping[str, Param],
+    folder: Path, checkpoint: Checkpoint, unit: Sequence[TrainedParam], groups: Groups, params: Mapping[str, Param]
 ) -> list[str]:
     """Raises CheckpointError unless the checkpoint has all state that the rule keeps of a unit's parameters. Returns
     sentences about other differences."""
@@ -169,11 +314,14 @@ def _check_states(
             )
         if STEP in like and param.step is None:
             raise CheckpointError(f"{folder / 'zero' / name / STEP}.pt is missing: {whose}; {ALONE}")
+        ours = list(map(str, trained.blocks))
+        theirs = (checkpoint.arguments.get("matrices") or {}).get(checkpoint.tied.get(name, name))  # if it says
+        theirs = None if theirs is None else list(theirs)
+        owners = f"{folder / OWNERS / name}.pt: {whose}"
         if keeps_owner_state and checkpoint.iteration != 0:
-            notes += _check_owner_states(folder, checkpoint, trained, whose, param, rule)
+            notes += _check_owner_states(checkpoint, param, rule, owners, ours, theirs)
         elif param.owner_states and not keeps_owner_state:
-            raise CheckpointError(f"{folder / OWNERS / name}.pt: {whose}, a rule that keeps no such state; {ALONE}")
-        ours, theirs = list(map(str, trained.blocks)), _matrices(checkpoint, name)
+            raise CheckpointError(f"{owners}, a rule that keeps no such state; {ALONE}")
         if theirs not in (None, ours):
             notes.append(f"{folder}: {whose} as the matrices {ours}, was trained as {theirs}; their updates differ")
     steps = {trained.name: params[trained.name].step for trained in unit}
@@ -185,24 +333,17 @@ def _check_states(
     return notes
 
 
-def _matrices(checkpoint: Checkpoint, name: str) -> list[str] | None:
-    """The matrices that a parameter was trained as, if the checkpoint says."""
-    found = (checkpoint.arguments.get("matrices") or {}).get(checkpoint.tied.get(name, name))
-    return None if found is None else list(found)
-
-
 def _check_owner_states(
-    folder: Path, checkpoint: Checkpoint, trained: TrainedParam, whose: str, param: Param, rule: str
+    checkpoint: Checkpoint, param: Param, rule: str, where: str, ours: list[str], theirs: list[str] | None
 ) -> list[str]:
     """Raises CheckpointError unless there is owner state of every matrix, and of the same matrices.
 
     A matrix that never had a gradient has none; if other matrices have some, a note says so instead of an error.
     """
-    ours, theirs = list(map(str, trained.blocks)), _matrices(checkpoint, trained.name)
-    found, file = param.owner_states, f"{folder / OWNERS / trained.name}.pt: {whose}"
+    found = param.owner_states
     if found and (theirs not in (None, ours) or max(found) >= len(ours)):
         raise CheckpointError(
-            f"{file} as the matrices {ours}: found what owners keep of {theirs or sorted(found)}; load it with the "
+            f"{where} as the matrices {ours}: found what owners keep of {theirs or sorted(found)}; load it with the "
             f"'atoms' it was saved with, or {ALONE}"
         )
     if len(found) == len(ours):
@@ -211,171 +352,82 @@ def _check_owner_states(
     by = checkpoint.groups[number].get("rule") if number in range(len(checkpoint.groups)) else None
     if by != rule or not any(other.owner_states for other in checkpoint.params.values()):
         raise CheckpointError(
-            f"{file}: expected what the owner keeps of {len(ours)} matrices, found {len(found)}; convert the "
+            f"{where}: expected what the owner keeps of {len(ours)} matrices, found {len(found)}; convert the "
             f"checkpoint with lwopt convert, which takes it along, or {ALONE}"
         )
-    return [f"{file}: nothing was kept of {len(ours) - len(found)} of {len(ours)} matrices; they begin anew"]
+    return [f"{where}: nothing was kept of {len(ours) - len(found)} of {len(ours)} matrices; they begin anew"]
 
 
-# ``"checkpoint": {"load_universal": true}``: whole tensors by name, of which every rank reads its pieces.
-#
-# DeepSpeed's own loader handles only AdamW at stage 3 and nothing at stage 0, matches param groups by position, and
-# does not load buffers and frozen parameters. So ours replaces it.
+def _options_of(
+    folder: Path, checkpoint: Checkpoint, groups: Groups, members: Sequence[Mapping[str, Param]]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The options that each of the param ``groups`` takes over, and sentences about those that it does not.
 
-WHAT = "load_checkpoint"
-
-
-class EngineStore(StateStore, Protocol):
-    """The ``StateStore`` of an engine, with what loading needs besides ``put``."""
-
-    def take_owner_states(self, states: OwnerStates) -> None:
-        """Replace the owner state of this rank's matrices; those missing in ``states`` start fresh."""
-
-    def publish(self) -> None:
-        """Copy changed weights into the module's parameters. Called on all ranks."""
-
-
-def prepare_loading(engine: DeepSpeedEngine, optimizer: Any, ranks: Sequence[Collectives], check: Check) -> None:
-    """Make ``engine.load_checkpoint`` load universal checkpoints if configured, else ``check`` DeepSpeed's own first.
-
-    Called once for an engine, on all ranks. ``optimizer`` is ours; ``ranks`` are the groups that share parameters with
-    this rank.
+    ``members`` are, by group, its parameters in the checkpoint, by our names. Raises CheckpointError if they have other
+    rules, or options that one group cannot have.
     """
-    everyone = ranks_of()
-    mark = optimizer.save_mark = SaveMark(engine, everyone)
-    write_latest_last(engine, everyone)
-    if not engine.load_universal_checkpoint():
-        guard_loading(optimizer.name, engine, ranks, check, mark)
-        return
-    signature = inspect.signature(engine.load_checkpoint)
+    translated, notes = translation.translated(checkpoint)
+    # Megatron's Muon has used two names for its momentum.
+    saved = [{"momentum": g["momentum_beta"], **g} if "momentum_beta" in g else g for g in checkpoint.groups]
+    checkpoint = dataclasses.replace(checkpoint, groups=tuple(saved))
+    said: dict[str, None] = {}  # arguments of the other optimizer that its groups lack and that are others here
+    for number, (group, of_group) in enumerate(zip(groups, members)):
+        for theirs in sorted({p.group for p in of_group.values() if p.group is not None and p.group < len(saved)}):
+            made = translated[theirs]
+            if "rule" in saved[theirs] or made.get("rule") != group["rule"]:
+                continue
+            keys = [key for key in option_names(group) if key in made and key not in saved[theirs]]
+            listed = [f"{key} {made[key]!r} (here {group.get(key)!r})" for key in keys if made[key] != group.get(key)]
+            if listed:
+                trained = f"param group {number} was trained with {', '.join(listed)} where it comes from"
+                said[f"{folder}: {trained}, and goes on with what is configured here"] = None
+    notes = [*(f"{folder}: {note}" for note in notes), *said]
+    numbered = enumerate(zip(groups, members))
+    return [_options(folder, checkpoint, i, group, of_group, notes) for i, (group, of_group) in numbered], notes
 
-    @functools.wraps(engine.load_checkpoint)
-    def load_checkpoint(*args: Any, **kwargs: Any) -> tuple[str, dict[str, Any]]:
-        call = signature.bind(*args, **kwargs)
-        call.apply_defaults()
-        mark.loads += 1
-        return _load(engine, optimizer, call.arguments)
 
-    engine.load_checkpoint = load_checkpoint
+def _options(
+    folder: Path, checkpoint: Checkpoint, number: int, group: Group, members: Mapping[str, Param], notes: list[str]
+) -> dict[str, Any]:
+    """The options that param group ``number`` takes over. ``members`` are its parameters in the checkpoint.
 
-
-def _load(engine: DeepSpeedEngine, optimizer: Any, asked: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Load what ``engine.load_checkpoint`` was ``asked`` for; returns the folder and the client state.
-
-    Raises, on every rank and before anything is changed, if it cannot be loaded.
+    From our optimizers' groups, which name their rule, all keys but ``PLACED``; from others the rule's options.
     """
-    alone = asked["load_module_only"]
-    with_state = asked["load_optimizer_states"] and not alone
-    with_scheduler = asked["load_lr_scheduler_states"] and not alone
-    store: EngineStore = optimizer.state_store()
-
-    def decide() -> tuple[Choice, list[list[str]]]:
-        _refuse(engine, asked)
-        root, tag = Path(asked["load_dir"]), asked["tag"]
-        folder = tag_of(root, deepspeed_universal.POINTER) if tag is None else root / str(tag)
-        if not deepspeed_universal.recognises(folder):
+    numbers = sorted({p.group for p in members.values() if p.group is not None and p.group < len(checkpoint.groups)})
+    theirs = [checkpoint.groups[n] for n in numbers]
+    for name, param in members.items():
+        rule = checkpoint.groups[param.group].get("rule") if param.group in numbers else None
+        if rule not in (None, group["rule"]):
             raise CheckpointError(
-                f"checkpoint.load_universal is on, but {folder} is no universal checkpoint: it has no file "
-                "zero/optimizer_state.pt; switch it off, or convert the checkpoint first, with lwopt convert --to "
-                "universal"
+                f"{folder}: parameter {name!r} was trained by {rule!r}, here by {group['rule']!r}; let the same rule "
+                f"train it, with include, exclude or overrides, or {ALONE}"
             )
-        with torch_files.checked_later() as files:
-            checkpoint = deepspeed_universal.read(folder)
-        choice = choose(
-            engine,
-            store,
-            folder,
-            checkpoint,
-            with_state=with_state,
-            with_scheduler=with_scheduler,
-            strict=asked["load_module_strict"],
+    ours = all("rule" in of_group for of_group in theirs)
+    wanted = {*option_names(group), "initial_lr"}
+    keys = dict.fromkeys(key for of_group in theirs for key in of_group)
+    taken = {}
+    for key in (key for key in keys if (key not in PLACED if ours else key in wanted)):
+        values = [of_group.get(key) for of_group in theirs]
+        if all(value == values[0] for value in values):
+            taken[key] = values[0]
+            continue
+        whose = f"param group {number} here has parameters of the checkpoint's groups {numbers}"
+        text = f"{folder}: {whose}, whose {key!r} are {values}"
+        if ours:
+            raise CheckpointError(f"{text}; give the optimizer the param groups it was saved with, or {ALONE}")
+        notes.append(f"{text}; it keeps {group.get(key)}, as configured")
+    return taken
+
+
+def _check_scheduler(folder: Path, ours: Mapping[str, Any], theirs: Mapping[str, Any] | None) -> None:
+    """A scheduler loads any state, and later fails or continues with another scheduler's numbers; so check its form."""
+
+    def form(state: Mapping[str, Any]) -> list[tuple[str, int | None]]:
+        return sorted((key, len(value) if isinstance(value, list) else None) for key, value in state.items())
+
+    if theirs is None or form(theirs) != form(ours):
+        raise CheckpointError(
+            f"{folder}: expected the state of a scheduler like the one here, with {sorted(ours)}, found "
+            f"{'none' if theirs is None else sorted(theirs)}; use the scheduler and the param groups it was saved "
+            "with, or load_lr_scheduler_states=False"
         )
-        ranks = store.ranks[0]
-        for file in sorted(files)[ranks.rank :: ranks.world_size]:  # together the ranks check every byte
-            torch_files.check(file)
-        return choice, [[f"{folder.name}, after {checkpoint.iteration} steps"]] * len(store.ranks)
-
-    choice = agree_in_all(store.ranks, WHAT, decide)
-    check_in_all(store.ranks, WHAT, lambda: _put(store, choice, with_state))
-    store.publish()
-    optimizer.take_loaded(choice.options)
-    if with_state:
-        _restore_scaler(engine, choice)
-    _put_rest(engine, choice)
-    if not alone:
-        _count(engine, choice, with_scheduler)
-    notes = [*choice.notes, *([] if alone or with_scheduler else _scheduler_notes(engine, choice))]
-    if engine.global_rank == 0:
-        for note in notes:
-            logger.warning(note)
-    return str(choice.folder), dict(choice.checkpoint.client)
-
-
-def _put(store: EngineStore, choice: Choice, with_state: bool) -> None:
-    """Load weights (into masters, if there are any), state, and owner state."""
-    weights = {name: param.best for name, param in choice.params.items()}
-    state: dict[str, dict[str, Whole]] = {name: dict(param.states) for name, param in choice.params.items()}
-    for name, param in choice.params.items():
-        if param.step is not None:
-            state[name][STEP] = torch.tensor(param.step)
-    put(store, weights=weights, state=state if with_state else None)
-    if with_state:
-        store.take_owner_states({name: param.owner_states for name, param in choice.params.items()})
-
-
-def _refuse(engine: DeepSpeedEngine, asked: Mapping[str, Any]) -> None:
-    """Raises ValueError for what is not supported."""
-    if asked["custom_load_fn"] is not None:
-        raise ValueError("checkpoint.load_universal is on, with which there is no use for custom_load_fn; leave it out")
-    if engine.pipeline_parallelism or engine.has_moe_layers:
-        what = "a PipelineModule" if engine.pipeline_parallelism else "deepspeed.moe layers"
-        raise ValueError(
-            f"checkpoint.load_universal is on, and this version loads no universal checkpoint into {what}; load "
-            "DeepSpeed's own on as many ranks as it was saved on"
-        )
-
-
-def _restore_scaler(engine: DeepSpeedEngine, choice: Choice) -> None:
-    """Restore the loss scale of fp16 and its counters."""
-    scaler = getattr(engine.optimizer, "loss_scaler", None)
-    for key, value in (choice.checkpoint.arguments.get("loss_scaler") or {}).items():
-        if key in getattr(scaler, "__dict__", ()):
-            setattr(scaler, key, value)
-
-
-@torch.no_grad()
-def _put_rest(engine: DeepSpeedEngine, choice: Choice) -> None:
-    """Load buffers and frozen parameters; the first rank reads those that stage 3 has cut. Called on all ranks."""
-    there = {**dict(engine.module.named_buffers()), **dict(engine.module.named_parameters())}
-    for name, tensor in choice.rest.items():
-        if hasattr(there[name], "ds_shape"):
-            with GatheredParameters([there[name]], modifier_rank=0):
-                if engine.global_rank == 0:
-                    there[name].data.copy_(tensor.read())
-        else:
-            there[name].data.copy_(tensor.read())
-
-
-def _count(engine: DeepSpeedEngine, choice: Choice, with_scheduler: bool) -> None:
-    """Restore the engine's counters and the scheduler's state."""
-    checkpoint = choice.checkpoint
-    engine.global_steps = checkpoint.iteration or 0
-    engine.global_samples = checkpoint.samples or engine.global_steps * engine.train_batch_size()
-    engine.skipped_steps = checkpoint.arguments.get("skipped_steps", 0)
-    if with_scheduler and engine.lr_scheduler is not None:
-        engine.lr_scheduler.load_state_dict(dict(checkpoint.scheduler or {}))
-
-
-def _scheduler_notes(engine: DeepSpeedEngine, choice: Choice) -> list[str]:
-    """Advice about a scheduler that was not loaded, if it is at another step than the checkpoint."""
-    steps = engine.global_steps - engine.skipped_steps
-    scheduler = engine.lr_scheduler
-    for key, there in {"last_epoch": steps, "last_batch_iteration": steps - 1}.items():  # torch's, and DeepSpeed's
-        here = getattr(scheduler, key, None)
-        if here not in (None, there):
-            return [
-                f"{choice.folder}: the scheduler's state is not loaded, so it goes on from its {key} {here}, but the "
-                f"checkpoint was saved after {steps} steps; to go on with the schedule from there, set its {key} to "
-                f"{there} after loading"
-            ]
-    return []

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.utils.logging import logger
 from torch import Tensor
 
 from lwopt_backend import report
@@ -21,7 +20,8 @@ from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.config.param_groups import of_another_optimizer
 from lwopt_backend.config.registry import MATRIX_RULES, new_state
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
-from lwopt_backend.integrations.deepspeed import pipeline as deepspeed_pipeline
+from lwopt_backend.integrations.deepspeed import pipeline
+from lwopt_backend.integrations.deepspeed.pipeline import Stage
 from lwopt_backend.integrations.deepspeed.refusals import reasons_to_refuse
 from lwopt_backend.plan import Replicas, TrainedParam, machine_of
 from lwopt_backend.routing.grouping import Grouping, WatchedModel, group_parameters
@@ -29,90 +29,49 @@ from lwopt_backend.routing.routing import Route, full_shape
 from lwopt_backend.runtime.agreement import agree_in_all, plan_digest
 from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 from lwopt_backend.runtime.state import CHECKPOINT_KEY, OwnerStates, StatePiece, brought_here
-from lwopt_backend.storage.flat import (
-    GroupPlan,
-    GroupStepper,
-    HostLayout,
-    UnitStepper,
-    members_digest,
-    plan_group,
-    unit_layouts,
-)
+from lwopt_backend.storage.flat import GroupPlan, GroupStepper, UnitStepper, members_digest, plan_group, unit_layouts
 from lwopt_backend.storage.replicated import gather_whole, new_replicated_stepper, take_part
-
-# What DeepSpeed steps at a time, as planned and as found before the first step.
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that are stepped together. ``group`` is the number of their param group; ``ranks`` share them."""
+    """Parameters that DeepSpeed steps together, of param group number ``group``, and their plan. ``ranks`` share them.
+
+    ``first`` is the number of the first of them among the parameters of all units.
+    """
 
     group: int
+    first: int
     params: list[Tensor]
-    layout: HostLayout
+    plan: GroupPlan
     ranks: Collectives
 
+    def check_stored(self, flat: Tensor, sub_group: int | None) -> None:
+        """Raises RuntimeError if DeepSpeed stores this rank's pieces elsewhere than planned.
 
-def units(engine: DeepSpeedEngine, groups: Sequence[Mapping[str, Any]], ranks: Sequence[Collectives]) -> list[Unit]:
-    """What DeepSpeed will step at a time, in its order. ``ranks[i]`` share param group i."""
-    stage = deepspeed_engine.sharding_stage(engine)
-    found = []
-    for number, (group, sharers) in enumerate(zip(groups, ranks)):
-        params = group["params"]
-        layouts = unit_layouts(
-            [_numel(param) for param in params],
-            sharers.world_size,
-            stage,
-            is_matrix=group["rule"] in MATRIX_RULES,
-            sub_group_size=engine.zero_sub_group_size(),
-            param_alignment=deepspeed_engine.param_alignment(engine, params),
-        )
-        found += [Unit(number, params[part], layout, sharers) for part, layout in layouts]
-    return found
+        ``flat`` is the tensor that it steps; ``sub_group`` is that tensor's number at stage 3.
+        """
+        rank, layout = self.ranks.rank, self.plan.layout
+        assert not isinstance(layout, Replicas)
+        if flat.numel() != (planned := layout.partition_numel):
+            raise RuntimeError(f"{self.plan.rule}: planned {planned} elements a rank, found {flat.numel()}")
+        for index, (trained, param) in enumerate(zip(self.plan.params, self.params)):
+            expected, found = layout.fragment(index, rank), deepspeed_engine.stored_fragment(param, rank, sub_group)
+            if expected != found:
+                raise RuntimeError(f"parameter {trained.name!r}: planned {expected}, but DeepSpeed stores {found}")
 
 
-def _numel(param: Tensor) -> int:
-    return math.prod(full_shape(param))
-
-
-def flat_tensors(engine: DeepSpeedEngine, found: Sequence[Unit], groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
-    """This rank's flat tensor of every unit, at stages 1 to 3."""
-    if deepspeed_engine.sharding_stage(engine) == 3:
-        return deepspeed_engine.sub_group_tensors(found[0].params[0])
-    return [groups[unit.group]["params"][0] for unit in found]
-
-
-def check_as_planned(unit: Unit, number: int, plan: GroupPlan, flat: Tensor, stage: int) -> None:
-    """Raises RuntimeError if DeepSpeed stores this rank's pieces elsewhere than planned."""
-    rank = unit.ranks.rank
-    assert not isinstance(plan.layout, Replicas)
-    if flat.numel() != plan.layout.partition_numel:
-        raise RuntimeError(f"{plan.rule}: planned {plan.layout.partition_numel} elements a rank, found {flat.numel()}")
-    for index, (trained, param) in enumerate(zip(plan.params, unit.params)):
-        planned = plan.layout.fragment(index, rank)
-        if stage == 3:
-            found = deepspeed_engine.stored_part(param, rank, number)
-        else:
-            found = deepspeed_engine.stored_fragment(param, rank)
-        if planned != found:
-            raise RuntimeError(f"parameter {trained.name!r}: planned {planned}, but DeepSpeed stores {found}")
+Stepped = tuple[UnitStepper, Mapping[str, Tensor]]
 
 
 class ZeROStore:
     """A ``StateStore`` of this rank's pieces in ZeRO's storage. ``stepped`` has, for each unit of the binding, its
     stepper and its state."""
 
-    def __init__(
-        self,
-        binding: Binding,
-        groups: Sequence[dict[str, Any]],
-        stepped: Sequence[tuple[UnitStepper, Mapping[str, Tensor]]],
-    ) -> None:
-        self._binding = binding
-        self._stepped = stepped
+    def __init__(self, binding: Binding, groups: Sequence[dict[str, Any]], stepped: Sequence[Stepped]) -> None:
+        self._binding, self._stepped, self.groups = binding, stepped, groups
         self.ranks: Sequence[Collectives] = binding.ranks
-        self.groups = groups
-        self.units: Sequence[Sequence[TrainedParam]] = [plan.params for plan in binding.plans]
+        self.units: Sequence[Sequence[TrainedParam]] = [unit.plan.params for unit in binding.units]
         self.params: Sequence[TrainedParam] = [param for unit in self.units for param in unit]
         routes = () if binding.stage is None else binding.stage.all_routes
         self.elsewhere: Collection[str] = {route.name for route in routes}
@@ -120,21 +79,15 @@ class ZeROStore:
         self.ambiguous = "ranks have different experts under the same names" if experts else None
 
     def pieces(self) -> list[StatePiece]:
-        found: list[StatePiece] = []
-        first = 0
-        for unit, (stepper, state) in zip(self._binding.units, self._stepped):
-            found += stepper.pieces(state, first)
-            first += len(unit.params)
-        return found
+        pairs = zip(self._binding.units, self._stepped)
+        return [piece for unit, (stepper, state) in pairs for piece in stepper.pieces(state, unit.first)]
 
     def take_owner_states(self, states: OwnerStates) -> None:
         """Replace the owner state of this rank's matrices; those missing in ``states`` start fresh."""
-        for plan, (stepper, _) in zip(self._binding.plans, self._stepped):
-            if stepper.matrices is None:
-                continue
-            places = [(param.name, place) for param in plan.params for place in range(len(param.blocks))]
-            kept = {atom: states.get(places[atom][0], {}).get(places[atom][1]) for atom in stepper.matrices.owned}
-            stepper.matrices.owner_state.take(kept)
+        for params, (stepper, _) in zip(self.units, self._stepped):
+            if stepper.matrices is not None:
+                of_atoms = [states.get(param.name, {}).get(i) for param in params for i in range(len(param.blocks))]
+                stepper.matrices.owner_state.take({atom: of_atoms[atom] for atom in stepper.matrices.owned})
 
     def publish(self) -> None:
         """Copy master weights into the module's parameters. Called on all ranks."""
@@ -158,9 +111,7 @@ States = Mapping[int, Mapping[str, Any]]  # by the position of the tensor in all
 def check_groups(saved: Groups, groups: Groups) -> None:
     """Raises ValueError if ``saved`` param groups have other rules or other members than ``groups``."""
     if of_another_optimizer(saved):
-        raise ValueError(
-            "the state was written by another optimizer: its param groups have no 'rule'; begin without it"
-        )
+        raise ValueError("the state was written by another optimizer: its groups have no 'rule'; start without it")
     theirs, ours = ([group.get("rule", "unknown") for group in some] for some in (saved, groups))
     if theirs != ours:
         raise ValueError(f"the checkpoint's param groups follow the rules {theirs}, this optimizer's follow {ours}")
@@ -175,11 +126,10 @@ def check_groups(saved: Groups, groups: Groups) -> None:
 def check_partitions(saved: Groups, state: States, groups: Groups) -> None:
     """Raises ValueError if the saved flat tensors have other numbers or sizes than those in ``groups``."""
     for number, (their, our) in enumerate(zip(saved, groups)):
-        counts = len(their["params"]), len(our["params"])
-        if counts[0] != counts[1]:
+        if len(their["params"]) != len(our["params"]):
             raise ValueError(
-                f"param group {number}: saved in {counts[0]} flat tensors, found {counts[1]}; load with the "
-                "zero_optimization.sub_group_size it was saved with"
+                f"param group {number}: saved in {len(their['params'])} flat tensors, found {len(our['params'])}; load "
+                "with the zero_optimization.sub_group_size it was saved with"
             )
     numbered = [(number, tensor) for number, group in enumerate(groups) for tensor in group["params"]]
     for position, (number, flat) in enumerate(numbered):
@@ -194,11 +144,9 @@ def check_partitions(saved: Groups, state: States, groups: Groups) -> None:
 def save_whole(binding: Binding, states: Mapping[Tensor, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
     """Every parameter's whole state at stage 0, on the first rank; nothing on the others. Called on all ranks."""
     saved: dict[int, dict[str, Any]] = {}
-    first = 0
-    for unit, plan in zip(binding.units, binding.plans):
-        whole = gather_whole(plan, states.get(unit.params[0], {}), unit.ranks)
-        saved.update((first + i, state) for i, state in enumerate(whole or []) if state)
-        first += len(unit.params)
+    for unit in binding.units:
+        whole = gather_whole(unit.plan, states.get(unit.params[0], {}), unit.ranks)
+        saved.update((unit.first + i, state) for i, state in enumerate(whole or []) if state)
     return saved
 
 
@@ -213,29 +161,23 @@ def save_matrices(binding: Binding, held: Mapping[str, dict[str, Any]] | None) -
     all ranks."""
     matrices = {
         param.name: [(block.of(param.name), str(block)) for block in param.blocks]
-        for plan in binding.plans
-        for param in plan.params
+        for unit in binding.units
+        for param in unit.plan.params
         if param.blocks
     }
     if held is None:
         return {MATRICES: matrices}
-    return {MATRICES: matrices, CHECKPOINT_KEY: _gather_named(binding, held) if binding.replicated else held}
-
-
-def _gather_named(binding: Binding, held: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """All ranks' states by name, on the first rank of every group. Called on all ranks."""
-    found: dict[str, dict[str, Any]] = {}
-    for ranks in binding.ranks:
-        for part in ranks.gather_objects_to_first(held) or []:
-            found.update(part)
-    return found
+    if binding.replicated:
+        parts = [part for ranks in binding.ranks for part in ranks.gather_objects_to_first(held) or []]
+        held = {name: state for part in parts for name, state in part.items()}
+    return {MATRICES: matrices, CHECKPOINT_KEY: held}
 
 
 def take_owner_states(binding: Binding, steppers: Sequence[UnitStepper], saved: Mapping[str, dict[str, Any]]) -> None:
     """Send what ``owner_states`` returned, on any ranks, to the current owners. Called on all ranks."""
-    for unit, plan, stepper in zip(binding.units, binding.plans, steppers):
-        if stepper.matrices is not None and plan.matrices is not None:
-            names = {atom: plan.matrices.atoms[atom].name for atom in stepper.matrices.owned}
+    for unit, stepper in zip(binding.units, steppers):
+        if stepper.matrices is not None and unit.plan.matrices is not None:
+            names = {atom: unit.plan.matrices.atoms[atom].name for atom in stepper.matrices.owned}
             found = brought_here(saved, list(names.values()), unit.ranks)
             stepper.matrices.owner_state.take({atom: found.get(name) for atom, name in names.items()})
 
@@ -243,23 +185,16 @@ def take_owner_states(binding: Binding, steppers: Sequence[UnitStepper], saved: 
 def load_whole(binding: Binding, saved: States) -> dict[Tensor, dict[str, Any]]:
     """This rank's part of the states that ``save_whole`` returned on the first rank."""
     states: dict[Tensor, dict[str, Any]] = {}
-    first = 0
-    for unit, plan in zip(binding.units, binding.plans):
-        of_unit = [saved.get(first + index, {}) for index in range(len(unit.params))]
-        _check_shapes(plan.params, of_unit)
+    for unit in binding.units:
+        of_unit = [saved.get(unit.first + index, {}) for index in range(len(unit.params))]
+        for param, state in zip(unit.plan.params, of_unit):
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.ndim > 0 and value.numel() != param.numel:
+                    found = f"the checkpoint's {key} {tuple(value.shape)}"
+                    raise ValueError(f"parameter {param.name!r} has shape {param.shape}, {found}")
         if of_unit[0]:
-            states[unit.params[0]] = take_part(plan, of_unit, unit.ranks.rank, binding.engine.device)
-        first += len(unit.params)
+            states[unit.params[0]] = take_part(unit.plan, of_unit, unit.ranks.rank, binding.engine.device)
     return states
-
-
-def _check_shapes(params: Sequence[TrainedParam], states: Sequence[Mapping[str, Any]]) -> None:
-    for param, state in zip(params, states):
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.ndim > 0 and value.numel() != param.numel:
-                raise ValueError(
-                    f"parameter {param.name!r} has shape {param.shape}, the checkpoint's {key} {tuple(value.shape)}"
-                )
 
 
 # ``deepspeed.utils.safe_get_full_optimizer_state`` and related functions: a missing key raises on all ranks.
@@ -284,24 +219,13 @@ class Kept:
     rule: str
     keys: tuple[str, ...]
 
-
-def guard_state_keys(engine: DeepSpeedEngine, optimizer: torch.optim.Optimizer, grouping: Grouping) -> None:
-    """Make every access to an optimizer state of ``engine`` check the key first; ``optimizer`` is ours, not yet
-    wrapped.
-
-    Called once for an engine, on all ranks, while DeepSpeed builds it. Then a key that a parameter's rule does not keep
-    raises ValueError on every rank that asks; a state before the first step raises RuntimeError. At stage 0, DeepSpeed
-    still returns None for every key.
-    """
-    kept = kept_states(grouping)
-    configure = engine._configure_lr_scheduler  # the first method called after the optimizer was wrapped
-
-    @functools.wraps(configure)
-    def configure_lr_scheduler() -> None:
-        _guard(engine.optimizer, optimizer, kept)
-        configure()
-
-    engine._configure_lr_scheduler = configure_lr_scheduler
+    def check(self, key: str | None) -> None:
+        """Raises ValueError if the parameter has no state ``key``; None means the weights."""
+        if key is not None and key not in self.keys:
+            raise ValueError(
+                f"parameter {self.name!r} has no optimizer state {key!r}; its rule, {self.rule!r}, keeps "
+                f"{', '.join(map(repr, self.keys))}"
+            )
 
 
 def kept_states(grouping: Grouping) -> dict[int, Kept]:
@@ -315,29 +239,36 @@ def kept_states(grouping: Grouping) -> dict[int, Kept]:
     return kept
 
 
-def check_key(found: Kept, key: str | None) -> None:
-    """Raises ValueError if a parameter has no state ``key``; None means the weights."""
-    if key is not None and key not in found.keys:
-        raise ValueError(
-            f"parameter {found.name!r} has no optimizer state {key!r}; its rule, {found.rule!r}, keeps "
-            f"{', '.join(map(repr, found.keys))}"
-        )
+def guard_state_keys(engine: DeepSpeedEngine, optimizer: torch.optim.Optimizer, grouping: Grouping) -> None:
+    """Make every access to an optimizer state of ``engine`` check the key first; ``optimizer`` is ours, not yet
+    wrapped.
 
+    Called once for an engine, on all ranks, while DeepSpeed builds it. Then a key that a parameter's rule does not keep
+    raises ValueError on every rank that asks; a state before the first step raises RuntimeError. At stage 0, DeepSpeed
+    still returns None for every key.
+    """
+    kept = kept_states(grouping)
+    configure = engine._configure_lr_scheduler  # the first method called after the optimizer was wrapped
 
-def _guard(wrapper: Any, optimizer: torch.optim.Optimizer, kept: dict[int, Kept]) -> None:
     def check(param: Tensor, key: str | None) -> None:
-        if key is None or id(param) not in kept:  # the weights, or a frozen parameter
+        found = kept.get(id(param))
+        if key is None or found is None:  # the weights, or a frozen parameter
             return
-        found = kept[id(param)]
-        check_key(found, key)
+        found.check(key)
         if not any(optimizer.state.values()):
             raise RuntimeError(f"parameter {found.name!r} has no {key!r} yet; the first step makes it")
 
-    if all(hasattr(wrapper, name) for name in RELINKS):
-        _guard_parameters(wrapper, [state.param for state in kept.values()], check)
-    elif all(hasattr(wrapper, name) for name in OF_OPTIMIZER):
-        for name in OF_OPTIMIZER:
-            setattr(wrapper, name, _checked(getattr(wrapper, name), check))
+    @functools.wraps(configure)
+    def configure_lr_scheduler() -> None:
+        wrapper = engine.optimizer
+        if all(hasattr(wrapper, name) for name in RELINKS):
+            _guard_parameters(wrapper, [state.param for state in kept.values()], check)
+        elif all(hasattr(wrapper, name) for name in OF_OPTIMIZER):
+            for name in OF_OPTIMIZER:
+                setattr(wrapper, name, _checked(getattr(wrapper, name), check))
+        configure()
+
+    engine._configure_lr_scheduler = configure_lr_scheduler
 
 
 def _guard_parameters(wrapper: Any, params: list[Tensor], check: Check) -> None:
@@ -359,8 +290,8 @@ def _guard_parameters(wrapper: Any, params: list[Tensor], check: Check) -> None:
         wrapper._hp_optimizer_states_linked = False  # or, after a load, DeepSpeed never links the states again
         put_guards()
 
-    wrapper._link_all_hp_params = link_all
     put_guards()
+    wrapper._link_all_hp_params = link_all
 
 
 def _checked(method: Callable[..., Any], check: Check, param: Tensor | None = None) -> Callable[..., Any]:
@@ -381,15 +312,14 @@ def _checked(method: Callable[..., Any], check: Check, param: Tensor | None = No
 
 @dataclass(frozen=True)
 class Binding:
-    """An optimizer's binding to the engine that has taken it. ``plans[i]`` is the plan of ``units[i]``."""
+    """An optimizer's binding to the engine that has taken it."""
 
     name: str  # of the optimizer's type, for errors
     engine: DeepSpeedEngine
     grouping: Grouping
     ranks: list[Collectives]  # the groups of ranks that share parameters with this one
     units: list[Unit]
-    plans: list[GroupPlan]
-    stage: deepspeed_pipeline.Stage | None  # of a pipeline
+    stage: Stage | None  # of a pipeline
     watched: WatchedModel
 
     @property
@@ -398,16 +328,19 @@ class Binding:
         return deepspeed_engine.sharding_stage(self.engine) == 0
 
     @property
+    def plans(self) -> list[GroupPlan]:
+        return [unit.plan for unit in self.units]
+
+    @property
     def plan_digest(self) -> str:
         """The digest of the plan of this rank's parameters."""
         return plan_digest(line for plan in self.plans for line in plan.plan_lines())
 
     def groups(self) -> list[dict[str, Any]]:
         """The param groups, each marked with a digest of its members for checkpoints."""
-        return [{**group, "members": self._members(number)} for number, group in enumerate(self.grouping.groups)]
-
-    def _members(self, group: int) -> str:
-        return members_digest([plan for unit, plan in zip(self.units, self.plans) if unit.group == group])
+        plans = [[unit.plan for unit in self.units if unit.group == i] for i in range(len(self.grouping.groups))]
+        pairs = zip(self.grouping.groups, plans)
+        return [{**group, "members": members_digest(of_group)} for group, of_group in pairs]
 
     def announce(self, config: ZeROConfig, notes: Sequence[str]) -> None:
         """On the first rank, print routing and plans; warn of ``notes`` and of clipping by DeepSpeed's default."""
@@ -420,28 +353,21 @@ class Binding:
         """What ``report.show`` prints: the whole model's routes, the plans by who shares them, and the param groups."""
         plans: dict[str, list[GroupPlan]] = {}
         for ranks in self.ranks:
-            shared = [plan for unit, plan in zip(self.units, self.plans) if unit.ranks is ranks]
-            experts = any(self.grouping.groups[unit.group].get("moe") for unit in self.units if unit.ranks is ranks)
+            shared = [unit for unit in self.units if unit.ranks is ranks]
             whose = "" if self.stage is None else self.stage.note
-            if experts:
+            if any(self.grouping.groups[unit.group].get("moe") for unit in shared):
                 whose = f"Experts that {ranks.world_size} ranks share (of each such set, this is the first):"
             if shared:
-                plans.setdefault(whose, []).extend(shared)
+                plans.setdefault(whose, []).extend(unit.plan for unit in shared)
         own = {route.name: route for route in self.grouping.routes}
         everyone = self.grouping.routes if self.stage is None else self.stage.all_routes
         return [own.get(route.name, route) for route in everyone], plans, self.grouping.groups
 
-    def stepper(self, unit: Unit, plan: GroupPlan, tensor: Tensor, config: ZeROConfig) -> UnitStepper:
+    def stepper(self, unit: Unit, tensor: Tensor, config: ZeROConfig) -> UnitStepper:
         """The stepper of a unit; DeepSpeed steps ``tensor``."""
         if self.replicated:
-            return new_replicated_stepper(plan, unit.params, unit.ranks, config, self.engine.device)
-        return GroupStepper(plan, tensor, unit.ranks, config, self.engine.device)
-
-    def warn_of_changes(self) -> None:
-        """Warn once, on the first of the ranks that share parameters, of parameters that DeepSpeed does not train."""
-        news = self.watched.news() if self.ranks[0].rank == 0 else None
-        if news is not None:
-            logger.warning(f"{self.name}: {news}")
+            return new_replicated_stepper(unit.plan, unit.params, unit.ranks, config, self.engine.device)
+        return GroupStepper(unit.plan, tensor, unit.ranks, config, self.engine.device)
 
     def stored(self, groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
         """Per unit, the tensor that DeepSpeed steps; of replicated parameters the first. Called on all ranks.
@@ -453,10 +379,14 @@ class Binding:
             return [unit.params[0] for unit in self.units]
 
         def check() -> tuple[list[Tensor], list[list[str]]]:
-            stage = deepspeed_engine.sharding_stage(self.engine)
-            flats = flat_tensors(self.engine, self.units, groups)
-            for number, (unit, plan, flat) in enumerate(zip(self.units, self.plans, flats, strict=True)):
-                check_as_planned(unit, number, plan, flat, stage)
+            in_sub_groups = deepspeed_engine.sharding_stage(self.engine) == 3
+            if in_sub_groups:
+                param: Any = self.units[0].params[0]
+                flats = param._z3_optimizer.fp32_partitioned_groups_flat
+            else:
+                flats = [groups[unit.group]["params"][0] for unit in self.units]
+            for number, (unit, flat) in enumerate(zip(self.units, flats, strict=True)):
+                unit.check_stored(flat, number if in_sub_groups else None)
             return flats, [[] for _ in self.ranks]
 
         return agree_in_all(self.ranks, self.name, check)
@@ -466,39 +396,49 @@ def bind(name: str, engine: DeepSpeedEngine, given: list[dict[str, Any]], rules:
     """Route, plan and compare ranks for the optimizer of type ``name``. Called on all ranks; raises on all of them what
     is not supported."""
     ranks = [TorchCollectives(group) for group in deepspeed_engine.process_groups(engine)]
-    stage = deepspeed_pipeline.meet(engine, given, rules, config)
-    return agree_in_all(ranks, name, lambda: _decide(name, engine, given, rules, config, ranks, stage))
+    stage = pipeline.meet(engine, given, rules, config)
+
+    def decide() -> tuple[Binding, list[list[str]]]:
+        if reasons := reasons_to_refuse(engine, given):
+            raise ValueError("\n  ".join([f"{name} cannot train with this configuration:", *reasons]))
+        model = engine.module
+        if stage is None:
+            grouping = group_parameters(model, given, rules, config, stacks=True)
+        else:
+            grouping = group_parameters(model, given, rules, config, routes=stage.routes, elsewhere=stage.elsewhere)
+            pipeline.check(engine, stage)
+        units = _units(engine, grouping, config, ranks)
+        lines = [settings_lines(rules, config) for _ in ranks]
+        for sharers, of_sharers in zip(ranks, lines):
+            of_sharers += [line for unit in units if unit.ranks is sharers for line in unit.plan.lines()]
+        trained = [(grouping.names[id(param)], param) for group in grouping.groups for param in group["params"]]
+        watched = WatchedModel(model, trained, advice="call deepspeed.initialize after the last such change")
+        return Binding(name, engine, grouping, list(ranks), units, stage, watched), lines
+
+    return agree_in_all(ranks, name, decide)
 
 
-def _decide(
-    name: str,
-    engine: DeepSpeedEngine,
-    given: list[dict[str, Any]],
-    rules: Rules,
-    config: ZeROConfig,
-    ranks: list[TorchCollectives],
-    stage: deepspeed_pipeline.Stage | None,
-) -> tuple[Binding, list[list[str]]]:
-    reasons = reasons_to_refuse(engine, given)
-    if reasons:
-        raise ValueError("\n  ".join([f"{name} cannot train with this configuration:", *reasons]))
-    if stage is None:
-        grouping = group_parameters(engine.module, given, rules, config, stacks=True)
-    else:
-        grouping = group_parameters(engine.module, given, rules, config, routes=stage.routes, elsewhere=stage.elsewhere)
-        deepspeed_pipeline.check_tied(engine, stage)
-        deepspeed_pipeline.check_groups(engine, stage)
-    machine = machine_of(engine.device.type)
+def _units(
+    engine: DeepSpeedEngine, grouping: Grouping, config: ZeROConfig, ranks: Sequence[TorchCollectives]
+) -> list[Unit]:
+    """What DeepSpeed will step at a time, in its order."""
     by_group = {sharers.group: sharers for sharers in ranks}
-    of_groups = [by_group[deepspeed_engine.group_ranks(engine, group)] for group in grouping.groups]
-    found = units(engine, grouping.groups, of_groups)
-    plans = []
-    for unit in found:
-        members = [grouping.member(grouping.names[id(param)], param, unit.group) for param in unit.params]
-        plans.append(plan_group(grouping.groups[unit.group], members, unit.layout, config, machine))
-    lines = [settings_lines(rules, config) for _ in ranks]
-    for sharers, of_sharers in zip(ranks, lines):
-        of_sharers += [line for unit, plan in zip(found, plans) if unit.ranks is sharers for line in plan.lines()]
-    trained = [(grouping.names[id(param)], param) for group in grouping.groups for param in group["params"]]
-    watched = WatchedModel(engine.module, trained, advice="call deepspeed.initialize after the last such change")
-    return Binding(name, engine, grouping, list(ranks), found, plans, stage, watched), lines
+    machine = machine_of(engine.device.type)
+    found: list[Unit] = []
+    for number, group in enumerate(grouping.groups):
+        experts, params = group.get("moe"), group["params"]
+        of_group = engine.expert_data_parallel_group[group["name"]] if experts else engine.seq_data_parallel_group
+        layouts = unit_layouts(
+            [math.prod(full_shape(param)) for param in params],
+            by_group[of_group].world_size,
+            deepspeed_engine.sharding_stage(engine),
+            is_matrix=group["rule"] in MATRIX_RULES,
+            sub_group_size=engine.zero_sub_group_size(),
+            param_alignment=deepspeed_engine.param_alignment(engine, params),
+        )
+        for part, layout in layouts:
+            members = [grouping.member(grouping.names[id(param)], param, number) for param in params[part]]
+            plan = plan_group(group, members, layout, config, machine)
+            first = found[-1].first + len(found[-1].params) if found else 0
+            found.append(Unit(number, first, params[part], plan, by_group[of_group]))
+    return found

@@ -24,7 +24,7 @@ app.command()(rules)
 
 
 def main(commands: Callable[[], None] = app) -> None:
-    """Run a command; what a user can mend is one line and exit code 2, not a traceback."""
+    """Run a command. An error that the user can fix is one line and exit code 2, not a traceback."""
     try:
         commands()
     except (ValueError, OSError, ImportError, MemoryError) as error:

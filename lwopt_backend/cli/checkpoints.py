@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from lwopt_backend.checkpoint import choices
 from lwopt_backend.checkpoint.choices import AUTO, WRITERS, CheckpointError, Numbers
@@ -25,15 +25,10 @@ if TYPE_CHECKING:
     from lwopt_backend.checkpoint.contents import Checkpoint
     from lwopt_backend.checkpoint.differences import Compared
 
-# Options that the commands on checkpoints share, and what they print alike.
-
 MODEL = "The model's numbers, where the checkpoint does not say"
 FAMILIES = ", ".join(choices.FAMILIES)
 FORMATS = ", ".join(choices.FORMATS)
-
-
 NUMBERS, NONE = tuple(Numbers.model_fields), Numbers()
-
 Folder = Annotated[Path, typer.Argument(help="A checkpoint's folder.")]
 AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -44,10 +39,17 @@ def takes_numbers(*fields: str) -> Callable[[Callable[..., None]], Callable[...,
     def with_options(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def run(**given: Any) -> None:
-            command(**{key: given[key] for key in given if key not in fields}, numbers=numbers_of(given, fields))
+            found = {field: value for field in fields if (value := given.pop(field)) is not None}
+            if "qkv_ranks" in found and found.get("qkv_layout") != "blocks":
+                raise CheckpointError("--qkv-ranks is of --qkv-layout blocks only; give that, or leave it out")
+            command(**given, numbers=parse(Numbers, found, "lwopt"))
 
-        hints = {**get_type_hints(command, include_extras=True), **{field: _option(field) for field in fields}}
+        hints = get_type_hints(command, include_extras=True)
         hints.pop("numbers")
+        for field in fields:
+            meaning, kind = Numbers.model_fields[field].description or "", str if field == "qkv_layout" else int
+            said = typer.Option(help=f"{meaning[0].upper()}{meaning[1:]}.", rich_help_panel=MODEL)
+            hints[field] = Annotated[kind | None, said]
         own = [p for p in signature(command).parameters.values() if p.name != "numbers"]
         options = [Parameter(field, Parameter.KEYWORD_ONLY, default=None) for field in fields]
         every = [p.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[p.name]) for p in [*own, *options]]
@@ -58,21 +60,8 @@ def takes_numbers(*fields: str) -> Callable[[Callable[..., None]], Callable[...,
     return with_options
 
 
-def _option(field: str) -> Any:
-    meaning, kind = Numbers.model_fields[field].description or "", str if field == "qkv_layout" else int
-    return Annotated[kind | None, typer.Option(help=f"{meaning[0].upper()}{meaning[1:]}.", rich_help_panel=MODEL)]
-
-
-def numbers_of(given: Mapping[str, Any], fields: Iterable[str]) -> Numbers:
-    """Those that were given, by field. Raises ValueError for one that is none."""
-    found = {field: given[field] for field in fields if given[field] is not None}
-    if "qkv_ranks" in found and found.get("qkv_layout") != "blocks":
-        raise CheckpointError("--qkv-ranks is of --qkv-layout blocks only; give that, or leave it out")
-    return parse(Numbers, found, "lwopt")
-
-
 def opened(path: Path, format: str) -> tuple[str, Checkpoint]:
-    """A checkpoint and the name of its format, after folders that a killed program had moved aside are back."""
+    """The format's name and the checkpoint. First restores folders that a killed program left moved aside."""
     from lwopt_backend.checkpoint import formats
     from lwopt_backend.checkpoint.files import folders
 
@@ -84,13 +73,14 @@ def opened(path: Path, format: str) -> tuple[str, Checkpoint]:
 
 
 @contextmanager
-def progress(silent: bool) -> Iterator[Progress]:
-    """A bar of bytes on standard error, while that is a terminal."""
+def progress(what: str, total: int, silent: bool) -> Iterator[Callable[[int], None]]:
+    """A bar of ``total`` bytes on standard error, while that is a terminal. Yields what to call for each few bytes."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
     disable = silent or not console.is_terminal
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=disable) as bar:
-        yield bar
+        task = bar.add_task(what, total=total)
+        yield lambda count: bar.advance(task, count)
 
 
 def described(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -128,7 +118,7 @@ def described(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def print_json(found: Mapping[str, Any]) -> None:
-    """To standard output; what JSON has no form for becomes a string."""
+    """Print ``found`` as JSON; what has no form in JSON becomes a string."""
     typer.echo(json.dumps(_plain(found), indent=2, allow_nan=False))
 
 
@@ -143,9 +133,7 @@ def _plain(value: Any) -> Any:
 
 def columns(rows: Sequence[tuple[str, str]]) -> Table:
     """Labels with their values beside them; a long value wraps within its column."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
+    grid = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2))
     for row in rows:
         grid.add_row(*row)
     return grid
@@ -211,9 +199,8 @@ def convert(
     place = conversion.place_of(found, to, destination)
     conversion.check_free(place, force, source)
     notes: list[str] = []
-    with progress(as_json) as bar:
-        task = bar.add_task("converting", total=conversion.nbytes(found))
-        seen = conversion.watched(found, lambda count: bar.advance(task, count))
+    with progress("converting", conversion.nbytes(found), as_json) as advance:
+        seen = conversion.watched(found, advance)
         made, gate = conversion.prepared(seen, to, vocabulary, source_names, numbers, uneven_steps)
         result = _as_written(made, to, options)
 
@@ -243,9 +230,7 @@ def _options(to: str, megatron_version: str | None, dtype: str | None) -> dict[s
     if megatron_version is not None and to != "megatron":
         raise CheckpointError(f"--megatron-version is of --to megatron, not of --to {to}; leave it out")
     if dtype is not None and to != "safetensors":
-        raise CheckpointError(
-            f"--dtype is of --to safetensors, not of --to {to}, which keeps all as it was trained; leave it out"
-        )
+        raise CheckpointError(f"--dtype is of --to safetensors, not of --to {to}, which keeps dtypes; leave it out")
     version = VERSIONS[0] if megatron_version is None else megatron_version
     if version not in VERSIONS:
         known = " or ".join(VERSIONS)
@@ -261,7 +246,7 @@ def _options(to: str, megatron_version: str | None, dtype: str | None) -> dict[s
 
 
 def _as_written(made: Checkpoint, to: str, options: Mapping[str, Any]) -> Checkpoint:
-    """What the target has of it: exports have weights only, FSDP2's weights are the masters."""
+    """The checkpoint as the target stores it: exports have weights only, and FSDP2's weights are the masters."""
     from lwopt_backend.checkpoint.contents import MASTER, Param
 
     params = dict(made.params)
@@ -277,11 +262,9 @@ def _as_written(made: Checkpoint, to: str, options: Mapping[str, Any]) -> Checkp
 
 
 def _show_conversion(summary: Mapping[str, Any]) -> None:
-    from lwopt_backend.cli.tables import NONE as MISSING
-    from lwopt_backend.cli.tables import terminal
-    from lwopt_backend.report import nbytes
+    from lwopt_backend.report import nbytes, standard_output
 
-    console = terminal()
+    console = standard_output()
     before, after = summary["source"], summary["result"]
     rows = []
     for word, side in (("from", before), ("to", after)):
@@ -290,13 +273,12 @@ def _show_conversion(summary: Mapping[str, Any]) -> None:
         rows += [(word, side["path"]), ("", f"{side['format']} {side['version']}".strip() + step)]
         rows += [("", f"{count}, names of {side['names']}")]
     console.print(columns(rows))
-    table = Table("state", "dtype", title=None)
-    for heading in ("from", "size", "to", "size"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    figures = [Column(heading, justify="right", no_wrap=True) for heading in ("from", "size", "to", "size")]
+    table = Table("state", "dtype", *figures)
     sides = [{(entry["state"], entry["dtype"]): entry for entry in side["states"]} for side in (before, after)]
     for key in {**sides[0], **sides[1]}:
         entries = [side.get(key) for side in sides]
-        cells = [(f"{entry['tensors']:,}", nbytes(entry["size"])) if entry else (MISSING, MISSING) for entry in entries]
+        cells = [(f"{entry['tensors']:,}", nbytes(entry["size"])) if entry else ("–", "–") for entry in entries]
         table.add_row(*key, *cells[0], *cells[1])
     table.add_section()
     table.add_row("all", "", "", nbytes(before["size"]), "", nbytes(after["size"]))
@@ -322,9 +304,14 @@ def inspect(
 
     The exit code is 1 if there are problems, and 2 if it cannot be read.
     """
-    if verify:
-        _verify(path, as_json)
-        return
+    problems = _verify(path, as_json) if verify else _inspect(path, format, check, as_json)
+    if problems:
+        typer.secho(f"error: {path} has problems ({len(problems)})", fg="red", err=True)
+        raise typer.Exit(1)
+
+
+def _inspect(path: Path, format: str, check: bool, as_json: bool) -> list[str]:
+    """Read a checkpoint and say what it is. Returns problems."""
     reader, checkpoint = opened(path, format)
     problems, advice, notes = _checked(checkpoint, as_json) if check else ([], "", [UNCHECKED])
     files = [file for file in path.rglob("*") if file.is_file()]
@@ -334,44 +321,38 @@ def inspect(
         **{"notes": [*checkpoint.notes, *notes], "problems": problems, "advice": advice},
     }
     print_json(found) if as_json else _show_contents(found, check)
-    if problems:
-        typer.secho(f"error: {path} has problems ({len(problems)})", fg="red", err=True)
-        raise typer.Exit(1)
+    return problems
 
 
-def _verify(path: Path, as_json: bool) -> None:
-    """Read every file of a folder, whatever is in it, and say which are not as they were written."""
+def _verify(path: Path, as_json: bool) -> list[str]:
+    """Read every file of a folder, and say which are not as they were written. Returns these problems."""
     from lwopt_backend.checkpoint import formats
 
     plans = formats.plan(path)
-    with progress(as_json) as bar:
-        task = bar.add_task("verifying", total=sum(each.nbytes for each in plans))
-        found = [formats.verify(each, lambda count: bar.advance(task, count)) for each in plans]
+    with progress("verifying", sum(each.nbytes for each in plans), as_json) as advance:
+        found = [formats.verify(each, advance) for each in plans]
     problems = [problem for each in found for problem in each["problems"]]
     if as_json:
         print_json({"path": str(path), "folders": found})
-    else:
-        console = Console(highlight=False)
-        for each in found:
-            keys = ("folder", "save_id", "step", "world", "files", "bytes")
-            console.print(columns([(key.replace("_", " "), _said(each[key])) for key in keys]))
-            print_sentences(console, "Notes", each["notes"])
-            print_sentences(console, "Problems", each["problems"])
-        if not problems:
-            console.print("\nAll that was checked is as it was written.")
-    if problems:
-        typer.secho(f"error: {path} has problems ({len(problems)})", fg="red", err=True)
-        raise typer.Exit(1)
+        return problems
+    console = Console(highlight=False)
+    for each in found:
+        keys = ("folder", "save_id", "step", "world", "files", "bytes")
+        console.print(columns([(key.replace("_", " "), _said(each[key])) for key in keys]))
+        print_sentences(console, "Notes", each["notes"])
+        print_sentences(console, "Problems", each["problems"])
+    if not problems:
+        console.print("\nAll that was checked is as it was written.")
+    return problems
 
 
 def _checked(checkpoint: Checkpoint, silent: bool) -> tuple[list[str], str, list[str]]:
-    """Problems, what to do about them if that is known, and notes; every tensor is read."""
+    """Read every tensor. Returns the problems, advice if there is any, and notes."""
     from lwopt_backend.checkpoint import convert, gates
 
-    with progress(silent) as bar:
-        task = bar.add_task("checking", total=convert.nbytes(checkpoint))
+    with progress("checking", convert.nbytes(checkpoint), silent) as advance:
         try:
-            return [], "", gates.check(convert.watched(checkpoint, lambda count: bar.advance(task, count)))
+            return [], "", gates.check(convert.watched(checkpoint, advance))
         except gates.Refused as error:
             return list(error.problems), error.advice, []
         except CheckpointError as error:  # a tensor that cannot be read
@@ -380,10 +361,9 @@ def _checked(checkpoint: Checkpoint, silent: bool) -> tuple[list[str], str, list
 
 def _show_contents(found: Mapping[str, Any], checked: bool) -> None:
     from lwopt_backend.checkpoint.gates import SHOWN
-    from lwopt_backend.cli.tables import terminal
-    from lwopt_backend.report import nbytes
+    from lwopt_backend.report import nbytes, standard_output
 
-    console = terminal()
+    console = standard_output()
     world = ", ".join(f"{name} {size}" for name, size in found["world"].items())
     rows = [
         ("path", found["path"]),
@@ -404,9 +384,8 @@ def _show_contents(found: Mapping[str, Any], checked: bool) -> None:
         options = {key: group[key] for key in OPTIONS if group.get(key) is not None}
         rows.append((f"group {number}", ", ".join(f"{key} {value}" for key, value in options.items()) or "no options"))
     console.print(columns(rows))
-    table = Table("state", "dtype")
-    for heading in ("tensors", "elements", "size"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    figures = [Column(heading, justify="right", no_wrap=True) for heading in ("tensors", "elements", "size")]
+    table = Table("state", "dtype", *figures)
     for entry in found["states"]:
         counts = (f"{entry['tensors']:,}", f"{entry['elements']:,}", nbytes(entry["size"]))
         table.add_row(entry["state"], entry["dtype"], *counts)
@@ -449,7 +428,8 @@ def diff(
 
     The exit code is 1 if they differ, and 2 if one cannot be read.
     """
-    from lwopt_backend.checkpoint import names
+    from lwopt_backend.checkpoint import convert, names
+    from lwopt_backend.checkpoint.differences import differences
 
     ours, theirs = opened(a, format_a)[1], opened(b, format_b)[1]
     if vocabulary is None and numbers != Numbers():
@@ -468,7 +448,9 @@ def diff(
     for side, checkpoint in (("A", ours), ("B", theirs)):
         if not weights and not any(param.states for param in checkpoint.params.values()):
             notes.append(f"{side} has no optimizer state; --weights compares weights only.")
-    compared = _compared(ours, theirs, weights, as_json)
+    with progress("comparing", convert.nbytes(ours) + convert.nbytes(theirs), as_json) as advance:
+        watched = [convert.watched(each, advance) for each in (ours, theirs)]
+        compared = list(differences(watched[0], watched[1], weights))
     different = [entry for entry in compared if entry.what]
     found = {
         **{"a": str(a), "b": str(b), "parameters": len({**ours.params, **theirs.params})},
@@ -480,20 +462,10 @@ def diff(
         raise typer.Exit(1)
 
 
-def _compared(a: Checkpoint, b: Checkpoint, weights: bool, silent: bool) -> list[Compared]:
-    from lwopt_backend.checkpoint import convert
-    from lwopt_backend.checkpoint.differences import differences
-
-    with progress(silent) as bar:
-        task = bar.add_task("comparing", total=convert.nbytes(a) + convert.nbytes(b))
-        watched = [convert.watched(each, lambda count: bar.advance(task, count)) for each in (a, b)]
-        return list(differences(watched[0], watched[1], weights))
-
-
 def _under(
     checkpoint: Checkpoint, side: str, vocabulary: str | None, source: str | None, numbers: Numbers, notes: list[str]
 ) -> Checkpoint:
-    """Under the names of ``vocabulary``. What nobody says the names of is taken for these, with a note."""
+    """Rename to ``vocabulary``. Names of unknown origin are taken for that vocabulary's, with a note."""
     from lwopt_backend.checkpoint import names
 
     if source is None and vocabulary is not None and checkpoint.names == UNNAMED:
@@ -508,7 +480,7 @@ def _under(
 
 
 def _notes(a: Checkpoint, b: Checkpoint) -> list[str]:
-    """What differs beside tensors, as far as both say it."""
+    """What differs beside tensors, where both say it."""
     pairs = [("Step", a.iteration, b.iteration), ("Samples", a.samples, b.samples)]
     if len(a.groups) == len(b.groups):
         for number, (ours, theirs) in enumerate(zip(a.groups, b.groups)):
@@ -522,16 +494,13 @@ def _notes(a: Checkpoint, b: Checkpoint) -> list[str]:
 
 
 def _show_differences(found: Mapping[str, Any], different: Sequence[Compared]) -> None:
-    from lwopt_backend.cli.tables import terminal
+    from lwopt_backend.report import standard_output
 
-    console = terminal()
+    console = standard_output()
     console.print(columns([("A", found["a"]), ("B", found["b"])]))
     if different:
-        table = Table()
-        table.add_column("parameter", overflow="fold", ratio=3)
-        table.add_column("tensor", overflow="fold", ratio=1)
-        table.add_column("difference", ratio=2)
-        table.add_column("largest", justify="right", no_wrap=True)
+        names = (Column("parameter", overflow="fold", ratio=3), Column("tensor", overflow="fold", ratio=1))
+        table = Table(*names, Column("difference", ratio=2), Column("largest", justify="right", no_wrap=True))
         for entry in different[:SHOWN]:
             table.add_row(entry.name, entry.key, entry.what, f"{entry.largest:.3g}" if entry.elements else "")
         console.print(table)

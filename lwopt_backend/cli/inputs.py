@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -15,105 +16,56 @@ if TYPE_CHECKING:
 
     from lwopt_backend.planner.shapes import ModelShapes, Training
 
-
 Engine = Literal["owned", "zero1", "zero2", "zero3", "fsdp2"]
 Layout = Literal["padded", "compact", "auto"]
+Policy = Literal["auto", "stay", "balance"]
 Dtype = Literal["bfloat16", "float16", "float32"]
 GradDtype = Literal["parameter", "float32"]
 
 MEASURED = "measured"
-MODEL, CLUSTER, PLAN, OUTPUT = "The model", "The cluster", "The plan", "Output"
+MATRICES = r'JSON of matrices in model order: \[\["name", \[rows, columns]], ...].'
+COST = (
+    f"What work is counted by: {', '.join(COSTS)}, or {MEASURED}: the table that `lwopt calibrate` made, or its file. "
+    "Default: the flops of the matrix rule."
+)
+OPTION = "Any other option of the engine, or a section of rules: matrix=soap. `lwopt rules` lists them."
+CLUSTER = "A known cluster, or a YAML file of one."
+of_model, of_cluster, of_plan, of_output = (
+    partial(typer.Option, rich_help_panel=panel) for panel in ("The model", "The cluster", "The plan", "Output")
+)
 
-HuggingFace = Annotated[
-    Path | None,
-    typer.Option("--hf", metavar="PATH", help="A Hugging Face config.json, or its folder.", rich_help_panel=MODEL),
-]
-Checkpoint = Annotated[
-    Path | None,
-    typer.Option(metavar="PATH", help="A checkpoint; only names and shapes are read.", rich_help_panel=MODEL),
-]
-Shapes = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help=r'JSON of matrices in model order: \[\["name", \[rows, columns]], ...].',
-        rich_help_panel=MODEL,
-    ),
-]
-Include = Annotated[
-    list[str] | None, typer.Option(metavar="GLOB", help="Names that are matrices all the same.", rich_help_panel=MODEL)
-]
-Exclude = Annotated[
-    list[str] | None, typer.Option(metavar="GLOB", help="Names that are not matrices.", rich_help_panel=MODEL)
-]
-Cluster = Annotated[
-    str, typer.Option(metavar="NAME|FILE", help="A known cluster, or a YAML file of one.", rich_help_panel=CLUSTER)
-]
-Cost = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME|FILE",
-        help=f"What work is counted by: {', '.join(COSTS)}, or {MEASURED}: the table that `lwopt calibrate` made, or "
-        "its file. Default: the flops of the matrix rule.",
-        rich_help_panel=PLAN,
-    ),
-]
-BucketMb = Annotated[
-    float | None,
-    typer.Option(metavar="MIB", help="Of owned storage: MiB of gradients that close a bucket.", rich_help_panel=PLAN),
-]
+HuggingFace = Annotated[Path | None, of_model("--hf", metavar="PATH", help="A Hugging Face config.json or its folder.")]
+Checkpoint = Annotated[Path | None, of_model(metavar="PATH", help="A checkpoint; only names and shapes are read.")]
+Shapes = Annotated[Path | None, of_model(metavar="FILE", help=MATRICES)]
+Include = Annotated[list[str] | None, of_model(metavar="GLOB", help="Names that are matrices all the same.")]
+Exclude = Annotated[list[str] | None, of_model(metavar="GLOB", help="Names that are not matrices.")]
+Experts = Annotated[str, of_model(metavar="GLOB", help="Parameters that --ep spreads.")]
+ParameterDtype = Annotated[Dtype | None, of_model(help="Of parameters. Default: bfloat16, on fsdp2 float32.")]
 
-WorldSize = Annotated[int, typer.Option(min=1, max=2**16, help="All ranks.", rich_help_panel=CLUSTER)]
-TensorParallel = Annotated[int, typer.Option(min=1, help="Tensor parallelism.", rich_help_panel=CLUSTER)]
-PipelineParallel = Annotated[int, typer.Option(min=1, help="Pipeline stages.", rich_help_panel=CLUSTER)]
-ExpertParallel = Annotated[int, typer.Option(min=1, help="Expert parallelism.", rich_help_panel=CLUSTER)]
-Experts = Annotated[str, typer.Option(metavar="GLOB", help="Parameters that --ep spreads.", rich_help_panel=MODEL)]
-ParameterDtype = Annotated[
-    Dtype | None,
-    typer.Option(help="Of parameters. Default: bfloat16, on fsdp2 float32.", rich_help_panel=MODEL),
-]
-PlannedEngine = Annotated[Engine, typer.Option(help="Who stores parameters.", rich_help_panel=PLAN)]
-PlannedLayout = Annotated[
-    Layout | None,
-    typer.Option(help="Of buckets: with padding, without, or what the engine chooses.", rich_help_panel=PLAN),
-]
-BucketNumel = Annotated[
-    int | None,
-    typer.Option(min=1, help="Of zero and fsdp2: most elements of an exchange.", rich_help_panel=PLAN),
-]
-GroupSize = Annotated[
-    str | None,
-    typer.Option(metavar="N|auto", help="Of owned: ranks that share ownership.", rich_help_panel=PLAN),
-]
-PlannedPolicy = Annotated[
-    Literal["auto", "stay", "balance"] | None,
-    typer.Option(help="Of zero: who owns a matrix.", rich_help_panel=PLAN),
-]
-SubGroupSize = Annotated[int, typer.Option(min=1, help="DeepSpeed's, of zero3.", rich_help_panel=PLAN)]
-GradientDtype = Annotated[GradDtype, typer.Option(help="Of gradients, kept and sent.", rich_help_panel=PLAN)]
-Option = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="KEY=VALUE",
-        help="Any other option of the engine, or a section of rules: matrix=soap. `lwopt rules` lists them.",
-        rich_help_panel=PLAN,
-    ),
-]
-WhatIf = Annotated[
-    bool | None,
-    typer.Option(help="Rows for other choices. Default: yes, unless --json.", rich_help_panel=OUTPUT),
-]
-AsJSON = Annotated[bool, typer.Option("--json", help="Print the plan as JSON, nothing else.", rich_help_panel=OUTPUT)]
-HTML = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a report.", rich_help_panel=OUTPUT)]
-PNG = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a picture.", rich_help_panel=OUTPUT)]
+WorldSize = Annotated[int, of_cluster(min=1, max=2**16, help="All ranks.")]
+TensorParallel = Annotated[int, of_cluster(min=1, help="Tensor parallelism.")]
+PipelineParallel = Annotated[int, of_cluster(min=1, help="Pipeline stages.")]
+ExpertParallel = Annotated[int, of_cluster(min=1, help="Expert parallelism.")]
+Cluster = Annotated[str, of_cluster(metavar="NAME|FILE", help=CLUSTER)]
+
+PlannedEngine = Annotated[Engine, of_plan(help="Who stores parameters.")]
+PlannedLayout = Annotated[Layout | None, of_plan(help="Of buckets: with padding, without, or what the engine chooses.")]
+BucketMb = Annotated[float | None, of_plan(metavar="MIB", help="Of owned: MiB of gradients that close a bucket.")]
+BucketNumel = Annotated[int | None, of_plan(min=1, help="Of zero and fsdp2: most elements of an exchange.")]
+GroupSize = Annotated[str | None, of_plan(metavar="N|auto", help="Of owned: ranks that share ownership.")]
+PlannedPolicy = Annotated[Policy | None, of_plan(help="Of zero: who owns a matrix.")]
+SubGroupSize = Annotated[int, of_plan(min=1, help="DeepSpeed's, of zero3.")]
+GradientDtype = Annotated[GradDtype, of_plan(help="Of gradients, kept and sent.")]
+Option = Annotated[list[str] | None, of_plan(metavar="KEY=VALUE", help=OPTION)]
+Cost = Annotated[str | None, of_plan(metavar="NAME|FILE", help=COST)]
+
+WhatIf = Annotated[bool | None, of_output(help="Rows for other choices. Default: yes, unless --json.")]
+AsJSON = Annotated[bool, of_output("--json", help="Print the plan as JSON, nothing else.")]
+HTML = Annotated[Path | None, of_output(metavar="FILE", help="Write a report.")]
+PNG = Annotated[Path | None, of_output(metavar="FILE", help="Write a picture.")]
 
 
-def read_model(
-    hf: Path | None,
-    checkpoint: Path | None,
-    shapes: Path | None,
-    training: Training,
-) -> ModelShapes:
+def read_model(hf: Path | None, checkpoint: Path | None, shapes: Path | None, training: Training) -> ModelShapes:
     """The model that exactly one of ``hf``, ``checkpoint`` and ``shapes`` names. Raises ValueError otherwise."""
     given = [name for name, path in (("--hf", hf), ("--checkpoint", checkpoint), ("--shapes", shapes)) if path]
     if len(given) != 1:

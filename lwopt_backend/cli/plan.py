@@ -108,9 +108,9 @@ def _what_if(study: Study) -> list[Alternative]:
 
 def _print(console: Console | None, model: ModelShapes, study: Study, rows: list[Alternative]) -> None:
     from lwopt_backend.cli import tables
-    from lwopt_backend.report import routing_headline, routing_table, show_digest
+    from lwopt_backend.report import routing_headline, routing_table, show_digest, standard_output
 
-    console = console or tables.terminal()
+    console = console or standard_output()
     console.print(f"Model: {model.source}")
     for sentence in (*model.notes, *routing_headline(study.routes)):
         console.print(sentence)

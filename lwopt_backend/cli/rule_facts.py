@@ -12,7 +12,7 @@ import torch
 from pydantic.fields import FieldInfo
 
 from lwopt_backend.config.choices import DEFAULTS, SECTIONS
-from lwopt_backend.config.hosts import HOSTS, OURS, HostConfig
+from lwopt_backend.config.hosts import HOSTS
 from lwopt_backend.config.optimizer_classes import class_named
 from lwopt_backend.config.registry import (
     ELEMENTWISE,
@@ -51,12 +51,17 @@ def argument_meanings(cls: type) -> dict[str, str]:
 
 
 def meanings_in(docstring: str) -> dict[str, str]:
-    """By argument, the paragraph that a docstring has on it, in one line, without markup and without the default."""
+    """By argument, the paragraph on it in a docstring, on one line, without markup and default."""
     lines = inspect.cleandoc(docstring).splitlines()
     found: dict[str, str] = {}
     for number, name, text in _entries(lines):
-        said = MARKUP.sub(r"\1", " ".join([text, *_continued(lines, number)]))
-        found.setdefault(name, DEFAULT.sub("", " ".join(said.split())))
+        said = [text]
+        for line in lines[number + 1 :]:  # those that are indented more, up to an empty one
+            if not line.strip() or _indent(line) <= _indent(lines[number]):
+                break
+            said.append(line.strip())
+        plain = MARKUP.sub(r"\1", " ".join(said))
+        found.setdefault(name, DEFAULT.sub("", " ".join(plain.split())))
     return {name: meaning for name, meaning in found.items() if meaning}
 
 
@@ -78,19 +83,11 @@ def _entries(lines: list[str]) -> Iterator[tuple[int, str, str]]:
             yield number, match[1], match[2]
 
 
-def _continued(lines: list[str], number: int) -> Iterator[str]:
-    """The lines after line ``number`` that are indented more than it, up to an empty one."""
-    for line in lines[number + 1 :]:
-        if not line.strip() or _indent(line) <= _indent(lines[number]):
-            return
-        yield line.strip()
-
-
 def _indent(line: str) -> int:
     return len(line) - len(line.lstrip())
 
 
-CLASS = "class"
+CLASS, OURS = "class", "this package"
 CLASS_MEANING = "the optimizer's class, or its path, such as 'torch.optim.RMSprop'"
 COLUMNS = ("name", "default", "meaning", "source")
 
@@ -107,13 +104,18 @@ def rule_facts(name: str | None, class_path: str | None) -> dict[str, list[Any]]
             raise ValueError(f"--class is for 'torch_optimizer'; the options of {name!r} are known without")
     everything: list[MatrixEntry | ElementwiseEntry] = [*MATRIX_RULES.values(), *ELEMENTWISE_RULES.values()]
     found = [described(entry, class_path) for entry in ([rule_named(name)] if name else everything)]
-    hosts = [] if name else [{"name": host, "options": host_options(config)} for host, config in HOSTS.items()]
+    sections = [
+        {"name": section, "default": json.dumps(DEFAULTS.get(section, [])), "meaning": meaning, "source": OURS}
+        for section, meaning in SECTIONS.items()
+    ]
+    fields = {} if name else {host: config.model_fields for host, config in HOSTS.items()}
+    hosts = [{"name": host, "options": [*sections, *_options(of_host, {}, OURS)]} for host, of_host in fields.items()]
     atoms = [] if name else _options(Division.model_fields, {}, OURS)
     return {"rules": found, "hosts": hosts, "atoms": atoms}
 
 
 def described(entry: MatrixEntry | ElementwiseEntry, class_path: str | None) -> dict[str, Any]:
-    """A rule as plain data. Of a class that is not installed or not usable, why."""
+    """A rule as plain data, with a note if its class is not installed or not usable."""
     found: dict[str, Any] = {
         "name": next((name for name, other in ELEMENTWISE.items() if other == entry.name), entry.name),
         "for": "matrices" if isinstance(entry, MatrixEntry) else "everything else",
@@ -139,17 +141,8 @@ def described(entry: MatrixEntry | ElementwiseEntry, class_path: str | None) -> 
     return found
 
 
-def host_options(config: type[HostConfig]) -> list[dict[str, str]]:
-    """The options of a host, first the sections that all hosts have."""
-    sections = [
-        {"name": name, "default": json.dumps(DEFAULTS.get(name, [])), "meaning": meaning, "source": OURS}
-        for name, meaning in SECTIONS.items()
-    ]
-    return sections + _options(config.model_fields, {}, OURS)
-
-
 def _options(fields: Mapping[str, FieldInfo], said: Mapping[str, str], source: str) -> list[dict[str, str]]:
-    """Every option as plain data, with the meaning that a field itself has, or else with what is ``said`` of it."""
+    """Every option as plain data. Its meaning is the field's own, or else what is ``said`` of it."""
     options = []
     for name, field in fields.items():
         extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
@@ -176,12 +169,9 @@ def _state(entry: MatrixEntry | ElementwiseEntry, options: Mapping[str, Any]) ->
     where = [f"{', '.join(rule.state_keys)} where the elements are"] if rule.state_keys else []
     if isinstance(rule, OwnerStateRule):
         own = rule.new_owner_state((2, 3), torch.device("cpu"))
-        where.append(", ".join(f"{key} {_shape(tensor)}" for key, tensor in own.items()) + " at the owner")
+        sides = {2: "rows", 3: "columns"}
+        shapes = {key: " x ".join(sides.get(size, str(size)) for size in tensor.shape) for key, tensor in own.items()}
+        where.append(", ".join(f"{key} ({shape})" for key, shape in shapes.items()) + " at the owner")
     elif isinstance(rule, WeightRule):
         where.append("the class's, at the owner")
     return "; ".join(where) or "none"
-
-
-def _shape(tensor: torch.Tensor) -> str:
-    sides = {2: "rows", 3: "columns"}
-    return f"({' x '.join(sides.get(size, str(size)) for size in tensor.shape)})"

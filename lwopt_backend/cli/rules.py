@@ -24,7 +24,7 @@ def rules(
 ) -> None:
     """List the rules and hosts that a configuration may name, and their options with default, meaning and source."""
     from lwopt_backend.cli.rule_facts import rule_facts
-    from lwopt_backend.cli.tables import terminal
+    from lwopt_backend.report import standard_output
 
     sys.path.insert(0, "")
     for module in imports or ():
@@ -36,7 +36,7 @@ def rules(
     if as_json:
         print(json.dumps(found, indent=2, default=str))
         return
-    console = terminal()
+    console = standard_output()
     table = Table("rule", "for", "state", "cost", "source", title="Rules")
     for rule in found["rules"]:
         table.add_row(*(rule[key] for key in ("name", "for", "state", "cost", "source")))

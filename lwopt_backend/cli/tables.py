@@ -9,30 +9,23 @@ from rich.console import Console
 from rich.table import Table
 
 from lwopt_backend.plan.buffers.layout import imbalance
-from lwopt_backend.plan.cost import StepTime
 from lwopt_backend.planner.document import Alternative
 from lwopt_backend.planner.part import Part
 from lwopt_backend.planner.setting import Setting
 from lwopt_backend.planner.study import Stage, Study
-from lwopt_backend.report import WIDTH_WITHOUT_TERMINAL, nbytes, shown_ranks
+from lwopt_backend.report import WIDTH_WITHOUT_TERMINAL, nbytes, numbers, shown_ranks
 
 NONE = "–"
 UNEVEN = 1.25  # busiest rank over mean from which on the reason is given
 
 
-def terminal() -> Console:
-    """Standard output, wide enough for the tables where it is not a terminal. Names are printed as they are."""
-    console = Console(highlight=False, markup=False)
-    return console if console.is_terminal else Console(width=WIDTH_WITHOUT_TERMINAL, highlight=False, markup=False)
-
-
 def recording() -> Console:
-    """A console that keeps what it prints, for a page."""
+    """A console that records what is printed, for a page."""
     return Console(record=True, file=io.StringIO(), width=WIDTH_WITHOUT_TERMINAL, highlight=False, markup=False)
 
 
 def headline(study: Study) -> list[str]:
-    """What was planned for, and the choice in one sentence a buffer."""
+    """What was planned for, and a sentence on each buffer's plan."""
     d, stage = study.deployment, study.worst
     cut = ", ".join(f"{name} {size}" for name, size in (("tp", d.tp), ("pp", d.pp), ("ep", d.ep)) if size > 1)
     setting = study.setting
@@ -44,7 +37,10 @@ def headline(study: Study) -> list[str]:
         sentences.append(f"Shown is stage {stage.index}, the one that takes longest of {len(study.stages)}.")
     sentences += [_choice(part) for part in stage.parts]
     sentences += [sentence for part in stage.parts if (sentence := _uneven(part, setting))]
-    sentences.append(f"Modelled step: {_spell(stage.time)}, nothing overlapped.")
+    time = stage.time
+    work, wire, latency = (f"{1e3 * seconds:.3g}" for seconds in (time.compute, time.wire, time.latency))
+    spelled = f"{1e3 * time.total:.4g} ms = {work} work + {wire} wire + {latency} latency"
+    sentences.append(f"Modelled step: {spelled}, nothing overlapped.")
     peak, limit = max(memory.peak for memory in stage.memory()), setting.machine.memory_bytes
     if 0 < limit < peak:
         sentences.append(
@@ -67,7 +63,7 @@ def _choice(part: Part) -> str:
 
 
 def _uneven(part: Part, setting: Setting) -> str | None:
-    """If one matrix is most of the busiest rank's work and the others wait for it: so, and what would help."""
+    """A sentence if one matrix is most of the busiest rank's work, so that the others wait for it."""
     largest = max(part.atoms, key=lambda atom: atom.cost)
     if part.flops_imbalance < UNEVEN or 2 * largest.cost <= max(part.loads):
         return None
@@ -78,34 +74,20 @@ def _uneven(part: Part, setting: Setting) -> str | None:
     )
 
 
-def _spell(time: StepTime) -> str:
-    parts = (time.compute, time.wire, time.latency)
-    work, wire, latency = (f"{1e3 * seconds:.3g}" for seconds in parts)
-    return f"{1e3 * time.total:.4g} ms = {work} work + {wire} wire + {latency} latency"
-
-
 def rank_table(stage: Stage) -> Table:
-    """Work and memory of the ranks of a stage; of many, the first, the busiest, the idlest."""
+    """Work and memory of the ranks of a stage; of many ranks, the first few, the busiest and the least busy."""
     loads, memory = stage.loads(), stage.memory()
-    setting = stage.setting
-    table = Table(title="Per rank")
-    for heading in ("rank", "work ms", "parameters", "gradients", "masters", "state", "padding", "workspace", "peak"):
-        table.add_column(heading, justify="right")
+    kinds = ("parameters", "gradients", "masters", "state", "padding", "workspace", "peak")
+    table = Table(*numbers("rank", "work ms", *kinds), title="Per rank")
     for rank in shown_ranks(loads):
-        held = memory[rank]
-        sizes = (held.parameters, held.gradients, held.masters, held.state, held.padding, held.workspace, held.peak)
-        work = 1e3 * setting.seconds(loads[rank])
-        table.add_row(str(rank), f"{work:.3g}", *map(nbytes, sizes))
+        sizes = [nbytes(getattr(memory[rank], kind)) for kind in kinds]
+        table.add_row(str(rank), f"{1e3 * stage.setting.seconds(loads[rank]):.3g}", *sizes)
     return table
 
 
 def collective_table(stage: Stage) -> Table:
     """What travels in a step, from the busiest rank."""
-    table = Table(title="Per step")
-    for heading in ("of", "collective"):
-        table.add_column(heading)
-    for heading in ("calls", "bytes a call", "bytes a step"):
-        table.add_column(heading, justify="right")
+    table = Table("of", "collective", *numbers("calls", "bytes a call", "bytes a step"), title="Per step")
     rows = [(part.name, one) for part in stage.parts for one in part.collectives]
     rows += [("element-wise", one) for each in stage.planned for one in each.elementwise.collectives]
     for whose, one in rows:
@@ -116,9 +98,8 @@ def collective_table(stage: Stage) -> Table:
 
 def stage_table(study: Study) -> Table:
     """One row per pipeline stage."""
-    table = Table(title="Stages")
-    for heading in ("stage", "buffer", "matrices", "group", "padding", "busiest / mean", "step ms", "peak"):
-        table.add_column(heading, justify="left" if heading == "buffer" else "right")
+    headings = ("matrices", "group", "padding", "busiest / mean", "step ms", "peak")
+    table = Table(*numbers("stage"), "buffer", *numbers(*headings), title="Stages")
     for stage in study.stages:
         for index, part in enumerate(stage.parts):
             step = f"{1e3 * stage.time.total:.4g}" if index == 0 else ""
@@ -130,18 +111,10 @@ def stage_table(study: Study) -> Table:
 
 def what_if_table(name: str, rows: Sequence[Alternative]) -> Table:
     """One row per alternative, the chosen plan first."""
-    table = Table(title=f"What if: the {name} matrices")
-    table.add_column("plan")
-    for heading in ("buckets", "padding", "busiest / mean", "work ms", "wire ms", "step ms", "peak"):
-        table.add_column(heading, justify="right")
+    headings = ("buckets", "padding", "busiest / mean", "work ms", "wire ms", "step ms", "peak")
+    table = Table("plan", *numbers(*headings), title=f"What if: the {name} matrices")
     for row in rows:
-        times = (row.time.compute, row.time.wire, row.time.total)
-        table.add_row(
-            row.what,
-            str(row.buckets),
-            f"{row.padding:.2%}",
-            f"{row.flops_imbalance:.3f}",
-            *(f"{1e3 * seconds:.4g}" for seconds in times),
-            nbytes(row.memory),
-        )
+        times = [f"{1e3 * seconds:.4g}" for seconds in (row.time.compute, row.time.wire, row.time.total)]
+        cells = (str(row.buckets), f"{row.padding:.2%}", f"{row.flops_imbalance:.3f}", *times, nbytes(row.memory))
+        table.add_row(row.what, *cells)
     return table

@@ -55,19 +55,18 @@ class Choice:
         given = by_path(given, where)
         kind = "matrix" if self.rule in MATRIX_RULES else "elementwise"
         rule = _rule_of(kind, given.pop("name", self.rule), where)
-        before = self.options.model_dump() if rule == self.rule and _same_class(self.options, given) else {}
-        return Choice(rule, options_of(rule, {**before, **given}, where))
+        keeps = rule == self.rule and self._has_class(given.get("class"))
+        return Choice(rule, options_of(rule, {**(self.options.model_dump() if keeps else {}), **given}, where))
 
-
-def _same_class(options: Options, given: Mapping[str, Any]) -> bool:
-    """Options of one class say nothing about another's. A class may have several paths."""
-    before = getattr(options, "class", None)
-    if "class" not in given or before is None or given["class"] == before:
-        return True
-    try:
-        return class_named(given["class"]) is class_named(before)
-    except ValueError:
-        return False  # what is wrong with it, the options' model says
+    def _has_class(self, given: str | None) -> bool:
+        """Whether the options are of the class ``given``, if any is. Another class's mean other things."""
+        own = getattr(self.options, "class", None)
+        if given is None or own is None or given == own:
+            return True
+        try:
+            return class_named(given) is class_named(own)  # a class may have several paths
+        except ValueError:
+            return False  # what is wrong with it, the options' model says
 
 
 @dataclass(frozen=True)
@@ -81,9 +80,9 @@ class Override:
 
 @dataclass(frozen=True)
 class Rules:
-    """The rule for matrices, the rule for everything else, and what some parameters have otherwise; later ones win.
+    """The rule for matrices, the rule for everything else, and overrides for some parameters; later ones win.
 
-    ``notes`` say how what was given was understood, where it was written for another optimizer.
+    ``notes`` say how a configuration that was written for another optimizer was understood.
     """
 
     matrix: Choice
@@ -93,7 +92,7 @@ class Rules:
 
 
 def settings_lines(rules: Rules, config: HostConfig) -> list[str]:
-    """What all ranks must have been given alike, a line to every option. Whether to print is each rank's business."""
+    """One line for each setting that all ranks must have alike. Whether to print may differ."""
     lines = [setting("torch.__version__", str(torch.__version__))]
     for kind, choice in (("matrix", rules.matrix), ("elementwise", rules.elementwise)):
         lines.append(setting(kind, choice.rule))
@@ -104,13 +103,13 @@ def settings_lines(rules: Rules, config: HostConfig) -> list[str]:
 
 
 def settings_of(model: type[C], options: Mapping[str, Any], where: str) -> tuple[Rules, C]:
-    """From the sections ``matrix``, ``elementwise`` and ``overrides``, and the options of the host beside them.
+    """The rules in the sections ``matrix``, ``elementwise`` and ``overrides``, and the host's options beside them.
 
     A ``lr`` or ``weight_decay`` beside the sections is the matrix rule's. Raises ValueError for an unknown rule or
     option, for a wrong value, and for an option that is given twice.
     """
     rest = {key: value for key, value in options.items() if key not in SECTIONS}
-    given = {kind: _section(options.get(kind, default), kind, where) for kind, default in DEFAULTS.items()}
+    given = {kind: _section(options.get(kind, name), f"{where}: {kind}", kind) for kind, name in DEFAULTS.items()}
     for key in ("lr", "weight_decay"):
         if key in rest:
             given["matrix"] = merged(given["matrix"], {key: rest.pop(key)}, "matrix", where)
@@ -120,7 +119,8 @@ def settings_of(model: type[C], options: Mapping[str, Any], where: str) -> tuple
         _check_host(model, unknown[0], where)
         kind = next((kind for kind, rules in KINDS.items() if unknown[0] in rules), None)
         as_section = f"write {{{kind!r}: {{'name': {unknown[0]!r}, ...}}}}"
-        hint = as_section if kind else option_suggestion(unknown[0], _known(model, choices))
+        known = [f"{kind}.{key}" for kind, choice in choices.items() for key in type(choice.options).model_fields]
+        hint = as_section if kind else option_suggestion(unknown[0], [*SECTIONS, *model.model_fields, *known])
         raise ValueError(f"{where}: unknown key {unknown[0]!r}; {hint}")
     overrides = _overrides(options.get("overrides", ()), choices, where)
     return Rules(choices["matrix"], choices["elementwise"], overrides), parse(model, rest, where)
@@ -133,13 +133,15 @@ def _check_host(model: type[HostConfig], key: str, where: str) -> None:
         raise ValueError(f"{where}: {model.lacks(repr(key), other)}")
 
 
-def _section(given: Any, kind: str, where: str) -> dict[str, Any]:
+def _section(given: Any, where: str, kind: str | None = None) -> dict[str, Any]:
+    """A rule's name, or options, as a section; with ``kind``, it must have the name of a rule."""
     if isinstance(given, str):
         return {"name": given}
     if not isinstance(given, Mapping):
-        raise ValueError(f"{where}: {kind}: expected a rule's name, or a section with a 'name'; found {given!r}")
-    if "name" not in given:
-        raise ValueError(f"{where}: {kind}: expected a key 'name', one of {', '.join(KINDS[kind])}; found {given!r}")
+        form = "a section with a 'name'" if kind else "a section of options"
+        raise ValueError(f"{where}: expected a rule's name, or {form}; found {given!r}")
+    if kind and "name" not in given:
+        raise ValueError(f"{where}: expected a key 'name', one of {', '.join(KINDS[kind])}; found {given!r}")
     return dict(given)
 
 
@@ -166,12 +168,6 @@ def merged(options: Mapping[str, Any], more: Mapping[str, Any], what: str, where
     return {**options, **more}
 
 
-def _known(model: type[HostConfig], choices: Mapping[str, Choice]) -> Iterable[str]:
-    yield from [*SECTIONS, *model.model_fields]
-    for kind, choice in choices.items():
-        yield from (f"{kind}.{key}" for key in type(choice.options).model_fields)
-
-
 def _overrides(given: Any, choices: Mapping[str, Choice], where: str) -> tuple[Override, ...]:
     if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
         raise ValueError(f"{where}: overrides: expected a list of sections with 'params'; found {given!r}")
@@ -183,21 +179,13 @@ def _overrides(given: Any, choices: Mapping[str, Choice], where: str) -> tuple[O
         for key in entry:
             if key not in ("params", *KINDS):
                 raise ValueError(f"{place}: unknown key {key!r}; {suggestion(str(key), ('params', *KINDS))}")
-        sections = {kind: _changes(entry[kind], f"{place}: {kind}") for kind in KINDS if kind in entry}
+        sections = {kind: _section(entry[kind], f"{place}: {kind}") for kind in KINDS if kind in entry}
         if not any(sections.values()):
             raise ValueError(f"{place}: expected options in 'matrix' or 'elementwise'; found none")
         for kind, section in sections.items():
             choices[kind].changed(section, f"{place}: {kind}")
         overrides.append(Override(as_globs(entry["params"], f"{place}: params"), **sections))
     return tuple(overrides)
-
-
-def _changes(given: Any, where: str) -> dict[str, Any]:
-    if isinstance(given, str):
-        return {"name": given}
-    if not isinstance(given, Mapping):
-        raise ValueError(f"{where}: expected a rule's name, or a section of options; found {given!r}")
-    return dict(given)
 
 
 def arguments_of(
@@ -214,7 +202,8 @@ def arguments_of(
 
     A section named as the element-wise rule, ``adamw={...}``, has options of that rule.
     """
-    sections = {"matrix": _section(matrix, "matrix", where), "elementwise": _section(elementwise, "elementwise", where)}
+    both = {"matrix": matrix, "elementwise": elementwise}
+    sections = {kind: _section(given, f"{where}: {kind}", kind) for kind, given in both.items()}
     for kind, section in sections.items():
         _rule_of(kind, section["name"], f"{where}: {kind}")
     rest = dict(options)
@@ -229,7 +218,13 @@ def arguments_of(
             _check_host(model, key, where)
             known = [*model.model_fields, *fields, "elementwise_lr"]
             known += [f"{name}.{option}" for option in _fields({}, sections["elementwise"], model, where)]
-            raise ValueError(f"{where}: unknown key {key!r}; {option_suggestion(key, known, _as_argument)}")
+
+            def as_argument(known: str) -> str:
+                """An option of a section as it is written in Python."""
+                section, _, option = known.rpartition(".")
+                return f"{section}={{{option!r}: ...}}" if section else repr(known)
+
+            raise ValueError(f"{where}: unknown key {key!r}; {option_suggestion(key, known, as_argument)}")
     own = {key: rest.pop(key) for key in list(rest) if key in fields and key not in model.model_fields}
     sections["matrix"] = merged(own, sections["matrix"], "matrix", where)
     if lr is not None:
@@ -250,16 +245,8 @@ def _fields(
     return rule.model(given, where).model_fields
 
 
-def _as_argument(name: str) -> str:
-    """An option of a section as it is written in Python."""
-    section, _, key = name.rpartition(".")
-    return f"{section}={{{key!r}: ...}}" if section else repr(name)
-
-
-# ``"type": "LayerWiseMuon"``: Muon's options, AdamW's in a section, DeepSpeed's beside them, in one flat model.
-#
-# Both types take the entries that were written for DeepSpeed's Muon and for AdamW, too.
-
+# ``"type": "LayerWiseMuon"``: Muon's options, AdamW's in a section, DeepSpeed's beside them, in one flat model. Both
+# types take the entries that were written for DeepSpeed's Muon and for AdamW, too.
 
 LayerWiseMuonConfig = create_model(
     "LayerWiseMuonConfig",
@@ -275,7 +262,7 @@ def muon_settings(options: Mapping[str, Any], where: str) -> tuple[Rules, ZeROCo
 
 
 def layer_wise_settings(options: Mapping[str, Any], where: str) -> tuple[Rules, ZeROConfig]:
-    """``settings_of`` for DeepSpeed, also of an entry that was written for an optimizer of others."""
+    """``settings_of`` for DeepSpeed, also for an entry that was written for another optimizer."""
     options, note = translated(options, where)
     return settings_of(ZeROConfig, options, where) if note is None else _flat(options, note, where)
 
@@ -288,6 +275,6 @@ def _flat(options: Mapping[str, Any], note: str | None, where: str) -> tuple[Rul
 
 
 def _part(model: type[M], flat: Options) -> M:
-    """What a checked configuration has of a model's options."""
+    """A model's options, from a checked configuration that has them among others."""
     values = {key: getattr(flat, key) for key in model.model_fields}
     return model.model_construct(flat.model_fields_set & values.keys(), **values)

@@ -9,19 +9,13 @@ from pydantic import PlainValidator, StrictBool, model_validator
 from lwopt_backend.config.options import Count, Globs, Options, Positive, option
 from lwopt_backend.routing.routing import AtomSettings
 
-OURS = "this package"
 MEGATRON = "Megatron-Core"
 
 
-def _checked_atoms(atoms: dict[str, Any]) -> dict[str, Any]:
-    AtomSettings.parse(atoms)
-    return atoms
-
-
 class HostConfig(Options):
-    """What every host has."""
+    """Options that every host has."""
 
-    whose: ClassVar[str]  # and ``advice``, to who gives what only these have to another host: for errors
+    whose: ClassVar[str]  # for errors, if an option of this host is given to another: whose it is, and what to do
     advice: ClassVar[str] = "leave it out"
 
     @classmethod
@@ -29,42 +23,38 @@ class HostConfig(Options):
         """A sentence on an option or a method ``name`` of the host ``other``."""
         return f"{name} is {other.whose}, but this optimizer is {cls.whose}; {other.advice}"
 
-    include: Globs = option(
-        (), "globs on names of parameters that are matrices, whatever the routing by structure says", OURS
-    )
-    exclude: Globs = option((), "globs on names of parameters that are none; wins over include", OURS)
-    atoms: Annotated[dict[str, Any], PlainValidator(_checked_atoms)] = option(
-        {}, "by glob, which matrices are in a parameter, where that is not found out: a division, or a word", OURS
+    include: Globs = option((), "globs on names of parameters that are matrices, whatever the model's structure says")
+    exclude: Globs = option((), "globs on names of parameters that are none; wins over include")
+    atoms: Annotated[dict[str, Any], PlainValidator(AtomSettings.checked)] = option(
+        {}, "by glob, which matrices are in a parameter, where that is not found out: a division, or a word"
     )
     allow_no_matrix: StrictBool = option(
-        False, "a model without a single matrix parameter is an error unless this is set", OURS
+        False, "a model without a single matrix parameter is an error unless this is set"
     )
     exchange_dtype: Literal["auto", "bfloat16", "float32"] = option(
-        "auto", "dtype on the wire; 'auto' is the rule's, with which nothing is lost", OURS
+        "auto", "dtype on the wire; 'auto' is the rule's, with which nothing is lost"
     )
-    report: StrictBool = option(True, "print the routing and the plan once, on rank 0", OURS)
+    report: StrictBool = option(True, "print the routing and the plan once, on rank 0")
 
 
 class OwnedStorageConfig(HostConfig):
-    """Where we own the buffers of parameters and gradients, inside DeepSpeed or in its place."""
+    """Options of owned storage, under DeepSpeed or without it."""
 
     layout: Literal["auto", "padded", "compact"] = option(
         "auto",
         "of every bucket: 'padded' (equal parts, fixed-size collectives), 'compact' (no padding, parts as long as "
         "needed) or 'auto' (the shorter modelled step; says which and why)",
-        OURS,
     )
-    bucket_mb: Positive = option(64.0, "a bucket is closed once it has so many MiB of gradients", OURS)
+    bucket_mb: Positive = option(64.0, "a bucket is closed once it has so many MiB of gradients")
     group_size: Count | None = option(
         None,
         "ranks that share one copy of the buffers, the others have further copies. None: chosen by the planner, all "
         "ranks unless there are too few matrices for them",
-        OURS,
     )
 
 
 class ZeROConfig(OwnedStorageConfig):
-    """For DeepSpeed. ``storage`` tells which of the others may be given."""
+    """Options for DeepSpeed. ``storage`` decides which of the others may be given."""
 
     whose: ClassVar[str] = "for DeepSpeed"
 
@@ -72,38 +62,34 @@ class ZeROConfig(OwnedStorageConfig):
         "auto",
         "who owns a matrix: 'stay' (the rank that stores most of it), 'balance' (even work) or 'auto' (whichever has "
         "the shorter modelled step)",
-        OURS,
     )
     bucket_numel: Count = option(
-        2**24, "elements of the matrices that share one all-to-all; two such buckets are in flight", OURS
+        2**24, "elements of the matrices that share one all-to-all; two such buckets are in flight"
     )
     ns_device: Literal["auto", "cpu"] = option(
         "auto",
         "where matrices are updated, also where DeepSpeed keeps the optimizer in the CPU's memory: 'auto' on the "
         "accelerator if there is one, 'cpu' on the CPU",
-        OURS,
     )
     storage: Literal["zero", "owned"] = option(
         "zero",
         "who holds parameters, gradients and state: 'zero', DeepSpeed's optimizers, to which policy, bucket_numel and "
         "ns_device belong; or 'owned', we ourselves (stages 0 to 2), to which layout, bucket_mb and group_size belong",
-        OURS,
     )
 
     @model_validator(mode="after")
     def _options_of_the_storage(self) -> ZeROConfig:
-        of = {"zero": ("policy", "bucket_numel", "ns_device"), "owned": ("layout", "bucket_mb", "group_size")}
+        options = {"zero": ("policy", "bucket_numel", "ns_device"), "owned": ("layout", "bucket_mb", "group_size")}
         other = "owned" if self.storage == "zero" else "zero"
-        wrong = [key for key in of[other] if key in self.model_fields_set]
+        wrong = [key for key in options[other] if key in self.model_fields_set]
         if wrong:
-            raise ValueError(
-                f'{", ".join(map(repr, wrong))}: only for "storage": "{other}", but the storage is {self.storage!r}'
-            )
+            names = ", ".join(map(repr, wrong))
+            raise ValueError(f'{names}: only for "storage": "{other}", but the storage is {self.storage!r}')
         return self
 
 
 class FSDP2Config(HostConfig):
-    """For ``LayerWiseOptimizer`` of a ``fully_shard`` model."""
+    """Options of ``LayerWiseOptimizer`` for a ``fully_shard`` model."""
 
     whose: ClassVar[str] = "for fully_shard models"
     advice: ClassVar[str] = (
@@ -114,34 +100,30 @@ class FSDP2Config(HostConfig):
         "auto",
         "how a bucket lies on the wire: 'compact' (parts as long as needed), 'padded' (equal parts) or 'auto' (equal "
         "where nothing is padded for it)",
-        OURS,
     )
     bucket_matrices: Count | None = option(
-        None,
-        "matrices that share one all-to-all; None: twice the number of ranks. Two such buckets are in flight",
-        OURS,
+        None, "matrices that share one all-to-all; None: twice the number of ranks. Two such buckets are in flight"
     )
     bucket_numel: Count | None = option(
-        None, "a bucket never holds more elements than this, unless a single matrix does; None: no limit", OURS
+        None, "a bucket never holds more elements than this, unless a single matrix does; None: no limit"
     )
     state_dtype: Literal["parameter", "float32"] = option(
-        "parameter", "of the optimizer's state: the parameter's, as torch's optimizers, or 'float32'", OURS
+        "parameter", "of the optimizer's state: the parameter's, as torch's optimizers, or 'float32'"
     )
 
 
 class OwnedConfig(OwnedStorageConfig):
-    """For ``LayerWiseOptimizer`` of a plain model, which owns the buffers of parameters and gradients."""
+    """Options of ``LayerWiseOptimizer`` for a plain model."""
 
     whose: ClassVar[str] = "for plain models"
 
     grad_dtype: Literal["parameter", "float32"] = option(
-        "parameter", "of gradients until they are at their owners: the parameter's, or 'float32'", OURS
+        "parameter", "of gradients until they are at their owners: the parameter's, or 'float32'"
     )
     keep_full_grads: StrictBool = option(
         False,
         "the mean gradients are on all ranks after backward, in param.grad, at the memory that takes; otherwise only "
         "owners have them",
-        OURS,
     )
     overlap_grad_reduce: StrictBool = option(
         True, "buckets leave during backward as they fill, rather than at the step", MEGATRON
@@ -150,7 +132,7 @@ class OwnedConfig(OwnedStorageConfig):
         False, "parameters return while the next forward pass runs, each module waiting for its own", MEGATRON
     )
     step_in_backward: StrictBool = option(
-        False, "a bucket is updated in backward as soon as it is there; gradients cannot be clipped then", OURS
+        False, "a bucket is updated in backward as soon as it is there; gradients cannot be clipped then"
     )
     bus_alignment: StrictBool = option(
         False,

@@ -9,16 +9,13 @@ from typing import Any
 
 import torch
 
-from lwopt_backend.config.choices import Choice, Rules
-from lwopt_backend.config.param_groups import OURS
+from lwopt_backend.config.choices import Rules
+from lwopt_backend.config.param_groups import OURS, Groups
 from lwopt_backend.config.registry import ELEMENTWISE_RULES, MATRIX_RULES, AdamWOptions, option_names
 
-# Param groups of AdamW alone, with the keys of torch.optim.AdamW's, so that state dicts go from one to the other.
-#
-# torch.distributed.checkpoint reads a flattened state dict by the keys that the groups have. So where AdamW trains
-# everything they are just torch's. What we know of a group beside them is in the ``marks`` of its ``ParamGroup``.
-
-RULE = "adamw"
+# Param groups of AdamW alone have the keys of torch.optim.AdamW's, so that state dicts go from one to the other:
+# torch.distributed.checkpoint reads a flattened state dict by the keys that the groups have. What we know of a group
+# beside them is in the ``marks`` of its ``ParamGroup``.
 
 
 @functools.cache
@@ -33,12 +30,12 @@ def fixed() -> Mapping[str, Any]:
     return {key: value for key, value in torchs().items() if key not in AdamWOptions.model_fields}
 
 
-def is_alone(groups: Sequence[Mapping[str, Any]]) -> bool:
+def is_alone(groups: Groups) -> bool:
     """Whether AdamW trains everything. ``groups`` are as they come from the routing, with ``rule``."""
-    return all(group["rule"] == RULE for group in groups)
+    return all(group["rule"] == "adamw" for group in groups)
 
 
-def marks_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def marks_of(groups: Groups) -> list[dict[str, Any]]:
     """By group, what is not to stand among its keys; empty where other rules train, too."""
     if not is_alone(groups):
         return [{} for _ in groups]
@@ -47,7 +44,7 @@ def marks_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{**ours, **{key: group[key] for key in OURS if key in group}} for group in groups]
 
 
-def shown(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def shown(groups: Groups) -> list[dict[str, Any]]:
     """Copies of the groups, with all of torch's keys where AdamW trains everything."""
     return [{**(fixed() if is_alone(groups) else {}), **group} for group in groups]
 
@@ -57,8 +54,8 @@ def check(group: Mapping[str, Any], where: str) -> None:
     for key, value in fixed().items():
         if group.get(key, value) != value:
             raise ValueError(
-                f"{where}: {key!r} is {group[key]!r}, but AdamW here has {value!r} only; set it to that, if what was "
-                "trained so far allows it"
+                f"{where}: {key!r} is {group[key]!r}, but AdamW here has {value!r} only; set it to that, if the "
+                "training so far allows it"
             )
 
 
@@ -137,7 +134,7 @@ class LinkedRates:
     ``marks`` are, by group, those of the ``ParamGroup``s.
     """
 
-    def __init__(self, ratios: Sequence[float], marks: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, ratios: Sequence[float], marks: Groups = ()) -> None:
         self._ratios = tuple(ratios)
         self._marks = list(marks) or [{} for _ in self._ratios]
         self._alike = len(set(self._ratios)) == 1
@@ -145,9 +142,7 @@ class LinkedRates:
         self._round: list[Any] = []  # what was written to the first groups, in their order
 
     @classmethod
-    def of(
-        cls, groups: Iterable[Mapping[str, Any]], rate: float, marks: Sequence[Mapping[str, Any]] = ()
-    ) -> LinkedRates:
+    def of(cls, groups: Iterable[Mapping[str, Any]], rate: float, marks: Groups = ()) -> LinkedRates:
         """Ratios of freshly configured groups to the optimizer's ``lr``; with an ``lr`` of 0 there is none to keep."""
         return cls([group["lr"] / rate if rate else 1.0 for group in groups], marks)
 
@@ -166,7 +161,7 @@ class LinkedRates:
         return [*self._groups]
 
     def written(self, index: int, value: Any) -> None:
-        """Take note that ``value`` was written to group ``index``."""
+        """Record that ``value`` was written to group ``index``."""
         if self._alike or self._groups[index].get(OWN_RATES):
             return
         # A schedule writes to the groups in their order; anything else is somebody writing to a single group.
@@ -177,14 +172,11 @@ class LinkedRates:
         if all(written == value for written in values):
             for group, ratio in zip(self._groups, self._ratios):
                 dict.__setitem__(group, "lr", value * ratio)
-        elif not self._in_ratio(values):
+            return
+        # Rates scaled together, by hand or by a schedule of factors, say nothing against the ratio.
+        first, ratio = max(zip(values, self._ratios), key=lambda pair: pair[1])
+        if not all(math.isclose(v * ratio, first * r, rel_tol=1e-6) for v, r in zip(values, self._ratios)):
             self._unlink()
-
-    def _in_ratio(self, values: Sequence[Any]) -> bool:
-        """Rates scaled together, by hand or by a schedule of factors, say nothing against the ratio."""
-        pairs = list(zip(values, self._ratios))
-        first, ratio = max(pairs, key=lambda pair: pair[1])
-        return all(math.isclose(value * ratio, first * other, rel_tol=1e-6) for value, other in pairs)
 
     def _unlink(self) -> None:
         for group in self._groups:
@@ -192,7 +184,6 @@ class LinkedRates:
 
 
 NAME = "LayerWiseOptimizer"
-Groups = Sequence[Mapping[str, Any]]
 
 
 class LinkedOptimizer(torch.optim.Optimizer):
@@ -216,46 +207,29 @@ class LinkedOptimizer(torch.optim.Optimizer):
         return self._plan_digest
 
     def _begin(self, rules: Rules, groups: Groups, marks: Groups = (), *, rate: float | None = None) -> None:
-        """Link the groups as they were configured, and show schedulers what they look for."""
-        self.defaults = defaults_of(rules, groups)
-        self._rates = LinkedRates.of(groups, rate_of(rules, groups) if rate is None else rate, marks)
+        """Link the groups as they were configured, and set the ``defaults`` that schedulers read.
+
+        ``rate`` is the optimizer's ``lr``; by default the matrix rule's, or the other's where that trains everything.
+        """
+        main = rules.matrix if any(group["rule"] in MATRIX_RULES for group in groups) else rules.elementwise
+        self.defaults = main.options.model_dump()
+        found = [group[key] for group in groups for key in CYCLED if key in option_names(group)]
+        if found:  # torch's OneCycleLR and CyclicLR ask for either name, DeepSpeed's OneCycle for ``betas`` alone
+            momentum = found[0] if isinstance(found[0], (int, float)) else found[0][0]
+            self.defaults = {"momentum": momentum, "betas": (momentum,), **self.defaults}
+        self._rates = LinkedRates.of(groups, main.lr if rate is None else rate, marks)
         self.link_groups(self.param_groups)
 
     def link_groups(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        """Go on with ``groups``, as after a checkpoint, which brings plain dictionaries."""
+        """Replace the param groups, e.g. by the plain dictionaries of a checkpoint."""
         assert self._rates is not None
         self.param_groups = self._rates.link(groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only for the base class's constructor. Raises RuntimeError afterwards: the plan knows no later parameters."""
         if self._rates is not None:
-            raise RuntimeError(
-                f"{self.name} takes no param group after it was made; give all groups to the constructor"
-            )
+            raise RuntimeError(f"{self.name} takes no param group after it was made; give the constructor all groups")
         super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(f"{self.name} belongs to its process groups and cannot be copied or pickled; use state_dict()")
-
-
-def rate_of(rules: Rules, groups: Groups) -> float:
-    """The optimizer's ``lr``: the matrix rule's, or the other's where that trains everything."""
-    return _main(rules, groups).lr
-
-
-def defaults_of(rules: Rules, groups: Groups) -> dict[str, Any]:
-    """What schedulers read of the optimizer: options, and ``momentum`` and ``betas`` if any group has one of them.
-
-    torch's OneCycleLR and CyclicLR ask for either, DeepSpeed's OneCycle for ``betas`` alone.
-    """
-    defaults = _main(rules, groups).options.model_dump()
-    found = [group[key] for group in groups for key in CYCLED if key in option_names(group)]
-    if found:
-        momentum = found[0] if isinstance(found[0], (int, float)) else found[0][0]
-        defaults = {"momentum": momentum, "betas": (momentum,), **defaults}
-    return defaults
-
-
-def _main(rules: Rules, groups: Groups) -> Choice:
-    has_matrices = any(group["rule"] in MATRIX_RULES for group in groups)
-    return rules.matrix if has_matrices else rules.elementwise

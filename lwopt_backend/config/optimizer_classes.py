@@ -1,4 +1,9 @@
-"""Any optimizer class as a rule: found by its path, and tried on a few numbers before it trains anything."""
+"""Any optimizer class as a rule: found by its path, and tried on a few numbers before it trains anything.
+
+Whatever a class keeps must be in the state of its parameter, or be counted in its param group: that is what
+checkpoints hold and what other ranks can go on with. Every rank tries a class before anything is trained with it; one
+that trains otherwise when everything else is made anew is refused.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +25,6 @@ from lwopt_backend.rules.protocol import TorchOptimizer, inner_steps
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.elementwise import Counters, ElementwiseStepper
 from lwopt_backend.runtime.whole import Slices
-
-# Optimizer classes tried on a few numbers, on every rank and before anything is trained with them.
-#
-# Whatever a class keeps must be in the state of its parameter, or be counted in its param group: that is what
-# checkpoints hold and what other ranks can go on with. A class that trains otherwise when everything else is made
-# anew is refused.
 
 STEPS = 8
 LOWER_FROM, LOWER_BY = 3, 10  # from this step on the learning rate is so much lower, as under a schedule
@@ -55,7 +54,7 @@ class ElementwiseState:
 
 
 def _trial(run: Callable[[str, Mapping[str, Any], str], T]) -> Callable[[str, Mapping[str, Any]], T]:
-    """``run`` of an optimizer's path and arguments, made once: on the CPU, or on the accelerator if only that works."""
+    """Run a trial once for each path and arguments: on the CPU, or on the accelerator if only that works."""
     found: dict[str, T] = {}
 
     def once(path: str, arguments: Mapping[str, Any]) -> T:
@@ -77,15 +76,14 @@ def try_matrix(path: str, arguments: Mapping[str, Any], device: str) -> None:
     """Raises ValueError for an optimizer that cannot be the rule of matrices."""
     value, grads = _numbers(device, 3, 2)
     whole, _, _ = _plain(path, arguments, value, grads)
-    with _as_sentence(path):
-        states: dict[str, Any] = {}
-        ours = value.clone()
-        with _seeded():
-            for step, grad in enumerate(grads):
-                rule = TorchOptimizer(class_named(path), **_arguments(arguments, step))
-                rule.step(ours, grad.clone(), states)
-                states = copy.deepcopy(states)
-                nested.check(states)
+    states: dict[str, Any] = {}
+    ours = value.clone()
+    with _tried(path):
+        for step, grad in enumerate(grads):
+            rule = TorchOptimizer(class_named(path), **_arguments(arguments, step))
+            rule.step(ours, grad.clone(), states)
+            states = copy.deepcopy(states)
+            nested.check(states)
     _check_same(path, ours, whole)
 
 
@@ -109,7 +107,7 @@ def elementwise_state(path: str, arguments: Mapping[str, Any], device: str) -> E
     found = replace(_form(path, state, counted, value), steps_on_device=fused)
     ours, kept = value.clone(), found.new(value)
     values = []
-    with _as_sentence(path), _seeded():
+    with _tried(path):
         for step, grad in enumerate(grads):
             stepper = ElementwiseStepper(class_named(path), found.counters)
             stepper.step(_arguments(arguments, step), [Slices(ours, grad.clone(), kept)])
@@ -127,13 +125,13 @@ def try_cautious(path: str, arguments: Mapping[str, Any], device: str) -> None:
     moved = _plain(path, arguments, value, grads)[0] - value
     if not torch.allclose(moved, _plain(path, arguments, torch.zeros_like(value), grads)[0], rtol=1e-4, atol=1e-6):
         raise ValueError(
-            f"weight_decay_form is 'cautious', but {path} updates by the weight even without decay; leave "
-            "weight_decay_form out, or choose another optimizer"
+            f"weight_decay_form is 'cautious', but the update of {path} depends on the weight even without decay; "
+            "leave weight_decay_form out, or choose another optimizer"
         )
 
 
 def _form(path: str, state: Mapping[str, Any], counted: Mapping[str, Any], value: Tensor) -> ElementwiseState:
-    """Of what an optimizer has after some steps."""
+    """The form of what an optimizer has after some steps."""
     like = tuple(k for k, v in state.items() if isinstance(v, Tensor) and v.shape == value.shape)
     steps = tuple(k for k, v in state.items() if isinstance(v, Tensor) and v.ndim == 0)
     rest = {k: v for k, v in state.items() if k not in (*like, *steps) and v is not None}
@@ -152,8 +150,8 @@ def _form(path: str, state: Mapping[str, Any], counted: Mapping[str, Any], value
 def _plain(
     path: str, arguments: Mapping[str, Any], value: Tensor, grads: Sequence[Tensor]
 ) -> tuple[Tensor, dict[str, Any], dict[str, Any]]:
-    """Some steps as anybody would take them: the value, the state, and what changed in the param group."""
-    with _as_sentence(path), _seeded():
+    """The value, the state, and what changed in the param group, after some ordinary steps of the class itself."""
+    with _tried(path):
         storage = value.clone()
         param = nn.Parameter(storage)
         inner = class_named(path)([param], **_arguments(arguments, 0))
@@ -179,37 +177,32 @@ def _numbers(device: str, *shape: int) -> tuple[Tensor, list[Tensor]]:
     """A value and gradients of that shape, of six elements."""
     numbers = torch.Generator().manual_seed(0)
     value, *grads = torch.randn((1 + STEPS, 3, 2), generator=numbers).to(device)
-    # One is nearly orthogonal to the value, row by row: some optimizers project matrices then.
+    # The first gradient is nearly orthogonal to the value, row by row: only then do some optimizers project matrices.
     grads[0] = torch.stack([-value[:, 1], value[:, 0]], dim=1) + 0.05 * value
     return value.reshape(shape), [grad.reshape(shape) for grad in grads]
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """But for a last bit: DeepSpeed's CPUAdam multiplies powers up, and computes them anew after a checkpoint."""
+    """Equal up to rounding: DeepSpeed's CPUAdam multiplies powers step by step, but not after a checkpoint."""
     return torch.allclose(one, other, rtol=2e-6, atol=2e-7)
 
 
 def _check_same(path: str, ours: Tensor, whole: Tensor) -> None:
     if not _same(ours, whole):
         raise ValueError(
-            f"{path} trains otherwise when made anew between steps, as after a checkpoint, or under a schedule: it "
-            "keeps something outside of state[parameter] and of what it counts in its param group, or goes by other "
-            "arguments than it is given; expected all of it there"
+            f"{path} trains differently when it is made anew between steps, as after a checkpoint, or under a schedule"
+            ": it keeps something outside state[parameter] and the counters in its param group, or follows other "
+            "arguments than its own; expected all of it there"
         )
 
 
 @contextmanager
-def _seeded() -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        yield
-
-
-@contextmanager
-def _as_sentence(path: str) -> Iterator[None]:
-    """Whatever an optimizer raises, as a ValueError that names it."""
+def _tried(path: str) -> Iterator[None]:
+    """Run an optimizer, always with the same random numbers; whatever it raises becomes a ValueError that names it."""
     try:
-        yield
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            yield
     except Exception as error:
         raise ValueError(f"{path} fails on a few numbers: {error or type(error).__name__}") from error
 
@@ -228,8 +221,8 @@ def path_of(given: Any) -> str:
     if isinstance(given, type):
         if "." in given.__qualname__:
             raise ValueError(
-                f"class: {given.__qualname__} is defined inside something else; expected one at the top of a module, "
-                "from which every rank imports it"
+                f"class: {given.__qualname__} is defined inside a function or class; expected one at the top of a "
+                "module, from which every rank can import it"
             )
         return f"{given.__module__}.{given.__qualname__}"
     raise ValueError(
@@ -277,7 +270,7 @@ def options_of_class(path: str, *, with_class: bool, with_form: bool = False) ->
 
 
 def _parameters(cls: type) -> dict[str, inspect.Parameter]:
-    """The parameters of a class's constructor but ``self`` and the optimizer's parameters."""
+    """The parameters of a class's constructor, except ``self`` and the optimizer's parameters."""
     found: dict[str, inspect.Parameter] = {}
     for base in cls.__mro__:
         if base is torch.optim.Optimizer:
@@ -302,27 +295,21 @@ def check_arguments(path: str, model: type[Options], given: Mapping[str, Any], t
     missing = [key for key in fields if key not in defaults and key not in named]
     if missing:
         raise ValueError(f"{path} refuses these arguments: {missing[0]!r} is missing")
-    _check_alone(path, defaults, named)
+    arguments = {key: value for key, value in named.items() if key != DECAY_FORM}
+    error = _error_of(path, arguments)
+    if error is not None:
+        said = str(error)
+        if not isinstance(error, ValueError):  # Python's, of a value that the class does not expect: say which it is
+            needed = {key: value for key, value in arguments.items() if key not in defaults}
+            alone = [key for key in arguments if _error_of(path, {**needed, key: arguments[key]})] or list(arguments)
+            likes = {key: f"; expected a value like {defaults[key]!r}" for key in alone if key in defaults}
+            said = ", ".join(f"{key} is {arguments[key]!r}{likes.get(key, '')}" for key in alone)
+        raise ValueError(f"{path} refuses these arguments: {said}") from error
     trial(path, {**defaults, **named})
 
 
-def _check_alone(path: str, defaults: Mapping[str, Any], named: Mapping[str, Any]) -> None:
-    """Raises ValueError for arguments with which a class cannot be made: in its own words, or which of them it is."""
-    arguments = {key: value for key, value in named.items() if key != DECAY_FORM}
-    error = _error_of(path, arguments)
-    if error is None:
-        return
-    said = str(error)
-    if not isinstance(error, ValueError):  # Python's, of a value that the class does not expect
-        needed = {key: value for key, value in arguments.items() if key not in defaults}
-        alone = [key for key in arguments if _error_of(path, {**needed, key: arguments[key]})] or list(arguments)
-        likes = {key: f"; expected a value like {defaults[key]!r}" for key in alone if key in defaults}
-        said = ", ".join(f"{key} is {arguments[key]!r}{likes.get(key, '')}" for key in alone)
-    raise ValueError(f"{path} refuses these arguments: {said}") from error
-
-
 def _error_of(path: str, arguments: Mapping[str, Any]) -> Exception | None:
-    """What comes of making a class with these arguments, if it cannot be made."""
+    """The exception that the class raises when made with these arguments, if any."""
     try:
         class_named(path)([nn.Parameter(torch.zeros(2, 2))], **arguments)
     except Exception as error:

@@ -21,17 +21,14 @@ def install_command(package: str, version: str = "") -> str:
     It names the package itself and not the extra: ``pip install "lwopt-backend[hf]"`` would look for this project on an
     index, which is wrong for a checkout.
     """
-    requirement = f"{package}{version}" if version else _required(package)
+    requirement = f"{package}{version}"
+    if not version:
+        try:
+            found = [text.partition(";")[0].strip() for text in requires(DISTRIBUTION) or ()]
+            requirement = {re.split(r"[^\w.-]", text)[0]: text for text in found}[package]
+        except PackageNotFoundError:  # imported by path: the bare name
+            pass
     return f"pip install {shlex.quote(requirement)}"
-
-
-def _required(package: str) -> str:
-    """The requirement from the installed metadata; the bare name if this project is not installed."""
-    try:
-        found = [text.partition(";")[0].strip() for text in requires(DISTRIBUTION) or ()]
-    except PackageNotFoundError:  # imported by path
-        return package
-    return {re.split(r"[^\w.-]", text)[0]: text for text in found}[package]
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
@@ -63,24 +60,16 @@ OPTIONS = {
     "learning_rate": "lr",
     "wd": "weight_decay",
     "epsilon": "eps",
-    "mu": "momentum",
-    "beta": "momentum",
+    **dict.fromkeys(("mu", "beta"), "momentum"),
     "use_nesterov": "nesterov",
-    "backend_steps": "ns_steps",
-    "newton_schulz_steps": "ns_steps",
-    "num_ns_steps": "ns_steps",
-    "coefficient_type": "ns_coefficients",
-    "ns_coeffs": "ns_coefficients",
-    "use_polar_express": "ns_coefficients",
-    "adjust_lr": "adjust_lr_fn",
-    "scale_mode": "adjust_lr_fn",
+    **dict.fromkeys(("backend_steps", "newton_schulz_steps", "num_ns_steps"), "ns_steps"),
+    **dict.fromkeys(("coefficient_type", "ns_coeffs", "use_polar_express"), "ns_coefficients"),
+    **dict.fromkeys(("adjust_lr", "scale_mode"), "adjust_lr_fn"),
     "cautious_wd": "weight_decay_form",
     "use_gram_newton_schulz": "gram_aspect",
     "ns_method": "matrix.gram_aspect",
     "fp32_matmul_prec": "ns_dtype",
-    "betas": "elementwise.betas",
-    "beta1": "elementwise.betas",
-    "beta2": "elementwise.betas",
+    **dict.fromkeys(("betas", "beta1", "beta2"), "elementwise.betas"),
 }
 # Where others keep the options of both rules side by side, these words tell them apart: "muon_wd", "adam_beta1".
 PREFIXES = {
@@ -89,15 +78,8 @@ PREFIXES = {
 }
 PREFIXED = {"extra_scale_factor", *(name.rpartition(".")[2] for name in OPTIONS.values())}
 RULES = {
-    "adam": "adamw",
-    "torch_adam": "adamw",
-    "torch.optim.adamw": "adamw",
-    "torch_adamw": "adamw",
-    "fusedadam": "adamw",
-    "adam8bit": "adamw",
-    "dist_muon": "muon",
-    "muonwithauxadam": "muon",
-    "torch.optim.muon": "muon",
+    **dict.fromkeys(("adam", "torch_adam", "torch.optim.adamw", "torch_adamw", "fusedadam", "adam8bit"), "adamw"),
+    **dict.fromkeys(("dist_muon", "muonwithauxadam", "torch.optim.muon"), "muon"),
 }
 # What has no counterpart: what to do.
 ADVICE = {
@@ -105,8 +87,9 @@ ADVICE = {
     "adam_w_mode": "leave it out: AdamW's weight decay is decoupled",
     "bias_correction": "leave it out: AdamW corrects its averages",
     "fp32_optimizer_states": "leave it out: state has the dtype of the masters",
-    "max_grad_norm": "clip with gradient_clipping in ds_config.json, or with clip_grad_norm_",
-    "clip_grad": "clip with gradient_clipping in ds_config.json, or with clip_grad_norm_",
+    **dict.fromkeys(
+        ("max_grad_norm", "clip_grad"), "clip with gradient_clipping in ds_config.json, or with clip_grad_norm_"
+    ),
     "gradient_clipping": "it stands beside the optimizer entry in ds_config.json; elsewhere call clip_grad_norm_",
     "use_muon": "the model's structure decides what is a matrix; 'include' and 'exclude' overrule it, by name",
     "algorithm": "the model's structure decides what is a matrix; 'include' and 'exclude' overrule it, by name",
@@ -167,10 +150,8 @@ def _meant(name: str, known: list[str]) -> str | None:
     return next((candidate for candidate in candidates if candidate in known), None)
 
 
-# Optimizer entries of ds_config.json that were written for DeepSpeed's Muon or for AdamW, in our words.
-#
-# So switching is one word, the type. What an entry says holds, defaults included; what is taken as what is said once,
-# and what cannot be meant here is an error.
+# Optimizer entries of ds_config.json that were written for DeepSpeed's Muon or for AdamW, in our words. So switching is
+# one word, the type. What an entry says holds, defaults included; what cannot be meant here is an error.
 
 OWN_SECTIONS = ("adamw", "matrix", "elementwise")  # with one of them, or none of the marks, an entry is ours
 MUON_MARKS = ("muon_lr", "adam_lr", "ns_method", "per_head_muon")
@@ -205,7 +186,12 @@ def translated(given: Mapping[str, Any], where: str) -> tuple[dict[str, Any], st
     marks = [key for key in MUON_MARKS if key in given]
     if not marks and "betas" not in given:
         return dict(given), None
-    _check_filled(given, where)
+    unfilled = [key for key in (*ADAMW, "muon_lr", "adam_lr", "momentum") if given.get(key) == "auto"]
+    if unfilled:
+        raise ValueError(
+            f"{where}: {', '.join(unfilled)}: found 'auto', which only Hugging Face's Trainer fills in, for "
+            f"{', '.join(ADAMW)} (Accelerate for lr and weight_decay); write values"
+        )
     is_muon, rest = bool(marks) or "momentum" in given, dict(given)
     torch_adam = rest.pop("torch_adam", False)
     for key, (only, instead) in GRANTED.items():
@@ -215,15 +201,6 @@ def translated(given: Mapping[str, Any], where: str) -> tuple[dict[str, Any], st
     whose, remark = ("DeepSpeed's Muon", CLIPS) if is_muon else ("AdamW", "" if "adjust_lr_fn" in given else SCALED)
     mark = (*marks, "betas")[0]
     return options, f"{where}: {mark!r} makes this an entry of {whose}; taken as {json.dumps(options)}{remark}"
-
-
-def _check_filled(given: Mapping[str, Any], where: str) -> None:
-    unfilled = [key for key in (*ADAMW, "muon_lr", "adam_lr", "momentum") if given.get(key) == "auto"]
-    if unfilled:
-        raise ValueError(
-            f"{where}: {', '.join(unfilled)}: found 'auto', which only Hugging Face's Trainer fills in, for "
-            f"{', '.join(ADAMW)} (Accelerate for lr and weight_decay); write values"
-        )
 
 
 def _from_muon(rest: dict[str, Any], where: str) -> dict[str, Any]:
@@ -250,14 +227,12 @@ def _from_adamw(rest: dict[str, Any], decay: float) -> dict[str, Any]:
     return {**shared, "adjust_lr_fn": "match_rms_adamw", **rest, "adamw": adamw}
 
 
-# What all options are made of: a pydantic model whose errors name the key, what was expected and what was found.
-
-# Strict: a number in quotes, or true for 1, is a slip that should be seen.
+# What all options are made of. Strict: a number in quotes, or true for 1, is a slip that should be seen.
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 BelowOne = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False, strict=True)]
 Count = Annotated[int, Field(ge=1, strict=True)]
-
+Globs = Annotated[tuple[str, ...], BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)]
 
 # What pydantic calls otherwise than a configuration does, by its names of errors.
 EXPECTED = {"tuple_type": "input should be a list", "dict_type": "input should be a mapping"}
@@ -267,25 +242,18 @@ ONLY_HUGGING_FACE = (
 )
 
 
-def _listed(given: Any) -> Any:
-    return (given,) if isinstance(given, str) else given
-
-
-Globs = Annotated[tuple[str, ...], BeforeValidator(_listed)]  # or a single one
-
-
 class Options(BaseModel):
     """Base of all options: immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-def option(default: Any, meaning: str, source: str) -> Any:
+M = TypeVar("M", bound=Options)
+
+
+def option(default: Any, meaning: str, source: str = "this package") -> Any:
     """A field of an options model, with its description for ``lwopt rules``."""
     return Field(default, description=meaning, json_schema_extra={"source": source})
-
-
-M = TypeVar("M", bound=Options)
 
 
 def parse(model: type[M], options: Mapping[str, Any], where: str) -> M:
@@ -303,28 +271,17 @@ def _problem(model: type[Options], detail: Mapping[str, Any]) -> str:
     if detail["type"] == "value_error":
         return str(detail["ctx"]["error"])
     if detail["type"] == "extra_forbidden":
-        return f"unknown key {key!r}; {_hint(model, location)}"
+        *sections, name = location
+        for section in sections:
+            model = _sections(model)[section]
+        inside = [f"{section}.{key}" for section, options in _sections(model).items() for key in options.model_fields]
+        return f"unknown key {key!r}; {option_suggestion(name, [*model.model_fields, *inside])}"
     expected = EXPECTED.get(detail["type"], f"{detail['msg'][0].lower()}{detail['msg'][1:]}")
     found = f"{key}: {expected}; found {detail['input']!r}"
     return f"{found}, {ONLY_HUGGING_FACE}" if detail["input"] == "auto" and detail["type"] in NO_WORDS else found
 
 
-def _hint(model: type[Options], location: list[str]) -> str:
-    """The nearest known key at this level, one in a section of it, or ours for a key of another optimizer."""
-    *sections, name = location
-    for section in sections:
-        model = _section(model, section)
-    inner = {section: field.annotation for section, field in model.model_fields.items()}
-    in_sections = [
-        f"{section}.{key}"
-        for section, options in inner.items()
-        if isinstance(options, type) and issubclass(options, Options)
-        for key in options.model_fields
-    ]
-    return option_suggestion(name, [*model.model_fields, *in_sections])
-
-
-def _section(model: type[Options], name: str) -> type[Options]:
-    annotation = model.model_fields[name].annotation
-    assert isinstance(annotation, type) and issubclass(annotation, Options)
-    return annotation
+def _sections(model: type[Options]) -> dict[str, type[Options]]:
+    """The options of a model that are sections with options of their own."""
+    kinds = {key: field.annotation for key, field in model.model_fields.items()}
+    return {key: kind for key, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, Options)}

@@ -18,6 +18,8 @@ from lwopt_backend.runtime.collectives import of_elementwise
 from lwopt_backend.runtime.elementwise import ElementwiseStepper, step_cautiously
 from lwopt_backend.runtime.whole import Slices
 
+Groups = Sequence[Mapping[str, Any]]
+
 
 class ElementwiseGroups:
     """Steps parts of element-wise param groups; every group's optimizer is made once."""
@@ -47,7 +49,7 @@ class OptionsInUse:
         self._values: list[tuple[str, dict[str, Any]]] = []
         self._number = 0
 
-    def number(self, groups: Sequence[Mapping[str, Any]]) -> int:
+    def number(self, groups: Groups) -> int:
         """The number of the current options (``number_of``), computed again only if one has changed."""
         values = _values(groups)
         if values != self._values:
@@ -55,7 +57,7 @@ class OptionsInUse:
         return self._number
 
     @staticmethod
-    def lines(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    def lines(groups: Groups) -> list[str]:
         """The options that the number was made of, one line each."""
         return [
             setting(f"{key} of param group {number} ({rule})", value)
@@ -64,7 +66,7 @@ class OptionsInUse:
         ]
 
 
-def _values(groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+def _values(groups: Groups) -> list[tuple[str, dict[str, Any]]]:
     return [(group["rule"], {key: plain(value) for key, value in arguments(group).items()}) for group in groups]
 
 
@@ -111,13 +113,22 @@ def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
         if "params" not in group:
             raise ValueError(f"param group {number}: expected a key 'params', found {', '.join(map(repr, group))}")
         if not _is_ordered(group["params"]):
-            raise TypeError(
-                f"param group {number}: params: expected a list of parameters, found {_kind(group['params'])}"
-            )
-    groups = [{**group, "params": _listed(group["params"])} for group in items]
-    for group in groups:
-        group.pop("param_names", None)  # torch's, of all parameters; a group is about to be split
-    _check_members(groups)
+            found = _kind(group["params"])
+            raise TypeError(f"param group {number}: params: expected a list of parameters, found {found}")
+    seen: set[int] = set()
+    groups = []
+    for number, group in enumerate(items):
+        given = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
+        params = [item[1] if isinstance(item, tuple) and len(item) == 2 else item for item in given]
+        for position, param in enumerate(params):
+            place = f"param group {number}, position {position}"
+            if not isinstance(param, Tensor):
+                raise TypeError(f"{place}: expected a parameter, found {_kind(param)}")
+            if id(param) in seen:
+                raise ValueError(f"{place}: this parameter of shape {tuple(param.shape)} was given before")
+            seen.add(id(param))
+        kept = {key: value for key, value in group.items() if key != "param_names"}  # torch's, of the whole group
+        groups.append({**kept, "params": params})
     return groups
 
 
@@ -126,24 +137,6 @@ def _is_ordered(params: Any) -> bool:
     if isinstance(params, (Set, Mapping)) or isinstance(params, nn.Module) and not isinstance(params, nn.ParameterList):
         return False
     return isinstance(params, (Tensor, Iterable))
-
-
-def _listed(params: Any) -> list[Any]:
-    if isinstance(params, Tensor):
-        return [params]
-    return [item[1] if isinstance(item, tuple) and len(item) == 2 else item for item in params]
-
-
-def _check_members(groups: Sequence[Mapping[str, Any]]) -> None:
-    seen: set[int] = set()
-    for number, group in enumerate(groups):
-        for position, param in enumerate(group["params"]):
-            place = f"param group {number}, position {position}"
-            if not isinstance(param, Tensor):
-                raise TypeError(f"{place}: expected a parameter, found {_kind(param)}")
-            if id(param) in seen:
-                raise ValueError(f"{place}: this parameter of shape {tuple(param.shape)} was given before")
-            seen.add(id(param))
 
 
 def _kind(value: Any) -> str:
@@ -157,10 +150,7 @@ def of_another_optimizer(saved: Any) -> bool:
 
 
 def split(
-    groups: Sequence[Mapping[str, Any]],
-    is_matrix: Mapping[int, bool],
-    rules: Rules,
-    names: Mapping[int, str] | None = None,
+    groups: Groups, is_matrix: Mapping[int, bool], rules: Rules, names: Mapping[int, str] | None = None
 ) -> list[dict[str, Any]]:
     """Each group's matrices, then its element-wise parameters, both in the group's order; empty parts are left out.
 
@@ -180,7 +170,10 @@ def split(
                 which = () if names is None else overrides_of(names[id(param)], kind, rules)
                 by_overrides.setdefault(which, []).append(param)
             for which, params in sorted(by_overrides.items()):
-                changed = _overridden(choice, kind, which, rules)
+                changed = choice
+                for override in which:
+                    changes = getattr(rules.overrides[override], kind)
+                    changed = changed.changed(changes, f"overrides[{override}]: {kind}")
                 marks = {"rule": changed.rule, "from_group": number, "overrides": list(which)}
                 parts.append({"params": params, **extra, **changed.options.model_dump(), **marks})
     return parts
@@ -193,12 +186,6 @@ def overrides_of(name: str, kind: str, rules: Rules) -> tuple[int, ...]:
         for number, override in enumerate(rules.overrides)
         if getattr(override, kind) and named_like(override.params)(name)
     )
-
-
-def _overridden(choice: Choice, kind: str, which: Sequence[int], rules: Rules) -> Choice:
-    for number in which:
-        choice = choice.changed(getattr(rules.overrides[number], kind), f"overrides[{number}]: {kind}")
-    return choice
 
 
 def _options(group: Mapping[str, Any], rules: Rules, where: str) -> tuple[Choice, Choice, dict[str, Any]]:
@@ -220,18 +207,13 @@ def _options(group: Mapping[str, Any], rules: Rules, where: str) -> tuple[Choice
             extra[key] = value
     known = type(elementwise.options).model_fields
     shared = {key: group[key] for key in SHARED if key in group and key in known}
-    section = f"{where}, {elementwise.rule!r}"
-    return (
-        matrix.changed(sections["matrix"], where),
-        elementwise.changed({**shared, **sections["elementwise"]}, section),
-        extra,
-    )
+    changed = elementwise.changed({**shared, **sections["elementwise"]}, f"{where}, {elementwise.rule!r}")
+    return matrix.changed(sections["matrix"], where), changed, extra
 
 
 def _check_foreign(key: str, rules: Rules, where: str) -> None:
-    """A key that is nobody's option is the user's business; one that looks like an option would do nothing."""
+    """Raises ValueError for a key that looks like an option but would do nothing; other keys are the user's."""
     known = ["params", "matrix", "elementwise", rules.elementwise.rule, *type(rules.matrix.options).model_fields]
-    close = nearest(key, known, cutoff=0.8)
     if key in type(rules.elementwise.options).model_fields:
         name = rules.elementwise.rule
         raise ValueError(f"{where}: {key!r} is an option of {name!r}; write it into the group's section {name!r}")
@@ -239,7 +221,7 @@ def _check_foreign(key: str, rules: Rules, where: str) -> None:
         raise ValueError(f"{where}: {key!r} is an option of the whole optimizer, not of a param group")
     if key in OURS:
         raise ValueError(f"{where}: {key!r} is a key that this optimizer writes itself; rename yours")
-    if close or is_foreign(key):
+    if nearest(key, known, cutoff=0.8) or is_foreign(key):
         sections = [f"{rules.elementwise.rule}.{option}" for option in type(rules.elementwise.options).model_fields]
         raise ValueError(f"{where}: unknown key {key!r}; {option_suggestion(key, [*known, *sections])}")
 

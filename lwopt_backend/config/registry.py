@@ -1,4 +1,8 @@
-"""The rules by name, those that come with the package and the users' own, with the options of each."""
+"""The rules by name, in one table: options, cost, state, and the class that does the work.
+
+``register_rule`` adds a matrix rule, ``register_elementwise`` an optimizer for everything that is not a matrix. The
+options of a rule are the fields of its dataclass; those of AdamW, which is torch's, stand here.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +15,9 @@ import torch
 from pydantic import Field, PlainValidator, StrictBool, create_model, model_validator
 from torch import Tensor
 
+from lwopt_backend.config import optimizer_classes as classes
 from lwopt_backend.config.hosts import HostConfig
-from lwopt_backend.config.optimizer_classes import (
-    DECAY_FORM,
-    ElementwiseState,
-    Trial,
-    check_arguments,
-    class_named,
-    elementwise_state,
-    options_of_class,
-    path_of,
-    try_cautious,
-    try_matrix,
-)
+from lwopt_backend.config.optimizer_classes import DECAY_FORM, ElementwiseState, Trial, class_named
 from lwopt_backend.config.options import BelowOne, NonNegative, Options, option, parse, suggestion
 from lwopt_backend.plan import Atom, TrainedParam
 from lwopt_backend.plan.cost import SECOND_MOMENT_FLOPS, gram_flops, shampoo_flops, soap_flops
@@ -34,11 +28,6 @@ from lwopt_backend.rules.newton_schulz import segments
 from lwopt_backend.rules.protocol import TorchOptimizer
 from lwopt_backend.runtime.collectives import rule_name
 from lwopt_backend.runtime.elementwise import Counters
-
-# The rules by name, in one table: options, cost, state, and the class that does the work.
-#
-# ``register_rule`` adds a matrix rule, ``register_elementwise`` an optimizer for everything that is not a matrix. The
-# options of a rule are the fields of its dataclass; those of AdamW, which is torch's, stand here.
 
 ADAMW = "torch.optim.AdamW"
 
@@ -60,7 +49,7 @@ class AdamWOptions(Options):
     @model_validator(mode="after")
     def _one_implementation(self) -> AdamWOptions:
         if self.foreach and self.fused:
-            raise ValueError("foreach and fused are both true, but torch has them one at a time; leave one of them out")
+            raise ValueError("foreach and fused are both true, but torch supports one of them at a time; leave one out")
         return self
 
 
@@ -129,11 +118,8 @@ def register_rule(
 
     Raises ValueError for a name that is taken.
     """
-    _check_free(name)
-    model = _model_of(name, rule, options)
-    MATRIX_RULES[name] = MatrixEntry(
-        name, model, rule, cost or (lambda shape, _: shape[0] * shape[1]), work, takes, source
-    )
+    flops = cost or (lambda shape, _: shape[0] * shape[1])
+    MATRIX_RULES[name] = MatrixEntry(name, _model_of(name, rule, options), rule, flops, work, takes, source)
 
 
 def register_elementwise(
@@ -146,19 +132,15 @@ def register_elementwise(
     source: str = "",
 ) -> None:
     """Register a torch optimizer under ``name`` as a rule for element-wise parameters. Raises ValueError as above."""
-    _check_free(name)
+    model = _model_of(name, optimizer, options)
     given = (lambda _: optimizer) if isinstance(optimizer, type) else optimizer
-    ELEMENTWISE_RULES[name] = ElementwiseEntry(
-        name, _model_of(name, optimizer, options), given, new_state, counters, source
-    )
-
-
-def _check_free(name: str) -> None:
-    if name in MATRIX_RULES or name in ELEMENTWISE_RULES:
-        raise ValueError(f"a rule named {name!r} is registered already; choose another name")
+    ELEMENTWISE_RULES[name] = ElementwiseEntry(name, model, given, new_state, counters, source)
 
 
 def _model_of(name: str, rule: Any, options: type[Options] | ModelOf | None) -> ModelOf:
+    """The model of a new rule's options. Raises ValueError for a name that is taken, and for a rule without options."""
+    if name in MATRIX_RULES or name in ELEMENTWISE_RULES:
+        raise ValueError(f"a rule named {name!r} is registered already; choose another name")
     if options is None:
         if not dataclasses.is_dataclass(rule):
             raise ValueError(f"rule {name!r}: expected a dataclass, or the options' model in 'options'")
@@ -171,15 +153,14 @@ def _model_of(name: str, rule: Any, options: type[Options] | ModelOf | None) -> 
 def options_model(name: str, rule: Any) -> type[Options]:
     """A model of options from the fields of a rule's dataclass; they are valid if the rule can be made from them."""
     hints = get_type_hints(rule)
-    names = [field.name for field in dataclasses.fields(rule)]
-    fields: dict[str, Any] = {field.name: _as_option(field, hints[field.name]) for field in dataclasses.fields(rule)}
+    options: dict[str, Any] = {field.name: _as_option(field, hints[field.name]) for field in dataclasses.fields(rule)}
 
-    def fits(options: Options) -> Options:
-        rule(**{name: getattr(options, name) for name in names})
-        return options
+    def fits(given: Options) -> Options:
+        rule(**{name: getattr(given, name) for name in options})
+        return given
 
     validators: dict[str, Any] = {"fits": model_validator(mode="after")(fits)}
-    return create_model(f"{name}Options", __base__=Options, __validators__=validators, **fields)
+    return create_model(f"{name}Options", __base__=Options, __validators__=validators, **options)
 
 
 def _as_option(field: dataclasses.Field[Any], hint: Any) -> tuple[Any, Any]:
@@ -192,12 +173,8 @@ def _as_option(field: dataclasses.Field[Any], hint: Any) -> tuple[Any, Any]:
     if said["check"] is not None:
         hint = Annotated[hint, PlainValidator(said["check"])]
     elif kinds & {bool, int, float}:
-        limits: dict[str, Any] = {
-            "strict": True,
-            **said["bounds"],
-            **({"allow_inf_nan": False} if float in kinds else {}),
-        }
-        hint = Annotated[hint, Field(**limits)]
+        finite: dict[str, Any] = {"allow_inf_nan": False} if float in kinds else {}
+        hint = Annotated[hint, Field(strict=True, **said["bounds"], **finite)]
     return hint, option(default, said["meaning"], said["source"])
 
 
@@ -221,7 +198,7 @@ def options_of(rule: str, given: Mapping[str, Any], where: str) -> Options:
 def by_path(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Options with a class replaced by its path."""
     try:
-        return {**given, "class": path_of(given["class"])} if "class" in given else dict(given)
+        return {**given, "class": classes.path_of(given["class"])} if "class" in given else dict(given)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
 
@@ -258,17 +235,15 @@ def build_matrix_rule(group: Mapping[str, Any], config: HostConfig) -> MatrixRul
     if config.exchange_dtype != "auto":
         rule.exchange_dtype = getattr(torch, config.exchange_dtype)
     if isinstance(rule, WeightRule) and rule.exchange_dtype != torch.float32:
-        raise ValueError(
-            f"exchange_dtype is {config.exchange_dtype!r}, but {group['rule']!r} takes weights and gradients in float32"
-        )
+        takes = f"{group['rule']!r} takes weights and gradients in float32"
+        raise ValueError(f"exchange_dtype is {config.exchange_dtype!r}, but {takes}")
     return rule
 
 
 def build_matrix_rules(groups: Sequence[Mapping[str, Any]], config: HostConfig) -> dict[int, MatrixRule]:
     """By param group number, its matrix rule with its current hyperparameters."""
-    return {
-        number: build_matrix_rule(group, config) for number, group in enumerate(groups) if group["rule"] in MATRIX_RULES
-    }
+    matrices = {number: group for number, group in enumerate(groups) if group["rule"] in MATRIX_RULES}
+    return {number: build_matrix_rule(group, config) for number, group in matrices.items()}
 
 
 def rules_with_owner_state(groups: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -291,9 +266,7 @@ def wire_of(rule: MatrixRule) -> Wire:
 
 def atoms_of(param: TrainedParam, group: Mapping[str, Any]) -> list[Atom]:
     """The matrices in a parameter, with the costs of its param group's rule; none in an element-wise one."""
-    return [
-        Atom(block.of(param.name), block.shape, cost_of(block.shape, group), param.transposed) for block in param.blocks
-    ]
+    return [Atom(b.of(param.name), b.shape, cost_of(b.shape, group), param.transposed) for b in param.blocks]
 
 
 def cost_of(shape: Shape, group: Mapping[str, Any]) -> int:
@@ -337,36 +310,30 @@ register_rule(
     source="arXiv 2510.05491",
 )
 register_rule(
-    "adamuon",
-    AdaMuon,
-    cost=_second_moment_flops,
-    work="Newton-Schulz, second moments",
-    source="arXiv 2507.11005",
+    "adamuon", AdaMuon, cost=_second_moment_flops, work="Newton-Schulz, second moments", source="arXiv 2507.11005"
 )
 
 
-# Optimizers of torch and of pytorch-optimizer as rules, by name or by the path of their class.
-#
-# ``torch_optimizer`` takes any class, ``{"name": "torch_optimizer", "class": "my_package.MyOptimizer", ...}``; the
-# others are short for one.
-
-Path = Callable[[Mapping[str, Any]], str]
-ANY = "torch_optimizer"
+# Optimizers of torch and of pytorch-optimizer as rules: ``torch_optimizer`` takes any class, ``{"name":
+# "torch_optimizer", "class": "my_package.MyOptimizer", ...}``; the others are short for the one of a ``path``.
 
 
-def _given(options: Mapping[str, Any]) -> str:
+def _path(path: str | None, options: Mapping[str, Any]) -> str:
+    """The path of a rule's class, which is an option of ``torch_optimizer``."""
+    if path is not None:
+        return path
     if "class" not in options:
         raise ValueError("expected 'class', the path of an optimizer's class, e.g. 'pytorch_optimizer.SOAP'")
-    return path_of(options["class"])
+    return classes.path_of(options["class"])
 
 
-def _model(path: Path, trial: Trial, *, with_class: bool, with_form: bool = False) -> ModelOf:
+def _model(path: str | None, trial: Trial, *, with_form: bool = False) -> ModelOf:
     def model(given: Mapping[str, Any], where: str) -> type[Options]:
         try:
-            found = path(given)
-            options = options_of_class(found, with_class=with_class, with_form=with_form)
+            found = _path(path, given)
+            options = classes.options_of_class(found, with_class=path is None, with_form=with_form)
             if where:
-                check_arguments(found, options, given, trial)
+                classes.check_arguments(found, options, given, trial)
         except ValueError as error:
             raise ValueError(f"{where}: {error}" if where else str(error)) from error
         return options
@@ -384,9 +351,9 @@ def _flops(shape: Shape, options: Mapping[str, Any]) -> int:
 
 
 def _try_elementwise(path: str, options: Mapping[str, Any]) -> None:
-    elementwise_state(path, optimizer_arguments(options))
+    classes.elementwise_state(path, optimizer_arguments(options))
     if is_cautious(options):
-        try_cautious(path, optimizer_arguments(options))
+        classes.try_cautious(path, optimizer_arguments(options))
 
 
 def _adam_moments(flat: Tensor, options: Mapping[str, Any]) -> State:
@@ -395,39 +362,31 @@ def _adam_moments(flat: Tensor, options: Mapping[str, Any]) -> State:
     return {"step": step, **{key: torch.zeros_like(flat) for key in moments}}
 
 
-def _always(path: str) -> Path:
-    return lambda options: path
-
-
-def _matrix(name: str, path: Path, source: str, work: str) -> None:
+def _matrix(name: str, path: str | None, source: str, work: str) -> None:
     def rule(**options: Any) -> TorchOptimizer:
-        return TorchOptimizer(class_named(path(options)), **optimizer_arguments(options))
+        return TorchOptimizer(class_named(_path(path, options)), **optimizer_arguments(options))
 
-    register_rule(
-        name, rule, options=_model(path, try_matrix, with_class=name == ANY), cost=_flops, work=work, source=source
-    )
+    register_rule(name, rule, options=_model(path, classes.try_matrix), cost=_flops, work=work, source=source)
 
 
-def _elementwise(name: str, path: Path, source: str) -> None:
+def _elementwise(name: str, path: str | None, source: str) -> None:
     def state(options: Mapping[str, Any]) -> ElementwiseState:
-        return elementwise_state(path(options), optimizer_arguments(options))
+        return classes.elementwise_state(_path(path, options), optimizer_arguments(options))
 
     register_elementwise(
         name,
-        lambda options: class_named(path(options)),
-        options=_model(path, _try_elementwise, with_class=name == ELEMENTWISE[ANY], with_form=True),
+        lambda options: class_named(_path(path, options)),
+        options=_model(path, _try_elementwise, with_form=True),
         new_state=lambda flat, options: state(options).new(flat),
         counters=lambda options: state(options).counters,
         source=source,
     )
 
 
-_matrix(ANY, _given, "the class", "update")
-_matrix("soap", _always("pytorch_optimizer.SOAP"), "pytorch_optimizer.SOAP, arXiv 2409.11321", "SOAP")
-_matrix("shampoo", _always("pytorch_optimizer.Shampoo"), "pytorch_optimizer.Shampoo, arXiv 1802.09568", "Shampoo")
-register_elementwise(
-    "adamw", torch.optim.AdamW, options=AdamWOptions, new_state=_adam_moments, source="torch.optim.AdamW"
-)
-_elementwise("lion", _always("pytorch_optimizer.Lion"), "pytorch_optimizer.Lion, arXiv 2302.06675")
-_elementwise("sgd", _always("torch.optim.SGD"), "torch.optim.SGD")
-_elementwise(ELEMENTWISE[ANY], _given, "the class")
+_matrix("torch_optimizer", None, "the class", "update")
+_matrix("soap", "pytorch_optimizer.SOAP", "pytorch_optimizer.SOAP, arXiv 2409.11321", "SOAP")
+_matrix("shampoo", "pytorch_optimizer.Shampoo", "pytorch_optimizer.Shampoo, arXiv 1802.09568", "Shampoo")
+register_elementwise("adamw", torch.optim.AdamW, options=AdamWOptions, new_state=_adam_moments, source=ADAMW)
+_elementwise("lion", "pytorch_optimizer.Lion", "pytorch_optimizer.Lion, arXiv 2302.06675")
+_elementwise("sgd", "torch.optim.SGD", "torch.optim.SGD")
+_elementwise(ELEMENTWISE["torch_optimizer"], None, "the class")

@@ -1,4 +1,4 @@
-"""How pictures look: units, colours, and how they are written."""
+"""How pictures look: numbers as text, colours, fonts, panels placed in inches, labels beside their lines, PNG."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ import matplotlib.style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-
-# Numbers as text: three digits that matter, thousands separated, units apart so that a column shares one.
 
 NONE = "–"
 
@@ -39,12 +37,12 @@ BYTE_UNITS = (Unit("GiB", 2**30), Unit("MiB", 2**20), Unit("KiB", 2**10))
 
 
 def byte_unit(largest: float) -> Unit:
-    """The unit of a column or axis whose largest amount this is: GiB from one on."""
+    """The unit of an axis or column whose largest amount this is, at most GiB."""
     return next((unit for unit in BYTE_UNITS if largest >= unit.size), BYTE_UNITS[-1])
 
 
 def time_unit(largest: float) -> Unit:
-    """ms from a tenth of one, however long, so that steps are told in the same unit."""
+    """The unit of an axis whose longest time this is: ms from 0.1 ms on, however long, so that steps share a unit."""
     return next((unit for unit in TIME_UNITS if largest >= unit.size / 10), TIME_UNITS[-1])
 
 
@@ -63,7 +61,7 @@ def count(value: int | None) -> str:
 
 
 def ratio(value: float | None) -> str:
-    """Such as the busiest rank over the mean: three places, so that 1.004 is not 1."""
+    """A ratio, e.g. of the busiest rank to the mean, with three places: 1.004 is not 1."""
     return NONE if value is None else f"{value:.3f}" if value < 10 else digits(value)
 
 
@@ -78,12 +76,15 @@ def one_line(text: object, most: int = 10_000) -> str:
     return line if len(line) <= most else f"{line[: most // 3]}…{line[len(line) - (most - most // 3 - 1) :]}"
 
 
-# How every picture looks: colours, fonts, panels placed in inches, labels beside the lines they belong to.
-
 # Okabe and Ito's colours, which the colour-blind can tell apart. The same thing has the same colour in every panel:
 # gradients in memory are those that arrive, work at a rank is what the owners do in the timeline.
 PARAMETERS, GRADIENTS, WORK = "#0072b2", "#e69f00", "#009e73"
 MASTERS, STATE, PADDING, WORKSPACE = "#56b4e9", "#cc79a7", "#a3a9b1", "#d55e00"
+KINDS = {  # of memory
+    **{"parameters": PARAMETERS, "gradients": GRADIENTS, "masters": MASTERS, "state": STATE},
+    **{"padding": PADDING, "workspace": WORKSPACE},
+}
+SPANS = {"reduce": GRADIENTS, "work": WORK, "back": PARAMETERS}  # of a bucket
 WARNING = "#d1242f"
 INK, MUTED, RULE, PAPER = "#1f2328", "#5f6771", "#d0d7de", "#ffffff"
 
@@ -114,7 +115,7 @@ LINE_POINTS = 13.0  # from one label's line to the next
 
 
 def look() -> AbstractContextManager[None]:
-    """Our settings, whatever the user's own are. Every drawing and saving happens within it."""
+    """Our settings in place of the user's. All drawing and saving happens within it."""
     return matplotlib.style.context(["default", STYLE])
 
 
@@ -175,13 +176,10 @@ def spread(heights: Sequence[float], gap: float) -> list[float]:
     return places
 
 
-DPI = 140
-
-
 def png(figure: Figure) -> bytes:
-    """The figure on white. Letters that the font lacks, in a name, become boxes, which is no reason to warn."""
+    """The figure as a PNG. Letters of a name that the font lacks become boxes, without a warning."""
     buffer = io.BytesIO()
     with look(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")
-        figure.savefig(buffer, format="png", dpi=DPI)
+        figure.savefig(buffer, format="png", dpi=140)
     return buffer.getvalue()

@@ -17,17 +17,13 @@ from rich.console import Console
 
 from lwopt_backend.checkpoint.files.atomic import write_whole
 from lwopt_backend.pictures.look import (
-    GRADIENTS,
     INK,
-    MASTERS,
+    KINDS,
     MUTED,
     OUTDENT,
-    PADDING,
-    PARAMETERS,
-    STATE,
+    SPANS,
     WARNING,
     WORK,
-    WORKSPACE,
     EndLabel,
     Unit,
     byte_unit,
@@ -42,8 +38,6 @@ from lwopt_backend.pictures.look import (
     ratio,
     time_unit,
 )
-
-# What a study's document says at a glance: its title, its deployment in words, its key numbers.
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,31 +65,22 @@ def deployment_words(document: Mapping[str, Any]) -> str:
 
 def key_numbers(document: Mapping[str, Any]) -> list[KeyNumber]:
     """Busiest rank over mean, padding, modelled step, peak memory, buckets, groups."""
-    peak, owned = document["peak_bytes"], document["cluster"]["memory_bytes"]
+    peak, memory = document["peak_bytes"], document["cluster"]["memory_bytes"]
     return [
         KeyNumber("busiest rank / mean", ratio(document["flops_imbalance"])),
         KeyNumber("padding", f"{percent(document['padding_pct'])} %"),
         KeyNumber("modelled step", time_unit(document["seconds"]).named(document["seconds"])),
-        KeyNumber("peak memory", byte_unit(peak).named(peak), 0 < owned < peak),
+        KeyNumber("peak memory", byte_unit(peak).named(peak), 0 < memory < peak),
         KeyNumber("buckets", count(document["buckets"])),
         KeyNumber("group size", count(document["group_size"])),
     ]
 
 
-# Two panels over the ranks of a stage, busiest rank first in both: modelled work, and memory by kind.
-
+# Two panels over the ranks of a stage, busiest rank first in both: modelled work, and memory by kind
 MOST_BARS = 32  # beyond, one outline per kind
 MOST_NUMBERED = 16  # ranks whose numbers fit below their bars
 DASHES = (0, (4, 2))
 NEAR = 2.5  # a machine's memory is drawn if it is at most so many times the peak
-KINDS = {
-    "parameters": PARAMETERS,
-    "gradients": GRADIENTS,
-    "masters": MASTERS,
-    "state": STATE,
-    "padding": PADDING,
-    "workspace": WORKSPACE,
-}
 
 
 def rank_order(document: Mapping[str, Any]) -> list[int]:
@@ -147,7 +132,9 @@ def draw_memory(axes: Axes, document: Mapping[str, Any]) -> None:
     for kind in (kind for kind in KINDS if any(rank[kind] for rank in memory)):
         heights = [memory[rank][kind] / unit.size for rank in order]
         draw_heights(axes, heights, KINDS[kind], kind, bottom)
-        labels.append(EndLabel(bottom[-1] + heights[-1] / 2, f"{kind} {_range(kind, memory, unit)}", KINDS[kind]))
+        low, high = (unit.text(amount(rank[kind] for rank in memory)) for amount in (min, max))
+        said = high if low == high else f"{low}–{high}"
+        labels.append(EndLabel(bottom[-1] + heights[-1] / 2, f"{kind} {said}", KINDS[kind]))
         bottom = [below + height for below, height in zip(bottom, heights)]
     near = 0 < machine <= NEAR * peak
     axes.set_ylim(0, max(1.06 * peak, 1.04 * machine if near else 0) / unit.size or 1)
@@ -157,12 +144,6 @@ def draw_memory(axes: Axes, document: Mapping[str, Any]) -> None:
     _finish(axes, order)
     end_labels(axes, labels)
     caption(axes, "Memory per rank", f"{unit.name} at the peak of a step, ranks in the same order")
-
-
-def _range(kind: str, memory: Sequence[Mapping[str, int]], unit: Unit) -> str:
-    """A kind's amount, or its least and most over the ranks."""
-    low, high = (unit.text(amount(rank[kind] for rank in memory)) for amount in (min, max))
-    return high if low == high else f"{low}–{high}"
 
 
 def draw_heights(
@@ -198,12 +179,10 @@ def _finish(axes: Axes, order: Sequence[int]) -> None:
     axes.grid(axis="y")
 
 
-# A panel of the buckets over time: gradients arrive, owners work, parameters return.
-
+# A panel of the buckets over time: gradients arrive, owners work, parameters return
 MOST_LANES = 60  # of a buffer, one per bucket
 SHARED_LANES = 24  # at most so many if there are more buckets
 MOST_NUMBERED_LANES = 12  # lanes with a number each
-SPANS = {"reduce": GRADIENTS, "work": WORK, "back": PARAMETERS}
 LEGEND: dict[str, Any] = {
     "loc": "lower right",
     "bbox_to_anchor": (1, 1),
@@ -269,8 +248,13 @@ def draw_timeline(axes: Axes, document: Mapping[str, Any]) -> None:
         return
     end = max(row.spans["back"][1] for row in rows)
     unit = time_unit(end)
-    for number, name in enumerate(SPANS):
-        _draw_spans(axes, rows, name, number, unit)
+    for number, (name, color) in enumerate(SPANS.items()):
+        # One bucket's spans follow each other; those of several, in a shared lane, have a third each.
+        left = [row.spans[name][0] / unit.size for row in rows]
+        width = [(row.spans[name][1] - row.spans[name][0]) / unit.size for row in rows]
+        thick = [0.72 if row.first == row.last else 0.28 for row in rows]
+        middle = [index + (0.5 if row.first == row.last else 0.22 + 0.28 * number) for index, row in enumerate(rows)]
+        axes.barh(middle, width, thick, left, color=color, edgecolor=color, linewidth=0.4, label=name)
     axes.set_xlim(0, end / unit.size)
     axes.set_ylim(len(rows), 0)
     names = lane_names(rows)
@@ -286,16 +270,6 @@ def draw_timeline(axes: Axes, document: Mapping[str, Any]) -> None:
     caption(axes, "Buckets over time", _says(document, rows), outdent=OUTDENT + timeline_indent(document))
 
 
-def _draw_spans(axes: Axes, rows: Sequence[Lane], name: str, number: int, unit: Unit) -> None:
-    """One kind of span of all lanes. One bucket's spans follow each other; those of several have a third each."""
-    left = [row.spans[name][0] / unit.size for row in rows]
-    width = [(row.spans[name][1] - row.spans[name][0]) / unit.size for row in rows]
-    thick = [0.72 if row.first == row.last else 0.28 for row in rows]
-    middle = [index + (0.5 if row.first == row.last else 0.22 + 0.28 * number) for index, row in enumerate(rows)]
-    color = SPANS[name]
-    axes.barh(middle, width, thick, left, color=color, edgecolor=color, linewidth=0.4, label=name)
-
-
 def lane_names(rows: Sequence[Lane]) -> dict[int, str]:
     """Bucket numbers of as many lanes as have room; where there are several buffers, their names before them."""
     step = -(-len(rows) // MOST_NUMBERED_LANES) or 1
@@ -305,7 +279,7 @@ def lane_names(rows: Sequence[Lane]) -> dict[int, str]:
 
 
 def _label_ends(axes: Axes, rows: Sequence[Lane], unit: Unit) -> None:
-    """When each buffer is through."""
+    """Label the end of each buffer with its time."""
     labels, parts = [], list(dict.fromkeys(row.part for row in rows))
     for part in parts:
         mine = [index for index, row in enumerate(rows) if row.part == part]
@@ -392,7 +366,7 @@ def html_report(document: Mapping[str, Any], console: Console) -> str:
 
 
 def save_html(document: Mapping[str, Any], console: Console, path: str | Path) -> None:
-    """Write the page, whole or not at all. What is no text in UTF-8 becomes a question mark."""
+    """Write the page, whole or not at all. What UTF-8 cannot encode becomes a question mark."""
     write_whole(path, html_report(document, console).encode(errors="replace"))
 
 
@@ -404,7 +378,6 @@ def _headline(figure: Figure, document: Mapping[str, Any]) -> None:
     figure.text(left, 1 - 0.64 / down, deployment_words(document), color=MUTED)
     for number, key in enumerate(key_numbers(document)):
         across = left + number * (WIDTH - 0.6) / 6 / WIDTH
-        figure.text(
-            across, 1 - 1.08 / down, key.value, fontsize=14, weight="bold", color=WARNING if key.is_bad else INK
-        )
+        color = WARNING if key.is_bad else INK
+        figure.text(across, 1 - 1.08 / down, key.value, fontsize=14, weight="bold", color=color)
         figure.text(across, 1 - 1.27 / down, key.name, color=MUTED, fontsize=9)

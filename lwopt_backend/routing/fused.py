@@ -1,4 +1,10 @@
-"""Fused weights of known models: which outputs are q, k and v, or gate and up."""
+"""Fused weights of known models: which outputs are q, k and v, or gate and up.
+
+A layout is recognised by the class whose ``forward`` runs (torchtitan's modules by their attributes), and used only if
+the sizes agree with the module's attributes and with the linear that takes the result. An unknown weight stays whole,
+as in other optimizers; a wrong guess would be worse. Copies of Hugging Face's modelling code in other packages
+(``trust_remote_code``) may differ, and are not examined.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +17,6 @@ from torch import Tensor, nn
 
 from lwopt_backend.plan.atoms import Parts, equal, grouped
 from lwopt_backend.routing.models import LoRA, all_lora
-
-# A layout is recognised by the class whose ``forward`` runs (torchtitan's modules by their attributes), and used only
-# if the sizes agree with the module's attributes and with the linear that takes the result. An unknown weight stays
-# whole, as in other optimizers; a wrong guess would be worse. Copies of Hugging Face's modelling code in other packages
-# (``trust_remote_code``) may differ, and are not examined.
-#
-# LoRA's B has the outputs of the weight that it changes. For a stack of experts, PEFT has the A and B of all of them in
-# one parameter each.
 
 Sizes = Callable[[Tensor], tuple[int, int] | None]  # outputs and inputs of a matrix parameter, or of a stack
 
@@ -77,7 +75,10 @@ def _fusion(module: nn.Module, name: str, fused: Fused, outputs: int, width: int
 
 
 def _of_lora(lora: LoRA, found: dict[int, Fusion], sizes: Sizes) -> dict[int, Fusion]:
-    """The parts of LoRA's factors that follow from the weight that they change."""
+    """The parts of LoRA's factors: B has the outputs of the weight that it changes.
+
+    For a stack of experts, PEFT has the A and B of all of them in one parameter each.
+    """
     changed = getattr(lora.base, lora.key, None)
     changed = getattr(lora.base, "in_proj_weight", None) if changed is None else changed  # torch's attention
     base, of_a, of_b = found.get(id(changed), Fusion()), sizes(lora.a), sizes(lora.b)
@@ -99,7 +100,7 @@ def _recipes(module: nn.Module) -> tuple[str, tuple[Fused, ...]]:
     """The name of the class whose ``forward`` the module runs, and the fused weights known of it."""
     runs = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
     if runs is nn.MultiheadAttention:
-        return runs.__name__, (Fused("in_proj_weight", "out_proj", thirds),)
+        return runs.__name__, (Fused("in_proj_weight", "out_proj", THIRDS),)
     for attributes, recipes in BY_ATTRIBUTES:
         if all(hasattr(module, attribute) for attribute in attributes):
             return runs.__name__, recipes
@@ -117,12 +118,13 @@ def _weight(module: nn.Module, name: str) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
-# The layouts of models' fused weights: q, k and v, the parts of latent attention (MLA), or gate and up.
-#
-# Read from the modelling code of transformers 5.23, class by class; torchtitan's are below. ``fused_weights`` compares
-# ``taken`` and the sizes of a layout with the weights themselves.
+# The layouts of models' fused weights: q, k and v, the parts of latent attention (MLA), or gate and up. Read from the
+# modelling code of transformers 5.23, class by class; torchtitan's are below. ``fused_weights`` compares ``taken`` and
+# the sizes of a layout with the weights themselves.
 
 Outputs = tuple[tuple[str, ...], tuple[int, ...], int]  # names and sizes of the parts, and the number of groups of them
+Layout = Callable[[Any, int], Outputs | None]
+QKV = ("q", "k", "v")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,24 +137,18 @@ class Fused:
 
     weight: str
     out: str | None
-    layout: Callable[[Any, int], Outputs | None]
+    layout: Layout
     taken: int | None = 0
 
 
-# Layouts of q, k and v
+def _equal(*names: str) -> Layout:
+    """Parts of the same size, one after the other."""
+    return lambda module, width: (names, (width,) * len(names), 1)
 
 
-def thirds(module: Any, width: int) -> Outputs:
-    return ("q", "k", "v"), (width,) * 3, 1
-
-
-def _thirds_or_cross(module: Any, width: int) -> Outputs:
-    return (("k", "v"), (width,) * 2, 1) if module.is_cross_attention else thirds(module, width)
-
-
-def _by_head(size: str) -> Callable[[Any, int], Outputs]:
+def _by_head(size: str) -> Layout:
     """q, k and v of one head after another; the module's attribute ``size`` is a head's size."""
-    return lambda module, width: (("q", "k", "v"), (getattr(module, size),) * 3, width // getattr(module, size))
+    return lambda module, width: (QKV, (getattr(module, size),) * 3, width // getattr(module, size))
 
 
 def _fewer_keys(module: Any, width: int) -> Outputs:
@@ -164,11 +160,11 @@ def _big_code(module: Any, width: int) -> Outputs | None:
     if module.is_cross_attention:
         return None
     if module.multi_query:
-        return ("q", "k", "v"), (module.embed_dim, module.kv_dim, module.kv_dim), 1
+        return QKV, (module.embed_dim, module.kv_dim, module.kv_dim), 1
     return _by_head("head_dim")(module, width)
 
 
-def _falcon(module: Any, width: int) -> Outputs:
+def _falcon(module: Any, width: int) -> Outputs | None:
     size = module.head_dim
     if module.new_decoder_architecture:
         queries = module.num_heads // module.num_kv_heads
@@ -183,41 +179,30 @@ def _delta_net_qkvz(module: Any, width: int) -> Outputs:
     return ("q", "k", "v", "z"), (keys, keys, values, values), module.num_k_heads
 
 
-# Layouts of latent attention, whose matrices are those of DeepSeek's report (arXiv 2405.04434, 2.1): W_UQ and W_QR in
-# the queries' weight, W_DKV and W_KR in the one that compresses, W_UK and W_UV in the one that expands
-
-
 def _latent_queries(module: Any, width: int) -> Outputs:
     heads = 0 if width % module.v_head_dim else width // module.v_head_dim
     return ("q_nope", "q_rope"), (module.qk_nope_head_dim, module.qk_rope_head_dim), heads
 
 
-def _latent_compressed(module: Any, width: int) -> Outputs:
-    return ("kv", "k_rope"), (module.kv_lora_rank, module.qk_rope_head_dim), 1
-
-
-def _latent_expanded(module: Any, width: int) -> Outputs:
-    return ("k_nope", "v"), (module.qk_nope_head_dim, module.v_head_dim), width // module.v_head_dim
-
-
 def latent(queries: Sequence[str], compressed: str, expanded: str, out: str) -> tuple[Fused, ...]:
-    """The weights with these names; models without a compressed query have the first of ``queries``."""
-    return (
-        *(Fused(weight, out, _latent_queries, taken=None) for weight in queries),
-        Fused(compressed, expanded, _latent_compressed),
-        Fused(expanded, out, _latent_expanded, taken=1),
-    )
+    """Latent attention in weights with these names; models without a compressed query have the first of ``queries``.
+
+    The matrices are those of DeepSeek's report (arXiv 2405.04434, 2.1): W_UQ and W_QR in the queries' weight, W_DKV and
+    W_KR in the one that compresses, W_UK and W_UV in the one that expands.
+    """
+
+    def compresses(module: Any, width: int) -> Outputs:
+        return ("kv", "k_rope"), (module.kv_lora_rank, module.qk_rope_head_dim), 1
+
+    def expands(module: Any, width: int) -> Outputs:
+        return ("k_nope", "v"), (module.qk_nope_head_dim, module.v_head_dim), width // module.v_head_dim
+
+    by_query = (Fused(weight, out, _latent_queries, taken=None) for weight in queries)
+    return *by_query, Fused(compressed, expanded, compresses), Fused(expanded, out, expands, taken=1)
 
 
-# Layouts of gate (what goes through the activation) and up
-
-
-def _gate_up(module: Any, width: int) -> Outputs:
-    return ("gate", "up"), (width,) * 2, 1
-
-
-def _up_gate(module: Any, width: int) -> Outputs:
-    return ("up", "gate"), (width,) * 2, 1
+GATE_UP = _equal("gate", "up")  # the gate is what goes through the activation
+UP_GATE = _equal("up", "gate")
 
 
 def gate_up_in_turn(module: Any, width: int) -> Outputs:
@@ -237,29 +222,26 @@ def experts(module: Any, width: int) -> Outputs | None:
     expected = [True, False, True, False] if module.is_concatenated else [True, True, False, False]
     if (used[0] != 0).tolist() != expected:
         return None
-    return (_gate_up if module.is_concatenated else gate_up_in_turn)(module, width)
+    return (GATE_UP if module.is_concatenated else gate_up_in_turn)(module, width)
 
 
-QKV = ("q", "k", "v")
+THIRDS = _equal(*QKV)
 MLA = ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj")  # what compresses keys and values, what expands them, the output
 
 # What is fused, and in which classes, as in ``transformers.models.<family>.modeling_<family>.<class>``
 CLASSES: Sequence[tuple[tuple[Fused, ...], str]] = [
     (
-        (Fused("c_attn", "c_proj", _thirds_or_cross),),
+        (Fused("c_attn", "c_proj", lambda m, width: (_equal("k", "v") if m.is_cross_attention else THIRDS)(m, width)),),
         """gpt2.GPT2Attention imagegpt.ImageGPTAttention
         decision_transformer.DecisionTransformerGPT2Attention""",
     ),
-    ((Fused("c_attn", "c_proj", thirds),), "openai.Attention"),
+    ((Fused("c_attn", "c_proj", THIRDS),), "openai.Attention"),
     ((Fused("c_attn", "c_proj", _big_code),), "gpt_bigcode.GPTBigCodeAttention"),
     (
         (Fused("query_key_value", "dense", _by_head("head_size")),),
         "gpt_neox.GPTNeoXAttention gpt_neox_japanese.GPTNeoXJapaneseAttention",
     ),
-    (
-        (Fused("query_key_value", "dense", _by_head("head_dim")),),
-        "bloom.BloomAttention persimmon.PersimmonAttention",
-    ),
+    ((Fused("query_key_value", "dense", _by_head("head_dim")),), "bloom.BloomAttention persimmon.PersimmonAttention"),
     ((Fused("query_key_value", "dense", _falcon),), "falcon.FalconAttention"),
     ((Fused("qkv_proj", "out_proj", _by_head("head_dim")),), "minimax.MiniMaxLightningAttention"),
     (  # in four groups, one for each of the cores that it was trained on, and v before k
@@ -267,17 +249,17 @@ CLASSES: Sequence[tuple[tuple[Fused, ...], str]] = [
         "codegen.CodeGenAttention",
     ),
     ((Fused("qkv_proj", "o_proj", _fewer_keys),), "phi3.Phi3Attention phi4_multimodal.Phi4MultimodalAttention"),
-    ((Fused("Wqkv", "out_proj", thirds),), "mpt.MptAttention"),
+    ((Fused("Wqkv", "out_proj", THIRDS),), "mpt.MptAttention"),
     ((Fused("Wqkv", "out_proj", _fewer_keys),), "dbrx.DbrxAttention"),
-    ((Fused("Wqkv", "Wo", thirds),), "modernbert.ModernBertAttention"),
-    ((Fused("att_proj", "out_proj", thirds),), "bark.BarkSelfAttention"),
+    ((Fused("Wqkv", "Wo", THIRDS),), "modernbert.ModernBertAttention"),
+    ((Fused("att_proj", "out_proj", THIRDS),), "bark.BarkSelfAttention"),
     (
-        (Fused("qkv", "projection", thirds),),
+        (Fused("qkv", "projection", THIRDS),),
         """blip.BlipAttention blip_2.Blip2Attention instructblip.InstructBlipAttention
         instructblipvideo.InstructBlipVideoAttention""",
     ),
     (
-        (Fused("qkv", "proj", thirds),),
+        (Fused("qkv", "proj", THIRDS),),
         """florence2.Florence2VisionChannelAttention florence2.Florence2VisionWindowAttention
         glm4v.Glm4vVisionAttention glm4v_moe.Glm4vMoeVisionAttention got_ocr2.GotOcr2VisionAttention
         hiera.HieraMaskUnitAttention mgp_str.MgpstrAttention qwen2_vl.VisionAttention
@@ -301,17 +283,17 @@ CLASSES: Sequence[tuple[tuple[Fused, ...], str]] = [
         "qwen3_5.Qwen3_5GatedDeltaNet qwen3_5_moe.Qwen3_5MoeGatedDeltaNet",
     ),
     (
-        (Fused("gate_up_proj", "down_proj", _gate_up),),
+        (Fused("gate_up_proj", "down_proj", GATE_UP),),
         """phi3.Phi3MLP phi4_multimodal.Phi4MultimodalMLP glm.GlmMLP glm4.Glm4MLP glm4v.Glm4vTextMLP dia.DiaMLP
         zamba2.Zamba2MLP llama4.Llama4TextExperts""",
     ),
-    ((Fused("gate_up_proj", "down_proj", _up_gate),), "phi4_multimodal.Phi4MultimodalAudioMLP"),
+    ((Fused("gate_up_proj", "down_proj", UP_GATE),), "phi4_multimodal.Phi4MultimodalAudioMLP"),
     (
-        (Fused("input_linear", "output_linear", _gate_up),),
+        (Fused("input_linear", "output_linear", GATE_UP),),
         "granitemoehybrid.GraniteMoeHybridMLP granitemoeshared.GraniteMoeSharedMLP jetmoe.JetMoeMoE",
     ),
-    ((Fused("Wi", "Wo", _gate_up),), "modernbert.ModernBertMLP modernbert_decoder.ModernBertDecoderMLP"),
-    ((Fused("fc1", "fc2", _up_gate),), "moonshine.MoonshineDecoderMLP"),
+    ((Fused("Wi", "Wo", GATE_UP),), "modernbert.ModernBertMLP modernbert_decoder.ModernBertDecoderMLP"),
+    ((Fused("fc1", "fc2", UP_GATE),), "moonshine.MoonshineDecoderMLP"),
     (
         latent(("q_proj", "q_b_proj"), *MLA),
         """axk1.AXK1Attention deepseek_v2.DeepseekV2Attention deepseek_v3.DeepseekV3Attention
@@ -323,21 +305,16 @@ CLASSES: Sequence[tuple[tuple[Fused, ...], str]] = [
 TABLE: Mapping[str, tuple[Fused, ...]] = {name: fused for fused, names in CLASSES for name in names.split()}
 
 
-# How torchtitan's modules lay out their fused weights, read from its release 0.3.0.
-#
-# They are known by the attributes that a module has, since torchtitan is made to be copied and changed: its own
-# variants of a module replace ``forward`` and keep the parameters. ``fused_weights`` compares the sizes with the
-# weights.
-
-
 def _by_group(module: Any, outputs: int) -> Outputs:
-    """torchtitan's: the queries of a group, their key, their value, and so on."""
+    """torchtitan's: group by group, the queries, their key and their value."""
     queries, size = module.heads_per_kv, module.head_dim
     groups = outputs // (module.r_dim * size) if module.r_dim == queries + 2 else 0
     return ("q", "k", "v"), (queries * size, size, size), groups
 
 
-# Attributes that a module must have, and its weights
+# How torchtitan's modules lay out their fused weights, read from its release 0.3.0: attributes that a module must have,
+# and its weights. torchtitan is made to be copied and changed: its own variants of a module replace ``forward`` and
+# keep the parameters.
 BY_ATTRIBUTES: Sequence[tuple[tuple[str, ...], tuple[Fused, ...]]] = [
     (("wqkv", "heads_per_kv", "r_dim", "head_dim"), (Fused("wqkv", None, _by_group, taken=None),)),
     (

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lwopt_backend.config.choices import Rules
 from lwopt_backend.config.hosts import HostConfig
-from lwopt_backend.config.param_groups import check_overrides, split
+from lwopt_backend.config.param_groups import Groups, check_overrides, split
 from lwopt_backend.config.registry import MATRIX_RULES
 from lwopt_backend.plan.atoms import Block, TrainedParam
 from lwopt_backend.qk_clip import RowScaling
@@ -88,10 +88,8 @@ class WatchedModel:
         if replaced:
             said.append(f"{_are(replaced)} no longer in the model (replaced), and no step reaches what is there now")
         if new:
-            since = "new, or requires_grad set since"
-            said.append(
-                f"{_are(new)} trained now, but not when the optimizer was made ({since}), so no step uses the gradient"
-            )
+            since = "when the optimizer was made (new, or requires_grad set since)"
+            said.append(f"{_are(new)} trained now, but not {since}, so no step uses the gradient")
         if said:
             return f"{'; '.join(said)}; {self._advice}"
         self._seen = [(m, [*m._parameters.values()], [*m._modules.values()]) for m in self._model.modules()]
@@ -99,13 +97,12 @@ class WatchedModel:
         return None
 
     def _is_as_seen(self) -> bool:
+        def same(before: list[Any], now: Mapping[str, Any]) -> bool:
+            return len(before) == len(now) and all(map(is_, before, now.values()))
+
         if self._seen is None or any(param.requires_grad for param in self._frozen):
             return False
-        return all(_same(params, m._parameters) and _same(modules, m._modules) for m, params, modules in self._seen)
-
-
-def _same(before: list[Any], now: Mapping[str, Any]) -> bool:
-    return len(before) == len(now) and all(map(is_, before, now.values()))
+        return all(same(params, m._parameters) and same(modules, m._modules) for m, params, modules in self._seen)
 
 
 def _are(names: Sequence[str]) -> str:
@@ -170,7 +167,7 @@ class Grouping:
 
 def group_parameters(
     model: nn.Module,
-    given: Sequence[Mapping[str, Any]],
+    given: Groups,
     rules: Rules,
     config: HostConfig,
     *,
@@ -186,7 +183,13 @@ def group_parameters(
     allow that.
     """
     names = {id(param): name for name, param in named_parameters(model)}
-    _check_known(given, names)
+    for number, group in enumerate(given):
+        for position, param in enumerate(group["params"]):
+            if id(param) not in names:
+                raise ValueError(
+                    f"param group {number}, position {position}: the parameter of shape {tuple(param.shape)} is not in "
+                    "the model that is trained; pass that model's parameters"
+                )
     if routes is None:
         routes = route_given(model, given, rules, config, output_heads(model), stacks=stacks)
     everywhere = [*routes, *elsewhere]
@@ -199,25 +202,13 @@ def group_parameters(
         )
     check_overrides(rules, {r.name: r.kind == "matrix" for r in everywhere if r.kind != "frozen"})
     divided = divide(model, routes, AtomSettings.parse(config.atoms), elsewhere=elsewhere)
-    routes = [_with_matrices(r, divided.get(r.name)) for r in routes]
+    said = {name: f": {matrices.reason}" for name, matrices in divided.items() if not matrices.is_plain}
+    routes = [replace(r, reason=r.reason + said.get(r.name, "")) for r in routes]
     return Grouping(routes, split(given, _are_matrices(routes, names), rules, names), names, divided)
 
 
-def _with_matrices(found: Route, matrices: Divided | None) -> Route:
-    """The route, with the parameter's matrices in its reason unless it is a plain matrix or stack."""
-    if matrices is None or matrices.is_plain:
-        return found
-    return replace(found, reason=f"{found.reason}: {matrices.reason}")
-
-
 def route_given(
-    model: nn.Module,
-    given: Sequence[Mapping[str, Any]],
-    rules: Rules,
-    config: HostConfig,
-    heads: Mapping[int, str],
-    *,
-    stacks: bool = False,
+    model: nn.Module, given: Groups, rules: Rules, config: HostConfig, heads: Mapping[int, str], *, stacks: bool = False
 ) -> list[Route]:
     """Route ``model``'s parameters for the configured matrix rule; those that are not in ``given`` are frozen."""
     names = {id(param): name for name, param in named_parameters(model)}
@@ -252,13 +243,3 @@ def as_taken(found: Route, rule: str, config: HostConfig) -> Route:
         return found
     kind: Kind = "matrix" if taken else "elementwise"
     return replace(found, kind=kind, reason=f"{found.reason}; {rule!r} {'takes' if taken else 'leaves'} it")
-
-
-def _check_known(given: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> None:
-    for number, group in enumerate(given):
-        for position, param in enumerate(group["params"]):
-            if id(param) not in names:
-                raise ValueError(
-                    f"param group {number}, position {position}: the parameter of shape {tuple(param.shape)} is not in "
-                    "the model that is trained; pass that model's parameters"
-                )

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
-from torch import nn
+from torch import Tensor, nn
 
 from lwopt_backend.plan.atoms import Block, Grid, check_cover, divided, grouped, matrices_of, undivided
 from lwopt_backend.routing.fused import Fusion, fused_weights
@@ -31,11 +32,7 @@ class Divided:
 
 
 def divide(
-    model: nn.Module,
-    routes: Sequence[Route],
-    settings: AtomSettings | None = None,
-    *,
-    elsewhere: Sequence[Route] = (),
+    model: nn.Module, routes: Sequence[Route], settings: AtomSettings | None = None, *, elsewhere: Sequence[Route] = ()
 ) -> dict[str, Divided]:
     """The matrices of every parameter in ``routes`` that goes to the matrix rule, by its name.
 
@@ -48,7 +45,16 @@ def divide(
     _check_globs(settings, [*routes, *elsewhere])
     params = {name: param for name, param in named_parameters(model)}
     by_id = {id(params[route.name]): route for route in routes}
-    fused = fused_weights(model, lambda param: _sizes(by_id.get(id(param))))
+
+    def sizes(param: Tensor) -> tuple[int, int] | None:
+        """Outputs and inputs."""
+        route = by_id.get(id(param))
+        if route is None or len(route.shape) < 2:
+            return None
+        rows, columns = route.shape[-2:]
+        return (columns, rows) if route.transposed else (rows, columns)
+
+    fused = fused_weights(model, sizes)
     reversed_kernels = {id(m.weight) for m in model.modules() if isinstance(m, nn.modules.conv._ConvTransposeNd)}
     found = {}
     for route in matrices:
@@ -93,10 +99,8 @@ def _fused(shape: Sequence[int], fused: Fusion, *, transposed: bool) -> tuple[Bl
     if not fused.inputs:
         return divided(grid, fused.outputs, transposed=transposed)
     assert grid.slices == 1 and not transposed, "only LoRA's B has inputs that are divided"
-    parts = [(of_input, of_output) for of_input in fused.inputs for of_output in fused.outputs or undivided(grid.rows)]
-    return tuple(
-        Block(".".join(filter(None, (of, name))), grid, 0, rows, columns) for (of, columns), (name, rows) in parts
-    )
+    pairs = product(fused.inputs, fused.outputs or undivided(grid.rows))
+    return tuple(Block(".".join(filter(None, (of, name))), grid, 0, rows, cols) for (of, cols), (name, rows) in pairs)
 
 
 def _described(blocks: Sequence[Block]) -> str:
@@ -110,20 +114,10 @@ def _described(blocks: Sequence[Block]) -> str:
     return f"{slices} slices of {parts}" if parts else f"{slices} slices"
 
 
-def _sizes(route: Route | None) -> tuple[int, int] | None:
-    """Outputs and inputs."""
-    if route is None or len(route.shape) < 2:
-        return None
-    rows, columns = route.shape[-2:]
-    return (columns, rows) if route.transposed else (rows, columns)
-
-
 def _check_globs(settings: AtomSettings, routes: Sequence[Route]) -> None:
     def why_not(route: Route) -> str:
-        return (
-            f"no matrix rule updates, such as {route.name!r} ({route.kind}: {route.reason}); leave it out, or include "
-            "the parameter"
-        )
+        such = f"{route.name!r} ({route.kind}: {route.reason})"
+        return f"no matrix rule updates, such as {such}; leave it out, or include the parameter"
 
     matrices = [route for route in routes if route.kind == "matrix"]
     check_globs("atoms", [glob for glob, _ in settings.by_glob], matrices, routes, why_not)

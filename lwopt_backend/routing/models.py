@@ -21,9 +21,8 @@ def as_module(models: Any, caller: str) -> nn.Module:
         return models
     items = _items(models)
     if not items or not all(isinstance(item, nn.Module) for item in items):
-        raise _no_module(
-            items if isinstance(models, Iterator) else models, caller, "a torch.nn.Module, or a list of them"
-        )
+        given = items if isinstance(models, Iterator) else models
+        raise _no_module(given, caller, "a torch.nn.Module, or a list of them")
     return nn.ModuleList(items)
 
 
@@ -41,9 +40,7 @@ def _no_module(given: Any, caller: str, wanted: str) -> TypeError:
     if not isinstance(first, (Tensor, Mapping, tuple)):
         return TypeError(problem)
     groups = ", and param groups as params=[...]" if isinstance(first, Mapping) else ", not its parameters"
-    return TypeError(
-        f"{problem}. Pass the model{groups}: its structure and its parameters' names decide which of them are matrices"
-    )
+    return TypeError(f"{problem}. Pass the model{groups}: its structure and names decide what is a matrix")
 
 
 # What PEFT adds to a model: the parameters of its adapters; and which modules are the model's own.
@@ -60,35 +57,32 @@ MODELS = frozenset({"model", "base_model", "lora_model", "word_embeddings"})
 LORA = {"lora_A": "lora_B", "lora_B": "lora_A"}  # the factors by the attribute that holds them, each with the other's
 
 
-def _each(what: str, *attributes: str) -> dict[str, str]:
-    return dict.fromkeys(attributes, what)
-
-
 # What other attributes hold. In LoRA activations go through A and then through B, as through two linears. That is true
 # of nothing here: LoHa multiplies its factors element by element, LoKr's map activations that are reshaped, DeLoRA
 # divides by their norms, HiRA multiplies by the weight.
-ADAPTERS: Mapping[str, str] = {
-    **_each("LoRA of an embedding", "lora_embedding_A", "lora_embedding_B"),
-    **_each("AdaLoRA's singular values", "lora_E"),
-    **_each("DoRA magnitude", "lora_magnitude_vector"),
-    **_each("IA3 gain", "ia3_l"),
-    **_each("VeRA vector", "vera_lambda_b", "vera_lambda_d", "pvera_lambda_b", "pvera_lambda_d"),
-    **_each("random projection", "vera_A", "vera_B", "pvera_A", "pvera_B", "randlora_A", "randlora_B"),
-    **_each("VB-LoRA's logits and vectors", "vblora_vector_bank", "vblora_logits_A", "vblora_logits_B"),
-    **_each("RandLoRA scale", "randlora_lambda", "randlora_gamma"),
-    **_each("DeLoRA factor", "delora_A", "delora_B", "delora_lambda"),
-    **_each("HiRA factor", "hira_A", "hira_B", "hira_embedding_A", "hira_embedding_B"),
-    **_each("OFT rotation", "oft_R", "oft_embedding_R"),
-    **_each("BOFT rotation", "boft_R"),
-    **_each("BOFT gain", "boft_s"),
-    **_each("HRA reflection", "hra_u"),
-    **_each("LoHa factor", "hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2"),
-    **_each("LoKr factor", "lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2"),
-    **_each("Fourier or wavelet spectrum", "fourierft_spectrum", "waveft_spectrum"),
-    **_each("MiSS block", "miss_block"),
-    **_each("trainable token rows", "trainable_tokens_delta"),
-    **_each("prompt", "prompt_encoder", "prompt_embeddings"),
+_ADAPTERS = {
+    "LoRA of an embedding": "lora_embedding_A lora_embedding_B",
+    "AdaLoRA's singular values": "lora_E",
+    "DoRA magnitude": "lora_magnitude_vector",
+    "IA3 gain": "ia3_l",
+    "VeRA vector": "vera_lambda_b vera_lambda_d pvera_lambda_b pvera_lambda_d",
+    "random projection": "vera_A vera_B pvera_A pvera_B randlora_A randlora_B",
+    "VB-LoRA's logits and vectors": "vblora_vector_bank vblora_logits_A vblora_logits_B",
+    "RandLoRA scale": "randlora_lambda randlora_gamma",
+    "DeLoRA factor": "delora_A delora_B delora_lambda",
+    "HiRA factor": "hira_A hira_B hira_embedding_A hira_embedding_B",
+    "OFT rotation": "oft_R oft_embedding_R",
+    "BOFT rotation": "boft_R",
+    "BOFT gain": "boft_s",
+    "HRA reflection": "hra_u",
+    "LoHa factor": "hada_w1_a hada_w1_b hada_w2_a hada_w2_b hada_t1 hada_t2",
+    "LoKr factor": "lokr_w1 lokr_w1_a lokr_w1_b lokr_w2 lokr_w2_a lokr_w2_b lokr_t2",
+    "Fourier or wavelet spectrum": "fourierft_spectrum waveft_spectrum",
+    "MiSS block": "miss_block",
+    "trainable token rows": "trainable_tokens_delta",
+    "prompt": "prompt_encoder prompt_embeddings",
 }
+ADAPTERS: Mapping[str, str] = {name: what for what, names in _ADAPTERS.items() for name in names.split()}
 
 
 @dataclass(frozen=True, slots=True)

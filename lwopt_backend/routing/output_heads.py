@@ -16,9 +16,7 @@ EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 # A module with this name is an output head anywhere ...
 HEAD_NAMES = frozenset({"lm_head", "embed_out", "unembed", "output_projection", "logits", "to_logits"})
 # ... and one with this name is a head outside repeated blocks, in which the word means something else.
-HEAD_NAMES_OUTSIDE_BLOCKS = frozenset(
-    {"head", "heads", "output", "output_layer", "classifier", "score", "qa_outputs"},
-)
+HEAD_NAMES_OUTSIDE_BLOCKS = frozenset({"head", "heads", "output", "output_layer", "classifier", "score", "qa_outputs"})
 # Words that begin like this name tables of positions and segments; a head as wide as these is so by chance.
 NOT_A_VOCABULARY = re.compile(r"(^|[._])(pos|wpe|type|segment)")
 
@@ -43,7 +41,12 @@ def output_heads(model: nn.Module, rows: frozenset[int] | None = None) -> dict[i
     if rows is None:
         (rows,) = rows_for_heads([widths(model)])
     blocks = _repeated_blocks(model)
-    return {**_as_wide_as_a_vocabulary(model, blocks, rows), **_by_name(model, blocks)}
+    heads = _as_wide_as_a_vocabulary(model, blocks, rows)
+    for place in _own_modules(model, remove_duplicate=False):
+        leaf = place.name.rpartition(".")[2]
+        if leaf in HEAD_NAMES or (leaf in HEAD_NAMES_OUTSIDE_BLOCKS and not _inside(place.name, blocks)):
+            heads |= dict.fromkeys(map(id, _last_weights(place.outer)), f"output head, named {leaf!r}")
+    return heads
 
 
 def widths(model: nn.Module) -> Widths:
@@ -71,15 +74,6 @@ def rows_for_heads(parts: Sequence[Widths]) -> list[frozenset[int]]:
     if last is None or any(part.tied for part in parts):
         return [frozenset() for _ in parts]
     return [rows if number == last else frozenset() for number in range(len(parts))]
-
-
-def _by_name(model: nn.Module, blocks: frozenset[str]) -> dict[int, str]:
-    heads = {}
-    for place in _own_modules(model, remove_duplicate=False):
-        leaf = place.name.rpartition(".")[2]
-        if leaf in HEAD_NAMES or (leaf in HEAD_NAMES_OUTSIDE_BLOCKS and not _inside(place.name, blocks)):
-            heads.update(dict.fromkeys(map(id, _last_weights(place.outer)), f"output head, named {leaf!r}"))
-    return heads
 
 
 def _last_weights(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -117,8 +111,7 @@ def _as_wide_as_a_vocabulary(model: nn.Module, blocks: frozenset[str], rows: fro
         return {}
     last = wide[-1].name
     container = last.rpartition(".")[0]
-    lists = {place.name for place in own if isinstance(place.module, (nn.ModuleList, nn.ModuleDict))}
-    in_a_list = container in lists
+    in_a_list = container in {p.name for p in own if isinstance(p.module, (nn.ModuleList, nn.ModuleDict))}
     heads = [p for p in wide if p.name == last or (in_a_list and p.name.rpartition(".")[0] == container)]
     params = (param for place in heads for param in _parameters(place))
     return dict.fromkeys(map(id, params), "output head, as wide as an embedding has rows")

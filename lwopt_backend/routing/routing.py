@@ -17,9 +17,7 @@ from lwopt_backend.routing.fused import joined, side_by_side
 from lwopt_backend.routing.models import LORA, Adapter, lora_of
 from lwopt_backend.routing.output_heads import EMBEDDINGS, Use, output_heads, plain_name, uses_of
 
-# The setting ``atoms``: which matrices are in a parameter, by globs on names.
-#
-# ::
+# The setting ``atoms``: which matrices are in a parameter, by globs on names::
 #
 #     {"*.attn.c_attn.weight": {"qkv": [768, 768, 768]},          q, k and v one after the other
 #      "*.linear_qkv.weight": {"qkv": [512, 128, 128], "groups": 8},   again and again for each query group
@@ -84,7 +82,25 @@ class AtomSettings:
         """Raises ValueError for a value that is not a division, with the glob, what was expected and what was found."""
         if not isinstance(settings, Mapping):
             raise ValueError(f"atoms: expected a mapping of globs to divisions; found {settings!r}")
-        return cls(tuple((str(glob), _parsed(glob, value)) for glob, value in settings.items()))
+        found: list[tuple[str, Word | Division]] = []
+        for glob, value in settings.items():
+            where, words = f"atoms {glob!r}", ", ".join(map(repr, WORDS))
+            if isinstance(value, Mapping):
+                found.append((str(glob), parse(Division, value, where)))
+            elif value in WORDS:
+                found.append((str(glob), value))
+            elif isinstance(value, str):
+                raise ValueError(f"{where}: unknown word {value!r}; {suggestion(value, WORDS)}")
+            else:
+                form = f"one of {words} or a mapping such as {{'heads': 12}}"
+                raise ValueError(f"{where}: expected {form}; found {value!r}")
+        return cls(tuple(found))
+
+    @classmethod
+    def checked(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        """``settings`` as they are. Raises ValueError as ``parse``."""
+        cls.parse(settings)
+        return settings
 
     def of(self, names: Sequence[str]) -> tuple[str, Word | Division] | None:
         """The glob and the setting for the parameter with these names, or None."""
@@ -112,18 +128,6 @@ def blocks_of(
     outputs = shape[-1] if transposed else shape[-2]
     parts = setting.parts(outputs, whose) if isinstance(setting, Division) else undivided(outputs)
     return divided(Grid.of(shape, len(shape) - 2), parts, transposed=transposed)
-
-
-def _parsed(glob: str, value: Any) -> Word | Division:
-    where = f"atoms {glob!r}"
-    if isinstance(value, str):
-        if value not in WORDS:
-            raise ValueError(f"{where}: unknown word {value!r}; {suggestion(value, WORDS)}")
-        return value
-    if not isinstance(value, Mapping):
-        words = ", ".join(map(repr, WORDS))
-        raise ValueError(f"{where}: expected one of {words} or a mapping such as {{'heads': 12}}; found {value!r}")
-    return parse(Division, value, where)
 
 
 # Which parameters go to the matrix rule: decided by the model's structure, overridden by name, always printed.
@@ -214,12 +218,12 @@ def route_part(
         else:
             mark = next((f"{key}={value}" for key, value in MARKS.items() if getattr(param, key, None) is value), None)
             kind, reason = _by_structure(shape, same, heads.get(id(param)))
-            if mark is not None and (kind == "matrix" or reason == _dimensions(shape)):
+            if mark is not None and (kind == "matrix" or reason == f"{len(shape)}-D"):
                 kind, reason = "elementwise", f"marked {mark}"
             kind, reason = by_glob(shape, names, include, exclude) or (kind, reason)
         joined_shape, transposed = joined(name, shape), any(_stored_transposed(use.module) for use in same)
         stack = _is_stack(joined_shape, same)
-        if (stack or side_by_side(name, shape)) and (kind, reason) == ("elementwise", _dimensions(shape)):
+        if (stack or side_by_side(name, shape)) and (kind, reason) == ("elementwise", f"{len(shape)}-D"):
             if vector(joined_shape) is not None:
                 reason = f"{stacked(joined_shape)} of {vector(joined_shape)}"
             elif stacks:
@@ -246,7 +250,7 @@ def _by_structure(shape: Sequence[int], uses: Sequence[Use], head: str | None) -
         tied = [use.module_name for use in uses if not isinstance(use.module, EMBEDDINGS)]
         return "elementwise", f"embedding, tied to {tied[0]}" if tied else "embedding"
     if len(shape) != 2:
-        return "elementwise", _dimensions(shape)
+        return "elementwise", f"{len(shape)}-D"
     for use in uses:
         # A norm may have one weight per head and channel (Cohere's does), and every model family brings its own class.
         if isinstance(use.module, NORMS) or type(use.module).__name__.endswith("Norm"):
@@ -278,7 +282,7 @@ def _by_adapter(adapter: Adapter, shape: Sequence[int], head: str | None) -> tup
     name = plain_name(adapter.layer.name)
     said, lora = lora_factor(adapter.path[0], name), lora_of(adapter.layer.module, adapter.path[1])
     if len(shape) != 2 or lora is None:
-        return "elementwise", f"{said}: {_dimensions(shape) if len(shape) != 2 else 'not a plain linear'}"
+        return "elementwise", f"{said}: {f'{len(shape)}-D' if len(shape) != 2 else 'not a plain linear'}"
     a, b = full_shape(lora.a), full_shape(lora.b)
     kind, reason = _by_structure((b[0], a[1]), [Use(f"{name}.{lora.key}", name, lora.base)], head)
     if kind == "elementwise":
@@ -292,10 +296,6 @@ def lora_factor(attribute: str, layer: str) -> str:
     words = [part for part in layer.split(".") if not part.isdecimal()]
     leaf = layer.rpartition(".")[2] if not words or layer.endswith(words[-1]) else f"{words[-1]}.*"
     return f"LoRA {attribute.removeprefix('lora_')} of {leaf}"
-
-
-def _dimensions(shape: Sequence[int]) -> str:
-    return f"{len(shape)}-D"
 
 
 def stacked(shape: Sequence[int]) -> str:
@@ -312,11 +312,8 @@ def _is_stack(shape: Sequence[int], uses: Sequence[Use]) -> bool:
 
 def named_as_stack(name: str, shape: Sequence[int]) -> bool:
     """Whether a parameter is a stack of experts by its name, if its module is not available."""
-    return (
-        len(joined(name, shape)) > 2
-        and 0 not in shape
-        and "expert" in name.rpartition(".")[0].rpartition(".")[2].lower()
-    )
+    module = name.rpartition(".")[0].rpartition(".")[2]
+    return len(joined(name, shape)) > 2 and 0 not in shape and "expert" in module.lower()
 
 
 def _stored_transposed(module: nn.Module) -> bool:
