@@ -75,7 +75,14 @@ class Numbers(Options):
 
     def filled(self, arguments: Mapping[str, Any]) -> Numbers:
         """With the numbers in ``arguments`` for those not given. Raises CheckpointError if one is not a number."""
-        found = {key: _said(key, names, arguments) for key, names in ARGUMENTS.items()}
+        found: dict[str, int | None] = {}
+        for key, names in ARGUMENTS.items():
+            name = next((name for name in names if arguments.get(name) is not None), names[0])
+            value = found[key] = arguments.get(name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise CheckpointError(
+                    f"the checkpoint's argument {name!r} is {value!r}; expected a number; give {key!r}"
+                )
         grouped = arguments.get("group_query_attention")
         if grouped is False:  # then Megatron's num_query_groups is 1, a default that is not used
             found["query_groups"] = found["heads"]
@@ -146,14 +153,3 @@ def _need(where: str, what: str, numbers: Numbers) -> None:
 def _shown(numbers: Numbers) -> str:
     keys = ("heads", "query_groups", "kv_channels")
     return ", ".join(f"{key} {getattr(numbers, key) or 'unknown'}" for key in keys)
-
-
-def _said(key: str, names: tuple[str, ...], arguments: Mapping[str, Any]) -> int | None:
-    for name in names:
-        value = arguments.get(name)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise CheckpointError(f"the checkpoint's argument {name!r} is {value!r}; expected a number; give {key!r}")
-        return value
-    return None

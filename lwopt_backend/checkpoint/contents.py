@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,8 +15,6 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.checkpoint.choices import CheckpointError as CheckpointError
-
-# Bitwise comparison of values, and counts of values that are not finite.
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -89,14 +88,14 @@ class LazyTensor:
 
     def piece(self, start: int, stop: int) -> LazyTensor:
         """Elements [start, stop) of the flattened tensor, as a flat tensor."""
-        ranged, shape = self.read_range, (stop - start,)
+        whole, ranged, shape = self.read, self.read_range, (stop - start,)
         if ranged is None:
-            return LazyTensor(shape, self.dtype, lambda: self.read().view(-1)[start:stop].clone(), self.where)
-        within = partial(_within, ranged, start)
-        return LazyTensor(shape, self.dtype, lambda: ranged(start, stop), self.where, within)
+            return LazyTensor(shape, self.dtype, lambda: whole().view(-1)[start:stop].clone(), self.where)
+        return LazyTensor(
+            shape, self.dtype, lambda: ranged(start, stop), self.where, lambda a, b: ranged(start + a, start + b)
+        )
 
     def view(self, shape: Sequence[int]) -> LazyTensor:
-        """The same elements in the same order in another shape."""
         shape = tuple(shape)
         assert math.prod(shape) == self.numel, f"{self.where}: expected shape {shape}, found {self.shape}"
         return LazyTensor(shape, self.dtype, lambda: self.read().view(shape), self.where, self.read_range)
@@ -112,10 +111,6 @@ class LazyTensor:
         ranged = self.read_range
         converted = None if ranged is None else lambda start, stop: ranged(start, stop).to(dtype)
         return LazyTensor(self.shape, dtype, lambda: _filled([self], self.shape, dtype), self.where, converted)
-
-
-def _within(read_range: ReadRange, begin: int, start: int, stop: int) -> Tensor:
-    return read_range(begin + start, begin + stop)
 
 
 def _filled(parts: Sequence[LazyTensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -201,6 +196,11 @@ class Param:
         """The weight, if any, under ``"weight"``, and the states."""
         return {**({} if self.weight is None else {WEIGHT: self.weight}), **self.states}
 
+    def changed(self, tensors: Mapping[str, LazyTensor]) -> Param:
+        """The parameter with these in place of its ``tensors``."""
+        states = {key: tensor for key, tensor in tensors.items() if key != WEIGHT}
+        return replace(self, weight=tensors.get(WEIGHT), states=states)
+
     @property
     def best(self) -> LazyTensor:
         """The master weight if there is one, else the weight."""
@@ -278,6 +278,22 @@ class Checkpoint:
             if not isinstance(value, kind):
                 said = f"a {type(value).__name__}, no {kind[0].__name__}"
                 raise CheckpointError(f"{self.format}: {what} is {said}; copy it again")
+
+
+def reader(
+    writer: str, folder_of: Callable[[Path], Path] = Path
+) -> Callable[[Callable[[Path], T]], Callable[[Path], T]]:
+    """Decorates a function of a folder, which is then called with ``folder_of(path)`` by ``read_as_expected``."""
+
+    def decorated(read: Callable[[Path], T]) -> Callable[[Path], T]:
+        @functools.wraps(read)
+        def read_folder(path: Path) -> T:
+            folder = folder_of(path)
+            return read_as_expected(lambda: read(folder), folder, writer)
+
+        return read_folder
+
+    return decorated
 
 
 def read_as_expected(read: Callable[[], T], where: Path, writer: str, said: type[ValueError] = CheckpointError) -> T:

@@ -48,7 +48,6 @@ class DcpFolder:
                     self._stored(chunk, entry, f"{key} in {path}")
 
     def tensor(self, key: str) -> LazyTensor:
-        """A whole tensor."""
         entry = self.tensors[key]
         return self.box(key, (0,) * len(entry.shape), entry.shape, entry.shape)
 
@@ -128,8 +127,6 @@ class DcpFolder:
         return saved
 
 
-# The optimizer's state of one parameter in a DCP checkpoint: state of its shape, and owner state.
-#
 # Owner state is saved as ``<key>``, or ``[<place>].<key>`` if the parameter has several matrices: one tensor each, cut
 # by rows. State that is more than tensors by name also has ``structure`` and ``stepped``, and a parameter whose shape
 # does not tell its matrices has ``matrices`` (``lwopt_backend/runtime/state.py``).
@@ -178,20 +175,23 @@ def with_owner_states(
     owners: dict[int, dict[str, LazyTensor]] = {}
     for key, tensor in saved.items():
         matrix = of_matrix[key]
+        misshapen = f"{tensor.where}: expected the weight's shape {weight.shape}, found {tensor.shape}"
         if key in own if own is not None else matrix is None and tensor.shape in (weight.shape, ()):
             if tensor.shape != weight.shape and own is not None:
-                raise CheckpointError(
-                    f"{tensor.where}: expected the weight's shape {weight.shape}, found {tensor.shape}"
-                )
+                raise CheckpointError(misshapen)
             states[key] = tensor
         elif matrix is None and own is None:
-            raise CheckpointError(
-                f"{tensor.where}: expected the weight's shape {weight.shape}, found {tensor.shape}; state of other "
-                "shapes is read only of rules of ours"
-            )
+            raise CheckpointError(f"{misshapen}; state of other shapes is read only of rules of ours")
         else:
             matrix = key.rpartition(".")[0] if matrix is None else matrix.removesuffix(".")
-            owners.setdefault(_place(matrix, tensor), {})[key.removeprefix(f"{matrix}." if matrix else "")] = tensor
+            number = re.fullmatch(r"\[(\d+)\]", matrix)
+            if matrix and number is None:
+                raise CheckpointError(
+                    f"{tensor.where}: the owner of matrix {matrix!r} keeps state of a part of a fused parameter, and "
+                    "the checkpoint does not tell which rows it is; save it again where it was trained"
+                )
+            of_owner = owners.setdefault(int(number[1]) if number else 0, {})
+            of_owner[key.removeprefix(f"{matrix}." if matrix else "")] = tensor
     real = {  # before the first step, only the form of the state is saved
         place: partial(_state_of, state)
         for place, state in sorted(owners.items())
@@ -212,17 +212,6 @@ def _own_keys(weight: LazyTensor, group: Mapping[str, Any] | None) -> set[str] |
         raise CheckpointError(f"{weight.where}: its group's rule cannot be made ({error}): {dict(group)}") from error
 
 
-def _place(matrix: str, tensor: LazyTensor) -> int:
-    """A matrix's place in its parameter, by its name."""
-    slice_number = re.fullmatch(r"\[(\d+)\]", matrix)
-    if matrix and slice_number is None:
-        raise CheckpointError(
-            f"{tensor.where}: the owner of matrix {matrix!r} keeps state of a part of a fused parameter, and the "
-            "checkpoint does not tell which rows it is; save it again where it was trained"
-        )
-    return int(slice_number[1]) if slice_number else 0
-
-
 def _numbers(described: Any, path: str = "") -> Iterator[str]:
     """Yield the paths of scalars, which are saved with one dimension."""
     if isinstance(described, str):
@@ -236,7 +225,7 @@ def _numbers(described: Any, path: str = "") -> Iterator[str]:
         yield from _numbers(part, f"{path}.{key}" if path else str(key))
 
 
-# Checkpoints of FSDP2 runs, ours and others', as torch.distributed.checkpoint writes them from torch's state dicts:
+# Checkpoints of FSDP2 runs, ours and others', are made of torch's state dicts:
 #
 #     {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer), anything else}
 #
@@ -257,25 +246,17 @@ def recognises(path: Path) -> bool:
         return False
 
 
+@contents.reader("DCP")
 def read(path: Path) -> Checkpoint:
     """A checkpoint's content. Raises CheckpointError for damage, and for tensors that are neither weight nor state."""
-    return contents.read_as_expected(lambda: _read(path), path, "DCP")
-
-
-def _read(path: Path) -> Checkpoint:
     folder = DcpFolder(path)
     saved = Saved(folder)
-    if not saved.keys.weights:
+    if not saved.weights:
         raise CheckpointError(
             f"{path}: expected one model's weights, best under 'model', found none; what ModuleOptimizers saved is "
             "read by these alone"
         )
-    params, buffers = {}, {}
-    for name, weight in saved.weights.items():
-        if weight.dtype.is_floating_point:
-            params[name] = saved.param(name, weight)
-        else:
-            buffers[name] = weight
+    params = {name: saved.param(name, w) for name, w in saved.weights.items() if w.dtype.is_floating_point}
     tied = convert.tied(params)
     known, client = convert.split(saved.others())
     counted = convert.iteration_of(params) if "iteration" not in known else None
@@ -293,7 +274,7 @@ def _read(path: Path) -> Checkpoint:
         samples=known.get("samples"),
         scheduler=known.get("scheduler"),
         tied=tied,
-        buffers=buffers,
+        buffers={name: weight for name, weight in saved.weights.items() if name not in params},
         client=client,
         notes=tuple(convert.sentences(tied, path, counted)),
         proven=folder.proven,
@@ -324,7 +305,6 @@ class Saved:
         self.matrices = {name: matrices for name, matrices in found.items() if matrices is not None}
 
     def param(self, name: str, weight: LazyTensor) -> Param:
-        """All that is saved of a parameter."""
         number = self.group_of.get(name)
         saved = dict(self.states.get(name, {}))
         counter, master = saved.pop("step", None), saved.pop(contents.MASTER, None)
@@ -335,10 +315,11 @@ class Saved:
 
     def others(self) -> dict[str, Any]:
         """What is neither the model's nor the optimizer's, nested as it was saved."""
-        folder, keys = self.folder, self.keys.others
-        flat = {key: self.change(folder.object(key)) for key in keys if key in folder.objects}
-        flat.update({key: folder.tensor(key).read().item() for key in keys if key in folder.tensors})
-        return by_paths({tuple(folder.paths.get(key, (key,))): value for key, value in flat.items()}, folder.path)
+        folder, flat = self.folder, {}
+        for key in self.keys.others:
+            value = self.change(folder.object(key)) if key in folder.objects else folder.tensor(key).read().item()
+            flat[tuple(folder.paths.get(key, (key,)))] = value
+        return by_paths(flat, folder.path)
 
 
 class _Node(dict[Any, Any]):
@@ -355,15 +336,15 @@ def by_paths(flat: Mapping[tuple[Any, ...], Any], folder: Path) -> dict[str, Any
             if not isinstance(place, _Node):
                 raise CheckpointError(f"{folder}: {path} is both a value and a dictionary; copy it again")
         place[path[-1]] = value
-    return {key: _with_lists(value) for key, value in root.items()}
 
+    def with_lists(value: Any) -> Any:
+        if not isinstance(value, _Node):
+            return value
+        found = {key: with_lists(part) for key, part in value.items()}
+        is_list = all(isinstance(key, int) for key in found)
+        return [found[key] for key in sorted(found)] if is_list else found
 
-def _with_lists(value: Any) -> Any:
-    if not isinstance(value, _Node):
-        return value
-    found = {key: _with_lists(part) for key, part in value.items()}
-    is_list = all(isinstance(key, int) for key in found)
-    return [found[key] for key in sorted(found)] if is_list else found
+    return {key: with_lists(value) for key, value in root.items()}
 
 
 @dataclass
@@ -378,42 +359,37 @@ class _Keys:
     others: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        every = [key for key in (*self.folder.tensors, *self.folder.objects) if key.startswith(self.prefix)]
-        optimizers = {key[: _found(key, GROUPS)] for key in every if _found(key, GROUPS) >= 0}
+        folder = self.folder
+        every = [key for key in (*folder.tensors, *folder.objects) if key.startswith(self.prefix)]
+        starts = (re.search(rf"(^|\.){re.escape(GROUPS)}", key) for key in every)
+        optimizers = {start.string[: start.end() - len(GROUPS)] for start in starts if start}
         if len(optimizers) > MOST_OPTIMIZERS:
-            raise CheckpointError(f"{self.folder.path} has the param groups of {len(optimizers)} optimizers")
+            raise CheckpointError(f"{folder.path} has the param groups of {len(optimizers)} optimizers")
         model: dict[tuple[Any, ...], dict[str, str]] = {}
         for key in every:
             optimizer = max((prefix for prefix in optimizers if key.startswith(prefix)), key=len, default=None)
             rest = "" if optimizer is None else key.removeprefix(optimizer)
+            path = folder.paths.get(key, (key,))
             if rest.startswith(GROUPS):
                 self.options[key] = rest.removeprefix(GROUPS)
-            elif rest.startswith(STATE) and key in self.folder.tensors:
+            elif rest.startswith(STATE) and key in folder.tensors:
                 self.states[key] = rest.removeprefix(STATE)
-            elif key in self.folder.tensors and (
-                self.folder.tensors[key].shape or self.folder.paths.get(key, (key,))[:-1] == ("model",)
-            ):
-                path = self.folder.paths.get(key, (key,))
+            elif key in folder.tensors and (folder.tensors[key].shape or path[:-1] == ("model",)):
                 model.setdefault(tuple(path[:-1]), {})[str(path[-1])] = key
             else:
                 self.others.append(key)
         if len(model) > 1 and ("model",) in model:
             strange = next(key for prefix in model if prefix != ("model",) for key in model[prefix].values())
             raise CheckpointError(
-                f"{strange} in {self.folder.path} is neither a weight under 'model' nor an optimizer's state; save it "
+                f"{strange} in {folder.path} is neither a weight under 'model' nor an optimizer's state; save it "
                 "elsewhere: what is not known would be lost"
             )
         if len(model) > 1:
             raise CheckpointError(
-                f"{self.folder.path}: expected one model's weights, best under 'model', found tensors under "
+                f"{folder.path}: expected one model's weights, best under 'model', found tensors under "
                 f"{sorted('.'.join(map(str, prefix)) for prefix in model)}"
             )
         self.weights = next(iter(model.values()), {})
-
-
-def _found(key: str, word: str) -> int:
-    """Where ``word`` begins as a part of a key, or -1."""
-    return 0 if key.startswith(word) else key.find(f".{word}") + 1 or -1
 
 
 def _split(rest: str, names: Mapping[str, Any], where: str) -> tuple[str, str]:

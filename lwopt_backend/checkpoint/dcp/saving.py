@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -95,12 +95,38 @@ class FolderMetadata:
     def check_files(self) -> bool:
         """Return whether there is a manifest. Raises CheckpointError for files that are missing, too short, or of
         another save than the manifest's, and for a tensor that they lack a part of."""
-        listed = manifest.check_files(self.path.parent)
+        folder = self.path.parent
+        listed = manifest.check_files(folder)
         if listed is not None:
             _check_marks(listed)
-        _check_files(self.path, self.stored)
+        ends: dict[Path, int] = {}
+        used: dict[Path, int] = {}
+        for place in self.stored:
+            if place.offset < 0 or place.length < 0:
+                raise CheckpointError(f"{self.path} is damaged: a negative place in {place.path.name}")
+            ends[place.path] = max(ends.get(place.path, 0), place.offset + place.length)
+            used[place.path] = used.get(place.path, 0) + place.length
+        for path, end in sorted(ends.items()):
+            if not path.is_file():
+                raise CheckpointError(f"{path} is missing; copy all files of {folder}")
+            size = path.stat().st_size
+            if size < end:
+                raise CheckpointError(f"{path} ends early: expected {end} bytes, found {size}; copy it again")
+            if size < used[path]:
+                raise CheckpointError(f"{self.path} is damaged: several tensors are at one place in {path}")
         for key, entry in self.tensors.items():
-            _check_size(self.path, key, entry)
+            for chunk in entry.chunks:
+                if chunk.stored is None:
+                    raise CheckpointError(f"{self.path} does not say where {key} is; copy it again")
+                nbytes, found = math.prod(chunk.sizes) * entry.dtype.itemsize, chunk.stored.length
+                if nbytes > found:
+                    raise CheckpointError(
+                        f"{self.path} is damaged: {key} has a chunk of {nbytes} bytes, but {found} are stored"
+                    )
+            saved = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+            if saved < math.prod(entry.shape):
+                start = (0,) * len(entry.shape)
+                raise CheckpointError(incomplete(f"{key} in {folder}", saved, entry.shape, start))
         return listed is not None
 
 
@@ -119,12 +145,16 @@ def read_metadata(folder: Path) -> FolderMetadata:
         stored = _stored(path, saved)
         tensors = dict(_tensors(saved, stored))
         objects = {key: stored.get((key, None)) for key in saved.state_dict_metadata if key not in tensors}
-        paths = dict(_paths(saved.planner_data or {}))
+        paths = saved.planner_data or {}
+        for key, parts in paths.items():
+            if type(key) is not str or type(parts) is not tuple or not all(type(p) in (str, int) for p in parts):
+                raise ValueError("the path of a key is none")
         extra = dict(saved.mcore_data or {}) if hasattr(saved, "mcore_data") else None
+    except CheckpointError:
+        raise
     except (AttributeError, TypeError, ValueError) as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(f"{path} is not what DCP writes ({error}); copy it again") from error
+    paths = {key: parts for key, parts in paths.items() if parts}
     return FolderMetadata(path, tensors, objects, paths, extra, tuple(stored.values()))
 
 
@@ -139,12 +169,11 @@ def _stored(path: Path, metadata: Any) -> dict[tuple[str, Sizes | None], Stored]
                 "save it again without storage extensions"
             )
         relative = info.relative_path
-        for kind in (PurePosixPath, PureWindowsPath):
-            if kind(relative).is_absolute() or kind(relative).drive or ".." in kind(relative).parts:
-                raise CheckpointError(
-                    f"{path} says that {index.fqn} is in {relative!r}, outside the folder; "
-                    "no checkpoint is written so: do not use it"
-                )
+        if manifest.leads_out(relative):
+            raise CheckpointError(
+                f"{path} says that {index.fqn} is in {relative!r}, outside the folder; no checkpoint is written so: do "
+                "not use it"
+            )
         offset = vars(index).get("offset")  # what is None is not pickled
         offset = None if offset is None else shape_of(offset)
         found[index.fqn, offset] = Stored(path.parent / relative, info.offset, info.length)
@@ -172,34 +201,6 @@ def _tensors(metadata: Any, stored: Mapping[tuple[str, Sizes | None], Stored]) -
         yield key, Entry(shape, dtype, tuple(chunks.values()))
 
 
-def _paths(saved: Mapping[Any, Any]) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Yield keys and their parts."""
-    for key, path in saved.items():
-        if type(key) is not str or type(path) is not tuple or not all(type(part) in (str, int) for part in path):
-            raise ValueError("the path of a key is none")
-        if path:
-            yield key, path
-
-
-def _check_files(metadata: Path, stored: Iterable[Stored]) -> None:
-    ends: dict[Path, int] = {}
-    used: dict[Path, int] = {}
-    for place in stored:
-        if place.offset < 0 or place.length < 0:
-            raise CheckpointError(f"{metadata} is damaged: a negative place in {place.path.name}")
-        ends[place.path] = max(ends.get(place.path, 0), place.offset + place.length)
-        used[place.path] = used.get(place.path, 0) + place.length
-    for path, end in sorted(ends.items()):
-        try:
-            size = path.stat().st_size
-        except OSError as error:
-            raise CheckpointError(f"{path} is missing; copy all files of {metadata.parent}") from error
-        if size < end:
-            raise CheckpointError(f"{path} ends early: expected {end} bytes, found {size}; copy it again")
-        if size < used[path]:
-            raise CheckpointError(f"{metadata} is damaged: several tensors are at one place in {path}")
-
-
 MARK = 64  # bytes at the start of a file of ours: the save that it is of, and the rank
 
 
@@ -220,20 +221,6 @@ def _check_marks(listed: Manifest) -> None:
                     f"{listed.folder / name}: expected {words!r} at its start, found {said!r}; it is of another save "
                     f"or another rank; {listed.advice}"
                 )
-
-
-def _check_size(metadata: Path, key: str, entry: Entry) -> None:
-    for chunk in entry.chunks:
-        if chunk.stored is None:
-            raise CheckpointError(f"{metadata} does not say where {key} is; copy it again")
-        nbytes = math.prod(chunk.sizes) * entry.dtype.itemsize
-        if nbytes > chunk.stored.length:
-            raise CheckpointError(
-                f"{metadata} is damaged: {key} has a chunk of {nbytes} bytes, but {chunk.stored.length} are stored"
-            )
-    saved = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-    if saved < math.prod(entry.shape):
-        raise CheckpointError(incomplete(f"{key} in {metadata.parent}", saved, entry.shape, (0,) * len(entry.shape)))
 
 
 def incomplete(where: str, saved: int, sizes: Sequence[int], offsets: Sequence[int]) -> str:
@@ -377,7 +364,6 @@ class _Planner(DefaultSavePlanner):
 
 
 def chunk(place: Sequence[int], sizes: Sequence[int]) -> ChunkStorageMetadata:
-    """A box of a tensor, as DCP describes it."""
     return ChunkStorageMetadata(torch.Size(place), torch.Size(sizes))
 
 
@@ -405,12 +391,10 @@ def later(part: Tensor, shape: Sequence[int], where: str) -> LazyTensor:
 
 
 def one_box(tensor: LazyTensor) -> Boxes:
-    """A whole tensor as one box."""
     return Boxes(tensor.shape, {(0,) * len(tensor.shape): tensor})
 
 
 def whole(tensor: Tensor, where: str) -> Boxes:
-    """A whole tensor in memory as one box."""
     return one_box(later(tensor, tensor.shape, where))
 
 
@@ -443,8 +427,9 @@ def save(
     def in_all(decide: Callable[[], T]) -> T:
         return agree(ranks, what, lambda: (_naming(target, decide), []))
 
-    mine = in_all(lambda: (_next_number(folder), manifest.new_save_id()))
-    number, save_id = ranks.gather_objects(mine)[0]
+    numbers = in_all(lambda: [path.stem.rpartition("_")[2] for path in folder.glob(ANY_FILE)])
+    unused = max((int(number) + 1 for number in numbers if number.isdecimal()), default=0)
+    number, save_id = ranks.gather_objects((unused, manifest.new_save_id()))[0]
     name = f"__{ranks.rank}_{number}{FILE}"
     files = Files(folder, ranks.rank)
     writer = _Writer(files, name, save_id, ranks.rank, workers)
@@ -487,12 +472,6 @@ def _naming(target: Path | None, decide: Callable[[], T]) -> T:
         if target is None:
             raise
         raise type(error)(f"{target} is as it was, nothing is written: {error}") from error
-
-
-def _next_number(folder: Path) -> int:
-    """A number for a save that no file of another save has."""
-    numbers = (path.stem.rpartition("_")[2] for path in folder.glob(ANY_FILE))
-    return max((int(number) + 1 for number in numbers if number.isdecimal()), default=0)
 
 
 def _finish(writer: _Writer, folder: Path, metadata: Metadata, results: list[list[WriteResult]]) -> None:

@@ -39,7 +39,13 @@ def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:
             tensors["optimizer", "state", name, key] = tensor
     tensors.update({("model", name): checkpoint.params[of].best for name, of in checkpoint.tied.items()})
     tensors.update({("model", name): buffer for name, buffer in checkpoint.buffers.items()})
-    rest = _rest(checkpoint)
+    more = {
+        "iteration": checkpoint.iteration,
+        "samples": checkpoint.samples,
+        "scheduler": checkpoint.scheduler,
+        "names": None if checkpoint.names == "model" else checkpoint.names,
+    }
+    rest: dict[str, Any] = {**{k: value for k, value in more.items() if value is not None}, **checkpoint.client}
     if groups := _groups(checkpoint):
         rest["optimizer"] = {"param_groups": groups}
     objects = flattened(rest)
@@ -87,17 +93,6 @@ def _of_owner(param: Param, place: int) -> dict[str, Tensor]:
 def _later(param: Param, place: int, key: str, like: Tensor, where: str) -> LazyTensor:
     """One tensor of owner state, which is read again when it is written."""
     return LazyTensor(tuple(like.shape), like.dtype, lambda: _of_owner(param, place)[key].contiguous(), where)
-
-
-def _rest(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What is neither a tensor nor of the optimizer."""
-    more = {
-        "iteration": checkpoint.iteration,
-        "samples": checkpoint.samples,
-        "scheduler": checkpoint.scheduler,
-        "names": None if checkpoint.names == "model" else checkpoint.names,
-    }
-    return {**{key: value for key, value in more.items() if value is not None}, **checkpoint.client}
 
 
 def _groups(checkpoint: Checkpoint) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ import torch
 
 from lwopt_backend.checkpoint import contents
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param
+from lwopt_backend.checkpoint.contents import MATRICES as MATRICES
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.folders import read_pointer
 from lwopt_backend.checkpoint.files.made import shape_of
@@ -115,7 +116,8 @@ NOT_KEPT = ("data_sampler", "random_ltd")
 @dataclass(frozen=True)
 class ModelStates:
     """The content of one tag's files. ``shapes`` are the trained parameters' by name, in DeepSpeed's lists: by param
-    group (stages 1 and 2) or sub-group (stage 3); None at stage 0. ``frozen`` parameters are whole."""
+    group (stages 1 and 2) or sub-group (stage 3); None at stage 0. ``frozen`` parameters are whole. ``ranks`` is the
+    number of data-parallel ranks that saved it."""
 
     path: Path
     saved: Mapping[str, Any]
@@ -127,7 +129,6 @@ class ModelStates:
 
     @property
     def ranks(self) -> int:
-        """The number of data-parallel ranks that saved it."""
         return int(self.saved.get("dp_world_size") or 1)
 
     def weight(self, name: str, shape: tuple[int, ...]) -> LazyTensor | None:
@@ -214,76 +215,81 @@ def load_mapping(file: Path) -> Mapping[str, Any]:
 
 def _frozen(file: Path, of_ranks: list[Mapping[str, Any]], module: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Frozen parameters: whole in the module (stages 1, 2), or cut into equal flat parts over the ranks (stage 3)."""
-    saved = of_ranks[0].get("frozen_param_shapes") or {}
-    shapes = {name: shape_of(shape) for name, shape in saved.items()}
-    found = {name: module[name] for name, shape in shapes.items() if name in module and module[name].shape == shape}
-    for name in [name for name in shapes if name not in found]:
+    found = {}
+    for name, saved in (of_ranks[0].get("frozen_param_shapes") or {}).items():
+        shape = shape_of(saved)
+        if name in module and module[name].shape == shape:
+            found[name] = module[name]
+            continue
         parts = [(of_rank.get("frozen_param_fragments") or {}).get(name) for of_rank in of_ranks]
-        found[name] = _from_flat_parts(parts, shapes[name], f"frozen parameter {name!r}", file)
+        tensors = [part for part in parts if isinstance(part, LazyTensor)]
+        missing, has = math.prod(shape), sum(part.numel for part in tensors)
+        if len(tensors) != len(parts) or has < missing:
+            raise CheckpointError(
+                f"frozen parameter {name!r}: expected {missing} elements over {len(parts)} ranks' files, of which the "
+                f"first is {file}, found {has} in {len(tensors)}; copy the whole folder again"
+            )
+        pieces: list[LazyTensor] = []
+        for part in tensors:  # elements beyond the last are padding
+            taken = min(missing, part.numel)
+            if taken or not pieces:
+                pieces.append(part.piece(0, taken))
+            missing -= taken
+        found[name] = contents.end_to_end(pieces, shape)
     return found
-
-
-def _from_flat_parts(parts: list[Any], shape: tuple[int, ...], what: str, file: Path) -> LazyTensor:
-    """A tensor from consecutive flat parts; further elements are padding. Raises CheckpointError."""
-    tensors = [part for part in parts if isinstance(part, LazyTensor)]
-    numel, found = math.prod(shape), sum(part.numel for part in tensors)
-    if len(tensors) != len(parts) or found < numel:
-        raise CheckpointError(
-            f"{what}: expected {numel} elements over {len(parts)} ranks' files, of which the first is {file}, found "
-            f"{found} in {len(tensors)}; copy the whole folder again"
-        )
-    pieces: list[LazyTensor] = []
-    for part in tensors:
-        taken = min(numel - sum(piece.numel for piece in pieces), part.numel)
-        if taken or not pieces:
-            pieces.append(part.piece(0, taken))
-    return contents.end_to_end(pieces, shape)
 
 
 def checkpoint_of(
     states: ModelStates,
     format: str,
     params: Mapping[str, Param],
-    groups: tuple[Mapping[str, Any], ...],
-    arguments: Mapping[str, Any] | None = None,
-    **more: Any,
+    groups: Iterable[Mapping[str, Any]],
+    common: Mapping[str, Any],
+    matrices: Mapping[str, list[str]] | None,
+    *,
+    names: str = "model",
+    world: Mapping[str, int] | None = None,
+    replicas: tuple[tuple[str, LazyTensor, LazyTensor], ...] = (),
+    notes: Iterable[str] = (),
 ) -> Checkpoint:
-    """The result of the readers of all stages: trained parameters with their states, and everything else."""
-    saved, notes = states.saved, list(more.pop("notes", ()))
-    notes += [f"{key!r} of {states.path} is not kept" for key in NOT_KEPT if saved.get(key) is not None]
-    frozen = {name: Param(weight) for name, weight in states.frozen.items() if name not in params}
-    everything = {**params, **frozen}
-    order = [name for name in states.module if name in everything]
-    return Checkpoint(
-        format,
-        str(saved.get("ds_version") or "unknown"),
-        more.pop("names", "model"),
-        {name: everything[name] for name in (*order, *(name for name in everything if name not in states.module))},
-        groups,
-        {
-            "ds_config": plain(saved.get("ds_config") or {}, notes),
-            "skipped_steps": saved.get("skipped_steps") or 0,
-            **{key: value for key, value in (arguments or {}).items() if value is not None},
-        },
-        iteration=saved.get("global_steps"),
-        samples=saved.get("global_samples"),
-        scheduler=plain(saved.get("lr_scheduler"), notes),
-        world={"dp": states.ranks, "tp": 1, "pp": 1, **more.pop("world", {})},
-        tied=states.tied,
-        buffers=states.buffers,
-        client={key: plain(value, notes) for key, value in saved.items() if key not in ENGINE_KEYS},
-        notes=tuple(notes),
-        **more,
-    )
+    """The result of the readers of all stages: trained parameters with their states, and everything else.
 
-
-def groups_of(groups: Any) -> tuple[dict[str, Any], ...]:
-    """Param groups without their parameters, as plain data."""
+    ``common`` is the first rank's optimizer state, ``groups`` its param groups; ``matrices`` are each parameter's, if
+    the files have them.
+    """
+    saved, told = states.saved, list(notes)
+    told += [f"{key!r} of {states.path} is not kept" for key in NOT_KEPT if saved.get(key) is not None]
+    everything = {**params, **{name: Param(weight) for name, weight in states.frozen.items() if name not in params}}
+    order = dict.fromkeys((*(name for name in states.module if name in everything), *everything))
+    scaler = common.get("loss_scaler")
+    numbers = vars(scaler).items() if isinstance(scaler, Stub) else None
+    of_scaler = None if numbers is None else {key: plain(value, []) for key, value in numbers if key != "stub_args"}
+    known = {"clip_grad": common.get("clip_grad"), "loss_scaler": of_scaler, MATRICES: matrices}
 
     def option(value: Any) -> Any:
         return as_number(value) if isinstance(value, LazyTensor) and not value.shape else plain(value, [])
 
-    return tuple({key: option(value) for key, value in group.items() if key != "params"} for group in groups)
+    return Checkpoint(
+        format=format,
+        version=str(saved.get("ds_version") or "unknown"),
+        names=names,
+        params={name: everything[name] for name in order},
+        groups=tuple({key: option(value) for key, value in group.items() if key != "params"} for group in groups),
+        arguments={
+            "ds_config": plain(saved.get("ds_config") or {}, told),
+            "skipped_steps": saved.get("skipped_steps") or 0,
+            **{key: value for key, value in known.items() if value is not None},
+        },
+        iteration=saved.get("global_steps"),
+        samples=saved.get("global_samples"),
+        scheduler=plain(saved.get("lr_scheduler"), told),
+        world={"dp": states.ranks, "tp": 1, "pp": 1, **(world or {})},
+        replicas=replicas,
+        tied=states.tied,
+        buffers=states.buffers,
+        client={key: plain(value, told) for key, value in saved.items() if key not in ENGINE_KEYS},
+        notes=tuple(told),
+    )
 
 
 def plain(value: Any, notes: list[str]) -> Any:
@@ -296,14 +302,6 @@ def plain(value: Any, notes: list[str]) -> Any:
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
         return type(value)(plain(entry, notes) for entry in value)
     return value
-
-
-def scaler_of(saved: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The loss scaler's attributes, such as ``cur_scale``; None if there is none."""
-    found = saved.get("loss_scaler")
-    if not isinstance(found, Stub):
-        return None
-    return {key: value for key, value in plain(found, []).items() if key != "stub_args"}
 
 
 def as_number(value: Any) -> float | None:
@@ -353,7 +351,23 @@ class Gathered:
 
     def param(self, states: ModelStates) -> Param:
         """Raises CheckpointError unless the pieces cover the whole parameter once."""
-        found = {key: self._whole(key, pieces, states.path) for key, pieces in self.pieces.items()}
+        found = {}
+        for key, pieces in self.pieces.items():
+            end, what = 0, f"{key} of parameter {self.name!r} in {states.path.parent}"
+            pieces = sorted(pieces, key=lambda piece: piece[0])
+            for start, tensor in pieces:
+                if start != end:
+                    raise CheckpointError(
+                        f"{what}: element {end} comes next, found a piece from {start} on ({tensor.where}); the files "
+                        "do not belong together"
+                    )
+                end += tensor.numel
+            if end != self.numel:
+                raise CheckpointError(
+                    f"{what}: expected {self.numel} elements, found {end} in all ranks' files; copy the whole folder "
+                    "again"
+                )
+            found[key] = contents.end_to_end([t for _, t in pieces if t.numel] or [pieces[0][1]], self.shape)
         found.update({key: copies[0] for key, copies in self.copies.items()})
         for key, value in self.numbers.items():
             if key != STEP:
@@ -363,50 +377,24 @@ class Gathered:
         weight, step = states.weight(self.name, self.shape), as_number(self.numbers.get(STEP))
         return Param(weight, ordered, step, self.group, self.owner)
 
-    def replicas(self) -> list[tuple[str, LazyTensor, LazyTensor]]:
-        """Pairs of copies that several ranks have."""
-        return [
-            (f"{key} of {self.name}, which several ranks store whole", copies[0], other)
-            for key, copies in self.copies.items()
-            for other in copies[1:]
-        ]
-
-    def _whole(self, key: str, pieces: list[tuple[int, LazyTensor]], file: Path) -> LazyTensor:
-        end, what = 0, f"{key} of parameter {self.name!r} in {file.parent}"
-        ordered = sorted(pieces, key=lambda piece: piece[0])
-        for start, tensor in ordered:
-            if start != end:
-                raise CheckpointError(
-                    f"{what}: element {end} comes next, found a piece from {start} on ({tensor.where}); the files do "
-                    "not belong together"
-                )
-            end += tensor.numel
-        if end != self.numel:
-            raise CheckpointError(
-                f"{what}: expected {self.numel} elements, found {end} in all ranks' files; copy the whole folder again"
-            )
-        return contents.end_to_end([t for _, t in ordered if t.numel] or [ordered[0][1]], self.shape)
-
-
-def gathered_of(params: Iterable[tuple[str, tuple[int, ...], int]]) -> dict[str, Gathered]:
-    """Parameters by (name, shape, group), with nothing gathered yet."""
-    return {name: Gathered(name, shape, group) for name, shape, group in params}
-
 
 def put_together(
     states: ModelStates,
     format: str,
     gathered: Mapping[str, Gathered],
-    groups: Any,
+    groups: Iterable[Mapping[str, Any]],
     saved: Mapping[str, Any],
     matrices: Mapping[str, list[str]] | None,
 ) -> Checkpoint:
-    """The checkpoint of what was gathered. ``saved`` is the first rank's optimizer state, ``groups`` its param groups;
-    ``matrices`` are each parameter's, if the files have them. Raises CheckpointError."""
+    """The checkpoint of what was gathered; see ``checkpoint_of``. Raises CheckpointError."""
+    replicas = tuple(
+        (f"{key} of {name}, which several ranks store whole", first, other)
+        for name, found in gathered.items()
+        for key, (first, *others) in found.copies.items()
+        for other in others
+    )
     params = {name: found.param(states) for name, found in gathered.items()}
-    arguments = {"clip_grad": saved.get("clip_grad"), "loss_scaler": scaler_of(saved), "matrices": matrices}
-    replicas = tuple(pair for found in gathered.values() for pair in found.replicas())
-    return checkpoint_of(states, format, params, groups_of(groups), arguments, replicas=replicas)
+    return checkpoint_of(states, format, params, groups, saved, matrices, replicas=replicas)
 
 
 def cut(tensor: Any, start: int, numel: int, what: str, file: Path) -> LazyTensor:
@@ -415,9 +403,6 @@ def cut(tensor: Any, start: int, numel: int, what: str, file: Path) -> LazyTenso
         found = tensor.shape if isinstance(tensor, LazyTensor) else type(tensor).__name__
         raise CheckpointError(f"{what}: expected flat elements {start} to {start + numel} in {file}, found {found}")
     return tensor.piece(start, start + numel)
-
-
-MATRICES = "matrices"  # each parameter's matrices, in order: their names and elements
 
 
 def owner_states(saved: Mapping[Any, Any]) -> contents.OwnerStates:
@@ -451,11 +436,8 @@ def take_owner_states(gathered: Mapping[str, Gathered], of_ranks: Iterable[Mappi
     """Assign owner state, which files have by matrix name, to parameters. Raises CheckpointError."""
     found: dict[str, dict[int, Any]] = {}
     for saved in of_ranks:
-        places = {
-            matrix: (name, place)
-            for name, matrices in (saved.get(MATRICES) or {}).items()
-            for place, (matrix, _) in enumerate(matrices)
-        }
+        listed = (saved.get(MATRICES) or {}).items()
+        places = {matrix: (name, i) for name, matrices in listed for i, (matrix, _) in enumerate(matrices)}
         for matrix, state in (saved.get(CHECKPOINT_KEY) or {}).items():
             if matrix not in places:
                 raise CheckpointError(

@@ -10,7 +10,7 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -75,25 +75,18 @@ def check_tree(found: Any, nbytes: int) -> None:
 
 def _contents(value: Any) -> tuple[int, list[Any]]:
     """The number of a value's own elements, and the containers in it."""
+    parts: Iterable[Any] = value if isinstance(value, _SEQUENCES) else ()
+    if isinstance(value, dict):
+        parts = itertools.chain(value.keys(), value.values())
+    elif isinstance(value, Stub):
+        parts = vars(value).values()
     count, inner = 1, []
-    for part in _parts(value):
-        if type(part) in _SINGLE:
-            count += 1
-        elif isinstance(part, _TEXTS):
-            count += 1 + len(part) // CHARACTERS
-        elif isinstance(part, _CONTAINERS) and part:
+    for part in parts:
+        if type(part) not in _SINGLE and isinstance(part, _CONTAINERS) and part:
             inner.append(part)
         else:
-            count += 1
+            count += 1 + (len(part) // CHARACTERS if isinstance(part, _TEXTS) else 0)
     return count, inner
-
-
-def _parts(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return itertools.chain(value.keys(), value.values())
-    if isinstance(value, Stub):
-        return vars(value).values()
-    return value if isinstance(value, _SEQUENCES) else ()
 
 
 # Folders that are written whole or not at all, and the small files that point to them.
@@ -155,21 +148,16 @@ def write_folder(
             raise CheckpointError(f"{target} is as it was, nothing is written: {error}") from error
         raise
     for name, text in (pointers or {}).items():
-        write_pointer(target.with_name(name), text)
+        path = target.with_name(name)
+        try:
+            write_whole(path, text.encode())
+        except OSError as error:
+            raise CheckpointError(f"{path} is not written: {error}; it has to name {text!r}") from error
 
 
 def refuse_existing(target: Path) -> None:
-    """Raises CheckpointError if anything has that name."""
     if os.path.lexists(target):
         raise CheckpointError(f"{target} is there already; choose another name, or replace it with --force")
-
-
-def write_pointer(path: Path, text: str) -> None:
-    """Replace the file ``path`` by ``text`` atomically."""
-    try:
-        write_whole(path, text.encode())
-    except OSError as error:
-        raise CheckpointError(f"{path} is not written: {error}; it has to name {text!r}") from error
 
 
 def read_pointer(path: Path) -> Path:
@@ -257,13 +245,3 @@ def _remove(path: Path) -> None:
             shutil.rmtree(gone, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-
-
-def start_flush(file: BinaryIO) -> None:
-    """Start writing a file's bytes to disk, so that flushing it later takes less time.
-
-    Linux starts to write pages that are declared unneeded (mm/fadvise.c); elsewhere this may have no effect.
-    """
-    file.flush()
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -10,9 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy
 import torch
-
-# Several tensors at a time: threads that read ahead, or write files of their own.
 
 T = TypeVar("T")
 
@@ -156,13 +155,12 @@ class Made:
             ("numpy", "dtype"): self._dtype,
         }
         for module in NUMPY:
-            found |= {(module, "_reconstruct"): _empty_array, (module, "scalar"): self._scalar}
+            # The first form of numpy's pickled arrays; their state follows.
+            found |= {(module, "_reconstruct"): lambda *_: numpy.empty((0,), "b"), (module, "scalar"): self._scalar}
         return found
 
     def set_state(self, of: Any, state: Any) -> None:
         """Set the state of numpy's objects. Raises ValueError unless it is as numpy writes it for plain numbers."""
-        import numpy
-
         if isinstance(of, numpy.dtype):
             if type(state) is not tuple or state != of.__reduce__()[2]:
                 raise ValueError(f"numpy's dtype {of} has the state of another")
@@ -205,25 +203,17 @@ class Made:
         self._take(len(values))
         return values
 
-    # numpy
-
     def _dtype(self, kind: str, *_: Any) -> Any:
-        import numpy
-
         found = numpy.dtype(kind) if type(kind) is str and PLAIN_DTYPE.fullmatch(kind) else None
         if found is None or found.itemsize > self._nbytes:
             raise ValueError("numpy's dtype is not one of plain numbers or text")
         return found
 
     def _scalar(self, dtype: Any, data: Any) -> Any:
-        import numpy
-
         return numpy.ndarray((), dtype, self._elements(dtype, data, 1))[()]
 
     def _elements(self, dtype: Any, data: Any, count: int) -> bytes:
         """Bytes for exactly ``count`` elements of a dtype that ``_dtype`` made. Raises ValueError."""
-        import numpy
-
         found = self._bytes(data)
         if not isinstance(dtype, numpy.dtype):
             raise ValueError(f"expected numpy's dtype, found a {type(dtype).__name__}")
@@ -239,13 +229,6 @@ def shape_of(sizes: Any) -> tuple[int, ...]:
     if not all(type(size) is int and size >= 0 for size in sizes) or math.prod(max(n, 1) for n in sizes) >= 2**48:
         raise ValueError("a shape has sizes that cannot be")
     return tuple(sizes)
-
-
-def _empty_array(_: Any, shape: Any, kind: Any) -> Any:
-    """The first form of numpy's pickled arrays; their state follows."""
-    import numpy
-
-    return numpy.empty((0,), "b")
 
 
 def _complex(real: Any, imaginary: Any) -> complex:

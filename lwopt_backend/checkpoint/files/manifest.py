@@ -162,13 +162,17 @@ def _parsed(path: Path, *_: int) -> Manifest:
         numbers = [world, *(n for entry in files.values() for n in (entry.nbytes, entry.rank)), step or 0]
         if not isinstance(save_id, str) or not all(type(number) is int for number in numbers):
             raise ValueError("a number is none")
-        for name in files:
-            for kind in (PurePosixPath, PureWindowsPath):
-                if kind(name).is_absolute() or kind(name).drive or ".." in kind(name).parts:
-                    raise ValueError(f"it names {name!r}, outside the folder")
+        for name in filter(leads_out, files):
+            raise ValueError(f"it names {name!r}, outside the folder")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged ({error}); copy it again") from error
     return Manifest(path.parent, save_id, step, world, files)
+
+
+def leads_out(name: str) -> bool:
+    """Whether a path is not below the folder to which it is relative, on any system."""
+    paths = (PurePosixPath(name), PureWindowsPath(name))
+    return any(path.is_absolute() or path.drive or ".." in path.parts for path in paths)
 
 
 def check_files(folder: Path) -> Manifest | None:

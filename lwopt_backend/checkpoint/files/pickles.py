@@ -129,29 +129,30 @@ class _Unpickler(pickle._Unpickler):  # the one in Python, because the one in C 
         return self._persistent_load(pid)
 
     def find_class(self, module: str, name: str, /) -> Any:
+        asked = (module, name)
+        if asked in self._named:
+            return self._named[asked]
+        if self.proto < 3:  # as Python 2 names them
+            module, name = NAME_MAPPING.get(asked, (IMPORT_MAPPING.get(module, module), name))
         key = (module, name)
-        if key not in self._named:
-            if self.proto < 3:  # as Python 2 names them
-                module, name = NAME_MAPPING.get(key, (IMPORT_MAPPING.get(module, module), name))
-            self._named[key] = self._found(module, name)
-        return self._named[key]
-
-    def _found(self, module: str, name: str) -> Any:
-        key = (module, name)
+        dtype = getattr(torch, name, None) if module == "torch" else None
         looked_at = module.split(".")[0] in LOOKED_AT or f"{module}.".startswith(f"{DCP}.")
+        found: Any
         if looked_at or key in LOOKED_AT_TOO | PATHS:
-            return Named(module, name, type(name.rpartition(".")[2], (Stub,), {}))
-        if key in self._makers or key in MENTIONED:
-            return Named(module, name, self._makers.get(key))
-        if key in _UNTYPED or module == "torch" and name in _STORAGES:
-            return StorageKind(_STORAGES.get(name, torch.uint8))
-        found = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(found, torch.dtype):
-            return found
-        raise CheckpointError(
-            f"{self._where} asks for {module[:100]}.{name[:100]}, which checkpoints have no use for and which is not "
-            "imported; the file may be made to run code: do not load it with anything else either"
-        )
+            found = Named(module, name, type(name.rpartition(".")[2], (Stub,), {}))
+        elif key in self._makers or key in MENTIONED:
+            found = Named(module, name, self._makers.get(key))
+        elif key in _UNTYPED or module == "torch" and name in _STORAGES:
+            found = StorageKind(_STORAGES.get(name, torch.uint8))
+        elif isinstance(dtype, torch.dtype):
+            found = dtype
+        else:
+            raise CheckpointError(
+                f"{self._where} asks for {module[:100]}.{name[:100]}, which checkpoints have no use for and which is "
+                "not imported; the file may be made to run code: do not load it with anything else either"
+            )
+        self._named[asked] = found
+        return found
 
     # Opcodes: those of pickle._Unpickler that call, fill or allocate what the file chooses
 

@@ -12,10 +12,11 @@ import threading
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from lwopt_backend.checkpoint.files.made import Maker, Named, StorageKind, shape
 # A local header, whose last two fields say how long name and padding after it are, then the record's bytes. Format:
 # https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
 
+T = TypeVar("T")
 CHUNK = 2**22  # bytes that are read at once; they fit into the processor's cache
 _HEADER = struct.Struct("<4s22xHH")
 
@@ -114,7 +116,6 @@ class Archive:
                 record.check()
 
     def bytes(self, name: str) -> bytes:
-        """The bytes of a small record."""
         stored = self.records[name].stored
         with io.BufferedReader(_Part(stored)) as file:
             return file.read()
@@ -125,7 +126,6 @@ class Archive:
         return manifest.crc_of(path, payloads)
 
     def check(self) -> None:
-        """Check every record. Raises CheckpointError."""
         for record in self.records.values():
             record.check()
 
@@ -196,10 +196,8 @@ def _damaged(where: str, reason: object) -> CheckpointError:
     return CheckpointError(f"{where} is damaged: {reason}; copy it again")
 
 
-# Files that torch.save wrote, read tensor by tensor: each is read, and checked, when it is needed.
-#
 # Pickled structure goes through our unpickler, which makes stubs for classes of other programs. Tensors become places
-# in the file's records, whose lengths must fit the tensors.
+# in the file's records, whose lengths must fit the tensors; each is read, and checked, when it is needed.
 
 MOST_USES = 64  # of a file's bytes by its tensors, which may share some: tied weights, zeros that were expanded
 _unchecked: ContextVar[set[Path] | None] = ContextVar("unchecked", default=None)
@@ -234,8 +232,6 @@ class StoredTensor:
         return found
 
     def lazy(self) -> LazyTensor:
-        """The whole tensor."""
-
         def read_range(start: int, stop: int) -> Tensor:
             return self.box(start, (stop - start,), (1,))
 
@@ -265,28 +261,25 @@ def load(path: Path) -> Any:
 
 
 @contextlib.contextmanager
-def checked_later() -> Iterator[set[Path]]:
-    """Within it, loading does not check tensors' bytes. Yields the files, which ranks can divide for ``check``."""
-    files: set[Path] = set()
-    token = _unchecked.set(files)
+def _within(variable: ContextVar[T | None], value: T) -> Iterator[T]:
+    token = variable.set(value)
     try:
-        yield files
+        yield value
     finally:
-        _unchecked.reset(token)
+        variable.reset(token)
 
 
-@contextlib.contextmanager
-def checked_as_read() -> Iterator[list[Record]]:
+def checked_later() -> AbstractContextManager[set[Path]]:
+    """Within it, loading does not check tensors' bytes. Yields the files, which ranks can divide for ``check``."""
+    return _within(_unchecked, set())
+
+
+def checked_as_read() -> AbstractContextManager[list[Record]]:
     """Tensors of what is opened inside are checked by the parts that are read, so that nothing is read twice.
 
     Who reads parts must ``finish`` all these records before anybody trusts what was read.
     """
-    records: list[Record] = []
-    token = _as_read.set(records)
-    try:
-        yield records
-    finally:
-        _as_read.reset(token)
+    return _within(_as_read, [])
 
 
 def as_read() -> list[Record] | None:
@@ -367,7 +360,6 @@ class _Loader:
         return StoredTensor(record, 0, (numel,), (1,), dtype, "")
 
     def makers(self) -> dict[tuple[str, str], Maker]:
-        """Torch's functions that rebuild tensors, by module and name."""
         return {
             ("torch._utils", "_rebuild_tensor_v2"): lambda storage, *place: self._tensor(storage, *place[:3]),
             ("torch._utils", "_rebuild_tensor_v3"): lambda storage, *place: self._tensor(

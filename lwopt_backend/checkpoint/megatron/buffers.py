@@ -150,18 +150,13 @@ def _aligned(start: int) -> int:
 # ``m`` counts model-parallel ranks, tensor parallel ones fastest, then (of experts' buffers) expert and pipeline
 # parallel ones. Optimizers whose state is saved by name have nothing in them.
 
-_KEY = re.compile(
+BUCKET = re.compile(
     r"((?:chained_\d+\.)*)optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)"
     r"\.dtype_\(torch\.(\w+), torch\.\w+\)\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)"
 )
 States = dict[str, dict[str, LazyTensor]]  # by parameter and state
 Replicas = list[tuple[str, LazyTensor, LazyTensor]]
 _Buffer = Mapping[str, Sequence[str]]  # the keys of each state's buckets
-
-
-def is_bucket(key: str) -> bool:
-    """Whether a key is that of a bucket."""
-    return _KEY.fullmatch(key) is not None
 
 
 def states_in_buckets(
@@ -188,19 +183,15 @@ def states_in_buckets(
 
 def _buffers(folder: DcpFolder) -> dict[Chain, dict[int, dict[str, _Buffer]]]:
     """The buffers by chained optimizer, model-parallel rank and dtype of weights."""
-    found: dict[Chain, dict[int, dict[tuple[int, str], dict[str, dict[int, str]]]]] = {}
+    keys: dict[tuple[Chain, int, int, str], dict[str, dict[int, str]]] = {}  # by state and bucket
     for key in folder.tensors:
-        if match := _KEY.fullmatch(key):
-            of_rank = found.setdefault(chain_of(match[1]), {}).setdefault(int(match[2]), {})
-            of_buffer = of_rank.setdefault((int(match[3]), match[4]), {})
+        if match := BUCKET.fullmatch(key):
+            of_buffer = keys.setdefault((chain_of(match[1]), int(match[2]), int(match[3]), match[4]), {})
             of_buffer.setdefault(FLAT[match[6]], {})[int(match[5])] = key
-    return {chain: {n: _of_rank(folder, of_rank) for n, of_rank in ranks.items()} for chain, ranks in found.items()}
-
-
-def _of_rank(folder: DcpFolder, buffers: Mapping[tuple[int, str], dict[str, dict[int, str]]]) -> dict[str, _Buffer]:
-    found: dict[str, _Buffer] = {}
-    for (number, dtype), states in buffers.items():
-        if dtype in found:
+    found: dict[Chain, dict[int, dict[str, _Buffer]]] = {}
+    for (chain, rank, number, dtype), states in keys.items():
+        of_rank = found.setdefault(chain, {}).setdefault(rank, {})
+        if dtype in of_rank:
             raise CheckpointError(
                 f"{folder.path}: a rank has several buffers of {dtype}, as virtual pipelines make; their optimizer "
                 f"state is not read from dp_reshardable; {SAVED_WHOLE}"
@@ -211,7 +202,7 @@ def _of_rank(folder: DcpFolder, buffers: Mapping[tuple[int, str], dict[str, dict
                 f"{folder.path}: buffer {number}: expected the same buckets 0, 1, ... of each state, found {numbers}; "
                 "copy it again"
             )
-        found[dtype] = {state: [keys[bucket] for bucket in sorted(keys)] for state, keys in states.items()}
+        of_rank[dtype] = {state: [buckets[bucket] for bucket in sorted(buckets)] for state, buckets in states.items()}
     return found
 
 
@@ -258,7 +249,19 @@ class _Optimizer:
                             flat = self._folder.tensor(key)
                             for at in bucket.places:
                                 parts.setdefault((at.name, state), []).append(part(flat, at))
-        return self._merged(parts)
+        found: States = {}
+        replicas: Replicas = []
+        for (name, state), of_ranks in parts.items():
+            cut = self._cuts[name]
+            if cut.kind == "whole":
+                what = f"{state} of {name} on tensor-parallel ranks"
+                replicas += [(what, of_ranks[0], other) for other in of_ranks[1:]]
+            found.setdefault(name, {})[state] = merge(of_ranks, cut)
+        if self._tied and self._tied[1] in found:
+            for state, copy in found.pop(self._tied[1]).items():
+                what = f"{state} of the tied embedding on the first and the last pipeline stage"
+                replicas.append((what, found[self._tied[0]][state], copy))
+        return found, replicas
 
     def _layers_of_stages(self) -> list[tuple[int, int]]:
         """Each stage's first layer and the next stage's: as many layers as fill its buckets exactly, in any split."""
@@ -320,18 +323,3 @@ class _Optimizer:
             if (at_end if layer is None else first <= layer < stop) and not is_elsewhere:
                 found.append(name)
         return [*found, self._tied[1]] if self._tied and is_last else found
-
-    def _merged(self, parts: Mapping[tuple[str, str], Sequence[LazyTensor]]) -> tuple[States, Replicas]:
-        found: States = {}
-        replicas: Replicas = []
-        for (name, state), of_ranks in parts.items():
-            cut = self._cuts[name]
-            if cut.kind == "whole":
-                what = f"{state} of {name} on tensor-parallel ranks"
-                replicas += [(what, of_ranks[0], other) for other in of_ranks[1:]]
-            found.setdefault(name, {})[state] = merge(of_ranks, cut)
-        if self._tied and self._tied[1] in found:
-            for state, copy in found.pop(self._tied[1]).items():
-                what = f"{state} of the tied embedding on the first and the last pipeline stage"
-                replicas.append((what, found[self._tied[0]][state], copy))
-        return found, replicas

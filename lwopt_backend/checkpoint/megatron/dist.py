@@ -9,16 +9,16 @@ Everything that was sharded over ranks is whole here: tensors are read from chun
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyTensor, Param, read_as_expected
+from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyTensor, Param, reader
 from lwopt_backend.checkpoint.dcp.reader import METADATA, DcpFolder
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.pickles import plain
 from lwopt_backend.checkpoint.megatron import names as naming
-from lwopt_backend.checkpoint.megatron.buffers import Replicas, is_bucket, states_in_buckets
+from lwopt_backend.checkpoint.megatron.buffers import BUCKET, Replicas, states_in_buckets
 from lwopt_backend.checkpoint.megatron.dist_names import Chain, Options, optimizers, ordered, parameters
 from lwopt_backend.checkpoint.megatron.names import BY_NAME, SAVED_WHOLE, is_buffer
 
@@ -40,13 +40,9 @@ def recognises(path: Path) -> bool:
         return False
 
 
-def read(path: Path) -> Checkpoint:
+@reader("Megatron", naming.step_folder)
+def read(step: Path) -> Checkpoint:
     """The checkpoint's content. Raises CheckpointError for damage, and for unknown keys and layouts."""
-    step = naming.step_folder(path)
-    return read_as_expected(lambda: _read(step), step, "Megatron")
-
-
-def _read(step: Path) -> Checkpoint:
     folder = DcpFolder(step)
     common = _common(folder)
     arguments = plain(common.get("args") or {})
@@ -54,7 +50,13 @@ def _read(step: Path) -> Checkpoint:
     groups = [group for chain in sorted(chained) for group in chained[chain]]
     weights, buffers, states, replicas = _tensors(folder, chained, arguments)
     numbers = naming.groups_of({name: weight.shape for name, weight in weights.items()}, groups, arguments)
-    params = {n: _param(weights[n], states.get(n, {}), groups, numbers[n]) for n in ordered(weights, arguments)}
+    params = {}
+    for name in ordered(weights, arguments):
+        kept, number = states.get(name, {}), numbers[name]
+        is_adam = "exp_avg" in kept
+        if number is not None and (not kept or ("betas" in groups[number]) != is_adam):
+            number = None  # its group's by the usual rules, which do not hold for another optimizer's states
+        params[name] = Param(weights[name], kept, naming.step_of(groups, number) if is_adam else None, number)
     notes = _notes(folder)
     if groups and not any(param.states for param in params.values()):
         notes.append("there are param groups, but no state of a parameter is saved")
@@ -79,16 +81,12 @@ def _read(step: Path) -> Checkpoint:
     )
 
 
-def read_weights(path: Path) -> Mapping[str, Param]:
+@reader("Megatron", naming.step_folder)
+def read_weights(step: Path) -> Mapping[str, Param]:
     """The parameters without the optimizer's state, from the folder's metadata alone. Raises CheckpointError."""
-    step = naming.step_folder(path)
-    return read_as_expected(lambda: _read_weights(step), step, "Megatron")
-
-
-def _read_weights(step: Path) -> Mapping[str, Param]:
     folder = DcpFolder(step, metadata_only=True)
-    weights, _ = _weights(folder, _keys(folder)[0])
-    return {name: Param(weight) for name, weight in weights.items()}
+    of_model, _, _ = _keys(folder)
+    return {name: Param(weight) for name, weight in parameters(folder, of_model).items() if not is_buffer(name)}
 
 
 def _common(folder: DcpFolder) -> Mapping[str, Any]:
@@ -118,7 +116,9 @@ def _tensors(
 ) -> tuple[dict[str, LazyTensor], dict[str, LazyTensor], States, Replicas]:
     """Weights, buffers, states by parameter, and pairs that must be equal."""
     of_model, of_state, has_buckets = _keys(folder)
-    weights, buffers = _weights(folder, of_model)
+    found = parameters(folder, of_model)
+    buffers = {name: tensor for name, tensor in found.items() if is_buffer(name)}
+    weights = {name: tensor for name, tensor in found.items() if name not in buffers}
     states: States = {}
     for saved, keys in of_state.items():
         for name, tensor in parameters(folder, keys).items():
@@ -145,7 +145,7 @@ def _keys(folder: DcpFolder) -> tuple[dict[str, str], dict[str, dict[str, str]],
         match = _STATE.fullmatch(plain_key)
         if match is not None and match[1] in BY_NAME:
             of_state.setdefault(match[1], {})[match[2]] = key
-        elif is_bucket(key):
+        elif BUCKET.fullmatch(key):
             has_buckets = True
         elif plain_key.startswith("optimizer."):
             raise CheckpointError(
@@ -155,21 +155,6 @@ def _keys(folder: DcpFolder) -> tuple[dict[str, str], dict[str, dict[str, str]],
         elif not _LEFT_OUT.fullmatch(key):
             of_model[key] = key
     return of_model, of_state, has_buckets
-
-
-def _weights(folder: DcpFolder, keys: Mapping[str, str]) -> tuple[dict[str, LazyTensor], dict[str, LazyTensor]]:
-    """The model's parameters and buffers."""
-    found = parameters(folder, keys)
-    buffers = {name: tensor for name, tensor in found.items() if is_buffer(name)}
-    return {name: tensor for name, tensor in found.items() if name not in buffers}, buffers
-
-
-def _param(weight: LazyTensor, states: dict[str, LazyTensor], groups: Sequence[Options], number: int | None) -> Param:
-    """``number`` is its group's by the usual rules, which does not hold if the states are another optimizer's."""
-    is_adam = "exp_avg" in states
-    if number is not None and (not states or ("betas" in groups[number]) != is_adam):
-        number = None
-    return Param(weight, states, naming.step_of(groups, number) if is_adam else None, number)
 
 
 def _version(folder: DcpFolder, arguments: Mapping[str, Any]) -> str:

@@ -18,10 +18,8 @@ from lwopt_backend.checkpoint.files.made import shape_of
 from lwopt_backend.checkpoint.files.pickles import counter, plain
 from lwopt_backend.checkpoint.megatron.names import local_spec, module_order
 
-# Param groups and step counts in Megatron's torch_dist checkpoints.
-#
-# They have every group's options, but not which parameters are in it: ``names.groups_of`` tells. Chained optimizers
-# are numbered, and those that are chained in a chained one once more.
+# The files have every group's options, but not which parameters are in it: ``names.groups_of`` tells. Chained
+# optimizers are numbered, and those that are chained in a chained one once more.
 
 Options = Mapping[str, Any]
 Chain = tuple[int, ...]  # of an optimizer its number in the chain, in the chain in that, ...; () if it is alone
@@ -43,7 +41,12 @@ def optimizers(folder: DcpFolder, common: Mapping[str, Any]) -> dict[Chain, tupl
         inner = state.get("optimizer", state)
         groups = inner.get("param_groups", [])
         if chain in of_buffers:
-            groups = _held(folder, of_buffers[chain])
+            key = of_buffers[chain]
+            held = plain(folder.object(key))
+            held = held[0] if isinstance(held, list) and len(held) == 1 else held
+            if not isinstance(held, Mapping) or "param_groups" not in held:
+                raise CheckpointError(f"{key} in {folder.path}: expected param_groups, found {held!r:.200}")
+            groups = held["param_groups"]
         kept = inner.get("state") or {}
         beside = [*(state.get("param_state") or {}).values(), *kept.values(), {"step": kept.get("common_step")}]
         counts = [one.get("step") for one in beside if isinstance(one, Mapping)]
@@ -70,17 +73,7 @@ def _unchained(saved: Any, folder: DcpFolder, chain: Chain = ()) -> Iterator[tup
         yield chain, plain(saved)
 
 
-def _held(folder: DcpFolder, key: str) -> list[Options]:
-    """The groups of an optimizer whose state is in flat buckets."""
-    held = plain(folder.object(key))
-    held = held[0] if isinstance(held, list) and len(held) == 1 else held
-    if not isinstance(held, Mapping) or "param_groups" not in held:
-        raise CheckpointError(f"{key} in {folder.path}: expected param_groups, found {held!r:.200}")
-    groups: list[Options] = held["param_groups"]
-    return groups
-
-
-# The parameters in Megatron's torch_dist keys: layers and experts that are stacked into one tensor, gate and up apart.
+# Keys of parameters: layers and experts are stacked into one tensor, gate and up may be apart.
 #
 # decoder.layers.mlp.linear_fc1.weight (L, F, H)                    layers that are alike
 # decoder.layers.3.mlp.linear_fc1.weight (F, H)                     layers that differ
@@ -176,8 +169,7 @@ def with_gate_and_up(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]
     halves: dict[str, dict[str, LazyTensor]] = {}
     found: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
-        half = _HALF.fullmatch(name)
-        if half is not None:
+        if half := _HALF.fullmatch(name):
             halves.setdefault(half[1], {})[half[2]] = tensor
         else:
             found[local_spec(name)] = tensor
@@ -188,27 +180,25 @@ def with_gate_and_up(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]
                 f"{tensor.where}: expected {name}_w (gate) and {name}_v (up) and nothing else of it, found only the "
                 f"one that ends in _{has}, or {name} too; copy the checkpoint again"
             )
-        parts = [of_name["w"], of_name["v"]]
-        shape = (parts[0].shape[0] + parts[1].shape[0], *parts[0].shape[1:])
-        found[local_spec(name)] = end_to_end(parts, shape)
+        gate, up = of_name["w"], of_name["v"]
+        found[local_spec(name)] = end_to_end([gate, up], (gate.shape[0] + up.shape[0], *gate.shape[1:]))
     return found
 
 
 def _unstacked(name: str, shape: Sequence[int], where: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the names in a tensor, each with its place along the first axes."""
     layers, experts = _STACKED_LAYERS.search(name), _EXPERTS.search(name)
-    stacked = [found is not None for found in (layers, experts)]
-    stacked[1] = experts is not None and experts[1] is None
-    if len(shape) <= sum(stacked):
+    are_stacked = experts is not None and experts[1] is None
+    axes = (layers is not None) + are_stacked
+    if len(shape) <= axes:
         raise CheckpointError(f"{where}: expected a stack of layers or experts, found shape {tuple(shape)}")
-    if math.prod(shape[: sum(stacked)]) > MOST_PARTS:
+    if math.prod(shape[:axes]) > MOST_PARTS:
         raise CheckpointError(f"{where}: no model has so many layers or experts as its shape {tuple(shape)} says")
-    for place in itertools.product(*(range(size) for size in shape[: sum(stacked)])):
-        numbers = list(place)
+    for place in itertools.product(*map(range, shape[:axes])):
         one = name
         if layers is not None:
-            one = f"{layers[1]}.{numbers.pop(0)}.{one[layers.end() :]}"
+            one = f"{layers[1]}.{place[0]}.{one[layers.end() :]}"
         if experts is not None:
-            number = f"{numbers.pop(0)}." if stacked[1] else experts[1]
+            number = f"{place[-1]}." if are_stacked else experts[1]
             one = _EXPERTS.sub(f".mlp.experts.local_experts.{number}", one)
         yield one, place

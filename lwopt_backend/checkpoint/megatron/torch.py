@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyTensor, Param, read_as_expected
+from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyTensor, Param, reader
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.pickles import plain
 from lwopt_backend.checkpoint.megatron import names as naming
@@ -55,17 +55,15 @@ def dealt(
     return found
 
 
-# Named states out of ``layer_wise_optimizer_*.pt``, which tell no names: the assignment to ranks is replayed.
-
 _FILE = re.compile(r"layer_wise_optimizer_(\d+)\.pt")
 
 
 def is_layer_wise(ranks: Ranks) -> bool:
     """Whether the checkpoint has files of a LayerWiseDistributedOptimizer, or must have by its ``args``."""
     arguments = ranks.arguments
-    optimizer = str(arguments.get("optimizer", ""))
-    says = optimizer.startswith("dist_") or arguments.get("use_layer_wise_distributed_optimizer")
-    return bool(says) or any(_files(rank) for rank in ranks.ranks)
+    says = str(arguments.get("optimizer", "")).startswith("dist_")
+    says = says or bool(arguments.get("use_layer_wise_distributed_optimizer"))
+    return says or any(_files(rank) for rank in ranks.ranks)
 
 
 def from_layer_wise(ranks: Ranks) -> list[tuple[Rank, list[Inner], Kept]]:
@@ -114,9 +112,7 @@ def _files(rank: Rank) -> Mapping[int, Path]:
     return {int(match[1]): path for path, match in matches.items() if match}
 
 
-# Named states out of ``distrib_optim.pt``: the flat buffers of Megatron's DistributedOptimizer.
-
-FLAT_FILE = "distrib_optim.pt"
+FLAT_FILE = "distrib_optim.pt"  # the flat buffers of Megatron's DistributedOptimizer
 
 
 def from_buffers(
@@ -278,36 +274,39 @@ def _whole(what: str, parts: Mapping[Coordinates, LazyTensor], size: int, cut: C
     return of_ranks.merge([copies[0][1] for copies in by_rank], cut)
 
 
-# Reads Megatron's ``torch`` checkpoints: ``mp_rank_*/model_optim_rng.pt`` and the optimizers' files beside them.
+# A checkpoint: ``mp_rank_*/model_optim_rng.pt`` and the optimizers' files beside them.
 
 _READ = {"args", "checkpoint_version", "iteration", "model", "optimizer", "opt_param_scheduler", "lr_scheduler"}
 _NOT_OURS = {"rng_state", "rerun_state_machine", "num_floating_point_operations_so_far", "content_metadata"}
 
 
 def recognises(path: Path) -> bool:
-    """Whether a folder, or the step in it that its pointer names, has folders of ranks."""
     try:
         return bool(naming.rank_folders(naming.step_folder(path)))
     except (OSError, CheckpointError):
         return False
 
 
-def read(path: Path) -> Checkpoint:
+@reader("Megatron", naming.step_folder)
+def read(step: Path) -> Checkpoint:
     """The whole checkpoint in a folder, of one step or with the pointer to it.
 
     Weights and states are whole (tensor, pipeline, expert and data parallel ranks merged), with the names of
     Megatron-core's local spec and global layer and expert numbers. Raises CheckpointError for a checkpoint that is
     damaged, incomplete, or of an unsupported kind.
     """
-    step = naming.step_folder(path)
-    return read_as_expected(lambda: _read(step), step, "Megatron")
-
-
-def _read(step: Path) -> Checkpoint:
     ranks = of_ranks.read_ranks(step)
     kept, groups, inners, notes = _optimizers(ranks)
-    _check_the_rest(ranks)
+    used = {"model"} if is_layer_wise(ranks) else {"model", "optimizer"}
+    for rank in ranks.ranks:  # also what is not used, to notice damage: random states, what the model's file repeats
+        _read_all([value for key, value in rank.saved.items() if str(key).rstrip("0123456789") not in used])
     params, replicas, tied = merged(ranks, kept)
+    if any(inner.others for inner in inners):
+        notes.append("the loss scaler's state (grad_scaler) was left out")
+    if any(inner.masters is None and inner.state for inner in inners):
+        notes.append("the optimizer has no master weights of its own, so states' names could not be checked by value")
+    keys = {str(key) for rank in ranks.ranks for key in rank.saved if not str(key).removeprefix("model").isdigit()}
+    notes += [f"{key!r} in model_optim_rng.pt was left out" for key in sorted(keys - _READ - _NOT_OURS)]
     first = ranks.ranks[0].saved
     return Checkpoint(
         format="megatron torch",
@@ -323,27 +322,22 @@ def _read(step: Path) -> Checkpoint:
         replicas=replicas,
         tied=tied,
         buffers={name: buffer for rank in ranks.ranks for name, buffer in rank.buffers.items()},
-        notes=(*notes, *_notes(inners, ranks.ranks)),
+        notes=tuple(notes),
     )
 
 
-def read_weights(path: Path) -> Mapping[str, Param]:
+@reader("Megatron", naming.step_folder)
+def read_weights(step: Path) -> Mapping[str, Param]:
     """The parameters without the optimizer's state; reads no tensor of that. Raises CheckpointError."""
-    step = naming.step_folder(path)
-    return read_as_expected(lambda: _read_weights(step), step, "Megatron")
-
-
-def _read_weights(step: Path) -> Mapping[str, Param]:
     ranks = of_ranks.read_ranks(step)
     return merged(ranks, {rank.coordinates: {} for rank in ranks.ranks})[0]
 
 
-_ByRank = dict[Coordinates, Kept]
-
-
-def _optimizers(ranks: Ranks) -> tuple[_ByRank, tuple[dict[str, Any], ...], list[Inner], list[str]]:
+def _optimizers(
+    ranks: Ranks,
+) -> tuple[dict[Coordinates, Kept], tuple[dict[str, Any], ...], list[Inner], list[str]]:
     """The optimizers' state on each rank, the param groups, the optimizers, and notes."""
-    found: _ByRank = {rank.coordinates: {} for rank in ranks.ranks}
+    found: dict[Coordinates, Kept] = {rank.coordinates: {} for rank in ranks.ranks}
     where = str(ranks.ranks[0].file.parent.parent)
     if not any("optimizer" in rank.saved for rank in ranks.ranks):
         return found, (), [], [f"{where} has no optimizer state (--no-save-optim)"]
@@ -377,31 +371,9 @@ def _optimizers(ranks: Ranks) -> tuple[_ByRank, tuple[dict[str, Any], ...], list
     return found, naming.common_groups(groups, where), inners, []
 
 
-def _check_the_rest(ranks: Ranks) -> None:
-    """Read the tensors that are not used, to notice damage to them: random states, and, of LayerWise's optimizers, the
-    share that the model's file repeats."""
-    used = {"model"} if is_layer_wise(ranks) else {"model", "optimizer"}
-    for rank in ranks.ranks:
-        for key, value in rank.saved.items():
-            if str(key).rstrip("0123456789") not in used:
-                for tensor in _tensors_in(value):
-                    tensor.read()
-
-
-def _tensors_in(value: Any) -> Iterator[LazyTensor]:
-    if isinstance(value, LazyTensor):
-        yield value
-    elif isinstance(value, (Mapping, list, tuple)):
-        for entry in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors_in(entry)
-
-
-def _notes(inners: Sequence[Inner], ranks: Sequence[Rank]) -> list[str]:
-    """Notes on content of the files that the result lacks."""
-    notes = []
-    if any(inner.others for inner in inners):
-        notes.append("the loss scaler's state (grad_scaler) was left out")
-    if any(inner.masters is None and inner.state for inner in inners):
-        notes.append("the optimizer has no master weights of its own, so states' names could not be checked by value")
-    keys = {str(key) for rank in ranks for key in rank.saved if not str(key).removeprefix("model").isdigit()}
-    return [*notes, *(f"{key!r} in model_optim_rng.pt was left out" for key in sorted(keys - _READ - _NOT_OURS))]
+def _read_all(found: Any) -> None:
+    if isinstance(found, LazyTensor):
+        found.read()
+    elif isinstance(found, (Mapping, list, tuple)):
+        for value in found.values() if isinstance(found, Mapping) else found:
+            _read_all(value)

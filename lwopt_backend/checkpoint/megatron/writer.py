@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,12 +17,20 @@ from lwopt_backend.checkpoint.convert import weight_of
 from lwopt_backend.checkpoint.dcp.saving import Boxes, Place, Shards, save, stacked
 from lwopt_backend.checkpoint.files.manifest import Files
 from lwopt_backend.checkpoint.files.torch_saving import save_as_it_lies
-from lwopt_backend.checkpoint.megatron.names import EMBEDDINGS, FUSED, STATES, expert_of, is_sharded_expert, local_spec
+from lwopt_backend.checkpoint.megatron.names import (
+    EMBEDDINGS,
+    EXPERT,
+    FUSED,
+    LAYER,
+    STATES,
+    expert_of,
+    is_sharded_expert,
+    layer_of,
+    local_spec,
+)
 
 # Parameters under the keys of Megatron's torch_dist format: the way back from ``megatron.dist_names``.
 
-_LAYER = re.compile(r"^(decoder\.layers)\.(\d+)\.")
-_EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.")
 _LINEAR = re.compile(r"(.*\.linear_\w+)\.weight")
 _OF_EXPERTS = ".pre_mlp_layernorm."
 
@@ -36,29 +45,27 @@ class Keys:
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], arguments: Mapping[str, Any]) -> None:
         layers: dict[int, dict[str, tuple[int, ...]]] = {}
         for name, shape in shapes.items():
-            if layer := _LAYER.match(name):
-                layers.setdefault(int(layer[2]), {})[name[layer.end() :]] = shape
-        self._count = len(layers)
+            if (layer := layer_of(name)) is not None:
+                layers.setdefault(layer, {})[LAYER.sub("", name)] = shape
         alike = sorted(layers) == list(range(len(layers)))
         self._stacked = alike and all(of_layer == layers[0] for of_layer in layers.values())
         local = arguments.get("transformer_impl") == "local"
-        experts = {n for n, names in layers.items() if any(expert_of(f".{name}") is not None for name in names)}
-        self._own_norm = set() if local else experts
+        self._own_norm = set() if local else {layer_of(name) for name in shapes if expert_of(name) is not None}
 
     def place(self, name: str) -> tuple[str, Place]:
         """The key, and the parameter's place along its first axes."""
-        layer, expert = _LAYER.match(name), _EXPERT.search(name)
-        place: list[int] = []
+        layer, expert = layer_of(name), expert_of(name)
         key = name
         for fused, separate in FUSED:
-            if not (separate == _OF_EXPERTS and layer is not None and int(layer[2]) in self._own_norm):
+            if not (separate == _OF_EXPERTS and layer is not None and layer in self._own_norm):
                 key = key.replace(separate, fused)
+        place: list[int] = []
         if layer is not None and self._stacked:
-            key = _LAYER.sub(r"\1.", key)
-            place.append(int(layer[2]))
+            key = LAYER.sub("decoder.layers.", key)
+            place.append(layer)
         if expert is not None:
-            key = _EXPERT.sub(".mlp.experts.experts.", key)
-            place.append(int(expert[1]))
+            key = EXPERT.sub(".mlp.experts.experts.", key)
+            place.append(expert)
         return key, tuple(place)
 
     def stacks(self, tensors: Mapping[str, LazyTensor], prefix: str = "") -> dict[str, Boxes]:
@@ -74,17 +81,13 @@ class Keys:
         found: dict[str, list[Place]] = {}
         for name in names:
             key, place = self.place(name)
-            if _LAYER.match(name) and (linear := _LINEAR.fullmatch(key)):
-                found.setdefault(f"{linear[1]}._extra_state", []).append(place)
-        return {
-            f"{key}/shard_{_numbers(place or (0,))}_{_numbers([max(n) + 1 for n in zip(*places)] or [1])}": [None]
-            for key, places in found.items()
-            for place in places
-        }
-
-
-def _numbers(numbers: Iterable[int]) -> str:
-    return ".".join(map(str, numbers))
+            if layer_of(name) is not None and (linear := _LINEAR.fullmatch(key)):
+                found.setdefault(f"{linear[1]}._extra_state", []).append(place or (0,))
+        states: dict[str, Any] = {}
+        for key, places in found.items():
+            counts = ".".join(str(max(numbers) + 1) for numbers in zip(*places))
+            states.update({f"{key}/shard_{'.'.join(map(str, place))}_{counts}": [None] for place in places})
+        return states
 
 
 # What is no tensor in Megatron's torch_dist checkpoints: arguments, param groups, scheduler.
@@ -100,8 +103,13 @@ def common(checkpoint: Checkpoint, arguments: Mapping[str, Any], version: str) -
     if is_distributed(checkpoint, arguments, version):
         metadata["distrib_optim_sharding_type"] = "fully_reshardable"
         metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
+    values = {**arguments, "no_save_rng": True}  # random states are not written, so that it must not look for them
+    for key, value in arguments.items():
+        if isinstance(value, str) and value.startswith("torch."):
+            dtype = getattr(torch, value.removeprefix("torch."), None)
+            values[key] = dtype if isinstance(dtype, torch.dtype) else value
     found = {
-        "args": _namespace(arguments),
+        "args": argparse.Namespace(**values),
         "checkpoint_version": 3.0,
         "iteration": checkpoint.iteration or 0,
         "opt_param_scheduler": _scheduler(checkpoint, arguments),
@@ -128,10 +136,9 @@ def arguments_of(checkpoint: Checkpoint, version: str) -> dict[str, Any]:
     if embedding not in checkpoint.params:
         raise CheckpointError(f"{checkpoint.format}: {embedding} is missing; Megatron cannot load a model without it")
     rows, columns = checkpoint.params[embedding].shape
-    layers = {int(found[1]) for name in checkpoint.params if (found := re.match(r"decoder\.layers\.(\d+)\.", name))}
-    muon = has_muon(checkpoint)
+    world = {size: checkpoint.world.get(size, 1) for size in ("tp", "pp", "dp")}
     shown = {
-        "num_layers": len(layers),
+        "num_layers": len({layer_of(name) for name in checkpoint.params} - {None}),
         "hidden_size": columns,
         "padded_vocab_size": rows,
         "untie_embeddings_and_output_weights": output in checkpoint.params,
@@ -139,12 +146,12 @@ def arguments_of(checkpoint: Checkpoint, version: str) -> dict[str, Any]:
         "max_position_embeddings": None,
         "make_vocab_size_divisible_by": 128,
         "tokenizer_type": None,
-        "tensor_model_parallel_size": checkpoint.world.get("tp", 1),
-        "pipeline_model_parallel_size": checkpoint.world.get("pp", 1),
-        "data_parallel_size": checkpoint.world.get("dp", 1),
-        "world_size": checkpoint.world.get("dp", 1) * checkpoint.world.get("tp", 1) * checkpoint.world.get("pp", 1),
+        "tensor_model_parallel_size": world["tp"],
+        "pipeline_model_parallel_size": world["pp"],
+        "data_parallel_size": world["dp"],
+        "world_size": math.prod(world.values()),
         "consumed_train_samples": checkpoint.samples or 0,
-        "optimizer": ("dist_muon" if version == OLD else "muon") if muon else "adam",
+        "optimizer": ("dist_muon" if version == OLD else "muon") if has_muon(checkpoint) else "adam",
         "ckpt_format": "torch_dist",
     }
     trained = {} if checkpoint.samples is None else {"consumed_train_samples": checkpoint.samples}
@@ -165,16 +172,6 @@ def is_distributed(checkpoint: Checkpoint, arguments: Mapping[str, Any], version
     if has_muon(checkpoint):
         return version == NEW
     return bool(arguments.get("use_distributed_optimizer", True))
-
-
-def _namespace(arguments: Mapping[str, Any]) -> argparse.Namespace:
-    """The arguments as Megatron has them. Random states are not written, so it must not look for them."""
-    values = {**arguments, "no_save_rng": True}
-    for key, value in arguments.items():
-        if isinstance(value, str) and value.startswith("torch."):
-            found = getattr(torch, value.removeprefix("torch."), None)
-            values[key] = found if isinstance(found, torch.dtype) else value
-    return argparse.Namespace(**values)
 
 
 def _scheduler(checkpoint: Checkpoint, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,7 +202,14 @@ def _scheduler(checkpoint: Checkpoint, arguments: Mapping[str, Any]) -> dict[str
 
 def _optimizers(checkpoint: Checkpoint, arguments: Mapping[str, Any], version: str) -> dict[Any, Any]:
     """Muon's groups first, then Adam's, those of sharded experts by themselves; one optimizer alone has no number."""
-    groups = _megatron_groups(checkpoint, arguments)
+    if checkpoint.groups and all("wd_mult" in group for group in checkpoint.groups):  # Megatron made them
+        steps: dict[int | None, set[float]] = {}
+        for param in checkpoint.params.values():
+            if param.step is not None:
+                steps.setdefault(param.group, set()).add(param.step)
+        groups = [_counted(dict(g), steps.get(n, set()), n) for n, g in enumerate(checkpoint.groups)]
+    else:
+        groups = _made_groups(checkpoint, arguments)
     parts: dict[tuple[bool, bool], list[dict[str, Any]]] = {}
     for group in groups:
         adam = "betas" in group
@@ -230,17 +234,6 @@ def _optimizer(groups: Sequence[dict[str, Any]], adam: bool, distributed: bool, 
     counted = [{**group, "step": int(group["step"])} if "step" in group else group for group in groups]
     found: dict[str, Any] = {"optimizer": {"param_groups": counted}}
     return {**found, "param_state_sharding_type": "fully_reshardable"} if distributed else found
-
-
-def _megatron_groups(checkpoint: Checkpoint, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The checkpoint's groups if Megatron made them, with how many steps their parameters made; else such groups."""
-    if checkpoint.groups and all("wd_mult" in group for group in checkpoint.groups):
-        steps: dict[int, set[float]] = {}
-        for param in checkpoint.params.values():
-            if param.group is not None and param.step is not None:
-                steps.setdefault(param.group, set()).add(param.step)
-        return [_counted(dict(g), steps.get(n, set()), n) for n, g in enumerate(checkpoint.groups)]
-    return _made_groups(checkpoint, arguments)
 
 
 def _counted(group: dict[str, Any], steps: set[float], number: Any) -> dict[str, Any]:

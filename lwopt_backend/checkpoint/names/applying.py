@@ -11,13 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lwopt_backend.checkpoint.choices import Numbers, qkv_of_fused, qkv_of_parts
-from lwopt_backend.checkpoint.contents import MATRICES, WEIGHT, Checkpoint, CheckpointError, LazyTensor, Param
+from lwopt_backend.checkpoint.contents import MATRICES, Checkpoint, CheckpointError, LazyTensor, Param
 from lwopt_backend.checkpoint.names.megatron import HEAD
 from lwopt_backend.checkpoint.names.operations import OPERATIONS, stacked, unstacked
 from lwopt_backend.checkpoint.names.rules import LAYERS, NameMap, Pattern, Rule, Values
 from lwopt_backend.config.options import suggestion
-
-# Which rule takes which names and makes which: the plan of a conversion, without any tensor.
 
 SHOWN = 20  # problems that are listed
 
@@ -96,11 +94,8 @@ def plan(names: NameMap, found: Iterable[str], numbers: Numbers) -> list[Unit]:
 
 def canonical(pairs: Sequence[tuple[Pattern, Pattern]], name: str) -> str:
     """The name that an alias stands for, or itself."""
-    for alias, meant in pairs:
-        values = alias.match(name)
-        if values is not None:
-            return meant.format(values)
-    return name
+    matches = ((meant, alias.match(name)) for alias, meant in pairs)
+    return next((meant.format(values) for meant, values in matches if values is not None), name)
 
 
 def _layers(values: Iterable[Mapping[str, int | str]], numbers: Numbers) -> int | None:
@@ -169,8 +164,7 @@ MOMENTUM = "momentum_buffer"  # Muon's state; a parameter without it is not Muon
 def sentences(checkpoint: Checkpoint, units: Sequence[Unit], numbers: Numbers) -> list[str]:
     """Sentences on what is orthogonalized differently after a conversion, and the options that restore it."""
     params, arguments = checkpoint.params, checkpoint.arguments
-    kept = [unit for unit in units if unit.rule.targets]
-    trained = [unit for unit in kept if any(MOMENTUM in params[name].states for name in unit.names)]
+    trained = [u for u in units if u.rule.targets and any(MOMENTUM in params[name].states for name in u.names)]
     if not trained:
         return []
     found, ranks = [], checkpoint.world.get("tp", 1)
@@ -246,18 +240,6 @@ def _set(what: str, unit: Unit, division: Any) -> str:
     return f'{what} Set "atoms": {json.dumps({glob: division})} for the same with us.'
 
 
-def check_gated(arguments: Mapping[str, Any], units: Sequence[Unit]) -> None:
-    """Raises CheckpointError if a rule divides gate and up of a model that has none."""
-    if arguments.get("swiglu") is not False or arguments.get("quick_geglu"):
-        return
-    for unit in units:
-        if {"split_gate_up", "join_gate_up"} & set(unit.rule.do):
-            raise CheckpointError(
-                f"{unit.names[0]!r}: {unit.rule} divides gate and up, but the checkpoint's argument swiglu is False: "
-                "its fc1 is one matrix; give the map of another family"
-            )
-
-
 # A name map applied to a checkpoint: the same tensors under other names, moved when they are read.
 
 
@@ -274,47 +256,51 @@ def apply(names: NameMap, checkpoint: Checkpoint, numbers: Numbers | None = None
             "give a map for these, or say in which vocabulary they are"
         )
     given = {} if numbers is None else numbers.model_dump(exclude_unset=True)
-    numbers = names.numbers.model_copy(update=given).filled(checkpoint.arguments)
-    _check_arguments(names, checkpoint)
-    source = dataclasses.replace(checkpoint, params=_spelled(names, checkpoint))
-    units = plan(names, source.params, numbers)
-    check_gated(source.arguments, units)
+    arguments = checkpoint.arguments
+    numbers = names.numbers.model_copy(update=given).filled(arguments)
+    for key, (value, why) in names.refused.items():
+        if arguments.get(key) == value:
+            raise CheckpointError(
+                f"the model was trained with {key}={value!r}: {why}; weights under names of "
+                f"{names.target if names.source == 'megatron-core' else names.source} would mean something else"
+            )
+    spelled: dict[str, Param] = {}
+    for name, param in checkpoint.params.items():
+        meant = canonical(names.aliases, name)
+        if meant in spelled:
+            raise CheckpointError(f"{name!r} and another parameter are both {meant!r}; one of them is too many")
+        spelled[meant] = param
+    source = dataclasses.replace(checkpoint, params=spelled)
+    units = plan(names, spelled, numbers)
+    not_gated = arguments.get("swiglu") is False and not arguments.get("quick_geglu")
     params: dict[str, Param] = {}
-    dropped: list[str] = []
     unchanged: dict[str, str] = {}
     for unit in units:
-        made = _made(source, unit, numbers)
-        dropped += unit.names if not unit.rule.targets else ()
-        for name, param in made.items():
+        if not_gated and {"split_gate_up", "join_gate_up"} & set(unit.rule.do):
+            raise CheckpointError(
+                f"{unit.names[0]!r}: {unit.rule} divides gate and up, but the checkpoint's argument swiglu is False: "
+                "its fc1 is one matrix; give the map of another family"
+            )
+        for name, param in _made(source, unit, numbers).items():
             if name in params:
                 raise CheckpointError(f"two rules make {name!r}; the second is {unit.rule}, of {unit.names[0]!r}")
             params[name] = param
-            if param is source.params[unit.names[0]]:
+            if param is spelled[unit.names[0]]:
                 unchanged[unit.names[0]] = name
-    single = [unit for unit in units if len(unit.names) == 1 == len(unit.rule.targets) and not unit.rule.unstacked_over]
-    renames = {unit.names[0]: unit.targets()[0][0] for unit in single}
-    tied, buffers, lost = _extras(names, checkpoint, renames)
-    notes = [*sentences(source, units, numbers)]
+    tied, buffers, lost = _extras(names, checkpoint, units)
+    dropped = [name for unit in units if not unit.rule.targets for name in unit.names]
+    notes = sentences(source, units, numbers)
     notes += [f"{len(dropped)} parameter(s) were dropped by the name map: {_some(dropped)}."] if dropped else []
     notes += [f"The name map has no name for {_some(lost)}; left out."] if lost else []
     return dataclasses.replace(
         checkpoint,
         names=names.target,
         params=params,
-        arguments=_arguments(names, checkpoint.arguments, unchanged),
+        arguments=_arguments(names, arguments, unchanged),
         notes=(*checkpoint.notes, *(note for note in notes if note not in checkpoint.notes)),
         tied=tied,
         buffers=buffers,
     )
-
-
-def _check_arguments(names: NameMap, checkpoint: Checkpoint) -> None:
-    for key, (value, why) in names.refused.items():
-        if checkpoint.arguments.get(key) == value:
-            raise CheckpointError(
-                f"the model was trained with {key}={value!r}: {why}; weights under names of "
-                f"{names.target if names.source == 'megatron-core' else names.source} would mean something else"
-            )
 
 
 def _arguments(names: NameMap, arguments: Mapping[str, Any], unchanged: Mapping[str, str]) -> dict[str, Any]:
@@ -325,18 +311,7 @@ def _arguments(names: NameMap, arguments: Mapping[str, Any], unchanged: Mapping[
     return {**rest, MATRICES: renamed} if renamed else rest
 
 
-def _spelled(names: NameMap, checkpoint: Checkpoint) -> dict[str, Param]:
-    found: dict[str, Param] = {}
-    for name, param in checkpoint.params.items():
-        meant = canonical(names.aliases, name)
-        if meant in found:
-            raise CheckpointError(f"{name!r} and another parameter are both {meant!r}; one of them is too many")
-        found[meant] = param
-    return found
-
-
 def _made(source: Checkpoint, unit: Unit, numbers: Numbers) -> dict[str, Param]:
-    """The parameters that one unit makes."""
     if not unit.rule.targets:
         return {}
     params = [source.params[name] for name in unit.names]
@@ -344,13 +319,28 @@ def _made(source: Checkpoint, unit: Unit, numbers: Numbers) -> dict[str, Param]:
     moved = {keys[0]: _moved(unit, [param.tensors[keys[0]] for param in params], numbers)}
     if len(params) == 1 and moved[keys[0]] == [[first.tensors[keys[0]]]]:  # renamed: states of any form can stay
         return {unit.targets()[0][0]: first}
-    _check_movable(unit, params)
+    for name, param in zip(unit.names, params):
+        other = [f"{key!r} of shape {state.shape}" for key, state in param.states.items() if state.shape != param.shape]
+        other += ["what a rule keeps of its matrices (owner_states)"] if param.owner_states else []
+        if other:
+            raise CheckpointError(
+                f"{name!r} of shape {param.shape} has {', '.join(other)}, which cannot follow {unit.rule}; only states "
+                "of a parameter's own shape can be split, joined or permuted. Give a map that only renames it"
+            )
     moved |= {key: _moved(unit, [param.tensors[key] for param in params], numbers) for key in keys[1:]}
+    sizes = first.shape[: len(unit.rule.unstacked_over)]  # of a stack that is taken apart
+    known = {"layer": numbers.layers, "expert": numbers.experts}
+    for name, size in zip(unit.rule.unstacked_over, sizes):
+        if known.get(name) not in (None, size):
+            raise CheckpointError(
+                f"{unit.names[0]!r} of shape {first.shape} is a stack of {size}; expected were {known[name]} {name}s"
+            )
     found = {}
-    for place, targets in enumerate(unit.targets(_sizes(unit, first, numbers))):
+    for place, targets in enumerate(unit.targets(sizes)):
         for number, name in enumerate(targets):
-            tensors = {key: moved[key][place][number] for key in keys}
-            found[name] = Param(tensors.pop(WEIGHT, None), tensors, first.step, first.group)
+            found[name] = Param(None, {}, first.step, first.group).changed(
+                {key: moved[key][place][number] for key in keys}
+            )
     return found
 
 
@@ -385,60 +375,30 @@ def _keys(unit: Unit, params: Sequence[Param]) -> list[str]:
     return list(first.tensors)
 
 
-def _check_movable(unit: Unit, params: Sequence[Param]) -> None:
-    """Raises CheckpointError for a state that does not have its parameter's shape."""
-    for name, param in zip(unit.names, params):
-        other = [f"{key!r} of shape {state.shape}" for key, state in param.states.items() if state.shape != param.shape]
-        other += ["what a rule keeps of its matrices (owner_states)"] if param.owner_states else []
-        if other:
-            raise CheckpointError(
-                f"{name!r} of shape {param.shape} has {', '.join(other)}, which cannot follow {unit.rule}; only states "
-                "of a parameter's own shape can be split, joined or permuted. Give a map that only renames it"
-            )
-
-
-def _sizes(unit: Unit, param: Param, numbers: Numbers) -> tuple[int, ...]:
-    """The sizes of a stack that is taken apart. Raises CheckpointError if they differ from the known numbers."""
-    sizes = param.shape[: len(unit.rule.unstacked_over)]
-    known = {"layer": numbers.layers, "expert": numbers.experts}
-    for name, size in zip(unit.rule.unstacked_over, sizes):
-        if known.get(name) not in (None, size):
-            raise CheckpointError(
-                f"{unit.names[0]!r} of shape {param.shape} is a stack of {size}; expected were {known[name]} {name}s"
-            )
-    return sizes
-
-
 def _extras(
-    names: NameMap, checkpoint: Checkpoint, renames: dict[str, str]
+    names: NameMap, checkpoint: Checkpoint, units: Sequence[Unit]
 ) -> tuple[dict[str, str], dict[str, LazyTensor], list[str]]:
     """Tied names and buffers in the target's vocabulary, and the names without a counterpart."""
-    tied, buffers, lost = {}, {}, []
-    for name, target in checkpoint.tied.items():
-        new, kept = _renamed(names, name), renames.get(canonical(names.aliases, target))
-        if new is None or kept is None:
-            lost.append(name)
-        else:
-            tied[new] = kept
-    for name, buffer in checkpoint.buffers.items():
-        new = _renamed(names, name)
-        if new is None:
-            lost.append(name)
-        else:
-            buffers[new] = buffer
-    return tied, buffers, lost
 
+    def renamed(name: str) -> str | None:
+        """The new name by a rule with one source and one target, or None."""
+        name = canonical(names.aliases, name)
+        for rule in names.rules:
+            values = rule.sources[0].match(name) if len(rule.sources) == 1 else None
+            if values is None:
+                continue
+            single = len(rule.targets) == 1 and set(rule.targets[0].fields) <= set(values) and not rule.stacked_over
+            return rule.targets[0].format(values) if single and rule.only is None else None
+        return None
 
-def _renamed(names: NameMap, name: str) -> str | None:
-    """The new name by a rule with one source and one target, or None."""
-    name = canonical(names.aliases, name)
-    for rule in names.rules:
-        values = rule.sources[0].match(name) if len(rule.sources) == 1 else None
-        if values is None:
-            continue
-        single = len(rule.targets) == 1 and set(rule.targets[0].fields) <= set(values) and not rule.stacked_over
-        return rule.targets[0].format(values) if single and rule.only is None else None
-    return None
+    single = [unit for unit in units if len(unit.names) == 1 == len(unit.rule.targets) and not unit.rule.unstacked_over]
+    renames = {unit.names[0]: unit.targets()[0][0] for unit in single}
+    ties = {n: (renamed(n), renames.get(canonical(names.aliases, of))) for n, of in checkpoint.tied.items()}
+    tied = {new: of for new, of in ties.values() if new is not None and of is not None}
+    of_buffers = {name: renamed(name) for name in checkpoint.buffers}
+    buffers = {new: checkpoint.buffers[name] for name, new in of_buffers.items() if new is not None}
+    lost = [name for name, both in ties.items() if None in both]
+    return tied, buffers, lost + [name for name, new in of_buffers.items() if new is None]
 
 
 def _some(names: Sequence[str]) -> str:
