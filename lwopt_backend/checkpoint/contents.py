@@ -102,7 +102,7 @@ class LazyTensor:
 
     def mapped(self, function: Callable[[Tensor], Tensor], shape: Sequence[int]) -> LazyTensor:
         """The result of ``function``, of ``shape``; the function must only move elements."""
-        return LazyTensor(tuple(shape), self.dtype, lambda: _contiguous(function(self.read()), shape), self.where)
+        return joined([self], lambda parts: function(parts[0]), shape)
 
     def to(self, dtype: torch.dtype) -> LazyTensor:
         """Convert when read; with ``read_range``, the whole tensor is never in memory in both dtypes."""
@@ -129,10 +129,14 @@ def held(tensor: Tensor, where: str) -> LazyTensor:
 
 def joined(parts: Sequence[LazyTensor], function: Callable[[list[Tensor]], Tensor], shape: Sequence[int]) -> LazyTensor:
     """``function`` of ``parts``, of ``shape``. All parts are in memory while it is read."""
-    first = parts[0]
-    return LazyTensor(
-        tuple(shape), first.dtype, lambda: _contiguous(function([part.read() for part in parts]), shape), first.where
-    )
+    first, shape = parts[0], tuple(shape)
+
+    def read() -> Tensor:
+        found = function([part.read() for part in parts])
+        assert found.shape == shape, f"expected shape {shape}, found {tuple(found.shape)}"
+        return found.contiguous()
+
+    return LazyTensor(shape, first.dtype, read, first.where)
 
 
 def end_to_end(parts: Sequence[LazyTensor], shape: Sequence[int]) -> LazyTensor:
@@ -156,11 +160,6 @@ def end_to_end(parts: Sequence[LazyTensor], shape: Sequence[int]) -> LazyTensor:
 
     ranged = None if any(part.read_range is None for part in parts) else read_range
     return LazyTensor(tuple(shape), first.dtype, lambda: _filled(parts, shape, first.dtype), first.where, ranged)
-
-
-def _contiguous(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    assert tuple(tensor.shape) == tuple(shape), f"expected shape {tuple(shape)}, found {tuple(tensor.shape)}"
-    return tensor.contiguous()
 
 
 # The content of a checkpoint of any format: the form between all readers and all writers.

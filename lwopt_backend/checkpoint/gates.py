@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -201,7 +200,14 @@ def _misspelled(name: object, known: Iterable[str]) -> str | None:
 
 def _without_owner_state(checkpoint: Checkpoint) -> Iterator[str]:
     """Matrices without owner state although their rule has it."""
-    keeping = {number for number, group in enumerate(checkpoint.groups) if _owners_keep(group)}
+    keeping = set()
+    for number, group in enumerate(checkpoint.groups):
+        keeps = group.get("rule") in MATRIX_RULES  # a class is not asked: the file alone names it
+        if "rule" in group and "class" not in group:
+            keeps = False
+            with suppress(ImportError, KeyError, TypeError, ValueError):
+                keeps = bool(rules_with_owner_state([group]))
+        keeping |= {number} if keeps else set()
     stepped = {param.group for param in checkpoint.params.values() if param.owner_states}
     for name, param in checkpoint.params.items():
         if param.group in keeping and (param.group in stepped or (checkpoint.iteration or 0) > 0):
@@ -210,15 +216,6 @@ def _without_owner_state(checkpoint: Checkpoint) -> Iterator[str]:
             if missing:
                 rule = checkpoint.groups[param.group or 0]["rule"]
                 yield f"{name!r}: what {rule}'s owner keeps of its matrix {missing[0]} is missing; copy all files again"
-
-
-def _owners_keep(group: Mapping[str, Any]) -> bool:
-    if "class" in group or "rule" not in group:  # a class is not asked: the file alone names it
-        return group.get("rule") in MATRIX_RULES
-    try:
-        return bool(rules_with_owner_state([group]))
-    except (ImportError, KeyError, TypeError, ValueError):
-        return False
 
 
 def _frozen(checkpoint: Checkpoint) -> dict[str, Param]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -59,24 +59,21 @@ class DcpFolder:
             return self.read_box(key, offsets, sizes).view(shape)
 
         def read_range(start: int, stop: int) -> Tensor:
-            inside = [
-                self.read_box(key, [a + b for a, b in zip(offsets, begin)], part).view(-1)
-                for begin, part in boxes_of(sizes, start, stop)
-            ]
+            boxes = [([a + b for a, b in zip(offsets, begin)], part) for begin, part in boxes_of(sizes, start, stop)]
+            inside = [self.read_box(key, begin, part).view(-1) for begin, part in boxes]
             return torch.cat(inside) if len(inside) > 1 else inside[0]
 
         return LazyTensor(shape, self.tensors[key].dtype, read, f"{key} in {self.path}", read_range)
 
     def read_box(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """The elements of tensor ``key`` from ``offsets`` on, ``sizes`` in each dimension.
+        """The elements of tensor ``key`` from ``offsets`` on, ``sizes`` in each dimension; reads only these.
 
-        Reads only the parts of chunks that are in the box. Raises CheckpointError for damage, and if chunks are
-        missing.
+        Raises CheckpointError for damage, and if chunks are missing.
         """
-        entry, where = self.tensors[key], f"{key} in {self.path}"
+        entry, where, sizes = self.tensors[key], f"{key} in {self.path}", tuple(sizes)
         found = None
         missing = math.prod(sizes)
-        for chunk in entry.near(tuple(offsets), tuple(sizes)):
+        for chunk in entry.near(tuple(offsets), sizes):
             begin = [max(a, b) for a, b in zip(offsets, chunk.offsets)]
             end = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, chunk.offsets, chunk.sizes)]
             shape = tuple(b - a for a, b in zip(begin, end))
@@ -86,15 +83,15 @@ class DcpFolder:
             first = sum((a - b) * step for a, b, step in zip(begin, chunk.offsets, saved.stride))
             part = saved.box(first, shape, saved.stride)
             missing -= part.numel()
-            if shape == tuple(sizes):
+            if shape == sizes:
                 found = part
                 continue
             if found is None:
-                found = torch.empty(tuple(sizes), dtype=entry.dtype)
+                found = torch.empty(sizes, dtype=entry.dtype)
             found[tuple(slice(a - o, b - o) for a, b, o in zip(begin, end, offsets))] = part
         if missing:
             raise CheckpointError(incomplete(where, math.prod(sizes) - missing, sizes, offsets))
-        return torch.empty(tuple(sizes), dtype=entry.dtype) if found is None else found
+        return torch.empty(sizes, dtype=entry.dtype) if found is None else found
 
     def check_range(self, key: str, start: int, stop: int) -> None:
         """Raises CheckpointError unless the elements [start, stop) of a tensor are as they were written."""
@@ -133,19 +130,17 @@ class DcpFolder:
 
 
 def _state_of(saved: Mapping[str, LazyTensor]) -> Mapping[str, Any]:
-    """Read a matrix's owner state."""
     found = {key: tensor.read() for key, tensor in saved.items() if key not in (STRUCTURE, STEPPED)}
     if STRUCTURE not in saved:
         return found
+    described = saved[STRUCTURE]
     try:
-        described = nested.description(saved[STRUCTURE].read())
-        for path in _numbers(described):
-            found[path] = found[path].view(())
-        state: Mapping[str, Any] = nested.rebuild(described, found)
+        state: Mapping[str, Any] = nested.rebuild(nested.description(described.read()), found)
         return state
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
-        where = saved[STRUCTURE].where
-        raise CheckpointError(f"{where}: it does not describe what is there, {sorted(found)} ({error!r})") from error
+        raise CheckpointError(
+            f"{described.where}: it does not describe what is there, {sorted(found)} ({error!r})"
+        ) from error
 
 
 def take_matrices(saved: dict[str, LazyTensor]) -> list[str] | None:
@@ -210,19 +205,6 @@ def _own_keys(weight: LazyTensor, group: Mapping[str, Any] | None) -> set[str] |
         return set(registry.new_state(torch.empty(weight.shape, device="meta"), group))
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{weight.where}: its group's rule cannot be made ({error}): {dict(group)}") from error
-
-
-def _numbers(described: Any, path: str = "") -> Iterator[str]:
-    """Yield the paths of scalars, which are saved with one dimension."""
-    if isinstance(described, str):
-        if described == "tensor ":
-            yield path
-        return
-    kind, content = described
-    if kind == "value":
-        return
-    for key, part in content if kind == "dict" else enumerate(content):
-        yield from _numbers(part, f"{path}.{key}" if path else str(key))
 
 
 # Checkpoints of FSDP2 runs, ours and others', are made of torch's state dicts:

@@ -31,8 +31,7 @@ from lwopt_backend.checkpoint.files.folders import flush
 from lwopt_backend.checkpoint.files.made import in_order, shape_of
 from lwopt_backend.checkpoint.files.manifest import Entry as FileEntry
 from lwopt_backend.checkpoint.files.manifest import Files, Manifest
-from lwopt_backend.checkpoint.files.torch_files import Stored
-from lwopt_backend.checkpoint.files.torch_saving import save_as_it_lies
+from lwopt_backend.checkpoint.files.torch_files import Stored, save_as_it_lies
 from lwopt_backend.runtime.agreement import agree
 from lwopt_backend.runtime.collectives import Alone, Collectives
 
@@ -62,22 +61,18 @@ class Entry:
 
     def near(self, offsets: Sizes, sizes: Sizes) -> Iterable[Chunk]:
         """The chunks that may overlap a box; of a stack of layers, not those of other layers."""
-        if not self.shape or sizes[0] > len(self._rows):
+        if not self.shape or sizes[0] >= len(self._rows):
             return self.chunks
         rows = range(offsets[0], offsets[0] + sizes[0])
-        return itertools.chain(self._wide, *(self._rows.get(row, ()) for row in rows))
+        return itertools.chain(*(self._rows.get(row, ()) for row in (-1, *rows)))
 
     @functools.cached_property
     def _rows(self) -> dict[int, list[Chunk]]:
-        found: dict[int, list[Chunk]] = {}
+        """Chunks by their only row; those of several are under -1."""
+        found: dict[int, list[Chunk]] = {-1: []}
         for chunk in self.chunks:
-            if chunk.sizes[0] == 1:
-                found.setdefault(chunk.offsets[0], []).append(chunk)
+            found.setdefault(chunk.offsets[0] if chunk.sizes[0] == 1 else -1, []).append(chunk)
         return found
-
-    @functools.cached_property
-    def _wide(self) -> list[Chunk]:
-        return [chunk for chunk in self.chunks if chunk.sizes[0] != 1]
 
 
 @dataclass(frozen=True)
@@ -451,7 +446,8 @@ def save(
         if ranks.rank == 0:
             listed = {name: entry for _, entries in results for name, entry in entries.items()}
             _finish(writer, folder, metadata, [written for written, _ in results])
-            listed = {**(others or {}), **listed, METADATA: manifest.entry_of(folder / METADATA)}
+            path = folder / METADATA
+            listed = {**(others or {}), **listed, METADATA: FileEntry(path.stat().st_size, manifest.crc_of(path))}
             manifest.write(folder, listed, step, save_id=save_id, world=ranks.world_size)
 
     try:

@@ -20,7 +20,7 @@ from lwopt_backend.checkpoint.files import manifest, torch_files
 from lwopt_backend.checkpoint.files.folders import check_name
 from lwopt_backend.checkpoint.files.made import all_done
 from lwopt_backend.checkpoint.files.manifest import Files
-from lwopt_backend.checkpoint.files.torch_saving import save, save_as_it_lies
+from lwopt_backend.checkpoint.files.torch_files import save, save_as_it_lies
 
 # Reads DeepSpeed's universal checkpoints: those of ds_to_universal, of DeepSpeed 0.19.8, and ours.
 #

@@ -114,11 +114,6 @@ class Files:
         self.entries[name] = Entry((self.folder / name).stat().st_size, crc32, self._rank)
 
 
-def entry_of(path: Path) -> Entry:
-    """The entry of a small file of rank 0 that other code wrote; reads the file."""
-    return Entry(path.stat().st_size, crc_of(path))
-
-
 def new_save_id() -> str:
     """A random name for one save, shared by the files of all ranks."""
     return secrets.token_hex(8)

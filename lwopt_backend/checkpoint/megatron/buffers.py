@@ -10,7 +10,6 @@ from typing import Any
 
 from lwopt_backend.checkpoint.contents import MASTER, CheckpointError, LazyTensor
 from lwopt_backend.checkpoint.dcp.reader import DcpFolder
-from lwopt_backend.checkpoint.megatron.dist_names import Chain, chain_of
 from lwopt_backend.checkpoint.megatron.names import (
     EMBEDDING,
     FLAT,
@@ -154,9 +153,15 @@ BUCKET = re.compile(
     r"((?:chained_\d+\.)*)optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)"
     r"\.dtype_\(torch\.(\w+), torch\.\w+\)\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)"
 )
+Chain = tuple[int, ...]  # of an optimizer its number in the chain, in the chain in that, ...; () if it is alone
 States = dict[str, dict[str, LazyTensor]]  # by parameter and state
 Replicas = list[tuple[str, LazyTensor, LazyTensor]]
 _Buffer = Mapping[str, Sequence[str]]  # the keys of each state's buckets
+
+
+def chain_of(prefix: str) -> Chain:
+    """``"chained_1."``: (1,)."""
+    return tuple(map(int, re.findall(r"\d+", prefix)))
 
 
 def states_in_buckets(

@@ -19,7 +19,7 @@ from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointErro
 from lwopt_backend.checkpoint.dcp.reader import METADATA, DcpFolder
 from lwopt_backend.checkpoint.files.pickles import plain
 from lwopt_backend.checkpoint.megatron import names as naming
-from lwopt_backend.checkpoint.megatron.dist_names import ordered, whole_name, with_gate_and_up
+from lwopt_backend.checkpoint.megatron.dist import ordered, whole_name, with_gate_and_up
 from lwopt_backend.checkpoint.megatron.names import POINTER, STATES, is_buffer, iteration_of, step_folder
 
 _MODEL = re.compile(r"model\.(?:module\.)+(.+)")

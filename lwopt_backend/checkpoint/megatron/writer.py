@@ -16,7 +16,7 @@ from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointErro
 from lwopt_backend.checkpoint.convert import weight_of
 from lwopt_backend.checkpoint.dcp.saving import Boxes, Place, Shards, save, stacked
 from lwopt_backend.checkpoint.files.manifest import Files
-from lwopt_backend.checkpoint.files.torch_saving import save_as_it_lies
+from lwopt_backend.checkpoint.files.torch_files import save_as_it_lies
 from lwopt_backend.checkpoint.megatron.names import (
     EMBEDDINGS,
     EXPERT,
@@ -29,7 +29,7 @@ from lwopt_backend.checkpoint.megatron.names import (
     local_spec,
 )
 
-# Parameters under the keys of Megatron's torch_dist format: the way back from ``megatron.dist_names``.
+# Parameters under the keys of Megatron's torch_dist format: the way back from ``megatron.dist``.
 
 _LINEAR = re.compile(r"(.*\.linear_\w+)\.weight")
 _OF_EXPERTS = ".pre_mlp_layernorm."
