@@ -141,9 +141,7 @@ def joined(parts: Sequence[LazyTensor], function: Callable[[list[Tensor]], Tenso
 
 def end_to_end(parts: Sequence[LazyTensor], shape: Sequence[int]) -> LazyTensor:
     """The elements of ``parts`` one after the other, in ``shape``, as torch.cat joins them along the first dimension.
-
-    It is filled part by part, from ranges if these can be read, so that no whole part is in memory besides.
-    """
+    It is filled part by part, from ranges if these can be read, so that no whole part is in memory besides."""
     first = parts[0]
     if len(parts) == 1:
         return first.view(shape)
@@ -296,10 +294,8 @@ def reader(
 
 
 def read_as_expected(read: Callable[[], T], where: Path, writer: str, said: type[ValueError] = CheckpointError) -> T:
-    """The result of ``read``. Raises CheckpointError for any error in files that ``writer`` cannot have written.
-
-    This is the last resort: a reader that notices a problem itself raises a better error, of type ``said``.
-    """
+    """The result of ``read``. Raises CheckpointError for any error in files that ``writer`` cannot have written. This
+    is the last resort: a reader that notices a problem itself raises a better error, of type ``said``."""
     try:
         return read()
     except (said, MemoryError, ImportError):

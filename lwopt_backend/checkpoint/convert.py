@@ -40,10 +40,8 @@ def iteration_of(params: Mapping[str, Param]) -> int | None:
 
 
 def weight_of(checkpoint: Checkpoint, param: Param) -> LazyTensor:
-    """The model's weight; from the master weight if only that is known, as DeepSpeed saves it at stage 3.
-
-    It has 16 bits if Megatron's arguments or DeepSpeed's configuration say that training did.
-    """
+    """The model's weight; from the master weight if only that is known, as DeepSpeed saves it at stage 3. It has 16
+    bits if Megatron's arguments or DeepSpeed's configuration say that training did."""
     if param.weight is not None:
         return param.weight
     arguments = checkpoint.arguments
@@ -348,10 +346,8 @@ def write(
 
 
 def check_free(place: Place, force: bool, source: Path) -> None:
-    """Raises CheckpointError if the destination exists, before hours are spent on reading.
-
-    Even with ``force`` if it is or contains the source or the current folder, or if it is in the source.
-    """
+    """Raises CheckpointError if the destination exists, before hours are spent on reading. Even with ``force`` if it is
+    or contains the source or the current folder, or if it is in the source."""
     folder = place.folder.resolve()
     for kept, what in ((source, "the source"), (Path.cwd(), "the current folder"), (Path.home(), "your home folder")):
         if kept.resolve().is_relative_to(folder):

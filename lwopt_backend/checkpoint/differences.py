@@ -16,10 +16,8 @@ STEP, OWNER, BUFFER = "step", "owner", "buffer"
 
 @dataclass(frozen=True)
 class Compared:
-    """A tensor ``key`` of parameter ``name``, or its counter: ``what`` says how it differs, and is empty if equal.
-
-    If shapes are equal, ``elements`` differ, by at most ``largest``.
-    """
+    """A tensor ``key`` of parameter ``name``, or its counter: ``what`` says how it differs, and is empty if equal. If
+    shapes are equal, ``elements`` differ, by at most ``largest``."""
 
     name: str
     key: str

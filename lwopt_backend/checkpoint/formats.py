@@ -85,10 +85,8 @@ class Plan:
 
 
 def plan(path: Path) -> list[Plan]:
-    """A plan for each manifest in a folder, and one for the files that no manifest is beside or above.
-
-    Raises CheckpointError for what is no folder, or has no files, or a damaged manifest.
-    """
+    """A plan for each manifest in a folder, and one for the files that no manifest is beside or above. Raises
+    CheckpointError for what is no folder, or has no files, or a damaged manifest."""
     _check_folder(path)
     check_links(path)
     files = sorted(file for file in path.rglob("*") if file.is_file() and file.name not in (manifest.NAME, *POINTERS))

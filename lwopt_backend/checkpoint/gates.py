@@ -303,10 +303,8 @@ def _differing(what: str, one: LazyTensor, other: LazyTensor) -> list[str]:
 
 
 def _vocabulary(checkpoint: Checkpoint, size: int | None) -> Iterator[str]:
-    """Padding rows are never looked up, so the rows of an untied embedding get no gradients there.
-
-    If it is also the output layer, all rows get gradients, and nothing can be checked.
-    """
+    """Padding rows are never looked up, so the rows of an untied embedding get no gradients there. If it is also the
+    output layer, all rows get gradients, and nothing can be checked."""
     if size is None:
         return
     embedding, head = EMBEDDING, HEAD

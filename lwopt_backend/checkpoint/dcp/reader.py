@@ -66,10 +66,8 @@ class DcpFolder:
         return LazyTensor(shape, self.tensors[key].dtype, read, f"{key} in {self.path}", read_range)
 
     def read_box(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """The elements of tensor ``key`` from ``offsets`` on, ``sizes`` in each dimension; reads only these.
-
-        Raises CheckpointError for damage, and if chunks are missing.
-        """
+        """The elements of tensor ``key`` from ``offsets`` on, ``sizes`` in each dimension; reads only these. Raises
+        CheckpointError for damage, and if chunks are missing."""
         entry, where, sizes = self.tensors[key], f"{key} in {self.path}", tuple(sizes)
         found = None
         missing = math.prod(sizes)

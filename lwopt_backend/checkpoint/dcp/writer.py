@@ -56,10 +56,8 @@ def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:
 
 
 def states_of(name: str, param: Param, matrices: Sequence[str] | None) -> Iterator[tuple[str, LazyTensor]]:
-    """Yield the optimizer's state of a parameter, by key, without its master weight.
-
-    ``matrices``: which elements the parameter's matrices have, if known.
-    """
+    """Yield the optimizer's state of a parameter, by key, without its master weight. ``matrices``: which elements the
+    parameter's matrices have, if known."""
     for key, tensor in param.states.items():
         if key != MASTER:
             yield key, tensor

@@ -51,10 +51,8 @@ def names_in(folder: Path) -> list[str]:
 
 
 def model_files(tag: Path) -> list[Path]:
-    """The files of model states, by data-parallel rank; one at stages 0 to 2.
-
-    Raises CheckpointError if there are several model-parallel ranks or separate files of experts, or one is missing.
-    """
+    """The files of model states, by data-parallel rank; one at stages 0 to 2. Raises CheckpointError if there are
+    several model-parallel ranks or separate files of experts, or one is missing."""
     names = names_in(tag)
     apart = [name for name in names if name.startswith(("layer_", "expp_rank_"))]
     if apart:

@@ -259,10 +259,8 @@ def _names(
     shapes: Sequence[Sequence[Shape | None]],
     matrices: Mapping[str, list[str]],
 ) -> list[Named]:
-    """The parameters' names by group. Raises CheckpointError unless there is one way only.
-
-    ``matrices`` are which there are in a parameter, as far as the file tells.
-    """
+    """The parameters' names by group. Raises CheckpointError unless there is one way only. ``matrices`` are which there
+    are in a parameter, as far as the file tells."""
 
     def is_verified(group: Mapping[str, Any], names: Named) -> bool:
         """By what our optimizer saved of a group's members (``lwopt_backend.storage.flat.members_digest``)."""
@@ -286,10 +284,8 @@ def _names(
 
 
 def _ways(params: list[tuple[str, Shape]], groups: list[list[Shape | None]]) -> Iterator[list[Named]]:
-    """All ways in which the parameters, in their order, fill the groups, in theirs. What is left over is frozen.
-
-    Raises CheckpointError where the search takes too long.
-    """
+    """All ways in which the parameters, in their order, fill the groups, in theirs. What is left over is frozen. Raises
+    CheckpointError where the search takes too long."""
     spare = len(params) - sum(map(len, groups))
     tried = 0
 

@@ -46,9 +46,7 @@ _SINGLE = frozenset({int, float, bool, type(None), torch.dtype, torch.Size})  # 
 
 def check_tree(found: Any, nbytes: int) -> None:
     """Raises ValueError for a structure that contains itself, is nested too deep, or far exceeds its file's ``nbytes``.
-
-    A pickle may use a part again and again: 60 lists, each of which is in the next one twice, have 2**60 elements.
-    """
+    A pickle may use a part again and again: 60 lists, each of which is in the next one twice, have 2**60 elements."""
     most = SHARED * nbytes + 2**17
     done: dict[int, tuple[int, int]] = {}  # elements and levels, of containers by id; ``found`` keeps them alive
     open_now: set[int] = set()  # the containers around the current one
@@ -103,11 +101,7 @@ OLD = ".lwopt-old"
 
 
 def write_folder(
-    target: Path,
-    fill: Callable[[Path], None],
-    *,
-    force: bool = False,
-    pointers: Mapping[str, str] | None = None,
+    target: Path, fill: Callable[[Path], None], *, force: bool = False, pointers: Mapping[str, str] | None = None
 ) -> None:
     """Make ``target`` a folder with what ``fill`` writes to an empty one; then write ``pointers`` beside it.
 
@@ -234,10 +228,8 @@ def _left_over(target: Path) -> list[Path]:
 
 
 def _remove(path: Path) -> None:
-    """Remove something unfinished or replaced, if possible; a later program removes what stays.
-
-    It is renamed first, so that a program that still fills it cannot put a part of it in place.
-    """
+    """Remove something unfinished or replaced, if possible; a later program removes what stays. It is renamed first, so
+    that a program that still fills it cannot put a part of it in place."""
     with contextlib.suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             gone = beside(path.with_name(_belongs_to(path.name)), NEW)

@@ -17,10 +17,8 @@ T = TypeVar("T")
 
 
 def in_order(calls: Iterable[Callable[[], T]], workers: int) -> Iterator[T]:
-    """Yield the calls' results in order; at most ``workers`` are computed, waiting or in use.
-
-    Uses threads: reading, writing, checksums and torch's operations release the interpreter's lock.
-    """
+    """Yield the calls' results in order; at most ``workers`` are computed, waiting or in use. Uses threads: reading,
+    writing, checksums and torch's operations release the interpreter's lock."""
     if workers <= 1:
         yield from (call() for call in calls)
         return
@@ -39,10 +37,8 @@ def in_order(calls: Iterable[Callable[[], T]], workers: int) -> Iterator[T]:
 
 
 def all_done(calls: Iterable[Callable[[], object]], workers: int) -> None:
-    """Run the calls, ``workers`` at a time; a long one does not delay the others.
-
-    Raises the first error; calls that have not started by then are not made.
-    """
+    """Run the calls, ``workers`` at a time; a long one does not delay the others. Raises the first error; calls that
+    have not started by then are not made."""
     if workers <= 1:
         for call in calls:
             call()

@@ -20,11 +20,8 @@ from lwopt_backend.checkpoint.files.made import Made, Maker, Named, StorageKind,
 
 
 def plain(value: Any) -> Any:
-    """``value`` with numbers, strings, lists, tuples and dictionaries only.
-
-    Namespaces become dictionaries, tensors lists, paths strings, enums ``"AttnBackend(5)"``, dtypes
-    ``"torch.bfloat16"``.
-    """
+    """``value`` with numbers, strings, lists, tuples and dictionaries only. Namespaces become dictionaries, tensors
+    lists, paths strings, enums ``"AttnBackend(5)"``, dtypes ``"torch.bfloat16"``."""
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return value
     if isinstance(value, Mapping):
@@ -88,10 +85,8 @@ def load(
     persistent_load: Callable[[Any], Any] | None = None,
     makers: Mapping[tuple[str, str], Maker] | None = None,
 ) -> Any:
-    """Unpickle ``data``; ``persistent_load`` resolves references, ``makers`` are further constructors.
-
-    Raises CheckpointError, naming ``where``, for anything that is not allowed.
-    """
+    """Unpickle ``data``; ``persistent_load`` resolves references, ``makers`` are further constructors. Raises
+    CheckpointError, naming ``where``, for anything that is not allowed."""
     try:
         found = _Unpickler(data, where, persistent_load, makers or {}).load()
         check_tree(found, len(data))

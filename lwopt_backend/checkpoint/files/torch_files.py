@@ -49,10 +49,8 @@ class Stored:
 
 
 class Record:
-    """A tensor's bytes in a file. They are checked once: when they are first read whole, or before a part is read.
-
-    One that is in ``as_read`` is checked by the parts that are read, when the last of them is, or by ``finish``.
-    """
+    """A tensor's bytes in a file. They are checked once: when they are first read whole, or before a part is read. One
+    that is in ``as_read`` is checked by the parts that are read, when the last of them is, or by ``finish``."""
 
     def __init__(self, stored: Stored, crc: int, where: str, checked: bool, as_read: list[Record] | None) -> None:
         self.stored, self.crc, self._where = stored, crc, where
@@ -93,10 +91,8 @@ class Record:
 
 
 class Archive:
-    """The records of an archive, by name without their folder. Raises CheckpointError for damage.
-
-    Records of tensors, named ``data/...``, are not read; with ``checked``, they need not be checked.
-    """
+    """The records of an archive, by name without their folder. Raises CheckpointError for damage. Records of tensors,
+    named ``data/...``, are not read; with ``checked``, they need not be checked."""
 
     def __init__(self, stored: Stored, where: str, checked: bool = False, as_read: list[Record] | None = None) -> None:
         self.stored, self.where = stored, where
@@ -279,10 +275,8 @@ def checked_later() -> AbstractContextManager[set[Path]]:
 
 
 def checked_as_read() -> AbstractContextManager[list[Record]]:
-    """Tensors of what is opened inside are checked by the parts that are read, so that nothing is read twice.
-
-    Who reads parts must ``finish`` all these records before anybody trusts what was read.
-    """
+    """Tensors of what is opened inside are checked by the parts that are read, so that nothing is read twice. Who reads
+    parts must ``finish`` all these records before anybody trusts what was read."""
     return _within(_as_read, [])
 
 

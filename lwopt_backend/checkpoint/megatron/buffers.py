@@ -110,10 +110,8 @@ def buckets(
 
 
 def buckets_of(shapes: Mapping[str, Sequence[int]], numels: Sequence[int]) -> tuple[Bucket, ...]:
-    """The buckets of a buffer, given their lengths without padding at the end.
-
-    Raises ValueError if the parameters do not fill them exactly.
-    """
+    """The buckets of a buffer, given their lengths without padding at the end. Raises ValueError if the parameters do
+    not fill them exactly."""
     found: list[list[Place]] = [[] for _ in numels]
     index, start = 0, 0
     for name, shape in reversed(tuple(shapes.items())):

@@ -298,10 +298,8 @@ def stack(folder: DcpFolder, key: str) -> Stack:
 
 
 def parameters(folder: DcpFolder, keys: Mapping[str, str]) -> dict[str, LazyTensor]:
-    """Whole parameters by local-spec names, from ``keys``: the folder's keys by their torch_dist names.
-
-    Raises CheckpointError for a name that is not of a GPT model, and for one that occurs twice.
-    """
+    """Whole parameters by local-spec names, from ``keys``: the folder's keys by their torch_dist names. Raises
+    CheckpointError for a name that is not of a GPT model, and for one that occurs twice."""
     found: dict[str, LazyTensor] = {}
     for fused, key in keys.items():
         of_key = stack(folder, key)

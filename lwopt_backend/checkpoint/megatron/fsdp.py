@@ -106,9 +106,7 @@ def read(step: Path) -> Checkpoint:
     )
 
 
-def _objects(
-    folder: DcpFolder,
-) -> tuple[dict[str, dict[str, Any]], dict[str, Any], dict[str, Any], tuple[str, ...]]:
+def _objects(folder: DcpFolder) -> tuple[dict[str, dict[str, Any]], dict[str, Any], dict[str, Any], tuple[str, ...]]:
     """Each parameter's options, Megatron's arguments, the scheduler's state, and what was left out."""
     options: dict[str, dict[str, Any]] = {}
     scheduler: dict[str, Any] = {}

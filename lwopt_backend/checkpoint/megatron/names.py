@@ -28,10 +28,8 @@ _BUFFERS = (".router.expert_bias", ".router.local_tokens_per_expert", ".inv_freq
 
 
 def local_spec(name: str) -> str:
-    """A parameter's name in Megatron's local spec, from that or Transformer Engine's; numbers stay.
-
-    Raises CheckpointError for a name that is not of a GPT model.
-    """
+    """A parameter's name in Megatron's local spec, from that or Transformer Engine's; numbers stay. Raises
+    CheckpointError for a name that is not of a GPT model."""
     for fused, separate in FUSED:
         name = name.replace(fused, separate)
     name = _GROUPED.sub(r".mlp.experts.local_experts.\3.\1.\2", name)
@@ -171,10 +169,8 @@ Coordinates = tuple[int, int, int]  # ranks: tensor, pipeline, expert parallel
 
 
 def step_folder(path: Path) -> Path:
-    """The folder of one step: ``path`` itself, or the one that the pointer in it names.
-
-    Raises CheckpointError for a pointer without a valid name, or to a missing folder.
-    """
+    """The folder of one step: ``path`` itself, or the one that the pointer in it names. Raises CheckpointError for a
+    pointer without a valid name, or to a missing folder."""
     pointer = path / POINTER
     if not pointer.is_file():
         return path
@@ -285,10 +281,8 @@ def names_by_group(
 
 
 def common_groups(ranks: Sequence[Sequence[Mapping[str, Any]]], where: str) -> tuple[dict[str, Any], ...]:
-    """The groups' options as plain data, each from a rank that has parameters in the group.
-
-    On other ranks, its counters may stand still. Raises CheckpointError if the ranks' numbers of groups differ.
-    """
+    """The groups' options as plain data, each from a rank that has parameters in the group. On other ranks, its
+    counters may stand still. Raises CheckpointError if the ranks' numbers of groups differ."""
     if len({len(groups) for groups in ranks}) > 1:
         raise CheckpointError(
             f"{where}: expected the same param groups on all ranks, found {[len(groups) for groups in ranks]} of them; "

@@ -67,10 +67,8 @@ def is_gated(arguments: Mapping[str, Any]) -> bool:
 
 
 def merge(parts: Sequence[LazyTensor], cut: Cut) -> LazyTensor:
-    """The whole tensor from all ranks' parts, in rank order; rank 0's copy of a ``whole`` one.
-
-    Raises CheckpointError if the parts have different shapes or dtypes.
-    """
+    """The whole tensor from all ranks' parts, in rank order; rank 0's copy of a ``whole`` one. Raises CheckpointError
+    if the parts have different shapes or dtypes."""
     first = parts[0]
     for part in parts[1:]:
         if part.shape != first.shape or part.dtype != first.dtype:
@@ -118,10 +116,8 @@ class Inner:
 
 
 def inner_optimizers(saved: Any, where: str) -> list[Inner]:
-    """The torch optimizers in an optimizer's state_dict, which is a list of several, or one.
-
-    Raises CheckpointError for an unknown key.
-    """
+    """The torch optimizers in an optimizer's state_dict, which is a list of several, or one. Raises CheckpointError for
+    an unknown key."""
     found = []
     for number, entry in enumerate(saved if isinstance(saved, list) else [saved]):
         said = f"optimizer {number} in {where}"
@@ -223,11 +219,8 @@ class Ranks:
 
 
 def read_ranks(step: Path) -> Ranks:
-    """Read all ranks' files in a step's folder.
-
-    Raises CheckpointError for ranks that are missing, extra, or of another iteration or model, and if the format has
-    too little information.
-    """
+    """Read all ranks' files in a step's folder. Raises CheckpointError for ranks that are missing, extra, or of another
+    iteration or model, and if the format has too little information."""
     folders = naming.rank_folders(step)
     if not folders:
         raise CheckpointError(f"{step}: expected folders mp_rank_*, found none; name the folder that has them")

@@ -35,10 +35,8 @@ def dealt(
     expert_groups: Set[int] = frozenset(),
     expert_ranks: int = 1,
 ) -> list[list[list[str]]]:
-    """``[group][rank]``: the names that the rank has of the group, in its optimizer's order.
-
-    For a group in ``expert_groups``, the rank is one of ``expert_ranks``. With one rank, the groups' order is kept.
-    """
+    """``[group][rank]``: the names that the rank has of the group, in its optimizer's order. For a group in
+    ``expert_groups``, the rank is one of ``expert_ranks``. With one rank, the groups' order is kept."""
     if ranks == 1:
         return [[list(names)] for names in groups]
     found: list[list[list[str]]] = [
@@ -205,9 +203,7 @@ _PLACES = ("embedding.", "decoder.layers.", "decoder.", "")
 
 def merged(ranks: Ranks, kept: Mapping[Coordinates, Kept]) -> tuple[dict[str, Param], tuple[Pair, ...], dict[str, str]]:
     """Whole parameters in the model's order; pairs of copies that must be equal; the tied embedding's other name.
-
-    ``kept`` is the optimizers' state, by rank. Raises CheckpointError for parameters or states that a rank lacks.
-    """
+    ``kept`` is the optimizers' state, by rank. Raises CheckpointError for parameters or states that a rank lacks."""
     held: dict[str, dict[Coordinates, LazyTensor]] = {}
     for rank in ranks.ranks:
         for name, weight in rank.weights.items():
@@ -333,9 +329,7 @@ def read_weights(step: Path) -> Mapping[str, Param]:
     return merged(ranks, {rank.coordinates: {} for rank in ranks.ranks})[0]
 
 
-def _optimizers(
-    ranks: Ranks,
-) -> tuple[dict[Coordinates, Kept], tuple[dict[str, Any], ...], list[Inner], list[str]]:
+def _optimizers(ranks: Ranks) -> tuple[dict[Coordinates, Kept], tuple[dict[str, Any], ...], list[Inner], list[str]]:
     """The optimizers' state on each rank, the param groups, the optimizers, and notes."""
     found: dict[Coordinates, Kept] = {rank.coordinates: {} for rank in ranks.ranks}
     where = str(ranks.ranks[0].file.parent.parent)

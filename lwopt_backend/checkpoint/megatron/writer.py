@@ -123,9 +123,7 @@ def common(checkpoint: Checkpoint, arguments: Mapping[str, Any], version: str) -
 
 def arguments_of(checkpoint: Checkpoint, version: str) -> dict[str, Any]:
     """Megatron's ``args``: the checkpoint's, and missing ones that loading needs, as far as they can be inferred.
-
-    Raises CheckpointError if the number of attention heads is unknown, because no tensor implies it.
-    """
+    Raises CheckpointError if the number of attention heads is unknown, because no tensor implies it."""
     given = dict(checkpoint.arguments)
     if given.get("num_attention_heads") is None:
         raise CheckpointError(
@@ -175,11 +173,8 @@ def is_distributed(checkpoint: Checkpoint, arguments: Mapping[str, Any], version
 
 
 def _scheduler(checkpoint: Checkpoint, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The checkpoint's if it is Megatron's own; else one that says how far training came.
-
-    Of the latter, the other numbers are those of ``arguments``; Megatron takes its command line's with
-    --override-opt_param-scheduler.
-    """
+    """The checkpoint's if it is Megatron's own; else one that says how far training came. Of the latter, the other
+    numbers are those of ``arguments``; Megatron takes its command line's with --override-opt_param-scheduler."""
     found = dict(checkpoint.scheduler or {})
     if all(key in found for key in _SCHEDULER):
         return found

@@ -22,11 +22,8 @@ SHOWN = 20  # problems that are listed
 
 @dataclass(frozen=True)
 class Unit:
-    """One use of a rule.
-
-    ``sources`` are names by place in the stack (one place without a stack), one per source of the rule; ``sizes`` are
-    the stack's. ``values`` are those of the fields that both sides have, and of ``layers``.
-    """
+    """One use of a rule. ``sources`` are names by place in the stack (one place without a stack), one per source of the
+    rule; ``sizes`` are the stack's. ``values`` are those of the fields that both sides have, and of ``layers``."""
 
     rule: Rule
     values: Values
