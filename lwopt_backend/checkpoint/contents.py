@@ -42,8 +42,6 @@ def infinite(values: Tensor) -> int:
     return 0 if bool(wide.sum().isfinite()) else int((~wide.isfinite()).sum())
 
 
-# Tensors that are read when they are needed, one at a time.
-
 BLOCK = 2**20  # elements that are read at once to fill or compare a tensor
 ReadRange = Callable[[int, int], Tensor]
 
@@ -159,8 +157,6 @@ def end_to_end(parts: Sequence[LazyTensor], shape: Sequence[int]) -> LazyTensor:
     ranged = None if any(part.read_range is None for part in parts) else read_range
     return LazyTensor(tuple(shape), first.dtype, lambda: _filled(parts, shape, first.dtype), first.where, ranged)
 
-
-# The content of a checkpoint of any format: the form between all readers and all writers.
 
 T = TypeVar("T")
 WEIGHT = "weight"

@@ -22,8 +22,6 @@ from lwopt_backend.checkpoint.files.folders import refuse_existing, write_folder
 from lwopt_backend.config.linked_rates import OWN_RATES, torchs
 from lwopt_backend.config.registry import MATRIX_RULES, options_of, rule_named
 
-# What a training program's checkpoint has under any name, or not at all: counters, tied weights.
-
 _KINDS = {"iteration": int, "samples": int, "scheduler": Mapping, "arguments": Mapping, "names": str}
 
 
@@ -219,9 +217,6 @@ def _of_megatron(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _checked(rule: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return {"rule": rule, **options_of(rule, given, f"a group of {rule}").model_dump()}
-
-
-# From one checkpoint to another: read, check, rename, write.
 
 
 @dataclass(frozen=True)

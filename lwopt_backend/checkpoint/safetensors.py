@@ -115,7 +115,7 @@ def _write_file(files: Files, name: str, tensors: Mapping[str, LazyTensor], work
     files.add(name, crc_of(path, payloads))
 
 
-# Reads a folder of safetensors, as Hugging Face's libraries and the writer above write them.
+# Reads, as Hugging Face's libraries and the writer above write them:
 #
 #     model.safetensors, or files that model.safetensors.index.json names    weights and buffers
 #     config.json, where there is one                                       how the model was built
@@ -135,7 +135,23 @@ def recognises(path: Path) -> bool:
 def read(path: Path) -> Checkpoint:
     """The weights in a folder, without state. Raises CheckpointError if files are damaged, missing or not listed."""
     manifest.check_files(path)
-    tensors = _indexed(path) if (path / INDEX).is_file() else load(path / ONE_FILE)
+    if not (path / INDEX).is_file():
+        tensors = load(path / ONE_FILE)
+    else:
+        places = _json(path / INDEX).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+            raise CheckpointError(f"{path / INDEX}: expected files by tensors' names under 'weight_map'; copy it again")
+        found: dict[str, LazyTensor] = {}
+        for file in dict.fromkeys(places.values()):
+            check_name(file, f"{path / INDEX}")
+            of_file = load(path / file)
+            listed = {name for name, place in places.items() if place == file}
+            if different := sorted(listed ^ set(of_file)):
+                where = "its header" if different[0] in listed else INDEX
+                said = f"{different[0]!r} is missing in {where}"
+                raise CheckpointError(f"{path / file}: {said}; the files are of different checkpoints")
+            found |= of_file
+        tensors = {name: found[name] for name in places}
     config = _json(path / CONFIG) if (path / CONFIG).is_file() else {}
     return Checkpoint(
         format="safetensors",
@@ -198,24 +214,6 @@ def load(path: Path) -> dict[str, LazyTensor]:
         strides = torch.empty(entry.shape, device="meta").stride()
         found[entry.name] = StoredTensor(record, 0, entry.shape, strides, _DTYPES[entry.dtype], where).lazy()
     return found
-
-
-def _indexed(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of all files, in the order of the index."""
-    places = _json(path / INDEX).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-        raise CheckpointError(f"{path / INDEX}: expected files by tensors' names under 'weight_map'; copy it again")
-    found: dict[str, LazyTensor] = {}
-    for file in dict.fromkeys(places.values()):
-        check_name(file, f"{path / INDEX}")
-        of_file = load(path / file)
-        listed = {name for name, place in places.items() if place == file}
-        if different := sorted(listed ^ set(of_file)):
-            where = "its header" if different[0] in listed else INDEX
-            said = f"{different[0]!r} is missing in {where}"
-            raise CheckpointError(f"{path / file}: {said}; the files are of different checkpoints")
-        found |= of_file
-    return {name: found[name] for name in places}
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -227,7 +227,6 @@ def incomplete(where: str, saved: int, sizes: Sequence[int], offsets: Sequence[i
 
 
 # Writes what torch.distributed.checkpoint reads, one tensor in memory at a time; ``dcp.reader`` reads it.
-#
 # Metadata and the form of files are PyTorch's (torch/distributed/checkpoint/filesystem.py, ``_write_item``).
 
 Place = tuple[int, ...]

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from lwopt_backend.checkpoint import contents
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param
@@ -410,17 +412,15 @@ def owner_states(saved: Mapping[Any, Any]) -> contents.OwnerStates:
 
 def read_as_it_lay(state: Any) -> Any:
     """``state`` with its lazy tensors read, in the memory layout in which they were saved."""
-    if isinstance(state, LazyTensor):
-        tensor, stride = state.read(), state.stride
+
+    def read(saved: LazyTensor) -> Tensor:
+        tensor, stride = saved.read(), saved.stride
         if stride is None or stride == tensor.stride() or 0 in stride:
             return tensor
         # The bits of a matrix product depend on its factors' memory layout.
         return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor)
-    if isinstance(state, dict):
-        return {key: read_as_it_lay(value) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return type(state)(read_as_it_lay(value) for value in state)
-    return state
+
+    return tree_map_only(LazyTensor, read, state)
 
 
 def matrices_in(saved: Mapping[str, Any]) -> dict[str, list[str]] | None:

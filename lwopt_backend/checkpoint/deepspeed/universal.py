@@ -22,8 +22,6 @@ from lwopt_backend.checkpoint.files.made import all_done
 from lwopt_backend.checkpoint.files.manifest import Files
 from lwopt_backend.checkpoint.files.torch_files import save, save_as_it_lies
 
-# Reads DeepSpeed's universal checkpoints: those of ds_to_universal, of DeepSpeed 0.19.8, and ours.
-#
 #     latest_universal                             the tag
 #     <tag>/mp_rank_00_model_states.pt             stage 3: zero_pp_rank_0_mp_rank_00_...
 #     <tag>/zero/optimizer_state.pt                param groups, counters, loss scaling; ours adds ``OURS``
@@ -168,9 +166,7 @@ def state_in(saved: Any, shape: tuple[int, ...] | None, file: Path) -> LazyTenso
     return tensor.view(shape)
 
 
-# Writes DeepSpeed's universal format.
-#
-# For AdamW it is one that DeepSpeed 0.19.8 loads at ZeRO 1, 2 and 3 at any world size: the first two read
+# What is written for AdamW is one that DeepSpeed 0.19.8 loads at ZeRO 1, 2 and 3 at any world size: the first two read
 # ``param_groups``, stage 3 ``optimizer_state_dict`` and another file of model states. The loss scaler, an object of a
 # class of DeepSpeed, is left out, and begins anew there; our own key has its numbers.
 

@@ -71,7 +71,6 @@ def read(tag: Path) -> Checkpoint:
 
 
 # ZeRO 1 and 2, BF16_Optimizer among them: a flat tensor per param group, cut over the ranks.
-#
 # What lies where is in ``param_slice_mappings``: by group and parameter, where in the rank's part its elements begin,
 # and how many there are. A parameter's pieces follow each other in the order of the ranks. State lies as the weights
 # do, but for DeepSpeed's own Muon: a rank keeps momentum, in whole tensors and in the same order, of all parameters
@@ -124,7 +123,6 @@ def read_partitions(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
 
 
 # Checkpoints of our owned storage under DeepSpeed, ``"storage": "owned"``, stages 0 to 2; see the mark in the file.
-#
 # At stages 1 and 2 a rank's file has the pieces of parameters that it owns, each in a group of its own; at stage 0 the
 # file of model states has everything whole. Both name parameters, and say which matrices are in them.
 
@@ -204,7 +202,6 @@ def matrices_of_mark(mark: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 # Native checkpoints of stage 0: the first rank's optimizer, whole, in the file of model states.
-#
 # State is by a parameter's number in the param groups, and no names are saved. They are found by replaying how groups
 # are filled, in the module's order, and verified: by shapes, and where our optimizer saved it by each group's digest of
 # its members. Where shapes leave more than one way, the checkpoint is refused.
@@ -345,7 +342,6 @@ def _cut_flat(states: ModelStates, saved: Mapping[str, Any]) -> tuple[dict[str, 
 
 
 # Native checkpoints of ZeRO 3: every parameter cut into equal flat parts, one for each rank, by sub-groups.
-#
 # A rank's flat tensor of a sub-group holds its parts of the sub-group's parameters one after the other, each as long as
 # the first rank's; what the last ranks have too much is padding (stage3.py, ``_create_fp16_sub_groups``). Read in
 # 0.19.8.

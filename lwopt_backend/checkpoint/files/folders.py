@@ -88,12 +88,10 @@ def _contents(value: Any) -> tuple[int, list[Any]]:
 
 
 # Folders that are written whole or not at all, and the small files that point to them.
-#
 # A folder is filled under a temporary name beside its own, flushed to disk, and renamed. A folder that it replaces is
 # moved aside first and removed afterwards; ``recover`` restores it if the program ended between the two renames. So the
 # old state or the new one always exists. Temporary names begin with a dot and end in ``.lwopt-new`` or ``.lwopt-old``;
 # no pointer may name one. Pointers (``latest``, ``latest_universal``) are written last.
-#
 # If two programs write the same folder at once, the later one removes the unfinished folder of the earlier one, which
 # then fails.
 

@@ -133,9 +133,6 @@ def _own_crc(content: Mapping[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(content).encode()):08x}"
 
 
-# Read, and compared.
-
-
 def read(folder: Path) -> Manifest | None:
     """A folder's manifest; None if there is none. Raises CheckpointError for one that is damaged."""
     path = folder / NAME
@@ -201,9 +198,6 @@ def verify(manifest: Manifest, seen: Callable[[int], None]) -> list[str]:
             except (CheckpointError, OSError) as error:
                 problems.append(str(error))
     return problems
-
-
-# A file's CRC32 from those of its parts.
 
 
 def crc_of(path: Path, payloads: Iterable[Payload] = (), seen: Callable[[int], None] = lambda _: None) -> int:

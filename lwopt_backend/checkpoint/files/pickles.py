@@ -50,7 +50,6 @@ def counter(value: Any) -> Any:
 
 
 # Unpickling without running anything from the file, and without making more than the file can contain.
-#
 # A class or function that is named in a pickle is never imported. It becomes a ``Named`` that stands for it: one of our
 # own constructors (``made.Made``), a stub for classes of other programs, or an error. Only lists, dictionaries and sets
 # are filled, and only stubs and numpy's arrays take state. The result is a tree of limited depth and size: as large as

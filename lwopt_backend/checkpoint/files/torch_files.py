@@ -30,7 +30,6 @@ from lwopt_backend.checkpoint.files.made import Maker, Named, StorageKind, in_or
 from lwopt_backend.checkpoint.files.manifest import Payload, crc_of
 
 # The zip archives that torch.save writes, in a file or in a part of one: stored records, each with its checksum.
-#
 # A local header, whose last two fields say how long name and padding after it are, then the record's bytes. Format:
 # https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
 
@@ -420,8 +419,6 @@ def _with_tensors(found: Any, where: str, make: Callable[[StoredTensor], Any]) -
 
     return of(found, "")
 
-
-# Written.
 
 ALIGNMENT = 64  # bytes, so that files can be mapped into memory
 FORMAT_VERSION = b"3\n"  # of PyTorch's archives: kProducedFileFormatVersion

@@ -10,22 +10,10 @@ from typing import Any
 
 from lwopt_backend.checkpoint.contents import MASTER, CheckpointError, LazyTensor
 from lwopt_backend.checkpoint.dcp.reader import DcpFolder
-from lwopt_backend.checkpoint.megatron.names import (
-    EMBEDDING,
-    FLAT,
-    OUTPUT,
-    SAVED_WHOLE,
-    expert_of,
-    is_sharded_expert,
-    is_tied,
-    layer_of,
-    module_order,
-    world,
-)
+from lwopt_backend.checkpoint.megatron import names as naming
 from lwopt_backend.checkpoint.megatron.ranks import Cut, cut_of, is_gated, local_shape, merge
 
 # Where each parameter is in the flat buffers of Megatron's DistributedOptimizer.
-#
 # A buffer has the parameters of one dtype in reversed module order, in buckets (P = padding of a start to 64 elements,
 # E = padding of a bucket's end, which checkpoints leave out):
 #
@@ -78,7 +66,7 @@ def bucket_numel(arguments: Mapping[str, Any], *, parameters: int, pipeline_rank
 def own_buckets(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     """Parameters with a bucket of their own: the two copies of a tied embedding, if there are two."""
     several = int(arguments.get("pipeline_model_parallel_size") or 1) > 1
-    return (EMBEDDING, OUTPUT) if several and is_tied(arguments) else ()
+    return (naming.EMBEDDING, naming.OUTPUT) if several and naming.is_tied(arguments) else ()
 
 
 def buckets(
@@ -174,7 +162,7 @@ def states_in_buckets(
     replicas: Replicas = []
     for chain, ranks in _buffers(folder).items():
         experts = of_experts.get(chain, False)
-        chosen = {name: weight for name, weight in weights.items() if is_sharded_expert(name, arguments) == experts}
+        chosen = {name: w for name, w in weights.items() if naming.is_sharded_expert(name, arguments) == experts}
         more, equal = _Optimizer(folder, chosen, ranks, experts, arguments).states()
         twice = sorted(found.keys() & more.keys())
         if twice:
@@ -190,16 +178,16 @@ def _buffers(folder: DcpFolder) -> dict[Chain, dict[int, dict[str, _Buffer]]]:
     for key in folder.tensors:
         if match := BUCKET.fullmatch(key):
             of_buffer = keys.setdefault((chain_of(match[1]), int(match[2]), int(match[3]), match[4]), {})
-            of_buffer.setdefault(FLAT[match[6]], {})[int(match[5])] = key
+            of_buffer.setdefault(naming.FLAT[match[6]], {})[int(match[5])] = key
     found: dict[Chain, dict[int, dict[str, _Buffer]]] = {}
     for (chain, rank, number, dtype), states in keys.items():
         of_rank = found.setdefault(chain, {}).setdefault(rank, {})
         if dtype in of_rank:
             raise CheckpointError(
                 f"{folder.path}: a rank has several buffers of {dtype}, as virtual pipelines make; their optimizer "
-                f"state is not read from dp_reshardable; {SAVED_WHOLE}"
+                f"state is not read from dp_reshardable; {naming.SAVED_WHOLE}"
             )
-        numbers = {state: sorted(states.get(state, {})) for state in FLAT.values()}
+        numbers = {state: sorted(states.get(state, {})) for state in naming.FLAT.values()}
         if any(of_state != list(range(len(numbers[MASTER]))) for of_state in numbers.values()):
             raise CheckpointError(
                 f"{folder.path}: buffer {number}: expected the same buckets 0, 1, ... of each state, found {numbers}; "
@@ -221,7 +209,7 @@ class _Optimizer:
         arguments: Mapping[str, Any],
     ) -> None:
         self._folder, self._ranks = folder, ranks
-        sizes = world(arguments)
+        sizes = naming.world(arguments)
         self._tensor, self._expert, self._stages = sizes["tp"], 1, sizes["pp"]
         if experts:
             self._tensor = int(arguments.get("expert_tensor_parallel_size") or sizes["tp"])
@@ -232,13 +220,13 @@ class _Optimizer:
                 f"{folder.path}: expected the optimizer's buffers of {len(expected)} model-parallel ranks, found those "
                 f"of {sorted(ranks)}; was every rank's file copied?"
             )
-        self._order = module_order(weights, arguments)
+        self._order = naming.module_order(weights, arguments)
         tied = own_buckets(arguments) if not experts else ()  # the first stage's, and its copy on the last
         self._tied = tied if tied and tied[0] in weights else ()
         self._weights = {**weights, tied[1]: weights[tied[0]]} if self._tied else weights
         gated = is_gated(arguments)
         self._cuts = {name: cut_of(name, gated=gated) if self._tensor > 1 else Cut("whole") for name in self._weights}
-        self._experts = 1 + max((expert_of(name) or 0 for name in weights), default=0)
+        self._experts = 1 + max((naming.expert_of(name) or 0 for name in weights), default=0)
 
     def states(self) -> tuple[States, Replicas]:
         """Whole states by parameter; and pairs that must be equal, because ranks have copies."""
@@ -268,7 +256,7 @@ class _Optimizer:
 
     def _layers_of_stages(self) -> list[tuple[int, int]]:
         """Each stage's first layer and the next stage's: as many layers as fill its buckets exactly, in any split."""
-        total = 1 + max((layer_of(name) or 0 for name in self._order), default=0)
+        total = 1 + max((naming.layer_of(name) or 0 for name in self._order), default=0)
         if total > 1 + len(self._order):
             raise CheckpointError(f"{self._folder.path}: expected layers numbered without a gap, found {total - 1}")
         found: list[tuple[int, int]] = []
@@ -287,14 +275,23 @@ class _Optimizer:
             else:
                 raise CheckpointError(
                     f"{self._folder.path}: the optimizer's buffers on model-parallel rank {rank} do not hold the "
-                    f"model's parameters ({wrong}); {SAVED_WHOLE}"
+                    f"model's parameters ({wrong}); {naming.SAVED_WHOLE}"
                 )
         return found
 
     def _layout(self, rank: int, first: int, stop: int) -> dict[str, tuple[Bucket, ...]]:
         """The content of a rank's buckets, by dtype, if it has layers [first, stop). Raises ValueError if not."""
+        stage, of_expert = rank // (self._tensor * self._expert), rank // self._tensor % self._expert
+        is_last = stage == self._stages - 1
+        names = []  # in module order
+        for name in self._order:
+            layer, expert = naming.layer_of(name), naming.expert_of(name) if self._expert > 1 else None
+            at_end = stage == 0 if name.startswith("embedding.") else is_last
+            is_elsewhere = expert is not None and expert * self._expert // self._experts != of_expert
+            if (at_end if layer is None else first <= layer < stop) and not is_elsewhere:
+                names.append(name)
         shapes: dict[str, dict[str, tuple[int, ...]]] = {dtype: {} for dtype in self._ranks[rank]}
-        for name in self._names(rank, first, stop):
+        for name in (*names, *self._tied[1:]) if is_last else names:  # the last stage has a copy of a tied embedding
             weight = self._weights[name]
             dtype = str(weight.dtype).removeprefix("torch.")
             if dtype not in shapes:
@@ -302,27 +299,11 @@ class _Optimizer:
             shapes[dtype][name] = local_shape(weight.shape, self._cuts[name], self._tensor)
         found = {}
         for dtype, of_dtype in shapes.items():
-            numels = {state: [self._numel(key) for key in keys] for state, keys in self._ranks[rank][dtype].items()}
-            if any(numel != numels[MASTER] for numel in numels.values()):
-                raise ValueError(f"the buckets of the states are of different lengths, {numels}")
-            found[dtype] = buckets_of(of_dtype, numels[MASTER])
+            buffer, tensors = self._ranks[rank][dtype], self._folder.tensors
+            saved = {state: [tensors[key].shape for key in keys] for state, keys in buffer.items()}
+            if any(len(shape) != 1 for of_state in saved.values() for shape in of_state):
+                raise ValueError(f"the buckets of the states are not flat, but of shapes {saved}")
+            if any(of_state != saved[MASTER] for of_state in saved.values()):
+                raise ValueError(f"the buckets of the states are of different lengths, {saved}")
+            found[dtype] = buckets_of(of_dtype, [numel for (numel,) in saved[MASTER]])
         return found
-
-    def _numel(self, key: str) -> int:
-        shape = self._folder.tensors[key].shape
-        if len(shape) != 1:
-            raise ValueError(f"{key} is of shape {shape}, not flat")
-        return shape[0]
-
-    def _names(self, rank: int, first: int, stop: int) -> list[str]:
-        """A rank's parameters in module order; the last stage has a copy of a tied embedding."""
-        stage, of_expert = rank // (self._tensor * self._expert), rank // self._tensor % self._expert
-        is_last = stage == self._stages - 1
-        found = []
-        for name in self._order:
-            layer, expert = layer_of(name), expert_of(name) if self._expert > 1 else None
-            at_end = stage == 0 if name.startswith("embedding.") else is_last
-            is_elsewhere = expert is not None and expert * self._expert // self._experts != of_expert
-            if (at_end if layer is None else first <= layer < stop) and not is_elsewhere:
-                found.append(name)
-        return [*found, self._tied[1]] if self._tied and is_last else found

@@ -224,8 +224,6 @@ def world(arguments: Mapping[str, Any]) -> dict[str, int]:
     return found
 
 
-# Which param group of Megatron's optimizers a parameter is in, by the rules that made the groups.
-
 EMBEDDINGS = (EMBEDDING, OUTPUT)  # "is_embedding_or_output_parameter"
 
 

@@ -159,8 +159,15 @@ def named(inners: Sequence[Inner], names: Sequence[Sequence[str]], weights: Mapp
             states = {key: value for key, value in state.items() if key != "step"}
             _check_states(states, name, weights[name], inner.where)
             if name in master_of:
-                _check_rounds(master_of[name], weights[name], name)
-                states = {MASTER: master_of[name], **states}
+                master, weight = master_of[name], weights[name]
+                if master.shape != weight.shape or not same(master.read().to(weight.dtype), weight.read()):
+                    raise CheckpointError(
+                        f"{name}: expected a master weight of shape {weight.shape} that rounds to {weight.where}, "
+                        f"found {master.where} of shape {master.shape} that does not; the files are of different "
+                        "steps, or the assignment of parameters to ranks is not that of this Megatron: save the "
+                        "checkpoint in the torch_dist format"
+                    )
+                states = {MASTER: master, **states}
             step = counter(state.get("step", group.get("step")))
             found[name] = Param(None, states, None if step is None else float(step), number)
     return found
@@ -176,17 +183,6 @@ def _check_states(states: Mapping[str, Any], name: str, weight: LazyTensor, wher
         if not isinstance(value, LazyTensor) or value.shape != weight.shape:
             shape = value.shape if isinstance(value, LazyTensor) else type(value).__name__
             raise CheckpointError(f"{where}: expected {key} of {name} in shape {weight.shape}, found {shape}")
-
-
-def _check_rounds(master: LazyTensor, weight: LazyTensor, name: str) -> None:
-    """Raises CheckpointError unless ``master``, rounded to the weight's dtype, has the weight's bits."""
-    if master.shape == weight.shape and same(master.read().to(weight.dtype), weight.read()):
-        return
-    raise CheckpointError(
-        f"{name}: expected a master weight of shape {weight.shape} that rounds to {weight.where}, found {master.where} "
-        f"of shape {master.shape} that does not; the files are of different steps, or the assignment of parameters to "
-        "ranks is not that of this Megatron: save the checkpoint in the torch_dist format"
-    )
 
 
 MODEL_FILE = "model_optim_rng.pt"

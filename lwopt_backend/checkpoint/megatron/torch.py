@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyTensor, Param, reader
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.pickles import plain
 from lwopt_backend.checkpoint.megatron import names as naming
 from lwopt_backend.checkpoint.megatron import ranks as of_ranks
-from lwopt_backend.checkpoint.megatron.buffers import Bucket, bucket_numel, buckets, own_buckets, part
+from lwopt_backend.checkpoint.megatron.buffers import bucket_numel, buckets, own_buckets, part
 from lwopt_backend.checkpoint.megatron.names import EMBEDDING, FLAT, OUTPUT, Coordinates
 from lwopt_backend.checkpoint.megatron.ranks import Cut, Inner, Kept, Rank, Ranks
 
 # Which rank of Megatron's LayerWiseDistributedOptimizer has which parameters, replayed.
-#
 # The parameters of all param groups, one group after another and each in module order, are sorted by size (equal sizes
 # keep their order) and dealt to the ranks back and forth: 0, 1, ..., n-1, n-1, ..., 1, 0, 0, 1, ... Experts that are
 # sharded over expert-parallel ranks are dealt in the same way, separately, to the ranks that hold the same experts.
@@ -122,15 +122,29 @@ def from_buffers(
     Raises CheckpointError if these differ, for unknown states, and for a file of another format.
     """
     path = rank.file.with_name(FLAT_FILE)
-    saved = torch_files.load(path)
+    total = sum(weight.numel for weight in rank.weights.values())
     found: dict[str, Param] = {}
-    for key, buffer, shapes, chunk in _buffers(saved, rank, arguments, str(path)):
-        total = sum(weight.numel for weight in rank.weights.values())
+    for key, buffer, shapes, chunk in _buffers(torch_files.load(path), rank, arguments, str(path)):
+        where = f"{key} in {path}"
+        flats = {state: flat for state, flat in buffer.items() if state != "numel_unpadded"}
+        if set(flats) != set(FLAT):
+            raise CheckpointError(f"{where}: expected the states {sorted(FLAT)}, found {sorted(map(str, flats))}")
         closed_at = bucket_numel(arguments, parameters=total, pipeline_rank=rank.coordinates[1], chunk=chunk)
         layout = buckets(shapes, closed_at=closed_at, alone=own_buckets(arguments))
-        for name, states in _states(buffer, layout, f"{key} in {path}").items():
-            number = numbers[name]
-            found[name] = Param(None, states, naming.step_of(groups, number), number)
+        numels = [bucket.numel for bucket in layout]
+        lengths = {state: math.prod(flat.shape) for state, flat in flats.items()}
+        lengths["numel_unpadded"] = buffer["numel_unpadded"]
+        if set(lengths.values()) != {sum(numels)}:
+            raise CheckpointError(
+                f"{where}: expected {sum(numels)} elements in buckets of {numels}, by args.overlap_grad_reduce, "
+                f"ddp_num_buckets, ddp_bucket_size, found {lengths}; what lies where cannot be told: save as torch_dist"
+            )
+        first = 0  # the buckets follow one another without padding
+        for bucket in layout:
+            for place in bucket.places:
+                number, states = numbers[place.name], {FLAT[s]: part(flat, place, first) for s, flat in flats.items()}
+                found[place.name] = Param(None, states, naming.step_of(groups, number), number)
+            first += bucket.numel
     return found
 
 
@@ -172,27 +186,6 @@ def _buffers(
             if len(keys) != 1 or keys[0][0] != dtype:
                 raise CheckpointError(f"{where}: expected buffer {index} to hold {dtype}, found {keys}")
             yield f"buffer {index}", entry[index][keys[0]], shapes, chunk
-
-
-def _states(buffer: Mapping[str, Any], layout: Sequence[Bucket], where: str) -> dict[str, dict[str, LazyTensor]]:
-    """The states of each parameter in a buffer whose buckets follow one another without padding."""
-    flats = {key: value for key, value in buffer.items() if key != "numel_unpadded"}
-    if set(flats) != set(FLAT):
-        raise CheckpointError(f"{where}: expected the states {sorted(FLAT)}, found {sorted(map(str, flats))}")
-    numels = [bucket.numel for bucket in layout]
-    lengths = {key: math.prod(flat.shape) for key, flat in flats.items()} | {"numel_unpadded": buffer["numel_unpadded"]}
-    if set(lengths.values()) != {sum(numels)}:
-        raise CheckpointError(
-            f"{where}: expected {sum(numels)} elements in buckets of {numels}, by args.overlap_grad_reduce, "
-            f"ddp_num_buckets, ddp_bucket_size, found {lengths}; what lies where cannot be told: save as torch_dist"
-        )
-    found: dict[str, dict[str, LazyTensor]] = {}
-    first = 0
-    for bucket in layout:
-        for place in bucket.places:
-            found[place.name] = {FLAT[key]: part(flat, place, first) for key, flat in flats.items()}
-        first += bucket.numel
-    return found
 
 
 # Whole parameters from the parts that Megatron's tensor, pipeline and expert parallel ranks store.
@@ -270,8 +263,6 @@ def _whole(what: str, parts: Mapping[Coordinates, LazyTensor], size: int, cut: C
     return of_ranks.merge([copies[0][1] for copies in by_rank], cut)
 
 
-# A checkpoint: ``mp_rank_*/model_optim_rng.pt`` and the optimizers' files beside them.
-
 _READ = {"args", "checkpoint_version", "iteration", "model", "optimizer", "opt_param_scheduler", "lr_scheduler"}
 _NOT_OURS = {"rng_state", "rerun_state_machine", "num_floating_point_operations_so_far", "content_metadata"}
 
@@ -295,7 +286,8 @@ def read(step: Path) -> Checkpoint:
     kept, groups, inners, notes = _optimizers(ranks)
     used = {"model"} if is_layer_wise(ranks) else {"model", "optimizer"}
     for rank in ranks.ranks:  # also what is not used, to notice damage: random states, what the model's file repeats
-        _read_all([value for key, value in rank.saved.items() if str(key).rstrip("0123456789") not in used])
+        unused = {key: value for key, value in rank.saved.items() if str(key).rstrip("0123456789") not in used}
+        tree_map_only(LazyTensor, lambda tensor: tensor.read(), unused)
     params, replicas, tied = merged(ranks, kept)
     if any(inner.others for inner in inners):
         notes.append("the loss scaler's state (grad_scaler) was left out")
@@ -363,11 +355,3 @@ def _optimizers(ranks: Ranks) -> tuple[dict[Coordinates, Kept], tuple[dict[str, 
                 names = naming.names_by_group(weights, groups[-1], ranks.arguments, str(rank.file))
                 found[rank.coordinates] = of_ranks.named(of_file, names, weights)
     return found, naming.common_groups(groups, where), inners, []
-
-
-def _read_all(found: Any) -> None:
-    if isinstance(found, LazyTensor):
-        found.read()
-    elif isinstance(found, (Mapping, list, tuple)):
-        for value in found.values() if isinstance(found, Mapping) else found:
-            _read_all(value)

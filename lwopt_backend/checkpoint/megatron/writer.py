@@ -17,19 +17,7 @@ from lwopt_backend.checkpoint.convert import weight_of
 from lwopt_backend.checkpoint.dcp.saving import Boxes, Place, Shards, save, stacked
 from lwopt_backend.checkpoint.files.manifest import Files
 from lwopt_backend.checkpoint.files.torch_files import save_as_it_lies
-from lwopt_backend.checkpoint.megatron.names import (
-    EMBEDDINGS,
-    EXPERT,
-    FUSED,
-    LAYER,
-    STATES,
-    expert_of,
-    is_sharded_expert,
-    layer_of,
-    local_spec,
-)
-
-# Parameters under the keys of Megatron's torch_dist format: the way back from ``megatron.dist``.
+from lwopt_backend.checkpoint.megatron import names as naming
 
 _LINEAR = re.compile(r"(.*\.linear_\w+)\.weight")
 _OF_EXPERTS = ".pre_mlp_layernorm."
@@ -45,26 +33,27 @@ class Keys:
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], arguments: Mapping[str, Any]) -> None:
         layers: dict[int, dict[str, tuple[int, ...]]] = {}
         for name, shape in shapes.items():
-            if (layer := layer_of(name)) is not None:
-                layers.setdefault(layer, {})[LAYER.sub("", name)] = shape
+            if (layer := naming.layer_of(name)) is not None:
+                layers.setdefault(layer, {})[naming.LAYER.sub("", name)] = shape
         alike = sorted(layers) == list(range(len(layers)))
         self._stacked = alike and all(of_layer == layers[0] for of_layer in layers.values())
         local = arguments.get("transformer_impl") == "local"
-        self._own_norm = set() if local else {layer_of(name) for name in shapes if expert_of(name) is not None}
+        with_experts = {naming.layer_of(name) for name in shapes if naming.expert_of(name) is not None}
+        self._own_norm = set() if local else with_experts
 
     def place(self, name: str) -> tuple[str, Place]:
         """The key, and the parameter's place along its first axes."""
-        layer, expert = layer_of(name), expert_of(name)
+        layer, expert = naming.layer_of(name), naming.expert_of(name)
         key = name
-        for fused, separate in FUSED:
+        for fused, separate in naming.FUSED:
             if not (separate == _OF_EXPERTS and layer is not None and layer in self._own_norm):
                 key = key.replace(separate, fused)
         place: list[int] = []
         if layer is not None and self._stacked:
-            key = LAYER.sub("decoder.layers.", key)
+            key = naming.LAYER.sub("decoder.layers.", key)
             place.append(layer)
         if expert is not None:
-            key = EXPERT.sub(".mlp.experts.experts.", key)
+            key = naming.EXPERT.sub(".mlp.experts.experts.", key)
             place.append(expert)
         return key, tuple(place)
 
@@ -81,7 +70,7 @@ class Keys:
         found: dict[str, list[Place]] = {}
         for name in names:
             key, place = self.place(name)
-            if layer_of(name) is not None and (linear := _LINEAR.fullmatch(key)):
+            if naming.layer_of(name) is not None and (linear := _LINEAR.fullmatch(key)):
                 found.setdefault(f"{linear[1]}._extra_state", []).append(place or (0,))
         states: dict[str, Any] = {}
         for key, places in found.items():
@@ -130,13 +119,13 @@ def arguments_of(checkpoint: Checkpoint, version: str) -> dict[str, Any]:
             f"{checkpoint.format}: expected num_attention_heads among its arguments, found {sorted(given)[:20]}; "
             "Megatron compares it when it loads: put Megatron's arguments into Checkpoint.arguments"
         )
-    embedding, output = EMBEDDINGS
+    embedding, output = naming.EMBEDDINGS
     if embedding not in checkpoint.params:
         raise CheckpointError(f"{checkpoint.format}: {embedding} is missing; Megatron cannot load a model without it")
     rows, columns = checkpoint.params[embedding].shape
     world = {size: checkpoint.world.get(size, 1) for size in ("tp", "pp", "dp")}
     shown = {
-        "num_layers": len({layer_of(name) for name in checkpoint.params} - {None}),
+        "num_layers": len({naming.layer_of(name) for name in checkpoint.params} - {None}),
         "hidden_size": columns,
         "padded_vocab_size": rows,
         "untie_embeddings_and_output_weights": output in checkpoint.params,
@@ -249,11 +238,19 @@ def _made_groups(checkpoint: Checkpoint, arguments: Mapping[str, Any]) -> list[d
         if set(param.states) - {MASTER}:
             adam = not is_muon(param)
             no_decay = adam and (len(param.shape) == 1 or name.endswith(".bias"))
-            members.setdefault((adam, is_sharded_expert(name, arguments), no_decay), []).append((name, param))
+            members.setdefault((adam, naming.is_sharded_expert(name, arguments), no_decay), []).append((name, param))
     found = []
     for (adam, expert, no_decay), params in sorted(members.items()):
         given = [dict(checkpoint.groups[p.group]) for _, p in params if p.group is not None]
-        options = _same_options(given, ("lr", "betas", "eps") if adam else ("lr", "momentum"), params[0][0])
+        options = {}
+        for key in ("lr", "betas", "eps") if adam else ("lr", "momentum"):
+            values = [tuple(g[key]) if isinstance(g[key], (list, tuple)) else g[key] for g in given if key in g]
+            if any(value != values[0] for value in values):
+                raise CheckpointError(
+                    f"{params[0][0]} and others that Megatron trains in one param group have different {key}: "
+                    f"{values[:5]}; make their groups' options equal"
+                )
+            options.update({key: values[0]} if values else {})
         decay = arguments.get("weight_decay", max((g.get("weight_decay", 0.0) for g in given), default=0.0))
         lr = options.get("lr", arguments.get("lr") or 0.0)
         group = {
@@ -262,25 +259,11 @@ def _made_groups(checkpoint: Checkpoint, arguments: Mapping[str, Any]) -> list[d
             **{"lr": lr, "weight_decay": 0.0 if no_decay else decay},
         }
         if adam:
-            group |= {"betas": tuple(options.get("betas", (0.9, 0.999))), "eps": options.get("eps", 1e-8)}
+            group |= {"betas": options.get("betas", (0.9, 0.999)), "eps": options.get("eps", 1e-8)}
             group["bias_correction"] = True
         else:
             group["momentum"] = options.get("momentum", 0.95)
         found.append(_counted(group, {p.step for _, p in params if p.step is not None}, params[0][0]))
-    return found
-
-
-def _same_options(groups: Sequence[Mapping[str, Any]], keys: Sequence[str], name: str) -> dict[str, Any]:
-    found = {}
-    for key in keys:
-        values = [group[key] for group in groups if key in group]
-        if any(list(v) != list(values[0]) if isinstance(v, (list, tuple)) else v != values[0] for v in values):
-            raise CheckpointError(
-                f"{name} and others that Megatron trains in one param group have different {key}: {values[:5]}; make "
-                "their groups' options equal"
-            )
-        if values:
-            found[key] = values[0]
     return found
 
 
@@ -290,7 +273,6 @@ def _same_options(groups: Sequence[Mapping[str, Any]], keys: Sequence[str], name
 #        LayerWise optimizer loads (--optimizer dist_muon).
 # 0.19   common state among the tensors; the fully reshardable layout (--dist-ckpt-optim-fully-reshardable), in which
 #        Adam's master weights are ``param``, Muon's ``fp32_param``.
-#
 # Checkpoints of Adam alone are the DistributedOptimizer's, fully reshardable, unless their arguments say that there was
 # none. Megatron loads both at any tensor, pipeline and data parallel size. Random states are not written.
 
@@ -309,8 +291,8 @@ def write(checkpoint: Checkpoint, folder: Path, version: str = OLD, workers: int
             "choose the table of names that leads to megatron-core"
         )
     for name in checkpoint.params:
-        if local_spec(name) != name:
-            raise CheckpointError(f"{name}: expected the local spec's name, {local_spec(name)}; rename it")
+        if naming.local_spec(name) != name:
+            raise CheckpointError(f"{name}: expected the local spec's name, {naming.local_spec(name)}; rename it")
     arguments = arguments_of(checkpoint, version)
     keys = Keys({name: param.shape for name, param in checkpoint.params.items()}, arguments)
     weights = {name: weight_of(checkpoint, param) for name, param in checkpoint.params.items()}
@@ -342,16 +324,16 @@ def _states(name: str, param: Param, weight: LazyTensor, distributed: bool) -> d
     """States by the format's keys. Weights in fp32 are their own masters, but the DistributedOptimizer has both."""
     if param.owner_states:
         raise CheckpointError(f"{name}: Megatron has no place for what the rule's owner keeps; use universal or dcp")
-    unknown = sorted(set(param.states) - {MASTER, *STATES})
+    unknown = sorted(set(param.states) - {MASTER, *naming.STATES})
     if unknown:
         raise CheckpointError(
             f"{param.states[unknown[0]].where}: Megatron has no place for {', '.join(unknown)} of {name}; its "
-            f"optimizers keep {', '.join(STATES)}"
+            f"optimizers keep {', '.join(naming.STATES)}"
         )
     if not param.states:
         return {}
     master = "param" if distributed and not is_muon(param) else "fp32_param"
-    found = {state: param.states[state] for state in STATES if state in param.states}
+    found = {state: param.states[state] for state in naming.STATES if state in param.states}
     if master == "fp32_param" and weight.dtype == torch.float32:
         return found
     return {master: param.best.to(torch.float32), **found}

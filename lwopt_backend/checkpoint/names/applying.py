@@ -74,9 +74,9 @@ def plan(names: NameMap, found: Iterable[str], numbers: Numbers) -> list[Unit]:
         unit.names.setdefault(place, {})[source] = name
     units = []
     for at, rule in enumerate(rules):
-        made, wrong = _units(rule, list(by_rule[at].values()), numbers, layers)
+        made, wrong = _units(rule, list(by_rule[at].values()), numbers, layers, found)
         units += made
-        problems += wrong + _absent(rule, list(by_rule[at].values()), layers, found)
+        problems += wrong
     if problems:
         more = f"\n  ... and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise CheckpointError(
@@ -112,7 +112,10 @@ def _layers(values: Iterable[Mapping[str, int | str]], numbers: Numbers) -> int 
     return count
 
 
-def _units(rule: Rule, found: Sequence[_Found], numbers: Numbers, layers: int | None) -> tuple[list[Unit], list[str]]:
+def _units(
+    rule: Rule, found: Sequence[_Found], numbers: Numbers, layers: int | None, names: Sequence[str]
+) -> tuple[list[Unit], list[str]]:
+    """The uses of a rule, and the problems: names that are missing among ``names``."""
     known = {"expert": numbers.experts, "layer": layers}
     sizes = []
     for number, name in enumerate(rule.stacked_over):
@@ -137,20 +140,15 @@ def _units(rule: Rule, found: Sequence[_Found], numbers: Numbers, layers: int | 
             problems.append(f"{rule}: the number of layers is not known; give 'layers'")
         else:
             units.append(Unit(rule, values, sources, tuple(sizes)))
+    if rule.sources and not rule.optional:
+        pattern, have = rule.sources[0], {each.values.get("layer") for each in found}
+        if not found:
+            near = suggestion(pattern.text, names) if names else "there are none"
+            problems.append(f"{pattern.text!r} fits no name; {near}")
+        elif "layer" in pattern.fields and layers is not None and "layer" not in rule.stacked_over:
+            absent = [number for number in range(layers) if number not in have]
+            problems += [f"{pattern.text!r} is missing for layer {number}" for number in absent]
     return units, problems
-
-
-def _absent(rule: Rule, found: Sequence[_Found], layers: int | None, names: Sequence[str]) -> list[str]:
-    """Problems of a rule that is not optional: the names that are missing."""
-    if rule.optional or not rule.sources:
-        return []
-    pattern = rule.sources[0]
-    if not found:
-        return [f"{pattern.text!r} fits no name; {suggestion(pattern.text, names) if names else 'there are none'}"]
-    if "layer" not in pattern.fields or layers is None or "layer" in rule.stacked_over:
-        return []
-    have = {each.values["layer"] for each in found}
-    return [f"{pattern.text!r} is missing for layer {number}" for number in range(layers) if number not in have]
 
 
 # What a conversion changes for Muon: which rows are orthogonalized together. Notes always say so.
@@ -235,9 +233,6 @@ def _fused(checkpoint: Checkpoint, unit: Unit, numbers: Numbers) -> str | None:
 def _set(what: str, unit: Unit, division: Any) -> str:
     glob = re.sub(r"(?<=\.)[0-9]+(?=\.)", "*", unit.rule.targets[0].glob(unit.values))  # also numbers in {*}
     return f'{what} Set "atoms": {json.dumps({glob: division})} for the same with us.'
-
-
-# A name map applied to a checkpoint: the same tensors under other names, moved when they are read.
 
 
 def apply(names: NameMap, checkpoint: Checkpoint, numbers: Numbers | None = None) -> Checkpoint:

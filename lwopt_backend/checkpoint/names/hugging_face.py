@@ -6,7 +6,6 @@ from lwopt_backend.checkpoint.names import megatron as core
 from lwopt_backend.checkpoint.names.rules import NameMap, Rule, renamed, rule
 
 # Hugging Face's names for Llama, Mistral, Qwen2 (with biases of q, k and v) and Qwen3 (with norms of q and k).
-#
 # Read from transformers 5.23, ``models/{llama,mistral,qwen2,qwen3}/modeling_*.py``. Both sides rotate halves of a head,
 # so that rows of q and k stay where they are.
 
@@ -54,7 +53,6 @@ LLAMA = NameMap("megatron-core", "hf-llama", (*EMBEDDINGS, *ATTENTION, *DENSE), 
 
 
 # Hugging Face's names for GPT-2: weights stored transposed (Conv1D), all q, then all k, then all v.
-#
 # Read from transformers 5.23, ``models/gpt2/modeling_gpt2.py``. Without an output layer it is the embedding's.
 
 GPT2_LAYER = "transformer.h.{layer}"
@@ -85,7 +83,6 @@ GPT2 = NameMap(
 
 
 # Hugging Face's names for Mixtral as its files have them: an expert's gate is w1, its up w3, its down w2.
-#
 # Read from transformers 5.23, ``conversion_mapping.py``. In memory its model has stacked experts: ``MOE_STACKED``.
 
 MIXTRAL_MLP = f"{LAYER}.block_sparse_moe"
@@ -110,7 +107,6 @@ MIXTRAL = NameMap(
 
 
 # Hugging Face's names for Qwen2-MoE and Qwen3-MoE as their files have them; layers without experts may be among them.
-#
 # Read from transformers 5.23, ``conversion_mapping.py`` and ``models/qwen2_moe/modeling_qwen2_moe.py``. In memory its
 # models have stacked experts: ``MOE_STACKED``.
 
@@ -145,7 +141,6 @@ QWEN_MOE = NameMap(
 
 
 # Names of Mixtral, Qwen2-MoE and Qwen3-MoE in memory, since transformers 5: experts stacked, gate and up fused.
-#
 # Read from transformers 5.23, ``models/mixtral/modeling_mixtral.py`` and ``models/qwen2_moe/modeling_qwen2_moe.py``.
 
 MOE_STACKED = NameMap(

@@ -18,8 +18,6 @@ from lwopt_backend.checkpoint.contents import CheckpointError
 from lwopt_backend.checkpoint.names.operations import OPERATIONS
 from lwopt_backend.config.options import Options, option, parse, suggestion
 
-# Names of parameters with numbers in them: ``decoder.layers.{layer}.mlp.linear_fc2.{weight|bias}``.
-
 MOST_TEXTS = 2  # fields of any text in a pattern: each multiplies the ways to fit a name by its length
 _FIELD = re.compile(r"\{([^{}]*)\}")
 _NUMBER = re.compile(r"([a-z_]+)(?:\+([0-9]+))?")
@@ -30,7 +28,8 @@ Values = Mapping[str, "int | str"]
 
 @dataclass(frozen=True)
 class Pattern:
-    """A name with fields in braces. Raises ValueError for any other field.
+    """A name with fields in braces: ``decoder.layers.{layer}.mlp.linear_fc2.{weight|bias}``. Raises ValueError for
+    any other field.
 
     - ``{layer}``, ``{layer+2}``: a number, which is larger in the name by the number after the plus.
     - ``{weight|bias}``: one of these words. The text in the braces is the field's name.
