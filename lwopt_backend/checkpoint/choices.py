@@ -111,25 +111,30 @@ class QKV:
 
 def qkv_of_fused(numbers: Numbers, rows: int, where: str) -> QKV:
     """How the rows of a fused matrix divide, given two of heads, groups and channels. Raises CheckpointError."""
-    heads, groups, channels = numbers.heads, numbers.query_groups, numbers.kv_channels
+    heads, groups, channels = numbers.heads or 0, numbers.query_groups or 0, numbers.kv_channels or 0
+    if (heads > 0) + (groups > 0) + (channels > 0) < 2:
+        raise CheckpointError(
+            f"{where}: to divide q, k and v, two of heads, query_groups and kv_channels must be known; known is "
+            f"{_known(numbers)}; give them"
+        )
     if heads and groups:
         channels = channels or rows // (heads + 2 * groups)
-    elif heads and channels:
+    elif heads:
         groups = (rows // channels - heads) // 2
-    elif groups and channels:
-        heads = rows // channels - 2 * groups
     else:
-        _need(where, "two of heads, query_groups and kv_channels", numbers)
-    outputs = (heads or 0) * (channels or 0) // max(groups or 0, 1)
-    return _fitting(QKV(groups or 0, outputs, channels or 0), rows, numbers, where)
+        heads = rows // channels - 2 * groups
+    return _fitting(QKV(groups, heads * channels // max(groups, 1), channels), rows, numbers, where)
 
 
 def qkv_of_parts(numbers: Numbers, q: int, k: int, where: str) -> QKV:
     """How rows of separate q and k divide, given one of heads, groups and channels. Raises CheckpointError."""
     heads, groups, channels = numbers.heads, numbers.query_groups, numbers.kv_channels
+    if not (heads or groups or channels):
+        raise CheckpointError(
+            f"{where}: to divide q, k and v, one of heads, query_groups and kv_channels must be known; known is "
+            f"{_known(numbers)}; give them"
+        )
     if not channels:
-        if not groups and not heads:
-            _need(where, "one of heads, query_groups and kv_channels", numbers)
         channels = k // groups if groups else q // (heads or 1)
     groups = groups or k // max(channels, 1)
     return _fitting(QKV(groups, q // max(groups, 1), channels), q + 2 * k, numbers, where)
@@ -140,16 +145,12 @@ def _fitting(found: QKV, rows: int, numbers: Numbers, where: str) -> QKV:
     whole = min(found.groups, found.queries, found.channels) > 0 and found.queries % found.channels == 0
     if not whole or found.rows != rows or numbers.heads not in (None, heads):
         raise CheckpointError(
-            f"{where}: {rows} rows of q, k and v do not divide by {_shown(numbers)}: expected "
+            f"{where}: {rows} rows of q, k and v do not divide by {_known(numbers)}: expected "
             "(heads + 2 * query_groups) * kv_channels; give the numbers of this model"
         )
     return found
 
 
-def _need(where: str, what: str, numbers: Numbers) -> None:
-    raise CheckpointError(f"{where}: to divide q, k and v, {what} must be known; known is {_shown(numbers)}; give them")
-
-
-def _shown(numbers: Numbers) -> str:
+def _known(numbers: Numbers) -> str:
     keys = ("heads", "query_groups", "kv_channels")
     return ", ".join(f"{key} {getattr(numbers, key) or 'unknown'}" for key in keys)

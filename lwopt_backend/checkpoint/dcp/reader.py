@@ -122,11 +122,6 @@ class DcpFolder:
         return saved
 
 
-# Owner state is saved as ``<key>``, or ``[<place>].<key>`` if the parameter has several matrices: one tensor each, cut
-# by rows. State that is more than tensors by name also has ``structure`` and ``stepped``, and a parameter whose shape
-# does not tell its matrices has ``matrices`` (``lwopt_backend/runtime/state.py``).
-
-
 def _state_of(saved: Mapping[str, LazyTensor]) -> Mapping[str, Any]:
     found = {key: tensor.read() for key, tensor in saved.items() if key not in (STRUCTURE, STEPPED)}
     if STRUCTURE not in saved:
@@ -153,49 +148,9 @@ def take_matrices(saved: dict[str, LazyTensor]) -> list[str] | None:
         raise CheckpointError(f"{described.where}: it does not tell which matrices there are ({error!r})") from error
 
 
-def with_owner_states(
-    weight: LazyTensor, saved: Mapping[str, LazyTensor], group: Mapping[str, Any] | None
-) -> tuple[dict[str, LazyTensor], OwnerStates]:
-    """The states of the shape of ``weight`` and its owner state, from all that is saved of it, by key.
-
-    ``group`` is its options, with ``rule`` if an optimizer of ours saved them. Raises CheckpointError for other state,
-    and for matrices whose place is not known.
-    """
-    matrices = {key.removesuffix(STRUCTURE) for key in saved if key == STRUCTURE or key.endswith(f".{STRUCTURE}")}
-    of_matrix = {key: max((m for m in matrices if key.startswith(m)), key=len, default=None) for key in saved}
-    own = _own_keys(weight, group) if None in of_matrix.values() or "" in matrices else None
-    states: dict[str, LazyTensor] = {}
-    owners: dict[int, dict[str, LazyTensor]] = {}
-    for key, tensor in saved.items():
-        matrix = of_matrix[key]
-        misshapen = f"{tensor.where}: expected the weight's shape {weight.shape}, found {tensor.shape}"
-        if key in own if own is not None else matrix is None and tensor.shape in (weight.shape, ()):
-            if tensor.shape != weight.shape and own is not None:
-                raise CheckpointError(misshapen)
-            states[key] = tensor
-        elif matrix is None and own is None:
-            raise CheckpointError(f"{misshapen}; state of other shapes is read only of rules of ours")
-        else:
-            matrix = key.rpartition(".")[0] if matrix is None else matrix.removesuffix(".")
-            number = re.fullmatch(r"\[(\d+)\]", matrix)
-            if matrix and number is None:
-                raise CheckpointError(
-                    f"{tensor.where}: the owner of matrix {matrix!r} keeps state of a part of a fused parameter, and "
-                    "the checkpoint does not tell which rows it is; save it again where it was trained"
-                )
-            of_owner = owners.setdefault(int(number[1]) if number else 0, {})
-            of_owner[key.removeprefix(f"{matrix}." if matrix else "")] = tensor
-    real = {  # before the first step, only the form of the state is saved
-        place: partial(_state_of, state)
-        for place, state in sorted(owners.items())
-        if STEPPED not in state or bool(state[STEPPED].read().item())
-    }
-    return states, OwnerStates(real)
-
-
-def _own_keys(weight: LazyTensor, group: Mapping[str, Any] | None) -> set[str] | None:
+def _own_keys(weight: LazyTensor, group: Mapping[str, Any]) -> set[str] | None:
     """The keys of the rule's state of the parameter's shape; None if it keeps no other."""
-    if group is None or group.get("rule", "") in {"", *registry.ELEMENTWISE_RULES}:
+    if group.get("rule", "") in {"", *registry.ELEMENTWISE_RULES}:
         return None
     if "class" in group:  # the file names the class, which is not imported; all its state is owner state
         return set()
@@ -285,13 +240,47 @@ class Saved:
         self.matrices = {name: matrices for name, matrices in found.items() if matrices is not None}
 
     def param(self, name: str, weight: LazyTensor) -> Param:
-        number = self.group_of.get(name)
-        saved = dict(self.states.get(name, {}))
+        """All that is saved of a parameter. Raises CheckpointError for state whose shape or place is not known.
+
+        Owner state is saved as ``<key>``, or ``[<place>].<key>`` if the parameter has several matrices: one tensor
+        each, cut by rows. State that is more than tensors by name also has ``structure`` and ``stepped``, and a
+        parameter whose shape does not tell its matrices has ``matrices`` (``lwopt_backend/runtime/state.py``).
+        """
+        group, saved = self.group_of.get(name), dict(self.states.get(name, {}))
         counter, master = saved.pop("step", None), saved.pop(contents.MASTER, None)
+        described = {key.removesuffix(STRUCTURE) for key in saved if key == STRUCTURE or key.endswith(f".{STRUCTURE}")}
+        matrix_of = {key: max((m for m in described if key.startswith(m)), key=len, default=None) for key in saved}
+        own = None  # the keys of state that is not owner state, if the rule tells
+        if group is not None and (None in matrix_of.values() or "" in described):
+            own = _own_keys(weight, self.groups[group])
+        states = {} if master is None else {contents.MASTER: master}
+        owners: dict[int, dict[str, LazyTensor]] = {}
+        for key, tensor in saved.items():
+            matrix = matrix_of[key]
+            misshapen = f"{tensor.where}: expected the weight's shape {weight.shape}, found {tensor.shape}"
+            if key in own if own is not None else matrix is None and tensor.shape in (weight.shape, ()):
+                if tensor.shape != weight.shape and own is not None:
+                    raise CheckpointError(misshapen)
+                states[key] = tensor
+            elif matrix is None and own is None:
+                raise CheckpointError(f"{misshapen}; state of other shapes is read only of rules of ours")
+            else:
+                matrix = key.rpartition(".")[0] if matrix is None else matrix.removesuffix(".")
+                number = re.fullmatch(r"\[(\d+)\]", matrix)
+                if matrix and number is None:
+                    raise CheckpointError(
+                        f"{tensor.where}: the owner of matrix {matrix!r} keeps state of a part of a fused parameter, "
+                        "and the checkpoint does not tell which rows it is; save it again where it was trained"
+                    )
+                of_owner = owners.setdefault(int(number[1]) if number else 0, {})
+                of_owner[key.removeprefix(f"{matrix}." if matrix else "")] = tensor
+        real = {  # before the first step, only the form of the state is saved
+            place: partial(_state_of, state)
+            for place, state in sorted(owners.items())
+            if STEPPED not in state or bool(state[STEPPED].read().item())
+        }
         step = None if counter is None else float(counter.read().item())
-        states, owner_states = with_owner_states(weight, saved, None if number is None else self.groups[number])
-        states = {**({} if master is None else {contents.MASTER: master}), **states}
-        return Param(weight, states, step, number, owner_states)
+        return Param(weight, states, step, group, OwnerStates(real))
 
     def others(self) -> dict[str, Any]:
         """What is neither the model's nor the optimizer's, nested as it was saved."""

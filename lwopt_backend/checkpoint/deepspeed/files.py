@@ -62,27 +62,27 @@ def model_files(tag: Path) -> list[Path]:
             f"{tag} has parts of the model in files of their own ({apart[0]}), as pipelines and expert parallelism "
             f"write them, which are not read here; {CONVERT}"
         )
-    found = {(int(m[1] or 0), int(m[2])): name for name in names if (m := MODEL.fullmatch(name))}
-    parts = {part for _, part in found}
+    matches = [match for name in names if (match := MODEL.fullmatch(name))]
+    parts = {int(match[2]) for match in matches}
     if len(parts) > 1:
         raise CheckpointError(
             f"{tag} holds the parts of {len(parts)} model-parallel ranks; how they fit together is not in the "
             f"checkpoint. {CONVERT.capitalize()}"
         )
-    return _complete(tag, {rank: name for (rank, _), name in found.items()}, "mp_rank_00_model_states.pt")
+    return _complete(tag, {int(match[1] or 0): match[0] for match in matches}, "mp_rank_00_model_states.pt")
 
 
 def optimizer_files(tag: Path, ranks: int) -> list[Path]:
     """The files of the optimizer's state by data-parallel rank. Raises CheckpointError if there are not ``ranks``."""
     found: dict[int, str] = {}
-    for name in names_in(tag):
-        if m := OPTIMIZER.fullmatch(name):
-            if int(m[1]) in found:
-                raise CheckpointError(
-                    f"{tag} has two files for rank {int(m[1])}, {found[int(m[1])]} and {name}, of two savings; remove "
-                    "those of the older one"
-                )
-            found[int(m[1])] = name
+    for match in filter(None, map(OPTIMIZER.fullmatch, names_in(tag))):
+        rank = int(match[1])
+        if rank in found:
+            raise CheckpointError(
+                f"{tag} has two files for rank {rank}, {found[rank]} and {match[0]}, of two savings; remove those of "
+                "the older one"
+            )
+        found[rank] = match[0]
     files = _complete(tag, found, "zero_pp_rank_0_mp_rank_00_optim_states.pt")
     if len(files) != ranks:
         raise CheckpointError(
@@ -100,8 +100,6 @@ def _complete(tag: Path, found: dict[int, str], first: str) -> list[Path]:
             raise CheckpointError(f"{tag}: rank {rank}'s file is missing beside {found[max(found)]}; copy it again")
     return [tag / found[rank] for rank in range(len(found))]
 
-
-# DeepSpeed's files of model states: the module, its frozen and tied parameters, counters, and what the user saved.
 
 # Keys that the engine writes; the rest is the user's.
 ENGINE_KEYS = {
@@ -208,9 +206,9 @@ def check_marks(model: Mapping[str, Any], model_file: Path, of_ranks: Iterable[t
 def load_mapping(file: Path) -> Mapping[str, Any]:
     """Load a file that must contain a dictionary. Raises CheckpointError."""
     saved = torch_files.load(file)
-    if not isinstance(saved, Mapping):
-        raise CheckpointError(f"{file}: expected a dictionary, found {type(saved).__name__}; it is none of DeepSpeed's")
-    return saved
+    if isinstance(saved, Mapping):
+        return saved
+    raise CheckpointError(f"{file}: expected a dictionary, found {type(saved).__name__}; it is none of DeepSpeed's")
 
 
 def _frozen(file: Path, of_ranks: list[Mapping[str, Any]], module: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
@@ -242,21 +240,22 @@ def _frozen(file: Path, of_ranks: list[Mapping[str, Any]], module: Mapping[str, 
 def checkpoint_of(
     states: ModelStates,
     format: str,
-    params: Mapping[str, Param],
+    found: Mapping[str, Param | Gathered],
     groups: Iterable[Mapping[str, Any]],
     common: Mapping[str, Any],
     matrices: Mapping[str, list[str]] | None,
     *,
     names: str = "model",
     world: Mapping[str, int] | None = None,
-    replicas: tuple[tuple[str, LazyTensor, LazyTensor], ...] = (),
     notes: Iterable[str] = (),
 ) -> Checkpoint:
-    """The result of the readers of all stages: trained parameters with their states, and everything else.
+    """The result of the readers of all stages: trained parameters, as they were ``found``, and everything else.
 
     ``common`` is the first rank's optimizer state, ``groups`` its param groups; ``matrices`` are each parameter's, if
-    the files have them.
+    the files have them. Raises CheckpointError.
     """
+    params = {name: each.param(states) if isinstance(each, Gathered) else each for name, each in found.items()}
+    gathered = [each for each in found.values() if isinstance(each, Gathered)]
     saved, told = states.saved, list(notes)
     told += [f"{key!r} of {states.path} is not kept" for key in NOT_KEPT if saved.get(key) is not None]
     everything = {**params, **{name: Param(weight) for name, weight in states.frozen.items() if name not in params}}
@@ -284,7 +283,12 @@ def checkpoint_of(
         samples=saved.get("global_samples"),
         scheduler=plain(saved.get("lr_scheduler"), told),
         world={"dp": states.ranks, "tp": 1, "pp": 1, **(world or {})},
-        replicas=replicas,
+        replicas=tuple(
+            (f"{key} of {each.name}, which several ranks store whole", first, other)
+            for each in gathered
+            for key, (first, *others) in each.copies.items()
+            for other in others
+        ),
         tied=states.tied,
         buffers=states.buffers,
         client={key: plain(value, told) for key, value in saved.items() if key not in ENGINE_KEYS},
@@ -376,25 +380,6 @@ class Gathered:
         ordered = {key: found[key] for key in sorted(found, key=lambda key: key != MASTER)}
         weight, step = states.weight(self.name, self.shape), as_number(self.numbers.get(STEP))
         return Param(weight, ordered, step, self.group, self.owner)
-
-
-def put_together(
-    states: ModelStates,
-    format: str,
-    gathered: Mapping[str, Gathered],
-    groups: Iterable[Mapping[str, Any]],
-    saved: Mapping[str, Any],
-    matrices: Mapping[str, list[str]] | None,
-) -> Checkpoint:
-    """The checkpoint of what was gathered; see ``checkpoint_of``. Raises CheckpointError."""
-    replicas = tuple(
-        (f"{key} of {name}, which several ranks store whole", first, other)
-        for name, found in gathered.items()
-        for key, (first, *others) in found.copies.items()
-        for other in others
-    )
-    params = {name: found.param(states) for name, found in gathered.items()}
-    return checkpoint_of(states, format, params, groups, saved, matrices, replicas=replicas)
 
 
 def cut(tensor: Any, start: int, numel: int, what: str, file: Path) -> LazyTensor:

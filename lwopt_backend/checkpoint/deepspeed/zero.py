@@ -119,7 +119,7 @@ def read_partitions(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
     _, first = of_ranks[0]
     base, stage = first["base_optimizer_state"], "1 or 2" if "zero_stage" in first else "1 (BF16_Optimizer)"
     matrices = ds.matrices_in(base)
-    return ds.put_together(states, f"deepspeed zero {stage}", gathered, base["param_groups"], first, matrices)
+    return ds.checkpoint_of(states, f"deepspeed zero {stage}", gathered, base["param_groups"], first, matrices)
 
 
 # Checkpoints of our owned storage under DeepSpeed, ``"storage": "owned"``, stages 0 to 2; see the mark in the file.
@@ -160,7 +160,7 @@ def read_owned(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
         known = {*gathered, *states.buffers, *states.tied}
         states = replace(states, frozen={name: t for name, t in states.module.items() if name not in known})
     format = f"lwopt owned storage in deepspeed, stage {first.get('zero_stage')}"
-    return ds.put_together(states, format, gathered, groups, first, matrices_of_mark(first[MARK]))
+    return ds.checkpoint_of(states, format, gathered, groups, first, matrices_of_mark(first[MARK]))
 
 
 def _was_added(state: Mapping[str, Any], rule: str) -> bool:
@@ -243,7 +243,7 @@ def read_stage0(states: ModelStates) -> Checkpoint:
                     found.add_number(key, value, states.path)
     ds.take_owner_states(gathered, [inner])
     states = replace(states, frozen={name: t for name, t in _candidates(states).items() if name not in gathered})
-    return ds.put_together(states, "deepspeed stage 0", gathered, groups, saved, matrices)
+    return ds.checkpoint_of(states, "deepspeed stage 0", gathered, groups, saved, matrices)
 
 
 def _candidates(states: ModelStates) -> dict[str, LazyTensor]:
@@ -374,4 +374,4 @@ def read_stage3(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
                 found.add(state, offset, min(part, numel - begin), begin, file)
                 offset += part
     ds.take_owner_states(gathered, (saved["optimizer_state_dict"] for _, saved in of_ranks))
-    return ds.put_together(states, "deepspeed zero 3", gathered, groups, first, ds.matrices_in(optimizer))
+    return ds.checkpoint_of(states, "deepspeed zero 3", gathered, groups, first, ds.matrices_in(optimizer))
