@@ -245,8 +245,8 @@ def prepared(
     numbers: names.Numbers,
     uneven_steps: bool = False,
 ) -> tuple[Checkpoint, gates.Gate]:
-    """Under the names that are wanted: Megatron-core's for what Megatron wrote, else those it has. It is checked but
-    for its values, which the gate checks when they are read.
+    """The checkpoint under the names of ``vocabulary``: by default Megatron-core's if the target is Megatron, else its
+    own. Everything but its values is checked; the gate checks these as they are read.
 
     For DCP, param groups get the options of our optimizers, which load them by these. Raises CheckpointError; nothing
     is written before.

@@ -150,7 +150,7 @@ OPTIONS = frozenset({"params", "initial_lr", "max_lr", "min_lr", "momentum", "ne
 
 
 def _counted(checkpoint: Checkpoint, uneven_steps: bool) -> Iterator[str]:
-    """Counts of steps that differ in a param group, are missing, or are beyond the iteration."""
+    """Yield counts of steps that differ in a param group, are missing, or are beyond the iteration."""
     first: dict[int | None, tuple[str, float]] = {}
     most = math.inf if checkpoint.iteration is None else checkpoint.iteration + (checkpoint.format == "torch dcp")
     for name, param in checkpoint.params.items():
@@ -170,7 +170,7 @@ def _counted(checkpoint: Checkpoint, uneven_steps: bool) -> Iterator[str]:
 
 
 def _unknown(checkpoint: Checkpoint) -> Iterator[str]:
-    """States that their rule does not have, and names that differ from a known one in a single character."""
+    """Yield states that their rule does not keep, and names that differ from a known one in a single character."""
     kept: list[frozenset[str] | None] = []  # the states that a group's rule keeps as large as the parameter, if known
     for number, group in enumerate(checkpoint.groups):
         kept.append(None)
@@ -199,7 +199,7 @@ def _misspelled(name: object, known: Iterable[str]) -> str | None:
 
 
 def _without_owner_state(checkpoint: Checkpoint) -> Iterator[str]:
-    """Matrices without owner state although their rule has it."""
+    """Yield matrices without owner state although their rule keeps some."""
     keeping = set()
     for number, group in enumerate(checkpoint.groups):
         keeps = group.get("rule") in MATRIX_RULES  # a class is not asked: the file alone names it

@@ -143,7 +143,7 @@ def read_metadata(folder: Path) -> FolderMetadata:
         paths = saved.planner_data or {}
         for key, parts in paths.items():
             if type(key) is not str or type(parts) is not tuple or not all(type(p) in (str, int) for p in parts):
-                raise ValueError("the path of a key is none")
+                raise ValueError("the path of a key is not made of names and numbers")
         extra = dict(saved.mcore_data or {}) if hasattr(saved, "mcore_data") else None
     except CheckpointError:
         raise
@@ -157,7 +157,7 @@ def _stored(path: Path, metadata: Any) -> dict[tuple[str, Sizes | None], Stored]
     found = {}
     for index, info in metadata.storage_data.items():
         if type(index.fqn) is not str or not all(type(n) is int for n in (info.offset, info.length)):
-            raise ValueError("a place in a file is none")
+            raise ValueError("a place in a file is not a name and two numbers")
         if getattr(info, "transform_descriptors", None):
             raise CheckpointError(
                 f"{index.fqn} in {path.parent} is compressed ({info.transform_descriptors}), which is not supported; "

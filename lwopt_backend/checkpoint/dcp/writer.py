@@ -79,7 +79,7 @@ def states_of(name: str, param: Param, matrices: Sequence[str] | None) -> Iterat
 
 
 def _of_owner(param: Param, place: int) -> dict[str, Tensor]:
-    """Owner state as ``OwnerShards`` saves it: tensors of at least one dimension, and their form, also in memory."""
+    """Owner state as ``OwnerShards`` saves it: tensors of at least one dimension, and their structure and layout."""
     state = dict(param.owner_states[place])
     found = {key: tensor.reshape(tensor.shape or (1,)) for key, tensor in nested.leaves(state)}
     if not nested.is_plain(state) or not all(tensor.is_contiguous() for tensor in found.values()):

@@ -170,7 +170,7 @@ SAVE = "lwopt.save"  # the key in our part of each file of the optimizer's state
 
 
 def mark_of(saved: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What our optimizer says of the save; ``saved`` is the optimizer's state in a file. None in other optimizers'."""
+    """Our optimizer's mark of the save in a file's optimizer state; None if another optimizer wrote it."""
     for key in ("base_optimizer_state", "optimizer_state_dict"):  # in which ZeRO's wrappers have ours
         if SAVE not in saved and isinstance(saved.get(key), Mapping):
             saved = saved[key]
@@ -179,7 +179,7 @@ def mark_of(saved: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def check_marks(model: Mapping[str, Any], model_file: Path, of_ranks: Iterable[tuple[Path, Mapping[str, Any]]]) -> bool:
-    """Whether all files of the optimizer's state are of one save, as they say themselves; others do not say it.
+    """Whether the files of the optimizer's state bear marks of one save; False for other optimizers', which have none.
 
     ``model`` is what the file of model states holds. Raises CheckpointError for files that were swapped between ranks
     or copied over each other, or that are of another save or another step than the others.

@@ -213,7 +213,7 @@ def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:
 
 
 def _write_param(name: str, param: Param, files: Files, save_file: Callable[[str, Any], None]) -> None:
-    """Its files; what is saved in 16 bits stays so, but for the master weight."""
+    """Write a parameter's files. State in 16 bits stays in 16 bits; the master weight is written in fp32."""
     place = f"zero/{name}"
     (files.folder / place).mkdir(parents=True)
     tensors = {MASTER: param.best.to(torch.float32), **{k: t for k, t in param.states.items() if k != MASTER}}

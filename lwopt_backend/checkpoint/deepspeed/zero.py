@@ -164,7 +164,7 @@ def read_owned(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
 
 
 def _was_added(state: Mapping[str, Any], rule: str) -> bool:
-    """Whether the moments are not the rule's: they are the last of several states, or only zeros."""
+    """Whether the moments were added for DeepSpeed's converter: they are the last of several states, or only zeros."""
     if tuple(state)[-2:] != READABLE:
         return False
     tensors = [key for key, value in state.items() if isinstance(value, LazyTensor) and value.shape]
@@ -180,8 +180,8 @@ def as_marked(
 ) -> dict[str, Param]:
     """``params`` of ours as ds_to_universal converted them, with their groups and the states of their rules.
 
-    It has no group but a parameter's own, and converts only ``READABLE``, the first of which is a matrix's momentum if
-    its rule has one. Owner state is lost.
+    ds_to_universal keeps one group per parameter and converts only ``READABLE``, the first of which is a matrix's
+    momentum if its rule has one. Owner state is lost.
     """
     group_of = {name: number for number, group in enumerate(groups) for name in group["params"]}
     found = dict(params)

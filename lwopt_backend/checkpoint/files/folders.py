@@ -153,7 +153,7 @@ def refuse_existing(target: Path) -> None:
 
 
 def read_pointer(path: Path) -> Path:
-    """The folder beside a pointer that it names. Raises CheckpointError if that is none, or is not beside it."""
+    """The folder that a pointer names, which must lie beside it. Raises CheckpointError if there is none."""
     try:
         name = path.read_bytes()[:4096].decode().strip()
     except (OSError, UnicodeDecodeError) as error:

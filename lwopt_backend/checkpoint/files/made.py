@@ -64,7 +64,7 @@ _SEQUENCES = (list, tuple, set, frozenset, deque)
 
 
 class Named:
-    """A class or function by its name in a pickle. ``make`` acts as the call to it, if that is allowed."""
+    """A class or function by its name in a pickle. ``make`` stands in for calling it, if that is allowed."""
 
     __slots__ = ("make", "name")
 
@@ -95,7 +95,7 @@ class Stub:
         elif all(type(key) is str for key in state):
             self.__dict__.update(state)
         else:
-            raise ValueError(f"attributes of a {type(self).__name__} have names that are no words")
+            raise ValueError(f"a {type(self).__name__} has attributes whose names are not strings")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}{self.stub_args or ''}"

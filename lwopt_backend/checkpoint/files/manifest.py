@@ -153,7 +153,7 @@ def _parsed(path: Path, *_: int) -> Manifest:
         files = {name: Entry(of["bytes"], int(of["crc32"], 16), of["rank"]) for name, of in listed.items()}
         numbers = [world, *(n for entry in files.values() for n in (entry.nbytes, entry.rank)), step or 0]
         if not isinstance(save_id, str) or not all(type(number) is int for number in numbers):
-            raise ValueError("a number is none")
+            raise ValueError("a number or the save's name is of another type")
         for name in filter(leads_out, files):
             raise ValueError(f"it names {name!r}, outside the folder")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

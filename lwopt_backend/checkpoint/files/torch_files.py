@@ -70,7 +70,7 @@ class Record:
             self._compare(zlib.crc32(tensor.view(-1).view(torch.uint8).numpy().data))
 
     def add(self, start: int, tensor: Tensor) -> None:
-        """A part, which was read from byte ``start`` on."""
+        """Note the checksum of a part that was read from byte ``start`` on."""
         if self.parts is not None and not self._checked and start not in self.parts:
             self.parts[start] = tensor.nbytes, zlib.crc32(tensor.view(-1).view(torch.uint8).numpy().data)
 
@@ -120,7 +120,7 @@ class Archive:
             return file.read()
 
     def crc32(self, path: Path) -> int:
-        """That of ``path``, all of which it is, if its records are as they were written."""
+        """The CRC32 of ``path``, all of which the archive fills, as its records say they were written."""
         payloads = ((r.stored.offset, r.stored.length, r.crc) for r in self.records.values())
         return manifest.crc_of(path, payloads)
 
@@ -269,23 +269,23 @@ def _within(variable: ContextVar[T | None], value: T) -> Iterator[T]:
 
 
 def checked_later() -> AbstractContextManager[set[Path]]:
-    """Within it, loading does not check tensors' bytes. Yields the files, which ranks can divide for ``check``."""
+    """Within it, loading does not check tensors' bytes. Yields the files, so that ranks can share out their checks."""
     return _within(_unchecked, set())
 
 
 def checked_as_read() -> AbstractContextManager[list[Record]]:
-    """Tensors of what is opened inside are checked by the parts that are read, so that nothing is read twice. Who reads
-    parts must ``finish`` all these records before anybody trusts what was read."""
+    """Within it, tensors of what is opened are checked by the parts that are read, so that nothing is read twice. The
+    caller must ``finish`` all of these records before it uses what it read."""
     return _within(_as_read, [])
 
 
 def as_read() -> list[Record] | None:
-    """Of ``checked_as_read``, where that is in use."""
+    """The records of the enclosing ``checked_as_read``, or None."""
     return _as_read.get()
 
 
 def check(path: Path) -> None:
-    """Raises CheckpointError unless all bytes of a file by torch.save are as they were written."""
+    """Check every record of a file that torch.save wrote. Raises CheckpointError if one has changed."""
     Archive(_whole(path), str(path)).check()
 
 
@@ -295,7 +295,7 @@ def load_part(stored: Stored, where: str, as_read: list[Record] | None = None) -
 
 
 def load_here(stored: Stored, where: str) -> Any:
-    """The same with its tensors, in memory."""
+    """Like ``load_part``, with the tensors themselves, in memory."""
     return _load(Archive(stored, where), lambda tensor: tensor.lazy().read())
 
 
@@ -348,7 +348,7 @@ class _Loader:
         """A record as a flat tensor, from a reference to it."""
         kind, storage_type, key, _, numel = saved
         if kind != "storage" or type(key) is not str or type(numel) is not int or type(storage_type) is not StorageKind:
-            raise ValueError("a reference is none to a tensor's record")
+            raise ValueError("a reference does not lead to a tensor's record")
         dtype, record = storage_type.dtype, self._archive.records.get(f"data/{key}")
         nbytes = numel * dtype.itemsize
         if record is None or record.stored.length != nbytes:
@@ -387,9 +387,9 @@ class _Loader:
 
 
 def _from_type(make: Any, _: Any, arguments: Any, *__: Any) -> Any:
-    """A tensor with attributes, or of a subclass, without these."""
+    """A tensor of a subclass, or with attributes, as a plain tensor."""
     if type(make) is not Named or not make.name.startswith("torch._utils.") or make.make is None:
-        raise ValueError("a tensor is made by something that makes none")
+        raise ValueError("a tensor is made by a function that does not make tensors")
     return make.make(*arguments)
 
 
