@@ -155,17 +155,18 @@ def _translated(group: Mapping[str, Any], states: set[str], checkpoint: Checkpoi
         return {OWN_RATES: False, **(torchs() if group["rule"] == ADAMW else {}), **defaults, **first, **own}
     of_deepspeed = (ds_config.get("optimizer") or {}).get("params") or {}
     if "betas" in group and states >= MOMENTS:
-        options = _adamw(group, of_deepspeed)
+        rule, given = ADAMW, _adamw(group, of_deepspeed)
         kept = {**torchs(), **{key: value for key, value in group.items() if value is not None}}
     elif states == {"momentum_buffer"}:
-        options, kept = _muon(group, checkpoint.arguments, of_deepspeed), dict(group)
+        rule, given, kept = MUON, _muon(group, checkpoint.arguments, of_deepspeed), dict(group)
     else:
         raise ValueError(f"none of our rules keeps {sorted(states)} with the options {sorted(group)}")
     # The base learning rate that a schedule multiplies: torch's ``initial_lr``.
     start = group.get("initial_lr", group.get("max_lr"))
     if start is None:
         start = group.get("lr") if checkpoint.scheduler is None else peak
-    return {OWN_RATES: False, **kept, **options, **({} if start is None else {"initial_lr": start})}
+    options = options_of(rule, given, f"a group of {rule}").model_dump()
+    return {OWN_RATES: False, **kept, "rule": rule, **options, **({} if start is None else {"initial_lr": start})}
 
 
 def _adamw(group: Mapping[str, Any], of_deepspeed: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,7 +176,7 @@ def _adamw(group: Mapping[str, Any], of_deepspeed: Mapping[str, Any]) -> dict[st
     if not group.get("bias_correction", True) or group.get("maximize"):
         raise ValueError("its Adam has no bias correction, or maximizes, which our AdamW does not")
     wanted = ("lr", "betas", "eps", "weight_decay", "amsgrad")
-    return _checked(ADAMW, {key: group[key] for key in wanted if group.get(key) is not None})
+    return {key: group[key] for key in wanted if group.get(key) is not None}
 
 
 def _muon(group: Mapping[str, Any], arguments: Mapping[str, Any], of_deepspeed: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,7 +198,7 @@ def _muon(group: Mapping[str, Any], arguments: Mapping[str, Any], of_deepspeed: 
     missing = [key for key, value in needed.items() if value is None]
     if missing:
         raise ValueError(f"it has no {missing[0]}, only {sorted(group)}")
-    return _checked(MUON, {**needed, **more})
+    return {**needed, **more}
 
 
 def _of_megatron(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,10 +214,6 @@ def _of_megatron(arguments: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"muon_coefficient_type={table!r} has no counterpart by name; see docs/migration.md")
     exact = arguments.get("muon_fp32_matmul_prec", "medium") != "medium"
     return {**found, "ns_coefficients": table, "ns_dtype": "float32" if exact else "bfloat16"}
-
-
-def _checked(rule: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    return {"rule": rule, **options_of(rule, given, f"a group of {rule}").model_dump()}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from lwopt_backend.checkpoint import safetensors as safetensors_folder
 from lwopt_backend.checkpoint.choices import AUTO, FORMATS
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError
 from lwopt_backend.checkpoint.dcp import reader as dcp
-from lwopt_backend.checkpoint.dcp.saving import FILE, METADATA, read_metadata
+from lwopt_backend.checkpoint.dcp.reader import FILE, METADATA, DcpFolder
 from lwopt_backend.checkpoint.deepspeed import universal as deepspeed_universal
 from lwopt_backend.checkpoint.deepspeed import zero as deepspeed_zero
 from lwopt_backend.checkpoint.files import manifest
@@ -121,7 +121,7 @@ def _without(plan: Plan, seen: Seen) -> tuple[list[str], list[str]]:
         try:
             if file.name.endswith(FILE) and (file.parent / METADATA).is_file():
                 if file.parent not in places:
-                    places[file.parent] = read_metadata(file.parent).stored
+                    places[file.parent] = DcpFolder(file.parent, metadata_only=True).stored
                 parts = [place for place in places[file.parent] if place.path == file]
             else:
                 with file.open("rb") as opened:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,9 +18,9 @@ from torch import Tensor
 
 from lwopt_backend.checkpoint import contents, convert
 from lwopt_backend.checkpoint.contents import MATRICES, Checkpoint, CheckpointError, LazyTensor, OwnerStates, Param
-from lwopt_backend.checkpoint.dcp.saving import METADATA as METADATA
-from lwopt_backend.checkpoint.dcp.saving import Chunk, Entry, incomplete, read_metadata
-from lwopt_backend.checkpoint.files import torch_files
+from lwopt_backend.checkpoint.files import manifest, pickles, torch_files
+from lwopt_backend.checkpoint.files.made import shape_of
+from lwopt_backend.checkpoint.files.manifest import Manifest
 from lwopt_backend.checkpoint.files.pickles import plain
 from lwopt_backend.checkpoint.files.torch_files import Stored, StoredTensor
 from lwopt_backend.config import registry
@@ -25,27 +28,124 @@ from lwopt_backend.plan.layouts import boxes_of
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.state import STEPPED, STRUCTURE
 
+# DCP's file ``.metadata``: a folder's tensors with their chunks, other objects, and where they are.
+
+METADATA, FILE = ".metadata", ".distcp"
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor and its place. ``stored`` is None if the folder's metadata does not have it."""
+
+    offsets: Sizes
+    sizes: Sizes
+    stored: Stored | None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor, and the boxes in which it was saved."""
+
+    shape: Sizes
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+
+    def near(self, offsets: Sizes, sizes: Sizes) -> Iterable[Chunk]:
+        """The chunks that may overlap a box; of a stack of layers, not those of other layers."""
+        if not self.shape or sizes[0] >= len(self._rows):
+            return self.chunks
+        rows = range(offsets[0], offsets[0] + sizes[0])
+        return itertools.chain(*(self._rows.get(row, ()) for row in (-1, *rows)))
+
+    @functools.cached_property
+    def _rows(self) -> dict[int, list[Chunk]]:
+        """Chunks by their only row; those of several are under -1."""
+        found: dict[int, list[Chunk]] = {-1: []}
+        for chunk in self.chunks:
+            found.setdefault(chunk.offsets[0] if chunk.sizes[0] == 1 else -1, []).append(chunk)
+        return found
+
 
 class DcpFolder:
-    """The tensors and objects of one step's folder. Raises CheckpointError for files that are missing or too short.
+    """The tensors and objects of one step's folder. Raises CheckpointError for files that are missing, too short, or of
+    another save than the manifest's, for content that DCP does not write, and for places outside the folder.
 
     ``tensors`` and ``objects`` are by their keys; ``paths`` are the keys' parts as the state dict was nested, where it
-    was flattened; ``extra`` is what Megatron up to 0.15 noted about tensors. With ``metadata_only`` other files need
-    not be there: nothing can be read then. ``proven`` says that a manifest lists them.
+    was flattened; ``extra`` is what Megatron up to 0.15 noted about tensors, None for other writers; ``stored`` are all
+    places. With ``metadata_only`` other files need not be there: nothing can be read then. ``proven`` says that a
+    manifest lists them.
     """
 
     def __init__(self, path: Path, metadata_only: bool = False) -> None:
-        metadata = read_metadata(path)
-        self.proven = not metadata_only and metadata.check_files()
-        self.path, self.tensors, self.objects, self.paths = path, metadata.tensors, metadata.objects, metadata.paths
-        self.extra: Mapping[str, Mapping[str, Any]] = metadata.extra or {}
-        self.has_extra = metadata.extra is not None
+        self.path, metadata = path, path / METADATA
+        try:
+            content = metadata.read_bytes()
+            manifest.check(metadata, lambda: zlib.crc32(content))
+            saved = pickles.load(content, str(metadata))
+        except OSError as error:
+            raise CheckpointError(
+                f"{metadata} cannot be read ({error}); without it the folder's files are of no use"
+            ) from error
+        try:
+            stored = _stored(metadata, saved)
+            self.tensors = dict(_tensors(saved, stored))
+            keys = [key for key in saved.state_dict_metadata if key not in self.tensors]
+            self.objects = {key: stored.get((key, None)) for key in keys}
+            self.paths: dict[str, tuple[Any, ...]] = {}
+            for key, parts in (saved.planner_data or {}).items():
+                if type(key) is not str or type(parts) is not tuple or not all(type(p) in (str, int) for p in parts):
+                    raise ValueError("the path of a key is not made of names and numbers")
+                self.paths.update({key: parts} if parts else {})
+            self.extra = dict(saved.mcore_data or {}) if hasattr(saved, "mcore_data") else None
+        except CheckpointError:
+            raise
+        except (AttributeError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{metadata} is not what DCP writes ({error}); copy it again") from error
+        self.stored = tuple(stored.values())
+        self.proven = not metadata_only and self._check_files()
         self._saved: dict[Stored, StoredTensor] = {}
         self._as_read = torch_files.as_read()  # now: threads that read do not know it
         if self._as_read is not None:  # what stays in memory comes first, so that blocks of tensors leave no holes
             for key, entry in self.tensors.items():
                 for chunk in entry.chunks:
                     self._stored(chunk, entry, f"{key} in {path}")
+
+    def _check_files(self) -> bool:
+        """Return whether there is a manifest. Raises CheckpointError."""
+        folder, metadata = self.path, self.path / METADATA
+        listed = manifest.check_files(folder)
+        if listed is not None:
+            _check_marks(listed)
+        ends: dict[Path, int] = {}
+        used: dict[Path, int] = {}
+        for place in self.stored:
+            if place.offset < 0 or place.length < 0:
+                raise CheckpointError(f"{metadata} is damaged: a negative place in {place.path.name}")
+            ends[place.path] = max(ends.get(place.path, 0), place.offset + place.length)
+            used[place.path] = used.get(place.path, 0) + place.length
+        for path, end in sorted(ends.items()):
+            if not path.is_file():
+                raise CheckpointError(f"{path} is missing; copy all files of {folder}")
+            size = path.stat().st_size
+            if size < end:
+                raise CheckpointError(f"{path} ends early: expected {end} bytes, found {size}; copy it again")
+            if size < used[path]:
+                raise CheckpointError(f"{metadata} is damaged: several tensors are at one place in {path}")
+        for key, entry in self.tensors.items():
+            for chunk in entry.chunks:
+                if chunk.stored is None:
+                    raise CheckpointError(f"{metadata} does not say where {key} is; copy it again")
+                nbytes, found = math.prod(chunk.sizes) * entry.dtype.itemsize, chunk.stored.length
+                if nbytes > found:
+                    raise CheckpointError(
+                        f"{metadata} is damaged: {key} has a chunk of {nbytes} bytes, but {found} are stored"
+                    )
+            saved = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+            if saved < math.prod(entry.shape):
+                start = (0,) * len(entry.shape)
+                raise CheckpointError(incomplete(f"{key} in {folder}", saved, entry.shape, start))
+        return listed is not None
 
     def tensor(self, key: str) -> LazyTensor:
         entry = self.tensors[key]
@@ -120,6 +220,79 @@ class DcpFolder:
                 f"{chunk.stored.path.name}; its files are not of one checkpoint"
             )
         return saved
+
+
+def _stored(path: Path, metadata: Any) -> dict[tuple[str, Sizes | None], Stored]:
+    found = {}
+    for index, info in metadata.storage_data.items():
+        if type(index.fqn) is not str or not all(type(n) is int for n in (info.offset, info.length)):
+            raise ValueError("a place in a file is not a name and two numbers")
+        if getattr(info, "transform_descriptors", None):
+            raise CheckpointError(
+                f"{index.fqn} in {path.parent} is compressed ({info.transform_descriptors}), which is not supported; "
+                "save it again without storage extensions"
+            )
+        relative = info.relative_path
+        if manifest.leads_out(relative):
+            raise CheckpointError(
+                f"{path} says that {index.fqn} is in {relative!r}, outside the folder; no checkpoint is written so: do "
+                "not use it"
+            )
+        offset = vars(index).get("offset")  # what is None is not pickled
+        offset = None if offset is None else shape_of(offset)
+        found[index.fqn, offset] = Stored(path.parent / relative, info.offset, info.length)
+    return found
+
+
+def _tensors(metadata: Any, stored: Mapping[tuple[str, Sizes | None], Stored]) -> Iterator[tuple[str, Entry]]:
+    for key, found in metadata.state_dict_metadata.items():
+        if type(key) is not str or len(key) > contents.LONGEST_NAME:
+            raise ValueError(f"a key is a {type(key).__name__}, or a long one")
+        if not hasattr(found, "chunks"):
+            continue
+        shape, whole = shape_of(found.size), stored.get((key, None))
+        chunks = {}
+        for chunk in found.chunks:
+            offsets, sizes = shape_of(chunk.offsets), shape_of(chunk.sizes)
+            inside = all(first + size <= end for first, size, end in zip(offsets, sizes, shape))
+            if not len(offsets) == len(sizes) == len(shape) or not inside:
+                raise ValueError(f"{key} of shape {shape} has a chunk of {sizes} at {offsets}")
+            place = stored.get((key, offsets), whole if len(found.chunks) == 1 else None)
+            chunks[offsets, sizes] = Chunk(offsets, sizes, place)
+        dtype, *_ = found.properties.stub_state  # TensorProperties pickles itself as a tuple
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{key} has a {type(dtype).__name__} for its dtype")
+        yield key, Entry(shape, dtype, tuple(chunks.values()))
+
+
+MARK = 64  # bytes at the start of a file of ours: the save that it is of, and the rank
+
+
+def mark(save_id: str, rank: int) -> bytes:
+    return f"lwopt save {save_id} rank {rank}\n".encode().ljust(MARK)
+
+
+def _check_marks(listed: Manifest) -> None:
+    """Raises CheckpointError for a file of another save, or of another rank than its name says."""
+    for name, entry in listed.files.items():
+        if name.endswith(FILE):
+            with (listed.folder / name).open("rb") as file:
+                found = file.read(MARK)
+            expected = mark(listed.save_id, entry.rank)
+            if found != expected:
+                words, said = (text.decode(errors="replace").strip() for text in (expected, found))
+                raise CheckpointError(
+                    f"{listed.folder / name}: expected {words!r} at its start, found {said!r}; it is of another save "
+                    f"or another rank; {listed.advice}"
+                )
+
+
+def incomplete(where: str, saved: int, sizes: Sequence[int], offsets: Sequence[int]) -> str:
+    """The sentence about a box of which only ``saved`` elements were saved."""
+    return (
+        f"{where}: the chunks saved have {saved} of the {math.prod(sizes)} elements at {tuple(offsets)}; was every "
+        "rank's file copied?"
+    )
 
 
 def _state_of(saved: Mapping[str, LazyTensor]) -> Mapping[str, Any]:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import io
-import itertools
 import math
 import os
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,207 +22,18 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from lwopt_backend.checkpoint.contents import LONGEST_NAME, CheckpointError, LazyTensor
-from lwopt_backend.checkpoint.files import manifest, pickles
+from lwopt_backend.checkpoint.contents import CheckpointError, LazyTensor
+from lwopt_backend.checkpoint.dcp.reader import FILE, METADATA, mark
+from lwopt_backend.checkpoint.files import manifest
 from lwopt_backend.checkpoint.files.folders import flush
-from lwopt_backend.checkpoint.files.made import in_order, shape_of
+from lwopt_backend.checkpoint.files.made import in_order
 from lwopt_backend.checkpoint.files.manifest import Entry as FileEntry
-from lwopt_backend.checkpoint.files.manifest import Files, Manifest
-from lwopt_backend.checkpoint.files.torch_files import Stored, save_as_it_lies
+from lwopt_backend.checkpoint.files.manifest import Files
+from lwopt_backend.checkpoint.files.torch_files import save_as_it_lies
 from lwopt_backend.runtime.agreement import agree
 from lwopt_backend.runtime.collectives import Alone, Collectives
 
-# DCP's file ``.metadata``: a folder's tensors with their chunks, other objects, and where they are.
-
-METADATA, FILE = ".metadata", ".distcp"
 ANY_FILE = f"__*{FILE}"
-Sizes = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A box of a tensor and its place. ``stored`` is None if the folder's metadata does not have it."""
-
-    offsets: Sizes
-    sizes: Sizes
-    stored: Stored | None
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A tensor, and the boxes in which it was saved."""
-
-    shape: Sizes
-    dtype: torch.dtype
-    chunks: tuple[Chunk, ...]
-
-    def near(self, offsets: Sizes, sizes: Sizes) -> Iterable[Chunk]:
-        """The chunks that may overlap a box; of a stack of layers, not those of other layers."""
-        if not self.shape or sizes[0] >= len(self._rows):
-            return self.chunks
-        rows = range(offsets[0], offsets[0] + sizes[0])
-        return itertools.chain(*(self._rows.get(row, ()) for row in (-1, *rows)))
-
-    @functools.cached_property
-    def _rows(self) -> dict[int, list[Chunk]]:
-        """Chunks by their only row; those of several are under -1."""
-        found: dict[int, list[Chunk]] = {-1: []}
-        for chunk in self.chunks:
-            found.setdefault(chunk.offsets[0] if chunk.sizes[0] == 1 else -1, []).append(chunk)
-        return found
-
-
-@dataclass(frozen=True)
-class FolderMetadata:
-    """``tensors`` and ``objects`` are by key; ``paths`` are the keys' parts in the nested state dict, if it was
-    flattened; ``extra`` is what Megatron up to 0.15 noted about tensors, None for other writers."""
-
-    path: Path
-    tensors: Mapping[str, Entry]
-    objects: Mapping[str, Stored | None]
-    paths: Mapping[str, tuple[Any, ...]]
-    extra: Mapping[str, Mapping[str, Any]] | None
-    stored: tuple[Stored, ...]
-
-    def check_files(self) -> bool:
-        """Return whether there is a manifest. Raises CheckpointError for files that are missing, too short, or of
-        another save than the manifest's, and for a tensor that they lack a part of."""
-        folder = self.path.parent
-        listed = manifest.check_files(folder)
-        if listed is not None:
-            _check_marks(listed)
-        ends: dict[Path, int] = {}
-        used: dict[Path, int] = {}
-        for place in self.stored:
-            if place.offset < 0 or place.length < 0:
-                raise CheckpointError(f"{self.path} is damaged: a negative place in {place.path.name}")
-            ends[place.path] = max(ends.get(place.path, 0), place.offset + place.length)
-            used[place.path] = used.get(place.path, 0) + place.length
-        for path, end in sorted(ends.items()):
-            if not path.is_file():
-                raise CheckpointError(f"{path} is missing; copy all files of {folder}")
-            size = path.stat().st_size
-            if size < end:
-                raise CheckpointError(f"{path} ends early: expected {end} bytes, found {size}; copy it again")
-            if size < used[path]:
-                raise CheckpointError(f"{self.path} is damaged: several tensors are at one place in {path}")
-        for key, entry in self.tensors.items():
-            for chunk in entry.chunks:
-                if chunk.stored is None:
-                    raise CheckpointError(f"{self.path} does not say where {key} is; copy it again")
-                nbytes, found = math.prod(chunk.sizes) * entry.dtype.itemsize, chunk.stored.length
-                if nbytes > found:
-                    raise CheckpointError(
-                        f"{self.path} is damaged: {key} has a chunk of {nbytes} bytes, but {found} are stored"
-                    )
-            saved = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-            if saved < math.prod(entry.shape):
-                start = (0,) * len(entry.shape)
-                raise CheckpointError(incomplete(f"{key} in {folder}", saved, entry.shape, start))
-        return listed is not None
-
-
-def read_metadata(folder: Path) -> FolderMetadata:
-    """Raises CheckpointError for content that DCP does not write, and for places outside the folder."""
-    path = folder / METADATA
-    try:
-        content = path.read_bytes()
-        manifest.check(path, lambda: zlib.crc32(content))
-        saved = pickles.load(content, str(path))
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error}); without it the folder's files are of no use"
-        ) from error
-    try:
-        stored = _stored(path, saved)
-        tensors = dict(_tensors(saved, stored))
-        objects = {key: stored.get((key, None)) for key in saved.state_dict_metadata if key not in tensors}
-        paths = saved.planner_data or {}
-        for key, parts in paths.items():
-            if type(key) is not str or type(parts) is not tuple or not all(type(p) in (str, int) for p in parts):
-                raise ValueError("the path of a key is not made of names and numbers")
-        extra = dict(saved.mcore_data or {}) if hasattr(saved, "mcore_data") else None
-    except CheckpointError:
-        raise
-    except (AttributeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} is not what DCP writes ({error}); copy it again") from error
-    paths = {key: parts for key, parts in paths.items() if parts}
-    return FolderMetadata(path, tensors, objects, paths, extra, tuple(stored.values()))
-
-
-def _stored(path: Path, metadata: Any) -> dict[tuple[str, Sizes | None], Stored]:
-    found = {}
-    for index, info in metadata.storage_data.items():
-        if type(index.fqn) is not str or not all(type(n) is int for n in (info.offset, info.length)):
-            raise ValueError("a place in a file is not a name and two numbers")
-        if getattr(info, "transform_descriptors", None):
-            raise CheckpointError(
-                f"{index.fqn} in {path.parent} is compressed ({info.transform_descriptors}), which is not supported; "
-                "save it again without storage extensions"
-            )
-        relative = info.relative_path
-        if manifest.leads_out(relative):
-            raise CheckpointError(
-                f"{path} says that {index.fqn} is in {relative!r}, outside the folder; no checkpoint is written so: do "
-                "not use it"
-            )
-        offset = vars(index).get("offset")  # what is None is not pickled
-        offset = None if offset is None else shape_of(offset)
-        found[index.fqn, offset] = Stored(path.parent / relative, info.offset, info.length)
-    return found
-
-
-def _tensors(metadata: Any, stored: Mapping[tuple[str, Sizes | None], Stored]) -> Iterator[tuple[str, Entry]]:
-    for key, found in metadata.state_dict_metadata.items():
-        if type(key) is not str or len(key) > LONGEST_NAME:
-            raise ValueError(f"a key is a {type(key).__name__}, or a long one")
-        if not hasattr(found, "chunks"):
-            continue
-        shape, whole = shape_of(found.size), stored.get((key, None))
-        chunks = {}
-        for chunk in found.chunks:
-            offsets, sizes = shape_of(chunk.offsets), shape_of(chunk.sizes)
-            inside = all(first + size <= end for first, size, end in zip(offsets, sizes, shape))
-            if not len(offsets) == len(sizes) == len(shape) or not inside:
-                raise ValueError(f"{key} of shape {shape} has a chunk of {sizes} at {offsets}")
-            place = stored.get((key, offsets), whole if len(found.chunks) == 1 else None)
-            chunks[offsets, sizes] = Chunk(offsets, sizes, place)
-        dtype, *_ = found.properties.stub_state  # TensorProperties pickles itself as a tuple
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{key} has a {type(dtype).__name__} for its dtype")
-        yield key, Entry(shape, dtype, tuple(chunks.values()))
-
-
-MARK = 64  # bytes at the start of a file of ours: the save that it is of, and the rank
-
-
-def _mark(save_id: str, rank: int) -> bytes:
-    return f"lwopt save {save_id} rank {rank}\n".encode().ljust(MARK)
-
-
-def _check_marks(listed: Manifest) -> None:
-    """Raises CheckpointError for a file of another save, or of another rank than its name says."""
-    for name, entry in listed.files.items():
-        if name.endswith(FILE):
-            with (listed.folder / name).open("rb") as file:
-                found = file.read(MARK)
-            expected = _mark(listed.save_id, entry.rank)
-            if found != expected:
-                words, said = (text.decode(errors="replace").strip() for text in (expected, found))
-                raise CheckpointError(
-                    f"{listed.folder / name}: expected {words!r} at its start, found {said!r}; it is of another save "
-                    f"or another rank; {listed.advice}"
-                )
-
-
-def incomplete(where: str, saved: int, sizes: Sequence[int], offsets: Sequence[int]) -> str:
-    """The sentence about a box of which only ``saved`` elements were saved."""
-    return (
-        f"{where}: the chunks saved have {saved} of the {math.prod(sizes)} elements at {tuple(offsets)}; was every "
-        "rank's file copied?"
-    )
-
-
 # Writes what torch.distributed.checkpoint reads, one tensor in memory at a time; ``dcp.reader`` reads it.
 # Metadata and the form of files are PyTorch's (torch/distributed/checkpoint/filesystem.py, ``_write_item``).
 
@@ -288,7 +96,7 @@ class _Writer(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results = []
         with self._files.open(self._name) as file:
-            file.write(_mark(self.save_id, self._rank))
+            file.write(mark(self.save_id, self._rank))
             read = in_order((partial(planner.resolve_data, item) for item in plan.items), self._workers)
             for item, data in zip(plan.items, read):
                 start = file.tell()

@@ -55,8 +55,8 @@ def counter(value: Any) -> Any:
 # are filled, and only stubs and numpy's arrays take state. The result is a tree of limited depth and size: as large as
 # the file, if everything shared were written out.
 
-__all__ = ["Stub", "load"]
-
+Reference = Callable[[Any], Any]
+Makers = Mapping[tuple[str, str], Maker]
 # Classes of these are only looked at: an instance becomes a stub that has its attributes.
 LOOKED_AT = ("megatron", "transformer_engine", "transformer_engine_torch", "nvidia_resiliency_ext", "apex", "deepspeed")
 DCP = "torch.distributed.checkpoint"  # importing it takes as long as importing torch
@@ -78,12 +78,7 @@ _STORAGES = {name: dtype for dtype, name in torch.storage._dtype_to_storage_type
 _UNTYPED = {("torch", "UntypedStorage"), ("torch.storage", "UntypedStorage")}
 
 
-def load(
-    data: bytes,
-    where: str,
-    persistent_load: Callable[[Any], Any] | None = None,
-    makers: Mapping[tuple[str, str], Maker] | None = None,
-) -> Any:
+def load(data: bytes, where: str, persistent_load: Reference | None = None, makers: Makers | None = None) -> Any:
     """Unpickle ``data``; ``persistent_load`` resolves references, ``makers`` are further constructors. Raises
     CheckpointError, naming ``where``, for anything that is not allowed."""
     try:
@@ -104,13 +99,7 @@ class _Unpickler(pickle._Unpickler):  # the one in Python, because the one in C 
     pop_mark: Callable[[], list[Any]]
     read: Callable[[int], bytes]
 
-    def __init__(
-        self,
-        data: bytes,
-        where: str,
-        persistent_load: Callable[[Any], Any] | None,
-        makers: Mapping[tuple[str, str], Maker],
-    ) -> None:
+    def __init__(self, data: bytes, where: str, persistent_load: Reference | None, makers: Makers) -> None:
         super().__init__(io.BytesIO(data), encoding="utf-8")
         self._where, self._persistent_load, self._nbytes = where, persistent_load, len(data)
         self._made = Made(len(data))

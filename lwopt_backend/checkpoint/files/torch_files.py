@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lwopt_backend.checkpoint.contents import CheckpointError, LazyTensor, held
 from lwopt_backend.checkpoint.files import manifest, pickles
-from lwopt_backend.checkpoint.files.made import Maker, Named, StorageKind, in_order, shape_of
+from lwopt_backend.checkpoint.files.made import Maker, Named, StorageKind, Stub, in_order, shape_of
 from lwopt_backend.checkpoint.files.manifest import Payload, crc_of
 
 # The zip archives that torch.save writes, in a file or in a part of one: stored records, each with its checksum.
@@ -398,7 +398,7 @@ def _with_tensors(found: Any, where: str, make: Callable[[StoredTensor], Any]) -
     done: dict[int, tuple[Any, Any]] = {}  # by id, with what has it, which so stays
 
     def of(value: Any, key: str) -> Any:
-        if not isinstance(value, (StoredTensor, dict, list, tuple, pickles.Stub)):
+        if not isinstance(value, (StoredTensor, dict, list, tuple, Stub)):
             return value
         if id(value) not in done:
             done[id(value)] = value, made(value, key)
@@ -413,7 +413,7 @@ def _with_tensors(found: Any, where: str, make: Callable[[StoredTensor], Any]) -
         if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
             entries = [of(v, f"{start}{i}") for i, v in enumerate(value)]
             return entries if isinstance(value, list) else tuple(entries)
-        if isinstance(value, pickles.Stub):
+        if isinstance(value, Stub):
             vars(value).update({k: of(v, f"{start}{k}") for k, v in vars(value).items()})
         return value
 

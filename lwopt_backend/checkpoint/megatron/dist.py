@@ -168,7 +168,7 @@ def _version(folder: DcpFolder, arguments: Mapping[str, Any]) -> str:
     """Megatron-core's version, as far as it can be inferred; none is saved."""
     if any(_COMMON.fullmatch(key) for key in folder.objects):
         return "0.19 or later"
-    if folder.has_extra:
+    if folder.extra is not None:
         return "0.15 or earlier"
     if arguments.get("optimizer") == "dist_muon":
         return "0.16 or 0.17"
@@ -287,7 +287,7 @@ class Stack:
 def stack(folder: DcpFolder, key: str) -> Stack:
     """The tensor ``key``. Raises CheckpointError if it is in pieces that do not make up its shape."""
     saved = folder.tensors[key].shape
-    original = folder.extra.get(key, {}).get(_ORIGINAL_SHAPE)
+    original = (folder.extra or {}).get(key, {}).get(_ORIGINAL_SHAPE)
     if original is None:
         return Stack(folder, key, saved)
     shape, fragments = shape_of(tuple(original)), saved[:-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -39,17 +40,12 @@ def dealt(
     ``expert_groups``, the rank is one of ``expert_ranks``. With one rank, the groups' order is kept."""
     if ranks == 1:
         return [[list(names)] for names in groups]
-    found: list[list[list[str]]] = [
-        [[] for _ in range(expert_ranks if group in expert_groups else ranks)] for group in range(len(groups))
-    ]
+    sizes = {False: ranks, True: expert_ranks}
+    turns = {expert: itertools.cycle([*range(size), *reversed(range(size))]) for expert, size in sizes.items()}
+    found: list[list[list[str]]] = [[[] for _ in range(sizes[g in expert_groups])] for g in range(len(groups))]
     entries = [(name, group) for group, names in enumerate(groups) for name in names]
-    turn = {False: 0, True: 0}
     for name, group in sorted(entries, key=lambda entry: numels[entry[0]]):
-        expert = group in expert_groups
-        size = expert_ranks if expert else ranks
-        place = turn[expert] % (2 * size)
-        found[group][place if place < size else 2 * size - 1 - place].append(name)
-        turn[expert] += 1
+        found[group][next(turns[group in expert_groups])].append(name)
     return found
 
 
