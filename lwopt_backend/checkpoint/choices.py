@@ -32,7 +32,7 @@ FORMATS = {
 WRITERS = {  # imported when needed: torch.distributed.checkpoint takes half a second
     "universal": "lwopt_backend.checkpoint.deepspeed.universal",
     "megatron": "lwopt_backend.checkpoint.megatron.writer",
-    "dcp": "lwopt_backend.checkpoint.dcp.writer",
+    "dcp": "lwopt_backend.checkpoint.dcp.saving",
     "safetensors": "lwopt_backend.checkpoint.safetensors",
 }
 
