@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -202,20 +203,11 @@ class Param:
         return found
 
 
-class OwnerStates(Mapping[int, Mapping[str, Any]]):
-    """Owner state by a matrix's place in its parameter, read whenever it is accessed."""
+class OwnerStates(UserDict[int, Any]):
+    """Owner state by a matrix's place in its parameter, made of functions that read it whenever it is accessed."""
 
-    def __init__(self, reads: Mapping[int, Callable[[], Mapping[str, Any]]]) -> None:
-        self._reads = reads
-
-    def __getitem__(self, place: int) -> Mapping[str, Any]:
-        return self._reads[place]()
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._reads)
-
-    def __len__(self) -> int:
-        return len(self._reads)
+    def __getitem__(self, place: int) -> Any:
+        return self.data[place]()
 
 
 @dataclass(frozen=True)

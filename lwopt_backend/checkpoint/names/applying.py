@@ -307,16 +307,24 @@ def _made(source: Checkpoint, unit: Unit, numbers: Numbers) -> dict[str, Param]:
     if not unit.rule.targets:
         return {}
     params = [source.params[name] for name in unit.names]
-    first, keys = params[0], _keys(unit, params)
+    first, keys = params[0], list(params[0].tensors)
+    for name, param in zip(unit.names, params):
+        pairs = [("tensors", sorted(first.tensors), sorted(param.tensors)), ("steps", first.step, param.step)]
+        for what, expected, other in [*pairs, ("param group", first.group, param.group)]:
+            if expected != other:
+                raise CheckpointError(
+                    f"{unit.names[0]!r} and {name!r} are joined by {unit.rule}, but differ in {what}: {expected} and "
+                    f"{other}; give a map that keeps them apart"
+                )
     moved = {keys[0]: _moved(unit, [param.tensors[keys[0]] for param in params], numbers)}
     if len(params) == 1 and moved[keys[0]] == [[first.tensors[keys[0]]]]:  # renamed: states of any form can stay
         return {unit.targets()[0][0]: first}
     for name, param in zip(unit.names, params):
-        other = [f"{key!r} of shape {state.shape}" for key, state in param.states.items() if state.shape != param.shape]
-        other += ["what a rule keeps of its matrices (owner_states)"] if param.owner_states else []
-        if other:
+        fixed = [f"{key!r} of shape {state.shape}" for key, state in param.states.items() if state.shape != param.shape]
+        fixed += ["what a rule keeps of its matrices (owner_states)"] if param.owner_states else []
+        if fixed:
             raise CheckpointError(
-                f"{name!r} of shape {param.shape} has {', '.join(other)}, which cannot follow {unit.rule}; only states "
+                f"{name!r} of shape {param.shape} has {', '.join(fixed)}, which cannot follow {unit.rule}; only states "
                 "of a parameter's own shape can be split, joined or permuted. Give a map that only renames it"
             )
     moved |= {key: _moved(unit, [param.tensors[key] for param in params], numbers) for key in keys[1:]}
@@ -353,20 +361,6 @@ def _moved(unit: Unit, tensors: Sequence[LazyTensor], numbers: Numbers) -> list[
     return moved
 
 
-def _keys(unit: Unit, params: Sequence[Param]) -> list[str]:
-    """The key ``weight`` and the states' keys; these and the counters must be equal for parameters that are joined."""
-    first = params[0]
-    for name, param in zip(unit.names, params):
-        pairs = [("tensors", sorted(first.tensors), sorted(param.tensors)), ("steps", first.step, param.step)]
-        for what, expected, found in [*pairs, ("param group", first.group, param.group)]:
-            if expected != found:
-                raise CheckpointError(
-                    f"{unit.names[0]!r} and {name!r} are joined by {unit.rule}, but differ in {what}: {expected} and "
-                    f"{found}; give a map that keeps them apart"
-                )
-    return list(first.tensors)
-
-
 def _extras(
     names: NameMap, checkpoint: Checkpoint, units: Sequence[Unit]
 ) -> tuple[dict[str, str], dict[str, LazyTensor], list[str]]:
@@ -377,10 +371,9 @@ def _extras(
         name = canonical(names.aliases, name)
         for rule in names.rules:
             values = rule.sources[0].match(name) if len(rule.sources) == 1 else None
-            if values is None:
-                continue
-            single = len(rule.targets) == 1 and set(rule.targets[0].fields) <= set(values) and not rule.stacked_over
-            return rule.targets[0].format(values) if single and rule.only is None else None
+            if values is not None:
+                single = len(rule.targets) == 1 and set(rule.targets[0].fields) <= set(values) and not rule.stacked_over
+                return rule.targets[0].format(values) if single and rule.only is None else None
         return None
 
     single = [unit for unit in units if len(unit.names) == 1 == len(unit.rule.targets) and not unit.rule.unstacked_over]
