@@ -1,93 +1,23 @@
-"""From one format to another: what is inferred, how groups are translated, what is written."""
+"""From one format to another: how param groups are translated, what is written where."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lwopt_backend.checkpoint import gates, names
 from lwopt_backend.checkpoint.choices import ARGUMENTS, WRITERS
-from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param
+from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor
 from lwopt_backend.checkpoint.files.atomic import write_whole
 from lwopt_backend.checkpoint.files.folders import refuse_existing, write_folder
 from lwopt_backend.config.linked_rates import OWN_RATES, torchs
 from lwopt_backend.config.registry import MATRIX_RULES, options_of, rule_named
-
-_KINDS = {"iteration": int, "samples": int, "scheduler": Mapping, "arguments": Mapping, "names": str}
-
-
-def split(saved: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split what is saved besides model and optimizer into ``Checkpoint``'s fields, by name, and the rest."""
-    known = {key: saved[key] for key, kind in _KINDS.items() if isinstance(saved.get(key), kind)}
-    return known, {key: value for key, value in saved.items() if key not in known}
-
-
-def iteration_of(params: Mapping[str, Param]) -> int | None:
-    """The optimizer's count of steps, if all counters are equal."""
-    steps = {int(param.step) for param in params.values() if param.step is not None}
-    return steps.pop() if len(steps) == 1 else None
-
-
-def weight_of(checkpoint: Checkpoint, param: Param) -> LazyTensor:
-    """The model's weight; from the master weight if only that is known, as DeepSpeed saves it at stage 3. It has 16
-    bits if Megatron's arguments or DeepSpeed's configuration say that training did."""
-    if param.weight is not None:
-        return param.weight
-    arguments = checkpoint.arguments
-    config = arguments.get("ds_config") or {}
-    for kind, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
-        if arguments.get(kind) is True or (config.get(kind) or {}).get("enabled") is True:
-            return param.best.to(dtype)
-    return param.best
-
-
-def tied(params: Mapping[str, Param]) -> dict[str, str]:
-    """Names of weights that no optimizer trains and that equal a trained one, each with that one's name.
-
-    torch's model state dict has a tied weight under all its names, an optimizer's only under the first. Vectors are not
-    compared, because many are all ones.
-    """
-    trained: dict[Any, list[str]] = {}
-    for name, param in params.items():
-        if param.states and param.weight is not None and len(param.shape) > 1:
-            trained.setdefault((param.shape, param.weight.dtype), []).append(name)
-
-    def blocks(name: str) -> Iterator[Tensor]:
-        weight = params[name].weight
-        return iter(()) if weight is None else weight.blocks()
-
-    @functools.cache  # read once, however many weights are compared
-    def begin(name: str) -> bytes:
-        first = next(blocks(name), torch.empty(0)).contiguous().view(torch.uint8)
-        return hashlib.blake2b(first.numpy().data).digest()
-
-    found = {}
-    for name, param in params.items():
-        if param.states or param.group is not None or param.weight is None:
-            continue
-        for of in trained.get((param.shape, param.weight.dtype), ()):
-            if begin(of) == begin(name) and all(map(torch.equal, blocks(of), blocks(name))):
-                found[name] = of
-                break
-    return found
-
-
-def sentences(tied: Mapping[str, str], where: object, counted: int | None) -> list[str]:
-    """Sentences on what was inferred; ``counted`` is the iteration, if that was."""
-    found = [f"{name} has the values of {of} and no state of its own: taken for the same" for name, of in tied.items()]
-    if counted is not None:
-        found.append(f"{where} does not say how far training came: taken for {counted}, the optimizer's count of steps")
-    return found
-
 
 # Param groups of other optimizers with our options, by whose names torch's DCP loads them.
 #

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lwopt_backend.checkpoint import contents, convert
+from lwopt_backend.checkpoint import contents
 from lwopt_backend.checkpoint.contents import MATRICES, Checkpoint, CheckpointError, LazyTensor, OwnerStates, Param
 from lwopt_backend.checkpoint.files import manifest, pickles, torch_files
 from lwopt_backend.checkpoint.files.made import shape_of
@@ -342,6 +342,7 @@ def _own_keys(weight: LazyTensor, group: Mapping[str, Any]) -> set[str] | None:
 # else ``iteration``, ``samples``, ``scheduler`` (a state dict), ``arguments`` and ``names`` are taken for what
 # ``Checkpoint`` calls so; our writer writes them under these keys, and training may.
 
+KNOWN = {"iteration": int, "samples": int, "scheduler": Mapping, "arguments": Mapping, "names": str}
 GROUPS, STATE = "param_groups.", "state."
 MOST_OPTIMIZERS = 64  # every key is compared with all their names
 
@@ -365,9 +366,15 @@ def read(path: Path) -> Checkpoint:
             "read by these alone"
         )
     params = {name: saved.param(name, w) for name, w in saved.weights.items() if w.dtype.is_floating_point}
-    tied = convert.tied(params)
-    known, client = convert.split(saved.others())
-    counted = convert.iteration_of(params) if "iteration" not in known else None
+    tied = contents.tied(params)
+    notes = [f"{name} has the values of {of} and no state of its own: taken for the same" for name, of in tied.items()]
+    others = saved.others()
+    known = {key: others[key] for key, kind in KNOWN.items() if isinstance(others.get(key), kind)}
+    client = {key: value for key, value in others.items() if key not in known}
+    steps = {int(param.step) for param in params.values() if param.step is not None}
+    if "iteration" not in known and len(steps) == 1:
+        count = known["iteration"] = steps.pop()
+        notes.append(f"{path} does not say how far training came: taken for {count}, the optimizer's count of steps")
     arguments = dict(known.get("arguments", {}))
     if saved.matrices:
         arguments[MATRICES] = {**(arguments.get(MATRICES) or {}), **saved.matrices}
@@ -378,13 +385,13 @@ def read(path: Path) -> Checkpoint:
         params={name: param for name, param in params.items() if name not in tied},
         groups=tuple(saved.groups),
         arguments=arguments,
-        iteration=known.get("iteration", counted),
+        iteration=known.get("iteration"),
         samples=known.get("samples"),
         scheduler=known.get("scheduler"),
         tied=tied,
         buffers={name: weight for name, weight in saved.weights.items() if name not in params},
         client=client,
-        notes=tuple(convert.sentences(tied, path, counted)),
+        notes=tuple(notes),
         proven=folder.proven,
     )
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param
-from lwopt_backend.checkpoint.convert import weight_of
 from lwopt_backend.checkpoint.dcp.saving import Boxes, Place, Shards, save, stacked
 from lwopt_backend.checkpoint.files.manifest import Files
 from lwopt_backend.checkpoint.files.torch_files import save_as_it_lies
@@ -144,6 +143,19 @@ def arguments_of(checkpoint: Checkpoint, version: str) -> dict[str, Any]:
     trained = {} if checkpoint.samples is None else {"consumed_train_samples": checkpoint.samples}
     known = {key: value for key, value in given.items() if value is not None or key not in shown}
     return {**shown, **known, **trained}
+
+
+def _weight_of(checkpoint: Checkpoint, param: Param) -> LazyTensor:
+    """The model's weight; from the master weight if only that is known, as DeepSpeed saves it at stage 3. It has 16
+    bits if Megatron's arguments or DeepSpeed's configuration say that training did."""
+    if param.weight is not None:
+        return param.weight
+    arguments = checkpoint.arguments
+    config = arguments.get("ds_config") or {}
+    for kind, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
+        if arguments.get(kind) is True or (config.get(kind) or {}).get("enabled") is True:
+            return param.best.to(dtype)
+    return param.best
 
 
 def is_muon(param: Param) -> bool:
@@ -295,7 +307,7 @@ def write(checkpoint: Checkpoint, folder: Path, version: str = OLD, workers: int
             raise CheckpointError(f"{name}: expected the local spec's name, {naming.local_spec(name)}; rename it")
     arguments = arguments_of(checkpoint, version)
     keys = Keys({name: param.shape for name, param in checkpoint.params.items()}, arguments)
-    weights = {name: weight_of(checkpoint, param) for name, param in checkpoint.params.items()}
+    weights = {name: _weight_of(checkpoint, param) for name, param in checkpoint.params.items()}
     tensors = keys.stacks({**weights, **checkpoint.buffers})
     distributed = is_distributed(checkpoint, arguments, version)
     states: dict[str, dict[str, LazyTensor]] = {}
