@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from lwopt_backend.checkpoint import formats
 from lwopt_backend.checkpoint import safetensors as safetensors_folder
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, Param, held, same
-from lwopt_backend.checkpoint.dcp import writer as write_dcp
+from lwopt_backend.checkpoint.dcp import saving as write_dcp
 from lwopt_backend.checkpoint.deepspeed import universal as write_universal
 from lwopt_backend.checkpoint.differences import differences
 from lwopt_backend.checkpoint.files import folders

@@ -22,7 +22,7 @@ from lwopt_backend.checkpoint import contents as lazy
 from lwopt_backend.checkpoint import convert, formats, names
 from lwopt_backend.checkpoint import safetensors as write_safetensors
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, end_to_end, held
-from lwopt_backend.checkpoint.dcp import writer as write_dcp
+from lwopt_backend.checkpoint.dcp import saving as write_dcp
 from lwopt_backend.checkpoint.dcp.reader import DcpFolder
 from lwopt_backend.checkpoint.differences import differences
 from lwopt_backend.checkpoint.files import manifest, torch_files

@@ -41,8 +41,8 @@ from lwopt_backend.checkpoint.files import folders, pickles, torch_files
 from lwopt_backend.checkpoint.files import torch_files as zip_records
 from lwopt_backend.checkpoint.files.atomic import NEW
 from lwopt_backend.checkpoint.files.folders import read_pointer, write_folder
-from lwopt_backend.checkpoint.files.torch_saving import ALIGNMENT, save
-from lwopt_backend.checkpoint.megatron import dist_names
+from lwopt_backend.checkpoint.files.torch_files import ALIGNMENT, save
+from lwopt_backend.checkpoint.megatron import dist as megatron_dist
 from tests import hostile
 from tests.command_line import files, lwopt, refused, succeeds, torch_dist
 from tests.hostile import Payload, replaced
@@ -532,7 +532,7 @@ def test_an_error_in_a_reader_is_one_of_the_checkpoint_and_keeps_its_cause(tmp_p
 
 def test_what_would_take_a_square_of_the_size_is_refused_or_gone_through_once(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no model has so many layers or experts"):
-        next(dist_names._unstacked("decoder.layers.mlp.linear_fc1.weight", (2**40, 1), "a file"))
+        next(megatron_dist._unstacked("decoder.layers.mlp.linear_fc1.weight", (2**40, 1), "a file"))
     save_file({"a." * 1000 + "w": torch.ones(2, 2)}, tmp_path / "model.safetensors")  # in a thousand modules
     for words in (("plan", "--world-size", 2, "--checkpoint"), ("inspect",)):
         assert "a parameter" in refused(*words, tmp_path)

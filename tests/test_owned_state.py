@@ -30,7 +30,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.checkpoint import formats
 from lwopt_backend.checkpoint.dcp.reader import DcpFolder
-from lwopt_backend.checkpoint.dcp.saving import read_metadata
 from lwopt_backend.checkpoint.files import manifest
 from lwopt_backend.storage.owned_state import state_pieces
 from tests.cells import with_full
@@ -121,7 +120,10 @@ def test_saving_between_backward_and_a_step_that_has_begun_is_an_error(tmp_path:
 def flip(path: Path) -> None:
     """One bit in the middle of the largest tensor in a file."""
     data = bytearray(path.read_bytes())
-    largest = max((s for s in read_metadata(path.parent).stored if s.path == path), key=lambda stored: stored.length)
+    largest = max(
+        (s for s in DcpFolder(path.parent, metadata_only=True).stored if s.path == path),
+        key=lambda stored: stored.length,
+    )
     data[largest.offset + largest.length // 2] ^= 4
     path.write_bytes(data)
 
@@ -238,7 +240,7 @@ def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, rank: int, faul
     other.load_state_dict_from(tmp_path)
     assert equal(owned_state(other), expected)
     optimizer.save_state_dict(tmp_path)
-    stored = {place.path.name for place in read_metadata(tmp_path).stored}
+    stored = {place.path.name for place in DcpFolder(tmp_path, metadata_only=True).stored}
     assert set(os.listdir(tmp_path)) == {".metadata", manifest.NAME, *stored}
     other.load_state_dict_from(tmp_path)
     assert equal(owned_state(other), owned_state(optimizer))

@@ -32,7 +32,7 @@ FORMATS = {
 WRITERS = {  # imported when needed: torch.distributed.checkpoint takes half a second
     "universal": "lwopt_backend.checkpoint.deepspeed.universal",
     "megatron": "lwopt_backend.checkpoint.megatron.writer",
-    "dcp": "lwopt_backend.checkpoint.dcp.writer",
+    "dcp": "lwopt_backend.checkpoint.dcp.saving",
     "safetensors": "lwopt_backend.checkpoint.safetensors",
 }
 
@@ -75,7 +75,14 @@ class Numbers(Options):
 
     def filled(self, arguments: Mapping[str, Any]) -> Numbers:
         """With the numbers in ``arguments`` for those not given. Raises CheckpointError if one is not a number."""
-        found = {key: _said(key, names, arguments) for key, names in ARGUMENTS.items()}
+        found: dict[str, int | None] = {}
+        for key, names in ARGUMENTS.items():
+            name = next((name for name in names if arguments.get(name) is not None), names[0])
+            value = found[key] = arguments.get(name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise CheckpointError(
+                    f"the checkpoint's argument {name!r} is {value!r}; expected a number; give {key!r}"
+                )
         grouped = arguments.get("group_query_attention")
         if grouped is False:  # then Megatron's num_query_groups is 1, a default that is not used
             found["query_groups"] = found["heads"]
@@ -104,25 +111,30 @@ class QKV:
 
 def qkv_of_fused(numbers: Numbers, rows: int, where: str) -> QKV:
     """How the rows of a fused matrix divide, given two of heads, groups and channels. Raises CheckpointError."""
-    heads, groups, channels = numbers.heads, numbers.query_groups, numbers.kv_channels
+    heads, groups, channels = numbers.heads or 0, numbers.query_groups or 0, numbers.kv_channels or 0
+    if (heads > 0) + (groups > 0) + (channels > 0) < 2:
+        raise CheckpointError(
+            f"{where}: to divide q, k and v, two of heads, query_groups and kv_channels must be known; known is "
+            f"{_known(numbers)}; give them"
+        )
     if heads and groups:
         channels = channels or rows // (heads + 2 * groups)
-    elif heads and channels:
+    elif heads:
         groups = (rows // channels - heads) // 2
-    elif groups and channels:
-        heads = rows // channels - 2 * groups
     else:
-        _need(where, "two of heads, query_groups and kv_channels", numbers)
-    outputs = (heads or 0) * (channels or 0) // max(groups or 0, 1)
-    return _fitting(QKV(groups or 0, outputs, channels or 0), rows, numbers, where)
+        heads = rows // channels - 2 * groups
+    return _fitting(QKV(groups, heads * channels // max(groups, 1), channels), rows, numbers, where)
 
 
 def qkv_of_parts(numbers: Numbers, q: int, k: int, where: str) -> QKV:
     """How rows of separate q and k divide, given one of heads, groups and channels. Raises CheckpointError."""
     heads, groups, channels = numbers.heads, numbers.query_groups, numbers.kv_channels
+    if not (heads or groups or channels):
+        raise CheckpointError(
+            f"{where}: to divide q, k and v, one of heads, query_groups and kv_channels must be known; known is "
+            f"{_known(numbers)}; give them"
+        )
     if not channels:
-        if not groups and not heads:
-            _need(where, "one of heads, query_groups and kv_channels", numbers)
         channels = k // groups if groups else q // (heads or 1)
     groups = groups or k // max(channels, 1)
     return _fitting(QKV(groups, q // max(groups, 1), channels), q + 2 * k, numbers, where)
@@ -133,27 +145,12 @@ def _fitting(found: QKV, rows: int, numbers: Numbers, where: str) -> QKV:
     whole = min(found.groups, found.queries, found.channels) > 0 and found.queries % found.channels == 0
     if not whole or found.rows != rows or numbers.heads not in (None, heads):
         raise CheckpointError(
-            f"{where}: {rows} rows of q, k and v do not divide by {_shown(numbers)}: expected "
+            f"{where}: {rows} rows of q, k and v do not divide by {_known(numbers)}: expected "
             "(heads + 2 * query_groups) * kv_channels; give the numbers of this model"
         )
     return found
 
 
-def _need(where: str, what: str, numbers: Numbers) -> None:
-    raise CheckpointError(f"{where}: to divide q, k and v, {what} must be known; known is {_shown(numbers)}; give them")
-
-
-def _shown(numbers: Numbers) -> str:
+def _known(numbers: Numbers) -> str:
     keys = ("heads", "query_groups", "kv_channels")
     return ", ".join(f"{key} {getattr(numbers, key) or 'unknown'}" for key in keys)
-
-
-def _said(key: str, names: tuple[str, ...], arguments: Mapping[str, Any]) -> int | None:
-    for name in names:
-        value = arguments.get(name)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise CheckpointError(f"the checkpoint's argument {name!r} is {value!r}; expected a number; give {key!r}")
-        return value
-    return None

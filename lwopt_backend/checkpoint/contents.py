@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import itertools
 import math
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,8 +17,6 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.checkpoint.choices import CheckpointError as CheckpointError
-
-# Bitwise comparison of values, and counts of values that are not finite.
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -42,8 +43,6 @@ def infinite(values: Tensor) -> int:
     wide = values if values.dtype.itemsize >= 4 or values.dtype == torch.bfloat16 else values.float()
     return 0 if bool(wide.sum().isfinite()) else int((~wide.isfinite()).sum())
 
-
-# Tensors that are read when they are needed, one at a time.
 
 BLOCK = 2**20  # elements that are read at once to fill or compare a tensor
 ReadRange = Callable[[int, int], Tensor]
@@ -89,21 +88,21 @@ class LazyTensor:
 
     def piece(self, start: int, stop: int) -> LazyTensor:
         """Elements [start, stop) of the flattened tensor, as a flat tensor."""
-        ranged, shape = self.read_range, (stop - start,)
+        whole, ranged, shape = self.read, self.read_range, (stop - start,)
         if ranged is None:
-            return LazyTensor(shape, self.dtype, lambda: self.read().view(-1)[start:stop].clone(), self.where)
-        within = partial(_within, ranged, start)
-        return LazyTensor(shape, self.dtype, lambda: ranged(start, stop), self.where, within)
+            return LazyTensor(shape, self.dtype, lambda: whole().view(-1)[start:stop].clone(), self.where)
+        return LazyTensor(
+            shape, self.dtype, lambda: ranged(start, stop), self.where, lambda a, b: ranged(start + a, start + b)
+        )
 
     def view(self, shape: Sequence[int]) -> LazyTensor:
-        """The same elements in the same order in another shape."""
         shape = tuple(shape)
         assert math.prod(shape) == self.numel, f"{self.where}: expected shape {shape}, found {self.shape}"
         return LazyTensor(shape, self.dtype, lambda: self.read().view(shape), self.where, self.read_range)
 
     def mapped(self, function: Callable[[Tensor], Tensor], shape: Sequence[int]) -> LazyTensor:
         """The result of ``function``, of ``shape``; the function must only move elements."""
-        return LazyTensor(tuple(shape), self.dtype, lambda: _contiguous(function(self.read()), shape), self.where)
+        return joined([self], lambda parts: function(parts[0]), shape)
 
     def to(self, dtype: torch.dtype) -> LazyTensor:
         """Convert when read; with ``read_range``, the whole tensor is never in memory in both dtypes."""
@@ -112,10 +111,6 @@ class LazyTensor:
         ranged = self.read_range
         converted = None if ranged is None else lambda start, stop: ranged(start, stop).to(dtype)
         return LazyTensor(self.shape, dtype, lambda: _filled([self], self.shape, dtype), self.where, converted)
-
-
-def _within(read_range: ReadRange, begin: int, start: int, stop: int) -> Tensor:
-    return read_range(begin + start, begin + stop)
 
 
 def _filled(parts: Sequence[LazyTensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -134,17 +129,19 @@ def held(tensor: Tensor, where: str) -> LazyTensor:
 
 def joined(parts: Sequence[LazyTensor], function: Callable[[list[Tensor]], Tensor], shape: Sequence[int]) -> LazyTensor:
     """``function`` of ``parts``, of ``shape``. All parts are in memory while it is read."""
-    first = parts[0]
-    return LazyTensor(
-        tuple(shape), first.dtype, lambda: _contiguous(function([part.read() for part in parts]), shape), first.where
-    )
+    first, shape = parts[0], tuple(shape)
+
+    def read() -> Tensor:
+        found = function([part.read() for part in parts])
+        assert found.shape == shape, f"expected shape {shape}, found {tuple(found.shape)}"
+        return found.contiguous()
+
+    return LazyTensor(shape, first.dtype, read, first.where)
 
 
 def end_to_end(parts: Sequence[LazyTensor], shape: Sequence[int]) -> LazyTensor:
     """The elements of ``parts`` one after the other, in ``shape``, as torch.cat joins them along the first dimension.
-
-    It is filled part by part, from ranges if these can be read, so that no whole part is in memory besides.
-    """
+    It is filled part by part, from ranges if these can be read, so that no whole part is in memory besides."""
     first = parts[0]
     if len(parts) == 1:
         return first.view(shape)
@@ -162,13 +159,6 @@ def end_to_end(parts: Sequence[LazyTensor], shape: Sequence[int]) -> LazyTensor:
     ranged = None if any(part.read_range is None for part in parts) else read_range
     return LazyTensor(tuple(shape), first.dtype, lambda: _filled(parts, shape, first.dtype), first.where, ranged)
 
-
-def _contiguous(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    assert tuple(tensor.shape) == tuple(shape), f"expected shape {tuple(shape)}, found {tuple(tensor.shape)}"
-    return tensor.contiguous()
-
-
-# The content of a checkpoint of any format: the form between all readers and all writers.
 
 T = TypeVar("T")
 WEIGHT = "weight"
@@ -201,6 +191,11 @@ class Param:
         """The weight, if any, under ``"weight"``, and the states."""
         return {**({} if self.weight is None else {WEIGHT: self.weight}), **self.states}
 
+    def changed(self, tensors: Mapping[str, LazyTensor]) -> Param:
+        """The parameter with these in place of its ``tensors``."""
+        states = {key: tensor for key, tensor in tensors.items() if key != WEIGHT}
+        return replace(self, weight=tensors.get(WEIGHT), states=states)
+
     @property
     def best(self) -> LazyTensor:
         """The master weight if there is one, else the weight."""
@@ -209,20 +204,11 @@ class Param:
         return found
 
 
-class OwnerStates(Mapping[int, Mapping[str, Any]]):
-    """Owner state by a matrix's place in its parameter, read whenever it is accessed."""
+class OwnerStates(UserDict[int, Any]):
+    """Owner state by a matrix's place in its parameter, made of functions that read it whenever it is accessed."""
 
-    def __init__(self, reads: Mapping[int, Callable[[], Mapping[str, Any]]]) -> None:
-        self._reads = reads
-
-    def __getitem__(self, place: int) -> Mapping[str, Any]:
-        return self._reads[place]()
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._reads)
-
-    def __len__(self) -> int:
-        return len(self._reads)
+    def __getitem__(self, place: int) -> Any:
+        return self.data[place]()
 
 
 @dataclass(frozen=True)
@@ -280,11 +266,56 @@ class Checkpoint:
                 raise CheckpointError(f"{self.format}: {what} is {said}; copy it again")
 
 
-def read_as_expected(read: Callable[[], T], where: Path, writer: str, said: type[ValueError] = CheckpointError) -> T:
-    """The result of ``read``. Raises CheckpointError for any error in files that ``writer`` cannot have written.
+def tied(params: Mapping[str, Param]) -> dict[str, str]:
+    """Names of weights that no optimizer trains and that equal a trained one, each with that one's name.
 
-    This is the last resort: a reader that notices a problem itself raises a better error, of type ``said``.
+    torch's model state dict has a tied weight under all its names, an optimizer's only under the first. Vectors are not
+    compared, because many are all ones.
     """
+    trained: dict[Any, list[str]] = {}
+    for name, param in params.items():
+        if param.states and param.weight is not None and len(param.shape) > 1:
+            trained.setdefault((param.shape, param.weight.dtype), []).append(name)
+
+    def blocks(name: str) -> Iterator[Tensor]:
+        weight = params[name].weight
+        return iter(()) if weight is None else weight.blocks()
+
+    @functools.cache  # read once, however many weights are compared
+    def begin(name: str) -> bytes:
+        first = next(blocks(name), torch.empty(0)).contiguous().view(torch.uint8)
+        return hashlib.blake2b(first.numpy().data).digest()
+
+    found = {}
+    for name, param in params.items():
+        if param.states or param.group is not None or param.weight is None:
+            continue
+        for of in trained.get((param.shape, param.weight.dtype), ()):
+            if begin(of) == begin(name) and all(map(torch.equal, blocks(of), blocks(name))):
+                found[name] = of
+                break
+    return found
+
+
+def reader(
+    writer: str, folder_of: Callable[[Path], Path] = Path
+) -> Callable[[Callable[[Path], T]], Callable[[Path], T]]:
+    """Decorates a function of a folder, which is then called with ``folder_of(path)`` by ``read_as_expected``."""
+
+    def decorated(read: Callable[[Path], T]) -> Callable[[Path], T]:
+        @functools.wraps(read)
+        def read_folder(path: Path) -> T:
+            folder = folder_of(path)
+            return read_as_expected(lambda: read(folder), folder, writer)
+
+        return read_folder
+
+    return decorated
+
+
+def read_as_expected(read: Callable[[], T], where: Path, writer: str, said: type[ValueError] = CheckpointError) -> T:
+    """The result of ``read``. Raises CheckpointError for any error in files that ``writer`` cannot have written. This
+    is the last resort: a reader that notices a problem itself raises a better error, of type ``said``."""
     try:
         return read()
     except (said, MemoryError, ImportError):

@@ -1,97 +1,23 @@
-"""From one format to another: what is inferred, how groups are translated, what is written."""
+"""From one format to another: how param groups are translated, what is written where."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import hashlib
 import importlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lwopt_backend.checkpoint import gates, names
 from lwopt_backend.checkpoint.choices import ARGUMENTS, WRITERS
-from lwopt_backend.checkpoint.contents import MASTER, WEIGHT, Checkpoint, CheckpointError, LazyTensor, Param
+from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor
 from lwopt_backend.checkpoint.files.atomic import write_whole
 from lwopt_backend.checkpoint.files.folders import refuse_existing, write_folder
 from lwopt_backend.config.linked_rates import OWN_RATES, torchs
 from lwopt_backend.config.registry import MATRIX_RULES, options_of, rule_named
-
-# What a training program's checkpoint has under any name, or not at all: counters, tied weights.
-
-_KINDS = {"iteration": int, "samples": int, "scheduler": Mapping, "arguments": Mapping, "names": str}
-
-
-def split(saved: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split what is saved besides model and optimizer into ``Checkpoint``'s fields, by name, and the rest."""
-    known = {key: saved[key] for key, kind in _KINDS.items() if isinstance(saved.get(key), kind)}
-    return known, {key: value for key, value in saved.items() if key not in known}
-
-
-def iteration_of(params: Mapping[str, Param]) -> int | None:
-    """The optimizer's count of steps, if all counters are equal."""
-    steps = {int(param.step) for param in params.values() if param.step is not None}
-    return steps.pop() if len(steps) == 1 else None
-
-
-def weight_of(checkpoint: Checkpoint, param: Param) -> LazyTensor:
-    """The model's weight; from the master weight if only that is known, as DeepSpeed saves it at stage 3.
-
-    It has 16 bits if Megatron's arguments or DeepSpeed's configuration say that training did.
-    """
-    if param.weight is not None:
-        return param.weight
-    arguments = checkpoint.arguments
-    config = arguments.get("ds_config") or {}
-    for kind, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
-        if arguments.get(kind) is True or (config.get(kind) or {}).get("enabled") is True:
-            return param.best.to(dtype)
-    return param.best
-
-
-def tied(params: Mapping[str, Param]) -> dict[str, str]:
-    """Names of weights that no optimizer trains and that equal a trained one, each with that one's name.
-
-    torch's model state dict has a tied weight under all its names, an optimizer's only under the first. Vectors are not
-    compared, because many are all ones.
-    """
-    trained: dict[Any, list[str]] = {}
-    for name, param in params.items():
-        if param.states and param.weight is not None and len(param.shape) > 1:
-            trained.setdefault((param.shape, param.weight.dtype), []).append(name)
-
-    def blocks(name: str) -> Iterator[Tensor]:
-        weight = params[name].weight
-        return iter(()) if weight is None else weight.blocks()
-
-    @functools.cache  # read once, however many weights are compared
-    def begin(name: str) -> bytes:
-        first = next(blocks(name), torch.empty(0)).contiguous().view(torch.uint8)
-        return hashlib.blake2b(first.numpy().data).digest()
-
-    found = {}
-    for name, param in params.items():
-        if param.states or param.group is not None or param.weight is None:
-            continue
-        for of in trained.get((param.shape, param.weight.dtype), ()):
-            if begin(of) == begin(name) and all(map(torch.equal, blocks(of), blocks(name))):
-                found[name] = of
-                break
-    return found
-
-
-def sentences(tied: Mapping[str, str], where: object, counted: int | None) -> list[str]:
-    """Sentences on what was inferred; ``counted`` is the iteration, if that was."""
-    found = [f"{name} has the values of {of} and no state of its own: taken for the same" for name, of in tied.items()]
-    if counted is not None:
-        found.append(f"{where} does not say how far training came: taken for {counted}, the optimizer's count of steps")
-    return found
-
 
 # Param groups of other optimizers with our options, by whose names torch's DCP loads them.
 #
@@ -109,10 +35,6 @@ _MEGATRON = {  # our options and Megatron's arguments for them, some with older 
 _PLACES = ("members", "from_group", "overrides")  # keys of our engines that are no options
 
 
-class _UnknownError(ValueError):
-    """The reason why a group is not translated."""
-
-
 def as_ours(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with param groups as our optimizers have them, with ``rule``; those of matrix rules come first.
 
@@ -123,11 +45,10 @@ def as_ours(checkpoint: Checkpoint) -> Checkpoint:
     order = sorted(range(len(found)), key=lambda number: found[number].get("rule") not in MATRIX_RULES)
     place: dict[int | None, int] = {number: position for position, number in enumerate(order)}
     params = {
-        name: dataclasses.replace(param, group=place.get(param.group, param.group))
-        for name, param in checkpoint.params.items()
+        name: replace(param, group=place.get(param.group, param.group)) for name, param in checkpoint.params.items()
     }
     groups = tuple(found[number] for number in order)
-    return dataclasses.replace(checkpoint, params=params, groups=groups, notes=(*checkpoint.notes, *notes))
+    return replace(checkpoint, params=params, groups=groups, notes=(*checkpoint.notes, *notes))
 
 
 def translated(checkpoint: Checkpoint) -> tuple[list[dict[str, Any]], list[str]]:
@@ -149,73 +70,65 @@ def translated(checkpoint: Checkpoint) -> tuple[list[dict[str, Any]], list[str]]
 
 def _translated(group: Mapping[str, Any], states: set[str], checkpoint: Checkpoint) -> dict[str, Any]:
     """``states`` are the keys of its parameters' state. Raises ValueError with the reason if it has no counterpart."""
+    ds_config = checkpoint.arguments.get("ds_config") or {}
+    # DeepSpeed's schedulers save no rates, but the peak of the warmup is configured.
+    peak = ((ds_config.get("scheduler") or {}).get("params") or {}).get("warmup_max_lr")
+    is_theirs = "last_batch_iteration" in (checkpoint.scheduler or {})
+    peak = float(peak) if is_theirs and isinstance(peak, (int, float)) else None
     if "rule" in group:
-        peak = _peak(checkpoint)
+        fields = {}
+        with suppress(ValueError):  # an unknown rule or class
+            fields = rule_named(group["rule"]).model(group, "").model_fields
+        defaults = {k: f.get_default(call_default_factory=True) for k, f in fields.items() if not f.is_required()}
         first = {} if peak is None else {"initial_lr": peak}
-        return {**_filled(group), **first, **{key: value for key, value in group.items() if key not in _PLACES}}
+        own = {key: value for key, value in group.items() if key not in _PLACES}
+        return {OWN_RATES: False, **(torchs() if group["rule"] == ADAMW else {}), **defaults, **first, **own}
+    of_deepspeed = (ds_config.get("optimizer") or {}).get("params") or {}
     if "betas" in group and states >= MOMENTS:
-        options = _adamw(group, checkpoint.arguments)
+        rule, given = ADAMW, _adamw(group, of_deepspeed)
         kept = {**torchs(), **{key: value for key, value in group.items() if value is not None}}
     elif states == {"momentum_buffer"}:
-        options, kept = _muon(group, checkpoint.arguments), dict(group)
+        rule, given, kept = MUON, _muon(group, checkpoint.arguments, of_deepspeed), dict(group)
     else:
-        raise _UnknownError(f"none of our rules keeps {sorted(states)} with the options {sorted(group)}")
-    rate = {} if (start := _first_rate(group, checkpoint)) is None else {"initial_lr": start}
-    return {OWN_RATES: False, **kept, **options, **rate}
+        raise ValueError(f"none of our rules keeps {sorted(states)} with the options {sorted(group)}")
+    # The base learning rate that a schedule multiplies: torch's ``initial_lr``.
+    start = group.get("initial_lr", group.get("max_lr"))
+    if start is None:
+        start = group.get("lr") if checkpoint.scheduler is None else peak
+    options = options_of(rule, given, f"a group of {rule}").model_dump()
+    return {OWN_RATES: False, **kept, "rule": rule, **options, **({} if start is None else {"initial_lr": start})}
 
 
-def _filled(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Defaults of the options of the group's rule."""
-    try:
-        fields = rule_named(group["rule"]).model(group, "").model_fields
-    except ValueError:  # an unknown rule or class
-        fields = {}
-    options = {k: f.get_default(call_default_factory=True) for k, f in fields.items() if not f.is_required()}
-    return {OWN_RATES: False, **(torchs() if group["rule"] == ADAMW else {}), **options}
-
-
-def _first_rate(group: Mapping[str, Any], checkpoint: Checkpoint) -> float | None:
-    """The base learning rate that a schedule multiplies: torch's ``initial_lr``."""
-    without = group.get("lr") if checkpoint.scheduler is None else _peak(checkpoint)
-    found: float | None = group.get("initial_lr", group.get("max_lr"))
-    return without if found is None else found
-
-
-def _peak(checkpoint: Checkpoint) -> float | None:
-    """The configured peak of DeepSpeed's warmup, because its schedulers save no rates."""
-    schedule = (checkpoint.arguments.get("ds_config") or {}).get("scheduler") or {}
-    peak = (schedule.get("params") or {}).get("warmup_max_lr")
-    is_theirs = "last_batch_iteration" in (checkpoint.scheduler or {})
-    return float(peak) if is_theirs and isinstance(peak, (int, float)) else None
-
-
-def _adamw(group: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    of_deepspeed = _of_ds_config(arguments)
+def _adamw(group: Mapping[str, Any], of_deepspeed: Mapping[str, Any]) -> dict[str, Any]:
     decoupled = group.get("decoupled_weight_decay", of_deepspeed.get("adam_w_mode", True))
     if not decoupled and group.get("weight_decay"):
-        raise _UnknownError("its Adam adds the weight decay to the gradient, which our AdamW does not")
+        raise ValueError("its Adam adds the weight decay to the gradient, which our AdamW does not")
     if not group.get("bias_correction", True) or group.get("maximize"):
-        raise _UnknownError("its Adam has no bias correction, or maximizes, which our AdamW does not")
+        raise ValueError("its Adam has no bias correction, or maximizes, which our AdamW does not")
     wanted = ("lr", "betas", "eps", "weight_decay", "amsgrad")
-    return _checked(ADAMW, {key: group[key] for key in wanted if group.get(key) is not None})
+    return {key: group[key] for key in wanted if group.get(key) is not None}
 
 
-def _muon(group: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _muon(group: Mapping[str, Any], arguments: Mapping[str, Any], of_deepspeed: Mapping[str, Any]) -> dict[str, Any]:
+    more: dict[str, Any] = {}
     if "use_muon" in group:
-        more = _of_deepspeed(_of_ds_config(arguments))
+        if of_deepspeed.get("per_head_muon"):
+            raise ValueError("per_head_muon orthogonalized heads by themselves; set 'atoms', and see docs/migration.md")
+        if of_deepspeed.get("ns_method", "gram") != "standard":
+            more = {"ns_dtype": "float32", "gram_aspect": 1.0, "gram_restarts": (2,)}
     elif "muon" in str(arguments.get("optimizer")):
         more = _of_megatron(arguments)
     elif "ns_coefficients" in group:  # torch.optim.Muon's groups have all options
         names = ("nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
         more = {key: group[key] for key in names if key in group}
     else:
-        raise _UnknownError(f"whose momentum it is cannot be told from its options, {sorted(group)}")
+        raise ValueError(f"whose momentum it is cannot be told from its options, {sorted(group)}")
     momentum = group.get("momentum", group.get("momentum_beta"))
     needed = {"lr": group.get("lr"), "weight_decay": group.get("weight_decay"), "momentum": momentum}
     missing = [key for key, value in needed.items() if value is None]
     if missing:
-        raise _UnknownError(f"it has no {missing[0]}, only {sorted(group)}")
-    return _checked(MUON, {**needed, **more})
+        raise ValueError(f"it has no {missing[0]}, only {sorted(group)}")
+    return {**needed, **more}
 
 
 def _of_megatron(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,34 +137,13 @@ def _of_megatron(arguments: Mapping[str, Any]) -> dict[str, Any]:
     for ours, theirs in _MEGATRON.items():
         known = [arguments[key] for key in theirs if arguments.get(key) is not None]
         if not known:
-            raise _UnknownError(f"the checkpoint's arguments lack {theirs[0]}")
+            raise ValueError(f"the checkpoint's arguments lack {theirs[0]}")
         found[ours] = known[0]
     table = arguments.get("muon_coefficient_type", "quintic")  # the only one before it was an argument
     if table not in ("simple", "quintic"):
-        raise _UnknownError(f"muon_coefficient_type={table!r} has no counterpart by name; see docs/migration.md")
+        raise ValueError(f"muon_coefficient_type={table!r} has no counterpart by name; see docs/migration.md")
     exact = arguments.get("muon_fp32_matmul_prec", "medium") != "medium"
     return {**found, "ns_coefficients": table, "ns_dtype": "float32" if exact else "bfloat16"}
-
-
-def _of_deepspeed(params: Mapping[str, Any]) -> dict[str, Any]:
-    if params.get("per_head_muon"):
-        raise _UnknownError("per_head_muon orthogonalized heads by themselves; set 'atoms', and see docs/migration.md")
-    if params.get("ns_method", "gram") == "standard":
-        return {}
-    return {"ns_dtype": "float32", "gram_aspect": 1.0, "gram_restarts": (2,)}
-
-
-def _of_ds_config(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configured options of DeepSpeed's optimizer."""
-    optimizer = (arguments.get("ds_config") or {}).get("optimizer") or {}
-    return optimizer.get("params") or {}
-
-
-def _checked(rule: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    return {"rule": rule, **options_of(rule, given, f"a group of {rule}").model_dump()}
-
-
-# From one checkpoint to another: read, check, rename, write.
 
 
 @dataclass(frozen=True)
@@ -266,8 +158,7 @@ def place_of(checkpoint: Checkpoint, target: str, destination: Path) -> Place:
     """A universal or Megatron checkpoint is a step's folder in ``destination``; any other is ``destination`` itself."""
     step = checkpoint.iteration or 0
     if target == "universal":
-        tag = f"global_step{step}"
-        return Place(destination / tag, {"latest_universal": tag})
+        return Place(destination / f"global_step{step}", {"latest_universal": f"global_step{step}"})
     if target == "megatron":
         return Place(destination / f"iter_{step:07d}", {"latest_checkpointed_iteration.txt": str(step)})
     return Place(destination, {})
@@ -281,12 +172,11 @@ def prepared(
     numbers: names.Numbers,
     uneven_steps: bool = False,
 ) -> tuple[Checkpoint, gates.Gate]:
-    """Under the names that are wanted: Megatron-core's for what Megatron wrote, else those it has. It is checked but
-    for its values, which the gate checks when they are read.
+    """The checkpoint under the names of ``vocabulary``: by default Megatron-core's if the target is Megatron, else its
+    own. Everything but its values is checked; the gate checks these as they are read.
 
-    For DCP, param groups get the options of our optimizers, which load them by these.
-
-    Raises CheckpointError; nothing is written before.
+    For DCP, param groups get the options of our optimizers, which load them by these. Raises CheckpointError; nothing
+    is written before.
     """
     known = source_vocabulary or (checkpoint.names if checkpoint.names in (names.CORE, *names.FAMILIES) else None)
     vocabulary = vocabulary or (names.CORE if target == "megatron" else known)
@@ -297,7 +187,7 @@ def prepared(
     if vocabulary is not None:
         checkpoint = names.translate(checkpoint, vocabulary, numbers, source=source_vocabulary)
     if target == "megatron":
-        checkpoint = dataclasses.replace(checkpoint, arguments=_megatron_arguments(checkpoint, numbers))
+        return replace(checkpoint, arguments=_megatron_arguments(checkpoint, numbers)), gate
     return (as_ours(checkpoint) if target == "dcp" else checkpoint), gate
 
 
@@ -378,10 +268,8 @@ def write(
 
 
 def check_free(place: Place, force: bool, source: Path) -> None:
-    """Raises CheckpointError if the destination exists, before hours are spent on reading.
-
-    Even with ``force`` if it is or contains the source or the current folder, or if it is in the source.
-    """
+    """Raises CheckpointError if the destination exists, before hours are spent on reading. Even with ``force`` if it is
+    or contains the source or the current folder, or if it is in the source."""
     folder = place.folder.resolve()
     for kept, what in ((source, "the source"), (Path.cwd(), "the current folder"), (Path.home(), "your home folder")):
         if kept.resolve().is_relative_to(folder):
@@ -395,22 +283,20 @@ def check_free(place: Place, force: bool, source: Path) -> None:
 def watched(checkpoint: Checkpoint, seen: Callable[[int], None]) -> Checkpoint:
     """The same checkpoint; ``seen`` is called with the bytes of every tensor that is read."""
 
-    def watch(tensor: LazyTensor) -> LazyTensor:
-        def counted(found: Tensor) -> Tensor:
-            seen(found.nbytes)
-            return found
+    def counted(found: Tensor) -> Tensor:
+        seen(found.nbytes)
+        return found
 
+    def watch(tensor: LazyTensor) -> LazyTensor:
         whole, part = tensor.read, tensor.read_range
         ranged = None if part is None else lambda start, stop: counted(part(start, stop))
-        return dataclasses.replace(tensor, read=lambda: counted(whole()), read_range=ranged)
+        return replace(tensor, read=lambda: counted(whole()), read_range=ranged)
 
     params = {}
     for name, param in checkpoint.params.items():
-        tensors = {key: watch(tensor) for key, tensor in param.tensors.items()}
-        params[name] = dataclasses.replace(param, weight=tensors.pop(WEIGHT, None), states=tensors)
-    return dataclasses.replace(checkpoint, params=params)
+        params[name] = param.changed({key: watch(tensor) for key, tensor in param.tensors.items()})
+    return replace(checkpoint, params=params)
 
 
 def nbytes(checkpoint: Checkpoint) -> int:
-    """Bytes of all tensors as they are read."""
     return sum(tensor.nbytes for param in checkpoint.params.values() for tensor in param.tensors.values())

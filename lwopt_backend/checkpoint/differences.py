@@ -16,10 +16,8 @@ STEP, OWNER, BUFFER = "step", "owner", "buffer"
 
 @dataclass(frozen=True)
 class Compared:
-    """A tensor ``key`` of parameter ``name``, or its counter: ``what`` says how it differs, and is empty if equal.
-
-    If shapes are equal, ``elements`` differ, by at most ``largest``.
-    """
+    """A tensor ``key`` of parameter ``name``, or its counter: ``what`` says how it differs, and is empty if equal. If
+    shapes are equal, ``elements`` differ, by at most ``largest``."""
 
     name: str
     key: str
@@ -36,8 +34,8 @@ def differences(a: Checkpoint, b: Checkpoint, weights_only: bool = False) -> Ite
     checkpoint has no other; ``fp32`` in the wider one, if it has master weights. So a bf16 weight with an fp32 master
     equals the fp32 weight of an FSDP2 checkpoint.
     """
-    for name in {**a.params, **b.params}:
-        ours, theirs = _found(a, name), _found(b, name)
+    for name in {**a.params, **b.params}:  # or the parameter that is tied to it
+        ours, theirs = (each.params.get(name) or each.params.get(each.tied.get(name, "")) for each in (a, b))
         if ours is None or theirs is None:
             yield Compared(name, "", _only(theirs is None))
         elif name not in a.params or name not in b.params:
@@ -46,11 +44,6 @@ def differences(a: Checkpoint, b: Checkpoint, weights_only: bool = False) -> Ite
             yield from _of_param(name, ours, theirs, weights_only)
     for name in {**a.buffers, **b.buffers}:
         yield _compared(name, BUFFER, a.buffers.get(name), b.buffers.get(name))
-
-
-def _found(checkpoint: Checkpoint, name: str) -> Param | None:
-    """The parameter of this name, or the one that is tied to it."""
-    return checkpoint.params.get(name) or checkpoint.params.get(checkpoint.tied.get(name, ""))
 
 
 def _of_param(name: str, a: Param, b: Param, weights_only: bool) -> Iterator[Compared]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +12,7 @@ from lwopt_backend.checkpoint import safetensors as safetensors_folder
 from lwopt_backend.checkpoint.choices import AUTO, FORMATS
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError
 from lwopt_backend.checkpoint.dcp import reader as dcp
-from lwopt_backend.checkpoint.dcp.saving import FILE, METADATA, read_metadata
+from lwopt_backend.checkpoint.dcp.reader import FILE, METADATA, DcpFolder
 from lwopt_backend.checkpoint.deepspeed import universal as deepspeed_universal
 from lwopt_backend.checkpoint.deepspeed import zero as deepspeed_zero
 from lwopt_backend.checkpoint.files import manifest
@@ -40,32 +40,30 @@ def find(path: Path, format: str = AUTO) -> str:
     """
     if format != AUTO and format not in READERS:
         raise CheckpointError(f"unknown format {format!r}; {suggestion(format, (AUTO, *READERS))}")
-    if not path.is_dir():
-        found = "no folder" if path.exists() else "not there"
-        raise CheckpointError(f"{path} is {found}; expected a checkpoint's folder")
+    _check_folder(path)
     kind = format if format != AUTO else next((name for name in READERS if READERS[name].recognises(path)), None)
     if kind is None:
+        hint = ""
+        if any(path.glob("*.distcp")):
+            hint = ": it has .distcp files, but no .metadata that says what is in them; copy all files"
+        if name := next((name for name in POINTERS if (path / name).is_file()), None):
+            hint = f": its file {name} names {(path / name).read_bytes()[:100]!r}, where there is none; copy all of it"
         known = "; ".join(f"{name} ({meaning})" for name, meaning in FORMATS.items())
-        raise CheckpointError(f"{path} is no checkpoint that is known{_hint(path)}; known are {known}")
+        raise CheckpointError(f"{path} is no checkpoint that is known{hint}; known are {known}")
     if kind != "safetensors":
         check_links(path)
     return kind
 
 
+def _check_folder(path: Path) -> None:
+    if not path.is_dir():
+        found = "no folder" if path.exists() else "not there"
+        raise CheckpointError(f"{path} is {found}; expected a checkpoint's folder")
+
+
 def read(path: Path, format: str = AUTO) -> Checkpoint:
-    """The content of a checkpoint's folder. Raises CheckpointError."""
     checkpoint: Checkpoint = READERS[find(path, format)].read(path)
     return checkpoint
-
-
-def _hint(path: Path) -> str:
-    """A hint at what is missing, if that is known."""
-    for name in POINTERS:
-        if (path / name).is_file():
-            return f": its file {name} names {(path / name).read_bytes()[:100]!r}, where there is none; copy all of it"
-    if any(path.glob("*.distcp")):
-        return ": it has .distcp files, but no .metadata that says what is in them; copy all files"
-    return ""
 
 
 # ``lwopt inspect --verify``: whether the files of a folder are as they were written, whatever is in them.
@@ -87,21 +85,13 @@ class Plan:
 
 
 def plan(path: Path) -> list[Plan]:
-    """A plan for each manifest in a folder, and one for the files that no manifest is beside or above.
-
-    Raises CheckpointError for what is no folder, or has no files, or a damaged manifest.
-    """
-    if not path.is_dir():
-        found = "no folder" if path.exists() else "not there"
-        raise CheckpointError(f"{path} is {found}; expected a checkpoint's folder")
+    """A plan for each manifest in a folder, and one for the files that no manifest is beside or above. Raises
+    CheckpointError for what is no folder, or has no files, or a damaged manifest."""
+    _check_folder(path)
     check_links(path)
     files = sorted(file for file in path.rglob("*") if file.is_file() and file.name not in (manifest.NAME, *POINTERS))
     folders = sorted({file.parent for file in path.rglob(manifest.NAME)})
-    plans = []
-    for folder in folders:
-        listed = manifest.read(folder)
-        assert listed is not None
-        plans.append(Plan(folder, listed, tuple(file for file in files if file.is_relative_to(folder))))
+    plans = [Plan(f, manifest.read(f), tuple(file for file in files if file.is_relative_to(f))) for f in folders]
     rest = tuple(file for file in files if not any(file.is_relative_to(folder) for folder in folders))
     if not files:
         raise CheckpointError(f"{path} has no files; expected a checkpoint's folder")
@@ -111,26 +101,32 @@ def plan(path: Path) -> list[Plan]:
 def verify(plan: Plan, seen: Seen) -> dict[str, Any]:
     """Verify, and return the findings as plain data. ``seen`` is called with the number of bytes read."""
     found: dict[str, Any] = {"folder": str(plan.folder), "save_id": None, "step": None, "world": None}
-    if plan.listed is not None:
-        listed = plan.listed
-        names = {file.relative_to(plan.folder).as_posix() for file in plan.files}
-        problems, added = manifest.verify(listed, seen), sorted(names - set(listed.files))
-        notes = [f"{len(added)} file(s) are not in {manifest.NAME}, so not checked: {', '.join(added)}"] * bool(added)
-        found |= {"save_id": listed.save_id, "step": listed.step, "world": listed.world, "files": len(listed.files)}
-        found["bytes"] = sum(entry.nbytes for entry in listed.files.values())
-    else:
+    if plan.listed is None:
         problems, notes = _without(plan, seen)
-        found |= {"files": len(plan.files), "bytes": plan.nbytes}
-    return {**found, "notes": notes, "problems": problems}
+        return {**found, "files": len(plan.files), "bytes": plan.nbytes, "notes": notes, "problems": problems}
+    listed = plan.listed
+    names = {file.relative_to(plan.folder).as_posix() for file in plan.files}
+    problems, added = manifest.verify(listed, seen), sorted(names - set(listed.files))
+    notes = [f"{len(added)} file(s) are not in {manifest.NAME}, so not checked: {', '.join(added)}"] * bool(added)
+    found |= {"save_id": listed.save_id, "step": listed.step, "world": listed.world, "files": len(listed.files)}
+    nbytes = sum(entry.nbytes for entry in listed.files.values())
+    return {**found, "bytes": nbytes, "notes": notes, "problems": problems}
 
 
 def _without(plan: Plan, seen: Seen) -> tuple[list[str], list[str]]:
-    """What the formats themselves tell: the checksums in what torch.save writes."""
+    """Problems and notes of a folder without a manifest, from the checksums in what torch.save writes."""
     problems, unknown = [], []
-    places: dict[Path, tuple[Stored, ...]] = {}
+    places: dict[Path, tuple[Stored, ...]] = {}  # what the metadata of DCP's folders say
     for file in plan.files:
         try:
-            parts = list(_archives(file, places))
+            if file.name.endswith(FILE) and (file.parent / METADATA).is_file():
+                if file.parent not in places:
+                    places[file.parent] = DcpFolder(file.parent, metadata_only=True).stored
+                parts = [place for place in places[file.parent] if place.path == file]
+            else:
+                with file.open("rb") as opened:
+                    is_zip = opened.read(4) == b"PK\x03\x04"
+                parts = [Stored(file, 0, file.stat().st_size)] * (is_zip or file.suffix == ".pt")
             for part in parts:
                 Archive(part, str(file)).check()
             unknown += [str(file)] * (not parts)
@@ -143,16 +139,3 @@ def _without(plan: Plan, seen: Seen) -> tuple[list[str], list[str]]:
     ]
     notes += [f"{len(unknown)} file(s) have no checksums: {', '.join(unknown)}"] * bool(unknown)
     return problems, notes
-
-
-def _archives(file: Path, places: dict[Path, tuple[Stored, ...]]) -> Iterator[Stored]:
-    """What torch.save wrote in a file. ``places`` has what the metadata of folders say, once they are read."""
-    if file.name.endswith(FILE) and (file.parent / METADATA).is_file():
-        if file.parent not in places:
-            places[file.parent] = read_metadata(file.parent).stored
-        yield from (place for place in places[file.parent] if place.path == file)
-    else:
-        with file.open("rb") as opened:
-            is_zip = opened.read(4) == b"PK\x03\x04"
-        if is_zip or file.suffix == ".pt":
-            yield Stored(file, 0, file.stat().st_size)

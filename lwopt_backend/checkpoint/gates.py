@@ -6,9 +6,9 @@ import math
 import operator
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,13 @@ from lwopt_backend.config.registry import MATRIX_RULES, new_state, option_names,
 from lwopt_backend.plan.atoms import matrices_of
 
 SHOWN = 20  # problems that are listed
+ADVICE = (  # on master weights that do not round to the weights, in Megatron's checkpoints
+    "The optimizer state is not that of these weights. Megatron-LM up to 0.19.1 writes such checkpoints with "
+    "--dist-ckpt-optim-fully-reshardable and several gradient buckets (--overlap-grad-reduce), and loads them "
+    "silently; other states are wrong there too. Take a checkpoint that was saved without that option. The weights "
+    "are good: to begin with these and a new optimizer, load them in Megatron with --no-load-optim, save again "
+    "without that option, and convert that"
+)
 
 
 class Refused(CheckpointError):
@@ -64,15 +71,22 @@ class Gate:
         if not checkpoint.proven:
             self._problems += [*_counted(checkpoint, uneven_steps), *_unknown(checkpoint)]
             self._problems += _without_owner_state(checkpoint)
-        self._given = checkpoint
-        self._watched = {name: _watched(param) for name, param in checkpoint.params.items()}
-        params = {name: _lazy(param, self._watched[name]) for name, param in checkpoint.params.items()}
+        self._given, self._watched, params = checkpoint, {}, {}
+        for name, param in checkpoint.params.items():
+            weight, master = param.weight, param.states.get(MASTER)
+            both = weight is not None and master is not None and master.shape == weight.shape
+            rounded = weight.dtype if weight is not None and both else None  # in which both are compared
+            watches = {key: _Watch(t, rounded if key in (WEIGHT, MASTER) else None) for key, t in param.tensors.items()}
+            self._watched[name], params[name] = watches, param.changed({key: w.lazy() for key, w in watches.items()})
         self.checkpoint = replace(checkpoint, params=params)
 
     def refuse(self) -> None:
         """Raises Refused for problems that show before any value is read."""
-        if self._problems:
-            raise Refused(self._problems, _advice(self._given, self._problems))
+        problems, advice = self._problems, ""
+        if self._given.format.startswith("megatron") and any("does not round" in problem for problem in problems):
+            advice = ADVICE
+        if problems:
+            raise Refused(problems, advice)
 
     def finish(self, workers: int = 1) -> list[str]:
         """Read what has not been read yet; return notes on what was checked. Raises Refused with the problems."""
@@ -136,7 +150,7 @@ OPTIONS = frozenset({"params", "initial_lr", "max_lr", "min_lr", "momentum", "ne
 
 
 def _counted(checkpoint: Checkpoint, uneven_steps: bool) -> Iterator[str]:
-    """Counts of steps that differ in a param group, are missing, or are beyond the iteration."""
+    """Yield counts of steps that differ in a param group, are missing, or are beyond the iteration."""
     first: dict[int | None, tuple[str, float]] = {}
     most = math.inf if checkpoint.iteration is None else checkpoint.iteration + (checkpoint.format == "torch dcp")
     for name, param in checkpoint.params.items():
@@ -156,11 +170,14 @@ def _counted(checkpoint: Checkpoint, uneven_steps: bool) -> Iterator[str]:
 
 
 def _unknown(checkpoint: Checkpoint) -> Iterator[str]:
-    """States that their rule does not have, and names that differ from a known one in a single character."""
-    kept = [_kept(group) for group in checkpoint.groups]
+    """Yield states that their rule does not keep, and names that differ from a known one in a single character."""
+    kept: list[frozenset[str] | None] = []  # the states that a group's rule keeps as large as the parameter, if known
     for number, group in enumerate(checkpoint.groups):
-        rule = option_names(group) if kept[number] is not None else ()
-        known = {*OPTIONS, *torchs(), *OURS, *rule}
+        kept.append(None)
+        if "rule" in group and "class" not in group:  # what a class keeps is not asked: the file alone names it
+            with suppress(ImportError, KeyError, TypeError, ValueError):
+                kept[number] = frozenset(new_state(torch.empty(1, device="meta"), group)) - {"step"}
+        known = {*OPTIONS, *torchs(), *OURS, *(option_names(group) if kept[number] is not None else ())}
         for key in group:
             if key not in known and (meant := _misspelled(key, known - set(group))):
                 yield f"param group {number} has an unknown option {key!r}, and no {meant!r}"
@@ -174,16 +191,6 @@ def _unknown(checkpoint: Checkpoint) -> Iterator[str]:
                 yield f"{name!r} has an unknown state {key!r}; was it {meant!r}?"
 
 
-def _kept(group: Mapping[str, Any]) -> frozenset[str] | None:
-    """The states that the rule of a group keeps as large as the parameter; None for those that are not known here."""
-    if "rule" not in group or "class" in group:  # what a class keeps is not asked: the file alone names it
-        return None
-    try:
-        return frozenset(new_state(torch.empty(1, device="meta"), group)) - {"step"}
-    except (ImportError, KeyError, TypeError, ValueError):
-        return None
-
-
 def _misspelled(name: object, known: Iterable[str]) -> str | None:
     """The known name that differs in one character, as one with a flipped bit does."""
     if not isinstance(name, str):
@@ -192,8 +199,15 @@ def _misspelled(name: object, known: Iterable[str]) -> str | None:
 
 
 def _without_owner_state(checkpoint: Checkpoint) -> Iterator[str]:
-    """Matrices without owner state although their rule has it."""
-    keeping = {number for number, group in enumerate(checkpoint.groups) if _owners_keep(group)}
+    """Yield matrices without owner state although their rule keeps some."""
+    keeping = set()
+    for number, group in enumerate(checkpoint.groups):
+        keeps = group.get("rule") in MATRIX_RULES  # a class is not asked: the file alone names it
+        if "rule" in group and "class" not in group:
+            keeps = False
+            with suppress(ImportError, KeyError, TypeError, ValueError):
+                keeps = bool(rules_with_owner_state([group]))
+        keeping |= {number} if keeps else set()
     stepped = {param.group for param in checkpoint.params.values() if param.owner_states}
     for name, param in checkpoint.params.items():
         if param.group in keeping and (param.group in stepped or (checkpoint.iteration or 0) > 0):
@@ -202,15 +216,6 @@ def _without_owner_state(checkpoint: Checkpoint) -> Iterator[str]:
             if missing:
                 rule = checkpoint.groups[param.group or 0]["rule"]
                 yield f"{name!r}: what {rule}'s owner keeps of its matrix {missing[0]} is missing; copy all files again"
-
-
-def _owners_keep(group: Mapping[str, Any]) -> bool:
-    if "class" in group or "rule" not in group:
-        return group.get("rule") in MATRIX_RULES
-    try:
-        return bool(rules_with_owner_state([group]))
-    except (ImportError, KeyError, TypeError, ValueError):
-        return False
 
 
 def _frozen(checkpoint: Checkpoint) -> dict[str, Param]:
@@ -237,19 +242,15 @@ class _Watch:
 
     def finish(self) -> tuple[int, int]:
         """Read the rest; return the number of values that are not finite, and the CRC32."""
-        if sum(part[0] for part in self._parts.values()) != self.tensor.numel or not self._follow():
+        ends = [0, *(start + numel for start, (numel, *_) in sorted(self._parts.items()))]
+        if ends != [*sorted(self._parts), self.tensor.numel]:  # not one after the other, from the first to the last
             self._parts, start = {}, 0
             for read in self.tensor.block_reads():
                 start += self._saw(start, read()).numel()
         crc = 0
         for _, (numel, _, of_part) in sorted(self._parts.items()):
             crc = combined(crc, of_part, numel * self._rounded.itemsize if self._rounded else 0)
-        return sum(part[1] for part in self._parts.values()), crc
-
-    def _follow(self) -> bool:
-        """Whether the parts are one after the other."""
-        ends = [0, *(start + part[0] for start, part in sorted(self._parts.items()))]
-        return ends[:-1] == sorted(self._parts)
+        return sum(odd for _, odd, _ in self._parts.values()), crc
 
     def _saw(self, start: int, values: Tensor) -> Tensor:
         if start not in self._parts:
@@ -262,37 +263,21 @@ class _Watch:
         return values
 
 
-def _watched(param: Param) -> dict[str, _Watch]:
-    """Watches by key; those of a weight and its master weight compare both in the weight's dtype."""
-    weight, master = param.weight, param.states.get(MASTER)
-    both = weight is not None and master is not None and master.shape == weight.shape
-    rounded = weight.dtype if weight is not None and both else None
-    return {key: _Watch(t, rounded if key in (WEIGHT, MASTER) else None) for key, t in param.tensors.items()}
-
-
-def _lazy(param: Param, watched: Mapping[str, _Watch]) -> Param:
-    states = {key: watched[key].lazy() for key in param.states}
-    return replace(param, weight=None if param.weight is None else watched[WEIGHT].lazy(), states=states)
-
-
 def _values(name: str, watched: Mapping[str, _Watch]) -> tuple[list[str], dict[str, int], bool]:
     """What is wrong with a parameter's values, how many of each tensor's are infinite or no numbers, and whether there
     is a master weight beside the weight. These are only compared element by element if their checksums differ."""
     found = {key: watch.finish() for key, watch in watched.items()}
     counts = {f"{key} of {name!r}": odd for key, (odd, _) in found.items()}
-    weight, master = watched.get(WEIGHT), watched.get(MASTER)
-    if weight is None or master is None or weight.tensor.shape != master.tensor.shape:
+    if MASTER not in watched or WEIGHT not in watched:
+        return [], counts, False
+    weight, master = watched[WEIGHT].tensor, watched[MASTER].tensor
+    if weight.shape != master.shape:
         return [], counts, False
     if found[WEIGHT][1] == found[MASTER][1]:
         return [], counts, True
-    return _unrounded(name, weight.tensor, master.tensor), counts, True
-
-
-def _unrounded(name: str, weight: LazyTensor, master: LazyTensor) -> list[str]:
-    """A problem if a master weight, rounded to nearest even, differs from the weight; NaN equals NaN."""
     count, start, first = 0, 0, None
     for saved, full in zip(weight.blocks(), master.blocks(), strict=True):
-        rounded = full.to(weight.dtype)
+        rounded = full.to(weight.dtype)  # to nearest even; NaN equals NaN
         if not contents.same(rounded, saved):
             differs = contents.unequal(rounded, saved)
             count += int(differs.sum())
@@ -300,35 +285,33 @@ def _unrounded(name: str, weight: LazyTensor, master: LazyTensor) -> list[str]:
                 at = int(differs.to(torch.uint8).argmax())
                 first = f"element {start + at} is {full[at].item()!r}, but the weight {saved[at].item()!r}"
         start += saved.numel()
-    if not count:
-        return []
-    return [
+    problem = (
         f"master weight of {name!r} does not round to the saved {weight.dtype} weight in {count} of {weight.numel} "
         f"elements ({first}; {master.where})"
-    ]
+    )
+    return [problem] * (count > 0), counts, True
 
 
 def _differing(what: str, one: LazyTensor, other: LazyTensor) -> list[str]:
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         found = f"{one.dtype} of shape {one.shape} and {other.dtype} of shape {other.shape}"
         return [f"replicas of {what} differ: {found} ({one.where}, {other.where})"]
-    count = sum(
-        0 if contents.same(*pair) else int(contents.unequal(*pair).sum())
-        for pair in zip(one.blocks(), other.blocks(), strict=True)
-    )
-    if not count:
-        return []
-    return [f"replicas of {what} differ in {count} of {one.numel} elements ({one.where}, {other.where})"]
+    pairs = zip(one.blocks(), other.blocks(), strict=True)
+    count = sum(0 if contents.same(*pair) else int(contents.unequal(*pair).sum()) for pair in pairs)
+    said = f"replicas of {what} differ in {count} of {one.numel} elements ({one.where}, {other.where})"
+    return [said] * (count > 0)
 
 
 def _vocabulary(checkpoint: Checkpoint, size: int | None) -> Iterator[str]:
-    """Padding rows are never looked up, so the rows of an untied embedding get no gradients there.
-
-    If it is also the output layer, all rows get gradients, and nothing can be checked.
-    """
+    """Padding rows are never looked up, so the rows of an untied embedding get no gradients there. If it is also the
+    output layer, all rows get gradients, and nothing can be checked."""
     if size is None:
         return
-    embedding, head = (_spelled(checkpoint.names, name) for name in (EMBEDDING, HEAD))
+    embedding, head = EMBEDDING, HEAD
+    if checkpoint.names in FAMILIES and checkpoint.names != CORE:  # their names in that family, where it has them
+        rules = [rule for rule in FAMILIES[checkpoint.names].rules if rule.sources and rule.only != "tied"]
+        names = {rule.sources[0].text: rule.targets[0].text for rule in reversed(rules) if rule.targets}
+        embedding, head = names.get(EMBEDDING, EMBEDDING), names.get(HEAD, HEAD)
     for name in (embedding, head):
         if name in checkpoint.params and checkpoint.params[name].shape[0] < size:
             rows = checkpoint.params[name].shape[0]
@@ -349,23 +332,3 @@ def _vocabulary(checkpoint: Checkpoint, size: int | None) -> Iterator[str]:
                 f"as row {trained[0]} ({state.where} is not zero there); give at least {trained[-1] + 1}"
             )
             return
-
-
-def _spelled(names: str, name: str) -> str:
-    """Megatron-core's ``name`` in the vocabulary ``names``, if that is a family's with a counterpart."""
-    if names == CORE or names not in FAMILIES:
-        return name
-    rules = [rule for rule in FAMILIES[names].rules if rule.sources and rule.sources[0].text == name]
-    return next((rule.targets[0].text for rule in rules if rule.only != "tied"), name)
-
-
-def _advice(checkpoint: Checkpoint, problems: Sequence[str]) -> str:
-    if not checkpoint.format.startswith("megatron") or not any("does not round" in problem for problem in problems):
-        return ""
-    return (
-        "The optimizer state is not that of these weights. Megatron-LM up to 0.19.1 writes such checkpoints with "
-        "--dist-ckpt-optim-fully-reshardable and several gradient buckets (--overlap-grad-reduce), and loads them "
-        "silently; other states are wrong there too. Take a checkpoint that was saved without that option. The "
-        "weights are good: to begin with these and a new optimizer, load them in Megatron with --no-load-optim, save "
-        "again without that option, and convert that"
-    )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyTensor, Param, read_as_expected
+from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyTensor, Param, reader
 from lwopt_backend.checkpoint.files import manifest, torch_files
 from lwopt_backend.checkpoint.files.folders import check_name
 from lwopt_backend.checkpoint.files.made import in_order, shape_of
@@ -59,7 +59,14 @@ def write(
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
             raise CheckpointError(f"{tensor.where}: safetensors has no {tensor.dtype}, which {name} is; give a dtype")
-    files = _files(tensors, file_bytes)
+    files: list[dict[str, LazyTensor]] = [{}]  # tensors in order; one that is larger than a file may be is by itself
+    size = 0
+    for name, tensor in tensors.items():
+        if files[-1] and size + tensor.nbytes > file_bytes:
+            files.append({})
+            size = 0
+        files[-1][name] = tensor
+        size += tensor.nbytes
     count = len(files)
     numbered = [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
     names = numbered if count > 1 else [ONE_FILE]
@@ -80,19 +87,6 @@ def exported(param: Param, dtype: torch.dtype | None) -> LazyTensor:
     if param.weight is not None and dtype in (None, param.weight.dtype):
         return param.weight
     return param.best if dtype is None else param.best.to(dtype)
-
-
-def _files(tensors: Mapping[str, LazyTensor], file_bytes: int) -> list[dict[str, LazyTensor]]:
-    """The tensors in order, as many per file as it may have; a larger one is by itself."""
-    files: list[dict[str, LazyTensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        if files[-1] and size + tensor.nbytes > file_bytes:
-            files.append({})
-            size = 0
-        files[-1][name] = tensor
-        size += tensor.nbytes
-    return files
 
 
 def _write_file(files: Files, name: str, tensors: Mapping[str, LazyTensor], workers: int) -> None:
@@ -121,7 +115,7 @@ def _write_file(files: Files, name: str, tensors: Mapping[str, LazyTensor], work
     files.add(name, crc_of(path, payloads))
 
 
-# Reads a folder of safetensors, as Hugging Face's libraries and the writer above write them.
+# Reads, as Hugging Face's libraries and the writer above write them:
 #
 #     model.safetensors, or files that model.safetensors.index.json names    weights and buffers
 #     config.json, where there is one                                       how the model was built
@@ -134,18 +128,30 @@ _DTYPES = {word: dtype for dtype, word in DTYPES.items()}
 
 
 def recognises(path: Path) -> bool:
-    """Whether there is a file with the usual name, or an index of several."""
     return (path / ONE_FILE).is_file() or (path / INDEX).is_file()
 
 
+@reader("safetensors")
 def read(path: Path) -> Checkpoint:
     """The weights in a folder, without state. Raises CheckpointError if files are damaged, missing or not listed."""
-    return read_as_expected(lambda: _read(path), path, "safetensors")
-
-
-def _read(path: Path) -> Checkpoint:
     manifest.check_files(path)
-    tensors = _indexed(path) if (path / INDEX).is_file() else load(path / ONE_FILE)
+    if not (path / INDEX).is_file():
+        tensors = load(path / ONE_FILE)
+    else:
+        places = _json(path / INDEX).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+            raise CheckpointError(f"{path / INDEX}: expected files by tensors' names under 'weight_map'; copy it again")
+        found: dict[str, LazyTensor] = {}
+        for file in dict.fromkeys(places.values()):
+            check_name(file, f"{path / INDEX}")
+            of_file = load(path / file)
+            listed = {name for name, place in places.items() if place == file}
+            if different := sorted(listed ^ set(of_file)):
+                where = "its header" if different[0] in listed else INDEX
+                said = f"{different[0]!r} is missing in {where}"
+                raise CheckpointError(f"{path / file}: {said}; the files are of different checkpoints")
+            found |= of_file
+        tensors = {name: found[name] for name in places}
     config = _json(path / CONFIG) if (path / CONFIG).is_file() else {}
     return Checkpoint(
         format="safetensors",
@@ -198,51 +204,30 @@ def entries(path: Path) -> list[Entry]:
 
 def load(path: Path) -> dict[str, LazyTensor]:
     """The lazy tensors of one file. Raises CheckpointError if it is damaged or has unknown dtypes."""
-    return {entry.name: _tensor(path, entry) for entry in entries(path)}
-
-
-def _tensor(path: Path, entry: Entry) -> LazyTensor:
-    where = f"{entry.name} in {path}"
-    if entry.dtype not in _DTYPES:
-        raise CheckpointError(f"{where} has the dtype {entry.dtype}; known are {', '.join(_DTYPES)}")
-    unknown = entry.crc32 is None
-    place = Stored(path, entry.start, entry.nbytes)
-    record = torch_files.Record(place, entry.crc32 or 0, where, unknown, torch_files.as_read())
-    strides = torch.empty(entry.shape, device="meta").stride()
-    return StoredTensor(record, 0, entry.shape, strides, _DTYPES[entry.dtype], where).lazy()
-
-
-def _indexed(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of all files, in the order of the index."""
-    places = _json(path / INDEX).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-        raise CheckpointError(f"{path / INDEX}: expected files by tensors' names under 'weight_map'; copy it again")
-    found: dict[str, LazyTensor] = {}
-    for file in dict.fromkeys(places.values()):
-        check_name(file, f"{path / INDEX}")
-        of_file = load(path / file)
-        listed = {name for name, place in places.items() if place == file}
-        if different := sorted(listed ^ set(of_file)):
-            where = "its header" if different[0] in listed else INDEX
-            said = f"{different[0]!r} is missing in {where}"
-            raise CheckpointError(f"{path / file}: {said}; the files are of different checkpoints")
-        found |= of_file
-    return {name: found[name] for name in places}
+    found = {}
+    for entry in entries(path):
+        where = f"{entry.name} in {path}"
+        if entry.dtype not in _DTYPES:
+            raise CheckpointError(f"{where} has the dtype {entry.dtype}; known are {', '.join(_DTYPES)}")
+        place, unknown = Stored(path, entry.start, entry.nbytes), entry.crc32 is None
+        record = torch_files.Record(place, entry.crc32 or 0, where, unknown, torch_files.as_read())
+        strides = torch.empty(entry.shape, device="meta").stride()
+        found[entry.name] = StoredTensor(record, 0, entry.shape, strides, _DTYPES[entry.dtype], where).lazy()
+    return found
 
 
 def _json(path: Path) -> dict[str, Any]:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+            raise ValueError(f"{name!r} is there twice")
+        return found
+
     try:
-        found = json.loads(path.read_bytes(), object_pairs_hook=_once)
+        found = json.loads(path.read_bytes(), object_pairs_hook=once)
         if not isinstance(found, dict):
             raise ValueError(f"expected an object in JSON, found {type(found).__name__}")
         return found
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; copy it again") from error
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"{name!r} is there twice")
-    return found

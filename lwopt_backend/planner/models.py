@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from lwopt_backend.checkpoint import safetensors
 from lwopt_backend.checkpoint.contents import LONGEST_NAME, LazyTensor, read_as_expected
 from lwopt_backend.checkpoint.dcp import reader as dcp
-from lwopt_backend.checkpoint.dcp.saving import Entry
+from lwopt_backend.checkpoint.dcp.reader import Entry
 from lwopt_backend.checkpoint.deepspeed.files import MODEL, model_files, names_in, read_model_states, tag_of
 from lwopt_backend.checkpoint.deepspeed.universal import state_in
 from lwopt_backend.checkpoint.files import torch_files

@@ -82,6 +82,8 @@ def _order(tensor: Tensor) -> str:
 
 def _ordered(tensor: Tensor, order: str) -> Tensor:
     dims = [int(dim) for dim in order]
+    if not dims:  # scalars are saved with one dimension
+        return tensor.view(())
     return tensor.permute(dims).contiguous().permute([dims.index(dim) for dim in range(len(dims))])
 
 

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from lwopt_backend.checkpoint.contents import MASTER, LazyTensor, Param, read_as_expected
 from lwopt_backend.checkpoint.dcp import saving
 from lwopt_backend.checkpoint.dcp.reader import METADATA, DcpFolder, Saved
-from lwopt_backend.checkpoint.dcp.saving import Boxes, Shards, flattened, later, one_box, whole
-from lwopt_backend.checkpoint.dcp.writer import states_of
+from lwopt_backend.checkpoint.dcp.saving import Boxes, Shards, flattened, later, one_box, states_of, whole
 from lwopt_backend.plan.atoms import matrices_of as matrices_by_shape
 from lwopt_backend.plan.layouts import View
 from lwopt_backend.runtime import nested

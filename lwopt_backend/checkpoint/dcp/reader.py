@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lwopt_backend.checkpoint import contents, convert
+from lwopt_backend.checkpoint import contents
 from lwopt_backend.checkpoint.contents import MATRICES, Checkpoint, CheckpointError, LazyTensor, OwnerStates, Param
-from lwopt_backend.checkpoint.dcp.saving import METADATA as METADATA
-from lwopt_backend.checkpoint.dcp.saving import Chunk, Entry, incomplete, read_metadata
-from lwopt_backend.checkpoint.files import torch_files
+from lwopt_backend.checkpoint.files import manifest, pickles, torch_files
+from lwopt_backend.checkpoint.files.made import shape_of
+from lwopt_backend.checkpoint.files.manifest import Manifest
 from lwopt_backend.checkpoint.files.pickles import plain
 from lwopt_backend.checkpoint.files.torch_files import Stored, StoredTensor
 from lwopt_backend.config import registry
@@ -25,21 +28,82 @@ from lwopt_backend.plan.layouts import boxes_of
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.state import STEPPED, STRUCTURE
 
+# DCP's file ``.metadata``: a folder's tensors with their chunks, other objects, and where they are.
+
+METADATA, FILE = ".metadata", ".distcp"
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor and its place. ``stored`` is None if the folder's metadata does not have it."""
+
+    offsets: Sizes
+    sizes: Sizes
+    stored: Stored | None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor, and the boxes in which it was saved."""
+
+    shape: Sizes
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+
+    def near(self, offsets: Sizes, sizes: Sizes) -> Iterable[Chunk]:
+        """The chunks that may overlap a box; of a stack of layers, not those of other layers."""
+        if not self.shape or sizes[0] >= len(self._rows):
+            return self.chunks
+        rows = range(offsets[0], offsets[0] + sizes[0])
+        return itertools.chain(*(self._rows.get(row, ()) for row in (-1, *rows)))
+
+    @functools.cached_property
+    def _rows(self) -> dict[int, list[Chunk]]:
+        """Chunks by their only row; those of several are under -1."""
+        found: dict[int, list[Chunk]] = {-1: []}
+        for chunk in self.chunks:
+            found.setdefault(chunk.offsets[0] if chunk.sizes[0] == 1 else -1, []).append(chunk)
+        return found
+
 
 class DcpFolder:
-    """The tensors and objects of one step's folder. Raises CheckpointError for files that are missing or too short.
+    """The tensors and objects of one step's folder. Raises CheckpointError for files that are missing, too short, or of
+    another save than the manifest's, for content that DCP does not write, and for places outside the folder.
 
     ``tensors`` and ``objects`` are by their keys; ``paths`` are the keys' parts as the state dict was nested, where it
-    was flattened; ``extra`` is what Megatron up to 0.15 noted about tensors. With ``metadata_only`` other files need
-    not be there: nothing can be read then. ``proven`` says that a manifest lists them.
+    was flattened; ``extra`` is what Megatron up to 0.15 noted about tensors, None for other writers; ``stored`` are all
+    places. With ``metadata_only`` other files need not be there: nothing can be read then. ``proven`` says that a
+    manifest lists them.
     """
 
     def __init__(self, path: Path, metadata_only: bool = False) -> None:
-        metadata = read_metadata(path)
-        self.proven = not metadata_only and metadata.check_files()
-        self.path, self.tensors, self.objects, self.paths = path, metadata.tensors, metadata.objects, metadata.paths
-        self.extra: Mapping[str, Mapping[str, Any]] = metadata.extra or {}
-        self.has_extra = metadata.extra is not None
+        self.path, metadata = path, path / METADATA
+        try:
+            content = metadata.read_bytes()
+            manifest.check(metadata, lambda: zlib.crc32(content))
+            saved = pickles.load(content, str(metadata))
+        except OSError as error:
+            raise CheckpointError(
+                f"{metadata} cannot be read ({error}); without it the folder's files are of no use"
+            ) from error
+        try:
+            stored = _stored(metadata, saved)
+            self.tensors = dict(_tensors(saved, stored))
+            keys = [key for key in saved.state_dict_metadata if key not in self.tensors]
+            self.objects = {key: stored.get((key, None)) for key in keys}
+            self.paths: dict[str, tuple[Any, ...]] = {}
+            for key, parts in (saved.planner_data or {}).items():
+                if type(key) is not str or type(parts) is not tuple or not all(type(p) in (str, int) for p in parts):
+                    raise ValueError("the path of a key is not made of names and numbers")
+                self.paths.update({key: parts} if parts else {})
+            self.extra = dict(saved.mcore_data or {}) if hasattr(saved, "mcore_data") else None
+        except CheckpointError:
+            raise
+        except (AttributeError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{metadata} is not what DCP writes ({error}); copy it again") from error
+        self.stored = tuple(stored.values())
+        self.proven = not metadata_only and self._check_files()
         self._saved: dict[Stored, StoredTensor] = {}
         self._as_read = torch_files.as_read()  # now: threads that read do not know it
         if self._as_read is not None:  # what stays in memory comes first, so that blocks of tensors leave no holes
@@ -47,8 +111,43 @@ class DcpFolder:
                 for chunk in entry.chunks:
                     self._stored(chunk, entry, f"{key} in {path}")
 
+    def _check_files(self) -> bool:
+        """Return whether there is a manifest. Raises CheckpointError."""
+        folder, metadata = self.path, self.path / METADATA
+        listed = manifest.check_files(folder)
+        if listed is not None:
+            _check_marks(listed)
+        ends: dict[Path, int] = {}
+        used: dict[Path, int] = {}
+        for place in self.stored:
+            if place.offset < 0 or place.length < 0:
+                raise CheckpointError(f"{metadata} is damaged: a negative place in {place.path.name}")
+            ends[place.path] = max(ends.get(place.path, 0), place.offset + place.length)
+            used[place.path] = used.get(place.path, 0) + place.length
+        for path, end in sorted(ends.items()):
+            if not path.is_file():
+                raise CheckpointError(f"{path} is missing; copy all files of {folder}")
+            size = path.stat().st_size
+            if size < end:
+                raise CheckpointError(f"{path} ends early: expected {end} bytes, found {size}; copy it again")
+            if size < used[path]:
+                raise CheckpointError(f"{metadata} is damaged: several tensors are at one place in {path}")
+        for key, entry in self.tensors.items():
+            for chunk in entry.chunks:
+                if chunk.stored is None:
+                    raise CheckpointError(f"{metadata} does not say where {key} is; copy it again")
+                nbytes, found = math.prod(chunk.sizes) * entry.dtype.itemsize, chunk.stored.length
+                if nbytes > found:
+                    raise CheckpointError(
+                        f"{metadata} is damaged: {key} has a chunk of {nbytes} bytes, but {found} are stored"
+                    )
+            saved = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+            if saved < math.prod(entry.shape):
+                start = (0,) * len(entry.shape)
+                raise CheckpointError(incomplete(f"{key} in {folder}", saved, entry.shape, start))
+        return listed is not None
+
     def tensor(self, key: str) -> LazyTensor:
-        """A whole tensor."""
         entry = self.tensors[key]
         return self.box(key, (0,) * len(entry.shape), entry.shape, entry.shape)
 
@@ -60,24 +159,19 @@ class DcpFolder:
             return self.read_box(key, offsets, sizes).view(shape)
 
         def read_range(start: int, stop: int) -> Tensor:
-            inside = [
-                self.read_box(key, [a + b for a, b in zip(offsets, begin)], part).view(-1)
-                for begin, part in boxes_of(sizes, start, stop)
-            ]
+            boxes = [([a + b for a, b in zip(offsets, begin)], part) for begin, part in boxes_of(sizes, start, stop)]
+            inside = [self.read_box(key, begin, part).view(-1) for begin, part in boxes]
             return torch.cat(inside) if len(inside) > 1 else inside[0]
 
         return LazyTensor(shape, self.tensors[key].dtype, read, f"{key} in {self.path}", read_range)
 
     def read_box(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """The elements of tensor ``key`` from ``offsets`` on, ``sizes`` in each dimension.
-
-        Reads only the parts of chunks that are in the box. Raises CheckpointError for damage, and if chunks are
-        missing.
-        """
-        entry, where = self.tensors[key], f"{key} in {self.path}"
+        """The elements of tensor ``key`` from ``offsets`` on, ``sizes`` in each dimension; reads only these. Raises
+        CheckpointError for damage, and if chunks are missing."""
+        entry, where, sizes = self.tensors[key], f"{key} in {self.path}", tuple(sizes)
         found = None
         missing = math.prod(sizes)
-        for chunk in entry.near(tuple(offsets), tuple(sizes)):
+        for chunk in entry.near(tuple(offsets), sizes):
             begin = [max(a, b) for a, b in zip(offsets, chunk.offsets)]
             end = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, chunk.offsets, chunk.sizes)]
             shape = tuple(b - a for a, b in zip(begin, end))
@@ -87,15 +181,15 @@ class DcpFolder:
             first = sum((a - b) * step for a, b, step in zip(begin, chunk.offsets, saved.stride))
             part = saved.box(first, shape, saved.stride)
             missing -= part.numel()
-            if shape == tuple(sizes):
+            if shape == sizes:
                 found = part
                 continue
             if found is None:
-                found = torch.empty(tuple(sizes), dtype=entry.dtype)
+                found = torch.empty(sizes, dtype=entry.dtype)
             found[tuple(slice(a - o, b - o) for a, b, o in zip(begin, end, offsets))] = part
         if missing:
             raise CheckpointError(incomplete(where, math.prod(sizes) - missing, sizes, offsets))
-        return torch.empty(tuple(sizes), dtype=entry.dtype) if found is None else found
+        return torch.empty(sizes, dtype=entry.dtype) if found is None else found
 
     def check_range(self, key: str, start: int, stop: int) -> None:
         """Raises CheckpointError unless the elements [start, stop) of a tensor are as they were written."""
@@ -128,27 +222,91 @@ class DcpFolder:
         return saved
 
 
-# The optimizer's state of one parameter in a DCP checkpoint: state of its shape, and owner state.
-#
-# Owner state is saved as ``<key>``, or ``[<place>].<key>`` if the parameter has several matrices: one tensor each, cut
-# by rows. State that is more than tensors by name also has ``structure`` and ``stepped``, and a parameter whose shape
-# does not tell its matrices has ``matrices`` (``lwopt_backend/runtime/state.py``).
+def _stored(path: Path, metadata: Any) -> dict[tuple[str, Sizes | None], Stored]:
+    found = {}
+    for index, info in metadata.storage_data.items():
+        if type(index.fqn) is not str or not all(type(n) is int for n in (info.offset, info.length)):
+            raise ValueError("a place in a file is not a name and two numbers")
+        if getattr(info, "transform_descriptors", None):
+            raise CheckpointError(
+                f"{index.fqn} in {path.parent} is compressed ({info.transform_descriptors}), which is not supported; "
+                "save it again without storage extensions"
+            )
+        relative = info.relative_path
+        if manifest.leads_out(relative):
+            raise CheckpointError(
+                f"{path} says that {index.fqn} is in {relative!r}, outside the folder; no checkpoint is written so: do "
+                "not use it"
+            )
+        offset = vars(index).get("offset")  # what is None is not pickled
+        offset = None if offset is None else shape_of(offset)
+        found[index.fqn, offset] = Stored(path.parent / relative, info.offset, info.length)
+    return found
+
+
+def _tensors(metadata: Any, stored: Mapping[tuple[str, Sizes | None], Stored]) -> Iterator[tuple[str, Entry]]:
+    for key, found in metadata.state_dict_metadata.items():
+        if type(key) is not str or len(key) > contents.LONGEST_NAME:
+            raise ValueError(f"a key is a {type(key).__name__}, or a long one")
+        if not hasattr(found, "chunks"):
+            continue
+        shape, whole = shape_of(found.size), stored.get((key, None))
+        chunks = {}
+        for chunk in found.chunks:
+            offsets, sizes = shape_of(chunk.offsets), shape_of(chunk.sizes)
+            inside = all(first + size <= end for first, size, end in zip(offsets, sizes, shape))
+            if not len(offsets) == len(sizes) == len(shape) or not inside:
+                raise ValueError(f"{key} of shape {shape} has a chunk of {sizes} at {offsets}")
+            place = stored.get((key, offsets), whole if len(found.chunks) == 1 else None)
+            chunks[offsets, sizes] = Chunk(offsets, sizes, place)
+        dtype, *_ = found.properties.stub_state  # TensorProperties pickles itself as a tuple
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{key} has a {type(dtype).__name__} for its dtype")
+        yield key, Entry(shape, dtype, tuple(chunks.values()))
+
+
+MARK = 64  # bytes at the start of a file of ours: the save that it is of, and the rank
+
+
+def mark(save_id: str, rank: int) -> bytes:
+    return f"lwopt save {save_id} rank {rank}\n".encode().ljust(MARK)
+
+
+def _check_marks(listed: Manifest) -> None:
+    """Raises CheckpointError for a file of another save, or of another rank than its name says."""
+    for name, entry in listed.files.items():
+        if name.endswith(FILE):
+            with (listed.folder / name).open("rb") as file:
+                found = file.read(MARK)
+            expected = mark(listed.save_id, entry.rank)
+            if found != expected:
+                words, said = (text.decode(errors="replace").strip() for text in (expected, found))
+                raise CheckpointError(
+                    f"{listed.folder / name}: expected {words!r} at its start, found {said!r}; it is of another save "
+                    f"or another rank; {listed.advice}"
+                )
+
+
+def incomplete(where: str, saved: int, sizes: Sequence[int], offsets: Sequence[int]) -> str:
+    """The sentence about a box of which only ``saved`` elements were saved."""
+    return (
+        f"{where}: the chunks saved have {saved} of the {math.prod(sizes)} elements at {tuple(offsets)}; was every "
+        "rank's file copied?"
+    )
 
 
 def _state_of(saved: Mapping[str, LazyTensor]) -> Mapping[str, Any]:
-    """Read a matrix's owner state."""
     found = {key: tensor.read() for key, tensor in saved.items() if key not in (STRUCTURE, STEPPED)}
     if STRUCTURE not in saved:
         return found
+    described = saved[STRUCTURE]
     try:
-        described = nested.description(saved[STRUCTURE].read())
-        for path in _numbers(described):
-            found[path] = found[path].view(())
-        state: Mapping[str, Any] = nested.rebuild(described, found)
+        state: Mapping[str, Any] = nested.rebuild(nested.description(described.read()), found)
         return state
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
-        where = saved[STRUCTURE].where
-        raise CheckpointError(f"{where}: it does not describe what is there, {sorted(found)} ({error!r})") from error
+        raise CheckpointError(
+            f"{described.where}: it does not describe what is there, {sorted(found)} ({error!r})"
+        ) from error
 
 
 def take_matrices(saved: dict[str, LazyTensor]) -> list[str] | None:
@@ -163,46 +321,9 @@ def take_matrices(saved: dict[str, LazyTensor]) -> list[str] | None:
         raise CheckpointError(f"{described.where}: it does not tell which matrices there are ({error!r})") from error
 
 
-def with_owner_states(
-    weight: LazyTensor, saved: Mapping[str, LazyTensor], group: Mapping[str, Any] | None
-) -> tuple[dict[str, LazyTensor], OwnerStates]:
-    """The states of the shape of ``weight`` and its owner state, from all that is saved of it, by key.
-
-    ``group`` is its options, with ``rule`` if an optimizer of ours saved them. Raises CheckpointError for other state,
-    and for matrices whose place is not known.
-    """
-    matrices = {key.removesuffix(STRUCTURE) for key in saved if key == STRUCTURE or key.endswith(f".{STRUCTURE}")}
-    of_matrix = {key: max((m for m in matrices if key.startswith(m)), key=len, default=None) for key in saved}
-    own = _own_keys(weight, group) if None in of_matrix.values() or "" in matrices else None
-    states: dict[str, LazyTensor] = {}
-    owners: dict[int, dict[str, LazyTensor]] = {}
-    for key, tensor in saved.items():
-        matrix = of_matrix[key]
-        if key in own if own is not None else matrix is None and tensor.shape in (weight.shape, ()):
-            if tensor.shape != weight.shape and own is not None:
-                raise CheckpointError(
-                    f"{tensor.where}: expected the weight's shape {weight.shape}, found {tensor.shape}"
-                )
-            states[key] = tensor
-        elif matrix is None and own is None:
-            raise CheckpointError(
-                f"{tensor.where}: expected the weight's shape {weight.shape}, found {tensor.shape}; state of other "
-                "shapes is read only of rules of ours"
-            )
-        else:
-            matrix = key.rpartition(".")[0] if matrix is None else matrix.removesuffix(".")
-            owners.setdefault(_place(matrix, tensor), {})[key.removeprefix(f"{matrix}." if matrix else "")] = tensor
-    real = {  # before the first step, only the form of the state is saved
-        place: partial(_state_of, state)
-        for place, state in sorted(owners.items())
-        if STEPPED not in state or bool(state[STEPPED].read().item())
-    }
-    return states, OwnerStates(real)
-
-
-def _own_keys(weight: LazyTensor, group: Mapping[str, Any] | None) -> set[str] | None:
+def _own_keys(weight: LazyTensor, group: Mapping[str, Any]) -> set[str] | None:
     """The keys of the rule's state of the parameter's shape; None if it keeps no other."""
-    if group is None or group.get("rule", "") in {"", *registry.ELEMENTWISE_RULES}:
+    if group.get("rule", "") in {"", *registry.ELEMENTWISE_RULES}:
         return None
     if "class" in group:  # the file names the class, which is not imported; all its state is owner state
         return set()
@@ -212,31 +333,7 @@ def _own_keys(weight: LazyTensor, group: Mapping[str, Any] | None) -> set[str] |
         raise CheckpointError(f"{weight.where}: its group's rule cannot be made ({error}): {dict(group)}") from error
 
 
-def _place(matrix: str, tensor: LazyTensor) -> int:
-    """A matrix's place in its parameter, by its name."""
-    slice_number = re.fullmatch(r"\[(\d+)\]", matrix)
-    if matrix and slice_number is None:
-        raise CheckpointError(
-            f"{tensor.where}: the owner of matrix {matrix!r} keeps state of a part of a fused parameter, and the "
-            "checkpoint does not tell which rows it is; save it again where it was trained"
-        )
-    return int(slice_number[1]) if slice_number else 0
-
-
-def _numbers(described: Any, path: str = "") -> Iterator[str]:
-    """Yield the paths of scalars, which are saved with one dimension."""
-    if isinstance(described, str):
-        if described == "tensor ":
-            yield path
-        return
-    kind, content = described
-    if kind == "value":
-        return
-    for key, part in content if kind == "dict" else enumerate(content):
-        yield from _numbers(part, f"{path}.{key}" if path else str(key))
-
-
-# Checkpoints of FSDP2 runs, ours and others', as torch.distributed.checkpoint writes them from torch's state dicts:
+# Checkpoints of FSDP2 runs, ours and others', are made of torch's state dicts:
 #
 #     {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer), anything else}
 #
@@ -245,6 +342,7 @@ def _numbers(described: Any, path: str = "") -> Iterator[str]:
 # else ``iteration``, ``samples``, ``scheduler`` (a state dict), ``arguments`` and ``names`` are taken for what
 # ``Checkpoint`` calls so; our writer writes them under these keys, and training may.
 
+KNOWN = {"iteration": int, "samples": int, "scheduler": Mapping, "arguments": Mapping, "names": str}
 GROUPS, STATE = "param_groups.", "state."
 MOST_OPTIMIZERS = 64  # every key is compared with all their names
 
@@ -257,28 +355,26 @@ def recognises(path: Path) -> bool:
         return False
 
 
+@contents.reader("DCP")
 def read(path: Path) -> Checkpoint:
     """A checkpoint's content. Raises CheckpointError for damage, and for tensors that are neither weight nor state."""
-    return contents.read_as_expected(lambda: _read(path), path, "DCP")
-
-
-def _read(path: Path) -> Checkpoint:
     folder = DcpFolder(path)
     saved = Saved(folder)
-    if not saved.keys.weights:
+    if not saved.weights:
         raise CheckpointError(
             f"{path}: expected one model's weights, best under 'model', found none; what ModuleOptimizers saved is "
             "read by these alone"
         )
-    params, buffers = {}, {}
-    for name, weight in saved.weights.items():
-        if weight.dtype.is_floating_point:
-            params[name] = saved.param(name, weight)
-        else:
-            buffers[name] = weight
-    tied = convert.tied(params)
-    known, client = convert.split(saved.others())
-    counted = convert.iteration_of(params) if "iteration" not in known else None
+    params = {name: saved.param(name, w) for name, w in saved.weights.items() if w.dtype.is_floating_point}
+    tied = contents.tied(params)
+    notes = [f"{name} has the values of {of} and no state of its own: taken for the same" for name, of in tied.items()]
+    others = saved.others()
+    known = {key: others[key] for key, kind in KNOWN.items() if isinstance(others.get(key), kind)}
+    client = {key: value for key, value in others.items() if key not in known}
+    steps = {int(param.step) for param in params.values() if param.step is not None}
+    if "iteration" not in known and len(steps) == 1:
+        count = known["iteration"] = steps.pop()
+        notes.append(f"{path} does not say how far training came: taken for {count}, the optimizer's count of steps")
     arguments = dict(known.get("arguments", {}))
     if saved.matrices:
         arguments[MATRICES] = {**(arguments.get(MATRICES) or {}), **saved.matrices}
@@ -289,13 +385,13 @@ def _read(path: Path) -> Checkpoint:
         params={name: param for name, param in params.items() if name not in tied},
         groups=tuple(saved.groups),
         arguments=arguments,
-        iteration=known.get("iteration", counted),
+        iteration=known.get("iteration"),
         samples=known.get("samples"),
         scheduler=known.get("scheduler"),
         tied=tied,
-        buffers=buffers,
+        buffers={name: weight for name, weight in saved.weights.items() if name not in params},
         client=client,
-        notes=tuple(convert.sentences(tied, path, counted)),
+        notes=tuple(notes),
         proven=folder.proven,
     )
 
@@ -324,21 +420,55 @@ class Saved:
         self.matrices = {name: matrices for name, matrices in found.items() if matrices is not None}
 
     def param(self, name: str, weight: LazyTensor) -> Param:
-        """All that is saved of a parameter."""
-        number = self.group_of.get(name)
-        saved = dict(self.states.get(name, {}))
+        """All that is saved of a parameter. Raises CheckpointError for state whose shape or place is not known.
+
+        Owner state is saved as ``<key>``, or ``[<place>].<key>`` if the parameter has several matrices: one tensor
+        each, cut by rows. State that is more than tensors by name also has ``structure`` and ``stepped``, and a
+        parameter whose shape does not tell its matrices has ``matrices`` (``lwopt_backend/runtime/state.py``).
+        """
+        group, saved = self.group_of.get(name), dict(self.states.get(name, {}))
         counter, master = saved.pop("step", None), saved.pop(contents.MASTER, None)
+        described = {key.removesuffix(STRUCTURE) for key in saved if key == STRUCTURE or key.endswith(f".{STRUCTURE}")}
+        matrix_of = {key: max((m for m in described if key.startswith(m)), key=len, default=None) for key in saved}
+        own = None  # the keys of state that is not owner state, if the rule tells
+        if group is not None and (None in matrix_of.values() or "" in described):
+            own = _own_keys(weight, self.groups[group])
+        states = {} if master is None else {contents.MASTER: master}
+        owners: dict[int, dict[str, LazyTensor]] = {}
+        for key, tensor in saved.items():
+            matrix = matrix_of[key]
+            misshapen = f"{tensor.where}: expected the weight's shape {weight.shape}, found {tensor.shape}"
+            if key in own if own is not None else matrix is None and tensor.shape in (weight.shape, ()):
+                if tensor.shape != weight.shape and own is not None:
+                    raise CheckpointError(misshapen)
+                states[key] = tensor
+            elif matrix is None and own is None:
+                raise CheckpointError(f"{misshapen}; state of other shapes is read only of rules of ours")
+            else:
+                matrix = key.rpartition(".")[0] if matrix is None else matrix.removesuffix(".")
+                number = re.fullmatch(r"\[(\d+)\]", matrix)
+                if matrix and number is None:
+                    raise CheckpointError(
+                        f"{tensor.where}: the owner of matrix {matrix!r} keeps state of a part of a fused parameter, "
+                        "and the checkpoint does not tell which rows it is; save it again where it was trained"
+                    )
+                of_owner = owners.setdefault(int(number[1]) if number else 0, {})
+                of_owner[key.removeprefix(f"{matrix}." if matrix else "")] = tensor
+        real = {  # before the first step, only the form of the state is saved
+            place: partial(_state_of, state)
+            for place, state in sorted(owners.items())
+            if STEPPED not in state or bool(state[STEPPED].read().item())
+        }
         step = None if counter is None else float(counter.read().item())
-        states, owner_states = with_owner_states(weight, saved, None if number is None else self.groups[number])
-        states = {**({} if master is None else {contents.MASTER: master}), **states}
-        return Param(weight, states, step, number, owner_states)
+        return Param(weight, states, step, group, OwnerStates(real))
 
     def others(self) -> dict[str, Any]:
         """What is neither the model's nor the optimizer's, nested as it was saved."""
-        folder, keys = self.folder, self.keys.others
-        flat = {key: self.change(folder.object(key)) for key in keys if key in folder.objects}
-        flat.update({key: folder.tensor(key).read().item() for key in keys if key in folder.tensors})
-        return by_paths({tuple(folder.paths.get(key, (key,))): value for key, value in flat.items()}, folder.path)
+        folder, flat = self.folder, {}
+        for key in self.keys.others:
+            value = self.change(folder.object(key)) if key in folder.objects else folder.tensor(key).read().item()
+            flat[tuple(folder.paths.get(key, (key,)))] = value
+        return by_paths(flat, folder.path)
 
 
 class _Node(dict[Any, Any]):
@@ -355,15 +485,15 @@ def by_paths(flat: Mapping[tuple[Any, ...], Any], folder: Path) -> dict[str, Any
             if not isinstance(place, _Node):
                 raise CheckpointError(f"{folder}: {path} is both a value and a dictionary; copy it again")
         place[path[-1]] = value
-    return {key: _with_lists(value) for key, value in root.items()}
 
+    def with_lists(value: Any) -> Any:
+        if not isinstance(value, _Node):
+            return value
+        found = {key: with_lists(part) for key, part in value.items()}
+        is_list = all(isinstance(key, int) for key in found)
+        return [found[key] for key in sorted(found)] if is_list else found
 
-def _with_lists(value: Any) -> Any:
-    if not isinstance(value, _Node):
-        return value
-    found = {key: _with_lists(part) for key, part in value.items()}
-    is_list = all(isinstance(key, int) for key in found)
-    return [found[key] for key in sorted(found)] if is_list else found
+    return {key: with_lists(value) for key, value in root.items()}
 
 
 @dataclass
@@ -378,42 +508,37 @@ class _Keys:
     others: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        every = [key for key in (*self.folder.tensors, *self.folder.objects) if key.startswith(self.prefix)]
-        optimizers = {key[: _found(key, GROUPS)] for key in every if _found(key, GROUPS) >= 0}
+        folder = self.folder
+        every = [key for key in (*folder.tensors, *folder.objects) if key.startswith(self.prefix)]
+        starts = (re.search(rf"(^|\.){re.escape(GROUPS)}", key) for key in every)
+        optimizers = {start.string[: start.end() - len(GROUPS)] for start in starts if start}
         if len(optimizers) > MOST_OPTIMIZERS:
-            raise CheckpointError(f"{self.folder.path} has the param groups of {len(optimizers)} optimizers")
+            raise CheckpointError(f"{folder.path} has the param groups of {len(optimizers)} optimizers")
         model: dict[tuple[Any, ...], dict[str, str]] = {}
         for key in every:
             optimizer = max((prefix for prefix in optimizers if key.startswith(prefix)), key=len, default=None)
             rest = "" if optimizer is None else key.removeprefix(optimizer)
+            path = folder.paths.get(key, (key,))
             if rest.startswith(GROUPS):
                 self.options[key] = rest.removeprefix(GROUPS)
-            elif rest.startswith(STATE) and key in self.folder.tensors:
+            elif rest.startswith(STATE) and key in folder.tensors:
                 self.states[key] = rest.removeprefix(STATE)
-            elif key in self.folder.tensors and (
-                self.folder.tensors[key].shape or self.folder.paths.get(key, (key,))[:-1] == ("model",)
-            ):
-                path = self.folder.paths.get(key, (key,))
+            elif key in folder.tensors and (folder.tensors[key].shape or path[:-1] == ("model",)):
                 model.setdefault(tuple(path[:-1]), {})[str(path[-1])] = key
             else:
                 self.others.append(key)
         if len(model) > 1 and ("model",) in model:
             strange = next(key for prefix in model if prefix != ("model",) for key in model[prefix].values())
             raise CheckpointError(
-                f"{strange} in {self.folder.path} is neither a weight under 'model' nor an optimizer's state; save it "
+                f"{strange} in {folder.path} is neither a weight under 'model' nor an optimizer's state; save it "
                 "elsewhere: what is not known would be lost"
             )
         if len(model) > 1:
             raise CheckpointError(
-                f"{self.folder.path}: expected one model's weights, best under 'model', found tensors under "
+                f"{folder.path}: expected one model's weights, best under 'model', found tensors under "
                 f"{sorted('.'.join(map(str, prefix)) for prefix in model)}"
             )
         self.weights = next(iter(model.values()), {})
-
-
-def _found(key: str, word: str) -> int:
-    """Where ``word`` begins as a part of a key, or -1."""
-    return 0 if key.startswith(word) else key.find(f".{word}") + 1 or -1
 
 
 def _split(rest: str, names: Mapping[str, Any], where: str) -> tuple[str, str]:

@@ -1,18 +1,18 @@
-"""Writes and describes DCP's folders: their ``.metadata``, and the planner that lays tensors out."""
+"""Writes what torch.distributed.checkpoint loads, one tensor in memory at a time; ``dcp.reader`` reads it.
+
+Metadata and the form of files are PyTorch's (torch/distributed/checkpoint/filesystem.py, ``_write_item``).
+"""
 
 from __future__ import annotations
 
-import functools
 import io
-import itertools
 import math
 import os
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -25,229 +25,21 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from lwopt_backend.checkpoint.contents import LONGEST_NAME, CheckpointError, LazyTensor
-from lwopt_backend.checkpoint.files import manifest, pickles
+from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, held
+from lwopt_backend.checkpoint.dcp.reader import FILE, METADATA, mark
+from lwopt_backend.checkpoint.files import manifest
 from lwopt_backend.checkpoint.files.folders import flush
-from lwopt_backend.checkpoint.files.made import in_order, shape_of
+from lwopt_backend.checkpoint.files.made import in_order
 from lwopt_backend.checkpoint.files.manifest import Entry as FileEntry
-from lwopt_backend.checkpoint.files.manifest import Files, Manifest
-from lwopt_backend.checkpoint.files.torch_files import Stored
-from lwopt_backend.checkpoint.files.torch_saving import save_as_it_lies
+from lwopt_backend.checkpoint.files.manifest import Files
+from lwopt_backend.checkpoint.files.torch_files import save_as_it_lies
+from lwopt_backend.plan.atoms import matrices_of
+from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.agreement import agree
 from lwopt_backend.runtime.collectives import Alone, Collectives
+from lwopt_backend.runtime.state import MATRICES, STEPPED, STRUCTURE, owner_key
 
-# DCP's file ``.metadata``: a folder's tensors with their chunks, other objects, and where they are.
-
-METADATA, FILE = ".metadata", ".distcp"
 ANY_FILE = f"__*{FILE}"
-Sizes = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A box of a tensor and its place. ``stored`` is None if the folder's metadata does not have it."""
-
-    offsets: Sizes
-    sizes: Sizes
-    stored: Stored | None
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A tensor, and the boxes in which it was saved."""
-
-    shape: Sizes
-    dtype: torch.dtype
-    chunks: tuple[Chunk, ...]
-
-    def near(self, offsets: Sizes, sizes: Sizes) -> Iterable[Chunk]:
-        """The chunks that may overlap a box; of a stack of layers, not those of other layers."""
-        if not self.shape or sizes[0] > len(self._rows):
-            return self.chunks
-        rows = range(offsets[0], offsets[0] + sizes[0])
-        return itertools.chain(self._wide, *(self._rows.get(row, ()) for row in rows))
-
-    @functools.cached_property
-    def _rows(self) -> dict[int, list[Chunk]]:
-        found: dict[int, list[Chunk]] = {}
-        for chunk in self.chunks:
-            if chunk.sizes[0] == 1:
-                found.setdefault(chunk.offsets[0], []).append(chunk)
-        return found
-
-    @functools.cached_property
-    def _wide(self) -> list[Chunk]:
-        return [chunk for chunk in self.chunks if chunk.sizes[0] != 1]
-
-
-@dataclass(frozen=True)
-class FolderMetadata:
-    """``tensors`` and ``objects`` are by key; ``paths`` are the keys' parts in the nested state dict, if it was
-    flattened; ``extra`` is what Megatron up to 0.15 noted about tensors, None for other writers."""
-
-    path: Path
-    tensors: Mapping[str, Entry]
-    objects: Mapping[str, Stored | None]
-    paths: Mapping[str, tuple[Any, ...]]
-    extra: Mapping[str, Mapping[str, Any]] | None
-    stored: tuple[Stored, ...]
-
-    def check_files(self) -> bool:
-        """Return whether there is a manifest. Raises CheckpointError for files that are missing, too short, or of
-        another save than the manifest's, and for a tensor that they lack a part of."""
-        listed = manifest.check_files(self.path.parent)
-        if listed is not None:
-            _check_marks(listed)
-        _check_files(self.path, self.stored)
-        for key, entry in self.tensors.items():
-            _check_size(self.path, key, entry)
-        return listed is not None
-
-
-def read_metadata(folder: Path) -> FolderMetadata:
-    """Raises CheckpointError for content that DCP does not write, and for places outside the folder."""
-    path = folder / METADATA
-    try:
-        content = path.read_bytes()
-        manifest.check(path, lambda: zlib.crc32(content))
-        saved = pickles.load(content, str(path))
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error}); without it the folder's files are of no use"
-        ) from error
-    try:
-        stored = _stored(path, saved)
-        tensors = dict(_tensors(saved, stored))
-        objects = {key: stored.get((key, None)) for key in saved.state_dict_metadata if key not in tensors}
-        paths = dict(_paths(saved.planner_data or {}))
-        extra = dict(saved.mcore_data or {}) if hasattr(saved, "mcore_data") else None
-    except (AttributeError, TypeError, ValueError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path} is not what DCP writes ({error}); copy it again") from error
-    return FolderMetadata(path, tensors, objects, paths, extra, tuple(stored.values()))
-
-
-def _stored(path: Path, metadata: Any) -> dict[tuple[str, Sizes | None], Stored]:
-    found = {}
-    for index, info in metadata.storage_data.items():
-        if type(index.fqn) is not str or not all(type(n) is int for n in (info.offset, info.length)):
-            raise ValueError("a place in a file is none")
-        if getattr(info, "transform_descriptors", None):
-            raise CheckpointError(
-                f"{index.fqn} in {path.parent} is compressed ({info.transform_descriptors}), which is not supported; "
-                "save it again without storage extensions"
-            )
-        relative = info.relative_path
-        for kind in (PurePosixPath, PureWindowsPath):
-            if kind(relative).is_absolute() or kind(relative).drive or ".." in kind(relative).parts:
-                raise CheckpointError(
-                    f"{path} says that {index.fqn} is in {relative!r}, outside the folder; "
-                    "no checkpoint is written so: do not use it"
-                )
-        offset = vars(index).get("offset")  # what is None is not pickled
-        offset = None if offset is None else shape_of(offset)
-        found[index.fqn, offset] = Stored(path.parent / relative, info.offset, info.length)
-    return found
-
-
-def _tensors(metadata: Any, stored: Mapping[tuple[str, Sizes | None], Stored]) -> Iterator[tuple[str, Entry]]:
-    for key, found in metadata.state_dict_metadata.items():
-        if type(key) is not str or len(key) > LONGEST_NAME:
-            raise ValueError(f"a key is a {type(key).__name__}, or a long one")
-        if not hasattr(found, "chunks"):
-            continue
-        shape, whole = shape_of(found.size), stored.get((key, None))
-        chunks = {}
-        for chunk in found.chunks:
-            offsets, sizes = shape_of(chunk.offsets), shape_of(chunk.sizes)
-            inside = all(first + size <= end for first, size, end in zip(offsets, sizes, shape))
-            if not len(offsets) == len(sizes) == len(shape) or not inside:
-                raise ValueError(f"{key} of shape {shape} has a chunk of {sizes} at {offsets}")
-            place = stored.get((key, offsets), whole if len(found.chunks) == 1 else None)
-            chunks[offsets, sizes] = Chunk(offsets, sizes, place)
-        dtype, *_ = found.properties.stub_state  # TensorProperties pickles itself as a tuple
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{key} has a {type(dtype).__name__} for its dtype")
-        yield key, Entry(shape, dtype, tuple(chunks.values()))
-
-
-def _paths(saved: Mapping[Any, Any]) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Yield keys and their parts."""
-    for key, path in saved.items():
-        if type(key) is not str or type(path) is not tuple or not all(type(part) in (str, int) for part in path):
-            raise ValueError("the path of a key is none")
-        if path:
-            yield key, path
-
-
-def _check_files(metadata: Path, stored: Iterable[Stored]) -> None:
-    ends: dict[Path, int] = {}
-    used: dict[Path, int] = {}
-    for place in stored:
-        if place.offset < 0 or place.length < 0:
-            raise CheckpointError(f"{metadata} is damaged: a negative place in {place.path.name}")
-        ends[place.path] = max(ends.get(place.path, 0), place.offset + place.length)
-        used[place.path] = used.get(place.path, 0) + place.length
-    for path, end in sorted(ends.items()):
-        try:
-            size = path.stat().st_size
-        except OSError as error:
-            raise CheckpointError(f"{path} is missing; copy all files of {metadata.parent}") from error
-        if size < end:
-            raise CheckpointError(f"{path} ends early: expected {end} bytes, found {size}; copy it again")
-        if size < used[path]:
-            raise CheckpointError(f"{metadata} is damaged: several tensors are at one place in {path}")
-
-
-MARK = 64  # bytes at the start of a file of ours: the save that it is of, and the rank
-
-
-def _mark(save_id: str, rank: int) -> bytes:
-    return f"lwopt save {save_id} rank {rank}\n".encode().ljust(MARK)
-
-
-def _check_marks(listed: Manifest) -> None:
-    """Raises CheckpointError for a file of another save, or of another rank than its name says."""
-    for name, entry in listed.files.items():
-        if name.endswith(FILE):
-            with (listed.folder / name).open("rb") as file:
-                found = file.read(MARK)
-            expected = _mark(listed.save_id, entry.rank)
-            if found != expected:
-                words, said = (text.decode(errors="replace").strip() for text in (expected, found))
-                raise CheckpointError(
-                    f"{listed.folder / name}: expected {words!r} at its start, found {said!r}; it is of another save "
-                    f"or another rank; {listed.advice}"
-                )
-
-
-def _check_size(metadata: Path, key: str, entry: Entry) -> None:
-    for chunk in entry.chunks:
-        if chunk.stored is None:
-            raise CheckpointError(f"{metadata} does not say where {key} is; copy it again")
-        nbytes = math.prod(chunk.sizes) * entry.dtype.itemsize
-        if nbytes > chunk.stored.length:
-            raise CheckpointError(
-                f"{metadata} is damaged: {key} has a chunk of {nbytes} bytes, but {chunk.stored.length} are stored"
-            )
-    saved = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-    if saved < math.prod(entry.shape):
-        raise CheckpointError(incomplete(f"{key} in {metadata.parent}", saved, entry.shape, (0,) * len(entry.shape)))
-
-
-def incomplete(where: str, saved: int, sizes: Sequence[int], offsets: Sequence[int]) -> str:
-    """The sentence about a box of which only ``saved`` elements were saved."""
-    return (
-        f"{where}: the chunks saved have {saved} of the {math.prod(sizes)} elements at {tuple(offsets)}; was every "
-        "rank's file copied?"
-    )
-
-
-# Writes what torch.distributed.checkpoint reads, one tensor in memory at a time; ``dcp.reader`` reads it.
-#
-# Metadata and the form of files are PyTorch's (torch/distributed/checkpoint/filesystem.py, ``_write_item``).
-
 Place = tuple[int, ...]
 T = TypeVar("T")
 
@@ -307,7 +99,7 @@ class _Writer(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results = []
         with self._files.open(self._name) as file:
-            file.write(_mark(self.save_id, self._rank))
+            file.write(mark(self.save_id, self._rank))
             read = in_order((partial(planner.resolve_data, item) for item in plan.items), self._workers)
             for item, data in zip(plan.items, read):
                 start = file.tell()
@@ -377,7 +169,6 @@ class _Planner(DefaultSavePlanner):
 
 
 def chunk(place: Sequence[int], sizes: Sequence[int]) -> ChunkStorageMetadata:
-    """A box of a tensor, as DCP describes it."""
     return ChunkStorageMetadata(torch.Size(place), torch.Size(sizes))
 
 
@@ -405,12 +196,10 @@ def later(part: Tensor, shape: Sequence[int], where: str) -> LazyTensor:
 
 
 def one_box(tensor: LazyTensor) -> Boxes:
-    """A whole tensor as one box."""
     return Boxes(tensor.shape, {(0,) * len(tensor.shape): tensor})
 
 
 def whole(tensor: Tensor, where: str) -> Boxes:
-    """A whole tensor in memory as one box."""
     return one_box(later(tensor, tensor.shape, where))
 
 
@@ -443,8 +232,9 @@ def save(
     def in_all(decide: Callable[[], T]) -> T:
         return agree(ranks, what, lambda: (_naming(target, decide), []))
 
-    mine = in_all(lambda: (_next_number(folder), manifest.new_save_id()))
-    number, save_id = ranks.gather_objects(mine)[0]
+    numbers = in_all(lambda: [path.stem.rpartition("_")[2] for path in folder.glob(ANY_FILE)])
+    unused = max((int(number) + 1 for number in numbers if number.isdecimal()), default=0)
+    number, save_id = ranks.gather_objects((unused, manifest.new_save_id()))[0]
     name = f"__{ranks.rank}_{number}{FILE}"
     files = Files(folder, ranks.rank)
     writer = _Writer(files, name, save_id, ranks.rank, workers)
@@ -466,7 +256,8 @@ def save(
         if ranks.rank == 0:
             listed = {name: entry for _, entries in results for name, entry in entries.items()}
             _finish(writer, folder, metadata, [written for written, _ in results])
-            listed = {**(others or {}), **listed, METADATA: manifest.entry_of(folder / METADATA)}
+            path = folder / METADATA
+            listed = {**(others or {}), **listed, METADATA: FileEntry(path.stat().st_size, manifest.crc_of(path))}
             manifest.write(folder, listed, step, save_id=save_id, world=ranks.world_size)
 
     try:
@@ -489,12 +280,6 @@ def _naming(target: Path | None, decide: Callable[[], T]) -> T:
         raise type(error)(f"{target} is as it was, nothing is written: {error}") from error
 
 
-def _next_number(folder: Path) -> int:
-    """A number for a save that no file of another save has."""
-    numbers = (path.stem.rpartition("_")[2] for path in folder.glob(ANY_FILE))
-    return max((int(number) + 1 for number in numbers if number.isdecimal()), default=0)
-
-
 def _finish(writer: _Writer, folder: Path, metadata: Metadata, results: list[list[WriteResult]]) -> None:
     """Write the metadata, last, and remove the files of other saves."""
     ends: dict[str, int] = {}
@@ -511,3 +296,98 @@ def _finish(writer: _Writer, folder: Path, metadata: Metadata, results: list[lis
     for path in (*folder.glob(ANY_FILE), *folder.glob(f".{manifest.NAME}.*")):
         if path.name not in ends:
             path.unlink(missing_ok=True)
+
+
+# Whole checkpoints, loaded into an FSDP2 model and its optimizer by
+#
+#     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+#     torch.distributed.checkpoint.load(state, checkpoint_id=folder)
+#
+# Every tensor is whole in the file; loading cuts it for any mesh. StateDictOptions are the defaults, so the optimizer's
+# state is nested.
+
+
+def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:
+    """Write to ``folder``, which is empty. ``workers`` tensors, or the owner state of as many matrices, are in memory.
+
+    Weights are the master weights if there are any: FSDP2's parameters are the masters, and loading rounds them to
+    parameters that are not. Besides ``model`` and ``optimizer`` it has ``iteration``, ``samples``, ``scheduler``,
+    ``arguments`` and what the user's program saved, as far as these exist. Raises CheckpointError for a parameter
+    without a known group, and for owner state of parts of a fused parameter if the checkpoint does not say which rows
+    they are (``arguments["matrices"]``).
+    """
+    tensors: dict[tuple[Any, ...], LazyTensor] = {}
+    for name, param in checkpoint.params.items():
+        tensors["model", name] = param.best
+        for key, tensor in states_of(name, param, (checkpoint.arguments.get(MATRICES) or {}).get(name)):
+            tensors["optimizer", "state", name, key] = tensor
+    tensors.update({("model", name): checkpoint.params[of].best for name, of in checkpoint.tied.items()})
+    tensors.update({("model", name): buffer for name, buffer in checkpoint.buffers.items()})
+    more = {
+        "iteration": checkpoint.iteration,
+        "samples": checkpoint.samples,
+        "scheduler": checkpoint.scheduler,
+        "names": None if checkpoint.names == "model" else checkpoint.names,
+    }
+    rest: dict[str, Any] = {**{k: value for k, value in more.items() if value is not None}, **checkpoint.client}
+    if groups := _groups(checkpoint):
+        rest["optimizer"] = {"param_groups": groups}
+    objects = flattened(rest)
+    if checkpoint.arguments:  # in one piece: no program loads them in place
+        objects["arguments",] = dict(checkpoint.arguments)
+    shards = Shards({path: one_box(tensor) for path, tensor in tensors.items()}, objects)
+    save(folder, shards, workers=workers, step=checkpoint.iteration)
+
+
+def states_of(name: str, param: Param, matrices: Sequence[str] | None) -> Iterator[tuple[str, LazyTensor]]:
+    """Yield the optimizer's state of a parameter, by key, without its master weight. ``matrices``: which elements the
+    parameter's matrices have, if known."""
+    for key, tensor in param.states.items():
+        if key != MASTER:
+            yield key, tensor
+    if param.step is not None:
+        yield "step", held(torch.tensor(float(param.step)), f"step of {name}")
+    by_shape = list(map(str, matrices_of(param.shape))) if param.owner_states else []
+    known = by_shape if matrices is None else list(matrices)
+    if param.owner_states and known != by_shape:
+        yield MATRICES, held(nested.described(known), f"matrices of {name}")
+    for place in param.owner_states:
+        if place >= len(known):
+            raise CheckpointError(
+                f"{name}: the owner of its matrix number {place} keeps state of a part of a fused parameter, and the "
+                "checkpoint does not tell which rows it is: resume on the engine that wrote it"
+            )
+        for path, like in _of_owner(param, place).items():
+            key = owner_key(path, place, len(known))
+            yield key, _later(param, place, path, like, f"{key} of {name}")
+
+
+def _of_owner(param: Param, place: int) -> dict[str, Tensor]:
+    """Owner state as ``OwnerShards`` saves it: tensors of at least one dimension, and their structure and layout."""
+    state = dict(param.owner_states[place])
+    found = {key: tensor.reshape(tensor.shape or (1,)) for key, tensor in nested.leaves(state)}
+    if not nested.is_plain(state) or not all(tensor.is_contiguous() for tensor in found.values()):
+        found[STRUCTURE] = nested.described(state)
+        found[STEPPED] = torch.tensor([True])
+    return found
+
+
+def _later(param: Param, place: int, key: str, like: Tensor, where: str) -> LazyTensor:
+    """One tensor of owner state, which is read again when it is written."""
+    return LazyTensor(tuple(like.shape), like.dtype, lambda: _of_owner(param, place)[key].contiguous(), where)
+
+
+def _groups(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """Param groups with the names of their parameters, as ``get_optimizer_state_dict`` has them."""
+    members: dict[int, list[str]] = {}
+    for name, param in checkpoint.params.items():
+        if param.group is not None:
+            members.setdefault(param.group, []).append(name)
+        elif set(param.states) - {MASTER} or param.owner_states:
+            raise CheckpointError(
+                f"{param.best.where}: which of the {len(checkpoint.groups)} param groups has {name} is not known, and "
+                "the optimizer cannot load its state without; convert from a checkpoint that tells it"
+            )
+    count = max([len(checkpoint.groups), *(number + 1 for number in members)])
+    given: list[Mapping[str, Any]] = [*checkpoint.groups, *({} for _ in range(count - len(checkpoint.groups)))]
+    return [{**group, "params": members.get(number, [])} for number, group in enumerate(given)]

@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from lwopt_backend.checkpoint import contents
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param
+from lwopt_backend.checkpoint.contents import MATRICES as MATRICES
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.folders import read_pointer
-from lwopt_backend.checkpoint.files.made import shape_of
-from lwopt_backend.checkpoint.files.pickles import Stub
+from lwopt_backend.checkpoint.files.made import Stub, shape_of
 from lwopt_backend.runtime.state import CHECKPOINT_KEY
 
 # The files of a DeepSpeed checkpoint, by DeepSpeed 0.19.8's names.
@@ -50,10 +52,8 @@ def names_in(folder: Path) -> list[str]:
 
 
 def model_files(tag: Path) -> list[Path]:
-    """The files of model states, by data-parallel rank; one at stages 0 to 2.
-
-    Raises CheckpointError if there are several model-parallel ranks or separate files of experts, or one is missing.
-    """
+    """The files of model states, by data-parallel rank; one at stages 0 to 2. Raises CheckpointError if there are
+    several model-parallel ranks or separate files of experts, or one is missing."""
     names = names_in(tag)
     apart = [name for name in names if name.startswith(("layer_", "expp_rank_"))]
     if apart:
@@ -61,27 +61,27 @@ def model_files(tag: Path) -> list[Path]:
             f"{tag} has parts of the model in files of their own ({apart[0]}), as pipelines and expert parallelism "
             f"write them, which are not read here; {CONVERT}"
         )
-    found = {(int(m[1] or 0), int(m[2])): name for name in names if (m := MODEL.fullmatch(name))}
-    parts = {part for _, part in found}
+    matches = [match for name in names if (match := MODEL.fullmatch(name))]
+    parts = {int(match[2]) for match in matches}
     if len(parts) > 1:
         raise CheckpointError(
             f"{tag} holds the parts of {len(parts)} model-parallel ranks; how they fit together is not in the "
             f"checkpoint. {CONVERT.capitalize()}"
         )
-    return _complete(tag, {rank: name for (rank, _), name in found.items()}, "mp_rank_00_model_states.pt")
+    return _complete(tag, {int(match[1] or 0): match[0] for match in matches}, "mp_rank_00_model_states.pt")
 
 
 def optimizer_files(tag: Path, ranks: int) -> list[Path]:
     """The files of the optimizer's state by data-parallel rank. Raises CheckpointError if there are not ``ranks``."""
     found: dict[int, str] = {}
-    for name in names_in(tag):
-        if m := OPTIMIZER.fullmatch(name):
-            if int(m[1]) in found:
-                raise CheckpointError(
-                    f"{tag} has two files for rank {int(m[1])}, {found[int(m[1])]} and {name}, of two savings; remove "
-                    "those of the older one"
-                )
-            found[int(m[1])] = name
+    for match in filter(None, map(OPTIMIZER.fullmatch, names_in(tag))):
+        rank = int(match[1])
+        if rank in found:
+            raise CheckpointError(
+                f"{tag} has two files for rank {rank}, {found[rank]} and {match[0]}, of two savings; remove those of "
+                "the older one"
+            )
+        found[rank] = match[0]
     files = _complete(tag, found, "zero_pp_rank_0_mp_rank_00_optim_states.pt")
     if len(files) != ranks:
         raise CheckpointError(
@@ -100,8 +100,6 @@ def _complete(tag: Path, found: dict[int, str], first: str) -> list[Path]:
     return [tag / found[rank] for rank in range(len(found))]
 
 
-# DeepSpeed's files of model states: the module, its frozen and tied parameters, counters, and what the user saved.
-
 # Keys that the engine writes; the rest is the user's.
 ENGINE_KEYS = {
     *("module", "buffer_names", "param_shapes", "shared_params", "frozen_param_shapes", "frozen_param_fragments"),
@@ -115,7 +113,8 @@ NOT_KEPT = ("data_sampler", "random_ltd")
 @dataclass(frozen=True)
 class ModelStates:
     """The content of one tag's files. ``shapes`` are the trained parameters' by name, in DeepSpeed's lists: by param
-    group (stages 1 and 2) or sub-group (stage 3); None at stage 0. ``frozen`` parameters are whole."""
+    group (stages 1 and 2) or sub-group (stage 3); None at stage 0. ``frozen`` parameters are whole. ``ranks`` is the
+    number of data-parallel ranks that saved it."""
 
     path: Path
     saved: Mapping[str, Any]
@@ -127,7 +126,6 @@ class ModelStates:
 
     @property
     def ranks(self) -> int:
-        """The number of data-parallel ranks that saved it."""
         return int(self.saved.get("dp_world_size") or 1)
 
     def weight(self, name: str, shape: tuple[int, ...]) -> LazyTensor | None:
@@ -171,7 +169,7 @@ SAVE = "lwopt.save"  # the key in our part of each file of the optimizer's state
 
 
 def mark_of(saved: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What our optimizer says of the save; ``saved`` is the optimizer's state in a file. None in other optimizers'."""
+    """Our optimizer's mark of the save in a file's optimizer state; None if another optimizer wrote it."""
     for key in ("base_optimizer_state", "optimizer_state_dict"):  # in which ZeRO's wrappers have ours
         if SAVE not in saved and isinstance(saved.get(key), Mapping):
             saved = saved[key]
@@ -180,7 +178,7 @@ def mark_of(saved: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def check_marks(model: Mapping[str, Any], model_file: Path, of_ranks: Iterable[tuple[Path, Mapping[str, Any]]]) -> bool:
-    """Whether all files of the optimizer's state are of one save, as they say themselves; others do not say it.
+    """Whether the files of the optimizer's state bear marks of one save; False for other optimizers', which have none.
 
     ``model`` is what the file of model states holds. Raises CheckpointError for files that were swapped between ranks
     or copied over each other, or that are of another save or another step than the others.
@@ -207,83 +205,94 @@ def check_marks(model: Mapping[str, Any], model_file: Path, of_ranks: Iterable[t
 def load_mapping(file: Path) -> Mapping[str, Any]:
     """Load a file that must contain a dictionary. Raises CheckpointError."""
     saved = torch_files.load(file)
-    if not isinstance(saved, Mapping):
-        raise CheckpointError(f"{file}: expected a dictionary, found {type(saved).__name__}; it is none of DeepSpeed's")
-    return saved
+    if isinstance(saved, Mapping):
+        return saved
+    raise CheckpointError(f"{file}: expected a dictionary, found {type(saved).__name__}; it is none of DeepSpeed's")
 
 
 def _frozen(file: Path, of_ranks: list[Mapping[str, Any]], module: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Frozen parameters: whole in the module (stages 1, 2), or cut into equal flat parts over the ranks (stage 3)."""
-    saved = of_ranks[0].get("frozen_param_shapes") or {}
-    shapes = {name: shape_of(shape) for name, shape in saved.items()}
-    found = {name: module[name] for name, shape in shapes.items() if name in module and module[name].shape == shape}
-    for name in [name for name in shapes if name not in found]:
+    found = {}
+    for name, saved in (of_ranks[0].get("frozen_param_shapes") or {}).items():
+        shape = shape_of(saved)
+        if name in module and module[name].shape == shape:
+            found[name] = module[name]
+            continue
         parts = [(of_rank.get("frozen_param_fragments") or {}).get(name) for of_rank in of_ranks]
-        found[name] = _from_flat_parts(parts, shapes[name], f"frozen parameter {name!r}", file)
+        tensors = [part for part in parts if isinstance(part, LazyTensor)]
+        missing, has = math.prod(shape), sum(part.numel for part in tensors)
+        if len(tensors) != len(parts) or has < missing:
+            raise CheckpointError(
+                f"frozen parameter {name!r}: expected {missing} elements over {len(parts)} ranks' files, of which the "
+                f"first is {file}, found {has} in {len(tensors)}; copy the whole folder again"
+            )
+        pieces: list[LazyTensor] = []
+        for part in tensors:  # elements beyond the last are padding
+            taken = min(missing, part.numel)
+            if taken or not pieces:
+                pieces.append(part.piece(0, taken))
+            missing -= taken
+        found[name] = contents.end_to_end(pieces, shape)
     return found
-
-
-def _from_flat_parts(parts: list[Any], shape: tuple[int, ...], what: str, file: Path) -> LazyTensor:
-    """A tensor from consecutive flat parts; further elements are padding. Raises CheckpointError."""
-    tensors = [part for part in parts if isinstance(part, LazyTensor)]
-    numel, found = math.prod(shape), sum(part.numel for part in tensors)
-    if len(tensors) != len(parts) or found < numel:
-        raise CheckpointError(
-            f"{what}: expected {numel} elements over {len(parts)} ranks' files, of which the first is {file}, found "
-            f"{found} in {len(tensors)}; copy the whole folder again"
-        )
-    pieces: list[LazyTensor] = []
-    for part in tensors:
-        taken = min(numel - sum(piece.numel for piece in pieces), part.numel)
-        if taken or not pieces:
-            pieces.append(part.piece(0, taken))
-    return contents.end_to_end(pieces, shape)
 
 
 def checkpoint_of(
     states: ModelStates,
     format: str,
-    params: Mapping[str, Param],
-    groups: tuple[Mapping[str, Any], ...],
-    arguments: Mapping[str, Any] | None = None,
-    **more: Any,
+    found: Mapping[str, Param | Gathered],
+    groups: Iterable[Mapping[str, Any]],
+    common: Mapping[str, Any],
+    matrices: Mapping[str, list[str]] | None,
+    *,
+    names: str = "model",
+    world: Mapping[str, int] | None = None,
+    notes: Iterable[str] = (),
 ) -> Checkpoint:
-    """The result of the readers of all stages: trained parameters with their states, and everything else."""
-    saved, notes = states.saved, list(more.pop("notes", ()))
-    notes += [f"{key!r} of {states.path} is not kept" for key in NOT_KEPT if saved.get(key) is not None]
-    frozen = {name: Param(weight) for name, weight in states.frozen.items() if name not in params}
-    everything = {**params, **frozen}
-    order = [name for name in states.module if name in everything]
-    return Checkpoint(
-        format,
-        str(saved.get("ds_version") or "unknown"),
-        more.pop("names", "model"),
-        {name: everything[name] for name in (*order, *(name for name in everything if name not in states.module))},
-        groups,
-        {
-            "ds_config": plain(saved.get("ds_config") or {}, notes),
-            "skipped_steps": saved.get("skipped_steps") or 0,
-            **{key: value for key, value in (arguments or {}).items() if value is not None},
-        },
-        iteration=saved.get("global_steps"),
-        samples=saved.get("global_samples"),
-        scheduler=plain(saved.get("lr_scheduler"), notes),
-        world={"dp": states.ranks, "tp": 1, "pp": 1, **more.pop("world", {})},
-        tied=states.tied,
-        buffers=states.buffers,
-        client={key: plain(value, notes) for key, value in saved.items() if key not in ENGINE_KEYS},
-        notes=tuple(notes),
-        **more,
-    )
+    """The result of the readers of all stages: trained parameters, as they were ``found``, and everything else.
 
-
-def groups_of(groups: Any) -> tuple[dict[str, Any], ...]:
-    """Param groups without their parameters, as plain data."""
+    ``common`` is the first rank's optimizer state, ``groups`` its param groups; ``matrices`` are each parameter's, if
+    the files have them. Raises CheckpointError.
+    """
+    params = {name: each.param(states) if isinstance(each, Gathered) else each for name, each in found.items()}
+    gathered = [each for each in found.values() if isinstance(each, Gathered)]
+    saved, told = states.saved, list(notes)
+    told += [f"{key!r} of {states.path} is not kept" for key in NOT_KEPT if saved.get(key) is not None]
+    everything = {**params, **{name: Param(weight) for name, weight in states.frozen.items() if name not in params}}
+    order = dict.fromkeys((*(name for name in states.module if name in everything), *everything))
+    scaler = common.get("loss_scaler")
+    numbers = vars(scaler).items() if isinstance(scaler, Stub) else None
+    of_scaler = None if numbers is None else {key: plain(value, []) for key, value in numbers if key != "stub_args"}
+    known = {"clip_grad": common.get("clip_grad"), "loss_scaler": of_scaler, MATRICES: matrices}
 
     def option(value: Any) -> Any:
         return as_number(value) if isinstance(value, LazyTensor) and not value.shape else plain(value, [])
 
-    return tuple({key: option(value) for key, value in group.items() if key != "params"} for group in groups)
+    return Checkpoint(
+        format=format,
+        version=str(saved.get("ds_version") or "unknown"),
+        names=names,
+        params={name: everything[name] for name in order},
+        groups=tuple({key: option(value) for key, value in group.items() if key != "params"} for group in groups),
+        arguments={
+            "ds_config": plain(saved.get("ds_config") or {}, told),
+            "skipped_steps": saved.get("skipped_steps") or 0,
+            **{key: value for key, value in known.items() if value is not None},
+        },
+        iteration=saved.get("global_steps"),
+        samples=saved.get("global_samples"),
+        scheduler=plain(saved.get("lr_scheduler"), told),
+        world={"dp": states.ranks, "tp": 1, "pp": 1, **(world or {})},
+        replicas=tuple(
+            (f"{key} of {each.name}, which several ranks store whole", first, other)
+            for each in gathered
+            for key, (first, *others) in each.copies.items()
+            for other in others
+        ),
+        tied=states.tied,
+        buffers=states.buffers,
+        client={key: plain(value, told) for key, value in saved.items() if key not in ENGINE_KEYS},
+        notes=tuple(told),
+    )
 
 
 def plain(value: Any, notes: list[str]) -> Any:
@@ -296,14 +305,6 @@ def plain(value: Any, notes: list[str]) -> Any:
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
         return type(value)(plain(entry, notes) for entry in value)
     return value
-
-
-def scaler_of(saved: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The loss scaler's attributes, such as ``cur_scale``; None if there is none."""
-    found = saved.get("loss_scaler")
-    if not isinstance(found, Stub):
-        return None
-    return {key: value for key, value in plain(found, []).items() if key != "stub_args"}
 
 
 def as_number(value: Any) -> float | None:
@@ -353,7 +354,23 @@ class Gathered:
 
     def param(self, states: ModelStates) -> Param:
         """Raises CheckpointError unless the pieces cover the whole parameter once."""
-        found = {key: self._whole(key, pieces, states.path) for key, pieces in self.pieces.items()}
+        found = {}
+        for key, pieces in self.pieces.items():
+            end, what = 0, f"{key} of parameter {self.name!r} in {states.path.parent}"
+            pieces = sorted(pieces, key=lambda piece: piece[0])
+            for start, tensor in pieces:
+                if start != end:
+                    raise CheckpointError(
+                        f"{what}: element {end} comes next, found a piece from {start} on ({tensor.where}); the files "
+                        "do not belong together"
+                    )
+                end += tensor.numel
+            if end != self.numel:
+                raise CheckpointError(
+                    f"{what}: expected {self.numel} elements, found {end} in all ranks' files; copy the whole folder "
+                    "again"
+                )
+            found[key] = contents.end_to_end([t for _, t in pieces if t.numel] or [pieces[0][1]], self.shape)
         found.update({key: copies[0] for key, copies in self.copies.items()})
         for key, value in self.numbers.items():
             if key != STEP:
@@ -362,51 +379,6 @@ class Gathered:
         ordered = {key: found[key] for key in sorted(found, key=lambda key: key != MASTER)}
         weight, step = states.weight(self.name, self.shape), as_number(self.numbers.get(STEP))
         return Param(weight, ordered, step, self.group, self.owner)
-
-    def replicas(self) -> list[tuple[str, LazyTensor, LazyTensor]]:
-        """Pairs of copies that several ranks have."""
-        return [
-            (f"{key} of {self.name}, which several ranks store whole", copies[0], other)
-            for key, copies in self.copies.items()
-            for other in copies[1:]
-        ]
-
-    def _whole(self, key: str, pieces: list[tuple[int, LazyTensor]], file: Path) -> LazyTensor:
-        end, what = 0, f"{key} of parameter {self.name!r} in {file.parent}"
-        ordered = sorted(pieces, key=lambda piece: piece[0])
-        for start, tensor in ordered:
-            if start != end:
-                raise CheckpointError(
-                    f"{what}: element {end} comes next, found a piece from {start} on ({tensor.where}); the files do "
-                    "not belong together"
-                )
-            end += tensor.numel
-        if end != self.numel:
-            raise CheckpointError(
-                f"{what}: expected {self.numel} elements, found {end} in all ranks' files; copy the whole folder again"
-            )
-        return contents.end_to_end([t for _, t in ordered if t.numel] or [ordered[0][1]], self.shape)
-
-
-def gathered_of(params: Iterable[tuple[str, tuple[int, ...], int]]) -> dict[str, Gathered]:
-    """Parameters by (name, shape, group), with nothing gathered yet."""
-    return {name: Gathered(name, shape, group) for name, shape, group in params}
-
-
-def put_together(
-    states: ModelStates,
-    format: str,
-    gathered: Mapping[str, Gathered],
-    groups: Any,
-    saved: Mapping[str, Any],
-    matrices: Mapping[str, list[str]] | None,
-) -> Checkpoint:
-    """The checkpoint of what was gathered. ``saved`` is the first rank's optimizer state, ``groups`` its param groups;
-    ``matrices`` are each parameter's, if the files have them. Raises CheckpointError."""
-    params = {name: found.param(states) for name, found in gathered.items()}
-    arguments = {"clip_grad": saved.get("clip_grad"), "loss_scaler": scaler_of(saved), "matrices": matrices}
-    replicas = tuple(pair for found in gathered.values() for pair in found.replicas())
-    return checkpoint_of(states, format, params, groups_of(groups), arguments, replicas=replicas)
 
 
 def cut(tensor: Any, start: int, numel: int, what: str, file: Path) -> LazyTensor:
@@ -417,9 +389,6 @@ def cut(tensor: Any, start: int, numel: int, what: str, file: Path) -> LazyTenso
     return tensor.piece(start, start + numel)
 
 
-MATRICES = "matrices"  # each parameter's matrices, in order: their names and elements
-
-
 def owner_states(saved: Mapping[Any, Any]) -> contents.OwnerStates:
     """Owner state by a matrix's place; tensors are read from the file when accessed."""
     return contents.OwnerStates({place: partial(read_as_it_lay, state) for place, state in saved.items()})
@@ -427,17 +396,15 @@ def owner_states(saved: Mapping[Any, Any]) -> contents.OwnerStates:
 
 def read_as_it_lay(state: Any) -> Any:
     """``state`` with its lazy tensors read, in the memory layout in which they were saved."""
-    if isinstance(state, LazyTensor):
-        tensor, stride = state.read(), state.stride
+
+    def read(saved: LazyTensor) -> Tensor:
+        tensor, stride = saved.read(), saved.stride
         if stride is None or stride == tensor.stride() or 0 in stride:
             return tensor
         # The bits of a matrix product depend on its factors' memory layout.
         return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor)
-    if isinstance(state, dict):
-        return {key: read_as_it_lay(value) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return type(state)(read_as_it_lay(value) for value in state)
-    return state
+
+    return tree_map_only(LazyTensor, read, state)
 
 
 def matrices_in(saved: Mapping[str, Any]) -> dict[str, list[str]] | None:
@@ -451,11 +418,8 @@ def take_owner_states(gathered: Mapping[str, Gathered], of_ranks: Iterable[Mappi
     """Assign owner state, which files have by matrix name, to parameters. Raises CheckpointError."""
     found: dict[str, dict[int, Any]] = {}
     for saved in of_ranks:
-        places = {
-            matrix: (name, place)
-            for name, matrices in (saved.get(MATRICES) or {}).items()
-            for place, (matrix, _) in enumerate(matrices)
-        }
+        listed = (saved.get(MATRICES) or {}).items()
+        places = {matrix: (name, i) for name, matrices in listed for i, (matrix, _) in enumerate(matrices)}
         for matrix, state in (saved.get(CHECKPOINT_KEY) or {}).items():
             if matrix not in places:
                 raise CheckpointError(

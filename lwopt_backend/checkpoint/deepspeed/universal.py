@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, read_as_expected
+from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, reader
 from lwopt_backend.checkpoint.deepspeed import files as ds
 from lwopt_backend.checkpoint.deepspeed.files import STEP, ModelStates, load_mapping
 from lwopt_backend.checkpoint.deepspeed.zero import MARK, as_marked, matrices_of_mark
@@ -20,10 +20,8 @@ from lwopt_backend.checkpoint.files import manifest, torch_files
 from lwopt_backend.checkpoint.files.folders import check_name
 from lwopt_backend.checkpoint.files.made import all_done
 from lwopt_backend.checkpoint.files.manifest import Files
-from lwopt_backend.checkpoint.files.torch_saving import save, save_as_it_lies
+from lwopt_backend.checkpoint.files.torch_files import save, save_as_it_lies
 
-# Reads DeepSpeed's universal checkpoints: those of ds_to_universal, of DeepSpeed 0.19.8, and ours.
-#
 #     latest_universal                             the tag
 #     <tag>/mp_rank_00_model_states.pt             stage 3: zero_pp_rank_0_mp_rank_00_...
 #     <tag>/zero/optimizer_state.pt                param groups, counters, loss scaling; ours adds ``OURS``
@@ -40,20 +38,15 @@ OURS = "lwopt"  # the key in optimizer_state.pt for what the format has no place
 
 
 def recognises(path: Path) -> bool:
-    """Whether it is the tag of a universal checkpoint, or a folder with a pointer to one."""
     try:
         return (ds.tag_of(path, POINTER) / ds.UNIVERSAL_MARK).is_file()
     except (CheckpointError, OSError):
         return False
 
 
-def read(path: Path) -> Checkpoint:
+@reader("DeepSpeed", lambda path: ds.tag_of(path, POINTER))
+def read(tag: Path) -> Checkpoint:
     """The checkpoint of a tag's folder, or of the tag that ``latest_universal`` names. Raises CheckpointError."""
-    tag = ds.tag_of(path, POINTER)
-    return read_as_expected(lambda: _read(tag), tag, "DeepSpeed")
-
-
-def _read(tag: Path) -> Checkpoint:
     proven = manifest.check_files(tag) is not None
     common = load_mapping(tag / ds.UNIVERSAL_MARK)
     ours = ds.plain(common.get(OURS) or {}, [])
@@ -80,21 +73,16 @@ def _read(tag: Path) -> Checkpoint:
     missing = [name for name in shapes if name not in params]
     if missing:
         raise CheckpointError(f"{tag} has no folder zero/{missing[0]}; copy the whole folder again")
+    notes, matrices = [], None
     if parts > 1:
         states = replace(states, frozen={}, buffers={})
-    arguments = {"clip_grad": common.get("clip_grad"), "loss_scaler": ds.scaler_of(common)}
+        notes = ["model states of several model-parallel ranks: frozen parameters and buffers are not read"]
     if MARK in common:
         params = as_marked(params, common[MARK], groups)
-        arguments["matrices"] = matrices_of_mark(common[MARK])
+        matrices = matrices_of_mark(common[MARK])
+    names, world = ours.get("names", "model"), ours.get("world", {})
     checkpoint = ds.checkpoint_of(
-        states,
-        "deepspeed universal",
-        params,
-        ds.groups_of(groups),
-        arguments,
-        names=ours.get("names", "model"),
-        world=ours.get("world", {}),
-        notes=["model states of several model-parallel ranks: frozen parameters and buffers are not read"][: parts - 1],
+        states, "deepspeed universal", params, groups, common, matrices, names=names, world=world, notes=notes
     )
     order = [name for name in ours.get("params", ()) if name in checkpoint.params]
     return replace(
@@ -178,9 +166,7 @@ def state_in(saved: Any, shape: tuple[int, ...] | None, file: Path) -> LazyTenso
     return tensor.view(shape)
 
 
-# Writes DeepSpeed's universal format.
-#
-# For AdamW it is one that DeepSpeed 0.19.8 loads at ZeRO 1, 2 and 3 at any world size: the first two read
+# What is written for AdamW is one that DeepSpeed 0.19.8 loads at ZeRO 1, 2 and 3 at any world size: the first two read
 # ``param_groups``, stage 3 ``optimizer_state_dict`` and another file of model states. The loss scaler, an object of a
 # class of DeepSpeed, is left out, and begins anew there; our own key has its numbers.
 
@@ -210,32 +196,32 @@ def write(checkpoint: Checkpoint, folder: Path, workers: int = 1) -> None:
     by_rank = {**states, "module": OrderedDict(rest)}
     (folder / "zero").mkdir()
     files = Files(folder)
+
+    def save_file(name: str, content: Any) -> None:
+        files.add(name, save(content, folder / name))
+
     all_done(
         [
-            partial(_save, files, "mp_rank_00_model_states.pt", whole),  # the largest file
-            partial(_save, files, "zero_pp_rank_0_mp_rank_00_model_states.pt", by_rank),
-            partial(_save, files, "zero/optimizer_state.pt", _common(checkpoint, trained, groups)),
-            *(partial(_write_param, name, param, files) for name, param in trained.items()),
+            partial(save_file, "mp_rank_00_model_states.pt", whole),  # the largest file
+            partial(save_file, "zero_pp_rank_0_mp_rank_00_model_states.pt", by_rank),
+            partial(save_file, "zero/optimizer_state.pt", _common(checkpoint, trained, groups)),
+            *(partial(_write_param, name, param, files, save_file) for name, param in trained.items()),
         ],
         workers,
     )
     manifest.write(folder, files.entries, checkpoint.iteration)
 
 
-def _save(files: Files, name: str, content: Any) -> None:
-    files.add(name, save(content, files.folder / name))
-
-
-def _write_param(name: str, param: Param, files: Files) -> None:
-    """Its files; what is saved in 16 bits stays so, but for the master weight."""
+def _write_param(name: str, param: Param, files: Files, save_file: Callable[[str, Any], None]) -> None:
+    """Write a parameter's files. State in 16 bits stays in 16 bits; the master weight is written in fp32."""
     place = f"zero/{name}"
     (files.folder / place).mkdir(parents=True)
     tensors = {MASTER: param.best.to(torch.float32), **{k: t for k, t in param.states.items() if k != MASTER}}
     for key, tensor in tensors.items():
         check_name(key, f"the state {key!r} of parameter {name!r}")
-        _save(files, f"{place}/{key}.pt", {"param": tensor, "cat_dim": 0})
+        save_file(f"{place}/{key}.pt", {"param": tensor, "cat_dim": 0})
     if param.step is not None:
-        _save(files, f"{place}/{STEP}.pt", torch.tensor(float(param.step)))
+        save_file(f"{place}/{STEP}.pt", torch.tensor(float(param.step)))
     if param.owner_states:
         (files.folder / OWNERS).mkdir(exist_ok=True)
         with files.open(f"{OWNERS}/{name}.pt") as file:

@@ -10,15 +10,67 @@ from typing import Any
 
 import torch
 
-from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, read_as_expected
+from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, reader
 from lwopt_backend.checkpoint.deepspeed import files as ds
 from lwopt_backend.checkpoint.deepspeed.files import Gathered, ModelStates
 from lwopt_backend.config.registry import MATRIX_RULES, new_state
 from lwopt_backend.runtime.agreement import digest
 from lwopt_backend.runtime.state import CHECKPOINT_KEY
 
-# Native checkpoints of ZeRO 1 and 2, BF16_Optimizer among them: a flat tensor per param group, cut over the ranks.
-#
+# Names are the module's own. DeepSpeed itself is not needed, and no class of it is imported.
+
+POINTER = "latest"
+
+
+def recognises(path: Path) -> bool:
+    try:
+        tag = tag_of(path)
+    except CheckpointError:
+        return False
+    return not (tag / ds.UNIVERSAL_MARK).is_file() and any(map(ds.MODEL.fullmatch, ds.names_in(tag)))
+
+
+def tag_of(path: Path) -> Path:
+    """The folder of the tag that ``latest`` in ``path`` names, or ``path``. Raises CheckpointError."""
+    return ds.tag_of(path, POINTER)
+
+
+@reader("DeepSpeed", tag_of)
+def read(tag: Path) -> Checkpoint:
+    """The checkpoint of a tag's folder, or of the tag that ``latest`` in a folder names. Raises CheckpointError."""
+    files = ds.model_files(tag)
+    states = ds.read_model_states(files)
+    of_ranks: OfRanks = []
+    if states.shapes is None:
+        optimizer = states.saved.get("optimizer")
+        if not isinstance(optimizer, Mapping):
+            raise CheckpointError(f"{states.path} holds no optimizer; there is nothing to read but weights")
+        of_ranks = [(states.path, optimizer)]
+    else:
+        for file in ds.optimizer_files(tag, states.ranks):
+            saved = ds.load_mapping(file).get("optimizer_state_dict")
+            if not isinstance(saved, Mapping):
+                raise CheckpointError(
+                    f"{file} holds no 'optimizer_state_dict'; it is no file of ZeRO's optimizer state"
+                )
+            of_ranks.append((file, saved))
+    proven = ds.check_marks(states.saved, states.path, of_ranks)
+    if all(MARK in saved for _, saved in of_ranks):
+        found = read_owned(states, of_ranks)
+    elif states.shapes is None:
+        found = read_stage0(states)
+    elif all("fp32_flat_groups" in saved for _, saved in of_ranks):
+        if len(files) != states.ranks:
+            raise CheckpointError(
+                f"{tag}: expected the model states' files of {states.ranks} ranks, found {len(files)}; copy it again"
+            )
+        found = read_stage3(states, of_ranks)
+    else:
+        found = read_partitions(states, of_ranks)
+    return replace(found, proven=proven)
+
+
+# ZeRO 1 and 2, BF16_Optimizer among them: a flat tensor per param group, cut over the ranks.
 # What lies where is in ``param_slice_mappings``: by group and parameter, where in the rank's part its elements begin,
 # and how many there are. A parameter's pieces follow each other in the order of the ranks. State lies as the weights
 # do, but for DeepSpeed's own Muon: a rank keeps momentum, in whole tensors and in the same order, of all parameters
@@ -32,65 +84,45 @@ OfRanks = list[tuple[Path, Mapping[str, Any]]]  # the files of the optimizer's s
 def read_partitions(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
     """Read a checkpoint of stage 1 or 2. Raises CheckpointError."""
     assert states.shapes is not None
-    shapes = enumerate(states.shapes)
-    gathered = ds.gathered_of((name, shape, g) for g, params in shapes for name, shape in params.items())
+    gathered = {n: Gathered(n, shape, g) for g, params in enumerate(states.shapes) for n, shape in params.items()}
+    offload = (states.saved.get("ds_config") or {}).get("zero_optimization", {}).get("offload_optimizer") or {}
     for file, saved in of_ranks:
-        _add_partitions(gathered, file, saved, states)
-    _, first = of_ranks[0]
+        base = saved["base_optimizer_state"]
+        if not isinstance(base, Mapping):
+            raise CheckpointError(
+                f"{file}: 'base_optimizer_state' is a list, as with zero_optimization.elastic_checkpoint, which is not "
+                "read; load it with DeepSpeed and save it with elastic_checkpoint off"
+            )
+        # BF16_Optimizer, which saves no stage, cuts the momentum of DeepSpeed's Muon.
+        keeps_whole = "zero_stage" in saved and offload.get("device", "none") == "none"
+        for number, places in enumerate(saved["param_slice_mappings"]):
+            state = {MASTER: saved["single_partition_of_fp32_groups"][number], **base["state"].get(number, {})}
+            ordered = sorted(places.items(), key=lambda place: place[1].start)
+            unknown = [name for name, _ in ordered if name not in gathered]
+            if unknown:
+                raise CheckpointError(f"{file} holds parameter {unknown[0]!r}, which {states.path} does not list")
+            params = [gathered[name] for name, _ in ordered]
+            copied, buffer = None, state.get(BUFFER)
+            use_muon = keeps_whole and base["param_groups"][number].get("use_muon")
+            is_whole = isinstance(buffer, LazyTensor) and buffer.numel == sum(found.numel for found in params)
+            if use_muon and is_whole:
+                copied = state.pop(BUFFER)
+            offset = 0
+            for found, (_, place) in zip(params, ordered):
+                if copied is not None:
+                    copy = ds.cut(copied, offset, found.numel, f"{BUFFER} of {found.name!r}", file)
+                    found.copies.setdefault(BUFFER, []).append(copy.view(found.shape))
+                begin = sum(piece.numel for _, piece in found.pieces.get(MASTER, ()))  # in the order of the ranks
+                found.add(state, place.start, place.numel, begin, file)
+                offset += found.numel
     ds.take_owner_states(gathered, (saved["base_optimizer_state"] for _, saved in of_ranks))
+    _, first = of_ranks[0]
     base, stage = first["base_optimizer_state"], "1 or 2" if "zero_stage" in first else "1 (BF16_Optimizer)"
     matrices = ds.matrices_in(base)
-    return ds.put_together(states, f"deepspeed zero {stage}", gathered, base["param_groups"], first, matrices)
-
-
-def _add_partitions(
-    gathered: Mapping[str, Gathered], file: Path, saved: Mapping[str, Any], states: ModelStates
-) -> None:
-    base = saved["base_optimizer_state"]
-    if not isinstance(base, Mapping):
-        raise CheckpointError(
-            f"{file}: 'base_optimizer_state' is a list, as with zero_optimization.elastic_checkpoint, which is not "
-            "read; load it with DeepSpeed and save it with elastic_checkpoint off"
-        )
-    for number, places in enumerate(saved["param_slice_mappings"]):
-        state = {MASTER: saved["single_partition_of_fp32_groups"][number], **base["state"].get(number, {})}
-        ordered = sorted(places.items(), key=lambda place: place[1].start)
-        unknown = [name for name, _ in ordered if name not in gathered]
-        if unknown:
-            raise CheckpointError(f"{file} holds parameter {unknown[0]!r}, which {states.path} does not list")
-        params = [gathered[name] for name, _ in ordered]
-        copied = None
-        if _has_whole_momentum(saved, state, base["param_groups"][number], params, states):
-            copied = state.pop(BUFFER)
-        offset = 0
-        for found, (_, place) in zip(params, ordered):
-            if copied is not None:
-                copy = ds.cut(copied, offset, found.numel, f"{BUFFER} of {found.name!r}", file)
-                found.copies.setdefault(BUFFER, []).append(copy.view(found.shape))
-            begin = sum(piece.numel for _, piece in found.pieces.get(MASTER, ()))  # ranks' pieces follow each other
-            found.add(state, place.start, place.numel, begin, file)
-            offset += found.numel
-
-
-def _has_whole_momentum(
-    saved: Mapping[str, Any],
-    state: Mapping[str, Any],
-    group: Mapping[str, Any],
-    params: list[Gathered],
-    states: ModelStates,
-) -> bool:
-    """Whether it is DeepSpeed's Muon with whole momentum. BF16_Optimizer, which saves no stage, cuts it."""
-    buffer = state.get(BUFFER)
-    if not group.get("use_muon") or "zero_stage" not in saved or not isinstance(buffer, LazyTensor):
-        return False
-    offload = (states.saved.get("ds_config") or {}).get("zero_optimization", {}).get("offload_optimizer") or {}
-    if offload.get("device", "none") != "none":
-        return False
-    return buffer.numel == sum(found.numel for found in params)
+    return ds.checkpoint_of(states, f"deepspeed zero {stage}", gathered, base["param_groups"], first, matrices)
 
 
 # Checkpoints of our owned storage under DeepSpeed, ``"storage": "owned"``, stages 0 to 2; see the mark in the file.
-#
 # At stages 1 and 2 a rank's file has the pieces of parameters that it owns, each in a group of its own; at stage 0 the
 # file of model states has everything whole. Both name parameters, and say which matrices are in them.
 
@@ -104,7 +136,7 @@ def read_owned(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
     whole, members = "weights" in first, first[MARK]["members"]
     groups = first["param_groups"] if whole else first["base_optimizer_state"]["param_groups"]
     group_of = {name: number for number, group in enumerate(groups) for name in group["params"]}
-    gathered = ds.gathered_of((name, tuple(shape), group_of[name]) for name, shape, _, _ in members)
+    gathered = {name: Gathered(name, tuple(shape), group_of[name]) for name, shape, _, _ in members}
     for file, saved in of_ranks:
         for number, (name, _, rule, _) in enumerate(members):
             if whole:
@@ -128,11 +160,11 @@ def read_owned(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
         known = {*gathered, *states.buffers, *states.tied}
         states = replace(states, frozen={name: t for name, t in states.module.items() if name not in known})
     format = f"lwopt owned storage in deepspeed, stage {first.get('zero_stage')}"
-    return ds.put_together(states, format, gathered, groups, first, matrices_of_mark(first[MARK]))
+    return ds.checkpoint_of(states, format, gathered, groups, first, matrices_of_mark(first[MARK]))
 
 
 def _was_added(state: Mapping[str, Any], rule: str) -> bool:
-    """Whether the moments are not the rule's: they are the last of several states, or only zeros."""
+    """Whether the moments were added for DeepSpeed's converter: they are the last of several states, or only zeros."""
     if tuple(state)[-2:] != READABLE:
         return False
     tensors = [key for key, value in state.items() if isinstance(value, LazyTensor) and value.shape]
@@ -148,8 +180,8 @@ def as_marked(
 ) -> dict[str, Param]:
     """``params`` of ours as ds_to_universal converted them, with their groups and the states of their rules.
 
-    It has no group but a parameter's own, and converts only ``READABLE``, the first of which is a matrix's momentum if
-    its rule has one. Owner state is lost.
+    ds_to_universal keeps one group per parameter and converts only ``READABLE``, the first of which is a matrix's
+    momentum if its rule has one. Owner state is lost.
     """
     group_of = {name: number for number, group in enumerate(groups) for name in group["params"]}
     found = dict(params)
@@ -166,12 +198,10 @@ def as_marked(
 
 
 def matrices_of_mark(mark: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The matrices of each parameter, in order."""
     return {name: list(matrices) for name, _, _, matrices in mark["members"]}
 
 
 # Native checkpoints of stage 0: the first rank's optimizer, whole, in the file of model states.
-#
 # State is by a parameter's number in the param groups, and no names are saved. They are found by replaying how groups
 # are filled, in the module's order, and verified: by shapes, and where our optimizer saved it by each group's digest of
 # its members. Where shapes leave more than one way, the checkpoint is refused.
@@ -192,7 +222,6 @@ def read_stage0(states: ModelStates) -> Checkpoint:
     state, groups = inner["state"], inner["param_groups"]
 
     def shape_of(index: int) -> Shape | None:
-        """As far as the states tell."""
         tensors = (t for t in state.get(index, {}).values() if isinstance(t, LazyTensor) and t.shape)
         return masters[index].shape if masters else next((tensor.shape for tensor in tensors), None)
 
@@ -214,7 +243,7 @@ def read_stage0(states: ModelStates) -> Checkpoint:
                     found.add_number(key, value, states.path)
     ds.take_owner_states(gathered, [inner])
     states = replace(states, frozen={name: t for name, t in _candidates(states).items() if name not in gathered})
-    return ds.put_together(states, "deepspeed stage 0", gathered, groups, saved, matrices)
+    return ds.checkpoint_of(states, "deepspeed stage 0", gathered, groups, saved, matrices)
 
 
 def _candidates(states: ModelStates) -> dict[str, LazyTensor]:
@@ -227,17 +256,21 @@ def _names(
     shapes: Sequence[Sequence[Shape | None]],
     matrices: Mapping[str, list[str]],
 ) -> list[Named]:
-    """The parameters' names by group. Raises CheckpointError unless there is one way only.
+    """The parameters' names by group. Raises CheckpointError unless there is one way only. ``matrices`` are which there
+    are in a parameter, as far as the file tells."""
 
-    ``matrices`` are which there are in a parameter, as far as the file tells.
-    """
+    def is_verified(group: Mapping[str, Any], names: Named) -> bool:
+        """By what our optimizer saved of a group's members (``lwopt_backend.storage.flat.members_digest``)."""
+        lines = []
+        for name in names:
+            several = matrices.get(name, [])
+            lines.append(f"{name} {states.module[name].shape} {group['rule']}{several if len(several) > 1 else ''}")
+        return bool(digest(lines)[:16] == group["members"])
+
     found = [(name, tensor.shape) for name, tensor in _candidates(states).items()]
     ways = list(islice(_ways(found, [list(group) for group in shapes]), WAYS))
     if all("members" in group for group in groups):
-        verified = [
-            way for way in ways if all(_is_verified(states, g, names, matrices) for g, names in zip(groups, way))
-        ]
-        ways = verified or ways
+        ways = [way for way in ways if all(map(is_verified, groups, way))] or ways
     if len(ways) == 1:
         return ways[0]
     what = "no way" if not ways else f"{len(ways) if len(ways) < WAYS else 'too many'} ways"
@@ -248,10 +281,8 @@ def _names(
 
 
 def _ways(params: list[tuple[str, Shape]], groups: list[list[Shape | None]]) -> Iterator[list[Named]]:
-    """All ways in which the parameters, in their order, fill the groups, in theirs. What is left over is frozen.
-
-    Raises CheckpointError where the search takes too long.
-    """
+    """All ways in which the parameters, in their order, fill the groups, in theirs. What is left over is frozen. Raises
+    CheckpointError where the search takes too long."""
     spare = len(params) - sum(map(len, groups))
     tried = 0
 
@@ -286,17 +317,6 @@ def _ways(params: list[tuple[str, Shape]], groups: list[list[Shape | None]]) -> 
         yield from fill(0, [[] for _ in groups], spare)
 
 
-def _is_verified(
-    states: ModelStates, group: Mapping[str, Any], names: Named, matrices: Mapping[str, list[str]]
-) -> bool:
-    """By what our optimizer saved of a group's members (``lwopt_backend.storage.flat.members_digest``)."""
-    lines = []
-    for name in names:
-        several = matrices.get(name, [])
-        lines.append(f"{name} {states.module[name].shape} {group['rule']}{several if len(several) > 1 else ''}")
-    return bool(digest(lines)[:16] == group["members"])
-
-
 def _cut_flat(states: ModelStates, saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[LazyTensor]]:
     """FP16_Optimizer's flat tensors, one per param group, as one per parameter. Raises CheckpointError for several."""
     flats, inner = saved["fp32_groups_flat"], saved["optimizer_state_dict"]
@@ -322,14 +342,12 @@ def _cut_flat(states: ModelStates, saved: Mapping[str, Any]) -> tuple[dict[str, 
 
 
 # Native checkpoints of ZeRO 3: every parameter cut into equal flat parts, one for each rank, by sub-groups.
-#
 # A rank's flat tensor of a sub-group holds its parts of the sub-group's parameters one after the other, each as long as
 # the first rank's; what the last ranks have too much is padding (stage3.py, ``_create_fp16_sub_groups``). Read in
 # 0.19.8.
 
 
 def read_stage3(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
-    """Raises CheckpointError."""
     assert states.shapes is not None
     file, first = of_ranks[0]
     if first.get("ds_zero_partition_groups"):
@@ -337,9 +355,8 @@ def read_stage3(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
     optimizer, ranks = first["optimizer_state_dict"], len(of_ranks)
     groups = optimizer["param_groups"]
     group_of = {index: number for number, group in enumerate(groups) for index in group["params"]}
-    gathered = ds.gathered_of(
-        (name, shape, group_of.get(i, 0)) for i, params in enumerate(states.shapes) for name, shape in params.items()
-    )
+    listed = [(name, shape, i) for i, params in enumerate(states.shapes) for name, shape in params.items()]
+    gathered = {name: Gathered(name, shape, group_of.get(i, 0)) for name, shape, i in listed}
     for rank, (file, saved) in enumerate(of_ranks):
         flats = saved["fp32_flat_groups"]
         if len(flats) != len(states.shapes):
@@ -357,59 +374,4 @@ def read_stage3(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
                 found.add(state, offset, min(part, numel - begin), begin, file)
                 offset += part
     ds.take_owner_states(gathered, (saved["optimizer_state_dict"] for _, saved in of_ranks))
-    return ds.put_together(states, "deepspeed zero 3", gathered, groups, first, ds.matrices_in(optimizer))
-
-
-# Reads DeepSpeed's native checkpoints: ZeRO 1, 2, 3 and stage 0, of AdamW, of DeepSpeed's Muon, and of ours.
-#
-# Names are the module's own. DeepSpeed itself is not needed, and no class of it is imported.
-
-POINTER = "latest"
-
-
-def recognises(path: Path) -> bool:
-    """Whether it is a tag of a native checkpoint, or a folder with a pointer to one."""
-    try:
-        tag = ds.tag_of(path, POINTER)
-    except CheckpointError:
-        return False
-    return not (tag / ds.UNIVERSAL_MARK).is_file() and any(map(ds.MODEL.fullmatch, ds.names_in(tag)))
-
-
-def read(path: Path) -> Checkpoint:
-    """The checkpoint of a tag's folder, or of the tag that ``latest`` in a folder names. Raises CheckpointError."""
-    tag = ds.tag_of(path, POINTER)
-    files = ds.model_files(tag)
-    return read_as_expected(lambda: _read(tag, files), tag, "DeepSpeed")
-
-
-def _read(tag: Path, files: list[Path]) -> Checkpoint:
-    states = ds.read_model_states(files)
-    if states.shapes is None:
-        optimizer = states.saved.get("optimizer")
-        if not isinstance(optimizer, Mapping):
-            raise CheckpointError(f"{states.path} holds no optimizer; there is nothing to read but weights")
-        proven = ds.check_marks(states.saved, states.path, [(states.path, optimizer)])
-        found = read_owned(states, [(states.path, optimizer)]) if MARK in optimizer else read_stage0(states)
-        return replace(found, proven=proven)
-    of_ranks: OfRanks = []
-    for file in ds.optimizer_files(tag, states.ranks):
-        saved = ds.load_mapping(file).get("optimizer_state_dict")
-        if not isinstance(saved, Mapping):
-            raise CheckpointError(f"{file} holds no 'optimizer_state_dict'; it is no file of ZeRO's optimizer state")
-        of_ranks.append((file, saved))
-    proven = ds.check_marks(states.saved, states.path, of_ranks)
-    return replace(_read_ranks(tag, states, of_ranks, len(files)), proven=proven)
-
-
-def _read_ranks(tag: Path, states: ModelStates, of_ranks: OfRanks, files: int) -> Checkpoint:
-    """Of ZeRO 1 to 3. ``files`` of model states are there."""
-    if all(MARK in saved for _, saved in of_ranks):
-        return read_owned(states, of_ranks)
-    if all("fp32_flat_groups" in saved for _, saved in of_ranks):
-        if files != states.ranks:
-            raise CheckpointError(
-                f"{tag}: expected the model states' files of {states.ranks} ranks, found {files}; copy it again"
-            )
-        return read_stage3(states, of_ranks)
-    return read_partitions(states, of_ranks)
+    return ds.checkpoint_of(states, "deepspeed zero 3", gathered, groups, first, ds.matrices_in(optimizer))

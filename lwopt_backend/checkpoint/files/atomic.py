@@ -11,9 +11,7 @@ NEW = ".lwopt-new"
 
 def write_whole(path: str | Path, content: bytes) -> None:
     """Replace the file ``path`` by ``content`` atomically: no reader sees half of it, and a failure changes nothing.
-
-    Creates its folder. The bytes are flushed to disk before the file gets its name.
-    """
+    Creates its folder. The bytes are flushed to disk before the file gets its name."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = beside(path, NEW)

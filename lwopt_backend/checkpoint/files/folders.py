@@ -10,7 +10,7 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -46,9 +46,7 @@ _SINGLE = frozenset({int, float, bool, type(None), torch.dtype, torch.Size})  # 
 
 def check_tree(found: Any, nbytes: int) -> None:
     """Raises ValueError for a structure that contains itself, is nested too deep, or far exceeds its file's ``nbytes``.
-
-    A pickle may use a part again and again: 60 lists, each of which is in the next one twice, have 2**60 elements.
-    """
+    A pickle may use a part again and again: 60 lists, each of which is in the next one twice, have 2**60 elements."""
     most = SHARED * nbytes + 2**17
     done: dict[int, tuple[int, int]] = {}  # elements and levels, of containers by id; ``found`` keeps them alive
     open_now: set[int] = set()  # the containers around the current one
@@ -75,34 +73,25 @@ def check_tree(found: Any, nbytes: int) -> None:
 
 def _contents(value: Any) -> tuple[int, list[Any]]:
     """The number of a value's own elements, and the containers in it."""
+    parts: Iterable[Any] = value if isinstance(value, _SEQUENCES) else ()
+    if isinstance(value, dict):
+        parts = itertools.chain(value.keys(), value.values())
+    elif isinstance(value, Stub):
+        parts = vars(value).values()
     count, inner = 1, []
-    for part in _parts(value):
-        if type(part) in _SINGLE:
-            count += 1
-        elif isinstance(part, _TEXTS):
-            count += 1 + len(part) // CHARACTERS
-        elif isinstance(part, _CONTAINERS) and part:
+    for part in parts:
+        if type(part) not in _SINGLE and isinstance(part, _CONTAINERS) and part:
             inner.append(part)
         else:
-            count += 1
+            count += 1 + (len(part) // CHARACTERS if isinstance(part, _TEXTS) else 0)
     return count, inner
 
 
-def _parts(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return itertools.chain(value.keys(), value.values())
-    if isinstance(value, Stub):
-        return vars(value).values()
-    return value if isinstance(value, _SEQUENCES) else ()
-
-
 # Folders that are written whole or not at all, and the small files that point to them.
-#
 # A folder is filled under a temporary name beside its own, flushed to disk, and renamed. A folder that it replaces is
 # moved aside first and removed afterwards; ``recover`` restores it if the program ended between the two renames. So the
 # old state or the new one always exists. Temporary names begin with a dot and end in ``.lwopt-new`` or ``.lwopt-old``;
 # no pointer may name one. Pointers (``latest``, ``latest_universal``) are written last.
-#
 # If two programs write the same folder at once, the later one removes the unfinished folder of the earlier one, which
 # then fails.
 
@@ -110,11 +99,7 @@ OLD = ".lwopt-old"
 
 
 def write_folder(
-    target: Path,
-    fill: Callable[[Path], None],
-    *,
-    force: bool = False,
-    pointers: Mapping[str, str] | None = None,
+    target: Path, fill: Callable[[Path], None], *, force: bool = False, pointers: Mapping[str, str] | None = None
 ) -> None:
     """Make ``target`` a folder with what ``fill`` writes to an empty one; then write ``pointers`` beside it.
 
@@ -155,25 +140,20 @@ def write_folder(
             raise CheckpointError(f"{target} is as it was, nothing is written: {error}") from error
         raise
     for name, text in (pointers or {}).items():
-        write_pointer(target.with_name(name), text)
+        path = target.with_name(name)
+        try:
+            write_whole(path, text.encode())
+        except OSError as error:
+            raise CheckpointError(f"{path} is not written: {error}; it has to name {text!r}") from error
 
 
 def refuse_existing(target: Path) -> None:
-    """Raises CheckpointError if anything has that name."""
     if os.path.lexists(target):
         raise CheckpointError(f"{target} is there already; choose another name, or replace it with --force")
 
 
-def write_pointer(path: Path, text: str) -> None:
-    """Replace the file ``path`` by ``text`` atomically."""
-    try:
-        write_whole(path, text.encode())
-    except OSError as error:
-        raise CheckpointError(f"{path} is not written: {error}; it has to name {text!r}") from error
-
-
 def read_pointer(path: Path) -> Path:
-    """The folder beside a pointer that it names. Raises CheckpointError if that is none, or is not beside it."""
+    """The folder that a pointer names, which must lie beside it. Raises CheckpointError if there is none."""
     try:
         name = path.read_bytes()[:4096].decode().strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -246,10 +226,8 @@ def _left_over(target: Path) -> list[Path]:
 
 
 def _remove(path: Path) -> None:
-    """Remove something unfinished or replaced, if possible; a later program removes what stays.
-
-    It is renamed first, so that a program that still fills it cannot put a part of it in place.
-    """
+    """Remove something unfinished or replaced, if possible; a later program removes what stays. It is renamed first, so
+    that a program that still fills it cannot put a part of it in place."""
     with contextlib.suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             gone = beside(path.with_name(_belongs_to(path.name)), NEW)
@@ -257,13 +235,3 @@ def _remove(path: Path) -> None:
             shutil.rmtree(gone, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-
-
-def start_flush(file: BinaryIO) -> None:
-    """Start writing a file's bytes to disk, so that flushing it later takes less time.
-
-    Linux starts to write pages that are declared unneeded (mm/fadvise.c); elsewhere this may have no effect.
-    """
-    file.flush()
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -10,18 +10,15 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy
 import torch
-
-# Several tensors at a time: threads that read ahead, or write files of their own.
 
 T = TypeVar("T")
 
 
 def in_order(calls: Iterable[Callable[[], T]], workers: int) -> Iterator[T]:
-    """Yield the calls' results in order; at most ``workers`` are computed, waiting or in use.
-
-    Uses threads: reading, writing, checksums and torch's operations release the interpreter's lock.
-    """
+    """Yield the calls' results in order; at most ``workers`` are computed, waiting or in use. Uses threads: reading,
+    writing, checksums and torch's operations release the interpreter's lock."""
     if workers <= 1:
         yield from (call() for call in calls)
         return
@@ -40,10 +37,8 @@ def in_order(calls: Iterable[Callable[[], T]], workers: int) -> Iterator[T]:
 
 
 def all_done(calls: Iterable[Callable[[], object]], workers: int) -> None:
-    """Run the calls, ``workers`` at a time; a long one does not delay the others.
-
-    Raises the first error; calls that have not started by then are not made.
-    """
+    """Run the calls, ``workers`` at a time; a long one does not delay the others. Raises the first error; calls that
+    have not started by then are not made."""
     if workers <= 1:
         for call in calls:
             call()
@@ -69,7 +64,7 @@ _SEQUENCES = (list, tuple, set, frozenset, deque)
 
 
 class Named:
-    """A class or function by its name in a pickle. ``make`` acts as the call to it, if that is allowed."""
+    """A class or function by its name in a pickle. ``make`` stands in for calling it, if that is allowed."""
 
     __slots__ = ("make", "name")
 
@@ -100,7 +95,7 @@ class Stub:
         elif all(type(key) is str for key in state):
             self.__dict__.update(state)
         else:
-            raise ValueError(f"attributes of a {type(self).__name__} have names that are no words")
+            raise ValueError(f"a {type(self).__name__} has attributes whose names are not strings")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}{self.stub_args or ''}"
@@ -156,13 +151,12 @@ class Made:
             ("numpy", "dtype"): self._dtype,
         }
         for module in NUMPY:
-            found |= {(module, "_reconstruct"): _empty_array, (module, "scalar"): self._scalar}
+            # The first form of numpy's pickled arrays; their state follows.
+            found |= {(module, "_reconstruct"): lambda *_: numpy.empty((0,), "b"), (module, "scalar"): self._scalar}
         return found
 
     def set_state(self, of: Any, state: Any) -> None:
         """Set the state of numpy's objects. Raises ValueError unless it is as numpy writes it for plain numbers."""
-        import numpy
-
         if isinstance(of, numpy.dtype):
             if type(state) is not tuple or state != of.__reduce__()[2]:
                 raise ValueError(f"numpy's dtype {of} has the state of another")
@@ -205,25 +199,17 @@ class Made:
         self._take(len(values))
         return values
 
-    # numpy
-
     def _dtype(self, kind: str, *_: Any) -> Any:
-        import numpy
-
         found = numpy.dtype(kind) if type(kind) is str and PLAIN_DTYPE.fullmatch(kind) else None
         if found is None or found.itemsize > self._nbytes:
             raise ValueError("numpy's dtype is not one of plain numbers or text")
         return found
 
     def _scalar(self, dtype: Any, data: Any) -> Any:
-        import numpy
-
         return numpy.ndarray((), dtype, self._elements(dtype, data, 1))[()]
 
     def _elements(self, dtype: Any, data: Any, count: int) -> bytes:
         """Bytes for exactly ``count`` elements of a dtype that ``_dtype`` made. Raises ValueError."""
-        import numpy
-
         found = self._bytes(data)
         if not isinstance(dtype, numpy.dtype):
             raise ValueError(f"expected numpy's dtype, found a {type(dtype).__name__}")
@@ -239,13 +225,6 @@ def shape_of(sizes: Any) -> tuple[int, ...]:
     if not all(type(size) is int and size >= 0 for size in sizes) or math.prod(max(n, 1) for n in sizes) >= 2**48:
         raise ValueError("a shape has sizes that cannot be")
     return tuple(sizes)
-
-
-def _empty_array(_: Any, shape: Any, kind: Any) -> Any:
-    """The first form of numpy's pickled arrays; their state follows."""
-    import numpy
-
-    return numpy.empty((0,), "b")
 
 
 def _complex(real: Any, imaginary: Any) -> complex:

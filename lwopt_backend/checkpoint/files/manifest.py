@@ -114,11 +114,6 @@ class Files:
         self.entries[name] = Entry((self.folder / name).stat().st_size, crc32, self._rank)
 
 
-def entry_of(path: Path) -> Entry:
-    """The entry of a small file of rank 0 that other code wrote; reads the file."""
-    return Entry(path.stat().st_size, crc_of(path))
-
-
 def new_save_id() -> str:
     """A random name for one save, shared by the files of all ranks."""
     return secrets.token_hex(8)
@@ -136,9 +131,6 @@ def write(
 
 def _own_crc(content: Mapping[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(content).encode()):08x}"
-
-
-# Read, and compared.
 
 
 def read(folder: Path) -> Manifest | None:
@@ -161,14 +153,18 @@ def _parsed(path: Path, *_: int) -> Manifest:
         files = {name: Entry(of["bytes"], int(of["crc32"], 16), of["rank"]) for name, of in listed.items()}
         numbers = [world, *(n for entry in files.values() for n in (entry.nbytes, entry.rank)), step or 0]
         if not isinstance(save_id, str) or not all(type(number) is int for number in numbers):
-            raise ValueError("a number is none")
-        for name in files:
-            for kind in (PurePosixPath, PureWindowsPath):
-                if kind(name).is_absolute() or kind(name).drive or ".." in kind(name).parts:
-                    raise ValueError(f"it names {name!r}, outside the folder")
+            raise ValueError("a number or the save's name is of another type")
+        for name in filter(leads_out, files):
+            raise ValueError(f"it names {name!r}, outside the folder")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged ({error}); copy it again") from error
     return Manifest(path.parent, save_id, step, world, files)
+
+
+def leads_out(name: str) -> bool:
+    """Whether a path is not below the folder to which it is relative, on any system."""
+    paths = (PurePosixPath(name), PureWindowsPath(name))
+    return any(path.is_absolute() or path.drive or ".." in path.parts for path in paths)
 
 
 def check_files(folder: Path) -> Manifest | None:
@@ -202,9 +198,6 @@ def verify(manifest: Manifest, seen: Callable[[int], None]) -> list[str]:
             except (CheckpointError, OSError) as error:
                 problems.append(str(error))
     return problems
-
-
-# A file's CRC32 from those of its parts.
 
 
 def crc_of(path: Path, payloads: Iterable[Payload] = (), seen: Callable[[int], None] = lambda _: None) -> int:

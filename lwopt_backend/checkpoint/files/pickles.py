@@ -20,11 +20,8 @@ from lwopt_backend.checkpoint.files.made import Made, Maker, Named, StorageKind,
 
 
 def plain(value: Any) -> Any:
-    """``value`` with numbers, strings, lists, tuples and dictionaries only.
-
-    Namespaces become dictionaries, tensors lists, paths strings, enums ``"AttnBackend(5)"``, dtypes
-    ``"torch.bfloat16"``.
-    """
+    """``value`` with numbers, strings, lists, tuples and dictionaries only. Namespaces become dictionaries, tensors
+    lists, paths strings, enums ``"AttnBackend(5)"``, dtypes ``"torch.bfloat16"``."""
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return value
     if isinstance(value, Mapping):
@@ -53,14 +50,13 @@ def counter(value: Any) -> Any:
 
 
 # Unpickling without running anything from the file, and without making more than the file can contain.
-#
 # A class or function that is named in a pickle is never imported. It becomes a ``Named`` that stands for it: one of our
 # own constructors (``made.Made``), a stub for classes of other programs, or an error. Only lists, dictionaries and sets
 # are filled, and only stubs and numpy's arrays take state. The result is a tree of limited depth and size: as large as
 # the file, if everything shared were written out.
 
-__all__ = ["Stub", "load"]
-
+Reference = Callable[[Any], Any]
+Makers = Mapping[tuple[str, str], Maker]
 # Classes of these are only looked at: an instance becomes a stub that has its attributes.
 LOOKED_AT = ("megatron", "transformer_engine", "transformer_engine_torch", "nvidia_resiliency_ext", "apex", "deepspeed")
 DCP = "torch.distributed.checkpoint"  # importing it takes as long as importing torch
@@ -82,16 +78,9 @@ _STORAGES = {name: dtype for dtype, name in torch.storage._dtype_to_storage_type
 _UNTYPED = {("torch", "UntypedStorage"), ("torch.storage", "UntypedStorage")}
 
 
-def load(
-    data: bytes,
-    where: str,
-    persistent_load: Callable[[Any], Any] | None = None,
-    makers: Mapping[tuple[str, str], Maker] | None = None,
-) -> Any:
-    """Unpickle ``data``; ``persistent_load`` resolves references, ``makers`` are further constructors.
-
-    Raises CheckpointError, naming ``where``, for anything that is not allowed.
-    """
+def load(data: bytes, where: str, persistent_load: Reference | None = None, makers: Makers | None = None) -> Any:
+    """Unpickle ``data``; ``persistent_load`` resolves references, ``makers`` are further constructors. Raises
+    CheckpointError, naming ``where``, for anything that is not allowed."""
     try:
         found = _Unpickler(data, where, persistent_load, makers or {}).load()
         check_tree(found, len(data))
@@ -110,13 +99,7 @@ class _Unpickler(pickle._Unpickler):  # the one in Python, because the one in C 
     pop_mark: Callable[[], list[Any]]
     read: Callable[[int], bytes]
 
-    def __init__(
-        self,
-        data: bytes,
-        where: str,
-        persistent_load: Callable[[Any], Any] | None,
-        makers: Mapping[tuple[str, str], Maker],
-    ) -> None:
+    def __init__(self, data: bytes, where: str, persistent_load: Reference | None, makers: Makers) -> None:
         super().__init__(io.BytesIO(data), encoding="utf-8")
         self._where, self._persistent_load, self._nbytes = where, persistent_load, len(data)
         self._made = Made(len(data))
@@ -129,29 +112,30 @@ class _Unpickler(pickle._Unpickler):  # the one in Python, because the one in C 
         return self._persistent_load(pid)
 
     def find_class(self, module: str, name: str, /) -> Any:
+        asked = (module, name)
+        if asked in self._named:
+            return self._named[asked]
+        if self.proto < 3:  # as Python 2 names them
+            module, name = NAME_MAPPING.get(asked, (IMPORT_MAPPING.get(module, module), name))
         key = (module, name)
-        if key not in self._named:
-            if self.proto < 3:  # as Python 2 names them
-                module, name = NAME_MAPPING.get(key, (IMPORT_MAPPING.get(module, module), name))
-            self._named[key] = self._found(module, name)
-        return self._named[key]
-
-    def _found(self, module: str, name: str) -> Any:
-        key = (module, name)
+        dtype = getattr(torch, name, None) if module == "torch" else None
         looked_at = module.split(".")[0] in LOOKED_AT or f"{module}.".startswith(f"{DCP}.")
+        found: Any
         if looked_at or key in LOOKED_AT_TOO | PATHS:
-            return Named(module, name, type(name.rpartition(".")[2], (Stub,), {}))
-        if key in self._makers or key in MENTIONED:
-            return Named(module, name, self._makers.get(key))
-        if key in _UNTYPED or module == "torch" and name in _STORAGES:
-            return StorageKind(_STORAGES.get(name, torch.uint8))
-        found = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(found, torch.dtype):
-            return found
-        raise CheckpointError(
-            f"{self._where} asks for {module[:100]}.{name[:100]}, which checkpoints have no use for and which is not "
-            "imported; the file may be made to run code: do not load it with anything else either"
-        )
+            found = Named(module, name, type(name.rpartition(".")[2], (Stub,), {}))
+        elif key in self._makers or key in MENTIONED:
+            found = Named(module, name, self._makers.get(key))
+        elif key in _UNTYPED or module == "torch" and name in _STORAGES:
+            found = StorageKind(_STORAGES.get(name, torch.uint8))
+        elif isinstance(dtype, torch.dtype):
+            found = dtype
+        else:
+            raise CheckpointError(
+                f"{self._where} asks for {module[:100]}.{name[:100]}, which checkpoints have no use for and which is "
+                "not imported; the file may be made to run code: do not load it with anything else either"
+            )
+        self._named[asked] = found
+        return found
 
     # Opcodes: those of pickle._Unpickler that call, fill or allocate what the file chooses
 

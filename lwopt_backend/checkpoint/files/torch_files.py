@@ -1,34 +1,39 @@
-"""The files that torch.save writes: their zip records with checksums, their tensors lazily."""
+"""The files that torch.save writes: read lazily, with their checksums, and written without all tensors in memory."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import math
+import os
+import pickle
 import stat
 import struct
 import sys
 import threading
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from torch import Tensor
 
-from lwopt_backend.checkpoint.contents import CheckpointError, LazyTensor
+from lwopt_backend.checkpoint.contents import CheckpointError, LazyTensor, held
 from lwopt_backend.checkpoint.files import manifest, pickles
-from lwopt_backend.checkpoint.files.made import Maker, Named, StorageKind, shape_of
+from lwopt_backend.checkpoint.files.made import Maker, Named, StorageKind, Stub, in_order, shape_of
+from lwopt_backend.checkpoint.files.manifest import Payload, crc_of
 
 # The zip archives that torch.save writes, in a file or in a part of one: stored records, each with its checksum.
-#
 # A local header, whose last two fields say how long name and padding after it are, then the record's bytes. Format:
 # https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
 
+T = TypeVar("T")
 CHUNK = 2**22  # bytes that are read at once; they fit into the processor's cache
 _HEADER = struct.Struct("<4s22xHH")
 
@@ -43,10 +48,8 @@ class Stored:
 
 
 class Record:
-    """A tensor's bytes in a file. They are checked once: when they are first read whole, or before a part is read.
-
-    One that is in ``as_read`` is checked by the parts that are read, when the last of them is, or by ``finish``.
-    """
+    """A tensor's bytes in a file. They are checked once: when they are first read whole, or before a part is read. One
+    that is in ``as_read`` is checked by the parts that are read, when the last of them is, or by ``finish``."""
 
     def __init__(self, stored: Stored, crc: int, where: str, checked: bool, as_read: list[Record] | None) -> None:
         self.stored, self.crc, self._where = stored, crc, where
@@ -67,7 +70,7 @@ class Record:
             self._compare(zlib.crc32(tensor.view(-1).view(torch.uint8).numpy().data))
 
     def add(self, start: int, tensor: Tensor) -> None:
-        """A part, which was read from byte ``start`` on."""
+        """Note the checksum of a part that was read from byte ``start`` on."""
         if self.parts is not None and not self._checked and start not in self.parts:
             self.parts[start] = tensor.nbytes, zlib.crc32(tensor.view(-1).view(torch.uint8).numpy().data)
 
@@ -87,10 +90,8 @@ class Record:
 
 
 class Archive:
-    """The records of an archive, by name without their folder. Raises CheckpointError for damage.
-
-    Records of tensors, named ``data/...``, are not read; with ``checked``, they need not be checked.
-    """
+    """The records of an archive, by name without their folder. Raises CheckpointError for damage. Records of tensors,
+    named ``data/...``, are not read; with ``checked``, they need not be checked."""
 
     def __init__(self, stored: Stored, where: str, checked: bool = False, as_read: list[Record] | None = None) -> None:
         self.stored, self.where = stored, where
@@ -114,18 +115,16 @@ class Archive:
                 record.check()
 
     def bytes(self, name: str) -> bytes:
-        """The bytes of a small record."""
         stored = self.records[name].stored
         with io.BufferedReader(_Part(stored)) as file:
             return file.read()
 
     def crc32(self, path: Path) -> int:
-        """That of ``path``, all of which it is, if its records are as they were written."""
+        """The CRC32 of ``path``, all of which the archive fills, as its records say they were written."""
         payloads = ((r.stored.offset, r.stored.length, r.crc) for r in self.records.values())
         return manifest.crc_of(path, payloads)
 
     def check(self) -> None:
-        """Check every record. Raises CheckpointError."""
         for record in self.records.values():
             record.check()
 
@@ -196,10 +195,8 @@ def _damaged(where: str, reason: object) -> CheckpointError:
     return CheckpointError(f"{where} is damaged: {reason}; copy it again")
 
 
-# Files that torch.save wrote, read tensor by tensor: each is read, and checked, when it is needed.
-#
 # Pickled structure goes through our unpickler, which makes stubs for classes of other programs. Tensors become places
-# in the file's records, whose lengths must fit the tensors.
+# in the file's records, whose lengths must fit the tensors; each is read, and checked, when it is needed.
 
 MOST_USES = 64  # of a file's bytes by its tensors, which may share some: tied weights, zeros that were expanded
 _unchecked: ContextVar[set[Path] | None] = ContextVar("unchecked", default=None)
@@ -234,8 +231,6 @@ class StoredTensor:
         return found
 
     def lazy(self) -> LazyTensor:
-        """The whole tensor."""
-
         def read_range(start: int, stop: int) -> Tensor:
             return self.box(start, (stop - start,), (1,))
 
@@ -265,37 +260,32 @@ def load(path: Path) -> Any:
 
 
 @contextlib.contextmanager
-def checked_later() -> Iterator[set[Path]]:
-    """Within it, loading does not check tensors' bytes. Yields the files, which ranks can divide for ``check``."""
-    files: set[Path] = set()
-    token = _unchecked.set(files)
+def _within(variable: ContextVar[T | None], value: T) -> Iterator[T]:
+    token = variable.set(value)
     try:
-        yield files
+        yield value
     finally:
-        _unchecked.reset(token)
+        variable.reset(token)
 
 
-@contextlib.contextmanager
-def checked_as_read() -> Iterator[list[Record]]:
-    """Tensors of what is opened inside are checked by the parts that are read, so that nothing is read twice.
+def checked_later() -> AbstractContextManager[set[Path]]:
+    """Within it, loading does not check tensors' bytes. Yields the files, so that ranks can share out their checks."""
+    return _within(_unchecked, set())
 
-    Who reads parts must ``finish`` all these records before anybody trusts what was read.
-    """
-    records: list[Record] = []
-    token = _as_read.set(records)
-    try:
-        yield records
-    finally:
-        _as_read.reset(token)
+
+def checked_as_read() -> AbstractContextManager[list[Record]]:
+    """Within it, tensors of what is opened are checked by the parts that are read, so that nothing is read twice. The
+    caller must ``finish`` all of these records before it uses what it read."""
+    return _within(_as_read, [])
 
 
 def as_read() -> list[Record] | None:
-    """Of ``checked_as_read``, where that is in use."""
+    """The records of the enclosing ``checked_as_read``, or None."""
     return _as_read.get()
 
 
 def check(path: Path) -> None:
-    """Raises CheckpointError unless all bytes of a file by torch.save are as they were written."""
+    """Check every record of a file that torch.save wrote. Raises CheckpointError if one has changed."""
     Archive(_whole(path), str(path)).check()
 
 
@@ -305,7 +295,7 @@ def load_part(stored: Stored, where: str, as_read: list[Record] | None = None) -
 
 
 def load_here(stored: Stored, where: str) -> Any:
-    """The same with its tensors, in memory."""
+    """Like ``load_part``, with the tensors themselves, in memory."""
     return _load(Archive(stored, where), lambda tensor: tensor.lazy().read())
 
 
@@ -358,7 +348,7 @@ class _Loader:
         """A record as a flat tensor, from a reference to it."""
         kind, storage_type, key, _, numel = saved
         if kind != "storage" or type(key) is not str or type(numel) is not int or type(storage_type) is not StorageKind:
-            raise ValueError("a reference is none to a tensor's record")
+            raise ValueError("a reference does not lead to a tensor's record")
         dtype, record = storage_type.dtype, self._archive.records.get(f"data/{key}")
         nbytes = numel * dtype.itemsize
         if record is None or record.stored.length != nbytes:
@@ -367,7 +357,6 @@ class _Loader:
         return StoredTensor(record, 0, (numel,), (1,), dtype, "")
 
     def makers(self) -> dict[tuple[str, str], Maker]:
-        """Torch's functions that rebuild tensors, by module and name."""
         return {
             ("torch._utils", "_rebuild_tensor_v2"): lambda storage, *place: self._tensor(storage, *place[:3]),
             ("torch._utils", "_rebuild_tensor_v3"): lambda storage, *place: self._tensor(
@@ -398,9 +387,9 @@ class _Loader:
 
 
 def _from_type(make: Any, _: Any, arguments: Any, *__: Any) -> Any:
-    """A tensor with attributes, or of a subclass, without these."""
+    """A tensor of a subclass, or with attributes, as a plain tensor."""
     if type(make) is not Named or not make.name.startswith("torch._utils.") or make.make is None:
-        raise ValueError("a tensor is made by something that makes none")
+        raise ValueError("a tensor is made by a function that does not make tensors")
     return make.make(*arguments)
 
 
@@ -409,7 +398,7 @@ def _with_tensors(found: Any, where: str, make: Callable[[StoredTensor], Any]) -
     done: dict[int, tuple[Any, Any]] = {}  # by id, with what has it, which so stays
 
     def of(value: Any, key: str) -> Any:
-        if not isinstance(value, (StoredTensor, dict, list, tuple, pickles.Stub)):
+        if not isinstance(value, (StoredTensor, dict, list, tuple, Stub)):
             return value
         if id(value) not in done:
             done[id(value)] = value, made(value, key)
@@ -424,8 +413,98 @@ def _with_tensors(found: Any, where: str, make: Callable[[StoredTensor], Any]) -
         if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
             entries = [of(v, f"{start}{i}") for i, v in enumerate(value)]
             return entries if isinstance(value, list) else tuple(entries)
-        if isinstance(value, pickles.Stub):
+        if isinstance(value, Stub):
             vars(value).update({k: of(v, f"{start}{k}") for k, v in vars(value).items()})
         return value
 
     return of(found, "")
+
+
+ALIGNMENT = 64  # bytes, so that files can be mapped into memory
+FORMAT_VERSION = b"3\n"  # of PyTorch's archives: kProducedFileFormatVersion
+PADDING = 0x4246  # "FB", the header's field that PyTorch pads with
+_PADDING = struct.Struct("<HH")
+_ZIP64 = struct.Struct("<HHQQ")
+
+
+@dataclass(frozen=True, eq=False)
+class _Storage:
+    """Stands for a tensor's bytes while the structure is pickled."""
+
+    tensor: LazyTensor
+    key: str
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors, also lazy ones, as torch does: as a reference to a record of the file."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=2)
+        self.storages: list[_Storage] = []
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            value = held(value, "")
+        if not isinstance(value, LazyTensor):
+            return NotImplemented
+        storage = _Storage(value, str(len(self.storages)))
+        self.storages.append(storage)
+        hooks: OrderedDict[str, Any] = OrderedDict()
+        place = (storage, 0, torch.Size(value.shape), torch.empty(value.shape, device="meta").stride(), False, hooks)
+        return torch._utils._rebuild_tensor_v2, place
+
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, _Storage):
+            return None
+        kind = getattr(torch, torch.storage._dtype_to_storage_type_map()[value.tensor.dtype])
+        return "storage", kind, value.key, "cpu", value.tensor.numel
+
+
+def save(content: Any, path: Path, workers: int = 1) -> int:
+    """Write ``content``, in which tensors may be lazy: ``workers`` blocks of them, or whole ones where ranges cannot be
+    read, are in memory. They become contiguous. Returns the file's CRC32.
+
+    The file is one that ``torch.load`` reads: an archive of stored records, each at a multiple of ``ALIGNMENT`` bytes,
+    as PyTorch's own (torch/serialization.py, ``_save``; caffe2/serialize/inline_container.cc).
+    """
+    pickled = io.BytesIO()
+    pickler = _Pickler(pickled)
+    pickler.dump(content)
+    small = {"data.pkl": pickled.getvalue(), "byteorder": sys.byteorder.encode(), "version": FORMAT_VERSION}
+    payloads = []
+    with path.open("wb") as file, zipfile.ZipFile(file, "w") as archive:
+        for name, data in small.items():
+            _write(archive, f"archive/{name}", len(data), [data])
+        for storage in pickler.storages:
+            read = in_order(storage.tensor.block_reads(), workers)
+            blocks = (block.view(-1).view(torch.uint8).numpy().data for block in read)
+            payloads.append(_write(archive, f"archive/data/{storage.key}", storage.tensor.nbytes, blocks))
+            file.flush()
+            if hasattr(os, "posix_fadvise"):  # Linux starts to write what is declared unneeded (mm/fadvise.c)
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return crc_of(path, payloads)
+
+
+def save_as_it_lies(content: Any, file: BinaryIO) -> None:
+    """``torch.save``, which keeps tensors' strides. Raises OSError if the disk is full, as all writing does."""
+    try:
+        torch.save(content, file)
+    except RuntimeError as error:  # torch's writer raises it when it ends
+        first = error.__context__
+        if isinstance(first, OSError):
+            raise first from error
+        raise
+
+
+def _write(archive: zipfile.ZipFile, name: str, nbytes: int, blocks: Iterable[bytes | memoryview]) -> Payload:
+    """Write a record; its checksum is computed block by block, while the block is in the processor's cache."""
+    record = zipfile.ZipInfo(name)
+    large = nbytes >= zipfile.ZIP64_LIMIT
+    fixed: int = zipfile.sizeFileHeader  # type: ignore[attr-defined]  # typeshed leaves it out
+    header = fixed + len(name) + (_ZIP64.size if large else 0) + _PADDING.size
+    padding = -(archive.start_dir + header) % ALIGNMENT
+    record.extra = _PADDING.pack(PADDING, padding) + bytes(padding)
+    with archive.open(record, "w", force_zip64=large) as writing:
+        for block in blocks:
+            writing.write(block)
+    return record.header_offset + header + padding, nbytes, record.CRC

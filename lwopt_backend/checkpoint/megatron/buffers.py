@@ -10,23 +10,10 @@ from typing import Any
 
 from lwopt_backend.checkpoint.contents import MASTER, CheckpointError, LazyTensor
 from lwopt_backend.checkpoint.dcp.reader import DcpFolder
-from lwopt_backend.checkpoint.megatron.dist_names import Chain, chain_of
-from lwopt_backend.checkpoint.megatron.names import (
-    EMBEDDING,
-    FLAT,
-    OUTPUT,
-    SAVED_WHOLE,
-    expert_of,
-    is_sharded_expert,
-    is_tied,
-    layer_of,
-    module_order,
-    world,
-)
+from lwopt_backend.checkpoint.megatron import names as naming
 from lwopt_backend.checkpoint.megatron.ranks import Cut, cut_of, is_gated, local_shape, merge
 
 # Where each parameter is in the flat buffers of Megatron's DistributedOptimizer.
-#
 # A buffer has the parameters of one dtype in reversed module order, in buckets (P = padding of a start to 64 elements,
 # E = padding of a bucket's end, which checkpoints leave out):
 #
@@ -79,7 +66,7 @@ def bucket_numel(arguments: Mapping[str, Any], *, parameters: int, pipeline_rank
 def own_buckets(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     """Parameters with a bucket of their own: the two copies of a tied embedding, if there are two."""
     several = int(arguments.get("pipeline_model_parallel_size") or 1) > 1
-    return (EMBEDDING, OUTPUT) if several and is_tied(arguments) else ()
+    return (naming.EMBEDDING, naming.OUTPUT) if several and naming.is_tied(arguments) else ()
 
 
 def buckets(
@@ -111,10 +98,8 @@ def buckets(
 
 
 def buckets_of(shapes: Mapping[str, Sequence[int]], numels: Sequence[int]) -> tuple[Bucket, ...]:
-    """The buckets of a buffer, given their lengths without padding at the end.
-
-    Raises ValueError if the parameters do not fill them exactly.
-    """
+    """The buckets of a buffer, given their lengths without padding at the end. Raises ValueError if the parameters do
+    not fill them exactly."""
     found: list[list[Place]] = [[] for _ in numels]
     index, start = 0, 0
     for name, shape in reversed(tuple(shapes.items())):
@@ -150,18 +135,19 @@ def _aligned(start: int) -> int:
 # ``m`` counts model-parallel ranks, tensor parallel ones fastest, then (of experts' buffers) expert and pipeline
 # parallel ones. Optimizers whose state is saved by name have nothing in them.
 
-_KEY = re.compile(
+BUCKET = re.compile(
     r"((?:chained_\d+\.)*)optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)"
     r"\.dtype_\(torch\.(\w+), torch\.\w+\)\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)"
 )
+Chain = tuple[int, ...]  # of an optimizer its number in the chain, in the chain in that, ...; () if it is alone
 States = dict[str, dict[str, LazyTensor]]  # by parameter and state
 Replicas = list[tuple[str, LazyTensor, LazyTensor]]
 _Buffer = Mapping[str, Sequence[str]]  # the keys of each state's buckets
 
 
-def is_bucket(key: str) -> bool:
-    """Whether a key is that of a bucket."""
-    return _KEY.fullmatch(key) is not None
+def chain_of(prefix: str) -> Chain:
+    """``"chained_1."``: (1,)."""
+    return tuple(map(int, re.findall(r"\d+", prefix)))
 
 
 def states_in_buckets(
@@ -176,7 +162,7 @@ def states_in_buckets(
     replicas: Replicas = []
     for chain, ranks in _buffers(folder).items():
         experts = of_experts.get(chain, False)
-        chosen = {name: weight for name, weight in weights.items() if is_sharded_expert(name, arguments) == experts}
+        chosen = {name: w for name, w in weights.items() if naming.is_sharded_expert(name, arguments) == experts}
         more, equal = _Optimizer(folder, chosen, ranks, experts, arguments).states()
         twice = sorted(found.keys() & more.keys())
         if twice:
@@ -188,30 +174,26 @@ def states_in_buckets(
 
 def _buffers(folder: DcpFolder) -> dict[Chain, dict[int, dict[str, _Buffer]]]:
     """The buffers by chained optimizer, model-parallel rank and dtype of weights."""
-    found: dict[Chain, dict[int, dict[tuple[int, str], dict[str, dict[int, str]]]]] = {}
+    keys: dict[tuple[Chain, int, int, str], dict[str, dict[int, str]]] = {}  # by state and bucket
     for key in folder.tensors:
-        if match := _KEY.fullmatch(key):
-            of_rank = found.setdefault(chain_of(match[1]), {}).setdefault(int(match[2]), {})
-            of_buffer = of_rank.setdefault((int(match[3]), match[4]), {})
-            of_buffer.setdefault(FLAT[match[6]], {})[int(match[5])] = key
-    return {chain: {n: _of_rank(folder, of_rank) for n, of_rank in ranks.items()} for chain, ranks in found.items()}
-
-
-def _of_rank(folder: DcpFolder, buffers: Mapping[tuple[int, str], dict[str, dict[int, str]]]) -> dict[str, _Buffer]:
-    found: dict[str, _Buffer] = {}
-    for (number, dtype), states in buffers.items():
-        if dtype in found:
+        if match := BUCKET.fullmatch(key):
+            of_buffer = keys.setdefault((chain_of(match[1]), int(match[2]), int(match[3]), match[4]), {})
+            of_buffer.setdefault(naming.FLAT[match[6]], {})[int(match[5])] = key
+    found: dict[Chain, dict[int, dict[str, _Buffer]]] = {}
+    for (chain, rank, number, dtype), states in keys.items():
+        of_rank = found.setdefault(chain, {}).setdefault(rank, {})
+        if dtype in of_rank:
             raise CheckpointError(
                 f"{folder.path}: a rank has several buffers of {dtype}, as virtual pipelines make; their optimizer "
-                f"state is not read from dp_reshardable; {SAVED_WHOLE}"
+                f"state is not read from dp_reshardable; {naming.SAVED_WHOLE}"
             )
-        numbers = {state: sorted(states.get(state, {})) for state in FLAT.values()}
+        numbers = {state: sorted(states.get(state, {})) for state in naming.FLAT.values()}
         if any(of_state != list(range(len(numbers[MASTER]))) for of_state in numbers.values()):
             raise CheckpointError(
                 f"{folder.path}: buffer {number}: expected the same buckets 0, 1, ... of each state, found {numbers}; "
                 "copy it again"
             )
-        found[dtype] = {state: [keys[bucket] for bucket in sorted(keys)] for state, keys in states.items()}
+        of_rank[dtype] = {state: [buckets[bucket] for bucket in sorted(buckets)] for state, buckets in states.items()}
     return found
 
 
@@ -227,7 +209,7 @@ class _Optimizer:
         arguments: Mapping[str, Any],
     ) -> None:
         self._folder, self._ranks = folder, ranks
-        sizes = world(arguments)
+        sizes = naming.world(arguments)
         self._tensor, self._expert, self._stages = sizes["tp"], 1, sizes["pp"]
         if experts:
             self._tensor = int(arguments.get("expert_tensor_parallel_size") or sizes["tp"])
@@ -238,13 +220,13 @@ class _Optimizer:
                 f"{folder.path}: expected the optimizer's buffers of {len(expected)} model-parallel ranks, found those "
                 f"of {sorted(ranks)}; was every rank's file copied?"
             )
-        self._order = module_order(weights, arguments)
+        self._order = naming.module_order(weights, arguments)
         tied = own_buckets(arguments) if not experts else ()  # the first stage's, and its copy on the last
         self._tied = tied if tied and tied[0] in weights else ()
         self._weights = {**weights, tied[1]: weights[tied[0]]} if self._tied else weights
         gated = is_gated(arguments)
         self._cuts = {name: cut_of(name, gated=gated) if self._tensor > 1 else Cut("whole") for name in self._weights}
-        self._experts = 1 + max((expert_of(name) or 0 for name in weights), default=0)
+        self._experts = 1 + max((naming.expert_of(name) or 0 for name in weights), default=0)
 
     def states(self) -> tuple[States, Replicas]:
         """Whole states by parameter; and pairs that must be equal, because ranks have copies."""
@@ -258,11 +240,23 @@ class _Optimizer:
                             flat = self._folder.tensor(key)
                             for at in bucket.places:
                                 parts.setdefault((at.name, state), []).append(part(flat, at))
-        return self._merged(parts)
+        found: States = {}
+        replicas: Replicas = []
+        for (name, state), of_ranks in parts.items():
+            cut = self._cuts[name]
+            if cut.kind == "whole":
+                what = f"{state} of {name} on tensor-parallel ranks"
+                replicas += [(what, of_ranks[0], other) for other in of_ranks[1:]]
+            found.setdefault(name, {})[state] = merge(of_ranks, cut)
+        if self._tied and self._tied[1] in found:
+            for state, copy in found.pop(self._tied[1]).items():
+                what = f"{state} of the tied embedding on the first and the last pipeline stage"
+                replicas.append((what, found[self._tied[0]][state], copy))
+        return found, replicas
 
     def _layers_of_stages(self) -> list[tuple[int, int]]:
         """Each stage's first layer and the next stage's: as many layers as fill its buckets exactly, in any split."""
-        total = 1 + max((layer_of(name) or 0 for name in self._order), default=0)
+        total = 1 + max((naming.layer_of(name) or 0 for name in self._order), default=0)
         if total > 1 + len(self._order):
             raise CheckpointError(f"{self._folder.path}: expected layers numbered without a gap, found {total - 1}")
         found: list[tuple[int, int]] = []
@@ -281,14 +275,23 @@ class _Optimizer:
             else:
                 raise CheckpointError(
                     f"{self._folder.path}: the optimizer's buffers on model-parallel rank {rank} do not hold the "
-                    f"model's parameters ({wrong}); {SAVED_WHOLE}"
+                    f"model's parameters ({wrong}); {naming.SAVED_WHOLE}"
                 )
         return found
 
     def _layout(self, rank: int, first: int, stop: int) -> dict[str, tuple[Bucket, ...]]:
         """The content of a rank's buckets, by dtype, if it has layers [first, stop). Raises ValueError if not."""
+        stage, of_expert = rank // (self._tensor * self._expert), rank // self._tensor % self._expert
+        is_last = stage == self._stages - 1
+        names = []  # in module order
+        for name in self._order:
+            layer, expert = naming.layer_of(name), naming.expert_of(name) if self._expert > 1 else None
+            at_end = stage == 0 if name.startswith("embedding.") else is_last
+            is_elsewhere = expert is not None and expert * self._expert // self._experts != of_expert
+            if (at_end if layer is None else first <= layer < stop) and not is_elsewhere:
+                names.append(name)
         shapes: dict[str, dict[str, tuple[int, ...]]] = {dtype: {} for dtype in self._ranks[rank]}
-        for name in self._names(rank, first, stop):
+        for name in (*names, *self._tied[1:]) if is_last else names:  # the last stage has a copy of a tied embedding
             weight = self._weights[name]
             dtype = str(weight.dtype).removeprefix("torch.")
             if dtype not in shapes:
@@ -296,42 +299,11 @@ class _Optimizer:
             shapes[dtype][name] = local_shape(weight.shape, self._cuts[name], self._tensor)
         found = {}
         for dtype, of_dtype in shapes.items():
-            numels = {state: [self._numel(key) for key in keys] for state, keys in self._ranks[rank][dtype].items()}
-            if any(numel != numels[MASTER] for numel in numels.values()):
-                raise ValueError(f"the buckets of the states are of different lengths, {numels}")
-            found[dtype] = buckets_of(of_dtype, numels[MASTER])
+            buffer, tensors = self._ranks[rank][dtype], self._folder.tensors
+            saved = {state: [tensors[key].shape for key in keys] for state, keys in buffer.items()}
+            if any(len(shape) != 1 for of_state in saved.values() for shape in of_state):
+                raise ValueError(f"the buckets of the states are not flat, but of shapes {saved}")
+            if any(of_state != saved[MASTER] for of_state in saved.values()):
+                raise ValueError(f"the buckets of the states are of different lengths, {saved}")
+            found[dtype] = buckets_of(of_dtype, [numel for (numel,) in saved[MASTER]])
         return found
-
-    def _numel(self, key: str) -> int:
-        shape = self._folder.tensors[key].shape
-        if len(shape) != 1:
-            raise ValueError(f"{key} is of shape {shape}, not flat")
-        return shape[0]
-
-    def _names(self, rank: int, first: int, stop: int) -> list[str]:
-        """A rank's parameters in module order; the last stage has a copy of a tied embedding."""
-        stage, of_expert = rank // (self._tensor * self._expert), rank // self._tensor % self._expert
-        is_last = stage == self._stages - 1
-        found = []
-        for name in self._order:
-            layer, expert = layer_of(name), expert_of(name) if self._expert > 1 else None
-            at_end = stage == 0 if name.startswith("embedding.") else is_last
-            is_elsewhere = expert is not None and expert * self._expert // self._experts != of_expert
-            if (at_end if layer is None else first <= layer < stop) and not is_elsewhere:
-                found.append(name)
-        return [*found, self._tied[1]] if self._tied and is_last else found
-
-    def _merged(self, parts: Mapping[tuple[str, str], Sequence[LazyTensor]]) -> tuple[States, Replicas]:
-        found: States = {}
-        replicas: Replicas = []
-        for (name, state), of_ranks in parts.items():
-            cut = self._cuts[name]
-            if cut.kind == "whole":
-                what = f"{state} of {name} on tensor-parallel ranks"
-                replicas += [(what, of_ranks[0], other) for other in of_ranks[1:]]
-            found.setdefault(name, {})[state] = merge(of_ranks, cut)
-        if self._tied and self._tied[1] in found:
-            for state, copy in found.pop(self._tied[1]).items():
-                what = f"{state} of the tied embedding on the first and the last pipeline stage"
-                replicas.append((what, found[self._tied[0]][state], copy))
-        return found, replicas

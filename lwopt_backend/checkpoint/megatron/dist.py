@@ -8,24 +8,31 @@ Everything that was sharded over ranks is whole here: tensors are read from chun
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyTensor, Param, read_as_expected
+import torch
+from torch import Tensor
+
+from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyTensor, Param, end_to_end, reader
 from lwopt_backend.checkpoint.dcp.reader import METADATA, DcpFolder
 from lwopt_backend.checkpoint.files import torch_files
-from lwopt_backend.checkpoint.files.pickles import plain
+from lwopt_backend.checkpoint.files.made import shape_of
+from lwopt_backend.checkpoint.files.pickles import counter, plain
 from lwopt_backend.checkpoint.megatron import names as naming
-from lwopt_backend.checkpoint.megatron.buffers import Replicas, is_bucket, states_in_buckets
-from lwopt_backend.checkpoint.megatron.dist_names import Chain, Options, optimizers, ordered, parameters
-from lwopt_backend.checkpoint.megatron.names import BY_NAME, SAVED_WHOLE, is_buffer
+from lwopt_backend.checkpoint.megatron.buffers import BUCKET, Chain, Replicas, chain_of, states_in_buckets
+from lwopt_backend.checkpoint.megatron.names import BY_NAME, SAVED_WHOLE, is_buffer, local_spec, module_order
 
+Options = Mapping[str, Any]
 LAYOUTS = (None, "fully_reshardable", "dp_reshardable", "fully_sharded_model_space")
 _CHAINED = re.compile(r"^(chained_\d+\.)+")
 _STATE = re.compile(r"optimizer\.state\.([^.]+)\.(.+)")
-_OF_BUFFERS = re.compile(r"optimizer\.distributed\..*\.(optimizer|per_bucket_numel(_unpadded)?)(/.+)?")
+_HELD_WITH_BUCKETS = re.compile(r"optimizer\.distributed\..*\.(optimizer|per_bucket_numel(_unpadded)?)(/.+)?")
 _COMMON = re.compile(r"common_state(/shard_.+)?")
 _LEFT_OUT = re.compile(r"rng_state/.+|.*_extra_state(/.+)?|rerun_state_machine_state(/.+)?")
 States = dict[str, dict[str, LazyTensor]]
@@ -40,13 +47,9 @@ def recognises(path: Path) -> bool:
         return False
 
 
-def read(path: Path) -> Checkpoint:
+@reader("Megatron", naming.step_folder)
+def read(step: Path) -> Checkpoint:
     """The checkpoint's content. Raises CheckpointError for damage, and for unknown keys and layouts."""
-    step = naming.step_folder(path)
-    return read_as_expected(lambda: _read(step), step, "Megatron")
-
-
-def _read(step: Path) -> Checkpoint:
     folder = DcpFolder(step)
     common = _common(folder)
     arguments = plain(common.get("args") or {})
@@ -54,7 +57,13 @@ def _read(step: Path) -> Checkpoint:
     groups = [group for chain in sorted(chained) for group in chained[chain]]
     weights, buffers, states, replicas = _tensors(folder, chained, arguments)
     numbers = naming.groups_of({name: weight.shape for name, weight in weights.items()}, groups, arguments)
-    params = {n: _param(weights[n], states.get(n, {}), groups, numbers[n]) for n in ordered(weights, arguments)}
+    params = {}
+    for name in ordered(weights, arguments):
+        kept, number = states.get(name, {}), numbers[name]
+        is_adam = "exp_avg" in kept
+        if number is not None and (not kept or ("betas" in groups[number]) != is_adam):
+            number = None  # its group's by the usual rules, which do not hold for another optimizer's states
+        params[name] = Param(weights[name], kept, naming.step_of(groups, number) if is_adam else None, number)
     notes = _notes(folder)
     if groups and not any(param.states for param in params.values()):
         notes.append("there are param groups, but no state of a parameter is saved")
@@ -79,16 +88,12 @@ def _read(step: Path) -> Checkpoint:
     )
 
 
-def read_weights(path: Path) -> Mapping[str, Param]:
+@reader("Megatron", naming.step_folder)
+def read_weights(step: Path) -> Mapping[str, Param]:
     """The parameters without the optimizer's state, from the folder's metadata alone. Raises CheckpointError."""
-    step = naming.step_folder(path)
-    return read_as_expected(lambda: _read_weights(step), step, "Megatron")
-
-
-def _read_weights(step: Path) -> Mapping[str, Param]:
     folder = DcpFolder(step, metadata_only=True)
-    weights, _ = _weights(folder, _keys(folder)[0])
-    return {name: Param(weight) for name, weight in weights.items()}
+    of_model, _, _ = _keys(folder)
+    return {name: Param(weight) for name, weight in parameters(folder, of_model).items() if not is_buffer(name)}
 
 
 def _common(folder: DcpFolder) -> Mapping[str, Any]:
@@ -118,7 +123,9 @@ def _tensors(
 ) -> tuple[dict[str, LazyTensor], dict[str, LazyTensor], States, Replicas]:
     """Weights, buffers, states by parameter, and pairs that must be equal."""
     of_model, of_state, has_buckets = _keys(folder)
-    weights, buffers = _weights(folder, of_model)
+    found = parameters(folder, of_model)
+    buffers = {name: tensor for name, tensor in found.items() if is_buffer(name)}
+    weights = {name: tensor for name, tensor in found.items() if name not in buffers}
     states: States = {}
     for saved, keys in of_state.items():
         for name, tensor in parameters(folder, keys).items():
@@ -145,7 +152,7 @@ def _keys(folder: DcpFolder) -> tuple[dict[str, str], dict[str, dict[str, str]],
         match = _STATE.fullmatch(plain_key)
         if match is not None and match[1] in BY_NAME:
             of_state.setdefault(match[1], {})[match[2]] = key
-        elif is_bucket(key):
+        elif BUCKET.fullmatch(key):
             has_buckets = True
         elif plain_key.startswith("optimizer."):
             raise CheckpointError(
@@ -157,26 +164,11 @@ def _keys(folder: DcpFolder) -> tuple[dict[str, str], dict[str, dict[str, str]],
     return of_model, of_state, has_buckets
 
 
-def _weights(folder: DcpFolder, keys: Mapping[str, str]) -> tuple[dict[str, LazyTensor], dict[str, LazyTensor]]:
-    """The model's parameters and buffers."""
-    found = parameters(folder, keys)
-    buffers = {name: tensor for name, tensor in found.items() if is_buffer(name)}
-    return {name: tensor for name, tensor in found.items() if name not in buffers}, buffers
-
-
-def _param(weight: LazyTensor, states: dict[str, LazyTensor], groups: Sequence[Options], number: int | None) -> Param:
-    """``number`` is its group's by the usual rules, which does not hold if the states are another optimizer's."""
-    is_adam = "exp_avg" in states
-    if number is not None and (not states or ("betas" in groups[number]) != is_adam):
-        number = None
-    return Param(weight, states, naming.step_of(groups, number) if is_adam else None, number)
-
-
 def _version(folder: DcpFolder, arguments: Mapping[str, Any]) -> str:
     """Megatron-core's version, as far as it can be inferred; none is saved."""
     if any(_COMMON.fullmatch(key) for key in folder.objects):
         return "0.19 or later"
-    if folder.has_extra:
+    if folder.extra is not None:
         return "0.15 or earlier"
     if arguments.get("optimizer") == "dist_muon":
         return "0.16 or 0.17"
@@ -188,9 +180,186 @@ def _notes(folder: DcpFolder) -> list[str]:
     left_out: dict[str, int] = {}
     for key in folder.objects:
         plain_key = _CHAINED.sub("", key)
-        if plain_key.startswith("optimizer.") and not _OF_BUFFERS.fullmatch(plain_key):
+        if plain_key.startswith("optimizer.") and not _HELD_WITH_BUCKETS.fullmatch(plain_key):
             raise CheckpointError(f"{key} in {folder.path} is optimizer state that is not known; {SAVED_WHOLE}")
-        if not _COMMON.fullmatch(key) and not _OF_BUFFERS.fullmatch(plain_key):
+        if not _COMMON.fullmatch(key) and not _HELD_WITH_BUCKETS.fullmatch(plain_key):
             kind = key.partition("/")[0].rpartition(".")[2]
             left_out[kind] = left_out.get(kind, 0) + 1
     return [f"left out: {kind} ({count} objects)" for kind, count in sorted(left_out.items())]
+
+
+# The files have every group's options, but not which parameters are in it: ``names.groups_of`` tells. Chained
+# optimizers are numbered, and those that are chained in a chained one once more.
+
+_OF_BUFFERS = re.compile(r"((?:chained_\d+\.)*)optimizer\.distributed\.dp_group_idx_0\.optimizer/shard_.+")
+
+
+def optimizers(folder: DcpFolder, common: Mapping[str, Any]) -> dict[Chain, tuple[Options, ...]]:
+    """Each optimizer's groups. Adam's have "step", if it was saved."""
+    saved = dict(_unchained(common.get("optimizer") or {}, folder))
+    of_buffers = {chain_of(match[1]): key for key in folder.objects if (match := _OF_BUFFERS.fullmatch(key))}
+    found: dict[Chain, tuple[Options, ...]] = {}
+    for chain in sorted(saved.keys() | of_buffers.keys()):
+        state = saved.get(chain, {})
+        inner = state.get("optimizer", state)
+        groups = inner.get("param_groups", [])
+        if chain in of_buffers:
+            key = of_buffers[chain]
+            held = plain(folder.object(key))
+            held = held[0] if isinstance(held, list) and len(held) == 1 else held
+            if not isinstance(held, Mapping) or "param_groups" not in held:
+                raise CheckpointError(f"{key} in {folder.path}: expected param_groups, found {held!r:.200}")
+            groups = held["param_groups"]
+        kept = inner.get("state") or {}
+        beside = [*(state.get("param_state") or {}).values(), *kept.values(), {"step": kept.get("common_step")}]
+        counts = [one.get("step") for one in beside if isinstance(one, Mapping)]
+        steps = sorted({counter(count) for count in counts if count is not None})
+        if len(steps) == 1:
+            groups = [{"step": steps[0], **group} if "betas" in group else group for group in groups]
+        found[chain] = tuple(
+            {key: counter(value) if key == "step" else value for key, value in group.items() if key != "params"}
+            for group in groups
+        )
+    return found
+
+
+def _unchained(saved: Any, folder: DcpFolder, chain: Chain = ()) -> Iterator[tuple[Chain, dict[str, Any]]]:
+    """Yield the optimizers' states in a chain of them."""
+    if isinstance(saved, (list, tuple)):
+        saved = dict(enumerate(saved))
+    if not isinstance(saved, Mapping):
+        raise CheckpointError(f"{folder.path}: expected the optimizer's state as a dictionary, found {saved!r}")
+    if saved and all(str(number).isdecimal() for number in saved):  # as text where DCP flattened it
+        for number, state in saved.items():
+            yield from _unchained(state or {}, folder, (*chain, int(number)))
+    elif saved:
+        yield chain, plain(saved)
+
+
+# Keys of parameters: layers and experts are stacked into one tensor, gate and up may be apart.
+#
+# decoder.layers.mlp.linear_fc1.weight (L, F, H)                    layers that are alike
+# decoder.layers.3.mlp.linear_fc1.weight (F, H)                     layers that differ
+# decoder.layers.mlp.experts.experts.linear_fc1.weight (L, E, F, H) experts in them
+# decoder.layers.3.mlp.experts.experts.linear_fc1.weight (E, F, H)
+# decoder.layers.3.mlp.experts.experts.1.linear_fc1.weight_w, ..._v every tensor by itself; gate and up apart
+
+_STACKED_LAYERS = re.compile(r"^(.*?\blayers)\.(?!\d+\.)")
+_EXPERTS = re.compile(r"\.mlp\.experts\.experts\.(\d+\.)?")
+_HALF = re.compile(r"(.+\.(?:weight|bias)\d*)_([wv])")
+MOST_PARTS = 2**18  # layers times experts of one tensor; more is damage
+_ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A tensor of a folder in the model's shape. Up to 0.15, the optimizer's may be stored in another order: cut along
+    each axis into ``fragments``, each flat; the saved shape is (*fragments, elements in each)."""
+
+    folder: DcpFolder
+    key: str
+    shape: tuple[int, ...]
+    fragments: tuple[int, ...] | None = None
+
+    def at(self, place: Sequence[int]) -> LazyTensor:
+        """The tensor at ``place`` along the first axes, which is all that is read; () is the whole tensor."""
+        place = tuple(place)
+        shape = self.shape[len(place) :]
+        if self.fragments is None:
+            offsets = place + (0,) * len(shape)
+            return self.folder.box(self.key, offsets, (1,) * len(place) + shape, shape)
+        inner = [size // count for size, count in zip(self.shape, self.fragments)]
+        outer = tuple(index // size for index, size in zip(place, inner))
+        counts = (1,) * len(place) + self.fragments[len(place) :]
+        saved = self.folder.tensors[self.key].shape
+        boxes = (*counts, saved[-1])
+        flat = self.folder.box(self.key, outer + (0,) * (len(saved) - len(place)), boxes, boxes)
+
+        def put_together(tensor: Tensor) -> Tensor:
+            axes = len(inner)
+            tensor = tensor.view(*counts, *inner).permute(*(i for n in range(axes) for i in (n, axes + n)))
+            tensor = tensor.reshape([count * size for count, size in zip(counts, inner)])
+            return tensor[tuple(index % size for index, size in zip(place, inner))]
+
+        return flat.mapped(put_together, shape)
+
+
+def stack(folder: DcpFolder, key: str) -> Stack:
+    """The tensor ``key``. Raises CheckpointError if it is in pieces that do not make up its shape."""
+    saved = folder.tensors[key].shape
+    original = (folder.extra or {}).get(key, {}).get(_ORIGINAL_SHAPE)
+    if original is None:
+        return Stack(folder, key, saved)
+    shape, fragments = shape_of(tuple(original)), saved[:-1]
+    pieces = [size // count for size, count in zip(shape, fragments) if count and size % count == 0]
+    if len(fragments) != len(shape) or len(pieces) != len(shape) or torch.Size(pieces).numel() != saved[-1]:
+        raise CheckpointError(f"{key} in {folder.path}: expected pieces of shape {shape}, found {saved}; copy it again")
+    return Stack(folder, key, shape, fragments)
+
+
+def parameters(folder: DcpFolder, keys: Mapping[str, str]) -> dict[str, LazyTensor]:
+    """Whole parameters by local-spec names, from ``keys``: the folder's keys by their torch_dist names. Raises
+    CheckpointError for a name that is not of a GPT model, and for one that occurs twice."""
+    found: dict[str, LazyTensor] = {}
+    for fused, key in keys.items():
+        of_key = stack(folder, key)
+        for name, place in _unstacked(fused, of_key.shape, f"{key} in {folder.path}"):
+            if name in found:
+                raise CheckpointError(f"{key} in {folder.path}: {name} is there twice, also as {found[name].where}")
+            found[name] = of_key.at(place)
+    return with_gate_and_up(found)
+
+
+def ordered(names: Iterable[str], arguments: Mapping[str, Any]) -> list[str]:
+    """Names in the order of the model's modules, or as they are if a place is unknown."""
+    names = list(names)
+    try:
+        return module_order(names, arguments)
+    except CheckpointError:  # only flat buffers need the order
+        return names
+
+
+def whole_name(name: str) -> str:
+    """The local-spec name of a parameter, also if ``name`` is its gate or up alone."""
+    half = _HALF.fullmatch(name)
+    return local_spec(half[1] if half else name)
+
+
+def with_gate_and_up(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Join ``<name>_w`` and ``<name>_v`` into ``<name>``, and use the local spec's names."""
+    halves: dict[str, dict[str, LazyTensor]] = {}
+    found: dict[str, LazyTensor] = {}
+    for name, tensor in tensors.items():
+        if half := _HALF.fullmatch(name):
+            halves.setdefault(half[1], {})[half[2]] = tensor
+        else:
+            found[local_spec(name)] = tensor
+    for name, of_name in halves.items():
+        if len(of_name) == 1 or local_spec(name) in found:
+            (has, tensor), *_ = of_name.items()
+            raise CheckpointError(
+                f"{tensor.where}: expected {name}_w (gate) and {name}_v (up) and nothing else of it, found only the "
+                f"one that ends in _{has}, or {name} too; copy the checkpoint again"
+            )
+        gate, up = of_name["w"], of_name["v"]
+        found[local_spec(name)] = end_to_end([gate, up], (gate.shape[0] + up.shape[0], *gate.shape[1:]))
+    return found
+
+
+def _unstacked(name: str, shape: Sequence[int], where: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the names in a tensor, each with its place along the first axes."""
+    layers, experts = _STACKED_LAYERS.search(name), _EXPERTS.search(name)
+    are_stacked = experts is not None and experts[1] is None
+    axes = (layers is not None) + are_stacked
+    if len(shape) <= axes:
+        raise CheckpointError(f"{where}: expected a stack of layers or experts, found shape {tuple(shape)}")
+    if math.prod(shape[:axes]) > MOST_PARTS:
+        raise CheckpointError(f"{where}: no model has so many layers or experts as its shape {tuple(shape)} says")
+    for place in itertools.product(*map(range, shape[:axes])):
+        one = name
+        if layers is not None:
+            one = f"{layers[1]}.{place[0]}.{one[layers.end() :]}"
+        if experts is not None:
+            number = f"{place[-1]}." if are_stacked else experts[1]
+            one = _EXPERTS.sub(f".mlp.experts.local_experts.{number}", one)
+        yield one, place

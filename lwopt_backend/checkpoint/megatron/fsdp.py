@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, read_as_expected
+from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, reader
 from lwopt_backend.checkpoint.dcp.reader import METADATA, DcpFolder
 from lwopt_backend.checkpoint.files.pickles import plain
 from lwopt_backend.checkpoint.megatron import names as naming
-from lwopt_backend.checkpoint.megatron.dist_names import ordered, whole_name, with_gate_and_up
+from lwopt_backend.checkpoint.megatron.dist import ordered, whole_name, with_gate_and_up
 from lwopt_backend.checkpoint.megatron.names import POINTER, STATES, is_buffer, iteration_of, step_folder
 
 _MODEL = re.compile(r"model\.(?:module\.)+(.+)")
@@ -40,18 +40,14 @@ def recognises(path: Path) -> bool:
         return False
 
 
-def read(path: Path) -> Checkpoint:
-    """The checkpoint's content. Raises CheckpointError for damage, and for unknown keys."""
-    step = step_folder(path)
-    return read_as_expected(lambda: _read(step), step, "Megatron")
-
-
 def read_weights(path: Path) -> Mapping[str, Param]:
     """The parameters; reads only small tensors. Raises CheckpointError."""
     return read(path).params
 
 
-def _read(step: Path) -> Checkpoint:
+@reader("Megatron", step_folder)
+def read(step: Path) -> Checkpoint:
+    """The checkpoint's content. Raises CheckpointError for damage, and for unknown keys."""
     folder = DcpFolder(step)
     weights: dict[str, LazyTensor] = {}
     by_state: dict[str, dict[str, LazyTensor]] = {}
@@ -110,9 +106,7 @@ def _read(step: Path) -> Checkpoint:
     )
 
 
-def _objects(
-    folder: DcpFolder,
-) -> tuple[dict[str, dict[str, Any]], dict[str, Any], dict[str, Any], tuple[str, ...]]:
+def _objects(folder: DcpFolder) -> tuple[dict[str, dict[str, Any]], dict[str, Any], dict[str, Any], tuple[str, ...]]:
     """Each parameter's options, Megatron's arguments, the scheduler's state, and what was left out."""
     options: dict[str, dict[str, Any]] = {}
     scheduler: dict[str, Any] = {}

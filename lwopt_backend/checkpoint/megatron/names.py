@@ -16,8 +16,8 @@ from lwopt_backend.checkpoint.files.pickles import counter, plain
 # Megatron-core's parameter names: a rank's own numbers made global, Transformer Engine's spelling the local spec's.
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-_EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.")
+LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.")
 _GROUPED = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
 FUSED = (  # Transformer Engine's name, which torch_dist always has, and the local spec's
     (".self_attention.linear_qkv.layer_norm_", ".input_layernorm."),
@@ -28,16 +28,14 @@ _BUFFERS = (".router.expert_bias", ".router.local_tokens_per_expert", ".inv_freq
 
 
 def local_spec(name: str) -> str:
-    """A parameter's name in Megatron's local spec, from that or Transformer Engine's; numbers stay.
-
-    Raises CheckpointError for a name that is not of a GPT model.
-    """
+    """A parameter's name in Megatron's local spec, from that or Transformer Engine's; numbers stay. Raises
+    CheckpointError for a name that is not of a GPT model."""
     for fused, separate in FUSED:
         name = name.replace(fused, separate)
     name = _GROUPED.sub(r".mlp.experts.local_experts.\3.\1.\2", name)
     if not name.startswith(_KNOWN):
         raise CheckpointError(f"{name}: expected a parameter of a GPT model of Megatron-core; others are not read")
-    if ".mlp.experts." in name and not _EXPERT.search(name):
+    if ".mlp.experts." in name and not EXPERT.search(name):
         raise CheckpointError(f"{name}: experts in one tensor (legacy grouped GEMM) are not read; save as torch_dist")
     return name
 
@@ -48,14 +46,12 @@ def is_buffer(name: str) -> bool:
 
 
 def layer_of(name: str) -> int | None:
-    """The number of its layer, or None."""
-    match = _LAYER.match(name)
+    match = LAYER.match(name)
     return int(match[1]) if match else None
 
 
 def expert_of(name: str) -> int | None:
-    """The number of its routed expert, or None."""
-    match = _EXPERT.search(name)
+    match = EXPERT.search(name)
     return int(match[1]) if match else None
 
 
@@ -83,8 +79,8 @@ SAVED_WHOLE = (  # up to 0.19.1 several gradient buckets make it write masters a
 
 def global_name(name: str, first_layer: int, first_expert: int) -> str:
     """A rank's own name with global layer and expert numbers."""
-    name = _LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) + first_layer}.", name)
-    return _EXPERT.sub(lambda match: f".mlp.experts.local_experts.{int(match[1]) + first_expert}.", name)
+    name = LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) + first_layer}.", name)
+    return EXPERT.sub(lambda match: f".mlp.experts.local_experts.{int(match[1]) + first_expert}.", name)
 
 
 def check_states(states: States, weights: Mapping[str, LazyTensor]) -> None:
@@ -173,10 +169,8 @@ Coordinates = tuple[int, int, int]  # ranks: tensor, pipeline, expert parallel
 
 
 def step_folder(path: Path) -> Path:
-    """The folder of one step: ``path`` itself, or the one that the pointer in it names.
-
-    Raises CheckpointError for a pointer without a valid name, or to a missing folder.
-    """
+    """The folder of one step: ``path`` itself, or the one that the pointer in it names. Raises CheckpointError for a
+    pointer without a valid name, or to a missing folder."""
     pointer = path / POINTER
     if not pointer.is_file():
         return path
@@ -199,7 +193,6 @@ def iteration_of(step: Path) -> int | None:
 
 
 def rank_folders(step: Path) -> dict[str, Path]:
-    """The ranks' folders by their names."""
     return {path.name: path for path in sorted(step.iterdir()) if _RANK.fullmatch(path.name) and path.is_dir()}
 
 
@@ -231,10 +224,7 @@ def world(arguments: Mapping[str, Any]) -> dict[str, int]:
     return found
 
 
-# Which param group of Megatron's optimizers a parameter is in, by the rules that made the groups.
-
 EMBEDDINGS = (EMBEDDING, OUTPUT)  # "is_embedding_or_output_parameter"
-_Kind = tuple[bool, bool, bool, bool]  # is a sharded expert, a matrix's optimizer, has weight decay, has the usual lr
 
 
 def groups_of(
@@ -257,9 +247,17 @@ def groups_of(
         )
         for group in groups
     ]
+    norms_decay = arguments.get("no_weight_decay_cond_type") == "apply_wd_to_qk_layernorm"
+    norms_decay = norms_decay or bool(arguments.get("apply_wd_to_qk_layernorm"))
     found: dict[str, int | None] = {}
     for name, shape in shapes.items():
-        wanted = _kind_of(name, len(shape), arguments, mixed=mixed)
+        decays = len(shape) != 1 and not name.endswith(".bias")
+        wanted = (
+            is_sharded_expert(name, arguments),
+            mixed and len(shape) == 2 and name not in EMBEDDINGS,
+            decays or norms_decay and ("q_layernorm." in name or "k_layernorm." in name),
+            arguments.get("decoupled_lr") is None or name not in EMBEDDINGS,
+        )
         numbers = [number for number, kind in enumerate(kinds) if kind == wanted]
         found[name] = numbers[0] if len(numbers) == 1 else None
     return found
@@ -281,10 +279,8 @@ def names_by_group(
 
 
 def common_groups(ranks: Sequence[Sequence[Mapping[str, Any]]], where: str) -> tuple[dict[str, Any], ...]:
-    """The groups' options as plain data, each from a rank that has parameters in the group.
-
-    On other ranks, its counters may stand still. Raises CheckpointError if the ranks' numbers of groups differ.
-    """
+    """The groups' options as plain data, each from a rank that has parameters in the group. On other ranks, its
+    counters may stand still. Raises CheckpointError if the ranks' numbers of groups differ."""
     if len({len(groups) for groups in ranks}) > 1:
         raise CheckpointError(
             f"{where}: expected the same param groups on all ranks, found {[len(groups) for groups in ranks]} of them; "
@@ -308,13 +304,3 @@ def step_of(groups: Sequence[Mapping[str, Any]], number: int | None) -> float | 
 def is_sharded_expert(name: str, arguments: Mapping[str, Any]) -> bool:
     """Whether other ranks have other experts in its place."""
     return expert_of(name) is not None and int(arguments.get("expert_model_parallel_size") or 1) > 1
-
-
-def _kind_of(name: str, dims: int, arguments: Mapping[str, Any], *, mixed: bool) -> _Kind:
-    matrix = mixed and dims == 2 and name not in EMBEDDINGS
-    skipped = dims == 1 or name.endswith(".bias")
-    told = arguments.get("apply_wd_to_qk_layernorm"), arguments.get("no_weight_decay_cond_type")
-    if (told[0] or told[1] == "apply_wd_to_qk_layernorm") and ("q_layernorm." in name or "k_layernorm." in name):
-        skipped = False
-    usual = arguments.get("decoupled_lr") is None or name not in EMBEDDINGS
-    return (is_sharded_expert(name, arguments), matrix, not skipped, usual)

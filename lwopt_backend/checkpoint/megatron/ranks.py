@@ -67,10 +67,8 @@ def is_gated(arguments: Mapping[str, Any]) -> bool:
 
 
 def merge(parts: Sequence[LazyTensor], cut: Cut) -> LazyTensor:
-    """The whole tensor from all ranks' parts, in rank order; rank 0's copy of a ``whole`` one.
-
-    Raises CheckpointError if the parts have different shapes or dtypes.
-    """
+    """The whole tensor from all ranks' parts, in rank order; rank 0's copy of a ``whole`` one. Raises CheckpointError
+    if the parts have different shapes or dtypes."""
     first = parts[0]
     for part in parts[1:]:
         if part.shape != first.shape or part.dtype != first.dtype:
@@ -105,8 +103,6 @@ def local_shape(shape: Sequence[int], cut: Cut, ranks: int) -> tuple[int, ...]:
 
 Kept = Mapping[str, Param]  # what one rank's optimizer keeps of its parts of parameters; the weights are elsewhere
 
-# Named states out of the state_dict of Megatron's optimizers, which keep them by number (Float16, FP32, LayerWise).
-
 
 @dataclass(frozen=True)
 class Inner:
@@ -120,10 +116,8 @@ class Inner:
 
 
 def inner_optimizers(saved: Any, where: str) -> list[Inner]:
-    """The torch optimizers in an optimizer's state_dict, which is a list of several, or one.
-
-    Raises CheckpointError for an unknown key.
-    """
+    """The torch optimizers in an optimizer's state_dict, which is a list of several, or one. Raises CheckpointError for
+    an unknown key."""
     found = []
     for number, entry in enumerate(saved if isinstance(saved, list) else [saved]):
         said = f"optimizer {number} in {where}"
@@ -147,37 +141,36 @@ def named(inners: Sequence[Inner], names: Sequence[Sequence[str]], weights: Mapp
     mixing up state. Raises CheckpointError for that, for other counts or shapes, and for unknown states.
     """
     found: dict[str, Param] = {}
-    number = 0
-    for inner in inners:
-        for local, group in enumerate(inner.groups):
-            for name, identifier, master in _in_group(inner, local, names[number], weights):
-                state = inner.state.get(identifier, {})
-                states = {key: value for key, value in state.items() if key != "step"}
-                _check_states(states, name, weights[name], inner.where)
-                if master is not None:
-                    _check_rounds(master, weights[name], name)
-                    states = {MASTER: master, **states}
-                step = counter(state.get("step", group.get("step")))
-                found[name] = Param(None, states, None if step is None else float(step), number)
-            number += 1
+    groups = [(inner, local, group) for inner in inners for local, group in enumerate(inner.groups)]
+    for number, (inner, local, group) in enumerate(groups):
+        of_group, identifiers = names[number], group.get("params", [])
+        half = [name for name in of_group if weights[name].dtype in (torch.bfloat16, torch.float16)]
+        masters = inner.masters[local] if inner.masters is not None and local < len(inner.masters) else []
+        if len(identifiers) != len(of_group) or len(masters) != len(half):
+            raise CheckpointError(
+                f"param group {local} of {inner.where}: expected {len(of_group)} parameters, {len(half)} with master "
+                f"weights, by the rules of Megatron's assignment ({', '.join(of_group[:3])}, ...), found "
+                f"{len(identifiers)} and {len(masters)}; names cannot be told: save this checkpoint in the torch_dist "
+                "format"
+            )
+        master_of = dict(zip(half, masters))
+        for name, identifier in zip(of_group, identifiers):
+            state = inner.state.get(identifier, {})
+            states = {key: value for key, value in state.items() if key != "step"}
+            _check_states(states, name, weights[name], inner.where)
+            if name in master_of:
+                master, weight = master_of[name], weights[name]
+                if master.shape != weight.shape or not same(master.read().to(weight.dtype), weight.read()):
+                    raise CheckpointError(
+                        f"{name}: expected a master weight of shape {weight.shape} that rounds to {weight.where}, "
+                        f"found {master.where} of shape {master.shape} that does not; the files are of different "
+                        "steps, or the assignment of parameters to ranks is not that of this Megatron: save the "
+                        "checkpoint in the torch_dist format"
+                    )
+                states = {MASTER: master, **states}
+            step = counter(state.get("step", group.get("step")))
+            found[name] = Param(None, states, None if step is None else float(step), number)
     return found
-
-
-def _in_group(
-    inner: Inner, local: int, names: Sequence[str], weights: Mapping[str, LazyTensor]
-) -> list[tuple[str, Any, LazyTensor | None]]:
-    """Name, identifier and master weight (16-bit parameters have one) of each parameter of a group."""
-    identifiers = inner.groups[local].get("params", [])
-    half = [name for name in names if weights[name].dtype in (torch.bfloat16, torch.float16)]
-    masters = inner.masters[local] if inner.masters is not None and local < len(inner.masters) else []
-    if len(identifiers) != len(names) or len(masters) != len(half):
-        raise CheckpointError(
-            f"param group {local} of {inner.where}: expected {len(names)} parameters, {len(half)} with master weights, "
-            f"by the rules of Megatron's assignment ({', '.join(names[:3])}, ...), found {len(identifiers)} and "
-            f"{len(masters)}; names cannot be told: save this checkpoint in the torch_dist format"
-        )
-    master_of = dict(zip(half, masters))
-    return [(name, identifier, master_of.get(name)) for name, identifier in zip(names, identifiers)]
 
 
 def _check_states(states: Mapping[str, Any], name: str, weight: LazyTensor, where: str) -> None:
@@ -191,19 +184,6 @@ def _check_states(states: Mapping[str, Any], name: str, weight: LazyTensor, wher
             shape = value.shape if isinstance(value, LazyTensor) else type(value).__name__
             raise CheckpointError(f"{where}: expected {key} of {name} in shape {weight.shape}, found {shape}")
 
-
-def _check_rounds(master: LazyTensor, weight: LazyTensor, name: str) -> None:
-    """Raises CheckpointError unless ``master``, rounded to the weight's dtype, has the weight's bits."""
-    if master.shape == weight.shape and same(master.read().to(weight.dtype), weight.read()):
-        return
-    raise CheckpointError(
-        f"{name}: expected a master weight of shape {weight.shape} that rounds to {weight.where}, found {master.where} "
-        f"of shape {master.shape} that does not; the files are of different steps, or the assignment of parameters to "
-        "ranks is not that of this Megatron: save the checkpoint in the torch_dist format"
-    )
-
-
-# The ``model_optim_rng.pt`` of all ranks of a Megatron checkpoint, checked to be of one checkpoint.
 
 MODEL_FILE = "model_optim_rng.pt"
 Weights = dict[str, LazyTensor]
@@ -235,24 +215,26 @@ class Ranks:
 
 
 def read_ranks(step: Path) -> Ranks:
-    """Read all ranks' files in a step's folder.
-
-    Raises CheckpointError for ranks that are missing, extra, or of another iteration or model, and if the format has
-    too little information.
-    """
+    """Read all ranks' files in a step's folder. Raises CheckpointError for ranks that are missing, extra, or of another
+    iteration or model, and if the format has too little information."""
     folders = naming.rank_folders(step)
     if not folders:
         raise CheckpointError(f"{step}: expected folders mp_rank_*, found none; name the folder that has them")
-    loaded = {numbers: _load(folder) for numbers, folder in folders.items()}
+    loaded = {}
+    for numbers, folder in folders.items():
+        found = loaded[numbers] = torch_files.load(folder / MODEL_FILE)
+        if not isinstance(found, dict) or "args" not in found:
+            raise CheckpointError(
+                f"{folder / MODEL_FILE}: expected Megatron's checkpoint with args, found {type(found)}"
+            )
     arguments = _arguments(next(iter(loaded.values())), step)
-    expected = naming.expected_folders(arguments)
-    missing = sorted(set(expected) - set(folders))
-    if missing or set(folders) - set(expected):
-        sizes = ", ".join(f"{name} {size}" for name, size in world(arguments).items())
+    sizes, expected = world(arguments), naming.expected_folders(arguments)
+    missing, extra = sorted(set(expected) - set(folders)), sorted(set(folders) - set(expected))
+    if missing or extra:
+        said = ", ".join(f"{name} {size}" for name, size in sizes.items())
         raise CheckpointError(
-            f"{step}: expected {len(expected)} folders of ranks ({sizes}), found {len(folders)}, "
-            f"missing are {_some(missing)}, too many {_some(sorted(set(folders) - set(expected)))}; copy one "
-            "checkpoint"
+            f"{step}: expected {len(expected)} folders of ranks ({said}), found {len(folders)}, missing are "
+            f"{_some(missing)}, too many {_some(extra)}; copy one checkpoint"
         )
     saved = {expected[numbers]: found for numbers, found in loaded.items()}
     files = {expected[numbers]: folder / MODEL_FILE for numbers, folder in folders.items()}
@@ -261,7 +243,7 @@ def read_ranks(step: Path) -> Ranks:
     firsts = _first_layers(models, files, arguments)
     ranks = []
     for place in sorted(saved):
-        first_expert = place[2] * (int(arguments.get("num_experts") or 0) // world(arguments)["ep"])
+        first_expert = place[2] * (int(arguments.get("num_experts") or 0) // sizes["ep"])
         chunks, buffers = [], {}
         for chunk, weights in enumerate(models[place]):
             first = firsts[place[1], chunk]
@@ -269,18 +251,11 @@ def read_ranks(step: Path) -> Ranks:
             buffers.update({name: weight for name, weight in named.items() if naming.is_buffer(name)})
             chunks.append({name: weight for name, weight in named.items() if not naming.is_buffer(name)})
         ranks.append(Rank(place, files[place], saved[place], tuple(chunks), buffers))
-    return Ranks(arguments, world(arguments), tuple(ranks))
+    return Ranks(arguments, sizes, tuple(ranks))
 
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:8]) + f" and {len(names) - 8} more" * (len(names) > 8) or "none"
-
-
-def _load(folder: Path) -> Mapping[str, Any]:
-    found = torch_files.load(folder / MODEL_FILE)
-    if not isinstance(found, dict) or "args" not in found:
-        raise CheckpointError(f"{folder / MODEL_FILE}: expected Megatron's checkpoint with args, found {type(found)}")
-    return found
 
 
 def _arguments(saved: Mapping[str, Any], step: Path) -> Mapping[str, Any]:
@@ -306,20 +281,18 @@ def _arguments(saved: Mapping[str, Any], step: Path) -> Mapping[str, Any]:
 def _check_one_checkpoint(
     saved: Mapping[Coordinates, Mapping[str, Any]], files: Mapping[Coordinates, Path], step: Path
 ) -> None:
-    iterations = {place: found.get("iteration") for place, found in saved.items()}
-    named = naming.iteration_of(step)
-    expected = named if named is not None else iterations[min(iterations)]
-    for place, iteration in iterations.items():
-        if iteration != expected:
+    advice = "the ranks' files are of different checkpoints: copy them again"
+    named, first = naming.iteration_of(step), saved[min(saved)]
+    expected = named if named is not None else first.get("iteration")
+    sizes = world(plain(first["args"]))
+    for place, found in saved.items():
+        if found.get("iteration") != expected:
             raise CheckpointError(
-                f"{files[place]}: expected iteration {expected}, found {iteration}; the ranks' files are of different "
-                "checkpoints: copy them again"
+                f"{files[place]}: expected iteration {expected}, found {found.get('iteration')}; {advice}"
             )
-        sizes = [world(plain(found["args"])) for found in (saved[place], saved[min(saved)])]
-        if sizes[0] != sizes[1]:
+        if (others := world(plain(found["args"]))) != sizes:
             raise CheckpointError(
-                f"{files[place]}: expected parallel sizes {sizes[1]}, as in {files[min(files)]}, found {sizes[0]}; the "
-                "ranks' files are of different checkpoints: copy them again"
+                f"{files[place]}: expected parallel sizes {sizes}, as in {files[min(files)]}, found {others}; {advice}"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -9,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
-from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyTensor, Param, read_as_expected
+from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyTensor, Param, reader
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.checkpoint.files.pickles import plain
 from lwopt_backend.checkpoint.megatron import names as naming
 from lwopt_backend.checkpoint.megatron import ranks as of_ranks
-from lwopt_backend.checkpoint.megatron.buffers import Bucket, bucket_numel, buckets, own_buckets, part
+from lwopt_backend.checkpoint.megatron.buffers import bucket_numel, buckets, own_buckets, part
 from lwopt_backend.checkpoint.megatron.names import EMBEDDING, FLAT, OUTPUT, Coordinates
 from lwopt_backend.checkpoint.megatron.ranks import Cut, Inner, Kept, Rank, Ranks
 
 # Which rank of Megatron's LayerWiseDistributedOptimizer has which parameters, replayed.
-#
 # The parameters of all param groups, one group after another and each in module order, are sorted by size (equal sizes
 # keep their order) and dealt to the ranks back and forth: 0, 1, ..., n-1, n-1, ..., 1, 0, 0, 1, ... Experts that are
 # sharded over expert-parallel ranks are dealt in the same way, separately, to the ranks that hold the same experts.
@@ -35,27 +36,18 @@ def dealt(
     expert_groups: Set[int] = frozenset(),
     expert_ranks: int = 1,
 ) -> list[list[list[str]]]:
-    """``[group][rank]``: the names that the rank has of the group, in its optimizer's order.
-
-    For a group in ``expert_groups``, the rank is one of ``expert_ranks``. With one rank, the groups' order is kept.
-    """
+    """``[group][rank]``: the names that the rank has of the group, in its optimizer's order. For a group in
+    ``expert_groups``, the rank is one of ``expert_ranks``. With one rank, the groups' order is kept."""
     if ranks == 1:
         return [[list(names)] for names in groups]
-    found: list[list[list[str]]] = [
-        [[] for _ in range(expert_ranks if group in expert_groups else ranks)] for group in range(len(groups))
-    ]
+    sizes = {False: ranks, True: expert_ranks}
+    turns = {expert: itertools.cycle([*range(size), *reversed(range(size))]) for expert, size in sizes.items()}
+    found: list[list[list[str]]] = [[[] for _ in range(sizes[g in expert_groups])] for g in range(len(groups))]
     entries = [(name, group) for group, names in enumerate(groups) for name in names]
-    turn = {False: 0, True: 0}
     for name, group in sorted(entries, key=lambda entry: numels[entry[0]]):
-        expert = group in expert_groups
-        size = expert_ranks if expert else ranks
-        place = turn[expert] % (2 * size)
-        found[group][place if place < size else 2 * size - 1 - place].append(name)
-        turn[expert] += 1
+        found[group][next(turns[group in expert_groups])].append(name)
     return found
 
-
-# Named states out of ``layer_wise_optimizer_*.pt``, which tell no names: the assignment to ranks is replayed.
 
 _FILE = re.compile(r"layer_wise_optimizer_(\d+)\.pt")
 
@@ -63,9 +55,9 @@ _FILE = re.compile(r"layer_wise_optimizer_(\d+)\.pt")
 def is_layer_wise(ranks: Ranks) -> bool:
     """Whether the checkpoint has files of a LayerWiseDistributedOptimizer, or must have by its ``args``."""
     arguments = ranks.arguments
-    optimizer = str(arguments.get("optimizer", ""))
-    says = optimizer.startswith("dist_") or arguments.get("use_layer_wise_distributed_optimizer")
-    return bool(says) or any(_files(rank) for rank in ranks.ranks)
+    says = str(arguments.get("optimizer", "")).startswith("dist_")
+    says = says or bool(arguments.get("use_layer_wise_distributed_optimizer"))
+    return says or any(_files(rank) for rank in ranks.ranks)
 
 
 def from_layer_wise(ranks: Ranks) -> list[tuple[Rank, list[Inner], Kept]]:
@@ -114,9 +106,7 @@ def _files(rank: Rank) -> Mapping[int, Path]:
     return {int(match[1]): path for path, match in matches.items() if match}
 
 
-# Named states out of ``distrib_optim.pt``: the flat buffers of Megatron's DistributedOptimizer.
-
-FLAT_FILE = "distrib_optim.pt"
+FLAT_FILE = "distrib_optim.pt"  # the flat buffers of Megatron's DistributedOptimizer
 
 
 def from_buffers(
@@ -128,15 +118,29 @@ def from_buffers(
     Raises CheckpointError if these differ, for unknown states, and for a file of another format.
     """
     path = rank.file.with_name(FLAT_FILE)
-    saved = torch_files.load(path)
+    total = sum(weight.numel for weight in rank.weights.values())
     found: dict[str, Param] = {}
-    for key, buffer, shapes, chunk in _buffers(saved, rank, arguments, str(path)):
-        total = sum(weight.numel for weight in rank.weights.values())
+    for key, buffer, shapes, chunk in _buffers(torch_files.load(path), rank, arguments, str(path)):
+        where = f"{key} in {path}"
+        flats = {state: flat for state, flat in buffer.items() if state != "numel_unpadded"}
+        if set(flats) != set(FLAT):
+            raise CheckpointError(f"{where}: expected the states {sorted(FLAT)}, found {sorted(map(str, flats))}")
         closed_at = bucket_numel(arguments, parameters=total, pipeline_rank=rank.coordinates[1], chunk=chunk)
         layout = buckets(shapes, closed_at=closed_at, alone=own_buckets(arguments))
-        for name, states in _states(buffer, layout, f"{key} in {path}").items():
-            number = numbers[name]
-            found[name] = Param(None, states, naming.step_of(groups, number), number)
+        numels = [bucket.numel for bucket in layout]
+        lengths = {state: math.prod(flat.shape) for state, flat in flats.items()}
+        lengths["numel_unpadded"] = buffer["numel_unpadded"]
+        if set(lengths.values()) != {sum(numels)}:
+            raise CheckpointError(
+                f"{where}: expected {sum(numels)} elements in buckets of {numels}, by args.overlap_grad_reduce, "
+                f"ddp_num_buckets, ddp_bucket_size, found {lengths}; what lies where cannot be told: save as torch_dist"
+            )
+        first = 0  # the buckets follow one another without padding
+        for bucket in layout:
+            for place in bucket.places:
+                number, states = numbers[place.name], {FLAT[s]: part(flat, place, first) for s, flat in flats.items()}
+                found[place.name] = Param(None, states, naming.step_of(groups, number), number)
+            first += bucket.numel
     return found
 
 
@@ -180,27 +184,6 @@ def _buffers(
             yield f"buffer {index}", entry[index][keys[0]], shapes, chunk
 
 
-def _states(buffer: Mapping[str, Any], layout: Sequence[Bucket], where: str) -> dict[str, dict[str, LazyTensor]]:
-    """The states of each parameter in a buffer whose buckets follow one another without padding."""
-    flats = {key: value for key, value in buffer.items() if key != "numel_unpadded"}
-    if set(flats) != set(FLAT):
-        raise CheckpointError(f"{where}: expected the states {sorted(FLAT)}, found {sorted(map(str, flats))}")
-    numels = [bucket.numel for bucket in layout]
-    lengths = {key: math.prod(flat.shape) for key, flat in flats.items()} | {"numel_unpadded": buffer["numel_unpadded"]}
-    if set(lengths.values()) != {sum(numels)}:
-        raise CheckpointError(
-            f"{where}: expected {sum(numels)} elements in buckets of {numels}, by args.overlap_grad_reduce, "
-            f"ddp_num_buckets, ddp_bucket_size, found {lengths}; what lies where cannot be told: save as torch_dist"
-        )
-    found: dict[str, dict[str, LazyTensor]] = {}
-    first = 0
-    for bucket in layout:
-        for place in bucket.places:
-            found[place.name] = {FLAT[key]: part(flat, place, first) for key, flat in flats.items()}
-        first += bucket.numel
-    return found
-
-
 # Whole parameters from the parts that Megatron's tensor, pipeline and expert parallel ranks store.
 
 Pair = tuple[str, LazyTensor, LazyTensor]
@@ -209,9 +192,7 @@ _PLACES = ("embedding.", "decoder.layers.", "decoder.", "")
 
 def merged(ranks: Ranks, kept: Mapping[Coordinates, Kept]) -> tuple[dict[str, Param], tuple[Pair, ...], dict[str, str]]:
     """Whole parameters in the model's order; pairs of copies that must be equal; the tied embedding's other name.
-
-    ``kept`` is the optimizers' state, by rank. Raises CheckpointError for parameters or states that a rank lacks.
-    """
+    ``kept`` is the optimizers' state, by rank. Raises CheckpointError for parameters or states that a rank lacks."""
     held: dict[str, dict[Coordinates, LazyTensor]] = {}
     for rank in ranks.ranks:
         for name, weight in rank.weights.items():
@@ -278,36 +259,38 @@ def _whole(what: str, parts: Mapping[Coordinates, LazyTensor], size: int, cut: C
     return of_ranks.merge([copies[0][1] for copies in by_rank], cut)
 
 
-# Reads Megatron's ``torch`` checkpoints: ``mp_rank_*/model_optim_rng.pt`` and the optimizers' files beside them.
-
 _READ = {"args", "checkpoint_version", "iteration", "model", "optimizer", "opt_param_scheduler", "lr_scheduler"}
 _NOT_OURS = {"rng_state", "rerun_state_machine", "num_floating_point_operations_so_far", "content_metadata"}
 
 
 def recognises(path: Path) -> bool:
-    """Whether a folder, or the step in it that its pointer names, has folders of ranks."""
     try:
         return bool(naming.rank_folders(naming.step_folder(path)))
     except (OSError, CheckpointError):
         return False
 
 
-def read(path: Path) -> Checkpoint:
+@reader("Megatron", naming.step_folder)
+def read(step: Path) -> Checkpoint:
     """The whole checkpoint in a folder, of one step or with the pointer to it.
 
     Weights and states are whole (tensor, pipeline, expert and data parallel ranks merged), with the names of
     Megatron-core's local spec and global layer and expert numbers. Raises CheckpointError for a checkpoint that is
     damaged, incomplete, or of an unsupported kind.
     """
-    step = naming.step_folder(path)
-    return read_as_expected(lambda: _read(step), step, "Megatron")
-
-
-def _read(step: Path) -> Checkpoint:
     ranks = of_ranks.read_ranks(step)
     kept, groups, inners, notes = _optimizers(ranks)
-    _check_the_rest(ranks)
+    used = {"model"} if is_layer_wise(ranks) else {"model", "optimizer"}
+    for rank in ranks.ranks:  # also what is not used, to notice damage: random states, what the model's file repeats
+        unused = {key: value for key, value in rank.saved.items() if str(key).rstrip("0123456789") not in used}
+        tree_map_only(LazyTensor, lambda tensor: tensor.read(), unused)
     params, replicas, tied = merged(ranks, kept)
+    if any(inner.others for inner in inners):
+        notes.append("the loss scaler's state (grad_scaler) was left out")
+    if any(inner.masters is None and inner.state for inner in inners):
+        notes.append("the optimizer has no master weights of its own, so states' names could not be checked by value")
+    keys = {str(key) for rank in ranks.ranks for key in rank.saved if not str(key).removeprefix("model").isdigit()}
+    notes += [f"{key!r} in model_optim_rng.pt was left out" for key in sorted(keys - _READ - _NOT_OURS)]
     first = ranks.ranks[0].saved
     return Checkpoint(
         format="megatron torch",
@@ -323,27 +306,20 @@ def _read(step: Path) -> Checkpoint:
         replicas=replicas,
         tied=tied,
         buffers={name: buffer for rank in ranks.ranks for name, buffer in rank.buffers.items()},
-        notes=(*notes, *_notes(inners, ranks.ranks)),
+        notes=tuple(notes),
     )
 
 
-def read_weights(path: Path) -> Mapping[str, Param]:
+@reader("Megatron", naming.step_folder)
+def read_weights(step: Path) -> Mapping[str, Param]:
     """The parameters without the optimizer's state; reads no tensor of that. Raises CheckpointError."""
-    step = naming.step_folder(path)
-    return read_as_expected(lambda: _read_weights(step), step, "Megatron")
-
-
-def _read_weights(step: Path) -> Mapping[str, Param]:
     ranks = of_ranks.read_ranks(step)
     return merged(ranks, {rank.coordinates: {} for rank in ranks.ranks})[0]
 
 
-_ByRank = dict[Coordinates, Kept]
-
-
-def _optimizers(ranks: Ranks) -> tuple[_ByRank, tuple[dict[str, Any], ...], list[Inner], list[str]]:
+def _optimizers(ranks: Ranks) -> tuple[dict[Coordinates, Kept], tuple[dict[str, Any], ...], list[Inner], list[str]]:
     """The optimizers' state on each rank, the param groups, the optimizers, and notes."""
-    found: _ByRank = {rank.coordinates: {} for rank in ranks.ranks}
+    found: dict[Coordinates, Kept] = {rank.coordinates: {} for rank in ranks.ranks}
     where = str(ranks.ranks[0].file.parent.parent)
     if not any("optimizer" in rank.saved for rank in ranks.ranks):
         return found, (), [], [f"{where} has no optimizer state (--no-save-optim)"]
@@ -375,33 +351,3 @@ def _optimizers(ranks: Ranks) -> tuple[_ByRank, tuple[dict[str, Any], ...], list
                 names = naming.names_by_group(weights, groups[-1], ranks.arguments, str(rank.file))
                 found[rank.coordinates] = of_ranks.named(of_file, names, weights)
     return found, naming.common_groups(groups, where), inners, []
-
-
-def _check_the_rest(ranks: Ranks) -> None:
-    """Read the tensors that are not used, to notice damage to them: random states, and, of LayerWise's optimizers, the
-    share that the model's file repeats."""
-    used = {"model"} if is_layer_wise(ranks) else {"model", "optimizer"}
-    for rank in ranks.ranks:
-        for key, value in rank.saved.items():
-            if str(key).rstrip("0123456789") not in used:
-                for tensor in _tensors_in(value):
-                    tensor.read()
-
-
-def _tensors_in(value: Any) -> Iterator[LazyTensor]:
-    if isinstance(value, LazyTensor):
-        yield value
-    elif isinstance(value, (Mapping, list, tuple)):
-        for entry in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors_in(entry)
-
-
-def _notes(inners: Sequence[Inner], ranks: Sequence[Rank]) -> list[str]:
-    """Notes on content of the files that the result lacks."""
-    notes = []
-    if any(inner.others for inner in inners):
-        notes.append("the loss scaler's state (grad_scaler) was left out")
-    if any(inner.masters is None and inner.state for inner in inners):
-        notes.append("the optimizer has no master weights of its own, so states' names could not be checked by value")
-    keys = {str(key) for rank in ranks for key in rank.saved if not str(key).removeprefix("model").isdigit()}
-    return [*notes, *(f"{key!r} in model_optim_rng.pt was left out" for key in sorted(keys - _READ - _NOT_OURS))]

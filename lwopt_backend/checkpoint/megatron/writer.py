@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,16 +13,11 @@ from typing import Any
 import torch
 
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param
-from lwopt_backend.checkpoint.convert import weight_of
 from lwopt_backend.checkpoint.dcp.saving import Boxes, Place, Shards, save, stacked
 from lwopt_backend.checkpoint.files.manifest import Files
-from lwopt_backend.checkpoint.files.torch_saving import save_as_it_lies
-from lwopt_backend.checkpoint.megatron.names import EMBEDDINGS, FUSED, STATES, expert_of, is_sharded_expert, local_spec
+from lwopt_backend.checkpoint.files.torch_files import save_as_it_lies
+from lwopt_backend.checkpoint.megatron import names as naming
 
-# Parameters under the keys of Megatron's torch_dist format: the way back from ``megatron.dist_names``.
-
-_LAYER = re.compile(r"^(decoder\.layers)\.(\d+)\.")
-_EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.")
 _LINEAR = re.compile(r"(.*\.linear_\w+)\.weight")
 _OF_EXPERTS = ".pre_mlp_layernorm."
 
@@ -36,29 +32,28 @@ class Keys:
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], arguments: Mapping[str, Any]) -> None:
         layers: dict[int, dict[str, tuple[int, ...]]] = {}
         for name, shape in shapes.items():
-            if layer := _LAYER.match(name):
-                layers.setdefault(int(layer[2]), {})[name[layer.end() :]] = shape
-        self._count = len(layers)
+            if (layer := naming.layer_of(name)) is not None:
+                layers.setdefault(layer, {})[naming.LAYER.sub("", name)] = shape
         alike = sorted(layers) == list(range(len(layers)))
         self._stacked = alike and all(of_layer == layers[0] for of_layer in layers.values())
         local = arguments.get("transformer_impl") == "local"
-        experts = {n for n, names in layers.items() if any(expert_of(f".{name}") is not None for name in names)}
-        self._own_norm = set() if local else experts
+        with_experts = {naming.layer_of(name) for name in shapes if naming.expert_of(name) is not None}
+        self._own_norm = set() if local else with_experts
 
     def place(self, name: str) -> tuple[str, Place]:
         """The key, and the parameter's place along its first axes."""
-        layer, expert = _LAYER.match(name), _EXPERT.search(name)
-        place: list[int] = []
+        layer, expert = naming.layer_of(name), naming.expert_of(name)
         key = name
-        for fused, separate in FUSED:
-            if not (separate == _OF_EXPERTS and layer is not None and int(layer[2]) in self._own_norm):
+        for fused, separate in naming.FUSED:
+            if not (separate == _OF_EXPERTS and layer is not None and layer in self._own_norm):
                 key = key.replace(separate, fused)
+        place: list[int] = []
         if layer is not None and self._stacked:
-            key = _LAYER.sub(r"\1.", key)
-            place.append(int(layer[2]))
+            key = naming.LAYER.sub("decoder.layers.", key)
+            place.append(layer)
         if expert is not None:
-            key = _EXPERT.sub(".mlp.experts.experts.", key)
-            place.append(int(expert[1]))
+            key = naming.EXPERT.sub(".mlp.experts.experts.", key)
+            place.append(expert)
         return key, tuple(place)
 
     def stacks(self, tensors: Mapping[str, LazyTensor], prefix: str = "") -> dict[str, Boxes]:
@@ -74,17 +69,13 @@ class Keys:
         found: dict[str, list[Place]] = {}
         for name in names:
             key, place = self.place(name)
-            if _LAYER.match(name) and (linear := _LINEAR.fullmatch(key)):
-                found.setdefault(f"{linear[1]}._extra_state", []).append(place)
-        return {
-            f"{key}/shard_{_numbers(place or (0,))}_{_numbers([max(n) + 1 for n in zip(*places)] or [1])}": [None]
-            for key, places in found.items()
-            for place in places
-        }
-
-
-def _numbers(numbers: Iterable[int]) -> str:
-    return ".".join(map(str, numbers))
+            if naming.layer_of(name) is not None and (linear := _LINEAR.fullmatch(key)):
+                found.setdefault(f"{linear[1]}._extra_state", []).append(place or (0,))
+        states: dict[str, Any] = {}
+        for key, places in found.items():
+            counts = ".".join(str(max(numbers) + 1) for numbers in zip(*places))
+            states.update({f"{key}/shard_{'.'.join(map(str, place))}_{counts}": [None] for place in places})
+        return states
 
 
 # What is no tensor in Megatron's torch_dist checkpoints: arguments, param groups, scheduler.
@@ -100,8 +91,13 @@ def common(checkpoint: Checkpoint, arguments: Mapping[str, Any], version: str) -
     if is_distributed(checkpoint, arguments, version):
         metadata["distrib_optim_sharding_type"] = "fully_reshardable"
         metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
+    values = {**arguments, "no_save_rng": True}  # random states are not written, so that it must not look for them
+    for key, value in arguments.items():
+        if isinstance(value, str) and value.startswith("torch."):
+            dtype = getattr(torch, value.removeprefix("torch."), None)
+            values[key] = dtype if isinstance(dtype, torch.dtype) else value
     found = {
-        "args": _namespace(arguments),
+        "args": argparse.Namespace(**values),
         "checkpoint_version": 3.0,
         "iteration": checkpoint.iteration or 0,
         "opt_param_scheduler": _scheduler(checkpoint, arguments),
@@ -115,23 +111,20 @@ def common(checkpoint: Checkpoint, arguments: Mapping[str, Any], version: str) -
 
 def arguments_of(checkpoint: Checkpoint, version: str) -> dict[str, Any]:
     """Megatron's ``args``: the checkpoint's, and missing ones that loading needs, as far as they can be inferred.
-
-    Raises CheckpointError if the number of attention heads is unknown, because no tensor implies it.
-    """
+    Raises CheckpointError if the number of attention heads is unknown, because no tensor implies it."""
     given = dict(checkpoint.arguments)
     if given.get("num_attention_heads") is None:
         raise CheckpointError(
             f"{checkpoint.format}: expected num_attention_heads among its arguments, found {sorted(given)[:20]}; "
             "Megatron compares it when it loads: put Megatron's arguments into Checkpoint.arguments"
         )
-    embedding, output = EMBEDDINGS
+    embedding, output = naming.EMBEDDINGS
     if embedding not in checkpoint.params:
         raise CheckpointError(f"{checkpoint.format}: {embedding} is missing; Megatron cannot load a model without it")
     rows, columns = checkpoint.params[embedding].shape
-    layers = {int(found[1]) for name in checkpoint.params if (found := re.match(r"decoder\.layers\.(\d+)\.", name))}
-    muon = has_muon(checkpoint)
+    world = {size: checkpoint.world.get(size, 1) for size in ("tp", "pp", "dp")}
     shown = {
-        "num_layers": len(layers),
+        "num_layers": len({naming.layer_of(name) for name in checkpoint.params} - {None}),
         "hidden_size": columns,
         "padded_vocab_size": rows,
         "untie_embeddings_and_output_weights": output in checkpoint.params,
@@ -139,17 +132,30 @@ def arguments_of(checkpoint: Checkpoint, version: str) -> dict[str, Any]:
         "max_position_embeddings": None,
         "make_vocab_size_divisible_by": 128,
         "tokenizer_type": None,
-        "tensor_model_parallel_size": checkpoint.world.get("tp", 1),
-        "pipeline_model_parallel_size": checkpoint.world.get("pp", 1),
-        "data_parallel_size": checkpoint.world.get("dp", 1),
-        "world_size": checkpoint.world.get("dp", 1) * checkpoint.world.get("tp", 1) * checkpoint.world.get("pp", 1),
+        "tensor_model_parallel_size": world["tp"],
+        "pipeline_model_parallel_size": world["pp"],
+        "data_parallel_size": world["dp"],
+        "world_size": math.prod(world.values()),
         "consumed_train_samples": checkpoint.samples or 0,
-        "optimizer": ("dist_muon" if version == OLD else "muon") if muon else "adam",
+        "optimizer": ("dist_muon" if version == OLD else "muon") if has_muon(checkpoint) else "adam",
         "ckpt_format": "torch_dist",
     }
     trained = {} if checkpoint.samples is None else {"consumed_train_samples": checkpoint.samples}
     known = {key: value for key, value in given.items() if value is not None or key not in shown}
     return {**shown, **known, **trained}
+
+
+def _weight_of(checkpoint: Checkpoint, param: Param) -> LazyTensor:
+    """The model's weight; from the master weight if only that is known, as DeepSpeed saves it at stage 3. It has 16
+    bits if Megatron's arguments or DeepSpeed's configuration say that training did."""
+    if param.weight is not None:
+        return param.weight
+    arguments = checkpoint.arguments
+    config = arguments.get("ds_config") or {}
+    for kind, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
+        if arguments.get(kind) is True or (config.get(kind) or {}).get("enabled") is True:
+            return param.best.to(dtype)
+    return param.best
 
 
 def is_muon(param: Param) -> bool:
@@ -167,22 +173,9 @@ def is_distributed(checkpoint: Checkpoint, arguments: Mapping[str, Any], version
     return bool(arguments.get("use_distributed_optimizer", True))
 
 
-def _namespace(arguments: Mapping[str, Any]) -> argparse.Namespace:
-    """The arguments as Megatron has them. Random states are not written, so it must not look for them."""
-    values = {**arguments, "no_save_rng": True}
-    for key, value in arguments.items():
-        if isinstance(value, str) and value.startswith("torch."):
-            found = getattr(torch, value.removeprefix("torch."), None)
-            values[key] = found if isinstance(found, torch.dtype) else value
-    return argparse.Namespace(**values)
-
-
 def _scheduler(checkpoint: Checkpoint, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The checkpoint's if it is Megatron's own; else one that says how far training came.
-
-    Of the latter, the other numbers are those of ``arguments``; Megatron takes its command line's with
-    --override-opt_param-scheduler.
-    """
+    """The checkpoint's if it is Megatron's own; else one that says how far training came. Of the latter, the other
+    numbers are those of ``arguments``; Megatron takes its command line's with --override-opt_param-scheduler."""
     found = dict(checkpoint.scheduler or {})
     if all(key in found for key in _SCHEDULER):
         return found
@@ -205,7 +198,14 @@ def _scheduler(checkpoint: Checkpoint, arguments: Mapping[str, Any]) -> dict[str
 
 def _optimizers(checkpoint: Checkpoint, arguments: Mapping[str, Any], version: str) -> dict[Any, Any]:
     """Muon's groups first, then Adam's, those of sharded experts by themselves; one optimizer alone has no number."""
-    groups = _megatron_groups(checkpoint, arguments)
+    if checkpoint.groups and all("wd_mult" in group for group in checkpoint.groups):  # Megatron made them
+        steps: dict[int | None, set[float]] = {}
+        for param in checkpoint.params.values():
+            if param.step is not None:
+                steps.setdefault(param.group, set()).add(param.step)
+        groups = [_counted(dict(g), steps.get(n, set()), n) for n, g in enumerate(checkpoint.groups)]
+    else:
+        groups = _made_groups(checkpoint, arguments)
     parts: dict[tuple[bool, bool], list[dict[str, Any]]] = {}
     for group in groups:
         adam = "betas" in group
@@ -232,17 +232,6 @@ def _optimizer(groups: Sequence[dict[str, Any]], adam: bool, distributed: bool, 
     return {**found, "param_state_sharding_type": "fully_reshardable"} if distributed else found
 
 
-def _megatron_groups(checkpoint: Checkpoint, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The checkpoint's groups if Megatron made them, with how many steps their parameters made; else such groups."""
-    if checkpoint.groups and all("wd_mult" in group for group in checkpoint.groups):
-        steps: dict[int, set[float]] = {}
-        for param in checkpoint.params.values():
-            if param.group is not None and param.step is not None:
-                steps.setdefault(param.group, set()).add(param.step)
-        return [_counted(dict(g), steps.get(n, set()), n) for n, g in enumerate(checkpoint.groups)]
-    return _made_groups(checkpoint, arguments)
-
-
 def _counted(group: dict[str, Any], steps: set[float], number: Any) -> dict[str, Any]:
     if "betas" not in group:  # Megatron's Muon counts none
         return group
@@ -261,11 +250,19 @@ def _made_groups(checkpoint: Checkpoint, arguments: Mapping[str, Any]) -> list[d
         if set(param.states) - {MASTER}:
             adam = not is_muon(param)
             no_decay = adam and (len(param.shape) == 1 or name.endswith(".bias"))
-            members.setdefault((adam, is_sharded_expert(name, arguments), no_decay), []).append((name, param))
+            members.setdefault((adam, naming.is_sharded_expert(name, arguments), no_decay), []).append((name, param))
     found = []
     for (adam, expert, no_decay), params in sorted(members.items()):
         given = [dict(checkpoint.groups[p.group]) for _, p in params if p.group is not None]
-        options = _same_options(given, ("lr", "betas", "eps") if adam else ("lr", "momentum"), params[0][0])
+        options = {}
+        for key in ("lr", "betas", "eps") if adam else ("lr", "momentum"):
+            values = [tuple(g[key]) if isinstance(g[key], (list, tuple)) else g[key] for g in given if key in g]
+            if any(value != values[0] for value in values):
+                raise CheckpointError(
+                    f"{params[0][0]} and others that Megatron trains in one param group have different {key}: "
+                    f"{values[:5]}; make their groups' options equal"
+                )
+            options.update({key: values[0]} if values else {})
         decay = arguments.get("weight_decay", max((g.get("weight_decay", 0.0) for g in given), default=0.0))
         lr = options.get("lr", arguments.get("lr") or 0.0)
         group = {
@@ -274,25 +271,11 @@ def _made_groups(checkpoint: Checkpoint, arguments: Mapping[str, Any]) -> list[d
             **{"lr": lr, "weight_decay": 0.0 if no_decay else decay},
         }
         if adam:
-            group |= {"betas": tuple(options.get("betas", (0.9, 0.999))), "eps": options.get("eps", 1e-8)}
+            group |= {"betas": options.get("betas", (0.9, 0.999)), "eps": options.get("eps", 1e-8)}
             group["bias_correction"] = True
         else:
             group["momentum"] = options.get("momentum", 0.95)
         found.append(_counted(group, {p.step for _, p in params if p.step is not None}, params[0][0]))
-    return found
-
-
-def _same_options(groups: Sequence[Mapping[str, Any]], keys: Sequence[str], name: str) -> dict[str, Any]:
-    found = {}
-    for key in keys:
-        values = [group[key] for group in groups if key in group]
-        if any(list(v) != list(values[0]) if isinstance(v, (list, tuple)) else v != values[0] for v in values):
-            raise CheckpointError(
-                f"{name} and others that Megatron trains in one param group have different {key}: {values[:5]}; make "
-                "their groups' options equal"
-            )
-        if values:
-            found[key] = values[0]
     return found
 
 
@@ -302,7 +285,6 @@ def _same_options(groups: Sequence[Mapping[str, Any]], keys: Sequence[str], name
 #        LayerWise optimizer loads (--optimizer dist_muon).
 # 0.19   common state among the tensors; the fully reshardable layout (--dist-ckpt-optim-fully-reshardable), in which
 #        Adam's master weights are ``param``, Muon's ``fp32_param``.
-#
 # Checkpoints of Adam alone are the DistributedOptimizer's, fully reshardable, unless their arguments say that there was
 # none. Megatron loads both at any tensor, pipeline and data parallel size. Random states are not written.
 
@@ -321,11 +303,11 @@ def write(checkpoint: Checkpoint, folder: Path, version: str = OLD, workers: int
             "choose the table of names that leads to megatron-core"
         )
     for name in checkpoint.params:
-        if local_spec(name) != name:
-            raise CheckpointError(f"{name}: expected the local spec's name, {local_spec(name)}; rename it")
+        if naming.local_spec(name) != name:
+            raise CheckpointError(f"{name}: expected the local spec's name, {naming.local_spec(name)}; rename it")
     arguments = arguments_of(checkpoint, version)
     keys = Keys({name: param.shape for name, param in checkpoint.params.items()}, arguments)
-    weights = {name: weight_of(checkpoint, param) for name, param in checkpoint.params.items()}
+    weights = {name: _weight_of(checkpoint, param) for name, param in checkpoint.params.items()}
     tensors = keys.stacks({**weights, **checkpoint.buffers})
     distributed = is_distributed(checkpoint, arguments, version)
     states: dict[str, dict[str, LazyTensor]] = {}
@@ -354,16 +336,16 @@ def _states(name: str, param: Param, weight: LazyTensor, distributed: bool) -> d
     """States by the format's keys. Weights in fp32 are their own masters, but the DistributedOptimizer has both."""
     if param.owner_states:
         raise CheckpointError(f"{name}: Megatron has no place for what the rule's owner keeps; use universal or dcp")
-    unknown = sorted(set(param.states) - {MASTER, *STATES})
+    unknown = sorted(set(param.states) - {MASTER, *naming.STATES})
     if unknown:
         raise CheckpointError(
             f"{param.states[unknown[0]].where}: Megatron has no place for {', '.join(unknown)} of {name}; its "
-            f"optimizers keep {', '.join(STATES)}"
+            f"optimizers keep {', '.join(naming.STATES)}"
         )
     if not param.states:
         return {}
     master = "param" if distributed and not is_muon(param) else "fp32_param"
-    found = {state: param.states[state] for state in STATES if state in param.states}
+    found = {state: param.states[state] for state in naming.STATES if state in param.states}
     if master == "fp32_param" and weight.dtype == torch.float32:
         return found
     return {master: param.best.to(torch.float32), **found}

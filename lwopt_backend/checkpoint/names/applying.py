@@ -11,24 +11,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lwopt_backend.checkpoint.choices import Numbers, qkv_of_fused, qkv_of_parts
-from lwopt_backend.checkpoint.contents import MATRICES, WEIGHT, Checkpoint, CheckpointError, LazyTensor, Param
+from lwopt_backend.checkpoint.contents import MATRICES, Checkpoint, CheckpointError, LazyTensor, Param
 from lwopt_backend.checkpoint.names.megatron import HEAD
 from lwopt_backend.checkpoint.names.operations import OPERATIONS, stacked, unstacked
 from lwopt_backend.checkpoint.names.rules import LAYERS, NameMap, Pattern, Rule, Values
 from lwopt_backend.config.options import suggestion
-
-# Which rule takes which names and makes which: the plan of a conversion, without any tensor.
 
 SHOWN = 20  # problems that are listed
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One use of a rule.
-
-    ``sources`` are names by place in the stack (one place without a stack), one per source of the rule; ``sizes`` are
-    the stack's. ``values`` are those of the fields that both sides have, and of ``layers``.
-    """
+    """One use of a rule. ``sources`` are names by place in the stack (one place without a stack), one per source of the
+    rule; ``sizes`` are the stack's. ``values`` are those of the fields that both sides have, and of ``layers``."""
 
     rule: Rule
     values: Values
@@ -79,9 +74,9 @@ def plan(names: NameMap, found: Iterable[str], numbers: Numbers) -> list[Unit]:
         unit.names.setdefault(place, {})[source] = name
     units = []
     for at, rule in enumerate(rules):
-        made, wrong = _units(rule, list(by_rule[at].values()), numbers, layers)
+        made, wrong = _units(rule, list(by_rule[at].values()), numbers, layers, found)
         units += made
-        problems += wrong + _absent(rule, list(by_rule[at].values()), layers, found)
+        problems += wrong
     if problems:
         more = f"\n  ... and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise CheckpointError(
@@ -96,11 +91,8 @@ def plan(names: NameMap, found: Iterable[str], numbers: Numbers) -> list[Unit]:
 
 def canonical(pairs: Sequence[tuple[Pattern, Pattern]], name: str) -> str:
     """The name that an alias stands for, or itself."""
-    for alias, meant in pairs:
-        values = alias.match(name)
-        if values is not None:
-            return meant.format(values)
-    return name
+    matches = ((meant, alias.match(name)) for alias, meant in pairs)
+    return next((meant.format(values) for meant, values in matches if values is not None), name)
 
 
 def _layers(values: Iterable[Mapping[str, int | str]], numbers: Numbers) -> int | None:
@@ -120,7 +112,10 @@ def _layers(values: Iterable[Mapping[str, int | str]], numbers: Numbers) -> int 
     return count
 
 
-def _units(rule: Rule, found: Sequence[_Found], numbers: Numbers, layers: int | None) -> tuple[list[Unit], list[str]]:
+def _units(
+    rule: Rule, found: Sequence[_Found], numbers: Numbers, layers: int | None, names: Sequence[str]
+) -> tuple[list[Unit], list[str]]:
+    """The uses of a rule, and the problems: names that are missing among ``names``."""
     known = {"expert": numbers.experts, "layer": layers}
     sizes = []
     for number, name in enumerate(rule.stacked_over):
@@ -145,20 +140,15 @@ def _units(rule: Rule, found: Sequence[_Found], numbers: Numbers, layers: int | 
             problems.append(f"{rule}: the number of layers is not known; give 'layers'")
         else:
             units.append(Unit(rule, values, sources, tuple(sizes)))
+    if rule.sources and not rule.optional:
+        pattern, have = rule.sources[0], {each.values.get("layer") for each in found}
+        if not found:
+            near = suggestion(pattern.text, names) if names else "there are none"
+            problems.append(f"{pattern.text!r} fits no name; {near}")
+        elif "layer" in pattern.fields and layers is not None and "layer" not in rule.stacked_over:
+            absent = [number for number in range(layers) if number not in have]
+            problems += [f"{pattern.text!r} is missing for layer {number}" for number in absent]
     return units, problems
-
-
-def _absent(rule: Rule, found: Sequence[_Found], layers: int | None, names: Sequence[str]) -> list[str]:
-    """Problems of a rule that is not optional: the names that are missing."""
-    if rule.optional or not rule.sources:
-        return []
-    pattern = rule.sources[0]
-    if not found:
-        return [f"{pattern.text!r} fits no name; {suggestion(pattern.text, names) if names else 'there are none'}"]
-    if "layer" not in pattern.fields or layers is None or "layer" in rule.stacked_over:
-        return []
-    have = {each.values["layer"] for each in found}
-    return [f"{pattern.text!r} is missing for layer {number}" for number in range(layers) if number not in have]
 
 
 # What a conversion changes for Muon: which rows are orthogonalized together. Notes always say so.
@@ -169,8 +159,7 @@ MOMENTUM = "momentum_buffer"  # Muon's state; a parameter without it is not Muon
 def sentences(checkpoint: Checkpoint, units: Sequence[Unit], numbers: Numbers) -> list[str]:
     """Sentences on what is orthogonalized differently after a conversion, and the options that restore it."""
     params, arguments = checkpoint.params, checkpoint.arguments
-    kept = [unit for unit in units if unit.rule.targets]
-    trained = [unit for unit in kept if any(MOMENTUM in params[name].states for name in unit.names)]
+    trained = [u for u in units if u.rule.targets and any(MOMENTUM in params[name].states for name in u.names)]
     if not trained:
         return []
     found, ranks = [], checkpoint.world.get("tp", 1)
@@ -246,21 +235,6 @@ def _set(what: str, unit: Unit, division: Any) -> str:
     return f'{what} Set "atoms": {json.dumps({glob: division})} for the same with us.'
 
 
-def check_gated(arguments: Mapping[str, Any], units: Sequence[Unit]) -> None:
-    """Raises CheckpointError if a rule divides gate and up of a model that has none."""
-    if arguments.get("swiglu") is not False or arguments.get("quick_geglu"):
-        return
-    for unit in units:
-        if {"split_gate_up", "join_gate_up"} & set(unit.rule.do):
-            raise CheckpointError(
-                f"{unit.names[0]!r}: {unit.rule} divides gate and up, but the checkpoint's argument swiglu is False: "
-                "its fc1 is one matrix; give the map of another family"
-            )
-
-
-# A name map applied to a checkpoint: the same tensors under other names, moved when they are read.
-
-
 def apply(names: NameMap, checkpoint: Checkpoint, numbers: Numbers | None = None) -> Checkpoint:
     """The checkpoint in the map's target vocabulary, with notes on what changed.
 
@@ -274,47 +248,51 @@ def apply(names: NameMap, checkpoint: Checkpoint, numbers: Numbers | None = None
             "give a map for these, or say in which vocabulary they are"
         )
     given = {} if numbers is None else numbers.model_dump(exclude_unset=True)
-    numbers = names.numbers.model_copy(update=given).filled(checkpoint.arguments)
-    _check_arguments(names, checkpoint)
-    source = dataclasses.replace(checkpoint, params=_spelled(names, checkpoint))
-    units = plan(names, source.params, numbers)
-    check_gated(source.arguments, units)
+    arguments = checkpoint.arguments
+    numbers = names.numbers.model_copy(update=given).filled(arguments)
+    for key, (value, why) in names.refused.items():
+        if arguments.get(key) == value:
+            raise CheckpointError(
+                f"the model was trained with {key}={value!r}: {why}; weights under names of "
+                f"{names.target if names.source == 'megatron-core' else names.source} would mean something else"
+            )
+    spelled: dict[str, Param] = {}
+    for name, param in checkpoint.params.items():
+        meant = canonical(names.aliases, name)
+        if meant in spelled:
+            raise CheckpointError(f"{name!r} and another parameter are both {meant!r}; one of them is too many")
+        spelled[meant] = param
+    source = dataclasses.replace(checkpoint, params=spelled)
+    units = plan(names, spelled, numbers)
+    not_gated = arguments.get("swiglu") is False and not arguments.get("quick_geglu")
     params: dict[str, Param] = {}
-    dropped: list[str] = []
     unchanged: dict[str, str] = {}
     for unit in units:
-        made = _made(source, unit, numbers)
-        dropped += unit.names if not unit.rule.targets else ()
-        for name, param in made.items():
+        if not_gated and {"split_gate_up", "join_gate_up"} & set(unit.rule.do):
+            raise CheckpointError(
+                f"{unit.names[0]!r}: {unit.rule} divides gate and up, but the checkpoint's argument swiglu is False: "
+                "its fc1 is one matrix; give the map of another family"
+            )
+        for name, param in _made(source, unit, numbers).items():
             if name in params:
                 raise CheckpointError(f"two rules make {name!r}; the second is {unit.rule}, of {unit.names[0]!r}")
             params[name] = param
-            if param is source.params[unit.names[0]]:
+            if param is spelled[unit.names[0]]:
                 unchanged[unit.names[0]] = name
-    single = [unit for unit in units if len(unit.names) == 1 == len(unit.rule.targets) and not unit.rule.unstacked_over]
-    renames = {unit.names[0]: unit.targets()[0][0] for unit in single}
-    tied, buffers, lost = _extras(names, checkpoint, renames)
-    notes = [*sentences(source, units, numbers)]
+    tied, buffers, lost = _extras(names, checkpoint, units)
+    dropped = [name for unit in units if not unit.rule.targets for name in unit.names]
+    notes = sentences(source, units, numbers)
     notes += [f"{len(dropped)} parameter(s) were dropped by the name map: {_some(dropped)}."] if dropped else []
     notes += [f"The name map has no name for {_some(lost)}; left out."] if lost else []
     return dataclasses.replace(
         checkpoint,
         names=names.target,
         params=params,
-        arguments=_arguments(names, checkpoint.arguments, unchanged),
+        arguments=_arguments(names, arguments, unchanged),
         notes=(*checkpoint.notes, *(note for note in notes if note not in checkpoint.notes)),
         tied=tied,
         buffers=buffers,
     )
-
-
-def _check_arguments(names: NameMap, checkpoint: Checkpoint) -> None:
-    for key, (value, why) in names.refused.items():
-        if checkpoint.arguments.get(key) == value:
-            raise CheckpointError(
-                f"the model was trained with {key}={value!r}: {why}; weights under names of "
-                f"{names.target if names.source == 'megatron-core' else names.source} would mean something else"
-            )
 
 
 def _arguments(names: NameMap, arguments: Mapping[str, Any], unchanged: Mapping[str, str]) -> dict[str, Any]:
@@ -325,32 +303,44 @@ def _arguments(names: NameMap, arguments: Mapping[str, Any], unchanged: Mapping[
     return {**rest, MATRICES: renamed} if renamed else rest
 
 
-def _spelled(names: NameMap, checkpoint: Checkpoint) -> dict[str, Param]:
-    found: dict[str, Param] = {}
-    for name, param in checkpoint.params.items():
-        meant = canonical(names.aliases, name)
-        if meant in found:
-            raise CheckpointError(f"{name!r} and another parameter are both {meant!r}; one of them is too many")
-        found[meant] = param
-    return found
-
-
 def _made(source: Checkpoint, unit: Unit, numbers: Numbers) -> dict[str, Param]:
-    """The parameters that one unit makes."""
     if not unit.rule.targets:
         return {}
     params = [source.params[name] for name in unit.names]
-    first, keys = params[0], _keys(unit, params)
+    first, keys = params[0], list(params[0].tensors)
+    for name, param in zip(unit.names, params):
+        pairs = [("tensors", sorted(first.tensors), sorted(param.tensors)), ("steps", first.step, param.step)]
+        for what, expected, other in [*pairs, ("param group", first.group, param.group)]:
+            if expected != other:
+                raise CheckpointError(
+                    f"{unit.names[0]!r} and {name!r} are joined by {unit.rule}, but differ in {what}: {expected} and "
+                    f"{other}; give a map that keeps them apart"
+                )
     moved = {keys[0]: _moved(unit, [param.tensors[keys[0]] for param in params], numbers)}
     if len(params) == 1 and moved[keys[0]] == [[first.tensors[keys[0]]]]:  # renamed: states of any form can stay
         return {unit.targets()[0][0]: first}
-    _check_movable(unit, params)
+    for name, param in zip(unit.names, params):
+        fixed = [f"{key!r} of shape {state.shape}" for key, state in param.states.items() if state.shape != param.shape]
+        fixed += ["what a rule keeps of its matrices (owner_states)"] if param.owner_states else []
+        if fixed:
+            raise CheckpointError(
+                f"{name!r} of shape {param.shape} has {', '.join(fixed)}, which cannot follow {unit.rule}; only states "
+                "of a parameter's own shape can be split, joined or permuted. Give a map that only renames it"
+            )
     moved |= {key: _moved(unit, [param.tensors[key] for param in params], numbers) for key in keys[1:]}
+    sizes = first.shape[: len(unit.rule.unstacked_over)]  # of a stack that is taken apart
+    known = {"layer": numbers.layers, "expert": numbers.experts}
+    for name, size in zip(unit.rule.unstacked_over, sizes):
+        if known.get(name) not in (None, size):
+            raise CheckpointError(
+                f"{unit.names[0]!r} of shape {first.shape} is a stack of {size}; expected were {known[name]} {name}s"
+            )
     found = {}
-    for place, targets in enumerate(unit.targets(_sizes(unit, first, numbers))):
+    for place, targets in enumerate(unit.targets(sizes)):
         for number, name in enumerate(targets):
-            tensors = {key: moved[key][place][number] for key in keys}
-            found[name] = Param(tensors.pop(WEIGHT, None), tensors, first.step, first.group)
+            found[name] = Param(None, {}, first.step, first.group).changed(
+                {key: moved[key][place][number] for key in keys}
+            )
     return found
 
 
@@ -371,74 +361,29 @@ def _moved(unit: Unit, tensors: Sequence[LazyTensor], numbers: Numbers) -> list[
     return moved
 
 
-def _keys(unit: Unit, params: Sequence[Param]) -> list[str]:
-    """The key ``weight`` and the states' keys; these and the counters must be equal for parameters that are joined."""
-    first = params[0]
-    for name, param in zip(unit.names, params):
-        pairs = [("tensors", sorted(first.tensors), sorted(param.tensors)), ("steps", first.step, param.step)]
-        for what, expected, found in [*pairs, ("param group", first.group, param.group)]:
-            if expected != found:
-                raise CheckpointError(
-                    f"{unit.names[0]!r} and {name!r} are joined by {unit.rule}, but differ in {what}: {expected} and "
-                    f"{found}; give a map that keeps them apart"
-                )
-    return list(first.tensors)
-
-
-def _check_movable(unit: Unit, params: Sequence[Param]) -> None:
-    """Raises CheckpointError for a state that does not have its parameter's shape."""
-    for name, param in zip(unit.names, params):
-        other = [f"{key!r} of shape {state.shape}" for key, state in param.states.items() if state.shape != param.shape]
-        other += ["what a rule keeps of its matrices (owner_states)"] if param.owner_states else []
-        if other:
-            raise CheckpointError(
-                f"{name!r} of shape {param.shape} has {', '.join(other)}, which cannot follow {unit.rule}; only states "
-                "of a parameter's own shape can be split, joined or permuted. Give a map that only renames it"
-            )
-
-
-def _sizes(unit: Unit, param: Param, numbers: Numbers) -> tuple[int, ...]:
-    """The sizes of a stack that is taken apart. Raises CheckpointError if they differ from the known numbers."""
-    sizes = param.shape[: len(unit.rule.unstacked_over)]
-    known = {"layer": numbers.layers, "expert": numbers.experts}
-    for name, size in zip(unit.rule.unstacked_over, sizes):
-        if known.get(name) not in (None, size):
-            raise CheckpointError(
-                f"{unit.names[0]!r} of shape {param.shape} is a stack of {size}; expected were {known[name]} {name}s"
-            )
-    return sizes
-
-
 def _extras(
-    names: NameMap, checkpoint: Checkpoint, renames: dict[str, str]
+    names: NameMap, checkpoint: Checkpoint, units: Sequence[Unit]
 ) -> tuple[dict[str, str], dict[str, LazyTensor], list[str]]:
     """Tied names and buffers in the target's vocabulary, and the names without a counterpart."""
-    tied, buffers, lost = {}, {}, []
-    for name, target in checkpoint.tied.items():
-        new, kept = _renamed(names, name), renames.get(canonical(names.aliases, target))
-        if new is None or kept is None:
-            lost.append(name)
-        else:
-            tied[new] = kept
-    for name, buffer in checkpoint.buffers.items():
-        new = _renamed(names, name)
-        if new is None:
-            lost.append(name)
-        else:
-            buffers[new] = buffer
-    return tied, buffers, lost
 
+    def renamed(name: str) -> str | None:
+        """The new name by a rule with one source and one target, or None."""
+        name = canonical(names.aliases, name)
+        for rule in names.rules:
+            values = rule.sources[0].match(name) if len(rule.sources) == 1 else None
+            if values is not None:
+                single = len(rule.targets) == 1 and set(rule.targets[0].fields) <= set(values) and not rule.stacked_over
+                return rule.targets[0].format(values) if single and rule.only is None else None
+        return None
 
-def _renamed(names: NameMap, name: str) -> str | None:
-    """The new name by a rule with one source and one target, or None."""
-    name = canonical(names.aliases, name)
-    for rule in names.rules:
-        values = rule.sources[0].match(name) if len(rule.sources) == 1 else None
-        if values is None:
-            continue
-        single = len(rule.targets) == 1 and set(rule.targets[0].fields) <= set(values) and not rule.stacked_over
-        return rule.targets[0].format(values) if single and rule.only is None else None
-    return None
+    single = [unit for unit in units if len(unit.names) == 1 == len(unit.rule.targets) and not unit.rule.unstacked_over]
+    renames = {unit.names[0]: unit.targets()[0][0] for unit in single}
+    ties = {n: (renamed(n), renames.get(canonical(names.aliases, of))) for n, of in checkpoint.tied.items()}
+    tied = {new: of for new, of in ties.values() if new is not None and of is not None}
+    of_buffers = {name: renamed(name) for name in checkpoint.buffers}
+    buffers = {new: checkpoint.buffers[name] for name, new in of_buffers.items() if new is not None}
+    lost = [name for name, both in ties.items() if None in both]
+    return tied, buffers, lost + [name for name, new in of_buffers.items() if new is None]
 
 
 def _some(names: Sequence[str]) -> str:

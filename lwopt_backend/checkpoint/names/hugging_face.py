@@ -6,7 +6,6 @@ from lwopt_backend.checkpoint.names import megatron as core
 from lwopt_backend.checkpoint.names.rules import NameMap, Rule, renamed, rule
 
 # Hugging Face's names for Llama, Mistral, Qwen2 (with biases of q, k and v) and Qwen3 (with norms of q and k).
-#
 # Read from transformers 5.23, ``models/{llama,mistral,qwen2,qwen3}/modeling_*.py``. Both sides rotate halves of a head,
 # so that rows of q and k stay where they are.
 
@@ -50,11 +49,15 @@ DENSE: tuple[Rule, ...] = (
     rule(f"{core.FC2}.{core.EITHER}", f"{LAYER}.mlp.down_proj.{core.EITHER}", optional=True),
 )
 
-LLAMA = NameMap("megatron-core", "hf-llama", (*EMBEDDINGS, *ATTENTION, *DENSE), core.ALIASES, refused=REFUSED)
+
+def family(target: str, *rules: Rule) -> NameMap:
+    return NameMap("megatron-core", target, rules, core.ALIASES, refused=REFUSED)
+
+
+LLAMA = family("hf-llama", *EMBEDDINGS, *ATTENTION, *DENSE)
 
 
 # Hugging Face's names for GPT-2: weights stored transposed (Conv1D), all q, then all k, then all v.
-#
 # Read from transformers 5.23, ``models/gpt2/modeling_gpt2.py``. Without an output layer it is the embedding's.
 
 GPT2_LAYER = "transformer.h.{layer}"
@@ -85,32 +88,25 @@ GPT2 = NameMap(
 
 
 # Hugging Face's names for Mixtral as its files have them: an expert's gate is w1, its up w3, its down w2.
-#
 # Read from transformers 5.23, ``conversion_mapping.py``. In memory its model has stacked experts: ``MOE_STACKED``.
 
 MIXTRAL_MLP = f"{LAYER}.block_sparse_moe"
 
-MIXTRAL = NameMap(
-    "megatron-core",
+MIXTRAL = family(
     "hf-mixtral",
-    (
-        *EMBEDDINGS,
-        *ATTENTION,
-        rule(f"{core.ROUTER}.weight", f"{MIXTRAL_MLP}.gate.weight"),
-        rule(
-            f"{core.EXPERT}.linear_fc1.weight",
-            [f"{MIXTRAL_MLP}.experts.{{expert}}.w1.weight", f"{MIXTRAL_MLP}.experts.{{expert}}.w3.weight"],
-            "split_gate_up",
-        ),
-        rule(f"{core.EXPERT}.linear_fc2.weight", f"{MIXTRAL_MLP}.experts.{{expert}}.w2.weight"),
+    *EMBEDDINGS,
+    *ATTENTION,
+    rule(f"{core.ROUTER}.weight", f"{MIXTRAL_MLP}.gate.weight"),
+    rule(
+        f"{core.EXPERT}.linear_fc1.weight",
+        [f"{MIXTRAL_MLP}.experts.{{expert}}.w1.weight", f"{MIXTRAL_MLP}.experts.{{expert}}.w3.weight"],
+        "split_gate_up",
     ),
-    core.ALIASES,
-    refused=REFUSED,
+    rule(f"{core.EXPERT}.linear_fc2.weight", f"{MIXTRAL_MLP}.experts.{{expert}}.w2.weight"),
 )
 
 
 # Hugging Face's names for Qwen2-MoE and Qwen3-MoE as their files have them; layers without experts may be among them.
-#
 # Read from transformers 5.23, ``conversion_mapping.py`` and ``models/qwen2_moe/modeling_qwen2_moe.py``. In memory its
 # models have stacked experts: ``MOE_STACKED``.
 
@@ -131,31 +127,20 @@ AROUND: tuple[Rule, ...] = (
     ),
 )
 
-QWEN_MOE = NameMap(
-    "megatron-core",
+QWEN_MOE = family(
     "hf-qwen-moe",
-    (
-        *AROUND,
-        gated(f"{core.EXPERT}.linear_fc1.weight", f"{MLP}.experts.{{expert}}.{{}}_proj.weight"),
-        rule(f"{core.EXPERT}.linear_fc2.weight", f"{MLP}.experts.{{expert}}.down_proj.weight", optional=True),
-    ),
-    core.ALIASES,
-    refused=REFUSED,
+    *AROUND,
+    gated(f"{core.EXPERT}.linear_fc1.weight", f"{MLP}.experts.{{expert}}.{{}}_proj.weight"),
+    rule(f"{core.EXPERT}.linear_fc2.weight", f"{MLP}.experts.{{expert}}.down_proj.weight", optional=True),
 )
 
 
 # Names of Mixtral, Qwen2-MoE and Qwen3-MoE in memory, since transformers 5: experts stacked, gate and up fused.
-#
 # Read from transformers 5.23, ``models/mixtral/modeling_mixtral.py`` and ``models/qwen2_moe/modeling_qwen2_moe.py``.
 
-MOE_STACKED = NameMap(
-    "megatron-core",
+MOE_STACKED = family(
     "hf-moe-stacked",
-    (
-        *AROUND,
-        rule(f"{core.EXPERT}.linear_fc1.weight", f"{MLP}.experts.gate_up_proj", optional=True),
-        rule(f"{core.EXPERT}.linear_fc2.weight", f"{MLP}.experts.down_proj", optional=True),
-    ),
-    core.ALIASES,
-    refused=REFUSED,
+    *AROUND,
+    rule(f"{core.EXPERT}.linear_fc1.weight", f"{MLP}.experts.gate_up_proj", optional=True),
+    rule(f"{core.EXPERT}.linear_fc2.weight", f"{MLP}.experts.down_proj", optional=True),
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from lwopt_backend.checkpoint.names.rules import NameMap, aliases, renamed, rule
 
 # Megatron-core's names for a model of its local spec; the vocabulary that all other tables start from.
-#
 # Layers and experts have their global numbers. With Transformer Engine norms belong to the linear after them, and
 # experts of one grouped product have their number at the end; both are accepted as aliases (Megatron-LM core_v0.16.1,
 # models/gpt/gpt_layer_specs.py and transformer/moe/experts.py).
@@ -46,7 +45,6 @@ CORE_MAP = NameMap(
 
 
 # Megatron-DeepSpeed's names for its pipeline model, GPTModelPipe: the number of a stage, then the module's.
-#
 # Layer 0 is stage 2, the final norm comes two after the last layer's number, the output layer three (deepspeedai's
 # Megatron-DeepSpeed, megatron/model/gpt_model.py). A tied embedding is a tied stage. How q, k and v lie in
 # query_key_value depends on its commit, and must be said: ``Numbers.qkv_layout``.

@@ -16,6 +16,7 @@ from lwopt_backend.checkpoint.choices import QKV, Numbers, qkv_of_fused, qkv_of_
 from lwopt_backend.checkpoint.contents import CheckpointError, LazyTensor, end_to_end, joined
 
 Tensors = Sequence[LazyTensor]
+Run = Callable[[Tensors, Numbers], list[LazyTensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class Operation:
 
     takes: int
     gives: int
-    run: Callable[[Tensors, Numbers], list[LazyTensor]]
+    run: Run
     back: str
 
 
@@ -82,23 +83,19 @@ def _regrouped(fused: LazyTensor, qkv: QKV, groups: int) -> LazyTensor:
     return fused.mapped(function, fused.shape)
 
 
-def _qkv_to_layout(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
-    """The rows in the order of the option ``qkv_layout``, which has no default."""
-    return list(tensors) if _grouped(tensors, numbers) else _qkv_blocks(tensors, numbers, numbers.qkv_ranks)
+def _in_layout(reorder: Callable[[Tensors, Numbers, int], list[LazyTensor]]) -> Run:
+    """``reorder``, unless the rows stay group by group by the option ``qkv_layout``, which has no default."""
 
+    def run(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
+        if numbers.qkv_layout is None:
+            raise CheckpointError(
+                f"{tensors[0].where}: how q, k and v lie in Megatron-DeepSpeed's query_key_value depends on its "
+                "commit, and cannot be told from the file; say qkv_layout 'groups' (as its converter from Hugging Face "
+                "writes it) or 'blocks' (as its current forward slices it)"
+            )
+        return list(tensors) if numbers.qkv_layout == "groups" else reorder(tensors, numbers, numbers.qkv_ranks)
 
-def _qkv_from_layout(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
-    return list(tensors) if _grouped(tensors, numbers) else _qkv_groups(tensors, numbers, numbers.qkv_ranks)
-
-
-def _grouped(tensors: Tensors, numbers: Numbers) -> bool:
-    if numbers.qkv_layout is None:
-        raise CheckpointError(
-            f"{tensors[0].where}: how q, k and v lie in Megatron-DeepSpeed's query_key_value depends on its commit, "
-            "and cannot be told from the file; say qkv_layout 'groups' (as its converter from Hugging Face writes it) "
-            "or 'blocks' (as its current forward slices it)"
-        )
-    return numbers.qkv_layout == "groups"
+    return run
 
 
 def _split_gate_up(tensors: Tensors, numbers: Numbers) -> list[LazyTensor]:
@@ -147,8 +144,8 @@ OPERATIONS: Mapping[str, Operation] = {
     "join_qkv": Operation(3, 1, _join_qkv, "split_qkv"),
     "qkv_blocks": Operation(1, 1, _qkv_blocks, "qkv_groups"),
     "qkv_groups": Operation(1, 1, _qkv_groups, "qkv_blocks"),
-    "qkv_to_layout": Operation(1, 1, _qkv_to_layout, "qkv_from_layout"),
-    "qkv_from_layout": Operation(1, 1, _qkv_from_layout, "qkv_to_layout"),
+    "qkv_to_layout": Operation(1, 1, _in_layout(_qkv_blocks), "qkv_from_layout"),
+    "qkv_from_layout": Operation(1, 1, _in_layout(_qkv_groups), "qkv_to_layout"),
     "split_gate_up": Operation(1, 2, _split_gate_up, "join_gate_up"),
     "join_gate_up": Operation(2, 1, _join_gate_up, "split_gate_up"),
     "transpose": Operation(1, 1, _transpose, "transpose"),

@@ -18,8 +18,6 @@ from lwopt_backend.checkpoint.contents import CheckpointError
 from lwopt_backend.checkpoint.names.operations import OPERATIONS
 from lwopt_backend.config.options import Options, option, parse, suggestion
 
-# Names of parameters with numbers in them: ``decoder.layers.{layer}.mlp.linear_fc2.{weight|bias}``.
-
 MOST_TEXTS = 2  # fields of any text in a pattern: each multiplies the ways to fit a name by its length
 _FIELD = re.compile(r"\{([^{}]*)\}")
 _NUMBER = re.compile(r"([a-z_]+)(?:\+([0-9]+))?")
@@ -30,7 +28,8 @@ Values = Mapping[str, "int | str"]
 
 @dataclass(frozen=True)
 class Pattern:
-    """A name with fields in braces. Raises ValueError for any other field.
+    """A name with fields in braces: ``decoder.layers.{layer}.mlp.linear_fc2.{weight|bias}``. Raises ValueError for
+    any other field.
 
     - ``{layer}``, ``{layer+2}``: a number, which is larger in the name by the number after the plus.
     - ``{weight|bias}``: one of these words. The text in the braces is the field's name.
@@ -53,7 +52,6 @@ class Pattern:
 
     @functools.cached_property
     def fields(self) -> tuple[str, ...]:
-        """Names of the fields, in order, each once."""
         return tuple(dict.fromkeys(_base(field)[0] for field in _FIELD.findall(self.text)))
 
     @functools.cached_property
@@ -128,14 +126,12 @@ class Rule:
             if count != OPERATIONS[name].takes:
                 raise ValueError(f"{self}: {name!r} takes {OPERATIONS[name].takes} tensors, but there are {count}")
             count = OPERATIONS[name].gives
-        if self.sources and self.targets and count != len(self.targets):
+        if not (self.sources and self.targets):
+            if self.do:
+                raise ValueError(f"{self}: what is dropped needs no operations")
+            return
+        if count != len(self.targets):
             raise ValueError(f"{self}: {count} tensors, but {len(self.targets)} names for them")
-        if self.do and not (self.sources and self.targets):
-            raise ValueError(f"{self}: what is dropped needs no operations")
-        if self.sources and self.targets:
-            self._check_fields()
-
-    def _check_fields(self) -> None:
         for side in (self.sources, self.targets):
             if any(fields_of(pattern) != fields_of(side[0]) for pattern in side):
                 raise ValueError(f"{self}: all names of one side must have the same fields, in the same order")
@@ -242,24 +238,21 @@ def read_map(path: Path, families: Mapping[str, NameMap]) -> NameMap:
         found = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict):
             raise ValueError(f"expected an object with 'target' and 'rules'; found {type(found).__name__}")
-        return _built(parse(MapFile, found, "name map"), families)
+        file = parse(MapFile, found, "name map")
+        if file.family is not None and file.family not in families:
+            raise ValueError(f"unknown family {file.family!r}; {suggestion(file.family, families)}")
+        if file.target == file.source:
+            raise ValueError(f"source and target are both {file.source!r}; call the target's vocabulary something else")
+        base = families[file.family] if file.family else NameMap(file.source, file.target, ())
+        if base.source != file.source:
+            raise ValueError(f"family {file.family!r} is for {base.source!r}, but source is {file.source!r}")
+        entries = [parse(RuleEntry, entry, f"rule {number}") for number, entry in enumerate(file.rules)]
+        rules = tuple(rule(e.source, e.target, *e.do, optional=e.optional) for e in entries)
+        if not rules + base.rules:
+            raise ValueError("no rules, and no family that has some")
+        replaced = {own.sources for own in rules if own.sources}
+        others = tuple(of_family for of_family in base.rules if of_family.sources not in replaced)
+        spelled, numbers = aliases(file.aliases) + base.aliases, parse(Numbers, file.numbers, "numbers")
+        return replace(base, target=file.target, rules=rules + others, aliases=spelled, numbers=numbers)
     except (OSError, ValueError, RecursionError) as error:  # also what json and pydantic raise
         raise CheckpointError(f"{path}: {error}") from error
-
-
-def _built(file: MapFile, families: Mapping[str, NameMap]) -> NameMap:
-    if file.family is not None and file.family not in families:
-        raise ValueError(f"unknown family {file.family!r}; {suggestion(file.family, families)}")
-    if file.target == file.source:
-        raise ValueError(f"source and target are both {file.source!r}; call the target's vocabulary something else")
-    base = families[file.family] if file.family else NameMap(file.source, file.target, ())
-    if base.source != file.source:
-        raise ValueError(f"family {file.family!r} is for {base.source!r}, but source is {file.source!r}")
-    entries = [parse(RuleEntry, entry, f"rule {number}") for number, entry in enumerate(file.rules)]
-    rules = tuple(rule(e.source, e.target, *e.do, optional=e.optional) for e in entries)
-    if not rules + base.rules:
-        raise ValueError("no rules, and no family that has some")
-    replaced = {own.sources for own in rules if own.sources}
-    others = tuple(of_family for of_family in base.rules if of_family.sources not in replaced)
-    spelled, numbers = aliases(file.aliases) + base.aliases, parse(Numbers, file.numbers, "numbers")
-    return replace(base, target=file.target, rules=rules + others, aliases=spelled, numbers=numbers)
