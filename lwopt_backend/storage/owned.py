@@ -22,6 +22,7 @@ from lwopt_backend.plan.layouts import View, range_views
 from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.routing.grouping import Grouping, Member
 from lwopt_backend.rules import MatrixRule
+from lwopt_backend.rules.newton_schulz import IMMEDIATE
 from lwopt_backend.runtime.agreement import StepReport, agree, agree_in_all, plan_digest
 from lwopt_backend.runtime.bucket_manager import BucketManager
 from lwopt_backend.runtime.buckets import BucketBuffers, Sharers
@@ -157,7 +158,7 @@ class OwnedStepper:
                     self._atoms.append(atom)
                     self._places.append((number, range_views(block, piece.start, piece.stop, 0)))
         device = members[0].param.device
-        self._whole = WholeMatrices(self._atoms, device, batch_numel=0 if device.type == "cpu" else BATCH_NUMEL)
+        self._whole = WholeMatrices(self._atoms, device, batch_numel=0 if device.type in IMMEDIATE else BATCH_NUMEL)
         self._elementwise = ElementwiseGroups()
         self.updated: set[int] = set()  # buckets that were stepped in backward
         self.state: dict[int, dict[str, Tensor]] = {}
