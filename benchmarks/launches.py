@@ -23,6 +23,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ from lwopt_backend.rules.newton_schulz import IMMEDIATE
 
 READS = {"_local_scalar_dense", "nonzero"}
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
+DEEPSPEEDS = "DeepSpeed's Muon"
 NOT_LAUNCHED = {"_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
@@ -164,10 +166,12 @@ class Shape:
 # Each engine trains a step when it is called with ``counted``, within which its optimizer's work is done.
 
 Counted = Callable[[Callable[[], Any]], Any]
+Step = Callable[[Counted], None]
 OURS = {**MUON, "report": False, "include": ["*"]}
 
 
-def in_torch(shape: Shape, make: Callable[[nn.Module], torch.optim.Optimizer], sharded: bool) -> Callable[..., None]:
+@contextmanager
+def in_torch(shape: Shape, make: Callable[[nn.Module], torch.optim.Optimizer], sharded: bool) -> Iterator[Step]:
     model = shape.model()
     if sharded:
         mesh = init_device_mesh("cpu", (shape.ranks,))
@@ -181,14 +185,15 @@ def in_torch(shape: Shape, make: Callable[[nn.Module], torch.optim.Optimizer], s
         counted(optimizer.step)
         optimizer.zero_grad()
 
-    return step
+    yield step
 
 
 def loss_of(model: Callable[[Tensor], Tensor], shape: Shape) -> Tensor:
     return model(torch.randn(2, shape.width, generator=torch.Generator().manual_seed(1))).square().mean()
 
 
-def under_deepspeed(shape: Shape, optimizer: dict[str, Any], stage: int) -> Callable[..., None]:
+@contextmanager
+def under_deepspeed(shape: Shape, optimizer: dict[str, Any], stage: int) -> Iterator[Step]:
     """DeepSpeed's Muon works in backward, too, at stages 1 and 2."""
     import deepspeed
     import deepspeed.runtime.zero.muon.original_muon as deepspeed_muon
@@ -220,10 +225,11 @@ def under_deepspeed(shape: Shape, optimizer: dict[str, Any], stage: int) -> Call
         engine.step()
         deepspeed_muon.muon_update = muon_update
 
-    return step
+    yield step
+    engine.destroy()
 
 
-def systems(shape: Shape) -> dict[str, dict[str, Callable[[], Callable[..., None]]]]:
+def systems(shape: Shape) -> dict[str, dict[str, Callable[[], AbstractContextManager[Step]]]]:
     """By engine, ours and its peers; each makes what trains one step."""
 
     def ours(model: nn.Module) -> torch.optim.Optimizer:
@@ -238,7 +244,7 @@ def systems(shape: Shape) -> dict[str, dict[str, Callable[[], Callable[..., None
         return import_dion().Muon(model.parameters(), distributed_mesh=mesh, **options)
 
     torchs = functools.partial(in_torch, shape)
-    found: dict[str, dict[str, Callable[[], Callable[..., None]]]] = {
+    found: dict[str, dict[str, Callable[[], AbstractContextManager[Step]]]] = {
         "plain": {"ours": lambda: torchs(ours, False)},
         "modules": {"ours": lambda: torchs(lambda model: ModuleOptimizers({"all": ours(model)}), False)},
     }
@@ -259,7 +265,7 @@ def systems(shape: Shape) -> dict[str, dict[str, Callable[[], Callable[..., None
     for stage in range(4):
         found[f"zero{stage}"] = {
             "ours": functools.partial(under, own, stage),
-            "DeepSpeed's Muon": functools.partial(under, muon, stage),
+            DEEPSPEEDS: functools.partial(under, muon, stage),
         }
     owned = {"type": "LayerWiseMuon", "params": {**OURS, "storage": "owned"}}
     found["owned"] = {"ours": functools.partial(under, owned, 2)}
@@ -277,9 +283,8 @@ def import_deepspeed() -> Any:
         return f"DeepSpeed is left out: {type(error).__name__}: {error}"
 
 
-def count_step(step: Callable[..., None], shape: Shape) -> Count:
+def count_step(make: Callable[[], AbstractContextManager[Step]], shape: Shape) -> Count:
     """What the optimizer does in the second step."""
-    step(lambda work: work())
     count = Count()
     watch = Watched(count, dist.get_rank() if dist.is_initialized() else 0, shape.ranks)
 
@@ -295,8 +300,10 @@ def count_step(step: Callable[..., None], shape: Shape) -> Count:
         finally:
             watch.inside = False
 
-    with around_newton_schulz(inside):
-        step(counted)
+    with make() as step:
+        step(lambda work: work())
+        with around_newton_schulz(inside):
+            step(counted)
     return count
 
 
@@ -314,7 +321,7 @@ def run_rank(rank: int, shape: Shape, engines: Sequence[str], batched: bool, fol
     for engine, by_name in systems(shape).items():
         for name, make in by_name.items() if engine in engines else ():
             try:
-                count: Any = count_step(make(), shape)
+                count: Any = count_step(make, shape)
             except Exception as error:
                 if name == "ours":
                     raise
@@ -344,9 +351,11 @@ class Row:
         outside, inside = count.operations.total() / self.matrices, count.newton_schulz.total() / self.matrices
         products = sum(count.newton_schulz[name] for name in PRODUCTS)
         each = f"{products / count.calls:.0f} x {count.calls}" if count.calls else ""
-        sent = f"{count.sent_bytes / 1e6:.2f}"
-        numbers = (count.host_reads, count.collectives, sent, count.allocations)
-        return [f"{outside + inside:.1f}", f"{outside:.1f}", f"{inside:.1f}", each, *map(str, numbers)]
+        sent = [str(count.collectives), f"{count.sent_bytes / 1e6:.2f}"]
+        if self.system == DEEPSPEEDS:  # outside the optimizer, in ZeRO's wrapper
+            sent = ["", ""]
+        shares = [f"{outside + inside:.1f}", f"{outside:.1f}", f"{inside:.1f}"]
+        return [*shares, each, str(count.host_reads), *sent, str(count.allocations)]
 
 
 def table(rows: Sequence[Row]) -> Table:

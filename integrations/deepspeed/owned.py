@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -63,17 +64,17 @@ class GradientScaling:
     def apply(self, gradients: OwnedGradients, loss_scale: float) -> tuple[float | None, bool]:
         """Scale the mean gradients in place. Returns the norm before clipping, if it was needed, and whether it
         overflowed, in which case the gradients are not changed. Called on all ranks."""
-        norm, factor = None, 1 / loss_scale
+        total, factor = None, 1 / loss_scale
         if self.clip or self.tells_norm or self.skips_overflow:
             norm = gradients.norm(2.0, lambda number: True) / loss_scale
-            if self.skips_overflow and not torch.isfinite(norm):
+            total = float(norm)
+            if self.skips_overflow and not math.isfinite(total):
                 return float("inf"), True
-        if self.clip:
-            assert norm is not None
-            gradients.scale(clip_factor(self.clip, norm) / loss_scale)
-        elif factor != 1:
+            if self.clip:
+                gradients.scale(clip_factor(self.clip, norm) / loss_scale)
+        if factor != 1 and not self.clip:
             gradients.scale(factor)
-        return None if norm is None else float(norm), False
+        return total, False
 
 
 def loss_scaler(engine: DeepSpeedEngine) -> Any:

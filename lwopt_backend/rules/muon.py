@@ -199,7 +199,7 @@ class Muon(MatrixRule):
         if advance and self.momentum_form == "ema":
             torch._foreach_lerp_(buffers, grads, 1 - self.momentum)
         elif advance:
-            torch._foreach_mul_(buffers, self.momentum)
+            _multiply(buffers, self.momentum)
             torch._foreach_add_(buffers, grads)
         if not self.nesterov:
             return buffers
@@ -234,8 +234,13 @@ class Muon(MatrixRule):
             super().apply_all(values, updates, shapes)
             return
         if self.weight_decay_form == "decoupled":
-            torch._foreach_mul_(values, 1 - self.lr * self.weight_decay)
+            _multiply(values, 1 - self.lr * self.weight_decay)
         for shape in set(shapes):
             some = [number for number, other in enumerate(shapes) if other == shape]
             of_shape, moves = ([tensors[number] for number in some] for tensors in (values, updates))
             torch._foreach_add_(of_shape, moves, alpha=-self.lr * self.scale(shape))
+
+
+def _multiply(tensors: list[Tensor], factor: float) -> None:
+    """In place. A number would first be rounded to tensors of 16 bits on a CPU, unlike by ``Tensor.mul_``."""
+    torch._foreach_mul_(tensors, torch.tensor(factor, dtype=torch.float64))

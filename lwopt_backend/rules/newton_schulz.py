@@ -189,7 +189,7 @@ def normalize(x: Tensor, eps: float, margin: float = 1.0) -> Tensor:
     if x.device.type not in IMMEDIATE or guarded.any():  # reading it is free only there
         largest = torch.linalg.vector_norm(x, math.inf, dim=(-2, -1), keepdim=x.ndim > 2)
         x = x / torch.where(guarded, largest.clamp(min=torch.finfo(x.dtype).tiny), 1)
-        bounded = torch.where(guarded, _norm(x).clamp(min=LEAST_NORM), bounded)
+        bounded = _norm(x).clamp(min=LEAST_NORM)  # where nothing was divided, this is the norm that there was
     return x / (bounded if margin == 1 else bounded * margin)
 
 

@@ -217,8 +217,12 @@ class MatrixStepper:
     def _send(self, bucket: int, run: _Run, pack: Callable[[dict[int, Tensor]], None]) -> Arrival:
         """Start an all-to-all to the owners; ``pack`` fills the flat tensors that it is given by atom."""
 
+        def fill(segments: Segments) -> bool:
+            pack({segment.atom: target for segment, target in segments})
+            return True
+
         def packed(segments: Segments) -> bool:
-            return run.report.attempt(lambda: pack({s.atom: target for s, target in segments}) or True) or False
+            return run.report.attempt(fill, segments) or False
 
         dtype = run.rules[self._first[bucket]].exchange_dtype
         return self._to_owners[bucket].start(dtype, lambda segment: run.active(segment.atom), packed)

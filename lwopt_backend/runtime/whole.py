@@ -126,7 +126,7 @@ class WholeMatrices:
             if isinstance(rule, WeightRule):
                 (pieces,) = parts
                 value, grad = (self._stack(batch, [[getattr(p, of) for p in pieces]]) for of in ("value", "grad"))
-                updates = [self.step_weight(rule, batch[0], value, grad)]
+                updates: Sequence[Tensor] = [self.step_weight(rule, batch[0], value, grad)]
             else:
                 directions = iter(directions_of(rule, list(chain.from_iterable(parts)), advance=True))
                 stack = self._stack(batch, [[next(directions) for _ in pieces] for pieces in parts])
@@ -152,13 +152,15 @@ class WholeMatrices:
         stack = stack.to(self._rule_device)
         transposed = self._atoms[atoms[0]].transposed
         with record_function(_label(rule)):
-            updates = self._run_rule(rule, atoms, stack.mT.contiguous() if transposed else stack)
-        return [update.T for update in updates] if transposed else updates
-
-    def _run_rule(self, rule: MatrixRule, atoms: Sequence[int], stack: Tensor) -> Sequence[Tensor]:
-        if isinstance(rule, OwnerStateRule):
-            return [rule.transform_with(stack, self.owner_state.of(atoms[0], rule))]
-        return [rule.transform(stack)] if len(atoms) == 1 else rule.transform(stack).unbind(0)
+            stack = stack.mT.contiguous() if transposed else stack
+            if isinstance(rule, OwnerStateRule):
+                update = rule.transform_with(stack, self.owner_state.of(atoms[0], rule))
+            else:
+                update = rule.transform(stack)
+            update = update.mT if transposed else update
+            if self._batch_numel:  # then all are copied on in one operation
+                update = update.contiguous()
+        return update.unbind(0) if len(atoms) > 1 else [update]
 
     def step_weight(self, rule: WeightRule, atom: int, value: Tensor, grad: Tensor) -> Tensor:
         """The new weight of a matrix, in the shape of the stored matrix; may change ``value`` in place."""

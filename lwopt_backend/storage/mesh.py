@@ -439,7 +439,7 @@ class MeshStepper:
         batch = 0 if self.device.type in IMMEDIATE else BATCH_NUMEL
         self.stepper = MatrixStepper(self.plan, collectives, self.device, batch_numel=batch)
 
-    def presence(self, more: Tensor | None = None, *, problem: bool = False, number: int = 0) -> Presence:
+    def presence(self, more: Tensor | Sequence[int] = (), *, problem: bool = False, number: int = 0) -> Presence:
         """Start to agree on which members have a gradient, on whether a rank has a ``problem``, on the ``number`` of
         the options, and on ``more`` flags. Called on all ranks of the mesh."""
         here = [member.param.grad is not None for member in self.members]

@@ -402,14 +402,14 @@ class OwnedCore:
     def _lines(self, part: Sequence[int], plan: OwnedPlan) -> list[str]:
         return plan_lines([self.members[number] for number in part], plan)
 
-    def presences(self, more: torch.Tensor, options: int) -> list[Presence]:
+    def presences(self, more: Sequence[int], options: int) -> list[Presence]:
         """Which members have a gradient on any rank, per holdings; ``more`` are flags of all ranks of the first, and
         ``options`` the number of this rank's."""
         device = self.members[0].param.device
         found = []
         for number, held in enumerate(self.holdings):
             here = [self.manager.has_gradient(member) for member in held.numbers]
-            found.append(Presence(held.sharers.everyone, here, device, None if number else more, options))
+            found.append(Presence(held.sharers.everyone, here, device, () if number else more, options))
         return found
 
     def step(self, groups: Groups, presences: Sequence[Presence], report: StepReport) -> None:
