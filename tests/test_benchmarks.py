@@ -192,14 +192,14 @@ def test_conversion(tmp_path: Path) -> None:
 # What the rank with most launches does in a step of 12 matrices of 4 shapes on 2 ranks: operations outside
 # Newton-Schulz, batches in it, reads by the host, collectives.
 LAUNCHES = {
-    "plain": (24, 4, 1, 3),
-    "modules": (39, 4, 10, 8),
-    "fsdp2": (45, 6, 2, 7),
-    "zero0": (45, 6, 1, 3),
+    "plain": (22, 4, 1, 3),
+    "modules": (37, 4, 10, 8),
+    "fsdp2": (39, 6, 2, 7),
+    "zero0": (43, 6, 1, 3),
     "zero1": (38, 7, 1, 2),
     "zero2": (38, 7, 1, 2),
-    "zero3": (42, 6, 1, 6),
-    "owned": (38, 4, 2, 4),
+    "zero3": (40, 6, 1, 6),
+    "owned": (36, 4, 2, 4),
 }
 
 
