@@ -232,8 +232,8 @@ def under_deepspeed(shape: Shape, optimizer: dict[str, Any], stage: int) -> Iter
 def systems(shape: Shape) -> dict[str, dict[str, Callable[[], AbstractContextManager[Step]]]]:
     """By engine, ours and its peers; each makes what trains one step."""
 
-    def ours(model: nn.Module) -> torch.optim.Optimizer:
-        return LayerWiseOptimizer(model, **OURS)
+    def ours(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+        return LayerWiseOptimizer(model, **OURS, **options)
 
     def theirs(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.Muon(model.parameters(), **MUON)
@@ -253,6 +253,7 @@ def systems(shape: Shape) -> dict[str, dict[str, Callable[[], AbstractContextMan
     else:
         found["fsdp2"] = {
             "ours": lambda: torchs(ours, True),
+            "ours, bucket_matrices=16": lambda: torchs(functools.partial(ours, bucket_matrices=16), True),
             "torch.optim.Muon": lambda: torchs(theirs, True),
         }
         if not isinstance(import_dion(), str):

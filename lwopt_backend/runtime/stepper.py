@@ -13,7 +13,7 @@ from lwopt_backend.rules import MatrixRule, WeightRule
 from lwopt_backend.runtime.agreement import StepReport
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.exchange import Arrival, Segments, ways_back, ways_to_owners
-from lwopt_backend.runtime.whole import Slices, Storage, WholeMatrices, advance, copy_all, directions_of, joined
+from lwopt_backend.runtime.whole import Slices, Storage, WholeMatrices, advance, copy_all
 
 # Early exchange: buckets sent in the backward pass, and used only if they carried what the step would have sent.
 
@@ -76,14 +76,10 @@ class EarlyExchange:
             if missing.intersection(self._buckets[bucket]):
                 flags[bucket] = 1
                 continue
-            copies = set(self._stepper.held[bucket])  # atoms that another rank sends
-            for segment, sent in arrival.sent():
-                copies.discard(segment.atom)
-                now = joined(directions_of(rules[segment.atom], storage.parts(segment.atom), advance=True))
-                now = now.to(sent.device, sent.dtype).reshape(-1)
-                flags[bucket] |= (_bits(now) != _bits(sent)).any()
-            for atom in copies:
-                advance(rules[atom], storage.parts(atom))
+            sent = [data for _, data in arrival.sent()]
+            now = self._stepper.advance_sent(bucket, rules, storage, arrival)
+            if sent:
+                flags[bucket] |= (_bits(torch.cat(now)) != _bits(torch.cat(sent))).any()
             self._advanced.add(bucket)
         return flags
 
@@ -144,8 +140,7 @@ class MatrixStepper:
     Batching saves kernel launches on an accelerator. Matrices are exchanged on ``device``, wherever they are stored;
     the rule runs on ``rule_device``, by default the same.
 
-    ``owned`` are the atoms that this rank owns, ``owner_state`` is their owner state; ``held`` are, by bucket, the
-    atoms of which this rank stores a piece and its state.
+    ``owned`` are the atoms that this rank owns, ``owner_state`` is their owner state.
     """
 
     def __init__(
@@ -158,14 +153,16 @@ class MatrixStepper:
         rule_device: torch.device | None = None,
     ) -> None:
         rank = collectives.rank
-        self._atoms, self._collectives = plan.atoms, collectives
+        self._collectives = collectives
         self._to_owners = ways_to_owners(plan, collectives, device)
         self._back = ways_back(plan, collectives, device)
         self._local = share_out(plan.local_atoms(rank), len(plan.buckets) + 1)
         self._owned = [[atom for atom in bucket if plan.ownership.owners[atom] == rank] for bucket in plan.buckets]
-        self.held = [[a for a in bucket if plan.keeps_state(a, rank)] for bucket in plan.buckets]
         sent = [{segment.atom for segment in way.transfer.sends} for way in self._to_owners]
-        self._copies = [[a for a in held if a not in here] for held, here in zip(self.held, sent)]
+        self._copies = [  # by bucket, atoms of which this rank stores a piece that another sends
+            [a for a in bucket if plan.keeps_state(a, rank) and a not in here]
+            for bucket, here in zip(plan.buckets, sent)
+        ]
         self._first = [bucket[0] for bucket in plan.buckets]
         self.owned = [atom for atom, owner in enumerate(plan.ownership.owners) if owner == rank]
         self._whole = WholeMatrices(plan.atoms, rule_device or device, batch_numel=batch_numel)
@@ -213,6 +210,16 @@ class MatrixStepper:
     def send_directions(self, bucket: int, rules: Sequence[MatrixRule], storage: Storage) -> Arrival:
         """Start the all-to-all that sends a bucket's directions to their owners; zeros if they cannot be computed."""
         return self._send_directions(bucket, _Run(rules, storage), advance=True)
+
+    def advance_sent(
+        self, bucket: int, rules: Sequence[MatrixRule], storage: Storage, arrival: Arrival
+    ) -> list[Tensor]:
+        """Advance the state of a bucket that was sent before; returns what would be sent now."""
+        now = {segment.atom: torch.empty_like(data) for segment, data in arrival.sent()}
+        self._whole.pack_directions(now, rules, storage, advance=True)
+        for atom in self._copies[bucket]:
+            advance(rules[atom], storage.parts(atom))
+        return list(now.values())
 
     def _send(self, bucket: int, run: _Run, pack: Callable[[dict[int, Tensor]], None]) -> Arrival:
         """Start an all-to-all to the owners; ``pack`` fills the flat tensors that it is given by atom."""

@@ -200,9 +200,9 @@ class WholeMatrices:
     ) -> None:
         """Copy the direction of this rank's fragment of each atom into a flat tensor."""
         for batch in self.batches(list(into), rules, alike=False):
-            parts = list(chain.from_iterable(storage.parts(atom) for atom in batch))
-            pieces = directions_of(rules[batch[0]], parts, advance=advance)
-            targets = [_like(into[atom], [part.value for part in storage.parts(atom)]) for atom in batch]
+            parts = [storage.parts(atom) for atom in batch]
+            targets = [_like(into[atom], [part.value for part in of_atom]) for atom, of_atom in zip(batch, parts)]
+            pieces = directions_of(rules[batch[0]], list(chain.from_iterable(parts)), advance=advance)
             copy_all(list(chain.from_iterable(targets)), pieces)
 
     def pack_values(self, into: Mapping[int, Tensor], storage: Storage) -> None:
@@ -260,11 +260,6 @@ def directions_of(rule: MatrixRule, pieces: Sequence[Slices], *, advance: bool) 
     """
     grads, values, states = ([getattr(part, of) for part in pieces] for of in ("grad", "value", "state"))
     return rule.directions(grads, values, states, advance=advance)
-
-
-def joined(pieces: Sequence[Tensor]) -> Tensor:
-    """The pieces as one tensor: a single piece as it is, several flattened and concatenated."""
-    return pieces[0] if len(pieces) == 1 else torch.cat([piece.reshape(-1) for piece in pieces])
 
 
 # Many tensors in one operation.
