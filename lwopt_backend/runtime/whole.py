@@ -274,8 +274,11 @@ def _like(tensor: Tensor, pieces: Sequence[Tensor]) -> list[Tensor]:
 
 def copy_all(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     """Copy tensors into others of their shapes."""
-    if into:
+    if len({tensor.dtype for tensor in into}) == 1:
         torch._foreach_copy_(list(into), list(tensors))
+        return
+    for target, tensor in zip(into, tensors):  # CUDA, of some versions of torch, takes all for the first one's dtype
+        target.copy_(tensor)
 
 
 def cast_all(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
