@@ -46,8 +46,8 @@ from deepspeed_systems import (
     optimizer_entries,
     reference,
 )
-from deepspeed_traffic import Watch, Work, kept_bytes, watch_work
-from fsdp2_traffic import Traffic
+from deepspeed_traffic import Work, kept_bytes, watch_work
+from fsdp2_traffic import Traffic, Watch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table

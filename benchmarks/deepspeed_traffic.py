@@ -10,9 +10,7 @@ from typing import Any
 import deepspeed
 import deepspeed.runtime.zero.muon.original_muon as deepspeed_muon
 import torch
-from fsdp2_traffic import Traffic, nbytes
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import lwopt_backend.rules.muon as our_muon
 
@@ -28,44 +26,6 @@ KINDS = {
     "fp32_partitioned_groups_flat": "masters",
 }
 OTHER = "other"
-
-
-class Watch(TorchDispatchMode):
-    """Sees every collective this rank takes part in, whoever starts it. All of them are over all ranks."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        super().__init__()
-        self.rank, self.world_size = rank, world_size
-        self.traffic = Traffic()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            name = str(func._overloadpacket).split(".")[-1].strip("_")
-            if name != "barrier":
-                self.traffic.add(name, self.sent(name, args))
-        return func(*args, **(kwargs or {}))
-
-    def sent(self, name: str, args: Any) -> int:
-        """Bytes that leave this rank; those of reductions and gathers as if they went around a ring."""
-        others, n = self.world_size - 1, self.world_size
-        if name == "allreduce":
-            return sum(2 * others * nbytes(tensor) // n for tensor in args[0])
-        if name == "allgather_base":
-            return others * nbytes(args[1])
-        if name in ("allgather", "allgather_into_tensor_coalesced"):
-            return others * sum(nbytes(tensor) for tensor in args[1])
-        if name == "reduce_scatter_base":
-            return others * nbytes(args[1]) // n
-        if name == "broadcast":
-            return others * sum(nbytes(tensor) for tensor in args[0]) if args[2] == self.rank else 0
-        if name == "send":
-            return sum(nbytes(tensor) for tensor in args[0])
-        if name == "recv":
-            return 0
-        if name == "alltoall_base":
-            sent, splits = args[1], args[4]
-            return nbytes(sent) - (splits[self.rank] * sent.itemsize if splits else nbytes(sent) // n)
-        raise NotImplementedError(f"the bytes of a collective {name!r} are not known; add its rule")
 
 
 @dataclass

@@ -21,7 +21,8 @@ import logging
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from fsdp2_systems import (
     Stack,
     System,
     all_systems,
+    around_newton_schulz,
     difference,
     fill,
     import_dion,
@@ -64,6 +66,7 @@ class Row:
     traffic: Traffic | None
     state_bytes: int
     difference: float
+    not_newton_schulz: float | None  # of the CPU time, where Newton-Schulz was found
 
 
 def device_type(world_size: int) -> str:
@@ -104,10 +107,20 @@ def run_rank(rank: int, world_size: int, stack: Stack, rounds: int, folder: str,
 def measure(system: System, device: torch.device) -> None:
     synchronize(device)
     dist.barrier()
+    spent: list[float] = []
+
+    def timed(function: Callable[[], Any]) -> Any:
+        began = time.thread_time()
+        result = function()
+        spent.append(time.thread_time() - began)
+        return result
+
     cpu, wall = time.process_time(), time.perf_counter()
-    system.optimizer.step()
+    with around_newton_schulz(timed) if device.type == "cpu" else nullcontext():
+        system.optimizer.step()
     synchronize(device)
     dist.barrier()
+    system.newton_schulz.append(sum(spent))
     system.cpu.append(time.process_time() - cpu)
     system.wall.append(time.perf_counter() - wall)
 
@@ -123,6 +136,7 @@ def figures(system: System) -> dict[str, Any]:
         "name": system.name,
         "cpu": system.cpu,
         "wall": system.wall,
+        "newton_schulz": system.newton_schulz,
         "traffic": system.traffic,
         "state": state_bytes(system),
         "difference": system.difference,
@@ -150,9 +164,15 @@ def summarize(gathered: Sequence[Sequence[dict[str, Any]]]) -> list[Row]:
                 None if None in traffics else max(traffics, key=lambda traffic: traffic.nbytes),
                 max(rank["state"] for rank in ranks),
                 max(rank["difference"] for rank in ranks),
+                not_newton_schulz(max(ranks, key=lambda rank: statistics.median(rank["cpu"]))),
             )
         )
     return rows
+
+
+def not_newton_schulz(rank: dict[str, Any]) -> float | None:
+    inside = statistics.median(rank["newton_schulz"])
+    return 1 - inside / statistics.median(rank["cpu"]) if inside else None
 
 
 def run_cell(
@@ -182,7 +202,17 @@ def run_cell(
 def table(name: str, world_size: int, device: str, rows: Sequence[Row]) -> Table:
     drawn = Table(title=f"{name} on {world_size} ranks, {device}", title_justify="left")
     drawn.add_column("system")
-    for heading in ("CPU, ms", "to ours", "wall, ms", "to ours", "collectives", "sent, MB", "KB each", "state, MB"):
+    for heading in (
+        "CPU, ms",
+        "to ours",
+        "not NS",
+        "wall, ms",
+        "to ours",
+        "collectives",
+        "sent, MB",
+        "KB each",
+        "state, MB",
+    ):
         drawn.add_column(heading, justify="right")
     drawn.add_column("difference", justify="right")
     for row in rows:
@@ -194,6 +224,7 @@ def table(name: str, world_size: int, device: str, rows: Sequence[Row]) -> Table
             row.system,
             f"{row.cpu_ms:.0f}",
             f"{row.cpu_ratio:.2f}",
+            "" if row.not_newton_schulz is None else f"{row.not_newton_schulz:.1%}",
             f"{row.wall_ms:.0f}",
             f"{row.wall_ratio:.2f}",
             *traffic,
@@ -229,7 +260,8 @@ def main() -> None:
                 console.print(table(name, world_size, device, rows))
                 systems = [asdict(row) for row in rows]
                 cells.append({"stack": name, "ranks": world_size, "device": device, "systems": systems})
-    console.print("CPU: process time of the busiest rank. Collectives and what is sent: a step, by the rank with most.")
+    console.print("CPU: process time of the busiest rank; not NS: the share of it outside Newton-Schulz.")
+    console.print("Collectives and what is sent: a step, by the rank with most.")
     console.print(f"Difference: largest, after {COMPARED_AFTER} steps, to single-process torch.optim.Muon.")
     if isinstance(missing := import_dion(), str):
         console.print(missing)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +47,7 @@ class System:
     traffic: Traffic | None = None
     cpu: list[float] = field(default_factory=list)
     wall: list[float] = field(default_factory=list)
+    newton_schulz: list[float] = field(default_factory=list)  # seconds of CPU time
     difference: float = float("nan")
 
 
@@ -145,6 +148,32 @@ def import_dion() -> Any:
         return importlib.import_module("dion")
     except Exception as error:  # it compiles at import: whatever goes wrong there is no reason to measure nothing
         return f"dion is left out: {type(error).__name__}: {error}"
+
+
+# The functions that are Newton-Schulz, where their callers look them up.
+NEWTON_SCHULZ = {
+    "lwopt_backend.rules.muon": ("newton_schulz", "gram_newton_schulz"),
+    "torch.optim._muon": ("_zeropower_via_newtonschulz",),
+    "deepspeed.runtime.zero.muon.original_muon": ("zeropower_via_newtonschulz5", "zeropower_via_gram_newtonschulz"),
+}
+
+
+@contextmanager
+def around_newton_schulz(do: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
+    """Within it ``do`` makes all calls of Newton-Schulz, of whatever is imported."""
+
+    def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: do(lambda: function(*args, **kwargs))
+
+    modules = [(sys.modules[module], names) for module, names in NEWTON_SCHULZ.items() if module in sys.modules]
+    found = [(module, name, getattr(module, name)) for module, names in modules for name in names]
+    for module, name, function in found:
+        setattr(module, name, wrapped(function))
+    try:
+        yield
+    finally:
+        for module, name, function in found:
+            setattr(module, name, function)
 
 
 def difference(system: System, expected: Sequence[Tensor], mesh: DeviceMesh) -> float:

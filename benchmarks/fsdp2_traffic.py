@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.runtime.collectives import TorchCollectives
@@ -41,7 +42,7 @@ def count(optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> Traffic:
     """Take a step and count what it sends. What ours sends is counted twice, and must be what its plan says, and a word
     to each rank."""
     rank = mesh.get_local_rank()
-    with _calls_of_ours() as calls, _Watch(rank, mesh.size()) as watch:
+    with _calls_of_ours() as calls, Watch(rank, mesh.size()) as watch:
         optimizer.step()
     if isinstance(optimizer, LayerWiseOptimizer):
         (stepper,) = optimizer._steppers
@@ -54,33 +55,46 @@ def count(optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> Traffic:
     return watch.traffic
 
 
-class _Watch(CommDebugMode):
-    """Sees every collective of this rank, also those of DTensors."""
+class Watch(TorchDispatchMode):
+    """Sees every collective this rank takes part in, whoever starts it. All of them are over all ranks."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__()
-        self.traffic = Traffic()
         self.rank, self.world_size = rank, world_size
+        self.traffic = Traffic()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = self.get_total_counts()
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if self.get_total_counts() > before:
-            name = str(func._overloadpacket).split(".")[-1].rstrip("_")
-            self.traffic.add(name, self.sent(name, args))
-        return result
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it calls again, with what it does to the shards
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = func._overloadpacket.__name__.strip("_")
+            if name not in ("barrier", "wait_tensor", "wrap_tensor_autograd"):
+                self.traffic.add(name, self.sent(name, args))
+        return func(*args, **(kwargs or {}))
 
-    def sent(self, name: str, args: Sequence[Any]) -> int:
+    def sent(self, name: str, args: Any) -> int:
         """Bytes that leave this rank; those of reductions and gathers as if they went around a ring."""
         others, n = self.world_size - 1, self.world_size
-        if name == "all_gather_into_tensor":
-            return others * nbytes(args[0])
-        if name == "reduce_scatter_tensor":
-            return others * nbytes(args[0]) // n
-        if name == "all_reduce":
-            return 2 * others * nbytes(args[0]) // n
         if name == "allreduce":
             return sum(2 * others * nbytes(tensor) // n for tensor in args[0])
+        if name == "all_reduce":
+            return 2 * others * nbytes(args[0]) // n
+        if name == "all_gather_into_tensor":
+            return others * nbytes(args[0])
+        if name == "allgather_base":
+            return others * nbytes(args[1])
+        if name in ("allgather", "allgather_into_tensor_coalesced"):
+            return others * sum(nbytes(tensor) for tensor in args[1])
+        if name == "reduce_scatter_tensor":
+            return others * nbytes(args[0]) // n
+        if name == "reduce_scatter_base":
+            return others * nbytes(args[1]) // n
+        if name == "broadcast":
+            return others * sum(nbytes(tensor) for tensor in args[0]) if args[2] == self.rank else 0
+        if name == "send":
+            return sum(nbytes(tensor) for tensor in args[0])
+        if name == "recv":
+            return 0
         if name == "alltoall_base":
             return _leaves(args[1], args[4], self.rank, n)
         raise NotImplementedError(f"the bytes of a collective {name!r} are not known; add its rule")

@@ -34,7 +34,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from deepspeed_traffic import Watch
+from fsdp2_traffic import Watch
 from layouts_memory import peak_bytes, resident_bytes, restart_peak, wire_bytes
 from layouts_systems import OWNED, SYSTEMS, Shapes, System, build
 from rich.console import Console

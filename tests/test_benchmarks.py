@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import sys
@@ -11,9 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks.rules import measure, packaged
+from lwopt_backend.rules.newton_schulz import IMMEDIATE
 from tests.launcher import ROOT, succeeds
+from tests.on_ranks import on_ranks
 
 WIDTH = 32  # whose parts over the ranks fill vector registers: AdamW then rounds as on whole parameters
 MATRICES = 4  # of the one layer
@@ -183,6 +187,41 @@ def test_conversion(tmp_path: Path) -> None:
         assert row["peak"] > 1e8 if program != "copy" else row["peak"] == 0  # an interpreter with torch
         assert program in printed
     assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
+
+
+# What the rank with most launches does in a step of 12 matrices of 4 shapes on 2 ranks: operations outside
+# Newton-Schulz, batches in it, reads by the host, collectives.
+LAUNCHES = {
+    "plain": (22, 4, 1, 3),
+    "modules": (37, 4, 10, 8),
+    "fsdp2": (39, 6, 2, 7),
+    "zero0": (43, 6, 1, 3),
+    "zero1": (38, 7, 1, 2),
+    "zero2": (38, 7, 1, 2),
+    "zero3": (40, 6, 1, 6),
+    "owned": (36, 4, 2, 4),
+}
+
+
+@pytest.mark.parametrize("engine", LAUNCHES)
+@on_ranks(2)
+def test_a_step_launches_so_much(engine: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        launches = importlib.import_module("launches")
+        shape = launches.Shape(3, 16, 2)
+        IMMEDIATE.clear()
+        try:
+            count = launches.count_step(launches.systems(shape)[engine]["ours"], shape)
+        finally:
+            IMMEDIATE.add("cpu")
+    of_ranks: list[Any] = [None] * 2
+    dist.all_gather_object(of_ranks, count)
+    most = max(of_ranks, key=lambda count: count.launches)
+    products = sum(most.newton_schulz[name] for name in launches.PRODUCTS)
+    assert products == 15 * most.calls
+    found = most.operations.total(), most.calls, most.host_reads, most.collectives
+    assert found == LAUNCHES[engine] and found[0] <= 4 * shape.matrices, most
 
 
 def test_a_package_that_cannot_be_timed_has_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

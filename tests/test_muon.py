@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lwopt_backend.config.registry import MATRIX_RULES, MuonOptions
 from lwopt_backend.plan.cost import newton_schulz_flops
-from lwopt_backend.rules import gram_newton_schulz, newton_schulz, qk_clip_factors, row_factors
-from lwopt_backend.rules.muon import SCALES
+from lwopt_backend.rules import MatrixRule, gram_newton_schulz, newton_schulz, qk_clip_factors, row_factors
+from lwopt_backend.rules.muon import SCALES, Muon
 from lwopt_backend.rules.newton_schulz import TABLES, by_step, segments
 from tests.cells import cells
 from tests.rule_steps import SHAPES, Trained, gradients, random, rule_of, trained, trained_by
@@ -129,6 +129,44 @@ def test_cautious_decay_takes_elements_that_the_update_moves_towards_zero() -> N
     for form, value in zip(("decoupled", "cautious"), aligned):
         rule_of("muon", lr=0.1, weight_decay=0.5, weight_decay_form=form).apply(value, value.sign(), (8, 8))
     assert torch.equal(*aligned)
+
+
+def stepped_together(rule: MatrixRule, way: type[MatrixRule], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Directions, states and weights of three pieces after two steps as ``way`` takes many."""
+    shapes = [(6, 24), (5, 5), (6, 24)]
+    values, updates = ([random(shape, seed + at).to(dtype) for seed, shape in enumerate(shapes)] for at in (0, 10))
+    states = [{"momentum_buffer": torch.zeros_like(value)} for value in values]
+    found: list[Tensor] = []
+    for step in (20, 30):
+        grads = [random(shape, seed + step).to(dtype) for seed, shape in enumerate(shapes)]
+        found += way.directions(rule, grads, values, states, advance=True)
+        way.apply_all(rule, values, updates, shapes)
+    return [*found, *values, *(state["momentum_buffer"] for state in states)]
+
+
+@cells(form=["ema", "sum"], nesterov=[True, False], decay=["decoupled", "coupled", "cautious"])
+def test_many_pieces_take_the_same_step_as_one_by_one(form: str, nesterov: bool, decay: str) -> None:
+    rule = rule_of("muon", momentum_form=form, nesterov=nesterov, weight_decay_form=decay, weight_decay=0.3, lr=0.1)
+    for dtype in (torch.float32, torch.bfloat16):
+        ways = [stepped_together(rule, way, dtype) for way in (Muon, MatrixRule)]
+        assert all(map(torch.equal, *ways))
+
+
+class Halved(Muon):
+    def direction(self, grad: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        return super().direction(grad, state) / 2
+
+
+class Unmoved(Halved):
+    def apply(self, value: Tensor, update: Tensor, shape: tuple[int, int]) -> None:
+        """Leave the weight."""
+
+
+def test_a_subclass_that_changes_one_piece_changes_many() -> None:
+    muon, halved, unmoved = (stepped_together(rule, type(rule)) for rule in (Muon(), Halved(), Unmoved()))
+    assert all(torch.equal(half, whole / 2) for half, whole in zip(halved[:6], muon[:6]))
+    assert all(map(torch.equal, halved[6:], muon[6:])) and all(map(torch.equal, unmoved[:6], halved[:6]))
+    assert torch.equal(unmoved[6], random((6, 24), 0))
 
 
 @pytest.mark.parametrize("name", ["muon", *MOMENTS])

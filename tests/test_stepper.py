@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lwopt_backend.plan import MatrixPlan
 from lwopt_backend.rules import MatrixRule
+from lwopt_backend.rules.muon import Muon
 from lwopt_backend.runtime.collectives import TorchCollectives
 from lwopt_backend.runtime.stepper import MatrixStepper
 from lwopt_backend.runtime.whole import FlatStorage, Slices
@@ -64,6 +65,24 @@ def test_ranks_together_hold_the_bits_of_one_and_send_what_the_plan_says(
     assert counted.calls.total() == 3 * 2 * len(plan.buckets)
     # Two buckets: one or both on their way back as well.
     assert counted.most_in_flight <= 3 and (counted.most_in_flight >= 2 or len(plan.buckets) < 2)
+
+
+class Signs(Muon):
+    """Muon with an iteration that gives a matrix in a batch the bits that it has alone."""
+
+    def transform(self, matrices: Tensor) -> Tensor:
+        return matrices.to(self.iterates_in).sign()
+
+
+@cells(ranks=[1, 2, 3], policy=["stay", "balance"], bucket_numel=[1, 3000, 10**6])
+@on_ranks()
+def test_batches_take_the_bits_of_one_by_one(policy: str, bucket_numel: int) -> None:
+    plan = plan_of(SHAPES, dist.get_world_size(), policy, bucket_numel)
+    one_by_one = stepped(plan, Signs(lr=0.1), steps=3)
+    for batch_numel in (1000, 10**6):
+        batched = stepped(plan, Signs(lr=0.1), steps=3, batch_numel=batch_numel)
+        assert torch.equal(batched.value, one_by_one.value)
+        assert torch.equal(batched.state["momentum_buffer"], one_by_one.state["momentum_buffer"])
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -263,8 +264,9 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         self._global_grad_norm, self.overflow = None, False
         if self._clip or skips_overflow or engine.zero_compute_grad_norm():
             norm = gradients.norm(2.0, lambda number: True) / loss_scale
-            self.overflow = skips_overflow and not torch.isfinite(norm)
-            self._global_grad_norm = float("inf") if self.overflow else float(norm)
+            total = float(norm)  # the only one that the host waits for
+            self.overflow = skips_overflow and not math.isfinite(total)
+            self._global_grad_norm = math.inf if self.overflow else total
         if self._clip and not self.overflow:
             gradients.scale(clip_factor(self._clip, norm) / loss_scale)
         elif loss_scale != 1 and not self.overflow:

@@ -191,6 +191,22 @@ class Muon(MatrixRule):
             return grad.lerp(buffer, self.momentum)
         return grad.add(buffer, alpha=self.momentum)
 
+    def directions(
+        self, grads: list[Tensor], values: list[Tensor], states: Sequence[Mapping[str, Tensor]], *, advance: bool
+    ) -> Sequence[Tensor]:
+        buffers = [state["momentum_buffer"] for state in states]
+        grads = [self.gradient(grad, value) for grad, value in zip(grads, values)]
+        if advance and self.momentum_form == "ema":
+            torch._foreach_lerp_(buffers, grads, 1 - self.momentum)
+        elif advance:
+            _multiply(buffers, self.momentum)
+            torch._foreach_add_(buffers, grads)
+        if not self.nesterov:
+            return buffers
+        if self.momentum_form == "ema":
+            return torch._foreach_lerp(grads, buffers, self.momentum)
+        return torch._foreach_add(grads, buffers, alpha=self.momentum)
+
     def transform(self, matrices: Tensor) -> Tensor:
         steps, coefficients, eps, dtype = self.ns_steps, self.ns_coefficients, self.eps, self.iterates_in
         short, long = sorted(matrices.shape[-2:])
@@ -212,3 +228,19 @@ class Muon(MatrixRule):
             aligned = value.sign().mul_(update.sign()) >= 0
             value.mul_(torch.where(aligned, 1 - self.lr * self.weight_decay, 1.0))
         value.add_(update, alpha=-self.lr * self.scale(shape))
+
+    def apply_all(self, values: list[Tensor], updates: list[Tensor], shapes: Sequence[tuple[int, int]]) -> None:
+        if self.weight_decay_form == "cautious":
+            super().apply_all(values, updates, shapes)
+            return
+        if self.weight_decay_form == "decoupled":
+            _multiply(values, 1 - self.lr * self.weight_decay)
+        for shape in set(shapes):
+            some = [number for number, other in enumerate(shapes) if other == shape]
+            of_shape, moves = ([tensors[number] for number in some] for tensors in (values, updates))
+            torch._foreach_add_(of_shape, moves, alpha=-self.lr * self.scale(shape))
+
+
+def _multiply(tensors: list[Tensor], factor: float) -> None:
+    """In place. A number would first be rounded to tensors of 16 bits on a CPU, unlike by ``Tensor.mul_``."""
+    torch._foreach_mul_(tensors, torch.tensor(factor, dtype=torch.float64))

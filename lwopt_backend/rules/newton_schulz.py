@@ -130,6 +130,7 @@ def by_step(coefficients: Coefficients, steps: int) -> tuple[Triple, ...]:
     return (table.triples + table.triples[-1:] * (steps - count))[:steps]
 
 
+IMMEDIATE = {"cpu"}  # kinds of devices that have done a call's work when it returns: nothing to batch or to wait for
 LEAST_NORM = 1e-15  # in float32 and bfloat16, the squares of all elements that count do not underflow
 
 
@@ -185,10 +186,10 @@ def normalize(x: Tensor, eps: float, margin: float = 1.0) -> Tensor:
     norm = _norm(x)
     bounded = norm.clamp(max(eps, LEAST_NORM), torch.finfo(x.dtype).max)
     guarded = bounded != norm
-    if x.device.type != "cpu" or guarded.any():  # reading it is free only on a CPU
+    if x.device.type not in IMMEDIATE or guarded.any():  # reading it is free only there
         largest = torch.linalg.vector_norm(x, math.inf, dim=(-2, -1), keepdim=x.ndim > 2)
         x = x / torch.where(guarded, largest.clamp(min=torch.finfo(x.dtype).tiny), 1)
-        bounded = torch.where(guarded, _norm(x).clamp(min=LEAST_NORM), bounded)
+        bounded = _norm(x).clamp(min=LEAST_NORM)  # where nothing was divided, this is the norm that there was
     return x / (bounded if margin == 1 else bounded * margin)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import field
 from itertools import chain
@@ -24,6 +24,9 @@ def option(default: Any, meaning: str, source: str, *, check: Check | None = Non
     dataclass's ``__post_init__`` checks whether options fit each other.
     """
     return field(default=default, metadata={"meaning": meaning, "source": source, "check": check, "bounds": bounds})
+
+
+OF_MANY = {"directions": {"gradient", "accumulate", "direction"}, "apply_all": {"apply"}}
 
 
 class MatrixRule:
@@ -71,6 +74,32 @@ class MatrixRule:
         decay = getattr(self, "weight_decay", 0.0)
         value.mul_(1 - self.lr * decay)
         value.add_(update, alpha=-self.lr * self.scale(shape))
+
+    # What a step calls, on pieces of many matrices at once. A rule may do the same in fewer operations.
+
+    def directions(
+        self, grads: list[Tensor], values: list[Tensor], states: Sequence[Mapping[str, Tensor]], *, advance: bool
+    ) -> Sequence[Tensor]:
+        """The ``direction`` of each piece, after ``accumulate`` if the state is to ``advance``."""
+        found = []
+        for grad, value, state in zip(grads, values, states):
+            grad = self.gradient(grad, value)
+            if advance:
+                self.accumulate(grad, state)
+            found.append(self.direction(grad, state))
+        return found
+
+    def apply_all(self, values: list[Tensor], updates: list[Tensor], shapes: Sequence[tuple[int, int]]) -> None:
+        """``apply`` each update."""
+        for value, update, shape in zip(values, updates, shapes):
+            self.apply(value, update, shape)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """A class that changes what happens to one piece takes pieces one by one, unless it says how to take many."""
+        super().__init_subclass__(**options)
+        for of_many, of_one in OF_MANY.items():
+            if of_many not in vars(cls) and not of_one.isdisjoint(vars(cls)):
+                setattr(cls, of_many, vars(MatrixRule)[of_many])
 
 
 class OwnerStateRule(MatrixRule):

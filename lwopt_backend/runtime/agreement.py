@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from lwopt_backend.runtime.collectives import Collectives, first_failure
@@ -146,7 +147,8 @@ class StepReport:
 
     def hear(self, collectives: Collectives, words: Tensor) -> None:
         """Keep the ranks' words until ``settle``, so that a device need not be waited for here."""
-        self._heard.append((collectives, words))
+        if collectives.world_size > 1:
+            self._heard.append((collectives, words))
 
     def settle(self, what: str, lines: Callable[[], Sequence[str]]) -> None:
         """Raise the error of any rank, or of differing options, whose ``lines`` are then compared.
@@ -154,8 +156,9 @@ class StepReport:
         Called on all ranks that step together.
         """
         error = self.failure
+        of_all = torch.cat([words for _, words in self._heard]).tolist() if self._heard else []  # one copy to the host
         for collectives, words in self._heard:
-            found = words.tolist()
+            found = [of_all.pop(0) for _ in range(words.numel())]
             if FAILED in found or len(set(found)) > 1:
                 error = exchange_reports(collectives, what, [] if FAILED in found else lines(), error) or error
         if error is not None:

@@ -135,11 +135,10 @@ def split(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
 
 def zero_padding(buffer: Tensor, bucket: Bucket) -> None:
     """Zero the elements of a buffer that belong to no parameter."""
-    end = 0
-    for slot in sorted(bucket.slots, key=lambda slot: slot.offset):
-        buffer[end : slot.offset].zero_()
-        end = slot.offset + slot.numel
-    buffer[end:].zero_()
+    slots = sorted(bucket.slots, key=lambda slot: slot.offset)
+    ends = [0, *(slot.offset + slot.numel for slot in slots)]
+    gaps = [buffer[end:offset] for end, offset in zip(ends, [*(slot.offset for slot in slots), len(buffer)])]
+    torch._foreach_zero_([gap for gap in gaps if len(gap)])
 
 
 def reduce_parts(
@@ -302,9 +301,9 @@ class BucketBuffers:
 
     def publish_masters(self) -> None:
         """Round the masters into this rank's part of the parameters."""
-        if self.masters is not None:
-            for piece, master in zip(self.pieces, self.owned_values()):
-                self.values.narrow(0, piece.offset, piece.numel).copy_(master)
+        if self.masters is not None and self.pieces:
+            parts = [self.values.narrow(0, piece.offset, piece.numel) for piece in self.pieces]
+            torch._foreach_copy_(parts, self.owned_values())
 
     # Gradients
 

@@ -389,17 +389,22 @@ class Presence:
         collectives: Collectives,
         here: Sequence[bool],
         device: torch.device,
-        more: Tensor | None = None,
+        more: Tensor | Sequence[int] = (),
         number: int = 0,
     ) -> None:
         self._here = list(here)
         high, low = divmod(number, 2**31)
         halves = [high, -high, low, -low]  # all ranks have one number if the largest is also the smallest
-        self._flags = torch.tensor([*halves, *self._here], dtype=torch.int32, device=device)
-        if more is not None:
-            self._flags = torch.cat([self._flags, more])
-        self._pending: Pending | None = collectives.all_reduce_max(self._flags)
+        flags = [*halves, *map(int, [*self._here, *([] if isinstance(more, Tensor) else more)])]
+        self._pending: Pending | None = None
         self._found: list[int] | None = None
+        if collectives.world_size == 1 and not isinstance(more, Tensor):
+            self._found = flags
+            return
+        self._flags = torch.tensor(flags, dtype=torch.int32, device=device)
+        if isinstance(more, Tensor):
+            self._flags = torch.cat([self._flags, more])
+        self._pending = collectives.all_reduce_max(self._flags)
 
     def __call__(self, index: int) -> bool:
         """Whether any rank has a gradient for parameter ``index``."""

@@ -15,13 +15,12 @@ from lwopt_backend.runtime.agreement import failing
 from lwopt_backend.runtime.collectives import EXCHANGE_BACK, EXCHANGE_OUT, Alone, Collectives, Pending
 
 WORD_NBYTES = 8
-Fetch = Callable[[Segment], Tensor | None]
-Deliver = Callable[[Segment, Tensor], object]
+Segments = Sequence[tuple[Segment, Tensor]]  # with the flat part of a buffer that is theirs
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """An all-to-all in flight. ``wait`` passes every received segment to ``deliver``, as a flat tensor.
+    """An all-to-all in flight. ``wait`` passes the received segments to ``deliver``.
 
     ``room`` is the number of elements at the end of each part that carry a rank's word instead of a segment.
     """
@@ -32,11 +31,10 @@ class Arrival:
     pending: Pending
     room: int
 
-    def wait(self, deliver: Deliver) -> None:
+    def wait(self, deliver: Callable[[Segments], object]) -> None:
         with record_function(self.way.label):
             self.discard()
-            for segment, begin in zip(self.way.transfer.receives, self.way.receive_offsets):
-                deliver(segment, self.received.narrow(0, begin + self.room * segment.peer, segment.numel))
+            deliver(_in(self.received, self.way.transfer.receives, self.way.receive_offsets, self.room))
 
     def words(self) -> Tensor:
         """Every rank's word, in rank order. Call it after ``wait``."""
@@ -52,10 +50,14 @@ class Arrival:
             self.received.record_stream(stream)
             self.data.record_stream(stream)
 
-    def sent(self) -> list[tuple[Segment, Tensor]]:
-        """The segments that this rank sent, as flat tensors."""
-        places = zip(self.way.transfer.sends, self.way.send_offsets)
-        return [(s, self.data.narrow(0, begin + self.room * s.peer, s.numel)) for s, begin in places]
+    def sent(self) -> Segments:
+        """The segments that this rank sent."""
+        return _in(self.data, self.way.transfer.sends, self.way.send_offsets, self.room)
+
+
+def _in(buffer: Tensor, segments: Sequence[Segment], offsets: Sequence[int], room: int) -> Segments:
+    places = zip(segments, offsets)
+    return [(segment, buffer.narrow(0, begin + room * segment.peer, segment.numel)) for segment, begin in places]
 
 
 class Way:
@@ -81,19 +83,28 @@ class Way:
         self.send_splits, self.receive_splits = transfer.send_splits, transfer.receive_splits
         self.send_offsets, self.receive_offsets = transfer.send_offsets, transfer.receive_offsets
 
-    def start(self, dtype: torch.dtype, fetch: Fetch, word: Callable[[], int] | None = None) -> Arrival:
-        """Pack the segments that ``fetch`` returns, each in any shape, and send them in ``dtype``.
+    def start(
+        self,
+        dtype: torch.dtype,
+        has: Callable[[Segment], bool],
+        pack: Callable[[Segments], bool],
+        word: Callable[[], int] | None = None,
+    ) -> Arrival:
+        """Send the segments that this rank ``has``, in ``dtype``; ``pack`` fills them, and says if it could.
 
-        Zeros are sent where it returns None. ``word`` is called after packing. Called on all ranks, bucket by bucket.
+        Zeros are sent for all others. ``word`` is called after packing. Called on all ranks, bucket by bucket.
         """
         with record_function(self.label):
             room = 0 if word is None else WORD_NBYTES // dtype.itemsize
             send_splits, receive_splits = ([n + room for n in some] for some in (self.send_splits, self.receive_splits))
             sent = torch.empty(sum(send_splits), dtype=dtype, device=self._device)
             received = torch.empty(sum(receive_splits), dtype=dtype, device=self._device)
-            for segment, begin in zip(self.transfer.sends, self.send_offsets):
-                piece, target = fetch(segment), sent.narrow(0, begin + room * segment.peer, segment.numel)
-                target.zero_() if piece is None else target.view(piece.shape).copy_(piece)
+            segments = _in(sent, self.transfer.sends, self.send_offsets, room)
+            here = [(segment, target) for segment, target in segments if has(segment)]
+            if len(here) < len(segments):
+                sent.zero_()
+            if not pack(here):
+                sent.zero_()
             if word is not None:
                 said = torch.tensor([word()], dtype=torch.int64).view(dtype).to(self._device)
                 ends = accumulate(send_splits)

@@ -15,7 +15,7 @@ from lwopt_backend.plan.owners import Ownership, cut_buckets
 from lwopt_backend.rules import MatrixRule, OwnerStateRule, WeightRule
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.collectives import Collectives
-from lwopt_backend.runtime.exchange import Arrival, Fetch, Way, ways_back, ways_to_owners
+from lwopt_backend.runtime.exchange import Arrival, Segments, Way, ways_back, ways_to_owners
 
 # What a rank stores of an optimizer's parameters, in one form for all engines.
 #
@@ -220,7 +220,7 @@ class OwnerShards:
             return _bytes(tensors[entry.atom, entry.key])[segment.start : segment.stop]
 
         for arrival in self._exchange(ways_back, fetch):
-            arrival.wait(lambda segment, data: parts[segment.atom].copy_(data))
+            arrival.wait(lambda segments: [parts[segment.atom].copy_(data) for segment, data in segments])
         found = {}
         for entry, part in zip(self._moving, parts):
             rows = part.view(entry.dtype) if part.numel() else part.new_empty(0, dtype=entry.dtype)
@@ -243,9 +243,10 @@ class OwnerShards:
             entry = self._moving[segment.atom]
             return _bytes(shards[entry.atom, entry.key].to(self._device, entry.dtype))
 
-        def deliver(segment: Segment, data: Tensor) -> None:
-            entry = self._moving[segment.atom]
-            _bytes(arrived[entry.atom, entry.key])[segment.start : segment.stop].copy_(data)
+        def deliver(segments: Segments) -> None:
+            for segment, data in segments:
+                entry = self._moving[segment.atom]
+                _bytes(arrived[entry.atom, entry.key])[segment.start : segment.stop].copy_(data)
 
         for arrival in self._exchange(ways_to_owners, fetch):
             arrival.wait(deliver)
@@ -259,10 +260,14 @@ class OwnerShards:
         held = self._plan.layout.fragment(index, self._collectives.rank)
         return held.numel if held is not None else 0
 
-    def _exchange(self, ways: Callable[..., list[Way]], fetch: Fetch) -> list[Arrival]:
-        if not self.entries:
-            return []
-        return [way.start(torch.uint8, fetch) for way in ways(self._plan, self._collectives, self._device)]
+    def _exchange(self, ways: Callable[..., list[Way]], fetch: Callable[[Segment], Tensor]) -> list[Arrival]:
+        def pack(segments: Segments) -> bool:
+            for segment, target in segments:
+                target.copy_(fetch(segment))
+            return True
+
+        found = ways(self._plan, self._collectives, self._device) if self.entries else []
+        return [way.start(torch.uint8, lambda segment: True, pack) for way in found]
 
 
 def _plan_of(entries: Sequence[Entry], plan: MatrixPlan) -> MatrixPlan:

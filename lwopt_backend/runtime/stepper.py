@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,17 +12,8 @@ from lwopt_backend.plan import MatrixPlan, Segment
 from lwopt_backend.rules import MatrixRule, WeightRule
 from lwopt_backend.runtime.agreement import StepReport
 from lwopt_backend.runtime.collectives import Collectives
-from lwopt_backend.runtime.exchange import Arrival, ways_back, ways_to_owners
-from lwopt_backend.runtime.whole import (
-    Slices,
-    Storage,
-    WholeMatrices,
-    advance,
-    apply_update,
-    directions_of,
-    joined,
-    put,
-)
+from lwopt_backend.runtime.exchange import Arrival, Segments, ways_back, ways_to_owners
+from lwopt_backend.runtime.whole import Slices, Storage, WholeMatrices, advance, copy_all
 
 # Early exchange: buckets sent in the backward pass, and used only if they carried what the step would have sent.
 
@@ -65,9 +55,7 @@ class EarlyExchange:
         self._waiting[bucket].discard(atom)
         if not self._waiting[bucket]:
             rules, storage = now()
-            self._departed[bucket] = self._stepper.send(
-                bucket, rules, lambda index: preview(rules[index], storage, index)
-            )
+            self._departed[bucket] = self._stepper.send_directions(bucket, rules, Copied(storage))
 
     def forget(self) -> None:
         """Drop all exchanges in flight."""
@@ -88,14 +76,10 @@ class EarlyExchange:
             if missing.intersection(self._buckets[bucket]):
                 flags[bucket] = 1
                 continue
-            copies = set(self._stepper.held[bucket])  # atoms that another rank sends
-            for segment, sent in arrival.sent():
-                copies.discard(segment.atom)
-                now = joined(directions_of(rules[segment.atom], storage.parts(segment.atom), advance=True))
-                now = now.to(sent.device, sent.dtype).reshape(-1)
-                flags[bucket] |= (_bits(now) != _bits(sent)).any()
-            for atom in copies:
-                advance(rules[atom], storage.parts(atom))
+            sent = [data for _, data in arrival.sent()]
+            now = self._stepper.advance_sent(bucket, rules, storage, arrival)
+            if sent:
+                flags[bucket] |= (_bits(torch.cat(now)) != _bits(torch.cat(sent))).any()
             self._advanced.add(bucket)
         return flags
 
@@ -116,13 +100,18 @@ class EarlyExchange:
         return settled
 
 
-def preview(rule: MatrixRule, storage: Storage, atom: int) -> Tensor:
-    """The direction after this gradient, without changing the state."""
-    pieces = [
-        Slices(part.value, part.grad, {key: tensor.clone() for key, tensor in part.state.items()})
-        for part in storage.parts(atom)
-    ]
-    return joined(directions_of(rule, pieces, advance=True))
+class Copied(Storage):
+    """Parts of ``storage`` with copies of their state, which may be advanced before the step."""
+
+    def __init__(self, storage: Storage) -> None:
+        super().__init__()
+        self._storage = storage
+
+    def parts(self, index: int) -> Sequence[Slices]:
+        return [
+            Slices(part.value, part.grad, {key: tensor.clone() for key, tensor in part.state.items()})
+            for part in self._storage.parts(index)
+        ]
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -141,18 +130,17 @@ def _bits(tensor: Tensor) -> Tensor:
 #                           receive the previous bucket's updates, decay, apply them
 #
 # At most two buckets are in flight. Matrices stored whole at their owner never enter a buffer: they are updated through
-# views, one at a time, so a step's temporaries are one matrix (or one bucket).
+# views, one at a time or in batches, so a step's temporaries are one matrix (or one bucket).
 
 
 class MatrixStepper:
-    """Steps the matrices of one plan. The rule takes up to ``batch_numel`` elements of equally shaped matrices at once.
+    """Steps the matrices of one plan. The rule takes up to ``batch_numel`` elements at once, as ``WholeMatrices`` does.
 
-    With 0, it takes them one by one: this yields the bits of an unsharded optimizer, and is faster on a CPU. Batching
-    saves kernel launches on an accelerator. Matrices are exchanged on ``device``, wherever they are stored; the rule
-    runs on ``rule_device``, by default the same.
+    With 0, it takes matrices one by one: this yields the bits of an unsharded optimizer, and is faster on a CPU.
+    Batching saves kernel launches on an accelerator. Matrices are exchanged on ``device``, wherever they are stored;
+    the rule runs on ``rule_device``, by default the same.
 
-    ``owned`` are the atoms that this rank owns, ``owner_state`` is their owner state; ``held`` are, by bucket, the
-    atoms of which this rank stores a piece and its state.
+    ``owned`` are the atoms that this rank owns, ``owner_state`` is their owner state.
     """
 
     def __init__(
@@ -165,12 +153,16 @@ class MatrixStepper:
         rule_device: torch.device | None = None,
     ) -> None:
         rank = collectives.rank
-        self._atoms, self._collectives = plan.atoms, collectives
+        self._collectives = collectives
         self._to_owners = ways_to_owners(plan, collectives, device)
         self._back = ways_back(plan, collectives, device)
         self._local = share_out(plan.local_atoms(rank), len(plan.buckets) + 1)
         self._owned = [[atom for atom in bucket if plan.ownership.owners[atom] == rank] for bucket in plan.buckets]
-        self.held = [[a for a in bucket if plan.keeps_state(a, rank)] for bucket in plan.buckets]
+        sent = [{segment.atom for segment in way.transfer.sends} for way in self._to_owners]
+        self._copies = [  # by bucket, atoms of which this rank stores a piece that another sends
+            [a for a in bucket if plan.keeps_state(a, rank) and a not in here]
+            for bucket, here in zip(plan.buckets, sent)
+        ]
         self._first = [bucket[0] for bucket in plan.buckets]
         self.owned = [atom for atom, owner in enumerate(plan.ownership.owners) if owner == rank]
         self._whole = WholeMatrices(plan.atoms, rule_device or device, batch_numel=batch_numel)
@@ -215,86 +207,102 @@ class MatrixStepper:
     def _step_local(self, share: int, run: _Run) -> None:
         run.report.attempt(lambda: self._whole.step(run.active_of(self._local[share]), run.rules, run.storage))
 
-    def send(self, bucket: int, rules: Sequence[MatrixRule], direction: Callable[[int], Tensor | None]) -> Arrival:
-        """Start the all-to-all that sends a bucket to its owners: of each atom, the piece that ``direction`` gives."""
-        dtype = rules[self._first[bucket]].exchange_dtype
-        return self._to_owners[bucket].start(dtype, lambda segment: direction(segment.atom))
+    def send_directions(self, bucket: int, rules: Sequence[MatrixRule], storage: Storage) -> Arrival:
+        """Start the all-to-all that sends a bucket's directions to their owners; zeros if they cannot be computed."""
+        return self._send_directions(bucket, _Run(rules, storage), advance=True)
+
+    def advance_sent(
+        self, bucket: int, rules: Sequence[MatrixRule], storage: Storage, arrival: Arrival
+    ) -> list[Tensor]:
+        """Advance the state of a bucket that was sent before; returns what would be sent now."""
+        now = {segment.atom: torch.empty_like(data) for segment, data in arrival.sent()}
+        self._whole.pack_directions(now, rules, storage, advance=True)
+        for atom in self._copies[bucket]:
+            advance(rules[atom], storage.parts(atom))
+        return list(now.values())
+
+    def _send(self, bucket: int, run: _Run, pack: Callable[[dict[int, Tensor]], None]) -> Arrival:
+        """Start an all-to-all to the owners; ``pack`` fills the flat tensors that it is given by atom."""
+
+        def fill(segments: Segments) -> bool:
+            pack({segment.atom: target for segment, target in segments})
+            return True
+
+        def packed(segments: Segments) -> bool:
+            return run.report.attempt(fill, segments) or False
+
+        dtype = run.rules[self._first[bucket]].exchange_dtype
+        return self._to_owners[bucket].start(dtype, lambda segment: run.active(segment.atom), packed)
+
+    def _send_directions(self, bucket: int, run: _Run, *, advance: bool) -> Arrival:
+        return self._send(
+            bucket, run, lambda into: self._whole.pack_directions(into, run.rules, run.storage, advance=advance)
+        )
 
     def _depart(self, bucket: int, run: _Run) -> list[Arrival]:
         """Start sending the bucket's directions to the owners, and its weights if its rule is a ``WeightRule``."""
         if bucket >= len(self._to_owners):
             return []
-        arrivals = [self._depart_directions(bucket, run)]
+        advanced = bucket in run.departed
+        arrivals = [run.departed.get(bucket) or self._send_directions(bucket, run, advance=not advanced)]
+        for atom in [] if advanced else self._copies[bucket]:
+            run.report.attempt(run.advance, atom)
         if isinstance(run.rules[self._first[bucket]], WeightRule):
-            arrivals.append(self.send(bucket, run.rules, partial(run.report.attempt, run.value)))
+            arrivals.append(self._send(bucket, run, lambda into: self._whole.pack_values(into, run.storage)))
         return arrivals
 
-    def _depart_directions(self, bucket: int, run: _Run) -> Arrival:
-        if bucket in run.departed:
-            return run.departed[bucket] or self.send(bucket, run.rules, partial(run.report.attempt, run.direction))
-        copies = set(self.held[bucket])  # atoms that another rank sends
-
-        def direction(atom: int) -> Tensor | None:
-            copies.discard(atom)
-            return run.direction(atom, advance=True)
-
-        arrival = self.send(bucket, run.rules, partial(run.report.attempt, direction))
-        for atom in sorted(copies):
-            run.report.attempt(run.advance, atom)
-        return arrival
-
     def _update_owned(self, bucket: int, arriving: Sequence[Arrival], run: _Run) -> Arrival:
-        arrived = [self._whole_of(arrival) for arrival in arriving]
-        weights = dict(arrived[1]) if len(arrived) > 1 else {}  # of rules that change them; they return if one fails
-        updates = {**weights, **(run.report.attempt(self._updates, bucket, arrived, run) or {})}
+        batches = list(self._whole.batches(run.active_of(self._owned[bucket]), run.rules))
+        arrived = [self._whole_of(arrival, batches) for arrival in arriving]
+        updates: dict[int, Tensor] = {}
+        if len(arrived) > 1:  # weights of rules that change them, one by one; they return if one fails
+            updates = {atom: weight for (atom,), weight in zip(batches, arrived[1])}
+        updates |= run.report.attempt(self._updates, batches, arrived, run) or {}
 
-        def fetch(segment: Segment) -> Tensor | None:
-            return _cut(updates[segment.atom], segment) if segment.atom in updates else None
+        def packed(segments: Segments) -> bool:
+            cuts = [_cut(updates[segment.atom], segment) for segment, _ in segments]
+            copy_all([target.view(cut.shape) for (_, target), cut in zip(segments, cuts)], cuts)
+            return True
 
         is_last = bucket == len(self._back) - 1
         dtype = run.rules[self._first[bucket]].exchange_dtype
-        return self._back[bucket].start(dtype, fetch, (lambda: run.report.word) if is_last else None)
+        return self._back[bucket].start(
+            dtype, lambda segment: segment.atom in updates, packed, (lambda: run.report.word) if is_last else None
+        )
 
-    def _updates(self, bucket: int, arrived: Sequence[dict[int, Tensor]], run: _Run) -> dict[int, Tensor]:
+    def _updates(self, batches: Sequence[list[int]], arrived: Sequence[list[Tensor]], run: _Run) -> dict[int, Tensor]:
         """The updates of the matrices of a bucket that this rank owns, by atom."""
         directions, *weights = arrived
         updates: dict[int, Tensor] = {}
-        for batch in self._whole.batches(run.active_of(self._owned[bucket]), run.rules):
-            rule = run.rules[batch[0]]
+        for number, batch in enumerate(batches):
+            rule, stack = run.rules[batch[0]], directions.pop(0)
             if isinstance(rule, WeightRule):
-                for atom in batch:
-                    grad, weight = directions.pop(atom), weights[0].pop(atom)
-                    updates[atom] = self._whole.step_weight(rule, atom, weight, grad)
+                updates[batch[0]] = self._whole.step_weight(rule, batch[0], weights[0][number], stack)
             else:
-                transformed = self._whole.transform(rule, batch, [directions.pop(atom) for atom in batch])
-                updates.update(zip(batch, transformed))
+                updates.update(zip(batch, self._whole.transform(rule, batch, stack)))
         return updates
 
-    def _whole_of(self, arrival: Arrival) -> dict[int, Tensor]:
-        """Wait; returns the matrices that arrived, by atom."""
+    def _whole_of(self, arrival: Arrival, batches: Sequence[list[int]]) -> list[Tensor]:
+        """Wait; returns the matrices that arrived, batch by batch."""
+        stacks = [self._whole.empty(batch, arrival.received) for batch in batches]
         matrices: dict[int, Tensor] = {}
+        for batch, stack in zip(batches, stacks):
+            matrices.update(zip(batch, stack.view(-1, *stack.shape[-2:])))
 
-        def deliver(segment: Segment, data: Tensor) -> None:
-            if segment.atom not in matrices:
-                matrices[segment.atom] = data.new_empty(self._atoms[segment.atom].shape)
-            target = _cut(matrices[segment.atom], segment)
-            target.copy_(data.view(target.shape))
+        def deliver(segments: Segments) -> None:
+            here = [(_cut(matrices[s.atom], s), data) for s, data in segments if s.atom in matrices]
+            copy_all([cut for cut, _ in here], [data.view(cut.shape) for cut, data in here])
 
         arrival.wait(deliver)
-        return matrices
+        return stacks
 
     def _apply_returned(self, returning: Arrival | None, run: _Run) -> None:
-        if returning is not None:
-            returning.wait(lambda segment, update: run.report.attempt(self._apply, segment.atom, update, run))
+        def apply(segments: Segments) -> None:
+            updates = {segment.atom: update for segment, update in segments if run.active(segment.atom)}
+            self._whole.apply(updates, run.rules, run.storage)
 
-    def _apply(self, atom: int, update: Tensor, run: _Run) -> None:
-        if not run.active(atom):
-            return
-        pieces = run.storage.parts(atom)
-        if isinstance(run.rules[atom], WeightRule):
-            put(pieces, update)
-        else:
-            apply_update(pieces, update, run.rules[atom], self._atoms[atom])
+        if returning is not None:
+            returning.wait(lambda segments: run.report.attempt(apply, segments))
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,27 +311,17 @@ class _Run:
 
     rules: Sequence[MatrixRule]
     storage: Storage
-    active: Callable[[int], bool]
-    departed: Mapping[int, Arrival | None]
-    report: StepReport
+    active: Callable[[int], bool] = lambda atom: True
+    departed: Mapping[int, Arrival | None] = field(default_factory=dict)
+    report: StepReport = field(default_factory=StepReport)
 
     def active_of(self, atoms: Sequence[int]) -> list[int]:
         return [atom for atom in atoms if self.active(atom)]
-
-    def direction(self, atom: int, *, advance: bool = False) -> Tensor | None:
-        """The direction of this rank's piece; None if the matrix is not active."""
-        if not self.active(atom):
-            return None
-        return joined(directions_of(self.rules[atom], self.storage.parts(atom), advance=advance))
 
     def advance(self, atom: int) -> None:
         """Advance the state of this rank's copy of an atom that another rank sends."""
         if self.active(atom):
             advance(self.rules[atom], self.storage.parts(atom))
-
-    def value(self, atom: int) -> Tensor | None:
-        """This rank's piece of the weight; None if the matrix is not active."""
-        return joined([part.value for part in self.storage.parts(atom)]) if self.active(atom) else None
 
 
 def share_out(items: Sequence[int], shares: int) -> list[list[int]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -104,9 +105,10 @@ def _view(tensor: Tensor, view: View) -> Tensor:
 
 
 class WholeMatrices:
-    """Runs rules on whole matrices among ``atoms``, up to ``batch_numel`` elements of equal shape at once.
+    """Runs rules on ``atoms``, up to ``batch_numel`` elements at once: on whole matrices of equal shape, and element by
+    element on this rank's pieces of any.
 
-    Rules run on ``rule_device``, wherever the matrices are stored; ``owner_state`` is on it, too.
+    Rules run on whole matrices on ``rule_device``, wherever they are stored; ``owner_state`` is on it, too.
     """
 
     def __init__(self, atoms: Sequence[Atom], rule_device: torch.device, *, batch_numel: int = 0) -> None:
@@ -122,35 +124,43 @@ class WholeMatrices:
             parts = [storage.parts(atom) for atom in batch]
             rule = rules[batch[0]]
             if isinstance(rule, WeightRule):
-                for atom, pieces in zip(batch, parts):
-                    value = self._matrix(atom, [part.value for part in pieces])
-                    grad = self._matrix(atom, [part.grad for part in pieces])
-                    put(pieces, self.step_weight(rule, atom, value, grad))
-                continue
-            directions = []
-            for atom, pieces in zip(batch, parts):
-                directions.append(self._matrix(atom, directions_of(rules[atom], pieces, advance=True)))
-            for atom, pieces, update in zip(batch, parts, self.transform(rule, batch, directions)):
-                apply_update(pieces, update, rules[atom], self._atoms[atom])
+                (pieces,) = parts
+                value, grad = (self._stack(batch, [[getattr(p, of) for p in pieces]]) for of in ("value", "grad"))
+                updates: Sequence[Tensor] = [self.step_weight(rule, batch[0], value, grad)]
+            else:
+                directions = iter(directions_of(rule, list(chain.from_iterable(parts)), advance=True))
+                stack = self._stack(batch, [[next(directions) for _ in pieces] for pieces in parts])
+                updates = self.transform(rule, batch, stack)
+            self._apply(rule, batch, parts, updates)
 
-    def _matrix(self, atom: int, pieces: Sequence[Tensor]) -> Tensor:
-        """An atom's pieces as one contiguous matrix; a single contiguous piece is not copied."""
-        return joined(pieces).reshape(self._atoms[atom].shape).contiguous()
+    def _stack(self, batch: Sequence[int], pieces: Sequence[Sequence[Tensor]]) -> Tensor:
+        """The matrices of a batch, of which these are the pieces; a single contiguous piece is not copied."""
+        if len(batch) == 1 and len(pieces[0]) == 1:
+            return pieces[0][0].reshape(self._atoms[batch[0]].shape).contiguous()
+        every = list(chain.from_iterable(pieces))
+        stack = self.empty(batch, max(every, key=lambda piece: piece.itemsize))
+        copy_all(_like(stack.view(-1), every), every)
+        return stack
 
-    def transform(self, rule: MatrixRule, atoms: Sequence[int], matrices: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The update of each matrix, in the shape of the stored matrix."""
-        matrices = [matrix.to(self._rule_device) for matrix in matrices]
+    def empty(self, batch: Sequence[int], like: Tensor) -> Tensor:
+        """Room for the matrices of a batch: one as a matrix, several as one tensor of them."""
+        shape = self._atoms[batch[0]].shape
+        return like.new_empty(shape if len(batch) == 1 else (len(batch), *shape))
+
+    def transform(self, rule: MatrixRule, atoms: Sequence[int], stack: Tensor) -> Sequence[Tensor]:
+        """The update of each matrix of a batch, in the shape of the stored matrix."""
+        stack = stack.to(self._rule_device)
+        transposed = self._atoms[atoms[0]].transposed
         with record_function(_label(rule)):
-            if not self._atoms[atoms[0]].transposed:
-                return self._run_rule(rule, atoms, matrices)
-            return [update.T for update in self._run_rule(rule, atoms, [matrix.T.contiguous() for matrix in matrices])]
-
-    def _run_rule(self, rule: MatrixRule, atoms: Sequence[int], matrices: Sequence[Tensor]) -> Sequence[Tensor]:
-        if isinstance(rule, OwnerStateRule):
-            return [rule.transform_with(m, self.owner_state.of(atom, rule)) for atom, m in zip(atoms, matrices)]
-        if len(matrices) == 1:
-            return [rule.transform(matrices[0])]
-        return rule.transform(torch.stack(list(matrices))).unbind(0)
+            stack = stack.mT.contiguous() if transposed else stack
+            if isinstance(rule, OwnerStateRule):
+                update = rule.transform_with(stack, self.owner_state.of(atoms[0], rule))
+            else:
+                update = rule.transform(stack)
+            update = update.mT if transposed else update
+            if self._batch_numel:  # then all are copied on in one operation
+                update = update.contiguous()
+        return update.unbind(0) if len(atoms) > 1 else [update]
 
     def step_weight(self, rule: WeightRule, atom: int, value: Tensor, grad: Tensor) -> Tensor:
         """The new weight of a matrix, in the shape of the stored matrix; may change ``value`` in place."""
@@ -165,16 +175,69 @@ class WholeMatrices:
             nested.check(state)
         return value.T if transposed else value
 
-    def batches(self, atoms: Sequence[int], rules: Sequence[MatrixRule]) -> Iterator[list[int]]:
-        """Yield atoms of equal shape, orientation and rule, at most ``batch_numel`` elements or one atom at a time."""
-        alike: dict[tuple[Any, ...], list[int]] = {}
+    def batches(self, atoms: Sequence[int], rules: Sequence[MatrixRule], *, alike: bool = True) -> Iterator[list[int]]:
+        """Yield atoms of one rule, at most ``batch_numel`` elements or one atom at a time.
+
+        If ``alike``, of equal shape and orientation, and one at a time if the rule takes no more.
+        """
+        found: dict[tuple[Any, ...], list[int]] = {}
         for atom in atoms:
-            key = self._atoms[atom].shape, self._atoms[atom].transposed, id(rules[atom])
-            alike.setdefault(key, []).append(atom)
-        for members in alike.values():
-            size = max(1, self._batch_numel // self._atoms[members[0]].numel)
-            for begin in range(0, len(members), size):
-                yield members[begin : begin + size]
+            key = (self._atoms[atom].shape, self._atoms[atom].transposed) if alike else ()
+            found.setdefault((id(rules[atom]), *key), []).append(atom)
+        for members in found.values():
+            single = alike and isinstance(rules[members[0]], (OwnerStateRule, WeightRule))
+            batch, numel = members[:1], self._atoms[members[0]].numel
+            for atom in members[1:]:
+                numel += self._atoms[atom].numel
+                if single or numel > self._batch_numel:
+                    yield batch
+                    batch, numel = [], self._atoms[atom].numel
+                batch.append(atom)
+            yield batch
+
+    def pack_directions(
+        self, into: Mapping[int, Tensor], rules: Sequence[MatrixRule], storage: Storage, *, advance: bool
+    ) -> None:
+        """Copy the direction of this rank's fragment of each atom into a flat tensor."""
+        for batch in self.batches(list(into), rules, alike=False):
+            parts = [storage.parts(atom) for atom in batch]
+            targets = [_like(into[atom], [part.value for part in of_atom]) for atom, of_atom in zip(batch, parts)]
+            pieces = directions_of(rules[batch[0]], list(chain.from_iterable(parts)), advance=advance)
+            copy_all(list(chain.from_iterable(targets)), pieces)
+
+    def pack_values(self, into: Mapping[int, Tensor], storage: Storage) -> None:
+        """Copy this rank's fragment of the weight of each atom into a flat tensor."""
+        for atom, target in into.items():
+            pieces = [part.value for part in storage.parts(atom)]
+            copy_all(_like(target, pieces), pieces)
+
+    def apply(self, updates: Mapping[int, Tensor], rules: Sequence[MatrixRule], storage: Storage) -> None:
+        """Decay this rank's fragment of each atom, and apply the flat fragment of its update."""
+        for batch in self.batches(list(updates), rules, alike=False):
+            parts = [storage.parts(atom) for atom in batch]
+            self._apply(rules[batch[0]], batch, parts, [updates[atom] for atom in batch])
+
+    def _apply(
+        self, rule: MatrixRule, batch: Sequence[int], parts: Sequence[Sequence[Slices]], updates: Sequence[Tensor]
+    ) -> None:
+        """Apply the updates of a batch, the new weights if it is a ``WeightRule``, to pieces of the weights."""
+        every = list(chain.from_iterable(parts))
+        values, dtypes = [part.value for part in every], [part.grad.dtype for part in every]
+        moves = [
+            move
+            for pieces, update in zip(parts, updates)
+            for move in _like(update.reshape(-1) if len(pieces) > 1 else update, [part.value for part in pieces])
+        ]
+        if isinstance(rule, WeightRule):
+            copy_all(values, moves)
+            return
+        shapes = [self._atoms[atom].rule_shape for atom, pieces in zip(batch, parts) for _ in pieces]
+        # Where the state is wider than the weight, the step is computed in the state's dtype and rounded once.
+        wide = cast_all(values, dtypes)
+        moves = [move.to(value.device) for move, value in zip(moves, values)]
+        rule.apply_all(wide, cast_all(moves, dtypes) if len(batch) > 1 else moves, shapes)
+        if any(new is not value for value, new in zip(values, wide)):
+            copy_all(values, wide)
 
 
 def _label(rule: MatrixRule) -> str:
@@ -190,43 +253,39 @@ def advance(rule: MatrixRule, pieces: Sequence[Slices]) -> None:
         rule.accumulate(rule.gradient(part.grad, part.value), part.state)
 
 
-def directions_of(rule: MatrixRule, pieces: Sequence[Slices], *, advance: bool) -> list[Tensor]:
+def directions_of(rule: MatrixRule, pieces: Sequence[Slices], *, advance: bool) -> Sequence[Tensor]:
     """The direction of each piece, which the rule's ``transform`` takes.
 
     ``advance`` first accumulates a piece's gradient into its state, which is then in the cache when it is read.
     """
-    found = []
-    for part in pieces:
-        grad = rule.gradient(part.grad, part.value)
-        if advance:
-            rule.accumulate(grad, part.state)
-        found.append(rule.direction(grad, part.state))
-    return found
+    grads, values, states = ([getattr(part, of) for part in pieces] for of in ("grad", "value", "state"))
+    return rule.directions(grads, values, states, advance=advance)
 
 
-def joined(pieces: Sequence[Tensor]) -> Tensor:
-    """The pieces as one tensor: a single piece as it is, several flattened and concatenated."""
-    return pieces[0] if len(pieces) == 1 else torch.cat([piece.reshape(-1) for piece in pieces])
+# Many tensors in one operation.
 
 
-def apply_update(pieces: Sequence[Slices], update: Tensor, rule: MatrixRule, atom: Atom) -> None:
-    """Decay pieces of a weight, and apply the same pieces of the matrix's ``update`` to them."""
-    for part, moved in zip(pieces, _cut_like(pieces, update)):
-        # Where the state is wider than the weight, the step is computed in the state's dtype and rounded once.
-        value = part.value if part.value.dtype == part.grad.dtype else part.value.to(part.grad.dtype)
-        rule.apply(value, moved.to(value.device), atom.rule_shape)
-        if value is not part.value:
-            part.value.copy_(value)
-
-
-def put(pieces: Sequence[Slices], weight: Tensor) -> None:
-    """Copy the same pieces of ``weight`` into pieces of a weight."""
-    for part, new in zip(pieces, _cut_like(pieces, weight)):
-        part.value.copy_(new)
-
-
-def _cut_like(pieces: Sequence[Slices], whole: Tensor) -> list[Tensor]:
+def _like(tensor: Tensor, pieces: Sequence[Tensor]) -> list[Tensor]:
+    """Views of consecutive elements in the shapes of ``pieces``. A tensor is flat, unless there is only one piece."""
     if len(pieces) == 1:
-        return [whole.reshape(pieces[0].value.shape)]
-    flats = whole.reshape(-1).split([part.value.numel() for part in pieces])
-    return [flat.view(part.value.shape) for flat, part in zip(flats, pieces)]
+        return [tensor.reshape(pieces[0].shape)]
+    return [flat.view(piece.shape) for flat, piece in zip(tensor.split([p.numel() for p in pieces]), pieces)]
+
+
+def copy_all(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Copy tensors into others of their shapes."""
+    if len({tensor.dtype for tensor in into}) == 1:
+        torch._foreach_copy_(list(into), list(tensors))
+        return
+    for target, tensor in zip(into, tensors):  # CUDA, of some versions of torch, takes all for the first one's dtype
+        target.copy_(tensor)
+
+
+def cast_all(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """The tensors in these dtypes; those that have theirs as they are."""
+    if len(tensors) == 1 or len({*dtypes, *(tensor.dtype for tensor in tensors)}) != 2 or len(set(dtypes)) != 1:
+        return [tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes)]
+    flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=dtypes[0], device=tensors[0].device)
+    cast = _like(flat, tensors)
+    copy_all(cast, tensors)
+    return cast

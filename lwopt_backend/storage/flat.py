@@ -35,6 +35,7 @@ from lwopt_backend.plan.layouts import SUB_GROUP_SIZE, BlockPartition, BlockRepl
 from lwopt_backend.plan.owners import modelled_time
 from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.rules import MatrixRule
+from lwopt_backend.rules.newton_schulz import IMMEDIATE
 from lwopt_backend.runtime.agreement import StepReport, plan_digest, setting
 from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.state import StatePiece
@@ -275,5 +276,5 @@ def matrix_stepper(
 ) -> MatrixStepper:
     """The stepper of ``plan``, which exchanges on ``device`` and runs the rule on the configured ``ns_device``."""
     rule_device = torch.device("cpu") if config.ns_device == "cpu" else device
-    batch_numel = 0 if rule_device.type == "cpu" else config.bucket_numel
+    batch_numel = 0 if rule_device.type in IMMEDIATE else config.bucket_numel
     return MatrixStepper(plan, collectives, device, batch_numel=batch_numel, rule_device=rule_device)

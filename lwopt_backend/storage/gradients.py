@@ -217,16 +217,15 @@ class OwnedGradients:
             total = torch.stack(largest).max().float() if largest else torch.zeros((), device=self._device())
             return largest_of_all(self._widest.everyone, total)
 
-        def power(grad: Tensor) -> Tensor:
-            norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
-            return norm**norm_type
+        def powers(grads: list[Tensor]) -> Sequence[Tensor]:
+            return torch._foreach_pow(torch._foreach_norm(grads, norm_type, dtype=torch.float64), norm_type)
 
-        return (self._summed(pick, power).sum() ** (1 / norm_type)).float()
+        return (self._summed(pick, powers).sum() ** (1 / norm_type)).float()
 
     @torch.no_grad()
     def count_zeros(self, pick: Callable[[int], bool]) -> int:
         """The number of their elements that are exactly zero. Called on all ranks."""
-        zeros = self._summed(pick, lambda grad: (grad.numel() - torch.count_nonzero(grad)).double())
+        zeros = self._summed(pick, lambda grads: [(g.numel() - torch.count_nonzero(g)).double() for g in grads])
         return int(zeros.sum())
 
     @torch.no_grad()
@@ -236,11 +235,15 @@ class OwnedGradients:
             for grad in bucket.stored_grads():
                 grad.mul_(factor)
 
-    def _summed(self, pick: Callable[[int], bool], measure: Callable[[Tensor], Tensor]) -> Tensor:
+    def _summed(self, pick: Callable[[int], bool], measure: Callable[[list[Tensor]], Sequence[Tensor]]) -> Tensor:
         """Per parameter, the sum of ``measure`` over its pieces on all ranks; the last entry is for all experts."""
-        sums = torch.zeros(len(self._entry) + 1, dtype=torch.float64, device=self._device())
-        for param, grad in self._owned(pick):
-            sums[self._entry.get(param, len(self._entry))] += measure(grad)
+        owned = self._owned(pick)
+        found: dict[int, Tensor] = {}
+        for (param, _), value in zip(owned, measure([grad for _, grad in owned]) if owned else ()):
+            entry = self._entry.get(param, len(self._entry))
+            found[entry] = found[entry] + value if entry in found else value
+        zero = torch.zeros((), dtype=torch.float64, device=self._device())
+        sums = torch.stack([found.get(entry, zero) for entry in range(len(self._entry) + 1)])
         self._widest.everyone.all_reduce(sums)
         return sums
 

@@ -27,6 +27,7 @@ from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.routing.grouping import Grouping, Member
 from lwopt_backend.routing.models import as_module
 from lwopt_backend.rules import MatrixRule
+from lwopt_backend.rules.newton_schulz import IMMEDIATE
 from lwopt_backend.runtime.agreement import agree_in_all
 from lwopt_backend.runtime.collectives import Alone, Collectives, Presence, TorchCollectives
 from lwopt_backend.runtime.stepper import MatrixStepper
@@ -435,10 +436,10 @@ class MeshStepper:
         self.matrices, self.places = self.planned.matrices, self.planned.places
         self.blocks = [self.planned.block(atom) for atom in range(len(self.matrices))]
         self.device = mesh.device if mesh else (local(members[0].param).device if members else torch.device("cpu"))
-        batch = 0 if self.device.type == "cpu" else BATCH_NUMEL
+        batch = 0 if self.device.type in IMMEDIATE else BATCH_NUMEL
         self.stepper = MatrixStepper(self.plan, collectives, self.device, batch_numel=batch)
 
-    def presence(self, more: Tensor | None = None, *, problem: bool = False, number: int = 0) -> Presence:
+    def presence(self, more: Tensor | Sequence[int] = (), *, problem: bool = False, number: int = 0) -> Presence:
         """Start to agree on which members have a gradient, on whether a rank has a ``problem``, on the ``number`` of
         the options, and on ``more`` flags. Called on all ranks of the mesh."""
         here = [member.param.grad is not None for member in self.members]

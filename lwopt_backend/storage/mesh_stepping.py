@@ -181,7 +181,8 @@ def step_all(
         touched = [attachment.touched(number, *part, report) for number, part in enumerate(parts)]
     problem = changed is not None or report.failure is not None
     presences = [
-        stepper.presence(flags, problem=problem, number=report.number) for stepper, flags in zip(steppers, touched)
+        stepper.presence(() if flags is None else flags, problem=problem, number=report.number)
+        for stepper, flags in zip(steppers, touched)
     ]
     with failing(lambda: f"{NAME}: hearing from all ranks which parameters have gradients"):
         error = _error_anywhere(steppers, presences, groups, changed, report.failure)

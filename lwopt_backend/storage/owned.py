@@ -22,6 +22,7 @@ from lwopt_backend.plan.layouts import View, range_views
 from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.routing.grouping import Grouping, Member
 from lwopt_backend.rules import MatrixRule
+from lwopt_backend.rules.newton_schulz import IMMEDIATE
 from lwopt_backend.runtime.agreement import StepReport, agree, agree_in_all, plan_digest
 from lwopt_backend.runtime.bucket_manager import BucketManager
 from lwopt_backend.runtime.buckets import BucketBuffers, Sharers
@@ -157,7 +158,7 @@ class OwnedStepper:
                     self._atoms.append(atom)
                     self._places.append((number, range_views(block, piece.start, piece.stop, 0)))
         device = members[0].param.device
-        self._whole = WholeMatrices(self._atoms, device, batch_numel=0 if device.type == "cpu" else BATCH_NUMEL)
+        self._whole = WholeMatrices(self._atoms, device, batch_numel=0 if device.type in IMMEDIATE else BATCH_NUMEL)
         self._elementwise = ElementwiseGroups()
         self.updated: set[int] = set()  # buckets that were stepped in backward
         self.state: dict[int, dict[str, Tensor]] = {}
@@ -401,14 +402,14 @@ class OwnedCore:
     def _lines(self, part: Sequence[int], plan: OwnedPlan) -> list[str]:
         return plan_lines([self.members[number] for number in part], plan)
 
-    def presences(self, more: torch.Tensor, options: int) -> list[Presence]:
+    def presences(self, more: Sequence[int], options: int) -> list[Presence]:
         """Which members have a gradient on any rank, per holdings; ``more`` are flags of all ranks of the first, and
         ``options`` the number of this rank's."""
         device = self.members[0].param.device
         found = []
         for number, held in enumerate(self.holdings):
             here = [self.manager.has_gradient(member) for member in held.numbers]
-            found.append(Presence(held.sharers.everyone, here, device, None if number else more, options))
+            found.append(Presence(held.sharers.everyone, here, device, () if number else more, options))
         return found
 
     def step(self, groups: Groups, presences: Sequence[Presence], report: StepReport) -> None:

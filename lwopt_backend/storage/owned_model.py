@@ -178,9 +178,7 @@ class Backward:
         self._manager.finish()
         passes = self._manager.passes
         wrong = mine is not None or self._failure is not None
-        flags = torch.tensor([wrong, drops, passes, -passes], dtype=torch.int32)
-        number = self._options.number(groups)
-        presences = self._core.presences(flags.to(self._manager.params[0].device), number)
+        presences = self._core.presences([wrong, drops, passes, -passes], self._options.number(groups))
         self._agreed = (passes, presences)
         with failing(self._hearing):
             any_problem, any_drops, most, fewest = presences[0].anywhere()[-4:]
