@@ -46,7 +46,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.kind = ""
         self.total = 0
         self.alive: Counter[str] = Counter()
@@ -73,7 +73,7 @@ class Recorder(TorchDispatchMode):
         memory: dict[int, int] = {}
         for tensor in tensors:
             key = self._record(tensor)
-            place = key or id(tensor), tensor.storage_offset(), tensor.numel()
+            place = key or id(tensor), int(tensor.storage_offset()), tensor.numel()
             elements[place] = tensor.numel() * tensor.itemsize
             if key is not None:
                 before, nbytes, storage = self._storages[key]
@@ -85,7 +85,7 @@ class Recorder(TorchDispatchMode):
 
     def address(self, tensor: Tensor) -> int:
         """A number that stands for the place of the tensor's first element."""
-        return tensor.untyped_storage()._cdata * 2**8 + tensor.storage_offset() * tensor.itemsize
+        return int(tensor.untyped_storage()._cdata * 2**48 + tensor.storage_offset() * tensor.itemsize)
 
     def waited(self, what: str) -> None:
         """Count one wait for the GPU."""
@@ -166,7 +166,7 @@ class Recorder(TorchDispatchMode):
         if not isinstance(tensor, FakeTensor) or tensor.fake_device.type != DEVICE.type:
             return None
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = int(storage._cdata)
         if key not in self._storages:
             nbytes, kind = storage.nbytes(), self.kind or self._part()
             self._storages[key] = (kind, nbytes, weakref.ref(storage, lambda _: self._freed(key)))

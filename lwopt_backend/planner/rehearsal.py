@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from lwopt_backend.plan import MACHINES
 from lwopt_backend.plan.cost import RankMemory
-from lwopt_backend.planner.absent_gpu import DEVICE, PACKAGE, Recorder, absent_gpu, replaced
+from lwopt_backend.planner.absent_gpu import DEVICE, HERE, PACKAGE, Recorder, absent_gpu, replaced
 from lwopt_backend.planner.part import Planned
 from lwopt_backend.planner.rehearsed_engines import ENGINES, Engine
 from lwopt_backend.planner.study import Stage, Study
@@ -152,9 +152,10 @@ def _step(engine: Engine, recorder: Recorder, counted: Counted) -> tuple[Kept, i
 
 
 def _told(error: Exception) -> str:
-    """The error, and the last line of this package that was reached."""
-    frames = [each for each in traceback.extract_tb(error.__traceback__) if Path(each.filename).is_relative_to(PACKAGE)]
-    where = f" ({Path(frames[-1].filename).relative_to(PACKAGE).as_posix()}:{frames[-1].lineno})" if frames else ""
+    """The error, and the last line of the engine that was reached."""
+    lines = [(Path(each.filename), each.lineno) for each in traceback.extract_tb(error.__traceback__)]
+    ours = [(path, line) for path, line in lines if path.is_relative_to(PACKAGE) and not path.is_relative_to(HERE)]
+    where = f" ({ours[-1][0].relative_to(PACKAGE).as_posix()}:{ours[-1][1]})" if ours else ""
     return f"{type(error).__name__}: {error}{where}"
 
 
@@ -232,7 +233,7 @@ def _work(engine: Engine, recorder: Recorder, counted: Counted, planned: Planned
 def _memory(engine: Engine, kept: Kept, planned: RankMemory) -> list[Figure]:
     """What is kept between a backward pass and its step, by kind."""
     found = [Figure(f"kept: {kind}", kept.get(kind, (0, 0))[0], getattr(planned, kind)) for kind in engine.compared]
-    if "parameters" in engine.compared:
+    if {"parameters", "gradients"} <= {*engine.compared}:
         both = [kept[kind] for kind in ("parameters", "gradients")]
         found.append(Figure("kept: padding", sum(memory - elements for elements, memory in both), planned.padding))
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -91,10 +91,14 @@ class OwnedEngine(Engine):
     def __init__(self, planned: Planned, setting: Setting) -> None:
         self._model, grouping = _made(planned.shared.grouping, partial(torch.empty_like, device=DEVICE))
         given: Any = Routed(setting.rules, _quiet(setting), grouping)
-        self._optimizer = OwnedOptimizer.__new__(OwnedOptimizer)
+        self._optimizer = cast(OwnedOptimizer, OwnedOptimizer.__new__(OwnedOptimizer))
         self._optimizer._train(self._model, given, Sharing(), sharded_later=False)
         self._core, self.digest = self._optimizer.core, self._optimizer.plan_digest
-        self.waits = {FLAGS: 1, FLAGS_SENT: 1, f"{SENT} storage/owned_model.py: _agree": 1}
+        config = self._optimizer.config
+        flags = 2 if config.keep_full_grads else 1  # also for those who see others' gradients
+        self.waits = {FLAGS: flags, FLAGS_SENT: flags, f"{SENT} storage/owned_model.py: _agree": 1}
+        if config.step_in_backward:  # gradients are used as they arrive
+            self.compared = [kind for kind in KEPT if kind != "gradients"]
 
     def backward(self) -> None:
         params = [*reversed(self._core.manager.params)]
@@ -117,7 +121,7 @@ class OwnedEngine(Engine):
             if bucket.full is not None:
                 gradients += [bucket.view(bucket.full, slot.param) for slot in bucket.bucket.slots]
             elif bucket.mine is not None:
-                gradients += bucket.owned_grads()
+                gradients += [bucket.mine.narrow(0, 0, 0), *bucket.owned_grads()]  # its buffer may be padding alone
         return {
             "parameters": self._core.manager.params,
             "gradients": gradients,
@@ -149,11 +153,11 @@ class MeshEngine(Engine):
     host's."""
 
     def __init__(self, planned: Planned, setting: Setting) -> None:
-        self._mesh = over_all_ranks(DEVICE.type, planned.ranks)
+        self._mesh = over_all_ranks(DEVICE.type, planned.ranks, TorchCollectives().rank)
         make = lambda like: in_rows(like.shape, like.dtype, self._mesh)  # noqa: E731
         self._model, grouping = _made(planned.shared.grouping, make)
         given: Any = Routed(setting.rules, _quiet(setting), grouping)
-        self._optimizer = MeshOptimizer.__new__(MeshOptimizer)
+        self._optimizer = cast(MeshOptimizer, MeshOptimizer.__new__(MeshOptimizer))
         self._optimizer._train(self._model, given, Sharing(), sharded_later=False)
         steppers, self.digest = self._optimizer._steppers, self._optimizer.plan_digest
         self.exchanges = sum(bool(stepper.plan.buckets) for stepper in steppers)
@@ -194,7 +198,8 @@ class FlatEngine(Engine):
         self._units: list[tuple[dict[str, Any], Tensor, GroupStepper, dict[str, Any]]] = []
         for group, plan in plans:
             assert not isinstance(plan.layout, Replicas)
-            flat, state = torch.zeros(plan.layout.partition_numel, device=DEVICE), {}
+            state: dict[str, Any] = {}
+            flat = torch.zeros(plan.layout.partition_numel, device=DEVICE)
             stepper = GroupStepper(plan, flat, collectives, config, DEVICE)
             stepper.fill_state(group, state)
             self._units.append((group, flat, stepper, state))

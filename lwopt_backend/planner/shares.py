@@ -315,16 +315,17 @@ def _collectives(plan: OwnedPlan, setting: Setting, config: OwnedConfig) -> list
         return max(map(sum, zip(*amounts)))
 
     back = busiest([bucket.return_numels() for bucket in plan.buckets])
-    found = [
+    shared = [
         Collective("reduce-scatter of gradients", count, wire * busiest([b.reduce_numels() for b in plan.buckets])),
         Collective("all-gather of parameters", count, setting.dtype.itemsize * back),
     ]
+    found = shared if plan.group_size > 1 else []
     if plan.instances > 1:
         owned = busiest([[stop - start for start, stop in bucket.parts] for bucket in plan.buckets])
         stepped = 4  # fp32, in which owners sum
         across = 2 * owned * stepped * (plan.instances - 1) // plan.instances
         found.insert(1, Collective("all-reduce across instances", count, across))
-    if config.keep_full_grads:
+    if config.keep_full_grads and plan.group_size > 1:
         found.append(Collective("all-gather of gradients", count, wire * back))
     return found
 

@@ -378,8 +378,10 @@ def pretended(rank: int, world_size: int, others: Callable[[Any, int], list[Any]
         gathered[:] = others(mine, len(gathered))
 
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
-    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)
-    before, dist.all_gather_object = dist.all_gather_object, gather
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
+    before = dist.all_gather_object
+    dist.all_gather_object = gather  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -509,9 +509,12 @@ def piece(member: MeshMember, state: Mapping[str, Any]) -> Slices:
     return Slices(value, grad.to(dtype), shards)
 
 
-def over_all_ranks(device_type: str, ranks: int) -> DeviceMesh:
-    """A mesh with one dimension, as ``fully_shard`` makes it by default."""
-    return DeviceMesh(device_type, list(range(ranks)))
+def over_all_ranks(device_type: str, ranks: int, rank: int) -> DeviceMesh:
+    """A mesh with one dimension, as ``fully_shard`` makes it by default, for a process that plays ``rank``.
+
+    torch takes equal meshes for each other, so those of one process that plays several ranks have different names.
+    """
+    return DeviceMesh(device_type, list(range(ranks)), mesh_dim_names=(f"of_rank_{rank}",))
 
 
 def in_rows(shape: Sequence[int], dtype: torch.dtype, mesh: DeviceMesh) -> DTensor:
