@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -281,13 +281,11 @@ def _owned_placed(plan: OwnedPlan, members: Sequence[Member], shared: Share, set
     found: dict[int, list[tuple[Atom, int, int]]] = {}
     groups = shared.grouping.groups
     for number, bucket in enumerate(plan.buckets):
+        starts = {slot.param: _starts(members[slot.param], groups) for slot in bucket.slots}
         for rank, pieces in enumerate(bucket.pieces_of_all()):
             for piece in pieces:
-                member = members[piece.param]
                 found.setdefault(piece.param, []).extend(
-                    (atom, rank, number)
-                    for atom, block in zip(atoms_of(member, groups[member.group]), member.blocks)
-                    if piece.start <= block.flat(0) < piece.stop
+                    (atom, rank, number) for start, atom in starts[piece.param] if piece.start <= start < piece.stop
                 )
     rows = [row for param in sorted(found) for row in found[param]]
     return Placed(
@@ -297,6 +295,11 @@ def _owned_placed(plan: OwnedPlan, members: Sequence[Member], shared: Share, set
         tuple(number for _, _, number in rows),
         tuple(bucket.numel for bucket in plan.buckets),
     )
+
+
+def _starts(member: Member, groups: Sequence[Mapping[str, Any]]) -> list[tuple[int, Atom]]:
+    """The matrices in a member, each with its first element's place in it."""
+    return [(block.flat(0), atom) for atom, block in zip(atoms_of(member, groups[member.group]), member.blocks)]
 
 
 def _owned_memory(plan: OwnedPlan, members: Sequence[Member], shared: Share, config: OwnedConfig) -> list[RankMemory]:
