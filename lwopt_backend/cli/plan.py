@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -53,26 +53,10 @@ def plan(
 
     Options that are left out have the engine's defaults.
     """
-    import torch
-
+    given = dict(locals())
     from lwopt_backend.planner.document import document
-    from lwopt_backend.planner.setting import Setting, cluster_named, engine_options, group_size_of
-    from lwopt_backend.planner.study import Deployment, plan_study
 
-    named = {"include": include, "exclude": exclude, "layout": layout, "bucket_mb": bucket_mb, "policy": policy}
-    named |= {"bucket_numel": bucket_numel, "group_size": group_size_of(group_size)}
-    setting = Setting.of(
-        engine,
-        cluster_named(cluster),
-        inputs.cost_named(cost),
-        engine_options(engine, named, option or ()),
-        dtype=getattr(torch, dtype) if dtype else None,
-        grad_dtype=grad_dtype,
-        sub_group_size=sub_group_size,
-    )
-    model = inputs.read_model(hf, checkpoint, shapes, setting.training)
-    with Console(stderr=True).status("planning"):
-        study = plan_study(model, Deployment(world_size, tp, pp, ep), setting, experts=experts)
+    model, study = studied(given)
     rows = _what_if(study) if (not as_json if what_if is None else what_if) else []
     content = document(study, source=model.source, rows=rows)
     _draw(content, html, png, lambda console: _print(console, model, study, rows))
@@ -80,6 +64,30 @@ def plan(
         typer.echo(json.dumps(content))
     else:
         _print(None, model, study, rows)
+
+
+def studied(given: Mapping[str, Any]) -> tuple[ModelShapes, Study]:
+    """The model and its study, from the options of ``plan`` by their names."""
+    import torch
+
+    from lwopt_backend.planner.setting import Setting, cluster_named, engine_options, group_size_of
+    from lwopt_backend.planner.study import Deployment, plan_study
+
+    named = {name: given[name] for name in ("include", "exclude", "layout", "bucket_mb", "policy", "bucket_numel")}
+    named["group_size"] = group_size_of(given["group_size"])
+    setting = Setting.of(
+        given["engine"],
+        cluster_named(given["cluster"]),
+        inputs.cost_named(given["cost"]),
+        engine_options(given["engine"], named, given["option"] or ()),
+        dtype=getattr(torch, given["dtype"]) if given["dtype"] else None,
+        grad_dtype=given["grad_dtype"],
+        sub_group_size=given["sub_group_size"],
+    )
+    model = inputs.read_model(given["hf"], given["checkpoint"], given["shapes"], setting.training)
+    deployment = Deployment(*(given[name] for name in ("world_size", "tp", "pp", "ep")))
+    with Console(stderr=True).status("planning"):
+        return model, plan_study(model, deployment, setting, experts=given["experts"])
 
 
 def _draw(content: dict[str, Any], html: Path | None, png: Path | None, show: Callable[[Console], None]) -> None:

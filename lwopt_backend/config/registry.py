@@ -266,7 +266,8 @@ def wire_of(rule: MatrixRule) -> Wire:
 
 def atoms_of(param: TrainedParam, group: Mapping[str, Any]) -> list[Atom]:
     """The matrices in a parameter, with the costs of its param group's rule; none in an element-wise one."""
-    return [Atom(b.of(param.name), b.shape, cost_of(b.shape, group), param.transposed) for b in param.blocks]
+    costs = {shape: cost_of(shape, group) for shape in {block.shape for block in param.blocks}}  # few, of many experts
+    return [Atom(block.of(param.name), block.shape, costs[block.shape], param.transposed) for block in param.blocks]
 
 
 def cost_of(shape: Shape, group: Mapping[str, Any]) -> int:

@@ -125,7 +125,8 @@ class Planned:
     """An engine's plan for the parameters that ``ranks`` ranks share. ``part`` is None if none is a matrix.
 
     ``lines`` are those of the engine's plan, ``loads`` the work that it balanced, per rank of an instance. The plan is
-    for ``shared``, in addition to each rank's work ``base``.
+    for ``shared``, in addition to each rank's work ``base``. ``before`` is the work of the ranks before each of an
+    engine's plans, where it makes several.
     """
 
     name: str
@@ -137,6 +138,7 @@ class Planned:
     loads: tuple[int, ...]
     shared: Share
     base: tuple[int, ...] | None = None
+    before: tuple[tuple[int, ...], ...] = ()
 
     def memory(self, place: int) -> RankMemory:
         """The memory of one rank of an instance."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -49,11 +50,12 @@ def host_part(
     ranks = plans[0].layout.world_size
     placed = _placed(plans, shared, setting, spread)
     trips = sum(plan.trips(bucket) for plan in plans for bucket in range(len(plan.buckets)))
-    sent = max(map(sum, zip(*(plan.wire_bytes() for plan in plans))))
-    moved = (Collective("all-to-all to the owners, and back", trips, sent), *host)
+    sent = [*map(sum, zip(*(plan.wire_bytes() for plan in plans)))]
+    moved = (Collective("all-to-all to the owners, and back", trips, max(sent)), *host)
     sizes = [plan.element_bytes * sum(plan.atoms[i].numel for i in bucket) for plan in plans for bucket in plan.buckets]
     in_flight = IN_FLIGHT * 2 * max(sizes, default=0) // (ranks if spread else 1)
-    held = [replace(memory[rank], workspace=workspace(mine) + in_flight) for rank, mine in enumerate(placed.owned())]
+    works = [workspace(mine) + in_flight for mine in placed.owned()]
+    held = [replace(each, workspace=work, sent=mine) for each, work, mine in zip(memory, works, sent)]
     time = StepTime(
         setting.seconds(max(placed.loads())),
         sum(each.nbytes for each in moved) / setting.machine.link(ranks),
@@ -114,21 +116,27 @@ def _timeline(placed: Placed, element_bytes: int, setting: Setting) -> list[Buck
 MASTER = 4  # bytes: DeepSpeed keeps fp32 partitions beside parameters of any dtype
 
 
-def plan_zero_share(name: str, shared: Share, ranks: int, setting: Setting) -> Planned:
-    """The plan of ``LayerWise``, param group by param group; DeepSpeed's own collectives are counted, ours follow."""
-    config, stage = setting.config, int(setting.engine[-1])
+def zero_plans(shared: Share, ranks: int, setting: Setting) -> list[tuple[dict[str, Any], GroupPlan]]:
+    """What DeepSpeed steps at a time, in its order: the param group, and the plan."""
+    config, grouping = setting.config, shared.grouping
     assert isinstance(config, ZeROConfig)
-    plans, grouping = [], shared.grouping
+    plans = []
     for number, group in enumerate(grouping.groups):
         layouts = unit_layouts(
             [param.numel() for param in group["params"]],
             ranks,
-            stage,
+            int(setting.engine[-1]),
             is_matrix=group["rule"] in MATRIX_RULES,
             sub_group_size=setting.sub_group_size,
         )
         members = [grouping.member(grouping.names[id(param)], param, number) for param in group["params"]]
-        plans += [plan_group(group, members[part], layout, config, setting.plans_for) for part, layout in layouts]
+        plans += [(group, plan_group(group, members[p], layout, config, setting.plans_for)) for p, layout in layouts]
+    return plans
+
+
+def plan_zero_share(name: str, shared: Share, ranks: int, setting: Setting) -> Planned:
+    """The plan of ``LayerWise``, param group by param group; DeepSpeed's own collectives are counted, ours follow."""
+    stage, plans = int(setting.engine[-1]), [plan for _, plan in zero_plans(shared, ranks, setting)]
     matrices = [plan for plan in plans if plan.matrices is not None]
     rest = [plan for plan in plans if plan.matrices is None]
     part = None
@@ -273,13 +281,11 @@ def _owned_placed(plan: OwnedPlan, members: Sequence[Member], shared: Share, set
     found: dict[int, list[tuple[Atom, int, int]]] = {}
     groups = shared.grouping.groups
     for number, bucket in enumerate(plan.buckets):
+        starts = {slot.param: _starts(members[slot.param], groups) for slot in bucket.slots}
         for rank, pieces in enumerate(bucket.pieces_of_all()):
             for piece in pieces:
-                member = members[piece.param]
                 found.setdefault(piece.param, []).extend(
-                    (atom, rank, number)
-                    for atom, block in zip(atoms_of(member, groups[member.group]), member.blocks)
-                    if piece.start <= block.flat(0) < piece.stop
+                    (atom, rank, number) for start, atom in starts[piece.param] if piece.start <= start < piece.stop
                 )
     rows = [row for param in sorted(found) for row in found[param]]
     return Placed(
@@ -289,6 +295,11 @@ def _owned_placed(plan: OwnedPlan, members: Sequence[Member], shared: Share, set
         tuple(number for _, _, number in rows),
         tuple(bucket.numel for bucket in plan.buckets),
     )
+
+
+def _starts(member: Member, groups: Sequence[Mapping[str, Any]]) -> list[tuple[int, Atom]]:
+    """The matrices in a member, each with its first element's place in it."""
+    return [(block.flat(0), atom) for atom, block in zip(atoms_of(member, groups[member.group]), member.blocks)]
 
 
 def _owned_memory(plan: OwnedPlan, members: Sequence[Member], shared: Share, config: OwnedConfig) -> list[RankMemory]:
@@ -307,16 +318,17 @@ def _collectives(plan: OwnedPlan, setting: Setting, config: OwnedConfig) -> list
         return max(map(sum, zip(*amounts)))
 
     back = busiest([bucket.return_numels() for bucket in plan.buckets])
-    found = [
+    shared = [
         Collective("reduce-scatter of gradients", count, wire * busiest([b.reduce_numels() for b in plan.buckets])),
         Collective("all-gather of parameters", count, setting.dtype.itemsize * back),
     ]
+    found = shared if plan.group_size > 1 else []
     if plan.instances > 1:
         owned = busiest([[stop - start for start, stop in bucket.parts] for bucket in plan.buckets])
         stepped = 4  # fp32, in which owners sum
         across = 2 * owned * stepped * (plan.instances - 1) // plan.instances
         found.insert(1, Collective("all-reduce across instances", count, across))
-    if config.keep_full_grads:
+    if config.keep_full_grads and plan.group_size > 1:
         found.append(Collective("all-gather of gradients", count, wire * back))
     return found
 
@@ -337,7 +349,9 @@ def plan_fsdp2_share(
     coordinates = tuple((rank,) for rank in range(ranks))
     loads = tuple(base or (0,) * ranks)
     plans: list[MeshPlan] = []
+    before = []
     for own in by_wire(members, rules):
+        before.append(loads)
         plans.append(plan_mesh(own, groups, rules, config, coordinates, loads))
         loads = plans[-1].plan.ownership.loads
     matrices = [member for member in members if member.rule in MATRIX_RULES]
@@ -364,6 +378,7 @@ def plan_fsdp2_share(
         loads,
         shared,
         None if base is None else tuple(base),
+        tuple(before),
     )
 
 

@@ -1,0 +1,286 @@
+"""A GPU that is not there: real code runs on tensors without memory, and everything that it does is recorded.
+
+Tensors on the GPU are torch's fake tensors: they have a shape, a dtype and a device, and allocate nothing. What mixes
+devices raises, as on a GPU. Small tensors on the CPU (counters, flags) are real. A value that is read from the GPU is
+0, which is what a healthy step reads: no flag is set, and all ranks say the same.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import ProcessGroup
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.optim import optimizer as torch_optimizer
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+
+DEVICE = torch.device("cuda", 0)
+REAL_NUMEL = 2**16  # tensors on the CPU that are larger are fake, too
+PACKAGE = Path(__file__).resolve().parent.parent
+HERE = Path(__file__).resolve().parent
+ELSEWHERE = "the caller"
+OTHER = "other"
+OURS = "lwopt: "  # begins the labels of a step's parts in profiles
+
+_DEVICE_OF = torch.ops.prim.device.default
+_READ = torch.ops.aten._local_scalar_dense.default
+
+
+class Recorder(TorchDispatchMode):
+    """Records the operations on the GPU: memory by kind, collectives and their bytes, and what waits for the GPU.
+
+    ``kind`` is what new memory is recorded as; if empty, the part of the step that asks for it. ``alive`` is the bytes
+    of every kind now, ``peak`` the most at once, and ``at_peak`` the bytes of every kind then. ``collectives`` has the
+    calls and the bytes that this rank sends, by name. ``waits`` counts what waits for the GPU, by what it does and
+    where: reads, and copies in both directions.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kind = ""
+        self.total = 0
+        self.alive: Counter[str] = Counter()
+        self._storages: dict[int, tuple[str, int, weakref.ref[Any]]] = {}
+        self._labels: list[str] = []
+        self._views: dict[Any, bool] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin to count anew; what is alive stays."""
+        self.forget_peak()
+        self.operations: Counter[str] = Counter()
+        self.collectives: dict[str, tuple[int, int]] = {}
+        self.waits: Counter[tuple[str, str]] = Counter()
+
+    def forget_peak(self) -> None:
+        """Look for a new peak from now on."""
+        self.peak, self.at_peak = self.total, dict(self.alive)
+
+    def name(self, kind: str, tensors: Iterable[Tensor]) -> tuple[int, int]:
+        """Record the memory of these tensors as ``kind``; returns the bytes of their elements and of their memory, each
+        counted once. What is on the CPU has no memory here."""
+        elements: dict[tuple[int, int, int], int] = {}
+        memory: dict[int, int] = {}
+        for tensor in tensors:
+            key = self._record(tensor)
+            place = key or id(tensor), int(tensor.storage_offset()), tensor.numel()
+            elements[place] = tensor.numel() * tensor.itemsize
+            if key is not None:
+                before, nbytes, storage = self._storages[key]
+                self.alive[before] -= nbytes
+                self.alive[kind] += nbytes
+                self._storages[key] = (kind, nbytes, storage)
+                memory[key] = nbytes
+        return sum(elements.values()), sum(memory.values())
+
+    def address(self, tensor: Tensor) -> int:
+        """A number that stands for the place of the tensor's first element."""
+        return int(tensor.untyped_storage()._cdata * 2**48 + tensor.storage_offset() * tensor.itemsize)
+
+    def waited(self, what: str) -> None:
+        """Count one wait for the GPU."""
+        self.waits[what, place(sys._getframe())] += 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE_OF and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # a DTensor, whose own operations come next
+        kwargs = kwargs or {}
+        if func.namespace == "profiler":
+            self._follow(func, args)
+        elif _is_real(args, kwargs):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        elif (found := self._wait(func, args, kwargs)) is not None:
+            return found
+        found = func(*args, **kwargs)
+        self._note(func, args, found)
+        return found
+
+    def _follow(self, func: Any, args: Any) -> None:
+        """Follow the labels of a step's parts in profiles."""
+        if func._schema.name.endswith("exit"):
+            self._labels.pop()
+        else:
+            label = str(args[0])
+            self._labels.append(label.removeprefix(OURS) if label.startswith(OURS) else self._part())
+
+    def _wait(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """The result of an operation that reads from the GPU; None for any other. Counts what waits for the GPU."""
+        name = func._schema.name
+        if func is _READ:
+            self.waited("read")
+            return {torch.bool: False}.get(args[0].dtype, 0.0 if args[0].dtype.is_floating_point else 0)
+        if name not in ("aten::_to_copy", "aten::copy_"):
+            return None
+        source = args[0] if name == "aten::_to_copy" else args[1]
+        target = torch.device(kwargs.get("device") or source.device) if name == "aten::_to_copy" else args[0].device
+        if {source.device.type, target.type} != {DEVICE.type, "cpu"}:
+            return None
+        lets_go = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
+        if not lets_go or target.type == "cpu":
+            self.waited("copy to the CPU" if target.type == "cpu" else "copy to the GPU")
+        if target.type == "cpu" and name == "aten::_to_copy" and source.numel() <= REAL_NUMEL:
+            with unset_fake_temporarily():
+                return torch.zeros(source.shape, dtype=kwargs.get("dtype") or source.dtype)
+        return None
+
+    def _note(self, func: Any, args: Any, found: Any) -> None:
+        for each in _tensors((found,)):
+            self._record(each)
+        if func.namespace == "c10d":
+            what, nbytes = _sent(func._schema.name.partition("::")[2], args)
+            calls, before = self.collectives.get(what, (0, 0))
+            self.collectives[what] = (calls + 1, before + nbytes)
+        elif not self._starts_nothing(func):
+            self.operations[self._part()] += 1
+
+    def _starts_nothing(self, func: Any) -> bool:
+        """Whether an operation only describes memory that is there, or allocates some."""
+        if func not in self._views:
+            schema = func._schema
+            aliases = [each.alias_info for each in schema.returns]
+            is_view = bool(aliases) and all(each is not None and not each.is_write for each in aliases)
+            self._views[func] = is_view or schema.name.startswith(
+                ("aten::empty", "aten::new_empty", "prim", "profiler")
+            )
+        return self._views[func]
+
+    def _part(self) -> str:
+        """The part of the step that runs now."""
+        return self._labels[-1] if self._labels else OTHER
+
+    def _record(self, tensor: Tensor) -> int | None:
+        """The number of the tensor's memory on the GPU, recorded when first seen."""
+        if not isinstance(tensor, FakeTensor) or tensor.fake_device.type != DEVICE.type:
+            return None
+        storage = tensor.untyped_storage()
+        key = int(storage._cdata)
+        if key not in self._storages:
+            nbytes, kind = storage.nbytes(), self.kind or self._part()
+            self._storages[key] = (kind, nbytes, weakref.ref(storage, lambda _: self._freed(key)))
+            self.alive[kind] += nbytes
+            self.total += nbytes
+            if self.total > self.peak:
+                self.peak, self.at_peak = self.total, dict(self.alive)
+        return key
+
+    def _freed(self, key: int) -> None:
+        kind, nbytes, _ = self._storages.pop(key)
+        self.alive[kind] -= nbytes
+        self.total -= nbytes
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among ``values``, and in lists among them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _is_real(args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation is computed: a small one on the CPU, and what needs no memory."""
+    if any(isinstance(each, FakeTensor) for each in _tensors((args, *kwargs.values()))):
+        return False
+    device = torch.device(kwargs.get("device") or "cpu")
+    sizes = args[0] if args and isinstance(args[0], (list, tuple)) else ()
+    small = not all(isinstance(size, int) for size in sizes) or math.prod(sizes) <= REAL_NUMEL
+    return device.type == "meta" or (device.type == "cpu" and small)
+
+
+def _sent(name: str, args: Any) -> tuple[str, int]:
+    """The kind of a collective, and the bytes that this rank sends in it."""
+    group = ProcessGroup.unbox(next(each for each in args if isinstance(each, torch.ScriptObject)))
+    ranks, rank = group.size(), group.rank()
+    first, second = ([*_tensors([each])] for each in args[:2])
+    into, out = (sum(tensor.numel() * tensor.itemsize for tensor in some) for some in (first, second))
+    if name == "alltoall_base_":
+        splits = args[4]
+        mine = splits[rank] * second[0].itemsize if splits else out // ranks
+        return "all-to-all", out - mine
+    if "reduce_scatter" in name:
+        return "reduce-scatter", out - into
+    if "allgather" in name:
+        return "all-gather", out * (ranks - 1)
+    if name == "allreduce_":
+        flags = not first[0].dtype.is_floating_point
+        return "all-reduce of flags" if flags else "all-reduce", 2 * into * (ranks - 1) // ranks
+    return name.strip("_"), into * (ranks - 1) if rank == 0 else 0
+
+
+def place(frame: FrameType | None) -> str:
+    """The function of this package that runs in ``frame``, or that called what does: its file and its name."""
+    while frame is not None:
+        path, name = Path(frame.f_code.co_filename), frame.f_code.co_name
+        if path.is_relative_to(PACKAGE) and not path.is_relative_to(HERE) and not name.startswith("<"):
+            return f"{path.relative_to(PACKAGE).as_posix()}: {name}"
+        frame = frame.f_back
+    return ELSEWHERE
+
+
+@contextmanager
+def absent_gpu(recorder: Recorder) -> Iterator[None]:
+    """Within it, ``DEVICE`` is there, and ``recorder`` records what runs on it. There is no autograd."""
+
+    def read(tensor: Tensor) -> Any:
+        recorder.waited("read")
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu").numpy(force=True).tolist()
+
+    instead: list[tuple[Any, str, Any]] = [
+        (torch.cuda, "current_device", lambda: DEVICE.index),
+        (torch.cuda, "current_stream", lambda device=None: None),
+        (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
+        (torch.cuda, "synchronize", lambda device=None: recorder.waited("synchronize")),
+        (FakeTensor, "tolist", read),
+        (FakeTensor, "copy_", lambda tensor, *args, **kwargs: torch.ops.aten.copy_.default(tensor, *args, **kwargs)),
+        (FakeTensor, "__getitem__", _part_of),
+        (FakeTensor, "__setitem__", lambda tensor, index, value: _part_of(tensor, index).copy_(torch.as_tensor(value))),
+        (FakeTensor, "record_stream", lambda tensor, stream: None),
+        (FakeTensor, "data_ptr", lambda tensor: recorder.address(tensor)),
+        # Without it, torch's optimizers would take these tensors one by one.
+        (torch_optimizer, "_foreach_supported_types", [torch.Tensor, torch.nn.Parameter, FakeTensor]),
+    ]
+    with ExitStack() as stack:
+        for owner, name, new in instead:
+            stack.enter_context(replaced(owner, name, new))
+        for mode in (torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), recorder):
+            stack.enter_context(mode)
+        yield
+
+
+def _part_of(tensor: Tensor, index: Any) -> Tensor:
+    """``tensor[index]`` for numbers and slices; torch's own asks for the GPU's driver."""
+    dim = 0
+    for each in index if isinstance(index, tuple) else (index,):
+        if isinstance(each, slice):
+            tensor = torch.ops.aten.slice.Tensor(tensor, dim, each.start, each.stop, each.step or 1)
+            dim += 1
+        elif isinstance(each, int):
+            tensor = tensor.select(dim, each)
+        else:
+            raise TypeError(f"a rehearsal knows numbers and slices as indices of tensors, found {each!r}")
+    return tensor
+
+
+@contextmanager
+def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
+    """Within it, ``owner`` has ``new`` as ``name``."""
+    own = vars(owner).get(name)
+    setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        delattr(owner, name) if own is None else setattr(owner, name, own)

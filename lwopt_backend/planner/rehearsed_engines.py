@@ -1,0 +1,233 @@
+"""Engines on parameters without memory, each with its own optimizer or stepper, for a rehearsal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lwopt_backend.config.choices import Rules
+from lwopt_backend.config.hosts import HostConfig, ZeROConfig
+from lwopt_backend.optimizer import MeshOptimizer, OwnedOptimizer, Sharing
+from lwopt_backend.plan import Replicas
+from lwopt_backend.planner.absent_gpu import DEVICE
+from lwopt_backend.planner.part import Planned
+from lwopt_backend.planner.setting import Setting
+from lwopt_backend.planner.shares import zero_plans
+from lwopt_backend.routing.grouping import Grouping
+from lwopt_backend.runtime.agreement import StepReport, plan_digest
+from lwopt_backend.runtime.collectives import TorchCollectives
+from lwopt_backend.storage.flat import GroupStepper
+from lwopt_backend.storage.mesh import in_rows, local, over_all_ranks
+
+KEPT = ("parameters", "gradients", "masters", "state")
+
+# Where a step may wait for the GPU: the flags of all ranks, and the words with which they say that all is well.
+SENT = "copy to the GPU at"
+FLAGS, FLAGS_SENT = "read at runtime/collectives.py: _largest", f"{SENT} runtime/collectives.py: __init__"
+WORDS, WORDS_SENT = "read at runtime/agreement.py: settle", f"{SENT} runtime/exchange.py: start"
+
+
+@dataclass(frozen=True)
+class Routed:
+    """In place of ``Given``, for a model that was read from names and shapes: what an optimizer would have decided."""
+
+    rules: Rules
+    config: HostConfig
+    grouping: Grouping
+
+    def decide(self, config: type[HostConfig], model: nn.Module) -> tuple[Rules, HostConfig, Grouping]:
+        return self.rules, self.config, self.grouping
+
+
+class Engine:
+    """An engine's own step. ``digest`` is that of its plan.
+
+    ``waits`` says where a backward pass and a step may wait for the GPU, and how often. ``exchanges`` is the number of
+    steppers that send matrices, with one word to every rank. ``compared`` is what the engine stores of all that a plan
+    counts.
+    """
+
+    digest: str
+    waits: Mapping[str, int]
+    exchanges = 0
+    compared: Sequence[str] = KEPT
+
+    def backward(self) -> None:
+        """Bring a gradient of every parameter, as a backward pass does."""
+        raise NotImplementedError
+
+    def step(self) -> None:
+        """Take the step, and wait for its end."""
+        raise NotImplementedError
+
+    def tensors(self) -> Mapping[str, Sequence[Tensor]]:
+        """What is kept now, by kind."""
+        raise NotImplementedError
+
+
+def _made(shared: Grouping, make: Callable[[Tensor], Tensor]) -> tuple[nn.Module, Grouping]:
+    """A module with all parameters that are trained, as ``make`` makes each, and its param groups."""
+    model = nn.Module()
+    trained = {id(param): param for group in shared.groups for param in group["params"]}
+    made = {key: nn.Parameter(make(trained[key])) for key in shared.names if key in trained}
+    model._parameters.update({shared.names[key]: param for key, param in made.items()})  # whose names have dots
+    groups = [{**group, "params": [made[id(param)] for param in group["params"]]} for group in shared.groups]
+    return model, replace(shared, groups=groups, names={id(param): shared.names[key] for key, param in made.items()})
+
+
+def _quiet(setting: Setting) -> HostConfig:
+    return setting.config.model_copy(update={"report": False})
+
+
+class OwnedEngine(Engine):
+    """``LayerWiseOptimizer`` of a plain model: gradients leave in the backward pass, parameters return after the
+    step."""
+
+    def __init__(self, planned: Planned, setting: Setting) -> None:
+        self._model, grouping = _made(planned.shared.grouping, partial(torch.empty_like, device=DEVICE))
+        given: Any = Routed(setting.rules, _quiet(setting), grouping)
+        self._optimizer = cast(OwnedOptimizer, OwnedOptimizer.__new__(OwnedOptimizer))
+        self._optimizer._train(self._model, given, Sharing(), sharded_later=False)
+        self._core, self.digest = self._optimizer.core, self._optimizer.plan_digest
+        config = self._optimizer.config
+        flags = 2 if config.keep_full_grads else 1  # also for those who see others' gradients
+        self.waits = {FLAGS: flags, FLAGS_SENT: flags, f"{SENT} storage/owned_model.py: _agree": 1}
+        if config.step_in_backward:  # gradients are used as they arrive
+            self.compared = [kind for kind in KEPT if kind != "gradients"]
+
+    def backward(self) -> None:
+        params = [*reversed(self._core.manager.params)]
+        with torch.enable_grad():
+            passed = _Pass.apply(torch.zeros((), device="cpu", requires_grad=True), params)  # type: ignore[no-untyped-call]
+        passed.backward()
+        if not self._optimizer.config.step_in_backward:
+            self._optimizer._finish_backward()
+            for _ in self._core.manager.settled():
+                pass  # the last gradients arrive
+
+    def step(self) -> None:
+        self._optimizer.step()
+        self._optimizer.synchronize()
+
+    def tensors(self) -> Mapping[str, Sequence[Tensor]]:
+        buckets = self._core.manager.buckets
+        gradients: list[Tensor] = []
+        for bucket in buckets:
+            if bucket.full is not None:
+                gradients += [bucket.view(bucket.full, slot.param) for slot in bucket.bucket.slots]
+            elif bucket.mine is not None:
+                gradients += [bucket.mine.narrow(0, 0, 0), *bucket.owned_grads()]  # its buffer may be padding alone
+        return {
+            "parameters": self._core.manager.params,
+            "gradients": gradients,
+            "masters": [bucket.masters for bucket in buckets if bucket.masters is not None],
+            "state": [tensor for state in self._core.stepper.state.values() for tensor in state.values()],
+        }
+
+
+class _Pass(torch.autograd.Function):
+    """A backward pass of a model with these parameters: each gets a gradient, in this order. torch's own needs a
+    GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, begin: Tensor, params: Sequence[Tensor]) -> Tensor:
+        ctx.params = params
+        return begin.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        for param in ctx.params:
+            param.grad = torch.empty_like(param) if param.grad is None else param.grad
+            for hook in param._post_accumulate_grad_hooks.values():
+                hook(param)
+        return grads[0], None
+
+
+class MeshEngine(Engine):
+    """``LayerWiseOptimizer`` of a model that ``fully_shard`` has sharded. FSDP2's own gathers and reductions are the
+    host's."""
+
+    def __init__(self, planned: Planned, setting: Setting) -> None:
+        self._mesh = over_all_ranks(DEVICE.type, planned.ranks, TorchCollectives().rank)
+        make = lambda like: in_rows(like.shape, like.dtype, self._mesh)  # noqa: E731
+        self._model, grouping = _made(planned.shared.grouping, make)
+        given: Any = Routed(setting.rules, _quiet(setting), grouping)
+        self._optimizer = cast(MeshOptimizer, MeshOptimizer.__new__(MeshOptimizer))
+        self._optimizer._train(self._model, given, Sharing(), sharded_later=False)
+        steppers, self.digest = self._optimizer._steppers, self._optimizer.plan_digest
+        self.exchanges = sum(bool(stepper.plan.buckets) for stepper in steppers)
+        self.waits = {
+            FLAGS: len(steppers),
+            FLAGS_SENT: len(steppers),
+            WORDS: self.exchanges,
+            WORDS_SENT: self.exchanges,
+        }
+
+    def backward(self) -> None:
+        for param in self._model.parameters():
+            param.grad = in_rows(param.shape, param.dtype, self._mesh)
+
+    def step(self) -> None:
+        self._optimizer.step()
+
+    def tensors(self) -> Mapping[str, Sequence[Tensor]]:
+        params = [*self._model.parameters()]
+        return {
+            "parameters": [local(param) for param in params],
+            "gradients": [local(param.grad) for param in params if param.grad is not None],
+            "state": [local(t) for state in self._optimizer.state.values() for t in state.values() if not t.is_meta],
+        }
+
+
+class FlatEngine(Engine):
+    """ZeRO's steppers on flat partitions, in DeepSpeed's order. DeepSpeed's own engine is not there: it starts a
+    process group and streams on a real GPU, and it may not be installed."""
+
+    compared = ("masters", "state")
+
+    def __init__(self, planned: Planned, setting: Setting) -> None:
+        config, collectives = _quiet(setting), TorchCollectives()
+        assert isinstance(config, ZeROConfig)
+        plans = zero_plans(planned.shared, planned.ranks, setting)
+        self.digest = plan_digest(line for _, plan in plans for line in plan.plan_lines())
+        self._units: list[tuple[dict[str, Any], Tensor, GroupStepper, dict[str, Any]]] = []
+        for group, plan in plans:
+            assert not isinstance(plan.layout, Replicas)
+            state: dict[str, Any] = {}
+            flat = torch.zeros(plan.layout.partition_numel, device=DEVICE)
+            stepper = GroupStepper(plan, flat, collectives, config, DEVICE)
+            stepper.fill_state(group, state)
+            self._units.append((group, flat, stepper, state))
+        self.exchanges = sum(plan.matrices is not None and bool(plan.matrices.buckets) for _, plan in plans)
+        self.waits = {WORDS: self.exchanges, WORDS_SENT: self.exchanges}
+
+    def backward(self) -> None:
+        for _, flat, _, _ in self._units:
+            flat.grad = torch.empty_like(flat)
+
+    def step(self) -> None:
+        report = StepReport()
+        for group, _, stepper, state in self._units:
+            stepper.step(group, state, report)
+        report.settle("the step", list)
+
+    def tensors(self) -> Mapping[str, Sequence[Tensor]]:
+        return {
+            "masters": [flat for _, flat, _, _ in self._units],
+            "gradients": [flat.grad for _, flat, _, _ in self._units if flat.grad is not None],
+            "state": [tensor for *_, state in self._units for tensor in state.values()],
+        }
+
+
+ENGINES: Mapping[str, type[OwnedEngine | MeshEngine | FlatEngine]] = {
+    "owned": OwnedEngine,
+    "fsdp2": MeshEngine,
+    "zero1": FlatEngine,
+    "zero2": FlatEngine,
+    "zero3": FlatEngine,
+}

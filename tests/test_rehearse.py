@@ -1,0 +1,222 @@
+"""``lwopt rehearse``: every engine's own step does what its plan says, on a GPU that is not there, and faults show."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lwopt_backend.plan.cost import CLUSTERS
+from lwopt_backend.planner.rehearsal import Rehearsal, rehearse, rehearse_share
+from lwopt_backend.planner.setting import Setting
+from lwopt_backend.planner.shapes import read_shapes_json
+from lwopt_backend.planner.study import Deployment, Study, plan_study
+from lwopt_backend.rules.muon import Muon
+from lwopt_backend.runtime.buckets import BucketBuffers
+from tests.command_line import lwopt
+
+LAYER = {"q.weight": [64, 64], "o.weight": [64, 64], "up.weight": [200, 64], "down.weight": [64, 200], "norm": [64]}
+MODEL = [[f"layers.{i}.{name}", shape] for i in range(3) for name, shape in LAYER.items()]
+EXPERTS = [[f"layers.{i}.experts.{e}.up", [96, 64]] for i in range(3) for e in range(4)]
+HUGE = [["up", [2**17, 2**16]], ["down", [2**16, 2**17]], ["scale", [2**17]]]  # 32 GiB each in fp32
+
+
+@pytest.fixture
+def studied(tmp_path: Path) -> Callable[..., Study]:
+    def plan(engine: str, ranks: int = 4, shapes: list[Any] = MODEL, spread: Any = (), **options: Any) -> Study:
+        (tmp_path / "shapes.json").write_text(json.dumps(shapes))
+        dtype = options.pop("dtype", None)
+        setting = Setting.of(engine, CLUSTERS["h100-8x-ib"], None, options, dtype=dtype)
+        model = read_shapes_json(tmp_path / "shapes.json", setting.training)
+        return plan_study(model, Deployment(ranks, *spread), setting)
+
+    return plan
+
+
+def figures(found: Rehearsal) -> dict[str, int]:
+    return {figure.what: figure.rehearsed for figure in found.figures}
+
+
+SMALL = {"bucket_mb": 0.05}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "owned": ("owned", {}),
+    "owned, fp32": ("owned", {"dtype": torch.float32, **SMALL}),
+    "owned, padded": ("owned", {"layout": "padded", **SMALL}),
+    "owned, compact": ("owned", {"layout": "compact", "grad_dtype": "float32", **SMALL}),
+    "owned, in pairs": ("owned", {"group_size": 2, **SMALL}),
+    "owned, each by itself": ("owned", {"group_size": 1}),
+    "owned, all gradients everywhere": ("owned", {"keep_full_grads": True, **SMALL}),
+    "owned, step in backward": ("owned", {"step_in_backward": True, **SMALL}),
+    "owned, soap": ("owned", {"matrix": "soap"}),
+    "fsdp2": ("fsdp2", {}),
+    "fsdp2, padded": ("fsdp2", {"layout": "padded", "bucket_matrices": 2}),
+    "fsdp2, bf16": ("fsdp2", {"dtype": torch.bfloat16, "state_dtype": "float32"}),
+    "fsdp2, normuon": ("fsdp2", {"matrix": "normuon"}),
+    "fsdp2, soap": ("fsdp2", {"matrix": "soap"}),
+    "zero1": ("zero1", {"policy": "balance", "bucket_numel": 9000}),
+    "zero2": ("zero2", {}),
+    "zero2, normuon": ("zero2", {"policy": "balance", "matrix": "normuon"}),
+    "zero3": ("zero3", {"bucket_numel": 9000}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_of_every_engine_does_what_its_plan_says(studied: Callable[..., Study], case: str) -> None:
+    engine, options = CASES[case]
+    for rank in (0, 3):
+        (found,) = rehearse(studied(engine, **options), rank, steps=2)
+        assert found.problems == ()
+        assert found.rank == rank and found.ranks == 4
+
+
+@pytest.mark.parametrize("engine", ["owned", "zero2", "fsdp2"])
+def test_every_matrix_is_updated_once_and_ranks_hold_what_the_plan_gives_them(
+    studied: Callable[..., Study], engine: str
+) -> None:
+    study = studied(engine)
+    all_of_them = [figures(rehearse(study, rank)[0]) for rank in range(4)]
+    assert sum(each["matrices updated"] for each in all_of_them) == 12 * (4 // study.worst.parts[0].group_size)
+    assert all(each["peak of the step"] > each["kept: state"] > 0 for each in all_of_them)
+
+
+def test_a_rank_of_many_with_matrices_that_fit_no_machine(studied: Callable[..., Study]) -> None:
+    for engine in ("owned", "fsdp2"):
+        study = studied(engine, 1024, HUGE)
+        (found,) = rehearse(study, study.worst.loads().index(max(study.worst.loads())))
+        assert found.problems == () and figures(found)["peak of the step"] > 2**35, "bytes that nobody has allocated"
+
+
+def test_stages_and_parts_of_layers_and_experts_are_rehearsed_one_after_another(studied: Callable[..., Study]) -> None:
+    found = rehearse(studied("fsdp2", 8, MODEL + EXPERTS, spread=(1, 1, 4)), 5)
+    assert [(each.name, each.rank, each.ranks, each.problems) for each in found] == [
+        ("dense", 5, 8, ()),
+        ("experts", 1, 2, ()),
+    ]
+    (found_there,) = rehearse(studied("zero2", 8, spread=(2, 2, 1)), 7)
+    assert (found_there.rank, found_there.ranks, found_there.problems) == (1, 2, ())
+
+
+# Faults, each of which a rehearsal must show.
+
+
+def broken(monkeypatch: pytest.MonkeyPatch, how: Callable[[Tensor], Tensor]) -> None:
+    transform = Muon.transform
+    monkeypatch.setattr(Muon, "transform", lambda rule, matrix: transform(rule, how(matrix)))
+
+
+ENGINES = ("owned", "fsdp2", "zero2")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_value_that_is_read_from_the_gpu_is_found(
+    studied: Callable[..., Study], engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = studied(engine)
+    broken(monkeypatch, lambda matrix: matrix * (1 + matrix.norm().item()))
+    (found,) = rehearse(study, 0)
+    assert [problem.partition(",")[0] for problem in found.problems] == [
+        "waits for the GPU: read at runtime/whole.py: _run_rule"
+    ]
+    monkeypatch.undo()
+    broken(monkeypatch, lambda matrix: matrix.cpu().to(matrix.device))
+    (found,) = rehearse(study, 0)
+    assert [problem.partition(" at ")[0] for problem in found.problems] == [
+        "waits for the GPU: copy to the CPU",
+        "waits for the GPU: copy to the GPU",
+    ]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_tensor_on_the_cpu_among_those_on_the_gpu_is_found(
+    studied: Callable[..., Study], engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = studied(engine)
+    broken(monkeypatch, lambda matrix: matrix + torch.ones(matrix.shape, dtype=matrix.dtype))
+    (found,) = rehearse(study, 0)
+    (problem,) = found.problems
+    assert problem.startswith("step 1 of 1: ") and "same device" in problem and "runtime/whole.py" in problem
+
+
+def test_memory_that_nobody_frees_is_found(studied: Callable[..., Study], monkeypatch: pytest.MonkeyPatch) -> None:
+    study, kept = studied("owned"), []
+    broken(monkeypatch, lambda matrix: kept.append(matrix.clone()) or matrix)  # type: ignore[func-returns-value]
+    (found,) = rehearse(study, 0)
+    (problem,) = found.problems
+    assert "bytes are kept that nobody names" in problem
+
+
+def test_a_collective_that_the_plan_does_not_know_is_found(
+    studied: Callable[..., Study], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study, send = studied("owned"), BucketBuffers.send_values
+
+    def twice(bucket: BucketBuffers) -> None:
+        send(bucket)
+        bucket.receive_values()
+        send(bucket)
+
+    monkeypatch.setattr(BucketBuffers, "send_values", twice)
+    (found,) = rehearse(study, 0)
+    assert [problem.partition(":")[0] for problem in found.problems] == ["all-gathers", "sent"]
+    assert "a difference of +2 calls" in found.problems[0]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_plan_that_differs_from_what_the_engine_does_is_found(studied: Callable[..., Study], engine: str) -> None:
+    stage, other = studied(engine).worst, studied(engine, shapes=MODEL[:-1]).worst
+    planned, theirs = stage.planned[0], other.planned[0]
+    more = tuple(replace(memory, state=memory.state + 4) for memory in planned.part.memory)
+    wrong = {
+        "plan digest": replace(planned, lines=theirs.lines),
+        "matrices updated": replace(planned, part=replace(planned.part, placed=_moved(planned.part.placed))),
+        "kept: state": replace(planned, part=replace(planned.part, memory=more)),
+    }
+    for what, false in wrong.items():
+        found = rehearse_share(stage, false, 0, 1, lambda doing: None)
+        assert any(problem.startswith(what) for problem in found.problems), (what, found.problems)
+
+
+def _moved(placed: Any) -> Any:
+    """The first matrix with another owner, to or from rank 0."""
+    first, *others = placed.owners
+    return replace(placed, owners=(0 if first else 1, *others))
+
+
+# The command.
+
+
+def test_the_command_says_what_a_step_did_and_ends_with_1_if_the_plan_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "shapes.json"
+    path.write_text(json.dumps(MODEL))
+    words = ("rehearse", "--shapes", path, "--world-size", 4, "--engine", "fsdp2")
+    run = lwopt(*words, "--rank", 2)
+    assert run.code == 0 and "rank 2 of the 4 that share them" in run.out and "all-to-alls" in run.out
+    found = json.loads(lwopt(*words, "--json").out)
+    assert found["digest"] == json.loads(lwopt("plan", *words[1:], "--json").out)["digest"]
+    assert [each["problems"] for each in found["rehearsals"]] == [[]]
+    broken(monkeypatch, lambda matrix: matrix * matrix.norm().item())
+    run = lwopt(*words)
+    assert run.code == 1 and "error: dense: waits for the GPU: read at" in run.err
+
+
+def test_what_cannot_be_rehearsed_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "shapes.json"
+    path.write_text(json.dumps(MODEL + EXPERTS))
+    words = ("rehearse", "--shapes", path, "--world-size", 4)
+    assert "--rank: expected 0 to 3, found 4" in _error(*words, "--rank", 4)
+    assert "--cluster cpu plans for CPUs" in _error(*words, "--cluster", "cpu")
+    assert "owned storage with --ep" in _error(*words, "--ep", 2)
+
+
+def _error(*words: object) -> str:
+    run = lwopt(*words)
+    assert run.code == 2 and not run.out
+    return " ".join(run.err.split())
