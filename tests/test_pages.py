@@ -19,7 +19,7 @@ import typer
 
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers, run
 from lwopt_backend.cli import app
-from lwopt_backend.config.choices import LayerWiseMuonConfig, settings_of
+from lwopt_backend.config.choices import LayerWiseMuonConfig, muon_settings, settings_of
 from lwopt_backend.config.hosts import FSDP2Config, HostConfig, OwnedConfig, ZeROConfig
 from lwopt_backend.config.registry import ELEMENTWISE_RULES, MATRIX_RULES, AdamWOptions, MuonOptions
 from lwopt_backend.plan.cost import CLUSTERS, COSTS
@@ -187,6 +187,13 @@ def test_every_option_is_in_a_table_and_every_row_is_an_option() -> None:
     assert json.loads(FILES["ds_config.json"])["optimizer"]["type"] == "LayerWiseMuon"
     arguments = {"matrix", "lr", "elementwise", "elementwise_lr", "overrides", "params", "sharded_later"}
     assert named_in(part(PAGES["fsdp2"], "## Options", "## Measured")) == arguments | set(FSDP2Config.model_fields)
+
+
+def test_the_preset_for_speed_is_understood() -> None:
+    (entry,) = [json.loads(text) for language, name, text in BLOCKS if (language, name) == ("json", "speed")]
+    assert entry["type"] == "LayerWiseMuon"
+    rules, _ = muon_settings(entry["params"], entry["type"])
+    assert rules.matrix.options.ns_method == "auto" and rules.elementwise.options.fused and rules.notes == ()
 
 
 def test_every_option_of_owned_storage_is_in_the_table_with_its_default() -> None:

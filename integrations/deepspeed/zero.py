@@ -19,7 +19,7 @@ from lwopt_backend.checkpoint.deepspeed.files import MATRICES
 from lwopt_backend.config.choices import Rules, settings_lines
 from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.config.param_groups import of_another_optimizer
-from lwopt_backend.config.registry import MATRIX_RULES, new_state
+from lwopt_backend.config.registry import MATRIX_RULES, check_devices, new_state
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.integrations.deepspeed import pipeline as deepspeed_pipeline
 from lwopt_backend.integrations.deepspeed.refusals import reasons_to_refuse
@@ -488,6 +488,7 @@ def _decide(
         grouping = group_parameters(engine.module, given, rules, config, routes=stage.routes, elsewhere=stage.elsewhere)
         deepspeed_pipeline.check_tied(engine, stage)
         deepspeed_pipeline.check_groups(engine, stage)
+    check_devices(grouping.groups, config, torch.device("cpu") if config.ns_device == "cpu" else engine.device)
     machine = machine_of(engine.device.type)
     by_group = {sharers.group: sharers for sharers in ranks}
     of_groups = [by_group[deepspeed_engine.group_ranks(engine, group)] for group in grouping.groups]

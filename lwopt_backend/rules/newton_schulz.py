@@ -7,7 +7,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -130,6 +130,24 @@ def by_step(coefficients: Coefficients, steps: int) -> tuple[Triple, ...]:
     return (table.triples + table.triples[-1:] * (steps - count))[:steps]
 
 
+class Product(Protocol):
+    """``alpha`` a b, and ``beta`` times ``plus`` if that is given, of one matrix or of a batch; in any layout.
+
+    Iterations take another one than ``product`` where a result is known to be symmetric.
+    """
+
+    def __call__(
+        self, a: Tensor, b: Tensor, plus: Tensor | None = None, /, *, alpha: float = 1.0, beta: float = 1.0
+    ) -> Tensor: ...
+
+
+def product(a: Tensor, b: Tensor, plus: Tensor | None = None, /, *, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
+    """torch's; without ``plus``, ``alpha`` is one."""
+    if plus is None:
+        return a @ b
+    return (torch.addmm if a.ndim == 2 else torch.baddbmm)(plus, a, b, beta=beta, alpha=alpha)
+
+
 LEAST_NORM = 1e-15  # in float32 and bfloat16, the squares of all elements that count do not underflow
 
 
@@ -140,6 +158,7 @@ def newton_schulz(
     coefficients: Coefficients,
     eps: float,
     dtype: torch.dtype,
+    symmetric: Product = product,
 ) -> Tensor:
     """Push the singular values of every matrix in (..., rows, columns) towards one.
 
@@ -149,11 +168,9 @@ def newton_schulz(
     Raises ValueError for coefficients for another number of steps.
     """
     x, as_given = prepare(matrices, coefficients, eps, dtype)
-    multiply_add = torch.addmm if x.ndim == 2 else torch.baddbmm
     for a, b, c in by_step(coefficients, steps):
-        gram = x @ x.mT
-        polynomial = multiply_add(gram, gram, gram, beta=b, alpha=c)
-        x = multiply_add(x, polynomial, x, beta=a)
+        gram = symmetric(x, x.mT)
+        x = product(symmetric(gram, gram, gram, beta=b, alpha=c), x, x, beta=a)
     return as_given(x)
 
 
@@ -209,6 +226,7 @@ def gram_newton_schulz(
     eps: float,
     dtype: torch.dtype,
     restarts: Sequence[int] | None = None,
+    symmetric: Product = product,
 ) -> Tensor:
     """``newton_schulz`` up to rounding, from products of s x s matrices; s is the shorter side.
 
@@ -219,7 +237,7 @@ def gram_newton_schulz(
     """
     x, as_given = prepare(matrices, coefficients, eps, dtype)
     for triples in segments(coefficients, steps, restarts):
-        x = _product_of_steps(x @ x.mT, triples) @ x
+        x = product(_product_of_steps(symmetric(x, x.mT), triples, symmetric), x)
     return as_given(x)
 
 
@@ -249,22 +267,21 @@ def _steps_within(bound: float, triples: Sequence[Triple]) -> int:
     return max(1, sum(product <= bound for product in products))
 
 
-def _product_of_steps(gram: Tensor, triples: Sequence[Triple]) -> Tensor:
+def _product_of_steps(gram: Tensor, triples: Sequence[Triple], symmetric: Product) -> Tensor:
     """Q of (..., s, s), the product of these steps: they take X, with X X^T = ``gram``, to Q X.
 
     A step takes X to P X and R to P R P with P = a I + Z, Z = b R + c R^2; polynomials of one matrix commute.
     """
-    multiply_add = torch.addmm if gram.ndim == 2 else torch.baddbmm
-    product = None
+    of_steps = None
     for number, (a, b, c) in enumerate(triples, start=1):
-        z = multiply_add(gram, gram, gram, beta=b, alpha=c)
+        z = symmetric(gram, gram, gram, beta=b, alpha=c)
         if number < len(triples):  # R is not needed after the last step
-            half = multiply_add(gram, z, gram, beta=a)
-            gram = multiply_add(half, half, z, beta=a)
-        if product is None:
+            half = symmetric(z, gram, gram, beta=a)
+            gram = symmetric(half, z, half, beta=a)
+        if of_steps is None:
             z.diagonal(dim1=-2, dim2=-1).add_(a)
-            product = z
+            of_steps = z
         else:
-            product = multiply_add(product, z, product, beta=a)
-    assert product is not None
-    return product
+            of_steps = symmetric(z, of_steps, of_steps, beta=a)
+    assert of_steps is not None
+    return of_steps
