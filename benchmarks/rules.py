@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.optim import _muon
 
 from lwopt_backend.rules import Muon, gram_newton_schulz, newton_schulz
-from lwopt_backend.rules.packages import PACKAGES, check_package
+from lwopt_backend.rules.newton_schulz import PACKAGES, check_package
 
 SHAPES = {
     "GPT-2, fused QKV": (2304, 768),

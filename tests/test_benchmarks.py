@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks.rules import measure, packaged
-from lwopt_backend.rules.packages import KERNELS, PACKAGES
+from lwopt_backend.rules.newton_schulz import KERNELS, PACKAGES
 from tests.launcher import ROOT, succeeds
 
 WIDTH = 32  # whose parts over the ranks fill vector registers: AdamW then rounds as on whole parameters

@@ -30,8 +30,7 @@ from lwopt_backend.plan.cost import SECOND_MOMENT_FLOPS, gram_flops, shampoo_flo
 from lwopt_backend.routing.routing import Route
 from lwopt_backend.rules import AdaMuon, MatrixRule, Muon, NorMuon, OwnerStateRule, WeightRule
 from lwopt_backend.rules.muon import CAUTIOUS, takes_gram
-from lwopt_backend.rules.newton_schulz import segments
-from lwopt_backend.rules.packages import PACKAGES
+from lwopt_backend.rules.newton_schulz import PACKAGES, segments
 from lwopt_backend.rules.protocol import TorchOptimizer
 from lwopt_backend.runtime.collectives import rule_name
 from lwopt_backend.runtime.elementwise import Counters

@@ -11,14 +11,17 @@ import torch
 from torch import Tensor
 
 from lwopt_backend.rules.newton_schulz import (
+    PACKAGES,
     Coefficients,
     by_step,
+    check_package,
     gram_newton_schulz,
     newton_schulz,
+    packaged_newton_schulz,
     product,
+    quack_product,
     table_of,
 )
-from lwopt_backend.rules.packages import PACKAGES, check_package, packaged_newton_schulz, quack_product
 from lwopt_backend.rules.protocol import MatrixRule, option
 
 # Factors on the learning rate by a matrix's shape, by the names that implementations use.

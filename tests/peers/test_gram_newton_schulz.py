@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from lwopt_backend.rules import gram_newton_schulz, newton_schulz
-from lwopt_backend.rules.newton_schulz import TABLES
-from lwopt_backend.rules.packages import packaged_newton_schulz
+from lwopt_backend.rules.newton_schulz import TABLES, packaged_newton_schulz
 from tests.rule_steps import random, rule_of
 
 STEPS = {"simple": 5, "quintic": 5, "polar_express": 8, "polar_express_5": 5}
