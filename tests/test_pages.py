@@ -159,7 +159,7 @@ def test_the_planner_page_names_what_there_is() -> None:
     options = set(re.findall(r"`(--[a-z-]+)", PAGES["planner"]))
     commands = list(typer.main.get_command(app).commands.values())  # type: ignore[attr-defined]
     known = {name for command in commands for parameter in command.params for name in parameter.opts}
-    assert options - known - {"--markdown", "--png", "--models"} == set()
+    assert options - known - {"--markdown", "--png", "--models", "--time"} == set()
     assert [name for name in [*CLUSTERS, *COSTS] if f"`{name}`" not in PAGES["planner"]] == []
 
 
