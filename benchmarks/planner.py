@@ -2,6 +2,7 @@
 
     python benchmarks/planner.py                       all 216 cells, about three minutes on two cores
     python benchmarks/planner.py --models gpt2-124m    some models
+    python benchmarks/planner.py --time                only what planning takes, for every public model on 1,024 ranks
     python benchmarks/planner.py --markdown docs/planner_cells.md --png docs/planner.png
 
 ``megatron_planner.csv`` holds what Megatron-Core's own code planned (August 2026): buckets, elements with padding, cost
@@ -20,17 +21,19 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from public_models import MODELS, atoms
+from public_models import FLAVOURS, MODELS, atoms
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buffers.instances import plan_buffer
-from lwopt_backend.plan.buffers.layout import imbalance
+from lwopt_backend.plan.buffers.layout import BufferPlan, imbalance
 from lwopt_backend.plan.buffers.packing import plan_compact
 from lwopt_backend.plan.cost import CLUSTERS, COSTS
 
 FIGURES = Path(__file__).with_name("megatron_planner.csv")
+MOST_RANKS, LEAST_BUCKET = 1024, 40_000_000
 LOSS, TIE, ONE, BOTH = "loss", "tie", "better on one", "better on both"
 
 
@@ -66,12 +69,10 @@ class Cell:
         return BOTH if self.compact < self.ping_pong else TIE
 
 
-def plan_cell(row: dict[str, str]) -> Cell:
-    matrices = atoms(row["model"], row["flavour"])
-    ranks = int(row["world_size"])
-    bucket = None if row["bucket_size"] == "None" else int(row["bucket_size"])
-    start = time.perf_counter()
-    padded = plan_buffer(
+def planned(matrices: Sequence[Atom], ranks: int, bucket: int | None) -> tuple[BufferPlan, float]:
+    """The padded plan, and the seconds of CPU that it took."""
+    start = time.process_time()
+    grouped = plan_buffer(
         matrices,
         ranks,
         layout="padded",
@@ -79,8 +80,31 @@ def plan_cell(row: dict[str, str]) -> Cell:
         machine=CLUSTERS["h100-8x-ib"],
         cost=COSTS["newton_schulz"],
         group_size=ranks,
-    ).plan
-    seconds = time.perf_counter() - start
+    )
+    return grouped.plan, time.process_time() - start
+
+
+def time_cell(cell: tuple[str, str, int, int]) -> float:
+    model, flavour, ranks, bucket = cell
+    return planned(atoms(model, flavour), ranks, bucket)[1]
+
+
+def time_models(pool: ProcessPoolExecutor, models: Sequence[str], console: Console) -> None:
+    """Print what planning takes for every public model, those without Megatron's figures, too."""
+    cells = [(model, flavour, MOST_RANKS, LEAST_BUCKET) for model in models for flavour in FLAVOURS]
+    table = Table(title=f"Padded plans for {MOST_RANKS} ranks, buckets from {LEAST_BUCKET // 10**6} M elements")
+    for heading in ("model", "flavour", "matrices", "seconds of CPU"):
+        table.add_column(heading, justify="left" if heading in ("model", "flavour") else "right")
+    for (model, flavour, *_), seconds in zip(cells, pool.map(time_cell, cells)):
+        table.add_row(model, flavour, f"{len(atoms(model, flavour)):,}", f"{seconds:.1f}")
+    console.print(table)
+
+
+def plan_cell(row: dict[str, str]) -> Cell:
+    matrices = atoms(row["model"], row["flavour"])
+    ranks = int(row["world_size"])
+    bucket = None if row["bucket_size"] == "None" else int(row["bucket_size"])
+    padded, seconds = planned(matrices, ranks, bucket)
     compact = plan_compact(matrices, ranks, bucket_numel=bucket)
     assert not padded.problems() and not compact.problems()
     return Cell(
@@ -170,11 +194,16 @@ def main() -> None:
     parser.add_argument("--all-cells", action="store_true", help="print every cell")
     parser.add_argument("--markdown", type=Path, help="write every cell as a table")
     parser.add_argument("--png", type=Path, help="draw every cell")
+    parser.add_argument("--time", action="store_true", help="only time the planning of models on 1,024 ranks")
     options = parser.parse_args()
+    console = Console(width=150 if not Console().is_terminal else None, highlight=False)
+    if options.time:
+        with ProcessPoolExecutor(options.processes) as pool:
+            time_models(pool, options.models or list(MODELS), console)
+        return
     rows = [row for row in csv.DictReader(FIGURES.open()) if not options.models or row["model"] in options.models]
     if not rows:
         parser.error(f"the figures have no cell of {', '.join(options.models)}")
-    console = Console(width=150 if not Console().is_terminal else None, highlight=False)
     with ProcessPoolExecutor(options.processes) as pool:
         cells = list(track(pool.map(plan_cell, rows), "planning", len(rows), console=Console(stderr=True)))
     if options.all_cells:
@@ -184,8 +213,9 @@ def main() -> None:
         console.print(table)
     console.print(summary(cells))
     slowest = max(cells, key=lambda cell: cell.seconds)
-    where = f"{slowest.model} {slowest.flavour}, {slowest.ranks} ranks"
-    console.print(f"slowest padded plan: {slowest.seconds:.1f} s ({where})")
+    size = f"buckets of {int(slowest.bucket) // 10**6} M" if slowest.bucket != "None" else "one bucket"
+    where = f"{slowest.model} {slowest.flavour}, {slowest.ranks} ranks, {size}"
+    console.print(f"slowest padded plan: {slowest.seconds:.1f} s of CPU ({where})")
     if options.markdown:
         write_markdown(cells, options.markdown)
     if options.png:

@@ -6,8 +6,8 @@
 
 The peer is the iteration of torch.optim.Muon, which takes one matrix after the other. Ours: plain, with the same
 coefficients and, one by one, the same bits; on the Gram matrix; with Polar Express's coefficients, plain and Gram; and
-in fp32. On a GPU the package gram-newton-schulz (fp16, its own kernels) is timed beside them where it is installed;
-for square matrices it runs its standard iteration, and the row says so. Where it is not timed, a line says why.
+in fp32. On a GPU the packages gram-newton-schulz (in fp16) and quack-kernels are timed beside them where they are
+installed; square matrices take the standard iteration, and the row says so. Where one is not timed, a line says why.
 "One by one" takes some matrices of a shape one after the other, "batched" stacks them and takes them together, the
 stacking timed with it.
 
@@ -19,11 +19,10 @@ polynomials. The program fails if the plain variant, one by one, differs in a bi
 
 from __future__ import annotations
 
-import importlib
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,6 +37,7 @@ from torch import Tensor
 from torch.optim import _muon
 
 from lwopt_backend.rules import Muon, gram_newton_schulz, newton_schulz
+from lwopt_backend.rules.newton_schulz import PACKAGES, check_package
 
 SHAPES = {
     "GPT-2, fused QKV": (2304, 768),
@@ -46,7 +46,7 @@ SHAPES = {
     "Llama-3-8B, query": (4096, 4096),
     "Llama-3-8B, gate": (14336, 4096),
 }
-PEER, PLAIN, PACKAGE = "torch.optim.Muon", "plain", "gram-newton-schulz"
+PEER, PLAIN = "torch.optim.Muon", "plain"
 MUON = Muon()
 Iterate = Callable[[Tensor], Tensor]
 Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -73,11 +73,12 @@ def torchs(matrix: Tensor) -> Tensor:
     return _muon._zeropower_via_newtonschulz(matrix, MUON.ns_coefficients, MUON.ns_steps, MUON.eps)
 
 
-def variants(shape: tuple[int, int], package: Iterate | None) -> dict[str, Iterate]:
+def variants(shape: tuple[int, int], packages: Mapping[str, Iterate]) -> dict[str, Iterate]:
     """By name; all but the peer take one matrix of ``shape``, or a stack of them."""
     options = {"steps": MUON.ns_steps, "eps": MUON.eps}
     bf16 = {**options, "dtype": torch.bfloat16}
-    found: dict[str, Iterate] = {
+    square = ", standard" if shape[0] == shape[1] else ""
+    return {
         PEER: torchs,
         PLAIN: partial(newton_schulz, coefficients=MUON.ns_coefficients, **bf16),
         "gram": partial(gram_newton_schulz, coefficients=MUON.ns_coefficients, **bf16),
@@ -85,32 +86,21 @@ def variants(shape: tuple[int, int], package: Iterate | None) -> dict[str, Itera
         "polar_express, gram": partial(gram_newton_schulz, coefficients="polar_express", **bf16),
         "fp32": partial(newton_schulz, coefficients=MUON.ns_coefficients, dtype=torch.float32, **options),
         "fp32, gram": partial(gram_newton_schulz, coefficients=MUON.ns_coefficients, dtype=torch.float32, **options),
+        **{f"{name}{square}": iterate for name, iterate in packages.items()},
     }
-    if package is not None:
-        found[package_row(shape)] = package
-    return found
 
 
-def package_row(shape: tuple[int, int]) -> str:
-    """The package takes the Gram matrix of what is not square only."""
-    return f"{PACKAGE}, standard" if shape[0] == shape[1] else PACKAGE
-
-
-def packaged(device: torch.device) -> tuple[Iterate | None, str]:
-    """The package gram-newton-schulz with torch.optim.Muon's coefficients; or None, and why it is not timed."""
-    if device.type != "cuda":
-        return None, "not timed, its kernels need a GPU"
-    try:
-        package = importlib.import_module("gram_newton_schulz")
-        rows = [MUON.ns_coefficients] * MUON.ns_steps
-        gram = package.GramNewtonSchulz(ns_coefficients=rows, gram_newton_schulz_reset_iterations=[3])
-    except ModuleNotFoundError as error:
-        if error.name == "gram_newton_schulz":
-            return None, "not timed, it is not installed"
-        return None, f"not timed, what it needs is not installed: {error}"
-    except ImportError as error:
-        return None, f"not timed, it cannot be imported: {error}"
-    return lambda matrices: gram(matrices.clone()), ""  # because it divides what it is given by its norm, in place
+def packaged(device: torch.device) -> tuple[dict[str, Iterate], dict[str, str]]:
+    """By name, the packages that run on ``device``, and why the others do not."""
+    found: dict[str, Iterate] = {}
+    why_not = {}
+    for name in PACKAGES:
+        try:
+            check_package(name, device)
+            found[name] = Muon(ns_method=name).transform
+        except ValueError as error:
+            why_not[name] = str(error)
+    return found, why_not
 
 
 def measure(
@@ -118,7 +108,7 @@ def measure(
     count: int,
     rounds: int,
     device: torch.device,
-    package: Iterate | None,
+    packages: Mapping[str, Iterate],
     done: Callable[[], None],
 ) -> list[Row]:
     """All rows. ``done`` is called after every timed call; the first rounds warm up."""
@@ -128,7 +118,7 @@ def measure(
         matrices = [torch.randn(shape, generator=generator).to(device) for _ in range(count)]
         expected = one_by_one(torchs, matrices)
         timed: list[tuple[Row, Run]] = []
-        for name, iterate in variants(shape, package).items():
+        for name, iterate in variants(shape, packages).items():
             timed.append((Row(shape, of, name, False), partial(one_by_one, iterate)))
             if name != PEER:
                 timed.append((Row(shape, of, name, True), partial(batched, iterate)))
@@ -147,7 +137,7 @@ def measure(
 
 
 def warm_up_rounds(device: torch.device) -> int:
-    """The package's kernels are compiled at their first calls."""
+    """The packages' kernels are compiled at their first calls."""
     return 3 if device.type == "cuda" else 1
 
 
@@ -221,16 +211,16 @@ def main(
         scale, matrices, rounds = 1 / 128, 2, 1
     scale = scale or (1.0 if on.type == "cuda" else 1 / 8)
     shapes = scaled(scale)
-    package, why_not = packaged(on)
-    calls = (warm_up_rounds(on) + rounds) * sum(2 * len(variants(shape, package)) - 1 for shape in shapes.values())
+    packages, why_not = packaged(on)
+    calls = (warm_up_rounds(on) + rounds) * sum(2 * len(variants(shape, packages)) - 1 for shape in shapes.values())
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("timing", total=calls)
-        rows = measure(shapes, matrices, rounds, on, package, lambda: bar.advance(task))
+        rows = measure(shapes, matrices, rounds, on, packages, lambda: bar.advance(task))
     name = torch.cuda.get_device_name(on) if on.type == "cuda" else f"CPU, {threads} thread(s)"
     console = Console(width=130 if not Console().is_terminal else None, highlight=False)
     console.print(table(rows, f"{name}; {matrices} matrices of each shape, {rounds} rounds"))
-    if package is None:
-        console.print(f"{PACKAGE}: {why_not}", soft_wrap=True)
+    for reason in why_not.values():
+        console.print(f"not timed: {reason}", soft_wrap=True)
     if output:
         figures = [{**asdict(row), "milliseconds": row.milliseconds} for row in rows]
         output.write_text(json.dumps({"torch": torch.__version__, "device": name, "rows": figures}, indent=2) + "\n")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import re
 import sys
 from collections import Counter
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.rules import measure, packaged
-from lwopt_backend.rules.newton_schulz import IMMEDIATE
+from lwopt_backend.rules.newton_schulz import IMMEDIATE, KERNELS, PACKAGES
 from tests.launcher import ROOT, succeeds
 from tests.on_ranks import on_ranks
 
@@ -157,7 +159,10 @@ def test_rules(tmp_path: Path) -> None:
     variants = ["plain", "gram", "polar_express", "polar_express, gram", "fp32", "fp32, gram"]
     found, printed = figures(tmp_path, "rules", "--quick --device cpu")
     assert "torch.optim.Muon" in printed and "112 x 32, Llama-3-8B, gate" in printed
-    assert printed.count("gram-newton-schulz: not timed, its kernels need a GPU\n") == 1
+    for name in PACKAGES:
+        assert (
+            len(re.findall(f"^not timed: ns_method is '{name}', .* not for a device of type 'cpu'", printed, re.M)) == 1
+        )
     by_shape: dict[str, dict[tuple[str, bool], dict[str, float]]] = {}
     for row in found["rows"]:
         by_shape.setdefault(row["of"], {})[row["variant"], row["batched"]] = row
@@ -224,23 +229,24 @@ def test_a_step_launches_so_much(engine: str) -> None:
     assert found == LAUNCHES[engine] and found[0] <= 4 * shape.matrices, most
 
 
-def test_a_package_that_cannot_be_timed_has_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not there, and there without its kernels, of which it asks when it is made."""
+def test_a_package_that_cannot_be_timed_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not there, or there without its kernels: see test_ns_packages.py."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setitem(sys.modules, "gram_newton_schulz", None)
-    assert packaged(torch.device("cuda")) == (None, "not timed, it is not installed")
-    (tmp_path / "gram_newton_schulz.py").write_text("def GramNewtonSchulz(**options):\n    import no_such_kernels\n")
-    monkeypatch.delitem(sys.modules, "gram_newton_schulz")
-    monkeypatch.syspath_prepend(tmp_path)
-    expected = "not timed, what it needs is not installed: No module named 'no_such_kernels'"
-    assert packaged(torch.device("cuda")) == (None, expected)
-    sys.modules.pop("gram_newton_schulz")  # the one of this test
+    monkeypatch.setitem(sys.modules, KERNELS, ModuleType(KERNELS))
+    found, why_not = packaged(torch.device("cuda"))
+    assert list(found) == ["quack-kernels"] and "gram_newton_schulz" in why_not["gram-newton-schulz"]
+    monkeypatch.setitem(sys.modules, "gram_newton_schulz", ModuleType("gram_newton_schulz"))
+    monkeypatch.setitem(sys.modules, KERNELS, None)
+    found, why_not = packaged(torch.device("cuda"))
+    assert not found and all(KERNELS in reason for reason in why_not.values()) and list(why_not) == list(PACKAGES)
 
 
 def test_the_package_is_timed_last_and_its_row_says_which_iteration_it_runs() -> None:
-    """Any iteration stands in for it: its own runs on a GPU only."""
+    """Any iteration stands in for it: its kernels run on a GPU only."""
     shapes = {"square": (4, 4), "wide": (4, 6), "tall": (6, 4)}
-    rows = measure(shapes, 2, 1, torch.device("cpu"), lambda matrices: matrices, lambda: None)
     name = "gram-newton-schulz"
+    rows = measure(shapes, 2, 1, torch.device("cpu"), {name: lambda matrices: matrices}, lambda: None)
     assert {row.of: row.variant for row in rows} == {"square": f"{name}, standard", "wide": name, "tall": name}
 
 

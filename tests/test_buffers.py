@@ -30,6 +30,7 @@ from lwopt_backend.plan.buffers.placement import (
     Packer,
     Pattern,
     Placement,
+    cannot_fit,
     deal_bins,
     fit,
     height_bound,
@@ -325,7 +326,7 @@ def assert_packs(patterns: list[Pattern], instance: Instance, room: int) -> int:
 
 def test_small_packings_lose_nothing_and_are_near_the_optimum_that_no_bound_exceeds() -> None:
     assert optimum([5, 5, 4, 4, 3, 3, 3], 3) == 9  # 5 + 4 | 5 + 4 | 3 + 3 + 3, where longest-first reaches 11
-    exact = missed = 0
+    exact = missed = refused = 0
     for instance in small_instances(600, seed=1):
         sizes, counts, bins = instance
         items = [size for size, count in zip(sizes, counts) for _ in range(count)]
@@ -339,12 +340,16 @@ def test_small_packings_lose_nothing_and_are_near_the_optimum_that_no_bound_exce
         assert assert_packs(patterns, instance, height) == height
         assert best <= height and 3 * bins * height <= (4 * bins - 1) * best, "Graham's promise"
         assert fit(sizes, counts, bins, best - 1) is None
+        assert not cannot_fit(sizes, counts, bins, best)
+        refused += cannot_fit(sizes, counts, bins, best - 1)
         for room in (best, best + 1, best + best // 4, 2 * best):
             fitting = fit(sizes, counts, bins, room)
             assert fitting is not None or room < 2 * best, "filling bins in any order is enough"
             assert fitting is None or assert_packs(fitting, instance, room)
             missed += fitting is None and room == best
     assert exact >= 0.98 * 600 and missed <= 12, "all of them, and none, when this was written"
+    assert refused >= 350 and cannot_fit([60, 41], [1, 3], 2, 100), "which height_bound allows"
+    assert height_bound([60, 41], [1, 3], 2) <= 100
 
 
 @pytest.mark.parametrize(

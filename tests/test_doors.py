@@ -98,7 +98,7 @@ FOREIGN: list[Wrong] = [
     ({"betas": [0.9, 0.9], "adam_w_mode": False}, f"adam_w_mode is False, {NO_COUNTERPART}with the type"),
     ({"muon_lr": 0.1, "per_head_muon": True}, f"per_head_muon is True, {NO_COUNTERPART}say how many heads"),
     ({"betas": [0.9, 0.9], "fp32_optimizer_states": False}, "fp32_optimizer_states is False, which has no"),
-    ({"muon_lr": 0.1, "ns_method": "grim"}, "ns_method: expected 'gram' or 'standard'; found 'grim'"),
+    ({"muon_lr": 0.1, "ns_method": "grim"}, "ns_method: input should be 'standard', 'gram', 'auto'"),
     ({"betas": "auto", "lr": "auto"}, "lr, betas: found 'auto', which only Hugging Face's Trainer fills in"),
     ({"betas": [0.9, 0.9], "momentun": 0.9}, "unknown key 'momentun'; did you mean 'momentum'?"),
 ]

@@ -15,9 +15,9 @@ from torch.optim import _muon
 from torch.utils.flop_counter import FlopCounterMode
 
 from lwopt_backend.config.registry import MATRIX_RULES, MuonOptions
-from lwopt_backend.plan.cost import newton_schulz_flops
+from lwopt_backend.plan.cost import FLOPS_PER_BYTE, batched_flops, gram_flops, newton_schulz_flops
 from lwopt_backend.rules import MatrixRule, gram_newton_schulz, newton_schulz, qk_clip_factors, row_factors
-from lwopt_backend.rules.muon import SCALES, Muon
+from lwopt_backend.rules.muon import SCALES, Muon, takes_gram
 from lwopt_backend.rules.newton_schulz import TABLES, by_step, segments
 from tests.cells import cells
 from tests.rule_steps import SHAPES, Trained, gradients, random, rule_of, trained, trained_by
@@ -200,8 +200,16 @@ def test_what_is_not_finite_is_seen_in_the_weight(
         ({"ns_coefficients": [1.0, 2.0, math.inf]}, "expected finite numbers"),
         ({"gram_restarts": [3, 2]}, "gram_restarts: expected increasing numbers below ns_steps, 5; found"),
         ({"gram_restarts": [5]}, "gram_restarts: expected increasing numbers below ns_steps, 5; found"),
-        ({"gram_restarts": [2, 4]}, "gram_restarts is (2, 4), but without gram_aspect no matrix takes Gram"),
-        ({"gram_restarts": []}, "gram_restarts is (), but without gram_aspect"),
+        (
+            {"gram_restarts": [2, 4]},
+            "gram_restarts is (2, 4), but with ns_method 'standard' and without gram_",
+        ),
+        ({"gram_restarts": []}, "gram_restarts is (), but with ns_method 'standard'"),
+        (
+            {"ns_method": "grim"},
+            "ns_method: input should be 'standard', 'gram', 'auto', 'gram-newton-schulz' or",
+        ),
+        ({"ns_method": "quack-kernels", "ns_dtype": "float32"}, "'float32', but quack-kernels computes in 16 bits"),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
@@ -422,6 +430,21 @@ def test_gram_aspect_decides_by_the_sides_which_iteration_a_matrix_takes(shape: 
         assert torch.equal(rule_of("muon", gram_aspect=aspect).transform(random(shape, 3)), expected), aspect
 
 
+@pytest.mark.parametrize("shape", [(30, 20), (20, 30), (29, 20), (20, 20), (4, 20, 80)], ids=str)
+def test_ns_method_decides_which_iteration_a_matrix_takes(shape: tuple[int, ...]) -> None:
+    plain, gram = (iterated(way, random(shape, 3), torch.bfloat16) for way in (newton_schulz, gram_newton_schulz))
+    assert not torch.equal(plain, gram)
+    for options, expected in [
+        ({}, plain),
+        ({"ns_method": "standard"}, plain),
+        ({"ns_method": "gram"}, gram),
+        ({"ns_method": "auto"}, gram if shape == (4, 20, 80) else plain),
+        ({"ns_method": "auto", "gram_aspect": 1.0}, gram),
+        ({"ns_method": "gram", "gram_aspect": 9.0}, plain),
+    ]:
+        assert torch.equal(rule_of("muon", **options).transform(random(shape, 3)), expected), options
+
+
 def cost_and_flops(shape: tuple[int, int], **options: Any) -> int:
     """The cost, which is what runs."""
     with FlopCounterMode(display=False) as counter:
@@ -436,9 +459,30 @@ def test_the_cost_of_a_matrix_is_the_flops_that_its_transform_runs(shape: tuple[
     for steps in (1, 2, 3, 4, 5, 6, 9):
         plain, all_gram, some_gram = (cost_and_flops(shape, gram_aspect=a, ns_steps=steps) for a in (None, 1.0, 1.5))
         assert some_gram in (plain, all_gram) and some_gram <= plain
+        assert cost_and_flops(shape, ns_method="auto", ns_steps=steps) in (plain, all_gram)
+        assert cost_and_flops(shape, ns_method="gram", ns_steps=steps) == all_gram
     for table, restarts in itertools.product(STEPS, [None, (1,), (1, 2, 4)]):
         given = {"ns_coefficients": table, "ns_steps": STEPS[table], "gram_restarts": restarts}
         cost_and_flops(shape, gram_aspect=1.5, **given)
+
+
+@cells(short=[16, 128, 512, 1024, 4096, 16384], steps=[2, 5, 9])
+def test_auto_takes_what_has_fewer_flops_and_traffic(short: int, steps: int) -> None:
+    """Reads and writes in elements of 16 bits: of X, 4 a plain step and 3 a segment; of s x s matrices, 6 a plain step,
+    16 a step on the Gram matrix, and 10 fewer a segment."""
+    count, gram_at = len(segments(SIMPLE, steps)), []
+    for aspect in torch.linspace(1, 4, 61).tolist():
+        shape = (short, round(aspect * short))
+        sides, square = shape[0] * shape[1], short * short
+        plain = batched_flops(shape, steps)
+        traffic = 2 * (3 * count * sides + (16 * steps - 10 * count) * square)
+        gram = gram_flops(shape, steps, 1.0, count) + FLOPS_PER_BYTE * traffic
+        takes = takes_gram(shape, "auto", None)
+        gram_at += [aspect] if takes else []
+        assert (gram if takes else plain) <= 1.1 * min(plain, gram), aspect
+        assert takes <= (gram < plain), aspect  # never against it
+    assert gram_at == [aspect for aspect in torch.linspace(1, 4, 61).tolist() if aspect >= gram_at[0]]
+    assert 1.5 < gram_at[0] <= 2.55 and (short < 16384 or gram_at[0] < 1.6)
 
 
 # NorMuon and AdaMuon

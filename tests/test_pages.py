@@ -20,7 +20,7 @@ import typer
 
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers, run
 from lwopt_backend.cli import app
-from lwopt_backend.config.choices import LayerWiseMuonConfig, settings_of
+from lwopt_backend.config.choices import LayerWiseMuonConfig, muon_settings, settings_of
 from lwopt_backend.config.hosts import FSDP2Config, HostConfig, OwnedConfig, ZeROConfig
 from lwopt_backend.config.registry import ELEMENTWISE_RULES, MATRIX_RULES, AdamWOptions, MuonOptions
 from lwopt_backend.plan.cost import CLUSTERS, COSTS
@@ -162,7 +162,7 @@ def test_the_pages_on_planning_name_what_there_is() -> None:
     options = set(re.findall(r"`(--[a-z-]+)", text))
     commands = list(typer.main.get_command(app).commands.values())  # type: ignore[attr-defined]
     known = {name for command in commands for parameter in command.params for name in parameter.opts}
-    assert options - known - {"--markdown", "--png", "--models"} == set()
+    assert options - known - {"--markdown", "--png", "--models", "--time"} == set()
     assert [name for name in [*CLUSTERS, *COSTS] if f"`{name}`" not in text] == []
 
 
@@ -223,6 +223,14 @@ def test_every_option_is_in_a_table_and_every_row_is_an_option() -> None:
     arguments = {"matrix", "lr", "elementwise", "elementwise_lr", "overrides", "params", "sharded_later"}
     on_fsdp2 = named_in(part(PAGES["options"], "## In plain PyTorch and on", "## In plain PyTorch\n"))
     assert on_fsdp2 == arguments | set(FSDP2Config.model_fields)
+
+
+def test_the_preset_for_speed_is_understood() -> None:
+    (text,) = re.findall(r"^```json speed\n(.*?)^```$", PAGES["options"], re.MULTILINE | re.DOTALL)
+    entry = json.loads(text)
+    assert entry["type"] == "LayerWiseMuon"
+    rules, _ = muon_settings(entry["params"], entry["type"])
+    assert rules.matrix.options.ns_method == "auto" and rules.elementwise.options.fused and rules.notes == ()
 
 
 def test_every_option_of_owned_storage_is_in_the_table_with_its_default() -> None:

@@ -101,6 +101,14 @@ def test_settings_that_cannot_work_are_refused(storage: str, changes: dict[str, 
     ("options", "message"),
     [
         ({"exclude": ["*"]}, "none of the 11 trained parameters is a matrix"),
+        (
+            {"ns_method": "gram-newton-schulz"},
+            "for Hopper and Blackwell GPUs of NVIDIA, not for a device of",
+        ),
+        (
+            {**OWNED, "ns_method": "quack-kernels"},
+            "ns_method is 'quack-kernels', whose kernels are for Ampere and",
+        ),
         ({**OWNED, "group_size": 3}, "group size 3 does not divide the 2 data-parallel ranks"),
         ({**OWNED, "exclude": ["layers.0.wieght"]}, "exclude: 'layers.0.wieght' matches no parameter name; did you"),
     ],

@@ -18,7 +18,7 @@ from lwopt_backend.checkpoint.deepspeed.files import MATRICES
 from lwopt_backend.config.choices import Rules, settings_lines
 from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.config.param_groups import of_another_optimizer
-from lwopt_backend.config.registry import MATRIX_RULES, new_state
+from lwopt_backend.config.registry import MATRIX_RULES, check_devices, new_state
 from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.integrations.deepspeed import pipeline
 from lwopt_backend.integrations.deepspeed.pipeline import Stage
@@ -407,6 +407,7 @@ def bind(name: str, engine: DeepSpeedEngine, given: list[dict[str, Any]], rules:
         else:
             grouping = group_parameters(model, given, rules, config, routes=stage.routes, elsewhere=stage.elsewhere)
             pipeline.check(engine, stage)
+        check_devices(grouping.groups, config, torch.device("cpu") if config.ns_device == "cpu" else engine.device)
         units = _units(engine, grouping, config, ranks)
         lines = [settings_lines(rules, config) for _ in ranks]
         for sharers, of_sharers in zip(ranks, lines):

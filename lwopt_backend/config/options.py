@@ -66,8 +66,7 @@ OPTIONS = {
     **dict.fromkeys(("coefficient_type", "ns_coeffs", "use_polar_express"), "ns_coefficients"),
     **dict.fromkeys(("adjust_lr", "scale_mode"), "adjust_lr_fn"),
     "cautious_wd": "weight_decay_form",
-    "use_gram_newton_schulz": "gram_aspect",
-    "ns_method": "matrix.gram_aspect",
+    "use_gram_newton_schulz": "ns_method",
     "fp32_matmul_prec": "ns_dtype",
     **dict.fromkeys(("betas", "beta1", "beta2"), "elementwise.betas"),
 }
@@ -177,13 +176,14 @@ GRANTED = {
 def translated(given: Mapping[str, Any], where: str) -> tuple[dict[str, Any], str | None]:
     """``given`` as options of LayerWiseMuon, and the line that says so; as it is, without a line, if it is ours.
 
-    An entry is DeepSpeed's Muon's by ``muon_lr``, ``adam_lr``, ``ns_method``, ``per_head_muon``, or by ``momentum``
-    beside ``betas``; by ``betas`` otherwise it is AdamW's. Options of ours may stand in both, and win. Raises
-    ValueError for a value without counterpart.
+    An entry is DeepSpeed's Muon's by ``muon_lr``, ``adam_lr``, ``per_head_muon``, by ``ns_method`` "gram" or
+    "standard", or by ``momentum`` beside ``betas``; by ``betas`` otherwise it is AdamW's. Options of ours may stand in
+    both, and win. Raises ValueError for a value without counterpart.
     """
     if any(section in given for section in OWN_SECTIONS):
         return dict(given), None
-    marks = [key for key in MUON_MARKS if key in given]
+    ours = given.get("ns_method") not in (None, *NS_METHODS)
+    marks = [key for key in MUON_MARKS if key in given and not (ours and key == "ns_method")]
     if not marks and "betas" not in given:
         return dict(given), None
     unfilled = [key for key in (*ADAMW, "muon_lr", "adam_lr", "momentum") if given.get(key) == "auto"]
@@ -206,9 +206,7 @@ def translated(given: Mapping[str, Any], where: str) -> tuple[dict[str, Any], st
 def _from_muon(rest: dict[str, Any], where: str) -> dict[str, Any]:
     shared, decay = rest.pop("lr", None), rest.pop("weight_decay", 0.0)
     muon_lr, adam_lr = rest.pop("muon_lr", shared), rest.pop("adam_lr", shared)
-    method = rest.pop("ns_method", None)
-    if method not in (None, *NS_METHODS):
-        raise ValueError(f"{where}: ns_method: expected {' or '.join(map(repr, NS_METHODS))}; found {method!r}")
+    method = NS_METHODS[rest.pop("ns_method", None) or "gram"] if rest.get("ns_method") in (None, *NS_METHODS) else {}
     adamw = {
         "lr": MUON_ADAM_LR if adam_lr is None else adam_lr,
         "betas": rest.pop("betas", MUON_BETAS),
@@ -216,7 +214,7 @@ def _from_muon(rest: dict[str, Any], where: str) -> dict[str, Any]:
         "weight_decay": decay,
     }
     muon = {"lr": MUON_LR if muon_lr is None else muon_lr, "weight_decay": decay}
-    return {**muon, **NS_METHODS[method or "gram"], **rest, "adamw": adamw}
+    return {**muon, **method, **rest, "adamw": adamw}
 
 
 def _from_adamw(rest: dict[str, Any], decay: float) -> dict[str, Any]:

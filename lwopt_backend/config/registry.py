@@ -23,8 +23,8 @@ from lwopt_backend.plan import Atom, TrainedParam
 from lwopt_backend.plan.cost import SECOND_MOMENT_FLOPS, gram_flops, shampoo_flops, soap_flops
 from lwopt_backend.routing.routing import Route
 from lwopt_backend.rules import AdaMuon, MatrixRule, Muon, NorMuon, OwnerStateRule, WeightRule
-from lwopt_backend.rules.muon import CAUTIOUS
-from lwopt_backend.rules.newton_schulz import segments
+from lwopt_backend.rules.muon import CAUTIOUS, takes_gram
+from lwopt_backend.rules.newton_schulz import PACKAGES, segments
 from lwopt_backend.rules.protocol import TorchOptimizer
 from lwopt_backend.runtime.collectives import rule_name
 from lwopt_backend.runtime.elementwise import Counters
@@ -246,6 +246,12 @@ def build_matrix_rules(groups: Sequence[Mapping[str, Any]], config: HostConfig) 
     return {number: build_matrix_rule(group, config) for number, group in matrices.items()}
 
 
+def check_devices(groups: Sequence[Mapping[str, Any]], config: HostConfig, device: torch.device) -> None:
+    """Raises ValueError for a matrix rule that does not run on ``device``."""
+    for rule in build_matrix_rules(groups, config).values():
+        rule.check_device(device)
+
+
 def rules_with_owner_state(groups: Sequence[Mapping[str, Any]]) -> list[str]:
     """Names of the param groups' matrix rules that keep owner state."""
     found = {g["rule"]: MATRIX_RULES[g["rule"]].build(**arguments(g)) for g in groups if g["rule"] in MATRIX_RULES}
@@ -294,7 +300,9 @@ def state_nbytes(numel: int, group: Mapping[str, Any], dtype: torch.dtype = torc
 
 def _muon_flops(shape: Shape, options: Mapping[str, Any]) -> int:
     count = len(segments(options["ns_coefficients"], options["ns_steps"], options["gram_restarts"]))
-    return gram_flops(shape, options["ns_steps"], options["gram_aspect"], count)
+    method, steps = options["ns_method"], options["ns_steps"]
+    aspect = 1.0 if takes_gram(shape, method, options["gram_aspect"]) else None
+    return gram_flops(shape, steps, aspect, count, symmetric=method in PACKAGES)
 
 
 def _second_moment_flops(shape: Shape, options: Mapping[str, Any]) -> int:

@@ -50,18 +50,26 @@ def batched_flops(shape: Shape, steps: int = 5) -> int:
     return newton_schulz_flops(shape, steps) + FLOPS_PER_BYTE * traffic
 
 
-def gram_flops(shape: Shape, steps: int = 5, aspect: float | None = GRAM_ASPECT, segments: int | None = None) -> int:
+def gram_flops(
+    shape: Shape,
+    steps: int = 5,
+    aspect: float | None = GRAM_ASPECT,
+    segments: int | None = None,
+    symmetric: bool = False,
+) -> int:
     """Newton-Schulz on the Gram matrix if the longer side is at least ``aspect`` times the shorter, else plain.
 
     Every segment of steps forms X X^T and applies the product of its polynomials once (4 s^2 l each). A step in between
     is four s x s products (8 s^3); a segment's first step saves one of them and its last step two (6 s^3 a segment).
     The default segments are those of Jordan's coefficients: 3 steps, then 2 each. With ``aspect`` None, all are plain.
+    With ``symmetric``, products whose result is symmetric, all but the last of a step or segment, cost half.
     """
     short, long = sorted(shape)
+    saved = 2 if symmetric else 1
     if aspect is None or long < aspect * short:
-        return newton_schulz_flops(shape, steps)
+        return steps * (2 + 2 // saved) * short * short * long + steps * 2 // saved * short**3
     segments = 1 + max(0, steps - 2) // 2 if segments is None else segments
-    return segments * 4 * short * short * long + (8 * steps - 6 * segments) * short**3
+    return segments * (2 + 2 // saved) * short * short * long + (8 * steps - 6 * segments) // saved * short**3
 
 
 def max_min_squared(shape: Shape) -> int:

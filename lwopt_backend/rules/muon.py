@@ -10,7 +10,18 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lwopt_backend.rules.newton_schulz import Coefficients, by_step, gram_newton_schulz, newton_schulz, table_of
+from lwopt_backend.rules.newton_schulz import (
+    PACKAGES,
+    Coefficients,
+    by_step,
+    check_package,
+    gram_newton_schulz,
+    newton_schulz,
+    packaged_newton_schulz,
+    product,
+    quack_product,
+    table_of,
+)
 from lwopt_backend.rules.protocol import MatrixRule, option
 
 # Factors on the learning rate by a matrix's shape, by the names that implementations use.
@@ -76,6 +87,27 @@ ScaleName = Literal[
 ]
 
 
+# The ways to compute Newton-Schulz, and which matrices take the s x s Gram matrix; l is the longer side.
+
+NsMethod = Literal["standard", "gram", "auto", "gram-newton-schulz", "quack-kernels"]
+# Flops that pass while a GPU moves one element of 16 bits, as in plan/cost.py. For every step but one a segment, the
+# Gram matrix saves 4 s^2 l - 6 s^3 flops and the traffic of 4 s l elements, and costs that of 10 s^2.
+FLOPS_PER_ELEMENT = 2 * 295
+
+
+def takes_gram(shape: Sequence[int], ns_method: str, gram_aspect: float | None) -> bool:
+    """Whether a matrix of ``shape`` takes Gram Newton-Schulz: from ``gram_aspect`` on; by ``ns_method`` if it is None.
+
+    With a package, half a product makes up for more products as soon as a matrix is not square.
+    """
+    short, long = sorted(shape)
+    if gram_aspect is not None:
+        return long >= gram_aspect * short
+    if ns_method == "auto":
+        return long * (2 * short + 2 * FLOPS_PER_ELEMENT) > short * (3 * short + 5 * FLOPS_PER_ELEMENT)
+    return ns_method == "gram" or (ns_method in PACKAGES and long > short)
+
+
 def checked_coefficients(given: Any) -> Coefficients:
     """A name, three numbers, or three for every step; lists become tuples."""
     triples = table_of(given).triples
@@ -137,9 +169,17 @@ class Muon(MatrixRule):
         f"{TORCH}; {CAUTIOUS}",
     )
     ns_dtype: Literal["bfloat16", "float32"] = option("bfloat16", "dtype of the iteration, and of what travels", "ours")
+    ns_method: NsMethod = option(
+        "standard",
+        "how Newton-Schulz is computed. 'standard': torch's iteration, bit for bit; 'gram': Gram Newton-Schulz for all "
+        "matrices; 'auto': by shape, whichever is faster by its flops and memory traffic; 'gram-newton-schulz' or "
+        "'quack-kernels': with the kernels of that package for symmetric products, on NVIDIA GPUs",
+        "torch.optim.Muon; Dao-AILab, Gram Newton-Schulz and QuACK",
+    )
     gram_aspect: float | None = option(
         None,
-        "matrices whose longer side is at least this many times the shorter take Gram Newton-Schulz; None: none do",
+        "matrices whose longer side is at least this many times the shorter take Gram Newton-Schulz, and no others; "
+        "None: by ns_method",
         "Dao-AILab, Gram Newton-Schulz",
         ge=1,
     )
@@ -161,10 +201,15 @@ class Muon(MatrixRule):
             raise ValueError(
                 f"gram_restarts: expected increasing numbers below ns_steps, {self.ns_steps}; found {restarts!r}"
             )
-        if self.gram_restarts is not None and self.gram_aspect is None:
+        if self.gram_restarts is not None and self.ns_method == "standard" and self.gram_aspect is None:
             raise ValueError(
-                f"gram_restarts is {restarts!r}, but without gram_aspect no matrix takes Gram Newton-Schulz; set "
-                "gram_aspect, 1.0 for all matrices, or leave gram_restarts out"
+                f"gram_restarts is {restarts!r}, but with ns_method 'standard' and without gram_aspect no matrix takes "
+                "Gram Newton-Schulz; set ns_method, 'gram' for all matrices, or leave gram_restarts out"
+            )
+        if self.ns_method in PACKAGES and self.ns_dtype != "bfloat16":
+            raise ValueError(
+                f"ns_dtype is {self.ns_dtype!r}, but {self.ns_method} computes in 16 bits; leave ns_dtype out, or set "
+                "ns_method to 'auto'"
             )
 
     @property
@@ -208,13 +253,19 @@ class Muon(MatrixRule):
         return torch._foreach_add(grads, buffers, alpha=self.momentum)
 
     def transform(self, matrices: Tensor) -> Tensor:
-        steps, coefficients, eps, dtype = self.ns_steps, self.ns_coefficients, self.eps, self.iterates_in
-        short, long = sorted(matrices.shape[-2:])
-        if self.gram_aspect is not None and long >= self.gram_aspect * short:
-            return gram_newton_schulz(
-                matrices, steps=steps, coefficients=coefficients, eps=eps, dtype=dtype, restarts=self.gram_restarts
-            )
-        return newton_schulz(matrices, steps=steps, coefficients=coefficients, eps=eps, dtype=dtype)
+        on_gram = takes_gram(matrices.shape[-2:], self.ns_method, self.gram_aspect)
+        options: dict[str, Any] = {"steps": self.ns_steps, "coefficients": self.ns_coefficients, "eps": self.eps}
+        options["dtype"] = self.iterates_in
+        if self.ns_method == "gram-newton-schulz":
+            return packaged_newton_schulz(matrices, **options, restarts=self.gram_restarts, on_gram=on_gram)
+        symmetric = quack_product if self.ns_method == "quack-kernels" else product
+        if on_gram:
+            return gram_newton_schulz(matrices, **options, restarts=self.gram_restarts, symmetric=symmetric)
+        return newton_schulz(matrices, **options, symmetric=symmetric)
+
+    def check_device(self, device: torch.device) -> None:
+        if self.ns_method in PACKAGES:
+            check_package(self.ns_method, device)
 
     def scale(self, shape: tuple[int, int]) -> float:
         return SCALES[self.adjust_lr_fn or "original"](*shape) * self.extra_scale_factor

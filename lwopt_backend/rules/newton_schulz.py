@@ -1,13 +1,15 @@
-"""Newton-Schulz and Gram Newton-Schulz, with the published coefficients."""
+"""Newton-Schulz and Gram Newton-Schulz, with the published coefficients, and the packages that compute them."""
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
+from functools import lru_cache
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -131,6 +133,26 @@ def by_step(coefficients: Coefficients, steps: int) -> tuple[Triple, ...]:
 
 
 IMMEDIATE = {"cpu"}  # kinds of devices that have done a call's work when it returns: nothing to batch or to wait for
+
+
+class Product(Protocol):
+    """``alpha`` a b, and ``beta`` times ``plus`` if that is given, of one matrix or of a batch; in any layout.
+
+    Iterations take another one than ``product`` where a result is known to be symmetric.
+    """
+
+    def __call__(
+        self, a: Tensor, b: Tensor, plus: Tensor | None = None, /, *, alpha: float = 1.0, beta: float = 1.0
+    ) -> Tensor: ...
+
+
+def product(a: Tensor, b: Tensor, plus: Tensor | None = None, /, *, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
+    """torch's; without ``plus``, ``alpha`` is one."""
+    if plus is None:
+        return a @ b
+    return (torch.addmm if a.ndim == 2 else torch.baddbmm)(plus, a, b, beta=beta, alpha=alpha)
+
+
 LEAST_NORM = 1e-15  # in float32 and bfloat16, the squares of all elements that count do not underflow
 
 
@@ -141,6 +163,7 @@ def newton_schulz(
     coefficients: Coefficients,
     eps: float,
     dtype: torch.dtype,
+    symmetric: Product = product,
 ) -> Tensor:
     """Push the singular values of every matrix in (..., rows, columns) towards one.
 
@@ -150,11 +173,9 @@ def newton_schulz(
     Raises ValueError for coefficients for another number of steps.
     """
     x, as_given = prepare(matrices, coefficients, eps, dtype)
-    multiply_add = torch.addmm if x.ndim == 2 else torch.baddbmm
     for a, b, c in by_step(coefficients, steps):
-        gram = x @ x.mT
-        polynomial = multiply_add(gram, gram, gram, beta=b, alpha=c)
-        x = multiply_add(x, polynomial, x, beta=a)
+        gram = symmetric(x, x.mT)
+        x = product(symmetric(gram, gram, gram, beta=b, alpha=c), x, x, beta=a)
     return as_given(x)
 
 
@@ -210,6 +231,7 @@ def gram_newton_schulz(
     eps: float,
     dtype: torch.dtype,
     restarts: Sequence[int] | None = None,
+    symmetric: Product = product,
 ) -> Tensor:
     """``newton_schulz`` up to rounding, from products of s x s matrices; s is the shorter side.
 
@@ -220,7 +242,7 @@ def gram_newton_schulz(
     """
     x, as_given = prepare(matrices, coefficients, eps, dtype)
     for triples in segments(coefficients, steps, restarts):
-        x = _product_of_steps(x @ x.mT, triples) @ x
+        x = product(_product_of_steps(symmetric(x, x.mT), triples, symmetric), x)
     return as_given(x)
 
 
@@ -250,22 +272,124 @@ def _steps_within(bound: float, triples: Sequence[Triple]) -> int:
     return max(1, sum(product <= bound for product in products))
 
 
-def _product_of_steps(gram: Tensor, triples: Sequence[Triple]) -> Tensor:
+def _product_of_steps(gram: Tensor, triples: Sequence[Triple], symmetric: Product) -> Tensor:
     """Q of (..., s, s), the product of these steps: they take X, with X X^T = ``gram``, to Q X.
 
     A step takes X to P X and R to P R P with P = a I + Z, Z = b R + c R^2; polynomials of one matrix commute.
     """
-    multiply_add = torch.addmm if gram.ndim == 2 else torch.baddbmm
-    product = None
+    of_steps = None
     for number, (a, b, c) in enumerate(triples, start=1):
-        z = multiply_add(gram, gram, gram, beta=b, alpha=c)
+        z = symmetric(gram, gram, gram, beta=b, alpha=c)
         if number < len(triples):  # R is not needed after the last step
-            half = multiply_add(gram, z, gram, beta=a)
-            gram = multiply_add(half, half, z, beta=a)
-        if product is None:
+            half = symmetric(z, gram, gram, beta=a)
+            gram = symmetric(half, z, half, beta=a)
+        if of_steps is None:
             z.diagonal(dim1=-2, dim2=-1).add_(a)
-            product = z
+            of_steps = z
         else:
-            product = multiply_add(product, z, product, beta=a)
-    assert product is not None
-    return product
+            of_steps = symmetric(z, of_steps, of_steps, beta=a)
+    assert of_steps is not None
+    return of_steps
+
+
+# Packages whose kernels compute one half of a symmetric product and mirror it. Neither is needed otherwise, so each is
+# imported where it is first used. No test of this project has run their kernels, for want of a GPU: gram-newton-schulz
+# is tested by its own path for CPUs, quack-kernels by a stand-in.
+
+KERNELS = "quack.gemm_interface"
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """The modules that are used, and what they have kernels for: major compute capabilities, and their names."""
+
+    modules: tuple[str, ...]
+    capabilities: tuple[int, ...]
+    devices: str
+
+
+PACKAGES = {
+    # MIT, 0.1.6 of July 2026: requires quack-kernels 0.5.0.
+    "gram-newton-schulz": Package(("gram_newton_schulz", KERNELS), (9, 10), "Hopper and Blackwell GPUs"),
+    # Apache-2.0, 0.5.0 of 2026 to 0.6.5 of September 2026.
+    "quack-kernels": Package((KERNELS,), (8, 9, 10, 11, 12), "Ampere and later GPUs"),
+}
+
+
+def check_package(name: str, device: torch.device) -> None:
+    """Raises ValueError if the package is not installed, or has no kernels for ``device``."""
+    package, where = PACKAGES[name], f"ns_method is {name!r}"
+    otherwise = "set ns_method to 'auto'"
+    if device.type != "cuda" or torch.version.hip is not None:
+        kind = "an AMD GPU" if device.type == "cuda" else f"a device of type {device.type!r}"
+        raise ValueError(f"{where}, whose kernels are for {package.devices} of NVIDIA, not for {kind}; {otherwise}")
+    capability = torch.cuda.get_device_capability(device)
+    if capability[0] not in package.capabilities:
+        raise ValueError(
+            f"{where}, whose kernels are for {package.devices}, but {torch.cuda.get_device_name(device)} has compute "
+            f"capability {'.'.join(map(str, capability))}; {otherwise}"
+        )
+    try:
+        for module in package.modules:
+            importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(f"{where}, but {error}; `pip install {name}`, or {otherwise}") from error
+
+
+LEAST_SIDE = 256  # the kernels' tile; the product of smaller matrices takes no longer with torch's
+ALIGNED = 8  # elements of 16 bits: the kernels load rows from addresses that 16 bytes divide
+
+
+def quack_product(
+    a: Tensor, b: Tensor, plus: Tensor | None = None, /, *, alpha: float = 1.0, beta: float = 1.0
+) -> Tensor:
+    """A product with a symmetric result, by quack-kernels where its kernels take the sides, else by torch."""
+    sides = a.shape[-2:]
+    if min(sides) < LEAST_SIDE or any(side % ALIGNED for side in sides):
+        return product(a, b, plus, alpha=alpha, beta=beta)
+    if a.ndim == 2:  # Ampere's kernels take batches only
+        return quack_product(a[None], b[None], None if plus is None else plus[None], alpha=alpha, beta=beta)[0]
+    kernels: Any = importlib.import_module(KERNELS)
+    result: Tensor = kernels.gemm_symmetric(a, b, C=plus, alpha=float(alpha), beta=float(beta))  # an int is refused
+    return result
+
+
+def packaged_newton_schulz(
+    matrices: Tensor,
+    *,
+    steps: int,
+    coefficients: Coefficients,
+    eps: float,
+    dtype: torch.dtype,
+    restarts: Sequence[int] | None,
+    on_gram: bool,
+) -> Tensor:
+    """``gram_newton_schulz``, or ``newton_schulz``, by the package gram-newton-schulz, which iterates in fp16.
+
+    Square matrices always take its standard iteration. On a CPU it runs its own path without kernels.
+    """
+    x, as_given = prepare(matrices, coefficients, eps, torch.float32)
+    lengths = [len(segment) for segment in segments(coefficients, steps, restarts)]
+    ends = tuple(sum(lengths[:count]) for count in range(1, len(lengths)))
+    iterate = _iteration(_for_norm_one(coefficients, steps), ends, on_gram, x.is_cuda)
+    return as_given(iterate(x).to(dtype))
+
+
+def _for_norm_one(coefficients: Coefficients, steps: int) -> tuple[Triple, ...]:
+    """The coefficients by step. The package divides by the norm once more, so the first step divides by the margin."""
+    (a, b, c), *rest = by_step(coefficients, steps)
+    margin = table_of(coefficients).margin
+    return ((a / margin, b / margin**3, c / margin**5), *rest)
+
+
+@lru_cache(maxsize=64)
+def _iteration(triples: tuple[Triple, ...], ends: tuple[int, ...], on_gram: bool, kernels: bool) -> Any:
+    """The package's iteration, not compiled: torch.compile would compile, and keep graphs, for every shape."""
+    package: Any = importlib.import_module("gram_newton_schulz")
+    return package.GramNewtonSchulz(
+        ns_use_kernels=kernels,
+        ns_coefficients=[list(triple) for triple in triples],
+        use_gram_newton_schulz=on_gram,
+        gram_newton_schulz_reset_iterations=list(ends),
+        compile_kwargs=None,
+    )

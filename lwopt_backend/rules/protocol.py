@@ -50,6 +50,9 @@ class MatrixRule:
     exchange_dtype: torch.dtype = torch.float32  # of directions and updates on the wire
     rule_name: str = ""  # its name in configurations and profiles
 
+    def check_device(self, device: torch.device) -> None:
+        """Called when an optimizer is made. Raises ValueError if ``transform`` cannot run on ``device``."""
+
     def gradient(self, grad: Tensor, value: Tensor) -> Tensor:
         """The gradient that the rule uses; changes neither argument."""
         return grad

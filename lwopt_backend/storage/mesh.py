@@ -19,7 +19,14 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from lwopt_backend.config import registry
 from lwopt_backend.config.hosts import FSDP2Config
 from lwopt_backend.config.linked_rates import NAME
-from lwopt_backend.config.registry import ELEMENTWISE_RULES, atoms_of, build_matrix_rules, state_nbytes, wire_of
+from lwopt_backend.config.registry import (
+    ELEMENTWISE_RULES,
+    atoms_of,
+    build_matrix_rules,
+    check_devices,
+    state_nbytes,
+    wire_of,
+)
 from lwopt_backend.plan import MatrixPlan, MeshLayout, Sharding, plan_spread
 from lwopt_backend.plan.atoms import Block
 from lwopt_backend.plan.mesh import Coordinate
@@ -348,6 +355,8 @@ def bind(
 
     def decide() -> tuple[list[MeshMember], list[list[str]]]:
         members = sorted(_members(groups, names, grouping), key=lambda member: order[member.name])
+        for device in {member.param.device for member in members}:
+            check_devices(groups, config, device)
         return members, [[m.line() for m in members if mesh_of(m.param) == mesh] for mesh, _ in exchange]
 
     collectives = [of_mesh for _, of_mesh in exchange]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lwopt_backend.config.hosts import HostConfig
 from lwopt_backend.config.param_groups import ElementwiseGroups
-from lwopt_backend.config.registry import MATRIX_RULES, atoms_of, build_matrix_rules, new_state
+from lwopt_backend.config.registry import MATRIX_RULES, atoms_of, build_matrix_rules, check_devices, new_state
 from lwopt_backend.plan import Atom, Machine, machine_of
 from lwopt_backend.plan.atoms import end_to_end
 from lwopt_backend.plan.buffers.layout import Bucket, OwnedParam, Setting
@@ -356,7 +356,12 @@ class OwnedCore:
     def _plan(self, grouping: Grouping, shares: Sequence[Share], **options: Any) -> list[Holdings]:
         """Plan the members of each share with ``options`` of ``plan_members``, and compare the plans of all ranks."""
         ranks = [shared.ranks for shared in shares]
-        parts = agree_in_all(ranks, WHAT, lambda: (_divide(self.members, shares), [[] for _ in shares]))
+
+        def divide() -> tuple[list[tuple[int, ...]], list[list[str]]]:
+            check_devices(grouping.groups, self.config, self.members[0].param.device)
+            return _divide(self.members, shares), [[] for _ in shares]
+
+        parts = agree_in_all(ranks, WHAT, divide)
 
         def planned(number: int, base: Sequence[int] | None = None) -> OwnedPlan:
             members, shared = [self.members[n] for n in parts[number]], shares[number]

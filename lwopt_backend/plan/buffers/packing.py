@@ -15,6 +15,7 @@ from lwopt_backend.plan.buffers.placement import (
     Placement,
     balanced_measures,
     deal_bins,
+    height_bound,
     least_padding,
     pack,
     place_costliest_first,
@@ -58,22 +59,25 @@ class _Bins:
         shards = len(self.loads)
         self.content: list[list[list[int]]] = [[[] for _ in range(shards)] for _ in self.filled]
         self.weight = [[0] * shards for _ in self.filled]
-        for bucket, (start, stop) in enumerate(zip(placement.cuts, placement.cuts[1:])):
-            for position in range(start, stop):
-                owner = placement.owners[position]
-                self.content[bucket][owner].append(position)
-                self.weight[bucket][owner] += placement.weights[position]
+        owners, weights = placement.owners, placement.weights
+        for content, weight, start, stop in zip(self.content, self.weight, placement.cuts, placement.cuts[1:]):
+            for position, owner in enumerate(owners[start:stop], start):
+                content[owner].append(position)
+                weight[owner] += weights[position]
 
     def best_bin_trade(self, costliest: int) -> tuple[Trade | None, int]:
         """The swap of two whole bins of one bucket that makes the heavier of the two shards lightest."""
         top = self.loads[costliest]
         best, found = top, None
         for bucket, weight in enumerate(self.weight):
-            mine = weight[costliest]
-            for partner, load in enumerate(self.loads):
-                given = mine - weight[partner]
-                if given > 0 and max(top - given, load + given) < best:
+            mine, least = weight[costliest], top - best
+            if mine - min(weight) <= least:
+                continue
+            for partner, (load, theirs) in enumerate(zip(self.loads, weight)):
+                given = mine - theirs
+                if given > least and load + given < best:
                     best, found = max(top - given, load + given), (bucket, partner)
+                    least = top - best
         looked = len(self.loads) * len(self.weight)
         if found is None:
             return None, looked
@@ -212,6 +216,7 @@ def ping_pong(numels: Sequence[int], shards: int) -> list[int]:
 LOOSENED = (0.0, 0.02)  # how much larger than necessary shards may be for better balance
 BISECTIONS = 5
 CLOSE = 1.01  # modelled times this near are equal, given the model's accuracy
+MOST_GAINS = 2  # of ``Candidate.gains_over``
 LARGER_BUCKET = 1.25  # than Megatron's largest, with as many buckets; more freedom where to cut
 
 
@@ -265,34 +270,52 @@ def plan_padded(atoms: Sequence[Atom], shards: int, *, bucket_numel: int | None,
         atoms,
         "megatron",
     )
-    found = [reference]
-    for strategy, placement in _padded_strategies(stream, shards, reference_cuts, reference):
+    found = [(0, 0, seconds(reference.plan), reference)]
+
+    def hopeless(cuts: Cuts) -> bool:
+        """Whether a plan that gains in both measures is faster than any with these cuts can be."""
+        rivals = [time for _, gains, time, _ in found if gains == MOST_GAINS]
+        return bool(rivals) and seconds(_bound(stream, cuts, shards)) > CLOSE * min(rivals)
+
+    for place, strategy, placement in _padded_strategies(stream, shards, reference_cuts, reference, hopeless):
         candidate = _candidate(placement, atoms, strategy)
         if candidate.no_worse_than(reference):
-            found.append(candidate)
-    most = max(candidate.gains_over(reference) for candidate in found)
-    timed = [(seconds(c.plan), c) for c in found if c.gains_over(reference) == most]
-    fastest = min(time for time, _ in timed)
-    close = [(c.largest_load, time, *c.measures, c) for time, c in timed if time <= CLOSE * fastest]
+            found.append((place, candidate.gains_over(reference), seconds(candidate.plan), candidate))
+    most = max(gains for _, gains, _, _ in found)
+    timed = [(time, place, c) for place, gains, time, c in found if gains == most]
+    fastest = min(time for time, _, _ in timed)
+    close = [(c.largest_load, time, *c.measures, place, c) for time, place, c in timed if time <= CLOSE * fastest]
     return min(close, key=lambda entry: entry[:-1])[-1].plan
 
 
+def _bound(stream: Stream, cuts: Cuts, shards: int) -> BufferPlan:
+    """The smallest shards and the most even work that a plan with these cuts could have, as a plan of one matrix."""
+    sizes = [kind.numel for kind in stream.kinds]
+    heights = [height_bound(sizes, stream.counts(start, stop), shards) for start, stop in zip(cuts, cuts[1:])]
+    work = Atom("all", (1, stream.numel_before[-1]), max(*stream.costs, -(-sum(stream.costs) // shards)))
+    numels = tuple(aligned_shard(height, shards) for height in heights)
+    return BufferPlan("padded", "bound", (work,), shards, (0,), (0,), numels)
+
+
 def _padded_strategies(
-    stream: Stream, shards: int, reference_cuts: Cuts, reference: Candidate
-) -> Iterator[tuple[str, Placement]]:
-    """Yield every plan that is tried, with its name."""
+    stream: Stream, shards: int, reference_cuts: Cuts, reference: Candidate, hopeless: Callable[[Cuts], bool]
+) -> Iterator[tuple[int, str, Placement]]:
+    """Yield the place in the order of preference, the name and the plan of what is tried, the leanest cuts first."""
     packer = Packer(stream, shards)
-    for where, cuts in _cuts(packer, reference_cuts, reference.largest_bucket):
+    choices = list(enumerate(_cuts(packer, reference_cuts, reference.largest_bucket), start=1))
+    for place, (where, cuts) in reversed(choices):
+        if hopeless(cuts):
+            continue
         for measure, weights in balanced_measures(stream).items():
             dealt = deal_bins(packer, cuts, weights)
             heights = dealt.heights
             relieve(dealt, heights)
-            yield f"{where}, bins dealt by {measure}", dealt
+            yield place, f"{where}, bins dealt by {measure}", dealt
             for loosened in LOOSENED:
                 caps = [int(height * (1 + loosened)) for height in heights]
-                yield f"{where}, costliest first by {measure}", _placed(stream, cuts, weights, caps, shards)
+                yield place, f"{where}, costliest first by {measure}", _placed(stream, cuts, weights, caps, shards)
     if len(reference_cuts) == 2:
-        yield from _between(packer, reference)
+        yield from ((len(choices) + 1, *between) for between in _between(packer, reference))
 
 
 def _cuts(packer: Packer, reference_cuts: Cuts, largest: int) -> Iterator[tuple[str, Cuts]]:
