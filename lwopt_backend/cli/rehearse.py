@@ -22,11 +22,8 @@ if TYPE_CHECKING:
 
 ONLY_OF_PLANS = ("what_if", "html", "png")
 
-Rank = Annotated[
-    int | None,
-    typer.Option(min=0, help="Of all ranks. Default: the one with most work.", rich_help_panel=inputs.CLUSTER),
-]
-Steps = Annotated[int, typer.Option(min=1, help="To rehearse; the last is shown.", rich_help_panel=inputs.OUTPUT)]
+Rank = Annotated[int | None, inputs.of_cluster(min=0, help="Of all ranks. Default: the one with most work.")]
+Steps = Annotated[int, inputs.of_output(min=1, help="To rehearse; the last is shown.")]
 
 
 def rehearse(rank: Rank = None, steps: Steps = 1, **given: Any) -> None:
