@@ -396,6 +396,7 @@ def _members(
     groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]], grouping: Grouping
 ) -> list[MeshMember]:
     members = []
+    checked: set[Sharding] = set()  # a check looks at every rank, and layers are alike
     for number, (group, group_names) in enumerate(zip(groups, names)):
         for name, param in zip(group_names, group["params"]):
             if param.is_meta:
@@ -405,8 +406,10 @@ def _members(
                 )
             blocks = grouping.matrices_in(name)
             sharding = sharding_of(name, param)
-            for block in blocks:
-                sharding_in(sharding, block).check(name)
+            for own in (sharding_in(sharding, block) for block in blocks):
+                if own not in checked:
+                    own.check(name)
+                    checked.add(own)
             members.append(MeshMember(**vars(grouping.member(name, param, number)), sharding=sharding))
     return members
 
