@@ -32,8 +32,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lwopt_backend import LayerWiseOptimizer
-from lwopt_backend.checkpoint import convert as inferred
-from lwopt_backend.checkpoint import formats, gates
+from lwopt_backend.checkpoint import contents, formats, gates
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyTensor, Param, held, read_as_expected
 from lwopt_backend.checkpoint.dcp import reader as dcp_reader
 from lwopt_backend.checkpoint.deepspeed import universal as write_universal
@@ -551,7 +550,7 @@ def test_weights_that_may_be_tied_are_read_once_each_however_many_there_are() ->
     params = {name: Param(weight, {"exp_avg": weight}, group=0) for name, weight in trained.items()}
     params |= {f"b{i}": Param(counted(-1.0 - i)) for i in range(30)}
     params["twin"] = Param(counted(7.0))
-    assert inferred.tied(params) == {"twin": "a7"}
+    assert contents.tied(params) == {"twin": "a7"}
     assert len(reads) == 30 + 30 + 1 + 2  # the twin and a7 once more, to be compared whole
 
 
