@@ -271,7 +271,8 @@ def absent_gpu(recorder: Recorder) -> Iterator[None]:
 
 def _in_order(tensor: Tensor, how: Mapping[str, Any]) -> Tensor:
     """A contiguous copy."""
-    return torch.ops.aten.clone.default(tensor, **{"memory_format": torch.contiguous_format, **how})
+    copied: Tensor = torch.ops.aten.clone.default(tensor, **{"memory_format": torch.contiguous_format, **how})
+    return copied
 
 
 def _part_of(tensor: Tensor, index: Any) -> Tensor:
