@@ -59,6 +59,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp2, bf16": ("fsdp2", {"dtype": torch.bfloat16, "state_dtype": "float32"}),
     "fsdp2, normuon": ("fsdp2", {"matrix": "normuon"}),
     "fsdp2, soap": ("fsdp2", {"matrix": "soap"}),
+    "fsdp2, shampoo": ("fsdp2", {"matrix": "shampoo"}),
     "zero1": ("zero1", {"policy": "balance", "bucket_numel": 9000}),
     "zero2": ("zero2", {}),
     "zero2, normuon": ("zero2", {"policy": "balance", "matrix": "normuon"}),

@@ -239,6 +239,7 @@ def absent_gpu(recorder: Recorder) -> Iterator[None]:
         recorder.waited("read")
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu").numpy(force=True).tolist()
 
+    # The methods are those with which torch's Python side asks for the GPU's driver.
     instead: list[tuple[Any, str, Any]] = [
         (torch.cuda, "current_device", lambda: DEVICE.index),
         (torch.cuda, "current_stream", lambda device=None: None),
@@ -246,6 +247,13 @@ def absent_gpu(recorder: Recorder) -> Iterator[None]:
         (torch.cuda, "synchronize", lambda device=None: recorder.waited("synchronize")),
         (FakeTensor, "tolist", read),
         (FakeTensor, "copy_", lambda tensor, *args, **kwargs: torch.ops.aten.copy_.default(tensor, *args, **kwargs)),
+        (
+            FakeTensor,
+            "contiguous",
+            lambda tensor, **how: tensor if tensor.is_contiguous(**how) else _in_order(tensor, how),
+        ),
+        (FakeTensor, "__invert__", lambda tensor: torch.ops.aten.bitwise_not.default(tensor)),
+        (FakeTensor, "new", lambda tensor, *sizes: tensor.new_empty(sizes)),
         (FakeTensor, "__getitem__", _part_of),
         (FakeTensor, "__setitem__", lambda tensor, index, value: _part_of(tensor, index).copy_(torch.as_tensor(value))),
         (FakeTensor, "record_stream", lambda tensor, stream: None),
@@ -261,12 +269,23 @@ def absent_gpu(recorder: Recorder) -> Iterator[None]:
         yield
 
 
+def _in_order(tensor: Tensor, how: Mapping[str, Any]) -> Tensor:
+    """A contiguous copy."""
+    copied: Tensor = torch.ops.aten.clone.default(tensor, **{"memory_format": torch.contiguous_format, **how})
+    return copied
+
+
 def _part_of(tensor: Tensor, index: Any) -> Tensor:
     """``tensor[index]`` for numbers and slices; torch's own asks for the GPU's driver."""
     dim = 0
-    for each in index if isinstance(index, tuple) else (index,):
-        if isinstance(each, slice):
-            tensor = torch.ops.aten.slice.Tensor(tensor, dim, each.start, each.stop, each.step or 1)
+    places = index if isinstance(index, tuple) else (index,)
+    for number, each in enumerate(places):
+        if each is Ellipsis:
+            dim = tensor.ndim - sum(more is not None for more in places[number + 1 :])
+        elif each is None or isinstance(each, slice):
+            cut = slice(None) if each is None else each
+            tensor = tensor.unsqueeze(dim) if each is None else tensor
+            tensor = torch.ops.aten.slice.Tensor(tensor, dim, cut.start, cut.stop, cut.step or 1)
             dim += 1
         elif isinstance(each, int):
             tensor = tensor.select(dim, each)
