@@ -122,7 +122,7 @@ def test_a_value_that_is_read_from_the_gpu_is_found(
     broken(monkeypatch, lambda matrix: matrix * (1 + matrix.norm().item()))
     (found,) = rehearse(study, 0)
     assert [problem.partition(",")[0] for problem in found.problems] == [
-        "waits for the GPU: read at runtime/whole.py: _run_rule"
+        "waits for the GPU: read at runtime/whole.py: transform"
     ]
     monkeypatch.undo()
     broken(monkeypatch, lambda matrix: matrix.cpu().to(matrix.device))
