@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
 import os
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import deepspeed
 import pytest
@@ -63,9 +66,23 @@ def test_pip_installs_what_is_supported() -> None:
     assert extras["deepspeed"] == [f"deepspeed{SUPPORTED}"]
 
 
-def test_stage_3_on_a_cpu_is_refused_where_gathering_is_not_waited_for(ranks: RankPool) -> None:
+WRONG_ON_CPUS = {  # what 0.19.7 does there, by the settings that make it
+    "zero_optimization.stage is 3 on a CPU, where DeepSpeed 0.19.7 uses parameters before all": config(3),
+    "zero_optimization.contiguous_gradients is false on a CPU, where DeepSpeed 0.19.7 does not reduce": config(1),
+}
+
+
+@pytest.mark.parametrize("message", WRONG_ON_CPUS)
+def test_what_the_oldest_gets_wrong_on_cpus_is_refused_with_it_only(ranks: RankPool, message: str) -> None:
+    settings = copy.deepcopy(WRONG_ON_CPUS[message])
+    settings["zero_optimization"]["contiguous_gradients"] = False
     if deepspeed.__version__ != "0.19.7":
-        ranks.run(build, config(3))
-        return
-    for error in ranks.errors(build, config(3)):
-        assert "zero_optimization.stage is 3 on a CPU, where DeepSpeed 0.19.7 uses parameters before all" in error
+        ranks.run(build, settings)
+    for error in ranks.errors(build_as_with_the_oldest, settings):
+        assert message in error
+
+
+def build_as_with_the_oldest(settings: dict[str, Any]) -> None:
+    """On a rank: what is refused goes by DeepSpeed's version."""
+    with mock.patch.object(deepspeed, "__version__", "0.19.7"):
+        build(settings)
