@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim.lr_scheduler import LambdaLR
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.pytorch_utils import Conv1D
 
 from lwopt_backend.config.choices import LayerWiseMuonConfig
@@ -165,6 +166,7 @@ def accelerate_as_it_was() -> Iterator[None]:
         with surroundings_kept():
             yield
     finally:
+        unset_hf_deepspeed_config()  # by which transformers would partition the next test's model
         AcceleratorState.__init__, PartialState._prepare_backend = kept
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()

@@ -594,7 +594,7 @@ def test_a_save_that_fails_leaves_the_one_before_and_the_next_removes_it(tmp_pat
     for group in run.optimizers.param_groups:
         if group["module"] == "language":
             group["note"] = lambda: None  # which no checkpoint can hold
-    with pytest.raises(RuntimeError, match="module 'language' failed on rank 2 with.*cannot be read back"):
+    with pytest.raises(RuntimeError, match="module 'language' failed on ranks? 2.* with.*cannot be read back"):
         run.optimizers.save_state_dict(tmp_path)
     dist.barrier()
     assert sorted(tmp_path.iterdir()) == before
