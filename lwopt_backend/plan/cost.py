@@ -170,10 +170,7 @@ class Machine:
 # Round figures, good enough to rank two plans and the same on every rank; they are not measured at run time, because
 # ranks that measured differently would choose differently. cuda: an H100's bf16 matmul rate as reached by
 # Newton-Schulz, and one 200 Gb/s network card per GPU. cpu: one core's bf16 rate and gloo on loopback.
-MACHINES = {
-    "cuda": Machine("cuda", 4e14, 25e9, 3e-5),
-    "cpu": Machine("cpu", 5e10, 1e9, 3e-4),
-}
+MACHINES = {"cuda": Machine("cuda", 4e14, 25e9, 3e-5), "cpu": Machine("cpu", 5e10, 1e9, 3e-4)}
 
 
 def machine_of(device_type: str) -> Machine:
@@ -219,9 +216,7 @@ class StepTime:
 def step_time(machine: Machine, *, flops: int, nbytes: int, collectives: int) -> StepTime:
     """Seconds for the busiest rank's ``flops``, ``nbytes`` through its link, and this number of ``collectives``."""
     return StepTime(
-        flops / machine.flops_per_second,
-        nbytes / machine.bytes_per_second,
-        collectives * machine.latency_seconds,
+        flops / machine.flops_per_second, nbytes / machine.bytes_per_second, collectives * machine.latency_seconds
     )
 
 

@@ -131,11 +131,7 @@ def members_digest(plans: Sequence[GroupPlan]) -> str:
 
 
 def plan_group(
-    group: Mapping[str, Any],
-    members: Sequence[TrainedParam],
-    layout: HostLayout,
-    config: ZeROConfig,
-    machine: Machine,
+    group: Mapping[str, Any], members: Sequence[TrainedParam], layout: HostLayout, config: ZeROConfig, machine: Machine
 ) -> GroupPlan:
     """Plan ``members``, the parameters of the param group ``group``, stored in ``layout`` in that order.
 
@@ -165,12 +161,7 @@ def _plan_atoms(
     stored = layout.storage if isinstance(layout, (BlockPartition, BlockReplicas)) else layout
     if isinstance(stored, FlatPartition):
         return plan_matrices(
-            atoms,
-            layout,
-            policy=config.policy,
-            machine=machine,
-            bucket_numel=config.bucket_numel,
-            **wire,
+            atoms, layout, policy=config.policy, machine=machine, bucket_numel=config.bucket_numel, **wire
         )
     if config.policy == "stay" and layout.world_size > 1:
         raise ValueError(

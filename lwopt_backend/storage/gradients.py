@@ -13,13 +13,7 @@ from torch.profiler import record_function
 from lwopt_backend.runtime.bucket_manager import BucketManager
 from lwopt_backend.runtime.buckets import BucketBuffers, Sharers
 from lwopt_backend.runtime.collectives import NORM, Collectives, largest_of_all
-from lwopt_backend.storage.mesh import (
-    Mesh,
-    MeshMember,
-    MeshStepper,
-    gradient,
-    local,
-)
+from lwopt_backend.storage.mesh import Mesh, MeshMember, MeshStepper, gradient, local
 
 
 class MeshGradients:
@@ -99,10 +93,7 @@ def hold_different_parameters(steppers: Sequence[MeshStepper]) -> list[bool]:
 
 
 def total_norm(
-    steppers: Sequence[MeshStepper],
-    different: Sequence[bool],
-    norm_type: float,
-    foreach: bool | None,
+    steppers: Sequence[MeshStepper], different: Sequence[bool], norm_type: float, foreach: bool | None
 ) -> Tensor:
     """The norm of all gradients as one vector, each element counted once. Called on all ranks of the meshes.
 

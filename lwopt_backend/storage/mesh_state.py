@@ -93,9 +93,7 @@ def check_loadable(
 
 
 def _check_writer(
-    state_dict: Mapping[str, Any],
-    groups: Sequence[Mapping[str, Any]],
-    made: Mapping[Tensor, Mapping[str, Any]],
+    state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], made: Mapping[Tensor, Mapping[str, Any]]
 ) -> None:
     """Raises ValueError for another optimizer's state dict, unless it has our groups and our state's keys."""
     saved = state_dict["param_groups"]

@@ -34,13 +34,7 @@ from lwopt_backend.runtime.agreement import StepReport, exchange_reports, failin
 from lwopt_backend.runtime.collectives import Presence
 from lwopt_backend.runtime.stepper import EarlyExchange
 from lwopt_backend.runtime.whole import Slices
-from lwopt_backend.storage.mesh import (
-    Mesh,
-    MeshStepper,
-    Shards,
-    States,
-    mesh_state_nbytes,
-)
+from lwopt_backend.storage.mesh import Mesh, MeshStepper, Shards, States, mesh_state_nbytes
 
 
 class StateOnceSharded:

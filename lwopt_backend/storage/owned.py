@@ -326,12 +326,7 @@ class OwnedCore:
         # Equal on all ranks for the same half of a user's group, different for other groups.
         self.group_keys = [f"{group['from_group']}.{group['rule']}" for group in grouping.groups]
         self.holdings = self._plan(
-            grouping,
-            shares,
-            layout=layout,
-            bucket_mb=bucket_mb,
-            grad_dtype=grad_dtype,
-            bus_alignment=bus_alignment,
+            grouping, shares, layout=layout, bucket_mb=bucket_mb, grad_dtype=grad_dtype, bus_alignment=bus_alignment
         )
         buckets = [
             (renumbered(bucket, held.numbers), held.sharers) for held in self.holdings for bucket in held.plan.buckets
