@@ -66,7 +66,7 @@ def rectangle(block: Block, shape: Sequence[int], box: Sequence[Span]) -> tuple[
     Raises ValueError for a box that cuts dimensions that are flattened into columns, other than the first.
     """
     lead = block.grid.lead(shape)
-    for place, (begin, size) in zip(_unravel(block.slice, shape[:lead]), box):
+    for place, (begin, size) in zip(unravel(block.slice, shape[:lead]), box):
         if not begin <= place < begin + size:
             return None
     top, height = box[lead]
@@ -87,7 +87,7 @@ def box_views(block: Block, shape: Sequence[int], box: Sequence[Span], strides: 
         return ()
     lead = block.grid.lead(shape)
     (row, height), (column, width) = held
-    slice_places = _unravel(block.slice, shape[:lead])
+    slice_places = unravel(block.slice, shape[:lead])
     origin = sum((place - begin) * stride for place, (begin, _), stride in zip(slice_places, box, strides))
     origin += (block.rows.at(0) - box[lead][0]) * strides[lead]
     down = _dims(block.rows, strides[lead])
@@ -175,7 +175,7 @@ def _flattened(block: Block, sizes: Sequence[int], box: Sequence[Span]) -> Span:
     return box[0][0] * math.prod(sizes[1:]), math.prod(held for _, held in box)
 
 
-def _unravel(position: int, sizes: Sequence[int]) -> list[int]:
+def unravel(position: int, sizes: Sequence[int]) -> list[int]:
     places = []
     for size in reversed(sizes):
         position, place = divmod(position, size)
