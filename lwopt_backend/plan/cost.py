@@ -335,15 +335,14 @@ def _nanoseconds(measured: Mapping[Shape, int], shape: Shape) -> int:
     sides = _sides((max(1, shape[0]), max(1, shape[1])))  # an empty matrix has the smallest cost
     if sides in measured:
         return measured[sides]
-    nearest = min(measured, key=lambda known: (_distance(sides, known), known))
+
+    def distance(known: Shape) -> Fraction:
+        """exp(|log s - log s'| + |log l - log l'|), exact: rounded logarithms could break ties otherwise elsewhere."""
+        ratios = (Fraction(max(one, other), min(one, other)) for one, other in zip(sides, known))
+        return math.prod(ratios, start=Fraction(1))
+
+    nearest = min(measured, key=lambda known: (distance(known), known))
     return max(1, measured[nearest] * newton_schulz_flops(sides) // newton_schulz_flops(nearest))
-
-
-def _distance(one: Shape, other: Shape) -> Fraction:
-    """exp(|log s - log s'| + |log l - log l'|), exact: rounded logarithms could break ties differently elsewhere."""
-    (short, long), (other_short, other_long) = one, other
-    ratio = Fraction(max(short, other_short), min(short, other_short))
-    return ratio * Fraction(max(long, other_long), min(long, other_long))
 
 
 def _sides(shape: Shape) -> Shape:
