@@ -21,7 +21,7 @@ from lwopt_backend.rules.protocol import inner_steps, one_call
 from lwopt_backend.runtime.agreement import RanksDisagree, StepReport, agree, check_in_all, first_difference
 from lwopt_backend.runtime.collectives import ranks_of
 from lwopt_backend.storage.gradients import checked_order, clip_factor
-from lwopt_backend.storage.modules import NAME, check_held, held_by, load, parts_of, save, together
+from lwopt_backend.storage.modules import NAME, Part, check_held, held_by, load, parts_of, save, together
 
 HAS_STATE = "has_state"  # a key beside a module's state in a state dict
 
@@ -149,6 +149,10 @@ class ModuleOptimizers(torch.optim.Optimizer):
         modules with such gradients, and all ranks return False. An error in a module on any rank raises RuntimeError on
         all ranks; what can be checked before the step raises before any module steps.
         """
+
+        def take_step(name: str, part: Part) -> None:
+            part.optimizer.step()
+
         if closure is not None:
             raise TypeError(f"{NAME}.step takes no closure; it returns whether all modules stepped")
         report = StepReport()
@@ -159,7 +163,7 @@ class ModuleOptimizers(torch.optim.Optimizer):
                 self.zero_grad()
                 return False
             with inner_steps():
-                self._each("step", lambda name, part: part.optimizer.step())
+                together(self._everyone, "step", self._parts, take_step)
             return True
 
     step.hooked = True  # type: ignore[attr-defined]  # see one_call
@@ -203,12 +207,6 @@ class ModuleOptimizers(torch.optim.Optimizer):
                     )
         return agreed
 
-    def _each(self, what: str, do: Callable[[str, Any], Any]) -> None:
-        def without_result(name: str, part: Any) -> None:
-            do(name, part)
-
-        together(self._everyone, what, self._parts, without_result)
-
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
@@ -246,9 +244,11 @@ class ModuleOptimizers(torch.optim.Optimizer):
                         "load_state_dict_from(folder)"
                     )
 
+        def take(name: str, part: Part) -> None:
+            part.optimizer.load_state_dict({k: v for k, v in state_dict[name].items() if k != HAS_STATE})
+
         check_in_all([self._everyone], NAME, check)
-        own = {name: {k: v for k, v in state_dict[name].items() if k != HAS_STATE} for name in names}
-        self._each("load_state_dict", lambda name, part: part.optimizer.load_state_dict(own[name]))
+        together(self._everyone, "load_state_dict", self._parts, take)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 

@@ -464,10 +464,7 @@ class MeshOptimizer(LayerWiseOptimizer):
                 if value is not None and value != ():
                     raise ValueError(f"{NAME}: {FSDP2Config.lacks(repr(name), OwnedConfig)}: meshes say who shares")
             rules, config, grouping = given.decide(FSDP2Config, module)
-            lines = [
-                *settings_lines(rules, config),
-                *(f"{r.name} {r.shape} {r.kind}" for r in grouping.routes),
-            ]
+            lines = [*settings_lines(rules, config), *(f"{r.name} {r.shape} {r.kind}" for r in grouping.routes)]
             return (rules, config, grouping), [lines for _ in exchange]
 
         rules, self.config, self._grouping = agree_in_all([c for _, c in exchange], NAME, decide)

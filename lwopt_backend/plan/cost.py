@@ -170,10 +170,7 @@ class Machine:
 # Round figures, good enough to rank two plans and the same on every rank; they are not measured at run time, because
 # ranks that measured differently would choose differently. cuda: an H100's bf16 matmul rate as reached by
 # Newton-Schulz, and one 200 Gb/s network card per GPU. cpu: one core's bf16 rate and gloo on loopback.
-MACHINES = {
-    "cuda": Machine("cuda", 4e14, 25e9, 3e-5),
-    "cpu": Machine("cpu", 5e10, 1e9, 3e-4),
-}
+MACHINES = {"cuda": Machine("cuda", 4e14, 25e9, 3e-5), "cpu": Machine("cpu", 5e10, 1e9, 3e-4)}
 
 
 def machine_of(device_type: str) -> Machine:
@@ -219,9 +216,7 @@ class StepTime:
 def step_time(machine: Machine, *, flops: int, nbytes: int, collectives: int) -> StepTime:
     """Seconds for the busiest rank's ``flops``, ``nbytes`` through its link, and this number of ``collectives``."""
     return StepTime(
-        flops / machine.flops_per_second,
-        nbytes / machine.bytes_per_second,
-        collectives * machine.latency_seconds,
+        flops / machine.flops_per_second, nbytes / machine.bytes_per_second, collectives * machine.latency_seconds
     )
 
 
@@ -340,15 +335,14 @@ def _nanoseconds(measured: Mapping[Shape, int], shape: Shape) -> int:
     sides = _sides((max(1, shape[0]), max(1, shape[1])))  # an empty matrix has the smallest cost
     if sides in measured:
         return measured[sides]
-    nearest = min(measured, key=lambda known: (_distance(sides, known), known))
+
+    def distance(known: Shape) -> Fraction:
+        """exp(|log s - log s'| + |log l - log l'|), exact: rounded logarithms could break ties otherwise elsewhere."""
+        ratios = (Fraction(max(one, other), min(one, other)) for one, other in zip(sides, known))
+        return math.prod(ratios, start=Fraction(1))
+
+    nearest = min(measured, key=lambda known: (distance(known), known))
     return max(1, measured[nearest] * newton_schulz_flops(sides) // newton_schulz_flops(nearest))
-
-
-def _distance(one: Shape, other: Shape) -> Fraction:
-    """exp(|log s - log s'| + |log l - log l'|), exact: rounded logarithms could break ties differently elsewhere."""
-    (short, long), (other_short, other_long) = one, other
-    ratio = Fraction(max(short, other_short), min(short, other_short))
-    return ratio * Fraction(max(long, other_long), min(long, other_long))
 
 
 def _sides(shape: Shape) -> Shape:

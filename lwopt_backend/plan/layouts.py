@@ -50,7 +50,13 @@ def range_views(block: Block, start: int, stop: int, offset: int) -> tuple[View,
     Concatenated, the views are the block's own range in row-major order.
     """
     width = block.grid.columns
-    dims = _merged([*_dims(block.rows, width), *_dims(block.columns, 1)])
+    dims: list[tuple[int, int]] = []  # the fewest, for the same elements in the same order
+    for size, stride in [*_dims(block.rows, width), *_dims(block.columns, 1)]:
+        if size > 1 and dims and dims[-1][1] == size * stride:
+            dims[-1] = dims[-1][0] * size, stride
+        elif size > 1:
+            dims.append((size, stride))
+    dims = dims or [(1, 1)]
     sizes, strides = [size for size, _ in dims], tuple(stride for _, stride in dims)
     origin = offset - start + block.flat(0)
     found = []
@@ -66,7 +72,7 @@ def rectangle(block: Block, shape: Sequence[int], box: Sequence[Span]) -> tuple[
     Raises ValueError for a box that cuts dimensions that are flattened into columns, other than the first.
     """
     lead = block.grid.lead(shape)
-    for place, (begin, size) in zip(_unravel(block.slice, shape[:lead]), box):
+    for place, (begin, size) in zip(unravel(block.slice, shape[:lead]), box):
         if not begin <= place < begin + size:
             return None
     top, height = box[lead]
@@ -87,7 +93,7 @@ def box_views(block: Block, shape: Sequence[int], box: Sequence[Span], strides: 
         return ()
     lead = block.grid.lead(shape)
     (row, height), (column, width) = held
-    slice_places = _unravel(block.slice, shape[:lead])
+    slice_places = unravel(block.slice, shape[:lead])
     origin = sum((place - begin) * stride for place, (begin, _), stride in zip(slice_places, box, strides))
     origin += (block.rows.at(0) - box[lead][0]) * strides[lead]
     down = _dims(block.rows, strides[lead])
@@ -116,19 +122,6 @@ def _dims(stripes: Stripes, stride: int) -> list[tuple[int, int]]:
         return [run]
     outer = (stripes.count, stripes.pitch * stride)
     return [outer] if stripes.length == 1 else [outer, run]
-
-
-def _merged(dims: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same elements in the same order with the fewest dimensions."""
-    found: list[tuple[int, int]] = []
-    for size, stride in dims:
-        if size == 1:
-            continue
-        if found and found[-1][1] == size * stride:
-            found[-1] = found[-1][0] * size, stride
-        else:
-            found.append((size, stride))
-    return found or [(1, 1)]
 
 
 def boxes_of(sizes: Sequence[int], start: int, stop: int) -> list[Box]:
@@ -175,7 +168,7 @@ def _flattened(block: Block, sizes: Sequence[int], box: Sequence[Span]) -> Span:
     return box[0][0] * math.prod(sizes[1:]), math.prod(held for _, held in box)
 
 
-def _unravel(position: int, sizes: Sequence[int]) -> list[int]:
+def unravel(position: int, sizes: Sequence[int]) -> list[int]:
     places = []
     for size in reversed(sizes):
         position, place = divmod(position, size)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import repeat
 
 from lwopt_backend.plan.atoms import Atom
-from lwopt_backend.plan.buffers.layout import LAYOUTS
+from lwopt_backend.plan.buffers.layout import LAYOUTS, imbalance
 from lwopt_backend.plan.buffers.packing import plan_compact
 from lwopt_backend.plan.cost import Machine, StepTime, per_rank, step_time
 from lwopt_backend.plan.exchange import Transfer, equal_split, to_fragments, to_owners
@@ -28,8 +28,7 @@ class Ownership:
     @property
     def imbalance(self) -> float:
         """Largest load over mean load; 1.0 is perfect."""
-        total = sum(self.loads)
-        return max(self.loads) * len(self.loads) / total if total else 1.0
+        return imbalance(self.loads)
 
 
 def stay(atoms: Sequence[Atom], layout: Layout) -> Ownership:
@@ -167,17 +166,10 @@ def critical_path(
 
 
 def _candidates(atoms: Sequence[Atom], buckets: Sequence[Sequence[int]], loads: Sequence[int]) -> list[dict[int, int]]:
-    """Owners bucket by bucket and, if no rank has work from other plans, owners for all matrices at once."""
-    found = [_bucket_by_bucket(atoms, buckets, loads)]
-    travelling = [index for bucket in buckets for index in bucket]
-    if travelling and not any(loads):
-        at_once = plan_compact([atoms[index] for index in reversed(travelling)], len(loads), bucket_numel=None)
-        found.append(dict(zip(reversed(travelling), at_once.owners)))
-    return found
+    """Owners bucket by bucket and, if no rank has work from other plans, owners for all matrices at once.
 
-
-def _bucket_by_bucket(atoms: Sequence[Atom], buckets: Sequence[Sequence[int]], loads: Sequence[int]) -> dict[int, int]:
-    """In every bucket, the costliest matrix first, to the rank with the least work so far (Graham 1969)."""
+    In a bucket, the costliest matrix comes first, and goes to the rank with the least work so far (Graham 1969).
+    """
     heap = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(heap)
     owners = {}
@@ -186,7 +178,12 @@ def _bucket_by_bucket(atoms: Sequence[Atom], buckets: Sequence[Sequence[int]], l
             load, rank = heapq.heappop(heap)
             owners[index] = rank
             heapq.heappush(heap, (load + atoms[index].cost, rank))
-    return owners
+    found = [owners]
+    travelling = [index for bucket in buckets for index in bucket]
+    if travelling and not any(loads):
+        at_once = plan_compact([atoms[index] for index in reversed(travelling)], len(loads), bucket_numel=None)
+        found.append(dict(zip(reversed(travelling), at_once.owners)))
+    return found
 
 
 # Plans for flat partitions (ZeRO-1/2), where most matrices are whole on one rank and only the others are exchanged.

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lwopt_backend.plan.buffers.layout import imbalance
-from lwopt_backend.plan.cost import StepTime, max_min_squared
-from lwopt_backend.planner.part import Part, Planned, per_rank
+from lwopt_backend.plan.cost import StepTime, max_min_squared, per_rank
+from lwopt_backend.planner.part import Part, Planned
 from lwopt_backend.planner.setting import Setting
 from lwopt_backend.planner.study import Stage, Study, plan_share
 
@@ -89,6 +89,9 @@ def document(study: Study, *, source: str, rows: Sequence[Alternative] = ()) -> 
     buffer's group), ``group_size`` (of the dense buffer), ``seconds`` (modelled, parts added). Memory is in bytes.
     Percentages have two decimal places and imbalances four; ``buffer_numel``, ``numel`` and ``owners`` are exact.
     """
+    routed: dict[tuple[str, str], list[int]] = {}
+    for route in study.routes:
+        routed.setdefault((route.kind, route.reason), []).append(math.prod(route.shape))
     stage = study.worst
     numel = sum(part.numel for part in stage.parts)
     buffer_numel = sum(part.buffer_numel for part in stage.parts)
@@ -99,7 +102,10 @@ def document(study: Study, *, source: str, rows: Sequence[Alternative] = ()) -> 
         "options": _options(study.setting),
         "cost": study.setting.work.name,
         "cluster": asdict(study.setting.machine),
-        "routing": _routing(study),
+        "routing": [
+            {"kind": kind, "reason": reason, "parameters": len(numels), "numel": sum(numels)}
+            for (kind, reason), numels in routed.items()
+        ],
         "deployment": asdict(study.deployment) | {"dp": study.deployment.dp, "expert_dp": study.deployment.expert_dp},
         "buckets": sum(len(part.bucket_numels) for part in stage.parts),
         "numel": numel,
@@ -127,19 +133,6 @@ def document(study: Study, *, source: str, rows: Sequence[Alternative] = ()) -> 
         "owners": [owner for part in stage.parts for owner in part.owners],
     }
     return body | {"digest": study.digest}
-
-
-def _routing(study: Study) -> list[dict[str, Any]]:
-    """Parameters and elements by kind and reason."""
-    sums: dict[tuple[str, str], list[int]] = {}
-    for route in study.routes:
-        counts = sums.setdefault((route.kind, route.reason), [0, 0])
-        counts[0] += 1
-        counts[1] += math.prod(route.shape)
-    return [
-        {"kind": kind, "reason": reason, "parameters": parameters, "numel": numel}
-        for (kind, reason), (parameters, numel) in sums.items()
-    ]
 
 
 def _part(part: Part) -> dict[str, Any]:

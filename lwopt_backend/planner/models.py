@@ -63,7 +63,12 @@ def _read_trained(folder: Path) -> Contents | None:
     pointer = next((name for name in POINTERS if (folder / name).is_file()), None)
     if pointer or any(map(MODEL.fullmatch, names_in(folder))) or any(folder.glob("zero/*/fp32.pt")):
         check_links(folder)
-        return _in_deepspeed(tag_of(folder, pointer or POINTERS[0]))
+        tag = tag_of(folder, pointer or POINTERS[0])
+        if any(map(MODEL.fullmatch, names_in(tag))) or not (tag / "zero").is_dir():
+            return Contents(f"DeepSpeed checkpoint {tag.name}", parameters_in(model_files(tag)))
+        files = tag.glob("zero/*/fp32.pt")
+        stored = [_stored(file.parent.name, state_in(torch_files.load(file), None, file)) for file in files]
+        return _unordered(f"DeepSpeed universal checkpoint {tag.name}", stored)
     return None
 
 
@@ -75,15 +80,6 @@ def _in_dcp(folder: Path) -> tuple[Stored, ...]:
     tree = dcp.by_paths({found.paths.get(name, (name,)): tensor for name, tensor in tensors.items()}, folder)
     named = state_dict_in(tree, folder / dcp.METADATA, Stored)
     return tuple(replace(tensor, name=name) for name, tensor in named.items())
-
-
-def _in_deepspeed(tag: Path) -> Contents:
-    """The parameters of a tag, in the module's order. Raises ValueError for parts of model parallelism."""
-    if any(map(MODEL.fullmatch, names_in(tag))) or not (tag / "zero").is_dir():
-        return Contents(f"DeepSpeed checkpoint {tag.name}", parameters_in(model_files(tag)))
-    files = tag.glob("zero/*/fp32.pt")
-    tensors = [_stored(file.parent.name, state_in(torch_files.load(file), None, file)) for file in files]
-    return _unordered(f"DeepSpeed universal checkpoint {tag.name}", tensors)
 
 
 def parameters_in(files: list[Path]) -> tuple[Stored, ...]:

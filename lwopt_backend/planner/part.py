@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lwopt_backend.plan.atoms import Atom
 from lwopt_backend.plan.buffers.layout import imbalance
 from lwopt_backend.plan.buffers.step import BucketTime
-from lwopt_backend.plan.cost import RankMemory, StepTime
+from lwopt_backend.plan.cost import RankMemory, StepTime, per_rank
 from lwopt_backend.planner.setting import Share
 
 
@@ -157,10 +157,3 @@ def owned_atoms(atoms: Sequence[Atom], owners: Sequence[int], ranks: int) -> lis
     for atom, owner in zip(atoms, owners):
         owned[owner].append(atom)
     return owned
-
-
-def per_rank(owners: Sequence[int], amounts: Sequence[int], ranks: int) -> list[int]:
-    sums = [0] * ranks
-    for owner, amount in zip(owners, amounts):
-        sums[owner] += amount
-    return sums

@@ -265,14 +265,14 @@ class Training:
 
     def of(self, routes: Sequence[Route]) -> tuple[tuple[Route, ...], dict[str, Divided]]:
         """Routes by name as training has them, stacked experts slice by slice, and the matrices in each parameter."""
-        found = [as_taken(_as_stack(route), self.rules.matrix.rule, self.config) for route in routes]
+        as_stacks = []
+        for route in routes:
+            if route.kind == "elementwise" and route.reason == f"{len(route.shape)}-D":
+                if route.stack:
+                    route = replace(route, kind="matrix", reason=stacked(route.joined))
+                elif route.side_by_side:
+                    route = replace(route, kind="matrix", reason=f"{route.reason} weight")
+            as_stacks.append(route)
+        found = [as_taken(route, self.rules.matrix.rule, self.config) for route in as_stacks]
         check_overrides(self.rules, {r.name: r.kind == "matrix" for r in found if r.kind != "frozen"})
         return tuple(found), divide_by_name(found, AtomSettings.parse(self.config.atoms))
-
-
-def _as_stack(route: Route) -> Route:
-    if route.kind != "elementwise" or route.reason != f"{len(route.shape)}-D":
-        return route
-    if route.stack:
-        return replace(route, kind="matrix", reason=stacked(route.joined))
-    return replace(route, kind="matrix", reason=f"{route.reason} weight") if route.side_by_side else route

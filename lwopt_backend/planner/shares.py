@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -86,7 +86,9 @@ def _placed(plans: Sequence[MatrixPlan], shared: Share, setting: Setting, spread
         buckets = list(accumulate(buckets, max)) if spread else buckets
         rows += list(zip(plan.atoms, plan.ownership.owners, buckets))
         numels += [sum(plan.atoms[i].numel for i in members) for members in plan.buckets]
-    order = {name: place for place, name in enumerate(_names(shared))}
+    grouping = shared.grouping
+    names = [block.of(route.name) for route in grouping.routes for block in grouping.matrices_in(route.name)]
+    order = {name: place for place, name in enumerate(names)}
     rows.sort(key=lambda row: order[row[0].name])
     return Placed(
         tuple(shared.shown(atom, setting) for atom, _, _ in rows),
@@ -95,12 +97,6 @@ def _placed(plans: Sequence[MatrixPlan], shared: Share, setting: Setting, spread
         tuple(bucket for _, _, bucket in rows),
         tuple(numels),
     )
-
-
-def _names(shared: Share) -> list[str]:
-    """Names of the matrices, in the model's order."""
-    grouping = shared.grouping
-    return [block.of(route.name) for route in grouping.routes for block in grouping.matrices_in(route.name)]
 
 
 def _timeline(placed: Placed, element_bytes: int, setting: Setting) -> list[BucketTime]:
@@ -281,7 +277,11 @@ def _owned_placed(plan: OwnedPlan, members: Sequence[Member], shared: Share, set
     found: dict[int, list[tuple[Atom, int, int]]] = {}
     groups = shared.grouping.groups
     for number, bucket in enumerate(plan.buckets):
-        starts = {slot.param: _starts(members[slot.param], groups) for slot in bucket.slots}
+        starts: dict[int, list[tuple[int, Atom]]] = {}  # a member's matrices, with the places of their first elements
+        for slot in bucket.slots:
+            member = members[slot.param]
+            atoms = atoms_of(member, groups[member.group])
+            starts[slot.param] = [(block.flat(0), atom) for atom, block in zip(atoms, member.blocks)]
         for rank, pieces in enumerate(bucket.pieces_of_all()):
             for piece in pieces:
                 found.setdefault(piece.param, []).extend(
@@ -295,11 +295,6 @@ def _owned_placed(plan: OwnedPlan, members: Sequence[Member], shared: Share, set
         tuple(number for _, _, number in rows),
         tuple(bucket.numel for bucket in plan.buckets),
     )
-
-
-def _starts(member: Member, groups: Sequence[Mapping[str, Any]]) -> list[tuple[int, Atom]]:
-    """The matrices in a member, each with its first element's place in it."""
-    return [(block.flat(0), atom) for atom, block in zip(atoms_of(member, groups[member.group]), member.blocks)]
 
 
 def _owned_memory(plan: OwnedPlan, members: Sequence[Member], shared: Share, config: OwnedConfig) -> list[RankMemory]:

@@ -19,21 +19,6 @@ from lwopt_backend.runtime.buckets import BucketBuffers, Ledger, Sharers
 from lwopt_backend.runtime.collectives import Presence
 
 
-def show_everywhere(buckets: Sequence[BucketBuffers], params: Sequence[Tensor]) -> None:
-    """Set ``param.grad`` to the mean gradient where only other ranks had one. Called on all ranks."""
-    for sharers in {id(bucket.sharers): bucket.sharers for bucket in buckets}.values():
-        slots = [
-            (bucket, slot.param) for bucket in buckets if bucket.sharers is sharers for slot in bucket.bucket.slots
-        ]
-        here = [params[index].grad is not None for _, index in slots]
-        presence = Presence(sharers.everyone, here, params[0].device)
-        for place, (bucket, index) in enumerate(slots):
-            if not here[place] and presence(place):
-                assert bucket.full is not None
-                params[index].grad = bucket.view(bucket.full, index)
-        presence.finish()
-
-
 class Hook:
     """Runs ``call(owner, *first, *args)`` with a hook's ``args`` while ``owner`` is alive; copies and pickles do
     nothing.
@@ -270,7 +255,19 @@ class BucketManager:
             for number, bucket in enumerate(self.settled()):
                 with torch.no_grad(), self._named(number, "gradients to all ranks"):
                     bucket.spread_gradients()
-            show_everywhere(self.buckets, self.params)
+            self._show_everywhere()
+
+    def _show_everywhere(self) -> None:
+        """Set ``param.grad`` to the mean gradient where only other ranks had one. Called on all ranks."""
+        for sharers in {id(bucket.sharers): bucket.sharers for bucket in self.buckets}.values():
+            slots = [(b, slot.param) for b in self.buckets if b.sharers is sharers for slot in b.bucket.slots]
+            here = [self.params[index].grad is not None for _, index in slots]
+            presence = Presence(sharers.everyone, here, self.params[0].device)
+            for place, (bucket, index) in enumerate(slots):
+                if not here[place] and presence(place):
+                    assert bucket.full is not None
+                    self.params[index].grad = bucket.view(bucket.full, index)
+            presence.finish()
 
     def _arrive(self, number: int) -> None:
         with torch.no_grad(), self._named(number, "gradients to their owners"):

@@ -44,9 +44,15 @@ class Pending(Protocol):
     def wait(self) -> object: ...
 
 
-class _Done:
+class _All:
+    """Several collectives, waited for together; none, for those that are done at once."""
+
+    def __init__(self, works: Sequence[Pending] = ()) -> None:
+        self._works = works
+
     def wait(self) -> None:
-        return None
+        for work in self._works:
+            work.wait()
 
 
 class Collectives:
@@ -63,11 +69,11 @@ class Collectives:
     ) -> Pending:
         """Start an all-to-all of two flat tensors; splits are in elements, one per rank, or empty for equal parts."""
         received.copy_(sent)
-        return _Done()
+        return _All()
 
     def all_reduce_max(self, tensor: Tensor) -> Pending:
         """Start an element-wise MAX over all ranks, in place."""
-        return _Done()
+        return _All()
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's ``value``, in rank order, on every rank."""
@@ -105,20 +111,20 @@ class PartCollectives(Collectives):
     ) -> Pending:
         """Start point-to-point sends and receives of flat tensors; pairs of a rank and the tensor to or from it."""
         assert not sends and not receives
-        return _Done()
+        return _All()
 
     def reduce_scatter_parts(self, mine: Tensor, parts: Sequence[Tensor], whole: Tensor | None) -> Pending:
         """Start summing all ranks' parts for this rank into ``mine``; ``whole`` is the buffer if parts are equal."""
         mine.copy_(parts[0])
-        return _Done()
+        return _All()
 
     def all_gather_parts(self, parts: Sequence[Tensor], whole: Tensor | None) -> Pending:
         """Start filling every part with its own rank's; ``whole`` is the buffer if parts are equal."""
-        return _Done()
+        return _All()
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
         """Start summing ``tensor`` over all ranks, in place."""
-        return _Done()
+        return _All()
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum ``tensor`` over all ranks, in place."""
@@ -230,10 +236,6 @@ class TorchCollectives(PartCollectives):
         _OWN_GROUPS.append((dist.group.WORLD, ranks, met, group))
         return cls(group)
 
-    def reduce_scatter(self, mine: Tensor, sent: Tensor) -> None:
-        """Sum ``sent`` over all ranks; ``mine`` becomes this rank's equal part of the sum."""
-        _reduce_scatter(mine, sent, group=self.group)
-
     def all_gather(self, received: Tensor, mine: Tensor) -> None:
         _all_gather(received, mine, group=self.group)
 
@@ -288,17 +290,6 @@ def _started(work: Any) -> Pending:
     """torch's handle; it is None on a rank that is not in the group."""
     assert isinstance(work, dist.Work)
     return work
-
-
-class _All:
-    """Several collectives, waited for together."""
-
-    def __init__(self, works: Sequence[Pending]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
 
 
 def ranks_of(group: dist.ProcessGroup | None = None, name: str = "process_group") -> PartCollectives:

@@ -57,7 +57,10 @@ def structure(state: Any) -> Any:
 def rebuild(described: Any, found: dict[str, Tensor], path: str = "") -> Any:
     """The state with the structure ``described``, from its leaves ``found``. Raises KeyError if a leaf is missing."""
     if isinstance(described, str) and described.startswith("tensor"):
-        return _ordered(found[path], described.split(" ")[1])
+        dims = [int(dim) for dim in described.split(" ")[1]]
+        if not dims:  # scalars are saved with one dimension
+            return found[path].view(())
+        return found[path].permute(dims).contiguous().permute([dims.index(dim) for dim in range(len(dims))])
     if isinstance(described, str):
         return found[path].item()
     kind, content = described
@@ -78,13 +81,6 @@ def _order(tensor: Tensor) -> str:
     strides = tensor.stride()
     dims = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
     return "".join(map(str, dims if tensor.permute(dims).is_contiguous() else range(tensor.ndim)))
-
-
-def _ordered(tensor: Tensor, order: str) -> Tensor:
-    dims = [int(dim) for dim in order]
-    if not dims:  # scalars are saved with one dimension
-        return tensor.view(())
-    return tensor.permute(dims).contiguous().permute([dims.index(dim) for dim in range(len(dims))])
 
 
 def is_plain(state: dict[str, Any]) -> bool:

@@ -213,7 +213,10 @@ class OwnerShards:
         tensors = {
             (atom, key): t.to(self._device) for atom in self._owned for key, t in self._held.tensors(atom).items()
         }
-        parts = [torch.empty(self._bytes_here(i), dtype=torch.uint8, device=self._device) for i in self._places()]
+        parts = []
+        for index in range(len(self._moving)):
+            here = self._plan.layout.fragment(index, self._collectives.rank)
+            parts.append(torch.empty(here.numel if here else 0, dtype=torch.uint8, device=self._device))
 
         def fetch(segment: Segment) -> Tensor:
             entry = self._moving[segment.atom]
@@ -252,13 +255,6 @@ class OwnerShards:
             arrival.wait(deliver)
         for atom in self._owned:
             self._held.put_tensors(atom, {key: tensor for (of, key), tensor in arrived.items() if of == atom})
-
-    def _places(self) -> range:
-        return range(len(self._moving))
-
-    def _bytes_here(self, index: int) -> int:
-        held = self._plan.layout.fragment(index, self._collectives.rank)
-        return held.numel if held is not None else 0
 
     def _exchange(self, ways: Callable[..., list[Way]], fetch: Callable[[Segment], Tensor]) -> list[Arrival]:
         def pack(segments: Segments) -> bool:
@@ -341,10 +337,6 @@ class OwnerState:
                     value, grad = (torch.randn(self._atoms[atom].rule_shape).to(self._device) for _ in range(2))
                     rule.step(value, grad, self._held[atom])
 
-    def is_real(self, atom: int) -> bool:
-        """Whether the atom has state, and not that of a trial step."""
-        return atom in self._held and atom not in self._tried
-
     def put(self, atom: int, state: Mapping[str, Any]) -> None:
         """Replace an atom's state by a copy of ``state``."""
         self._tried.discard(atom)
@@ -356,7 +348,7 @@ class OwnerState:
         found = {key: tensor.reshape(tensor.shape or (1,)) for key, tensor in nested.leaves(state)}
         if not nested.is_plain(state):
             found[STRUCTURE] = nested.described(state)
-            found[STEPPED] = torch.tensor([self.is_real(atom)])
+            found[STEPPED] = torch.tensor([atom in self.held()])
         return found
 
     def put_tensors(self, atom: int, found: Mapping[str, Tensor]) -> None:

@@ -156,7 +156,9 @@ class MatrixStepper:
         self._collectives = collectives
         self._to_owners = ways_to_owners(plan, collectives, device)
         self._back = ways_back(plan, collectives, device)
-        self._local = share_out(plan.local_atoms(rank), len(plan.buckets) + 1)
+        local, shares = plan.local_atoms(rank), len(plan.buckets) + 1  # of nearly equal length; some may be empty
+        bounds = [len(local) * i // shares for i in range(shares + 1)]
+        self._local = [local[low:high] for low, high in zip(bounds, bounds[1:])]
         self._owned = [[atom for atom in bucket if plan.ownership.owners[atom] == rank] for bucket in plan.buckets]
         sent = [{segment.atom for segment in way.transfer.sends} for way in self._to_owners]
         self._copies = [  # by bucket, atoms of which this rank stores a piece that another sends
@@ -322,12 +324,6 @@ class _Run:
         """Advance the state of this rank's copy of an atom that another rank sends."""
         if self.active(atom):
             advance(self.rules[atom], self.storage.parts(atom))
-
-
-def share_out(items: Sequence[int], shares: int) -> list[list[int]]:
-    """Consecutive shares of nearly equal length; some may be empty."""
-    bounds = [len(items) * i // shares for i in range(shares + 1)]
-    return [list(items[low:high]) for low, high in zip(bounds, bounds[1:])]
 
 
 def _cut(matrix: Tensor, segment: Segment) -> Tensor:

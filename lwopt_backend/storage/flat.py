@@ -66,27 +66,20 @@ def unit_layouts(
 
     ``param_alignment`` is that of ``FlatPartition.build``. ``is_matrix`` is whether a matrix rule steps them.
     """
-    if stage == 3:
-        for part in _sub_groups(numels, ranks, sub_group_size):
-            yield part, ParameterPartition.build(numels[part], ranks)
+    if stage == 3:  # a sub-group closes with the parameter whose part brings a rank's elements to its size
+        start, filled = 0, 0
+        for place, numel in enumerate(numels):
+            filled += -(-numel // ranks)
+            if filled >= sub_group_size or place == len(numels) - 1:
+                part = slice(start, place + 1)
+                yield part, ParameterPartition.build(numels[part], ranks)
+                start, filled = place + 1, 0
     elif stage == 0 and is_matrix:
         yield slice(None), Replicas(ranks, tuple(numels))
     elif stage == 0:
         yield slice(None), FlatPartition.build(numels, ranks, alignment=1)
     else:
         yield slice(None), FlatPartition.build(numels, ranks, param_alignment=param_alignment)
-
-
-def _sub_groups(numels: Sequence[int], ranks: int, size: int) -> Iterator[slice]:
-    """ZeRO-3 closes a sub-group with the parameter whose part brings a rank's elements to ``size``."""
-    start, filled = 0, 0
-    for place, numel in enumerate(numels):
-        filled += -(-numel // ranks)
-        if filled >= size:
-            yield slice(start, place + 1)
-            start, filled = place + 1, 0
-    if start < len(numels):
-        yield slice(start, len(numels))
 
 
 # Plans of what a host steps at a time: a param group, or a sub-group with a flat tensor of its own.
@@ -131,11 +124,7 @@ def members_digest(plans: Sequence[GroupPlan]) -> str:
 
 
 def plan_group(
-    group: Mapping[str, Any],
-    members: Sequence[TrainedParam],
-    layout: HostLayout,
-    config: ZeROConfig,
-    machine: Machine,
+    group: Mapping[str, Any], members: Sequence[TrainedParam], layout: HostLayout, config: ZeROConfig, machine: Machine
 ) -> GroupPlan:
     """Plan ``members``, the parameters of the param group ``group``, stored in ``layout`` in that order.
 
@@ -150,7 +139,13 @@ def plan_group(
         of_atoms = layout if whole else in_blocks(layout, blocks)
         matrices = _plan_atoms(atoms, of_atoms, build_matrix_rule(group, config), config, machine)
     options = tuple(setting(f"{rule}.{key}", value) for key, value in arguments(group).items())
-    return GroupPlan(rule, tuple(members), layout, options, matrices, _state_bytes(group, layout, matrices))
+    if not isinstance(layout, Replicas):
+        numels = [layout.partition_numel] * layout.world_size
+    else:
+        assert matrices is not None, "element-wise parameters are replicated, but stepped in partitions"
+        numels = matrices.owned_numels()
+    state_bytes = tuple(state_nbytes(numel, group) for numel in numels)
+    return GroupPlan(rule, tuple(members), layout, options, matrices, state_bytes)
 
 
 def _plan_atoms(
@@ -165,12 +160,7 @@ def _plan_atoms(
     stored = layout.storage if isinstance(layout, (BlockPartition, BlockReplicas)) else layout
     if isinstance(stored, FlatPartition):
         return plan_matrices(
-            atoms,
-            layout,
-            policy=config.policy,
-            machine=machine,
-            bucket_numel=config.bucket_numel,
-            **wire,
+            atoms, layout, policy=config.policy, machine=machine, bucket_numel=config.bucket_numel, **wire
         )
     if config.policy == "stay" and layout.world_size > 1:
         raise ValueError(
@@ -180,21 +170,11 @@ def _plan_atoms(
     return replace(plan, modelled=((plan.ownership.policy, modelled_time(plan, machine)),))
 
 
-def _state_bytes(group: Mapping[str, Any], layout: HostLayout, matrices: MatrixPlan | None) -> tuple[int, ...]:
-    """Bytes of state per rank, computed by the rule from fp32 tensors without memory."""
-    if not isinstance(layout, Replicas):
-        numels = [layout.partition_numel] * layout.world_size
-    else:
-        assert matrices is not None, "element-wise parameters are replicated, but stepped in partitions"
-        numels = matrices.owned_numels()
-    return tuple(state_nbytes(numel, group) for numel in numels)
-
-
 # Steps of planned parameters, whose state is in flat tensors on this rank.
 
 
 class UnitStepper:
-    """Steps the parameters of ``plan``; matrices are exchanged on ``device``.
+    """Steps the parameters of ``plan``. Matrices are exchanged on ``device``; their rule runs on the ``ns_device``.
 
     ``matrices`` is the stepper of matrices, if a matrix rule steps them. Each step reads the current hyperparameters.
     """
@@ -207,7 +187,11 @@ class UnitStepper:
         self._elementwise = ElementwiseGroups()
         self.matrices: MatrixStepper | None = None
         if plan.matrices is not None:
-            self.matrices = matrix_stepper(plan.matrices, collectives, config, device)
+            rule_device = torch.device("cpu") if config.ns_device == "cpu" else device
+            batch_numel = 0 if rule_device.type in IMMEDIATE else config.bucket_numel
+            self.matrices = MatrixStepper(
+                plan.matrices, collectives, device, batch_numel=batch_numel, rule_device=rule_device
+            )
 
     def step(self, group: Mapping[str, Any], state: dict[str, Any], report: StepReport) -> None:
         """One step with the hyperparameters in ``group``. Called on all ranks that share the parameters. What goes
@@ -269,12 +253,3 @@ class GroupStepper(UnitStepper):
         elements = Slices(self._flat, grad, {key: state[key] for key in rule.state_keys})
         storage = FlatStorage(layout, self._collectives.rank, elements)
         self.matrices.step([rule] * len(planned.atoms), storage, report=report)
-
-
-def matrix_stepper(
-    plan: MatrixPlan, collectives: Collectives, config: ZeROConfig, device: torch.device
-) -> MatrixStepper:
-    """The stepper of ``plan``, which exchanges on ``device`` and runs the rule on the configured ``ns_device``."""
-    rule_device = torch.device("cpu") if config.ns_device == "cpu" else device
-    batch_numel = 0 if rule_device.type in IMMEDIATE else config.bucket_numel
-    return MatrixStepper(plan, collectives, device, batch_numel=batch_numel, rule_device=rule_device)

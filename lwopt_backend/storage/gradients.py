@@ -11,15 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from lwopt_backend.runtime.bucket_manager import BucketManager
-from lwopt_backend.runtime.buckets import BucketBuffers, Sharers
+from lwopt_backend.runtime.buckets import Sharers
 from lwopt_backend.runtime.collectives import NORM, Collectives, largest_of_all
-from lwopt_backend.storage.mesh import (
-    Mesh,
-    MeshMember,
-    MeshStepper,
-    gradient,
-    local,
-)
+from lwopt_backend.storage.mesh import Mesh, MeshStepper, gradient, local
 
 
 class MeshGradients:
@@ -84,10 +78,13 @@ def hold_different_parameters(steppers: Sequence[MeshStepper]) -> list[bool]:
     partial = _partial(steppers)
     if not any(partial):
         return partial
-    prints = [_fingerprint(stepper.members) if part else 0.0 for stepper, part in zip(steppers, partial)]
-    everywhere = _largest(steppers).collectives.gather_objects(
-        [(_place(s), p) if part else None for s, p, part in zip(steppers, prints, partial)]
-    )
+    mine: list[tuple[object, float] | None] = []
+    for stepper, part in zip(steppers, partial):
+        tensors = enumerate(local(member.param).double() for member in stepper.members if part)
+        fingerprint = float(sum((number + 1) * tensor.abs().sum() + tensor.sum() for number, tensor in tensors))
+        place = _mesh(stepper).coordinates[stepper.collectives.rank] if part else None
+        mine.append((place, fingerprint) if part else None)
+    everywhere = _largest(steppers).collectives.gather_objects(mine)
     different = []
     for number, part in enumerate(partial):
         of_place: dict[object, set[float]] = {}
@@ -99,31 +96,23 @@ def hold_different_parameters(steppers: Sequence[MeshStepper]) -> list[bool]:
 
 
 def total_norm(
-    steppers: Sequence[MeshStepper],
-    different: Sequence[bool],
-    norm_type: float,
-    foreach: bool | None,
+    steppers: Sequence[MeshStepper], different: Sequence[bool], norm_type: float, foreach: bool | None
 ) -> Tensor:
     """The norm of all gradients as one vector, each element counted once. Called on all ranks of the meshes.
 
     Per mesh it is ``torch.nn.utils.get_total_norm``, so for a single mesh it equals that of ``clip_grad_norm_``, bit
     for bit. Plain tensors are assumed to be copies.
     """
-    if norm_type == float("inf"):
-        return _largest_element(steppers)
+    if norm_type == float("inf"):  # torch's own fails on ranks with an empty shard, while the other ranks wait
+        grads = [gradient(m.name, m.param) for stepper in steppers for m in stepper.members]
+        largest = [grad.abs().max().float() for grad in grads if grad is not None and grad.numel()]
+        everywhere = _largest(steppers)
+        total = torch.stack(largest).max() if largest else torch.zeros(())
+        return largest_of_all(everywhere.collectives, total.to(everywhere.device))
     norms = [_norm(stepper, norm_type, foreach) for stepper in steppers]
     if any(_partial(steppers)):
         norms = _with_other_ranks(steppers, different, norms, norm_type)
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
-
-
-def _largest_element(steppers: Sequence[MeshStepper]) -> Tensor:
-    """The infinity norm. torch's own fails on ranks with an empty shard, while the other ranks wait."""
-    grads = [gradient(m.name, m.param) for stepper in steppers for m in stepper.members]
-    largest = [grad.abs().max().float() for grad in grads if grad is not None and grad.numel()]
-    everywhere = _largest(steppers)
-    total = torch.stack(largest).max() if largest else torch.zeros(())
-    return largest_of_all(everywhere.collectives, total.to(everywhere.device))
 
 
 def _norm(stepper: MeshStepper, norm_type: float, foreach: bool | None) -> Tensor:
@@ -183,15 +172,6 @@ def _partial(steppers: Sequence[MeshStepper]) -> list[bool]:
     return [s.mesh is not None and set(s.mesh.ranks) < most for s in steppers]
 
 
-def _place(stepper: MeshStepper) -> object:
-    return _mesh(stepper).coordinates[stepper.collectives.rank]
-
-
-def _fingerprint(members: Sequence[MeshMember]) -> float:
-    parts = (local(member.param).double() for member in members)
-    return float(sum((number + 1) * part.abs().sum() + part.sum() for number, part in enumerate(parts)))
-
-
 class OwnedGradients:
     """The mean gradients of ``manager``, after ``finish``. ``widest`` are the sharers with all ranks.
 
@@ -202,25 +182,23 @@ class OwnedGradients:
     def __init__(self, manager: BucketManager, widest: Sharers) -> None:
         self._manager = manager
         self._widest = widest
+        self._device = manager.params[0].device
         common = [slot.param for b in manager.buckets if b.sharers is widest for slot in b.bucket.slots]
         self._entry = {param: number for number, param in enumerate(sorted(common))}
 
     @torch.no_grad()
     def norm(self, norm_type: float, pick: Callable[[int], bool]) -> Tensor:
         """The norm of the mean gradients of the parameters that ``pick`` selects, in fp32. Called on all ranks."""
-        with record_function(NORM):
-            return self._norm(norm_type, pick)
-
-    def _norm(self, norm_type: float, pick: Callable[[int], bool]) -> Tensor:
-        if norm_type == float("inf"):
-            largest = [g.abs().max() for _, g in self._owned(pick)]
-            total = torch.stack(largest).max().float() if largest else torch.zeros((), device=self._device())
-            return largest_of_all(self._widest.everyone, total)
 
         def powers(grads: list[Tensor]) -> Sequence[Tensor]:
             return torch._foreach_pow(torch._foreach_norm(grads, norm_type, dtype=torch.float64), norm_type)
 
-        return (self._summed(pick, powers).sum() ** (1 / norm_type)).float()
+        with record_function(NORM):
+            if norm_type != float("inf"):
+                return (self._summed(pick, powers).sum() ** (1 / norm_type)).float()
+            largest = [grad.abs().max() for _, grad in self._owned(pick)]
+            total = torch.stack(largest).max().float() if largest else torch.zeros((), device=self._device)
+            return largest_of_all(self._widest.everyone, total)
 
     @torch.no_grad()
     def count_zeros(self, pick: Callable[[int], bool]) -> int:
@@ -231,7 +209,7 @@ class OwnedGradients:
     @torch.no_grad()
     def scale(self, factor: Tensor | float) -> None:
         """Multiply all mean gradients by ``factor``, in place."""
-        for bucket in self._settled():
+        for bucket in list(self._manager.settled()):
             for grad in bucket.stored_grads():
                 grad.mul_(factor)
 
@@ -242,7 +220,7 @@ class OwnedGradients:
         for (param, _), value in zip(owned, measure([grad for _, grad in owned]) if owned else ()):
             entry = self._entry.get(param, len(self._entry))
             found[entry] = found[entry] + value if entry in found else value
-        zero = torch.zeros((), dtype=torch.float64, device=self._device())
+        zero = torch.zeros((), dtype=torch.float64, device=self._device)
         sums = torch.stack([found.get(entry, zero) for entry in range(len(self._entry) + 1)])
         self._widest.everyone.all_reduce(sums)
         return sums
@@ -250,19 +228,13 @@ class OwnedGradients:
     def _owned(self, pick: Callable[[int], bool]) -> list[tuple[int, Tensor]]:
         """The gradients of this rank's pieces; none on instances other than the first."""
         found = []
-        for bucket in self._settled():
+        for bucket in list(self._manager.settled()):
             sharers = bucket.sharers
             if sharers.replicas is not None and sharers.replicas.rank > 0:
                 continue
             pieces = zip(bucket.pieces, bucket.owned_grads())
             found += [(piece.param, grad) for piece, grad in pieces if pick(piece.param)]
         return found
-
-    def _settled(self) -> Sequence[BucketBuffers]:
-        return list(self._manager.settled())
-
-    def _device(self) -> torch.device:
-        return self._manager.params[0].device
 
 
 def checked_order(norm_type: float | str) -> float:

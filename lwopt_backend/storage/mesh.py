@@ -29,6 +29,7 @@ from lwopt_backend.config.registry import (
 )
 from lwopt_backend.plan import MatrixPlan, MeshLayout, Sharding, plan_spread
 from lwopt_backend.plan.atoms import Block
+from lwopt_backend.plan.layouts import unravel
 from lwopt_backend.plan.mesh import Coordinate
 from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.routing.grouping import Grouping, Member
@@ -60,7 +61,7 @@ class Mesh:
     @property
     def coordinates(self) -> tuple[Coordinate, ...]:
         """The mesh coordinate of each rank of the exchange group, which has its ranks in ascending order."""
-        places = {rank: _unravel(position, self.shape) for position, rank in enumerate(self.ranks)}
+        places = {rank: tuple(unravel(position, self.shape)) for position, rank in enumerate(self.ranks)}
         return tuple(places[rank] for rank in sorted(self.ranks))
 
     @property
@@ -72,7 +73,9 @@ class Mesh:
 
     def __str__(self) -> str:
         shape = f"{'x'.join(map(str, self.shape))} " if len(self.shape) > 1 else ""
-        return f"{shape}mesh of ranks {_ranges(sorted(self.ranks))}"
+        ranks = sorted(self.ranks)
+        in_a_row = len(ranks) > 1 and ranks == list(range(ranks[0], ranks[-1] + 1))
+        return f"{shape}mesh of ranks {f'{ranks[0]}-{ranks[-1]}' if in_a_row else ', '.join(map(str, ranks))}"
 
 
 def sharded_module(model: Any, caller: str) -> nn.Module:
@@ -116,12 +119,6 @@ def mesh_of(param: Tensor) -> Mesh | None:
     return Mesh(tuple(ranks.flatten().tolist()), tuple(ranks.shape), param.device_mesh.device_type, param.device_mesh)
 
 
-def meshes_of(params: Iterable[Tensor]) -> list[Mesh]:
-    """The meshes of all DTensors, in the same order on all ranks."""
-    found = {mesh for param in params if (mesh := mesh_of(param)) is not None}
-    return sorted(found, key=lambda mesh: mesh.order)
-
-
 def sharding_of(name: str, param: Tensor) -> Sharding:
     """How a parameter is sharded over its mesh; a plain tensor is whole on a single rank.
 
@@ -155,17 +152,11 @@ def sharding_of(name: str, param: Tensor) -> Sharding:
 
 def placed(tensor: DTensor) -> Sharding:
     """The sharding that a DTensor's placements describe; does not look at this rank's shard."""
-    dims = tuple(_dim(p, tensor.ndim) for p in tensor.placements)
+    dims: list[int | None] = []
+    for placement in tensor.placements:  # Shard and _StridedShard have ``dim``, which may count from the end
+        dims.append(None if placement.is_replicate() else placement.dim % max(1, tensor.ndim))  # type: ignore[attr-defined]
     late = tuple(_is_late(p) for p in tensor.placements)
-    return Sharding(tuple(tensor.shape), tuple(tensor.device_mesh.shape), dims, late)
-
-
-def _dim(placement: Placement, ndim: int) -> int | None:
-    """The tensor dimension that is cut, counted from the front; None for Replicate."""
-    if placement.is_replicate():
-        return None
-    dim: int = placement.dim  # type: ignore[attr-defined]  # Shard and _StridedShard have it
-    return dim % max(1, ndim)
+    return Sharding(tuple(tensor.shape), tuple(tensor.device_mesh.shape), tuple(dims), late)
 
 
 def _is_late(placement: Placement) -> bool:
@@ -205,21 +196,6 @@ def gradient(name: str, param: Tensor) -> Tensor | None:
     if grad.placements != param.placements:  # e.g. Partial; the model decides it, so it is the same on all ranks
         grad = grad.redistribute(param.device_mesh, param.placements)
     return grad.to_local()
-
-
-def _unravel(position: int, shape: Sequence[int]) -> Coordinate:
-    coordinate = []
-    for size in reversed(shape):
-        coordinate.append(position % size)
-        position //= size
-    return tuple(reversed(coordinate))
-
-
-def _ranges(ranks: Sequence[int]) -> str:
-    """E.g. "0-3" or "0, 2"."""
-    if len(ranks) > 1 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
-        return f"{ranks[0]}-{ranks[-1]}"
-    return ", ".join(map(str, ranks))
 
 
 # Plans for the parameters of one device mesh, as FSDP2 shards them.
@@ -325,17 +301,21 @@ Exchange = Sequence[tuple[Mesh, Collectives]]
 
 
 def exchange_groups(params: Iterable[Tensor]) -> list[tuple[Mesh, Collectives]]:
-    """The meshes of the parameters with their exchange groups, in the order in which all ranks use them.
+    """The meshes of the parameters with exchange groups of their own, in the order in which all ranks use them.
 
     Called on all ranks of the meshes. Raises ValueError if no parameter is a DTensor.
     """
-    meshes = meshes_of(params)
+    meshes = {mesh for param in params if (mesh := mesh_of(param)) is not None}
     if not meshes:
         raise ValueError(
             f"{NAME}: no parameter of the model is a DTensor; call fully_shard(model) before, or pass "
             "sharded_later=True if Accelerate shards it in prepare()"
         )
-    return [(mesh, own_group(mesh)) for mesh in meshes]
+    exchange: list[tuple[Mesh, Collectives]] = []
+    for mesh in sorted(meshes, key=lambda mesh: mesh.order):
+        alone = len(mesh.ranks) == 1
+        exchange.append((mesh, Alone() if alone else TorchCollectives.over(mesh.ranks, mesh.handle.get_all_groups())))
+    return exchange
 
 
 def bind(
@@ -539,8 +519,3 @@ def in_rows(shape: Sequence[int], dtype: torch.dtype, mesh: DeviceMesh) -> DTens
     shard = torch.empty(mine, dtype=dtype, device=mesh.device_type)
     stride = torch.empty(whole, device="meta").stride()
     return DTensor.from_local(shard, mesh, [Shard(0)], run_check=False, shape=whole, stride=stride)
-
-
-def own_group(mesh: Mesh) -> Collectives:
-    """The exchange group of a mesh, with a communicator of its own. Called on all ranks of the mesh."""
-    return TorchCollectives.over(mesh.ranks, mesh.handle.get_all_groups()) if len(mesh.ranks) > 1 else Alone()

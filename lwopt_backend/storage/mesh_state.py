@@ -66,7 +66,15 @@ def check_loadable(
     """Raises ValueError for groups with other rules or sizes, and for state with other keys or shapes; warns of missing
     state."""
     saved = state_dict["param_groups"]
-    _check_writer(state_dict, groups, made)
+    written = {key for state in state_dict["state"].values() for key in state}
+    known = {key for state in made.values() for key in state}
+    fits = len(saved) == len(groups) and written in (set(), known)
+    if of_another_optimizer(saved) and not fits:
+        raise ValueError(
+            f"the checkpoint was written by another optimizer: its {len(saved)} param group(s) have no 'rule', and its "
+            f"state is {sorted(written)}; expected {len(groups)} groups and {sorted(known)}. Load the model's weights "
+            "alone and begin with new state, or take that of another Muon along with lwopt_backend.migration"
+        )
     ours, theirs = ([len(group["params"]) for group in some] for some in (groups, saved))
     if ours != theirs:
         raise ValueError(f"the checkpoint's param groups hold {theirs} parameters, this optimizer's hold {ours}")
@@ -90,24 +98,6 @@ def check_loadable(
                 missing.append(name)
     if missing:
         warnings.warn(f"the checkpoint has no state of {missing}; theirs is left as it is", stacklevel=3)
-
-
-def _check_writer(
-    state_dict: Mapping[str, Any],
-    groups: Sequence[Mapping[str, Any]],
-    made: Mapping[Tensor, Mapping[str, Any]],
-) -> None:
-    """Raises ValueError for another optimizer's state dict, unless it has our groups and our state's keys."""
-    saved = state_dict["param_groups"]
-    theirs = {key for state in state_dict["state"].values() for key in state}
-    ours = {key for state in made.values() for key in state}
-    fits = len(saved) == len(groups) and theirs in (set(), ours)
-    if of_another_optimizer(saved) and not fits:
-        raise ValueError(
-            f"the checkpoint was written by another optimizer: its {len(saved)} param group(s) have no 'rule', and its "
-            f"state is {sorted(theirs)}; expected {len(groups)} groups and {sorted(ours)}. Load the model's weights "
-            "alone and begin with new state, or take that of another Muon along with lwopt_backend.migration"
-        )
 
 
 def _check_state(found: Mapping[str, Any], expected: Mapping[str, Any], name: str, param: Tensor) -> None:

@@ -34,13 +34,7 @@ from lwopt_backend.runtime.agreement import StepReport, exchange_reports, failin
 from lwopt_backend.runtime.collectives import Presence
 from lwopt_backend.runtime.stepper import EarlyExchange
 from lwopt_backend.runtime.whole import Slices
-from lwopt_backend.storage.mesh import (
-    Mesh,
-    MeshStepper,
-    Shards,
-    States,
-    mesh_state_nbytes,
-)
+from lwopt_backend.storage.mesh import Mesh, MeshStepper, Shards, States, mesh_state_nbytes
 
 
 class StateOnceSharded:
@@ -106,14 +100,11 @@ class Attachment:
             if stepper.plan.buckets:
                 self._early[number] = EarlyExchange(stepper.stepper, stepper.plan.buckets)
                 for atom, index in enumerate(stepper.matrices):
-                    hook = self._hook(number, stepper, atom)
+                    hook = functools.partial(self._ready, number, stepper, atom)
                     self._handles.append(stepper.members[index].param.register_post_accumulate_grad_hook(hook))
 
-    def _hook(self, number: int, stepper: MeshStepper, atom: int) -> Callable[[Tensor], None]:
-        def now() -> tuple[Sequence[MatrixRule], Shards]:
-            return stepper.rules_of(self._rules()), stepper.storage(self._states())
-
-        return lambda param: self._early[number].ready(atom, now)
+    def _ready(self, number: int, stepper: MeshStepper, atom: int, param: Tensor) -> None:
+        self._early[number].ready(atom, lambda: (stepper.rules_of(self._rules()), stepper.storage(self._states())))
 
     def touched(
         self, number: int, stepper: MeshStepper, rules: Sequence[MatrixRule], storage: Shards, report: StepReport

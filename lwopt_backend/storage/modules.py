@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from lwopt_backend.config.options import suggestion
 from lwopt_backend.config.param_groups import plain
-from lwopt_backend.optimizer import OwnedOptimizer
+from lwopt_backend.optimizer import MeshOptimizer, OwnedOptimizer
 from lwopt_backend.runtime.agreement import agree, failing, setting
 from lwopt_backend.runtime.collectives import Collectives
 
@@ -29,49 +29,51 @@ if TYPE_CHECKING:  # torch.distributed.checkpoint takes a second to import
 # ::
 #
 #     lwopt_backend.LayerWiseOptimizer   owners have the mean gradients         state: pieces in a folder
-#     one with ``gradients`` (FSDP2)     gradients are sharded over meshes      state: whole tensors
+#     the same on FSDP2                  gradients are sharded over meshes      state: whole tensors
 #     any other torch.optim.Optimizer    every rank of the module has a copy    state: whole tensors
 
 
-class Part(Protocol):
+class Part:
     """A module's optimizer on a rank that has the module.
 
     ``place`` is this rank and the number of ranks that share the optimizer's work; None if each rank has an independent
     copy. ``norm`` and ``count_zeros`` are called on all ranks of the module and return the same on all of them.
     """
 
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer: ...
-
-    @property
-    def place(self) -> tuple[int, int] | None: ...
+    kind: str
+    optimizer: torch.optim.Optimizer
+    place: tuple[int, int] | None
 
     def params(self) -> Sequence[tuple[str, Tensor]]:
         """The trained parameters with their names."""
+        raise NotImplementedError
 
     def norm(self, norm_type: float) -> float:
         """The norm of the mean gradients, every element counted once."""
+        raise NotImplementedError
 
     def count_zeros(self) -> int:
         """How many elements of the mean gradients are zero, every element counted once."""
-
-    def options(self) -> list[str]:
-        """Lines of what all ranks of the module must have alike, where its step does not see to that itself."""
+        raise NotImplementedError
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients that ``norm`` measured by ``factor``; calls no collective."""
+        raise NotImplementedError
+
+    def options(self) -> list[str]:
+        """Lines of what all ranks of the module must have alike, where its step does not see to that itself."""
+        return []
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it, backward passes need not exchange gradients."""
+        return nullcontext()
 
 
-class OwnedPart:
+class OwnedPart(Part):
     """``lwopt_backend.LayerWiseOptimizer`` of a plain model."""
 
     kind = "pieces"
+    optimizer: OwnedOptimizer
 
     def __init__(self, optimizer: OwnedOptimizer) -> None:
         if optimizer.config.step_in_backward:
@@ -89,9 +91,6 @@ class OwnedPart:
     def count_zeros(self) -> int:
         return self.optimizer.count_zeros()
 
-    def options(self) -> list[str]:
-        return []
-
     def scale(self, factor: float) -> None:
         self.optimizer.core.gradients.scale(factor)
 
@@ -105,54 +104,30 @@ class OwnedPart:
         return [group for group in (getattr(g, "process_group", None) for g in groups) if group is not None]
 
 
-class HostGradients(Protocol):
-    """An optimizer's attribute ``gradients``, with the methods of ``Part``."""
-
-    @property
-    def place(self) -> tuple[int, int] | None: ...
-
-    def params(self) -> Sequence[tuple[str, Tensor]]: ...
-
-    def norm(self, norm_type: float) -> Tensor: ...
-
-    def count_zeros(self) -> int: ...
-
-    def scale(self, factor: float) -> None: ...
-
-
-class HostPart:
-    """An optimizer whose attribute ``gradients`` measures and scales them, such as FSDP2's."""
+class MeshPart(Part):
+    """``lwopt_backend.LayerWiseOptimizer`` of a sharded model."""
 
     kind = "whole"
+    optimizer: MeshOptimizer
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: MeshOptimizer) -> None:
         self.optimizer = optimizer
-        self.place = self._gradients().place
-
-    def _gradients(self) -> HostGradients:
-        gradients: HostGradients = self.optimizer.gradients
-        return gradients
+        self.place = optimizer.gradients.place
 
     def params(self) -> Sequence[tuple[str, Tensor]]:
-        return self._gradients().params()
+        return self.optimizer.gradients.params()
 
     def norm(self, norm_type: float) -> float:
-        return self._gradients().norm(norm_type).item()
+        return self.optimizer.gradients.norm(norm_type).item()
 
     def count_zeros(self) -> int:
-        return self._gradients().count_zeros()
-
-    def options(self) -> list[str]:
-        return []
+        return self.optimizer.gradients.count_zeros()
 
     def scale(self, factor: float) -> None:
-        self._gradients().scale(factor)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return nullcontext()
+        self.optimizer.gradients.scale(factor)
 
 
-class CopyPart:
+class CopyPart(Part):
     """Any torch optimizer of plain tensors, on one rank, or on several with copies and equal gradients."""
 
     kind = "whole"
@@ -194,9 +169,6 @@ class CopyPart:
         for grad in self._grads():
             grad.mul_(factor)
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def _grads(self) -> list[Tensor]:
         return [param.grad for _, param in self.params() if param.grad is not None]
 
@@ -207,8 +179,8 @@ def part_of(optimizer: Any) -> Part:
         raise TypeError(f"expected a torch.optim.Optimizer, or None on ranks without it; found {optimizer!r}")
     if isinstance(optimizer, OwnedOptimizer):
         return OwnedPart(optimizer)
-    if hasattr(type(optimizer), "gradients"):
-        return HostPart(optimizer)
+    if isinstance(optimizer, MeshOptimizer):
+        return MeshPart(optimizer)
     return CopyPart(optimizer)
 
 
@@ -245,36 +217,28 @@ def parts_of(optimizers: Any) -> dict[str, Part]:
             parts[name] = part_of(optimizer)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{NAME}: module {name!r}: {error}") from error
-    _check_disjoint(parts)
-    _check_process_groups(parts)
-    return parts
-
-
-def _check_disjoint(parts: Mapping[str, Part]) -> None:
-    seen: dict[int, tuple[str, str]] = {}
+    homes: dict[int, tuple[str, str]] = {}
     for module, part in parts.items():
         for name, param in part.params():
-            other, others_name = seen.setdefault(id(param), (module, name))
+            other, others_name = homes.setdefault(id(param), (module, name))
             if other != module:
                 raise ValueError(
                     f"{NAME}: modules {other!r} and {module!r} share a parameter, {others_name!r} of {other!r} is "
                     f"{name!r} of {module!r}; give it to one of them only"
                 )
-
-
-def _check_process_groups(parts: Mapping[str, Part]) -> None:
-    """Modules reduce gradients during backward, each in its own order, so none may share a process group."""
-    seen: dict[int, str] = {}
+    # Modules reduce gradients during backward, each in its own order, so none may share a process group.
+    users: dict[int, str] = {}
     for module, part in parts.items():
         if isinstance(part, OwnedPart) and part.everyone.world_size > 1:
             for group in part.process_groups():
-                other = seen.setdefault(id(group), module)
+                other = users.setdefault(id(group), module)
                 if other != module:
                     raise ValueError(
                         f"{NAME}: modules {other!r} and {module!r} reduce gradients over one process group, where "
                         "ranks need not agree whose come first; give each process_group=torch.distributed.new_group("
                         "ranks) of its own, and on the same ranks group_size=1 or as many as there are"
                     )
+    return parts
 
 
 def held_by(part: Part) -> Held:
@@ -362,13 +326,12 @@ def together(
         for name, text in errors.items():
             problems.setdefault((name, text), []).append(rank)
     if problems:
-        said = [f"module {name!r} failed on {_ranks(ranks)} with {text}" for (name, text), ranks in problems.items()]
+        said = [
+            f"module {name!r} failed on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} with {text}"
+            for (name, text), ranks in problems.items()
+        ]
         raise RuntimeError(f"{what}: {'; '.join(said)}") from first
     return [done for done, _ in reports]
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 # All modules' state in one folder of torch.distributed.checkpoint, which any split of ranks over the modules can load.

@@ -116,11 +116,6 @@ def plan_lines(members: Sequence[Member], plan: OwnedPlan) -> list[str]:
     return [*shapes, *plan.lines()]
 
 
-def renumbered(bucket: Bucket, numbers: Sequence[int]) -> Bucket:
-    """The bucket with ``numbers[i]`` for parameter i."""
-    return replace(bucket, slots=tuple(replace(slot, param=numbers[slot.param]) for slot in bucket.slots))
-
-
 # One step of owned buffers on one rank, bucket by bucket.
 
 BATCH_NUMEL = 2**24  # elements of equal matrices that go through the rule together on an accelerator
@@ -174,14 +169,21 @@ class OwnedStepper:
         A member that is not ``active`` stays as it is, state included; all ranks must say the same of it. If something
         goes wrong, as ``report`` then says, the parameters that are left return as they are.
         """
+
+        def scale_rows(bucket: BucketBuffers) -> None:
+            pieces = zip(bucket.pieces, bucket.owned_values()) if scaling else ()
+            if any([scaling.scale_range(self._members[p.param].name, value, p.start) for p, value in pieces]):
+                bucket.publish_masters()
+
+        scaling = self._row_scaling
         rules = report.attempt(self._rules, groups) or []
         for number, bucket in enumerate(self._manager.settled()):
             if number not in self.updated:
                 report.attempt(self._update, bucket, groups, rules, active)
-            report.attempt(self._scale, bucket)
+            report.attempt(scale_rows, bucket)
             self._manager.send_values(number)
         self.updated = set()
-        self._row_scaling.clear()
+        scaling.clear()
 
     @torch.no_grad()
     def step_arrived(self, groups: Groups) -> None:
@@ -195,12 +197,6 @@ class OwnedStepper:
             self._update(bucket, groups, rules, lambda member: True)
             bucket.drop_owned_gradients()
             self.updated.add(number)
-
-    def _scale(self, bucket: BucketBuffers) -> None:
-        """Multiply this rank's pieces of a bucket by the row factors set for this step."""
-        pieces = zip(bucket.pieces, bucket.owned_values()) if self._row_scaling else ()
-        if any([self._row_scaling.scale_range(self._members[p.param].name, value, p.start) for p, value in pieces]):
-            bucket.publish_masters()
 
     def owner_states(self, number: int) -> dict[int, dict[str, Any]]:
         """The owner state of a member's matrices on this rank, by a matrix's place in the member."""
@@ -326,16 +322,13 @@ class OwnedCore:
         # Equal on all ranks for the same half of a user's group, different for other groups.
         self.group_keys = [f"{group['from_group']}.{group['rule']}" for group in grouping.groups]
         self.holdings = self._plan(
-            grouping,
-            shares,
-            layout=layout,
-            bucket_mb=bucket_mb,
-            grad_dtype=grad_dtype,
-            bus_alignment=bus_alignment,
+            grouping, shares, layout=layout, bucket_mb=bucket_mb, grad_dtype=grad_dtype, bus_alignment=bus_alignment
         )
-        buckets = [
-            (renumbered(bucket, held.numbers), held.sharers) for held in self.holdings for bucket in held.plan.buckets
-        ]
+        buckets: list[tuple[Bucket, Sharers]] = []
+        for held in self.holdings:
+            for bucket in held.plan.buckets:
+                slots = (replace(slot, param=held.numbers[slot.param]) for slot in bucket.slots)
+                buckets.append((replace(bucket, slots=tuple(slots)), held.sharers))
         buckets.sort(key=lambda pair: -min(slot.param for slot in pair[0].slots))
         self.manager = BucketManager(
             [bucket for bucket, _ in buckets],
@@ -346,9 +339,9 @@ class OwnedCore:
             keep_full=keep_full,
             overlap=overlap,
         )
-        for bucket in self.manager.buckets:
-            bucket.sharers.everyone.broadcast(bucket.values)
-            bucket.refresh_masters()
+        for buffers in self.manager.buckets:
+            buffers.sharers.everyone.broadcast(buffers.values)
+            buffers.refresh_masters()
         self.row_scaling = grouping.row_scaling()
         self.stepper = OwnedStepper(self.members, grouping.groups, self.manager, config, self.row_scaling)
         self.gradients = OwnedGradients(self.manager, self.holdings[0].sharers)
@@ -357,9 +350,22 @@ class OwnedCore:
         """Plan the members of each share with ``options`` of ``plan_members``, and compare the plans of all ranks."""
         ranks = [shared.ranks for shared in shares]
 
-        def divide() -> tuple[list[tuple[int, ...]], list[list[str]]]:
+        def divide() -> tuple[list[list[int]], list[list[str]]]:
             check_devices(grouping.groups, self.config, self.members[0].param.device)
-            return _divide(self.members, shares), [[] for _ in shares]
+            parts: list[list[int]] = [[] for _ in shares]
+            for number, member in enumerate(self.members):
+                claims = [
+                    i for i, shared in enumerate(shares) if shared.takes is not None and shared.takes(member.name)
+                ]
+                parts[claims[0] if claims else 0].append(number)
+            for shared, part in zip(shares, parts):
+                if not part:
+                    raise ValueError(
+                        "no trained parameter is left for the dense ranks"
+                        if shared.takes is None
+                        else f"no trained parameter is named like the experts; names look like {self.members[0].name!r}"
+                    )
+            return parts, [[] for _ in shares]
 
         parts = agree_in_all(ranks, WHAT, divide)
 
@@ -390,7 +396,7 @@ class OwnedCore:
         base = shares[0].ranks.gather_objects(mine) if experts else None
         plans = [agree(shares[0].ranks, WHAT, plan_dense), *experts]
         return [
-            Holdings(part, plan, share(shared.ranks, plan, shared.divisor))
+            Holdings(tuple(part), plan, share(shared.ranks, plan, shared.divisor))
             for part, plan, shared in zip(parts, plans, shares)
         ]
 
@@ -434,22 +440,6 @@ class OwnedCore:
         for presence in presences:
             presence.finish()
         self.manager.stepped()
-
-
-def _divide(members: Sequence[Member], shares: Sequence[Share]) -> list[tuple[int, ...]]:
-    """The numbers of each share's members. Raises ValueError for a share without members."""
-    parts: list[list[int]] = [[] for _ in shares]
-    for number, member in enumerate(members):
-        claims = [i for i, shared in enumerate(shares) if shared.takes is not None and shared.takes(member.name)]
-        parts[claims[0] if claims else 0].append(number)
-    for shared, part in zip(shares, parts):
-        if not part:
-            raise ValueError(
-                "no trained parameter is left for the dense ranks"
-                if shared.takes is None
-                else f"no trained parameter is named like the experts; names look like {members[0].name!r}"
-            )
-    return [tuple(part) for part in parts]
 
 
 def broadcast_buffers(model: nn.Module, shares: Sequence[Share]) -> None:

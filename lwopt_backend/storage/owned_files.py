@@ -69,9 +69,11 @@ def save(core: OwnedCore, groups: Groups, model: nn.Module, folder: Path, more: 
         for name, value in model.state_dict().items():  # in the model's order, on all ranks
             number = numbers.get(name)
             if number is not None:
-                shards.tensors[MODEL, names.keys[number]] = _weight(
-                    core.members[number].param, pieces.get(number), name
-                )
+                param, piece = core.members[number].param, pieces.get(number)
+                boxes = Boxes(tuple(param.shape), {})  # of a rank that owns none of it
+                if piece is not None:
+                    boxes = _boxes(param.detach().reshape(-1)[piece.start : piece.stop], piece, param.shape, name)
+                shards.tensors[MODEL, names.keys[number]] = boxes
             elif isinstance(value, Tensor):
                 shards.tensors[MODEL, name] = whole(value, name)
             else:
@@ -117,13 +119,6 @@ def others_of(core: OwnedCore, model: nn.Module) -> dict[str, Any]:
 def _stub(param: Tensor, name: str) -> LazyTensor:
     """A lazy tensor that stands for a parameter's shape."""
     return LazyTensor(tuple(param.shape), param.dtype, lambda: param.detach().cpu(), name)
-
-
-def _weight(param: Tensor, piece: StatePiece | None, where: str) -> Boxes:
-    """This rank's boxes of a parameter, if it owns any."""
-    if piece is None:
-        return Boxes(tuple(param.shape), {})
-    return _boxes(param.detach().reshape(-1)[piece.start : piece.stop], piece, param.shape, where)
 
 
 def _boxes(flat: Tensor, piece: StatePiece, shape: Sequence[int], where: str) -> Boxes:
@@ -227,8 +222,10 @@ def load(
         kept = rest.pop(MODEL, {})
         found = {key: checked.saved.weights[key].read() for key in others if key in checked.saved.weights}
         model.load_state_dict({**kept, **found}, strict=False)
-        for number, key in names.keys.items():
-            _fill(core.members[number].param.detach(), checked.saved.weights[key])
+        with torch.no_grad():
+            for number, key in names.keys.items():
+                into = core.members[number].param.detach()
+                fill(into, checked.saved.weights[key], View.of_box(into.shape, [(0, size) for size in into.shape]))
 
     check_in_all([everyone], LOADING, take)
     return checked.groups, rest
@@ -241,12 +238,6 @@ def load_module(core: OwnedCore, groups: Groups, folder: DcpFolder, module: str)
     checked = agree(everyone, LOADING, lambda: (Checked(core, groups, names, folder, f"{module}."), []))
     check_in_all([everyone], LOADING, checked.take)
     return checked.groups
-
-
-@torch.no_grad()
-def _fill(into: Tensor, saved: LazyTensor) -> None:
-    """Read a whole tensor, block by block if ``into`` is contiguous."""
-    fill(into, saved, View.of_box(into.shape, [(0, size) for size in into.shape]))
 
 
 class Checked:
@@ -278,18 +269,16 @@ class Checked:
             if into.ndim:
                 self._check_bytes(key, name, piece.start, piece.stop)
         if param.owner_states:
-            self._check_matrices(key, matrices_of(self._core, piece.member), param.shape)
+            ours = matrices_of(self._core, piece.member)
+            theirs = self.saved.matrices.get(key, list(map(str, matrices_by_shape(param.shape))))
+            if ours != theirs:
+                raise ValueError(
+                    f"{where}: its state is of the matrices {theirs}, here the parameter has {ours}; load it with the "
+                    "'atoms' it was saved with"
+                )
             for name in self.saved.states[key].keys() - found.keys():
                 self._check_bytes(key, name, 0, self.saved.states[key][name].numel)
         self._state[key], self._owner[key] = found, param.owner_states
-
-    def _check_matrices(self, key: str, ours: list[str], shape: tuple[int, ...]) -> None:
-        theirs = self.saved.matrices.get(key, list(map(str, matrices_by_shape(shape))))
-        if ours != theirs:
-            raise ValueError(
-                f"{self.saved.folder.path}: {key!r}: its state is of the matrices {theirs}, here the parameter has "
-                f"{ours}; load it with the 'atoms' it was saved with"
-            )
 
     def _found(self, key: str, ours: Tensor) -> tuple[Param, dict[str, LazyTensor]]:
         """A saved parameter, and its state tensors by our keys."""

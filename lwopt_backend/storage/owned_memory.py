@@ -46,11 +46,11 @@ def rank_memory(
     keep_full: bool,
 ) -> RankMemory:
     """The bytes of ``rank`` of an instance for ``members``, which the plan's slots name by position."""
-    found = RankMemory()
-    for bucket in plan.buckets:
-        pieces = list(bucket.pieces(rank))
-        found += _of_bucket(bucket, rank, pieces, plan, members, groups, grad_dtype, keep_full)
-    return found
+    of_buckets = (
+        _of_bucket(bucket, rank, list(bucket.pieces(rank)), plan, members, groups, grad_dtype, keep_full)
+        for bucket in plan.buckets
+    )
+    return sum(of_buckets, RankMemory())
 
 
 def rank_memories(

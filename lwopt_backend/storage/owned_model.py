@@ -49,15 +49,17 @@ def check_model(model: nn.Module, caller: str = NAME) -> None:
             raise TypeError(f"{caller}: parameter {name!r} is a DTensor; {FSDP2}")
         if not param.requires_grad:
             continue
-        if is_followed(param) and _still_followed(param):
+        if is_followed(param):
+            gc.collect()  # optimizers that only reference cycles keep alive
+        if is_followed(param):
             raise ValueError(
                 f"{caller}: parameter {name!r} belongs to an earlier optimizer of ours, which is still in use; remove "
                 "every reference to that one first (del optimizer)"
             )
         if param.dtype not in DTYPES:
             raise TypeError(
-                f"{caller}: parameter {name!r} is stored in {_spell(param.dtype)}; expected float32, bfloat16, "
-                "float16 or float64 (computing in fp8 over bfloat16 parameters works)"
+                f"{caller}: parameter {name!r} is stored in {str(param.dtype).removeprefix('torch.')}; expected "
+                "float32, bfloat16, float16 or float64 (computing in fp8 over bfloat16 parameters works)"
             )
         if param.device.type == "meta":
             raise ValueError(
@@ -105,16 +107,6 @@ def check_options(
         )
     if config.step_in_backward and (config.keep_full_grads or not config.overlap_grad_reduce):
         raise ValueError(f"{NAME}: step_in_backward needs overlap_grad_reduce, and no keep_full_grads")
-
-
-def _still_followed(param: Tensor) -> bool:
-    """``is_followed``, after a collection of optimizers that only reference cycles keep alive."""
-    gc.collect()
-    return is_followed(param)
-
-
-def _spell(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # From backward to a step: all buckets are sent, no rank has an error, and all know which parameters have gradients.
@@ -173,14 +165,23 @@ class Backward:
         All ranks call the same collectives in any case. A rank that ``drops`` its gradients may meet ranks here that
         want to use theirs; those get a problem.
         """
-        mine = self._problem()
+        manager = self._manager
+        mine = self._watched.changes() or moved(manager.names, manager.params, manager.places)
+        if mine is None and self._passes.interrupted:
+            mine = "a backward pass ended in an exception; all gradients are dropped, on all ranks"
         self._passes.forget()
-        self._manager.finish()
-        passes = self._manager.passes
+        manager.finish()
+        passes = manager.passes
         wrong = mine is not None or self._failure is not None
         presences = self._core.presences([wrong, drops, passes, -passes], self._options.number(groups))
         self._agreed = (passes, presences)
-        with failing(self._hearing):
+
+        def hearing() -> str:
+            ways = [manager.label(number) for number, bucket in enumerate(manager.buckets) if bucket.under_way]
+            what = f"{self._name}: hearing from all ranks which parameters have gradients"
+            return f"{what}, with gradients of {', '.join(ways)} on their way," if ways else what
+
+        with failing(hearing):
             any_problem, any_drops, most, fewest = presences[0].anywhere()[-4:]
         if most != -fewest:
             raise RuntimeError(
@@ -200,22 +201,6 @@ class Backward:
             )
         if not any_drops and not presences[0].alike:
             return exchange_reports(everyone, self._name, OptionsInUse.lines(groups), None)
-        return None
-
-    def _hearing(self) -> str:
-        manager = self._manager
-        ways = [manager.label(number) for number, bucket in enumerate(manager.buckets) if bucket.under_way]
-        what = f"{self._name}: hearing from all ranks which parameters have gradients"
-        return f"{what}, with gradients of {', '.join(ways)} on their way," if ways else what
-
-    def _problem(self) -> str | None:
-        """A problem with the model, or with the last backward pass, on this rank."""
-        manager = self._manager
-        changed = self._watched.changes() or moved(manager.names, manager.params, manager.places)
-        if changed is not None:
-            return changed
-        if self._passes.interrupted:
-            return "a backward pass ended in an exception; all gradients are dropped, on all ranks"
         return None
 
 

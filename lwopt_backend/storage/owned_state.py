@@ -280,7 +280,7 @@ def state_of(core: OwnedCore, groups: Groups) -> dict[str, Any]:
         for number, key, whole in gathered(core, groups):
             found[number][key] = whole
     else:
-        found.update(_own_state(core, groups))
+        _add_pieces(found, core, groups)
     indices = {id(param): index for index, param in enumerate(p for group in groups for p in group["params"])}
     return {
         "state": {indices[id(core.members[number].param)]: found[number] for number in sorted(found)},
@@ -288,23 +288,20 @@ def state_of(core: OwnedCore, groups: Groups) -> dict[str, Any]:
     }
 
 
-def _own_state(core: OwnedCore, groups: Groups) -> dict[int, dict[str, Tensor]]:
+def _add_pieces(found: dict[int, dict[str, Tensor]], core: OwnedCore, groups: Groups) -> None:
     """By member, this rank's pieces of its state, with fp32 masters and owner state."""
     mine = {piece.member: piece for piece in state_pieces(core)}
-    found: dict[int, dict[str, Tensor]] = {}
     for held in core.holdings:
         alone = held.sharers.everyone.world_size < core.holdings[0].sharers.everyone.world_size
         for number in held.numbers:
             member, piece = core.members[number], mine.get(number)
             refused = EXPERTS.format(member.name) if alone else ""
-            found[number] = {}
             for key, like in _kept(core, core.manager.buckets[core.manager.bucket_of[number]], groups)[number].items():
                 shape = tuple(member.param.shape) if like.ndim else ()
                 boxes = boxed(piece.tensors[key], piece, shape) if piece else {}
                 found[number][key] = Pieces(shape, like.dtype, boxes, refused)
             for key, tensor in _owner_tensors(core, number, groups).items() if piece else ():
                 found[number][key] = Pieces(tensor.shape, tensor.dtype, {(0,) * tensor.ndim: tensor}, refused)
-    return found
 
 
 def _owner_tensors(core: OwnedCore, number: int, groups: Groups) -> dict[str, Tensor]:

@@ -93,11 +93,7 @@ def _views(plan: GroupPlan, rank: int) -> Iterator[tuple[int, View, int]]:
 
 
 def new_replicated_stepper(
-    plan: GroupPlan,
-    params: Sequence[Tensor],
-    collectives: Collectives,
-    config: ZeROConfig,
-    device: torch.device,
+    plan: GroupPlan, params: Sequence[Tensor], collectives: Collectives, config: ZeROConfig, device: torch.device
 ) -> ReplicatedStepper:
     """The stepper of ``plan``, of matrices or element-wise. Matrices are exchanged on ``device``."""
     kind = ElementwiseReplicas if plan.matrices is None else MatrixReplicas

@@ -86,21 +86,20 @@ def plan_buffer(
             plan = plan_compact(atoms, size, bucket_numel=bucket_numel)
         return Grouped(plan, ranks // size, step(plan))
 
+    def wastes(plan: BufferPlan) -> bool:
+        idle = sum(load == 0 for load in plan.loads()) / plan.shards
+        return max(plan.padding, idle) > TOLERATED
+
     found = []
     for each in ("padded", "compact") if layout == "auto" else (layout,):
         whole = planned(group_size or ranks, each)
-        if group_size is None and _wastes(whole.plan):
+        if group_size is None and wastes(whole.plan):
             bounds = [
                 _bound(stream, g, ranks, each, machine, cost, elements) for g in range(1, ranks) if ranks % g == 0
             ]
             whole = _smaller(whole, bounds, cache(partial(planned, layout=each)), elements)
         found.append(whole)
     return min(found, key=lambda grouped: (grouped.time.total, -grouped.group_size))
-
-
-def _wastes(plan: BufferPlan) -> bool:
-    idle = sum(load == 0 for load in plan.loads()) / plan.shards
-    return max(plan.padding, idle) > TOLERATED
 
 
 def _smaller(

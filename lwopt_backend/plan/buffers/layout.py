@@ -113,7 +113,12 @@ class Stream:
         self.estimates = [kind.estimate for kind in seen]
         self.kinds, self.kind_of = _kinds(seen)
         self.numel_before = list(accumulate(self.numels, initial=0))
-        self._counts_before = self._running_counts()
+        self._counts_before = [array("L", bytes(8 * (len(seen) + 1))) for _ in self.kinds]
+        for kind, counts in enumerate(self._counts_before):
+            total = 0
+            for position, here in enumerate(self.kind_of):
+                total += here == kind
+                counts[position + 1] = total
         numbers = [re.search(r"\d+", atom.name) for atom in reversed(atoms)]
         layers = [number and number.group() for number in numbers]
         self.layer_starts = [i for i in range(1, len(layers)) if layers[i] != layers[i - 1]]
@@ -128,15 +133,6 @@ class Stream:
     def counts(self, start: int, stop: int) -> tuple[int, ...]:
         """Per kind, the number of matrices in positions [start, stop)."""
         return tuple(after[stop] - after[start] for after in self._counts_before)
-
-    def _running_counts(self) -> list[array[int]]:
-        running = [array("L", bytes(8 * (len(self) + 1))) for _ in self.kinds]
-        for kind, counts in enumerate(running):
-            total = 0
-            for position, here in enumerate(self.kind_of):
-                total += here == kind
-                counts[position + 1] = total
-        return running
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,7 +358,12 @@ def arrange_matrices(
             parts = [(rank * size, (rank + 1) * size) for rank in range(plan.shards)]
         else:
             of_ranks = [sorted(mine, key=lambda i: numels[i] % ALIGNMENT > 0) for mine in of_ranks]
-            parts = _end_to_end([sum(numels[i] for i in mine) for mine in of_ranks])
+            sizes = [sum(numels[i] for i in mine) for mine in of_ranks]
+            parts, end = [(0, 0)] * plan.shards, 0
+            # Sizes that are no multiple of the alignment come last, so that they shift no other part.
+            for rank in sorted(range(plan.shards), key=lambda r: sizes[r] % ALIGNMENT > 0):
+                parts[rank] = (end, end + sizes[rank])
+                end += sizes[rank]
         slots = []
         for (start, _), mine in zip(parts, of_ranks):
             for index in mine:
@@ -397,13 +398,3 @@ def _part_size(numel: int, shards: int, multiple: int) -> int:
     while size * shards % multiple:
         size += shard_multiple(shards)
     return size
-
-
-def _end_to_end(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Parts of these sizes; sizes that are no multiple of the alignment come last, so that they shift no other part."""
-    parts = [(0, 0)] * len(sizes)
-    end = 0
-    for rank in sorted(range(len(sizes)), key=lambda r: sizes[r] % ALIGNMENT > 0):
-        parts[rank] = (end, end + sizes[rank])
-        end += sizes[rank]
-    return parts

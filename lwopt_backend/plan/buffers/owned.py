@@ -54,7 +54,15 @@ def arrange_cut(members: Sequence[Cuttable], before: Sequence[int], dtype: str) 
     """
     parts = [part for member in members for part in member.parts]
     costs = [cost for _, cost in parts]
-    counts = _counts(costs, before)
+    low, high = max(before), max(before) + sum(costs)
+    while low < high:  # bisection for the least largest sum
+        middle = (low + high) // 2
+        if _filled(costs, before, middle) is None:
+            low = middle + 1
+        else:
+            high = middle
+    counts = _filled(costs, before, low)
+    assert counts is not None
     slots, end = [], 0
     for member in members:
         slots.append(Slot(member.param, end, member.numel))
@@ -69,20 +77,6 @@ def arrange_cut(members: Sequence[Cuttable], before: Sequence[int], dtype: str) 
     sizes = {stop - start for start, stop in bounds}
     layout: BucketLayout = "padded" if len(sizes) == 1 else "compact"
     return Bucket("matrix", layout, dtype, tuple(slots), tuple(bounds), end), added
-
-
-def _counts(costs: Sequence[int], before: Sequence[int]) -> list[int]:
-    """How many consecutive matrices each rank takes for the least largest sum, found by bisection."""
-    low, high = max(before), max(before) + sum(costs)
-    while low < high:
-        middle = (low + high) // 2
-        if _filled(costs, before, middle) is None:
-            low = middle + 1
-        else:
-            high = middle
-    found = _filled(costs, before, low)
-    assert found is not None
-    return found
 
 
 def _filled(costs: Sequence[int], before: Sequence[int], limit: int) -> list[int] | None:
@@ -233,7 +227,9 @@ def _plan(
         buckets += found
         choices.append(why)
         loads = [load + more for load, more in zip(loads, plan.loads())]
-    layout = _elementwise_layout(buckets, setting)
+    # "auto" avoids padding if uneven parts cost nothing, else uses fixed-size collectives.
+    automatic: BucketLayout = "compact" if setting.direct else "padded"
+    layout: BucketLayout = automatic if setting.layout == "auto" else setting.layout  # type: ignore[assignment]
     for dtype, members in _elementwise(params, setting.bucket_numel):
         sizes = [(i, params[i].numel) for i in members]
         buckets.append(arrange_elementwise(sizes, size, layout, dtype, multiple=setting.bus_multiple))
@@ -315,13 +311,6 @@ def _wire(bucket: Bucket, setting: Setting) -> StepTime:
         wire += seconds[0]
         latency += seconds[1] * (1 if bucket.even or setting.direct else 1 + UNEVEN_LATENCIES)
     return StepTime(0.0, wire, latency)
-
-
-def _elementwise_layout(matrices: Sequence[Bucket], setting: Setting) -> BucketLayout:
-    """The configured layout; ``auto`` avoids padding if uneven parts cost nothing, else uses fixed-size collectives."""
-    if setting.layout != "auto":
-        return setting.layout  # type: ignore[return-value]
-    return "compact" if setting.direct else "padded"
 
 
 def _elementwise(params: Sequence[OwnedParam], bucket_numel: int) -> Iterable[tuple[str, list[int]]]:

@@ -44,7 +44,9 @@ def relieve(placement: Placement, caps: list[int]) -> None:
             work -= looked
         if trade is None:
             return
-        bins.make(costliest, *trade)
+        bucket, partner, given, taken = trade
+        bins.move(bucket, costliest, partner, given)
+        bins.move(bucket, partner, costliest, taken)
 
 
 Trade = tuple[int, int, list[int], list[int]]  # bucket, partner, positions given, positions taken
@@ -109,12 +111,7 @@ class _Bins:
                             best, found = after, (bucket, partner, [give], [] if take is None else [take])
         return found, looked
 
-    def make(self, costliest: int, bucket: int, partner: int, given: list[int], taken: list[int]) -> None:
-        """Perform a trade."""
-        self._move(bucket, costliest, partner, given)
-        self._move(bucket, partner, costliest, taken)
-
-    def _move(self, bucket: int, source: int, target: int, positions: list[int]) -> None:
+    def move(self, bucket: int, source: int, target: int, positions: list[int]) -> None:
         placement = self.placement
         gone = set(positions)
         content = self.content[bucket]
@@ -175,7 +172,15 @@ def _fill_bucket(stream: Stream, bucket: range, owners: list[int], loads: list[i
     lightest = [(load, shard) for shard, load in enumerate(loads)]
     heapq.heapify(lightest)
     for position in sorted(bucket, key=lambda i: -costs[i]):
-        owner = _with_room(lightest, filled, cap, numels[position], smallest)
+        passed, owner = [], None  # the least loaded shard with room; those with room for nothing are dropped
+        while lightest and owner is None:
+            load, shard = heapq.heappop(lightest)
+            if filled[shard] + numels[position] <= cap:
+                owner = shard
+            elif filled[shard] + smallest <= cap:
+                passed.append((load, shard))
+        for entry in passed:
+            heapq.heappush(lightest, entry)
         if owner is None:
             owner = min(range(len(filled)), key=filled.__getitem__)
             lightest = [entry for entry in lightest if entry[1] != owner]
@@ -185,21 +190,6 @@ def _fill_bucket(stream: Stream, bucket: range, owners: list[int], loads: list[i
         loads[owner] += costs[position]
         if filled[owner] + smallest <= cap:
             heapq.heappush(lightest, (loads[owner], owner))
-
-
-def _with_room(lightest: list[tuple[int, int]], filled: list[int], cap: float, numel: int, smallest: int) -> int | None:
-    """Pop the least loaded shard with room for ``numel`` from the heap; shards with room for nothing are dropped."""
-    passed = []
-    owner = None
-    while lightest and owner is None:
-        load, shard = heapq.heappop(lightest)
-        if filled[shard] + numel <= cap:
-            owner = shard
-        elif filled[shard] + smallest <= cap:
-            passed.append((load, shard))
-    for entry in passed:
-        heapq.heappush(lightest, entry)
-    return owner
 
 
 def ping_pong(numels: Sequence[int], shards: int) -> list[int]:

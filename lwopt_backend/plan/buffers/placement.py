@@ -189,9 +189,8 @@ def longest_first(sizes: Sequence[int], counts: Sequence[int], bins: int) -> tup
 
 # Where buckets close: contiguous ranges of the backward order whose padding is least.
 
-Cuts = tuple[
-    int, ...
-]  # 0 = first cut < ... < last cut = number of matrices; bucket b is positions [cuts[b], cuts[b+1])
+# 0 = first cut < ... < last cut = number of matrices; bucket b is positions [cuts[b], cuts[b+1])
+Cuts = tuple[int, ...]
 
 FEW = 256  # up to this many matrices, longest-first is tried, too: it is quick, and sometimes better
 HOPELESS = 1.3  # a bucket whose bound is this many times its content is not worth packing
@@ -311,12 +310,11 @@ class _Grid:
         lean_of: dict[int, list[tuple[int, int]]] = {}
         for index, buckets in enumerate(self.edges):
             if id(buckets) not in lean_of:
-                lean = [b for b in buckets if b[1] <= WASTEFUL * self._numel(index, b[0])]
+                start, ahead = self.positions[index], self.positions[index:]
+                numel = self.packer.stream.numel
+                lean = [(steps, size) for steps, size in buckets if size <= WASTEFUL * numel(start, ahead[steps])]
                 lean_of[id(buckets)] = lean or buckets
         self.edges = [lean_of[id(buckets)] for buckets in self.edges]
-
-    def _numel(self, index: int, steps: int) -> int:
-        return self.packer.stream.numel(self.positions[index], self.positions[index + steps])
 
     def shortest_with(self, buckets: int) -> Cuts | None:
         """The shortest path of exactly ``buckets`` edges, or of one or two more if that is shorter."""
@@ -336,16 +334,11 @@ class _Grid:
             reached = ahead
             came_from.append(origin)
             if edges_used >= buckets and last in reached:
-                best.append((reached[last], self._walk_back(came_from)))
+                cuts = [last]
+                for origin in reversed(came_from):
+                    cuts.append(origin[cuts[-1]])
+                best.append((reached[last], tuple(self.positions[index] for index in reversed(cuts))))
         return min(best, key=lambda path: path[0])[1] if best else None
-
-    def _walk_back(self, came_from: list[dict[int, int]]) -> Cuts:
-        index = len(self.positions) - 1
-        cuts = [index]
-        for origin in reversed(came_from):
-            index = origin[index]
-            cuts.append(index)
-        return tuple(self.positions[index] for index in reversed(cuts))
 
     def shortest_with_price(self, buckets: int) -> Cuts | None:
         """The shortest path when every bucket earns a price, at the lowest price that yields enough buckets.
@@ -371,7 +364,11 @@ class _Grid:
             low, high, fine, coarse = (
                 (low, price, tried, coarse) if len(tried) - 1 >= buckets else (price, high, fine, tried)
             )
-        return _joined(fine, coarse, buckets)
+        place = {cut: index for index, cut in enumerate(coarse)}
+        for index, cut in enumerate(fine):  # a shared cut that leaves just enough buckets
+            if cut in place and index + len(coarse) - 1 - place[cut] >= buckets:
+                return fine[:index] + coarse[place[cut] :]
+        return fine
 
     def _priced(self, price: int) -> Cuts | None:
         last = len(self.positions) - 1
@@ -392,15 +389,6 @@ class _Grid:
         while cuts[-1]:
             cuts.append(origin[cuts[-1]])
         return tuple(self.positions[index] for index in reversed(cuts))
-
-
-def _joined(fine: Cuts, coarse: Cuts, buckets: int) -> Cuts:
-    """``fine`` up to a shared cut and ``coarse`` after it: the shared cut that leaves just enough buckets."""
-    place = {cut: index for index, cut in enumerate(coarse)}
-    for index, cut in enumerate(fine):
-        if cut in place and index + len(coarse) - 1 - place[cut] >= buckets:
-            return fine[:index] + coarse[place[cut] :]
-    return fine
 
 
 @dataclass
@@ -478,7 +466,13 @@ def place_costliest_first(
     owners = [0] * len(stream)
     loads = list(base or [0] * shards)
     filled = [[0] * shards for _ in caps]
-    for bucket, numel, run in _runs(stream, cuts, weights):
+    runs: dict[tuple[int, int, int], list[int]] = {}  # positions of equal matrices of one bucket
+    for bucket, (start, stop) in enumerate(zip(cuts, cuts[1:])):
+        for position in range(start, stop):
+            key = (-weights[position], -stream.numels[position], bucket)
+            runs.setdefault(key, []).append(position)
+    for (_, minus_numel, bucket), run in sorted(runs.items()):
+        numel = -minus_numel
         here, cap, weight = filled[bucket], caps[bucket], weights[run[0]]
         open_shards = [(loads[r], r) for r in range(shards) if here[r] + numel <= cap]
         heapq.heapify(open_shards)
@@ -492,13 +486,3 @@ def place_costliest_first(
             elif open_shards:
                 heapq.heappop(open_shards)
     return Placement(stream, cuts, weights, owners, filled, loads)
-
-
-def _runs(stream: Stream, cuts: Cuts, weights: Sequence[int]) -> list[tuple[int, int, list[int]]]:
-    """(bucket, elements, positions) of equal matrices of one bucket, the costliest first."""
-    runs: dict[tuple[int, int, int], list[int]] = {}
-    for bucket, (start, stop) in enumerate(zip(cuts, cuts[1:])):
-        for position in range(start, stop):
-            key = (-weights[position], -stream.numels[position], bucket)
-            runs.setdefault(key, []).append(position)
-    return [(bucket, -numel, positions) for (_, numel, bucket), positions in sorted(runs.items())]

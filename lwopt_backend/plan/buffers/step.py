@@ -54,12 +54,7 @@ class BucketTime:
 
 
 def buffer_step(
-    plan: Buckets,
-    machine: Machine,
-    cost: CostModel,
-    *,
-    instances: int = 1,
-    elements: Elements | None = None,
+    plan: Buckets, machine: Machine, cost: CostModel, *, instances: int = 1, elements: Elements | None = None
 ) -> StepTime:
     """Modelled seconds of a step, without overlap: work of the busiest owner, its wire, latency.
 
@@ -77,12 +72,7 @@ def buffer_step(
 
 
 def timeline(
-    plan: Buckets,
-    machine: Machine,
-    cost: CostModel,
-    *,
-    instances: int = 1,
-    elements: Elements | None = None,
+    plan: Buckets, machine: Machine, cost: CostModel, *, instances: int = 1, elements: Elements | None = None
 ) -> list[BucketTime]:
     """When each bucket is reduced, worked on and returned, overlapping as far as one wire and the owners allow."""
     elements = elements or Elements()
