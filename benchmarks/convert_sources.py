@@ -14,6 +14,7 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
+from lwopt_backend.checkpoint.choices import SCHEDULER
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, LazyTensor, Param
 from lwopt_backend.checkpoint.megatron import writer as write_megatron
 
@@ -101,9 +102,9 @@ def save_megatron(folder: Path, found: Mapping[str, tuple[int, ...]]) -> None:
     params = {name: _random(name, shape, seeds) for name, shape in found.items()}
     arguments = {"num_attention_heads": 4, "bf16": True, "untie_embeddings_and_output_weights": False}
     folder.mkdir(parents=True)
-    write_megatron.write(
-        Checkpoint("made", "1", "megatron-core", params, arguments=arguments, iteration=1, samples=1), folder
-    )
+    counts: dict[str, Any] = {"iteration": 1, "samples": 1}
+    counts["scheduler"] = dict.fromkeys((*SCHEDULER, "num_steps"), 1)  # read by Megatron alone
+    write_megatron.write(Checkpoint("made", "1", "megatron-core", params, arguments=arguments, **counts), folder)
     (folder.parent / "latest_checkpointed_iteration.txt").write_text("1")
 
 

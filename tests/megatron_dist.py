@@ -91,7 +91,7 @@ def write(step: Path, setup: Setup, known: Truth) -> None:
         "checkpoint_version": 3.0,
         "iteration": 7,
         "optimizer": optimizer,
-        "opt_param_scheduler": {"max_lr": 0.01, "num_steps": 28},
+        "opt_param_scheduler": megatron_torch.SCHEDULE,
         "content_metadata": {} if setup.layout is None else {"distrib_optim_sharding_type": setup.layout},
     }
     if setup.common_file:

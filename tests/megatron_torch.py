@@ -20,6 +20,10 @@ from torch import Tensor
 HIDDEN, FFN, VOCAB, POSITIONS, EXPERTS = 8, 12, 16, 8, 4
 EMBEDDING, OUTPUT, NORM = "embedding.word_embeddings.weight", "output_layer.weight", "decoder.final_layernorm.weight"
 IN_BUCKETS = {"fp32": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+SCHEDULE = {  # its scheduler's state after 28 samples
+    **{"max_lr": 0.01, "min_lr": 0.001, "lr_warmup_steps": 8, "lr_decay_steps": 80, "lr_decay_style": "cosine"},
+    **{"start_wd": 0.1, "end_wd": 0.1, "wd_incr_style": "constant", "wd_incr_steps": 80, "num_steps": 28},
+}
 Truth = dict[str, dict[str, Tensor]]  # by parameter: "weight" and its states
 Kind = tuple[int, bool, bool]  # of a param group: its optimizer's number, whether it has experts, whether no decay
 
@@ -235,7 +239,7 @@ class Writer:
             "checkpoint_version": 3.0,
             "iteration": setup.iteration,
             "optimizer": kept,
-            "opt_param_scheduler": {"num_steps": 4 * setup.iteration, "max_lr": 0.01},
+            "opt_param_scheduler": {**SCHEDULE, "num_steps": 4 * setup.iteration},
             "rng_state": [{"random_rng_state": random.Random(0).getstate(), "torch": torch.get_rng_state()}],
             "num_floating_point_operations_so_far": 5.0,
         }

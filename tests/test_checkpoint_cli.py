@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from lwopt_backend.checkpoint import formats
+from lwopt_backend.checkpoint import convert, formats
 from lwopt_backend.checkpoint import safetensors as safetensors_folder
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, Param, held, same
 from lwopt_backend.checkpoint.dcp import saving as write_dcp
@@ -23,6 +23,7 @@ from lwopt_backend.checkpoint.differences import differences
 from lwopt_backend.checkpoint.files import folders
 from tests.command_line import files, lwopt, refused, succeeds, torch_dist, torch_format
 from tests.megatron_dist import Setup, truth, write
+from tests.megatron_torch import SCHEDULE
 
 TARGETS = ("universal", "megatron", "dcp", "safetensors")
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -174,6 +175,9 @@ WRONG = {
     "--to dcp --vocab-size 17": "fewer than the vocabulary of 17",
     "--to dcp --vocab-size 15": "beyond the given vocabulary of 15 were trained",
     "--to megatron --megatron-version 0.16": "give --heads",
+    "--to dcp --max-lr 0.1 --min-lr 0": "--max-lr, --min-lr is of --to megatron, not of --to dcp",
+    "--to megatron --heads 4 --max-lr 0.1": "--max-lr: the checkpoint says it itself; leave it out",
+    "--to megatron --heads 4 --lr-decay-style wave": "lr_decay_style: input should be 'constant', 'linear'",
 }
 
 
@@ -185,6 +189,25 @@ def test_wrong_options_are_an_error_and_nothing_is_written(
     said = refused("convert", source, tmp_path / "to", *options.split())
     assert words in " ".join(said.split()), said
     assert list(tmp_path.iterdir()) == [] and files(source) == before
+
+
+def test_megatron_gets_the_schedule_and_what_is_missing_is_asked_for_by_name(
+    made: dict[str, Path], tmp_path: Path
+) -> None:
+    """Of a run that Megatron did not train: neither schedule nor arguments are in the checkpoint."""
+    ours, to = tmp_path / "ours", tmp_path / "to"
+    saved = formats.read(made["universal"])
+    other = dataclasses.replace(saved, scheduler=None, arguments={}, samples=None)
+    convert.write(other, "universal", convert.place_of(other, "universal", ours))
+    words = ("convert", ours, to, "--to", "megatron", "--heads", 4)
+    said = " ".join(refused(*words, "--min-lr", 0.001).split())
+    assert "give --lr-decay-steps, --lr-decay-style, --lr-warmup-steps, --max-lr, --samples, --wd-incr-steps," in said
+    given = {**SCHEDULE, "samples": 28, "tokenizer_type": "GPT2BPETokenizer"}
+    missing = [key for key in given if key not in ("num_steps", "start_wd", "end_wd", "wd_incr_style")]
+    succeeds(*words, *(word for key in missing for word in (f"--{key.replace('_', '-')}", given[key])))
+    found = formats.read(to)
+    assert found.scheduler == SCHEDULE and found.samples == 28
+    assert found.arguments["tokenizer_type"] == "GPT2BPETokenizer"
 
 
 def test_numbers_of_names_that_are_not_known_are_an_error(made: dict[str, Path], tmp_path: Path) -> None:

@@ -42,7 +42,8 @@ def run(page: str, folder: Path, ranks: RankPool | None = None) -> dict[str, str
         if "." in name:
             (folder / name).write_text(text)
     printed = {}
-    for command in "".join(text for _, name, text in blocks(page) if name == "run").splitlines():
+    commands = "".join(text for _, name, text in blocks(page) if name == "run").replace("\\\n", "")
+    for command in commands.splitlines():
         program, *arguments = shlex.split(command)
         if program == "lwopt":  # in this process: starting one takes seconds
             with pytest.MonkeyPatch.context() as patch:
@@ -178,7 +179,7 @@ def test_parameters_side_by_side_are_what_the_maps_make(family: str) -> None:
 def test_every_command_on_the_pages_parses() -> None:
     checked = 0
     for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
-        text = "" if page.stem == "command_line" else page.read_text()  # which has the commands' usage
+        text = "" if page.stem == "command_line" else page.read_text().replace("\\\n", "")  # has usages
         plain = re.sub(r"\s*\n\s*", " ", text)
         for line in [*re.findall(r"^lwopt .*$", text, re.M), *re.findall(r"`(lwopt \w+ [^`]+)`", plain)]:
             _, command, *arguments = shlex.split(line)

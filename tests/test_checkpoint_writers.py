@@ -18,8 +18,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lwopt_backend.checkpoint import choices, convert, formats, names
 from lwopt_backend.checkpoint import contents as lazy
-from lwopt_backend.checkpoint import convert, formats, names
 from lwopt_backend.checkpoint import safetensors as write_safetensors
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, end_to_end, held
 from lwopt_backend.checkpoint.dcp import saving as write_dcp
@@ -32,6 +32,7 @@ from lwopt_backend.checkpoint.megatron import writer as write_megatron
 from tests.allocations import allocations
 from tests.checkpoint_contents import params_of, same, watched
 from tests.command_line import files, genuine, succeeds, torch_dist
+from tests.megatron_torch import SCHEDULE
 
 VERSIONS = ("0.16", "0.19")
 
@@ -54,17 +55,18 @@ def assert_same(found: Checkpoint, expected: Checkpoint, version: str) -> None:
             ours[name].setdefault(MASTER, ours[name]["weight"])
         assert same(ours[name], of_name), name
     assert same(*({key: tensor.read() for key, tensor in of.buffers.items()} for of in (found, expected)))
-    assert [comparable(g, version) for g in found.groups] == [comparable(g, version) for g in expected.groups]
+    beside_muon = version == "0.19" and write_megatron.has_muon(expected)
+    assert [comparable(g, beside_muon) for g in found.groups] == [comparable(g, beside_muon) for g in expected.groups]
     for key in ("iteration", "samples", "scheduler", "tied"):
         assert getattr(found, key) == getattr(expected, key), key
     known = {key: value for key, value in expected.arguments.items() if value is not None}
     assert {**known, "no_save_rng": True}.items() <= found.arguments.items()
 
 
-def comparable(group: Mapping[str, Any], version: str) -> dict[str, Any]:
-    """A group of any version as ``version`` has it, in one order."""
+def comparable(group: Mapping[str, Any], beside_muon: bool) -> dict[str, Any]:
+    """A group of any version, in one form. From 0.19 on, Adam's beside Muon's say that they are Adam's."""
     found = {{"momentum_beta": "momentum"}.get(key, key): value for key, value in group.items() if key != "step"}
-    return {**found, "optimizer": "adam"} if version == "0.19" and "betas" in found else found
+    return {**found, "optimizer": "adam"} if beside_muon and "betas" in found else found
 
 
 # Megatron: genuine checkpoints
@@ -161,13 +163,24 @@ def test_groups_of_other_optimizers_become_megatrons(tmp_path: Path, version: st
     )
     params = {n: dataclasses.replace(p, group=int("exp_avg" in p.states)) for n, p in saved.params.items()}
     other = dataclasses.replace(saved, groups=groups, params=params, scheduler={"last_epoch": 3})
-    found = written(other, tmp_path / "to", version)
+    known = {key: value for key, value in SCHEDULE.items() if key not in ("num_steps", "start_wd", "end_wd")}
+    scheduled = convert.scheduled(other, choices.Schedule(**known))
+    assert scheduled.notes[-1].startswith("learning rates are 0.01, 0.02; Megatron has one schedule")
+    found = written(scheduled, tmp_path / "to", version)
     assert [(group["lr"], group["wd_mult"]) for group in found.groups] == [(0.02, 1.0), (0.01, 1.0), (0.01, 0.0)]
     assert found.groups[0]["momentum_beta" if version == "0.16" else "momentum"] == 0.9
     assert found.groups[1]["betas"] == (0.9, 0.99)
     assert {group.get("step") for group in found.groups} == {None, 7}
     assert found.groups[found.params["decoder.final_layernorm.weight"].group]["wd_mult"] == 0.0
-    assert found.scheduler["num_steps"] == saved.samples
+    assert found.scheduler == SCHEDULE
+    assert {(group["max_lr"], group["min_lr"]) for group in found.groups} == {(0.01, 0.001)}
+
+
+def test_weights_alone_need_no_schedule(tmp_path: Path) -> None:
+    saved = sample(tmp_path / "from")
+    alone = {name: Param(param.weight) for name, param in saved.params.items()}
+    other = convert.scheduled(dataclasses.replace(saved, params=alone, scheduler=None), choices.NO_SCHEDULE)
+    assert written(other, tmp_path / "to", "0.16").scheduler is None
 
 
 def changed(checkpoint: Checkpoint, name: str = "embedding.word_embeddings.weight", **changes: Any) -> Checkpoint:
@@ -186,6 +199,7 @@ REFUSED: list[tuple[Callable[..., None], Callable[[Checkpoint], Checkpoint], str
     (OURS, lambda c: changed(c, states={"ema": held(torch.ones(1), "ema")}), "no place for ema"),
     (OURS, lambda c: changed(c, step=3.0), r"made \[3.0, 7.0\] steps"),
     (OURS, lambda c: dataclasses.replace(c, arguments={}), "expected num_attention_heads"),
+    (OURS, lambda c: dataclasses.replace(c, scheduler={"last_epoch": 3}), "expected the state of Megatron's scheduler"),
     (OURS, lambda c: changed(c, FC2, states=ALONE), "momentum_buffer.decoder.layers.mlp.linear_fc2.weight: expected"),
     (OURS, lambda c: changed(c, FUSED), "expected the local spec's name"),
     (OLD, lambda c: c, r"version '0\.14'"),
@@ -282,7 +296,8 @@ def made() -> Checkpoint:
         params[name] = Param(tensor(4 * number, shape, torch.bfloat16), states, step=3.0, group=0)
     group = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
     arguments = {"num_attention_heads": 4, "bf16": True, "untie_embeddings_and_output_weights": False}
-    return Checkpoint("made", "1", "megatron-core", params, (group,), arguments, iteration=3, samples=12)
+    counts: dict[str, Any] = {"iteration": 3, "samples": 12, "scheduler": SCHEDULE}
+    return Checkpoint("made", "1", "megatron-core", params, (group,), arguments, **counts)
 
 
 @pytest.fixture(scope="session")

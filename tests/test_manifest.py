@@ -20,6 +20,7 @@ from lwopt_backend.checkpoint.dcp import saving
 from lwopt_backend.checkpoint.files import manifest
 from lwopt_backend.runtime.collectives import Collectives
 from tests.command_line import files, lwopt, refused, succeeds
+from tests.megatron_torch import SCHEDULE
 
 TARGETS = ("universal", "megatron", "dcp", "safetensors")
 SHAPES = {"embedding.word_embeddings.weight": (32, 8), "output_layer.weight": (32, 8)}
@@ -35,7 +36,8 @@ def saved(folder: Path, target: str, step: int) -> Path:
         params[name] = Param(master.to(torch.bfloat16), states, float(step), 0)
     options = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     arguments = {"num_attention_heads": 2, "num_layers": 0, "global_batch_size": 1}
-    found = Checkpoint("made here", "", "megatron-core", params, (options,), arguments, iteration=step, samples=step)
+    counts: dict[str, Any] = {"iteration": step, "samples": step, "scheduler": SCHEDULE}
+    found = Checkpoint("made here", "", "megatron-core", params, (options,), arguments, **counts)
     more = {"megatron": {"version": "0.16"}, "safetensors": {"file_bytes": 600}}.get(target, {})
     convert.write(found, target, convert.place_of(found, target, folder), **more)
     return folder

@@ -26,7 +26,7 @@ from lwopt_backend.checkpoint.megatron.ranks import Cut, cut_of, local_shape
 from tests.checkpoint_contents import params_of, same
 from tests.command_line import genuine, torch_dist
 from tests.megatron_dist import LAYERS, Setup, Truth, fsdp_state, save, truth, write
-from tests.megatron_torch import EMBEDDING, NORM, OUTPUT, Writer, is_sharded_expert
+from tests.megatron_torch import EMBEDDING, NORM, OUTPUT, SCHEDULE, Writer, is_sharded_expert
 from tests.megatron_torch import Setup as TorchSetup
 
 READERS = (torch_reader, dist_reader, fsdp_reader)
@@ -134,7 +134,7 @@ def test_what_megatron_wrote_is_read_exactly(what: str, tmp_path: Path) -> None:
         assert_exact(found, known)
     model = setup if isinstance(setup, TorchSetup) else setup.model
     assert (found.iteration, found.samples, found.names) == (7, 28, "megatron-core")
-    assert found.scheduler == {"num_steps": 28, "max_lr": 0.01}
+    assert found.scheduler == SCHEDULE
     assert found.world == {"dp": model.dp, "tp": model.tp, "pp": model.pp, "ep": model.ep, "cp": 1}
     assert found.tied == ({OUTPUT: EMBEDDING} if model.tied else {})
     for pair, first, second in found.replicas:

@@ -216,7 +216,9 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Source]:
     return found
 
 
-HEADS = ("--heads", 4, "--query-groups", 2)  # DeepSpeed's checkpoints do not keep them
+# DeepSpeed's checkpoints do not keep them
+GIVEN = "--heads 4 --query-groups 2 --max-lr 0.03 --min-lr 0.003 --lr-warmup-steps 0 --lr-decay-steps 80 "
+GIVEN += "--lr-decay-style linear --wd-incr-steps 80"
 
 
 @pytest.mark.parametrize(("stage", "version"), [(1, "0.16"), (2, "0.19"), (3, "0.16")])
@@ -233,10 +235,14 @@ def test_megatrons_run_makes_a_step_here_and_goes_back(
     names = ("--source-names", "megatron-core")
     succeeds("convert", save, tmp_path / "again", "--to", "universal", *names, "--json")
     version_of = ("--megatron-version", version)
-    succeeds("convert", tmp_path / "again", tmp_path / "back", "--to", "megatron", *HEADS, *version_of, "--json")
+    succeeds(
+        "convert", tmp_path / "again", tmp_path / "back", "--to", "megatron", *GIVEN.split(), *version_of, "--json"
+    )
     back = formats.read(tmp_path / "back")
     assert (back.format, back.names, back.iteration) == ("megatron torch_dist", "megatron-core", source.step + 1)
     assert_states(states_in(tmp_path / "back"), expected)
+    assert back.scheduler is not None and back.scheduler["start_wd"] == source.muon["weight_decay"]
+    assert back.scheduler["num_steps"] == back.samples == formats.read(save).samples
     for name, states in expected.items():
         param = back.params[name]
         assert torch.equal(param.weight.read(), states["fp32"].bfloat16()), name

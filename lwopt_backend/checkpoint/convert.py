@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from lwopt_backend.checkpoint import gates, names
-from lwopt_backend.checkpoint.choices import ARGUMENTS, WRITERS
+from lwopt_backend.checkpoint.choices import ARGUMENTS, NO_SCHEDULE, OF_VOCAB_FILE, SCHEDULER, WRITERS, Schedule
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor
 from lwopt_backend.checkpoint.files.atomic import write_whole
 from lwopt_backend.checkpoint.files.folders import refuse_existing, write_folder
@@ -171,6 +171,7 @@ def prepared(
     source_vocabulary: str | None,
     numbers: names.Numbers,
     uneven_steps: bool = False,
+    schedule: Schedule = NO_SCHEDULE,
 ) -> tuple[Checkpoint, gates.Gate]:
     """The checkpoint under the names of ``vocabulary``: by default Megatron-core's if the target is Megatron, else its
     own. Everything but its values is checked; the gate checks these as they are read.
@@ -178,6 +179,8 @@ def prepared(
     For DCP, param groups get the options of our optimizers, which load them by these. Raises CheckpointError; nothing
     is written before.
     """
+    if target != "megatron" and (given := schedule.model_fields_set):
+        raise CheckpointError(f"{_options(given)} is of --to megatron, not of --to {target}; leave it out")
     known = source_vocabulary or (checkpoint.names if checkpoint.names in (names.CORE, *names.FAMILIES) else None)
     vocabulary = vocabulary or (names.CORE if target == "megatron" else known)
     _check_used(checkpoint, target, vocabulary, source_vocabulary, numbers.model_fields_set)
@@ -187,7 +190,7 @@ def prepared(
     if vocabulary is not None:
         checkpoint = names.translate(checkpoint, vocabulary, numbers, source=source_vocabulary)
     if target == "megatron":
-        return replace(checkpoint, arguments=_megatron_arguments(checkpoint, numbers)), gate
+        return scheduled(replace(checkpoint, arguments=_megatron_arguments(checkpoint, numbers)), schedule), gate
     return (as_ours(checkpoint) if target == "dcp" else checkpoint), gate
 
 
@@ -211,7 +214,7 @@ def _check_used(checkpoint: Checkpoint, target: str, wanted: str | None, source:
         raise CheckpointError(f"{_options(given - used)} is not used, as names stay as they are; leave it out")
 
 
-def _options(fields: set[str]) -> str:
+def _options(fields: Iterable[str]) -> str:
     return ", ".join(f"--{field.replace('_', '-')}" for field in sorted(fields))
 
 
@@ -228,6 +231,38 @@ def _megatron_arguments(checkpoint: Checkpoint, numbers: names.Numbers) -> dict[
         told["group_query_attention"] = found.query_groups != found.heads
     given = {key: value for key, value in checkpoint.arguments.items() if value is not None}
     return {**checkpoint.arguments, **{key: value for key, value in told.items() if key not in given}}
+
+
+def scheduled(checkpoint: Checkpoint, given: Schedule) -> Checkpoint:
+    """The checkpoint with the state of Megatron's scheduler: its own, or what is given. Weight decay may be that of the
+    param groups. Raises CheckpointError with the options that are missing, and for what the checkpoint says itself."""
+    said, state, groups = given.model_dump(exclude_none=True), checkpoint.scheduler or {}, checkpoint.groups
+    of_run = {p.group: groups[p.group] for p in checkpoint.params.values() if p.states and p.group is not None}
+    is_megatrons = state.keys() >= {"num_steps", *SCHEDULER}
+    known = {key: checkpoint.arguments[key] for key in OF_VOCAB_FILE if checkpoint.arguments.get(key) is not None}
+    known |= {key: state[key] for key in SCHEDULER} if is_megatrons else {}
+    known |= {"samples": checkpoint.samples or 0} if checkpoint.samples or not checkpoint.iteration else {}
+    if said.keys() & known.keys():
+        raise CheckpointError(f"{_options(said.keys() & known.keys())}: the checkpoint says it itself; leave it out")
+    arguments = {**checkpoint.arguments, **{key: value for key, value in said.items() if key in OF_VOCAB_FILE}}
+    if is_megatrons or not any(param.states for param in checkpoint.params.values()):
+        if unused := said.keys() - {*OF_VOCAB_FILE}:
+            raise CheckpointError(f"{_options(unused)} is not used, as there is no optimizer state; leave it out")
+        return replace(checkpoint, arguments=arguments)
+    decays = {group.get("weight_decay", 0.0) for group in of_run.values()}
+    decays = decays - {0.0} or decays  # biases and norms have none in Megatron
+    decay = dict.fromkeys(("start_wd", "end_wd"), min(decays)) if len(decays) == 1 else {}
+    found = {"wd_incr_style": "constant", **decay, **known, **said}
+    if missing := [key for key in (*SCHEDULER, "samples") if key not in found]:
+        raise CheckpointError(
+            f"{checkpoint.format}: Megatron did not train this run, and compares its schedule when it loads; give "
+            f"{_options(missing)}, as Megatron's command line will have them (steps are samples)"
+        )
+    scheduler = {**{key: found[key] for key in SCHEDULER}, "num_steps": found["samples"]}
+    rates, notes = sorted({group["lr"] for group in of_run.values() if "lr" in group}), checkpoint.notes
+    if len(rates) > 1:
+        notes += (f"learning rates are {', '.join(map(str, rates))}; Megatron has one schedule for all param groups",)
+    return replace(checkpoint, arguments=arguments, scheduler=scheduler, samples=found["samples"], notes=notes)
 
 
 def write(

@@ -6,11 +6,11 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 from rich.console import Console
@@ -18,14 +18,15 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Column, Table
 
 from lwopt_backend.checkpoint import choices
-from lwopt_backend.checkpoint.choices import AUTO, WRITERS, CheckpointError, Numbers
-from lwopt_backend.config.options import parse, suggestion
+from lwopt_backend.checkpoint.choices import AUTO, NO_SCHEDULE, WRITERS, CheckpointError, Numbers, Schedule
+from lwopt_backend.config.options import Options, parse, suggestion
 
 if TYPE_CHECKING:
     from lwopt_backend.checkpoint.contents import Checkpoint
     from lwopt_backend.checkpoint.differences import Compared
 
 MODEL = "The model's numbers, where the checkpoint does not say"
+MEGATRON = "What Megatron's command line will have, for a run that it did not train"
 FAMILIES = ", ".join(choices.FAMILIES)
 FORMATS = ", ".join(choices.FORMATS)
 NUMBERS, NONE = tuple(Numbers.model_fields), Numbers()
@@ -33,8 +34,10 @@ Folder = Annotated[Path, typer.Argument(help="A checkpoint's folder.")]
 AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def takes_numbers(*fields: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of these fields of ``Numbers``, and itself all of them, as ``numbers``."""
+def takes(
+    name: str, model: type[Options], panel: str, fields: Iterable[str]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of these fields of ``model``, and itself all of them, as ``name``."""
 
     def with_options(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
@@ -42,15 +45,15 @@ def takes_numbers(*fields: str) -> Callable[[Callable[..., None]], Callable[...,
             found = {field: value for field in fields if (value := given.pop(field)) is not None}
             if "qkv_ranks" in found and found.get("qkv_layout") != "blocks":
                 raise CheckpointError("--qkv-ranks is of --qkv-layout blocks only; give that, or leave it out")
-            command(**given, numbers=parse(Numbers, found, "lwopt"))
+            command(**given, **{name: parse(model, found, "lwopt")})
 
         hints = get_type_hints(command, include_extras=True)
-        hints.pop("numbers")
+        hints.pop(name)
         for field in fields:
-            meaning, kind = Numbers.model_fields[field].description or "", str if field == "qkv_layout" else int
-            said = typer.Option(help=f"{meaning[0].upper()}{meaning[1:]}.", rich_help_panel=MODEL)
+            meaning, kind = model.model_fields[field].description or "", _kind(model.model_fields[field].annotation)
+            said = typer.Option(help=f"{meaning[0].upper()}{meaning[1:]}.", rich_help_panel=panel)
             hints[field] = Annotated[kind | None, said]
-        own = [p for p in signature(command).parameters.values() if p.name != "numbers"]
+        own = [p for p in signature(command).parameters.values() if p.name != name]
         options = [Parameter(field, Parameter.KEYWORD_ONLY, default=None) for field in fields]
         every = [p.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[p.name]) for p in [*own, *options]]
         run.__annotations__ = hints
@@ -58,6 +61,12 @@ def takes_numbers(*fields: str) -> Callable[[Callable[..., None]], Callable[...,
         return run
 
     return with_options
+
+
+def _kind(annotation: Any) -> type:
+    """What a field's annotation has on the command line: int, float or text."""
+    kinds = [getattr(each, "__origin__", each) for each in (annotation, *get_args(annotation))]
+    return next((kind for kind in kinds if kind in (int, float)), str)
 
 
 def opened(path: Path, format: str) -> tuple[str, Checkpoint]:
@@ -168,7 +177,8 @@ HELP = {
 }
 
 
-@takes_numbers(*NUMBERS)
+@takes("numbers", Numbers, MODEL, NUMBERS)
+@takes("schedule", Schedule, MEGATRON, Schedule.model_fields)
 def convert(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint's folder.")],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="Where the new one goes.")],
@@ -184,6 +194,7 @@ def convert(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Read, check and rename; write nothing.")] = False,
     as_json: AsJSON = False,
     numbers: Numbers = NONE,
+    schedule: Schedule = NO_SCHEDULE,
 ) -> None:
     """Convert a checkpoint: weights, optimizer state, counters, schedule. Nothing is written unless all is in order."""
     from lwopt_backend.checkpoint import convert as conversion
@@ -201,7 +212,7 @@ def convert(
     notes: list[str] = []
     with progress("converting", conversion.nbytes(found), as_json) as advance:
         seen = conversion.watched(found, advance)
-        made, gate = conversion.prepared(seen, to, vocabulary, source_names, numbers, uneven_steps)
+        made, gate = conversion.prepared(seen, to, vocabulary, source_names, numbers, uneven_steps, schedule)
         result = _as_written(made, to, options)
 
         def finish() -> None:
@@ -411,7 +422,7 @@ SHOWN = 30
 UNNAMED = "model"  # names of checkpoints that do not say what they are
 
 
-@takes_numbers(*(field for field in NUMBERS if field != "vocab_multiple"))
+@takes("numbers", Numbers, MODEL, [field for field in NUMBERS if field != "vocab_multiple"])
 def diff(
     a: Folder,
     b: Annotated[Path, typer.Argument(help="Another one.")],

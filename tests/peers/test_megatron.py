@@ -10,6 +10,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,10 @@ from tests.ranks import free_port
 sys.path.append(str(ROOT / "examples"))
 
 HEADS, GROUPS, LAYERS, WIDTH, VOCABULARY = 4, 2, 2, 32, 256
+SCHEDULE = {
+    **{"max_lr": 0.02, "min_lr": 0.002, "lr_warmup_steps": 0, "lr_decay_steps": 80, "lr_decay_style": "linear"},
+    **{"start_wd": 0.01, "end_wd": 0.01, "wd_incr_steps": 80, "samples": 4},
+}
 
 
 @pytest.fixture
@@ -106,6 +111,7 @@ def test_megatron_loads_what_we_write_and_computes_the_same(one_rank: None, tmp_
 
     llama, state = trained_llama(tmp_path / "trained")
     options = ["--source-names", "hf-llama", "--heads", HEADS, "--query-groups", GROUPS, "--vocab-size", VOCABULARY]
+    options += [word for key, value in SCHEDULE.items() for word in (f"--{key.replace('_', '-')}", value)]
     ended = lwopt("convert", tmp_path / "trained", tmp_path / "megatron", "--to", "megatron", *options)
     assert ended.code == 0, ended
     (folder,) = (tmp_path / "megatron").glob("iter_*")
@@ -125,3 +131,21 @@ def test_megatron_loads_what_we_write_and_computes_the_same(one_rank: None, tmp_
             (key,) = [key for key in tensors if key.endswith(f"{kept}.{theirs_called}.weight")]
             assert torch.equal(tensors[key].flatten(), state[f"{ours_called}.weight"][kept].flatten()), key
     assert len([key for key in tensors if ".momentum_buffer." in key]) > 0, sorted(tensors)
+    goes_on(dist_checkpointing.load_common_state_dict(str(folder)))
+
+
+def goes_on(common: dict[str, Any]) -> None:
+    """Megatron's scheduler compares every number with its own, and sets the rate of the samples so far."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    saved = [group for one in common["optimizer"].values() for group in one["optimizer"]["param_groups"]]
+    given = {key: value for key, value in SCHEDULE.items() if key != "samples"}
+    scheduler = OptimizerParamScheduler(
+        SimpleNamespace(param_groups=saved),
+        init_lr=0.0,
+        **{**given, "wd_incr_style": "constant"},
+        use_checkpoint_opt_param_scheduler=False,
+    )
+    scheduler.load_state_dict(common["opt_param_scheduler"])
+    assert {group["lr"] for group in saved} == {0.002 + (0.02 - 0.002) * (1 - 4 / 80)}
+    assert {group["weight_decay"] for group in saved} == {0.0, 0.01}

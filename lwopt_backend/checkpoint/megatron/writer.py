@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lwopt_backend.checkpoint.choices import SCHEDULER
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param
 from lwopt_backend.checkpoint.dcp.saving import Boxes, Place, Shards, save, stacked
 from lwopt_backend.checkpoint.files.manifest import Files
@@ -82,7 +83,6 @@ class Keys:
 
 OLD, NEW = "0.16", "0.19"
 _TORCH_ONLY = ("amsgrad", "foreach")  # options of torch's AdamW, which counts by parameter; Apex's and TE's by group
-_SCHEDULER = ("lr_warmup_steps", "num_steps", "lr_decay_style", "lr_decay_steps", "start_wd", "end_wd")
 
 
 def common(checkpoint: Checkpoint, arguments: Mapping[str, Any], version: str) -> dict[str, Any]:
@@ -100,12 +100,17 @@ def common(checkpoint: Checkpoint, arguments: Mapping[str, Any], version: str) -
         "args": argparse.Namespace(**values),
         "checkpoint_version": 3.0,
         "iteration": checkpoint.iteration or 0,
-        "opt_param_scheduler": _scheduler(checkpoint, arguments),
         "num_floating_point_operations_so_far": arguments.get("num_floating_point_operations_so_far", 0),
         "content_metadata": metadata,
     }
     if any(param.states for param in checkpoint.params.values()):
+        if not (checkpoint.scheduler or {}).keys() >= {"num_steps", *SCHEDULER}:
+            raise CheckpointError(
+                f"{checkpoint.format}: expected the state of Megatron's scheduler, which it compares when it loads, "
+                f"found {sorted(checkpoint.scheduler or ())}; use convert.scheduled"
+            )
         found["optimizer"] = _optimizers(checkpoint, arguments, version)
+        found["opt_param_scheduler"] = checkpoint.scheduler
     return found
 
 
@@ -173,29 +178,6 @@ def is_distributed(checkpoint: Checkpoint, arguments: Mapping[str, Any], version
     return bool(arguments.get("use_distributed_optimizer", True))
 
 
-def _scheduler(checkpoint: Checkpoint, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The checkpoint's if it is Megatron's own; else one that says how far training came. Of the latter, the other
-    numbers are those of ``arguments``; Megatron takes its command line's with --override-opt_param-scheduler."""
-    found = dict(checkpoint.scheduler or {})
-    if all(key in found for key in _SCHEDULER):
-        return found
-    batch = arguments.get("global_batch_size") or 1
-    decay = arguments.get("weight_decay", 0.01)
-    every = (arguments.get("lr_decay_iters") or arguments.get("train_iters") or 1) * batch
-    return {
-        "max_lr": arguments.get("lr") or max((group.get("lr", 0.0) for group in checkpoint.groups), default=0.0),
-        "lr_warmup_steps": (arguments.get("lr_warmup_iters") or 0) * batch,
-        "num_steps": checkpoint.samples or (checkpoint.iteration or 0) * batch,
-        "lr_decay_style": arguments.get("lr_decay_style", "linear"),
-        "lr_decay_steps": every,
-        "min_lr": arguments.get("min_lr") or 0.0,
-        "start_wd": arguments.get("start_weight_decay", decay),
-        "end_wd": arguments.get("end_weight_decay", decay),
-        "wd_incr_style": arguments.get("weight_decay_incr_style", "constant"),
-        "wd_incr_steps": (arguments.get("train_iters") or 1) * batch,
-    }
-
-
 def _optimizers(checkpoint: Checkpoint, arguments: Mapping[str, Any], version: str) -> dict[Any, Any]:
     """Muon's groups first, then Adam's, those of sharded experts by themselves; one optimizer alone has no number."""
     if checkpoint.groups and all("wd_mult" in group for group in checkpoint.groups):  # Megatron made them
@@ -205,22 +187,25 @@ def _optimizers(checkpoint: Checkpoint, arguments: Mapping[str, Any], version: s
                 steps.setdefault(param.group, set()).add(param.step)
         groups = [_counted(dict(g), steps.get(n, set()), n) for n, g in enumerate(checkpoint.groups)]
     else:
-        groups = _made_groups(checkpoint, arguments)
+        groups = _made_groups(checkpoint, arguments, checkpoint.scheduler or {})
     parts: dict[tuple[bool, bool], list[dict[str, Any]]] = {}
     for group in groups:
         adam = "betas" in group
         parts.setdefault((adam, adam and bool(group.get("is_expert_parallel"))), []).append(group)
     distributed = is_distributed(checkpoint, arguments, version)
-    found = [_optimizer(parts[kind], kind[0], distributed, version) for kind in sorted(parts)]
+    muon = has_muon(checkpoint)
+    found = [_optimizer(parts[kind], kind[0], distributed, version, muon) for kind in sorted(parts)]
     return found[0] if len(found) == 1 else dict(enumerate(found))
 
 
-def _optimizer(groups: Sequence[dict[str, Any]], adam: bool, distributed: bool, version: str) -> dict[str, Any]:
+def _optimizer(
+    groups: Sequence[dict[str, Any]], adam: bool, distributed: bool, version: str, beside_muon: bool
+) -> dict[str, Any]:
     if not adam:
         wanted, other = ("momentum_beta", "momentum")[:: 1 if version == OLD else -1]
         renamed = [{wanted if key == other else key: v for key, v in g.items()} for g in groups]
         return {"optimizer": {"param_groups": renamed}}
-    if version == NEW:
+    if version == NEW and beside_muon:
         groups = [{"optimizer": "adam", **group} for group in groups]
     steps = {group["step"] for group in groups if "step" in group}
     if not distributed and any(key in group for group in groups for key in _TORCH_ONLY):
@@ -243,8 +228,11 @@ def _counted(group: dict[str, Any], steps: set[float], number: Any) -> dict[str,
     return {**group, "step": steps.pop()} if steps else group
 
 
-def _made_groups(checkpoint: Checkpoint, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Groups as Megatron makes them, with the options of another optimizer's: Muon's, Adam's, Adam's without decay."""
+def _made_groups(
+    checkpoint: Checkpoint, arguments: Mapping[str, Any], scheduler: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Groups as Megatron makes them, with the options of another optimizer's: Muon's, Adam's, Adam's without decay.
+    All have the schedule's rates, by which Megatron 0.19 finds a group."""
     members: dict[tuple[bool, bool, bool], list[tuple[str, Param]]] = {}
     for name, param in checkpoint.params.items():
         if set(param.states) - {MASTER}:
@@ -263,12 +251,11 @@ def _made_groups(checkpoint: Checkpoint, arguments: Mapping[str, Any]) -> list[d
                     f"{values[:5]}; make their groups' options equal"
                 )
             options.update({key: values[0]} if values else {})
-        decay = arguments.get("weight_decay", max((g.get("weight_decay", 0.0) for g in given), default=0.0))
-        lr = options.get("lr", arguments.get("lr") or 0.0)
+        decay = max((g.get("weight_decay", 0.0) for g in given), default=0.0)
         group = {
             **{"is_expert_parallel": expert, "default_config": True, "wd_mult": float(not no_decay), "lr_mult": 1.0},
-            **{"is_decoupled_lr": False, "max_lr": arguments.get("lr") or lr, "min_lr": arguments.get("min_lr") or 0.0},
-            **{"lr": lr, "weight_decay": 0.0 if no_decay else decay},
+            **{"is_decoupled_lr": False, "max_lr": scheduler["max_lr"], "min_lr": scheduler["min_lr"]},
+            **{"lr": options.get("lr", scheduler["max_lr"]), "weight_decay": 0.0 if no_decay else decay},
         }
         if adam:
             group |= {"betas": options.get("betas", (0.9, 0.999)), "eps": options.get("eps", 1e-8)}
