@@ -233,6 +233,12 @@ class Partition:
 
     __slots__ = ()
     copies_keep_state: ClassVar[bool] = True
+    numels: tuple[int, ...]
+
+    def stored_numel(self, rank: int) -> int:
+        """Elements of parameters, without padding, that ``rank`` stores."""
+        held = (self.fragment(index, rank) for index in range(len(self.numels)))
+        return sum(part.numel for part in held if part is not None)
 
     def span(self, index: int) -> tuple[int, int, int, int]:
         """Where parameter ``index`` begins in what is cut, its elements, a rank's ``size``, and its base."""
@@ -321,11 +327,6 @@ class FlatPartition(Partition):
     def place(self, index: int) -> str:
         return f"at {self.offsets[index]} of {self.partition_numel}"
 
-    def stored_numel(self, rank: int) -> int:
-        """Elements of parameters, without padding, that ``rank`` stores."""
-        low, high = rank * self.partition_numel, (rank + 1) * self.partition_numel
-        return sum(max(0, min(high, o + n) - max(low, o)) for o, n in zip(self.offsets, self.numels))
-
 
 @dataclass(frozen=True, slots=True)
 class ParameterPartition(Partition):
@@ -362,11 +363,6 @@ class ParameterPartition(Partition):
 
     def place(self, index: int) -> str:
         return f"in parts of {self.parts[index]} at {self.bases[index]} of {self.partition_numel}"
-
-    def stored_numel(self, rank: int) -> int:
-        """Elements of parameters, without padding, that ``rank`` stores."""
-        held = (self.fragment(index, rank) for index in range(len(self.numels)))
-        return sum(part.numel for part in held if part is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,10 +439,8 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class BlockPartition(Blocks):
+class BlockPartition(Blocks, Partition):
     """Storage in which a rank has one contiguous range of a parameter, and so of each block. A plan's ``Layout``."""
-
-    copies_keep_state: ClassVar[bool] = True
 
     storage: FlatPartition | ParameterPartition
     _views: dict[tuple[int, int], tuple[View, ...]] = field(default_factory=dict, compare=False, repr=False)
@@ -477,12 +471,6 @@ class BlockPartition(Blocks):
             found = () if part is None else range_views(self.blocks[index], part.start, part.stop, part.offset)
             self._views[index, rank] = found
         return self._views[index, rank]
-
-    def sources(self, index: int, owner: int) -> tuple[Fragment, ...]:
-        return self.fragments(index)
-
-    def is_source(self, index: int, rank: int, owner: int) -> bool:
-        return True
 
     def kind(self, index: int) -> int:
         return self._kinds[index]
