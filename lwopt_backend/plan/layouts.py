@@ -233,12 +233,6 @@ class Partition:
 
     __slots__ = ()
     copies_keep_state: ClassVar[bool] = True
-    numels: tuple[int, ...]
-
-    def stored_numel(self, rank: int) -> int:
-        """Elements of parameters, without padding, that ``rank`` stores."""
-        held = (self.fragment(index, rank) for index in range(len(self.numels)))
-        return sum(part.numel for part in held if part is not None)
 
     def span(self, index: int) -> tuple[int, int, int, int]:
         """Where parameter ``index`` begins in what is cut, its elements, a rank's ``size``, and its base."""
@@ -327,6 +321,11 @@ class FlatPartition(Partition):
     def place(self, index: int) -> str:
         return f"at {self.offsets[index]} of {self.partition_numel}"
 
+    def stored_numel(self, rank: int) -> int:
+        """Elements of parameters, without padding, that ``rank`` stores."""
+        low, high = rank * self.partition_numel, (rank + 1) * self.partition_numel
+        return sum(max(0, min(high, o + n) - max(low, o)) for o, n in zip(self.offsets, self.numels))
+
 
 @dataclass(frozen=True, slots=True)
 class ParameterPartition(Partition):
@@ -363,6 +362,11 @@ class ParameterPartition(Partition):
 
     def place(self, index: int) -> str:
         return f"in parts of {self.parts[index]} at {self.bases[index]} of {self.partition_numel}"
+
+    def stored_numel(self, rank: int) -> int:
+        """Elements of parameters, without padding, that ``rank`` stores."""
+        held = (self.fragment(index, rank) for index in range(len(self.numels)))
+        return sum(part.numel for part in held if part is not None)
 
 
 @dataclass(frozen=True, slots=True)
