@@ -37,34 +37,13 @@ from lwopt_backend.rules.protocol import one_call
 from lwopt_backend.runtime.agreement import StepReport, agree_in_all, plan_digest
 from lwopt_backend.runtime.collectives import ranks_of
 from lwopt_backend.runtime.state import StateStore, keeps_state
-from lwopt_backend.storage import mesh_stepping, owned_model
+from lwopt_backend.storage import mesh, mesh_state, mesh_stepping, owned_model
 from lwopt_backend.storage.gradients import (
     MeshGradients,
     check_finite,
     checked_order,
     clip_factor,
     hold_different_parameters,
-)
-from lwopt_backend.storage.mesh import (
-    Exchange,
-    MeshStepper,
-    bind,
-    exchange_groups,
-    is_sharded,
-    names_of,
-    new_state,
-    reshard,
-    sharded_module,
-)
-from lwopt_backend.storage.mesh_state import (
-    MeshStore,
-    Of,
-    check_loadable,
-    check_matrices,
-    owner_shards,
-    take_state,
-    with_owner_keys,
-    with_owner_state,
 )
 from lwopt_backend.storage.mesh_stepping import Attachment, StateOnceSharded, check_is_of, check_sharded, same, step_all
 from lwopt_backend.storage.owned import OwnedCore, Share, broadcast_buffers
@@ -133,7 +112,7 @@ class LayerWiseOptimizer(LinkedOptimizer):
 
     def __new__(cls, model: Any = None, *args: Any, sharded_later: bool = False, **options: Any) -> LayerWiseOptimizer:
         if cls is LayerWiseOptimizer:
-            cls = MeshOptimizer if sharded_later or is_sharded(model) else OwnedOptimizer
+            cls = MeshOptimizer if sharded_later or mesh.is_sharded(model) else OwnedOptimizer
         return super().__new__(cls)
 
     def __init__(
@@ -449,15 +428,15 @@ class MeshOptimizer(LayerWiseOptimizer):
     state = StateOnceSharded()
 
     def _train(self, model: Any, given: Given, sharing: Sharing, sharded_later: bool) -> None:
-        module = sharded_module(model, NAME)
-        self._steppers: list[MeshStepper] = []
+        module = mesh.sharded_module(model, NAME)
+        self._steppers: list[mesh.MeshStepper] = []
         self._elementwise, self._options = ElementwiseGroups(), OptionsInUse()
         self._attachment: Attachment | None = None
         self._bound: list[list[Tensor]] = []
         self._stated: list[Tensor] = []
         self._model = module
-        reshard(module)
-        exchange = [] if sharded_later else exchange_groups(module.parameters())
+        mesh.reshard(module)
+        exchange = [] if sharded_later else mesh.exchange_groups(module.parameters())
 
         def decide() -> tuple[tuple[Rules, FSDP2Config, Grouping], list[list[str]]]:
             for name, value in sharing._asdict().items():
@@ -475,15 +454,15 @@ class MeshOptimizer(LayerWiseOptimizer):
         if not sharded_later:
             self._bind(exchange)
 
-    def _bind(self, exchange: Exchange) -> None:
+    def _bind(self, exchange: mesh.Exchange) -> None:
         """Plan for the parameters now in the param groups, and create their state. Called on all ranks."""
         held = [group["params"] for group in self.param_groups]
-        self._names = names_of(held, self._bound, self._names)
-        self._steppers = bind(exchange, self.param_groups, self._names, self._grouping, self.config)
+        self._names = mesh.names_of(held, self._bound, self._names)
+        self._steppers = mesh.bind(exchange, self.param_groups, self._names, self._grouping, self.config)
         self._plan_digest = plan_digest(line for stepper in self._steppers for line in stepper.planned.lines())
         self._bound = [list(group["params"]) for group in self.param_groups]
         trained = [(member.name, member.param) for stepper in self._steppers for member in stepper.members]
-        self._watched = WatchedModel(self._model, trained, restore=reshard)
+        self._watched = WatchedModel(self._model, trained, restore=mesh.reshard)
         self._make_state()
         self._owner_shards()  # adds their keys to ``state``
         self._different = hold_different_parameters(self._steppers)
@@ -499,7 +478,7 @@ class MeshOptimizer(LayerWiseOptimizer):
         state: defaultdict[Tensor, Any] = defaultdict(dict)
         for group in self.param_groups:
             for param in group["params"]:
-                state[param] = before.get(param) or new_state(param.detach(), group, self.config)
+                state[param] = before.get(param) or mesh.new_state(param.detach(), group, self.config)
         self.state, self._stated = state, list(state)
 
     def _step(self, report: StepReport) -> None:
@@ -509,9 +488,9 @@ class MeshOptimizer(LayerWiseOptimizer):
         step_all(self._steppers, self.param_groups, self._matrix_rules, *kept)
 
     def attach(self, model: nn.Module | Sequence[nn.Module]) -> Attachment:
-        module = sharded_module(model, "attach")
+        module = mesh.sharded_module(model, "attach")
         self._ensure_bound()
-        reshard(module)
+        mesh.reshard(module)
         check_is_of(module, [group["params"] for group in self.param_groups], self._names)
         if self._attachment is not None:
             self._attachment.remove()
@@ -545,14 +524,15 @@ class MeshOptimizer(LayerWiseOptimizer):
         if len(held) == len(self._bound) and all(map(same, held, self._bound)):
             return
         check_sharded(param for params in held for param in params)
-        self._bind(exchange_groups(param for params in held for param in params))
+        self._bind(mesh.exchange_groups(param for params in held for param in params))
 
-    def state_store(self) -> MeshStore:
-        held = self.gradients
+    def state_store(self) -> mesh_state.MeshStore:
+        self._ensure_bound()
         members = [member for stepper in self._steppers for member in stepper.members]
-        return MeshStore(members, self.param_groups, self.state, held.collectives, held.holds_different)
+        ranks = [stepper.collectives for stepper in self._steppers]
+        return mesh_state.MeshStore(members, self.param_groups, self.state, ranks, any(self._different))
 
-    def _owner_shards(self) -> Of:
+    def _owner_shards(self) -> mesh_state.Of:
         """The owner state, if any rule keeps some; then called on all ranks.
 
         Plans parameters that were sharded later, which otherwise waits for the first step: owner state needs owners.
@@ -561,12 +541,12 @@ class MeshOptimizer(LayerWiseOptimizer):
         if not any(map(keeps_state, rules.values())):
             return []
         self._ensure_bound()
-        return owner_shards(self._steppers, rules, self.state)
+        return mesh_state.owner_shards(self._steppers, rules, self.state)
 
     def state_dict(self) -> dict[str, Any]:
         """As every torch optimizer's, with owner state as DTensors; called on all ranks if there is any owner state."""
         shards = self._owner_shards() if self.state else []
-        return with_owner_state(super().state_dict(), shards, self._bound)
+        return mesh_state.with_owner_state(super().state_dict(), shards, self._bound)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned. Raises ValueError for state that does not fit, before anything is changed.
@@ -578,13 +558,14 @@ class MeshOptimizer(LayerWiseOptimizer):
             state_dict = before(self, state_dict) or state_dict
         if self.state:
             shards = self._owner_shards()
-            expected = with_owner_keys(self.state, shards)
-            check_matrices(state_dict, shards, self._bound)
-            check_loadable(state_dict, self.param_groups, self._names, self._rules, expected)
+            expected = mesh_state.with_owner_keys(self.state, shards)
+            mesh_state.check_matrices(state_dict, shards, self._bound)
+            mesh_state.check_loadable(state_dict, self.param_groups, self._names, self._rules, expected)
             if not state_dict["state"]:  # saved before there was any: start fresh
                 self.state = {}
                 self._make_state()
-            take_state(state_dict, [group["params"] for group in self.param_groups], self.state, shards, expected)
+            held = [group["params"] for group in self.param_groups]
+            mesh_state.take_state(state_dict, held, self.state, shards, expected)
         elif state_dict["state"]:
             raise ValueError(
                 "load_state_dict: the model is not sharded yet, so there is no state to load into; call it after "

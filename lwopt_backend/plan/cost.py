@@ -338,8 +338,8 @@ def _nanoseconds(measured: Mapping[Shape, int], shape: Shape) -> int:
 
     def distance(known: Shape) -> Fraction:
         """exp(|log s - log s'| + |log l - log l'|), exact: rounded logarithms could break ties otherwise elsewhere."""
-        ratios = (Fraction(max(one, other), min(one, other)) for one, other in zip(sides, known))
-        return math.prod(ratios, start=Fraction(1))
+        short, long = (Fraction(max(pair), min(pair)) for pair in zip(sides, known))
+        return short * long
 
     nearest = min(measured, key=lambda known: (distance(known), known))
     return max(1, measured[nearest] * newton_schulz_flops(sides) // newton_schulz_flops(nearest))

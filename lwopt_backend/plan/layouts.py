@@ -443,10 +443,8 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class BlockPartition(Blocks):
+class BlockPartition(Blocks, Partition):
     """Storage in which a rank has one contiguous range of a parameter, and so of each block. A plan's ``Layout``."""
-
-    copies_keep_state: ClassVar[bool] = True
 
     storage: FlatPartition | ParameterPartition
     _views: dict[tuple[int, int], tuple[View, ...]] = field(default_factory=dict, compare=False, repr=False)
@@ -477,12 +475,6 @@ class BlockPartition(Blocks):
             found = () if part is None else range_views(self.blocks[index], part.start, part.stop, part.offset)
             self._views[index, rank] = found
         return self._views[index, rank]
-
-    def sources(self, index: int, owner: int) -> tuple[Fragment, ...]:
-        return self.fragments(index)
-
-    def is_source(self, index: int, rank: int, owner: int) -> bool:
-        return True
 
     def kind(self, index: int) -> int:
         return self._kinds[index]

@@ -179,7 +179,15 @@ def read_checkpoint(
 
 def _read(path: Path) -> Contents:
     if path.is_dir():
-        return _read_folder(path)
+        if (trained := _read_trained(path)) is not None:
+            return trained
+        for name in HUGGING_FACE:  # in whose cache all files are links out of the folder
+            if (path / name).is_file():
+                return _read(path / name)
+        if files := sorted(path.glob("*.safetensors")):
+            return _read_files(files)
+        found = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
+        raise ValueError(f"{path}: expected {READABLE}, found {found}; give the folder or file that holds the weights")
     if not path.is_file():
         raise ValueError(f"{path}: expected a checkpoint, found nothing there; check the path")
     if path.name.endswith(INDEX):
@@ -189,18 +197,6 @@ def _read(path: Path) -> Contents:
     if path.suffix in TORCH_ENDINGS:
         return Contents(path.name, _read_torch(path))
     raise ValueError(f"{path}: expected {READABLE}, found a file ending in {path.suffix!r}; give one of these")
-
-
-def _read_folder(folder: Path) -> Contents:
-    if (trained := _read_trained(folder)) is not None:
-        return trained
-    for name in HUGGING_FACE:  # in whose cache all files are links out of the folder
-        if (folder / name).is_file():
-            return _read(folder / name)
-    if files := sorted(folder.glob("*.safetensors")):
-        return _read_files(files)
-    found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
-    raise ValueError(f"{folder}: expected {READABLE}, found {found}; give the folder or file that holds the weights")
 
 
 def _read_safetensors(path: Path) -> tuple[Stored, ...]:

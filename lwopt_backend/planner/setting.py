@@ -256,10 +256,18 @@ def engine_options(engine: str, named: Mapping[str, Any], more: Sequence[str]) -
                 f"{engine!r} has no such option"
             )
     for text in more:
-        key, value = _parsed(text)
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise ValueError(f"--option {text!r}: expected KEY=VALUE, such as keep_full_grads=true or matrix=soap")
+        key = key.strip()
         if key in options:
             raise ValueError(f"--option {text!r}: {key!r} is given twice")
-        options[key] = value
+        try:
+            options[key] = read_yaml(value)
+        except ValueError as error:
+            raise ValueError(
+                f"--option {text!r}: expected a value as YAML or JSON, found {value!r}: {error}"
+            ) from error
     return options
 
 
@@ -270,13 +278,3 @@ def group_size_of(text: str | None) -> int | None:
     if not text.isdigit() or int(text) < 1:
         raise ValueError(f"--group-size: expected a number of ranks or 'auto', found {text!r}")
     return int(text)
-
-
-def _parsed(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise ValueError(f"--option {text!r}: expected KEY=VALUE, such as keep_full_grads=true or matrix=soap")
-    try:
-        return key.strip(), read_yaml(value)
-    except ValueError as error:
-        raise ValueError(f"--option {text!r}: expected a value as YAML or JSON, found {value!r}: {error}") from error

@@ -24,21 +24,6 @@ def failing(what: Callable[[], str]) -> Iterator[None]:
         raise RuntimeError(f"{what()} failed; {why}. {error}") from error
 
 
-def left_already(name: str, bucket: int) -> RuntimeError:
-    return RuntimeError(
-        f"parameter {name!r} got another gradient in one backward pass after bucket {bucket} had left with its first: "
-        "it is used in several reentrant checkpoints; use checkpoint(..., use_reentrant=False), or "
-        'overlap_grad_reduce=False (under DeepSpeed "overlap_comm": false)'
-    )
-
-
-def read_too_early(name: str) -> RuntimeError:
-    return RuntimeError(
-        f"parameter {name!r} was used before its new value had come, because its module was not called; call "
-        "optimizer.synchronize() before the forward pass, or switch overlap_param_gather off"
-    )
-
-
 # Ranks exchange nothing until all of them have reported the same decision.
 #
 # Otherwise a rank that fails, or decides differently, would leave the others waiting in a collective. So every rank

@@ -14,7 +14,7 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from lwopt_backend.plan.buffers.layout import Bucket
-from lwopt_backend.runtime.agreement import failing, left_already, read_too_early
+from lwopt_backend.runtime.agreement import failing
 from lwopt_backend.runtime.buckets import BucketBuffers, Ledger, Sharers
 from lwopt_backend.runtime.collectives import Presence
 
@@ -111,10 +111,7 @@ class BackwardPasses:
             return
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
-                leaf.register_hook(self._on_output)
-
-    def _on_output(self, grad: Tensor) -> None:
-        self._begin()
+                leaf.register_hook(lambda grad: self._begin())
 
     def _begin(self) -> None:
         if not self._running:
@@ -212,9 +209,16 @@ class BucketManager:
         """Take a parameter's gradient. Raises RuntimeError if its bucket was sent, or its new value has not arrived."""
         number = self.bucket_of[index]
         if self._reducing and number < self._next:
-            raise left_already(self.names[index], number)
+            raise RuntimeError(
+                f"parameter {self.names[index]!r} got another gradient in one backward pass after bucket {number} had "
+                "left with its first: it is used in several reentrant checkpoints; use checkpoint(..., "
+                'use_reentrant=False), or overlap_grad_reduce=False (under DeepSpeed "overlap_comm": false)'
+            )
         if self.buckets[number].stale:
-            raise read_too_early(self.names[index])
+            raise RuntimeError(
+                f"parameter {self.names[index]!r} was used before its new value had come, because its module was not "
+                "called; call optimizer.synchronize() before the forward pass, or switch overlap_param_gather off"
+            )
         self._touched[index] = True
         with torch.no_grad():
             self.buckets[number].take(index)

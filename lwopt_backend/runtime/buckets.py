@@ -133,14 +133,6 @@ def split(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
     return [buffer[start:stop] for start, stop in bucket.parts]
 
 
-def zero_padding(buffer: Tensor, bucket: Bucket) -> None:
-    """Zero the elements of a buffer that belong to no parameter."""
-    slots = sorted(bucket.slots, key=lambda slot: slot.offset)
-    ends = [0, *(slot.offset + slot.numel for slot in slots)]
-    gaps = [buffer[end:offset] for end, offset in zip(ends, [*(slot.offset for slot in slots), len(buffer)])]
-    torch._foreach_zero_([gap for gap in gaps if len(gap)])
-
-
 def reduce_parts(
     buffer: Tensor, bucket: Bucket, ranks: PartCollectives, ledger: Ledger, tag: int, *, keep: bool = False
 ) -> PartsPending:
@@ -164,14 +156,6 @@ def reduce_parts(
         )
     in_order = [received.get(rank, mine) for rank in range(ranks.world_size)]
     return PartsPending(EXCHANGE_OUT, pending, in_order, [*held, *received.values()], ledger)
-
-
-def reduce_across(part: Tensor, replicas: PartCollectives, ledger: Ledger) -> PartsPending:
-    """Start summing an owner's part, a ledger tensor, over the owners of the same part in other instances."""
-    ledger.sent["across instances"] += all_reduce_nbytes(part.numel() * part.itemsize, replicas.world_size)
-    with record_function(EXCHANGE_OUT):
-        pending = replicas.start_all_reduce(part)
-    return PartsPending(EXCHANGE_OUT, pending, [part], [part], ledger)
 
 
 def return_parts(
@@ -343,7 +327,10 @@ class BucketBuffers:
         for index in self._slots.keys() - here:
             self.view(full, index).zero_()
         if self.bucket.padding and not self._keep_full:
-            zero_padding(full, self.bucket)
+            slots = sorted(self._slots.values(), key=lambda slot: slot.offset)
+            starts = [*(slot.offset for slot in slots), len(full)]
+            ends = [0, *(slot.offset + slot.numel for slot in slots)]
+            torch._foreach_zero_([full[end:start] for end, start in zip(ends, starts) if start > end])
         self._way = reduce_parts(full, self.bucket, ranks, self._ledger, self.tag, keep=self._keep_full)
         if not self._keep_full:
             self.full = None
@@ -359,7 +346,11 @@ class BucketBuffers:
         came, self._way = self._way.sum(self.owned_dtype), None
         if self.sharers.replicas is not None:
             self._settle_across()
-            self._across = reduce_across(came, self.sharers.replicas, self._ledger)
+            nbytes, replicas = came.numel() * came.itemsize, self.sharers.replicas
+            self._ledger.sent["across instances"] += all_reduce_nbytes(nbytes, replicas.world_size)
+            with record_function(EXCHANGE_OUT):
+                pending = replicas.start_all_reduce(came)
+            self._across = PartsPending(EXCHANGE_OUT, pending, [came], [came], self._ledger)
         else:
             self._add(came)
 

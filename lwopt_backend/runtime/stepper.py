@@ -55,7 +55,7 @@ class EarlyExchange:
         self._waiting[bucket].discard(atom)
         if not self._waiting[bucket]:
             rules, storage = now()
-            self._departed[bucket] = self._stepper.send_directions(bucket, rules, Copied(storage))
+            self._departed[bucket] = self._stepper.send_directions(bucket, _Run(rules, Copied(storage)))
 
     def forget(self) -> None:
         """Drop all exchanges in flight."""
@@ -209,9 +209,11 @@ class MatrixStepper:
     def _step_local(self, share: int, run: _Run) -> None:
         run.report.attempt(lambda: self._whole.step(run.active_of(self._local[share]), run.rules, run.storage))
 
-    def send_directions(self, bucket: int, rules: Sequence[MatrixRule], storage: Storage) -> Arrival:
+    def send_directions(self, bucket: int, run: _Run, *, advance: bool = True) -> Arrival:
         """Start the all-to-all that sends a bucket's directions to their owners; zeros if they cannot be computed."""
-        return self._send_directions(bucket, _Run(rules, storage), advance=True)
+        return self._send(
+            bucket, run, lambda into: self._whole.pack_directions(into, run.rules, run.storage, advance=advance)
+        )
 
     def advance_sent(
         self, bucket: int, rules: Sequence[MatrixRule], storage: Storage, arrival: Arrival
@@ -236,17 +238,12 @@ class MatrixStepper:
         dtype = run.rules[self._first[bucket]].exchange_dtype
         return self._to_owners[bucket].start(dtype, lambda segment: run.active(segment.atom), packed)
 
-    def _send_directions(self, bucket: int, run: _Run, *, advance: bool) -> Arrival:
-        return self._send(
-            bucket, run, lambda into: self._whole.pack_directions(into, run.rules, run.storage, advance=advance)
-        )
-
     def _depart(self, bucket: int, run: _Run) -> list[Arrival]:
         """Start sending the bucket's directions to the owners, and its weights if its rule is a ``WeightRule``."""
         if bucket >= len(self._to_owners):
             return []
         advanced = bucket in run.departed
-        arrivals = [run.departed.get(bucket) or self._send_directions(bucket, run, advance=not advanced)]
+        arrivals = [run.departed.get(bucket) or self.send_directions(bucket, run, advance=not advanced)]
         for atom in [] if advanced else self._copies[bucket]:
             run.report.attempt(run.advance, atom)
         if isinstance(run.rules[self._first[bucket]], WeightRule):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.profiler import record_function
 
 from lwopt_backend.plan import Atom
 from lwopt_backend.plan.atoms import Block
-from lwopt_backend.plan.layouts import Span, View, box_views
+from lwopt_backend.plan.layouts import Partition, Span, View, box_views
 from lwopt_backend.rules import MatrixRule, OwnerStateRule, WeightRule
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.collectives import of_rule
@@ -58,17 +58,10 @@ class Storage:
         raise NotImplementedError
 
 
-class FlatLayout(Protocol):
-    """Where matrices are in a rank's flat tensor."""
-
-    def views(self, index: int, rank: int) -> Sequence[View]:
-        """The views of the rank's fragment of matrix ``index``, in order."""
-
-
 class FlatStorage(Storage):
     """Views of a rank's flat partition, as ZeRO stores it. Copies nothing."""
 
-    def __init__(self, layout: FlatLayout, rank: int, slices: Slices) -> None:
+    def __init__(self, layout: Partition, rank: int, slices: Slices) -> None:
         super().__init__()
         self._layout = layout
         self._rank = rank

@@ -9,17 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lwopt_backend.config import registry
 from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.config.param_groups import ElementwiseGroups
-from lwopt_backend.config.registry import (
-    MATRIX_RULES,
-    arguments,
-    atoms_of,
-    build_matrix_rule,
-    new_state,
-    state_nbytes,
-    wire_of,
-)
 from lwopt_backend.plan import (
     Atom,
     FlatPartition,
@@ -132,19 +124,19 @@ def plan_group(
     """
     rule = group["rule"]
     matrices = None
-    if rule in MATRIX_RULES:
-        atoms = [atom for member in members for atom in atoms_of(member, group)]
+    if rule in registry.MATRIX_RULES:
+        atoms = [atom for member in members for atom in registry.atoms_of(member, group)]
         blocks = [member.blocks for member in members]
         whole = all(len(of_param) == 1 for of_param in blocks)
         of_atoms = layout if whole else in_blocks(layout, blocks)
-        matrices = _plan_atoms(atoms, of_atoms, build_matrix_rule(group, config), config, machine)
-    options = tuple(setting(f"{rule}.{key}", value) for key, value in arguments(group).items())
+        matrices = _plan_atoms(atoms, of_atoms, registry.build_matrix_rule(group, config), config, machine)
+    options = tuple(setting(f"{rule}.{key}", value) for key, value in registry.arguments(group).items())
     if not isinstance(layout, Replicas):
         numels = [layout.partition_numel] * layout.world_size
     else:
         assert matrices is not None, "element-wise parameters are replicated, but stepped in partitions"
         numels = matrices.owned_numels()
-    state_bytes = tuple(state_nbytes(numel, group) for numel in numels)
+    state_bytes = tuple(registry.state_nbytes(numel, group) for numel in numels)
     return GroupPlan(rule, tuple(members), layout, options, matrices, state_bytes)
 
 
@@ -156,7 +148,7 @@ def _plan_atoms(
     machine: Machine,
 ) -> MatrixPlan:
     """Assign owners by the policy where a matrix is stored almost whole on one rank, else by work."""
-    wire = wire_of(matrix_rule)
+    wire = registry.wire_of(matrix_rule)
     stored = layout.storage if isinstance(layout, (BlockPartition, BlockReplicas)) else layout
     if isinstance(stored, FlatPartition):
         return plan_matrices(
@@ -204,7 +196,7 @@ class UnitStepper:
 
     def fill_state(self, group: Mapping[str, Any], state: dict[str, Any]) -> None:
         """Add the state tensors that are missing; those that a checkpoint restored are kept."""
-        for key, tensor in new_state(self._like(), group).items():
+        for key, tensor in registry.new_state(self._like(), group).items():
             state.setdefault(key, tensor)
 
     def _like(self) -> Tensor:
@@ -248,8 +240,8 @@ class GroupStepper(UnitStepper):
         if self.matrices is None or planned is None:
             report.attempt(self._elementwise.step, 0, group, [Slices(self._flat, grad, state)])
             return
-        rule, layout = build_matrix_rule(group, self._config), planned.layout
-        assert isinstance(layout, (Partition, BlockPartition))
+        rule, layout = registry.build_matrix_rule(group, self._config), planned.layout
+        assert isinstance(layout, Partition)
         elements = Slices(self._flat, grad, {key: state[key] for key in rule.state_keys})
         storage = FlatStorage(layout, self._collectives.rank, elements)
         self.matrices.step([rule] * len(planned.atoms), storage, report=report)

@@ -12,7 +12,7 @@ from torch.profiler import record_function
 
 from lwopt_backend.runtime.bucket_manager import BucketManager
 from lwopt_backend.runtime.buckets import Sharers
-from lwopt_backend.runtime.collectives import NORM, Collectives, largest_of_all
+from lwopt_backend.runtime.collectives import NORM, largest_of_all
 from lwopt_backend.storage.mesh import Mesh, MeshStepper, gradient, local
 
 
@@ -32,20 +32,24 @@ class MeshGradients:
         """All parameters with their names."""
         return [(member.name, member.param) for stepper in self._steppers for member in stepper.members]
 
-    @property
-    def collectives(self) -> list[Collectives]:
-        """Those of the meshes, in the order in which all ranks use them."""
-        return [stepper.collectives for stepper in self._steppers]
-
-    @property
-    def holds_different(self) -> bool:
-        """Whether ranks have different parameters (experts) under one name."""
-        return any(self._different)
-
     def norm(self, norm_type: float = 2.0, foreach: bool | None = None) -> Tensor:
-        """The norm of all gradients, as ``total_norm`` computes it."""
+        """The norm of all gradients as one vector, each element counted once.
+
+        Per mesh it is ``torch.nn.utils.get_total_norm``, so for a single mesh it equals that of ``clip_grad_norm_``,
+        bit for bit. Plain tensors are assumed to be copies.
+        """
+        order = checked_order(norm_type)
         with record_function(NORM):
-            return total_norm(self._steppers, self._different, checked_order(norm_type), foreach)
+            if order == float("inf"):  # torch's own fails on ranks with an empty shard, while the other ranks wait
+                grads = [gradient(name, param) for name, param in self.params()]
+                largest = [grad.abs().max().float() for grad in grads if grad is not None and grad.numel()]
+                everywhere = _largest(self._steppers)
+                total = torch.stack(largest).max() if largest else torch.zeros(())
+                return largest_of_all(everywhere.collectives, total.to(everywhere.device))
+            norms = [_norm(stepper, order, foreach) for stepper in self._steppers]
+            if any(_partial(self._steppers)):
+                norms = _with_other_ranks(self._steppers, self._different, norms, order)
+            return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)
 
     def count_zeros(self) -> int:
         """The number of elements that are exactly zero, each counted once; a missing gradient is zero."""
@@ -93,26 +97,6 @@ def hold_different_parameters(steppers: Sequence[MeshStepper]) -> list[bool]:
                 of_place.setdefault(found[number][0], set()).add(found[number][1])
         different.append(part and any(len(values) > 1 for values in of_place.values()))
     return different
-
-
-def total_norm(
-    steppers: Sequence[MeshStepper], different: Sequence[bool], norm_type: float, foreach: bool | None
-) -> Tensor:
-    """The norm of all gradients as one vector, each element counted once. Called on all ranks of the meshes.
-
-    Per mesh it is ``torch.nn.utils.get_total_norm``, so for a single mesh it equals that of ``clip_grad_norm_``, bit
-    for bit. Plain tensors are assumed to be copies.
-    """
-    if norm_type == float("inf"):  # torch's own fails on ranks with an empty shard, while the other ranks wait
-        grads = [gradient(m.name, m.param) for stepper in steppers for m in stepper.members]
-        largest = [grad.abs().max().float() for grad in grads if grad is not None and grad.numel()]
-        everywhere = _largest(steppers)
-        total = torch.stack(largest).max() if largest else torch.zeros(())
-        return largest_of_all(everywhere.collectives, total.to(everywhere.device))
-    norms = [_norm(stepper, norm_type, foreach) for stepper in steppers]
-    if any(_partial(steppers)):
-        norms = _with_other_ranks(steppers, different, norms, norm_type)
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
 def _norm(stepper: MeshStepper, norm_type: float, foreach: bool | None) -> Tensor:

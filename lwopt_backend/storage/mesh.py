@@ -19,14 +19,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from lwopt_backend.config import registry
 from lwopt_backend.config.hosts import FSDP2Config
 from lwopt_backend.config.linked_rates import NAME
-from lwopt_backend.config.registry import (
-    ELEMENTWISE_RULES,
-    atoms_of,
-    build_matrix_rules,
-    check_devices,
-    state_nbytes,
-    wire_of,
-)
 from lwopt_backend.plan import MatrixPlan, MeshLayout, Sharding, plan_spread
 from lwopt_backend.plan.atoms import Block
 from lwopt_backend.plan.layouts import unravel
@@ -245,8 +237,8 @@ def plan_mesh(
     # Backward computes the last layers' gradients first, so these are sent first.
     pairs = [(i, place) for i in reversed(range(len(members))) for place in range(len(members[i].blocks))]
     found = [(members[i], members[i].blocks[place]) for i, place in pairs]
-    atoms = [atoms_of(member, groups[member.group]) for member in members]
-    wire = wire_of(rules[found[0][0].group]) if found else {}
+    atoms = [registry.atoms_of(member, groups[member.group]) for member in members]
+    wire = registry.wire_of(rules[found[0][0].group]) if found else {}
     plan = plan_spread(
         [atoms[i][place] for i, place in pairs],
         MeshLayout(coordinates, tuple(sharding_in(m.sharding, block) for m, block in found)),
@@ -269,7 +261,7 @@ def by_wire(members: Sequence[MeshMember], rules: Mapping[int, MatrixRule]) -> l
     found: dict[tuple[object, ...], list[MeshMember]] = {}
     for member in members:
         if member.group in rules:
-            found.setdefault(tuple(wire_of(rules[member.group]).values()), []).append(member)
+            found.setdefault(tuple(registry.wire_of(rules[member.group]).values()), []).append(member)
     if not found:
         return [list(members)] if members else []
     first = next(iter(found.values()))
@@ -291,7 +283,7 @@ def mesh_state_nbytes(
     found = 0
     for m in members:
         dtype = torch.float32 if config.state_dtype == "float32" else m.param.dtype
-        found += state_nbytes(math.prod(m.sharding.local_shape(coordinate)), groups[m.group], dtype)
+        found += registry.state_nbytes(math.prod(m.sharding.local_shape(coordinate)), groups[m.group], dtype)
     return found
 
 
@@ -336,12 +328,12 @@ def bind(
     def decide() -> tuple[list[MeshMember], list[list[str]]]:
         members = sorted(_members(groups, names, grouping), key=lambda member: order[member.name])
         for device in {member.param.device for member in members}:
-            check_devices(groups, config, device)
+            registry.check_devices(groups, config, device)
         return members, [[m.line() for m in members if mesh_of(m.param) == mesh] for mesh, _ in exchange]
 
     collectives = [of_mesh for _, of_mesh in exchange]
     members = agree_in_all(collectives, NAME, decide)
-    rules = build_matrix_rules(groups, config)
+    rules = registry.build_matrix_rules(groups, config)
     load = 0  # this rank's flops on the meshes planned so far
     steppers = []
     lines: list[list[str]] = [[] for _ in exchange]
@@ -457,7 +449,7 @@ class MeshStepper:
 
     def elementwise(self, group: int, states: States, presence: Presence) -> list[Slices]:
         """This rank's shards of the element-wise members of a param group that have a gradient on any rank."""
-        chosen = [i for i, m in enumerate(self.members) if m.group == group and m.rule in ELEMENTWISE_RULES]
+        chosen = [i for i, m in enumerate(self.members) if m.group == group and m.rule in registry.ELEMENTWISE_RULES]
         return [piece(self.members[i], states[self.members[i].param]) for i in chosen if presence(i)]
 
 

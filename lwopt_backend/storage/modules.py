@@ -243,17 +243,13 @@ def parts_of(optimizers: Any) -> dict[str, Part]:
 
 def held_by(part: Part) -> Held:
     """What the other ranks must know of a part."""
-    copied = part.params() if part.place is None else []
-    return Held(part.kind, part.place, tuple(_line(*pair) for pair in copied), tuple(part.optimizer.defaults))
-
-
-@torch.no_grad()
-def _line(name: str, param: Tensor) -> str:
-    """Copies are equal bit by bit, and so are their sums; different parameters have different sums."""
-    wide = param.detach().double()
-    return (
-        f"{name} {tuple(param.shape)} {param.dtype} of sum {wide.sum().item()!r}, {wide.abs().sum().item()!r} unsigned"
-    )
+    lines = []
+    for name, param in part.params() if part.place is None else ():
+        # Copies are equal bit by bit, and so are their sums; different parameters have different sums.
+        wide = param.detach().double()
+        sums = f"{wide.sum().item()!r}, {wide.abs().sum().item()!r} unsigned"
+        lines.append(f"{name} {tuple(param.shape)} {param.dtype} of sum {sums}")
+    return Held(part.kind, part.place, tuple(lines), tuple(part.optimizer.defaults))
 
 
 def check_held(names: Sequence[str], held: Sequence[Mapping[str, Held]]) -> None:

@@ -20,6 +20,7 @@ from lwopt_backend.config.registry import new_state
 from lwopt_backend.plan import TrainedParam
 from lwopt_backend.plan.atoms import matrices_of as matrices_by_shape
 from lwopt_backend.plan.layouts import View, boxes_of
+from lwopt_backend.routing.grouping import Member
 from lwopt_backend.runtime import nested
 from lwopt_backend.runtime.agreement import agree
 from lwopt_backend.runtime.buckets import BucketBuffers
@@ -395,53 +396,48 @@ def _checked(core: OwnedCore, groups: Groups, state_dict: Mapping[str, Any]) -> 
     checked = {}
     for number, like in kept:
         found = state_dict["state"].get(indices[id(core.members[number].param)], {})
-        checked[number] = _Wanted(core, groups, number, mine.get(number), like).of(found, may_lack=alone)
+        owner = _owner_tensors(core, number, groups) if number in mine else {}
+        checked[number] = _checked_member(core.members[number], mine.get(number), like, owner, found, may_lack=alone)
     return checked
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """The state that a member must have in a state dict; ``piece`` is this rank's piece of it."""
+def _checked_member(
+    member: Member,
+    piece: StatePiece | None,
+    kept: Mapping[str, Tensor],
+    owner: Mapping[str, Tensor],
+    found: Mapping[str, Any],
+    *,
+    may_lack: bool,
+) -> dict[str, Tensor]:
+    """``found`` as tensors: a member's ``kept`` and ``owner`` state, of which this rank has ``piece``.
 
-    core: OwnedCore
-    groups: Groups
-    number: int
-    piece: StatePiece | None
-    kept: Mapping[str, Tensor]
-
-    def of(self, found: Mapping[str, Any], may_lack: bool) -> dict[str, Tensor]:
-        """``found`` as tensors. Raises ValueError for keys, shapes, matrices or pieces that do not fit."""
-        member = self.core.members[self.number]
-        where = f"{WHAT}: state of parameter {member.name!r}"
-        values = {key: value for key, value in found.items() if value is not None and not isinstance(value, Mapping)}
-        owner = _owner_tensors(self.core, self.number, self.groups) if self.piece else {}
-        elsewhere = {*values} - {*self.kept} if member.blocks and not self.piece else {MASTER}
-        expected = {*self.kept, *owner} - {MASTER}
-        if (values or not may_lack) and {*values} - elsewhere - {MASTER} != expected:
-            flat = "; torch's flattened form leaves out what owners keep, save the nested one" if owner else ""
-            raise ValueError(f"{where}: expected {sorted(expected)}, found {sorted({*values} - {MASTER})}{flat}")
-        taken = {key: torch.as_tensor(values[key]) for key in (*self.kept, *owner) if key in values}
-        for key, value in taken.items():
-            self._check(f"{where}, {key!r}", key, value, owner)
-        matrices, theirs = taken.pop(MATRICES, None), owner.get(MATRICES)
-        if matrices is not None and theirs is not None and not torch.equal(_here(matrices).cpu(), theirs):
-            raise ValueError(f"{where} is of other matrices than here; load it with the 'atoms' it was saved with")
-        return taken
-
-    def _check(self, where: str, key: str, value: Tensor, owner: Mapping[str, Tensor]) -> None:
-        param = self.core.members[self.number].param
-        like = owner.get(key, self.kept.get(key))
-        assert like is not None
-        expected = tuple(param.shape) if key in self.kept and like.ndim else tuple(like.shape)
+    Raises ValueError for keys, shapes, matrices or pieces that do not fit.
+    """
+    whose = f"{WHAT}: state of parameter {member.name!r}"
+    values = {key: value for key, value in found.items() if value is not None and not isinstance(value, Mapping)}
+    elsewhere = {*values} - {*kept} if member.blocks and not piece else {MASTER}
+    keys = {*kept, *owner} - {MASTER}
+    if (values or not may_lack) and {*values} - elsewhere - {MASTER} != keys:
+        flat = "; torch's flattened form leaves out what owners keep, save the nested one" if owner else ""
+        raise ValueError(f"{whose}: expected {sorted(keys)}, found {sorted({*values} - {MASTER})}{flat}")
+    taken = {key: torch.as_tensor(values[key]) for key in (*kept, *owner) if key in values}
+    for key, value in taken.items():
+        where, like = f"{whose}, {key!r}", owner[key] if key in owner else kept[key]
+        expected = tuple(member.param.shape) if key in kept and like.ndim else tuple(like.shape)
         if tuple(value.shape) != expected and key not in (MATRICES, STRUCTURE):
             raise ValueError(f"{where}: expected shape {expected}, found {tuple(value.shape)}")
         if hasattr(value, "full_tensor"):
             raise ValueError(f"{where}: expected a whole tensor, found a DTensor; save a full state dict")
-        if isinstance(value, Pieces) and key in self.kept:
-            boxes = boxed(self.piece.tensors[key], self.piece, expected) if self.piece else {}
+        if isinstance(value, Pieces) and key in kept:
+            boxes = boxed(piece.tensors[key], piece, expected) if piece else {}
             here, there = ({place: tuple(box.shape) for place, box in some.items()} for some in (boxes, value.boxes))
             if here != there:
                 raise ValueError(f"{where} was saved by another rank, or with another layout. {OTHER_RANKS}")
+    matrices, theirs = taken.pop(MATRICES, None), owner.get(MATRICES)
+    if matrices is not None and theirs is not None and not torch.equal(_here(matrices).cpu(), theirs):
+        raise ValueError(f"{whose} is of other matrices than here; load it with the 'atoms' it was saved with")
+    return taken
 
 
 def state_dict_of(optimizer: torch.optim.Optimizer, core: OwnedCore) -> dict[str, Any]:

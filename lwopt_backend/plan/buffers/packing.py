@@ -172,7 +172,8 @@ def _fill_bucket(stream: Stream, bucket: range, owners: list[int], loads: list[i
     lightest = [(load, shard) for shard, load in enumerate(loads)]
     heapq.heapify(lightest)
     for position in sorted(bucket, key=lambda i: -costs[i]):
-        passed, owner = [], None  # the least loaded shard with room; those with room for nothing are dropped
+        passed: list[tuple[int, int]] = []
+        owner: int | None = None  # the least loaded shard with room; those with room for nothing are dropped
         while lightest and owner is None:
             load, shard = heapq.heappop(lightest)
             if filled[shard] + numels[position] <= cap:
