@@ -64,13 +64,15 @@ def truth(muon: bool, experts: bool = False, tied: bool = False) -> Truth:
 def write(step: Path, setup: Setup, known: Truth) -> None:
     """A checkpoint of ``known`` in the folder of one step."""
     step.mkdir(parents=True)
-    flat = {n: of_name for n, of_name in known.items() if setup.layout == "dp_reshardable" and "exp_avg" in of_name}
+    flat = {n: of_name for n, of_name in known.items() if setup.layout == "dp_reshardable" and not of_muon(of_name)}
     state: dict[str, Any] = keyed({name: of_name["weight"] for name, of_name in known.items()}, setup)
     state["decoder.layers.mlp.linear_fc1._extra_state/shard_0_2"] = [None]
     state["rng_state/shard_0.0_1.1"] = [[{"random_rng_state": (3, (1, 2))}]]
     state |= by_name({name: of_name for name, of_name in known.items() if name not in flat}, setup)
     in_groups = {"step": 7} if setup.step_in == "group" else {}
     adam = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "is_expert_parallel": False, **in_groups}
+    if "lion" in setup.arguments.values():
+        del adam["eps"]
     groups = [{**adam, "weight_decay": 0.1, "wd_mult": 1.0}, {**adam, "weight_decay": 0.0, "wd_mult": 0.0}]
     optimizer: dict[Any, Any] = {"optimizer": {"param_groups": groups}}
     if setup.step_in == "common_step":
@@ -107,11 +109,16 @@ def save(state: dict[str, Any], step: Path) -> None:
     dcp.save(state, checkpoint_id=step, planner=DefaultSavePlanner(flatten_state_dict=False), no_dist=True)
 
 
+def of_muon(states: dict[str, Tensor]) -> bool:
+    return "momentum_buffer" in states
+
+
 def by_name(known: Truth, setup: Setup) -> dict[str, Any]:
     """The optimizers' state under torch_dist's keys."""
     found: dict[str, Any] = {}
-    for is_adam, key in itertools.product((False, True), ("fp32", "momentum_buffer", "exp_avg", "exp_avg_sq")):
-        tensors = {n: s[key] for n, s in known.items() if key in s and ("exp_avg" in s) == is_adam}
+    keys = ("fp32", "momentum_buffer", "moment2_buffer", "exp_avg", "exp_avg_sq")
+    for is_adam, key in itertools.product((False, True), keys):
+        tensors = {n: s[key] for n, s in known.items() if key in s and of_muon(s) != is_adam}
         chain = f"chained_{int(is_adam and setup.muon)}." if setup.chained else ""
         master = "param" if setup.layout == "fully_reshardable" and is_adam else "fp32_param"
         prefix = f"{chain}optimizer.state.{master if key == 'fp32' else key}."

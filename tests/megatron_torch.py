@@ -163,12 +163,14 @@ def in_buckets(parts: Truth, closed_at: int | None, alone: Collection[str]) -> l
         return sum(piece["fp32"].numel() for piece in pieces)
 
     def close() -> None:
-        flat = {saved: [piece[key].flatten() for piece in pieces] for key, saved in IN_BUCKETS.items()}
+        flat = {
+            saved: [piece[key].flatten() for piece in pieces] for key, saved in IN_BUCKETS.items() if key in pieces[-1]
+        }
         found.append({saved: torch.cat(tensors) for saved, tensors in flat.items()})
         pieces.clear()
 
     for name, states in reversed(parts.items()):
-        pieces.append(dict.fromkeys(IN_BUCKETS, torch.full((-numel() % 64,), torch.nan)))
+        pieces.append(dict.fromkeys(states, torch.full((-numel() % 64,), torch.nan)))
         if name in alone and numel():
             close()
         pieces.append(states)

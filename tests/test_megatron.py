@@ -14,12 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lwopt_backend.checkpoint import formats
+from lwopt_backend.checkpoint import formats, gates
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError
 from lwopt_backend.checkpoint.dcp.reader import DcpFolder
 from lwopt_backend.checkpoint.megatron import dist as dist_reader
 from lwopt_backend.checkpoint.megatron import fsdp as fsdp_reader
 from lwopt_backend.checkpoint.megatron import torch as torch_reader
+from lwopt_backend.checkpoint.megatron import writer as write_megatron
 from lwopt_backend.checkpoint.megatron.buffers import bucket_numel
 from lwopt_backend.checkpoint.megatron.names import local_spec, module_order
 from lwopt_backend.checkpoint.megatron.ranks import Cut, cut_of, local_shape
@@ -327,6 +328,7 @@ REFUSED_DIST: list[tuple[Setup, Damage, str]] = [
     (PARTS, resaved(lambda s: s.pop(UP)), r"expected decoder.layers.1.mlp.linear_fc1.weight_w \(gate\)"),
     (FLAT_DIST, added(**TOO_LONG), "do not hold the model's parameters"),
     (FLAT_DIST, resaved(lambda s: s.pop(f"{BUCKET}.exp_avg")), "expected the same buckets"),
+    (FLAT_DIST, resaved(lambda s: s.pop(f"{BUCKET}.exp_avg_sq")), r"that adam keeps \(fp32, exp_avg, exp_avg_sq\)"),
     (FLAT_DIST, resaved(more_buffers), "as virtual pipelines make"),
     (DIST["Adam"], added(**{f"{GROUP}.param_state/shard_0_1": [{0: 1}]}), f"param_state/shard_0_1 in .* {NOT_KNOWN}"),
     (FLAT_DIST, added(**{GROUPS: [{"groups": 1}]}), "dp_group_idx_0.optimizer/shard_0_1 in .*: expected param_groups"),
@@ -492,6 +494,60 @@ def test_other_forms_are_read(case: str, tmp_path: Path) -> None:
     known = {name: {"weight": of_name["weight"]} for name, of_name in known.items()} if alone else known
     assert_exact(found, known, in_order=setup is not None)
     assert holds(found)
+
+
+OTHER_STATES: dict[str, dict[str, Any]] = {  # what other optimizers' arguments are
+    "Lion": {"optimizer": "lion"},
+    "Lion beside Muon": {"optimizer": "muon", "muon_scalar_optimizer": "lion"},
+    "adaptive_muon": {"optimizer": "adaptive_muon"},
+    "fp16 before its first step": {"optimizer": "adam", "fp16": True},
+}
+
+
+def with_states_of(what: str, known: Truth) -> Truth:
+    gone = {"Lion": ("exp_avg_sq",), "fp16": ("exp_avg", "exp_avg_sq")}.get(what.split()[0], ())
+    found = {name: {key: t for key, t in of_name.items() if key not in gone} for name, of_name in known.items()}
+    for of_name in found.values():
+        if what == "adaptive_muon" and "momentum_buffer" in of_name:
+            of_name["moment2_buffer"] = of_name["momentum_buffer"].square()
+    return found
+
+
+@pytest.mark.parametrize("layout", [None, "fully_reshardable", "dp_reshardable"])
+@pytest.mark.parametrize("what", OTHER_STATES)
+def test_other_optimizers_states_are_read_and_written(what: str, layout: str | None, tmp_path: Path) -> None:
+    muon, more = "uon" in what, {"num_attention_heads": 4, **OTHER_STATES[what]}
+    setup = Setup(layout, muon, chained=muon and layout == "dp_reshardable", arguments=more)
+    known, again = with_states_of(what, truth(muon)), tmp_path / "iter_0000008"
+    write(tmp_path / "iter_0000007", setup, known)
+    found = dist_reader.read(tmp_path / "iter_0000007")
+    assert_exact(found, known)
+    assert not [note for note in [*found.notes, *gates.check(found)] if "steps" in note]
+    again.mkdir()
+    if not what.startswith("fp16"):
+        with pytest.raises(CheckpointError, match="Megatron 0.16 has no (Lion|adaptive_muon); give --megatron-version"):
+            write_megatron.write(found, again, version="0.16")
+    write_megatron.write(found, again, version="0.19")
+    written = dist_reader.read(again)
+    assert_exact(written, known)
+    beside = {"adaptive_muon": "adam", "Lion beside Muon": "lion"}.get(what)
+    assert {group.get("optimizer") for group in written.groups if "betas" in group} == {beside}
+
+
+@pytest.mark.parametrize("kind", ["plain", "distributed", "layer_wise"])
+@pytest.mark.parametrize("what", OTHER_STATES)
+def test_other_optimizers_states_are_read_in_torchs_format(what: str, kind: str, tmp_path: Path) -> None:
+    if ("uon" in what) != (kind == "layer_wise"):
+        return
+    files = Writer(TorchSetup(optimizer=kind, dp=2 if kind == "layer_wise" else 1, arguments=OTHER_STATES[what]))
+    files.truth = with_states_of(what, files.truth)
+    files.write(tmp_path)
+    assert_exact(formats.read(tmp_path), files.truth)
+    if what == "adaptive_muon":
+        second = (OWN_0, 0, "optimizer", "state", 0)
+        updated(*second, moment2_buffer=torch.ones(8, 1))(tmp_path / "iter_0000007")
+        with pytest.raises(CheckpointError, match="normuon's, one for each row or column, is not converted"):
+            formats.read(tmp_path)
 
 
 def test_names_of_other_attention_and_of_layers_that_differ(tmp_path: Path) -> None:

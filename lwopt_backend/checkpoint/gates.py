@@ -145,7 +145,8 @@ def _missing(checkpoint: Checkpoint) -> Iterator[str]:
 
 # Signs that files are of several saves, or that a name in them was damaged.
 
-STATES = frozenset({MASTER, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})  # of optimizers not ours
+# Of optimizers not ours
+STATES = frozenset({MASTER, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "moment2_buffer"})
 OPTIONS = frozenset({"params", "initial_lr", "max_lr", "min_lr", "momentum", "nesterov", "beta1", "beta2", OWN_RATES})
 
 

@@ -160,7 +160,7 @@ def states_in_buckets(
     """
     found: States = {}
     replicas: Replicas = []
-    for chain, ranks in _buffers(folder).items():
+    for chain, ranks in _buffers(folder, arguments).items():
         experts = of_experts.get(chain, False)
         chosen = {name: w for name, w in weights.items() if naming.is_sharded_expert(name, arguments) == experts}
         more, equal = _Optimizer(folder, chosen, ranks, experts, arguments).states()
@@ -172,13 +172,14 @@ def states_in_buckets(
     return found, replicas
 
 
-def _buffers(folder: DcpFolder) -> dict[Chain, dict[int, dict[str, _Buffer]]]:
+def _buffers(folder: DcpFolder, arguments: Mapping[str, Any]) -> dict[Chain, dict[int, dict[str, _Buffer]]]:
     """The buffers by chained optimizer, model-parallel rank and dtype of weights."""
     keys: dict[tuple[Chain, int, int, str], dict[str, dict[int, str]]] = {}  # by state and bucket
     for key in folder.tensors:
         if match := BUCKET.fullmatch(key):
             of_buffer = keys.setdefault((chain_of(match[1]), int(match[2]), int(match[3]), match[4]), {})
             of_buffer.setdefault(naming.FLAT[match[6]], {})[int(match[5])] = key
+    wanted = naming.flat_states({state for states in keys.values() for state in states}, arguments).values()
     found: dict[Chain, dict[int, dict[str, _Buffer]]] = {}
     for (chain, rank, number, dtype), states in keys.items():
         of_rank = found.setdefault(chain, {}).setdefault(rank, {})
@@ -187,11 +188,11 @@ def _buffers(folder: DcpFolder) -> dict[Chain, dict[int, dict[str, _Buffer]]]:
                 f"{folder.path}: a rank has several buffers of {dtype}, as virtual pipelines make; their optimizer "
                 f"state is not read from dp_reshardable; {naming.SAVED_WHOLE}"
             )
-        numbers = {state: sorted(states.get(state, {})) for state in naming.FLAT.values()}
+        numbers = {state: sorted(states.get(state, {})) for state in (*wanted, *states)}
         if any(of_state != list(range(len(numbers[MASTER]))) for of_state in numbers.values()):
             raise CheckpointError(
-                f"{folder.path}: buffer {number}: expected the same buckets 0, 1, ... of each state, found {numbers}; "
-                "copy it again"
+                f"{folder.path}: buffer {number}: expected the same buckets 0, 1, ... of each state that "
+                f"{arguments.get('optimizer')} keeps ({', '.join(wanted)}), found {numbers}; copy all of its files"
             )
         of_rank[dtype] = {state: [buckets[bucket] for bucket in sorted(buckets)] for state, buckets in states.items()}
     return found

@@ -67,7 +67,7 @@ def read(step: Path) -> Checkpoint:
     notes = _notes(folder)
     if groups and not any(param.states for param in params.values()):
         notes.append("there are param groups, but no state of a parameter is saved")
-    without = [name for name, param in params.items() if "exp_avg" in param.states and param.step is None]
+    without = [name for name, param in params.items() if "exp_avg_sq" in param.states and param.step is None]
     if without:
         notes.append(f"how many steps Adam made is not saved ({len(without)} parameters, e.g. {without[0]})")
     return Checkpoint(

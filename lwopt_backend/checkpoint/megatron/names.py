@@ -67,7 +67,8 @@ def tied(names: Collection[str], arguments: Mapping[str, Any]) -> dict[str, str]
 
 # The optimizer's states that are known, by the keys under which Megatron's files have them.
 
-STATES = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+SECOND = "moment2_buffer"  # adaptive_muon's
+STATES = ("momentum_buffer", SECOND, "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 BY_NAME = {"fp32_param": MASTER, "param": MASTER, **{key: key for key in STATES}}  # in torch_dist, of each parameter
 FLAT = {"param": MASTER, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}  # in the DistributedOptimizer's buffers
 States = Mapping[str, Mapping[str, LazyTensor]]  # by parameter and state
@@ -77,10 +78,24 @@ SAVED_WHOLE = (  # up to 0.19.1 several gradient buckets make it write masters a
 )
 
 
+def flat_states(found: Collection[str], arguments: Mapping[str, Any]) -> dict[str, str]:
+    """The states that flat buffers must have, of which some are ``found``: Lion keeps one moment, and in fp16 there is
+    none before the first step that did not overflow."""
+    if arguments.get("fp16") and set(found) <= {"param", MASTER}:
+        return {"param": MASTER}
+    lion = "lion" in (arguments.get("optimizer"), arguments.get("muon_scalar_optimizer"))
+    return {key: state for key, state in FLAT.items() if not (lion and key == "exp_avg_sq")}
+
+
 def global_name(name: str, first_layer: int, first_expert: int) -> str:
     """A rank's own name with global layer and expert numbers."""
     name = LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) + first_layer}.", name)
     return EXPERT.sub(lambda match: f".mlp.experts.local_experts.{int(match[1]) + first_expert}.", name)
+
+
+def of_lines(state: str) -> str:
+    """What another shape than the weight's may mean."""
+    return "; normuon's, one for each row or column, is not converted" if state == SECOND else ""
 
 
 def check_states(states: States, weights: Mapping[str, LazyTensor]) -> None:
@@ -92,7 +107,7 @@ def check_states(states: States, weights: Mapping[str, LazyTensor]) -> None:
             if tensor.shape != weights[name].shape:
                 raise CheckpointError(
                     f"{tensor.where}: {state} of {name}: expected the weight's shape {weights[name].shape}, found "
-                    f"{tensor.shape}"
+                    f"{tensor.shape}{of_lines(state)}"
                 )
             if state == MASTER and tensor.dtype != torch.float32:
                 raise CheckpointError(f"{tensor.where}: master weight of {name}: expected fp32, found {tensor.dtype}")

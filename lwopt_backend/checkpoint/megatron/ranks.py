@@ -182,7 +182,9 @@ def _check_states(states: Mapping[str, Any], name: str, weight: LazyTensor, wher
             )
         if not isinstance(value, LazyTensor) or value.shape != weight.shape:
             shape = value.shape if isinstance(value, LazyTensor) else type(value).__name__
-            raise CheckpointError(f"{where}: expected {key} of {name} in shape {weight.shape}, found {shape}")
+            raise CheckpointError(
+                f"{where}: expected {key} of {name} in shape {weight.shape}, found {shape}{naming.of_lines(key)}"
+            )
 
 
 MODEL_FILE = "model_optim_rng.pt"

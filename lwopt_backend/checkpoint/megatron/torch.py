@@ -123,8 +123,8 @@ def from_buffers(
     for key, buffer, shapes, chunk in _buffers(torch_files.load(path), rank, arguments, str(path)):
         where = f"{key} in {path}"
         flats = {state: flat for state, flat in buffer.items() if state != "numel_unpadded"}
-        if set(flats) != set(FLAT):
-            raise CheckpointError(f"{where}: expected the states {sorted(FLAT)}, found {sorted(map(str, flats))}")
+        if set(flats) != set(wanted := naming.flat_states(flats, arguments)):
+            raise CheckpointError(f"{where}: expected the states {sorted(wanted)}, found {sorted(map(str, flats))}")
         closed_at = bucket_numel(arguments, parameters=total, pipeline_rank=rank.coordinates[1], chunk=chunk)
         layout = buckets(shapes, closed_at=closed_at, alone=own_buckets(arguments))
         numels = [bucket.numel for bucket in layout]

@@ -142,7 +142,7 @@ def arguments_of(checkpoint: Checkpoint, version: str) -> dict[str, Any]:
         "data_parallel_size": world["dp"],
         "world_size": math.prod(world.values()),
         "consumed_train_samples": checkpoint.samples or 0,
-        "optimizer": ("dist_muon" if version == OLD else "muon") if has_muon(checkpoint) else "adam",
+        "optimizer": _optimizer_name(checkpoint, version),
         "ckpt_format": "torch_dist",
     }
     trained = {} if checkpoint.samples is None else {"consumed_train_samples": checkpoint.samples}
@@ -165,6 +165,22 @@ def _weight_of(checkpoint: Checkpoint, param: Param) -> LazyTensor:
 
 def is_muon(param: Param) -> bool:
     return "momentum_buffer" in param.states
+
+
+def is_lion(param: Param) -> bool:
+    return "exp_avg" in param.states and "exp_avg_sq" not in param.states
+
+
+def _optimizer_name(checkpoint: Checkpoint, version: str) -> str:
+    """Raises CheckpointError for an optimizer that Megatron 0.16 does not have."""
+    params = checkpoint.params.values()
+    lion, adaptive = any(map(is_lion, params)), any(naming.SECOND in param.states for param in params)
+    if version == OLD and (lion or adaptive):
+        name = "Lion" if lion else "adaptive_muon"
+        raise CheckpointError(f"{checkpoint.format}: Megatron {OLD} has no {name}; give --megatron-version {NEW}")
+    if has_muon(checkpoint):
+        return "dist_muon" if version == OLD else "adaptive_muon" if adaptive else "muon"
+    return "lion" if lion else "adam"
 
 
 def has_muon(checkpoint: Checkpoint) -> bool:
@@ -206,7 +222,7 @@ def _optimizer(
         renamed = [{wanted if key == other else key: v for key, v in g.items()} for g in groups]
         return {"optimizer": {"param_groups": renamed}}
     if version == NEW and beside_muon:
-        groups = [{"optimizer": "adam", **group} for group in groups]
+        groups = [{"optimizer": "adam" if "eps" in group else "lion", **group} for group in groups]
     steps = {group["step"] for group in groups if "step" in group}
     if not distributed and any(key in group for group in groups for key in _TORCH_ONLY):
         without = [{key: value for key, value in group.items() if key != "step"} for group in groups]
@@ -258,8 +274,9 @@ def _made_groups(
             **{"lr": options.get("lr", scheduler["max_lr"]), "weight_decay": 0.0 if no_decay else decay},
         }
         if adam:
-            group |= {"betas": options.get("betas", (0.9, 0.999)), "eps": options.get("eps", 1e-8)}
-            group["bias_correction"] = True
+            lion = any(is_lion(param) for _, param in params)
+            group["betas"] = options.get("betas", (0.95, 0.98) if lion else (0.9, 0.999))
+            group |= {} if lion else {"eps": options.get("eps", 1e-8), "bias_correction": True}
         else:
             group["momentum"] = options.get("momentum", 0.95)
         found.append(_counted(group, {p.step for _, p in params if p.step is not None}, params[0][0]))
