@@ -246,7 +246,8 @@ def _work(atoms: Sequence[Atom]) -> None:
 
 def _scatter(collectives: TorchCollectives, numel: int) -> None:
     sent = _buffer(numel, collectives.world_size, torch.float32)
-    collectives.reduce_scatter(_buffer(sent.numel() // collectives.world_size, 1, torch.float32), sent)
+    mine = _buffer(sent.numel() // collectives.world_size, 1, torch.float32)
+    collectives.reduce_scatter_parts(mine, sent.chunk(collectives.world_size), sent).wait()
 
 
 def _gather(collectives: TorchCollectives, numel: int, dtype: torch.dtype = torch.float32) -> None:
