@@ -8,8 +8,9 @@ Needs root on Linux, and the programs ``ip`` and ``tc``; says so and measures no
 in a network namespace of its own, whose link to the others carries at most the given rate in each direction
 (``tc qdisc ... tbf``). Collectives are gloo's, on one thread a rank.
 
-All systems train the same small GPT in fp32 from the same weights on the same batches, and take turns. A step is
-forward, backward and update, between two barriers; ``update`` is ``optimizer.step()`` and what waits in it. Figures are
+All systems train the same small GPT in fp32 from the same weights on the same batches, several steps at a time, of
+which the first is not measured: what a step leaves on the wire is part of the next. A step is forward, backward and
+update, between two barriers; ``update`` is ``optimizer.step()`` and what waits in it. Figures are
 medians of the slowest rank; a system whose steps take longer than 20 seconds is measured once. ``sent`` is what left
 the interface of the busiest rank, headers included.
 
@@ -64,11 +65,13 @@ Step = Callable[[Tensor, Tensor], float]
 
 @dataclass
 class System:
-    """``step`` trains on a batch and returns the seconds of its update. ``host``: whose traffic is not its own."""
+    """``step`` trains on a batch and returns the seconds of its update; ``finish`` waits for what it left to arrive.
+    ``host``: whose traffic is not its own."""
 
     step: Step
     host: str | None = None
     ours: bool = False
+    finish: Callable[[], object] = lambda: None
 
 
 @dataclass
@@ -141,12 +144,14 @@ def build(name: str, layers: int, width: int) -> System:
         return zero(model, optimizer_entries()[MUON_ENTRIES[name]], ours=name.startswith("ours"))
     if name.startswith("ours, owned"):
         overlap = name.endswith("overlap_param_gather")
-        optimizer = ours(model, group_size=dist.get_world_size(), overlap_param_gather=overlap)
-        return System(trained(model, [optimizer]), ours=True)
+        options = {"group_size": dist.get_world_size(), "bucket_mb": bucket_mb(model)}
+        optimizer = ours(model, **options, overlap_param_gather=overlap)
+        return System(trained(model, [optimizer]), ours=True, finish=optimizer.synchronize)
     matrices = set(matrix_names(model))
     if name == "torch.optim.Muon on DDP":
         optimizers = pair(model, matrices)
-        return System(trained(DistributedDataParallel(model, gradient_as_bucket_view=True), optimizers))
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb(model))
+        return System(trained(wrapped, optimizers))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
@@ -161,6 +166,11 @@ def build(name: str, layers: int, width: int) -> System:
     if name.endswith("attach"):
         optimizer.attach(model)
     return System(trained(model, [optimizer]), HOST, ours=True)
+
+
+def bucket_mb(model: nn.Module) -> float:
+    """An eighth of the model in fp32: a fraction, as the defaults are of large ones."""
+    return sum(param.numel() for param in model.parameters()) / 2**18 / 8
 
 
 def ours(model: nn.Module, **options: Any) -> LayerWiseOptimizer:
@@ -201,9 +211,7 @@ def trained(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> St
 
 
 def zero(model: nn.Module, entry: dict[str, Any], ours: bool) -> System:
-    bucket = (
-        sum(param.numel() for param in model.parameters()) // 4
-    )  # a fraction of the model, as defaults of large ones
+    bucket = int(bucket_mb(model) * 2**18)
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 0.0,
@@ -249,23 +257,24 @@ def run_rank(options: argparse.Namespace) -> None:
     systems = {name: build(name, options.layers, options.width) for name in options.systems}
     found = {rate: {name: Figures() for name in systems} for rate in options.rates}
     step = 0
-    for name in systems:
-        take(systems[name], options, step, None)  # warms up
+    for system in systems.values():
+        take(system, options, step, None)  # warms up
+        system.finish()
     for rate in options.rates:
         dist.barrier()
         if rank == 0:
             limit(options.namespaces, rate)
         dist.barrier()
-        for turn in range(options.rounds):
-            step += 1
-            names = list(systems)
-            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+        for name, system in systems.items():
+            for turn in range(1 + options.rounds):
+                step += 1
                 slow = torch.tensor(max(found[rate][name].step, default=0.0))
                 dist.all_reduce(slow, dist.ReduceOp.MAX)
                 if slow < SLOW:
-                    take(systems[name], options, step, found[rate][name])
+                    take(system, options, step, found[rate][name] if turn else None)
                     if rank == 0:
-                        print(f"{rate}, round {turn + 1}: {name}", file=sys.stderr, flush=True)
+                        print(f"{rate}: {name}, step {turn}", file=sys.stderr, flush=True)
+            system.finish()
     gathered: list[Any] = [None] * ranks
     dist.all_gather_object(gathered, found)
     if rank == 0:
@@ -278,15 +287,15 @@ def run_rank(options: argparse.Namespace) -> None:
 def take(system: System, options: argparse.Namespace, step: int, into: Figures | None) -> None:
     generator = torch.Generator().manual_seed(options.ranks * step + options.rank)
     tokens = torch.randint(VOCABULARY, (1, options.tokens + 1), generator=generator)
+    before = sent_bytes()
     dist.barrier()
-    before, begun = sent_bytes(), time.perf_counter()
+    begun = time.perf_counter()
     update = system.step(tokens[:, :-1], tokens[:, 1:])
-    sent = sent_bytes() - before
     dist.barrier()
     if into is not None:
         into.step.append(time.perf_counter() - begun)
         into.update.append(update)
-        into.sent = sent
+        into.sent = sent_bytes() - before
 
 
 def show(options: argparse.Namespace, systems: dict[str, System], gathered: Sequence[Any]) -> None:
@@ -346,7 +355,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=384, help="of the model")
     parser.add_argument("--tokens", type=int, default=256, help="of a rank's batch")
-    parser.add_argument("--rounds", type=int, default=3, help="measured steps")
+    parser.add_argument("--rounds", type=int, default=4, help="measured steps")
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--namespaces", nargs="+", help=argparse.SUPPRESS)
