@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import fsdp2_systems
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -41,6 +42,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.overrides import TorchFunctionMode
 
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
+from lwopt_backend.planner.absent_gpu import tensors_in
 from lwopt_backend.rules.newton_schulz import IMMEDIATE
 
 READS = {"_local_scalar_dense", "nonzero"}
@@ -122,23 +124,8 @@ def new_storages(result: Any, args: Sequence[Any]) -> int:
     return len(made - given)
 
 
-def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors_in(value)
-
-
-class Block(nn.Module):
+class Block(fsdp2_systems.Block):
     """A transformer layer's matrices, in a forward pass that uses all of them."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.attention = nn.Linear(width, width, bias=False)
-        self.up = nn.Linear(width, 4 * width, bias=False)
-        self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.qkv(x).chunk(3, -1)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
 import torch
@@ -372,8 +372,7 @@ def from_torch(optimizers: Iterable[torch.optim.Optimizer], model: nn.Module) ->
         kind: Literal["matrix", "elementwise"] = "matrix" if name == "muon" else "elementwise"
         for group in optimizer.param_groups:
             _refuse("from_torch", group, dict.fromkeys(("maximize", "capturable", "differentiable"), False))
-            entry = MATRIX_RULES[name] if kind == "matrix" else ELEMENTWISE_RULES[name]
-            known = entry.model({}, "from_torch").model_fields
+            known = _defaults(kind, name)
             options = {key: value for key, value in group.items() if key in known and value is not None}
             found.append(_Theirs(group["params"], kind, {"name": name, **options}))
     return _arguments("from_torch", found, model)
@@ -483,7 +482,10 @@ def _arguments(caller: str, theirs: Sequence[_Theirs], model: nn.Module) -> dict
         for factor, some in by_factor.items():
             scaled = options if factor == 1 else {**options, "extra_scale_factor": factor}
             if scaled != base:
-                overrides.append({"params": _globs(some, every), part.kind: scaled})
+                defaults = _defaults(part.kind, options["name"]) if options["name"] == base["name"] else {}
+                # An override keeps what it does not say, so it says what only the first group said.
+                unsaid = {key: defaults[key] for key in base if key in defaults and key not in scaled}
+                overrides.append({"params": _globs(some, every), part.kind: {**scaled, **unsaid}})
         for name in mine if part.kind == "matrix" else ():
             if len(routes[name].shape) < 2:
                 raise ValueError(f"{caller}: parameter {name!r} has no two dimensions; put it into another group")
@@ -509,6 +511,12 @@ def _arguments(caller: str, theirs: Sequence[_Theirs], model: nn.Module) -> dict
     return arguments | {key: value for key, value in more.items() if value}
 
 
+def _defaults(kind: str, name: str) -> dict[str, Any]:
+    """A rule's options and their defaults, as plain data."""
+    entry = MATRIX_RULES[name] if kind == "matrix" else ELEMENTWISE_RULES[name]
+    return entry.model({}, name)().model_dump(mode="json")
+
+
 def _factor(found: Route, kind: str, options: Mapping[str, Any]) -> float:
     """Theirs over our factor by shape, of a weight that is stored as (inputs, outputs): theirs goes by that."""
     extra: float = options.get("extra_scale_factor", 1.0)
@@ -527,8 +535,10 @@ def _plain(value: Any) -> Any:
 
 def _globs(some: Sequence[str], every: Sequence[str]) -> list[str]:
     """Globs that match ``some`` names of all and no other, with ``*`` for the numbers of layers where that is so."""
-    found: dict[str, None] = {}
+    wanted, of_glob = set(some), dict[str, list[str]]()
     for name in some:
-        glob = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
-        found[glob if all(other in some for other in every if fnmatchcase(other, glob)) else name] = None
-    return list(found)
+        of_glob.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), []).append(name)
+    found: list[str] = []
+    for glob, names in of_glob.items():
+        found += [glob] if wanted.issuperset(fnmatch.filter(every, glob)) else names
+    return found

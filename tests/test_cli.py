@@ -369,6 +369,11 @@ def test_an_entry_of_deepspeed_is_written_in_our_words(tmp_path: Path) -> None:
     for kind, message in (("Lion", "the type 'Lion' has no counterpart"), ("LayerWise", "there is nothing to do")):
         with pytest.raises(ValueError, match=message):
             migrated(kind)
+    with pytest.raises(ValueError, match="unknown key 'weight_deca'; did you mean 'weight_decay'"):
+        migrated("Muon", weight_deca=0.1)
+    source.write_text('{"optimizer": {"type": "Muon", "params": [1]}}')
+    with pytest.raises(ValueError, match="optimizer.params: expected an object, found"):
+        run("migrate", str(source))
     source.write_text("{}")
     with pytest.raises(ValueError, match="expected an object 'optimizer' with a 'type', found None"):
         run("migrate", str(source))

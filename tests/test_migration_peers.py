@@ -386,6 +386,21 @@ def test_groups_of_dion_say_heads_kernels_stacks_rules_and_decay() -> None:
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
 
 
+def test_a_group_does_not_keep_what_only_the_first_one_says() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    first, second, third = model.parameters()
+    groups = [{"params": [first], "cautious_wd": True}, {"params": [second, third], "cautious_wd": False}]
+    optimizer = LayerWiseOptimizer(model, **json.loads(json.dumps(from_dion(groups, model))), report=False)
+    assert [(len(g["params"]), g["weight_decay_form"]) for g in optimizer.param_groups] == [
+        (1, "cautious"),
+        (2, "decoupled"),
+    ]
+    model = nn.Sequential(nn.Conv2d(2, 3, (4, 1), bias=False), nn.Linear(4, 4, bias=False))
+    optimizer = LayerWiseOptimizer(model, **from_keller_jordan([{"params": model.parameters()}], model), report=False)
+    factors = [(group["adjust_lr_fn"], group["extra_scale_factor"]) for group in optimizer.param_groups]
+    assert factors == [("none", 2.0), (None, 1.0)]
+
+
 def test_jordans_kernels_are_flattened_and_have_his_factor() -> None:
     model = Convolutional()
     weights, biases = model.groups()

@@ -66,6 +66,7 @@ def migrate(
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the whole configuration there.")] = None,
 ) -> None:
     """Print the optimizer entry that trains the same with this package, and what changes."""
+    from lwopt_backend.config.choices import muon_settings
     from lwopt_backend.config.options import ADAMW_BETAS, suggestion, translated
     from lwopt_backend.planner.shapes import read_json
 
@@ -73,7 +74,9 @@ def migrate(
     entry = content.get("optimizer") if isinstance(content, Mapping) else None
     if not isinstance(entry, Mapping) or not isinstance(entry.get("type"), str):
         raise ValueError(f"{config}: expected an object 'optimizer' with a 'type', found {entry!r}")
-    kind, params = entry["type"].lower(), dict(entry.get("params") or {})
+    kind, params = entry["type"].lower(), entry.get("params") or {}
+    if not isinstance(params, Mapping):
+        raise ValueError(f"{config}: optimizer.params: expected an object, found {params!r}")
     marks: dict[str, dict[str, object]] = {
         "muon": {"per_head_muon": False},
         **dict.fromkeys(("adam", "adamw"), {"betas": list(ADAMW_BETAS)}),
@@ -88,6 +91,7 @@ def migrate(
         note = "values of 'auto' are filled in by the Trainer or Accelerate, and the entry is then read as it was meant"
     else:
         made, told = translated({**marks[kind], **params}, str(config))
+        muon_settings(made, str(config))  # refuses what cannot be trained
         note = (told or "").rpartition("; ")[2] if kind == "muon" else "matrices are trained by Muon, the rest by AdamW"
     new = {"type": "LayerWiseMuon", "params": made}
     typer.echo(json.dumps({"optimizer": new}, indent=2))

@@ -137,7 +137,7 @@ class Recorder(TorchDispatchMode):
         return None
 
     def _note(self, func: Any, args: Any, found: Any) -> None:
-        for each in _tensors((found,)):
+        for each in tensors_in((found,)):
             self._record(each)
         if func.namespace == "c10d":
             what, nbytes = _sent(func._schema.name.partition("::")[2], args)
@@ -182,18 +182,18 @@ class Recorder(TorchDispatchMode):
         self.total -= nbytes
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
     """The tensors among ``values``, and in lists among them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+            yield from tensors_in(value)
 
 
 def _is_real(args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether an operation is computed: a small one on the CPU, and what needs no memory."""
-    if any(isinstance(each, FakeTensor) for each in _tensors((args, *kwargs.values()))):
+    if any(isinstance(each, FakeTensor) for each in tensors_in((args, *kwargs.values()))):
         return False
     device = torch.device(kwargs.get("device") or "cpu")
     sizes = args[0] if args and isinstance(args[0], (list, tuple)) else ()
@@ -205,7 +205,7 @@ def _sent(name: str, args: Any) -> tuple[str, int]:
     """The kind of a collective, and the bytes that this rank sends in it."""
     group = ProcessGroup.unbox(next(each for each in args if isinstance(each, torch.ScriptObject)))
     ranks, rank = group.size(), group.rank()
-    first, second = ([*_tensors([each])] for each in args[:2])
+    first, second = ([*tensors_in([each])] for each in args[:2])
     into, out = (sum(tensor.numel() * tensor.itemsize for tensor in some) for some in (first, second))
     if name == "alltoall_base_":
         splits = args[4]
