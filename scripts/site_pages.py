@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -22,6 +23,7 @@ LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)((?:#[^)\s]*)?)(?=\))")
 CODE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 
 
+@event_priority(100)  # before mkdocstrings looks whether the folder is there
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     shutil.rmtree(PACKAGE, ignore_errors=True)
     for source, name in (("lwopt_backend", "lwopt_backend"), ("integrations", "lwopt_backend/integrations")):
