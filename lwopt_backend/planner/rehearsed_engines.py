@@ -27,9 +27,7 @@ from lwopt_backend.storage.mesh import in_rows, local, over_all_ranks
 KEPT = ("parameters", "gradients", "masters", "state")
 
 # Where a step may wait for the GPU: the flags of all ranks, and the words with which they say that all is well.
-SENT = "copy to the GPU at"
-FLAGS, FLAGS_SENT = "read at runtime/collectives.py: _largest", f"{SENT} runtime/collectives.py: __init__"
-WORDS, WORDS_SENT = "read at runtime/agreement.py: settle", f"{SENT} runtime/exchange.py: start"
+FLAGS, WORDS = "read at runtime/collectives.py: _largest", "read at runtime/agreement.py: settle"
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ class OwnedEngine(Engine):
         self._core, self.digest = self._optimizer.core, self._optimizer.plan_digest
         config = self._optimizer.config
         flags = 2 if config.keep_full_grads else 1  # also for those who see others' gradients
-        self.waits = {FLAGS: flags, FLAGS_SENT: flags, f"{SENT} storage/owned_model.py: _agree": 1}
+        self.waits = {FLAGS: flags}
         if config.step_in_backward:  # gradients are used as they arrive
             self.compared = [kind for kind in KEPT if kind != "gradients"]
 
@@ -163,9 +161,7 @@ class MeshEngine(Engine):
         self.exchanges = sum(bool(stepper.plan.buckets) for stepper in steppers)
         self.waits = {
             FLAGS: len(steppers),
-            FLAGS_SENT: len(steppers),
             WORDS: self.exchanges,
-            WORDS_SENT: self.exchanges,
         }
 
     def backward(self) -> None:
@@ -204,7 +200,7 @@ class FlatEngine(Engine):
             stepper.fill_state(group, state)
             self._units.append((group, flat, stepper, state))
         self.exchanges = sum(plan.matrices is not None and bool(plan.matrices.buckets) for _, plan in plans)
-        self.waits = {WORDS: self.exchanges, WORDS_SENT: self.exchanges}
+        self.waits = {WORDS: self.exchanges}
 
     def backward(self) -> None:
         for _, flat, _, _ in self._units:

@@ -416,7 +416,7 @@ class Presence:
         if collectives.world_size == 1 and not isinstance(more, Tensor):
             self._found = flags
             return
-        self._flags = torch.tensor(flags, dtype=torch.int32, device=device)
+        self._flags = torch.tensor(flags, dtype=torch.int32).to(device, non_blocking=True)  # else a GPU's host waits
         if isinstance(more, Tensor):
             self._flags = torch.cat([self._flags, more])
         self._pending = collectives.all_reduce_max(self._flags)

@@ -106,7 +106,7 @@ class Way:
             if not pack(here):
                 sent.zero_()
             if word is not None:
-                said = torch.tensor([word()], dtype=torch.int64).view(dtype).to(self._device)
+                said = torch.tensor([word()], dtype=torch.int64).view(dtype).to(self._device, non_blocking=True)
                 ends = accumulate(send_splits)
                 torch._foreach_copy_([sent[end - room : end] for end in ends], [said] * len(send_splits))
             even = self.transfer.split is not None
