@@ -95,6 +95,22 @@ def test_the_models_zero_grad_does_as_well_and_only_a_zero_gradient_is_stepped_o
     assert torch.equal(before, model.right.weight) == set_to_none
 
 
+@on_ranks(2)
+def test_a_gradient_that_no_backward_pass_made_is_an_error_on_every_rank() -> None:
+    """A step without it would train nothing, and say nothing."""
+    model = Branches()
+    optimizer = optimizer_for(model, "plain")
+    if dist.get_rank() == 1:
+        model.left.weight.grad = torch.ones_like(model.left.weight)
+    with pytest.raises(
+        RuntimeError, match=r"'left.weight' has a .grad that no .* set keep_full_grads=True .*\(rank 1\)"
+    ):
+        optimizer.step()
+    model.zero_grad()
+    Turn(model, 0, 0).back(use="both")
+    optimizer.step()
+
+
 def train_scaled(mode: str) -> None:
     """With torch.amp.GradScaler, whose second step overflows on one rank; the truth is a loop without that step.
 

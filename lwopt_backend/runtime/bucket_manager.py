@@ -301,6 +301,12 @@ class BucketManager:
         """Note that the user assigned a gradient to a parameter at its owner."""
         self._touched[index] = True
 
+    def unused_grad(self) -> str | None:
+        """A parameter whose ``grad`` did not come by a backward pass, which would have taken it; None if none has."""
+        if self._keep_full:
+            return None
+        return next((name for name, param in zip(self.names, self.params) if param.grad is not None), None)
+
     def take_changed(self) -> None:
         """Copy gradients that the user assigned in place of ours (``keep_full``)."""
         if self._keep_full:

@@ -169,6 +169,11 @@ class Backward:
         mine = self._watched.changes() or moved(manager.names, manager.params, manager.places)
         if mine is None and self._passes.interrupted:
             mine = "a backward pass ended in an exception; all gradients are dropped, on all ranks"
+        if mine is None and not drops and (unused := manager.unused_grad()) is not None:
+            mine = (
+                f"parameter {unused!r} has a .grad that no backward pass of the model made, and it would not be used; "
+                "set keep_full_grads=True to assign gradients"
+            )
         self._passes.forget()
         manager.finish()
         passes = manager.passes
