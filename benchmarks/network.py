@@ -18,6 +18,9 @@ the interface of the busiest rank, headers included.
 hidden. On FSDP2, the same is taken off for the host alone (FSDP2 with SGD), whose gathers and reductions are not ours:
 
     hidden = 1 - (slowdown - slowdown of the host) / ((sent - sent by the host) / rate)
+
+Both values of ``policy`` are measured, and modelled with the rate and the speed of Newton-Schulz that all ranks reach
+at once, so that one sees whether ``lwopt plan`` would choose the faster one.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +56,10 @@ from torch.nn.parallel import DistributedDataParallel
 from lwopt_backend import LayerWiseOptimizer
 from lwopt_backend.integrations import deepspeed_zero
 from lwopt_backend.integrations.deepspeed import engine
+from lwopt_backend.plan import Machine, machine_of
+from lwopt_backend.plan.cost import newton_schulz_flops
+from lwopt_backend.plan.owners import modelled_time
+from lwopt_backend.rules import Muon
 
 SUBNET, DEVICE, PORT = "10.213.7", "eth0", 29517
 FREE = "none"
@@ -60,18 +67,20 @@ BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 HOST = "FSDP2 alone, SGD"
 SLOW = 20.0  # seconds of a step that is measured once
 MUON_ENTRIES = {"ours, ZeRO-2": "LayerWiseMuon", "DeepSpeed Muon, ZeRO-2": "DeepSpeed Muon, standard"}
+POLICIES = {f"ours, ZeRO-2, policy {policy}": policy for policy in ("stay", "balance")}
 Step = Callable[[Tensor, Tensor], float]
 
 
 @dataclass
 class System:
     """``step`` trains on a batch and returns the seconds of its update; ``finish`` waits for what it left to arrive.
-    ``host``: whose traffic is not its own."""
+    ``host``: whose traffic is not its own. ``modelled`` are the seconds of its matrices' update on a machine."""
 
     step: Step
     host: str | None = None
     ours: bool = False
     finish: Callable[[], object] = lambda: None
+    modelled: Callable[[Machine], float] | None = None
 
 
 @dataclass
@@ -142,6 +151,10 @@ def build(name: str, layers: int, width: int) -> System:
     model = Model(layers, width)
     if name in MUON_ENTRIES:
         return zero(model, optimizer_entries()[MUON_ENTRIES[name]], ours=name.startswith("ours"))
+    if name in POLICIES:
+        entry = optimizer_entries()["LayerWiseMuon"]
+        entry["params"]["policy"] = POLICIES[name]
+        return zero(model, entry, ours=True)
     if name.startswith("ours, owned"):
         overlap = name.endswith("overlap_param_gather")
         options = {"group_size": dist.get_world_size(), "bucket_mb": bucket_mb(model)}
@@ -227,14 +240,18 @@ def zero(model: nn.Module, entry: dict[str, Any], ours: bool) -> System:
         deepspeed_engine.step()
         return time.perf_counter() - begun
 
-    return System(step, ours=ours)
+    def modelled(machine: Machine) -> float:
+        plans = [unit.plan.matrices for unit in deepspeed_engine.optimizer.optimizer._binding.units]
+        return sum(modelled_time(plan, machine).total for plan in plans if plan is not None)
+
+    return System(step, ours=ours, modelled=modelled if ours else None)
 
 
 def all_names() -> list[str]:
     fsdp2 = [HOST, "ours, FSDP2", "ours, FSDP2, attach", "torch.optim.Muon on FSDP2"]
     dion = [] if isinstance(import_dion(), str) else ["dion.Muon on FSDP2"]
     owned = ["ours, owned", "ours, owned, overlap_param_gather", "torch.optim.Muon on DDP"]
-    return [*fsdp2, *dion, *owned, *MUON_ENTRIES]
+    return [*fsdp2, *dion, *owned, *MUON_ENTRIES, *POLICIES]
 
 
 # One rank
@@ -277,11 +294,25 @@ def run_rank(options: argparse.Namespace) -> None:
             system.finish()
     gathered: list[Any] = [None] * ranks
     dist.all_gather_object(gathered, found)
+    speed = flops_per_second(options.width)
     if rank == 0:
         limit(options.namespaces, FREE)
-        show(options, systems, gathered)
+        show(options, systems, gathered, speed)
     dist.barrier()
     os._exit(0)  # taking down gloo's groups now and then waits for ranks that went
+
+
+def flops_per_second(width: int) -> float:
+    """Of Newton-Schulz on the widest matrices, on the slowest rank while all compute."""
+    matrix, rule, times = torch.randn(width, 4 * width), Muon(), []
+    for _ in range(4):
+        dist.barrier()
+        begun = time.perf_counter()
+        rule.transform(matrix)
+        times.append(time.perf_counter() - begun)
+    slowest = torch.tensor(statistics.median(times[1:]))
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return newton_schulz_flops((width, 4 * width)) / slowest.item()
 
 
 def take(system: System, options: argparse.Namespace, step: int, into: Figures | None) -> None:
@@ -298,8 +329,8 @@ def take(system: System, options: argparse.Namespace, step: int, into: Figures |
         into.sent = sent_bytes() - before
 
 
-def show(options: argparse.Namespace, systems: dict[str, System], gathered: Sequence[Any]) -> None:
-    """Tables by rate; ``gathered[rank][rate][name]``."""
+def show(options: argparse.Namespace, systems: dict[str, System], gathered: Sequence[Any], speed: float) -> None:
+    """Tables by rate; ``gathered[rank][rate][name]``. ``speed`` is that of Newton-Schulz, in flops per second."""
     console = Console(width=130 if not Console().is_terminal else None, highlight=False)
     rows = []
     slowest: dict[tuple[str, str], tuple[float, float, int]] = {}
@@ -330,10 +361,29 @@ def show(options: argparse.Namespace, systems: dict[str, System], gathered: Sequ
             figures = {"step": step, "update": update, "sent": sent, "hidden": share}
             rows.append({"rate": rate, "system": name, **figures})
         console.print(table)
+        if set(POLICIES) <= set(systems):
+            console.print(policies(rate, systems, slowest, speed))
     console.print(f"{options.layers} layers of width {options.width}; to ours: to {first!r}.")
     if options.json:
         setting = {key: getattr(options, key) for key in ("ranks", "layers", "width", "tokens", "rounds")}
         options.json.write_text(json.dumps({**setting, "torch": torch.__version__, "rows": rows}, indent=2) + "\n")
+
+
+def policies(
+    rate: str, systems: dict[str, System], slowest: dict[tuple[str, str], tuple[float, float, int]], speed: float
+) -> str:
+    """The seconds of an update by ``policy``, modelled for this network and measured, and which is faster by either."""
+    machine = replace(machine_of("cpu"), flops_per_second=speed)
+    if rate != FREE:
+        machine = replace(machine, bytes_per_second=1 / seconds_a_byte(rate))
+    modelled, measured = {}, {}
+    for name, policy in POLICIES.items():
+        of = systems[name].modelled
+        assert of is not None
+        modelled[policy], measured[policy] = of(machine), slowest[rate, name][1]
+    chosen, faster = (min(times, key=lambda policy: times[policy]) for times in (modelled, measured))
+    times = "; ".join(f"{p}: {1e3 * modelled[p]:.0f} ms modelled, {1e3 * measured[p]:.0f} measured" for p in modelled)
+    return f"policy: {times}. 'auto' takes {chosen!r}, measured {faster!r} is faster."
 
 
 def hidden(slowest: dict[Any, tuple[float, float, int]], rate: str, name: str, system: System) -> float | None:
