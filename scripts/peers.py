@@ -13,7 +13,7 @@ from pathlib import Path
 from beside import ROOT, environment
 
 PEERS = {  # what an environment has beyond the prepared one
-    "megatron": ["megatron-core==0.16.1"],
+    "megatron": ["megatron-core==0.16.1", "absl-py"],
     "trl": ["trl>=1.16,<2", "peft>=0.18"],
     "torchtitan": ["torchtitan==0.3.0", "triton"],
     "lightning": ["lightning>=2.6,<3"],

@@ -218,16 +218,38 @@ def _fused(checkpoint: Checkpoint, unit: Unit, numbers: Numbers) -> str | None:
         return None
     if not split:
         return _set("muon_split_qkv=False orthogonalized q, k and v as one matrix.", unit, "whole")
-    what = "muon_split_qkv=True orthogonalized q, k and v each by itself."
+    gated = is_gated(checkpoint, numbers)
+    what = f"muon_split_qkv=True orthogonalized {'queries, gates, keys and values' if gated else 'q, k and v'} each by"
+    what += " itself."
+    if gated and numbers.heads:  # each head has as many rows of the gate as of queries
+        numbers = numbers.model_copy(update={"heads": 2 * numbers.heads})
     try:  # how they lie; outputs, however they are stored
         found = qkv_of_fused(numbers, checkpoint.params[name].shape[0], name)
     except CheckpointError:  # nothing is divided here, so that no number is needed
         return f"{what} 'atoms' can do the same with us, but how they lie is not known."
+    if gated:
+        sizes = [found.queries // 2, found.queries // 2, found.channels, found.channels]
+        return _set(what, unit, {"split_sizes": sizes, "groups": found.groups})
     by_layout = "qkv_to_layout" in unit.rule.do
     if not ("qkv_blocks" in unit.rule.do or by_layout and numbers.qkv_layout == "blocks"):
         return _set(what, unit, {"qkv": list(found.sizes), "groups": found.groups})
     ranks = numbers.qkv_ranks if by_layout else 1
     return _set(what, unit, {"qkv": [size * found.groups // ranks for size in found.sizes], "groups": ranks})
+
+
+def is_gated(checkpoint: Checkpoint, numbers: Numbers) -> bool:
+    """Whether Megatron-core's linear_qkv has the queries, gates, keys and values of each group in turn
+    (--attention-output-gate). Arguments say so; without them, shapes do: linear_proj has a column for every query."""
+    if (said := checkpoint.arguments.get("attention_output_gate")) is not None or checkpoint.names != "megatron-core":
+        return bool(said)
+    for name, param in checkpoint.params.items():
+        layer, qkv, _ = name.partition("linear_qkv.weight")
+        if qkv and (proj := checkpoint.params.get(f"{layer}linear_proj.weight")):
+            rows, queries, groups = param.shape[0], proj.shape[1], numbers.query_groups
+            if numbers.heads and groups:
+                return rows == 2 * queries + 2 * queries * groups // numbers.heads
+            return rows > 2 * queries and rows != 3 * queries  # these are q, k and v with a key for each query
+    return False
 
 
 def _set(what: str, unit: Unit, division: Any) -> str:
@@ -265,9 +287,16 @@ def apply(names: NameMap, checkpoint: Checkpoint, numbers: Numbers | None = None
     source = dataclasses.replace(checkpoint, params=spelled)
     units = plan(names, spelled, numbers)
     not_gated = arguments.get("swiglu") is False and not arguments.get("quick_geglu")
+    gated = is_gated(source, numbers)
     params: dict[str, Param] = {}
     unchanged: dict[str, str] = {}
     for unit in units:
+        if gated and any("qkv" in name for name in unit.rule.do):
+            raise CheckpointError(
+                f"{unit.names[0]!r} has the gates of a gated attention beside q, k and v (Megatron's "
+                f"--attention-output-gate), for which {names.target} has no name; convert with --names megatron-core, "
+                "for a model of your own"
+            )
         if not_gated and {"split_gate_up", "join_gate_up"} & set(unit.rule.do):
             raise CheckpointError(
                 f"{unit.names[0]!r}: {unit.rule} divides gate and up, but the checkpoint's argument swiglu is False: "
