@@ -7,12 +7,13 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lwopt_backend.checkpoint.choices import SCHEDULER
+from lwopt_backend.checkpoint.choices import SCHEDULER, VERSIONS
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param
 from lwopt_backend.checkpoint.dcp.saving import Boxes, Place, Shards, save, stacked
 from lwopt_backend.checkpoint.files.manifest import Files
@@ -81,7 +82,7 @@ class Keys:
 
 # What is no tensor in Megatron's torch_dist checkpoints: arguments, param groups, scheduler.
 
-OLD, NEW = "0.16", "0.19"
+OLD, NEW, NO_LAYOUT = VERSIONS
 _TORCH_ONLY = ("amsgrad", "foreach")  # options of torch's AdamW, which counts by parameter; Apex's and TE's by group
 
 
@@ -190,7 +191,7 @@ def has_muon(checkpoint: Checkpoint) -> bool:
 def is_distributed(checkpoint: Checkpoint, arguments: Mapping[str, Any], version: str) -> bool:
     """Whether Adam's state is Megatron's DistributedOptimizer's, whose master weights have another key."""
     if has_muon(checkpoint):
-        return version == NEW
+        return version == NEW and arguments.get("use_layer_wise_param_layout") is not False
     return bool(arguments.get("use_distributed_optimizer", True))
 
 
@@ -288,7 +289,8 @@ def _made_groups(
 # 0.16   common.pt; states as ``optimizer.state.<state>.<name>``, master weights as ``fp32_param``. This is what its
 #        LayerWise optimizer loads (--optimizer dist_muon).
 # 0.19   common state among the tensors; the fully reshardable layout (--dist-ckpt-optim-fully-reshardable), in which
-#        Adam's master weights are ``param``, Muon's ``fp32_param``.
+#        Adam's master weights are ``param``, Muon's ``fp32_param``. With --no-use-layer-wise-param-layout, all are
+#        ``fp32_param``: written for runs that had that flag, and as version "0.19-no-layout".
 # Checkpoints of Adam alone are the DistributedOptimizer's, fully reshardable, unless their arguments say that there was
 # none. Megatron loads both at any tensor, pipeline and data parallel size. Random states are not written.
 
@@ -296,11 +298,14 @@ def _made_groups(
 def write(checkpoint: Checkpoint, folder: Path, version: str = OLD, workers: int = 1) -> None:
     """Fill ``folder``, an ``iter_%07d``, which is empty. ``workers`` parameters of one layer are in memory at a time.
 
-    ``version``: "0.16" or "0.19". Raises CheckpointError for names that are not Megatron-core's, and for what this
+    ``version``: one of ``VERSIONS``. Raises CheckpointError for names that are not Megatron-core's, and for what this
     format has no place for.
     """
-    if version not in (OLD, NEW):
-        raise CheckpointError(f"version {version!r} of Megatron is not written, only {OLD} and {NEW} (and later)")
+    if version not in VERSIONS:
+        raise CheckpointError(f"version {version!r} of Megatron is not written, only {', '.join(VERSIONS)}")
+    if version == NO_LAYOUT:
+        version, told = NEW, {**checkpoint.arguments, "use_layer_wise_param_layout": False}
+        checkpoint = replace(checkpoint, arguments=told)
     if checkpoint.names != "megatron-core":
         raise CheckpointError(
             f"{checkpoint.format}: expected parameters named as in Megatron-core, found names of {checkpoint.names!r}; "
