@@ -16,6 +16,7 @@ from lwopt_backend.checkpoint.choices import ARGUMENTS, NO_SCHEDULE, OF_VOCAB_FI
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor
 from lwopt_backend.checkpoint.files.atomic import write_whole
 from lwopt_backend.checkpoint.files.folders import refuse_existing, write_folder
+from lwopt_backend.checkpoint.names.megatron import EMBEDDING
 from lwopt_backend.config.linked_rates import OWN_RATES, torchs
 from lwopt_backend.config.registry import MATRIX_RULES, options_of, rule_named
 
@@ -181,6 +182,8 @@ def prepared(
     """
     if target != "megatron" and (given := schedule.model_fields_set):
         raise CheckpointError(f"{_options(given)} is of --to megatron, not of --to {target}; leave it out")
+    if target == "megatron" and checkpoint.names == "model" and EMBEDDING in checkpoint.params:
+        source_vocabulary = source_vocabulary or names.CORE  # a model of your own with Megatron-core's names
     known = source_vocabulary or (checkpoint.names if checkpoint.names in (names.CORE, *names.FAMILIES) else None)
     vocabulary = vocabulary or (names.CORE if target == "megatron" else known)
     _check_used(checkpoint, target, vocabulary, source_vocabulary, numbers.model_fields_set)
