@@ -196,7 +196,7 @@ def is_distributed(checkpoint: Checkpoint, arguments: Mapping[str, Any], version
 
 
 def _optimizers(checkpoint: Checkpoint, arguments: Mapping[str, Any], version: str) -> dict[Any, Any]:
-    """Muon's groups first, then Adam's, those of sharded experts by themselves; one optimizer alone has no number."""
+    """Groups of matrices first, then Adam's, those of sharded experts by themselves; one optimizer has no number."""
     if checkpoint.groups and all("wd_mult" in group for group in checkpoint.groups):  # Megatron made them
         steps: dict[int | None, set[float]] = {}
         for param in checkpoint.params.values():
@@ -206,8 +206,8 @@ def _optimizers(checkpoint: Checkpoint, arguments: Mapping[str, Any], version: s
     else:
         groups = _made_groups(checkpoint, arguments, checkpoint.scheduler or {})
     parts: dict[tuple[bool, bool], list[dict[str, Any]]] = {}
-    for group in groups:
-        adam = "betas" in group
+    for group, of_matrix in zip(groups, naming.of_matrices(groups)):
+        adam = "betas" in group and not of_matrix
         parts.setdefault((adam, adam and bool(group.get("is_expert_parallel"))), []).append(group)
     distributed = is_distributed(checkpoint, arguments, version)
     muon = has_muon(checkpoint)
@@ -235,7 +235,7 @@ def _optimizer(
 
 
 def _counted(group: dict[str, Any], steps: set[float], number: Any) -> dict[str, Any]:
-    if "betas" not in group:  # Megatron's Muon counts none
+    if "eps" not in group:  # Megatron's Muon and Lion count none
         return group
     if len(steps) > 1:
         raise CheckpointError(
