@@ -251,7 +251,7 @@ def test_megatrons_run_makes_a_step_here_and_goes_back(
     given = (str(source.universal), source.shapes, stage, rules, str(save))
     ranks.run(step_on_zero, *given)
     assert_states(states_in(save), expected)
-    names = ("--source-names", "megatron-core")
+    names = () if name == "lion" else ("--source-names", "megatron-core")  # Megatron-core's names tell themselves
     succeeds("convert", save, tmp_path / "again", "--to", "universal", *names, "--json")
     version_of = ("--megatron-version", version)
     succeeds(
