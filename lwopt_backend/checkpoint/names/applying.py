@@ -272,11 +272,12 @@ def apply(names: NameMap, checkpoint: Checkpoint, numbers: Numbers | None = None
     given = {} if numbers is None else numbers.model_dump(exclude_unset=True)
     arguments = checkpoint.arguments
     numbers = names.numbers.model_copy(update=given).filled(arguments)
+    family = names.target if names.source == "megatron-core" else names.source
     for key, (value, why) in names.refused.items():
         if arguments.get(key) == value:
             raise CheckpointError(
-                f"the model was trained with {key}={value!r}: {why}; weights under names of "
-                f"{names.target if names.source == 'megatron-core' else names.source} would mean something else"
+                f"the model was trained with {key}={value!r}: {why}; weights under names of {family} would mean "
+                "something else"
             )
     spelled: dict[str, Param] = {}
     for name, param in checkpoint.params.items():
@@ -287,16 +288,10 @@ def apply(names: NameMap, checkpoint: Checkpoint, numbers: Numbers | None = None
     source = dataclasses.replace(checkpoint, params=spelled)
     units = plan(names, spelled, numbers)
     not_gated = arguments.get("swiglu") is False and not arguments.get("quick_geglu")
-    gated = is_gated(source, numbers)
+    _check_gates(source, units, family, numbers)
     params: dict[str, Param] = {}
     unchanged: dict[str, str] = {}
     for unit in units:
-        if gated and any("qkv" in name for name in unit.rule.do):
-            raise CheckpointError(
-                f"{unit.names[0]!r} has the gates of a gated attention beside q, k and v (Megatron's "
-                f"--attention-output-gate), for which {names.target} has no name; convert with --names megatron-core, "
-                "for a model of your own"
-            )
         if not_gated and {"split_gate_up", "join_gate_up"} & set(unit.rule.do):
             raise CheckpointError(
                 f"{unit.names[0]!r}: {unit.rule} divides gate and up, but the checkpoint's argument swiglu is False: "
@@ -322,6 +317,15 @@ def apply(names: NameMap, checkpoint: Checkpoint, numbers: Numbers | None = None
         tied=tied,
         buffers=buffers,
     )
+
+
+def _check_gates(source: Checkpoint, units: Sequence[Unit], family: str, numbers: Numbers) -> None:
+    taken = [unit.names[0] for unit in units if any("qkv" in operation for operation in unit.rule.do)]
+    if taken and is_gated(source, numbers):
+        raise CheckpointError(
+            f"{taken[0]!r} has the gates of a gated attention beside q, k and v (Megatron's --attention-output-gate), "
+            f"for which {family} has no name; convert with --names megatron-core, for a model of your own"
+        )
 
 
 def _arguments(names: NameMap, arguments: Mapping[str, Any], unchanged: Mapping[str, str]) -> dict[str, Any]:
