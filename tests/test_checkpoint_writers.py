@@ -200,6 +200,16 @@ FUSED = "decoder.layers.0.mlp.linear_fc1.layer_norm_weight"
 ALONE = {MASTER: held(torch.ones(8, 12), "")}
 OF_PARTS = {1: {"a": torch.ones(1)}}
 OLD, OURS = partial(write_megatron.write, version="0.14"), partial(write_megatron.write, version="0.16")
+NEW = partial(write_megatron.write, version="0.19")
+
+
+def of_lion_alone(checkpoint: Checkpoint) -> Checkpoint:
+    """A run that Megatron did not make."""
+    groups = tuple({key: value for key, value in group.items() if key != "wd_mult"} for group in checkpoint.groups)
+    moment = {"exp_avg": checkpoint.params["output_layer.weight"].states["exp_avg"]}
+    return changed(dataclasses.replace(checkpoint, groups=groups), "output_layer.weight", states=moment)
+
+
 REFUSED: list[tuple[Callable[..., None], Callable[[Checkpoint], Checkpoint], str]] = [
     (OURS, lambda c: dataclasses.replace(c, names="model"), "expected parameters named as in Megatron-core"),
     (OURS, lambda c: changed(c, owner_states={0: {"a": 1}}), "no place for what the rule's owner keeps"),
@@ -210,6 +220,7 @@ REFUSED: list[tuple[Callable[..., None], Callable[[Checkpoint], Checkpoint], str
     (OURS, lambda c: changed(c, FC2, states=ALONE), "momentum_buffer.decoder.layers.mlp.linear_fc2.weight: expected"),
     (OURS, lambda c: changed(c, FUSED), "expected the local spec's name"),
     (OLD, lambda c: c, r"version '0\.14'"),
+    (NEW, of_lion_alone, "Lion trained what it does not in Megatron"),
     (write_dcp.write, lambda c: changed(c, group=None), "which of the 3 param groups has .* is not known"),
     (
         write_dcp.write,

@@ -250,6 +250,12 @@ def _made_groups(
 ) -> list[dict[str, Any]]:
     """Groups as Megatron makes them, with the options of another optimizer's: Muon's, Adam's, Adam's without decay.
     All have the schedule's rates, by which Megatron 0.19 finds a group."""
+    of_lion = [is_lion(p) for p in checkpoint.params.values() if not is_muon(p) and set(p.states) - {MASTER}]
+    if any(of_lion) and not (all(of_lion) and has_muon(checkpoint)):
+        raise CheckpointError(
+            f"{checkpoint.format}: Lion trained what it does not in Megatron, where Muon has the matrices and Lion all "
+            "else (--muon-scalar-optimizer lion), or Lion the matrices and Adam all else; convert to universal or dcp"
+        )
     members: dict[tuple[bool, bool, bool], list[tuple[str, Param]]] = {}
     for name, param in checkpoint.params.items():
         if set(param.states) - {MASTER}:
