@@ -13,7 +13,8 @@ from pathlib import Path
 from beside import ROOT, environment
 
 PEERS = {  # what an environment has beyond the prepared one
-    "megatron": ["megatron-core==0.16.1"],
+    # Emerging-Optimizers asks for Python 3.12, but runs on 3.11.
+    "megatron": ["--ignore-requires-python", "megatron-core==0.16.1", "emerging-optimizers==0.3.0"],
     "trl": ["trl>=1.16,<2", "peft>=0.18"],
     "torchtitan": ["torchtitan==0.3.0", "triton"],
     "lightning": ["lightning>=2.6,<3"],

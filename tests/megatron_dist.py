@@ -71,7 +71,9 @@ def write(step: Path, setup: Setup, known: Truth) -> None:
     state |= by_name({name: of_name for name, of_name in known.items() if name not in flat}, setup)
     in_groups = {"step": 7} if setup.step_in == "group" else {}
     adam = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "is_expert_parallel": False, **in_groups}
-    if "lion" in setup.arguments.values():
+    lion = {key: value for key, value in adam.items() if key not in ("eps", "step")}
+    lion_of_matrices = setup.muon and setup.arguments.get("optimizer") == "lion"
+    if "lion" in setup.arguments.values() and not lion_of_matrices:
         del adam["eps"]
     groups = [{**adam, "weight_decay": 0.1, "wd_mult": 1.0}, {**adam, "weight_decay": 0.0, "wd_mult": 0.0}]
     optimizer: dict[Any, Any] = {"optimizer": {"param_groups": groups}}
@@ -86,7 +88,8 @@ def write(step: Path, setup: Setup, known: Truth) -> None:
             optimizer = {0: optimizer, 1: dict(optimizer)}
     if setup.muon:
         muon = {"lr": 0.02, "momentum_beta": 0.9, "weight_decay": 0.1, "wd_mult": 1.0, "is_expert_parallel": False}
-        optimizer = {0: {"optimizer": {"param_groups": [muon]}}, 1: optimizer}
+        of_matrices = {**lion, "weight_decay": 0.1, "wd_mult": 1.0} if lion_of_matrices else muon
+        optimizer = {0: {"optimizer": {"param_groups": [of_matrices]}}, 1: optimizer}
     arguments = {**megatron_torch.arguments_of(setup.model), "transformer_impl": "local", **setup.arguments}
     common = {
         "args": argparse.Namespace(**arguments),

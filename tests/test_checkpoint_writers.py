@@ -76,8 +76,9 @@ LIKE_16 = [  # those that our 0.16 is to be formed as
     *("t16_lw_muon_dp2_torchdist", "g16_lw_muon_dp2_torchdist", "m16_lw_muon_dp2_torchdist"),
     *("t16_lw_muon_tp2_torchdist", "t16_do_adam_dp2_torchdist_full", "t16_do_adam_tp2_torchdist_full"),
 ]
-LIKE_19 = "t20_lw_muon_dp2_torchdist_nolayout"  # but for prefixes, and other keys of masters
-NAMED_19 = {"chained_0.": "", "chained_1.optimizer.state.fp32_param": "optimizer.state.param", "chained_1.": ""}
+LIKE_19 = "t20_lw_muon_dp2_torchdist_nolayout"  # but for prefixes
+NAMED_19 = {"chained_0.": "", "chained_1.": ""}
+LAYOUT = {"chained_1.optimizer.state.fp32_param": "optimizer.state.param"}  # masters without that flag
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -98,13 +99,17 @@ def test_genuine_checkpoints_come_back(tmp_path: Path, source: Path, version: st
     assert found.names == "megatron-core" and (checkpoint is not expected or found.world == expected.world)
     assert folder.joinpath("common.pt").exists() == (version == "0.16")
     if like:
-        assert_formed_as(folder, next(source.glob("iter_*")), version)
+        assert_formed_as(folder, next(source.glob("iter_*")), version, NAMED_19)
+    if like and version == "0.19":
+        told = {**expected.arguments, "use_layer_wise_param_layout": True}
+        written(dataclasses.replace(expected, arguments=told), tmp_path / "layout", version)
+        assert_formed_as(tmp_path / "layout", next(source.glob("iter_*")), version, LAYOUT | NAMED_19)
 
 
-def assert_formed_as(folder: Path, genuine: Path, version: str) -> None:
+def assert_formed_as(folder: Path, genuine: Path, version: str, named: Mapping[str, str]) -> None:
     """The same keys, shapes and dtypes; the same common state but for arguments and random states."""
     tensors, objects = form(genuine)
-    for theirs, ours in NAMED_19.items() if version == "0.19" else ():
+    for theirs, ours in named.items() if version == "0.19" else ():
         tensors = {key.replace(theirs, ours): value for key, value in tensors.items()}
     assert form(folder) == (tensors, objects)
     assert folder.joinpath("metadata.json").read_text() == genuine.joinpath("metadata.json").read_text()
@@ -154,7 +159,7 @@ def test_layers_that_differ_are_not_stacked(tmp_path: Path) -> None:
     assert name in keys and not any(key.startswith("decoder.layers.mlp.") for key in keys)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", choices.VERSIONS)
 def test_groups_of_other_optimizers_become_megatrons(tmp_path: Path, version: str) -> None:
     saved = sample(tmp_path / "from")
     groups = (
@@ -173,6 +178,8 @@ def test_groups_of_other_optimizers_become_megatrons(tmp_path: Path, version: st
     assert {group.get("step") for group in found.groups} == {None, 7}
     assert found.groups[found.params["decoder.final_layernorm.weight"].group]["wd_mult"] == 0.0
     assert found.scheduler == SCHEDULE
+    masters = {key.partition(".embedding.")[0] for key in DcpFolder(tmp_path / "to").tensors if ".embedding." in key}
+    assert f"optimizer.state.{'param' if version == '0.19' else 'fp32_param'}" in masters
     assert {(group["max_lr"], group["min_lr"]) for group in found.groups} == {(0.01, 0.001)}
 
 
@@ -193,6 +200,16 @@ FUSED = "decoder.layers.0.mlp.linear_fc1.layer_norm_weight"
 ALONE = {MASTER: held(torch.ones(8, 12), "")}
 OF_PARTS = {1: {"a": torch.ones(1)}}
 OLD, OURS = partial(write_megatron.write, version="0.14"), partial(write_megatron.write, version="0.16")
+NEW = partial(write_megatron.write, version="0.19")
+
+
+def of_lion_alone(checkpoint: Checkpoint) -> Checkpoint:
+    """A run that Megatron did not make."""
+    groups = tuple({key: value for key, value in group.items() if key != "wd_mult"} for group in checkpoint.groups)
+    moment = {"exp_avg": checkpoint.params["output_layer.weight"].states["exp_avg"]}
+    return changed(dataclasses.replace(checkpoint, groups=groups), "output_layer.weight", states=moment)
+
+
 REFUSED: list[tuple[Callable[..., None], Callable[[Checkpoint], Checkpoint], str]] = [
     (OURS, lambda c: dataclasses.replace(c, names="model"), "expected parameters named as in Megatron-core"),
     (OURS, lambda c: changed(c, owner_states={0: {"a": 1}}), "no place for what the rule's owner keeps"),
@@ -203,6 +220,7 @@ REFUSED: list[tuple[Callable[..., None], Callable[[Checkpoint], Checkpoint], str
     (OURS, lambda c: changed(c, FC2, states=ALONE), "momentum_buffer.decoder.layers.mlp.linear_fc2.weight: expected"),
     (OURS, lambda c: changed(c, FUSED), "expected the local spec's name"),
     (OLD, lambda c: c, r"version '0\.14'"),
+    (NEW, of_lion_alone, "Lion trained what it does not in Megatron"),
     (write_dcp.write, lambda c: changed(c, group=None), "which of the 3 param groups has .* is not known"),
     (
         write_dcp.write,

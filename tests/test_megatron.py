@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lwopt_backend.checkpoint import formats, gates
+from lwopt_backend.checkpoint import convert, formats, gates
+from lwopt_backend.checkpoint.choices import Numbers
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError
 from lwopt_backend.checkpoint.dcp.reader import DcpFolder
 from lwopt_backend.checkpoint.megatron import dist as dist_reader
@@ -530,8 +531,32 @@ def test_other_optimizers_states_are_read_and_written(what: str, layout: str | N
     write_megatron.write(found, again, version="0.19")
     written = dist_reader.read(again)
     assert_exact(written, known)
+    notes = convert.prepared(found, "universal", None, None, Numbers())[0].notes
+    assert (convert.ADAPTIVE_MUON in notes) == (what == "adaptive_muon")
     beside = {"adaptive_muon": "adam", "Lion beside Muon": "lion"}.get(what)
     assert {group.get("optimizer") for group in written.groups if "betas" in group} == {beside}
+
+
+def test_lion_of_matrices_has_adam_beside_it(tmp_path: Path) -> None:
+    """Megatron's --optimizer lion; under its DistributedOptimizer it does not save Adam's second moment."""
+    more, known = {"num_attention_heads": 4, "optimizer": "lion", "use_distributed_optimizer": False}, truth(muon=True)
+    for of_name in known.values():
+        if "momentum_buffer" in of_name:
+            of_name["exp_avg"] = of_name.pop("momentum_buffer")
+    write(tmp_path / "iter_0000007", Setup(arguments=more), known)
+    found, again = dist_reader.read(tmp_path / "iter_0000007"), tmp_path / "iter_0000008"
+    again.mkdir()
+    write_megatron.write(found, again, version="0.19")
+    for each in (found, dist_reader.read(again)):
+        assert_exact(each, known)
+        groups = {name: each.groups[param.group] for name, param in each.params.items()}
+        assert {name for name, group in groups.items() if "eps" in group} == {
+            n for n in known if "exp_avg_sq" in known[n]
+        }
+    alone = {name: {key: t for key, t in of.items() if key != "exp_avg_sq"} for name, of in known.items()}
+    write(tmp_path / "iter_0000009", Setup(arguments=more), alone)
+    with pytest.raises(CheckpointError, match="does not save Adam's exp_avg_sq; save without --use-distributed-opt"):
+        dist_reader.read(tmp_path / "iter_0000009")
 
 
 @pytest.mark.parametrize("kind", ["plain", "distributed", "layer_wise"])

@@ -30,7 +30,7 @@ from lwopt_backend.integrations.deepspeed import universal as loading
 from lwopt_backend.integrations.fsdp2 import LayerWiseOptimizer
 from tests import megatron_dist
 from tests.checkpoint_engines import without_compiling
-from tests.command_line import SAMPLES, succeeds, torch_dist
+from tests.command_line import SAMPLES, succeeds
 from tests.fsdp2 import mesh_of
 from tests.ranks import RankPool
 from tests.rule_steps import Trained, rule_of
@@ -101,8 +101,8 @@ AS_MEGATRON = {"exclude": list(EMBEDDINGS), "atoms": {"*": "whole"}}
 STOCK = {"type": "AdamW", "params": {"lr": 1.0, "torch_adam": True}}
 
 
-def ours(**matrix: Any) -> dict[str, Any]:
-    rules = {"matrix": {"name": "muon", "lr": 1.0, **matrix}, "elementwise": {"name": "adamw", "lr": 1.0}}
+def ours(elementwise: str = "adamw", **matrix: Any) -> dict[str, Any]:
+    rules = {"matrix": {"name": "muon", "lr": 1.0, **matrix}, "elementwise": {"name": elementwise, "lr": 1.0}}
     return {"type": "LayerWise", "params": {**rules, **AS_MEGATRON, "report": False}}
 
 
@@ -165,6 +165,12 @@ def step_alone(source: Source) -> States:
     for name, states in source.states.items():
         param = nn.Parameter(states["fp32"].clone())
         kept = {key: tensor.clone() for key, tensor in states.items() if key != "fp32"}
+        if kept.keys() == {"exp_avg"}:  # Emerging-Optimizers' Lion
+            (b1, b2), lr = source.adam["betas"], source.adam["lr"]
+            param = param.detach() * (1 - lr * (source.muon["weight_decay"] if param.ndim == 2 else 0.0))
+            param -= lr * kept["exp_avg"].lerp(grads[name].float(), 1 - b1).sign()
+            found[name] = {"fp32": param, "exp_avg": kept["exp_avg"].lerp(grads[name].float(), 1 - b2)}
+            continue
         if "momentum_buffer" in kept:
             optimizer = torch.optim.Muon([param], nesterov=False, **source.muon)
         else:
@@ -187,11 +193,15 @@ MUON_ARGUMENTS = {
 }
 
 
-def small_megatron(folder: Path, muon: bool) -> Source:
+def small_megatron(folder: Path, muon: bool, lion: bool = False) -> Source:
     arguments = {"num_attention_heads": 4, "num_query_groups": 2, "bf16": True, **MUON_ARGUMENTS}
-    place = torch_dist(folder / "megatron", muon, arguments=arguments)
-    known = megatron_dist.truth(muon).items()
-    states = {name: {k: tensor for k, tensor in of.items() if k != "weight"} for name, of in known}
+    arguments |= {"muon_scalar_optimizer": "lion"} if lion else {}
+    known, gone = megatron_dist.truth(muon), ("exp_avg_sq",) if lion else ()
+    known = {name: {key: t for key, t in of.items() if key not in gone} for name, of in known.items()}
+    place = folder / "megatron"
+    megatron_dist.write(place / "iter_0000007", megatron_dist.Setup(muon=muon, arguments=arguments), known)
+    (place / "latest_checkpointed_iteration.txt").write_text("7")
+    states = {name: {k: tensor for k, tensor in of.items() if k != "weight"} for name, of in known.items()}
     rates = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}, {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8}
     return Source(place, folder / "universal", states, 7, *rates)
 
@@ -209,7 +219,8 @@ def genuine_megatron(folder: Path) -> Source:
 
 @pytest.fixture(scope="session")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Source]:
-    found = {name: small_megatron(tmp_path_factory.mktemp(name), name == "muon") for name in ("muon", "adam")}
+    kinds = {"muon": (True,), "adam": (False,), "lion": (True, True)}
+    found = {name: small_megatron(tmp_path_factory.mktemp(name), *kind) for name, kind in kinds.items()}
     found["genuine"] = genuine_megatron(tmp_path_factory.mktemp("genuine"))
     for source in found.values():
         succeeds("convert", source.folder, source.universal, "--to", "universal", "--json")
@@ -221,18 +232,26 @@ GIVEN = "--heads 4 --query-groups 2 --max-lr 0.03 --min-lr 0.003 --lr-warmup-ste
 GIVEN += "--lr-decay-style linear --wd-incr-steps 80"
 
 
-@pytest.mark.parametrize(("stage", "version"), [(1, "0.16"), (2, "0.19"), (3, "0.16")])
-@pytest.mark.parametrize("name", ["muon", pytest.param("genuine", marks=pytest.mark.full)])
+ZERO = ((1, "0.16"), (2, "0.19"), (3, "0.16"))  # stages, and versions of Megatron
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "version"),
+    [("lion", 1, "0.19")]
+    + [("muon", *cell) for cell in ZERO]
+    + [pytest.param("genuine", *cell, marks=pytest.mark.full) for cell in ZERO],
+)
 def test_megatrons_run_makes_a_step_here_and_goes_back(
     ranks: RankPool, sources: dict[str, Source], tmp_path: Path, name: str, stage: int, version: str
 ) -> None:
     """The step is that of torch's own optimizers from what Megatron held, and Megatron's format has its result."""
     source, save = sources[name], tmp_path / "native"
     expected = step_alone(source)
-    given = (str(source.universal), source.shapes, stage, ours(momentum=0.9, nesterov=False), str(save))
+    rules = ours("lion" if name == "lion" else "adamw", momentum=0.9, nesterov=False)
+    given = (str(source.universal), source.shapes, stage, rules, str(save))
     ranks.run(step_on_zero, *given)
     assert_states(states_in(save), expected)
-    names = ("--source-names", "megatron-core")
+    names = () if name == "lion" else ("--source-names", "megatron-core")  # Megatron-core's names tell themselves
     succeeds("convert", save, tmp_path / "again", "--to", "universal", *names, "--json")
     version_of = ("--megatron-version", version)
     succeeds(
@@ -246,7 +265,7 @@ def test_megatrons_run_makes_a_step_here_and_goes_back(
     for name, states in expected.items():
         param = back.params[name]
         assert torch.equal(param.weight.read(), states["fp32"].bfloat16()), name
-        assert param.step == (None if "momentum_buffer" in states else source.step + 1), name
+        assert param.step == (source.step + 1 if "exp_avg_sq" in states else None), name
         group = back.groups[param.group]
         assert group["lr"] == (source.muon if "momentum_buffer" in states else source.adam)["lr"]
         assert group["weight_decay"] == (0.0 if len(param.shape) == 1 else source.muon["weight_decay"])
@@ -277,14 +296,15 @@ def test_megatrons_run_of_adam_goes_on_with_deepspeeds_own(
 # From Megatron to FSDP2
 
 
-def step_on_fsdp2(load: str, source: Source, stock: bool, save: str) -> list[dict[str, Any]]:
-    """One step by our optimizer, or by torch's AdamW, saved in a folder; its param groups."""
+def step_on_fsdp2(load: str, source: Source, elementwise: str, save: str) -> list[dict[str, Any]]:
+    """One step by our optimizer, or without a rule by torch's AdamW, saved in a folder; its param groups."""
     model = Named(source.shapes)
     fully_shard(model, mesh=mesh_of(dist.get_world_size()))
-    if stock:
+    if not elementwise:
         optimizer: Any = torch.optim.AdamW(groups_of(model), betas=(0.5, 0.5))
     else:
-        optimizer = LayerWiseOptimizer(model, "muon", 1.0, params=groups_of(model), **AS_MEGATRON, report=False)
+        rules: dict[str, Any] = {"elementwise": {"name": elementwise, "lr": 1.0}, **AS_MEGATRON}
+        optimizer = LayerWiseOptimizer(model, "muon", 1.0, params=groups_of(model), **rules, report=False)
     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
     dcp.load(state, checkpoint_id=load)
     set_model_state_dict(model, state["model"])
@@ -314,7 +334,9 @@ def step_as_megatron(source: Source) -> States:
     return found
 
 
-@pytest.mark.parametrize(("name", "over"), [("muon", ""), ("muon", "universal"), ("genuine", ""), ("adam", "")])
+@pytest.mark.parametrize(
+    ("name", "over"), [("muon", ""), ("muon", "universal"), ("lion", ""), ("genuine", ""), ("adam", "")]
+)
 def test_megatrons_run_goes_on_with_fsdp2(
     ranks: RankPool, sources: dict[str, Source], tmp_path: Path, name: str, over: str
 ) -> None:
@@ -322,14 +344,16 @@ def test_megatrons_run_goes_on_with_fsdp2(
     source, stock = sources[name], name == "adam"
     succeeds("convert", source.universal if over else source.folder, tmp_path / "dcp", "--to", "dcp", "--json")
     expected = step_alone(source) if stock else step_as_megatron(source)
-    of_muon, of_adamw = ({} if stock else {"rule": rule} for rule in ("muon", "adamw"))
-    for groups in ranks.run(step_on_fsdp2, str(tmp_path / "dcp"), source, stock, str(tmp_path / "saved")):
+    elementwise = {"adam": "", "lion": "lion"}.get(name, "adamw")
+    of_muon, of_adamw = ({} if stock else {"rule": rule} for rule in ("muon", elementwise))
+    of_adamw |= {key: value for key, value in source.adam.items() if key != "eps" or name != "lion"}
+    for groups in ranks.run(step_on_fsdp2, str(tmp_path / "dcp"), source, elementwise, str(tmp_path / "saved")):
         *muon, decayed, vectors = groups
         assert len(muon) == (0 if stock else 1)
         for group in muon:
             assert group.items() >= {**of_muon, **source.muon, **MUON_OF_MEGATRON}.items()
         for group, decay in ((decayed, source.muon["weight_decay"]), (vectors, 0.0)):
-            assert group.items() >= {**of_adamw, **source.adam, "weight_decay": decay}.items()
+            assert group.items() >= {**of_adamw, "weight_decay": decay}.items()
     assert_states(states_in(tmp_path / "saved"), expected)
 
 

@@ -656,6 +656,30 @@ def test_the_setting_for_a_fused_matrix_divides_it_into_q_k_and_v(layout: str) -
         assert torch.equal(mine, matrix), (layout, part, found.keys())
 
 
+@pytest.mark.parametrize("heads", [6, 3])
+@pytest.mark.parametrize("said", [{"attention_output_gate": True}, {}])
+def test_gated_attention_is_four_matrices_and_other_families_have_no_place_for_it(
+    said: dict[str, bool], heads: int
+) -> None:
+    """Megatron-core's rows are queries, gates, keys and values of each group; without its argument, shapes tell."""
+    sizes, name = [2 * heads // 3, 2 * heads // 3, 2, 2], f"{LAYER}.{QKV}"
+    arguments = MUON | {"num_attention_heads": heads, "num_query_groups": 3, "group_query_attention": True, **said}
+    rows = torch.tensor([float(part) for part, size in enumerate(sizes) for _ in range(size)]).repeat(3)
+    weights = {name: rows[:, None].repeat(1, 4), f"{LAYER}.self_attention.linear_proj.weight": torch.ones(4, 2 * heads)}
+    source = checkpoint_of(weights, CORE, arguments)
+    (settings,) = atoms_in(translate(source, CORE).notes)
+    assert list(settings.values()) == [{"split_sizes": sizes, "groups": 3}]
+    blocks = blocks_of(name, (len(rows), 4), False, *AtomSettings.parse(settings).of([name]))
+    flat = weights[name].flatten()
+    for part, (block, size) in enumerate(zip(blocks, sizes, strict=True)):
+        assert block.shape == (3 * size, 4) and all(flat[block.flat(at)] == part for at in range(block.numel))
+    for family in ("hf-llama", "megatron-deepspeed"):
+        names = find(family)
+        names = dataclasses.replace(names, rules=tuple(dataclasses.replace(r, optional=True) for r in names.rules))
+        with pytest.raises(CheckpointError, match="linear_qkv.*has the gates of a gated attention"):
+            apply(names, source, Numbers(qkv_layout="groups"))
+
+
 def test_joining_says_how_to_keep_matrices_apart() -> None:
     weights, arguments = core()
     there = translate(checkpoint_of(weights, CORE, arguments | MUON), "hf-llama")

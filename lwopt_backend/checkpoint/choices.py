@@ -36,6 +36,8 @@ WRITERS = {  # imported when needed: torch.distributed.checkpoint takes half a s
     "safetensors": "lwopt_backend.checkpoint.safetensors",
 }
 
+VERSIONS = ("0.16", "0.19", "0.19-no-layout")  # of Megatron, that are written; the last for one of its flags
+
 # Families of parameter names; ``names`` has their maps.
 FAMILIES = (
     *("megatron-core", "megatron-deepspeed"),

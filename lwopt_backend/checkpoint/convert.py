@@ -13,9 +13,10 @@ from torch import Tensor
 
 from lwopt_backend.checkpoint import gates, names
 from lwopt_backend.checkpoint.choices import ARGUMENTS, NO_SCHEDULE, OF_VOCAB_FILE, SCHEDULER, WRITERS, Schedule
-from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor
+from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param
 from lwopt_backend.checkpoint.files.atomic import write_whole
 from lwopt_backend.checkpoint.files.folders import refuse_existing, write_folder
+from lwopt_backend.checkpoint.names.megatron import EMBEDDING
 from lwopt_backend.config.linked_rates import OWN_RATES, torchs
 from lwopt_backend.config.registry import MATRIX_RULES, options_of, rule_named
 
@@ -24,14 +25,20 @@ from lwopt_backend.config.registry import MATRIX_RULES, options_of, rule_named
 # docs/migration.md lists the counterparts in Megatron and DeepSpeed. Torch's own options are kept and completed, so
 # that torch.optim.AdamW also finds its own.
 
-MUON, ADAMW = "muon", "adamw"
+MUON, ADAMW, LION = "muon", "adamw", "lion"
 MOMENTS = {"exp_avg", "exp_avg_sq"}
+OF_LION = {"exp_avg"}
 _MEGATRON = {  # our options and Megatron's arguments for them, some with older names
     "nesterov": ("muon_nesterov", "muon_use_nesterov"),
     "adjust_lr_fn": ("muon_scale_mode",),
     "extra_scale_factor": ("muon_extra_scale_factor",),
     "ns_steps": ("muon_num_ns_steps",),
 }
+ADAPTIVE_MUON = (
+    "moment2_buffer is kept for the way back to Megatron, but our AdaMuon does not load it: with Emerging-Optimizers "
+    "0.2 it averages squares of updates that have the factor by shape, since 0.3 of ones without it (as ours), and "
+    "the checkpoint does not say which"
+)
 _PLACES = ("members", "from_group", "overrides")  # keys of our engines that are no options
 
 
@@ -87,6 +94,9 @@ def _translated(group: Mapping[str, Any], states: set[str], checkpoint: Checkpoi
     if "betas" in group and states >= MOMENTS:
         rule, given = ADAMW, _adamw(group, of_deepspeed)
         kept = {**torchs(), **{key: value for key, value in group.items() if value is not None}}
+    elif "betas" in group and "eps" not in group and states == OF_LION:
+        rule, kept = LION, dict(group)
+        given = {key: group[key] for key in ("lr", "betas", "weight_decay") if key in group}
     elif states == {"momentum_buffer"}:
         rule, given, kept = MUON, _muon(group, checkpoint.arguments, of_deepspeed), dict(group)
     else:
@@ -181,6 +191,8 @@ def prepared(
     """
     if target != "megatron" and (given := schedule.model_fields_set):
         raise CheckpointError(f"{_options(given)} is of --to megatron, not of --to {target}; leave it out")
+    if target == "megatron" and checkpoint.names == "model" and EMBEDDING in checkpoint.params:
+        source_vocabulary = source_vocabulary or names.CORE  # a model of your own with Megatron-core's names
     known = source_vocabulary or (checkpoint.names if checkpoint.names in (names.CORE, *names.FAMILIES) else None)
     vocabulary = vocabulary or (names.CORE if target == "megatron" else known)
     _check_used(checkpoint, target, vocabulary, source_vocabulary, numbers.model_fields_set)
@@ -191,7 +203,20 @@ def prepared(
         checkpoint = names.translate(checkpoint, vocabulary, numbers, source=source_vocabulary)
     if target == "megatron":
         return scheduled(replace(checkpoint, arguments=_megatron_arguments(checkpoint, numbers)), schedule), gate
+    checkpoint = _with_lions_steps(checkpoint)
+    if any("moment2_buffer" in param.states for param in checkpoint.params.values()):
+        checkpoint = replace(checkpoint, notes=(*checkpoint.notes, ADAPTIVE_MUON))
     return (as_ours(checkpoint) if target == "dcp" else checkpoint), gate
+
+
+def _with_lions_steps(checkpoint: Checkpoint) -> Checkpoint:
+    """Megatron's Lion counts no steps; ours does, although no update depends on them."""
+
+    def counted(param: Param) -> Param:
+        is_lion = param.step is None and set(param.states) - {MASTER} == OF_LION
+        return replace(param, step=float(checkpoint.iteration or 0)) if is_lion else param
+
+    return replace(checkpoint, params={name: counted(param) for name, param in checkpoint.params.items()})
 
 
 def _check_used(checkpoint: Checkpoint, target: str, wanted: str | None, source: str | None, given: set[str]) -> None:

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Column, Table
 
 from lwopt_backend.checkpoint import choices
-from lwopt_backend.checkpoint.choices import AUTO, NO_SCHEDULE, WRITERS, CheckpointError, Numbers, Schedule
+from lwopt_backend.checkpoint.choices import AUTO, NO_SCHEDULE, VERSIONS, WRITERS, CheckpointError, Numbers, Schedule
 from lwopt_backend.config.options import Options, parse, suggestion
 
 if TYPE_CHECKING:
@@ -159,14 +159,14 @@ def print_sentences(console: Console, heading: str, found: Sequence[str]) -> Non
 
 DTYPES = ("float32", "bfloat16", "float16")
 SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-VERSIONS = ("0.16", "0.19")
 WORKERS = 2  # one thread computes checksums while another waits for the disk; each has a tensor in memory
 WRITTEN = dict(zip(WRITERS, ("deepspeed universal", "megatron torch_dist", "torch dcp", "safetensors")))
 Text = str | None
 HELP = {
     "names": f"Of the new one's parameters: {FAMILIES}, or a .json file. Default: as they are.",
     "source names": "The same of the source, where it does not say itself.",
-    "megatron version": f"Megatron that loads it: {' or '.join(VERSIONS)} (and later). Default: 0.16.",
+    "megatron version": "Megatron that loads it: 0.16, 0.19 (and later), or 0.19-no-layout, with its "
+    "--no-use-layer-wise-param-layout. Default: 0.16.",
     "dtype": f"Of weights in safetensors: {', '.join(DTYPES)}. Default: as they are.",
     "workers": "Tensors that are read and checked, or written, at a time; so many are in memory.",
     "uneven steps": "Some parameters were not trained in every step: their counts may differ in a param group.",
@@ -244,8 +244,7 @@ def _options(to: str, megatron_version: str | None, dtype: str | None) -> dict[s
         raise CheckpointError(f"--dtype is of --to safetensors, not of --to {to}, which keeps dtypes; leave it out")
     version = VERSIONS[0] if megatron_version is None else megatron_version
     if version not in VERSIONS:
-        known = " or ".join(VERSIONS)
-        raise CheckpointError(f"--megatron-version {version!r} is not written; give {known} (and later)")
+        raise CheckpointError(f"--megatron-version {version!r} is not written; give {' or '.join(VERSIONS)}")
     name = dtype and SHORT.get(dtype, dtype)
     if name is not None and name not in DTYPES:
         raise CheckpointError(f"unknown --dtype {dtype!r}; {suggestion(name, DTYPES)}")

@@ -64,6 +64,11 @@ def read(step: Path) -> Checkpoint:
         if number is not None and (not kept or ("betas" in groups[number]) != is_adam):
             number = None  # its group's by the usual rules, which do not hold for another optimizer's states
         params[name] = Param(weights[name], kept, naming.step_of(groups, number) if is_adam else None, number)
+        if number is not None and "eps" in groups[number] and is_adam and "exp_avg_sq" not in kept:
+            raise CheckpointError(
+                f"{folder.path}: Adam trains {name} beside Lion, and with --optimizer lion --use-distributed-optimizer "
+                "Megatron does not save Adam's exp_avg_sq; save without --use-distributed-optimizer"
+            )
     notes = _notes(folder)
     if groups and not any(param.states for param in params.values()):
         notes.append("there are param groups, but no state of a parameter is saved")

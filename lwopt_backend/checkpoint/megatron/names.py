@@ -242,25 +242,35 @@ def world(arguments: Mapping[str, Any]) -> dict[str, int]:
 EMBEDDINGS = (EMBEDDING, OUTPUT)  # "is_embedding_or_output_parameter"
 
 
+def of_matrices(groups: Sequence[Mapping[str, Any]]) -> list[bool]:
+    """Which groups are of the matrices' own optimizer: Muon's, without ``betas``, beside Adam's or Lion's; with
+    ``--optimizer lion`` Lion's, without ``eps``, beside Adam's."""
+    for key in ("betas", "eps"):
+        if len({key in group for group in groups}) > 1:
+            return [key not in group for group in groups]
+    return [False] * len(groups)
+
+
 def groups_of(
     shapes: Mapping[str, Sequence[int]], groups: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
 ) -> dict[str, int | None]:
     """The number of each parameter's group; None if no group, or more than one, fits it.
 
-    A group's options say whether it is of sharded experts, of Muon (the one without ``betas``, if others have them),
-    with weight decay (``wd_mult``), and with the usual learning rate. Muon gets the matrices except word embeddings and
-    output layer, but including learned positions and routers (``get_megatron_muon_optimizer`` in
-    megatron/core/optimizer/muon.py, ``_get_param_groups`` and ``get_standard_config_overrides`` beside it).
+    A group's options say whether it is of sharded experts, of Muon or Lion (see ``of_matrices``), with weight decay
+    (``wd_mult``), and with the usual learning rate. Muon gets the matrices except word embeddings and output layer, but
+    including learned positions and routers (``get_megatron_muon_optimizer`` in megatron/core/optimizer/muon.py,
+    ``_get_param_groups`` and ``get_standard_config_overrides`` beside it).
     """
-    mixed = len({"betas" in group for group in groups}) != 1  # else one optimizer for all
+    matrices = of_matrices(groups)
+    mixed = any(matrices)  # else one optimizer for all
     kinds = [
         (
             bool(group.get("is_expert_parallel", False)),
-            mixed and "betas" not in group,
+            of_matrix,
             group.get("wd_mult", 1.0) != 0,
             bool(group.get("default_config", True)) and not group.get("is_decoupled_lr", False),
         )
-        for group in groups
+        for group, of_matrix in zip(groups, matrices)
     ]
     norms_decay = arguments.get("no_weight_decay_cond_type") == "apply_wd_to_qk_layernorm"
     norms_decay = norms_decay or bool(arguments.get("apply_wd_to_qk_layernorm"))

@@ -7,12 +7,13 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lwopt_backend.checkpoint.choices import SCHEDULER
+from lwopt_backend.checkpoint.choices import SCHEDULER, VERSIONS
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param
 from lwopt_backend.checkpoint.dcp.saving import Boxes, Place, Shards, save, stacked
 from lwopt_backend.checkpoint.files.manifest import Files
@@ -81,7 +82,7 @@ class Keys:
 
 # What is no tensor in Megatron's torch_dist checkpoints: arguments, param groups, scheduler.
 
-OLD, NEW = "0.16", "0.19"
+OLD, NEW, NO_LAYOUT = VERSIONS
 _TORCH_ONLY = ("amsgrad", "foreach")  # options of torch's AdamW, which counts by parameter; Apex's and TE's by group
 
 
@@ -190,12 +191,12 @@ def has_muon(checkpoint: Checkpoint) -> bool:
 def is_distributed(checkpoint: Checkpoint, arguments: Mapping[str, Any], version: str) -> bool:
     """Whether Adam's state is Megatron's DistributedOptimizer's, whose master weights have another key."""
     if has_muon(checkpoint):
-        return version == NEW
+        return version == NEW and arguments.get("use_layer_wise_param_layout") is not False
     return bool(arguments.get("use_distributed_optimizer", True))
 
 
 def _optimizers(checkpoint: Checkpoint, arguments: Mapping[str, Any], version: str) -> dict[Any, Any]:
-    """Muon's groups first, then Adam's, those of sharded experts by themselves; one optimizer alone has no number."""
+    """Groups of matrices first, then Adam's, those of sharded experts by themselves; one optimizer has no number."""
     if checkpoint.groups and all("wd_mult" in group for group in checkpoint.groups):  # Megatron made them
         steps: dict[int | None, set[float]] = {}
         for param in checkpoint.params.values():
@@ -205,8 +206,8 @@ def _optimizers(checkpoint: Checkpoint, arguments: Mapping[str, Any], version: s
     else:
         groups = _made_groups(checkpoint, arguments, checkpoint.scheduler or {})
     parts: dict[tuple[bool, bool], list[dict[str, Any]]] = {}
-    for group in groups:
-        adam = "betas" in group
+    for group, of_matrix in zip(groups, naming.of_matrices(groups)):
+        adam = "betas" in group and not of_matrix
         parts.setdefault((adam, adam and bool(group.get("is_expert_parallel"))), []).append(group)
     distributed = is_distributed(checkpoint, arguments, version)
     muon = has_muon(checkpoint)
@@ -234,7 +235,7 @@ def _optimizer(
 
 
 def _counted(group: dict[str, Any], steps: set[float], number: Any) -> dict[str, Any]:
-    if "betas" not in group:  # Megatron's Muon counts none
+    if "eps" not in group:  # Megatron's Muon and Lion count none
         return group
     if len(steps) > 1:
         raise CheckpointError(
@@ -249,6 +250,12 @@ def _made_groups(
 ) -> list[dict[str, Any]]:
     """Groups as Megatron makes them, with the options of another optimizer's: Muon's, Adam's, Adam's without decay.
     All have the schedule's rates, by which Megatron 0.19 finds a group."""
+    of_lion = [is_lion(p) for p in checkpoint.params.values() if not is_muon(p) and set(p.states) - {MASTER}]
+    if any(of_lion) and not (all(of_lion) and has_muon(checkpoint)):
+        raise CheckpointError(
+            f"{checkpoint.format}: Lion trained what it does not in Megatron, where Muon has the matrices and Lion all "
+            "else (--muon-scalar-optimizer lion), or Lion the matrices and Adam all else; convert to universal or dcp"
+        )
     members: dict[tuple[bool, bool, bool], list[tuple[str, Param]]] = {}
     for name, param in checkpoint.params.items():
         if set(param.states) - {MASTER}:
@@ -288,7 +295,8 @@ def _made_groups(
 # 0.16   common.pt; states as ``optimizer.state.<state>.<name>``, master weights as ``fp32_param``. This is what its
 #        LayerWise optimizer loads (--optimizer dist_muon).
 # 0.19   common state among the tensors; the fully reshardable layout (--dist-ckpt-optim-fully-reshardable), in which
-#        Adam's master weights are ``param``, Muon's ``fp32_param``.
+#        Adam's master weights are ``param``, Muon's ``fp32_param``. With --no-use-layer-wise-param-layout, all are
+#        ``fp32_param``: written for runs that had that flag, and as version "0.19-no-layout".
 # Checkpoints of Adam alone are the DistributedOptimizer's, fully reshardable, unless their arguments say that there was
 # none. Megatron loads both at any tensor, pipeline and data parallel size. Random states are not written.
 
@@ -296,11 +304,14 @@ def _made_groups(
 def write(checkpoint: Checkpoint, folder: Path, version: str = OLD, workers: int = 1) -> None:
     """Fill ``folder``, an ``iter_%07d``, which is empty. ``workers`` parameters of one layer are in memory at a time.
 
-    ``version``: "0.16" or "0.19". Raises CheckpointError for names that are not Megatron-core's, and for what this
+    ``version``: one of ``VERSIONS``. Raises CheckpointError for names that are not Megatron-core's, and for what this
     format has no place for.
     """
-    if version not in (OLD, NEW):
-        raise CheckpointError(f"version {version!r} of Megatron is not written, only {OLD} and {NEW} (and later)")
+    if version not in VERSIONS:
+        raise CheckpointError(f"version {version!r} of Megatron is not written, only {', '.join(VERSIONS)}")
+    if version == NO_LAYOUT:
+        version, told = NEW, {**checkpoint.arguments, "use_layer_wise_param_layout": False}
+        checkpoint = replace(checkpoint, arguments=told)
     if checkpoint.names != "megatron-core":
         raise CheckpointError(
             f"{checkpoint.format}: expected parameters named as in Megatron-core, found names of {checkpoint.names!r}; "

@@ -218,16 +218,38 @@ def _fused(checkpoint: Checkpoint, unit: Unit, numbers: Numbers) -> str | None:
         return None
     if not split:
         return _set("muon_split_qkv=False orthogonalized q, k and v as one matrix.", unit, "whole")
-    what = "muon_split_qkv=True orthogonalized q, k and v each by itself."
+    gated = is_gated(checkpoint, numbers)
+    what = f"muon_split_qkv=True orthogonalized {'queries, gates, keys and values' if gated else 'q, k and v'} each by"
+    what += " itself."
+    if gated and numbers.heads:  # each head has as many rows of the gate as of queries
+        numbers = numbers.model_copy(update={"heads": 2 * numbers.heads})
     try:  # how they lie; outputs, however they are stored
         found = qkv_of_fused(numbers, checkpoint.params[name].shape[0], name)
     except CheckpointError:  # nothing is divided here, so that no number is needed
         return f"{what} 'atoms' can do the same with us, but how they lie is not known."
+    if gated:
+        sizes = [found.queries // 2, found.queries // 2, found.channels, found.channels]
+        return _set(what, unit, {"split_sizes": sizes, "groups": found.groups})
     by_layout = "qkv_to_layout" in unit.rule.do
     if not ("qkv_blocks" in unit.rule.do or by_layout and numbers.qkv_layout == "blocks"):
         return _set(what, unit, {"qkv": list(found.sizes), "groups": found.groups})
     ranks = numbers.qkv_ranks if by_layout else 1
     return _set(what, unit, {"qkv": [size * found.groups // ranks for size in found.sizes], "groups": ranks})
+
+
+def is_gated(checkpoint: Checkpoint, numbers: Numbers) -> bool:
+    """Whether Megatron-core's linear_qkv has the queries, gates, keys and values of each group in turn
+    (--attention-output-gate). Arguments say so; without them, shapes do: linear_proj has a column for every query."""
+    if (said := checkpoint.arguments.get("attention_output_gate")) is not None or checkpoint.names != "megatron-core":
+        return bool(said)
+    for name, param in checkpoint.params.items():
+        layer, qkv, _ = name.partition("linear_qkv.weight")
+        if qkv and (proj := checkpoint.params.get(f"{layer}linear_proj.weight")):
+            rows, queries, groups = param.shape[0], proj.shape[1], numbers.query_groups
+            if numbers.heads and groups:
+                return rows == 2 * queries + 2 * queries * groups // numbers.heads
+            return rows > 2 * queries and rows != 3 * queries  # these are q, k and v with a key for each query
+    return False
 
 
 def _set(what: str, unit: Unit, division: Any) -> str:
@@ -250,11 +272,12 @@ def apply(names: NameMap, checkpoint: Checkpoint, numbers: Numbers | None = None
     given = {} if numbers is None else numbers.model_dump(exclude_unset=True)
     arguments = checkpoint.arguments
     numbers = names.numbers.model_copy(update=given).filled(arguments)
+    family = names.target if names.source == "megatron-core" else names.source
     for key, (value, why) in names.refused.items():
         if arguments.get(key) == value:
             raise CheckpointError(
-                f"the model was trained with {key}={value!r}: {why}; weights under names of "
-                f"{names.target if names.source == 'megatron-core' else names.source} would mean something else"
+                f"the model was trained with {key}={value!r}: {why}; weights under names of {family} would mean "
+                "something else"
             )
     spelled: dict[str, Param] = {}
     for name, param in checkpoint.params.items():
@@ -265,6 +288,7 @@ def apply(names: NameMap, checkpoint: Checkpoint, numbers: Numbers | None = None
     source = dataclasses.replace(checkpoint, params=spelled)
     units = plan(names, spelled, numbers)
     not_gated = arguments.get("swiglu") is False and not arguments.get("quick_geglu")
+    _check_gates(source, units, family, numbers)
     params: dict[str, Param] = {}
     unchanged: dict[str, str] = {}
     for unit in units:
@@ -293,6 +317,15 @@ def apply(names: NameMap, checkpoint: Checkpoint, numbers: Numbers | None = None
         tied=tied,
         buffers=buffers,
     )
+
+
+def _check_gates(source: Checkpoint, units: Sequence[Unit], family: str, numbers: Numbers) -> None:
+    taken = [unit.names[0] for unit in units if any("qkv" in operation for operation in unit.rule.do)]
+    if taken and is_gated(source, numbers):
+        raise CheckpointError(
+            f"{taken[0]!r} has the gates of a gated attention beside q, k and v (Megatron's --attention-output-gate), "
+            f"for which {family} has no name; convert with --names megatron-core, for a model of your own"
+        )
 
 
 def _arguments(names: NameMap, arguments: Mapping[str, Any], unchanged: Mapping[str, str]) -> dict[str, Any]:
