@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from tests.launcher import torchrun
+from tests.launcher import ROOT, torchrun
 from tests.zero import newton_schulz_in_float32
 
 SCRIPT = Path(__file__).with_name("torchtitan_llama3.py")
@@ -137,3 +139,25 @@ def test_a_recipe_of_adamw_keeps_its_rate_and_has_matrices() -> None:
     config.optimizer.param_groups[0].optimizer_name = "Adam"
     with pytest.raises(ValueError, match="optimizer 'Adam' has no counterpart"):
         layer_wise(config.optimizer).build(model_parts=[config.model_spec.model.build()])
+
+
+def test_the_pages_commands_and_configuration_are_taken() -> None:
+    from torchtitan.config import ConfigManager
+    from torchtitan.config.override import apply_overrides
+
+    page = (ROOT / "docs" / "start" / "torchtitan.md").read_text()
+    blocks = re.findall(r"^```(bash|python) torchtitan\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    made = []
+    for kind, text in blocks:
+        if kind == "python":
+            recipe: dict[str, Any] = {}
+            exec(text, recipe)
+            made.append(recipe["optimizer"])
+            continue
+        words = shlex.split(text.replace("\\\n", " "))
+        config = ConfigManager().parse_args(words[words.index("torchtitan.train") + 1 :])
+        apply_overrides(config.override, config)
+        made.append(config.optimizer)
+    rates = {"lr": 0.02, "elementwise_lr": 8e-4}
+    assert [each.arguments for each in made] == [{}, rates, {"matrix": "muon", **rates}]
+    assert [len(each.param_groups) for each in made] == [1, 1, 0]
