@@ -93,7 +93,8 @@ def fit(folder: Path, name: str, kind: str, resume: bool) -> list[float]:
         def configure_optimizers(self) -> Any:
             if kind == "deepspeed":
                 return deepspeed_zero.LayerWise(self.parameters(), **OURS, exclude=["*4.weight"], report=False)
-            return LayerWiseOptimizer(self.model, **OURS, exclude=["4.weight"], report=False)
+            kept: Any = {"keep_full_grads": True} if kind == "owned" else {}  # for Lightning to clip
+            return LayerWiseOptimizer(self.model, **OURS, **kept, exclude=["4.weight"], report=False)
 
         def training_step(self, batch: Any, number: int) -> Tensor:
             loss = F.cross_entropy(self.model(batch[0]), batch[1])
