@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from lwopt_backend import LayerWiseOptimizer
 from tests.launcher import ROOT, torchrun
@@ -41,23 +40,8 @@ def losses(folder: Path, kind: str) -> tuple[list[float], list[str]]:
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
 
-    matrices: list[str] = []
-
-    class OurTrainer(SFTTrainer):  # type: ignore[misc]
-        def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-            if self.optimizer is None:
-                model = self.model if model is None else model
-                trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-                if kind == "ours":
-                    self.optimizer = LayerWiseOptimizer(
-                        model, {"name": "muon", "ns_dtype": "float32", **MUON}, report=False
-                    )
-                    groups = [g for g in self.optimizer.param_groups if g["rule"] == "muon"]
-                    matrices.extend(trained[id(p)] for group in groups for p in group["params"])
-                else:
-                    self.optimizer = torch.optim.Muon([p for p in model.parameters() if p.requires_grad], **MUON)
-            return self.optimizer
-
+    ours = (lambda: LayerWiseOptimizer, {"matrix": {"name": "muon", "ns_dtype": "float32", **MUON}, "report": False})
+    theirs = (lambda: lambda model: torch.optim.Muon([p for p in model.parameters() if p.requires_grad], **MUON), {})
     arguments = SFTConfig(
         output_dir=str(folder),
         max_steps=10,
@@ -75,15 +59,18 @@ def losses(folder: Path, kind: str) -> tuple[list[float], list[str]]:
     )
     adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
     torch.manual_seed(1)
-    trainer = OurTrainer(
+    trainer = SFTTrainer(
         small_llama(2, 32),
         args=arguments,
         train_dataset=Dataset.from_list([{"text": text} for text in TEXTS]),
         processing_class=of_bytes(),
         peft_config=adapters,
+        optimizer_cls_and_kwargs=ours if kind == "ours" else theirs,
     )
     with newton_schulz_in_float32():
         trainer.train()
+    names = {id(param): name for name, param in trainer.model.named_parameters()}
+    matrices = [names[id(p)] for g in trainer.optimizer.param_groups if g.get("rule") == "muon" for p in g["params"]]
     return [row["loss"] for row in trainer.state.log_history if "loss" in row], matrices
 
 
