@@ -9,6 +9,7 @@ torchtitan keeps sharding, gradients, clipping, schedules and checkpoints.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,10 +51,11 @@ class LayerWiseOptimizers(OptimizersContainer):  # type: ignore[misc]
         self._post_init(params)
 
 
-@override(target=OptimizersContainer.Config, description="LayerWiseOptimizer for all parameters")  # type: ignore[misc]
+@override(target=OptimizersContainer.Config, description="LayerWiseOptimizer for all parameters")  # type: ignore[untyped-decorator]
 def layer_wise(config: OptimizersContainer.Config, **arguments: Any) -> LayerWiseOptimizers.Config:
     """The recipe's optimizer replaced by ours, with these arguments of ``LayerWiseOptimizer`` or as the recipe says."""
-    return derive(config, LayerWiseOptimizers.Config, arguments=arguments)
+    made: LayerWiseOptimizers.Config = derive(config, LayerWiseOptimizers.Config, arguments=arguments)
+    return made
 
 
 def from_recipe(config: OptimizersContainer.Config, model: nn.Module) -> dict[str, Any]:
@@ -88,7 +90,7 @@ def from_recipe(config: OptimizersContainer.Config, model: nn.Module) -> dict[st
     return {"matrix": {"name": "muon", "adjust_lr_fn": "match_rms_adamw"}, "params": [g for g in groups if g["params"]]}
 
 
-def _by_atom(config: OptimizersContainer.Config, params: dict[str, Tensor]) -> list[tuple[Any, list[Tensor]]]:
+def _by_atom(config: OptimizersContainer.Config, params: Mapping[str, Tensor]) -> list[tuple[Any, list[Tensor]]]:
     """Parameters of DistMuon by what their matrices are."""
     layouts = config.optimizer_factory_kwargs_by_name["DistMuon"]["compute_sharding_by_fqn"]
     found: dict[int, list[Tensor]] = {}
