@@ -18,7 +18,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from public_models import load
 
-from lwopt_backend.checkpoint.files.atomic import write_whole
+from lwopt_backend.checkpoint.files.folders import write_whole
 from lwopt_backend.pictures.look import (
     GRADIENTS,
     INK,

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from simulate_systems import Figure as SystemFigure
 
-from lwopt_backend.checkpoint.files.atomic import write_whole
+from lwopt_backend.checkpoint.files.folders import write_whole
 from lwopt_backend.pictures.look import (
     GRADIENTS,
     MASTERS,

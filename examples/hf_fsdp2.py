@@ -3,8 +3,9 @@
     accelerate launch --config_file configs/accelerate_fsdp2.yaml --num_processes 2 examples/hf_fsdp2.py
 
 On CPUs, with ``--cpu`` at the end. ``torchrun --nproc_per_node 2`` does as well as ``accelerate launch``: the Trainer
-has FSDP's settings here. It takes no ``optimizers=`` under FSDP, so ``create_optimizer`` is overridden. ``--out`` gets
-metrics.jsonl, the Trainer's checkpoints, from which ``--resume`` continues, and at the end the model.
+has FSDP's settings here. It takes no ``optimizers=`` under FSDP, but calls what the factory in
+``optimizer_cls_and_kwargs`` returns, with the model. ``--out`` gets metrics.jsonl, the Trainer's checkpoints, from
+which ``--resume`` continues, and at the end the model.
 """
 
 from __future__ import annotations
@@ -12,33 +13,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from corpus import Corpus
 from hugging_face import ADAMW, MUON, ROWS, SEED, Windows, fsdp2_parser, log, shard_on_cpus_too, small_llama
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from lwopt_backend import LayerWiseOptimizer
-
-
-class LayerWiseTrainer(Trainer):
-    """A Trainer whose optimizer is LayerWiseOptimizer. ``learning_rate`` and ``weight_decay`` are the matrices'."""
-
-    def __init__(self, *args: Any, ns_dtype: str = "bfloat16", **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.ns_dtype = ns_dtype
-
-    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
-        if self.optimizer is None:
-            self.optimizer = LayerWiseOptimizer(
-                self.model if model is None else model,
-                "muon",
-                lr=self.args.learning_rate,
-                weight_decay=self.args.weight_decay,
-                elementwise={"name": "adamw", **ADAMW},
-                ns_dtype=self.ns_dtype,
-                sharded_later=True,
-            )
-        return self.optimizer
 
 
 class Metrics(TrainerCallback):
@@ -72,12 +51,16 @@ def main() -> None:
         seed=SEED,
     )
     windows = options.steps * options.accumulation * ROWS * args.world_size
-    trainer = LayerWiseTrainer(
+    rules = {
+        "matrix": {"name": "muon", "ns_dtype": options.ns_dtype, **MUON},
+        "elementwise": {"name": "adamw", **ADAMW},
+    }
+    trainer = Trainer(
         model=small_llama(options.layers, options.width),
         args=args,
         train_dataset=Windows(Corpus.load(options.data, options.context), windows, options.context),
         callbacks=[Metrics()],
-        ns_dtype=options.ns_dtype,
+        optimizer_cls_and_kwargs=(lambda: LayerWiseOptimizer, {**rules, "sharded_later": True}),
     )
     trainer.train(resume_from_checkpoint=str(options.resume) if options.resume else None)
     weights = trainer.accelerator.get_state_dict(trainer.model)

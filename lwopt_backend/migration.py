@@ -350,7 +350,7 @@ class _Entry:
 
 
 @dataclass(frozen=True)
-class _Theirs:
+class Theirs:
     """What another optimizer does with some parameters: the rule's name and options, ``atoms`` of those beyond 2-D."""
 
     params: Sequence[Any]
@@ -374,8 +374,8 @@ def from_torch(optimizers: Iterable[torch.optim.Optimizer], model: nn.Module) ->
             _refuse("from_torch", group, dict.fromkeys(("maximize", "capturable", "differentiable"), False))
             known = _defaults(kind, name)
             options = {key: value for key, value in group.items() if key in known and value is not None}
-            found.append(_Theirs(group["params"], kind, {"name": name, **options}))
-    return _arguments("from_torch", found, model)
+            found.append(Theirs(group["params"], kind, {"name": name, **options}))
+    return as_arguments("from_torch", found, model)
 
 
 def from_keller_jordan(param_groups: Iterable[Mapping[str, Any]], model: nn.Module, **defaults: Any) -> dict[str, Any]:
@@ -389,7 +389,7 @@ def from_keller_jordan(param_groups: Iterable[Mapping[str, Any]], model: nn.Modu
     found = []
     for group in param_groups:
         if not group.get("use_muon", True):
-            found.append(_Theirs(group["params"], "elementwise", {"name": "adamw", **_taken(group, adam)}))
+            found.append(Theirs(group["params"], "elementwise", {"name": "adamw", **_taken(group, adam)}))
             continue
         options = {"name": "muon", **_taken(group, muon), "nesterov": True}
         by_shape: dict[Any, list[Any]] = {}
@@ -399,8 +399,8 @@ def from_keller_jordan(param_groups: Iterable[Mapping[str, Any]], model: nn.Modu
             factor = {} if kernel is None else {"adjust_lr_fn": "none"}
             if kernel is not None and kernel[0] > kernel[1]:
                 factor["extra_scale_factor"] = (kernel[0] / kernel[1]) ** 0.5
-            found.append(_Theirs(params, "matrix", {**options, **factor}, "flatten"))
-    return _arguments("from_keller_jordan", found, model)
+            found.append(Theirs(params, "matrix", {**options, **factor}, "flatten"))
+    return as_arguments("from_keller_jordan", found, model)
 
 
 def from_dion(param_groups: Iterable[Mapping[str, Any]], model: nn.Module, **defaults: Any) -> dict[str, Any]:
@@ -427,7 +427,7 @@ def from_dion(param_groups: Iterable[Mapping[str, Any]], model: nn.Module, **def
         if algorithm in ("adamw", "lion"):
             betas = given.get("beta1", given["betas"][0]), given.get("beta2", given["betas"][1])
             eps = {"eps": given["epsilon"]} if algorithm == "adamw" else {}
-            found.append(_Theirs(given["params"], "elementwise", {"name": algorithm, **shared, "betas": betas, **eps}))
+            found.append(Theirs(given["params"], "elementwise", {"name": algorithm, **shared, "betas": betas, **eps}))
             continue
         if algorithm not in ("muon", "normuon"):
             raise ValueError(
@@ -445,8 +445,8 @@ def from_dion(param_groups: Iterable[Mapping[str, Any]], model: nn.Module, **def
         if given.get("num_heads") or given.get("split_sizes"):
             heads, sizes = given.get("num_heads"), given.get("split_sizes")
             atom = {"heads": heads} if heads else {"split_sizes": list(sizes or ())}
-        found.append(_Theirs(given["params"], "matrix", options, atom))
-    return _arguments("from_dion", found, model)
+        found.append(Theirs(given["params"], "matrix", options, atom))
+    return as_arguments("from_dion", found, model)
 
 
 def _taken(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -459,7 +459,7 @@ def _refuse(caller: str, group: Mapping[str, Any], only: Mapping[str, Any]) -> N
             raise ValueError(f"{caller}: {key} is {group[key]!r}, which has no counterpart; leave it at {value!r}")
 
 
-def _arguments(caller: str, theirs: Sequence[_Theirs], model: nn.Module) -> dict[str, Any]:
+def as_arguments(caller: str, theirs: Sequence[Theirs], model: nn.Module) -> dict[str, Any]:
     names = {id(param): name for name, param in named_parameters(model)}
     routes = {each.name: each for each in route(model, stacks=True)}
     fused = {name: divided for name, divided in divide(model, list(routes.values())).items() if not divided.is_plain}

@@ -1,4 +1,4 @@
-"""Break the package on purpose, one line at a time, and see whether the tests of `make test` notice.
+"""Break the package on purpose, one line at a time, and see whether the tests notice.
 
 scripts/mutants.yaml lists the mutants: the file, the text and what takes its place, what a user would suffer, and the
 tests that are to notice. Each is applied to a copy of the checkout. Arguments choose mutants: a part of a file's name
@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
+from beside import environment as environment_of
+from peers import PEERS
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -33,6 +35,7 @@ class Mutant:
     after: str
     suffers: str
     tests: str
+    peer: str = ""  # in whose environment of `make test-peers` the tests run
 
     @property
     def title(self) -> str:
@@ -78,7 +81,8 @@ def survives(mutant: Mutant, original: Path) -> tuple[bool, str]:
         file = root / mutant.file
         file.write_text(file.read_text().replace(mutant.before, mutant.after))
         environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *mutant.tests.split()]
+        python = environment_of(mutant.peer, PEERS[mutant.peer]) if mutant.peer else sys.executable
+        command = [python, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *mutant.tests.split()]
         try:
             ended = subprocess.run(
                 command, cwd=root, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS

@@ -21,6 +21,7 @@ PEERS = {  # what an environment has beyond the prepared one
     "hugging_face": ["--upgrade", "accelerate>=1.15", "transformers>=5,<6"],  # the newest
     "pytorch_optimizer": ["--upgrade", "pytorch-optimizer>=4.1,<5"],
     "gram_newton_schulz": ["--no-deps", "gram-newton-schulz==0.1.6"],  # without its kernels: its own path for CPUs
+    "dion": ["triton"],  # and its sources, see the test
     "deepspeed_muon": ["--no-build-isolation", "--upgrade", "deepspeed>=0.19.7,<0.20"],
 }
 

@@ -38,8 +38,7 @@ from lwopt_backend.checkpoint.dcp import reader as dcp_reader
 from lwopt_backend.checkpoint.deepspeed import universal as write_universal
 from lwopt_backend.checkpoint.files import folders, pickles, torch_files
 from lwopt_backend.checkpoint.files import torch_files as zip_records
-from lwopt_backend.checkpoint.files.atomic import NEW
-from lwopt_backend.checkpoint.files.folders import read_pointer, write_folder
+from lwopt_backend.checkpoint.files.folders import NEW, read_pointer, write_folder
 from lwopt_backend.checkpoint.files.torch_files import ALIGNMENT, save
 from lwopt_backend.checkpoint.megatron import dist as megatron_dist
 from tests import hostile

@@ -112,10 +112,13 @@ sizes = {"train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"}
 json.dump({**sizes, "optimizer": entry, "zero_optimization": {"stage": 1}}, open("ds_config.json", "w"))
 os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds_config.json"}
 """
+FSDP2 = """
+import transformers
+transformers.TrainingArguments.parallel_mode = transformers.training_args.ParallelMode.DISTRIBUTED
+dataset = [*batch]
+"""
 TRAINER = """
-from types import SimpleNamespace
-trainer = SimpleNamespace(optimizer=None, model=model, args=SimpleNamespace(learning_rate=0.02, weight_decay=0.1))
-made = LayerWiseTrainer.create_optimizer(trainer)
+made = trainer.create_optimizer()
 assert [group["lr"] for group in made.param_groups] == [0.02, 3e-4]
 """
 HEADS = (
@@ -155,7 +158,7 @@ FRAGMENTS: dict[tuple[str, int], tuple[str, str]] = {  # by page and number on i
     ("owned", 2): (OPTIMIZER, "step(model, optimizer)"),
     ("planning", 0): (ENGINE + MADE + "optimizer = LayerWiseOptimizer(nn.Linear(4, 4), report=False)\n", ""),
     ("start/hugging_face", 0): (ENGINE + HUGGING_FACE, "assert args.deepspeed_plugin is not None"),
-    ("start/hugging_face", 1): (PLAIN, TRAINER),
+    ("start/hugging_face", 1): (PLAIN + FSDP2, TRAINER),
     ("start/hugging_face", 2): (ENGINE + AUTO + HUGGING_FACE, "assert model.basic_optimizer.plan_digest"),
     ("start/hugging_face", 3): (PLAIN + HUGGING_FACE, "assert optimizer.param_groups"),
 }

@@ -14,8 +14,7 @@ from torch import Tensor
 from lwopt_backend.checkpoint import gates, names
 from lwopt_backend.checkpoint.choices import ARGUMENTS, NO_SCHEDULE, OF_VOCAB_FILE, SCHEDULER, WRITERS, Schedule
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param
-from lwopt_backend.checkpoint.files.atomic import write_whole
-from lwopt_backend.checkpoint.files.folders import refuse_existing, write_folder
+from lwopt_backend.checkpoint.files.folders import refuse_existing, write_folder, write_whole
 from lwopt_backend.checkpoint.names.megatron import EMBEDDING
 from lwopt_backend.config.linked_rates import OWN_RATES, torchs
 from lwopt_backend.config.registry import MATRIX_RULES, options_of, rule_named

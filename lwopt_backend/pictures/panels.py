@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from rich.console import Console
 
-from lwopt_backend.checkpoint.files.atomic import write_whole
+from lwopt_backend.checkpoint.files.folders import write_whole
 from lwopt_backend.pictures.look import (
     INK,
     KINDS,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from lwopt_backend.checkpoint.files.atomic import write_whole
+from lwopt_backend.checkpoint.files.folders import write_whole
 from lwopt_backend.plan.cost import RULE, CostTable, Shape, newton_schulz_flops
 from lwopt_backend.rules import Muon, newton_schulz
 

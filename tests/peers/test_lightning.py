@@ -1,4 +1,5 @@
-"""Lightning's Trainer: FSDP2 by its ModelParallelStrategy on 2 ranks, and owned storage in one process."""
+"""Lightning's Trainer: FSDP2 by its ModelParallelStrategy and ZeRO by its DeepSpeedStrategy on 2 ranks, and owned
+storage in one process."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from lwopt_backend import LayerWiseOptimizer
 from tests.launcher import ROOT, succeeds, torchrun, unpack_page
 from tests.zero import ADAMW, MUON, Reference, newton_schulz_in_float32
 
-ROWS, STEPS, HALF = 4, 6, 3  # of each of two epochs
+ROWS, STEPS, HALF, CLIP = 4, 6, 3, 0.5  # steps of each of two epochs
 OURS = {"matrix": {"name": "muon", "ns_dtype": "float32", **MUON}, "elementwise": {"name": "adamw", **ADAMW}}
 
 
@@ -46,20 +47,38 @@ def by_torch() -> list[float]:
     for inputs, labels in [*DataLoader(Rows(), batch_size=ROWS)] * 2:
         loss = F.cross_entropy(single.model(inputs), labels)
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(single.model.parameters(), CLIP)
         losses.append(loss.item())
         with newton_schulz_in_float32():
             single.step()
     return losses
 
 
-def fit(folder: Path, name: str, fsdp2: bool, resume: bool) -> list[float]:
+def strategy_of(kind: str) -> Any:
+    from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy
+
+    class OnCPUs(DeepSpeedStrategy):  # type: ignore[misc]
+        """Lightning refuses CPUs; what comes after that works on them."""
+
+        root_device = torch.device("cpu", 0)  # DeepSpeed compares its number
+
+        def setup_environment(self) -> None:
+            super(DDPStrategy, self).setup_environment()
+
+    if kind == "fsdp2":
+        return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    entry = {"type": "LayerWise", "params": {**OURS, "exclude": ["*4.weight"], "report": False}}
+    config = {"zero_optimization": {"stage": 2}, **({"optimizer": entry} if kind == "entry" else {})}
+    return "auto" if kind == "owned" else OnCPUs(config={**config, "zero_allow_untested_optimizer": True})
+
+
+def fit(folder: Path, name: str, kind: str, resume: bool) -> list[float]:
     """A run of Lightning's Trainer, on every rank; the losses of its steps over all ranks."""
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
-    from lightning.pytorch.strategies import ModelParallelStrategy
     from torch.distributed.fsdp import fully_shard
 
-    from lwopt_backend.integrations import fsdp2 as sharded
+    from lwopt_backend.integrations import deepspeed_zero
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
@@ -68,31 +87,34 @@ def fit(folder: Path, name: str, fsdp2: bool, resume: bool) -> list[float]:
             self.losses: list[float] = []
 
         def configure_model(self) -> None:
-            if fsdp2:
+            if kind == "fsdp2":
                 fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
 
         def configure_optimizers(self) -> Any:
-            optimizer: Any = sharded.LayerWiseOptimizer if fsdp2 else LayerWiseOptimizer
-            return optimizer(self.model, **OURS, exclude=["4.weight"], report=False)
+            if kind == "deepspeed":
+                return deepspeed_zero.LayerWise(self.parameters(), **OURS, exclude=["*4.weight"], report=False)
+            kept: Any = {"keep_full_grads": True} if kind == "owned" else {}  # for Lightning to clip
+            return LayerWiseOptimizer(self.model, **OURS, **kept, exclude=["4.weight"], report=False)
 
         def training_step(self, batch: Any, number: int) -> Tensor:
             loss = F.cross_entropy(self.model(batch[0]), batch[1])
             total = loss.detach().clone()
-            if fsdp2:
+            if ranks > 1:
                 dist.all_reduce(total)
             self.losses.append(total.item() / ranks)
             return loss
 
     torch.set_num_threads(1)
-    ranks = 2 if fsdp2 else 1
-    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1) if fsdp2 else "auto"
+    ranks = 1 if kind == "owned" else 2
+    deepspeed_zero.register()
     checkpoints = ModelCheckpoint(folder, filename=f"{name}-{{epoch}}", save_top_k=-1)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=ranks,
-        strategy=strategy,
+        strategy=strategy_of(kind),
         max_epochs=2,
+        gradient_clip_val=CLIP,
         callbacks=[checkpoints],
         use_distributed_sampler=False,
         **quiet,
@@ -104,15 +126,16 @@ def fit(folder: Path, name: str, fsdp2: bool, resume: bool) -> list[float]:
     return module.losses
 
 
-@pytest.mark.parametrize("fsdp2", [False, True])
-def test_it_has_the_losses_of_torch_optim_and_resumes_with_them(tmp_path: Path, fsdp2: bool) -> None:
+@pytest.mark.parametrize("kind", ["fsdp2", "owned", "deepspeed", "entry"])
+def test_it_has_the_losses_of_torch_optim_and_resumes_with_them(tmp_path: Path, kind: str) -> None:
+    """``deepspeed`` has the optimizer from ``configure_optimizers``, ``entry`` from DeepSpeed's configuration."""
     found = {}
     for name in ("whole", "resumed"):
-        if fsdp2:
-            torchrun("-m", "tests.peers.test_lightning", tmp_path, name)
-            found[name] = json.loads((tmp_path / f"{name}.json").read_text())
+        if kind == "owned":
+            found[name] = fit(tmp_path, name, kind, name == "resumed")
         else:
-            found[name] = fit(tmp_path, name, fsdp2, name == "resumed")
+            torchrun("-m", "tests.peers.test_lightning", tmp_path, name, kind)
+            found[name] = json.loads((tmp_path / f"{name}.json").read_text())
     assert found["whole"] == pytest.approx(by_torch(), rel=1e-5) and len(set(found["whole"])) == STEPS
     assert found["resumed"] == found["whole"][HALF:]
 
@@ -124,6 +147,6 @@ def test_the_pages_script_trains(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    losses = fit(Path(sys.argv[1]), sys.argv[2], True, sys.argv[2] == "resumed")
+    losses = fit(Path(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[2] == "resumed")
     if dist.get_rank() == 0:
         Path(sys.argv[1], f"{sys.argv[2]}.json").write_text(json.dumps(losses))

@@ -1,17 +1,23 @@
-"""torchtitan's trainer, with the recipe of docs/start/torchtitan.md: torch.optim's weights, and a resumed run."""
+"""torchtitan's trainer with our optimizer by name: torch.optim's weights, resumed runs, and recipes in our words."""
 
 from __future__ import annotations
 
 import json
+import re
+import shlex
+import sys
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from tests.launcher import torchrun
+from tests.launcher import ROOT, torchrun
+from tests.zero import newton_schulz_in_float32
 
 SCRIPT = Path(__file__).with_name("torchtitan_llama3.py")
 
@@ -37,28 +43,121 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def trained(folder: Path, run: str, kind: str, *, steps: int, processes: int) -> dict[str, Tensor]:
-    """All tensors of the checkpoint after these steps, by path."""
-    torchrun(SCRIPT, folder, run, kind, steps, processes=processes)
+def trained(
+    folder: Path, run: str, kind: str, *more: str, steps: int = 6, processes: int = 2
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """All tensors of the checkpoint after these steps, by path; and the optimizers' whole state."""
+    torchrun(SCRIPT, folder, run, kind, steps, *more, processes=processes)
     dcp_to_torch_save(folder / run / "checkpoint" / f"step-{steps}", folder / "whole.pt")
     leaves, _ = tree_flatten_with_path(torch.load(folder / "whole.pt", weights_only=False))
-    return {keystr(path): value for path, value in leaves if isinstance(value, Tensor)}
+    tensors = {keystr(path): value for path, value in leaves if isinstance(value, Tensor)}
+    return tensors, torch.load(folder / run / "held.pt", weights_only=False)
 
 
 def test_it_trains_what_torch_optim_trains(folder: Path) -> None:
     """Both have other orders of sums in Newton-Schulz, which multiplies roundings of 1e-7 by 3.4 in each of 5 steps."""
-    ours = trained(folder, "ours", "ours", steps=6, processes=1)
-    theirs = trained(folder, "theirs", "theirs", steps=6, processes=1)
+    ours, _ = trained(folder, "ours", "muon", processes=1)
+    theirs, _ = trained(folder, "theirs", "theirs", processes=1)
     weights = [name for name, value in theirs.items() if value.ndim == 2 and "optimizer" not in name]
     assert len(weights) == 2 * 7 + 2
     for name in weights:
         torch.testing.assert_close(ours[name], theirs[name], rtol=0.0, atol=1e-4, msg=name)
 
 
-def test_a_resumed_run_has_the_weights_of_a_whole_one(folder: Path) -> None:
-    whole = trained(folder, "whole", "ours", steps=6, processes=2)
-    trained(folder, "in two", "ours", steps=3, processes=2)
-    resumed = trained(folder, "in two", "ours", steps=6, processes=2)
-    assert any("momentum" in name for name in whole) and whole.keys() == resumed.keys()
+def test_a_resumed_run_has_the_weights_of_a_whole_one_and_other_ranks_its_state(folder: Path) -> None:
+    whole, state = trained(folder, "whole", "normuon")
+    trained(folder, "in two", "normuon", steps=3)
+    resumed, _ = trained(folder, "in two", "normuon")
+    assert any("second_moment" in name for name in whole) and whole.keys() == resumed.keys()
     for name, value in whole.items():
         assert torch.equal(value, resumed[name]), name
+    _, alone = trained(folder, "whole", "normuon", "resized", processes=1)
+    assert alone.keys() == state.keys()
+    for name, value in state.items():
+        assert torch.equal(value, alone[name]) if isinstance(value, Tensor) else value == alone[name], name
+
+
+def stepped(param: Tensor, gradient: Tensor, rows: int | None) -> Tensor:
+    """By torch.optim: Muon on every ``rows`` as one matrix, or AdamW."""
+    shape = (-1, rows, param.shape[-1]) if rows else (1, *param.shape)
+    parts = [nn.Parameter(part.detach().clone()) for part in param.reshape(shape)]
+    for part, its_gradient in zip(parts, gradient.reshape(shape)):
+        part.grad = its_gradient
+    if rows:
+        torch.optim.Muon(parts, lr=8e-4, weight_decay=0.1, adjust_lr_fn="match_rms_adamw").step()
+    else:
+        torch.optim.AdamW(parts, lr=8e-4, betas=(0.9, 0.95), weight_decay=0.1).step()
+    return torch.stack(parts).reshape(param.shape).detach()
+
+
+def test_its_recipe_for_muon_has_the_same_matrices_and_rates_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kimi's debug model in two layers, against torch.optim.Muon on each of DistMuon's matrices: heads, experts."""
+    pictures = "torchtitan.hf_datasets.multimodal.utils.image"  # needs torchvision, which is not installed
+    monkeypatch.setitem(sys.modules, pictures, MagicMock())
+    from torchtitan.distributed.flex_shard import BlockShard
+    from torchtitan.models.kimi_k2_7 import config_registry
+
+    from lwopt_backend.integrations.torchtitan import layer_wise
+
+    config = config_registry.kimi_k2_5_debugmodel()
+    config.model_spec.model.layers = config.model_spec.model.layers[:2]
+    config.model_spec.model.vision_encoder = None
+    model = config.model_spec.model.build()
+    generator = torch.Generator().manual_seed(0)
+    for param in model.parameters():
+        param.data = torch.randn(param.shape, generator=generator) / 16
+    given = {name: torch.randn(param.shape, generator=generator) / 16 for name, param in model.named_parameters()}
+    layouts = config.optimizer.optimizer_factory_kwargs_by_name["DistMuon"]["compute_sharding_by_fqn"]
+    expected = {}
+    for name, param in model.named_parameters():
+        blocks = layouts[name].shardings_by_mesh_axis.values() if name in layouts else ()
+        sizes = [block.block_size for block in blocks if isinstance(block, BlockShard)]
+        rows = (sizes[0] if sizes else param.shape[-2]) if name in layouts else None
+        with newton_schulz_in_float32():
+            expected[name] = stepped(param, given[name], rows)
+    assert len([name for name in expected if name in layouts]) == 2 * 4 + 3 + 3 + 1 + 3
+    config.optimizer.param_groups[0].optimizer_kwargs["ns_dtype"] = "float32"
+    ours = layer_wise(config.optimizer).build(model_parts=[model])
+    torch.stack([(param * given[name]).sum() for name, param in model.named_parameters()]).sum().backward()
+    ours.step()
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param.detach(), expected[name], rtol=0.0, atol=1e-6, msg=name)
+
+
+def test_a_recipe_of_adamw_keeps_its_rate_and_has_matrices() -> None:
+    from torchtitan.models.llama3 import config_registry
+
+    from lwopt_backend.integrations.torchtitan import layer_wise
+
+    config = config_registry.llama3_debugmodel()
+    config.model_spec.model.layers = config.model_spec.model.layers[:1]
+    ours = layer_wise(config.optimizer).build(model_parts=[config.model_spec.model.build()])
+    matrices, others = ours.optimizers[0].param_groups
+    assert len(matrices["param_names"]) == 5 and matrices["adjust_lr_fn"] == "match_rms_adamw"
+    assert (matrices["lr"], matrices["weight_decay"]) == (others["lr"], others["weight_decay"]) == (8e-4, 0.1)
+    assert others["betas"] == (0.9, 0.95) and "tok_embeddings.weight" in others["param_names"]
+    config.optimizer.param_groups[0].optimizer_name = "Adam"
+    with pytest.raises(ValueError, match="optimizer 'Adam' has no counterpart"):
+        layer_wise(config.optimizer).build(model_parts=[config.model_spec.model.build()])
+
+
+def test_the_pages_commands_and_configuration_are_taken() -> None:
+    from torchtitan.config import ConfigManager
+    from torchtitan.config.override import apply_overrides
+
+    page = (ROOT / "docs" / "start" / "torchtitan.md").read_text()
+    blocks = re.findall(r"^```(bash|python) torchtitan\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    made = []
+    for kind, text in blocks:
+        if kind == "python":
+            recipe: dict[str, Any] = {}
+            exec(text, recipe)
+            made.append(recipe["optimizer"])
+            continue
+        words = shlex.split(text.replace("\\\n", " "))
+        config = ConfigManager().parse_args(words[words.index("torchtitan.train") + 1 :])
+        apply_overrides(config.override, config)
+        made.append(config.optimizer)
+    rates = {"lr": 0.02, "elementwise_lr": 8e-4}
+    assert [each.arguments for each in made] == [{}, rates, {"matrix": "muon", **rates}]
+    assert [len(each.param_groups) for each in made] == [1, 1, 0]

@@ -1,16 +1,19 @@
-"""TRL's SFTTrainer training LoRA adapters of PEFT: our optimizer has the losses of torch.optim on the same adapters."""
+"""TRL's SFTTrainer training LoRA adapters of PEFT, with the losses of torch.optim; and TRL's own script, unmodified."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from lwopt_backend import LayerWiseOptimizer
-from tests.launcher import ROOT
+from tests.launcher import ROOT, torchrun
 from tests.zero import MUON, newton_schulz_in_float32
 
 sys.path.append(str(ROOT / "examples"))
@@ -18,37 +21,27 @@ sys.path.append(str(ROOT / "examples"))
 TEXTS = [f"Question {n}: what is {n} plus {n}? Answer: {2 * n}." for n in range(40)]
 
 
-def losses(folder: Path, kind: str) -> tuple[list[float], list[str]]:
-    """Of ten steps; and the names that the optimizer trains as matrices."""
-    from datasets import Dataset
-    from hugging_face import small_llama
-    from peft import LoraConfig
+def of_bytes() -> Any:
+    """A tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
-    from trl import SFTConfig, SFTTrainer
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:254]
     bytes_alone = Tokenizer(models.BPE(vocab={c: n for n, c in enumerate(alphabet)}, merges=[]))
     bytes_alone.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bytes_alone.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_alone, eos_token="</s>", pad_token="<pad>")
-    matrices: list[str] = []
+    return PreTrainedTokenizerFast(tokenizer_object=bytes_alone, eos_token="</s>", pad_token="<pad>")
 
-    class OurTrainer(SFTTrainer):  # type: ignore[misc]
-        def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-            if self.optimizer is None:
-                model = self.model if model is None else model
-                trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-                if kind == "ours":
-                    self.optimizer = LayerWiseOptimizer(
-                        model, {"name": "muon", "ns_dtype": "float32", **MUON}, report=False
-                    )
-                    groups = [g for g in self.optimizer.param_groups if g["rule"] == "muon"]
-                    matrices.extend(trained[id(p)] for group in groups for p in group["params"])
-                else:
-                    self.optimizer = torch.optim.Muon([p for p in model.parameters() if p.requires_grad], **MUON)
-            return self.optimizer
 
+def losses(folder: Path, kind: str) -> tuple[list[float], list[str]]:
+    """Of ten steps; and the names that the optimizer trains as matrices."""
+    from datasets import Dataset
+    from hugging_face import small_llama
+    from peft import LoraConfig
+    from trl import SFTConfig, SFTTrainer
+
+    ours = (lambda: LayerWiseOptimizer, {"matrix": {"name": "muon", "ns_dtype": "float32", **MUON}, "report": False})
+    theirs = (lambda: lambda model: torch.optim.Muon([p for p in model.parameters() if p.requires_grad], **MUON), {})
     arguments = SFTConfig(
         output_dir=str(folder),
         max_steps=10,
@@ -66,15 +59,18 @@ def losses(folder: Path, kind: str) -> tuple[list[float], list[str]]:
     )
     adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
     torch.manual_seed(1)
-    trainer = OurTrainer(
+    trainer = SFTTrainer(
         small_llama(2, 32),
         args=arguments,
         train_dataset=Dataset.from_list([{"text": text} for text in TEXTS]),
-        processing_class=tokenizer,
+        processing_class=of_bytes(),
         peft_config=adapters,
+        optimizer_cls_and_kwargs=ours if kind == "ours" else theirs,
     )
     with newton_schulz_in_float32():
         trainer.train()
+    names = {id(param): name for name, param in trainer.model.named_parameters()}
+    matrices = [names[id(p)] for g in trainer.optimizer.param_groups if g.get("rule") == "muon" for p in g["params"]]
     return [row["loss"] for row in trainer.state.log_history if "loss" in row], matrices
 
 
@@ -86,3 +82,41 @@ def test_adapters_are_matrices_and_train_as_with_torch_optim(tmp_path: Path) -> 
     layers = [f"{n}.{part}" for n in range(2) for part in ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")]
     wanted = {f"base_model.model.model.layers.{name}.lora_{side}.default.weight" for name in layers for side in "AB"}
     assert set(matrices) == wanted
+
+
+@pytest.mark.parametrize(
+    ("adapters", "routing"),
+    [(["--use_peft", "--lora_r", "4", "--lora_target_modules", "q_proj", "down_proj"], "8 of 8"), ([], "14 of 21")],
+)
+def test_its_own_script_trains_unmodified(tmp_path: Path, adapters: list[str], routing: str) -> None:
+    """``trl/scripts/sft.py`` under DeepSpeed, all weights and with LoRA, through ``lwopt_backend.run``."""
+    from hugging_face import small_llama
+
+    small_llama(2, 32).save_pretrained(tmp_path / "model")
+    of_bytes().save_pretrained(tmp_path / "model")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "train.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
+    entry = {"type": "LayerWiseMuon", "params": {"lr": "auto", "weight_decay": "auto", "adamw": {"lr": 3e-4}}}
+    auto = dict.fromkeys(("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_clipping"), "auto")
+    config = {**auto, "zero_optimization": {"stage": 2}, "optimizer": entry}
+    (tmp_path / "ds_config.json").write_text(json.dumps(config))
+    (package,) = importlib.util.find_spec("trl").submodule_search_locations  # type: ignore[union-attr,misc]
+    arguments = {
+        "model_name_or_path": tmp_path / "model",
+        "dtype": "float32",
+        "bf16": False,
+        "dataset_name": tmp_path / "texts",
+        "output_dir": tmp_path / "out",
+        "deepspeed": tmp_path / "ds_config.json",
+        "learning_rate": 0.02,
+        "max_steps": 6,
+        "max_length": 64,
+        "logging_steps": 1,
+        "report_to": "none",
+        "gradient_checkpointing": False,
+    }
+    given = [part for name, value in arguments.items() for part in (f"--{name}", value)]
+    printed = torchrun("-m", "lwopt_backend.run", f"{package}/scripts/sft.py", *given, *adapters, processes=1)
+    found = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", printed)]
+    assert f"Routing: {routing}" in printed, printed
+    assert len(found) == 6 and found[-1] < found[0], printed

@@ -1,22 +1,23 @@
-"""torchtitan's own trainer on CPU ranks, with the container of optimizers that docs/start/torchtitan.md gives.
+"""torchtitan's own trainer on CPU ranks, with our optimizer as ``--override.imports`` gives it.
 
-torchrun torchtitan_llama3.py FOLDER RUN ours|theirs STEPS: it has FOLDER/tokenizer and FOLDER/texts, checkpoints into
-FOLDER/RUN every 3 steps, and goes on from the last of those.
+torchrun torchtitan_llama3.py FOLDER RUN muon|normuon|theirs STEPS: it has FOLDER/tokenizer and FOLDER/texts,
+checkpoints into FOLDER/RUN every 3 steps, and goes on from the last of those, at last writing all state into
+FOLDER/RUN/held.pt. With "resized" the checkpoint is of another number of ranks.
 """
 
 from __future__ import annotations
 
 import functools
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 torch._utils._get_available_device_type = lambda: "cpu"  # type: ignore[attr-defined] # a CPU is none to torch
@@ -35,8 +36,8 @@ from torchtitan.models.llama3 import config_registry, model_registry  # noqa: E4
 
 from tests.zero import newton_schulz_in_float32  # noqa: E402
 
-PAGE = Path(__file__).parents[2] / "docs" / "start" / "torchtitan.md"
-MUON, ADAMW = {"lr": 0.02, "weight_decay": 0.1}, {"lr": 8e-4, "betas": (0.9, 0.95)}
+OVERRIDE = "lwopt_backend.integrations.torchtitan.layer_wise"
+MUON, ADAMW = {"lr": 0.02, "weight_decay": 0.1}, {"lr": 8e-4, "betas": [0.9, 0.95]}
 
 
 class TorchsOptimizers(OptimizersContainer):
@@ -55,34 +56,25 @@ class TorchsOptimizers(OptimizersContainer):
         self._post_init(list(named.values()))
 
 
-def container(kind: str) -> OptimizersContainer.Config:
-    if kind == "theirs":
-        return TorchsOptimizers.Config()
-    recipe = sys.modules["recipe"] = ModuleType("recipe")
-    for code in re.findall(r"^```python torchtitan\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL):
-        exec(compile(code, str(PAGE), "exec"), vars(recipe))
-    whole = {
-        "matrix": {"name": "muon", "ns_dtype": "float32", **MUON},
-        "elementwise": {"name": "adamw", **ADAMW},
-        "atoms": {"*": "whole"},
-    }
-    return recipe.LayerWiseOptimizers.Config(arguments=whole)
-
-
-def main(folder: Path, run: str, kind: str, steps: int) -> None:
+def main(folder: Path, run: str, kind: str, steps: int, resized: bool) -> None:
     config = config_registry.llama3_debugmodel()
     config.model_spec = model_registry("debugmodel", attn_backend="flex")
     config.model_spec.model.layers = config.model_spec.model.layers[:2]
     for layer in config.model_spec.model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()  # the others are compiled
     config.hf_assets_path, config.dump_folder = str(folder / "tokenizer"), str(folder / run)
-    config.optimizer = container(kind)
+    if kind == "theirs":
+        config.optimizer = TorchsOptimizers.Config()
+    else:
+        rules = {"matrix": {"name": kind, "ns_dtype": "float32", **MUON}, "elementwise": {"name": "adamw", **ADAMW}}
+        config.override.imports.append((OVERRIDE, {**rules, "atoms": {"*": "whole"}}))
     config.lr_scheduler.total_steps = 6
     config.training.steps, config.training.seq_len, config.training.local_batch_size = steps, 32, 2
     config.training.mixed_precision_param = "float32"
     config.dataloader.dataset_path = str(folder / "texts")
     config.parallelism.spmd_backend = "partial_dtensor"
     config.checkpoint.enable, config.checkpoint.interval = True, 3
+    config.checkpoint.exclude_from_loading = ["dataloader"] if resized else []  # it is of another number of ranks
     config.validator.enable, config.debug.seed = False, 1
     trainer = config.build()
     for module in trainer.model_parts[0].modules():
@@ -90,9 +82,12 @@ def main(folder: Path, run: str, kind: str, steps: int) -> None:
             module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply before it sums
     with newton_schulz_in_float32():
         trainer.train()
+    held = trainer.optimizers.state_dict()
+    whole = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in held.items()}
+    torch.save(whole, folder / run / "held.pt")
     trainer.close()
     torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5:] == ["resized"])

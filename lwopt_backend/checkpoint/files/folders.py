@@ -1,4 +1,4 @@
-"""Folders: what they must not contain; writing them whole or not at all; recovery."""
+"""Files and folders: what they must not contain; writing them whole or not at all; recovery."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import re
+import secrets
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -15,9 +16,40 @@ from typing import Any
 import torch
 
 from lwopt_backend.checkpoint.contents import CheckpointError
-from lwopt_backend.checkpoint.files.atomic import NEW, beside, write_whole
-from lwopt_backend.checkpoint.files.atomic import flush as flush
 from lwopt_backend.checkpoint.files.made import Stub
+
+NEW = ".lwopt-new"
+
+
+def write_whole(path: str | Path, content: bytes) -> None:
+    """Replace the file ``path`` by ``content`` atomically: no reader sees half of it, and a failure changes nothing.
+    Creates its folder. The bytes are flushed to disk before the file gets its name."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = beside(path, NEW)
+    try:
+        with temporary.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        flush(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def beside(path: Path, ending: str) -> Path:
+    """A unique name in the same folder for an unfinished file or folder, so that it can be renamed."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}{ending}")
+
+
+def flush(path: Path) -> None:
+    """Flush a file's bytes, or a folder's names, to disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 def check_links(folder: Path) -> None:

@@ -25,7 +25,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from lwopt_backend.checkpoint.choices import CheckpointError
-from lwopt_backend.checkpoint.files.atomic import write_whole
+from lwopt_backend.checkpoint.files.folders import write_whole
 
 NAME = "lwopt_manifest.json"
 DEPTH = 4  # folders in which a file's manifest may be: <tag>/zero/<parameter>/<key>.pt has it in the third
