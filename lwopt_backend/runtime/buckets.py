@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -267,11 +267,15 @@ class BucketBuffers:
         start = self.bucket.parts[self.sharers.instance.rank][0]
         return [self.mine.narrow(0, piece.offset - start, piece.numel) for piece in self.pieces]
 
-    def stored_grads(self) -> list[Tensor]:
-        """The buffer of this rank's reduced gradients, padding included; with ``keep_full``, that of all gradients."""
+    def stored_grads(self, pick: Callable[[int], bool] | None = None) -> list[Tensor]:
+        """The buffer of this rank's reduced gradients, padding included; with ``keep_full``, that of all gradients.
+        Of the parameters that ``pick`` selects, if given, one tensor each."""
+        stored = self.full if self._keep_full else self.mine
+        if stored is None or pick is None:
+            return [] if stored is None else [stored]
         if self._keep_full:
-            return [self.full] if self.full is not None else []
-        return [self.mine] if self.mine is not None else []
+            return [self.view(stored, param) for param in self._slots if pick(param)]
+        return [grad for piece, grad in zip(self.pieces, self.owned_grads()) if pick(piece.param)]
 
     def refresh_masters(self) -> None:
         """Copy the parameters into the masters, except where a master already rounds to its parameter's value.
