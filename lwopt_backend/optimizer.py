@@ -35,7 +35,7 @@ from lwopt_backend.routing.routing import as_globs, check_globs, named_like
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.rules.protocol import one_call
 from lwopt_backend.runtime.agreement import StepReport, agree_in_all, plan_digest
-from lwopt_backend.runtime.collectives import ranks_of
+from lwopt_backend.runtime.collectives import Collectives, ranks_of
 from lwopt_backend.runtime.state import StateStore, keeps_state
 from lwopt_backend.storage import mesh, mesh_state, mesh_stepping, owned_model
 from lwopt_backend.storage.gradients import (
@@ -179,30 +179,24 @@ class LayerWiseOptimizer(LinkedOptimizer):
     ) -> Tensor:
         """``torch.nn.utils.clip_grad_norm_`` over all gradients, however they are stored. Called on all ranks.
 
-        Returns the norm before clipping, a plain fp32 tensor that is the same on all ranks. With parameters on one
-        mesh, or on one device, these are torch's bits; owned storage adds up in fp64, and ``foreach`` has no effect on
-        it. Parameters on a mesh that leaves out some ranks count once if those have copies, and together with theirs if
-        they have others (experts).
+        Returns the norm before clipping, a plain fp32 tensor that is the same on all ranks. For one mesh it has torch's
+        bits; owned storage adds up in fp64, without ``foreach``. Parameters on a mesh that leaves out some ranks count
+        once if those have copies, and together with theirs if they have others (experts).
 
-        Parameters in ``clip_groups`` do not count: they are clipped here by the largest norms of their groups. If this
-        is not called before a step, the step clips them.
+        Parameters in ``clip_groups`` do not count: they are clipped by their groups' norms, here or else in the step.
         """
         limits = {**self._clip_groups.limits, None: max_norm}
         return self._clip(limits, norm_type, error_if_nonfinite, foreach)[None].float()
 
     @torch.no_grad()
     def _clip(
-        self,
-        limits: Mapping[str | None, float],
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
+        self, limits: Mapping[str | None, float], norm_type: float = 2.0, finite: bool = False, foreach: Any = None
     ) -> dict[str | None, Tensor]:
         """Clip each of these clip groups by its norm, which this returns; None is the rest. Called on all ranks."""
         gradients, order = self.gradients, checked_order(norm_type)
         norms = self._clip_groups.measure(limits, lambda pick: gradients.norm(order, pick, foreach))
         for norm in norms.values():
-            check_finite(norm, norm_type, error_if_nonfinite)
+            check_finite(norm, norm_type, finite)
         for group, norm in norms.items():
             gradients.clip(limits[group], norm, self._clip_groups.pick(group), foreach)
         self._clipped = True
@@ -211,7 +205,10 @@ class LayerWiseOptimizer(LinkedOptimizer):
     @property
     def clip_group_norms(self) -> dict[str, Tensor]:
         """The norm of each group in ``clip_groups`` before it was last clipped, fp32, the same on all ranks."""
-        return {group: norm.float() for group, norm in self._clip_groups.norms.items()}
+        return self._clip_groups.named
+
+    def _norms_before_clipping(self) -> tuple[Any, Mapping[str, Any]]:
+        return self._clip_groups.norms.get(None), self._clip_groups.named
 
     @property
     def gradients(self) -> MeshGradients | OwnedGradients:
@@ -439,6 +436,9 @@ class OwnedOptimizer(LayerWiseOptimizer):
     def traffic(self) -> dict[str, int]:
         return dict(self._manager.ledger.sent)
 
+    def _everyone(self) -> Collectives:
+        return self.core.holdings[0].sharers.everyone
+
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Read by torch.amp.GradScaler, which needs ``param.grad``. Raises RuntimeError unless ``keep_full_grads``."""
@@ -534,6 +534,9 @@ class MeshOptimizer(LayerWiseOptimizer):
     def gradients(self) -> MeshGradients:
         self._ensure_bound()
         return MeshGradients(self._steppers, self._different)
+
+    def _everyone(self) -> Collectives:
+        return self.gradients.everyone
 
     def _ensure_bound(self) -> None:
         """Plan again if the param groups have other parameters than were planned for."""

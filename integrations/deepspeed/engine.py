@@ -270,7 +270,7 @@ class GroupNorms:
             self._group = group
             parts = torch.stack(of_all()) if self._in_sub_groups else of_all()[None]
             self._norms[group] = torch.where((parts >= 0).all(), torch.linalg.vector_norm(parts), math.inf)
-        self._groups.norms.update((g, n / self._wrapper.loss_scale) for g, n in self._norms.items() if g is not None)
+        self._groups.norms.update((g, norm / self._wrapper.loss_scale) for g, norm in self._norms.items())
         finite = torch.stack([*self._norms.values()]).isfinite().all()
         total = torch.where(finite, self._norms[None], math.inf)
         return [total] if self._in_sub_groups else total
@@ -314,7 +314,7 @@ class GroupNorms:
         grads, of_experts = self._all_grads()
         for group in self._groups.limits:
             self._norms[group] = get_global_norm_of_tensors(of(group, grads), wrapper.norm_type, wrapper.mpu)
-        self._groups.norms.update((g, n) for g, n in self._norms.items() if g is not None)
+        self._groups.norms.update(self._norms)
         if not all(0 <= float(norm) < math.inf for norm in self._norms.values()):  # DeepSpeed writes -1 for infinity
             return grads, of_experts
         for group, limit in self._groups.limits.items():

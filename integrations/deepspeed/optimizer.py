@@ -29,6 +29,7 @@ from lwopt_backend.integrations.deepspeed.zero import Binding, ZeROStore
 from lwopt_backend.routing.routing import full_shape
 from lwopt_backend.rules.protocol import one_call
 from lwopt_backend.runtime.agreement import StepReport
+from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.state import CHECKPOINT_KEY, keeps_state
 from lwopt_backend.storage.flat import UnitStepper
 from lwopt_backend.storage.gradients import ClipGroups
@@ -80,7 +81,13 @@ class EngineOptimizer(LinkedOptimizer):
     @property
     def clip_group_norms(self) -> dict[str, Tensor]:
         """The norm of each group in ``clip_groups`` before it was last clipped, the same on all ranks."""
-        return {group: norm.float() for group, norm in self._clip_groups.norms.items()}
+        return self._clip_groups.named
+
+    def _norms_before_clipping(self) -> tuple[Any, Mapping[str, Any]]:
+        return self._engine().get_global_grad_norm(), self._clip_groups.named
+
+    def _engine(self) -> DeepSpeedEngine:
+        raise NotImplementedError
 
     def take_loaded(self, options: Sequence[dict[str, Any]]) -> None:
         """Take over loaded ``options`` by param group, after weights and state were loaded."""
@@ -125,6 +132,15 @@ class ZeROLayerWise(EngineOptimizer):
         prepare_loading(engine, self, self._binding.ranks)
         zero.guard_state_keys(engine, self, self._binding.grouping)
         self._binding.announce(self.config, self.rules.notes)
+
+    def _engine(self) -> DeepSpeedEngine:
+        if self._binding is None:
+            raise self._no_engine()
+        return self._binding.engine
+
+    def _everyone(self) -> Collectives:
+        assert self._binding is not None
+        return max(self._binding.ranks, key=lambda ranks: ranks.world_size)
 
     def link_groups(self, groups: Iterable[Mapping[str, Any]]) -> None:
         super().link_groups(groups)

@@ -28,7 +28,7 @@ from lwopt_backend.integrations.deepspeed.zero import check_groups
 from lwopt_backend.routing.grouping import Grouping, group_parameters
 from lwopt_backend.rules.protocol import one_call
 from lwopt_backend.runtime.agreement import StepReport, agree_in_all, digest
-from lwopt_backend.runtime.collectives import TorchCollectives
+from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 from lwopt_backend.runtime.state import CHECKPOINT_KEY, put
 from lwopt_backend.storage.gradients import ClipGroups, clip_factor
 from lwopt_backend.storage.owned import OwnedCore, Share
@@ -274,6 +274,14 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
             if (limit or loss_scale != 1) and not self.overflow:
                 factor = clip_factor(limit, norms[group]) if limit else 1
                 gradients.scale(factor / loss_scale, self._clip_groups.pick(group))
+
+    def _engine(self) -> DeepSpeedEngine:
+        if self._owned is None:
+            raise self._no_engine()
+        return self._owned.engine
+
+    def _everyone(self) -> Collectives:
+        return self.core.holdings[0].sharers.everyone
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients. Called on all ranks."""

@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.profiler import record_function
 
 from lwopt_backend.config.hosts import HostConfig
 from lwopt_backend.runtime.bucket_manager import BucketManager
 from lwopt_backend.runtime.buckets import Sharers
-from lwopt_backend.runtime.collectives import NORM, largest_of_all
+from lwopt_backend.runtime.collectives import NORM, largest_of_all, phase
 from lwopt_backend.storage.mesh import Mesh, MeshStepper, gradient, local
 
 Pick = Callable[[str], bool]  # selects parameters by name
@@ -32,8 +31,8 @@ class MeshGradients:
     def __init__(self, steppers: Sequence[MeshStepper], different: Sequence[bool]) -> None:
         self._steppers = steppers
         self._different = different
-        ranks = _largest(steppers).collectives
-        self.place = ranks.rank, ranks.world_size
+        self.everyone = _largest(steppers).collectives
+        self.place = self.everyone.rank, self.everyone.world_size
 
     def params(self) -> list[tuple[str, Tensor]]:
         """All parameters with their names."""
@@ -46,7 +45,7 @@ class MeshGradients:
         bit for bit. Plain tensors are assumed to be copies.
         """
         order = checked_order(norm_type)
-        with record_function(NORM):
+        with phase(NORM):
             if order == float("inf"):  # torch's own fails on ranks with an empty shard, while the other ranks wait
                 grads = [gradient(name, param) for name, param in self.params() if pick(name)]
                 largest = [grad.abs().max().float() for grad in grads if grad is not None and grad.numel()]
@@ -182,7 +181,7 @@ class OwnedGradients:
         def powers(grads: list[Tensor]) -> Sequence[Tensor]:
             return torch._foreach_pow(torch._foreach_norm(grads, norm_type, dtype=torch.float64), norm_type)
 
-        with record_function(NORM):
+        with phase(NORM):
             if norm_type != float("inf"):
                 return (self._summed(pick, powers).sum() ** (1 / norm_type)).float()
             largest = [grad.abs().max() for _, grad in self._owned(pick)]
@@ -240,7 +239,7 @@ class ClipGroups:
     def __init__(self, config: HostConfig, group_of: Mapping[str, str]) -> None:
         self.limits: dict[str | None, float] = {name: group.max_norm for name, group in config.clip_groups.items()}
         self._group_of = group_of
-        self.norms: dict[str, Tensor] = {}
+        self.norms: dict[str | None, Tensor] = {}
 
     def pick(self, group: str | None) -> Pick:
         """Selects the parameters of a group."""
@@ -248,9 +247,13 @@ class ClipGroups:
 
     def measure(self, groups: Iterable[str | None], norm: Callable[[Pick], Tensor]) -> dict[str | None, Tensor]:
         """The ``norm`` of each of the groups, kept in ``norms``."""
-        found = {group: norm(self.pick(group)) for group in groups}
-        self.norms.update((group, value) for group, value in found.items() if group is not None)
-        return found
+        self.norms.update((group, norm(self.pick(group))) for group in groups)
+        return {group: self.norms[group] for group in groups}
+
+    @property
+    def named(self) -> dict[str, Tensor]:
+        """The norms of the groups that have a name, in fp32."""
+        return {group: norm.float() for group, norm in self.norms.items() if group is not None}
 
 
 def checked_order(norm_type: float | str) -> float:
