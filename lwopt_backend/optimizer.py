@@ -49,7 +49,6 @@ from lwopt_backend.storage.gradients import (
 )
 from lwopt_backend.storage.mesh_stepping import Attachment, StateOnceSharded, check_is_of, check_sharded, same, step_all
 from lwopt_backend.storage.owned import OwnedCore, Share, broadcast_buffers
-from lwopt_backend.storage.owned_memory import memory_of, memory_of_all
 from lwopt_backend.storage.owned_model import Backward, check_model, check_options, tell_when_loaded, wait_in_forward
 from lwopt_backend.storage.owned_state import OwnedStore, held_state, load_state_dict_into, state_dict_of
 
@@ -332,7 +331,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
         if self.config.step_in_backward:
             self._manager.on_launch = self._step_arrived
         if self.config.report and everyone.rank == 0:
-            memory = partial(memory_of, self.core, self.param_groups, self.config)
+            memory = partial(owned_model.memory_of, self.core, self.param_groups, self.config)
             owned_model.show(self._grouping.routes, self.core, self.param_groups, memory)
 
     # The loop
@@ -431,7 +430,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
         load_state_dict_into(self, self.core, state_dict, self.take_groups)
 
     def memory_report(self) -> list[RankMemory]:
-        return memory_of_all(self.core, self.param_groups, self.config)
+        return owned_model.memory_of_all(self.core, self.param_groups, self.config)
 
     def traffic(self) -> dict[str, int]:
         return dict(self._manager.ledger.sent)

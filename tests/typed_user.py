@@ -123,6 +123,8 @@ def train_plain(model: nn.Module, batches: Sequence[Tensor], folder: Path) -> La
         backward(model, batch)
         assert_type(optimizer.clip_grad_norm_(1.0), Tensor)
         assert_type(optimizer.grad_norm("0.*"), Tensor)
+        assert_type(optimizer.clip_group_norms, dict[str, Tensor])
+        assert_type(optimizer.metrics(), dict[str, Any])
         assert_type(optimizer.count_zeros(), int)
         optimizer.step()
         optimizer.zero_grad()

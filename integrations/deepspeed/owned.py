@@ -32,8 +32,7 @@ from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 from lwopt_backend.runtime.state import CHECKPOINT_KEY, put
 from lwopt_backend.storage.gradients import ClipGroups, clip_factor
 from lwopt_backend.storage.owned import OwnedCore, Share
-from lwopt_backend.storage.owned_memory import rank_memory
-from lwopt_backend.storage.owned_model import Backward, check_model, show, tell_when_loaded
+from lwopt_backend.storage.owned_model import Backward, check_model, rank_memory, show, tell_when_loaded
 from lwopt_backend.storage.owned_state import OwnedStore
 
 # Keys of zero_optimization that owned storage honours; all others are refused or have no effect on it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from torch import Tensor, dtype, nn
@@ -26,15 +26,25 @@ class ElementwiseGroups:
     def __init__(self) -> None:
         self._steppers: dict[int, ElementwiseStepper] = {}
 
-    def step(self, number: int, group: Mapping[str, Any], parts: Sequence[Slices]) -> None:
-        """One step of ``parts``, of param group ``number``, with the options that it has now."""
+    def step(
+        self,
+        number: int,
+        group: Mapping[str, Any],
+        parts: Sequence[Slices],
+        weights: Callable[[], Sequence[Tensor]] | None = None,
+    ) -> None:
+        """One step of ``parts``, of param group ``number``, with the options that it has now.
+
+        ``weights`` returns the weights in them, where there is more.
+        """
         options = arguments(group)
         given = optimizer_arguments(options)
         if number not in self._steppers:
             entry = ELEMENTWISE_RULES[group["rule"]]
             self._steppers[number] = ElementwiseStepper(entry.optimizer(options), entry.counters(options))
         stepper = self._steppers[number]
-        with phase(of_elementwise(group)), changing(rule_name(group), [part.value for part in parts]):
+        weights = weights or (lambda: [part.value for part in parts])
+        with phase(of_elementwise(group)), changing(rule_name(group), weights):
             if is_cautious(options):
                 step_cautiously(stepper, given, options["lr"] * options["weight_decay"], parts)
             else:

@@ -136,9 +136,10 @@ def _recorded(label: str) -> Iterator[None]:
 
 
 @contextmanager
-def changing(rule: str, values: Sequence[Tensor]) -> Iterator[None]:
+def changing(rule: str, weights: Callable[[], Sequence[Tensor]]) -> Iterator[None]:
     """Within it, a rule changes these weights. A recorder compares them with a copy."""
-    before = [value.clone() for value in values] if RECORDERS else []
+    values = weights() if RECORDERS else ()
+    before = [value.clone() for value in values]
     yield
     for recorder in RECORDERS if before else ():
         squares = sum((value.float() - old.float()).square().sum() for value, old in zip(values, before))

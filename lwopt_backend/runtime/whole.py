@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -114,7 +115,7 @@ class WholeMatrices:
         """Update the weights and the state of ``atoms``, which ``storage`` has whole."""
         for batch in self.batches(atoms, rules):
             parts = [storage.parts(atom) for atom in batch]
-            with changing(_name(rules[batch[0]]), [part.value for part in chain.from_iterable(parts)]):
+            with changing(_name(rules[batch[0]]), partial(_values, parts)):
                 self._step(rules[batch[0]], batch, parts)
 
     def _step(self, rule: MatrixRule, batch: Sequence[int], parts: Sequence[Sequence[Slices]]) -> None:
@@ -211,7 +212,7 @@ class WholeMatrices:
         """Decay this rank's fragment of each atom, and apply the flat fragment of its update."""
         for batch in self.batches(list(updates), rules, alike=False):
             parts = [storage.parts(atom) for atom in batch]
-            with changing(_name(rules[batch[0]]), [part.value for part in chain.from_iterable(parts)]):
+            with changing(_name(rules[batch[0]]), partial(_values, parts)):
                 self._apply(rules[batch[0]], batch, parts, [updates[atom] for atom in batch])
 
     def _apply(
@@ -235,6 +236,10 @@ class WholeMatrices:
         rule.apply_all(wide, cast_all(moves, dtypes) if len(batch) > 1 else moves, shapes)
         if any(new is not value for value, new in zip(values, wide)):
             copy_all(values, wide)
+
+
+def _values(parts: Sequence[Sequence[Slices]]) -> list[Tensor]:
+    return [part.value for part in chain.from_iterable(parts)]
 
 
 def _name(rule: MatrixRule) -> str:
