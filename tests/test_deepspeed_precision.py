@@ -169,7 +169,7 @@ class Clipped:
             truth = masters.advance(0, clip=clip, scale=scale, factor=steep)
             norms = engine.basic_optimizer.clip_group_norms
             self.norm = float(norms.get("all", engine.get_global_grad_norm()))
-            assert not apart or engine.get_global_grad_norm() == 0.0
+            assert not apart or engine.get_global_grad_norm() < 1e-12
             ours, self.moments = full_weights_of(engine), moments_of(engine)
         assert truth > 2.0 and self.norm == pytest.approx(truth, rel=1e-3 if precision == "fp16" else 1e-5)
         lr, decay = (masters.muon.param_groups[0][key] for key in ("lr", "weight_decay"))
