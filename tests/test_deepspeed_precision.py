@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from tests.zero import (
     train,
 )
 
+LOOKS_AT_THE_NORM = [] if deepspeed.__version__ == "0.19.7" else ["fp32"]  # ZeRO, for gradients that are not finite
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -65,7 +67,7 @@ def test_16_bit_training_with_owned_storage_equals_fp32_masters_on_one_process(
 @on_ranks(2)
 @cells(
     lambda storage, stage, precision: (
-        there_is(storage, stage) and (storage == "owned" or precision == "fp16" and stage > 0)
+        there_is(storage, stage) and (storage == "owned" or stage > 0 and precision in ("fp16", *LOOKS_AT_THE_NORM))
     ),
     storage=["zero", "owned"],
     stage=[0, 1, 2, 3],
