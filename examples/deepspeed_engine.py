@@ -31,6 +31,7 @@ class DeepSpeedEngine:
             lr_scheduler=lambda optimizer: LambdaLR(optimizer, schedule),
         )
         self.model = self._engine.module
+        self.optimizer = self._engine.basic_optimizer
         self.device = torch.device(self._engine.device)
         self.micro_batch = self._engine.train_micro_batch_size_per_gpu()
         self.accumulation = self._engine.gradient_accumulation_steps()

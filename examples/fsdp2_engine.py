@@ -61,10 +61,10 @@ class FSDP2Engine:
         self.device = _start_process_group()
         self.model = self._shard(make_model())
         try:
-            self._optimizer = LayerWiseOptimizer(self.model, **config.optimizer)
+            self.optimizer = LayerWiseOptimizer(self.model, **config.optimizer)
         except ValueError as error:
             raise SystemExit(f"--config {args.config}, 'optimizer': {error}") from None
-        self._scheduler = LambdaLR(self._optimizer, schedule)
+        self._scheduler = LambdaLR(self.optimizer, schedule)
         self._clipping = config.gradient_clipping or math.inf
         self._norm = torch.zeros(())
         self.micro_batch = config.train_micro_batch_size_per_gpu
@@ -78,7 +78,7 @@ class FSDP2Engine:
         return fully_shard(model, mesh=mesh)
 
     def learning_rates(self) -> list[float]:
-        return [group["lr"] for group in self._optimizer.param_groups]
+        return [group["lr"] for group in self.optimizer.param_groups]
 
     def train_step(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
         total = torch.zeros((), device=self.device)
@@ -88,9 +88,9 @@ class FSDP2Engine:
             loss.backward()
             total += loss.detach()
         self._norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._clipping).full_tensor()
-        self._optimizer.step()
+        self.optimizer.step()
         self._scheduler.step()
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
         return total
 
     def grad_norm(self) -> float:
@@ -116,13 +116,11 @@ class FSDP2Engine:
             return None
         state = self._state()
         dcp.load(state, checkpoint_id=folder / latest.read_text())
-        set_state_dict(
-            self.model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         return self._scheduler.last_epoch
 
     def _state(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self._optimizer)
+        model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer, "scheduler": self._scheduler}
 
 

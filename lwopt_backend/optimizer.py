@@ -35,19 +35,20 @@ from lwopt_backend.routing.routing import as_globs, check_globs, named_like
 from lwopt_backend.rules import MatrixRule
 from lwopt_backend.rules.protocol import one_call
 from lwopt_backend.runtime.agreement import StepReport, agree_in_all, plan_digest
-from lwopt_backend.runtime.collectives import ranks_of
+from lwopt_backend.runtime.collectives import Collectives, ranks_of
 from lwopt_backend.runtime.state import StateStore, keeps_state
 from lwopt_backend.storage import mesh, mesh_state, mesh_stepping, owned_model
 from lwopt_backend.storage.gradients import (
+    ClipGroups,
     MeshGradients,
+    OwnedGradients,
+    Pick,
     check_finite,
     checked_order,
-    clip_factor,
     hold_different_parameters,
 )
 from lwopt_backend.storage.mesh_stepping import Attachment, StateOnceSharded, check_is_of, check_sharded, same, step_all
 from lwopt_backend.storage.owned import OwnedCore, Share, broadcast_buffers
-from lwopt_backend.storage.owned_memory import memory_of, memory_of_all
 from lwopt_backend.storage.owned_model import Backward, check_model, check_options, tell_when_loaded, wait_in_forward
 from lwopt_backend.storage.owned_state import OwnedStore, held_state, load_state_dict_into, state_dict_of
 
@@ -146,6 +147,8 @@ class LayerWiseOptimizer(LinkedOptimizer):
         shown = [{k: v for k, v in group.items() if k not in marks} for group in linked_rates.shown(groups)]
         super().__init__(shown, {})
         self._begin(rules, groups, linked_rates.marks_of(groups))
+        self._clip_groups = ClipGroups(self.config, self._grouping.clip_groups)
+        self._clipped = False  # since the last step
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -159,6 +162,9 @@ class LayerWiseOptimizer(LinkedOptimizer):
         # A closure has collectives of the host: a rank that cannot go through them has to leave at once.
         with one_call(self, begins=True, ends=True, attempt=None if closure else report.attempt):
             loss = None if closure is None else torch.enable_grad()(closure)()
+            if self._clip_groups.limits and not self._clipped:
+                self._clip(self._clip_groups.limits)
+            self._clipped = False
             self._step(report)
         return loss
 
@@ -172,8 +178,40 @@ class LayerWiseOptimizer(LinkedOptimizer):
     ) -> Tensor:
         """``torch.nn.utils.clip_grad_norm_`` over all gradients, however they are stored. Called on all ranks.
 
-        Returns the norm before clipping, a plain fp32 tensor that is the same on all ranks.
+        Returns the norm before clipping, a plain fp32 tensor that is the same on all ranks. For one mesh it has torch's
+        bits; owned storage adds up in fp64, without ``foreach``. Parameters on a mesh that leaves out some ranks count
+        once if those have copies, and together with theirs if they have others (experts).
+
+        Parameters in ``clip_groups`` do not count: they are clipped by their groups' norms, here or else in the step.
         """
+        limits = {**self._clip_groups.limits, None: max_norm}
+        return self._clip(limits, norm_type, error_if_nonfinite, foreach)[None].float()
+
+    @torch.no_grad()
+    def _clip(
+        self, limits: Mapping[str | None, float], norm_type: float = 2.0, finite: bool = False, foreach: Any = None
+    ) -> dict[str | None, Tensor]:
+        """Clip each of these clip groups by its norm, which this returns; None is the rest. Called on all ranks."""
+        gradients, order = self.gradients, checked_order(norm_type)
+        norms = self._clip_groups.measure(limits, lambda pick: gradients.norm(order, pick, foreach))
+        for norm in norms.values():
+            check_finite(norm, norm_type, finite)
+        for group, norm in norms.items():
+            gradients.clip(limits[group], norm, self._clip_groups.pick(group), foreach)
+        self._clipped = True
+        return norms
+
+    @property
+    def clip_group_norms(self) -> dict[str, Tensor]:
+        """The norm of each group in ``clip_groups`` before it was last clipped, fp32, the same on all ranks."""
+        return self._clip_groups.named
+
+    def _norms_before_clipping(self) -> tuple[Any, Mapping[str, Any]]:
+        return self._clip_groups.norms.get(None), self._clip_groups.named
+
+    @property
+    def gradients(self) -> MeshGradients | OwnedGradients:
+        """Norm, number of zeros and scaling of the reduced gradients. Read on all ranks."""
         raise NotImplementedError
 
     def state_store(self) -> StateStore:
@@ -293,7 +331,7 @@ class OwnedOptimizer(LayerWiseOptimizer):
         if self.config.step_in_backward:
             self._manager.on_launch = self._step_arrived
         if self.config.report and everyone.rank == 0:
-            memory = partial(memory_of, self.core, self.param_groups, self.config)
+            memory = partial(owned_model.memory_of, self.core, self.param_groups, self.config)
             owned_model.show(self._grouping.routes, self.core, self.param_groups, memory)
 
     # The loop
@@ -301,24 +339,11 @@ class OwnedOptimizer(LayerWiseOptimizer):
     def no_sync(self) -> AbstractContextManager[None]:
         return self._manager.no_sync()
 
-    @torch.no_grad()
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
-    ) -> Tensor:
-        """``torch.nn.utils.clip_grad_norm_`` over all mean gradients; returns the norm before clipping, in fp32, equal
-        on all ranks. ``foreach`` has no effect."""
-        norm = self.grad_norm(norm_type=norm_type)
-        check_finite(norm, norm_type, error_if_nonfinite)
-        self.core.gradients.scale(clip_factor(max_norm, norm))
-        return norm
-
     def grad_norm(self, names: str | Sequence[str] = "*", norm_type: float = 2.0) -> Tensor:
-        self._finish_backward()
-        return self.core.gradients.norm(checked_order(norm_type), self._picked(names))
+        return self.gradients.norm(checked_order(norm_type), self._picked(names))
 
     def count_zeros(self, names: str | Sequence[str] = "*") -> int:
-        self._finish_backward()
-        return self.core.gradients.count_zeros(self._picked(names))
+        return self.gradients.count_zeros(self._picked(names))
 
     def _step(self, report: StepReport) -> None:
         presences = self._backward.finish(self.param_groups, report)
@@ -345,17 +370,18 @@ class OwnedOptimizer(LayerWiseOptimizer):
     def _take_loaded(self) -> None:
         self._loaded = True
 
-    def _finish_backward(self) -> None:
-        """Wait until all gradients are at their owners, where they can be measured."""
+    @property
+    def gradients(self) -> OwnedGradients:
+        """Waits until all gradients are at their owners."""
         if self.config.step_in_backward:
             raise RuntimeError("step_in_backward uses gradients before their norm is known; drop one of the two")
         self._backward.finish(self.param_groups)
+        return self.core.gradients
 
-    def _picked(self, names: str | Sequence[str]) -> Callable[[int], bool]:
+    def _picked(self, names: str | Sequence[str]) -> Pick:
         globs = [names] if isinstance(names, str) else list(names)
         check_globs("names", globs, self._grouping.routes, self._grouping.routes)
-        like = named_like(globs)
-        return lambda number: like(self.core.members[number].name)
+        return named_like(globs)
 
     def _step_arrived(self, number: int) -> None:
         if number in self.core.stepper.updated:
@@ -404,10 +430,13 @@ class OwnedOptimizer(LayerWiseOptimizer):
         load_state_dict_into(self, self.core, state_dict, self.take_groups)
 
     def memory_report(self) -> list[RankMemory]:
-        return memory_of_all(self.core, self.param_groups, self.config)
+        return owned_model.memory_of_all(self.core, self.param_groups, self.config)
 
     def traffic(self) -> dict[str, int]:
         return dict(self._manager.ledger.sent)
+
+    def _everyone(self) -> Collectives:
+        return self.core.holdings[0].sharers.everyone
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -500,23 +529,13 @@ class MeshOptimizer(LayerWiseOptimizer):
     def _matrix_rules(self) -> dict[int, MatrixRule]:
         return build_matrix_rules(self.param_groups, self.config)
 
-    @torch.no_grad()
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
-    ) -> Tensor:
-        """``torch.nn.utils.clip_grad_norm_`` over all parameters, on one mesh or on several.
-
-        Returns the norm before clipping, a plain fp32 tensor that is the same on all ranks. Called on all ranks. With
-        parameters on one mesh, it returns the same bits as torch. Parameters on a mesh that leaves out some ranks count
-        once if those have copies, and together with theirs if they have others (experts).
-        """
-        return self.gradients.clip(max_norm, norm_type, error_if_nonfinite, foreach).float()
-
     @property
     def gradients(self) -> MeshGradients:
-        """Norm, number of zeros and scaling of all gradients, for ``ModuleOptimizers``."""
         self._ensure_bound()
         return MeshGradients(self._steppers, self._different)
+
+    def _everyone(self) -> Collectives:
+        return self.gradients.everyone
 
     def _ensure_bound(self) -> None:
         """Plan again if the param groups have other parameters than were planned for."""

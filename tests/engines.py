@@ -13,6 +13,8 @@ import functools
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from operator import gt
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,11 @@ class Cell:
     rate: float | None = None
     form: str = ""
 
+    @property
+    def apart(self) -> dict[str, Any]:
+        groups: dict[str, Any] = self.options.get("clip_groups", {})
+        return groups
+
 
 class _Rounded(torch.autograd.Function):
     @staticmethod
@@ -121,10 +128,12 @@ def check(limit: float, *cells: Cell) -> None:
         assert len(set(fsdp2.gathered(digest))) == 1, f"ranks differ: {cell}"
         if dist.get_rank() == 0:
             parts = 1 if cell.alike else dist.get_world_size()
-            how = cell.accumulation, cell.clip, cell.steps, cell.sharding
+            apart = tuple((name, group["params"], group["max_norm"]) for name, group in cell.apart.items())
+            how = cell.accumulation, (cell.clip, apart), cell.steps, cell.sharding
             truth, true_norms = reference(cell.matrix, cell.elementwise, parts, *how)
             assert weights.keys() == truth.keys()
-            assert cell.clip == 0.0 or min(true_norms) > cell.clip, "the clip must bite to be tested"
+            limits = [limit for limit in (cell.clip, *(limit for *_, limit in apart)) if limit] * cell.steps
+            assert all(map(gt, true_norms, limits)), ("the clip must bite to be tested", true_norms)
             difference = max(float((weights[name] - truth[name]).abs().max()) for name in truth)
             assert difference <= limit, (cell, difference)
             assert norms == pytest.approx(true_norms, rel=1e-5), cell
@@ -170,6 +179,7 @@ class Engine:
         self.backward(micro_batches)
         norms = [float(self.optimizer.clip_grad_norm_(self.cell.clip))] if self.cell.clip else []
         self.optimizer.step()
+        norms += map(float, self.optimizer.clip_group_norms.values())
         self.optimizer.zero_grad()
         if self.scheduler is not None:
             self.scheduler.step()
@@ -311,7 +321,8 @@ class UnderDeepSpeed(Engine):
         for rows in micro_batches:
             self.made.backward(self.made(*rows))
             self.made.step()
-        return [float(self.made.get_global_grad_norm())] if self.cell.clip else []
+        norms = [float(self.made.get_global_grad_norm())] if self.cell.clip else []
+        return norms + [float(norm) for norm in self.made.basic_optimizer.clip_group_norms.values()]
 
     def weights(self) -> dict[str, Tensor]:
         return full_weights(self.made)
@@ -348,7 +359,7 @@ def _options(cell: Cell) -> dict[str, Any]:
 
 
 def _matrix(cell: Cell) -> dict[str, Any]:
-    return {**SECTIONS[cell.matrix], **_precise(cell.matrix, cell.clip), **_rate(cell)}
+    return {**SECTIONS[cell.matrix], **_precise(cell.matrix, cell.clip or cell.apart), **_rate(cell)}
 
 
 def _elementwise(cell: Cell) -> dict[str, Any]:
@@ -359,7 +370,7 @@ def _rate(cell: Cell) -> dict[str, float]:
     return {} if cell.rate is None else {"lr": cell.rate}
 
 
-def _precise(matrix: str, clip: float) -> dict[str, Any]:
+def _precise(matrix: str, clip: object) -> dict[str, Any]:
     """Norms are rounded otherwise than torch's; a bf16 iteration would turn that into 1e-2 of an update."""
     return {"ns_dtype": "float32"} if clip and matrix == "muon" else {}
 
@@ -368,14 +379,17 @@ def _model(sharding: str) -> ExactLM:
     return ExactLM(hidden=fsdp2.EVEN) if sharding in fsdp2.EVEN_ONLY else ExactLM()
 
 
+Apart = tuple[tuple[str, str, float], ...]  # clip groups: a name, a glob and the largest norm
+
+
 class Alone:
     """One process, with torch's optimizers or a rule on whole matrices."""
 
-    def __init__(self, model: nn.Module, matrix: str, elementwise: str, clip: float = 0.0) -> None:
-        self.model, self.clip = model, clip
+    def __init__(self, model: nn.Module, matrix: str, elementwise: str, clip: float = 0.0, apart: Apart = ()) -> None:
+        self.model, self.clip, self.apart = model, clip, apart
         named = {name: param for name, param in model.named_parameters() if param.requires_grad}
         matrices = {name: named.pop(name) for name in MATRICES}
-        section = {**SECTIONS[matrix], **_precise(matrix, clip)}
+        section = {**SECTIONS[matrix], **_precise(matrix, clip or apart)}
         torchs = {key: value for key, value in section.items() if key in ("lr", "weight_decay")}
         of_all = list(matrices.values())
         first = torch.optim.Muon(of_all, **torchs) if matrix == "muon" else matrix_optimizer(of_all, section)
@@ -389,7 +403,12 @@ class Alone:
         for param in self.model.parameters():
             if param.grad is not None:
                 param.grad.div_(parts)
-        norms = [float(nn.utils.clip_grad_norm_(self.model.parameters(), self.clip))] if self.clip else []
+        rest, norms = dict(self.model.named_parameters()), []
+        for _, glob, limit in self.apart:
+            own = [rest.pop(name) for name in list(rest) if fnmatchcase(name, glob)]
+            norms.append(float(nn.utils.clip_grad_norm_(own, limit)))
+        if self.clip:
+            norms.insert(0, float(nn.utils.clip_grad_norm_(rest.values(), self.clip)))
         for optimizer in self.optimizers:
             with _at(optimizer, factor):
                 optimizer.step()
@@ -429,11 +448,17 @@ def _at(optimizer: Any, factor: float) -> Iterator[None]:
 
 @functools.cache
 def reference(
-    matrix: str, elementwise: str, parts: int, accumulation: int, clip: float, steps: int, sharding: str
+    matrix: str,
+    elementwise: str,
+    parts: int,
+    accumulation: int,
+    clips: tuple[float, Apart],
+    steps: int,
+    sharding: str,
 ) -> tuple[dict[str, Tensor], list[float]]:
     """One process on the micro-batches of all ``parts``."""
-    alone, norms = Alone(_model(sharding), matrix, elementwise, clip), []
-    with newton_schulz_in_float32() if clip else contextlib.nullcontext():
+    alone, norms = Alone(_model(sharding), matrix, elementwise, *clips), []
+    with newton_schulz_in_float32() if any(clips) else contextlib.nullcontext():
         for step in range(steps):
             norms += alone.step(shares(step, parts * accumulation), parts)
     return {name: param.detach().clone() for name, param in alone.model.named_parameters()}, norms

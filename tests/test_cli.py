@@ -377,3 +377,31 @@ def test_an_entry_of_deepspeed_is_written_in_our_words(tmp_path: Path) -> None:
     source.write_text("{}")
     with pytest.raises(ValueError, match="expected an object 'optimizer' with a 'type', found None"):
         run("migrate", str(source))
+
+
+# What a run writes into metrics.jsonl
+
+ROWS = [{"step": step, "loss": 4.0 / step, "lr": [0.02, 3e-4], "update_rms": {"muon": 1e-3}} for step in (1, 2)]
+
+
+def test_watch_shows_a_run_in_the_terminal_as_a_page_and_to_tensorboard(tmp_path: Path) -> None:
+    """A row that is being written is not there yet. TensorBoard itself is not installed here."""
+    lines = [json.dumps(row) for row in ({"step": 0, "validation_loss": 5.0, "mine": float("nan")}, *ROWS)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 3, "lo']))
+    shown = run("watch", tmp_path, "--once")
+    cells = [[cell.strip() for cell in line.split("│")[1:4]] for line in shown.splitlines()]
+    assert ["", "training", "2"] in cells and ["Update sizes", "muon", "0.001"] in cells
+    assert "step 2" in shown and "group 1" in shown and "█▁" in shown and "mine" not in shown
+    run("watch", tmp_path, "--html", tmp_path / "run.html")
+    page = (tmp_path / "run.html").read_text()
+    assert page.count("<svg") == 3 and "width=device-width" in page
+    writer = mock.MagicMock()
+    with mock.patch.dict(sys.modules, {"torch.utils.tensorboard": mock.Mock(SummaryWriter=writer)}):
+        run("watch", tmp_path, "--tensorboard", tmp_path / "events")
+    told = writer.return_value.__enter__.return_value.add_scalar.call_args_list
+    assert mock.call("loss/training", 2.0, 2) in told and len(told) == 9
+    with mock.patch.dict(sys.modules, {"torch.utils.tensorboard": None}):
+        assert "pip install 'tensorboard>=2'" in refused("watch", tmp_path, "--tensorboard", tmp_path / "events")
+    assert "nothing.jsonl: no such file" in refused("watch", tmp_path / "nothing.jsonl")
+    (tmp_path / "metrics.jsonl").write_text("half\n" + lines[1])
+    assert "metrics.jsonl, line 1: " in refused("watch", tmp_path, "--once")

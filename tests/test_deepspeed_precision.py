@@ -3,8 +3,10 @@ gradient that Muon is given, never what it makes of it."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,6 +27,7 @@ from tests.zero import (
     train,
 )
 
+LOOKS_AT_THE_NORM = [] if deepspeed.__version__ == "0.19.7" else ["fp32"]  # ZeRO, for gradients that are not finite
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -64,7 +67,7 @@ def test_16_bit_training_with_owned_storage_equals_fp32_masters_on_one_process(
 @on_ranks(2)
 @cells(
     lambda storage, stage, precision: (
-        there_is(storage, stage) and (storage == "owned" or precision == "fp16" and stage > 0)
+        there_is(storage, stage) and (storage == "owned" or stage > 0 and precision in ("fp16", *LOOKS_AT_THE_NORM))
     ),
     storage=["zero", "owned"],
     stage=[0, 1, 2, 3],
@@ -73,8 +76,9 @@ def test_16_bit_training_with_owned_storage_equals_fp32_masters_on_one_process(
 def test_gradients_that_are_not_finite_skip_the_step_everywhere_and_the_next_is_exact(
     storage: str, stage: int, precision: str
 ) -> None:
-    """Of one rank, before the first step and before the third; beside a reference that takes four."""
-    settings, is_fp16, scale = settings_for(storage, stage, precision), precision == "fp16", 1.0
+    """Of one rank, before the first step, and of a clip group before the third; beside a reference that takes four."""
+    apart = {"gates": {"params": "gate.*", "max_norm": 1e6}}
+    settings, is_fp16, scale = settings_for(storage, stage, precision, clip_groups=apart), precision == "fp16", 1.0
     settings["scheduler"] = {"type": "CosineAnnealingLR", "params": {"T_max": 10}}
     if is_fp16:
         scale = 64.0
@@ -86,7 +90,10 @@ def test_gradients_that_are_not_finite_skip_the_step_everywhere_and_the_next_is_
             if step in (0, 2):
                 before = snapshot(engine)
                 loss = engine(*batch_shares(9, 1)[0])
-                engine.backward(loss * (float("inf") if dist.get_rank() == 1 else 1.0))
+                bad = torch.tensor(float("inf") if dist.get_rank() == 1 else 1.0)
+                hook = engine.module.gate.weight.register_hook(lambda grad, bad=bad: grad * bad)
+                engine.backward(loss * (bad if step == 0 else 1.0))
+                hook.remove()
                 engine.step()
                 after = snapshot(engine)
                 assert changed(after, before) == {"steps", "samples", *(["scale"] if is_fp16 else [])}
@@ -94,7 +101,8 @@ def test_gradients_that_are_not_finite_skip_the_step_everywhere_and_the_next_is_
                 assert after["scale"] == scale
                 assert storage == "zero" or engine.get_global_grad_norm() == float("inf")
             train(engine, range(step, step + 1), same_rows=True)
-            assert float(engine.get_global_grad_norm()) == pytest.approx(masters.advance(step, scale=scale), rel=1e-3)
+            norm = math.hypot(engine.get_global_grad_norm(), engine.basic_optimizer.clip_group_norms["gates"])
+            assert norm == pytest.approx(masters.advance(step, scale=scale), rel=1e-3)
             for scheduler in schedulers:
                 scheduler.step()
         assert engine.skipped_steps == 2
@@ -148,17 +156,22 @@ def moments_of(engine: Any) -> dict[str, float]:
 
 class Clipped:
     """A step beside the reference's: the norm before the clip, what Muon's update of each matrix was, moments. The loss
-    is so steep that gradients are far above DeepSpeed's default clip of 1."""
+    is so steep that gradients are far above DeepSpeed's default clip of 1. If ``apart``, all are in a clip group."""
 
-    def __init__(self, clip: float, storage: str, stage: int, precision: str, **options: Any) -> None:
+    def __init__(
+        self, clip: float, storage: str, stage: int, precision: str, apart: bool = False, **options: Any
+    ) -> None:
+        how = {"clip": 0.0, "clip_groups": {"all": {"params": "*", "max_norm": clip}}} if apart else {"clip": clip}
         steep, masters = 64.0, Masters(DTYPES[precision.partition("+")[0]])
         start = {name: param.detach().clone() for name, param in masters.model.named_parameters()}
-        with engine_for(settings_for(storage, stage, precision, clip=clip, **options)) as engine:
+        with engine_for(settings_for(storage, stage, precision, **how, **options)) as engine:
             scale = engine.optimizer.loss_scale if precision == "fp16" else 1.0
             engine.backward(steep * engine(*batch_shares(0, 1)[0]))
             engine.step()
             truth = masters.advance(0, clip=clip, scale=scale, factor=steep)
-            self.norm = float(engine.get_global_grad_norm())
+            norms = engine.basic_optimizer.clip_group_norms
+            self.norm = float(norms.get("all", engine.get_global_grad_norm()))
+            assert not apart or engine.get_global_grad_norm() < 1e-12
             ours, self.moments = full_weights_of(engine), moments_of(engine)
         assert truth > 2.0 and self.norm == pytest.approx(truth, rel=1e-3 if precision == "fp16" else 1e-5)
         lr, decay = (masters.muon.param_groups[0][key] for key in ("lr", "weight_decay"))
@@ -180,14 +193,16 @@ def test_the_gradient_is_clipped_and_not_the_orthogonalized_update(storage: str,
     the iteration starts from almost nothing; ours is as large as without, but for the rounding of the momentum.
     """
     with newton_schulz_in_float32():
-        unclipped, clipped, tiny = (
-            Clipped(clip, storage, stage, precision, ns_dtype="float32") for clip in (0.0, 0.01, 1e-6)
+        unclipped, clipped, apart, tiny = (
+            Clipped(clip, storage, stage, precision, apart, ns_dtype="float32")
+            for clip, apart in ((0.0, False), (0.01, False), (0.01, True), (1e-6, False))
         )
     norm = clipped.norm
     assert norm == unclipped.norm > 200 * 0.01  # reported as it was
     assert clipped.updates == pytest.approx(unclipped.updates, rel=1e-2)
     scaled = {key: moment * 0.01 / norm for key, moment in unclipped.moments.items()}
     assert clipped.moments == pytest.approx(scaled, rel=1e-4)
+    assert apart.norm == pytest.approx(norm, rel=1e-6) and apart.moments == pytest.approx(clipped.moments, rel=1e-6)
     if precision != "fp16":  # which torch rounds by a tensor's alignment
         assert unclipped.difference <= 1e-6 and clipped.difference <= 1e-6
     if precision == "fp32":

@@ -92,6 +92,7 @@ GLOBS = "expert_params: expected a glob on names, or a list of them"
 GROUP = "expected None or a process group, such as torch.distributed.new_group(ranks) returns; found 5"
 ADAM = "torch.optim.Adam"
 OWNED = {"storage": "owned"}
+CLIPPED = {"params": "1.*", "max_norm": 1.0}
 PATH = "class: expected an optimizer's class or its path"
 NO_COUNTERPART = "which has no counterpart; "
 FOREIGN: list[Wrong] = [
@@ -207,6 +208,12 @@ ANSWERS: list[tuple[tuple[Door, ...], dict[str, Any], str]] = [  # " ... " stand
     (DOORS, {"lr": "auto"}, AUTO),
     (DOORS, {"include": 5}, "include: input should be a list; found 5"),
     (DOORS, {"exclude": {"1.*": True}}, "exclude: input should be a list; found {'1.*': True}"),
+    (DOORS, {"clip_groups": 5}, "clip_groups: expected sections by name, with 'params' and 'max_norm'; found 5"),
+    (DOORS, {"clip_groups": {"a": {"params": "1.*", "max_norm": 0.0}}}, "clip_groups['a']: ... greater than 0; found"),
+    (DOORS, {"clip_groups": {"a": {"max_norm": 1.0}}}, "clip_groups['a']: ... params: field required"),
+    (DOORS, {"clip_groups": {"a": {"params": "1.*", "max_nrm": 1.0}}}, "unknown key 'max_nrm'; did you mean 'max_norm"),
+    ((owned,), {"clip_groups": {"a": {"params": "2.*", "max_norm": 1.0}}}, "clip_groups['a']: '2.*' matches no"),
+    ((owned,), {"clip_groups": {"a": CLIPPED}, "step_in_backward": True}, "step_in_backward uses gradients before"),
     (DOORS, {"atoms": "1.*"}, "atoms: expected a mapping of globs to divisions; found '1.*'"),
     (DOORS, {"overrides": "1.*"}, "overrides: expected a list of sections with 'params'; found '1.*'"),
     (DOORS, {"overrides": [5]}, f"overrides[0]: {SECTION}; found 5"),

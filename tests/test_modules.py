@@ -34,6 +34,7 @@ from tests.zero import ADAMW, MUON
 
 INF, NAN = math.inf, math.nan
 NAMES = ("vision", "language")
+CLIPPED = {"all": {"params": "*", "max_norm": 1.0}}
 OWNED = "owned and owned"
 SPLITS = ["01|23", "0|123", "012|123", "0123|0123", "0|0"]  # beside each other, overlapping, everywhere, all on one
 
@@ -434,6 +435,7 @@ def test_modules_that_cannot_be_trained_together_are_refused_on_all_ranks() -> N
         ("module 'vision' is not the same on ranks 0 and 1: parameter '4 of group 0", {"vision": adam(other)}),
         ("module 'vision' has optimizers of different kinds on ranks 0 and 2", on(half) if rank < 2 else ours),
         ("step_in_backward uses gradients before all ranks know", on(everyone, step_in_backward=True)),
+        ("clip_groups are clipped by one optimizer", on(everyone, clip_groups=CLIPPED)),
         ("is a DTensor, whose norm Adam cannot tell", {"vision": adam(sharded(model_of("vision"), everyone)[0])}),
     ]
     for words, optimizers in given:

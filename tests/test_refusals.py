@@ -63,6 +63,10 @@ OF_ZERO: list[tuple[dict[str, Any], str]] = [
     (zero(stage=0) | BF16, f"{AT_STAGE_0} bfloat16, for which DeepSpeed keeps full"),
     (zero(stage=0) | FP16, f"{AT_STAGE_0} float16, for which DeepSpeed keeps full"),
     (zero(stage=0) | BF16 | {"data_types": {"grad_accum_dtype": "fp32"}}, f"{AT_STAGE_0} bfloat16"),
+    (
+        config(2, clip_groups={"all": {"params": "*", "max_norm": 1.0}}) | zero(compute_grad_norm=False),
+        "compute_grad_norm is false, and clip_groups need the norm",
+    ),
     ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast.dtype is float16"),
     (scheduler("LambdaLR"), "missing 1 required positional argument: 'lr_lambda'"),
     (scheduler("LambdaLR", lr_lambda="lambda step: 0.5"), "'str' object is not callable"),
@@ -96,6 +100,9 @@ def test_settings_that_cannot_work_are_refused(storage: str, changes: dict[str, 
         assert "LayerWiseMuon with owned storage cannot train with this configuration" in error
 
 
+OVERLAPPING = {name: {"params": glob, "max_norm": 1.0} for name, glob in (("a", "gate.*"), ("b", "*.bias"))}
+
+
 # What is wrong without a model is in test_doors.py.
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -110,6 +117,8 @@ def test_settings_that_cannot_work_are_refused(storage: str, changes: dict[str, 
             "ns_method is 'quack-kernels', whose kernels are for Ampere and",
         ),
         ({**OWNED, "group_size": 3}, "group size 3 does not divide the 2 data-parallel ranks"),
+        ({"clip_groups": {"gates": {"params": "gat.*", "max_norm": 1.0}}}, "clip_groups['gates']: 'gat.*' matches no"),
+        ({**OWNED, "clip_groups": OVERLAPPING}, "parameter 'gate.bias' is in clip_groups 'a' and 'b'; give it to one"),
         ({**OWNED, "exclude": ["layers.0.wieght"]}, "exclude: 'layers.0.wieght' matches no parameter name; did you"),
     ],
 )

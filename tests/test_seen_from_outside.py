@@ -1,22 +1,28 @@
-"""What profilers and hooks see of a step: its parts by name, and one step."""
+"""What profilers, hooks and ``metrics`` see of a step: its parts by name, and one step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
+from lwopt_backend.config import param_groups
 from lwopt_backend.integrations import fsdp2
+from lwopt_backend.runtime import buckets, exchange, whole
+from lwopt_backend.storage import gradients, replicated
 from tests import fsdp2 as fsdp
 from tests import zero
-from tests.models import UnevenLM
+from tests.engines import ENGINES, Cell, ExactLM, running
+from tests.models import MATRICES, UnevenLM
 from tests.on_ranks import on_ranks
 from tests.owned import BUCKET_MB, shares
 
@@ -94,3 +100,59 @@ def test_a_profile_names_the_parts_of_a_step_and_hooks_are_told_of_one(
     seen: list[str] = []
     step_on(engine, told(seen), INHERITED, **options)
     assert seen == [f"pre {optimizer}", f"post {optimizer}"]
+
+
+# optimizer.metrics()
+
+APART = {"gates": {"params": "gate.*", "max_norm": 0.001}}
+
+
+class Operations(TorchDispatchMode):
+    """The operations that run within it, reads by the host and allocations among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def operations(engine: Any, step: int) -> list[str]:
+    with Operations() as seen:
+        engine.train(range(step, step + 1))
+    return seen.names
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@on_ranks(2)
+def test_metrics_are_those_of_the_whole_model_and_cost_nothing_until_they_are_asked_for(engine: str) -> None:
+    nothing = {"changing": lambda rule, weights: nullcontext(), "sampled": lambda rule, updates: updates}
+    nothing |= {"sending": lambda nbytes: None, "phase": lambda label: nullcontext()}
+    with running(Cell(engine, clip=0.3, options={"clip_groups": APART}), ExactLM()) as trained:
+        optimizer = getattr(trained.optimizer, "optimizer", trained.optimizer)
+        trained.train(range(3))  # in which ZeRO-3 learns what comes next
+        unasked = operations(trained, 3)
+        with ExitStack() as stack:
+            for module in (whole, buckets, exchange, param_groups, replicated, gradients):
+                there = {name: nothing[name] for name in nothing.keys() & vars(module).keys()}
+                stack.enter_context(mock.patch.multiple(module, **there))
+            without = [name for name in operations(trained, 4) if "record_function" not in name]
+        assert [name for name in unasked if "record_function" not in name] == without
+        with pytest.raises(RuntimeError, match="call record_metrics"):
+            optimizer.metrics()
+        optimizer.record_metrics()
+        before = trained.weights()
+        norms = trained.train(range(5, 6))
+        found, after = optimizer.metrics(), trained.weights()
+        optimizer.record_metrics(False)
+        assert operations(trained, 6) == unasked
+    assert [found["grad_norm"], *found["clip_group_norms"].values()] == pytest.approx(norms)
+    for rule, names in (("muon", MATRICES), ("adamw", after.keys() - set(MATRICES))):
+        change = torch.cat([(after[name] - before[name]).flatten() for name in names])
+        rms = float(change.square().mean().sqrt())
+        assert found["update_rms"][rule] == pytest.approx(rms, rel=1e-2 if engine == "zero 0" else 1e-4), rule
+    assert 0 < found["orthogonality"]["muon"] < 0.6 and found["exchange_bytes"] > 0
+    assert all(found["seconds"][part] > 0 for part in ("exchange", "rule", "elementwise"))
+    assert fsdp.gathered(found)[0] == found

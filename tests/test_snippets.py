@@ -70,6 +70,12 @@ class Mixture(nn.Module):
         return self.layer["experts"][0](self.layer["dense"](inputs))
 model, ranks_with_my_experts = Mixture(), dist.new_group([0])
 """
+PREDICTION = """
+inner = nn.Sequential()
+inner.add_module("main", nn.Linear(8, 8))
+inner.add_module("mtp", nn.Sequential(nn.Linear(8, 8)))
+model = nn.Sequential(inner)
+"""
 ENGINE = (
     PLAIN
     + """
@@ -149,7 +155,8 @@ FRAGMENTS: dict[tuple[str, int], tuple[str, str]] = {  # by page and number on i
     ("migration", 4): (f"{NAMED}average = torch.ones(2, 2)\n", "torch.testing.assert_close(total, 20 * average)"),
     ("modules", 1): (f"{OPTIMIZER}optimizers = ModuleOptimizers({{'all': optimizer}})\n", ""),
     ("optimizers", 0): (PLAIN + MIXTURE, "step(model, optimizer)"),
-    ("optimizers", 2): (HEADS, ""),
+    ("optimizers", 2): (PLAIN + PREDICTION, "assert optimizer.clip_group_norms.keys() == {'mtp'}"),
+    ("optimizers", 3): (HEADS, ""),
     ("owned", 0): (PLAIN + MIXTURE, "step(model, optimizer)"),
     ("owned", 1): (
         f"{OPTIMIZER}step, scheduler = 1, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)\n",
@@ -161,6 +168,12 @@ FRAGMENTS: dict[tuple[str, int], tuple[str, str]] = {  # by page and number on i
     ("start/hugging_face", 1): (PLAIN + FSDP2, TRAINER),
     ("start/hugging_face", 2): (ENGINE + AUTO + HUGGING_FACE, "assert model.basic_optimizer.plan_digest"),
     ("start/hugging_face", 3): (PLAIN + HUGGING_FACE, "assert optimizer.param_groups"),
+    ("watching", 0): (OPTIMIZER, ""),
+    ("watching", 1): (
+        f"{OPTIMIZER}optimizer.record_metrics()\nstep(model, optimizer)\n",
+        "write_metrics(optimizer, 1, 0.5)\nassert json.load(open('metrics.jsonl'))['update_rms'].keys() == "
+        "{'muon', 'adamw'}",
+    ),
 }
 
 

@@ -131,16 +131,26 @@ def beside(model: str, settings: dict[str, Any]) -> Beside:
 
 @on_ranks(RANKS)
 @cells(
-    lambda model, precision, clip=0.0: clip == 0.0 or precision.startswith("fp32"),
+    lambda model, precision, clip=0.0, apart=False: (
+        (clip == 0.0 or precision.startswith("fp32") and (model == "tied embedding" or not apart))
+        and (clip or not apart)
+    ),
     model=["untied", "tied embedding", "tied table"],
     precision=PRECISIONS,
     clip=[0.0, 0.5],
+    apart=[False, True],
 )
 def test_every_stage_has_the_bits_of_torch_muon_given_the_same_gradients_and_resumes(
-    tmp_path: Path, model: str, precision: str, clip: float
+    tmp_path: Path, model: str, precision: str, clip: float, apart: bool
 ) -> None:
-    settings = settings_for(precision, clip=clip, **({"ns_dtype": "float32"} if clip else {}))
-    engine = beside(model, settings).train_and_resume(lambda: engine_for(settings, pipeline(MODELS[model])), tmp_path)
+    """Clipped ``apart``, all are in a clip group."""
+    options: dict[str, Any] = {"ns_dtype": "float32"} if clip else {}
+    if apart:
+        options["clip_groups"] = {"all": {"params": "*", "max_norm": clip}}
+    settings = settings_for(precision, clip=0.0 if apart else clip, **options)
+    both = beside(model, settings)
+    both.clip = clip
+    engine = both.train_and_resume(lambda: engine_for(settings, pipeline(MODELS[model])), tmp_path)
     plans = [plan for plan in engine.basic_optimizer._binding.plans if plan.matrices is not None]
     block = 1 if dist.get_rank() < DATA_PARALLEL else 2
     assert [param.name for plan in plans for param in plan.params] == [f"{block}.{name}" for name in MATRICES]

@@ -29,6 +29,7 @@ from lwopt_backend import (
     register_elementwise,
     register_rule,
 )
+from lwopt_backend.cli.watch import write_page
 from lwopt_backend.config.options import NonNegative, parse
 from lwopt_backend.integrations import deepspeed_zero, fsdp2
 from lwopt_backend.integrations.deepspeed import migration as deepspeed_migration
@@ -117,14 +118,18 @@ def train_plain(model: nn.Module, batches: Sequence[Tensor], folder: Path) -> La
         report=False,
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    optimizer.record_metrics()
     for batch in batches:
         with optimizer.no_sync():
             backward(model, batch)
         backward(model, batch)
         assert_type(optimizer.clip_grad_norm_(1.0), Tensor)
         assert_type(optimizer.grad_norm("0.*"), Tensor)
+        assert_type(optimizer.clip_group_norms, dict[str, Tensor])
         assert_type(optimizer.count_zeros(), int)
         optimizer.step()
+        row = {"step": 0, **assert_type(optimizer.metrics(), dict[str, Any])}
+        write_page([row], "typed", folder / "run.html")
         optimizer.zero_grad()
         schedule.step()
     optimizer.save_state_dict(folder / "optimizer")

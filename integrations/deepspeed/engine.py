@@ -6,12 +6,16 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from deepspeed.runtime import config, lr_schedules
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.utils import clip_tensors_by_global_norm, get_global_norm_of_tensors
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from deepspeed.utils.logging import logger
 from torch import Tensor, nn
@@ -19,7 +23,9 @@ from torch.profiler import record_function
 
 from lwopt_backend.config.options import nearest
 from lwopt_backend.plan import Fragment
+from lwopt_backend.routing.routing import named_parameters
 from lwopt_backend.runtime.collectives import NORM, TorchCollectives
+from lwopt_backend.storage.gradients import ClipGroups
 
 HOOKED = "_do_optimizer_sanity_check"  # ``versions`` lists what is replaced here; ``register()`` checks that it exists
 
@@ -179,29 +185,145 @@ def adopt_torch_scheduler(engine: DeepSpeedEngine) -> None:
     engine.client_lr_scheduler = build
 
 
-def report_norm(engine: DeepSpeedEngine, optimizer: Any) -> None:
+def report_norm(engine: DeepSpeedEngine, optimizer: Any, groups: ClipGroups) -> None:
     """At stage 0, clip by the norm of all gradients, and give ``optimizer`` that norm, which DeepSpeed drops.
 
     DeepSpeed's own norm counts the gradients of a pipeline's first stage only.
     """
 
     def clip_fp32_gradients() -> None:
-        optimizer.norm_before_clipping = norm = grad_norm(engine)
-        torch.nn.utils.clip_grads_with_norm_(engine.module.parameters(), engine.gradient_clipping(), norm)
+        optimizer.norm_before_clipping = clip_whole(engine, groups, engine.gradient_clipping())
 
     engine.clip_fp32_gradients = clip_fp32_gradients
 
 
+def clip_whole(engine: DeepSpeedEngine, groups: ClipGroups, max_norm: float) -> Tensor:
+    """Clip at stage 0, the parameters in no clip group by ``max_norm`` unless it is 0; returns their norm before it."""
+    limits = {**groups.limits, None: max_norm}
+    named = list(named_parameters(engine.module))
+    norms = groups.measure(limits, lambda pick: grad_norm(engine, [param for name, param in named if pick(name)]))
+    for group, limit in limits.items():
+        if limit:
+            params = [param for name, param in named if groups.pick(group)(name)]
+            torch.nn.utils.clip_grads_with_norm_(params, limit, norms[group])
+    return norms[None]
+
+
 @record_function(NORM)
-def grad_norm(engine: DeepSpeedEngine) -> Tensor:
-    """The norm of all gradients at stage 0; in a pipeline, of all stages, counting tied weights once."""
-    with_grad = [p for p in engine.module.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in with_grad if not getattr(p, "ds_pipe_replicated", False)])
+def grad_norm(engine: DeepSpeedEngine, params: Sequence[Tensor]) -> Tensor:
+    """The norm of the gradients of ``params`` at stage 0; in a pipeline, of all stages, counting tied weights once."""
+    counted = (param for param in params if not getattr(param, "ds_pipe_replicated", False))
+    norm = torch.nn.utils.get_total_norm([param.grad for param in counted if param.grad is not None])
     if not engine.pipeline_parallelism:
         return norm
     squared = norm.to(engine.device).square()
     TorchCollectives(pipeline_group(engine)).all_reduce(squared)
     return squared.sqrt()
+
+
+def when_wrapped(engine: DeepSpeedEngine, do: Callable[[Any], None]) -> None:
+    """Call ``do`` with the optimizer that DeepSpeed wraps ours in, as soon as it has."""
+    configure = engine._configure_lr_scheduler  # the first method called after that
+
+    @functools.wraps(configure)
+    def configure_lr_scheduler() -> None:
+        do(engine.optimizer)
+        configure()
+
+    engine._configure_lr_scheduler = configure_lr_scheduler
+
+
+# Clip groups at stages 1 to 3. DeepSpeed takes one norm of all gradients, by which it also finds an overflow.
+
+
+class GroupNorms:
+    """Makes ``wrapper``, DeepSpeed's optimizer of ``engine``, take the norms of ``groups`` and clip by them.
+
+    DeepSpeed's own functions take the norm of each group, from that group's parameters alone, so that each element
+    counts as often as in DeepSpeed's own norm. They return that of the rest, or infinity if any is not finite.
+    ``group_of`` returns a parameter's group. ``pieces`` has, for each tensor that DeepSpeed steps, the group, the
+    beginning and the length of every piece of a parameter in it.
+    """
+
+    def __init__(
+        self,
+        wrapper: Any,
+        groups: ClipGroups,
+        group_of: Callable[[Tensor], str | None],
+        pieces: Sequence[Sequence[tuple[str | None, int, int]]],
+    ) -> None:
+        self._wrapper, self._groups, self._group_of, self._pieces = wrapper, groups, group_of, pieces
+        self._norms: dict[str | None, Tensor] = {}  # times the loss scale
+        if isinstance(wrapper, BF16_Optimizer):
+            self._all_grads, wrapper.get_grads_for_norm = wrapper.get_grads_for_norm, self._rest
+            return
+        self._in_sub_groups = isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3)
+        measure = "_get_norm_groups" if self._in_sub_groups else "scaled_global_norm"
+        setattr(wrapper, measure, functools.partial(self._measure, getattr(wrapper, measure)))
+        for name in ("get_grad_norm_direct", "complete_grad_norm_calculation_for_cpu_offload"):
+            setattr(wrapper, name, functools.partial(self._of_group, getattr(wrapper, name)))
+        wrapper.unscale_and_clip_grads = self._clip
+
+    def _measure(self, of_all: Callable[[], Any]) -> Any:
+        """In place of ``scaled_global_norm``; at stage 3, whose norms by sub-group DeepSpeed combines, in a list."""
+        for group in (None, *self._groups.limits):
+            self._group = group
+            parts = torch.stack(of_all()) if self._in_sub_groups else of_all()[None]
+            self._norms[group] = torch.where((parts >= 0).all(), torch.linalg.vector_norm(parts), math.inf)
+        self._groups.norms.update((g, norm / self._wrapper.loss_scale) for g, norm in self._norms.items())
+        finite = torch.stack([*self._norms.values()]).isfinite().all()
+        total = torch.where(finite, self._norms[None], math.inf)
+        return [total] if self._in_sub_groups else total
+
+    def _of_group(self, norm: Callable[..., Tensor], *lists: Sequence[Any]) -> Tensor:
+        """A norm of gradients, of these parameters, which are the last list, that are in the group now."""
+        real = ([each for each in some if not getattr(each, "_zero_padding", False)] for some in lists)
+        rows = [row for row in zip(*real) if self._group_of(row[-1]) == self._group]
+        if self._in_sub_groups and not rows:  # nor on any other rank
+            return torch.zeros((), device=self._wrapper.fp32_partitioned_groups_flat[0].device)
+        return norm(*([row[i] for row in rows] for i in range(len(lists))))
+
+    def _clip(self, which: Any, total_norm: Any) -> None:
+        """In place of ``unscale_and_clip_grads``: of a sub-group, by its number, or of a list of one flat gradient."""
+        wrapper, scale = self._wrapper, self._wrapper.loss_scale
+        if self._in_sub_groups:
+            number, flat = which, wrapper.fp32_partitioned_groups_flat[which].grad
+        else:
+            (flat,) = which
+            number = next(i for i, p in enumerate(wrapper.single_partition_of_fp32_groups) if p.grad is flat)
+        factors = {}
+        for group, limit in {**self._groups.limits, None: wrapper.clip_grad}.items():  # as DeepSpeed computes it
+            clip = torch.clamp((self._norms[group] / scale + 1e-6) / limit, min=1.0) if limit else 1.0
+            factors[group] = 1.0 / (clip * scale)
+        for group, offset, numel in self._pieces[number]:
+            flat.narrow(0, offset, numel).mul_(factors[group])
+
+    def _rest(self, for_clipping: bool = False) -> Any:
+        """In place of BF16_Optimizer's ``get_grads_for_norm``: clips the groups, and returns the gradients of the rest,
+        those of experts beside them; all, if any is not finite."""
+        wrapper = self._wrapper
+        pairs = zip(chain(*wrapper.bf16_groups), chain(*wrapper.fp32_groups_gradients))
+        groups = {id(grad): self._group_of(param) for param, grad in pairs}
+
+        # DeepSpeed takes no norm of no tensors, and 0.19.7 none that is 0.
+        nothing = torch.tensor(1e-15, device=wrapper.fp32_groups_flat_partition[0].device)
+
+        def of(group: str | None, grads: Sequence[Tensor]) -> list[Tensor]:
+            found = [grad for grad in grads if groups[id(grad)] == group]
+            return found or [nothing]
+
+        if for_clipping:
+            return of(None, self._all_grads(for_clipping=True))
+        grads, of_experts = self._all_grads()
+        for group in self._groups.limits:
+            self._norms[group] = get_global_norm_of_tensors(of(group, grads), wrapper.norm_type, wrapper.mpu)
+        self._groups.norms.update(self._norms)
+        if not all(0 <= float(norm) < math.inf for norm in self._norms.values()):  # DeepSpeed writes -1 for infinity
+            return grads, of_experts
+        for group, limit in self._groups.limits.items():
+            of_group = of(group, self._all_grads(for_clipping=True))
+            clip_tensors_by_global_norm(of_group, limit, self._norms[group], wrapper.mpu)
+        return of(None, grads), of_experts
 
 
 # Types of optimizer entries as DeepSpeed reads them.

@@ -12,6 +12,7 @@ from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils.logging import logger
+from torch import Tensor
 
 from lwopt_backend.checkpoint.deepspeed.files import SAVE
 from lwopt_backend.config.choices import Rules
@@ -28,8 +29,10 @@ from lwopt_backend.integrations.deepspeed.zero import Binding, ZeROStore
 from lwopt_backend.routing.routing import full_shape
 from lwopt_backend.rules.protocol import one_call
 from lwopt_backend.runtime.agreement import StepReport
+from lwopt_backend.runtime.collectives import Collectives
 from lwopt_backend.runtime.state import CHECKPOINT_KEY, keeps_state
 from lwopt_backend.storage.flat import UnitStepper
+from lwopt_backend.storage.gradients import ClipGroups
 
 
 class EngineOptimizer(LinkedOptimizer):
@@ -40,6 +43,7 @@ class EngineOptimizer(LinkedOptimizer):
     """
 
     save_mark: SaveMark  # once it has an engine
+    _clip_groups: ClipGroups  # likewise
 
     def __init__(self, name: str, params: Iterable[Any], rules: Rules, config: ZeROConfig) -> None:
         self.name, self.rules, self.config = name, rules, config
@@ -74,6 +78,17 @@ class EngineOptimizer(LinkedOptimizer):
         """The store of this rank's weights and state. Called on all ranks. Raises RuntimeError outside an engine."""
         raise NotImplementedError
 
+    @property
+    def clip_group_norms(self) -> dict[str, Tensor]:
+        """The norm of each group in ``clip_groups`` before it was last clipped, the same on all ranks."""
+        return self._clip_groups.named
+
+    def _norms_before_clipping(self) -> tuple[Any, Mapping[str, Any]]:
+        return self._engine().get_global_grad_norm(), self._clip_groups.named
+
+    def _engine(self) -> DeepSpeedEngine:
+        raise NotImplementedError
+
     def take_loaded(self, options: Sequence[dict[str, Any]]) -> None:
         """Take over loaded ``options`` by param group, after weights and state were loaded."""
         self.link_groups({**group, **new} for group, new in zip(self.param_groups, options, strict=True))
@@ -102,18 +117,30 @@ class ZeROLayerWise(EngineOptimizer):
         super().__init__(name, params, rules, config)
 
     def bind(self, engine: DeepSpeedEngine) -> None:
-        self._binding = zero.bind(self.name, engine, self._given, self.rules, self.config)
+        self._binding = binding = zero.bind(self.name, engine, self._given, self.rules, self.config)
         self._plan_digest = self._binding.plan_digest
         self.row_scaling = self._binding.grouping.row_scaling()
         self._steppers = {}
         self.state.clear()  # an earlier engine's, whose partitions are gone
+        self._clip_groups = ClipGroups(self.config, self._binding.grouping.clip_groups)
         if self._binding.replicated:
-            deepspeed_engine.report_norm(engine, self)
+            deepspeed_engine.report_norm(engine, self, self._clip_groups)
+        elif self._clip_groups.limits:
+            deepspeed_engine.when_wrapped(engine, lambda wrapper: zero.clip_apart(wrapper, self._clip_groups, binding))
         self._take_groups(self._binding.groups())
         deepspeed_engine.adopt_torch_scheduler(engine)
         prepare_loading(engine, self, self._binding.ranks)
         zero.guard_state_keys(engine, self, self._binding.grouping)
         self._binding.announce(self.config, self.rules.notes)
+
+    def _engine(self) -> DeepSpeedEngine:
+        if self._binding is None:
+            raise self._no_engine()
+        return self._binding.engine
+
+    def _everyone(self) -> Collectives:
+        assert self._binding is not None
+        return max(self._binding.ranks, key=lambda ranks: ranks.world_size)
 
     def link_groups(self, groups: Iterable[Mapping[str, Any]]) -> None:
         super().link_groups(groups)
@@ -141,7 +168,9 @@ class ZeROLayerWise(EngineOptimizer):
                 check_rates(binding.stage, self._linked)
             if binding.replicated:
                 clipped, self.norm_before_clipping = self.norm_before_clipping, None
-                self._global_grad_norm = deepspeed_engine.grad_norm(binding.engine) if clipped is None else clipped
+                if clipped is None:
+                    clipped = deepspeed_engine.clip_whole(binding.engine, self._clip_groups, 0.0)
+                self._global_grad_norm = clipped
             for group, tensor in shown:
                 self._steppers[id(tensor)].step(group, self.state[tensor], self._report)
                 if self.row_scaling:

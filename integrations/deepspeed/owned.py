@@ -28,12 +28,11 @@ from lwopt_backend.integrations.deepspeed.zero import check_groups
 from lwopt_backend.routing.grouping import Grouping, group_parameters
 from lwopt_backend.rules.protocol import one_call
 from lwopt_backend.runtime.agreement import StepReport, agree_in_all, digest
-from lwopt_backend.runtime.collectives import TorchCollectives
+from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 from lwopt_backend.runtime.state import CHECKPOINT_KEY, put
-from lwopt_backend.storage.gradients import clip_factor
+from lwopt_backend.storage.gradients import ClipGroups, clip_factor
 from lwopt_backend.storage.owned import OwnedCore, Share
-from lwopt_backend.storage.owned_memory import rank_memory
-from lwopt_backend.storage.owned_model import Backward, check_model, show, tell_when_loaded
+from lwopt_backend.storage.owned_model import Backward, check_model, rank_memory, show, tell_when_loaded
 from lwopt_backend.storage.owned_state import OwnedStore
 
 # Keys of zero_optimization that owned storage honours; all others are refused or have no effect on it.
@@ -138,6 +137,7 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         self.destroy()
         binding = bind(self.name, engine, self._given, self.rules, self.config)
         self._take_groups(binding.groups())
+        self._clip_groups = ClipGroups(self.config, binding.grouping.clip_groups)
         deepspeed_engine.adopt_torch_scheduler(engine)
         self._stage, self._clip = engine.zero_optimization_stage(), engine.gradient_clipping() or 0.0
         self.loss_scaler = CreateLossScaler(  # dynamic or static in fp16, without effect in other precisions
@@ -262,15 +262,25 @@ class OwnedLayerWise(EngineOptimizer, ZeROOptimizer):  # type: ignore[misc]  # D
         engine, gradients, loss_scale = self._owned.engine, self.core.gradients, self.loss_scale
         skips_overflow = not engine.bfloat16_enabled() or engine._config.bfloat16_config.check_grad_overflow
         self._global_grad_norm, self.overflow = None, False
-        if self._clip or skips_overflow or engine.zero_compute_grad_norm():
-            norm = gradients.norm(2.0, lambda number: True) / loss_scale
-            total = float(norm)  # the only one that the host waits for
-            self.overflow = skips_overflow and not math.isfinite(total)
-            self._global_grad_norm = math.inf if self.overflow else total
-        if self._clip and not self.overflow:
-            gradients.scale(clip_factor(self._clip, norm) / loss_scale)
-        elif loss_scale != 1 and not self.overflow:
-            gradients.scale(1 / loss_scale)
+        limits = {None: self._clip, **self._clip_groups.limits}
+        norms: dict[str | None, Tensor] = {}
+        if any(limits.values()) or skips_overflow or engine.zero_compute_grad_norm():
+            norms = self._clip_groups.measure(limits, lambda pick: gradients.norm(2.0, pick) / loss_scale)
+            totals = torch.stack([*norms.values()]).tolist()  # all that the host waits for
+            self.overflow = skips_overflow and not all(map(math.isfinite, totals))
+            self._global_grad_norm = math.inf if self.overflow else totals[0]
+        for group, limit in limits.items():
+            if (limit or loss_scale != 1) and not self.overflow:
+                factor = clip_factor(limit, norms[group]) if limit else 1
+                gradients.scale(factor / loss_scale, self._clip_groups.pick(group))
+
+    def _engine(self) -> DeepSpeedEngine:
+        if self._owned is None:
+            raise self._no_engine()
+        return self._owned.engine
+
+    def _everyone(self) -> Collectives:
+        return self.core.holdings[0].sharers.everyone
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients. Called on all ranks."""

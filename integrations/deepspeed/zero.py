@@ -30,6 +30,7 @@ from lwopt_backend.runtime.agreement import agree_in_all, plan_digest
 from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 from lwopt_backend.runtime.state import CHECKPOINT_KEY, OwnerStates, StatePiece, brought_here
 from lwopt_backend.storage.flat import GroupPlan, GroupStepper, UnitStepper, members_digest, plan_group, unit_layouts
+from lwopt_backend.storage.gradients import ClipGroups
 from lwopt_backend.storage.replicated import gather_whole, new_replicated_stepper, take_part
 
 
@@ -248,7 +249,6 @@ def guard_state_keys(engine: DeepSpeedEngine, optimizer: torch.optim.Optimizer, 
     still returns None for every key.
     """
     kept = kept_states(grouping)
-    configure = engine._configure_lr_scheduler  # the first method called after the optimizer was wrapped
 
     def check(param: Tensor, key: str | None) -> None:
         found = kept.get(id(param))
@@ -258,17 +258,14 @@ def guard_state_keys(engine: DeepSpeedEngine, optimizer: torch.optim.Optimizer, 
         if not any(optimizer.state.values()):
             raise RuntimeError(f"parameter {found.name!r} has no {key!r} yet; the first step makes it")
 
-    @functools.wraps(configure)
-    def configure_lr_scheduler() -> None:
-        wrapper = engine.optimizer
+    def guard(wrapper: Any) -> None:
         if all(hasattr(wrapper, name) for name in RELINKS):
             _guard_parameters(wrapper, [state.param for state in kept.values()], check)
         elif all(hasattr(wrapper, name) for name in OF_OPTIMIZER):
             for name in OF_OPTIMIZER:
                 setattr(wrapper, name, _checked(getattr(wrapper, name), check))
-        configure()
 
-    engine._configure_lr_scheduler = configure_lr_scheduler
+    deepspeed_engine.when_wrapped(engine, guard)
 
 
 def _guard_parameters(wrapper: Any, params: list[Tensor], check: Check) -> None:
@@ -399,7 +396,7 @@ def bind(name: str, engine: DeepSpeedEngine, given: list[dict[str, Any]], rules:
     stage = pipeline.meet(engine, given, rules, config)
 
     def decide() -> tuple[Binding, list[list[str]]]:
-        if reasons := reasons_to_refuse(engine, given):
+        if reasons := reasons_to_refuse(engine, given, bool(config.clip_groups)):
             raise ValueError("\n  ".join([f"{name} cannot train with this configuration:", *reasons]))
         model = engine.module
         if stage is None:
@@ -417,6 +414,18 @@ def bind(name: str, engine: DeepSpeedEngine, given: list[dict[str, Any]], rules:
         return Binding(name, engine, grouping, list(ranks), units, stage, watched), lines
 
     return agree_in_all(ranks, name, decide)
+
+
+def clip_apart(wrapper: Any, groups: ClipGroups, binding: Binding) -> None:
+    """Clip ``groups`` apart from the rest in ``wrapper``, DeepSpeed's optimizer at stages 1 to 3."""
+    names, group_of = binding.grouping.names, binding.grouping.clip_groups
+    pieces = []
+    for unit in binding.units:
+        assert not isinstance(unit.plan.layout, Replicas)
+        held = [unit.plan.layout.fragment(index, unit.ranks.rank) for index in range(len(unit.params))]
+        pairs = [(part, names[id(param)]) for part, param in zip(held, unit.params) if part is not None]
+        pieces.append([(group_of.get(name), part.offset, part.numel) for part, name in pairs])
+    deepspeed_engine.GroupNorms(wrapper, groups, lambda param: group_of.get(names[id(param)]), pieces)
 
 
 def _units(

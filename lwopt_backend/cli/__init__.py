@@ -11,6 +11,7 @@ from lwopt_backend.cli.checkpoints import convert, diff, inspect
 from lwopt_backend.cli.plan import calibrate, plan
 from lwopt_backend.cli.rehearse import rehearse
 from lwopt_backend.cli.rules import migrate, rules
+from lwopt_backend.cli.watch import watch
 
 app = typer.Typer(
     name="lwopt",
@@ -19,7 +20,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (plan, rehearse, calibrate, convert, inspect, diff, migrate):
+for command in (plan, rehearse, calibrate, convert, inspect, diff, migrate, watch):
     app.command(no_args_is_help=True)(command)
 app.command()(rules)
 

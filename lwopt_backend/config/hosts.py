@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import PlainValidator, StrictBool, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, StrictBool, model_validator
 
-from lwopt_backend.config.options import Count, Globs, Options, Positive, option
+from lwopt_backend.config.options import Count, Globs, Options, Positive, option, parse
 from lwopt_backend.routing.routing import AtomSettings
 
 MEGATRON = "Megatron-Core"
+
+
+class ClipGroup(Options):
+    """Parameters, by globs on their names, whose gradients have a norm and a largest norm of their own."""
+
+    params: Annotated[Globs, Field(min_length=1)]
+    max_norm: Positive
+
+
+def _clip_groups(given: Any) -> dict[str, ClipGroup]:
+    sections = given.items() if isinstance(given, Mapping) else [("", given)]
+    for name, section in sections:
+        if not isinstance(section, (Mapping, ClipGroup)):
+            what = f"clip_groups[{name!r}]: expected a section" if name else "clip_groups: expected sections by name,"
+            raise ValueError(f"{what} with 'params' and 'max_norm'; found {section!r}")
+    return {name: parse(ClipGroup, dict(section), f"clip_groups[{name!r}]") for name, section in sections}
 
 
 class HostConfig(Options):
@@ -30,6 +47,12 @@ class HostConfig(Options):
     )
     allow_no_matrix: StrictBool = option(
         False, "a model without a single matrix parameter is an error unless this is set"
+    )
+    clip_groups: Annotated[dict[str, ClipGroup], BeforeValidator(_clip_groups)] = option(
+        {},
+        "by name, parameters whose gradients are clipped apart from the rest, by their own norm: 'params', globs on "
+        "names, and 'max_norm'",
+        MEGATRON,
     )
     exchange_dtype: Literal["auto", "bfloat16", "float32"] = option(
         "auto", "dtype on the wire; 'auto' is the rule's, with which nothing is lost"

@@ -12,6 +12,7 @@ import torch
 from lwopt_backend.config.choices import Rules
 from lwopt_backend.config.param_groups import OURS, Groups
 from lwopt_backend.config.registry import ELEMENTWISE_RULES, MATRIX_RULES, AdamWOptions, option_names
+from lwopt_backend.runtime.collectives import RECORDERS, Collectives, Recorder
 
 # Param groups of AdamW alone have the keys of torch.optim.AdamW's, so that state dicts go from one to the other:
 # torch.distributed.checkpoint reads a flattened state dict by the keys that the groups have. What we know of a group
@@ -192,6 +193,7 @@ class LinkedOptimizer(torch.optim.Optimizer):
     name = NAME  # for errors
     _rates: LinkedRates | None = None  # once the groups are linked, which the base class's constructor makes one by one
     _plan_digest: str | None = None  # once there is a plan
+    _recorder: Recorder | None = None  # while steps are measured
 
     @property
     def plan_digest(self) -> str:
@@ -205,6 +207,40 @@ class LinkedOptimizer(torch.optim.Optimizer):
                 "under DeepSpeed it plans in deepspeed.initialize, with sharded_later in the first step: ask after that"
             )
         return self._plan_digest
+
+    def record_metrics(self, on: bool = True) -> None:
+        """From now on measure steps for ``metrics``, or stop. Off at first, and then nothing is measured."""
+        self._recorder = Recorder() if on else None
+        if self._recorder is not None:
+            RECORDERS.add(self._recorder)
+
+    def metrics(self) -> dict[str, Any]:
+        """What the steps since the last call took, the same on all ranks, which all call it after a step.
+
+        - ``grad_norm``: before the last clipping, if this optimizer or DeepSpeed clipped or measured it; without the
+          parameters in ``clip_group_norms``
+        - ``update_rms``: by rule, the root mean square of what a step changes in a weight
+        - ``orthogonality``: by matrix rule, of a sampled update, how far its shorter side is from orthogonal, 0 if it
+          is: ||U U^T - 1|| / sqrt(rows)
+        - ``exchange_bytes``: what the busiest rank has sent
+        - ``seconds``: of the busiest rank, by part: exchange, rule, elementwise and norm
+
+        Other optimizers of the process that step meanwhile count, too. Raises RuntimeError without ``record_metrics``.
+        """
+        if self._recorder is None:
+            raise RuntimeError(f"{self.name}: call record_metrics() before the steps that metrics() is to measure")
+        norm, groups = self._norms_before_clipping()
+        norms = {} if norm is None else {"grad_norm": float(norm)}
+        named = {"clip_group_norms": {name: float(each) for name, each in groups.items()}} if groups else {}
+        return {**norms, **named, **self._recorder.take(self._everyone())}
+
+    def _norms_before_clipping(self) -> tuple[Any, Mapping[str, Any]]:
+        """That of the gradients in no clip group, None if nothing measured it, and those of the clip groups."""
+        raise NotImplementedError
+
+    def _everyone(self) -> Collectives:
+        """All ranks that step together."""
+        raise NotImplementedError
 
     def _begin(self, rules: Rules, groups: Groups, marks: Groups = (), *, rate: float | None = None) -> None:
         """Link the groups as they were configured, and set the ``defaults`` that schedulers read.

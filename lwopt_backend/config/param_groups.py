@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from torch import Tensor, dtype, nn
-from torch.profiler import record_function
 
 from lwopt_backend.config.choices import Choice, Rules
 from lwopt_backend.config.hosts import HOSTS
@@ -14,7 +13,7 @@ from lwopt_backend.config.options import glob_suggestion, is_foreign, nearest, o
 from lwopt_backend.config.registry import ELEMENTWISE_RULES, arguments, is_cautious, optimizer_arguments
 from lwopt_backend.routing.routing import named_like
 from lwopt_backend.runtime.agreement import number_of, setting
-from lwopt_backend.runtime.collectives import of_elementwise
+from lwopt_backend.runtime.collectives import changing, of_elementwise, phase, rule_name
 from lwopt_backend.runtime.elementwise import ElementwiseStepper, step_cautiously
 from lwopt_backend.runtime.whole import Slices
 
@@ -27,15 +26,25 @@ class ElementwiseGroups:
     def __init__(self) -> None:
         self._steppers: dict[int, ElementwiseStepper] = {}
 
-    def step(self, number: int, group: Mapping[str, Any], parts: Sequence[Slices]) -> None:
-        """One step of ``parts``, of param group ``number``, with the options that it has now."""
+    def step(
+        self,
+        number: int,
+        group: Mapping[str, Any],
+        parts: Sequence[Slices],
+        weights: Callable[[], Sequence[Tensor]] | None = None,
+    ) -> None:
+        """One step of ``parts``, of param group ``number``, with the options that it has now.
+
+        ``weights`` returns the weights in them, where there is more.
+        """
         options = arguments(group)
         given = optimizer_arguments(options)
         if number not in self._steppers:
             entry = ELEMENTWISE_RULES[group["rule"]]
             self._steppers[number] = ElementwiseStepper(entry.optimizer(options), entry.counters(options))
         stepper = self._steppers[number]
-        with record_function(of_elementwise(group)):
+        weights = weights or (lambda: [part.value for part in parts])
+        with phase(of_elementwise(group)), changing(rule_name(group), weights):
             if is_cautious(options):
                 step_cautiously(stepper, given, options["lr"] * options["weight_decay"], parts)
             else:

@@ -104,7 +104,7 @@ class OwnedEngine(Engine):
             passed = _Pass.apply(torch.zeros((), device="cpu", requires_grad=True), params)  # type: ignore[no-untyped-call]
         passed.backward()
         if not self._optimizer.config.step_in_backward:
-            self._optimizer._finish_backward()
+            _ = self._optimizer.gradients  # sends what is left
             for _ in self._core.manager.settled():
                 pass  # the last gradients arrive
 

@@ -24,7 +24,7 @@ from lwopt_backend.routing.grouping import Member
 from lwopt_backend.storage.flat import GroupPlan, plan_group, unit_layouts
 from lwopt_backend.storage.mesh import MeshMember, MeshPlan, by_wire, mesh_state_nbytes, plan_mesh
 from lwopt_backend.storage.owned import members_of, plan_lines, plan_members
-from lwopt_backend.storage.owned_memory import rank_memories
+from lwopt_backend.storage.owned_model import rank_memories
 
 # A host's storage in a study: DeepSpeed's ZeRO and FSDP2 store parameters; we exchange what must be whole.
 # Its plan for what some ranks share: owners, buckets, bytes, memory of every rank, seconds.

@@ -25,7 +25,9 @@ from lwopt_backend.routing.routing import (
     Route,
     by_glob,
     check_all_globs,
+    check_globs,
     full_shape,
+    named_like,
     named_parameters,
     route_part,
 )
@@ -128,6 +130,7 @@ class Grouping:
     groups: list[dict[str, Any]]
     names: Mapping[int, str]
     divided: Mapping[str, Divided]  # by a matrix parameter's name, the matrices in it
+    clip_groups: Mapping[str, str] = field(default_factory=dict)  # of a parameter, by name, if it is in one
 
     def row_scaling(self) -> RowScaling:
         """Row factors for the trained parameters, none set so far."""
@@ -201,10 +204,25 @@ def group_parameters(
             "nothing; name some in 'include', use AdamW, or set 'allow_no_matrix'"
         )
     check_overrides(rules, {r.name: r.kind == "matrix" for r in everywhere if r.kind != "frozen"})
+    clip_groups = _clip_groups(config, everywhere)
     divided = divide(model, routes, AtomSettings.parse(config.atoms), elsewhere=elsewhere)
     said = {name: f": {matrices.reason}" for name, matrices in divided.items() if not matrices.is_plain}
     routes = [replace(r, reason=r.reason + said.get(r.name, "")) for r in routes]
-    return Grouping(routes, split(given, _are_matrices(routes, names), rules, names), names, divided)
+    return Grouping(routes, split(given, _are_matrices(routes, names), rules, names), names, divided, clip_groups)
+
+
+def _clip_groups(config: HostConfig, routes: Sequence[Route]) -> dict[str, str]:
+    """The clip group of each parameter that is in one. Raises ValueError for a glob without a trained parameter, and
+    for a parameter in two groups."""
+    trained = [route for route in routes if route.kind != "frozen"]
+    found: dict[str, str] = {}
+    for name, group in config.clip_groups.items():
+        check_globs(f"clip_groups[{name!r}]", group.params, trained, routes, lambda route: "are not trained")
+        for route in trained:
+            if any(map(named_like(group.params), route.names)) and found.setdefault(route.name, name) != name:
+                both = f"clip_groups {found[route.name]!r} and {name!r}"
+                raise ValueError(f"parameter {route.name!r} is in {both}; give it to one of them")
+    return found
 
 
 def route_given(

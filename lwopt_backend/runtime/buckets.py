@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from lwopt_backend.plan.buffers.layout import Bucket, Piece
-from lwopt_backend.runtime.collectives import EXCHANGE_BACK, EXCHANGE_OUT, PartCollectives, Pending
+from lwopt_backend.runtime.collectives import EXCHANGE_BACK, EXCHANGE_OUT, PartCollectives, Pending, phase, sending
 from lwopt_backend.runtime.whole import owned_dtype
 
 
@@ -39,6 +38,11 @@ class Ledger:
         self.held = 0
         self.most_held = 0
         self.sent: Counter[str] = Counter()
+
+    def send(self, kind: str, nbytes: int) -> None:
+        """Count what leaves this rank."""
+        self.sent[kind] += nbytes
+        sending(nbytes)
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """An uninitialized flat tensor; pass it to ``free`` before its last reference goes."""
@@ -78,7 +82,7 @@ class PartsPending:
     ledger: Ledger | None
 
     def wait(self) -> None:
-        with record_function(self.label):
+        with phase(self.label):
             self.pending.wait()
 
     def sum(self, dtype: torch.dtype) -> Tensor:
@@ -140,15 +144,15 @@ def reduce_parts(
     parts = split(buffer, bucket)
     mine = parts[ranks.rank] if ranks.world_size > 1 else buffer
     held = [] if keep else [buffer]
-    ledger.sent["gradients"] += bucket.reduce_numels()[ranks.rank] * buffer.itemsize
+    ledger.send("gradients", bucket.reduce_numels()[ranks.rank] * buffer.itemsize)
     if not ranks.direct(buffer.device):
         total = ledger.empty(mine.numel(), buffer.dtype, buffer.device)
-        with record_function(EXCHANGE_OUT):
+        with phase(EXCHANGE_OUT):
             pending = ranks.reduce_scatter_parts(total, parts, buffer if bucket.even else None)
         return PartsPending(EXCHANGE_OUT, pending, [total], [*held, total], ledger)
     others = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
     received = {rank: ledger.empty(mine.numel(), buffer.dtype, buffer.device) for rank in others}
-    with record_function(EXCHANGE_OUT):
+    with phase(EXCHANGE_OUT):
         pending = ranks.exchange(
             [(rank, parts[rank]) for rank in others if parts[rank].numel()],
             [(rank, into) for rank, into in received.items() if mine.numel()],
@@ -164,13 +168,13 @@ def return_parts(
     """Start sending every owner's part of ``buffer`` to all ranks."""
     parts = split(buffer, bucket)
     mine = parts[ranks.rank]
-    ledger.sent[what] += bucket.return_numels()[ranks.rank] * buffer.itemsize
+    ledger.send(what, bucket.return_numels()[ranks.rank] * buffer.itemsize)
     if not ranks.direct(buffer.device):
-        with record_function(EXCHANGE_BACK):
+        with phase(EXCHANGE_BACK):
             pending = ranks.all_gather_parts(parts, buffer if bucket.even else None)
         return PartsPending(EXCHANGE_BACK, pending, (), (), None)
     others = [rank for rank in range(ranks.world_size) if rank != ranks.rank]
-    with record_function(EXCHANGE_BACK):
+    with phase(EXCHANGE_BACK):
         pending = ranks.exchange(
             [(rank, mine) for rank in others if mine.numel()],
             [(rank, parts[rank]) for rank in others if parts[rank].numel()],
@@ -267,11 +271,15 @@ class BucketBuffers:
         start = self.bucket.parts[self.sharers.instance.rank][0]
         return [self.mine.narrow(0, piece.offset - start, piece.numel) for piece in self.pieces]
 
-    def stored_grads(self) -> list[Tensor]:
-        """The buffer of this rank's reduced gradients, padding included; with ``keep_full``, that of all gradients."""
+    def stored_grads(self, pick: Callable[[int], bool] | None = None) -> list[Tensor]:
+        """The buffer of this rank's reduced gradients, padding included; with ``keep_full``, that of all gradients.
+        Of the parameters that ``pick`` selects, if given, one tensor each."""
+        stored = self.full if self._keep_full else self.mine
+        if stored is None or pick is None:
+            return [] if stored is None else [stored]
         if self._keep_full:
-            return [self.full] if self.full is not None else []
-        return [self.mine] if self.mine is not None else []
+            return [self.view(stored, param) for param in self._slots if pick(param)]
+        return [grad for piece, grad in zip(self.pieces, self.owned_grads()) if pick(piece.param)]
 
     def refresh_masters(self) -> None:
         """Copy the parameters into the masters, except where a master already rounds to its parameter's value.
@@ -347,8 +355,8 @@ class BucketBuffers:
         if self.sharers.replicas is not None:
             self._settle_across()
             nbytes, replicas = came.numel() * came.itemsize, self.sharers.replicas
-            self._ledger.sent["across instances"] += all_reduce_nbytes(nbytes, replicas.world_size)
-            with record_function(EXCHANGE_OUT):
+            self._ledger.send("across instances", all_reduce_nbytes(nbytes, replicas.world_size))
+            with phase(EXCHANGE_OUT):
                 pending = replicas.start_all_reduce(came)
             self._across = PartsPending(EXCHANGE_OUT, pending, [came], [came], self._ledger)
         else:

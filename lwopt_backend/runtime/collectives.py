@@ -6,15 +6,19 @@ import functools
 import importlib
 import math
 import sys
+import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 # Labels of a step's parts in profiles (``torch.profiler.record_function``), the same on every engine.
 
@@ -36,6 +40,123 @@ def of_elementwise(group: Mapping[str, Any]) -> str:
 def rule_name(group: Mapping[str, Any]) -> str:
     """The name of a param group's rule; for a rule that runs any optimizer, the class of that optimizer."""
     return str(group.get("class", group["rule"]))
+
+
+# What ``optimizer.metrics()`` returns, measured in the same parts. Without a recorder nothing of it is done.
+
+
+class Recorder:
+    """What all steps of this process take while it records, since ``take`` was last called.
+
+    Seconds on a GPU are those of its current stream, and are read from it in ``take``.
+    """
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self.sent = 0  # bytes, to other ranks
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._events: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._changes: dict[str, list[Tensor]] = {}  # by rule, a sum of squares and a number of elements
+        self._tilts: dict[str, Tensor] = {}
+
+    def add_change(self, rule: str, squares: Tensor, numel: int) -> None:
+        """Count ``numel`` weights whose changes have this sum of squares."""
+        if rule in self._changes:
+            self._changes[rule][0] += squares
+            self._changes[rule][1] += numel
+        else:
+            self._changes[rule] = [squares, torch.tensor(float(numel))]
+
+    def add_update(self, rule: str, updates: Tensor) -> None:
+        """Sample the first matrix that the rule updates: how far its shorter side is from orthogonal."""
+        if rule not in self._tilts:
+            update = updates.detach().view(-1, *updates.shape[-2:])[0].float()
+            update = update.mT if update.shape[0] > update.shape[1] else update
+            tilt = (update @ update.mT).sub_(torch.eye(len(update), device=update.device))
+            self._tilts[rule] = tilt.norm() / math.sqrt(len(update))
+
+    def add_events(self, part: str, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        self._events.append((part, begin, end))
+        while len(self._events) > MOST_EVENTS:
+            self._add_seconds(*self._events.popleft())
+
+    def _add_seconds(self, part: str, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        end.synchronize()
+        self.seconds[part] += begin.elapsed_time(end) / 1e3
+
+    def take(self, everyone: Collectives) -> dict[str, Any]:
+        """What was recorded, over all ranks, all of which call it: the mean, or the busiest rank's; then begin anew."""
+        for entry in self._events:
+            self._add_seconds(*entry)
+        changes = {rule: (float(squares), float(numel)) for rule, (squares, numel) in self._changes.items()}
+        tilts = {rule: float(tilt) for rule, tilt in self._tilts.items()}
+        found = everyone.gather_objects((self.sent, dict(self.seconds), changes, tilts))
+        sent, seconds, all_changes, all_tilts = (list(some) for some in zip(*found))
+        self._begin()
+        of_rule = {rule: [some[rule] for some in all_changes if rule in some] for some in all_changes for rule in some}
+        sums = {rule: [sum(column) for column in zip(*rows)] for rule, rows in of_rule.items()}
+        tilted = {rule: [some[rule] for some in all_tilts if rule in some] for some in all_tilts for rule in some}
+        return {
+            "update_rms": {rule: math.sqrt(squares / max(1.0, numel)) for rule, (squares, numel) in sums.items()},
+            "orthogonality": {rule: sum(values) / len(values) for rule, values in tilted.items()},
+            "exchange_bytes": max(sent),
+            "seconds": {part: max(some.get(part, 0.0) for some in seconds) for part in PARTS},
+        }
+
+
+MOST_EVENTS = 10_000
+PARTS = ("exchange", "rule", "elementwise", "norm")
+RECORDERS: WeakSet[Recorder] = WeakSet()  # of optimizers that are recorded
+
+
+def phase(label: str) -> AbstractContextManager[Any]:
+    """A part of a step under its ``label``, in profiles and in recorders."""
+    return _recorded(label) if RECORDERS else record_function(label)
+
+
+@contextmanager
+def _recorded(label: str) -> Iterator[None]:
+    part = label.split()[1]
+    if torch.cuda.is_initialized():
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        with record_function(label):
+            yield
+        end.record()
+        for recorder in RECORDERS:
+            recorder.add_events(part, begin, end)
+        return
+    started = time.perf_counter()
+    with record_function(label):
+        yield
+    for recorder in RECORDERS:
+        recorder.seconds[part] += time.perf_counter() - started
+
+
+@contextmanager
+def changing(rule: str, weights: Callable[[], Sequence[Tensor]]) -> Iterator[None]:
+    """Within it, a rule changes these weights. A recorder compares them with a copy."""
+    values = weights() if RECORDERS else ()
+    before = [value.clone() for value in values]
+    yield
+    for recorder in RECORDERS if before else ():
+        squares = sum((value.float() - old.float()).square().sum() for value, old in zip(values, before))
+        recorder.add_change(rule, torch.as_tensor(squares), sum(value.numel() for value in values))
+
+
+def sampled(rule: str, updates: Tensor) -> Tensor:
+    """The updates of a rule, of which a recorder takes a sample."""
+    for recorder in RECORDERS:
+        recorder.add_update(rule, updates)
+    return updates
+
+
+def sending(nbytes: int) -> None:
+    """Count bytes that this rank sends to others."""
+    for recorder in RECORDERS:
+        recorder.sent += nbytes
 
 
 class Pending(Protocol):

@@ -8,11 +8,10 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from lwopt_backend.plan import MatrixPlan, Segment, Transfer
 from lwopt_backend.runtime.agreement import failing
-from lwopt_backend.runtime.collectives import EXCHANGE_BACK, EXCHANGE_OUT, Alone, Collectives, Pending
+from lwopt_backend.runtime.collectives import EXCHANGE_BACK, EXCHANGE_OUT, Alone, Collectives, Pending, phase, sending
 
 WORD_NBYTES = 8
 Segments = Sequence[tuple[Segment, Tensor]]  # with the flat part of a buffer that is theirs
@@ -32,7 +31,7 @@ class Arrival:
     room: int
 
     def wait(self, deliver: Callable[[Segments], object]) -> None:
-        with record_function(self.way.label):
+        with phase(self.way.label):
             self.discard()
             deliver(_in(self.received, self.way.transfer.receives, self.way.receive_offsets, self.room))
 
@@ -94,7 +93,7 @@ class Way:
 
         Zeros are sent for all others. ``word`` is called after packing. Called on all ranks, bucket by bucket.
         """
-        with record_function(self.label):
+        with phase(self.label):
             room = 0 if word is None else WORD_NBYTES // dtype.itemsize
             send_splits, receive_splits = ([n + room for n in some] for some in (self.send_splits, self.receive_splits))
             sent = torch.empty(sum(send_splits), dtype=dtype, device=self._device)
@@ -109,6 +108,7 @@ class Way:
                 said = torch.tensor([word()], dtype=torch.int64).view(dtype).to(self._device, non_blocking=True)
                 ends = accumulate(send_splits)
                 torch._foreach_copy_([sent[end - room : end] for end in ends], [said] * len(send_splits))
+            sending((sum(send_splits) - send_splits[self._collectives.rank]) * sent.itemsize)
             even = self.transfer.split is not None
             splits: tuple[Sequence[int], Sequence[int]] = ((), ()) if even else (receive_splits, send_splits)
             return Arrival(self, received, sent, self._collectives.all_to_all(received, sent, *splits), room)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from lwopt_backend.plan import Atom
 from lwopt_backend.plan.atoms import Block
 from lwopt_backend.plan.layouts import Partition, Span, View, box_views
 from lwopt_backend.rules import MatrixRule, OwnerStateRule, WeightRule
 from lwopt_backend.runtime import nested
-from lwopt_backend.runtime.collectives import of_rule
+from lwopt_backend.runtime.collectives import changing, of_rule, phase, sampled
 from lwopt_backend.runtime.state import OwnerState
 
 
@@ -115,16 +115,19 @@ class WholeMatrices:
         """Update the weights and the state of ``atoms``, which ``storage`` has whole."""
         for batch in self.batches(atoms, rules):
             parts = [storage.parts(atom) for atom in batch]
-            rule = rules[batch[0]]
-            if isinstance(rule, WeightRule):
-                (pieces,) = parts
-                value, grad = (self._stack(batch, [[getattr(p, of) for p in pieces]]) for of in ("value", "grad"))
-                updates: Sequence[Tensor] = [self.step_weight(rule, batch[0], value, grad)]
-            else:
-                directions = iter(directions_of(rule, list(chain.from_iterable(parts)), advance=True))
-                stack = self._stack(batch, [[next(directions) for _ in pieces] for pieces in parts])
-                updates = self.transform(rule, batch, stack)
-            self._apply(rule, batch, parts, updates)
+            with changing(_name(rules[batch[0]]), partial(_values, parts)):
+                self._step(rules[batch[0]], batch, parts)
+
+    def _step(self, rule: MatrixRule, batch: Sequence[int], parts: Sequence[Sequence[Slices]]) -> None:
+        if isinstance(rule, WeightRule):
+            (pieces,) = parts
+            value, grad = (self._stack(batch, [[getattr(p, of) for p in pieces]]) for of in ("value", "grad"))
+            updates: Sequence[Tensor] = [self.step_weight(rule, batch[0], value, grad)]
+        else:
+            directions = iter(directions_of(rule, list(chain.from_iterable(parts)), advance=True))
+            stack = self._stack(batch, [[next(directions) for _ in pieces] for pieces in parts])
+            updates = self.transform(rule, batch, stack)
+        self._apply(rule, batch, parts, updates)
 
     def _stack(self, batch: Sequence[int], pieces: Sequence[Sequence[Tensor]]) -> Tensor:
         """The matrices of a batch, of which these are the pieces; a single contiguous piece is not copied."""
@@ -144,12 +147,13 @@ class WholeMatrices:
         """The update of each matrix of a batch, in the shape of the stored matrix."""
         stack = stack.to(self._rule_device)
         transposed = self._atoms[atoms[0]].transposed
-        with record_function(_label(rule)):
+        with phase(of_rule(_name(rule))):
             stack = stack.mT.contiguous() if transposed else stack
             if isinstance(rule, OwnerStateRule):
                 update = rule.transform_with(stack, self.owner_state.of(atoms[0], rule))
             else:
                 update = rule.transform(stack)
+            update = sampled(_name(rule), update)
             update = update.mT if transposed else update
             if self._batch_numel:  # then all are copied on in one operation
                 update = update.contiguous()
@@ -162,7 +166,7 @@ class WholeMatrices:
         if transposed:
             value, grad = value.T.contiguous(), grad.T.contiguous()
         first = not state
-        with record_function(_label(rule)):
+        with phase(of_rule(_name(rule))):
             rule.step(value, grad, state)
         if first:
             nested.check(state)
@@ -208,7 +212,8 @@ class WholeMatrices:
         """Decay this rank's fragment of each atom, and apply the flat fragment of its update."""
         for batch in self.batches(list(updates), rules, alike=False):
             parts = [storage.parts(atom) for atom in batch]
-            self._apply(rules[batch[0]], batch, parts, [updates[atom] for atom in batch])
+            with changing(_name(rules[batch[0]]), partial(_values, parts)):
+                self._apply(rules[batch[0]], batch, parts, [updates[atom] for atom in batch])
 
     def _apply(
         self, rule: MatrixRule, batch: Sequence[int], parts: Sequence[Sequence[Slices]], updates: Sequence[Tensor]
@@ -233,8 +238,12 @@ class WholeMatrices:
             copy_all(values, wide)
 
 
-def _label(rule: MatrixRule) -> str:
-    return of_rule(rule.rule_name or type(rule).__name__)
+def _values(parts: Sequence[Sequence[Slices]]) -> list[Tensor]:
+    return [part.value for part in chain.from_iterable(parts)]
+
+
+def _name(rule: MatrixRule) -> str:
+    return rule.rule_name or type(rule).__name__
 
 
 # On the pieces of a matrix that this rank stores, in order

@@ -233,12 +233,16 @@ class GroupStepper(UnitStepper):
             value = self._flat.detach().narrow(0, offset, numel)
             yield StatePiece(first + index, View.of_range(start, start + numel), value, tensors)
 
+    def _weights(self) -> list[Tensor]:
+        """What is not padding, which may hold anything."""
+        return [piece.value for piece in self.pieces({}, 0) if piece.value is not None]
+
     def step(self, group: Mapping[str, Any], state: dict[str, Any], report: StepReport) -> None:
         """From ``flat.grad``."""
         planned, grad = self._plan.matrices, self._flat.grad
         assert grad is not None
         if self.matrices is None or planned is None:
-            report.attempt(self._elementwise.step, 0, group, [Slices(self._flat, grad, state)])
+            report.attempt(self._elementwise.step, 0, group, [Slices(self._flat, grad, state)], self._weights)
             return
         rule, layout = registry.build_matrix_rule(group, self._config), planned.layout
         assert isinstance(layout, Partition)

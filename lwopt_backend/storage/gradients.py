@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.profiler import record_function
 
+from lwopt_backend.config.hosts import HostConfig
 from lwopt_backend.runtime.bucket_manager import BucketManager
 from lwopt_backend.runtime.buckets import Sharers
-from lwopt_backend.runtime.collectives import NORM, largest_of_all
+from lwopt_backend.runtime.collectives import NORM, largest_of_all, phase
 from lwopt_backend.storage.mesh import Mesh, MeshStepper, gradient, local
+
+Pick = Callable[[str], bool]  # selects parameters by name
+
+
+def everything(name: str) -> bool:
+    return True
 
 
 class MeshGradients:
@@ -25,28 +31,28 @@ class MeshGradients:
     def __init__(self, steppers: Sequence[MeshStepper], different: Sequence[bool]) -> None:
         self._steppers = steppers
         self._different = different
-        ranks = _largest(steppers).collectives
-        self.place = ranks.rank, ranks.world_size
+        self.everyone = _largest(steppers).collectives
+        self.place = self.everyone.rank, self.everyone.world_size
 
     def params(self) -> list[tuple[str, Tensor]]:
         """All parameters with their names."""
         return [(member.name, member.param) for stepper in self._steppers for member in stepper.members]
 
-    def norm(self, norm_type: float = 2.0, foreach: bool | None = None) -> Tensor:
-        """The norm of all gradients as one vector, each element counted once.
+    def norm(self, norm_type: float = 2.0, pick: Pick = everything, foreach: bool | None = None) -> Tensor:
+        """The norm of the gradients of the parameters that ``pick`` selects, as one vector, each element counted once.
 
         Per mesh it is ``torch.nn.utils.get_total_norm``, so for a single mesh it equals that of ``clip_grad_norm_``,
         bit for bit. Plain tensors are assumed to be copies.
         """
         order = checked_order(norm_type)
-        with record_function(NORM):
+        with phase(NORM):
             if order == float("inf"):  # torch's own fails on ranks with an empty shard, while the other ranks wait
-                grads = [gradient(name, param) for name, param in self.params()]
+                grads = [gradient(name, param) for name, param in self.params() if pick(name)]
                 largest = [grad.abs().max().float() for grad in grads if grad is not None and grad.numel()]
                 everywhere = _largest(self._steppers)
                 total = torch.stack(largest).max() if largest else torch.zeros(())
                 return largest_of_all(everywhere.collectives, total.to(everywhere.device))
-            norms = [_norm(stepper, order, foreach) for stepper in self._steppers]
+            norms = [_norm(stepper, order, pick, foreach) for stepper in self._steppers]
             if any(_partial(self._steppers)):
                 norms = _with_other_ranks(self._steppers, self._different, norms, order)
             return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)
@@ -64,13 +70,11 @@ class MeshGradients:
             if param.grad is not None:
                 param.grad.mul_(factor)
 
-    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None) -> Tensor:
-        """``torch.nn.utils.clip_grad_norm_``; returns the norm before clipping."""
-        norm = self.norm(norm_type, foreach)
-        check_finite(norm, norm_type, error_if_nonfinite)
+    def clip(self, max_norm: float, norm: Tensor, pick: Pick, foreach: bool | None) -> None:
+        """``torch.nn.utils.clip_grads_with_norm_`` of the parameters that ``pick`` selects."""
         for stepper in self._steppers:
-            torch.nn.utils.clip_grads_with_norm_([m.param for m in stepper.members], max_norm, norm, foreach=foreach)
-        return norm
+            params = [member.param for member in stepper.members if pick(member.name)]
+            torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm, foreach=foreach)
 
 
 def hold_different_parameters(steppers: Sequence[MeshStepper]) -> list[bool]:
@@ -99,10 +103,10 @@ def hold_different_parameters(steppers: Sequence[MeshStepper]) -> list[bool]:
     return different
 
 
-def _norm(stepper: MeshStepper, norm_type: float, foreach: bool | None) -> Tensor:
+def _norm(stepper: MeshStepper, norm_type: float, pick: Pick, foreach: bool | None) -> Tensor:
     """The norm of the gradients that any rank has. torch's norm is a collective, so ranks without one use zeros."""
     presence = stepper.presence()
-    params = [member.param for index, member in enumerate(stepper.members) if presence(index)]
+    params = [member.param for index, member in enumerate(stepper.members) if presence(index) and pick(member.name)]
     presence.finish()
     grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
     if not grads:
@@ -171,13 +175,13 @@ class OwnedGradients:
         self._entry = {param: number for number, param in enumerate(sorted(common))}
 
     @torch.no_grad()
-    def norm(self, norm_type: float, pick: Callable[[int], bool]) -> Tensor:
+    def norm(self, norm_type: float, pick: Pick, foreach: bool | None = None) -> Tensor:
         """The norm of the mean gradients of the parameters that ``pick`` selects, in fp32. Called on all ranks."""
 
         def powers(grads: list[Tensor]) -> Sequence[Tensor]:
             return torch._foreach_pow(torch._foreach_norm(grads, norm_type, dtype=torch.float64), norm_type)
 
-        with record_function(NORM):
+        with phase(NORM):
             if norm_type != float("inf"):
                 return (self._summed(pick, powers).sum() ** (1 / norm_type)).float()
             largest = [grad.abs().max() for _, grad in self._owned(pick)]
@@ -185,19 +189,24 @@ class OwnedGradients:
             return largest_of_all(self._widest.everyone, total)
 
     @torch.no_grad()
-    def count_zeros(self, pick: Callable[[int], bool]) -> int:
+    def count_zeros(self, pick: Pick) -> int:
         """The number of their elements that are exactly zero. Called on all ranks."""
         zeros = self._summed(pick, lambda grads: [(g.numel() - torch.count_nonzero(g)).double() for g in grads])
         return int(zeros.sum())
 
     @torch.no_grad()
-    def scale(self, factor: Tensor | float) -> None:
-        """Multiply all mean gradients by ``factor``, in place."""
+    def scale(self, factor: Tensor | float, pick: Pick = everything) -> None:
+        """Multiply the mean gradients of the parameters that ``pick`` selects by ``factor``, in place."""
+        names = self._manager.names
         for bucket in list(self._manager.settled()):
-            for grad in bucket.stored_grads():
+            for grad in bucket.stored_grads(None if pick is everything else lambda param: pick(names[param])):
                 grad.mul_(factor)
 
-    def _summed(self, pick: Callable[[int], bool], measure: Callable[[list[Tensor]], Sequence[Tensor]]) -> Tensor:
+    def clip(self, max_norm: float, norm: Tensor, pick: Pick, foreach: bool | None = None) -> None:
+        """``torch.nn.utils.clip_grads_with_norm_`` of the parameters that ``pick`` selects."""
+        self.scale(clip_factor(max_norm, norm), pick)
+
+    def _summed(self, pick: Pick, measure: Callable[[list[Tensor]], Sequence[Tensor]]) -> Tensor:
         """Per parameter, the sum of ``measure`` over its pieces on all ranks; the last entry is for all experts."""
         owned = self._owned(pick)
         found: dict[int, Tensor] = {}
@@ -209,7 +218,7 @@ class OwnedGradients:
         self._widest.everyone.all_reduce(sums)
         return sums
 
-    def _owned(self, pick: Callable[[int], bool]) -> list[tuple[int, Tensor]]:
+    def _owned(self, pick: Pick) -> list[tuple[int, Tensor]]:
         """The gradients of this rank's pieces; none on instances other than the first."""
         found = []
         for bucket in list(self._manager.settled()):
@@ -217,8 +226,34 @@ class OwnedGradients:
             if sharers.replicas is not None and sharers.replicas.rank > 0:
                 continue
             pieces = zip(bucket.pieces, bucket.owned_grads())
-            found += [(piece.param, grad) for piece, grad in pieces if pick(piece.param)]
+            found += [(piece.param, grad) for piece, grad in pieces if pick(self._manager.names[piece.param])]
         return found
+
+
+class ClipGroups:
+    """The groups of parameters that are clipped apart, by ``group_of`` a parameter's name, and the rest, None.
+
+    ``norms`` has each group's before the last clipping.
+    """
+
+    def __init__(self, config: HostConfig, group_of: Mapping[str, str]) -> None:
+        self.limits: dict[str | None, float] = {name: group.max_norm for name, group in config.clip_groups.items()}
+        self._group_of = group_of
+        self.norms: dict[str | None, Tensor] = {}
+
+    def pick(self, group: str | None) -> Pick:
+        """Selects the parameters of a group."""
+        return (lambda name: self._group_of.get(name) == group) if self.limits else everything
+
+    def measure(self, groups: Iterable[str | None], norm: Callable[[Pick], Tensor]) -> dict[str | None, Tensor]:
+        """The ``norm`` of each of the groups, kept in ``norms``."""
+        self.norms.update((group, norm(self.pick(group))) for group in groups)
+        return {group: self.norms[group] for group in groups}
+
+    @property
+    def named(self) -> dict[str, Tensor]:
+        """The norms of the groups that have a name, in fp32."""
+        return {group: norm.float() for group, norm in self.norms.items() if group is not None}
 
 
 def checked_order(norm_type: float | str) -> float:

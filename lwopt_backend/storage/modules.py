@@ -177,6 +177,8 @@ def part_of(optimizer: Any) -> Part:
     """The part for an optimizer. Raises TypeError or ValueError if it is no optimizer, or cannot be one of several."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, or None on ranks without it; found {optimizer!r}")
+    if isinstance(optimizer, (OwnedOptimizer, MeshOptimizer)) and optimizer.config.clip_groups:
+        raise ValueError("clip_groups are clipped by one optimizer; here give clip_grad_norm_ a largest norm by module")
     if isinstance(optimizer, OwnedOptimizer):
         return OwnedPart(optimizer)
     if isinstance(optimizer, MeshOptimizer):

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.config.registry import build_matrix_rule
@@ -17,7 +16,7 @@ from lwopt_backend.plan import FlatPartition
 from lwopt_backend.plan.atoms import Block
 from lwopt_backend.plan.layouts import View, range_views
 from lwopt_backend.runtime.agreement import StepReport
-from lwopt_backend.runtime.collectives import EXCHANGE_BACK, Collectives
+from lwopt_backend.runtime.collectives import EXCHANGE_BACK, Collectives, phase, sending
 from lwopt_backend.runtime.state import StatePiece, fill, part_of
 from lwopt_backend.runtime.whole import Slices, Storage, local_views
 from lwopt_backend.storage.flat import GroupPlan, UnitStepper
@@ -192,13 +191,14 @@ class ElementwiseReplicas(ReplicatedStepper):
                 for flat, tensor in ((value, param.data), (grad, _grad(param))):
                     flat.narrow(0, held.offset, held.numel).copy_(tensor.reshape(-1)[held.start : held.stop])
         report.attempt(self._elementwise.step, 0, group, [Slices(value, grad, state)])
-        with record_function(EXCHANGE_BACK):
+        with phase(EXCHANGE_BACK):
             for begin in range(0, self._layout.partition_numel, self._chunk):
                 self._gather(value.narrow(0, begin, min(self._chunk, self._layout.partition_numel - begin)), begin)
 
     def _gather(self, mine: Tensor, begin: int) -> None:
         """Gather a chunk of new values, which begins at ``begin`` in every partition, into the parameters."""
         received = mine.new_empty(mine.numel() * self._collectives.world_size)
+        sending(mine.nbytes * (self._collectives.world_size - 1))
         self._collectives.all_gather(received, mine)
         for index, param in enumerate(self._params):
             flat = param.data.view(-1) if param.data.is_contiguous() else param.data.flatten()
