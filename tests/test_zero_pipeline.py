@@ -19,11 +19,29 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
+from lwopt_backend.checkpoint import formats
+from lwopt_backend.checkpoint.differences import differences
 from tests.cells import cells
+from tests.checkpoint_contents import same
+from tests.command_line import succeeds
 from tests.engines import falling
 from tests.models import VOCABULARY
 from tests.on_ranks import on_ranks
-from tests.zero import ADAMW, BF16, IN_FP32, Beside, Reference, batch_shares, build, config, engine_for
+from tests.ranks import RankPool
+from tests.rules import ELEMENTWISE, SECTIONS
+from tests.zero import (
+    ADAMW,
+    BF16,
+    IN_FP32,
+    Beside,
+    Reference,
+    batch_shares,
+    build,
+    config,
+    engine_for,
+    full_weights,
+    train,
+)
 
 pytestmark = pytest.mark.usefixtures("worlds_to_spoil")
 RANKS, STAGES, DATA_PARALLEL, MICRO_BATCHES = 4, 2, 2, 2
@@ -98,8 +116,8 @@ MODELS = {
 LAYERS: dict[str, Any] = {"partition_method": "uniform", "seed_layers": True, "base_seed": 7}
 
 
-def pipeline(layers: list[Any]) -> PipelineModule:
-    return PipelineModule(layers, num_stages=STAGES, loss_fn=loss_of, **LAYERS)
+def pipeline(layers: list[Any], stages: int = STAGES) -> PipelineModule:
+    return PipelineModule(layers, num_stages=stages, loss_fn=loss_of, **LAYERS)
 
 
 class Whole(PipelineModule):
@@ -119,8 +137,12 @@ def settings_for(precision: str, **options: Any) -> dict[str, Any]:
 
 
 def train_step(engine: Any, step: int) -> None:
-    shares = batch_shares(step, MICRO_BATCHES * DATA_PARALLEL)
-    engine.train_batch(iter(shares[engine.grid.get_data_parallel_id() :: DATA_PARALLEL]))
+    if not engine.pipeline_parallelism:
+        train(engine, range(step, step + 1))
+        return
+    ranks = engine.dp_world_size
+    shares = batch_shares(step, MICRO_BATCHES * ranks)
+    engine.train_batch(iter(shares[engine.grid.get_data_parallel_id() :: ranks]))
 
 
 def beside(model: str, settings: dict[str, Any]) -> Beside:
@@ -145,6 +167,61 @@ def test_every_stage_has_the_bits_of_torch_muon_given_the_same_gradients_and_res
     block = 1 if dist.get_rank() < DATA_PARALLEL else 2
     assert [param.name for plan in plans for param in plan.params] == [f"{block}.{name}" for name in MATRICES]
     assert all(plan.matrices.buckets for plan in plans), "some matrix must travel"
+
+
+class Plain(nn.Sequential):
+    """The layers of an untied pipeline, with the same names, for an engine without pipeline parallelism."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(VOCABULARY, WIDTH), Block(), Block(), nn.Linear(WIDTH, VOCABULARY, bias=False))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return loss_of(super().forward(tokens), targets)
+
+
+def loading(model: str, rule: str, stages: int, zero: int) -> Any:
+    """An engine of ``stages`` pipeline stages, 0 for none, that loads universal checkpoints."""
+    settings = settings_for("fp32, stage 1") | {"checkpoint": {"load_universal": True}}
+    settings["zero_optimization"] = {"stage": zero}
+    given = {"matrix": SECTIONS[rule], "elementwise": ELEMENTWISE["adamw"], "report": False, "bucket_numel": 2000}
+    settings["optimizer"] = {"type": "LayerWise", "params": given}
+    return engine_for(settings, pipeline(MODELS[model], stages) if stages else Plain(), lr_scheduler=falling)
+
+
+def travel(folder: str, load: str | None, goes_on: bool, *engine: Any) -> dict[str, Tensor]:
+    """Two steps, or what was loaded; then one more if the run ``goes_on``, and the weights."""
+    with loading(*engine) as engine:
+        if load is None:
+            for step in range(2):
+                train_step(engine, step)
+        else:
+            train_step(engine, 7)  # what it had before must not matter
+            engine.load_checkpoint(load)
+        assert engine.global_steps == 2 and engine.lr_scheduler.last_epoch == 2
+        engine.save_checkpoint(folder)
+        if goes_on:
+            train_step(engine, 2)
+        return full_weights(engine)
+
+
+@pytest.mark.parametrize(("model", "rule"), [("untied", "muon"), ("tied embedding", "muon"), ("untied", "soap")])
+def test_a_run_goes_on_with_other_numbers_of_stages(
+    rank_pools: dict[int, RankPool], tmp_path: Path, model: str, rule: str
+) -> None:
+    """By universal checkpoints, to the bit: each leg has what it has loaded, and the last goes on as the first does."""
+    legs = [(2, 1), (1, 1), (4, 0), (1, 0), *[(0, 3), (0, 0)] * (model == "untied"), (2, 1)]
+    load, goings_on = None, []
+    for number, (stages, zero) in enumerate(legs):
+        if 0 in {stages, legs[number - 1][0]}:
+            rank_pools[RANKS].renew()  # DeepSpeed does not forget a pipeline's groups
+        saved, ends = tmp_path / f"leg {number}", number in (0, len(legs) - 1)
+        found = rank_pools[RANKS].run(travel, str(saved), load and str(load), ends, model, rule, stages, zero)
+        goings_on += [found] * ends
+        new = tmp_path / f"universal {number}"
+        succeeds("convert", saved, new, "--to", "universal", "--json")
+        assert load is None or not [d for d in differences(formats.read(saved), formats.read(load)) if d.what]
+        load = new
+    assert same(*goings_on)
 
 
 @on_ranks(RANKS)

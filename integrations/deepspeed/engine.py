@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from deepspeed.moe.layer import MoE
 from deepspeed.runtime import config, lr_schedules
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+from deepspeed.utils import groups
 from deepspeed.utils.logging import logger
 from torch import Tensor, nn
 from torch.profiler import record_function
@@ -21,6 +23,7 @@ from lwopt_backend.config.options import nearest
 from lwopt_backend.plan import Fragment
 from lwopt_backend.runtime.collectives import NORM, TorchCollectives
 
+EXPERTS = "deepspeed_moe.experts.deepspeed_experts."  # the experts' place in their layer
 HOOKED = "_do_optimizer_sanity_check"  # ``versions`` lists what is replaced here; ``register()`` checks that it exists
 
 
@@ -107,6 +110,27 @@ def pipeline_group(engine: DeepSpeedEngine) -> Any:
 def tied_modules(engine: DeepSpeedEngine) -> Mapping[str, nn.Module]:
     """The modules that occur more than once in a pipeline, by key."""
     return dict(engine.module.tied_modules.items())
+
+
+def first_experts(engine: DeepSpeedEngine) -> dict[str, int]:
+    """The number in the whole model of this rank's first expert, by the beginning of the experts' names."""
+    layers = {name: module for name, module in engine.module.named_modules() if isinstance(module, MoE)}
+    return {
+        f"{name}.{EXPERTS}".lstrip("."): groups._get_expert_parallel_rank(layer.expert_group_name)
+        * layer.num_local_experts
+        for name, layer in layers.items()
+    }
+
+
+def all_experts(engine: DeepSpeedEngine) -> set[str]:
+    """The names in the whole model of all experts' parameters."""
+    return {
+        f"{name}.{EXPERTS}{number}.{param}".lstrip(".")
+        for name, layer in engine.module.named_modules()
+        if isinstance(layer, MoE)
+        for number in range(layer.num_experts)
+        for param, _ in layer.deepspeed_moe.experts.deepspeed_experts[0].named_parameters()
+    }
 
 
 def stored_fragment(param: Tensor, rank: int, sub_group: int | None) -> Fragment | None:
