@@ -23,10 +23,17 @@ from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_gr
 from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
 
+from lwopt_backend.checkpoint import formats
+from lwopt_backend.checkpoint.differences import differences
 from lwopt_backend.integrations.deepspeed_zero import LayerWiseMuon
+from tests.checkpoint_contents import same
+from tests.command_line import succeeds
+from tests.engines import falling
 from tests.models import VOCABULARY, UnevenLM
 from tests.on_ranks import on_ranks
-from tests.zero import PRECISIONS, ROWS, Beside, Reference, build, config, engine_for, train
+from tests.ranks import RankPool
+from tests.rules import ELEMENTWISE, SECTIONS
+from tests.zero import PRECISIONS, ROWS, Beside, Reference, build, config, engine_for, full_weights, train
 
 pytestmark = pytest.mark.usefixtures("worlds_to_spoil")
 RANKS, EXPERTS, EXPERT_PARALLEL = 4, 4, 2
@@ -64,14 +71,12 @@ class WholeMixture(nn.Module):
 
 
 class Mixture(WholeMixture):
-    """The same with DeepSpeed's layer, of which this rank has two experts."""
+    """The same with DeepSpeed's layer, of which this rank has some experts."""
 
-    def __init__(self) -> None:
+    def __init__(self, parallel: int = EXPERT_PARALLEL) -> None:
         super().__init__()
-        self.moe = MoE(
-            WIDTH, expert(0), EXPERTS, EXPERT_PARALLEL, k=1, drop_tokens=False, use_rts=False, min_capacity=0
-        )
-        here = dist.get_rank() % EXPERT_PARALLEL * 2
+        self.moe = MoE(WIDTH, expert(0), EXPERTS, parallel, k=1, drop_tokens=False, use_rts=False, min_capacity=0)
+        here = dist.get_rank() % parallel * (EXPERTS // parallel)
         for local, layer in enumerate(self.moe.deepspeed_moe.experts.deepspeed_experts):
             layer.load_state_dict(self.experts[here + local].state_dict())
         self.moe.deepspeed_moe.gate.wg.load_state_dict(self.router.state_dict())
@@ -83,6 +88,8 @@ class Mixture(WholeMixture):
 
 def settings_for(stage: int, precision: str = "fp32", accumulation: int = 1, **options: Any) -> dict[str, Any]:
     rows = ROWS // RANKS // accumulation
+    if stage == 0:
+        options.pop("policy", None)
     return config(stage, rows=rows, accumulation=accumulation, bucket_numel=2000, **options) | PRECISIONS[precision]
 
 
@@ -99,6 +106,8 @@ def whole_name(name: str) -> str:
 @pytest.mark.parametrize(
     ("stage", "precision", "accumulation", "clip", "given"),
     [
+        (0, "fp32", 1, 0.0, "parameters"),
+        (0, "fp32", 2, 0.2, "groups"),
         (1, "fp32", 1, 0.0, "parameters"),
         (1, "fp32", 2, 0.2, "parameters"),
         (1, "bf16", 2, 0.0, "parameters"),
@@ -158,6 +167,50 @@ def grouped(module: nn.Module, how: str) -> list[dict[str, Any]]:
     }[how]
 
 
+def loading(rule: str, parallel: int, stage: int, rows: bool) -> Any:
+    """An engine that loads universal checkpoints; with ``rows``, neighbouring ranks have the same experts."""
+    settings = settings_for(stage) | {"checkpoint": {"load_universal": True}}
+    settings |= {"use_data_before_expert_parallelism": True} if rows else {}
+    given = {"matrix": SECTIONS[rule], "elementwise": ELEMENTWISE["adamw"], "report": False, "bucket_numel": 2000}
+    settings["optimizer"] = {"type": "LayerWise", "params": given}
+    return engine_for(settings, Mixture(parallel), lr_scheduler=falling)
+
+
+def travel(folder: str, load: str | None, goes_on: bool, *engine: Any) -> dict[str, Tensor]:
+    """Two steps, or what was loaded; then one more if the run ``goes_on``, and the weights."""
+    with loading(*engine) as engine:
+        if load is None:
+            train(engine, 2)
+        else:
+            train(engine, range(7, 8))  # what it had before must not matter
+            engine.load_checkpoint(load)
+        assert engine.global_steps == 2 and engine.lr_scheduler.last_epoch == 2
+        engine.save_checkpoint(folder)
+        if goes_on:
+            train(engine, range(2, 3))
+        return full_weights(engine)
+
+
+@pytest.mark.parametrize("rule", ["muon", "soap"])
+def test_a_run_goes_on_with_other_numbers_of_expert_parallel_ranks(
+    rank_pools: dict[int, RankPool], tmp_path: Path, rule: str
+) -> None:
+    """By universal checkpoints, to the bit: each leg has what it has loaded, and the last goes on as the first does."""
+    legs = [(2, 1, False), (4, 2, False), (2, 0, False), (1, 0, False), (2, 2, True), (2, 0, True), (2, 1, False)]
+    load, goings_on = None, []
+    for number, leg in enumerate(legs):
+        if leg[2] != legs[number - 1][2]:
+            rank_pools[RANKS].renew()  # DeepSpeed keeps the groups of an expert-parallel size
+        saved, ends = tmp_path / f"leg {number}", number in (0, len(legs) - 1)
+        found = rank_pools[RANKS].run(travel, str(saved), load and str(load), ends, rule, *leg)
+        goings_on += [found] * ends
+        new = tmp_path / f"universal {number}"
+        succeeds("convert", saved, new, "--to", "universal", "--json")
+        assert load is None or not [d for d in differences(formats.read(saved), formats.read(load)) if d.what]
+        load = new
+    assert same(*goings_on)
+
+
 SPLIT = "split groups with deepspeed"
 
 
@@ -165,8 +218,12 @@ SPLIT = "split groups with deepspeed"
 @pytest.mark.parametrize(
     ("stage", "model", "how", "message"),
     [
-        (0, Mixture, None, "the model has deepspeed.moe layers and zero_optimization.stage is 0; use stage 1 or 2"),
-        (3, Mixture, None, "the model has deepspeed.moe layers and zero_optimization.stage is 3; use stage 1 or 2"),
+        (
+            3,
+            Mixture,
+            None,
+            "the model has deepspeed.moe layers and zero_optimization.stage is 3, where DeepSpeed trains",
+        ),
         (2, Mixture, "unmarked", f"param group 0 has experts' parameters, but not 'moe': True; {SPLIT}"),
         (2, Mixture, "misnamed", "param group 1 has 'moe': True and name 'ep_size_3'; the model has 'ep_size_2'"),
         (2, Mixture, "mixed", f"param group 1 has 'moe': True, but not only experts' parameters; {SPLIT}"),
@@ -185,6 +242,13 @@ def test_experts_that_cannot_be_trained_are_refused(
     groups = {} if how is None else {"model_parameters": grouped(module, how)}
     with pytest.raises(ValueError, match=re.escape(message)):
         build(settings_for(stage), module, **groups)
+
+
+@on_ranks(RANKS)
+def test_deepspeed_itself_trains_no_experts_at_stage_3() -> None:
+    settings = settings_for(3) | {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+    with pytest.raises(AssertionError, match="Native DeepSpeed MoE is not supported with ZeRO Stage 3"):
+        build(settings, Mixture())
 
 
 @on_ranks(RANKS)

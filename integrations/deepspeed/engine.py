@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime import config, lr_schedules
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -218,14 +219,24 @@ def report_norm(engine: DeepSpeedEngine, optimizer: Any) -> None:
 
 @record_function(NORM)
 def grad_norm(engine: DeepSpeedEngine) -> Tensor:
-    """The norm of all gradients at stage 0; in a pipeline, of all stages, counting tied weights once."""
-    with_grad = [p for p in engine.module.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in with_grad if not getattr(p, "ds_pipe_replicated", False)])
-    if not engine.pipeline_parallelism:
-        return norm
-    squared = norm.to(engine.device).square()
-    TorchCollectives(pipeline_group(engine)).all_reduce(squared)
-    return squared.sqrt()
+    """The norm of all gradients at stage 0; in a pipeline, of all stages, counting tied weights once; with experts, of
+    those of all ranks."""
+    dense: list[Tensor] = []
+    experts: dict[str, list[Tensor]] = {}
+    for param in engine.module.parameters():
+        grads = experts.setdefault(param.group_name, []) if is_moe_param(param) else dense
+        if param.grad is not None and not getattr(param, "ds_pipe_replicated", False):
+            grads.append(param.grad)
+    norm = torch.nn.utils.get_total_norm(dense)
+    if engine.pipeline_parallelism:
+        squared = norm.to(engine.device).square()
+        TorchCollectives(pipeline_group(engine)).all_reduce(squared)
+        return squared.sqrt()
+    for name in sorted(experts):
+        squared = torch.nn.utils.get_total_norm(experts[name]).to(engine.device).square()
+        TorchCollectives(engine.expert_parallel_group[name]).all_reduce(squared)
+        norm = (norm.to(engine.device).square() + squared).sqrt()
+    return norm
 
 
 # Types of optimizer entries as DeepSpeed reads them.

@@ -30,7 +30,7 @@ from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.config.options import suggestion
 from lwopt_backend.config.param_groups import OURS, of_another_optimizer
 from lwopt_backend.config.registry import MATRIX_RULES, arguments, new_state, option_names
-from lwopt_backend.integrations.deepspeed.checkpoints import SaveMark, check, write_latest_last
+from lwopt_backend.integrations.deepspeed.checkpoints import SaveMark, check, prepare_saving
 from lwopt_backend.integrations.deepspeed.engine import first_experts
 from lwopt_backend.plan import TrainedParam
 from lwopt_backend.runtime.agreement import agree_in_all, check_in_all
@@ -66,7 +66,7 @@ def prepare_loading(
     """
     everyone = ranks_of()
     mark = optimizer.save_mark = SaveMark(engine, everyone)
-    write_latest_last(engine, everyone)
+    prepare_saving(engine, optimizer, everyone)
     load, universal = engine.load_checkpoint, engine.load_universal_checkpoint()
     signature = inspect.signature(load)
 
