@@ -167,7 +167,7 @@ def grouped(module: nn.Module, how: str) -> list[dict[str, Any]]:
     }[how]
 
 
-def loading(rule: str, parallel: int, stage: int, rows: bool) -> Any:
+def engine_of(rule: str, parallel: int, stage: int, rows: bool) -> Any:
     """An engine that loads universal checkpoints; with ``rows``, neighbouring ranks have the same experts."""
     settings = settings_for(stage) | {"checkpoint": {"load_universal": True}}
     settings |= {"use_data_before_expert_parallelism": True} if rows else {}
@@ -178,7 +178,7 @@ def loading(rule: str, parallel: int, stage: int, rows: bool) -> Any:
 
 def travel(folder: str, load: str | None, goes_on: bool, *engine: Any) -> dict[str, Tensor]:
     """Two steps, or what was loaded; then one more if the run ``goes_on``, and the weights."""
-    with loading(*engine) as engine:
+    with engine_of(*engine) as engine:
         if load is None:
             train(engine, 2)
         else:

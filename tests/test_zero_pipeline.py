@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import re
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ from lwopt_backend.checkpoint import formats
 from lwopt_backend.checkpoint.differences import differences
 from tests.cells import cells
 from tests.checkpoint_contents import same
+from tests.checkpoint_engines import convert_as_deepspeed_does, without_compiling
 from tests.command_line import succeeds
 from tests.engines import falling
 from tests.models import VOCABULARY
@@ -179,7 +182,7 @@ class Plain(nn.Sequential):
         return loss_of(super().forward(tokens), targets)
 
 
-def loading(model: str, rule: str, stages: int, zero: int) -> Any:
+def engine_of(model: str, rule: str, stages: int, zero: int) -> Any:
     """An engine of ``stages`` pipeline stages, 0 for none, that loads universal checkpoints."""
     settings = settings_for("fp32, stage 1") | {"checkpoint": {"load_universal": True}}
     settings["zero_optimization"] = {"stage": zero}
@@ -190,7 +193,7 @@ def loading(model: str, rule: str, stages: int, zero: int) -> Any:
 
 def travel(folder: str, load: str | None, goes_on: bool, *engine: Any) -> dict[str, Tensor]:
     """Two steps, or what was loaded; then one more if the run ``goes_on``, and the weights."""
-    with loading(*engine) as engine:
+    with engine_of(*engine) as engine:
         if load is None:
             for step in range(2):
                 train_step(engine, step)
@@ -222,6 +225,44 @@ def test_a_run_goes_on_with_other_numbers_of_stages(
         assert load is None or not [d for d in differences(formats.read(saved), formats.read(load)) if d.what]
         load = new
     assert same(*goings_on)
+
+
+def moments(engine: Any) -> dict[str, Any]:
+    """Weights and AdamW's state of all stages."""
+    get = deepspeed.utils.safe_get_full_optimizer_state
+    named = engine.module.named_parameters()
+    state = {name: [get(param, key).clone() for key in ("exp_avg", "exp_avg_sq")] for name, param in named}
+    of_ranks: list[Any] = [None] * RANKS
+    dist.all_gather_object(
+        of_ranks, {name: [full_weights(engine)[name], *of_param] for name, of_param in state.items()}
+    )
+    return {name: found for of_rank in of_ranks for name, found in of_rank.items()}
+
+
+@on_ranks(RANKS)
+@pytest.mark.parametrize("model", ["untied", "tied embedding"])
+def test_adamw_of_deepspeeds_own_pipelines_goes_on(tmp_path: Path, model: str) -> None:
+    """As DeepSpeed converts it, which cannot where weights are tied, and as we do; here, and in DeepSpeed itself."""
+    settings = settings_for("fp32, stage 1") | {"optimizer": {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}}}
+    with without_compiling(), engine_for(settings, pipeline(MODELS[model])) as engine:
+        for step in range(2):
+            train_step(engine, step)
+        engine.save_checkpoint(tmp_path)
+        truth = moments(engine)
+    folders = [tmp_path / "ours", *[tmp_path / "theirs"] * (model == "untied")]
+    if dist.get_rank() == 0:
+        succeeds("convert", tmp_path, folders[0], "--to", "universal", "--json")
+        if model == "untied":
+            convert_as_deepspeed_does(tmp_path, "global_step2")
+            (folders[1] / "latest_universal").write_text("global_step2")
+    dist.barrier()
+    settings["checkpoint"] = {"load_universal": True}
+    given = {"matrix": "muon", "elementwise": ELEMENTWISE["adamw"], "exclude": ["*"], "allow_no_matrix": True}
+    ours = settings | {"optimizer": {"type": "LayerWise", "params": {**given, "report": False}}}
+    for loading, folder in itertools.product([settings, ours], folders):
+        with engine_for(loading, pipeline(MODELS[model], 1)) as engine:
+            engine.load_checkpoint(folder)
+            assert engine.global_steps == 2 and same(moments(engine), truth)
 
 
 @on_ranks(RANKS)

@@ -43,7 +43,8 @@ def read(tag: Path) -> Checkpoint:
     marked = (entry for _, of_part in parts for entry in of_part)
     proven = ds.check_marks(states.saved, states.path, marked)
     found = [_read_part(*part) for part in parts]
-    return replace(found[0] if len(found) == 1 else _joined(found), proven=proven)
+    whole = found[0] if len(found) == 1 else _joined(found)
+    return replace(whole, proven=proven, world={**whole.world, "pp": ds.stages_in(tag)})
 
 
 OfRanks = list[tuple[Path, Mapping[str, Any]]]  # the files of the optimizer's state, with their content
