@@ -24,6 +24,7 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
 
 from lwopt_backend.checkpoint import formats
+from lwopt_backend.checkpoint.contents import CheckpointError
 from lwopt_backend.checkpoint.differences import differences
 from lwopt_backend.integrations.deepspeed_zero import LayerWiseMuon
 from tests.checkpoint_contents import same
@@ -167,9 +168,9 @@ def grouped(module: nn.Module, how: str) -> list[dict[str, Any]]:
     }[how]
 
 
-def engine_of(rule: str, parallel: int, stage: int, rows: bool) -> Any:
-    """An engine that loads universal checkpoints; with ``rows``, neighbouring ranks have the same experts."""
-    settings = settings_for(stage) | {"checkpoint": {"load_universal": True}}
+def engine_of(rule: str, parallel: int, stage: int, rows: bool, universal: bool = True) -> Any:
+    """With ``rows``, neighbouring ranks have the same experts."""
+    settings = settings_for(stage) | {"checkpoint": {"load_universal": universal}}
     settings |= {"use_data_before_expert_parallelism": True} if rows else {}
     given = {"matrix": SECTIONS[rule], "elementwise": ELEMENTWISE["adamw"], "report": False, "bucket_numel": 2000}
     settings["optimizer"] = {"type": "LayerWise", "params": given}
@@ -209,6 +210,31 @@ def test_a_run_goes_on_with_other_numbers_of_expert_parallel_ranks(
         assert load is None or not [d for d in differences(formats.read(saved), formats.read(load)) if d.what]
         load = new
     assert same(*goings_on)
+    for leg, file, words in (
+        (0, "layer_0_expert_3_mp_rank_00_model_states.pt", "files of 3 experts moe.deepspeed_moe"),
+        (0, "layer_0_expert_1_mp_rank_00_model_states.pt", "has no file of expert 1 of moe.deepspeed_moe"),
+        (5, "expp_rank_1_mp_rank_00_optim_states.pt", "has no file expp_rank_.* with the state of .moe.deepspeed"),
+    ):
+        (tmp_path / f"leg {leg}" / "global_step2" / file).rename(tmp_path / file)
+        with pytest.raises(CheckpointError, match=words):
+            formats.read(tmp_path / f"leg {leg}")
+        (tmp_path / file).rename(tmp_path / f"leg {leg}" / "global_step2" / file)
+
+
+@on_ranks(RANKS)
+def test_state_that_owners_keep_is_resumed_at_stage_0(tmp_path: Path) -> None:
+    """Where every expert-parallel rank writes a file; with other experts on a rank they are not taken."""
+    with engine_of("soap", 2, 0, False, universal=False) as engine:
+        train(engine, 2)
+        engine.save_checkpoint(tmp_path)
+        losses = train(engine, range(2, 4))
+    with engine_of("soap", 2, 0, False, universal=False) as engine:
+        train(engine, range(7, 8))  # what it had before must not matter
+        engine.load_checkpoint(tmp_path)
+        assert train(engine, range(2, 4)) == losses
+    with engine_of("soap", 1, 0, False, universal=False) as engine:
+        with pytest.raises(ValueError, match="holds other parameters than in the checkpoint"):
+            engine.load_checkpoint(tmp_path)
 
 
 SPLIT = "split groups with deepspeed"

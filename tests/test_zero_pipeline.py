@@ -22,6 +22,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
 from lwopt_backend.checkpoint import formats
+from lwopt_backend.checkpoint.contents import CheckpointError
 from lwopt_backend.checkpoint.differences import differences
 from tests.cells import cells
 from tests.checkpoint_contents import same
@@ -225,6 +226,16 @@ def test_a_run_goes_on_with_other_numbers_of_stages(
         assert load is None or not [d for d in differences(formats.read(saved), formats.read(load)) if d.what]
         load = new
     assert same(*goings_on)
+    for leg, file, words in (
+        (0, "mp_rank_01_model_states.pt", "has no file mp_rank_01_model_states.pt"),
+        (0, "zero_pp_rank_1_mp_rank_01_optim_states.pt", "expected the optimizer's files of 2 data-parallel ranks"),
+        (2, "mp_rank_03_model_states.pt", "has no file mp_rank_03_model_states.pt"),
+        (2, "layer_02-model_states.pt", "has no file of the layer with '2."),
+    ):
+        (tmp_path / f"leg {leg}" / "global_step2" / file).rename(tmp_path / file)
+        with pytest.raises(CheckpointError, match=words):
+            formats.read(tmp_path / f"leg {leg}")
+        (tmp_path / file).rename(tmp_path / f"leg {leg}" / "global_step2" / file)
 
 
 def moments(engine: Any) -> dict[str, Any]:

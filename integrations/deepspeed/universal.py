@@ -425,12 +425,12 @@ BY_GROUP = ("base_lrs", "max_lrs", "min_lrs", "_last_lr", "lr_lambdas")  # lists
 def _by_group(state: Mapping[str, Any] | None, of_groups: Sequence[set[int | None]]) -> Mapping[str, Any] | None:
     """A scheduler's state with an entry for each of our param groups, which may be others than the checkpoint's, as on
     another pipeline stage. ``of_groups`` are the checkpoint's groups that have parameters of each."""
-    numbers = [min(of_group, key=lambda number: -1 if number is None else number) for of_group in of_groups if of_group]
-    if state is None or None in numbers:
+    numbers = [sorted(number for number in of_group if number is not None)[:1] for of_group in of_groups]
+    if state is None or not all(numbers):
         return state
     lists = {key: state[key] for key in BY_GROUP if isinstance(state.get(key), list)}
-    fits = {key: value for key, value in lists.items() if max(numbers, default=0) < len(value)}
-    return {**state, **{key: [value[number] for number in numbers] for key, value in fits.items()}}
+    fits = {key: value for key, value in lists.items() if max(numbers) < [len(value)]}
+    return {**state, **{key: [value[number] for (number,) in numbers] for key, value in fits.items()}}
 
 
 def _check_scheduler(folder: Path, ours: Mapping[str, Any], theirs: Mapping[str, Any] | None) -> None:

@@ -57,31 +57,31 @@ def names_in(folder: Path) -> list[str]:
         return []
 
 
-def stages_in(tag: Path) -> int:
-    """The number of pipeline stages. Raises CheckpointError for the parts of other model-parallel ranks."""
+def check_parts(tag: Path) -> None:
+    """Raises CheckpointError for the parts of model-parallel ranks that are no pipeline stages."""
     names = names_in(tag)
-    stages = {int(match[2]) for match in map(MODEL.fullmatch, names) if match}
+    ranks = {int(match[2]) for match in map(MODEL.fullmatch, names) if match}
     layers = [name for name in names if name.startswith("layer_") and not OF_EXPERT.fullmatch(name)]
-    if not all(map(LAYER.fullmatch, layers)) or len(stages) > 1 and not layers:
+    if not all(map(LAYER.fullmatch, layers)) or len(ranks) > 1 and not layers:
         raise CheckpointError(
-            f"{tag} holds the parts of {max(2, len(stages))} model-parallel ranks; how they fit together is not in the "
+            f"{tag} holds the parts of {max(2, len(ranks))} model-parallel ranks; how they fit together is not in the "
             f"checkpoint. {CONVERT.capitalize()}"
         )
-    if layers and len(layers) < sum(name.startswith("layer_") for name in names):
+    if layers and any(map(OF_EXPERT.fullmatch, names)):
         raise CheckpointError(f"{tag} is of a pipeline with experts, which is not read here; {CONVERT}")
-    return max(stages, default=0) + 1
 
 
 def model_files(tag: Path, stage: int | None = None) -> list[Path]:
     """A pipeline stage's files of model states, by data-parallel rank; one at stages 0 to 2 of ZeRO. Raises
     CheckpointError if one is missing; and without ``stage``, if other files have parts of the model."""
     if stage is None:
-        stage, apart = 0, [name for name in names_in(tag) if name.startswith("layer_")]
-        if stages_in(tag) > 1 or apart:
+        check_parts(tag)
+        if apart := [name for name in names_in(tag) if name.startswith("layer_")]:
             raise CheckpointError(
                 f"{tag} has parts of the model in files of their own ({apart[0]}), as pipelines and expert parallelism "
                 "write them; convert it with lwopt convert --to universal, and give the folder it makes"
             )
+        stage = 0
     matches = [match for match in map(MODEL.fullmatch, names_in(tag)) if match and int(match[2]) == stage]
     return _complete(tag, {int(match[1] or 0): match[0] for match in matches}, f"mp_rank_{stage:02d}_model_states.pt")
 
@@ -164,7 +164,7 @@ def layers_in(tag: Path, shapes: Sequence[Mapping[str, tuple[int, ...] | None]])
     """By pipeline stage, the module's tensors. ``shapes`` are those of the stages' parameters and buffers, if known.
 
     The tensors of a layer of which no stage knows any are the first stage's. A tied layer that could be one of several
-    is left out.
+    is left out. Raises CheckpointError if another layer's file is missing.
     """
     found: list[dict[str, LazyTensor]] = [{} for _ in shapes]
     for match in filter(None, map(LAYER.fullmatch, names_in(tag))):
@@ -181,6 +181,9 @@ def layers_in(tag: Path, shapes: Sequence[Mapping[str, tuple[int, ...] | None]])
                 found[number].update(like[0])
         if not is_tied:
             found[stage or 0].update(own)
+    for known, tensors in zip(shapes, found):
+        if missing := [name for name in known if name not in tensors and not TIED.fullmatch(name)]:
+            raise CheckpointError(f"{tag} has no file of the layer with {missing[0]!r}; copy the whole folder again")
     return found
 
 

@@ -44,7 +44,8 @@ def read(tag: Path) -> Checkpoint:
     proven = ds.check_marks(states.saved, states.path, marked)
     found = [_read_part(*part) for part in parts]
     whole = found[0] if len(found) == 1 else _joined(found)
-    return replace(whole, proven=proven, world={**whole.world, "pp": ds.stages_in(tag)})
+    stages = len(parts) if any(map(ds.LAYER.fullmatch, ds.names_in(tag))) else 1
+    return replace(whole, proven=proven, world={**whole.world, "pp": stages})
 
 
 OfRanks = list[tuple[Path, Mapping[str, Any]]]  # the files of the optimizer's state, with their content
@@ -53,13 +54,15 @@ OfRanks = list[tuple[Path, Mapping[str, Any]]]  # the files of the optimizer's s
 def _parts(tag: Path) -> list[tuple[ModelStates, OfRanks]]:
     """The files of a tag, by pipeline stage; at stage 0 of ZeRO by expert-parallel rank, where each has an optimizer of
     its own. Raises CheckpointError."""
-    stages = [ds.model_files(tag, stage) for stage in range(ds.stages_in(tag))]
-    names = ds.names_in(tag)
+    ds.check_parts(tag)
+    names, first = ds.names_in(tag), ds.model_files(tag, 0)
     if any(map(ds.LAYER.fullmatch, names)):
+        count = int(ds.load_mapping(first[0]).get("mp_world_size") or 1)
+        stages = [ds.model_files(tag, stage) for stage in range(count)]
         layers = ds.layers_in(tag, [_shapes_in(file, ds.load_mapping(file)) for file, *_ in stages])
         read = [ds.read_model_states(*pair) for pair in zip(stages, layers)]
         return [(states, _of_ranks(tag, states, number)) for number, states in enumerate(read)]
-    states = ds.read_model_states(stages[0])
+    states = ds.read_model_states(first)
     if not any(map(ds.OF_EXPERT.fullmatch, names)):
         return [(states, _of_ranks(tag, states))]
     shapes = _shapes_in(states.path, states.saved)
@@ -75,7 +78,12 @@ def _parts(tag: Path) -> list[tuple[ModelStates, OfRanks]]:
     files = sorted((int(m[1]), tag / m[0]) for m in map(ds.WITH_EXPERTS.fullmatch, names) if m)
     apart = experts.ranks // len(files) if experts.in_rows and files else 1  # ranks from one of these to the next
     found = [(file, ds.load_mapping(file)["optimizer"], experts.first(number * apart)) for number, file in files]
-    return [(states, [(file, _whole_names(optimizer, first))]) for file, optimizer, first in found]
+    of_ranks = [(file, _whole_names(optimizer, mine)) for file, optimizer, mine in found]
+    if missing := trained - {name for _, saved in of_ranks for group in saved[ds.NAMES] for name in group}:
+        raise CheckpointError(
+            f"{tag} has no file expp_rank_..._optim_states.pt with the state of {min(missing)!r}; copy it again"
+        )
+    return [(states, [of_rank]) for of_rank in of_ranks]
 
 
 def _shapes_in(file: Path, saved: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
