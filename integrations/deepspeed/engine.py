@@ -15,7 +15,6 @@ from deepspeed.runtime import config, lr_schedules
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
-from deepspeed.utils import groups
 from deepspeed.utils.logging import logger
 from torch import Tensor, nn
 from torch.profiler import record_function
@@ -116,9 +115,9 @@ def tied_modules(engine: DeepSpeedEngine) -> Mapping[str, nn.Module]:
 def first_experts(engine: DeepSpeedEngine) -> dict[str, int]:
     """The number in the whole model of this rank's first expert, by the beginning of the experts' names."""
     layers = {name: module for name, module in engine.module.named_modules() if isinstance(module, MoE)}
+    ranks = {name: TorchCollectives(group).rank for name, group in engine.expert_parallel_group.items()}
     return {
-        f"{name}.{EXPERTS}".lstrip("."): groups._get_expert_parallel_rank(layer.expert_group_name)
-        * layer.num_local_experts
+        f"{name}.{EXPERTS}".lstrip("."): ranks[layer.expert_group_name] * layer.num_local_experts
         for name, layer in layers.items()
     }
 

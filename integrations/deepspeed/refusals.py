@@ -62,7 +62,7 @@ def _experts(engine: DeepSpeedEngine, param_groups: list[dict[str, Any]]) -> lis
             "the model has deepspeed.moe layers and zero_optimization.stage is 3, where DeepSpeed trains no layer of "
             "its own; use stage 0, 1 or 2"
         )
-    known = sorted(engine.expert_data_parallel_group) if engine.has_moe_layers else []
+    known = sorted({param.group_name for param in engine.module.parameters() if is_moe_param(param)})
     split = "split groups with deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer"
     for number, group in enumerate(param_groups):
         experts = [is_moe_param(param) for param in group["params"]]

@@ -234,10 +234,11 @@ def experts_in(tag: Path, saved: Mapping[str, Any], names: Iterable[str]) -> Exp
             found.setdefault(match[1], set()).add(int(match[2]))
         return found
 
-    count, local = ({prefix: max(found) + 1 for prefix, found in numbers(of).items()} for of in (tensors, names))
     for prefix, found in numbers(tensors).items():
-        if missing := [number for number in range(count[prefix]) if number not in found]:
-            raise CheckpointError(f"{tag} has no file of expert {missing[0]} of {prefix}; copy the whole folder again")
+        missing = next(number for number in range(len(found) + 1) if number not in found)
+        if missing < len(found):
+            raise CheckpointError(f"{tag} has no file of expert {missing} of {prefix}; copy the whole folder again")
+    count, local = ({prefix: len(found) for prefix, found in numbers(of).items()} for of in (tensors, names))
     ranks = int(saved.get("dp_world_size") or 1)
     for prefix, number in local.items():
         total = count.get(prefix, 0)
