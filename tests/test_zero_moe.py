@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 import re
 from collections import defaultdict
@@ -23,18 +24,14 @@ from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_gr
 from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
 
-from lwopt_backend.checkpoint import formats
-from lwopt_backend.checkpoint.contents import CheckpointError
-from lwopt_backend.checkpoint.differences import differences
 from lwopt_backend.integrations.deepspeed_zero import LayerWiseMuon
-from tests.checkpoint_contents import same
-from tests.command_line import succeeds
+from tests.checkpoint_engines import assert_missed, go_through
 from tests.engines import falling
 from tests.models import VOCABULARY, UnevenLM
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
 from tests.rules import ELEMENTWISE, SECTIONS
-from tests.zero import PRECISIONS, ROWS, Beside, Reference, build, config, engine_for, full_weights, train
+from tests.zero import PRECISIONS, ROWS, Beside, Reference, build, config, engine_for, train
 
 pytestmark = pytest.mark.usefixtures("worlds_to_spoil")
 RANKS, EXPERTS, EXPERT_PARALLEL = 4, 4, 2
@@ -94,6 +91,10 @@ def settings_for(stage: int, precision: str = "fp32", accumulation: int = 1, **o
     return config(stage, rows=rows, accumulation=accumulation, bucket_numel=2000, **options) | PRECISIONS[precision]
 
 
+def train_step(engine: Any, step: int) -> None:
+    train(engine, range(step, step + 1))
+
+
 def whole_name(name: str) -> str:
     """The name in WholeMixture of what this rank calls ``name``."""
     prefix, found, rest = name.partition(LOCAL)
@@ -136,7 +137,7 @@ def test_experts_have_the_bits_of_torch_muon_given_the_same_gradients_and_resume
 
     beside = Beside(
         Reference(WholeMixture(), matrices=MATRICES),
-        lambda engine, step: train(engine, range(step, step + 1)),
+        train_step,
         whole_name=whole_name,
         settings=settings,
     )
@@ -168,72 +169,55 @@ def grouped(module: nn.Module, how: str) -> list[dict[str, Any]]:
     }[how]
 
 
-def engine_of(rule: str, parallel: int, stage: int, rows: bool, universal: bool = True) -> Any:
-    """With ``rows``, neighbouring ranks have the same experts."""
-    settings = settings_for(stage) | {"checkpoint": {"load_universal": universal}}
+def engine_of(rule: str, precision: str, parallel: int, stage: int, rows: bool, universal: bool = True) -> Any:
+    """With ``rows``, neighbouring ranks have the same experts. Each leg has other frozen parameters and buffers."""
+    settings = settings_for(stage, precision) | {"checkpoint": {"load_universal": universal}}
     settings |= {"use_data_before_expert_parallelism": True} if rows else {}
     given = {"matrix": SECTIONS[rule], "elementwise": ELEMENTWISE["adamw"], "report": False, "bucket_numel": 2000}
     settings["optimizer"] = {"type": "LayerWise", "params": given}
-    return engine_for(settings, Mixture(parallel), lr_scheduler=falling)
+    model = Mixture(parallel)
+    for layer in model.moe.deepspeed_moe.experts.deepspeed_experts:
+        layer[2].bias.requires_grad_(False).data.add_(10 * parallel + stage)
+        layer.register_buffer("passes", layer[2].bias.detach().clone())
+    return engine_for(settings, model, lr_scheduler=falling)
 
 
-def travel(folder: str, load: str | None, goes_on: bool, *engine: Any) -> dict[str, Tensor]:
-    """Two steps, or what was loaded; then one more if the run ``goes_on``, and the weights."""
-    with engine_of(*engine) as engine:
-        if load is None:
-            train(engine, 2)
-        else:
-            train(engine, range(7, 8))  # what it had before must not matter
-            engine.load_checkpoint(load)
-        assert engine.global_steps == 2 and engine.lr_scheduler.last_epoch == 2
-        engine.save_checkpoint(folder)
-        if goes_on:
-            train(engine, range(2, 3))
-        return full_weights(engine)
+WAYS = {
+    "fp32": [(2, 1, False), (4, 2, False), (2, 0, False), (1, 0, False), (2, 2, True), (2, 0, True), (2, 1, False)],
+    "bf16+fp32": [(2, 1, False), (4, 1, False), (1, 2, False), (2, 1, False)],
+}
 
 
-@pytest.mark.parametrize("rule", ["muon", "soap"])
+@pytest.mark.parametrize(("rule", "precision"), [("muon", "fp32"), ("soap", "fp32"), ("muon", "bf16+fp32")])
 def test_a_run_goes_on_with_other_numbers_of_expert_parallel_ranks(
-    rank_pools: dict[int, RankPool], tmp_path: Path, rule: str
+    rank_pools: dict[int, RankPool], tmp_path: Path, rule: str, precision: str
 ) -> None:
-    """By universal checkpoints, to the bit: each leg has what it has loaded, and the last goes on as the first does."""
-    legs = [(2, 1, False), (4, 2, False), (2, 0, False), (1, 0, False), (2, 2, True), (2, 0, True), (2, 1, False)]
-    load, goings_on = None, []
-    for number, leg in enumerate(legs):
-        if leg[2] != legs[number - 1][2]:
-            rank_pools[RANKS].renew()  # DeepSpeed keeps the groups of an expert-parallel size
-        saved, ends = tmp_path / f"leg {number}", number in (0, len(legs) - 1)
-        found = rank_pools[RANKS].run(travel, str(saved), load and str(load), ends, rule, *leg)
-        goings_on += [found] * ends
-        new = tmp_path / f"universal {number}"
-        succeeds("convert", saved, new, "--to", "universal", "--json")
-        assert load is None or not [d for d in differences(formats.read(saved), formats.read(load)) if d.what]
-        load = new
-    assert same(*goings_on)
+    legs = [functools.partial(engine_of, rule, precision, *leg) for leg in WAYS[precision]]
+    # DeepSpeed keeps the groups of an expert-parallel size.
+    renewed = [i for i, (*_, rows) in enumerate(WAYS[precision]) if rows != WAYS[precision][i - 1][-1]]
+    go_through(rank_pools[RANKS], tmp_path, legs, train_step, renewed)
     for leg, file, words in (
         (0, "layer_0_expert_3_mp_rank_00_model_states.pt", "files of 3 experts moe.deepspeed_moe"),
         (0, "layer_0_expert_1_mp_rank_00_model_states.pt", "has no file of expert 1 of moe.deepspeed_moe"),
-        (5, "expp_rank_1_mp_rank_00_optim_states.pt", "has no file expp_rank_.* with the state of .moe.deepspeed"),
+        *[(5, "expp_rank_1_mp_rank_00_optim_states.pt", "has no file expp_rank_.* with the state of .moe.deepspeed")]
+        * (precision == "fp32"),
     ):
-        (tmp_path / f"leg {leg}" / "global_step2" / file).rename(tmp_path / file)
-        with pytest.raises(CheckpointError, match=words):
-            formats.read(tmp_path / f"leg {leg}")
-        (tmp_path / file).rename(tmp_path / f"leg {leg}" / "global_step2" / file)
+        assert_missed(tmp_path / f"leg {leg}" / "global_step2", file, words)
 
 
 @on_ranks(RANKS)
 def test_state_that_owners_keep_is_resumed_at_stage_0(tmp_path: Path) -> None:
     """Where every expert-parallel rank writes a file; with other experts on a rank they are not taken."""
-    with engine_of("soap", 2, 0, False, universal=False) as engine:
+    with engine_of("soap", "fp32", 2, 0, False, universal=False) as engine:
         train(engine, 2)
         engine.save_checkpoint(tmp_path)
         losses = train(engine, range(2, 4))
-    with engine_of("soap", 2, 0, False, universal=False) as engine:
+    with engine_of("soap", "fp32", 2, 0, False, universal=False) as engine:
         train(engine, range(7, 8))  # what it had before must not matter
         engine.load_checkpoint(tmp_path)
         assert train(engine, range(2, 4)) == losses
     refused = pytest.raises(ValueError, match="holds other parameters than in the checkpoint")
-    with engine_of("soap", 1, 0, False, universal=False) as engine, refused:
+    with engine_of("soap", "fp32", 1, 0, False, universal=False) as engine, refused:
         engine.load_checkpoint(tmp_path)
 
 

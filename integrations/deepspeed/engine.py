@@ -114,12 +114,12 @@ def tied_modules(engine: DeepSpeedEngine) -> Mapping[str, nn.Module]:
 
 def first_experts(engine: DeepSpeedEngine) -> dict[str, int]:
     """The number in the whole model of this rank's first expert, by the beginning of the experts' names."""
-    layers = {name: module for name, module in engine.module.named_modules() if isinstance(module, MoE)}
-    ranks = {name: TorchCollectives(group).rank for name, group in engine.expert_parallel_group.items()}
-    return {
-        f"{name}.{EXPERTS}".lstrip("."): ranks[layer.expert_group_name] * layer.num_local_experts
-        for name, layer in layers.items()
-    }
+    found = {}
+    for name, layer in engine.module.named_modules():
+        if isinstance(layer, MoE):
+            place = TorchCollectives(engine.expert_parallel_group[layer.expert_group_name]).rank
+            found[f"{name}.{EXPERTS}".lstrip(".")] = place * layer.num_local_experts
+    return found
 
 
 def all_experts(engine: DeepSpeedEngine) -> set[str]:

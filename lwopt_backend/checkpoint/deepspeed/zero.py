@@ -68,10 +68,16 @@ def _parts(tag: Path) -> list[tuple[ModelStates, OfRanks]]:
     shapes = _shapes_in(states.path, states.saved)
     experts = ds.experts_in(tag, states.saved, shapes)
     whole = [{new: g[name] for name in g for new in experts.all_of(name)} for g in states.shapes or ()]
-    trained = {name for name in shapes for name in experts.all_of(name)}
-    frozen = {**states.frozen, **{name: t for name, t in experts.tensors.items() if name not in trained}}
-    module = {**states.module, **experts.tensors}
-    states = replace(states, shapes=whole if states.shapes is not None else None, module=module, frozen=frozen)
+    held = {new for name in states.saved.get("buffer_names") or () for new in experts.all_of(name)}
+    trained = {new for name in shapes for new in experts.all_of(name)} - held
+    known, tensors = {*trained, *held}, experts.tensors.items()
+    states = replace(
+        states,
+        shapes=whole if states.shapes is not None else None,
+        module={**states.module, **experts.tensors},
+        buffers={**states.buffers, **{name: tensor for name, tensor in tensors if name in held}},
+        frozen={**states.frozen, **{name: tensor for name, tensor in tensors if name not in known}},
+    )
     if states.shapes is not None:
         of_ranks = _of_ranks(tag, states)
         return [(states, [(f, _whole_names(o, experts.first(rank))) for rank, (f, o) in enumerate(of_ranks)])]
