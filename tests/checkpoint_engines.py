@@ -23,7 +23,7 @@ from tests.checkpoint_contents import same
 from tests.command_line import succeeds
 from tests.models import MATRICES, UnevenLM
 from tests.ranks import RankPool
-from tests.zero import ADAMW, MUON, PRECISIONS, ROWS, config, engine_for, full_weights, train
+from tests.zero import ADAMW, MUON, PRECISIONS, ROWS, config, engine_for, train
 
 FROZEN = "layers.4.weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -250,7 +250,7 @@ def _travel(
         engine.save_checkpoint(folder)
         if goes_on:
             train_step(engine, 2)
-        return full_weights(engine)
+        return full_weights_of(engine)
 
 
 def assert_missed(tag: Path, file: str, words: str) -> None:
