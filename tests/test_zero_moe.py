@@ -207,7 +207,8 @@ def test_a_run_goes_on_with_other_numbers_of_expert_parallel_ranks(
 
 @on_ranks(RANKS)
 def test_state_that_owners_keep_is_resumed_at_stage_0(tmp_path: Path) -> None:
-    """Where every expert-parallel rank writes a file; with other experts on a rank they are not taken."""
+    """Where every rank of the largest expert-parallel size, here 4, writes a file; not with other experts on a rank."""
+    build(settings_for(0), Mixture(4))
     with engine_of("soap", "fp32", 2, 0, False, universal=False) as engine:
         train(engine, 2)
         engine.save_checkpoint(tmp_path)

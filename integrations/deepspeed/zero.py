@@ -148,13 +148,12 @@ def check_partitions(saved: Groups, state: States, groups: Groups) -> None:
 
 
 def save_whole(binding: Binding, states: Mapping[Tensor, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Every parameter's whole state at stage 0, on the first rank; nothing on the others. With experts every rank has
-    that of the parameters that all share, because each expert-parallel rank writes a file. Called on all ranks."""
+    """Every parameter's whole state at stage 0, on the first rank; nothing on the others. With experts on every
+    rank, because DeepSpeed writes a file for each rank of the largest expert-parallel size. Called on all ranks."""
     experts = binding.engine.has_moe_layers
     saved: dict[int, dict[str, Any]] = {}
     for unit in binding.units:
-        on_all = experts and unit.ranks is binding.ranks[0]
-        whole = gather_whole(unit.plan, states.get(unit.params[0], {}), unit.ranks, on_all=on_all)
+        whole = gather_whole(unit.plan, states.get(unit.params[0], {}), unit.ranks, on_all=experts)
         saved.update((unit.first + i, state) for i, state in enumerate(whole or []) if state)
     return saved
 
