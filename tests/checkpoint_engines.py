@@ -5,18 +5,24 @@ from __future__ import annotations
 import argparse
 import copy
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import deepspeed
+import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.checkpoint import ds_to_universal
 from torch import Tensor, nn
 
-from lwopt_backend.checkpoint.contents import Checkpoint
+from lwopt_backend.checkpoint import formats
+from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError
+from lwopt_backend.checkpoint.differences import differences
+from tests.checkpoint_contents import same
+from tests.command_line import succeeds
 from tests.models import MATRICES, UnevenLM
+from tests.ranks import RankPool
 from tests.zero import ADAMW, MUON, PRECISIONS, ROWS, config, engine_for, train
 
 FROZEN = "layers.4.weight"
@@ -208,6 +214,51 @@ def convert_as_deepspeed_does(folder: Path, tag: str) -> str:
     workers = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
     ds_to_universal.main(argparse.Namespace(**folders, **workers, inject_missing_state=True))
     return str(into)
+
+
+Engines = Sequence[Callable[[], Any]]
+Step = Callable[[Any, int], object]
+
+
+def go_through(pool: RankPool, folder: Path, legs: Engines, train_step: Step, renewed: Collection[int]) -> None:
+    """One run through several engines, by universal checkpoints. Each has what it has loaded, to the bit, and the last,
+    which is like the first, goes on as that does. ``renewed`` legs are on new processes."""
+    load, goings_on = None, []
+    for number, leg in enumerate(legs):
+        if number in renewed:
+            pool.renew()
+        saved, ends = folder / f"leg {number}", number in (0, len(legs) - 1)
+        found = pool.run(_travel, str(saved), load and str(load), ends, leg, train_step)
+        goings_on += [found] * ends
+        new = folder / f"universal {number}"
+        succeeds("convert", saved, new, "--to", "universal", "--json")
+        assert load is None or not [d for d in differences(formats.read(saved), formats.read(load)) if d.what]
+        load = new
+    assert same(*goings_on)
+
+
+def _travel(
+    folder: str, load: str | None, goes_on: bool, leg: Callable[[], Any], train_step: Step
+) -> dict[str, Tensor]:
+    """Two steps, or what was loaded; then one more if the run ``goes_on``, and the weights."""
+    with leg() as engine:
+        for step in range(2) if load is None else [7]:  # what it had before must not matter
+            train_step(engine, step)
+        if load is not None:
+            engine.load_checkpoint(load)
+        assert engine.global_steps == 2 and engine.lr_scheduler.last_epoch == 2
+        engine.save_checkpoint(folder)
+        if goes_on:
+            train_step(engine, 2)
+        return full_weights_of(engine)
+
+
+def assert_missed(tag: Path, file: str, words: str) -> None:
+    """The folder is not read without the file."""
+    (tag / file).rename(tag.parent / file)
+    with pytest.raises(CheckpointError, match=words):
+        formats.read(tag)
+    (tag.parent / file).rename(tag / file)
 
 
 def flip(file: Path) -> None:

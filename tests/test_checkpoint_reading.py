@@ -244,7 +244,7 @@ def test_folders_that_are_not_whole_are_refused(saved: dict[str, Path], ranks: R
         torch.save(content, file)
     for case, words in (
         ("tp", "2 model-parallel ranks"),
-        ("pp", "files of their own"),
+        ("pp", "layer_01-model_states.pt"),
         ("mixed", "it was saved after 2 steps, mp_rank_00_model_states.pt after 1"),
         ("unmarked", "'step' is 1.0 on the ranks before, 2.0 in"),
     ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lwopt_backend import migration
+from lwopt_backend.checkpoint.deepspeed.files import renumbered
 from lwopt_backend.integrations.deepspeed import migration as of_deepspeed
+from lwopt_backend.integrations.deepspeed.engine import first_experts
 from lwopt_backend.migration import change_momentum_form, from_checkpoint, load_named_state
 from lwopt_backend.storage.owned_state import state_pieces
 from tests import test_owned_experts as experts
@@ -235,11 +238,12 @@ def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(getattr(param, "ds_shape", param.shape)) for name, param in named(model)}
 
 
-def assert_deepspeed_takes(engine: Any, state: Named) -> None:
+def assert_deepspeed_takes(engine: Any, state: Named, name_of: Callable[[str], str] = str) -> None:
     """And leaves fp32 masters of 16-bit parameters, which are weights, as they are."""
     masters = full_weights_of(engine)
     assert of_deepspeed.load_named_state(engine, state) == []
     for name, param in engine.module.named_parameters():
+        name = name_of(name)
         for key in state[name].keys() - {"step"}:
             assert torch.equal(safe_get_full_optimizer_state(param, key), state[name][key]), (name, key)
     assert equal(full_weights_of(engine), masters)
@@ -294,10 +298,17 @@ def test_experts_under_one_name_are_refused_on_fsdp2() -> None:
 
 @pytest.mark.usefixtures("ranks_to_spoil")
 @on_ranks(4)
-def test_experts_under_one_name_are_refused_under_deepspeed() -> None:
-    refused = pytest.raises(Exception, match="ranks have different experts under the same names")
-    with engine_for(moe.settings_for(2), moe.Mixture()) as engine, refused:
-        of_deepspeed.load_named_state(engine, {}, strict=False)
+def test_every_rank_under_deepspeed_takes_its_own_experts() -> None:
+    """It is given the whole model's state."""
+    with engine_for(moe.settings_for(2), moe.Mixture()) as engine:
+        name_of = functools.partial(renumbered, first=first_experts(engine))
+        shapes = [{name_of(name): tuple(param.shape) for name, param in engine.module.named_parameters()}] * 4
+        dist.all_gather_object(shapes, shapes[0])
+        state = numbers_for(
+            {name: shape for of_rank in shapes for name, shape in of_rank.items()},
+            lambda name: name.endswith("weight") and not name.startswith(("embedding", "lm_head")),
+        )
+        assert_deepspeed_takes(engine, state, name_of)
 
 
 @pytest.mark.usefixtures("ranks_to_spoil")

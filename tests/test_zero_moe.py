@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 import re
 from collections import defaultdict
@@ -24,8 +25,12 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
 
 from lwopt_backend.integrations.deepspeed_zero import LayerWiseMuon
+from tests.checkpoint_engines import assert_missed, go_through
+from tests.engines import falling
 from tests.models import VOCABULARY, UnevenLM
 from tests.on_ranks import on_ranks
+from tests.ranks import RankPool
+from tests.rules import ELEMENTWISE, SECTIONS
 from tests.zero import PRECISIONS, ROWS, Beside, Reference, build, config, engine_for, train
 
 pytestmark = pytest.mark.usefixtures("worlds_to_spoil")
@@ -64,14 +69,12 @@ class WholeMixture(nn.Module):
 
 
 class Mixture(WholeMixture):
-    """The same with DeepSpeed's layer, of which this rank has two experts."""
+    """The same with DeepSpeed's layer, of which this rank has some experts."""
 
-    def __init__(self) -> None:
+    def __init__(self, parallel: int = EXPERT_PARALLEL) -> None:
         super().__init__()
-        self.moe = MoE(
-            WIDTH, expert(0), EXPERTS, EXPERT_PARALLEL, k=1, drop_tokens=False, use_rts=False, min_capacity=0
-        )
-        here = dist.get_rank() % EXPERT_PARALLEL * 2
+        self.moe = MoE(WIDTH, expert(0), EXPERTS, parallel, k=1, drop_tokens=False, use_rts=False, min_capacity=0)
+        here = dist.get_rank() % parallel * (EXPERTS // parallel)
         for local, layer in enumerate(self.moe.deepspeed_moe.experts.deepspeed_experts):
             layer.load_state_dict(self.experts[here + local].state_dict())
         self.moe.deepspeed_moe.gate.wg.load_state_dict(self.router.state_dict())
@@ -83,7 +86,13 @@ class Mixture(WholeMixture):
 
 def settings_for(stage: int, precision: str = "fp32", accumulation: int = 1, **options: Any) -> dict[str, Any]:
     rows = ROWS // RANKS // accumulation
+    if stage == 0:
+        options.pop("policy", None)
     return config(stage, rows=rows, accumulation=accumulation, bucket_numel=2000, **options) | PRECISIONS[precision]
+
+
+def train_step(engine: Any, step: int) -> None:
+    train(engine, range(step, step + 1))
 
 
 def whole_name(name: str) -> str:
@@ -99,6 +108,8 @@ def whole_name(name: str) -> str:
 @pytest.mark.parametrize(
     ("stage", "precision", "accumulation", "clip", "given"),
     [
+        (0, "fp32", 1, 0.0, "parameters"),
+        (0, "fp32", 2, 0.2, "groups"),
         (1, "fp32", 1, 0.0, "parameters"),
         (1, "fp32", 2, 0.2, "parameters"),
         (1, "bf16", 2, 0.0, "parameters"),
@@ -129,7 +140,7 @@ def test_experts_have_the_bits_of_torch_muon_given_the_same_gradients_and_resume
 
     beside = Beside(
         Reference(WholeMixture(), matrices=MATRICES),
-        lambda engine, step: train(engine, range(step, step + 1)),
+        train_step,
         whole_name=whole_name,
         settings=settings,
     )
@@ -162,6 +173,59 @@ def grouped(module: nn.Module, how: str) -> list[dict[str, Any]]:
     }[how]
 
 
+def engine_of(rule: str, precision: str, parallel: int, stage: int, rows: bool, universal: bool = True) -> Any:
+    """With ``rows``, neighbouring ranks have the same experts. Each leg has other frozen parameters and buffers."""
+    settings = settings_for(stage, precision) | {"checkpoint": {"load_universal": universal}}
+    settings |= {"use_data_before_expert_parallelism": True} if rows else {}
+    given = {"matrix": SECTIONS[rule], "elementwise": ELEMENTWISE["adamw"], "report": False, "bucket_numel": 2000}
+    settings["optimizer"] = {"type": "LayerWise", "params": given}
+    model = Mixture(parallel)
+    for layer in model.moe.deepspeed_moe.experts.deepspeed_experts:
+        layer[2].bias.requires_grad_(False).data.add_(10 * parallel + stage)
+        layer.register_buffer("passes", layer[2].bias.detach().clone())
+    return engine_for(settings, model, lr_scheduler=falling)
+
+
+WAYS = {
+    "fp32": [(2, 1, False), (4, 2, False), (2, 0, False), (1, 0, False), (2, 2, True), (2, 0, True), (2, 1, False)],
+    "bf16+fp32": [(2, 1, False), (4, 1, False), (1, 2, False), (2, 1, False)],
+}
+
+
+@pytest.mark.parametrize(("rule", "precision"), [("muon", "fp32"), ("soap", "fp32"), ("muon", "bf16+fp32")])
+def test_a_run_goes_on_with_other_numbers_of_expert_parallel_ranks(
+    rank_pools: dict[int, RankPool], tmp_path: Path, rule: str, precision: str
+) -> None:
+    legs = [functools.partial(engine_of, rule, precision, *leg) for leg in WAYS[precision]]
+    # DeepSpeed keeps the groups of an expert-parallel size.
+    renewed = [i for i, (*_, rows) in enumerate(WAYS[precision]) if rows != WAYS[precision][i - 1][-1]]
+    go_through(rank_pools[RANKS], tmp_path, legs, train_step, renewed)
+    for leg, file, words in (
+        (0, "layer_0_expert_3_mp_rank_00_model_states.pt", "files of 3 experts moe.deepspeed_moe"),
+        (0, "layer_0_expert_1_mp_rank_00_model_states.pt", "has no file of expert 1 of moe.deepspeed_moe"),
+        *[(5, "expp_rank_1_mp_rank_00_optim_states.pt", "has no file expp_rank_.* with the state of .moe.deepspeed")]
+        * (precision == "fp32"),
+    ):
+        assert_missed(tmp_path / f"leg {leg}" / "global_step2", file, words)
+
+
+@on_ranks(RANKS)
+def test_state_that_owners_keep_is_resumed_at_stage_0(tmp_path: Path) -> None:
+    """Where every rank of the largest expert-parallel size, here 4, writes a file; not with other experts on a rank."""
+    build(settings_for(0), Mixture(4))
+    with engine_of("soap", "fp32", 2, 0, False, universal=False) as engine:
+        train(engine, 2)
+        engine.save_checkpoint(tmp_path)
+        losses = train(engine, range(2, 4))
+    with engine_of("soap", "fp32", 2, 0, False, universal=False) as engine:
+        train(engine, range(7, 8))  # what it had before must not matter
+        engine.load_checkpoint(tmp_path)
+        assert train(engine, range(2, 4)) == losses
+    refused = pytest.raises(ValueError, match="holds other parameters than in the checkpoint")
+    with engine_of("soap", "fp32", 1, 0, False, universal=False) as engine, refused:
+        engine.load_checkpoint(tmp_path)
+
+
 SPLIT = "split groups with deepspeed"
 
 
@@ -169,13 +233,17 @@ SPLIT = "split groups with deepspeed"
 @pytest.mark.parametrize(
     ("stage", "model", "how", "message"),
     [
-        (0, Mixture, None, "the model has deepspeed.moe layers and zero_optimization.stage is 0; use stage 1 or 2"),
-        (3, Mixture, None, "the model has deepspeed.moe layers and zero_optimization.stage is 3; use stage 1 or 2"),
         (
             1,
             Mixture,
             None,
             "clip_groups with experts in bf16 and fp32 accumulation at stage 1 were not tried; use stage 2",
+        ),
+        (
+            3,
+            Mixture,
+            None,
+            "the model has deepspeed.moe layers and zero_optimization.stage is 3, where DeepSpeed trains",
         ),
         (2, Mixture, "unmarked", f"param group 0 has experts' parameters, but not 'moe': True; {SPLIT}"),
         (2, Mixture, "misnamed", "param group 1 has 'moe': True and name 'ep_size_3'; the model has 'ep_size_2'"),
@@ -196,6 +264,13 @@ def test_experts_that_cannot_be_trained_are_refused(
     apart = {"precision": "bf16+fp32", "clip_groups": {"all": {"params": "*", "max_norm": 1.0}}} if stage == 1 else {}
     with pytest.raises(ValueError, match=re.escape(message)):
         build(settings_for(stage, **apart), module, **groups)
+
+
+@on_ranks(RANKS)
+def test_deepspeed_itself_trains_no_experts_at_stage_3() -> None:
+    settings = settings_for(3) | {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+    with pytest.raises(AssertionError, match="Native DeepSpeed MoE is not supported with ZeRO Stage 3"):
+        build(settings, Mixture())
 
 
 @on_ranks(RANKS)

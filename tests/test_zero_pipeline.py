@@ -6,11 +6,14 @@ Ranks 0 and 1 have the first stage, 2 and 3 the second; a stage plans for itself
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
+import itertools
 import re
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,10 +23,27 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
 from tests.cells import cells
+from tests.checkpoint_contents import same
+from tests.checkpoint_engines import assert_missed, convert_as_deepspeed_does, go_through, without_compiling
+from tests.command_line import succeeds
 from tests.engines import falling
 from tests.models import VOCABULARY
 from tests.on_ranks import on_ranks
-from tests.zero import ADAMW, BF16, IN_FP32, Beside, Reference, batch_shares, build, config, engine_for
+from tests.ranks import RankPool
+from tests.rules import ELEMENTWISE, SECTIONS
+from tests.zero import (
+    ADAMW,
+    BF16,
+    IN_FP32,
+    Beside,
+    Reference,
+    batch_shares,
+    build,
+    config,
+    engine_for,
+    full_weights,
+    train,
+)
 
 pytestmark = pytest.mark.usefixtures("worlds_to_spoil")
 RANKS, STAGES, DATA_PARALLEL, MICRO_BATCHES = 4, 2, 2, 2
@@ -98,8 +118,8 @@ MODELS = {
 LAYERS: dict[str, Any] = {"partition_method": "uniform", "seed_layers": True, "base_seed": 7}
 
 
-def pipeline(layers: list[Any]) -> PipelineModule:
-    return PipelineModule(layers, num_stages=STAGES, loss_fn=loss_of, **LAYERS)
+def pipeline(layers: list[Any], stages: int = STAGES) -> PipelineModule:
+    return PipelineModule(layers, num_stages=stages, loss_fn=loss_of, **LAYERS)
 
 
 class Whole(PipelineModule):
@@ -119,8 +139,12 @@ def settings_for(precision: str, **options: Any) -> dict[str, Any]:
 
 
 def train_step(engine: Any, step: int) -> None:
-    shares = batch_shares(step, MICRO_BATCHES * DATA_PARALLEL)
-    engine.train_batch(iter(shares[engine.grid.get_data_parallel_id() :: DATA_PARALLEL]))
+    if not engine.pipeline_parallelism:
+        train(engine, range(step, step + 1))
+        return
+    ranks = engine.dp_world_size
+    shares = batch_shares(step, MICRO_BATCHES * ranks)
+    engine.train_batch(iter(shares[engine.grid.get_data_parallel_id() :: ranks]))
 
 
 def beside(model: str, settings: dict[str, Any]) -> Beside:
@@ -155,6 +179,100 @@ def test_every_stage_has_the_bits_of_torch_muon_given_the_same_gradients_and_res
     block = 1 if dist.get_rank() < DATA_PARALLEL else 2
     assert [param.name for plan in plans for param in plan.params] == [f"{block}.{name}" for name in MATRICES]
     assert all(plan.matrices.buckets for plan in plans), "some matrix must travel"
+
+
+class Plain(nn.Sequential):
+    """The layers of an untied pipeline, with the same names, for an engine without pipeline parallelism."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(VOCABULARY, WIDTH), Block(), Block(), nn.Linear(WIDTH, VOCABULARY, bias=False))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return loss_of(super().forward(tokens), targets)
+
+
+def engine_of(model: str, rule: str, precision: str, stages: int, zero: int) -> Any:
+    """An engine of ``stages`` pipeline stages, 0 for none, that loads universal checkpoints. In each leg, frozen
+    parameters and buffers are others."""
+    settings = settings_for(precision) | {"checkpoint": {"load_universal": True}}
+    settings["zero_optimization"] = {"stage": zero}
+    given = {"matrix": SECTIONS[rule], "elementwise": ELEMENTWISE["adamw"], "report": False, "bucket_numel": 2000}
+    settings["optimizer"] = {"type": "LayerWise", "params": given}
+    module = pipeline(MODELS[model], stages) if stages else Plain()
+    for block in module.modules():
+        if isinstance(block, Block):
+            block.mix.bias.requires_grad_(False).data.fill_(stages)
+            block.register_buffer("passes", torch.full((2,), float(zero)))
+    return engine_for(settings, module, lr_scheduler=falling)
+
+
+WAYS = {
+    "fp32, stage 1": [(2, 1), (1, 1), (4, 0), (1, 0), (0, 3), (0, 0), (2, 1)],
+    "bf16 + fp32, stage 1": [(2, 1), (1, 1), (4, 1), (2, 1)],
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "rule", "precision"),
+    [
+        ("untied", "muon", "fp32, stage 1"),
+        ("untied", "soap", "fp32, stage 1"),
+        ("tied embedding", "muon", "fp32, stage 1"),
+        ("untied", "muon", "bf16 + fp32, stage 1"),
+    ],
+)
+def test_a_run_goes_on_with_other_numbers_of_stages(
+    rank_pools: dict[int, RankPool], tmp_path: Path, model: str, rule: str, precision: str
+) -> None:
+    numbers = [(stages, zero) for stages, zero in WAYS[precision] if stages or model == "untied"]
+    legs = [functools.partial(engine_of, model, rule, precision, *leg) for leg in numbers]
+    # DeepSpeed does not forget a pipeline's groups.
+    renewed = [i for i, (stages, _) in enumerate(numbers) if 0 in {stages, numbers[i - 1][0]}]
+    go_through(rank_pools[RANKS], tmp_path, legs, train_step, renewed)
+    for leg, file, words in (
+        (0, "mp_rank_01_model_states.pt", "has no file mp_rank_01_model_states.pt"),
+        (2, "mp_rank_03_model_states.pt", "has no file mp_rank_03_model_states.pt"),
+        (2, "layer_02-model_states.pt", "has no file of the layer with '2."),
+    ):
+        assert_missed(tmp_path / f"leg {leg}" / "global_step2", file, words)
+
+
+def moments(engine: Any) -> dict[str, Any]:
+    """Weights and AdamW's state of all stages."""
+    get = deepspeed.utils.safe_get_full_optimizer_state
+    named = engine.module.named_parameters()
+    state = {name: [get(param, key).clone() for key in ("exp_avg", "exp_avg_sq")] for name, param in named}
+    of_ranks: list[Any] = [None] * RANKS
+    dist.all_gather_object(
+        of_ranks, {name: [full_weights(engine)[name], *of_param] for name, of_param in state.items()}
+    )
+    return {name: found for of_rank in of_ranks for name, found in of_rank.items()}
+
+
+@on_ranks(RANKS)
+@pytest.mark.parametrize("model", ["untied", "tied embedding"])
+def test_adamw_of_deepspeeds_own_pipelines_goes_on(tmp_path: Path, model: str) -> None:
+    """As DeepSpeed converts it, which cannot where weights are tied, and as we do; here, and in DeepSpeed itself."""
+    settings = settings_for("fp32, stage 1") | {"optimizer": {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}}}
+    with without_compiling(), engine_for(settings, pipeline(MODELS[model])) as engine:
+        for step in range(2):
+            train_step(engine, step)
+        engine.save_checkpoint(tmp_path)
+        truth = moments(engine)
+    folders = [tmp_path / "ours", *[tmp_path / "theirs"] * (model == "untied")]
+    if dist.get_rank() == 0:
+        succeeds("convert", tmp_path, folders[0], "--to", "universal", "--json")
+        if model == "untied":
+            convert_as_deepspeed_does(tmp_path, "global_step2")
+            (folders[1] / "latest_universal").write_text("global_step2")
+    dist.barrier()
+    settings["checkpoint"] = {"load_universal": True}
+    given = {"matrix": "muon", "elementwise": ELEMENTWISE["adamw"], "exclude": ["*"], "allow_no_matrix": True}
+    ours = settings | {"optimizer": {"type": "LayerWise", "params": {**given, "report": False}}}
+    for loading, folder in itertools.product([settings, ours], folders):
+        with engine_for(loading, pipeline(MODELS[model], 1)) as engine:
+            engine.load_checkpoint(folder)
+            assert engine.global_steps == 2 and same(moments(engine), truth)
 
 
 @on_ranks(RANKS)

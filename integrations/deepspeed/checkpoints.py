@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from lwopt_backend.checkpoint.deepspeed.files import check_marks, mark_of
+from lwopt_backend.checkpoint.deepspeed.files import NAMES, check_marks, mark_of
 from lwopt_backend.checkpoint.files.manifest import new_save_id
 from lwopt_backend.config.param_groups import of_another_optimizer
 from lwopt_backend.integrations.deepspeed.tensors import mark
@@ -39,11 +39,13 @@ CONVERT_OWNED = (
 @dataclass(frozen=True)
 class Saved:
     """A checkpoint's description of itself. ``groups`` has the parameters' names, one list per param group of the
-    optimizer (stages 1 and 2) or per sub-group (stage 3); None at stage 0. ``owned`` is the mark of owned storage,
-    ``stranger`` describes another optimizer that wrote it, ``save_id`` is the same in all files of one save of ours."""
+    optimizer (stages 1 and 2) or per sub-group (stage 3); None at stage 0, where ``names`` has them. ``owned`` is the
+    mark of owned storage, ``stranger`` describes another optimizer that wrote it, ``save_id`` is the same in all files
+    of one save of ours."""
 
     world_size: int
     groups: list[list[str]] | None
+    names: list[list[str]] | None = None
     owned: Mapping[str, Any] | None = None
     stranger: str | None = None
     save_id: str | None = None
@@ -68,9 +70,12 @@ class SaveMark:
         return {**said, "rank": engine.global_rank, "world": engine.world_size}
 
 
-def write_latest_last(engine: DeepSpeedEngine, ranks: Collectives) -> None:
+def prepare_saving(engine: DeepSpeedEngine, optimizer: Any, ranks: Collectives) -> None:
     """Make a save wait for the files of all ranks before DeepSpeed's rank 0 names it in ``latest``; DeepSpeed's own
-    does not wait, and a run that is killed meanwhile would leave ``latest`` at a checkpoint with files missing."""
+    does not wait, and a run that is killed meanwhile would leave ``latest`` at a checkpoint with files missing.
+
+    At stage 0 with experts DeepSpeed asks only some ranks for the state of ``optimizer``, which all gather; so all do
+    first."""
     save = engine.save_checkpoint
 
     @functools.wraps(save)
@@ -83,10 +88,13 @@ def write_latest_last(engine: DeepSpeedEngine, ranks: Collectives) -> None:
             return commit(info)
 
         writer.commit = commit_after_all
+        if engine.has_moe_layers and engine.zero_optimization_stage() == 0:
+            optimizer.gathered = optimizer.state_dict()
         try:
             return save(*args, **kwargs)
         finally:
             del writer.commit
+            optimizer.gathered = None
 
     engine.save_checkpoint = save_checkpoint
 
@@ -143,6 +151,9 @@ def check(
         _check_owned(folder, saved.owned, core, stage)
     elif with_state and saved.groups is not None:
         _check_groups(saved.groups, [list(group) for group in engine._get_zero_param_shapes()])
+    elif with_state and saved.names is not None:
+        groups = engine.basic_optimizer.param_groups
+        _check_groups(saved.names, [[engine.param_names[param] for param in group["params"]] for group in groups])
     return [
         f"{folder.name}, saved on {saved.world_size} ranks",
         setting(f"the save that their files in {folder} are of", saved.save_id),
@@ -174,7 +185,10 @@ def _read(folder: Path, engine: DeepSpeedEngine, with_state: bool) -> Saved:
     owned = optimizer.get(MARK) if isinstance(optimizer, Mapping) else None
     save_id = (mark_of(optimizer) or {}).get("save_id") if isinstance(optimizer, Mapping) else None
     groups = None if shapes is None else [list(group) for group in shapes]
-    return Saved(states["dp_world_size"], groups, owned, None if owned else _stranger(states, optimizer), save_id)
+    names = optimizer.get(NAMES) if isinstance(optimizer, Mapping) else None
+    return Saved(
+        states["dp_world_size"], groups, names, owned, None if owned else _stranger(states, optimizer), save_id
+    )
 
 
 def _stranger(states: Mapping[str, Any], optimizer: Any) -> str | None:

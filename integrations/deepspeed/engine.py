@@ -10,6 +10,8 @@ from itertools import chain
 from typing import Any
 
 import torch
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime import config, lr_schedules
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -27,6 +29,7 @@ from lwopt_backend.routing.routing import named_parameters
 from lwopt_backend.runtime.collectives import NORM, TorchCollectives
 from lwopt_backend.storage.gradients import ClipGroups
 
+EXPERTS = "deepspeed_moe.experts.deepspeed_experts."  # the experts' place in their layer
 HOOKED = "_do_optimizer_sanity_check"  # ``versions`` lists what is replaced here; ``register()`` checks that it exists
 
 
@@ -113,6 +116,27 @@ def pipeline_group(engine: DeepSpeedEngine) -> Any:
 def tied_modules(engine: DeepSpeedEngine) -> Mapping[str, nn.Module]:
     """The modules that occur more than once in a pipeline, by key."""
     return dict(engine.module.tied_modules.items())
+
+
+def first_experts(engine: DeepSpeedEngine) -> dict[str, int]:
+    """The number in the whole model of this rank's first expert, by the beginning of the experts' names."""
+    found = {}
+    for name, layer in engine.module.named_modules():
+        if isinstance(layer, MoE):
+            place = TorchCollectives(engine.expert_parallel_group[layer.expert_group_name]).rank
+            found[f"{name}.{EXPERTS}".lstrip(".")] = place * layer.num_local_experts
+    return found
+
+
+def all_experts(engine: DeepSpeedEngine) -> set[str]:
+    """The names in the whole model of all experts' parameters."""
+    return {
+        f"{name}.{EXPERTS}{number}.{param}".lstrip(".")
+        for name, layer in engine.module.named_modules()
+        if isinstance(layer, MoE)
+        for number in range(layer.num_experts)
+        for param, _ in layer.deepspeed_moe.experts.deepspeed_experts[0].named_parameters()
+    }
 
 
 def stored_fragment(param: Tensor, rank: int, sub_group: int | None) -> Fragment | None:
@@ -210,15 +234,25 @@ def clip_whole(engine: DeepSpeedEngine, groups: ClipGroups, max_norm: float) -> 
 
 
 @record_function(NORM)
-def grad_norm(engine: DeepSpeedEngine, params: Sequence[Tensor]) -> Tensor:
-    """The norm of the gradients of ``params`` at stage 0; in a pipeline, of all stages, counting tied weights once."""
-    counted = (param for param in params if not getattr(param, "ds_pipe_replicated", False))
-    norm = torch.nn.utils.get_total_norm([param.grad for param in counted if param.grad is not None])
-    if not engine.pipeline_parallelism:
-        return norm
-    squared = norm.to(engine.device).square()
-    TorchCollectives(pipeline_group(engine)).all_reduce(squared)
-    return squared.sqrt()
+def grad_norm(engine: DeepSpeedEngine, params: Iterable[Tensor]) -> Tensor:
+    """The norm of the gradients of ``params`` at stage 0; in a pipeline, of all stages, counting tied weights once;
+    with experts, of those of all ranks."""
+    dense: list[Tensor] = []
+    experts: dict[str, list[Tensor]] = {}
+    for param in params:
+        grads = experts.setdefault(param.group_name, []) if is_moe_param(param) else dense
+        if param.grad is not None and not getattr(param, "ds_pipe_replicated", False):
+            grads.append(param.grad)
+    norm = torch.nn.utils.get_total_norm(dense)
+    if engine.pipeline_parallelism:
+        squared = norm.to(engine.device).square()
+        TorchCollectives(pipeline_group(engine)).all_reduce(squared)
+        return squared.sqrt()
+    for name in sorted(experts):
+        squared = torch.nn.utils.get_total_norm(experts[name]).to(engine.device).square()
+        TorchCollectives(engine.expert_parallel_group[name]).all_reduce(squared)
+        norm = (norm.to(engine.device).square() + squared).sqrt()
+    return norm
 
 
 def when_wrapped(engine: DeepSpeedEngine, do: Callable[[Any], None]) -> None:

@@ -16,8 +16,8 @@ def load_named_state(engine: DeepSpeedEngine, named: Named, *, strict: bool = Tr
     """``lwopt_backend.migration.load_named_state`` for an engine, at every stage and with both storages.
 
     Best called right after ``deepspeed.initialize`` or ``load_checkpoint``, and only between steps; creates the state
-    that a first step would create. In a pipeline, every stage takes its own parameters. Called on all ranks. Raises the
-    same ValueErrors, and also for experts, because ranks have different ones under one name, and for element-wise
+    that a first step would create. In a pipeline, every stage takes its own parameters, and every rank its own experts,
+    which are numbered through all ranks. Called on all ranks. Raises the same ValueErrors, and also for element-wise
     parameters with different counts of steps, because DeepSpeed steps a param group as one tensor.
     """
     return migration.load_into(_store(engine, migration.WHAT), named, strict=strict)

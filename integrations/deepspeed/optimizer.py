@@ -44,6 +44,7 @@ class EngineOptimizer(LinkedOptimizer):
 
     save_mark: SaveMark  # once it has an engine
     _clip_groups: ClipGroups  # likewise
+    gathered: dict[str, Any] | None = None  # its state dict while a save goes on that asks not all ranks for it
 
     def __init__(self, name: str, params: Iterable[Any], rules: Rules, config: ZeROConfig) -> None:
         self.name, self.rules, self.config = name, rules, config
@@ -214,6 +215,8 @@ class ZeROLayerWise(EngineOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """A state dict as torch's optimizers return it. At stage 0, where DeepSpeed saves one rank's, the first rank's
         has every parameter's whole state, and it is called on all ranks."""
+        if self.gathered is not None:
+            return self.gathered
         state_dict = super().state_dict()
         if self._binding is not None and self._binding.replicated:
             state_dict["state"] = zero.save_whole(self._binding, self.state)

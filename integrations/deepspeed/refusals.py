@@ -66,9 +66,12 @@ def _experts(engine: DeepSpeedEngine, param_groups: list[dict[str, Any]]) -> lis
             "build the model with deepspeed.moe.layer.MoE"
         )
     stage = engine.zero_optimization_stage()
-    if engine.has_moe_layers and stage not in (1, 2):
-        reasons.append(f"the model has deepspeed.moe layers and zero_optimization.stage is {stage}; use stage 1 or 2")
-    known = sorted(engine.expert_data_parallel_group) if engine.has_moe_layers else []
+    if engine.has_moe_layers and stage == 3:
+        reasons.append(
+            "the model has deepspeed.moe layers and zero_optimization.stage is 3, where DeepSpeed trains no layer of "
+            "its own; use stage 0, 1 or 2"
+        )
+    known = sorted({param.group_name for param in engine.module.parameters() if is_moe_param(param)})
     split = "split groups with deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer"
     for number, group in enumerate(param_groups):
         experts = [is_moe_param(param) for param in group["params"]]

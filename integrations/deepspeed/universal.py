@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,13 +24,14 @@ from deepspeed.utils.logging import logger
 from lwopt_backend.checkpoint import convert as translation
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param
 from lwopt_backend.checkpoint.deepspeed import universal as deepspeed_universal
-from lwopt_backend.checkpoint.deepspeed.files import STEP, tag_of
+from lwopt_backend.checkpoint.deepspeed.files import STEP, renumbered, tag_of
 from lwopt_backend.checkpoint.deepspeed.universal import OWNERS
 from lwopt_backend.checkpoint.files import torch_files
 from lwopt_backend.config.options import suggestion
 from lwopt_backend.config.param_groups import OURS, of_another_optimizer
 from lwopt_backend.config.registry import MATRIX_RULES, arguments, new_state, option_names
-from lwopt_backend.integrations.deepspeed.checkpoints import SaveMark, check, write_latest_last
+from lwopt_backend.integrations.deepspeed.checkpoints import SaveMark, check, prepare_saving
+from lwopt_backend.integrations.deepspeed.engine import first_experts
 from lwopt_backend.plan import TrainedParam
 from lwopt_backend.runtime.agreement import agree_in_all, check_in_all
 from lwopt_backend.runtime.collectives import Collectives, ranks_of
@@ -38,7 +39,7 @@ from lwopt_backend.runtime.state import OwnerStates, StateStore, Whole, keeps_st
 from lwopt_backend.storage.owned import OwnedCore
 
 WHAT = "load_checkpoint"
-PLACED = {"params", *OURS}  # a group's keys that say what it is, not how it is trained
+PLACED = {"params", "name", "moe", *OURS}  # a group's keys that say what it is, not how it is trained
 ALONE = "load the weights alone, with load_optimizer_states=False"
 Group = Mapping[str, Any]
 Groups = Sequence[Group]
@@ -65,7 +66,7 @@ def prepare_loading(
     """
     everyone = ranks_of()
     mark = optimizer.save_mark = SaveMark(engine, everyone)
-    write_latest_last(engine, everyone)
+    prepare_saving(engine, optimizer, everyone)
     load, universal = engine.load_checkpoint, engine.load_universal_checkpoint()
     signature = inspect.signature(load)
 
@@ -141,7 +142,9 @@ def _put(store: EngineStore, choice: Choice, with_state: bool) -> None:
 @torch.no_grad()
 def _put_rest(engine: DeepSpeedEngine, choice: Choice) -> None:
     """Load buffers and frozen parameters; the first rank reads those that stage 3 has cut. Called on all ranks."""
-    there = {**dict(engine.module.named_buffers()), **dict(engine.module.named_parameters())}
+    first = first_experts(engine)
+    named = [*engine.module.named_buffers(), *engine.module.named_parameters()]
+    there = {renumbered(name, first): tensor for name, tensor in named}
     for name, tensor in choice.rest.items():
         if hasattr(there[name], "ds_shape"):
             with GatheredParameters([there[name]], modifier_rank=0):
@@ -196,12 +199,6 @@ def choose(engine: DeepSpeedEngine, store: StateStore, asked: Mapping[str, Any],
     """
     if asked["custom_load_fn"] is not None:
         raise ValueError("checkpoint.load_universal is on, whose loader calls no custom_load_fn; leave it out")
-    if engine.pipeline_parallelism or engine.has_moe_layers:
-        what = "a PipelineModule" if engine.pipeline_parallelism else "deepspeed.moe layers"
-        raise ValueError(
-            f"checkpoint.load_universal is on, and this version loads no universal checkpoint into {what}; load "
-            "DeepSpeed's own on as many ranks as it was saved on"
-        )
     root, tag = Path(asked["load_dir"]), asked["tag"]
     folder = tag_of(root, deepspeed_universal.POINTER) if tag is None else root / str(tag)
     if not deepspeed_universal.recognises(folder):
@@ -213,7 +210,7 @@ def choose(engine: DeepSpeedEngine, store: StateStore, asked: Mapping[str, Any],
         checkpoint = deepspeed_universal.read(folder)
     trained, groups = {param.name: param for param in store.params}, store.groups
     others = _others(engine, trained)
-    params = _matched(folder, checkpoint, trained, others)
+    params = _matched(folder, checkpoint, trained, {*others, *store.elsewhere})
     for name, param in trained.items():
         _check_shape(folder / "zero" / name / f"{MASTER}.pt", name, param.shape, params[name].shape)
     rest = _rest(folder, checkpoint, others, asked["load_module_strict"])
@@ -229,6 +226,8 @@ def choose(engine: DeepSpeedEngine, store: StateStore, asked: Mapping[str, Any],
         notes += more
     with_scheduler = asked["load_lr_scheduler_states"] and not asked["load_module_only"]
     if with_scheduler and engine.lr_scheduler is not None:
+        of_groups = [{params[p.name].group for p in store.params if p.group == number} for number in range(len(groups))]
+        checkpoint = dataclasses.replace(checkpoint, scheduler=_by_group(checkpoint.scheduler, of_groups))
         _check_scheduler(folder, engine.lr_scheduler.state_dict(), checkpoint.scheduler)
     return Choice(folder, checkpoint, sorted(files), params, rest, options, notes)
 
@@ -237,13 +236,14 @@ def _others(engine: DeepSpeedEngine, trained: Mapping[str, TrainedParam]) -> dic
     """Names and whole shapes of the module's frozen parameters, and of the buffers that its state dict has."""
     saved = engine.module.state_dict().keys()  # at stage 3, too: only the parameters' data is elsewhere
     buffers = {name: tuple(buffer.shape) for name, buffer in engine.module.named_buffers() if name in saved}
-    params = engine.module.named_parameters()
-    frozen = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in params if name not in trained}
-    return {**frozen, **buffers}
+    shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in engine.module.named_parameters()}
+    first = first_experts(engine)
+    named = {renumbered(name, first): shape for name, shape in {**shapes, **buffers}.items()}
+    return {name: shape for name, shape in named.items() if name not in trained}
 
 
 def _matched(
-    folder: Path, checkpoint: Checkpoint, trained: Mapping[str, TrainedParam], others: Mapping[str, Any]
+    folder: Path, checkpoint: Checkpoint, trained: Mapping[str, TrainedParam], others: Collection[str]
 ) -> dict[str, Param]:
     there = checkpoint.params
     names = {name: name if name in there else checkpoint.tied.get(name, name) for name in trained}
@@ -417,6 +417,20 @@ def _options(
             raise CheckpointError(f"{text}; give the optimizer the param groups it was saved with, or {ALONE}")
         notes.append(f"{text}; it keeps {group.get(key)}, as configured")
     return taken
+
+
+BY_GROUP = ("base_lrs", "max_lrs", "min_lrs", "_last_lr", "lr_lambdas")  # lists in the states of torch's schedulers
+
+
+def _by_group(state: Mapping[str, Any] | None, of_groups: Sequence[set[int | None]]) -> Mapping[str, Any] | None:
+    """A scheduler's state with an entry for each of our param groups, which may be others than the checkpoint's, as on
+    another pipeline stage. ``of_groups`` are the checkpoint's groups that have parameters of each."""
+    numbers = [sorted(number for number in of_group if number is not None)[:1] for of_group in of_groups]
+    if state is None or not all(numbers):
+        return state
+    lists = {key: state[key] for key in BY_GROUP if isinstance(state.get(key), list)}
+    fits = {key: value for key, value in lists.items() if max(numbers) < [len(value)]}
+    return {**state, **{key: [value[number] for (number,) in numbers] for key, value in fits.items()}}
 
 
 def _check_scheduler(folder: Path, ours: Mapping[str, Any], theirs: Mapping[str, Any] | None) -> None:

@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from lwopt_backend import report
-from lwopt_backend.checkpoint.deepspeed.files import MATRICES
+from lwopt_backend.checkpoint.deepspeed.files import MATRICES, NAMES, renumbered
 from lwopt_backend.config.choices import Rules, settings_lines
 from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.config.param_groups import of_another_optimizer
@@ -67,17 +67,23 @@ Stepped = tuple[UnitStepper, Mapping[str, Tensor]]
 
 class ZeROStore:
     """A ``StateStore`` of this rank's pieces in ZeRO's storage. ``stepped`` has, for each unit of the binding, its
-    stepper and its state."""
+    stepper and its state. Names are those in the whole model: experts are numbered through all ranks."""
+
+    ambiguous: str | None = None
 
     def __init__(self, binding: Binding, groups: Sequence[dict[str, Any]], stepped: Sequence[Stepped]) -> None:
         self._binding, self._stepped, self.groups = binding, stepped, groups
         self.ranks: Sequence[Collectives] = binding.ranks
-        self.units: Sequence[Sequence[TrainedParam]] = [unit.plan.params for unit in binding.units]
+        first = deepspeed_engine.first_experts(binding.engine)
+        self.units: Sequence[Sequence[TrainedParam]] = [
+            [replace(param, name=renumbered(param.name, first)) for param in unit.plan.params] for unit in binding.units
+        ]
         self.params: Sequence[TrainedParam] = [param for unit in self.units for param in unit]
         routes = () if binding.stage is None else binding.stage.all_routes
-        self.elsewhere: Collection[str] = {route.name for route in routes}
-        experts = any(groups[unit.group].get("moe") for unit in binding.units)
-        self.ambiguous = "ranks have different experts under the same names" if experts else None
+        self.elsewhere: Collection[str] = {
+            *(route.name for route in routes),
+            *deepspeed_engine.all_experts(binding.engine),
+        }
 
     def pieces(self) -> list[StatePiece]:
         pairs = zip(self._binding.units, self._stepped)
@@ -143,10 +149,12 @@ def check_partitions(saved: Groups, state: States, groups: Groups) -> None:
 
 
 def save_whole(binding: Binding, states: Mapping[Tensor, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Every parameter's whole state at stage 0, on the first rank; nothing on the others. Called on all ranks."""
+    """Every parameter's whole state at stage 0, on the first rank; nothing on the others. With experts on every
+    rank, because DeepSpeed writes a file for each rank of the largest expert-parallel size. Called on all ranks."""
+    experts = binding.engine.has_moe_layers
     saved: dict[int, dict[str, Any]] = {}
     for unit in binding.units:
-        whole = gather_whole(unit.plan, states.get(unit.params[0], {}), unit.ranks)
+        whole = gather_whole(unit.plan, states.get(unit.params[0], {}), unit.ranks, on_all=experts)
         saved.update((unit.first + i, state) for i, state in enumerate(whole or []) if state)
     return saved
 
@@ -158,20 +166,27 @@ def owner_states(steppers: Iterable[UnitStepper]) -> dict[str, dict[str, Any]]:
 
 def save_matrices(binding: Binding, held: Mapping[str, dict[str, Any]] | None) -> dict[str, Any]:
     """By parameter, its matrices' names and which elements they have, in order; and owner state by matrix name, if the
-    rules keep any: this rank's, ``held``, or if parameters are replicated that of all ranks, on the first. Called on
-    all ranks."""
-    matrices = {
+    rules keep any: this rank's, ``held``, or if parameters are replicated that of all ranks, on the first, and the
+    parameters' names by param group. Called on all ranks."""
+    found: dict[str, Any] = {}
+    if binding.replicated:
+        numbers = range(len(binding.grouping.groups))
+        found[NAMES] = [
+            [p.name for unit in binding.units if unit.group == i for p in unit.plan.params] for i in numbers
+        ]
+    found[MATRICES] = {
         param.name: [(block.of(param.name), str(block)) for block in param.blocks]
         for unit in binding.units
         for param in unit.plan.params
         if param.blocks
     }
     if held is None:
-        return {MATRICES: matrices}
+        return found
     if binding.replicated:
-        parts = [part for ranks in binding.ranks for part in ranks.gather_objects_to_first(held) or []]
+        sharers = dict.fromkeys(unit.ranks for unit in binding.units)  # without those of other stages
+        parts = [part for ranks in sharers for part in ranks.gather_objects_to_first(held) or []]
         held = {name: state for part in parts for name, state in part.items()}
-    return {MATRICES: matrices, CHECKPOINT_KEY: held}
+    return {**found, CHECKPOINT_KEY: held}
 
 
 def take_owner_states(binding: Binding, steppers: Sequence[UnitStepper], saved: Mapping[str, dict[str, Any]]) -> None:

@@ -26,8 +26,11 @@ from lwopt_backend.storage.flat import GroupPlan, UnitStepper
 # So it can be loaded with another number of ranks.
 
 
-def gather_whole(plan: GroupPlan, state: Mapping[str, Any], ranks: Collectives) -> list[dict[str, Any]] | None:
-    """Every parameter's whole state, on the CPU of the first rank; None on the others. Called on all ``ranks``."""
+def gather_whole(
+    plan: GroupPlan, state: Mapping[str, Any], ranks: Collectives, *, on_all: bool = False
+) -> list[dict[str, Any]] | None:
+    """Every parameter's whole state, on the CPU of the first rank, or ``on_all``; None on the others. Called on all
+    ``ranks``."""
     whole: list[dict[str, Any]] = [{} for _ in plan.params]
     for key, value in state.items():
         if not isinstance(value, Tensor) or value.ndim == 0:
@@ -36,7 +39,12 @@ def gather_whole(plan: GroupPlan, state: Mapping[str, Any], ranks: Collectives) 
             continue
         padded = value.new_zeros(max(state_numel(plan, rank) for rank in range(ranks.world_size)))
         padded[: value.numel()] = value
-        flats = ranks.gather_to_first(padded)
+        if on_all:
+            received = padded.new_empty(padded.numel() * ranks.world_size)
+            ranks.all_gather(received, padded)
+            flats: Sequence[Tensor] | None = received.chunk(ranks.world_size)
+        else:
+            flats = ranks.gather_to_first(padded)
         if flats is None:
             continue
         for param, of_param in zip(plan.params, whole):
@@ -44,7 +52,7 @@ def gather_whole(plan: GroupPlan, state: Mapping[str, Any], ranks: Collectives) 
         for rank, flat in enumerate(flats):
             for index, view, offset in _views(plan, rank):
                 part_of(whole[index][key], view).copy_(_part(flat, view, offset))
-    return whole if ranks.rank == 0 else None
+    return whole if on_all or ranks.rank == 0 else None
 
 
 def take_part(plan: GroupPlan, saved: Sequence[Mapping[str, Any]], rank: int, device: torch.device) -> dict[str, Any]:

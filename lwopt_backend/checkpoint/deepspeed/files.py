@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,10 +29,16 @@ from lwopt_backend.runtime.state import CHECKPOINT_KEY
 #       mp_rank_00_model_states.pt                           stages 0-2: the module, counters; at stage 0 the optimizer
 #       zero_pp_rank_1_mp_rank_00_model_states.pt            stage 3: of every rank, the module without weights
 #       [bf16_]zero_pp_rank_1_mp_rank_00_optim_states.pt     stages 1-3: of every rank, its part of the optimizer
+#       layer_07-model_states.pt                             pipelines: a layer's weights; mp_rank_01 is stage 1
+#       layer_0_expert_3_mp_rank_00_model_states.pt          an expert's weights; layer 0 is the first that has experts
+#       expp_rank_1_mp_rank_00_optim_states.pt               stage 0: the optimizer, of every expert-parallel rank
 #       zero/<parameter>/<key>.pt                            a universal checkpoint
 
 MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+LAYER = re.compile(r"layer_(\d+)-model_states\.pt")
+OF_EXPERT = re.compile(r"layer_\d+_expert_\d+_mp_rank_00_model_states\.pt")
+WITH_EXPERTS = re.compile(r"expp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 UNIVERSAL_MARK = Path("zero", "optimizer_state.pt")
 CONVERT = "convert it with DeepSpeed's ds_to_universal first, where that can, and give the folder it makes"
 
@@ -51,38 +57,50 @@ def names_in(folder: Path) -> list[str]:
         return []
 
 
-def model_files(tag: Path) -> list[Path]:
-    """The files of model states, by data-parallel rank; one at stages 0 to 2. Raises CheckpointError if there are
-    several model-parallel ranks or separate files of experts, or one is missing."""
+def check_parts(tag: Path) -> None:
+    """Raises CheckpointError for the parts of model-parallel ranks that are no pipeline stages."""
     names = names_in(tag)
-    apart = [name for name in names if name.startswith(("layer_", "expp_rank_"))]
-    if apart:
+    ranks = {int(match[2]) for match in map(MODEL.fullmatch, names) if match}
+    layers = [name for name in names if name.startswith("layer_") and not OF_EXPERT.fullmatch(name)]
+    if not all(map(LAYER.fullmatch, layers)) or len(ranks) > 1 and not layers:
         raise CheckpointError(
-            f"{tag} has parts of the model in files of their own ({apart[0]}), as pipelines and expert parallelism "
-            f"write them, which are not read here; {CONVERT}"
-        )
-    matches = [match for name in names if (match := MODEL.fullmatch(name))]
-    parts = {int(match[2]) for match in matches}
-    if len(parts) > 1:
-        raise CheckpointError(
-            f"{tag} holds the parts of {len(parts)} model-parallel ranks; how they fit together is not in the "
+            f"{tag} holds the parts of {max(2, len(ranks))} model-parallel ranks; how they fit together is not in the "
             f"checkpoint. {CONVERT.capitalize()}"
         )
-    return _complete(tag, {int(match[1] or 0): match[0] for match in matches}, "mp_rank_00_model_states.pt")
+    if layers and any(map(OF_EXPERT.fullmatch, names)):
+        raise CheckpointError(f"{tag} is of a pipeline with experts, which is not read here; {CONVERT}")
 
 
-def optimizer_files(tag: Path, ranks: int) -> list[Path]:
-    """The files of the optimizer's state by data-parallel rank. Raises CheckpointError if there are not ``ranks``."""
+def model_files(tag: Path, stage: int | None = None) -> list[Path]:
+    """A pipeline stage's files of model states, by data-parallel rank; one at stages 0 to 2 of ZeRO. Raises
+    CheckpointError if one is missing; and without ``stage``, if other files have parts of the model."""
+    if stage is None:
+        check_parts(tag)
+        if apart := [name for name in names_in(tag) if name.startswith("layer_")]:
+            raise CheckpointError(
+                f"{tag} has parts of the model in files of their own ({apart[0]}), as pipelines and expert parallelism "
+                "write them; convert it with lwopt convert --to universal, and give the folder it makes"
+            )
+        stage = 0
+    matches = [match for match in map(MODEL.fullmatch, names_in(tag)) if match and int(match[2]) == stage]
+    return _complete(tag, {int(match[1] or 0): match[0] for match in matches}, f"mp_rank_{stage:02d}_model_states.pt")
+
+
+def optimizer_files(tag: Path, ranks: int, stage: int = 0) -> list[Path]:
+    """The files of a pipeline stage's optimizer state by data-parallel rank. Raises CheckpointError if there are not
+    ``ranks``."""
     found: dict[int, str] = {}
     for match in filter(None, map(OPTIMIZER.fullmatch, names_in(tag))):
         rank = int(match[1])
+        if int(match[2]) != stage:
+            continue
         if rank in found:
             raise CheckpointError(
                 f"{tag} has two files for rank {rank}, {found[rank]} and {match[0]}, of two savings; remove those of "
                 "the older one"
             )
         found[rank] = match[0]
-    files = _complete(tag, found, "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    files = _complete(tag, found, f"zero_pp_rank_0_mp_rank_{stage:02d}_optim_states.pt")
     if len(files) != ranks:
         raise CheckpointError(
             f"{tag}: expected the optimizer's files of {ranks} data-parallel ranks, found {len(files)}; copy the "
@@ -134,12 +152,112 @@ class ModelStates:
         return found if found is not None and found.shape == shape else None
 
 
-def read_model_states(files: list[Path]) -> ModelStates:
-    """The first rank's model states, and the other ranks' fragments of frozen parameters. Raises CheckpointError."""
+# Weights in files of their own, of pipelines and of experts. A pipeline's parameters are named by their layer in the
+# whole model; a layer that occurs several times is ``tied_modules.<key>``, and its files do not say the key.
+# deepspeed.moe numbers the experts that a rank has from 0, except in the names of these files and in what they hold.
+
+TIED = re.compile(r"tied_modules\.([^.]+)\..+")
+EXPERT = re.compile(r"((?:.*\.)?deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..+)")
+
+
+def layers_in(tag: Path, shapes: Sequence[Mapping[str, tuple[int, ...] | None]]) -> list[dict[str, LazyTensor]]:
+    """By pipeline stage, the module's tensors. ``shapes`` are those of the stages' parameters and buffers, if known.
+
+    The tensors of a layer of which no stage knows any are the first stage's. A tied layer that could be one of several
+    is left out. Raises CheckpointError if another layer's file is missing.
+    """
+    found: list[dict[str, LazyTensor]] = [{} for _ in shapes]
+    for match in filter(None, map(LAYER.fullmatch, names_in(tag))):
+        tensors = {name: t for name, t in load_mapping(tag / match[0]).items() if isinstance(t, LazyTensor)}
+        own = {f"{int(match[1])}.{name}": tensor for name, tensor in tensors.items()}
+        stage = next((number for number, known in enumerate(shapes) if own.keys() & known.keys()), None)
+        is_tied = False
+        for number, known in enumerate(shapes if stage is None else ()):
+            keys = {tied[1] for tied in map(TIED.fullmatch, known) if tied}
+            named = [{f"tied_modules.{key}.{name}": tensor for name, tensor in tensors.items()} for key in keys]
+            like = [one for one in named if all(known.get(name, ()) in (None, t.shape) for name, t in one.items())]
+            is_tied |= bool(like)
+            if len(like) == 1:
+                found[number].update(like[0])
+        if not is_tied:
+            found[stage or 0].update(own)
+    for known, tensors in zip(shapes, found):
+        if missing := [name for name in known if name not in tensors and not TIED.fullmatch(name)]:
+            raise CheckpointError(f"{tag} has no file of the layer with {missing[0]!r}; copy the whole folder again")
+    return found
+
+
+def renumbered(name: str, first: Mapping[str, int]) -> str:
+    """An expert's name in the whole model; ``first`` has the number of a rank's first expert, by the beginning of the
+    name. Other names are returned as they are."""
+    match = EXPERT.fullmatch(name)
+    return name if match is None else f"{match[1]}{int(match[2]) + first.get(match[1], 0)}{match[3]}"
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Where the experts of a checkpoint are. By the beginning of their names: ``tensors`` of them all, by whole name,
+    and how many there are and how many a rank has. ``ranks`` share the dense parameters."""
+
+    tensors: Mapping[str, LazyTensor]
+    count: Mapping[str, int]
+    local: Mapping[str, int]
+    ranks: int
+    in_rows: bool  # use_data_before_expert_parallelism: neighbouring ranks have the same experts
+
+    def first(self, rank: int) -> dict[str, int]:
+        """The number of the first expert that ``rank`` has."""
+        sizes = {prefix: count // self.local.get(prefix, count) for prefix, count in self.count.items()}
+        places = {
+            prefix: rank // (self.ranks // size) if self.in_rows else rank % size for prefix, size in sizes.items()
+        }
+        return {prefix: place * self.local.get(prefix, 0) for prefix, place in places.items()}
+
+    def all_of(self, name: str) -> list[str]:
+        """The names in the whole model of what a rank calls ``name``."""
+        match = EXPERT.fullmatch(name)
+        if match is None or match[1] not in self.count:
+            return [name]
+        return [renumbered(name, {match[1]: first}) for first in range(0, self.count[match[1]], self.local[match[1]])]
+
+
+def experts_in(tag: Path, saved: Mapping[str, Any], names: Iterable[str]) -> Experts:
+    """The experts of a checkpoint; none if it has no files of them. ``saved`` is the content of the file of model
+    states, ``names`` are of parameters on one rank. Raises CheckpointError for files that are missing."""
+    tensors: dict[str, LazyTensor] = {}
+    for file in filter(OF_EXPERT.fullmatch, names_in(tag)):
+        tensors.update({name: t for name, t in load_mapping(tag / file).items() if isinstance(t, LazyTensor)})
+
+    def numbers(of: Iterable[str]) -> dict[str, set[int]]:
+        found: dict[str, set[int]] = {}
+        for match in filter(None, map(EXPERT.fullmatch, of)):
+            found.setdefault(match[1], set()).add(int(match[2]))
+        return found
+
+    for prefix, found in numbers(tensors).items():
+        missing = next(number for number in range(len(found) + 1) if number not in found)
+        if missing < len(found):
+            raise CheckpointError(f"{tag} has no file of expert {missing} of {prefix}; copy the whole folder again")
+    count, local = ({prefix: len(found) for prefix, found in numbers(of).items()} for of in (tensors, names))
+    ranks = int(saved.get("dp_world_size") or 1)
+    for prefix, number in local.items():
+        total = count.get(prefix, 0)
+        if not total or total % number or ranks % (total // number):
+            raise CheckpointError(
+                f"{tag} has files of {total} experts {prefix}, and ranks with {number} each, of {ranks} ranks; copy "
+                "the whole folder again"
+            )
+    in_rows = bool((saved.get("ds_config") or {}).get("use_data_before_expert_parallelism"))
+    return Experts(tensors, count, local, ranks, in_rows)
+
+
+def read_model_states(files: list[Path], layers: Mapping[str, LazyTensor] | None = None) -> ModelStates:
+    """The first rank's model states, and the other ranks' fragments of frozen parameters. ``layers`` are a pipeline
+    stage's tensors, of other files. Raises CheckpointError."""
     of_ranks = [load_mapping(file) for file in files]
     saved = of_ranks[0]
     for file, of_rank in zip(files, of_ranks):
-        if not isinstance(of_rank.get("module"), Mapping):
+        if layers is None and not isinstance(of_rank.get("module"), Mapping):
             raise CheckpointError(
                 f"{file}: expected the model under 'module', found {type(of_rank.get('module')).__name__}, as "
                 "with pipeline parallelism; is it a file of DeepSpeed's model states?"
@@ -147,7 +265,7 @@ def read_model_states(files: list[Path]) -> ModelStates:
         if of_rank.get("global_steps") != saved.get("global_steps"):
             counts = f"{of_rank.get('global_steps')} steps, {files[0].name} after {saved.get('global_steps')}"
             raise CheckpointError(f"{file}: it was saved after {counts}; copy all files of one save again")
-    module = saved["module"]
+    module = saved["module"] if layers is None else layers
     tensors = {name: value for name, value in module.items() if isinstance(value, LazyTensor)}
     buffers = {name: tensors[name] for name in saved.get("buffer_names") or () if name in tensors}
     listed = saved.get("param_shapes")
@@ -165,6 +283,7 @@ def read_model_states(files: list[Path]) -> ModelStates:
     return ModelStates(files[0], saved, shapes, tensors, buffers, frozen, tied)
 
 
+NAMES = "lwopt.names"  # the key in our state at stage 0: the parameters' names by param group
 SAVE = "lwopt.save"  # the key in our part of each file of the optimizer's state: which save it is of
 
 

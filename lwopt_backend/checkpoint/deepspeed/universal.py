@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,8 @@ def read(tag: Path) -> Checkpoint:
 
 
 def _model_states(tag: Path) -> tuple[ModelStates, int]:
-    """The model states of the first model-parallel rank, and the number of these ranks."""
+    """The model states of the first model-parallel rank, and the number of these ranks; of a pipeline, whose weights
+    ds_to_universal leaves behind, with the shapes of all stages."""
     found: dict[int, dict[tuple[int, str], Path]] = {}
     for name in ds.names_in(tag):
         if m := ds.MODEL.fullmatch(name):
@@ -104,7 +106,12 @@ def _model_states(tag: Path) -> tuple[ModelStates, int]:
     first = [path for _, path in sorted(found[min(found)].items())]
     if not first[0].name.startswith("zero_pp"):
         first = first[:1]
-    return ds.read_model_states(first), len(found)
+    if load_mapping(first[0]).get("module", "") is not None:
+        return ds.read_model_states(first), len(found)
+    stages = [ds.read_model_states(sorted(found[stage].values()), {}) for stage in sorted(found)]
+    groups = zip_longest(*(stage.shapes or () for stage in stages), fillvalue={})
+    shapes = [{name: shape for of_stage in group for name, shape in of_stage.items()} for group in groups]
+    return replace(stages[0], shapes=shapes), len(found)
 
 
 def _listed(

@@ -13,8 +13,8 @@ import torch
 from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, reader
 from lwopt_backend.checkpoint.deepspeed import files as ds
 from lwopt_backend.checkpoint.deepspeed.files import Gathered, ModelStates
+from lwopt_backend.checkpoint.files.made import shape_of
 from lwopt_backend.config.registry import MATRIX_RULES, new_state
-from lwopt_backend.runtime.agreement import digest
 from lwopt_backend.runtime.state import CHECKPOINT_KEY
 
 # Names are the module's own. DeepSpeed itself is not needed, and no class of it is imported.
@@ -38,36 +38,170 @@ def tag_of(path: Path) -> Path:
 @reader("DeepSpeed", tag_of)
 def read(tag: Path) -> Checkpoint:
     """The checkpoint of a tag's folder, or of the tag that ``latest`` in a folder names. Raises CheckpointError."""
-    files = ds.model_files(tag)
-    states = ds.read_model_states(files)
-    of_ranks: OfRanks = []
+    parts = _parts(tag)
+    (states, of_ranks), *_ = parts
+    marked = (entry for _, of_part in parts for entry in of_part)
+    proven = ds.check_marks(states.saved, states.path, marked)
+    found = [_read_part(*part) for part in parts]
+    whole = found[0] if len(found) == 1 else _joined(found)
+    stages = len(parts) if any(map(ds.LAYER.fullmatch, ds.names_in(tag))) else 1
+    return replace(whole, proven=proven, world={**whole.world, "pp": stages})
+
+
+OfRanks = list[tuple[Path, Mapping[str, Any]]]  # the files of the optimizer's state, with their content
+
+
+def _parts(tag: Path) -> list[tuple[ModelStates, OfRanks]]:
+    """The files of a tag, by pipeline stage; at stage 0 of ZeRO by expert-parallel rank, where each has an optimizer of
+    its own. Raises CheckpointError."""
+    ds.check_parts(tag)
+    names, first = ds.names_in(tag), ds.model_files(tag, 0)
+    if any(map(ds.LAYER.fullmatch, names)):
+        count = int(ds.load_mapping(first[0]).get("mp_world_size") or 1)
+        stages = [ds.model_files(tag, stage) for stage in range(count)]
+        layers = ds.layers_in(tag, [_shapes_in(file, ds.load_mapping(file)) for file, *_ in stages])
+        read = [ds.read_model_states(*pair) for pair in zip(stages, layers)]
+        return [(states, _of_ranks(tag, states, number)) for number, states in enumerate(read)]
+    states = ds.read_model_states(first)
+    if not any(map(ds.OF_EXPERT.fullmatch, names)):
+        return [(states, _of_ranks(tag, states))]
+    shapes = _shapes_in(states.path, states.saved)
+    experts = ds.experts_in(tag, states.saved, shapes)
+    whole = [{new: g[name] for name in g for new in experts.all_of(name)} for g in states.shapes or ()]
+    held = {new for name in states.saved.get("buffer_names") or () for new in experts.all_of(name)}
+    trained = {new for name in shapes for new in experts.all_of(name)} - held
+    known, tensors = {*trained, *held}, experts.tensors.items()
+    states = replace(
+        states,
+        shapes=whole if states.shapes is not None else None,
+        module={**states.module, **experts.tensors},
+        buffers={**states.buffers, **{name: tensor for name, tensor in tensors if name in held}},
+        frozen={**states.frozen, **{name: tensor for name, tensor in tensors if name not in known}},
+    )
+    if states.shapes is not None:
+        of_ranks = _of_ranks(tag, states)
+        return [(states, [(f, _whole_names(o, experts.first(rank))) for rank, (f, o) in enumerate(of_ranks)])]
+    files = sorted((int(m[1]), tag / m[0]) for m in map(ds.WITH_EXPERTS.fullmatch, names) if m)
+    apart = experts.ranks // len(files) if experts.in_rows and files else 1  # ranks from one of these to the next
+    found = [(file, ds.load_mapping(file)["optimizer"], experts.first(number * apart)) for number, file in files]
+    of_ranks = [(file, _whole_names(optimizer, mine)) for file, optimizer, mine in found]
+    if missing := trained - {name for _, saved in of_ranks for group in saved[ds.NAMES] for name in group}:
+        raise CheckpointError(
+            f"{tag} has no file expp_rank_..._optim_states.pt with the state of {min(missing)!r}; copy it again"
+        )
+    return [(states, [of_rank]) for of_rank in of_ranks]
+
+
+def _shapes_in(file: Path, saved: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
+    """The shapes of the parameters of a file of model states, and names of buffers. Raises CheckpointError."""
+    listed, optimizer = saved.get("param_shapes"), saved.get("optimizer")
+    if listed is not None:
+        shapes = {name: shape_of(shape) for group in listed for name, shape in group.items()}
+        return {**dict.fromkeys(saved.get("buffer_names") or ()), **shapes}
+    if not isinstance(optimizer, Mapping) or ds.NAMES not in optimizer:
+        raise CheckpointError(
+            f"{file}: at stage 0 the optimizer's states have no names, so those of a pipeline or of experts cannot be "
+            "told apart; save it at ZeRO stage 1"
+        )
+    return dict.fromkeys((*(saved.get("buffer_names") or ()), *(n for group in optimizer[ds.NAMES] for n in group)))
+
+
+def _of_ranks(tag: Path, states: ModelStates, stage: int = 0) -> OfRanks:
+    """The files of the optimizer's state of a pipeline stage. Raises CheckpointError."""
     if states.shapes is None:
         optimizer = states.saved.get("optimizer")
         if not isinstance(optimizer, Mapping):
             raise CheckpointError(f"{states.path} holds no optimizer; there is nothing to read but weights")
-        of_ranks = [(states.path, optimizer)]
-    else:
-        for file in ds.optimizer_files(tag, states.ranks):
-            saved = ds.load_mapping(file).get("optimizer_state_dict")
-            if not isinstance(saved, Mapping):
-                raise CheckpointError(
-                    f"{file} holds no 'optimizer_state_dict'; it is no file of ZeRO's optimizer state"
-                )
-            of_ranks.append((file, saved))
-    proven = ds.check_marks(states.saved, states.path, of_ranks)
+        return [(states.path, optimizer)]
+    found = []
+    for file in ds.optimizer_files(tag, states.ranks, stage):
+        saved = ds.load_mapping(file).get("optimizer_state_dict")
+        if not isinstance(saved, Mapping):
+            raise CheckpointError(f"{file} holds no 'optimizer_state_dict'; it is no file of ZeRO's optimizer state")
+        found.append((file, saved))
+    return found
+
+
+def _whole_names(saved: Mapping[str, Any], first: Mapping[str, int]) -> dict[str, Any]:
+    """A rank's optimizer state, with the experts' names in the whole model."""
+
+    def renamed(named: Mapping[str, Any]) -> dict[str, Any]:
+        return {ds.renumbered(name, first): value for name, value in named.items()}
+
+    found = dict(saved)
+    if isinstance(saved.get("base_optimizer_state"), Mapping):
+        found["base_optimizer_state"] = _whole_names(saved["base_optimizer_state"], first)
+    if "param_slice_mappings" in saved:
+        found["param_slice_mappings"] = [renamed(places) for places in saved["param_slice_mappings"]]
+    if ds.MATRICES in saved:
+        found[ds.MATRICES] = renamed(saved[ds.MATRICES])
+    if ds.NAMES in saved:
+        found[ds.NAMES] = [[ds.renumbered(name, first) for name in group] for group in saved[ds.NAMES]]
+    return found
+
+
+def _read_part(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
     if all(MARK in saved for _, saved in of_ranks):
-        found = read_owned(states, of_ranks)
-    elif states.shapes is None:
-        found = read_stage0(states)
-    elif all("fp32_flat_groups" in saved for _, saved in of_ranks):
-        if len(files) != states.ranks:
-            raise CheckpointError(
-                f"{tag}: expected the model states' files of {states.ranks} ranks, found {len(files)}; copy it again"
-            )
-        found = read_stage3(states, of_ranks)
-    else:
-        found = read_partitions(states, of_ranks)
-    return replace(found, proven=proven)
+        return read_owned(states, of_ranks)
+    if states.shapes is None:
+        return read_stage0(states, of_ranks[0][1])
+    if not all("fp32_flat_groups" in saved for _, saved in of_ranks):
+        return read_partitions(states, of_ranks)
+    tag = states.path.parent
+    if (files := len(ds.model_files(tag))) != states.ranks:
+        raise CheckpointError(
+            f"{tag}: expected the model states' files of {states.ranks} ranks, found {files}; copy it again"
+        )
+    return read_stage3(states, of_ranks)
+
+
+def _alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether param groups of two parts of a model are one. None is not known there, as of a rate in a single group."""
+    keys = {*one, *other} - {"members"}
+    return all(one.get(key) == other.get(key) or None in (one.get(key), other.get(key)) for key in keys)
+
+
+def _joined(parts: Sequence[Checkpoint]) -> Checkpoint:
+    """The whole of what ``parts`` have: stages of a pipeline, or ranks with different experts. A parameter that several
+    have must be the same in all. Raises CheckpointError if the parts are of different steps."""
+    first = parts[0]
+    groups: list[Mapping[str, Any]] = []
+    params: dict[str, Param] = {}
+    replicas = [each for part in parts for each in part.replicas]
+    schedule: dict[str, dict[int, Any]] = {}  # a scheduler's lists, by the number of the param group
+    for part in parts:
+        if part.iteration != first.iteration:
+            counts = f"{first.iteration} and {part.iteration} steps"
+            raise CheckpointError(f"the files of model states were saved after {counts}; copy all of one save again")
+        numbers: list[int] = []
+        for group in part.groups:
+            fits = [n for n, other in enumerate(groups) if n not in numbers and _alike(group, other)]
+            numbers.append(fits[0] if fits else len(groups))
+            known = {key: value for n in fits[:1] for key, value in groups[n].items() if value is not None}
+            groups[numbers[-1] : numbers[-1] + 1] = [{**group, **known}]
+        for key, value in (part.scheduler or {}).items():
+            if isinstance(value, list) and len(value) == len(numbers):
+                schedule.setdefault(key, {}).update(zip(numbers, value))
+        for name, param in part.params.items():
+            before = params.get(name)
+            if before is None or param.states and not before.states:
+                params[name] = param if param.group is None else replace(param, group=numbers[param.group])
+            elif before.states and param.states:
+                common = before.states.keys() & param.states.keys()
+                replicas += [(f"{key} of {name}", before.states[key], param.states[key]) for key in sorted(common)]
+    matrices = {name: of for part in parts for name, of in part.arguments.get(ds.MATRICES, {}).items()}
+    lists = {key: [of[n] for n in sorted(of)] for key, of in schedule.items() if len(of) == len(groups)}
+    return replace(
+        first,
+        scheduler=None if first.scheduler is None else {**first.scheduler, **lists},
+        params=params,
+        groups=tuple(groups),
+        arguments={**first.arguments, **({ds.MATRICES: matrices} if matrices else {})},
+        replicas=tuple(replicas),
+        tied={name: of for part in parts for name, of in part.tied.items()},
+        buffers={name: tensor for part in parts for name, tensor in part.buffers.items()},
+        notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
+    )
 
 
 # ZeRO 1 and 2, BF16_Optimizer among them: a flat tensor per param group, cut over the ranks.
@@ -78,7 +212,6 @@ def read(tag: Path) -> Checkpoint:
 # Read in 0.19.8.
 
 BUFFER = "momentum_buffer"
-OfRanks = list[tuple[Path, Mapping[str, Any]]]  # the files of the optimizer's state, with their content
 
 
 def read_partitions(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
@@ -118,7 +251,8 @@ def read_partitions(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
     ds.take_owner_states(gathered, (saved["base_optimizer_state"] for _, saved in of_ranks))
     _, first = of_ranks[0]
     base, stage = first["base_optimizer_state"], "1 or 2" if "zero_stage" in first else "1 (BF16_Optimizer)"
-    matrices = ds.matrices_in(base)
+    said = [ds.matrices_in(saved["base_optimizer_state"]) for _, saved in of_ranks]  # ranks may have other experts
+    matrices = None if said[0] is None else {name: of for each in said for name, of in (each or {}).items()}
     return ds.checkpoint_of(states, f"deepspeed zero {stage}", gathered, base["param_groups"], first, matrices)
 
 
@@ -202,18 +336,18 @@ def matrices_of_mark(mark: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 # Native checkpoints of stage 0: the first rank's optimizer, whole, in the file of model states.
-# State is by a parameter's number in the param groups, and no names are saved. They are found by replaying how groups
-# are filled, in the module's order, and verified: by shapes, and where our optimizer saved it by each group's digest of
-# its members. Where shapes leave more than one way, the checkpoint is refused.
+# State is by a parameter's number in the param groups. Our optimizer saves names, DeepSpeed's do not: they are found by
+# replaying how groups are filled, in the module's order, and verified by shapes. Where these leave more than one way,
+# the checkpoint is refused.
 
 WAYS, STEPS = 10_000, 10_000_000  # that are tried before giving up
 Shape = tuple[int, ...]
 Named = list[str]
 
 
-def read_stage0(states: ModelStates) -> Checkpoint:
-    """Read a checkpoint of stage 0. Raises CheckpointError, also if the states' names are not certain."""
-    saved = states.saved["optimizer"]
+def read_stage0(states: ModelStates, saved: Mapping[str, Any]) -> Checkpoint:
+    """Read a checkpoint of stage 0, of which the optimizer has ``saved``. Raises CheckpointError, also if the states'
+    names are not certain."""
     inner = saved.get("optimizer_state_dict", saved)  # DeepSpeed's wrappers of 16-bit models have it inside
     if "fp32_groups_flat" in saved:
         inner, masters = _cut_flat(states, saved)
@@ -221,19 +355,21 @@ def read_stage0(states: ModelStates) -> Checkpoint:
         masters = [tensor for group in saved.get("fp32_groups") or () for tensor in group]
     state, groups = inner["state"], inner["param_groups"]
 
-    def shape_of(index: int) -> Shape | None:
+    def shape_in(index: int) -> Shape | None:
         tensors = (t for t in state.get(index, {}).values() if isinstance(t, LazyTensor) and t.shape)
         return masters[index].shape if masters else next((tensor.shape for tensor in tensors), None)
 
-    shapes = [list(map(shape_of, group["params"])) for group in groups]
+    shapes = [list(map(shape_in, group["params"])) for group in groups]
     matrices = ds.matrices_in(inner)
-    named = _names(states, groups, shapes, matrices or {})
+    named = inner.get(ds.NAMES) or _names(states, groups, shapes)
     gathered: dict[str, Gathered] = {}
     for number, (group, names) in enumerate(zip(groups, named)):
         for index, name in zip(group["params"], names):
             if state and index not in state and "rule" not in group:  # frozen, or it never had a gradient
                 continue
-            weight = states.module[name]
+            weight = states.module.get(name)
+            if weight is None:
+                raise CheckpointError(f"{states.path} has the state of {name!r}, and no file its weights")
             found = gathered[name] = Gathered(name, weight.shape, number)
             found.copies[MASTER] = [masters[index] if masters else weight]
             for key, value in state.get(index, {}).items():
@@ -250,27 +386,10 @@ def _candidates(states: ModelStates) -> dict[str, LazyTensor]:
     return {name: t for name, t in states.module.items() if name not in states.buffers and name not in states.tied}
 
 
-def _names(
-    states: ModelStates,
-    groups: Sequence[Mapping[str, Any]],
-    shapes: Sequence[Sequence[Shape | None]],
-    matrices: Mapping[str, list[str]],
-) -> list[Named]:
-    """The parameters' names by group. Raises CheckpointError unless there is one way only. ``matrices`` are which there
-    are in a parameter, as far as the file tells."""
-
-    def is_verified(group: Mapping[str, Any], names: Named) -> bool:
-        """By what our optimizer saved of a group's members (``lwopt_backend.storage.flat.members_digest``)."""
-        lines = []
-        for name in names:
-            several = matrices.get(name, [])
-            lines.append(f"{name} {states.module[name].shape} {group['rule']}{several if len(several) > 1 else ''}")
-        return bool(digest(lines)[:16] == group["members"])
-
+def _names(states: ModelStates, groups: Sequence[Mapping[str, Any]], shapes: Sequence[Sequence[Shape | None]]) -> Any:
+    """The parameters' names by group. Raises CheckpointError unless there is one way only."""
     found = [(name, tensor.shape) for name, tensor in _candidates(states).items()]
     ways = list(islice(_ways(found, [list(group) for group in shapes]), WAYS))
-    if all("members" in group for group in groups):
-        ways = [way for way in ways if all(map(is_verified, groups, way))] or ways
     if len(ways) == 1:
         return ways[0]
     what = "no way" if not ways else f"{len(ways) if len(ways) < WAYS else 'too many'} ways"
