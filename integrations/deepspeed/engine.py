@@ -12,14 +12,17 @@ import torch
 from deepspeed.runtime import config, lr_schedules
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank, bwc_tensor_model_parallel_world_size
 from deepspeed.utils.logging import logger
 from torch import Tensor, nn
 from torch.profiler import record_function
 
 from lwopt_backend.config.options import nearest
-from lwopt_backend.plan import Fragment
-from lwopt_backend.runtime.collectives import NORM, TorchCollectives
+from lwopt_backend.plan import Cut, Fragment
+from lwopt_backend.routing.routing import CUT, cut_of
+from lwopt_backend.runtime.collectives import NORM, Collectives, TorchCollectives
 
 HOOKED = "_do_optimizer_sanity_check"  # ``versions`` lists what is replaced here; ``register()`` checks that it exists
 
@@ -92,11 +95,85 @@ def uses_auto_ep(engine: DeepSpeedEngine) -> bool:
 def process_groups(engine: DeepSpeedEngine) -> list[Any]:
     """The groups of ranks that share parameters with this one: first the data-parallel ranks, then those of experts.
 
-    In a pipeline also all ranks (None): they share no parameter, but raise errors together.
+    Last all ranks (None), under tensor parallelism, and in a pipeline: its stages share no parameter, but raise errors
+    together.
     """
     experts = engine.expert_data_parallel_group if engine.has_moe_layers else {}
-    world = [None] if engine.pipeline_parallelism else []
+    world = [None] if engine.pipeline_parallelism or tensor_ranks(engine) > 1 else []
     return list(dict.fromkeys([engine.seq_data_parallel_group, *(experts[name] for name in sorted(experts)), *world]))
+
+
+# Tensor parallelism, by an mpu or by AutoTP, which makes DeepSpeed's ``groups`` the mpu.
+
+AUTOTP_MARK = "ds_autotp_universal_checkpoint_meta"  # AutoTP's description of a parameter that its layers have
+
+
+def tensor_ranks(engine: DeepSpeedEngine) -> int:
+    """The number of ranks that together have the whole of each layer; 1 without tensor parallelism."""
+    if engine.mpu is None or engine.pipeline_parallelism or engine.mp_world_size == 1:
+        return 1
+    return int(bwc_tensor_model_parallel_world_size(engine.mpu))
+
+
+def mark_cuts(engine: DeepSpeedEngine, ranks: Collectives) -> tuple[list[tuple[int, int]], list[str]]:
+    """Mark the parameters that tensor parallelism cuts. Called on all ``ranks`` of the engine.
+
+    Returns every rank's tensor- and data-parallel rank, and why parameters cannot be trained, one sentence each.
+    """
+    count, found, reasons = tensor_ranks(engine), {}, []
+    for module_name, module in engine.module.named_modules():
+        for key, param in module.named_parameters(recurse=False):
+            name = f"{module_name}.{key}" if module_name else key
+            try:
+                found[id(param)] = name, param, _cut(module, param, count)
+            except ValueError as error:
+                reasons.append(f"parameter {name!r} of shape {tuple(param.shape)} {error}")
+    for _, param, cut in found.values():
+        setattr(param, CUT, cut)
+    copies = {name: _digest(param) for name, param, cut in found.values() if cut is None}
+    place = bwc_tensor_model_parallel_rank(engine.mpu), engine.mpu.get_data_parallel_rank()
+    of_ranks = ranks.gather_objects((place, copies))
+    differ = [name for name, digest in copies.items() if any(digest != other.get(name) for _, other in of_ranks)]
+    reasons += [
+        f"parameter {name!r} has no mark of tensor parallelism (tensor_model_parallel and partition_dim), but its "
+        "values differ between the tensor-parallel ranks: mark it, or make them equal"
+        for name in differ[:1]
+    ]
+    return [place for place, _ in of_ranks], reasons
+
+
+def _cut(module: nn.Module, param: Tensor, ranks: int) -> Cut | None:
+    """How tensor parallelism cuts a parameter of ``module``; None if all ranks have it whole.
+
+    Raises ValueError, with the end of a sentence about the parameter, if that cannot be known or has no plan.
+    """
+    of_autotp = getattr(param, AUTOTP_MARK, None)
+    if of_autotp is not None and (why := of_autotp["conversion"].get("unsupported_reason")):
+        raise ValueError(f"is cut by AutoTP so that its parts cannot be told: {why}")
+    if of_autotp is None and getattr(param, "sequence_parallel", False):
+        raise ValueError("is marked sequence_parallel, with which each rank has a gradient of its own; switch it off")
+    if of_autotp is None and not is_model_parallel_parameter(param):
+        return None
+    if of_autotp is None:
+        dim = getattr(param, "partition_dim", 0 if param.ndim == 1 else -1)
+        if dim not in range(param.ndim):
+            raise ValueError(
+                f"is marked as tensor-parallel, but its partition_dim is {dim}; set the dimension that is cut"
+            )
+        return Cut(dim, ranks, not getattr(module, "gather_output", False))
+    if of_autotp["replicated"] or of_autotp["partition_dim"] is None:
+        return None
+    cut = Cut(of_autotp["partition_dim"], ranks, of_autotp["sub_param_sizes"] is not None)
+    widths = [*(of_autotp["sub_param_shard_widths"] or ()), of_autotp["partition_sizes"] or ()]
+    if cut.whole(param.shape) != tuple(of_autotp["original_shape"]) or any(len(set(sizes)) > 1 for sizes in widths):
+        raise ValueError(f"is a shard of {tuple(of_autotp['original_shape'])}, which AutoTP cuts into unequal parts")
+    return cut
+
+
+def _digest(param: Tensor) -> int:
+    """A number that differs between most parameters that differ in any bit."""
+    words = param.detach().contiguous().view(torch.uint8).flatten().to(torch.int64)
+    return int((words * (torch.arange(len(words), device=words.device) % 65521 + 1)).sum())
 
 
 def pipeline_group(engine: DeepSpeedEngine) -> Any:
@@ -194,13 +271,17 @@ def report_norm(engine: DeepSpeedEngine, optimizer: Any) -> None:
 
 @record_function(NORM)
 def grad_norm(engine: DeepSpeedEngine) -> Tensor:
-    """The norm of all gradients at stage 0; in a pipeline, of all stages, counting tied weights once."""
-    with_grad = [p for p in engine.module.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in with_grad if not getattr(p, "ds_pipe_replicated", False)])
-    if not engine.pipeline_parallelism:
+    """The norm of all gradients at stage 0; in a pipeline, of all stages, counting tied weights once; under tensor
+    parallelism, of all shards, counting what is whole on every rank once."""
+    with_grad, shards = [p for p in engine.module.parameters() if p.grad is not None], tensor_ranks(engine) > 1
+    counted = [p for p in with_grad if not getattr(p, "ds_pipe_replicated", False)]
+    if shards and bwc_tensor_model_parallel_rank(engine.mpu) > 0:
+        counted = [p for p in counted if cut_of(p) is not None]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in counted])
+    if not engine.pipeline_parallelism and not shards:
         return norm
     squared = norm.to(engine.device).square()
-    TorchCollectives(pipeline_group(engine)).all_reduce(squared)
+    TorchCollectives(engine.mpu.get_model_parallel_group() if shards else pipeline_group(engine)).all_reduce(squared)
     return squared.sqrt()
 
 

@@ -23,9 +23,9 @@ from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.integrations.deepspeed import pipeline
 from lwopt_backend.integrations.deepspeed.pipeline import Stage
 from lwopt_backend.integrations.deepspeed.refusals import reasons_to_refuse
-from lwopt_backend.plan import Replicas, TrainedParam, machine_of
+from lwopt_backend.plan import Replicas, TensorShards, TrainedParam, machine_of
 from lwopt_backend.routing.grouping import Grouping, WatchedModel, group_parameters
-from lwopt_backend.routing.routing import Route, full_shape
+from lwopt_backend.routing.routing import Route
 from lwopt_backend.runtime.agreement import agree_in_all, plan_digest
 from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 from lwopt_backend.runtime.state import CHECKPOINT_KEY, OwnerStates, StatePiece, brought_here
@@ -46,12 +46,17 @@ class Unit:
     plan: GroupPlan
     ranks: Collectives
 
+    def numbers(self, sharers: Collectives) -> Sequence[int]:
+        """The numbers among ``ranks`` of the data-parallel ranks ``sharers``, which store the same shards."""
+        layout = None if self.plan.matrices is None else self.plan.matrices.layout
+        return layout.beside(self.ranks.rank) if isinstance(layout, TensorShards) else range(sharers.world_size)
+
     def check_stored(self, flat: Tensor, sub_group: int | None) -> None:
         """Raises RuntimeError if DeepSpeed stores this rank's pieces elsewhere than planned.
 
         ``flat`` is the tensor that it steps; ``sub_group`` is that tensor's number at stage 3.
         """
-        rank, layout = self.ranks.rank, self.plan.layout
+        rank, layout = self.plan.place(self.ranks.rank), self.plan.layout
         assert not isinstance(layout, Replicas)
         if flat.numel() != (planned := layout.partition_numel):
             raise RuntimeError(f"{self.plan.rule}: planned {planned} elements a rank, found {flat.numel()}")
@@ -145,7 +150,8 @@ def save_whole(binding: Binding, states: Mapping[Tensor, Mapping[str, Any]]) -> 
     """Every parameter's whole state at stage 0, on the first rank; nothing on the others. Called on all ranks."""
     saved: dict[int, dict[str, Any]] = {}
     for unit in binding.units:
-        whole = gather_whole(unit.plan, states.get(unit.params[0], {}), unit.ranks)
+        sharers = binding.ranks[0]
+        whole = gather_whole(unit.plan, states.get(unit.params[0], {}), sharers, unit.numbers(sharers))
         saved.update((unit.first + i, state) for i, state in enumerate(whole or []) if state)
     return saved
 
@@ -189,9 +195,9 @@ def load_whole(binding: Binding, saved: States) -> dict[Tensor, dict[str, Any]]:
         of_unit = [saved.get(unit.first + index, {}) for index in range(len(unit.params))]
         for param, state in zip(unit.plan.params, of_unit):
             for key, value in state.items():
-                if isinstance(value, Tensor) and value.ndim > 0 and value.numel() != param.numel:
+                if isinstance(value, Tensor) and value.ndim > 0 and value.numel() != math.prod(param.local_shape):
                     found = f"the checkpoint's {key} {tuple(value.shape)}"
-                    raise ValueError(f"parameter {param.name!r} has shape {param.shape}, {found}")
+                    raise ValueError(f"parameter {param.name!r} has shape {param.local_shape}, {found}")
         if of_unit[0]:
             states[unit.params[0]] = take_part(unit.plan, of_unit, unit.ranks.rank, binding.engine.device)
     return states
@@ -321,6 +327,7 @@ class Binding:
     units: list[Unit]
     stage: Stage | None  # of a pipeline
     watched: WatchedModel
+    places: Sequence[tuple[int, int]]  # of tensor parallelism, as in ``TensorShards``
 
     @property
     def replicated(self) -> bool:
@@ -397,9 +404,11 @@ def bind(name: str, engine: DeepSpeedEngine, given: list[dict[str, Any]], rules:
     is not supported."""
     ranks = [TorchCollectives(group) for group in deepspeed_engine.process_groups(engine)]
     stage = pipeline.meet(engine, given, rules, config)
+    cut = deepspeed_engine.tensor_ranks(engine) > 1
+    places, unclear = deepspeed_engine.mark_cuts(engine, ranks[-1]) if cut else ([], [])
 
     def decide() -> tuple[Binding, list[list[str]]]:
-        if reasons := reasons_to_refuse(engine, given):
+        if reasons := [*reasons_to_refuse(engine, given), *unclear]:
             raise ValueError("\n  ".join([f"{name} cannot train with this configuration:", *reasons]))
         model = engine.module
         if stage is None:
@@ -408,19 +417,23 @@ def bind(name: str, engine: DeepSpeedEngine, given: list[dict[str, Any]], rules:
             grouping = group_parameters(model, given, rules, config, routes=stage.routes, elsewhere=stage.elsewhere)
             pipeline.check(engine, stage)
         check_devices(grouping.groups, config, torch.device("cpu") if config.ns_device == "cpu" else engine.device)
-        units = _units(engine, grouping, config, ranks)
+        units = _units(engine, grouping, config, ranks, places)
         lines = [settings_lines(rules, config) for _ in ranks]
         for sharers, of_sharers in zip(ranks, lines):
             of_sharers += [line for unit in units if unit.ranks is sharers for line in unit.plan.lines()]
         trained = [(grouping.names[id(param)], param) for group in grouping.groups for param in group["params"]]
         watched = WatchedModel(model, trained, advice="call deepspeed.initialize after the last such change")
-        return Binding(name, engine, grouping, list(ranks), units, stage, watched), lines
+        return Binding(name, engine, grouping, list(ranks), units, stage, watched, places), lines
 
     return agree_in_all(ranks, name, decide)
 
 
 def _units(
-    engine: DeepSpeedEngine, grouping: Grouping, config: ZeROConfig, ranks: Sequence[TorchCollectives]
+    engine: DeepSpeedEngine,
+    grouping: Grouping,
+    config: ZeROConfig,
+    ranks: Sequence[TorchCollectives],
+    places: Sequence[tuple[int, int]],
 ) -> list[Unit]:
     """What DeepSpeed will step at a time, in its order."""
     by_group = {sharers.group: sharers for sharers in ranks}
@@ -429,17 +442,19 @@ def _units(
     for number, group in enumerate(grouping.groups):
         experts, params = group.get("moe"), group["params"]
         of_group = engine.expert_data_parallel_group[group["name"]] if experts else engine.seq_data_parallel_group
+        is_matrix = group["rule"] in MATRIX_RULES
+        every = [grouping.member(grouping.names[id(param)], param, number) for param in params]
         layouts = unit_layouts(
-            [math.prod(full_shape(param)) for param in params],
+            [math.prod(member.local_shape) for member in every],
             by_group[of_group].world_size,
             deepspeed_engine.sharding_stage(engine),
-            is_matrix=group["rule"] in MATRIX_RULES,
+            is_matrix=is_matrix,
             sub_group_size=engine.zero_sub_group_size(),
             param_alignment=deepspeed_engine.param_alignment(engine, params),
         )
         for part, layout in layouts:
-            members = [grouping.member(grouping.names[id(param)], param, number) for param in params[part]]
-            plan = plan_group(group, members, layout, config, machine)
+            plan = plan_group(group, every[part], layout, config, machine, places)
             first = found[-1].first + len(found[-1].params) if found else 0
-            found.append(Unit(number, first, params[part], plan, by_group[of_group]))
+            sharers = ranks[-1] if places and is_matrix else by_group[of_group]
+            found.append(Unit(number, first, params[part], plan, sharers))
     return found

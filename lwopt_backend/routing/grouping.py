@@ -25,6 +25,7 @@ from lwopt_backend.routing.routing import (
     Route,
     by_glob,
     check_all_globs,
+    cut_of,
     full_shape,
     named_parameters,
     route_part,
@@ -151,6 +152,7 @@ class Grouping:
             name in self.transposed,
             name in self.tied,
             self.matrices_in(name),
+            cut_of(param),
             param=param,
         )
 
@@ -203,7 +205,7 @@ def group_parameters(
     check_overrides(rules, {r.name: r.kind == "matrix" for r in everywhere if r.kind != "frozen"})
     divided = divide(model, routes, AtomSettings.parse(config.atoms), elsewhere=elsewhere)
     said = {name: f": {matrices.reason}" for name, matrices in divided.items() if not matrices.is_plain}
-    routes = [replace(r, reason=r.reason + said.get(r.name, "")) for r in routes]
+    routes = [replace(r, reason=f"{r.reason}{said.get(r.name, '')}{f'; {r.cut}' if r.cut else ''}") for r in routes]
     return Grouping(routes, split(given, _are_matrices(routes, names), rules, names), names, divided)
 
 

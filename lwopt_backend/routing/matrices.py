@@ -7,12 +7,12 @@ parameter of two dimensions is one matrix, one of more is a stack of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from torch import Tensor, nn
 
-from lwopt_backend.plan.atoms import Block, Grid, check_cover, divided, grouped, matrices_of, undivided
+from lwopt_backend.plan.atoms import Block, Grid, check_cover, divided, grouped, matrices_of, repeated, undivided
 from lwopt_backend.routing.fused import Fusion, fused_weights
 from lwopt_backend.routing.routing import AtomSettings, Route, blocks_of, check_globs, named_parameters
 
@@ -51,7 +51,8 @@ def divide(
         route = by_id.get(id(param))
         if route is None or len(route.shape) < 2:
             return None
-        rows, columns = route.shape[-2:]
+        shape = route.cut.local(route.shape) if route.cut is not None and route.cut.shared else route.shape
+        rows, columns = shape[-2:]
         return (columns, rows) if route.transposed else (rows, columns)
 
     fused = fused_weights(model, sizes)
@@ -65,6 +66,7 @@ def divide(
                 "dimension; it cannot be flattened"
             )
         found[route.name] = _divided(route, settings, fused.get(id(params[route.name])))
+        _check_cut(route, found[route.name].blocks)
         check_cover(route.name, found[route.name].blocks)
     return found
 
@@ -79,9 +81,12 @@ def _divided(route: Route, settings: AtomSettings, fused: Fusion | None) -> Divi
     setting = settings.of(route.names)
     shape = route.shape if setting is not None and setting[1] in ("stack", "flatten") else route.joined
     if setting is not None:
-        blocks = blocks_of(route.name, shape, route.transposed, *setting)
+        blocks = blocks_of(route.name, shape, route.transposed, *setting, route.cut)
         return Divided(blocks, f"{_described(blocks)}, set by atoms {setting[0]!r}")
     if fused is not None and (fused.outputs or fused.inputs):
+        if route.cut is not None and route.cut.shared and route.cut.dim == 0:  # the parts are those of a shard
+            size = shape[0] // route.cut.ranks
+            fused = replace(fused, outputs=repeated(fused.outputs, size, route.cut.ranks))
         blocks = _fused(shape, fused, transposed=route.transposed)
         return Divided(blocks, f"{_described(blocks)}, {fused.why}")
     if route.side_by_side:
@@ -92,6 +97,16 @@ def _divided(route: Route, settings: AtomSettings, fused: Fusion | None) -> Divi
     if fused is not None:
         return Divided(blocks, fused.why)
     return Divided(blocks, _described(blocks) if len(shape) > 2 else "", is_plain=True)
+
+
+def _check_cut(route: Route, blocks: Sequence[Block]) -> None:
+    """Raises ValueError for matrices that tensor parallelism cuts in a way that has no plan."""
+    if route.cut is not None and (len(route.shape) > 2 or (route.cut.dim == 1 and len(blocks) > 1)):
+        raise ValueError(
+            f"parameter {route.name!r} of shape {route.shape} ({route.reason}) has {route.cut} and is "
+            f"{_described(blocks)}; tensor parallelism may cut a parameter that is one matrix, or whose rows are those "
+            "of several: leave this one to the element-wise rule with 'exclude'"
+        )
 
 
 def _fused(shape: Sequence[int], fused: Fusion, *, transposed: bool) -> tuple[Block, ...]:

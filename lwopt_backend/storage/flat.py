@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from lwopt_backend.plan import (
     MatrixPlan,
     ParameterPartition,
     Replicas,
+    TensorShards,
     TrainedParam,
     plan_matrices,
     plan_spread,
@@ -83,7 +85,8 @@ HostLayout = FlatPartition | ParameterPartition | Replicas
 class GroupPlan:
     """The plan of parameters of one rule. ``matrices`` is None for an element-wise rule, which exchanges no gradients.
 
-    ``layout`` is that of the parameters, ``matrices.layout`` that of the atoms in them.
+    ``layout`` is that of the parameters, ``matrices.layout`` that of the atoms in them. Under tensor parallelism the
+    former is that of a rank's shards on its data-parallel ranks, the latter that of all ranks.
     """
 
     rule: str
@@ -92,6 +95,11 @@ class GroupPlan:
     options: tuple[str, ...]  # the rule's, one line each
     matrices: MatrixPlan | None
     state_bytes: tuple[int, ...]  # of the state of each rank
+
+    def place(self, rank: int) -> int:
+        """The rank in ``layout`` of a rank that exchanges these parameters."""
+        of_matrices = self.matrices.layout if self.matrices is not None else None
+        return of_matrices.places[rank][1] if isinstance(of_matrices, TensorShards) else rank
 
     def lines(self) -> list[str]:
         """The lines that must be equal on all ranks."""
@@ -116,11 +124,17 @@ def members_digest(plans: Sequence[GroupPlan]) -> str:
 
 
 def plan_group(
-    group: Mapping[str, Any], members: Sequence[TrainedParam], layout: HostLayout, config: ZeROConfig, machine: Machine
+    group: Mapping[str, Any],
+    members: Sequence[TrainedParam],
+    layout: HostLayout,
+    config: ZeROConfig,
+    machine: Machine,
+    places: Sequence[tuple[int, int]] = (),
 ) -> GroupPlan:
     """Plan ``members``, the parameters of the param group ``group``, stored in ``layout`` in that order.
 
-    Raises ValueError for a policy that the layout does not allow.
+    Under tensor parallelism, ``places`` are as in ``TensorShards``. Raises ValueError for a policy that the layout does
+    not allow.
     """
     rule = group["rule"]
     matrices = None
@@ -128,28 +142,48 @@ def plan_group(
         atoms = [atom for member in members for atom in registry.atoms_of(member, group)]
         blocks = [member.blocks for member in members]
         whole = all(len(of_param) == 1 for of_param in blocks)
-        of_atoms = layout if whole else in_blocks(layout, blocks)
+        of_atoms = layout if whole else in_blocks(layout, blocks) if not places else _shards(members, layout, places)
         matrices = _plan_atoms(atoms, of_atoms, registry.build_matrix_rule(group, config), config, machine)
     options = tuple(setting(f"{rule}.{key}", value) for key, value in registry.arguments(group).items())
     if not isinstance(layout, Replicas):
-        numels = [layout.partition_numel] * layout.world_size
+        numels = [layout.partition_numel] * (len(places) or layout.world_size)
     else:
         assert matrices is not None, "element-wise parameters are replicated, but stepped in partitions"
-        numels = matrices.owned_numels()
+        numels = [kept_numel(matrices, rank) for rank in range(len(places))] if places else matrices.owned_numels()
     state_bytes = tuple(registry.state_nbytes(numel, group) for numel in numels)
     return GroupPlan(rule, tuple(members), layout, options, matrices, state_bytes)
 
 
+def _shards(members: Sequence[TrainedParam], layout: HostLayout, places: Sequence[tuple[int, int]]) -> TensorShards:
+    assert not isinstance(layout, ParameterPartition), "tensor parallelism at stage 3 is refused"
+    params = tuple(number for number, member in enumerate(members) for _ in member.blocks)
+    blocks = tuple(block for member in members for block in member.blocks)
+    return TensorShards(tuple(places), layout, params, blocks, tuple(member.cut is not None for member in members))
+
+
+def kept_bases(plan: MatrixPlan, rank: int) -> dict[int, int]:
+    """The offset of each matrix, or of the shard of it, whose state ``rank`` keeps, in its flat state, by atom."""
+    kept = [atom for atom in range(len(plan.atoms)) if plan.keeps_state(atom, rank)]
+    found = (plan.layout.fragment(atom, rank) for atom in kept)
+    return dict(zip(kept, accumulate((part.numel for part in found if part is not None), initial=0)))
+
+
+def kept_numel(plan: MatrixPlan, rank: int) -> int:
+    """The number of elements in the flat state of ``rank``."""
+    parts = (plan.layout.fragment(atom, rank) for atom in kept_bases(plan, rank))
+    return sum(part.numel for part in parts if part is not None)
+
+
 def _plan_atoms(
     atoms: Sequence[Atom],
-    layout: HostLayout | BlockPartition | BlockReplicas,
+    layout: HostLayout | BlockPartition | BlockReplicas | TensorShards,
     matrix_rule: MatrixRule,
     config: ZeROConfig,
     machine: Machine,
 ) -> MatrixPlan:
     """Assign owners by the policy where a matrix is stored almost whole on one rank, else by work."""
     wire = registry.wire_of(matrix_rule)
-    stored = layout.storage if isinstance(layout, (BlockPartition, BlockReplicas)) else layout
+    stored = layout.storage if isinstance(layout, (BlockPartition, BlockReplicas, TensorShards)) else layout
     if isinstance(stored, FlatPartition):
         return plan_matrices(
             atoms, layout, policy=config.policy, machine=machine, bucket_numel=config.bucket_numel, **wire
@@ -227,7 +261,7 @@ class GroupStepper(UnitStepper):
     def pieces(self, state: Mapping[str, Tensor], first: int) -> Iterator[StatePiece]:
         """The fragment of every parameter; some are empty."""
         for index in range(len(self._plan.params)):
-            held = self._plan.layout.fragment(index, self._collectives.rank)
+            held = self._plan.layout.fragment(index, self._plan.place(self._collectives.rank))
             offset, start, numel = (held.offset, held.start, held.numel) if held is not None else (0, 0, 0)
             tensors = {key: t.narrow(0, offset, numel) if t.ndim else t for key, t in state.items()}
             value = self._flat.detach().narrow(0, offset, numel)
@@ -241,7 +275,7 @@ class GroupStepper(UnitStepper):
             report.attempt(self._elementwise.step, 0, group, [Slices(self._flat, grad, state)])
             return
         rule, layout = registry.build_matrix_rule(group, self._config), planned.layout
-        assert isinstance(layout, Partition)
+        assert isinstance(layout, (Partition, TensorShards))
         elements = Slices(self._flat, grad, {key: state[key] for key in rule.state_keys})
         storage = FlatStorage(layout, self._collectives.rank, elements)
         self.matrices.step([rule] * len(planned.atoms), storage, report=report)

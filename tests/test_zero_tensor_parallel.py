@@ -1,0 +1,171 @@
+"""Tensor parallelism: shards of a matrix are one matrix, stepped as torch.optim.Muon steps it on one process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.cells import cells
+from tests.fused import Separate
+from tests.models import VOCABULARY
+from tests.on_ranks import on_ranks
+from tests.zero import MUON, Beside, Reference, batch_shares, engine_for, settings_for
+
+pytestmark = pytest.mark.usefixtures("worlds_to_spoil")
+SHARDS, WIDTH = 2, 24
+MATRICES = ("up.weight", "down.weight", "mix.weight", "gated.weight", "out.weight")
+FUSED = {"*gated.weight": {"gate_up": "halves"}}
+
+
+class ModelParallel:
+    """An mpu as Megatron's: two neighbours share every layer."""
+
+    def __init__(self) -> None:
+        count, rank = dist.get_world_size(), dist.get_rank()
+        of_model = [dist.new_group([*range(first, first + SHARDS)]) for first in range(0, count, SHARDS)]
+        of_data = [dist.new_group([*range(first, count, SHARDS)]) for first in range(SHARDS)]
+        self.get_model_parallel_group = lambda: of_model[rank // SHARDS]
+        self.get_model_parallel_world_size = lambda: SHARDS
+        self.get_model_parallel_rank = lambda: rank % SHARDS
+        self.get_data_parallel_group = lambda: of_data[rank % SHARDS]
+        self.get_data_parallel_world_size = lambda: count // SHARDS
+        self.get_data_parallel_rank = lambda: rank // SHARDS
+
+
+class Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Any, x: Tensor) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        grad = grad.contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        return None, grad
+
+
+class Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Any, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, grad
+
+
+class Linear(nn.Module):
+    """This rank's shard of a linear, cut in dimension ``dim`` of its weight, ``parts`` by parts."""
+
+    def __init__(self, inputs: int, outputs: int, mpu: ModelParallel | None, dim: int, parts: int = 1) -> None:
+        super().__init__()
+        whole, self.dim, self.parts = nn.Linear(inputs, outputs), dim, parts
+        self.weight, self.bias, self.group = whole.weight, whole.bias, None
+        if mpu is not None:
+            self.group = mpu.get_model_parallel_group()
+            for param in (self.weight, *([self.bias] if dim == 0 else [])):
+                mine = [p.chunk(SHARDS, dim)[mpu.get_model_parallel_rank()] for p in param.data.chunk(parts, dim)]
+                param.data = torch.cat(mine, dim).contiguous()
+                param.tensor_model_parallel, param.partition_dim = True, dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.dim == 0:
+            x = Copy.apply(self.group, x) if self.group is not None else x
+            return nn.functional.linear(x, self.weight, self.bias)
+        x = nn.functional.linear(x, self.weight)
+        return (Reduce.apply(self.group, x) if self.group is not None else x) + self.bias
+
+
+class ShardedLM(nn.Module):
+    """Linears cut by rows and by columns, a fused one whose every shard has gate and up, and a matrix on every rank."""
+
+    def __init__(self, mpu: ModelParallel | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.up, self.down = Linear(WIDTH, 62, mpu, 0), Linear(62, WIDTH, mpu, 1)
+        self.mix, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.gated, self.out = Linear(WIDTH, 60, mpu, 0, parts=2), Linear(30, WIDTH, mpu, 1)
+        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = x + self.mix(self.down(torch.tanh(self.up(x))))
+        gate, up = self.gated(self.norm(x)).chunk(2, -1)
+        x = x + self.out(torch.sigmoid(gate) * up)
+        return nn.functional.cross_entropy(self.lm_head(x).float().flatten(0, 1), targets.flatten())
+
+
+class BesideWhole(Beside):
+    def _whole(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Of shards, the whole; of anything else, what all ranks have alike."""
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, {name: tensor.float().clone() for name, tensor in mine.items()})
+        whole = {}
+        for name, param in self.single.model.named_parameters():
+            tensors = [of_rank[name] for of_rank in of_ranks]
+            layer = self.single.model.get_submodule(name.rpartition(".")[0])
+            shards = [tensors] if tensors[0].shape == param.shape else [tensors[n::SHARDS] for n in range(SHARDS)]
+            for alike in shards:
+                assert all(torch.equal(tensor, alike[0]) for tensor in alike), f"{name} differs between ranks"
+            whole[name] = tensors[0]
+            if len(shards) > 1:
+                parts = zip(*(alike[0].chunk(layer.parts, layer.dim) for alike in shards))
+                whole[name] = torch.cat([shard for of_part in parts for shard in of_part], layer.dim)
+        return whole
+
+
+@contextlib.contextmanager
+def sharded_engine(settings: dict[str, Any]) -> Iterator[Any]:
+    mpu = ModelParallel()
+    with engine_for(settings, ShardedLM(mpu), mpu=mpu) as engine:
+        yield engine
+
+
+def train_step(engine: Any, step: int) -> None:
+    """Ranks that share layers have the same rows."""
+    accumulation, sharers = engine.gradient_accumulation_steps(), dist.get_world_size() // SHARDS
+    shares = batch_shares(step, accumulation * sharers)
+    for rows in shares[dist.get_rank() // SHARDS :: sharers]:
+        engine.backward(engine(*rows))
+        engine.step()
+
+
+def beside_torch(settings: dict[str, Any]) -> BesideWhole:
+    """One process, with gate and up as parameters of their own."""
+    single = Reference(ShardedLM(), matrices=MATRICES)
+    halves: list[Callable[[Tensor], Tensor]] = [lambda tensor: tensor[:30], lambda tensor: tensor[30:]]
+    matrices = {name: single.model.get_parameter(name) for name in MATRICES}
+    single.muon = Separate(matrices, {"gated.weight": halves}, **MUON)
+    return BesideWhole(single, train_step, settings=settings)
+
+
+@on_ranks()
+@cells(
+    lambda stage, precision="fp32", how=(1, 0.0), ranks=2: (
+        (stage > 0 or precision in ("fp32", "autocast")) and (precision == "fp32" or not how[1])
+    ),
+    stage=[0, 1, 2],
+    precision=["fp32"],
+    how=[(1, 0.0), (2, 0.5)],
+    ranks=[2, 4],
+)
+def test_shards_by_an_mpu_have_the_bits_of_torch_muon_given_the_same_gradients_and_resume(
+    tmp_path: Path, stage: int, precision: str, how: tuple[int, float]
+) -> None:
+    accumulation, clip = how
+    options = {"clip": clip, "atoms": FUSED, **({"ns_dtype": "float32"} if clip else {})}
+    settings = settings_for(
+        "zero", stage, precision, rows=8 // (dist.get_world_size() // SHARDS), accumulation=accumulation, **options
+    )
+    beside_torch(settings).train_and_resume(lambda: sharded_engine(settings), tmp_path)
