@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.cells import cells
 from tests.fused import Separate
 from tests.models import VOCABULARY
 from tests.on_ranks import on_ranks
-from tests.zero import MUON, Beside, Reference, batch_shares, engine_for, settings_for
+from tests.zero import MUON, ROWS, Beside, Reference, batch_shares, engine_for, settings_for
 
 pytestmark = pytest.mark.usefixtures("worlds_to_spoil")
 SHARDS, WIDTH = 2, 24
@@ -114,14 +115,15 @@ class BesideWhole(Beside):
         whole = {}
         for name, param in self.single.model.named_parameters():
             tensors = [of_rank[name] for of_rank in of_ranks]
-            layer = self.single.model.get_submodule(name.rpartition(".")[0])
-            shards = [tensors] if tensors[0].shape == param.shape else [tensors[n::SHARDS] for n in range(SHARDS)]
+            cut = [dim for dim, size in enumerate(param.shape) if size != tensors[0].shape[dim]]
+            shards = [tensors[n::SHARDS] for n in range(SHARDS)] if cut else [tensors]
             for alike in shards:
                 assert all(torch.equal(tensor, alike[0]) for tensor in alike), f"{name} differs between ranks"
             whole[name] = tensors[0]
-            if len(shards) > 1:
-                parts = zip(*(alike[0].chunk(layer.parts, layer.dim) for alike in shards))
-                whole[name] = torch.cat([shard for of_part in parts for shard in of_part], layer.dim)
+            for dim in cut:
+                count = getattr(self.single.model.get_submodule(name.rpartition(".")[0]), "parts", 1)
+                parts = zip(*(alike[0].chunk(count, dim) for alike in shards))
+                whole[name] = torch.cat([shard for of_part in parts for shard in of_part], dim)
         return whole
 
 
@@ -130,6 +132,16 @@ def sharded_engine(settings: dict[str, Any]) -> Iterator[Any]:
     mpu = ModelParallel()
     with engine_for(settings, ShardedLM(mpu), mpu=mpu) as engine:
         yield engine
+
+
+class Llama(LlamaForCausalLM):
+    def __init__(self, **sizes: int) -> None:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": WIDTH, "intermediate_size": 62, "num_hidden_layers": 1, "vocab_size": 38, **sizes}
+        super().__init__(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(super().forward(tokens).logits.float().flatten(0, 1), targets.flatten())
 
 
 def train_step(engine: Any, step: int) -> None:
@@ -150,22 +162,43 @@ def beside_torch(settings: dict[str, Any]) -> BesideWhole:
     return BesideWhole(single, train_step, settings=settings)
 
 
+def settings_of(stage: int, precision: str, how: tuple[int, float], **options: Any) -> dict[str, Any]:
+    accumulation, clip = how
+    options |= {"clip": clip, "accumulation": accumulation, **({"ns_dtype": "float32"} if clip else {})}
+    return settings_for("zero", stage, precision, rows=ROWS // (dist.get_world_size() // SHARDS), **options)
+
+
+def there_is(stage: int, precision: str = "fp32", how: tuple[int, float] = (1, 0.0), ranks: int = 2) -> bool:
+    return (stage > 0 or precision in ("fp32", "autocast")) and (precision == "fp32" or not how[1])
+
+
 @on_ranks()
 @cells(
-    lambda stage, precision="fp32", how=(1, 0.0), ranks=2: (
-        (stage > 0 or precision in ("fp32", "autocast")) and (precision == "fp32" or not how[1])
-    ),
+    there_is,
     stage=[0, 1, 2],
-    precision=["fp32"],
+    precision=["fp32", "bf16", "bf16+fp32", "fp16", "autocast"],
     how=[(1, 0.0), (2, 0.5)],
     ranks=[2, 4],
 )
 def test_shards_by_an_mpu_have_the_bits_of_torch_muon_given_the_same_gradients_and_resume(
     tmp_path: Path, stage: int, precision: str, how: tuple[int, float]
 ) -> None:
-    accumulation, clip = how
-    options = {"clip": clip, "atoms": FUSED, **({"ns_dtype": "float32"} if clip else {})}
-    settings = settings_for(
-        "zero", stage, precision, rows=8 // (dist.get_world_size() // SHARDS), accumulation=accumulation, **options
-    )
-    beside_torch(settings).train_and_resume(lambda: sharded_engine(settings), tmp_path)
+    settings = settings_of(stage, precision, how, atoms=FUSED)
+    both = beside_torch(settings)
+    if precision != "fp16":
+        both.train_and_resume(lambda: sharded_engine(settings), tmp_path)
+        return
+    with sharded_engine(settings) as engine:
+        both.start(engine)
+        both.train(engine, range(2))
+        both.check(engine)
+
+
+@on_ranks()
+@cells(there_is, stage=[0, 1, 2], precision=["fp32", "bf16"], how=[(1, 0.0), (2, 0.5)], ranks=[2, 4])
+def test_shards_by_auto_tp_too(tmp_path: Path, stage: int, precision: str, how: tuple[int, float]) -> None:
+    settings = settings_of(stage, precision, how) | {"tensor_parallel": {"autotp_size": SHARDS}}
+    single = Llama()
+    matrices = [name for name, _ in single.named_parameters() if "_proj" in name]
+    both = BesideWhole(Reference(single, matrices=matrices), train_step, settings=settings)
+    both.train_and_resume(lambda: engine_for(settings, Llama()), tmp_path)

@@ -140,9 +140,7 @@ def plan_group(
     matrices = None
     if rule in registry.MATRIX_RULES:
         atoms = [atom for member in members for atom in registry.atoms_of(member, group)]
-        blocks = [member.blocks for member in members]
-        whole = all(len(of_param) == 1 for of_param in blocks)
-        of_atoms = layout if whole else in_blocks(layout, blocks) if not places else _shards(members, layout, places)
+        of_atoms = _of_atoms(members, layout, places)
         matrices = _plan_atoms(atoms, of_atoms, registry.build_matrix_rule(group, config), config, machine)
     options = tuple(setting(f"{rule}.{key}", value) for key, value in registry.arguments(group).items())
     if not isinstance(layout, Replicas):
@@ -154,11 +152,17 @@ def plan_group(
     return GroupPlan(rule, tuple(members), layout, options, matrices, state_bytes)
 
 
-def _shards(members: Sequence[TrainedParam], layout: HostLayout, places: Sequence[tuple[int, int]]) -> TensorShards:
+def _of_atoms(
+    members: Sequence[TrainedParam], layout: HostLayout, places: Sequence[tuple[int, int]]
+) -> HostLayout | BlockPartition | BlockReplicas | TensorShards:
+    """The layout of the matrices in ``members``."""
+    if not places:
+        blocks = [member.blocks for member in members]
+        return layout if all(len(of_param) == 1 for of_param in blocks) else in_blocks(layout, blocks)
     assert not isinstance(layout, ParameterPartition), "tensor parallelism at stage 3 is refused"
     params = tuple(number for number, member in enumerate(members) for _ in member.blocks)
-    blocks = tuple(block for member in members for block in member.blocks)
-    return TensorShards(tuple(places), layout, params, blocks, tuple(member.cut is not None for member in members))
+    flat = tuple(block for member in members for block in member.blocks)
+    return TensorShards(tuple(places), layout, params, flat, tuple(member.cut is not None for member in members))
 
 
 def kept_bases(plan: MatrixPlan, rank: int) -> dict[int, int]:
