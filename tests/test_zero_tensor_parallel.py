@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from tests.cells import cells
 from tests.fused import Separate
@@ -134,14 +134,30 @@ def sharded_engine(settings: dict[str, Any]) -> Iterator[Any]:
         yield engine
 
 
-class Llama(LlamaForCausalLM):
-    def __init__(self, **sizes: int) -> None:
+class WithLoss(nn.Module):
+    def __init__(self, config: Any, vocabulary: int = 38) -> None:
         torch.manual_seed(0)
-        sizes = {"hidden_size": WIDTH, "intermediate_size": 62, "num_hidden_layers": 1, "vocab_size": 38, **sizes}
-        super().__init__(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes))
+        sizes = {"hidden_size": WIDTH, "intermediate_size": 62, "num_hidden_layers": 1, "vocab_size": vocabulary}
+        super().__init__(config(**sizes, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0))
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return nn.functional.cross_entropy(super().forward(tokens).logits.float().flatten(0, 1), targets.flatten())
+
+
+class Llama(WithLoss, LlamaForCausalLM):
+    pass
+
+
+class Phi3(WithLoss, Phi3ForCausalLM):
+    """Its q, k and v are one weight, on every rank whole; gate and up are one, of which every rank has halves."""
+
+
+# DeepSpeed refuses the plan that transformers has for it.
+OF_PHI3 = [
+    {"patterns": [r".*gate_up_proj\.weight$"], "partition_type": "column", "shape": [2, -1], "partition_dim": 0},
+    {"patterns": [r".*down_proj\.weight$"], "partition_type": "row"},
+]
+PARTS = {"qkv_proj.weight": [24, 12, 12], "gate_up_proj.weight": [62, 62]}
 
 
 def train_step(engine: Any, step: int) -> None:
@@ -195,10 +211,28 @@ def test_shards_by_an_mpu_have_the_bits_of_torch_muon_given_the_same_gradients_a
 
 
 @on_ranks()
-@cells(there_is, stage=[0, 1, 2], precision=["fp32", "bf16"], how=[(1, 0.0), (2, 0.5)], ranks=[2, 4])
-def test_shards_by_auto_tp_too(tmp_path: Path, stage: int, precision: str, how: tuple[int, float]) -> None:
-    settings = settings_of(stage, precision, how) | {"tensor_parallel": {"autotp_size": SHARDS}}
-    single = Llama()
-    matrices = [name for name, _ in single.named_parameters() if "_proj" in name]
-    both = BesideWhole(Reference(single, matrices=matrices), train_step, settings=settings)
-    both.train_and_resume(lambda: engine_for(settings, Llama()), tmp_path)
+@cells(
+    lambda stage, precision="fp32", how=(1, 0.0), ranks=2, of=Llama: there_is(stage, precision, how, ranks),
+    stage=[0, 1, 2],
+    precision=["fp32", "bf16"],
+    how=[(1, 0.0), (2, 0.5)],
+    ranks=[2, 4],
+    of=[(Llama, LlamaConfig), (Phi3, Phi3Config)],
+)
+def test_shards_by_auto_tp_too(
+    tmp_path: Path, stage: int, precision: str, how: tuple[int, float], of: tuple[Any, Any]
+) -> None:
+    model, architecture = of
+    cut = {"partition_config": {"use_default_specs": False, "layer_specs": OF_PHI3}} if model is Phi3 else {}
+    settings = settings_of(stage, precision, how) | {"tensor_parallel": {"autotp_size": SHARDS, **cut}}
+    single = model(architecture)
+    matrices = {name: param for name, param in single.named_parameters() if "_proj" in name}
+    reference, blocks = Reference(single, matrices=list(matrices)), {}
+    for name in matrices:
+        if sizes := PARTS.get(".".join(name.split(".")[-2:])):
+            blocks[name] = [lambda tensor, n=n, sizes=sizes: tensor.split(sizes)[n] for n in range(len(sizes))]
+        if "gate_up" in name:
+            single.get_submodule(name.rpartition(".")[0]).parts = 2
+    reference.muon = Separate(matrices, blocks, **MUON)
+    both = BesideWhole(reference, train_step, settings=settings)
+    both.train_and_resume(lambda: engine_for(settings, model(architecture)), tmp_path)

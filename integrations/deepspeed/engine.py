@@ -163,7 +163,8 @@ def _cut(module: nn.Module, param: Tensor, ranks: int) -> Cut | None:
         return Cut(dim, ranks, not getattr(module, "gather_output", False))
     if of_autotp["replicated"] or of_autotp["partition_dim"] is None:
         return None
-    cut = Cut(of_autotp["partition_dim"], ranks, of_autotp["sub_param_sizes"] is not None)
+    dim = of_autotp["partition_dim"]
+    cut = Cut(dim, ranks, dim > 0 or of_autotp["sub_param_sizes"] is not None)
     widths = [*(of_autotp["sub_param_shard_widths"] or ()), of_autotp["partition_sizes"] or ()]
     if cut.whole(param.shape) != tuple(of_autotp["original_shape"]) or any(len(set(sizes)) > 1 for sizes in widths):
         raise ValueError(f"is a shard of {tuple(of_autotp['original_shape'])}, which AutoTP cuts into unequal parts")
