@@ -135,7 +135,8 @@ class Grouping:
         trained = {id(param) for group in self.groups for param in group["params"]}
         shapes = {route.name: route.shape for route in self.routes}
         names = [name for key, name in self.names.items() if key in trained]
-        return RowScaling({name: shapes[name] for name in names}, self.transposed, self.matrices_in)
+        cut = {route.name for route in self.routes if route.cut is not None}
+        return RowScaling({name: shapes[name] for name in names}, self.transposed, self.matrices_in, cut)
 
     def matrices_in(self, name: str) -> tuple[Block, ...]:
         """The matrices in a parameter; none if the matrix rule does not update it."""
