@@ -19,7 +19,7 @@ Shape = Sequence[int]
 
 class RowScaling:
     """The factors by which an optimizer's next step multiplies weights. ``shapes`` has the shapes of all trained
-    parameters, by name; ``matrices_in`` returns the matrices in one; those that tensor parallelism has ``cut`` are refused.
+    parameters, by name; ``matrices_in`` returns the matrices in one; those that tensor parallelism ``cut`` are refused.
 
     A weight of shape (outputs, inputs) is scaled by row; one in ``transposed``, of shape (inputs, outputs), by column;
     a bias by element.
@@ -53,9 +53,7 @@ class RowScaling:
         """
         for name, given in factors.items():
             if name in self._cut:
-                raise ValueError(
-                    f"parameter {name!r} is cut by tensor parallelism, with which QK-clip is not supported"
-                )
+                raise ValueError(f"parameter {name!r} is cut by tensor parallelism, which QK-clip does not support")
             if given.ndim != 1 or len(given) != self.outputs(name):
                 raise ValueError(
                     f"parameter {name!r} has {self.outputs(name)} outputs; expected a factor for each, found shape "

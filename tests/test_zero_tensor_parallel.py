@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.utils import groups
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from tests.cells import cells
+from tests.command_line import succeeds
 from tests.fused import Separate
 from tests.models import VOCABULARY
 from tests.on_ranks import on_ranks
@@ -236,3 +238,33 @@ def test_shards_by_auto_tp_too(
     reference.muon = Separate(matrices, blocks, **MUON)
     both = BesideWhole(reference, train_step, settings=settings)
     both.train_and_resume(lambda: engine_for(settings, model(architecture)), tmp_path)
+
+
+@contextlib.contextmanager
+def whole_engine(settings: dict[str, Any]) -> Iterator[Any]:
+    groups.mpu = None  # DeepSpeed keeps that of an engine before
+    with engine_for(settings, ShardedLM()) as engine:
+        yield engine
+
+
+ENGINES = {"whole": whole_engine, "sharded": sharded_engine}
+
+
+@on_ranks()
+@cells(stage=[0, 1, 2], way=["whole -> sharded"], ranks=[2, 4])
+def test_universal_checkpoints_at_another_tensor_parallel_size(tmp_path: Path, stage: int, way: str) -> None:
+    source, target = (ENGINES[name] for name in way.split(" -> "))
+    settings = settings_of(stage, "fp32", (1, 0.0), atoms=FUSED)
+    both = beside_torch(settings)
+    with source(settings) as engine:
+        both.start(engine)
+        both.train(engine, range(2))
+        engine.save_checkpoint(tmp_path / "native")
+    if dist.get_rank() == 0:
+        succeeds("convert", tmp_path / "native", tmp_path / "universal", "--to", "universal")
+    dist.barrier()
+    with target({**settings, "checkpoint": {"load_universal": True}}) as engine:
+        train_step(engine, 7)
+        engine.load_checkpoint(tmp_path / "universal")
+        both.train(engine, range(2, 3))
+        both.check(engine)

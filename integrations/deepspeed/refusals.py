@@ -118,11 +118,6 @@ def _tensor_parallelism(engine: DeepSpeedEngine) -> list[str]:
         reasons.append(f"{whose} with sequence parallelism of {engine.sequence_parallel_size}; use one of the two")
     if engine.has_moe_layers:
         reasons.append(f"{whose} with deepspeed.moe layers; use one of the two")
-    if engine.load_universal_checkpoint():
-        reasons.append(
-            f"{whose} with checkpoint.load_universal: which shard of a universal checkpoint's parameter a rank has is "
-            "not worked out here; load DeepSpeed's own checkpoint at the tensor- and data-parallel size it was saved at"
-        )
     return reasons
 
 

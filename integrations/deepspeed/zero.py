@@ -372,9 +372,10 @@ class Binding:
 
     def stepper(self, unit: Unit, tensor: Tensor, config: ZeROConfig) -> UnitStepper:
         """The stepper of a unit; DeepSpeed steps ``tensor``."""
+        shard = self.places[self.ranks[-1].rank][0] if self.places else 0
         if self.replicated:
-            return new_replicated_stepper(unit.plan, unit.params, unit.ranks, config, self.engine.device)
-        return GroupStepper(unit.plan, tensor, unit.ranks, config, self.engine.device)
+            return new_replicated_stepper(unit.plan, unit.params, unit.ranks, config, self.engine.device, shard)
+        return GroupStepper(unit.plan, tensor, unit.ranks, config, self.engine.device, shard)
 
     def stored(self, groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
         """Per unit, the tensor that DeepSpeed steps; of replicated parameters the first. Called on all ranks.

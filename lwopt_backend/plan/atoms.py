@@ -38,7 +38,7 @@ class TrainedParam:
     ``shape`` is the whole parameter's, ``dtype`` the model's, e.g. ``"bfloat16"``. ``rule`` is a name in the registry
     (``"muon"``, ``"adamw"``), ``group`` the number of its param group. ``transposed`` is as in ``Atom``; a ``tied``
     parameter is used several times. ``blocks`` are its matrices; an element-wise parameter has none. ``cut`` is that
-    of tensor parallelism.
+    of tensor parallelism; ``parts`` are the rows that each rank has of every part of a fused weight, or of its bias.
     """
 
     name: str
@@ -50,6 +50,7 @@ class TrainedParam:
     tied: bool = False
     blocks: tuple[Block, ...] = ()
     cut: Cut | None = None
+    parts: tuple[int, ...] = ()
 
     @property
     def numel(self) -> int:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from lwopt_backend.plan.atoms import Block
+from lwopt_backend.plan.atoms import Block, TrainedParam
 from lwopt_backend.plan.layouts import (
     FlatPartition,
     Fragment,
@@ -19,6 +19,7 @@ from lwopt_backend.plan.layouts import (
     Span,
     View,
     box_views,
+    boxes_of,
     range_views,
     rectangle,
 )
@@ -155,6 +156,26 @@ class MeshLayout:
             parts = (sharding.fragment(rank, coordinate) for rank, coordinate in enumerate(self.coordinates))
             self._held[sharding] = {part.rank: part for part in parts if part is not None}
         return self._held[sharding]
+
+
+def in_whole(param: TrainedParam, shard: int, start: int, stop: int) -> Iterator[View]:
+    """Where the elements [start, stop) of a tensor-parallel rank's flattened shard are in the whole parameter, in
+    order."""
+    if param.cut is None:
+        yield View.of_range(start, stop)
+        return
+    local, dim, first = param.local_shape, param.cut.dim, 0
+    width = math.prod(local[1:])
+    for rows in param.parts or local[:1]:
+        low, high = max(start, first * width), min(stop, (first + rows) * width)
+        for corner, sizes in boxes_of(local, low, high):
+            begin = [
+                place + shard * size if i == dim > 0 else place for i, (place, size) in enumerate(zip(corner, local))
+            ]
+            if dim == 0 and low < high:
+                begin[0] += first * (param.cut.ranks - 1) + shard * rows
+            yield View.of_box(param.shape, list(zip(begin, sizes)))
+        first += rows
 
 
 @dataclass(frozen=True)

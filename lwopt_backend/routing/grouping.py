@@ -154,8 +154,15 @@ class Grouping:
             name in self.tied,
             self.matrices_in(name),
             cut_of(param),
+            self._parts(name, param),
             param=param,
         )
+
+    def _parts(self, name: str, param: Tensor) -> tuple[int, ...]:
+        """As in ``TrainedParam``; a bias has those of the weight beside it."""
+        cut, weight = cut_of(param), f"{name.rpartition('.')[0]}.weight"
+        divided = self.divided.get(name if name in self.divided or param.ndim > 1 else weight)
+        return divided.parts if divided is not None and cut is not None and cut.dim == 0 else ()
 
     @cached_property
     def tied(self) -> frozenset[str]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lwopt_backend.plan.atoms import Block, Grid, check_cover, divided, grouped, matrices_of, repeated, undivided
 from lwopt_backend.routing.fused import Fusion, fused_weights
-from lwopt_backend.routing.routing import AtomSettings, Route, blocks_of, check_globs, named_parameters
+from lwopt_backend.routing.routing import AtomSettings, Division, Route, blocks_of, check_globs, named_parameters
 
 SHOWN = 4  # names of parts that are printed
 
@@ -23,12 +23,14 @@ SHOWN = 4  # names of parts that are printed
 class Divided:
     """The matrices of one parameter, together exactly its elements. ``reason`` is empty for a plain matrix.
 
-    ``is_plain`` if nothing is known or set: its route already says whether it is a matrix or a stack.
+    ``is_plain`` if nothing is known or set: its route already says whether it is a matrix or a stack. ``parts`` are as
+    in ``TrainedParam``.
     """
 
     blocks: tuple[Block, ...]
     reason: str = ""
     is_plain: bool = False
+    parts: tuple[int, ...] = ()
 
 
 def divide(
@@ -82,13 +84,17 @@ def _divided(route: Route, settings: AtomSettings, fused: Fusion | None) -> Divi
     shape = route.shape if setting is not None and setting[1] in ("stack", "flatten") else route.joined
     if setting is not None:
         blocks = blocks_of(route.name, shape, route.transposed, *setting, route.cut)
-        return Divided(blocks, f"{_described(blocks)}, set by atoms {setting[0]!r}")
+        in_turn = isinstance(setting[1], Division) and setting[1].groups == 1
+        return Divided(
+            blocks, f"{_described(blocks)}, set by atoms {setting[0]!r}", parts=_parts(route, blocks, in_turn)
+        )
     if fused is not None and (fused.outputs or fused.inputs):
+        in_turn = all(run.count == 1 for _, run in fused.outputs)
         if route.cut is not None and route.cut.shared and route.cut.dim == 0:  # the parts are those of a shard
             size = shape[0] // route.cut.ranks
             fused = replace(fused, outputs=repeated(fused.outputs, size, route.cut.ranks))
         blocks = _fused(shape, fused, transposed=route.transposed)
-        return Divided(blocks, f"{_described(blocks)}, {fused.why}")
+        return Divided(blocks, f"{_described(blocks)}, {fused.why}", parts=_parts(route, blocks, in_turn))
     if route.side_by_side:
         grid = Grid.of(shape, len(shape) - 2)
         blocks = divided(grid, grouped(("gate", "up"), [shape[-1] // 2] * 2), transposed=True)
@@ -97,6 +103,13 @@ def _divided(route: Route, settings: AtomSettings, fused: Fusion | None) -> Divi
     if fused is not None:
         return Divided(blocks, fused.why)
     return Divided(blocks, _described(blocks) if len(shape) > 2 else "", is_plain=True)
+
+
+def _parts(route: Route, blocks: Sequence[Block], in_turn: bool) -> tuple[int, ...]:
+    """The rows that every tensor-parallel rank has of each matrix, if these come ``in_turn`` and not in groups."""
+    if route.cut is None or len(blocks) < 2 or not in_turn or {b.rows.count for b in blocks} != {route.cut.ranks}:
+        return ()
+    return tuple(block.rows.length for block in blocks)
 
 
 def _check_cut(route: Route, blocks: Sequence[Block]) -> None:

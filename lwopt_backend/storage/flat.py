@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -25,7 +26,8 @@ from lwopt_backend.plan import (
     plan_matrices,
     plan_spread,
 )
-from lwopt_backend.plan.layouts import SUB_GROUP_SIZE, BlockPartition, BlockReplicas, Partition, View, in_blocks
+from lwopt_backend.plan.layouts import SUB_GROUP_SIZE, BlockPartition, BlockReplicas, Partition, in_blocks
+from lwopt_backend.plan.mesh import in_whole
 from lwopt_backend.plan.owners import modelled_time
 from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.rules import MatrixRule
@@ -207,10 +209,14 @@ class UnitStepper:
     """Steps the parameters of ``plan``. Matrices are exchanged on ``device``; their rule runs on the ``ns_device``.
 
     ``matrices`` is the stepper of matrices, if a matrix rule steps them. Each step reads the current hyperparameters.
+    ``shard`` is the tensor-parallel rank.
     """
 
-    def __init__(self, plan: GroupPlan, collectives: Collectives, config: ZeROConfig, device: torch.device) -> None:
+    def __init__(
+        self, plan: GroupPlan, collectives: Collectives, config: ZeROConfig, device: torch.device, shard: int = 0
+    ) -> None:
         self._plan = plan
+        self._shard = shard
         self._collectives = collectives
         self._config = config
         self._device = device
@@ -254,22 +260,31 @@ class GroupStepper(UnitStepper):
     """Steps the fragments in ``flat``, this rank's partition of the parameters."""
 
     def __init__(
-        self, plan: GroupPlan, flat: Tensor, collectives: Collectives, config: ZeROConfig, device: torch.device
+        self,
+        plan: GroupPlan,
+        flat: Tensor,
+        collectives: Collectives,
+        config: ZeROConfig,
+        device: torch.device,
+        shard: int = 0,
     ) -> None:
-        super().__init__(plan, collectives, config, device)
+        super().__init__(plan, collectives, config, device, shard)
         self._flat = flat
 
     def _like(self) -> Tensor:
         return self._flat
 
     def pieces(self, state: Mapping[str, Tensor], first: int) -> Iterator[StatePiece]:
-        """The fragment of every parameter; some are empty."""
-        for index in range(len(self._plan.params)):
+        """The fragment of every parameter; some are empty, some of shards are in several pieces."""
+        for index, param in enumerate(self._plan.params):
             held = self._plan.layout.fragment(index, self._plan.place(self._collectives.rank))
             offset, start, numel = (held.offset, held.start, held.numel) if held is not None else (0, 0, 0)
-            tensors = {key: t.narrow(0, offset, numel) if t.ndim else t for key, t in state.items()}
-            value = self._flat.detach().narrow(0, offset, numel)
-            yield StatePiece(first + index, View.of_range(start, start + numel), value, tensors)
+            for view in in_whole(param, self._shard, start, start + numel):
+                held_here = math.prod(view.sizes)
+                cut = [t.narrow(0, offset, held_here).view(view.sizes) if t.ndim else t for t in state.values()]
+                value = self._flat.detach().narrow(0, offset, held_here).view(view.sizes)
+                yield StatePiece(first + index, view, value, dict(zip(state, cut)))
+                offset += held_here
 
     def step(self, group: Mapping[str, Any], state: dict[str, Any], report: StepReport) -> None:
         """From ``flat.grad``."""

@@ -15,6 +15,7 @@ from lwopt_backend.config.registry import build_matrix_rule
 from lwopt_backend.plan import FlatPartition, TensorShards, TrainedParam
 from lwopt_backend.plan.atoms import Block, matrices_of
 from lwopt_backend.plan.layouts import Span, View, range_views
+from lwopt_backend.plan.mesh import in_whole
 from lwopt_backend.runtime.agreement import StepReport
 from lwopt_backend.runtime.collectives import EXCHANGE_BACK, Collectives
 from lwopt_backend.runtime.state import StatePiece, fill, part_of
@@ -98,11 +99,16 @@ def _views(plan: GroupPlan, rank: int) -> Iterator[tuple[int, View, int]]:
 
 
 def new_replicated_stepper(
-    plan: GroupPlan, params: Sequence[Tensor], collectives: Collectives, config: ZeROConfig, device: torch.device
+    plan: GroupPlan,
+    params: Sequence[Tensor],
+    collectives: Collectives,
+    config: ZeROConfig,
+    device: torch.device,
+    shard: int = 0,
 ) -> ReplicatedStepper:
     """The stepper of ``plan``, of matrices or element-wise. Matrices are exchanged on ``device``."""
     kind = ElementwiseReplicas if plan.matrices is None else MatrixReplicas
-    return kind(plan, params, collectives, config, device)
+    return kind(plan, params, collectives, config, device, shard)
 
 
 class ReplicatedStepper(UnitStepper):
@@ -115,8 +121,9 @@ class ReplicatedStepper(UnitStepper):
         collectives: Collectives,
         config: ZeROConfig,
         device: torch.device,
+        shard: int = 0,
     ) -> None:
-        super().__init__(plan, collectives, config, device)
+        super().__init__(plan, collectives, config, device, shard)
         self._params = params
 
     def _like(self) -> Tensor:
@@ -126,13 +133,30 @@ class ReplicatedStepper(UnitStepper):
     def pieces(self, state: Mapping[str, Tensor], first: int) -> Iterator[StatePiece]:
         """The whole weights of every parameter, with its counters; then the state of what this rank steps."""
         counters = {key: tensor for key, tensor in state.items() if not tensor.ndim}
-        for index, param in enumerate(self._params):
-            view = View.of_box(param.shape, [(0, size) for size in param.shape])
-            yield StatePiece(first + index, view, param.data, dict(counters))
+        for index, (param, trained) in enumerate(zip(self._params, self._plan.params)):
+            values = [param.data] if not trained.parts else param.data.split(trained.parts)
+            views = list(in_whole(trained, self._shard, 0, param.numel()))
+            if trained.cut is None:
+                views = [View.of_box(param.shape, [(0, size) for size in param.shape])]
+            for view, value in zip(views, values, strict=True):
+                yield StatePiece(first + index, view, value, dict(counters))
         flats = {key: tensor for key, tensor in state.items() if tensor.ndim}
         for index, view, offset in _views(self._plan, self._collectives.rank):
-            tensors = {key: _part(flat, view, offset) for key, flat in flats.items()}
-            yield StatePiece(first + index, view, None, tensors)
+            for in_param in self._in_whole(self._plan.params[index], view):
+                tensors = {key: _part(flat, in_param, offset) for key, flat in flats.items()}
+                yield StatePiece(first + index, in_param, None, tensors)
+                offset += math.prod(in_param.sizes)
+
+    def _in_whole(self, param: TrainedParam, view: View) -> Iterator[View]:
+        """The elements ``view`` of this rank's shard as elements of the whole parameter, in order."""
+        if param.cut is None:
+            yield view
+            return
+        starts = [view.offset]  # of its runs: of one row after another
+        if len(view.sizes) > 1:
+            starts = [view.offset + row * view.strides[0] for row in range(view.sizes[0])]
+        for start in starts:
+            yield from in_whole(param, self._shard, start, start + view.sizes[-1])
 
 
 class MatrixReplicas(ReplicatedStepper):
@@ -141,11 +165,9 @@ class MatrixReplicas(ReplicatedStepper):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         assert self._plan.matrices is not None
-        layout, rank = self._plan.matrices.layout, self._collectives.rank
-        shard = layout.places[rank][0] if isinstance(layout, TensorShards) else 0
         pairs = zip(self._params, self._plan.params)
-        self._places = [(p, *place) for p, trained in pairs for place in _places(trained, shard)]
-        self._bases = kept_bases(self._plan.matrices, rank)
+        self._places = [(p, *place) for p, trained in pairs for place in _places(trained, self._shard)]
+        self._bases = kept_bases(self._plan.matrices, self._collectives.rank)
 
     def step(self, group: Mapping[str, Any], state: dict[str, Any], report: StepReport) -> None:
         """From the parameters' gradients, which are equal on all ranks."""
