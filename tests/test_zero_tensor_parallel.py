@@ -251,7 +251,7 @@ ENGINES = {"whole": whole_engine, "sharded": sharded_engine}
 
 
 @on_ranks()
-@cells(stage=[0, 1, 2], way=["whole -> sharded"], ranks=[2, 4])
+@cells(stage=[0, 1, 2], way=["whole -> sharded", "sharded -> whole"], ranks=[2, 4])
 def test_universal_checkpoints_at_another_tensor_parallel_size(tmp_path: Path, stage: int, way: str) -> None:
     source, target = (ENGINES[name] for name in way.split(" -> "))
     settings = settings_of(stage, "fp32", (1, 0.0), atoms=FUSED)

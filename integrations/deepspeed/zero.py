@@ -14,7 +14,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from lwopt_backend import report
-from lwopt_backend.checkpoint.deepspeed.files import MATRICES
+from lwopt_backend.checkpoint.deepspeed.files import CUTS, MATRICES
 from lwopt_backend.config.choices import Rules, settings_lines
 from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.config.param_groups import of_another_optimizer
@@ -166,17 +166,22 @@ def save_matrices(binding: Binding, held: Mapping[str, dict[str, Any]] | None) -
     rules keep any: this rank's, ``held``, or if parameters are replicated that of all ranks, on the first. Called on
     all ranks."""
     matrices = {
-        param.name: [(block.of(param.name), str(block)) for block in param.blocks]
+        param.name: [(b.of(param.name), elements) for b, elements in zip(param.blocks, param.matrices)]
         for unit in binding.units
         for param in unit.plan.params
         if param.blocks
     }
+    found: dict[str, Any] = {MATRICES: matrices}
+    if binding.places:
+        parts = {param.name: param.parts for unit in binding.units for param in unit.plan.params}
+        cut = [route for route in binding.grouping.routes if route.cut is not None]
+        found[CUTS] = {route.name: (route.cut.dim, parts.get(route.name, ())) for route in cut if route.cut}
     if held is None:
-        return {MATRICES: matrices}
+        return found
     if binding.replicated:
-        parts = [part for ranks in binding.ranks for part in ranks.gather_objects_to_first(held) or []]
-        held = {name: state for part in parts for name, state in part.items()}
-    return {MATRICES: matrices, CHECKPOINT_KEY: held}
+        of_ranks = [part for ranks in binding.ranks for part in ranks.gather_objects_to_first(held) or []]
+        held = {name: state for part in of_ranks for name, state in part.items()}
+    return {**found, CHECKPOINT_KEY: held}
 
 
 def take_owner_states(binding: Binding, steppers: Sequence[UnitStepper], saved: Mapping[str, dict[str, Any]]) -> None:

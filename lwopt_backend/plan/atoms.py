@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,14 @@ class TrainedParam:
     def local_shape(self) -> tuple[int, ...]:
         """The shape on one tensor-parallel rank."""
         return self.shape if self.cut is None else self.cut.local(self.shape)
+
+    @property
+    def matrices(self) -> list[str]:
+        """Which elements of the whole parameter its matrices have; of those of which each rank has a part, in order."""
+        ranks = self.cut.ranks if self.cut is not None and self.parts else 1
+        starts = accumulate(self.parts, initial=0)
+        rows = [Stripes(start * ranks, size * ranks) for start, size in zip(starts, self.parts)]
+        return [str(replace(b, rows=r)) for b, r in zip(self.blocks, rows)] if rows else list(map(str, self.blocks))
 
     @property
     def tiles(self) -> int:

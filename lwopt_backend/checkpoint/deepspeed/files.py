@@ -51,9 +51,15 @@ def names_in(folder: Path) -> list[str]:
         return []
 
 
-def model_files(tag: Path) -> list[Path]:
-    """The files of model states, by data-parallel rank; one at stages 0 to 2. Raises CheckpointError if there are
-    several model-parallel ranks or separate files of experts, or one is missing."""
+def model_parallel_ranks(tag: Path) -> list[int]:
+    """The numbers of the model-parallel ranks that have files of model states."""
+    return sorted({int(match[2]) for match in map(MODEL.fullmatch, names_in(tag)) if match})
+
+
+def model_files(tag: Path, part: int | None = None) -> list[Path]:
+    """A model-parallel rank's files of model states, by data-parallel rank; one at stages 0 to 2. Raises
+    CheckpointError if there are separate files of experts, or one is missing; without ``part``, if there are several
+    such ranks."""
     names = names_in(tag)
     apart = [name for name in names if name.startswith(("layer_", "expp_rank_"))]
     if apart:
@@ -61,28 +67,35 @@ def model_files(tag: Path) -> list[Path]:
             f"{tag} has parts of the model in files of their own ({apart[0]}), as pipelines and expert parallelism "
             f"write them, which are not read here; {CONVERT}"
         )
-    matches = [match for name in names if (match := MODEL.fullmatch(name))]
-    parts = {int(match[2]) for match in matches}
-    if len(parts) > 1:
-        raise CheckpointError(
-            f"{tag} holds the parts of {len(parts)} model-parallel ranks; how they fit together is not in the "
-            f"checkpoint. {CONVERT.capitalize()}"
-        )
-    return _complete(tag, {int(match[1] or 0): match[0] for match in matches}, "mp_rank_00_model_states.pt")
+    matches = [match for name in names if (match := MODEL.fullmatch(name)) and part in (None, int(match[2]))]
+    if part is None and len(parts := model_parallel_ranks(tag)) > 1:
+        raise not_told(tag, len(parts))
+    first = f"mp_rank_{part or 0:02d}_model_states.pt"
+    return _complete(tag, {int(match[1] or 0): match[0] for match in matches}, first)
 
 
-def optimizer_files(tag: Path, ranks: int) -> list[Path]:
-    """The files of the optimizer's state by data-parallel rank. Raises CheckpointError if there are not ``ranks``."""
+def not_told(tag: Path, ranks: int) -> CheckpointError:
+    return CheckpointError(
+        f"{tag} holds the parts of {ranks} model-parallel ranks; how they fit together is not in the checkpoint. "
+        f"{CONVERT.capitalize()}"
+    )
+
+
+def optimizer_files(tag: Path, ranks: int, part: int = 0) -> list[Path]:
+    """The files of a model-parallel rank's optimizer state by data-parallel rank. Raises CheckpointError if there are
+    not ``ranks``."""
     found: dict[int, str] = {}
     for match in filter(None, map(OPTIMIZER.fullmatch, names_in(tag))):
         rank = int(match[1])
+        if int(match[2]) != part:
+            continue
         if rank in found:
             raise CheckpointError(
                 f"{tag} has two files for rank {rank}, {found[rank]} and {match[0]}, of two savings; remove those of "
                 "the older one"
             )
         found[rank] = match[0]
-    files = _complete(tag, found, "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    files = _complete(tag, found, f"zero_pp_rank_0_mp_rank_{part:02d}_optim_states.pt")
     if len(files) != ranks:
         raise CheckpointError(
             f"{tag}: expected the optimizer's files of {ranks} data-parallel ranks, found {len(files)}; copy the "
@@ -168,12 +181,16 @@ def read_model_states(files: list[Path]) -> ModelStates:
 SAVE = "lwopt.save"  # the key in our part of each file of the optimizer's state: which save it is of
 
 
-def mark_of(saved: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Our optimizer's mark of the save in a file's optimizer state; None if another optimizer wrote it."""
+CUTS = "lwopt.cuts"  # how tensor parallelism cuts parameters: by name the dimension, and the rows of each part of one
+
+
+def mark_of(saved: Mapping[str, Any], of: str = SAVE) -> Mapping[str, Any] | None:
+    """Our optimizer's mark of the save, or what else it says, in a file's optimizer state; None if another optimizer
+    wrote it."""
     for key in ("base_optimizer_state", "optimizer_state_dict"):  # in which ZeRO's wrappers have ours
-        if SAVE not in saved and isinstance(saved.get(key), Mapping):
+        if of not in saved and isinstance(saved.get(key), Mapping):
             saved = saved[key]
-    found = saved.get(SAVE)
+    found = saved.get(of)
     return found if isinstance(found, Mapping) else None
 
 

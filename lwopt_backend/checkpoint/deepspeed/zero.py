@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, reader
+from lwopt_backend.checkpoint.contents import (
+    MASTER,
+    Checkpoint,
+    CheckpointError,
+    LazyTensor,
+    OwnerStates,
+    Param,
+    end_to_end,
+    joined,
+    reader,
+)
 from lwopt_backend.checkpoint.deepspeed import files as ds
 from lwopt_backend.checkpoint.deepspeed.files import Gathered, ModelStates
 from lwopt_backend.config.registry import MATRIX_RULES, new_state
@@ -35,39 +47,87 @@ def tag_of(path: Path) -> Path:
     return ds.tag_of(path, POINTER)
 
 
+OfRanks = list[tuple[Path, Mapping[str, Any]]]  # the files of the optimizer's state, with their content
+
+
 @reader("DeepSpeed", tag_of)
 def read(tag: Path) -> Checkpoint:
     """The checkpoint of a tag's folder, or of the tag that ``latest`` in a folder names. Raises CheckpointError."""
-    files = ds.model_files(tag)
-    states = ds.read_model_states(files)
-    of_ranks: OfRanks = []
+    ranks = ds.model_parallel_ranks(tag) or [0]
+    parts = [_of_ranks(tag, ds.read_model_states(ds.model_files(tag, rank)), rank) for rank in ranks]
+    (states, of_ranks), *_ = parts
+    proven = ds.check_marks(states.saved, states.path, [entry for _, of_part in parts for entry in of_part])
+    cuts = ds.mark_of(of_ranks[0][1], ds.CUTS)
+    if len(parts) > 1 and cuts is None:
+        raise ds.not_told(tag, len(parts))
+    found = [_read_part(*part) for part in parts]
+    return replace(_of_shards(tag, found, cuts or {}) if len(found) > 1 else found[0], proven=proven)
+
+
+def _of_ranks(tag: Path, states: ModelStates, part: int) -> tuple[ModelStates, OfRanks]:
+    """The files of the optimizer's state of a model-parallel rank. Raises CheckpointError."""
     if states.shapes is None:
         optimizer = states.saved.get("optimizer")
         if not isinstance(optimizer, Mapping):
             raise CheckpointError(f"{states.path} holds no optimizer; there is nothing to read but weights")
-        of_ranks = [(states.path, optimizer)]
-    else:
-        for file in ds.optimizer_files(tag, states.ranks):
-            saved = ds.load_mapping(file).get("optimizer_state_dict")
-            if not isinstance(saved, Mapping):
-                raise CheckpointError(
-                    f"{file} holds no 'optimizer_state_dict'; it is no file of ZeRO's optimizer state"
-                )
-            of_ranks.append((file, saved))
-    proven = ds.check_marks(states.saved, states.path, of_ranks)
+        return states, [(states.path, optimizer)]
+    found = []
+    for file in ds.optimizer_files(tag, states.ranks, part):
+        saved = ds.load_mapping(file).get("optimizer_state_dict")
+        if not isinstance(saved, Mapping):
+            raise CheckpointError(f"{file} holds no 'optimizer_state_dict'; it is no file of ZeRO's optimizer state")
+        found.append((file, saved))
+    return states, found
+
+
+def _read_part(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
     if all(MARK in saved for _, saved in of_ranks):
-        found = read_owned(states, of_ranks)
-    elif states.shapes is None:
-        found = read_stage0(states)
-    elif all("fp32_flat_groups" in saved for _, saved in of_ranks):
-        if len(files) != states.ranks:
-            raise CheckpointError(
-                f"{tag}: expected the model states' files of {states.ranks} ranks, found {len(files)}; copy it again"
-            )
-        found = read_stage3(states, of_ranks)
-    else:
-        found = read_partitions(states, of_ranks)
-    return replace(found, proven=proven)
+        return read_owned(states, of_ranks)
+    if states.shapes is None:
+        return read_stage0(states)
+    if not all("fp32_flat_groups" in saved for _, saved in of_ranks):
+        return read_partitions(states, of_ranks)
+    tag = states.path.parent
+    if (files := len(ds.model_files(tag))) != states.ranks:
+        raise CheckpointError(
+            f"{tag}: expected the model states' files of {states.ranks} ranks, found {files}; copy it again"
+        )
+    return read_stage3(states, of_ranks)
+
+
+def _of_shards(tag: Path, parts: Sequence[Checkpoint], cuts: Mapping[str, Any]) -> Checkpoint:
+    """The whole model, of which ``parts`` are the tensor-parallel ranks' shards. Raises CheckpointError."""
+    first, replicas = parts[0], [each for part in parts for each in part.replicas]
+    params: dict[str, Param] = {}
+    for name, param in first.params.items():
+        of_parts = [part.params.get(name, param) for part in parts]
+        if any(each.step != param.step or each.tensors.keys() != param.tensors.keys() for each in of_parts):
+            raise CheckpointError(f"{tag}: parameter {name!r} has other states on other ranks; copy all of one save")
+        tensors = {}
+        for key, tensor in param.tensors.items():
+            shards = [each.tensors[key] for each in of_parts]
+            if name in cuts and tensor.shape:
+                tensors[key] = _uncut(shards, *cuts[name])
+            else:
+                tensors[key] = tensor
+                replicas += [(f"{key} of {name} on tensor-parallel ranks", tensor, other) for other in shards[1:]]
+        owner = {place: partial(e.owner_states.__getitem__, place) for e in of_parts for place in e.owner_states}
+        params[name] = replace(param.changed(tensors), owner_states=OwnerStates(owner))
+    world = {**first.world, "tp": len(parts)}
+    return replace(first, params=params, replicas=tuple(replicas), world=world)
+
+
+def _uncut(shards: Sequence[LazyTensor], dim: int, parts: Sequence[int]) -> LazyTensor:
+    """The tensor that was cut in dimension ``dim``; of a fused one, every shard has ``parts``."""
+    shape = [size * len(shards) if i == dim else size for i, size in enumerate(shards[0].shape)]
+    if dim == 0 and not parts:
+        return end_to_end(shards, shape)
+
+    def join(tensors: list[Tensor]) -> Tensor:
+        pieces = [tensor.split(list(parts) or tensor.shape[dim], dim) for tensor in tensors]
+        return torch.cat([piece for of_part in zip(*pieces) for piece in of_part], dim)
+
+    return joined(shards, join, shape)
 
 
 # ZeRO 1 and 2, BF16_Optimizer among them: a flat tensor per param group, cut over the ranks.
@@ -78,7 +138,6 @@ def read(tag: Path) -> Checkpoint:
 # Read in 0.19.8.
 
 BUFFER = "momentum_buffer"
-OfRanks = list[tuple[Path, Mapping[str, Any]]]  # the files of the optimizer's state, with their content
 
 
 def read_partitions(states: ModelStates, of_ranks: OfRanks) -> Checkpoint:
