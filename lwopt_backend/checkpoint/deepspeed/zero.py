@@ -53,19 +53,20 @@ OfRanks = list[tuple[Path, Mapping[str, Any]]]  # the files of the optimizer's s
 @reader("DeepSpeed", tag_of)
 def read(tag: Path) -> Checkpoint:
     """The checkpoint of a tag's folder, or of the tag that ``latest`` in a folder names. Raises CheckpointError."""
-    ranks = ds.model_parallel_ranks(tag) or [0]
-    parts = [_of_ranks(tag, ds.read_model_states(ds.model_files(tag, rank)), rank) for rank in ranks]
-    (states, of_ranks), *_ = parts
-    proven = ds.check_marks(states.saved, states.path, [entry for _, of_part in parts for entry in of_part])
+    first, *others = ds.model_parallel_ranks(tag) or [0]
+    states, of_ranks = _files(tag, first)
     cuts = ds.mark_of(of_ranks[0][1], ds.CUTS)
-    if len(parts) > 1 and cuts is None:
-        raise ds.not_told(tag, len(parts))
+    if others and cuts is None:
+        raise ds.not_told(tag, 1 + len(others))
+    parts = [(states, of_ranks), *(_files(tag, rank) for rank in others)]
+    proven = ds.check_marks(states.saved, states.path, [entry for _, of_part in parts for entry in of_part])
     found = [_read_part(*part) for part in parts]
-    return replace(_of_shards(tag, found, cuts or {}) if len(found) > 1 else found[0], proven=proven)
+    return replace(_of_shards(tag, found, cuts or {}) if others else found[0], proven=proven)
 
 
-def _of_ranks(tag: Path, states: ModelStates, part: int) -> tuple[ModelStates, OfRanks]:
-    """The files of the optimizer's state of a model-parallel rank. Raises CheckpointError."""
+def _files(tag: Path, part: int) -> tuple[ModelStates, OfRanks]:
+    """The files of a model-parallel rank. Raises CheckpointError."""
+    states = ds.read_model_states(ds.model_files(tag, part))
     if states.shapes is None:
         optimizer = states.saved.get("optimizer")
         if not isinstance(optimizer, Mapping):
