@@ -19,7 +19,8 @@ from tests.command_line import succeeds
 from tests.fused import Separate
 from tests.models import VOCABULARY
 from tests.on_ranks import on_ranks
-from tests.zero import MUON, ROWS, Beside, Reference, batch_shares, engine_for, settings_for
+from tests.rules import SECTIONS, matrix_optimizer
+from tests.zero import ADAMW, MUON, ROWS, Beside, Reference, batch_shares, engine_for, settings_for
 
 pytestmark = pytest.mark.usefixtures("worlds_to_spoil")
 SHARDS, WIDTH = 2, 24
@@ -238,6 +239,18 @@ def test_shards_by_auto_tp_too(
     reference.muon = Separate(matrices, blocks, **MUON)
     both = BesideWhole(reference, train_step, settings=settings)
     both.train_and_resume(lambda: engine_for(settings, model(architecture)), tmp_path)
+
+
+@on_ranks(2)
+@cells(rule=["normuon", "adamuon", "soap", "shampoo", "a class"], stage=[0, 1])
+def test_rules_that_keep_more_than_momentum(tmp_path: Path, rule: str, stage: int) -> None:
+    settings, section = settings_of(stage, "fp32", (1, 0.0)), SECTIONS[rule]
+    options = {"matrix": section, "elementwise": {"name": "adamw", **ADAMW}, "exclude": ["gated.weight"]}
+    settings["optimizer"] = {"type": "LayerWise", "params": {**options, "report": False}}
+    single = Reference(ShardedLM(), matrices=(matrices := [name for name in MATRICES if "gated" not in name]))
+    single.muon = matrix_optimizer([single.model.get_parameter(name) for name in matrices], section)
+    both = BesideWhole(single, train_step, settings=settings)
+    both.train_and_resume(lambda: sharded_engine(settings), tmp_path)
 
 
 @contextlib.contextmanager

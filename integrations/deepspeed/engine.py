@@ -163,8 +163,7 @@ def _cut(module: nn.Module, param: Tensor, ranks: int) -> Cut | None:
         return Cut(dim, ranks, not getattr(module, "gather_output", False))
     if of_autotp["replicated"] or of_autotp["partition_dim"] is None:
         return None
-    dim = of_autotp["partition_dim"]
-    cut = Cut(dim, ranks, dim > 0 or of_autotp["sub_param_sizes"] is not None)
+    cut = Cut(of_autotp["partition_dim"], ranks, of_autotp["sub_param_sizes"] is not None)
     widths = [*(of_autotp["sub_param_shard_widths"] or ()), of_autotp["partition_sizes"] or ()]
     if cut.whole(param.shape) != tuple(of_autotp["original_shape"]) or any(len(set(sizes)) > 1 for sizes in widths):
         raise ValueError(f"is a shard of {tuple(of_autotp['original_shape'])}, which AutoTP cuts into unequal parts")
@@ -172,9 +171,9 @@ def _cut(module: nn.Module, param: Tensor, ranks: int) -> Cut | None:
 
 
 def _digest(param: Tensor) -> int:
-    """A number that differs between most parameters that differ in any bit."""
-    words = param.detach().contiguous().view(torch.uint8).flatten().to(torch.int64)
-    return int((words * (torch.arange(len(words), device=words.device) % 65521 + 1)).sum())
+    """The sum of a parameter's bits, which differs between most that differ; needs no memory."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[param.itemsize]
+    return int(param.detach().contiguous().view(bits).sum(dtype=torch.int64))
 
 
 def pipeline_group(engine: DeepSpeedEngine) -> Any:

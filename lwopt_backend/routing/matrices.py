@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 from torch import Tensor, nn
@@ -48,16 +49,20 @@ def divide(
     params = {name: param for name, param in named_parameters(model)}
     by_id = {id(params[route.name]): route for route in routes}
 
-    def sizes(param: Tensor) -> tuple[int, int] | None:
-        """Outputs and inputs."""
+    def sizes(param: Tensor, *, of_shard: bool = False) -> tuple[int, int] | None:
+        """Outputs and inputs, of the parameter or of a tensor-parallel rank's shard of it."""
         route = by_id.get(id(param))
         if route is None or len(route.shape) < 2:
             return None
-        shape = route.cut.local(route.shape) if route.cut is not None and route.cut.shared else route.shape
+        shape = route.cut.local(route.shape) if of_shard and route.cut is not None else route.shape
         rows, columns = shape[-2:]
         return (columns, rows) if route.transposed else (rows, columns)
 
     fused = fused_weights(model, sizes)
+    shared = {id(params[r.name]) for r in matrices if r.cut is not None and r.cut.shared}
+    if shared:
+        in_shards = fused_weights(model, partial(sizes, of_shard=True))
+        fused = {**fused, **{weight: of for weight, of in in_shards.items() if weight in shared}}
     reversed_kernels = {id(m.weight) for m in model.modules() if isinstance(m, nn.modules.conv._ConvTransposeNd)}
     found = {}
     for route in matrices:

@@ -260,8 +260,8 @@ def _by_structure(shape: Sequence[int], uses: Sequence[Use], head: str | None) -
     added = next((use.adapter for use in uses if use.adapter is not None), None)
     if added is not None:
         return _by_adapter(added, shape, head)
-    if any(isinstance(use.module, EMBEDDINGS) for use in uses):
-        tied = [use.module_name for use in uses if not isinstance(use.module, EMBEDDINGS)]
+    if any(_is_embedding(use.module) for use in uses):
+        tied = [use.module_name for use in uses if not _is_embedding(use.module)]
         return "elementwise", f"embedding, tied to {tied[0]}" if tied else "embedding"
     if len(shape) != 2:
         return "elementwise", f"{len(shape)}-D"
@@ -280,6 +280,11 @@ def _by_structure(shape: Sequence[int], uses: Sequence[Use], head: str | None) -
         return "elementwise", "no elements"
     one = vector(shape)
     return ("matrix", "2-D weight") if one is None else ("elementwise", one)
+
+
+def _is_embedding(module: nn.Module) -> bool:
+    """Whether it is torch's, or one of Megatron's or AutoTP's that tensor-parallel ranks share."""
+    return isinstance(module, EMBEDDINGS) or type(module).__name__.endswith("ParallelEmbedding")
 
 
 def vector(shape: Sequence[int]) -> str | None:
