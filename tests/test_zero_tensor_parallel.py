@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import re
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +32,18 @@ FUSED = {"*gated.weight": {"gate_up": "halves"}}
 
 
 class ModelParallel:
-    """An mpu as Megatron's: two neighbours share every layer."""
+    """An mpu as Megatron's: neighbours share every layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, shards: int) -> None:
         count, rank = dist.get_world_size(), dist.get_rank()
-        of_model = [dist.new_group([*range(first, first + SHARDS)]) for first in range(0, count, SHARDS)]
-        of_data = [dist.new_group([*range(first, count, SHARDS)]) for first in range(SHARDS)]
-        self.get_model_parallel_group = lambda: of_model[rank // SHARDS]
-        self.get_model_parallel_world_size = lambda: SHARDS
-        self.get_model_parallel_rank = lambda: rank % SHARDS
-        self.get_data_parallel_group = lambda: of_data[rank % SHARDS]
-        self.get_data_parallel_world_size = lambda: count // SHARDS
-        self.get_data_parallel_rank = lambda: rank // SHARDS
+        of_model = [dist.new_group([*range(first, first + shards)]) for first in range(0, count, shards)]
+        of_data = [dist.new_group([*range(first, count, shards)]) for first in range(shards)]
+        self.get_model_parallel_group = lambda: of_model[rank // shards]
+        self.get_model_parallel_world_size = lambda: shards
+        self.get_model_parallel_rank = lambda: rank % shards
+        self.get_data_parallel_group = lambda: of_data[rank % shards]
+        self.get_data_parallel_world_size = lambda: count // shards
+        self.get_data_parallel_rank = lambda: rank // shards
 
 
 class Copy(torch.autograd.Function):
@@ -76,9 +79,9 @@ class Linear(nn.Module):
         whole, self.dim, self.parts = nn.Linear(inputs, outputs), dim, parts
         self.weight, self.bias, self.group = whole.weight, whole.bias, None
         if mpu is not None:
-            self.group = mpu.get_model_parallel_group()
+            self.group, shards = mpu.get_model_parallel_group(), mpu.get_model_parallel_world_size()
             for param in (self.weight, *([self.bias] if dim == 0 else [])):
-                mine = [p.chunk(SHARDS, dim)[mpu.get_model_parallel_rank()] for p in param.data.chunk(parts, dim)]
+                mine = [p.chunk(shards, dim)[mpu.get_model_parallel_rank()] for p in param.data.chunk(parts, dim)]
                 param.data = torch.cat(mine, dim).contiguous()
                 param.tensor_model_parallel, param.partition_dim = True, dim
 
@@ -97,9 +100,9 @@ class ShardedLM(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.up, self.down = Linear(WIDTH, 62, mpu, 0), Linear(62, WIDTH, mpu, 1)
+        self.up, self.down = Linear(WIDTH, 68, mpu, 0), Linear(68, WIDTH, mpu, 1)
         self.mix, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
-        self.gated, self.out = Linear(WIDTH, 60, mpu, 0, parts=2), Linear(30, WIDTH, mpu, 1)
+        self.gated, self.out = Linear(WIDTH, 56, mpu, 0, parts=2), Linear(28, WIDTH, mpu, 1)
         self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -119,20 +122,22 @@ class BesideWhole(Beside):
         for name, param in self.single.model.named_parameters():
             tensors = [of_rank[name] for of_rank in of_ranks]
             cut = [dim for dim, size in enumerate(param.shape) if size != tensors[0].shape[dim]]
-            shards = [tensors[n::SHARDS] for n in range(SHARDS)] if cut else [tensors]
+            count = param.numel() // tensors[0].numel()
+            shards = [tensors[n::count] for n in range(count)]
             for alike in shards:
                 assert all(torch.equal(tensor, alike[0]) for tensor in alike), f"{name} differs between ranks"
             whole[name] = tensors[0]
             for dim in cut:
-                count = getattr(self.single.model.get_submodule(name.rpartition(".")[0]), "parts", 1)
-                parts = zip(*(alike[0].chunk(count, dim) for alike in shards))
+                fused = getattr(self.single.model.get_submodule(name.rpartition(".")[0]), "parts", 1)
+                parts = zip(*(alike[0].chunk(fused, dim) for alike in shards))
                 whole[name] = torch.cat([shard for of_part in parts for shard in of_part], dim)
         return whole
 
 
 @contextlib.contextmanager
-def sharded_engine(settings: dict[str, Any]) -> Iterator[Any]:
-    mpu = ModelParallel()
+def sharded_engine(settings: dict[str, Any], shards: int = SHARDS) -> Iterator[Any]:
+    groups.mpu = None  # DeepSpeed keeps that of an engine before
+    mpu = ModelParallel(shards) if shards > 1 else None
     with engine_for(settings, ShardedLM(mpu), mpu=mpu) as engine:
         yield engine
 
@@ -165,9 +170,9 @@ PARTS = {"qkv_proj.weight": [24, 12, 12], "gate_up_proj.weight": [62, 62]}
 
 def train_step(engine: Any, step: int) -> None:
     """Ranks that share layers have the same rows."""
-    accumulation, sharers = engine.gradient_accumulation_steps(), dist.get_world_size() // SHARDS
-    shares = batch_shares(step, accumulation * sharers)
-    for rows in shares[dist.get_rank() // SHARDS :: sharers]:
+    accumulation, sharers = engine.gradient_accumulation_steps(), engine.seq_data_parallel_group
+    shares = batch_shares(step, accumulation * dist.get_world_size(sharers))
+    for rows in shares[dist.get_rank(sharers) :: dist.get_world_size(sharers)]:
         engine.backward(engine(*rows))
         engine.step()
 
@@ -175,16 +180,18 @@ def train_step(engine: Any, step: int) -> None:
 def beside_torch(settings: dict[str, Any]) -> BesideWhole:
     """One process, with gate and up as parameters of their own."""
     single = Reference(ShardedLM(), matrices=MATRICES)
-    halves: list[Callable[[Tensor], Tensor]] = [lambda tensor: tensor[:30], lambda tensor: tensor[30:]]
+    halves: list[Callable[[Tensor], Tensor]] = [lambda tensor: tensor[:28], lambda tensor: tensor[28:]]
     matrices = {name: single.model.get_parameter(name) for name in MATRICES}
     single.muon = Separate(matrices, {"gated.weight": halves}, **MUON)
     return BesideWhole(single, train_step, settings=settings)
 
 
-def settings_of(stage: int, precision: str, how: tuple[int, float], **options: Any) -> dict[str, Any]:
+def settings_of(
+    stage: int, precision: str = "fp32", how: tuple[int, float] = (1, 0.0), shards: int = SHARDS, **options: Any
+) -> dict[str, Any]:
     accumulation, clip = how
     options |= {"clip": clip, "accumulation": accumulation, **({"ns_dtype": "float32"} if clip else {})}
-    return settings_for("zero", stage, precision, rows=ROWS // (dist.get_world_size() // SHARDS), **options)
+    return settings_for("zero", stage, precision, rows=ROWS // (dist.get_world_size() // shards), **options)
 
 
 def there_is(stage: int, precision: str = "fp32", how: tuple[int, float] = (1, 0.0), ranks: int = 2) -> bool:
@@ -244,7 +251,7 @@ def test_shards_by_auto_tp_too(
 @on_ranks(2)
 @cells(rule=["normuon", "adamuon", "soap", "shampoo", "a class"], stage=[0, 1])
 def test_rules_that_keep_more_than_momentum(tmp_path: Path, rule: str, stage: int) -> None:
-    settings, section = settings_of(stage, "fp32", (1, 0.0)), SECTIONS[rule]
+    settings, section = settings_of(stage), SECTIONS[rule]
     options = {"matrix": section, "elementwise": {"name": "adamw", **ADAMW}, "exclude": ["gated.weight"]}
     settings["optimizer"] = {"type": "LayerWise", "params": {**options, "report": False}}
     single = Reference(ShardedLM(), matrices=(matrices := [name for name in MATRICES if "gated" not in name]))
@@ -253,31 +260,48 @@ def test_rules_that_keep_more_than_momentum(tmp_path: Path, rule: str, stage: in
     both.train_and_resume(lambda: sharded_engine(settings), tmp_path)
 
 
-@contextlib.contextmanager
-def whole_engine(settings: dict[str, Any]) -> Iterator[Any]:
-    groups.mpu = None  # DeepSpeed keeps that of an engine before
-    with engine_for(settings, ShardedLM()) as engine:
-        yield engine
-
-
-ENGINES = {"whole": whole_engine, "sharded": sharded_engine}
-
-
 @on_ranks()
-@cells(stage=[0, 1, 2], way=["whole -> sharded", "sharded -> whole"], ranks=[2, 4])
-def test_universal_checkpoints_at_another_tensor_parallel_size(tmp_path: Path, stage: int, way: str) -> None:
-    source, target = (ENGINES[name] for name in way.split(" -> "))
-    settings = settings_of(stage, "fp32", (1, 0.0), atoms=FUSED)
-    both = beside_torch(settings)
-    with source(settings) as engine:
+@cells(
+    lambda stage, ranks=4, way=(1, 1): ranks >= max(way),
+    stage=[0, 1, 2],
+    ranks=[2, 4],
+    way=[(1, 2), (2, 1), (2, 4), (4, 2)],
+)
+def test_universal_checkpoints_at_another_tensor_parallel_size(
+    tmp_path: Path, stage: int, way: tuple[int, int]
+) -> None:
+    source, target = (settings_of(stage, shards=shards, atoms=FUSED) for shards in way)
+    both = beside_torch(source)
+    with sharded_engine(source, way[0]) as engine:
         both.start(engine)
         both.train(engine, range(2))
         engine.save_checkpoint(tmp_path / "native")
     if dist.get_rank() == 0:
         succeeds("convert", tmp_path / "native", tmp_path / "universal", "--to", "universal")
     dist.barrier()
-    with target({**settings, "checkpoint": {"load_universal": True}}) as engine:
+    with sharded_engine({**target, "checkpoint": {"load_universal": True}}, way[1]) as engine:
         train_step(engine, 7)
         engine.load_checkpoint(tmp_path / "universal")
         both.train(engine, range(2, 3))
         both.check(engine)
+
+
+@on_ranks(2)
+def test_the_routing_table_says_how_parameters_are_cut_and_qk_clip_refuses_those() -> None:
+    settings = settings_of(1, atoms=FUSED, report=True)
+    with redirect_stdout(io.StringIO()) as said, sharded_engine(settings) as engine:
+        scaling = engine.basic_optimizer.row_scaling
+        with pytest.raises(
+            ValueError, match="'up.weight' is cut by tensor parallelism, which QK-clip does not support"
+        ):
+            scaling.set({"up.weight": torch.ones(68)})
+        scaling.set({"mix.weight": torch.ones(WIDTH)})
+    table = re.sub(r"[ \u2502\n]+", " ", said.getvalue())
+    assert bool(table) == (dist.get_rank() == 0)
+    rows = [
+        "up.weight 68 x 24 matrix: muon 2-D weight; rows cut over 2 TP ranks",
+        "down.weight 24 x 68 matrix: muon 2-D weight; columns cut over 2 TP ranks",
+        "gated.weight 56 x 24 matrix: muon 2-D weight: gate, up, set by atoms '*gated.weight'; rows cut over 2",
+        "mix.weight 24 x 24 matrix: muon 2-D weight 1",
+    ]
+    assert not table or [row for row in rows if row in table] == rows

@@ -30,6 +30,8 @@ NAMES = {
     "deepspeed.runtime.base_optimizer": "ZeROOptimizer",
     "deepspeed.runtime.fp16.loss_scaler": "CreateLossScaler",
     "deepspeed.moe.utils": "is_moe_param",
+    "deepspeed.runtime.utils": "is_model_parallel_parameter",
+    "deepspeed.utils.bwc": "bwc_tensor_model_parallel_rank bwc_tensor_model_parallel_world_size",
     "deepspeed.ops": "__compatible_ops__",
 }
 
