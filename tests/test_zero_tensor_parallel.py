@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -220,32 +220,49 @@ def test_shards_by_an_mpu_have_the_bits_of_torch_muon_given_the_same_gradients_a
         both.check(engine)
 
 
+class Trained(NamedTuple):
+    """An architecture of transformers as AutoTP cuts it, and what DeepSpeed is to be told of it."""
+
+    model: type[WithLoss]
+    config: type
+    cut: dict[str, Any] = {}
+
+    @contextlib.contextmanager
+    def engine(self, settings: dict[str, Any], shards: int = SHARDS) -> Iterator[Any]:
+        groups.mpu = None
+        tensor_parallel = {"tensor_parallel": {"autotp_size": shards, **self.cut}} if shards > 1 else {}
+        with engine_for(settings | tensor_parallel, self.model(self.config)) as engine:
+            yield engine
+
+    def beside_torch(self, settings: dict[str, Any]) -> BesideWhole:
+        single = self.model(self.config)
+        matrices = {name: param for name, param in single.named_parameters() if "_proj" in name}
+        reference, blocks = Reference(single, matrices=list(matrices)), {}
+        for name in matrices:
+            if sizes := PARTS.get(".".join(name.split(".")[-2:])):
+                blocks[name] = [lambda tensor, n=n, sizes=sizes: tensor.split(sizes)[n] for n in range(len(sizes))]
+            if "gate_up" in name:
+                single.get_submodule(name.rpartition(".")[0]).parts = 2
+        reference.muon = Separate(matrices, blocks, **MUON)
+        return BesideWhole(reference, train_step, settings=settings)
+
+
+LLAMA = Trained(Llama, LlamaConfig)
+PHI3 = Trained(Phi3, Phi3Config, {"partition_config": {"use_default_specs": False, "layer_specs": OF_PHI3}})
+
+
 @on_ranks()
 @cells(
-    lambda stage, precision="fp32", how=(1, 0.0), ranks=2, of=Llama: there_is(stage, precision, how, ranks),
+    lambda stage, precision="fp32", how=(1, 0.0), ranks=2, of=LLAMA: there_is(stage, precision, how, ranks),
     stage=[0, 1, 2],
     precision=["fp32", "bf16"],
     how=[(1, 0.0), (2, 0.5)],
     ranks=[2, 4],
-    of=[(Llama, LlamaConfig), (Phi3, Phi3Config)],
+    of=[LLAMA, PHI3],
 )
-def test_shards_by_auto_tp_too(
-    tmp_path: Path, stage: int, precision: str, how: tuple[int, float], of: tuple[Any, Any]
-) -> None:
-    model, architecture = of
-    cut = {"partition_config": {"use_default_specs": False, "layer_specs": OF_PHI3}} if model is Phi3 else {}
-    settings = settings_of(stage, precision, how) | {"tensor_parallel": {"autotp_size": SHARDS, **cut}}
-    single = model(architecture)
-    matrices = {name: param for name, param in single.named_parameters() if "_proj" in name}
-    reference, blocks = Reference(single, matrices=list(matrices)), {}
-    for name in matrices:
-        if sizes := PARTS.get(".".join(name.split(".")[-2:])):
-            blocks[name] = [lambda tensor, n=n, sizes=sizes: tensor.split(sizes)[n] for n in range(len(sizes))]
-        if "gate_up" in name:
-            single.get_submodule(name.rpartition(".")[0]).parts = 2
-    reference.muon = Separate(matrices, blocks, **MUON)
-    both = BesideWhole(reference, train_step, settings=settings)
-    both.train_and_resume(lambda: engine_for(settings, model(architecture)), tmp_path)
+def test_shards_by_auto_tp_too(tmp_path: Path, stage: int, precision: str, how: tuple[int, float], of: Trained) -> None:
+    settings = settings_of(stage, precision, how)
+    of.beside_torch(settings).train_and_resume(lambda: of.engine(settings), tmp_path)
 
 
 @on_ranks(2)
@@ -260,6 +277,25 @@ def test_rules_that_keep_more_than_momentum(tmp_path: Path, rule: str, stage: in
     both.train_and_resume(lambda: sharded_engine(settings), tmp_path)
 
 
+def goes_on(both: BesideWhole, before: Any, after: Any, folder: Path) -> None:
+    """Two steps of an engine, and one of another that loads what was saved, converted."""
+    with before as engine:
+        both.start(engine)
+        both.train(engine, range(2))
+        engine.save_checkpoint(folder / "native")
+    if dist.get_rank() == 0:
+        succeeds("convert", folder / "native", folder / "universal", "--to", "universal")
+    dist.barrier()
+    with after as engine:
+        train_step(engine, 7)
+        engine.load_checkpoint(folder / "universal")
+        both.train(engine, range(2, 3))
+        both.check(engine)
+
+
+UNIVERSAL = {"checkpoint": {"load_universal": True}}
+
+
 @on_ranks()
 @cells(
     lambda stage, ranks=4, way=(1, 1): ranks >= max(way),
@@ -267,23 +303,17 @@ def test_rules_that_keep_more_than_momentum(tmp_path: Path, rule: str, stage: in
     ranks=[2, 4],
     way=[(1, 2), (2, 1), (2, 4), (4, 2)],
 )
-def test_universal_checkpoints_at_another_tensor_parallel_size(
-    tmp_path: Path, stage: int, way: tuple[int, int]
-) -> None:
+def test_universal_checkpoints_go_to_another_size(tmp_path: Path, stage: int, way: tuple[int, int]) -> None:
     source, target = (settings_of(stage, shards=shards, atoms=FUSED) for shards in way)
-    both = beside_torch(source)
-    with sharded_engine(source, way[0]) as engine:
-        both.start(engine)
-        both.train(engine, range(2))
-        engine.save_checkpoint(tmp_path / "native")
-    if dist.get_rank() == 0:
-        succeeds("convert", tmp_path / "native", tmp_path / "universal", "--to", "universal")
-    dist.barrier()
-    with sharded_engine({**target, "checkpoint": {"load_universal": True}}, way[1]) as engine:
-        train_step(engine, 7)
-        engine.load_checkpoint(tmp_path / "universal")
-        both.train(engine, range(2, 3))
-        both.check(engine)
+    engines = sharded_engine(source, way[0]), sharded_engine(target | UNIVERSAL, way[1])
+    goes_on(beside_torch(source), *engines, tmp_path)
+
+
+@on_ranks(2)
+@cells(stage=[0, 1], way=[(1, 2), (2, 1)], of=[LLAMA, PHI3])
+def test_and_those_of_auto_tp(tmp_path: Path, stage: int, way: tuple[int, int], of: Trained) -> None:
+    source, target = (settings_of(stage, shards=shards) for shards in way)
+    goes_on(of.beside_torch(source), of.engine(source, way[0]), of.engine(target | UNIVERSAL, way[1]), tmp_path)
 
 
 @on_ranks(2)
