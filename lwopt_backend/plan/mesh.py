@@ -188,9 +188,9 @@ class TensorShards:
 
     ::
 
-        0  1  2  3        0  1 |  6  7        2 x 3 elements of a shard: rows cut over 2 ranks, columns cut over 2
+        0  1  2  3        0  1 |  6  7        a 2 x 4 matrix cut by rows, a 3 x 4 matrix cut by columns, over 2 ranks
         ----------        2  3 |  8  9
-        4  5  6  7        4  5 | 10 11        ZeRO-1/2 on 3 data-parallel ranks: rank (0, 1) has elements 2 and 3
+        4  5  6  7        4  5 | 10 11        by ZeRO-1/2 on 3 data-parallel ranks (0, 1) has elements 2 and 3 of it
 
     """
 
@@ -199,6 +199,7 @@ class TensorShards:
     params: tuple[int, ...]
     blocks: tuple[Block, ...]
     cut: tuple[bool, ...]
+    _views: dict[tuple[int, int], tuple[View, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def world_size(self) -> int:
@@ -228,8 +229,11 @@ class TensorShards:
 
     def views(self, index: int, rank: int) -> tuple[View, ...]:
         """Views of the fragment of block ``index`` in the flat tensor of ``rank``, in order; none if it is empty."""
-        part, block, shift = self._part(index, rank)
-        return () if part is None else range_views(block, shift + part.start, shift + part.stop, part.offset)
+        if (index, rank) not in self._views:  # used in every step
+            part, block, shift = self._part(index, rank)
+            found = () if part is None else range_views(block, shift + part.start, shift + part.stop, part.offset)
+            self._views[index, rank] = found
+        return self._views[index, rank]
 
     def _part(self, index: int, rank: int) -> tuple[Fragment | None, Block, int]:
         """What ``rank`` stores of its shard of the block's parameter, and where that shard begins."""
