@@ -106,6 +106,7 @@ def process_groups(engine: DeepSpeedEngine) -> list[Any]:
 # Tensor parallelism, by an mpu or by AutoTP, which makes DeepSpeed's ``groups`` the mpu.
 
 AUTOTP_MARK = "ds_autotp_universal_checkpoint_meta"  # AutoTP's description of a parameter that its layers have
+CUT_MARK = "tensor_model_parallel"  # Megatron's mark
 
 
 def tensor_ranks(engine: DeepSpeedEngine) -> int:
@@ -130,6 +131,8 @@ def mark_cuts(engine: DeepSpeedEngine, ranks: Collectives) -> tuple[list[tuple[i
                 reasons.append(f"parameter {name!r} of shape {tuple(param.shape)} {error}")
     for _, param, cut in found.values():
         setattr(param, CUT, cut)
+        if cut is not None:  # by which DeepSpeed's norm counts; AutoTP forgets it on an embedding that it cuts
+            setattr(param, CUT_MARK, True)
     copies = {name: _digest(param) for name, param, cut in found.values() if cut is None}
     place = bwc_tensor_model_parallel_rank(engine.mpu), engine.mpu.get_data_parallel_rank()
     of_ranks = ranks.gather_objects((place, copies))
@@ -148,8 +151,6 @@ def _cut(module: nn.Module, param: Tensor, ranks: int) -> Cut | None:
     Raises ValueError, with the end of a sentence about the parameter, if that cannot be known or has no plan.
     """
     of_autotp = getattr(param, AUTOTP_MARK, None)
-    if of_autotp is not None and (why := of_autotp["conversion"].get("unsupported_reason")):
-        raise ValueError(f"is cut by AutoTP so that its parts cannot be told: {why}")
     if of_autotp is None and getattr(param, "sequence_parallel", False):
         raise ValueError("is marked sequence_parallel, with which each rank has a gradient of its own; switch it off")
     if of_autotp is None and not is_model_parallel_parameter(param):
@@ -160,12 +161,18 @@ def _cut(module: nn.Module, param: Tensor, ranks: int) -> Cut | None:
             raise ValueError(
                 f"is marked as tensor-parallel, but its partition_dim is {dim}; set the dimension that is cut"
             )
-        return Cut(dim, ranks, not getattr(module, "gather_output", False))
-    if of_autotp["replicated"] or of_autotp["partition_dim"] is None:
+        stride = getattr(param, "partition_stride", 1) if dim == 0 else 1
+        parts = (len(param) // stride,) * stride if stride > 1 else ()
+        return Cut(dim, ranks, not getattr(module, "gather_output", False), parts)
+    if of_autotp["replicated"]:
         return None
-    cut = Cut(of_autotp["partition_dim"], ranks, of_autotp["sub_param_sizes"] is not None)
-    widths = [*(of_autotp["sub_param_shard_widths"] or ()), of_autotp["partition_sizes"] or ()]
-    if cut.whole(param.shape) != tuple(of_autotp["original_shape"]) or any(len(set(sizes)) > 1 for sizes in widths):
+    widths, whole = of_autotp.get("sub_param_shard_widths") or (), of_autotp.get("partition_sizes") or ()
+    if of_autotp["partition_dim"] is None or not (widths or whole):
+        why = of_autotp["conversion"].get("unsupported_reason") or "it notes no sizes of parts"
+        raise ValueError(f"is cut by AutoTP in a way that cannot be told: {why}")
+    cut = Cut(of_autotp["partition_dim"], ranks, bool(widths), tuple(of_part[0] for of_part in widths))
+    sizes = [*widths, whole]
+    if cut.whole(param.shape) != tuple(of_autotp["original_shape"]) or any(len(set(some)) > 1 for some in sizes):
         raise ValueError(f"is a shard of {tuple(of_autotp['original_shape'])}, which AutoTP cuts into unequal parts")
     return cut
 

@@ -12,12 +12,14 @@ from itertools import accumulate, chain
 class Cut:
     """Dimension ``dim`` of a parameter is cut into equal parts, one for each of ``ranks`` tensor-parallel ranks.
 
-    ``shared``: of a fused weight, each rank has a part of every matrix in it, e.g. of q, k and v.
+    ``shared``: of a fused weight, each rank has a part of every matrix in it, e.g. of q, k and v; ``parts`` are its
+    rows of each, if the host tells them.
     """
 
     dim: int
     ranks: int
     shared: bool = True
+    parts: tuple[int, ...] = ()
 
     def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The whole parameter's shape, from a shard's."""
@@ -64,10 +66,11 @@ class TrainedParam:
     @property
     def matrices(self) -> list[str]:
         """Which elements of the whole parameter its matrices have; of those of which each rank has a part, in order."""
-        ranks = self.cut.ranks if self.cut is not None and self.parts else 1
-        starts = accumulate(self.parts, initial=0)
-        rows = [Stripes(start * ranks, size * ranks) for start, size in zip(starts, self.parts)]
-        return [str(replace(b, rows=r)) for b, r in zip(self.blocks, rows)] if rows else list(map(str, self.blocks))
+        if self.cut is None or len(self.parts) != len(self.blocks):
+            return list(map(str, self.blocks))
+        pairs = zip(accumulate(self.parts, initial=0), self.parts)
+        rows = [Stripes(start * self.cut.ranks, size * self.cut.ranks) for start, size in pairs]
+        return [str(replace(block, rows=of)) for block, of in zip(self.blocks, rows)]
 
     @property
     def tiles(self) -> int:

@@ -161,8 +161,10 @@ class Grouping:
     def _parts(self, name: str, param: Tensor) -> tuple[int, ...]:
         """As in ``TrainedParam``; a bias has those of the weight beside it."""
         cut, weight = cut_of(param), f"{name.rpartition('.')[0]}.weight"
+        if cut is None or cut.dim > 0:
+            return ()
         divided = self.divided.get(name if name in self.divided or param.ndim > 1 else weight)
-        return divided.parts if divided is not None and cut is not None and cut.dim == 0 else ()
+        return cut.parts or (() if divided is None else divided.parts)
 
     @cached_property
     def tied(self) -> frozenset[str]:
