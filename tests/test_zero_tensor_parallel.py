@@ -317,6 +317,16 @@ def test_and_those_of_auto_tp(tmp_path: Path, stage: int, way: tuple[int, int], 
 
 
 @on_ranks(2)
+def test_deepspeeds_own_checkpoint_of_another_size_is_refused(tmp_path: Path) -> None:
+    with sharded_engine(settings_of(1)) as engine:
+        train_step(engine, 0)
+        engine.save_checkpoint(tmp_path)
+    refused = "saved on 2 tensor-parallel ranks and is loaded on 1; load it on 2. Another number of ranks needs"
+    with sharded_engine(settings_of(1, shards=1), 1) as engine, pytest.raises(ValueError, match=refused):
+        engine.load_checkpoint(tmp_path)
+
+
+@on_ranks(2)
 def test_the_routing_table_says_how_parameters_are_cut_and_qk_clip_refuses_those() -> None:
     settings = settings_of(1, atoms=FUSED, report=True)
     with redirect_stdout(io.StringIO()) as said, sharded_engine(settings) as engine:
