@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,17 +19,21 @@ Shape = Sequence[int]
 
 class RowScaling:
     """The factors by which an optimizer's next step multiplies weights. ``shapes`` has the shapes of all trained
-    parameters, by name; ``matrices_in`` returns the matrices in one.
+    parameters, by name; ``matrices_in`` returns the matrices in one; those that tensor parallelism ``cut`` are refused.
 
     A weight of shape (outputs, inputs) is scaled by row; one in ``transposed``, of shape (inputs, outputs), by column;
     a bias by element.
     """
 
     def __init__(
-        self, shapes: Mapping[str, Shape], transposed: frozenset[str], matrices_in: Callable[[str], Sequence[Block]]
+        self,
+        shapes: Mapping[str, Shape],
+        transposed: frozenset[str],
+        matrices_in: Callable[[str], Sequence[Block]],
+        cut: Collection[str] = (),
     ) -> None:
         self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
-        self._transposed, self.matrices_in = transposed, matrices_in
+        self._transposed, self.matrices_in, self._cut = transposed, matrices_in, cut
         self._factors: dict[str, Tensor] = {}
 
     def __bool__(self) -> bool:
@@ -48,6 +52,8 @@ class RowScaling:
         Raises ValueError for a parameter that is not trained, or a wrong number of factors.
         """
         for name, given in factors.items():
+            if name in self._cut:
+                raise ValueError(f"parameter {name!r} is cut by tensor parallelism, which QK-clip does not support")
             if given.ndim != 1 or len(given) != self.outputs(name):
                 raise ValueError(
                     f"parameter {name!r} has {self.outputs(name)} outputs; expected a factor for each, found shape "

@@ -117,8 +117,8 @@ def plan_table(groups: Sequence[GroupPlan]) -> Table:
 
     Beyond 16 ranks, only the first few, the busiest and the least busy are shown.
     """
-    plans = [(group.layout, group.matrices) for group in groups if group.matrices is not None]
-    world_size = groups[0].layout.world_size
+    plans = [(group, group.matrices) for group in groups if group.matrices is not None]
+    world_size = len(groups[0].state_bytes)
     work = " / ".join(sorted({MATRIX_RULES[g.rule].work for g in groups if g.rule in MATRIX_RULES})) or "matrix"
 
     def per_rank(figures: Iterable[Sequence[int]]) -> list[int]:
@@ -132,7 +132,7 @@ def plan_table(groups: Sequence[GroupPlan]) -> Table:
     headings = ("rank", "storage", "atoms", f"{work} GFLOP", "of all", "state", "elements that move", "sent a step")
     table = Table(*numbers(*headings))
     for rank in shown_ranks(loads):
-        stored = sum(layout.stored_numel(rank) for layout, _ in plans)
+        stored = sum(group.layout.stored_numel(group.place(rank)) for group, _ in plans)
         table.add_row(
             str(rank),
             "zero",

@@ -113,11 +113,11 @@ BLOCKS: dict[str, list[Callable[[Tensor], Tensor]]] = {
 class Separate:
     """torch.optim.Muon on every matrix as a parameter of its own."""
 
-    def __init__(self, named: dict[str, Tensor], **options: Any) -> None:
+    def __init__(self, named: dict[str, Tensor], blocks: Any = BLOCKS, **options: Any) -> None:
         self.pieces = [
             (param, read, nn.Parameter(read(param.detach()).clone().contiguous()))
             for name, param in named.items()
-            for read in BLOCKS.get(name, [lambda tensor: tensor])
+            for read in blocks.get(name, [lambda tensor: tensor])
         ]
         self.params = list(named.values())
         self.muon = torch.optim.Muon([piece for *_, piece in self.pieces], **options)

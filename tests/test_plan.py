@@ -29,6 +29,7 @@ from lwopt_backend.plan import (
     ParameterPartition,
     Replicas,
     Sharding,
+    TensorShards,
     plan_matrices,
     plan_spread,
 )
@@ -182,7 +183,17 @@ def on_four(*dims: int | None, late: tuple[bool, bool] = (False, False)) -> Mesh
     return MeshLayout(coordinates, tuple(Sharding(shape, (2, 2), dims, late) for shape in SMALL))
 
 
+def tensor_parallel(store: Callable[[tuple[int, ...]], FlatPartition | Replicas]) -> TensorShards:
+    """Matrices of an even number of elements in halves, others on both tensor-parallel ranks."""
+    cut = tuple(numel % 2 == 0 for numel in NUMELS)
+    shards = tuple(numel // (1 + halved) for numel, halved in zip(NUMELS, cut))
+    blocks = tuple(block for shape in SMALL for block in matrices_of(shape))
+    return TensorShards(tuple(itertools.product(range(2), range(2))), store(shards), (*range(len(cut)),), blocks, cut)
+
+
 LAYOUTS = {
+    "TP 2, stage 1": tensor_parallel(lambda shards: FlatPartition.build(shards, 2)),
+    "TP 2, stage 0": tensor_parallel(lambda shards: Replicas(2, shards)),
     "rows over 3": rows_over(SMALL, 3),
     "rows over 4": rows_over(SMALL, 4),
     "hybrid": on_four(None, 0),

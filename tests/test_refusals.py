@@ -163,13 +163,37 @@ class TensorParallel:
         self.get_model_parallel_rank = dist.get_rank
 
 
-def shards(settings: dict[str, Any]) -> None:
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, num_key_value_heads=2, **SIZES))
+def shards(settings: dict[str, Any], vocabulary: int = 32) -> None:
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, num_key_value_heads=2, **SIZES))
     build(settings | {"tensor_parallel": {"autotp_size": 2}}, model)
 
 
-def shards_by_an_mpu(settings: dict[str, Any]) -> None:
-    build(settings, mpu=TensorParallel())
+def unequal_shards(settings: dict[str, Any]) -> None:
+    shards(settings, vocabulary=33)
+
+
+def shards_by_an_mpu(settings: dict[str, Any], **marks: Any) -> None:
+    model, mpu = UnevenLM(), TensorParallel()
+    vars(model.layers[0].weight).update(marks)
+    mpu.get_tensor_model_parallel_world_size = lambda: marks.get("ranks", 2)
+    build(settings, model, mpu=mpu)
+
+
+def shards_of_unknown_matrices(settings: dict[str, Any]) -> None:
+    shards_by_an_mpu(settings, tensor_model_parallel=True)
+
+
+def shards_with_their_own_gradients(settings: dict[str, Any]) -> None:
+    shards_by_an_mpu(settings, sequence_parallel=True)
+
+
+def stages_of_an_mpu(settings: dict[str, Any]) -> None:
+    shards_by_an_mpu(settings, ranks=1)
+
+
+def shards_without_marks(settings: dict[str, Any]) -> None:
+    model = UnevenLM(seed=dist.get_rank())
+    build(settings, model, mpu=TensorParallel())
 
 
 def experts_by_auto_ep(settings: dict[str, Any]) -> None:
@@ -194,9 +218,30 @@ def stages(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("make", "settings", "message"),
     [
-        (shards, config(2), "tensor_parallel.autotp_size is 2: each rank holds a shard"),
-        (shards, ON_OWNED, "tensor_parallel.autotp_size is 2: each rank holds a shard"),
-        (shards_by_an_mpu, config(2), "mpu.get_model_parallel_world_size() is 2: each rank holds a shard, and the"),
+        (shards, config(3), "tensor parallelism of 2 at zero_optimization.stage 3; use stage 0, 1 or 2"),
+        (shards, ON_OWNED, 'tensor parallelism of 2; use "storage": "zero"'),
+        (
+            unequal_shards,
+            config(2),
+            "is a shard of (33, 16), which AutoTP cuts into unequal parts",
+        ),
+        (shards_by_an_mpu, ON_OWNED, 'tensor parallelism of 2; use "storage": "zero"'),
+        (
+            shards_of_unknown_matrices,
+            config(2),
+            "'layers.0.weight' of shape (63, 24) is marked as tensor-parallel",
+        ),
+        (shards_with_their_own_gradients, config(2), "'layers.0.weight' of shape (63, 24) is marked sequence"),
+        (
+            shards_without_marks,
+            config(2),
+            "'embedding.weight' has no mark of tensor parallelism",
+        ),
+        (
+            stages_of_an_mpu,
+            config(2),
+            "mpu.get_model_parallel_world_size() is 2, of which 1",
+        ),
         (experts_by_auto_ep, config(2), "expert_parallel.enabled is true (AutoEP), whose expert layers were not tried"),
         (experts, ON_OWNED, "the model has DeepSpeed's expert layers"),
         (stages, ON_OWNED, "the model is a PipelineModule"),

@@ -41,7 +41,7 @@ class Saved:
     """A checkpoint's description of itself. ``groups`` has the parameters' names, one list per param group of the
     optimizer (stages 1 and 2) or per sub-group (stage 3); None at stage 0, where ``names`` has them. ``owned`` is the
     mark of owned storage, ``stranger`` describes another optimizer that wrote it, ``save_id`` is the same in all files
-    of one save of ours."""
+    of one save of ours. ``shards`` is the number of tensor-parallel ranks, or of pipeline stages."""
 
     world_size: int
     groups: list[list[str]] | None
@@ -49,6 +49,7 @@ class Saved:
     owned: Mapping[str, Any] | None = None
     stranger: str | None = None
     save_id: str | None = None
+    shards: int = 1
 
 
 class SaveMark:
@@ -120,6 +121,11 @@ def check(
     folder = Path(load_dir) / str(named if tag is None else tag)
     stage = engine.zero_optimization_stage()
     saved = _read(folder, engine, with_state)
+    if not engine.pipeline_parallelism and saved.shards != engine.mp_world_size:
+        raise ValueError(
+            f"the checkpoint {str(folder)!r} was saved on {saved.shards} tensor-parallel ranks and is loaded on "
+            f"{engine.mp_world_size}; load it on {saved.shards}. {CONVERT}"
+        )
     if with_state:
         if saved.stranger is not None:  # its state has other names and other groups
             raise ValueError(
@@ -186,9 +192,8 @@ def _read(folder: Path, engine: DeepSpeedEngine, with_state: bool) -> Saved:
     save_id = (mark_of(optimizer) or {}).get("save_id") if isinstance(optimizer, Mapping) else None
     groups = None if shapes is None else [list(group) for group in shapes]
     names = optimizer.get(NAMES) if isinstance(optimizer, Mapping) else None
-    return Saved(
-        states["dp_world_size"], groups, names, owned, None if owned else _stranger(states, optimizer), save_id
-    )
+    stranger, shards = None if owned else _stranger(states, optimizer), states.get("mp_world_size") or 1
+    return Saved(states["dp_world_size"], groups, names, owned, stranger, save_id, shards)
 
 
 def _stranger(states: Mapping[str, Any], optimizer: Any) -> str | None:

@@ -16,17 +16,22 @@ from deepspeed.runtime import config, lr_schedules
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.utils import clip_tensors_by_global_norm, get_global_norm_of_tensors
+from deepspeed.runtime.utils import (
+    clip_tensors_by_global_norm,
+    get_global_norm_of_tensors,
+    is_model_parallel_parameter,
+)
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank, bwc_tensor_model_parallel_world_size
 from deepspeed.utils.logging import logger
 from torch import Tensor, nn
 from torch.profiler import record_function
 
 from lwopt_backend.config.options import nearest
-from lwopt_backend.plan import Fragment
-from lwopt_backend.routing.routing import named_parameters
-from lwopt_backend.runtime.collectives import NORM, TorchCollectives
+from lwopt_backend.plan import Cut, Fragment
+from lwopt_backend.routing.routing import CUT, cut_of, named_parameters
+from lwopt_backend.runtime.collectives import NORM, Collectives, TorchCollectives
 from lwopt_backend.storage.gradients import ClipGroups
 
 EXPERTS = "deepspeed_moe.experts.deepspeed_experts."  # the experts' place in their layer
@@ -101,11 +106,92 @@ def uses_auto_ep(engine: DeepSpeedEngine) -> bool:
 def process_groups(engine: DeepSpeedEngine) -> list[Any]:
     """The groups of ranks that share parameters with this one: first the data-parallel ranks, then those of experts.
 
-    In a pipeline also all ranks (None): they share no parameter, but raise errors together.
+    Last all ranks (None), under tensor parallelism, and in a pipeline: its stages share no parameter, but raise errors
+    together.
     """
     experts = engine.expert_data_parallel_group if engine.has_moe_layers else {}
-    world = [None] if engine.pipeline_parallelism else []
+    world = [None] if engine.pipeline_parallelism or tensor_ranks(engine) > 1 else []
     return list(dict.fromkeys([engine.seq_data_parallel_group, *(experts[name] for name in sorted(experts)), *world]))
+
+
+# Tensor parallelism, by an mpu or by AutoTP, which makes DeepSpeed's ``groups`` the mpu.
+
+AUTOTP_MARK = "ds_autotp_universal_checkpoint_meta"  # AutoTP's description of a parameter that its layers have
+CUT_MARK = "tensor_model_parallel"  # Megatron's mark
+
+
+def tensor_ranks(engine: DeepSpeedEngine) -> int:
+    """The number of ranks that together have the whole of each layer; 1 without tensor parallelism."""
+    if engine.mpu is None or engine.pipeline_parallelism or engine.mp_world_size == 1:
+        return 1
+    return int(bwc_tensor_model_parallel_world_size(engine.mpu))
+
+
+def mark_cuts(engine: DeepSpeedEngine, ranks: Collectives) -> tuple[list[tuple[int, int]], list[str]]:
+    """Mark the parameters that tensor parallelism cuts. Called on all ``ranks`` of the engine.
+
+    Returns every rank's tensor- and data-parallel rank, and why parameters cannot be trained, one sentence each.
+    """
+    count, found, reasons = tensor_ranks(engine), {}, []
+    for module_name, module in engine.module.named_modules():
+        for key, param in module.named_parameters(recurse=False):
+            name = f"{module_name}.{key}" if module_name else key
+            try:
+                found[id(param)] = name, param, _cut(module, param, count)
+            except ValueError as error:
+                reasons.append(f"parameter {name!r} of shape {tuple(param.shape)} {error}")
+    for _, param, cut in found.values():
+        setattr(param, CUT, cut)
+        if cut is not None:  # by which DeepSpeed's norm counts; AutoTP forgets it on an embedding that it cuts
+            setattr(param, CUT_MARK, True)
+    copies = {name: _digest(param) for name, param, cut in found.values() if cut is None}
+    place = bwc_tensor_model_parallel_rank(engine.mpu), engine.mpu.get_data_parallel_rank()
+    of_ranks = ranks.gather_objects((place, copies))
+    differ = [name for name, digest in copies.items() if any(digest != other.get(name) for _, other in of_ranks)]
+    reasons += [
+        f"parameter {name!r} has no mark of tensor parallelism (tensor_model_parallel and partition_dim), but its "
+        "values differ between the tensor-parallel ranks: mark it, or make them equal"
+        for name in differ[:1]
+    ]
+    return [place for place, _ in of_ranks], reasons
+
+
+def _cut(module: nn.Module, param: Tensor, ranks: int) -> Cut | None:
+    """How tensor parallelism cuts a parameter of ``module``; None if all ranks have it whole.
+
+    Raises ValueError, with the end of a sentence about the parameter, if that cannot be known or has no plan.
+    """
+    of_autotp = getattr(param, AUTOTP_MARK, None)
+    if of_autotp is None and getattr(param, "sequence_parallel", False):
+        raise ValueError("is marked sequence_parallel, with which each rank has a gradient of its own; switch it off")
+    if of_autotp is None and not is_model_parallel_parameter(param):
+        return None
+    if of_autotp is None:
+        dim = getattr(param, "partition_dim", 0 if param.ndim == 1 else -1)
+        if dim not in range(param.ndim):
+            raise ValueError(
+                f"is marked as tensor-parallel, but its partition_dim is {dim}; set the dimension that is cut"
+            )
+        stride = getattr(param, "partition_stride", 1) if dim == 0 else 1
+        parts = (len(param) // stride,) * stride if stride > 1 else ()
+        return Cut(dim, ranks, not getattr(module, "gather_output", False), parts)
+    if of_autotp["replicated"]:
+        return None
+    widths, whole = of_autotp.get("sub_param_shard_widths") or (), of_autotp.get("partition_sizes") or ()
+    if of_autotp["partition_dim"] is None or not (widths or whole):
+        why = of_autotp["conversion"].get("unsupported_reason") or "it notes no sizes of parts"
+        raise ValueError(f"is cut by AutoTP in a way that cannot be told: {why}")
+    cut = Cut(of_autotp["partition_dim"], ranks, bool(widths), tuple(of_part[0] for of_part in widths))
+    sizes = [*widths, whole]
+    if cut.whole(param.shape) != tuple(of_autotp["original_shape"]) or any(len(set(some)) > 1 for some in sizes):
+        raise ValueError(f"is a shard of {tuple(of_autotp['original_shape'])}, which AutoTP cuts into unequal parts")
+    return cut
+
+
+def _digest(param: Tensor) -> int:
+    """The sum of a parameter's bits, which differs between most that differ; needs no memory."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[param.itemsize]
+    return int(param.detach().contiguous().view(bits).sum(dtype=torch.int64))
 
 
 def pipeline_group(engine: DeepSpeedEngine) -> Any:
@@ -236,17 +322,22 @@ def clip_whole(engine: DeepSpeedEngine, groups: ClipGroups, max_norm: float) -> 
 @record_function(NORM)
 def grad_norm(engine: DeepSpeedEngine, params: Iterable[Tensor]) -> Tensor:
     """The norm of the gradients of ``params`` at stage 0; in a pipeline, of all stages, counting tied weights once;
-    with experts, of those of all ranks."""
+    with experts, of those of all ranks; under tensor parallelism, of all shards, counting what is whole on every rank
+    once."""
     dense: list[Tensor] = []
     experts: dict[str, list[Tensor]] = {}
+    shards = tensor_ranks(engine) > 1
+    beside = shards and bwc_tensor_model_parallel_rank(engine.mpu) > 0  # another rank counts what is whole
     for param in params:
-        grads = experts.setdefault(param.group_name, []) if is_moe_param(param) else dense
-        if param.grad is not None and not getattr(param, "ds_pipe_replicated", False):
+        grads = experts.setdefault(getattr(param, "group_name", ""), []) if is_moe_param(param) else dense
+        elsewhere = getattr(param, "ds_pipe_replicated", False) or (beside and cut_of(param) is None)
+        if param.grad is not None and not elsewhere:
             grads.append(param.grad)
     norm = torch.nn.utils.get_total_norm(dense)
-    if engine.pipeline_parallelism:
+    if engine.pipeline_parallelism or shards:
         squared = norm.to(engine.device).square()
-        TorchCollectives(pipeline_group(engine)).all_reduce(squared)
+        group = engine.mpu.get_model_parallel_group() if shards else pipeline_group(engine)
+        TorchCollectives(group).all_reduce(squared)
         return squared.sqrt()
     for name in sorted(experts):
         squared = torch.nn.utils.get_total_norm(experts[name]).to(engine.device).square()

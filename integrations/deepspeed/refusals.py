@@ -12,14 +12,15 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from packaging.version import Version
 
 from lwopt_backend.config.options import install_command
-from lwopt_backend.integrations.deepspeed.engine import uses_auto_ep, uses_bf16_optimizer
+from lwopt_backend.integrations.deepspeed.engine import tensor_ranks, uses_auto_ep, uses_bf16_optimizer
 from lwopt_backend.integrations.deepspeed.versions import BEFORE
 from lwopt_backend.routing.routing import full_shape
 
 
 def reasons_to_refuse(engine: DeepSpeedEngine, param_groups: list[dict[str, Any]], clip_groups: bool) -> list[str]:
     """Every reason why this engine cannot train with layer-wise matrices, one sentence each; empty if it can."""
-    reasons = [*_stage(engine), *_experts(engine, param_groups), *_parallelism(engine), *_storage(engine)]
+    parallel = [*_parallelism(engine), *_tensor_parallelism(engine)]
+    reasons = [*_stage(engine), *_experts(engine, param_groups), *parallel, *_storage(engine)]
     return [*reasons, *(_clipping(engine) if clip_groups else ())]
 
 
@@ -102,7 +103,7 @@ def _parallelism(engine: DeepSpeedEngine) -> list[str]:
                 f"the pipeline's topology has model parallelism of {shards}: each rank holds a shard, and the matrix "
                 "rule needs the matrix; use PipeDataParallelTopology"
             )
-    reasons += _cut_matrices_or_sequences(engine)
+    reasons += _sequences(engine)
     if engine.sequence_parallel_size > 1 and uses_bf16_optimizer(engine):
         reasons.append(
             f"sequence parallelism of {engine.sequence_parallel_size} with bf16 and fp32 accumulation at stage 1, "
@@ -111,14 +112,30 @@ def _parallelism(engine: DeepSpeedEngine) -> list[str]:
     return reasons
 
 
-def _cut_matrices_or_sequences(engine: DeepSpeedEngine) -> list[str]:
-    """Parallelism that cuts a layer's matrices over ranks, or sequences so that their gradients do not add up."""
+def _tensor_parallelism(engine: DeepSpeedEngine) -> list[str]:
+    """Tensor parallelism with what cannot be combined with it."""
+    if engine.pipeline_parallelism or engine.mp_world_size == 1:  # a pipeline's stages count as model parallel
+        return []
+    count, stage = tensor_ranks(engine), engine.zero_optimization_stage()
+    whose = f"tensor parallelism of {count}"
+    ranks = count * engine.seq_dp_world_size
+    if count != engine.mp_world_size or ranks != engine.world_size:
+        return [
+            f"mpu.get_model_parallel_world_size() is {engine.mp_world_size}, of which {count} are tensor-parallel, "
+            f"with {engine.seq_dp_world_size} data-parallel ranks, on {engine.world_size}; with tensor parallelism use "
+            "an mpu without pipeline stages and sequence parallelism"
+        ]
+    reasons = [f"{whose} at zero_optimization.stage {stage}; use stage 0, 1 or 2"] if stage == 3 else []
+    if engine.sequence_parallel_size > 1:
+        reasons.append(f"{whose} with sequence parallelism of {engine.sequence_parallel_size}; use one of the two")
+    if engine.has_moe_layers:
+        reasons.append(f"{whose} with deepspeed.moe layers; use one of the two")
+    return reasons
+
+
+def _sequences(engine: DeepSpeedEngine) -> list[str]:
+    """Parallelism that cuts sequences so that their gradients do not add up."""
     reasons = []
-    shards = "each rank holds a shard, and the matrix rule needs the matrix; use 1"
-    if engine.autotp_size() > 1:
-        reasons.append(f"tensor_parallel.autotp_size is {engine.autotp_size()}: {shards}")
-    if engine.mp_world_size > 1 and not engine.pipeline_parallelism:  # a pipeline's stages count as model parallel
-        reasons.append(f"mpu.get_model_parallel_world_size() is {engine.mp_world_size}: {shards}")
     if engine.sequence_parallel_size > 1 and engine.mesh_device is not None:
         reasons.append(
             f"sequence parallelism of {engine.sequence_parallel_size} comes from mesh_param, with which DeepSpeed does "
@@ -194,7 +211,9 @@ def reasons_to_refuse_owned(engine: DeepSpeedEngine) -> list[str]:
         reasons.append(f"the model is a PipelineModule; {instead}")
     if engine.has_moe_layers or uses_auto_ep(engine):
         reasons.append(f"the model has DeepSpeed's expert layers; {instead} with deepspeed.moe.layer.MoE")
-    reasons += [*_cut_matrices_or_sequences(engine), *_offload(engine, ("none",), f"'none', or {instead}")]
+    if engine.mp_world_size > 1 and not engine.pipeline_parallelism:
+        reasons.append(f"tensor parallelism of {tensor_ranks(engine)}; {instead}")
+    reasons += [*_sequences(engine), *_offload(engine, ("none",), f"'none', or {instead}")]
     dtype, accumulated = engine.get_data_types()
     if accumulated not in (dtype, torch.float32):
         reasons.append(

@@ -314,7 +314,7 @@ def _check_states(
             )
         if STEP in like and param.step is None:
             raise CheckpointError(f"{folder / 'zero' / name / STEP}.pt is missing: {whose}; {ALONE}")
-        ours = list(map(str, trained.blocks))
+        ours = trained.matrices
         theirs = (checkpoint.arguments.get("matrices") or {}).get(checkpoint.tied.get(name, name))  # if it says
         theirs = None if theirs is None else list(theirs)
         owners = f"{folder / OWNERS / name}.pt: {whose}"

@@ -30,8 +30,9 @@ NAMES = {
     "deepspeed.utils.tensor_fragment": "fragment_address get_full_hp_param set_full_hp_param",
     "deepspeed.runtime.base_optimizer": "ZeROOptimizer",
     "deepspeed.runtime.fp16.loss_scaler": "CreateLossScaler",
-    "deepspeed.runtime.utils": "clip_tensors_by_global_norm get_global_norm_of_tensors",
+    "deepspeed.runtime.utils": "clip_tensors_by_global_norm get_global_norm_of_tensors is_model_parallel_parameter",
     "deepspeed.moe.utils": "is_moe_param",
+    "deepspeed.utils.bwc": "bwc_tensor_model_parallel_rank bwc_tensor_model_parallel_world_size",
     "deepspeed.ops": "__compatible_ops__",
 }
 

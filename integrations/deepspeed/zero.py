@@ -14,7 +14,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from lwopt_backend import report
-from lwopt_backend.checkpoint.deepspeed.files import MATRICES, NAMES, renumbered
+from lwopt_backend.checkpoint.deepspeed.files import CUTS, MATRICES, NAMES, renumbered
 from lwopt_backend.config.choices import Rules, settings_lines
 from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.config.param_groups import of_another_optimizer
@@ -23,9 +23,9 @@ from lwopt_backend.integrations.deepspeed import engine as deepspeed_engine
 from lwopt_backend.integrations.deepspeed import pipeline
 from lwopt_backend.integrations.deepspeed.pipeline import Stage
 from lwopt_backend.integrations.deepspeed.refusals import reasons_to_refuse
-from lwopt_backend.plan import Replicas, TrainedParam, machine_of
+from lwopt_backend.plan import Replicas, TensorShards, TrainedParam, machine_of
 from lwopt_backend.routing.grouping import Grouping, WatchedModel, group_parameters
-from lwopt_backend.routing.routing import Route, full_shape
+from lwopt_backend.routing.routing import Route
 from lwopt_backend.runtime.agreement import agree_in_all, plan_digest
 from lwopt_backend.runtime.collectives import Collectives, TorchCollectives
 from lwopt_backend.runtime.state import CHECKPOINT_KEY, OwnerStates, StatePiece, brought_here
@@ -47,12 +47,17 @@ class Unit:
     plan: GroupPlan
     ranks: Collectives
 
+    def numbers(self, sharers: Collectives) -> Sequence[int]:
+        """The numbers among ``ranks`` of the data-parallel ranks ``sharers``, which store the same shards."""
+        layout = None if self.plan.matrices is None else self.plan.matrices.layout
+        return layout.beside(self.ranks.rank) if isinstance(layout, TensorShards) else range(sharers.world_size)
+
     def check_stored(self, flat: Tensor, sub_group: int | None) -> None:
         """Raises RuntimeError if DeepSpeed stores this rank's pieces elsewhere than planned.
 
         ``flat`` is the tensor that it steps; ``sub_group`` is that tensor's number at stage 3.
         """
-        rank, layout = self.ranks.rank, self.plan.layout
+        rank, layout = self.plan.place(self.ranks.rank), self.plan.layout
         assert not isinstance(layout, Replicas)
         if flat.numel() != (planned := layout.partition_numel):
             raise RuntimeError(f"{self.plan.rule}: planned {planned} elements a rank, found {flat.numel()}")
@@ -154,7 +159,9 @@ def save_whole(binding: Binding, states: Mapping[Tensor, Mapping[str, Any]]) -> 
     experts = binding.engine.has_moe_layers
     saved: dict[int, dict[str, Any]] = {}
     for unit in binding.units:
-        whole = gather_whole(unit.plan, states.get(unit.params[0], {}), unit.ranks, on_all=experts)
+        sharers = binding.ranks[0] if binding.places else unit.ranks
+        state = states.get(unit.params[0], {})
+        whole = gather_whole(unit.plan, state, sharers, unit.numbers(sharers), on_all=experts)
         saved.update((unit.first + i, state) for i, state in enumerate(whole or []) if state)
     return saved
 
@@ -175,15 +182,20 @@ def save_matrices(binding: Binding, held: Mapping[str, dict[str, Any]] | None) -
             [p.name for unit in binding.units if unit.group == i for p in unit.plan.params] for i in numbers
         ]
     found[MATRICES] = {
-        param.name: [(block.of(param.name), str(block)) for block in param.blocks]
+        param.name: [(b.of(param.name), elements) for b, elements in zip(param.blocks, param.matrices)]
         for unit in binding.units
         for param in unit.plan.params
         if param.blocks
     }
+    if binding.places:
+        lie = {param.name: param.parts for unit in binding.units for param in unit.plan.params}
+        cut = [route for route in binding.grouping.routes if route.cut is not None]
+        found[CUTS] = {route.name: (route.cut.dim, lie.get(route.name, ())) for route in cut if route.cut}
     if held is None:
         return found
     if binding.replicated:
         sharers = dict.fromkeys(unit.ranks for unit in binding.units)  # without those of other stages
+        sharers = dict.fromkeys(binding.ranks) if binding.places else sharers
         parts = [part for ranks in sharers for part in ranks.gather_objects_to_first(held) or []]
         held = {name: state for part in parts for name, state in part.items()}
     return {**found, CHECKPOINT_KEY: held}
@@ -205,9 +217,9 @@ def load_whole(binding: Binding, saved: States) -> dict[Tensor, dict[str, Any]]:
         of_unit = [saved.get(unit.first + index, {}) for index in range(len(unit.params))]
         for param, state in zip(unit.plan.params, of_unit):
             for key, value in state.items():
-                if isinstance(value, Tensor) and value.ndim > 0 and value.numel() != param.numel:
+                if isinstance(value, Tensor) and value.ndim > 0 and value.numel() != math.prod(param.local_shape):
                     found = f"the checkpoint's {key} {tuple(value.shape)}"
-                    raise ValueError(f"parameter {param.name!r} has shape {param.shape}, {found}")
+                    raise ValueError(f"parameter {param.name!r} has shape {param.local_shape}, {found}")
         if of_unit[0]:
             states[unit.params[0]] = take_part(unit.plan, of_unit, unit.ranks.rank, binding.engine.device)
     return states
@@ -333,6 +345,7 @@ class Binding:
     units: list[Unit]
     stage: Stage | None  # of a pipeline
     watched: WatchedModel
+    places: Sequence[tuple[int, int]]  # of tensor parallelism, as in ``TensorShards``
 
     @property
     def replicated(self) -> bool:
@@ -377,9 +390,10 @@ class Binding:
 
     def stepper(self, unit: Unit, tensor: Tensor, config: ZeROConfig) -> UnitStepper:
         """The stepper of a unit; DeepSpeed steps ``tensor``."""
+        shard = self.places[self.ranks[-1].rank][0] if self.places else 0
         if self.replicated:
-            return new_replicated_stepper(unit.plan, unit.params, unit.ranks, config, self.engine.device)
-        return GroupStepper(unit.plan, tensor, unit.ranks, config, self.engine.device)
+            return new_replicated_stepper(unit.plan, unit.params, unit.ranks, config, self.engine.device, shard)
+        return GroupStepper(unit.plan, tensor, unit.ranks, config, self.engine.device, shard)
 
     def stored(self, groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
         """Per unit, the tensor that DeepSpeed steps; of replicated parameters the first. Called on all ranks.
@@ -409,9 +423,11 @@ def bind(name: str, engine: DeepSpeedEngine, given: list[dict[str, Any]], rules:
     is not supported."""
     ranks = [TorchCollectives(group) for group in deepspeed_engine.process_groups(engine)]
     stage = pipeline.meet(engine, given, rules, config)
+    cut = deepspeed_engine.tensor_ranks(engine) > 1
+    places, unclear = deepspeed_engine.mark_cuts(engine, ranks[-1]) if cut else ([], [])
 
     def decide() -> tuple[Binding, list[list[str]]]:
-        if reasons := reasons_to_refuse(engine, given, bool(config.clip_groups)):
+        if reasons := [*reasons_to_refuse(engine, given, bool(config.clip_groups)), *unclear]:
             raise ValueError("\n  ".join([f"{name} cannot train with this configuration:", *reasons]))
         model = engine.module
         if stage is None:
@@ -420,13 +436,13 @@ def bind(name: str, engine: DeepSpeedEngine, given: list[dict[str, Any]], rules:
             grouping = group_parameters(model, given, rules, config, routes=stage.routes, elsewhere=stage.elsewhere)
             pipeline.check(engine, stage)
         check_devices(grouping.groups, config, torch.device("cpu") if config.ns_device == "cpu" else engine.device)
-        units = _units(engine, grouping, config, ranks)
+        units = _units(engine, grouping, config, ranks, places)
         lines = [settings_lines(rules, config) for _ in ranks]
         for sharers, of_sharers in zip(ranks, lines):
             of_sharers += [line for unit in units if unit.ranks is sharers for line in unit.plan.lines()]
         trained = [(grouping.names[id(param)], param) for group in grouping.groups for param in group["params"]]
         watched = WatchedModel(model, trained, advice="call deepspeed.initialize after the last such change")
-        return Binding(name, engine, grouping, list(ranks), units, stage, watched), lines
+        return Binding(name, engine, grouping, list(ranks), units, stage, watched, places), lines
 
     return agree_in_all(ranks, name, decide)
 
@@ -437,14 +453,19 @@ def clip_apart(wrapper: Any, groups: ClipGroups, binding: Binding) -> None:
     pieces = []
     for unit in binding.units:
         assert not isinstance(unit.plan.layout, Replicas)
-        held = [unit.plan.layout.fragment(index, unit.ranks.rank) for index in range(len(unit.params))]
+        place = unit.plan.place(unit.ranks.rank)
+        held = [unit.plan.layout.fragment(index, place) for index in range(len(unit.params))]
         pairs = [(part, names[id(param)]) for part, param in zip(held, unit.params) if part is not None]
         pieces.append([(group_of.get(name), part.offset, part.numel) for part, name in pairs])
     deepspeed_engine.GroupNorms(wrapper, groups, lambda param: group_of.get(names[id(param)]), pieces)
 
 
 def _units(
-    engine: DeepSpeedEngine, grouping: Grouping, config: ZeROConfig, ranks: Sequence[TorchCollectives]
+    engine: DeepSpeedEngine,
+    grouping: Grouping,
+    config: ZeROConfig,
+    ranks: Sequence[TorchCollectives],
+    places: Sequence[tuple[int, int]],
 ) -> list[Unit]:
     """What DeepSpeed will step at a time, in its order."""
     by_group = {sharers.group: sharers for sharers in ranks}
@@ -453,17 +474,19 @@ def _units(
     for number, group in enumerate(grouping.groups):
         experts, params = group.get("moe"), group["params"]
         of_group = engine.expert_data_parallel_group[group["name"]] if experts else engine.seq_data_parallel_group
+        is_matrix = group["rule"] in MATRIX_RULES
+        every = [grouping.member(grouping.names[id(param)], param, number) for param in params]
         layouts = unit_layouts(
-            [math.prod(full_shape(param)) for param in params],
+            [math.prod(member.local_shape) for member in every],
             by_group[of_group].world_size,
             deepspeed_engine.sharding_stage(engine),
-            is_matrix=group["rule"] in MATRIX_RULES,
+            is_matrix=is_matrix,
             sub_group_size=engine.zero_sub_group_size(),
             param_alignment=deepspeed_engine.param_alignment(engine, params),
         )
         for part, layout in layouts:
-            members = [grouping.member(grouping.names[id(param)], param, number) for param in params[part]]
-            plan = plan_group(group, members, layout, config, machine)
+            plan = plan_group(group, every[part], layout, config, machine, places)
             first = found[-1].first + len(found[-1].params) if found else 0
-            found.append(Unit(number, first, params[part], plan, by_group[of_group]))
+            sharers = ranks[-1] if places and is_matrix else by_group[of_group]
+            found.append(Unit(number, first, params[part], plan, sharers))
     return found

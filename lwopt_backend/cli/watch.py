@@ -15,7 +15,7 @@ import typer
 from rich.live import Live
 from rich.table import Table
 
-from lwopt_backend.checkpoint.files.atomic import write_whole
+from lwopt_backend.checkpoint.files.folders import write_whole
 from lwopt_backend.config.options import install_command
 
 METRICS = "metrics.jsonl"

@@ -273,7 +273,10 @@ def wire_of(rule: MatrixRule) -> Wire:
 def atoms_of(param: TrainedParam, group: Mapping[str, Any]) -> list[Atom]:
     """The matrices in a parameter, with the costs of its param group's rule; none in an element-wise one."""
     costs = {shape: cost_of(shape, group) for shape in {block.shape for block in param.blocks}}  # few, of many experts
-    return [Atom(block.of(param.name), block.shape, costs[block.shape], param.transposed) for block in param.blocks]
+    return [
+        Atom(block.of(param.name), block.shape, costs[block.shape], param.transposed, param.tiles)
+        for block in param.blocks
+    ]
 
 
 def cost_of(shape: Shape, group: Mapping[str, Any]) -> int:

@@ -4,17 +4,18 @@ Pure functions of names and shapes, standard library only. Every rank computes t
 nothing here reads a tensor, a process group or the clock.
 """
 
-from lwopt_backend.plan.atoms import Atom, TrainedParam
+from lwopt_backend.plan.atoms import Atom, Cut, TrainedParam
 from lwopt_backend.plan.cost import MACHINES, Machine, StepTime, machine_of
 from lwopt_backend.plan.exchange import Segment, Transfer
 from lwopt_backend.plan.layouts import FlatPartition, Fragment, Layout, ParameterPartition, Replicas
-from lwopt_backend.plan.mesh import MeshLayout, Sharding
+from lwopt_backend.plan.mesh import MeshLayout, Sharding, TensorShards
 from lwopt_backend.plan.owners import POLICIES, MatrixPlan, Ownership, plan_matrices, plan_spread
 
 __all__ = [
     "MACHINES",
     "POLICIES",
     "Atom",
+    "Cut",
     "FlatPartition",
     "Fragment",
     "Layout",
@@ -28,6 +29,7 @@ __all__ = [
     "Segment",
     "Sharding",
     "StepTime",
+    "TensorShards",
     "Transfer",
     "machine_of",
     "plan_matrices",

@@ -4,8 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Dimension ``dim`` of a parameter is cut into equal parts, one for each of ``ranks`` tensor-parallel ranks.
+
+    ``shared``: of a fused weight, each rank has a part of every matrix in it, e.g. of q, k and v; ``parts`` are its
+    rows of each, if the host tells them.
+    """
+
+    dim: int
+    ranks: int
+    shared: bool = True
+    parts: tuple[int, ...] = ()
+
+    def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The whole parameter's shape, from a shard's."""
+        return tuple(size * self.ranks if dim == self.dim else size for dim, size in enumerate(shape))
+
+    def local(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """A shard's shape, from the whole parameter's."""
+        return tuple(size // self.ranks if dim == self.dim else size for dim, size in enumerate(shape))
+
+    def __str__(self) -> str:
+        return f"{('rows', 'columns')[self.dim] if self.dim < 2 else f'dim {self.dim}'} cut over {self.ranks} TP ranks"
 
 
 @dataclass(frozen=True)
@@ -14,7 +39,8 @@ class TrainedParam:
 
     ``shape`` is the whole parameter's, ``dtype`` the model's, e.g. ``"bfloat16"``. ``rule`` is a name in the registry
     (``"muon"``, ``"adamw"``), ``group`` the number of its param group. ``transposed`` is as in ``Atom``; a ``tied``
-    parameter is used several times. ``blocks`` are its matrices; an element-wise parameter has none.
+    parameter is used several times. ``blocks`` are its matrices; an element-wise parameter has none. ``cut`` is that
+    of tensor parallelism; ``parts`` are the rows that each rank has of every part of a fused weight, or of its bias.
     """
 
     name: str
@@ -25,28 +51,52 @@ class TrainedParam:
     transposed: bool = False
     tied: bool = False
     blocks: tuple[Block, ...] = ()
+    cut: Cut | None = None
+    parts: tuple[int, ...] = ()
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape on one tensor-parallel rank."""
+        return self.shape if self.cut is None else self.cut.local(self.shape)
+
+    @property
+    def matrices(self) -> list[str]:
+        """Which elements of the whole parameter its matrices have; of those of which each rank has a part, in order."""
+        if self.cut is None or len(self.parts) != len(self.blocks):
+            return list(map(str, self.blocks))
+        pairs = zip(accumulate(self.parts, initial=0), self.parts)
+        rows = [Stripes(start * self.cut.ranks, size * self.cut.ranks) for start, size in pairs]
+        return [str(replace(block, rows=of)) for block, of in zip(self.blocks, rows)]
+
+    @property
+    def tiles(self) -> int:
+        """As in ``Atom``."""
+        return self.cut.ranks if self.cut is not None and self.cut.dim == 1 else 1
+
     def line(self) -> str:
         """The line that must be equal on all ranks, in a fixed spelling (see ``runtime.agreement``)."""
         shape = "x".join(map(str, self.shape))
-        return f"{self.name} {shape} {self.dtype} {self.rule}{' transposed' if self.transposed else ''}"
+        more = f"{' transposed' if self.transposed else ''}{f', {self.cut}' if self.cut else ''}"
+        return f"{self.name} {shape} {self.dtype} {self.rule}{more}"
 
 
 @dataclass(frozen=True, slots=True)
 class Atom:
     """One independent matrix, stored in ``shape`` (rows, columns), whose update costs ``cost`` flops at its owner.
 
-    A matrix rule expects (outputs, inputs); a ``transposed`` matrix is stored as (inputs, outputs).
+    A matrix rule expects (outputs, inputs); a ``transposed`` matrix is stored as (inputs, outputs). Elements are
+    numbered as they are stored: of a matrix in ``tiles``, equal parts of the columns, one part after the other.
     """
 
     name: str
     shape: tuple[int, int]
     cost: int
     transposed: bool = False
+    tiles: int = 1
 
     @property
     def rule_shape(self) -> tuple[int, int]:
@@ -202,6 +252,16 @@ class Block:
 # Divisions of a matrix's outputs: a name and indices for every part
 
 Parts = Sequence[tuple[str, Stripes]]
+
+
+def repeated(parts: Parts, size: int, times: int) -> Parts:
+    """Parts of ``size`` outputs, several times one after the other: q, k, v, q, k, v, ..."""
+    if len(parts) == 1:
+        return [(parts[0][0], Stripes(0, size * times))]
+    pitches = [size if run.count == 1 else run.pitch for _, run in parts]
+    return [
+        (name, Stripes(run.start, run.length, run.count * times, pitch)) for (name, run), pitch in zip(parts, pitches)
+    ]
 
 
 def undivided(size: int) -> Parts:

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from lwopt_backend.plan.atoms import Block, Stripes
 
@@ -205,9 +205,8 @@ class Layout(Protocol):
     @property
     def world_size(self) -> int: ...
 
-    @property
-    def copies_keep_state(self) -> bool:
-        """Whether the rank of every copy keeps the state of its piece, or only the rank that sends it."""
+    def keeps_state(self, index: int, rank: int, owner: int) -> bool:
+        """Whether ``rank``, which has a fragment of parameter ``index``, keeps the state of that."""
 
     def fragments(self, index: int) -> Sequence[Fragment]:
         """Every rank's fragment of parameter ``index``, in rank order, copies included; empty ones are left out."""
@@ -232,7 +231,9 @@ class Partition:
     """Storage in which a rank has one contiguous range of a parameter; the next rank begins after ``size`` elements."""
 
     __slots__ = ()
-    copies_keep_state: ClassVar[bool] = True
+
+    def keeps_state(self, index: int, rank: int, owner: int) -> bool:
+        return True
 
     def span(self, index: int) -> tuple[int, int, int, int]:
         """Where parameter ``index`` begins in what is cut, its elements, a rank's ``size``, and its base."""
@@ -373,10 +374,11 @@ class ParameterPartition(Partition):
 class Replicas:
     """Every rank stores every parameter; the owner uses its own copy, and it alone keeps the state."""
 
-    copies_keep_state: ClassVar[bool] = False
-
     world_size: int
     numels: tuple[int, ...]
+
+    def keeps_state(self, index: int, rank: int, owner: int) -> bool:
+        return rank == owner
 
     def fragments(self, index: int) -> tuple[Fragment, ...]:
         return tuple(Fragment(rank, 0, self.numels[index], 0) for rank in range(self.world_size))
@@ -491,9 +493,10 @@ class BlockPartition(Blocks, Partition):
 class BlockReplicas(Blocks):
     """Every rank stores every parameter, in a tensor of its own, and so every block. A plan's ``Layout``."""
 
-    copies_keep_state: ClassVar[bool] = False
-
     storage: Replicas
+
+    def keeps_state(self, index: int, rank: int, owner: int) -> bool:
+        return rank == owner
 
     def fragment(self, index: int, rank: int) -> Fragment:
         block = self.blocks[index]

@@ -1,16 +1,28 @@
-"""Parameters over a device mesh, as DTensors store them: every rank has one box of every parameter, or none."""
+"""Parameters over a device mesh, as DTensors store them: every rank has one box of every parameter, or none.
+
+And over tensor- and data-parallel ranks, as ZeRO stores them: every rank has a part of its flat shard, or all of it.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar
 
-from lwopt_backend.plan.atoms import Block
-from lwopt_backend.plan.layouts import Fragment, Span, box_views, rectangle
+from lwopt_backend.plan.atoms import Block, TrainedParam
+from lwopt_backend.plan.layouts import (
+    FlatPartition,
+    Fragment,
+    Replicas,
+    Span,
+    View,
+    box_views,
+    boxes_of,
+    range_views,
+    rectangle,
+)
 
 Coordinate = tuple[int, ...]
 
@@ -99,8 +111,6 @@ def _chunk(span: Span, parts: int, index: int) -> Span:
 class MeshLayout:
     """Matrices over one device mesh. ``coordinates[rank]`` is the mesh coordinate of a rank of the exchange group."""
 
-    copies_keep_state: ClassVar[bool] = True
-
     coordinates: tuple[Coordinate, ...]
     shardings: tuple[Sharding, ...]
     _held: dict[Sharding, dict[int, Fragment]] = field(default_factory=dict, compare=False, repr=False)
@@ -131,6 +141,9 @@ class MeshLayout:
         mine, theirs = self.coordinates[rank], self.coordinates[owner]
         return all(mine[i] == theirs[i] for i in self.shardings[index].copied)
 
+    def keeps_state(self, index: int, rank: int, owner: int) -> bool:
+        return True
+
     def kind(self, index: int) -> Sharding:
         return self.shardings[index]
 
@@ -143,3 +156,112 @@ class MeshLayout:
             parts = (sharding.fragment(rank, coordinate) for rank, coordinate in enumerate(self.coordinates))
             self._held[sharding] = {part.rank: part for part in parts if part is not None}
         return self._held[sharding]
+
+
+def in_whole(param: TrainedParam, shard: int, start: int, stop: int) -> Iterator[View]:
+    """Where the elements [start, stop) of a tensor-parallel rank's flattened shard are in the whole parameter, in
+    order."""
+    if param.cut is None:
+        yield View.of_range(start, stop)
+        return
+    local, dim, first = param.local_shape, param.cut.dim, 0
+    width = math.prod(local[1:])
+    for rows in param.parts or local[:1]:
+        low, high = max(start, first * width), min(stop, (first + rows) * width)
+        for corner, sizes in boxes_of(local, low, high):
+            begin = [
+                place + shard * size if i == dim > 0 else place for i, (place, size) in enumerate(zip(corner, local))
+            ]
+            if dim == 0 and low < high:
+                begin[0] += first * (param.cut.ranks - 1) + shard * rows
+            yield View.of_box(param.shape, list(zip(begin, sizes)))
+        first += rows
+
+
+@dataclass(frozen=True)
+class TensorShards:
+    """Matrices that tensor parallelism cuts, or copies. A rank stores its shards as ``storage`` says.
+
+    ``places[rank]`` has the tensor- and the data-parallel rank of a rank of the exchange group. The elements of a
+    parameter that is ``cut`` are numbered shard by shard; ``blocks`` are numbered so, too, ``params`` has their
+    parameters.
+
+    ::
+
+        0  1  2  3        0  1 |  6  7        a 2 x 4 matrix cut by rows, a 3 x 4 matrix cut by columns, over 2 ranks
+        ----------        2  3 |  8  9
+        4  5  6  7        4  5 | 10 11        by ZeRO-1/2 on 3 data-parallel ranks (0, 1) has elements 2 and 3 of it
+
+    """
+
+    places: tuple[tuple[int, int], ...]
+    storage: FlatPartition | Replicas
+    params: tuple[int, ...]
+    blocks: tuple[Block, ...]
+    cut: tuple[bool, ...]
+    _views: dict[tuple[int, int], tuple[View, ...]] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def world_size(self) -> int:
+        return len(self.places)
+
+    @cached_property
+    def _ranks(self) -> dict[tuple[int, int], int]:
+        return {place: rank for rank, place in enumerate(self.places)}
+
+    def beside(self, rank: int) -> list[int]:
+        """The ranks that have the same shards as ``rank``, in data-parallel order."""
+        tensor = self.places[rank][0]
+        return [self._ranks[place] for place in sorted(self.places) if place[0] == tensor]
+
+    def fragments(self, index: int) -> tuple[Fragment, ...]:
+        held = {part.rank for part in self.storage.fragments(self.params[index])}
+        ranks = sorted(rank for (_, data), rank in self._ranks.items() if data in held)
+        return tuple(part for rank in ranks if (part := self.fragment(index, rank)) is not None)
+
+    def fragment(self, index: int, rank: int) -> Fragment | None:
+        part, block, shift = self._part(index, rank)
+        if part is None:
+            return None
+        start, stop = block.before(shift + part.start), block.before(shift + part.stop)
+        offset = part.offset - part.start - shift
+        return Fragment(rank, start, stop, offset + block.flat(start)) if start < stop else None
+
+    def views(self, index: int, rank: int) -> tuple[View, ...]:
+        """Views of the fragment of block ``index`` in the flat tensor of ``rank``, in order; none if it is empty."""
+        if (index, rank) not in self._views:  # used in every step
+            part, block, shift = self._part(index, rank)
+            found = () if part is None else range_views(block, shift + part.start, shift + part.stop, part.offset)
+            self._views[index, rank] = found
+        return self._views[index, rank]
+
+    def _part(self, index: int, rank: int) -> tuple[Fragment | None, Block, int]:
+        """What ``rank`` stores of its shard of the block's parameter, and where that shard begins."""
+        param, (tensor, data) = self.params[index], self.places[rank]
+        shift = tensor * self.storage.numels[param] if self.cut[param] else 0
+        return self.storage.fragment(param, data), self.blocks[index], shift
+
+    def sources(self, index: int, owner: int) -> tuple[Fragment, ...]:
+        """Of copies, those of the owner's own tensor-parallel rank, and at stage 0 of its own data-parallel rank."""
+        return tuple(part for part in self.fragments(index) if self.is_source(index, part.rank, owner))
+
+    def is_source(self, index: int, rank: int, owner: int) -> bool:
+        near = self.cut[self.params[index]] or self.places[rank][0] == self.places[owner][0]
+        return near and self.keeps_state(index, rank, owner)
+
+    def keeps_state(self, index: int, rank: int, owner: int) -> bool:
+        """At stage 0, only one of the ranks that store a shard, so that the ranks of every shard have its state."""
+        return isinstance(self.storage, FlatPartition) or self.places[rank][1] == self.places[owner][1]
+
+    def kind(self, index: int) -> Hashable:
+        param = self.params[index]
+        return self.storage.kind(param), self.cut[param], self.blocks[index]
+
+    def place(self, index: int) -> str:
+        param = self.params[index]
+        whose = "shard" if self.cut[param] else "copy"
+        return f"{self.blocks[index]}, {whose} {self.storage.place(param)} of {self.places}"
+
+    def stored_numel(self, rank: int) -> int:
+        """Elements of parameters, without padding, that ``rank`` stores."""
+        return self.storage.stored_numel(self.places[rank][1])

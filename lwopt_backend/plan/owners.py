@@ -255,7 +255,7 @@ class MatrixPlan:
         """Whether ``rank`` keeps the state of a piece of ``atom``."""
         if self.layout.fragment(atom, rank) is None:
             return False
-        return self.layout.copies_keep_state or self.ownership.owners[atom] == rank
+        return self.layout.keeps_state(atom, rank, self.ownership.owners[atom])
 
     def stays(self, bucket: int) -> bool:
         """Whether the owners of the bucket's atoms already store them whole, so that nothing is sent to them."""

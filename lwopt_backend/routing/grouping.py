@@ -26,6 +26,7 @@ from lwopt_backend.routing.routing import (
     by_glob,
     check_all_globs,
     check_globs,
+    cut_of,
     full_shape,
     named_like,
     named_parameters,
@@ -137,7 +138,8 @@ class Grouping:
         trained = {id(param) for group in self.groups for param in group["params"]}
         shapes = {route.name: route.shape for route in self.routes}
         names = [name for key, name in self.names.items() if key in trained]
-        return RowScaling({name: shapes[name] for name in names}, self.transposed, self.matrices_in)
+        cut = {route.name for route in self.routes if route.cut is not None}
+        return RowScaling({name: shapes[name] for name in names}, self.transposed, self.matrices_in, cut)
 
     def matrices_in(self, name: str) -> tuple[Block, ...]:
         """The matrices in a parameter; none if the matrix rule does not update it."""
@@ -154,8 +156,18 @@ class Grouping:
             name in self.transposed,
             name in self.tied,
             self.matrices_in(name),
+            cut_of(param),
+            self._parts(name, param),
             param=param,
         )
+
+    def _parts(self, name: str, param: Tensor) -> tuple[int, ...]:
+        """As in ``TrainedParam``; a bias has those of the weight beside it."""
+        cut, weight = cut_of(param), f"{name.rpartition('.')[0]}.weight"
+        if cut is None or cut.dim > 0:
+            return ()
+        divided = self.divided.get(name if name in self.divided or param.ndim > 1 else weight)
+        return cut.parts or (() if divided is None else divided.parts)
 
     @cached_property
     def tied(self) -> frozenset[str]:
@@ -207,7 +219,7 @@ def group_parameters(
     clip_groups = _clip_groups(config, everywhere)
     divided = divide(model, routes, AtomSettings.parse(config.atoms), elsewhere=elsewhere)
     said = {name: f": {matrices.reason}" for name, matrices in divided.items() if not matrices.is_plain}
-    routes = [replace(r, reason=r.reason + said.get(r.name, "")) for r in routes]
+    routes = [replace(r, reason=f"{r.reason}{said.get(r.name, '')}{f'; {r.cut}' if r.cut else ''}") for r in routes]
     return Grouping(routes, split(given, _are_matrices(routes, names), rules, names), names, divided, clip_groups)
 
 

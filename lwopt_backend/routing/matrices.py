@@ -7,14 +7,15 @@ parameter of two dimensions is one matrix, one of more is a stack of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 from torch import Tensor, nn
 
-from lwopt_backend.plan.atoms import Block, Grid, check_cover, divided, grouped, matrices_of, undivided
+from lwopt_backend.plan.atoms import Block, Grid, check_cover, divided, grouped, matrices_of, repeated, undivided
 from lwopt_backend.routing.fused import Fusion, fused_weights
-from lwopt_backend.routing.routing import AtomSettings, Route, blocks_of, check_globs, named_parameters
+from lwopt_backend.routing.routing import AtomSettings, Division, Route, blocks_of, check_globs, named_parameters
 
 SHOWN = 4  # names of parts that are printed
 
@@ -23,12 +24,14 @@ SHOWN = 4  # names of parts that are printed
 class Divided:
     """The matrices of one parameter, together exactly its elements. ``reason`` is empty for a plain matrix.
 
-    ``is_plain`` if nothing is known or set: its route already says whether it is a matrix or a stack.
+    ``is_plain`` if nothing is known or set: its route already says whether it is a matrix or a stack. ``parts`` are as
+    in ``TrainedParam``.
     """
 
     blocks: tuple[Block, ...]
     reason: str = ""
     is_plain: bool = False
+    parts: tuple[int, ...] = ()
 
 
 def divide(
@@ -46,15 +49,20 @@ def divide(
     params = {name: param for name, param in named_parameters(model)}
     by_id = {id(params[route.name]): route for route in routes}
 
-    def sizes(param: Tensor) -> tuple[int, int] | None:
-        """Outputs and inputs."""
+    def sizes(param: Tensor, *, of_shard: bool = False) -> tuple[int, int] | None:
+        """Outputs and inputs, of the parameter or of a tensor-parallel rank's shard of it."""
         route = by_id.get(id(param))
         if route is None or len(route.shape) < 2:
             return None
-        rows, columns = route.shape[-2:]
+        shape = route.cut.local(route.shape) if of_shard and route.cut is not None else route.shape
+        rows, columns = shape[-2:]
         return (columns, rows) if route.transposed else (rows, columns)
 
     fused = fused_weights(model, sizes)
+    shared = {id(params[r.name]) for r in matrices if r.cut is not None and r.cut.shared}
+    if shared:
+        in_shards = fused_weights(model, partial(sizes, of_shard=True))
+        fused = {**fused, **{weight: of for weight, of in in_shards.items() if weight in shared}}
     reversed_kernels = {id(m.weight) for m in model.modules() if isinstance(m, nn.modules.conv._ConvTransposeNd)}
     found = {}
     for route in matrices:
@@ -65,6 +73,7 @@ def divide(
                 "dimension; it cannot be flattened"
             )
         found[route.name] = _divided(route, settings, fused.get(id(params[route.name])))
+        _check_cut(route, found[route.name].blocks)
         check_cover(route.name, found[route.name].blocks)
     return found
 
@@ -79,11 +88,18 @@ def _divided(route: Route, settings: AtomSettings, fused: Fusion | None) -> Divi
     setting = settings.of(route.names)
     shape = route.shape if setting is not None and setting[1] in ("stack", "flatten") else route.joined
     if setting is not None:
-        blocks = blocks_of(route.name, shape, route.transposed, *setting)
-        return Divided(blocks, f"{_described(blocks)}, set by atoms {setting[0]!r}")
+        blocks = blocks_of(route.name, shape, route.transposed, *setting, route.cut)
+        in_turn = isinstance(setting[1], Division) and setting[1].groups == 1
+        return Divided(
+            blocks, f"{_described(blocks)}, set by atoms {setting[0]!r}", parts=_parts(route, blocks, in_turn)
+        )
     if fused is not None and (fused.outputs or fused.inputs):
+        in_turn = all(run.count == 1 for _, run in fused.outputs)
+        if route.cut is not None and route.cut.shared and route.cut.dim == 0:  # the parts are those of a shard
+            size = shape[0] // route.cut.ranks
+            fused = replace(fused, outputs=repeated(fused.outputs, size, route.cut.ranks))
         blocks = _fused(shape, fused, transposed=route.transposed)
-        return Divided(blocks, f"{_described(blocks)}, {fused.why}")
+        return Divided(blocks, f"{_described(blocks)}, {fused.why}", parts=_parts(route, blocks, in_turn))
     if route.side_by_side:
         grid = Grid.of(shape, len(shape) - 2)
         blocks = divided(grid, grouped(("gate", "up"), [shape[-1] // 2] * 2), transposed=True)
@@ -92,6 +108,23 @@ def _divided(route: Route, settings: AtomSettings, fused: Fusion | None) -> Divi
     if fused is not None:
         return Divided(blocks, fused.why)
     return Divided(blocks, _described(blocks) if len(shape) > 2 else "", is_plain=True)
+
+
+def _parts(route: Route, blocks: Sequence[Block], in_turn: bool) -> tuple[int, ...]:
+    """The rows that every tensor-parallel rank has of each matrix, if these come ``in_turn`` and not in groups."""
+    if route.cut is None or len(blocks) < 2 or not in_turn or {b.rows.count for b in blocks} != {route.cut.ranks}:
+        return ()
+    return tuple(block.rows.length for block in blocks)
+
+
+def _check_cut(route: Route, blocks: Sequence[Block]) -> None:
+    """Raises ValueError for matrices that tensor parallelism cuts in a way that has no plan."""
+    if route.cut is not None and (len(route.shape) > 2 or (route.cut.dim == 1 and len(blocks) > 1)):
+        raise ValueError(
+            f"parameter {route.name!r} of shape {route.shape} ({route.reason}) has {route.cut} and is "
+            f"{_described(blocks)}; tensor parallelism may cut a parameter that is one matrix, or whose rows are those "
+            "of several: leave this one to the element-wise rule with 'exclude'"
+        )
 
 
 def _fused(shape: Sequence[int], fused: Fusion, *, transposed: bool) -> tuple[Block, ...]:

@@ -12,7 +12,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from lwopt_backend.config.options import Count, Options, glob_suggestion, option, parse, suggestion
-from lwopt_backend.plan.atoms import Block, Grid, Parts, divided, equal, grouped, undivided
+from lwopt_backend.plan.atoms import Block, Cut, Grid, Parts, Stripes, divided, equal, grouped, repeated, undivided
 from lwopt_backend.routing.fused import joined, side_by_side
 from lwopt_backend.routing.models import LORA, Adapter, lora_of
 from lwopt_backend.routing.output_heads import EMBEDDINGS, Use, output_heads, plain_name, uses_of
@@ -117,9 +117,9 @@ class AtomSettings:
 
 
 def blocks_of(
-    name: str, shape: Sequence[int], transposed: bool, glob: str, setting: Word | Division
+    name: str, shape: Sequence[int], transposed: bool, glob: str, setting: Word | Division, cut: Cut | None = None
 ) -> tuple[Block, ...]:
-    """The blocks of parameter ``name`` by a setting. Raises ValueError if it does not fit the shape."""
+    """The blocks of parameter ``name`` by a setting. Raises ValueError if it does not fit the shape, or the ``cut``."""
     whose = f"atoms {glob!r}: {name!r} of shape {tuple(shape)}"
     if setting in ("stack", "flatten") and len(shape) < 3:
         raise ValueError(f"{whose}: {setting!r} is for parameters of three dimensions or more")
@@ -127,7 +127,19 @@ def blocks_of(
         return divided(Grid.of(shape, 0), undivided(shape[0]))
     outputs = shape[-1] if transposed else shape[-2]
     parts = setting.parts(outputs, whose) if isinstance(setting, Division) else undivided(outputs)
+    if cut is not None and cut.shared and isinstance(setting, Division) and setting.heads is None:
+        parts = _on_each_rank(parts, outputs, cut.ranks, whose)
     return divided(Grid.of(shape, len(shape) - 2), parts, transposed=transposed)
+
+
+def _on_each_rank(parts: Parts, outputs: int, ranks: int, whose: str) -> Parts:
+    """``parts``, if each of ``ranks`` has a part of every one; those that come in groups are cut between groups."""
+    if any(run.count > 1 for _, run in parts):
+        return parts
+    if any(run.length % ranks for _, run in parts):
+        raise ValueError(f"{whose}: its parts, of {[run.length for _, run in parts]} outputs, do not divide by {ranks}")
+    of_one = [(name, Stripes(run.start // ranks, run.length // ranks)) for name, run in parts]
+    return repeated(of_one, outputs // ranks, ranks)
 
 
 # Which parameters go to the matrix rule: decided by the model's structure, overridden by name, always printed.
@@ -153,7 +165,8 @@ class Route:
     """The route of one parameter, and its reason. ``aliases`` are the other names of a tied parameter.
 
     A ``stack`` has a matrix in its last two dimensions for every index of the others; a ``transposed`` matrix is stored
-    as (inputs, outputs), two ``side_by_side`` as (outputs, 2, inputs). ``rule`` is set once it is known.
+    as (inputs, outputs), two ``side_by_side`` as (outputs, 2, inputs). ``rule`` is set once it is known. ``shape`` is
+    the whole parameter's, ``cut`` how tensor parallelism cuts it.
     """
 
     name: str
@@ -164,6 +177,7 @@ class Route:
     stack: bool = False
     transposed: bool = False
     rule: str = ""
+    cut: Cut | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -232,7 +246,7 @@ def route_part(
         if set_so is not None and kind == "elementwise" and _first_match(names, exclude) is None:
             kind, reason = "matrix", set_so
         reason += ", stored transposed" if kind == "matrix" and transposed else ""
-        routes.append(Route(name, shape, kind, reason, tuple(names[1:]), stack, transposed))
+        routes.append(Route(name, shape, kind, reason, tuple(names[1:]), stack, transposed, cut=cut_of(param)))
     return routes
 
 
@@ -246,8 +260,8 @@ def _by_structure(shape: Sequence[int], uses: Sequence[Use], head: str | None) -
     added = next((use.adapter for use in uses if use.adapter is not None), None)
     if added is not None:
         return _by_adapter(added, shape, head)
-    if any(isinstance(use.module, EMBEDDINGS) for use in uses):
-        tied = [use.module_name for use in uses if not isinstance(use.module, EMBEDDINGS)]
+    if any(_is_embedding(use.module) for use in uses):
+        tied = [use.module_name for use in uses if not _is_embedding(use.module)]
         return "elementwise", f"embedding, tied to {tied[0]}" if tied else "embedding"
     if len(shape) != 2:
         return "elementwise", f"{len(shape)}-D"
@@ -266,6 +280,11 @@ def _by_structure(shape: Sequence[int], uses: Sequence[Use], head: str | None) -
         return "elementwise", "no elements"
     one = vector(shape)
     return ("matrix", "2-D weight") if one is None else ("elementwise", one)
+
+
+def _is_embedding(module: nn.Module) -> bool:
+    """Whether it is torch's, or one of Megatron's or AutoTP's that tensor-parallel ranks share."""
+    return isinstance(module, EMBEDDINGS) or type(module).__name__.endswith("ParallelEmbedding")
 
 
 def vector(shape: Sequence[int]) -> str | None:
@@ -373,9 +392,19 @@ def check_globs(
         raise ValueError(f"{option}: {glob!r} matches no parameter name; {hint}")
 
 
+CUT = "_lwopt_cut"  # attribute of a parameter that tensor parallelism cuts
+
+
+def cut_of(param: Tensor) -> Cut | None:
+    """How tensor parallelism cuts the parameter, as an integration has marked it."""
+    return getattr(param, CUT, None)
+
+
 def full_shape(param: Tensor) -> tuple[int, ...]:
-    """The parameter's shape, even if DeepSpeed's ZeRO-3 has partitioned it and shows an empty tensor."""
-    return tuple(getattr(param, "ds_shape", param.shape))
+    """The parameter's shape, even if DeepSpeed's ZeRO-3 has partitioned it and shows an empty tensor, or if tensor
+    parallelism cuts it."""
+    shape, cut = tuple(getattr(param, "ds_shape", param.shape)), cut_of(param)
+    return shape if cut is None else cut.whole(shape)
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

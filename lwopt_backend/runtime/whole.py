@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lwopt_backend.plan import Atom
+from lwopt_backend.plan import Atom, TensorShards
 from lwopt_backend.plan.atoms import Block
 from lwopt_backend.plan.layouts import Partition, Span, View, box_views
 from lwopt_backend.rules import MatrixRule, OwnerStateRule, WeightRule
@@ -61,7 +61,7 @@ class Storage:
 class FlatStorage(Storage):
     """Views of a rank's flat partition, as ZeRO stores it. Copies nothing."""
 
-    def __init__(self, layout: Partition, rank: int, slices: Slices) -> None:
+    def __init__(self, layout: Partition | TensorShards, rank: int, slices: Slices) -> None:
         super().__init__()
         self._layout = layout
         self._rank = rank
@@ -146,23 +146,25 @@ class WholeMatrices:
     def transform(self, rule: MatrixRule, atoms: Sequence[int], stack: Tensor) -> Sequence[Tensor]:
         """The update of each matrix of a batch, in the shape of the stored matrix."""
         stack = stack.to(self._rule_device)
-        transposed = self._atoms[atoms[0]].transposed
+        transposed, tiles = self._atoms[atoms[0]].transposed, self._atoms[atoms[0]].tiles
         with phase(of_rule(_name(rule))):
+            stack = _side_by_side(stack, tiles)
             stack = stack.mT.contiguous() if transposed else stack
             if isinstance(rule, OwnerStateRule):
                 update = rule.transform_with(stack, self.owner_state.of(atoms[0], rule))
             else:
                 update = rule.transform(stack)
             update = sampled(_name(rule), update)
-            update = update.mT if transposed else update
+            update = _in_tiles(update.mT if transposed else update, tiles)
             if self._batch_numel:  # then all are copied on in one operation
                 update = update.contiguous()
         return update.unbind(0) if len(atoms) > 1 else [update]
 
     def step_weight(self, rule: WeightRule, atom: int, value: Tensor, grad: Tensor) -> Tensor:
         """The new weight of a matrix, in the shape of the stored matrix; may change ``value`` in place."""
-        value, grad = (tensor.to(self._rule_device, torch.float32) for tensor in (value, grad))
-        transposed, state = self._atoms[atom].transposed, self.owner_state.of(atom, rule)
+        transposed, tiles = self._atoms[atom].transposed, self._atoms[atom].tiles
+        state = self.owner_state.of(atom, rule)
+        value, grad = (_side_by_side(t.to(self._rule_device, torch.float32), tiles) for t in (value, grad))
         if transposed:
             value, grad = value.T.contiguous(), grad.T.contiguous()
         first = not state
@@ -170,7 +172,7 @@ class WholeMatrices:
             rule.step(value, grad, state)
         if first:
             nested.check(state)
-        return value.T if transposed else value
+        return _in_tiles(value.T if transposed else value, tiles)
 
     def batches(self, atoms: Sequence[int], rules: Sequence[MatrixRule], *, alike: bool = True) -> Iterator[list[int]]:
         """Yield atoms of one rule, at most ``batch_numel`` elements or one atom at a time.
@@ -179,7 +181,7 @@ class WholeMatrices:
         """
         found: dict[tuple[Any, ...], list[int]] = {}
         for atom in atoms:
-            key = (self._atoms[atom].shape, self._atoms[atom].transposed) if alike else ()
+            key = (self._atoms[atom].shape, self._atoms[atom].transposed, self._atoms[atom].tiles) if alike else ()
             found.setdefault((id(rules[atom]), *key), []).append(atom)
         for members in found.values():
             single = alike and isinstance(rules[members[0]], (OwnerStateRule, WeightRule))
@@ -262,6 +264,25 @@ def directions_of(rule: MatrixRule, pieces: Sequence[Slices], *, advance: bool) 
     """
     grads, values, states = ([getattr(part, of) for part in pieces] for of in ("grad", "value", "state"))
     return rule.directions(grads, values, states, advance=advance)
+
+
+# Matrices in tiles (``Atom``)
+
+
+def _side_by_side(stack: Tensor, tiles: int) -> Tensor:
+    """Matrices with their columns in order, from matrices in tiles."""
+    if tiles == 1:
+        return stack
+    rows, columns = stack.shape[-2:]
+    return stack.view(*stack.shape[:-2], tiles, rows, columns // tiles).transpose(-3, -2).reshape(stack.shape)
+
+
+def _in_tiles(stack: Tensor, tiles: int) -> Tensor:
+    """What ``_side_by_side`` puts in order."""
+    if tiles == 1:
+        return stack
+    rows, columns = stack.shape[-2:]
+    return stack.reshape(*stack.shape[:-2], rows, tiles, columns // tiles).transpose(-3, -2).reshape(stack.shape)
 
 
 # Many tensors in one operation.

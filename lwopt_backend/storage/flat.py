@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,11 +21,13 @@ from lwopt_backend.plan import (
     MatrixPlan,
     ParameterPartition,
     Replicas,
+    TensorShards,
     TrainedParam,
     plan_matrices,
     plan_spread,
 )
-from lwopt_backend.plan.layouts import SUB_GROUP_SIZE, BlockPartition, BlockReplicas, Partition, View, in_blocks
+from lwopt_backend.plan.layouts import SUB_GROUP_SIZE, BlockPartition, BlockReplicas, Partition, in_blocks
+from lwopt_backend.plan.mesh import in_whole
 from lwopt_backend.plan.owners import modelled_time
 from lwopt_backend.qk_clip import RowScaling
 from lwopt_backend.rules import MatrixRule
@@ -83,7 +87,8 @@ HostLayout = FlatPartition | ParameterPartition | Replicas
 class GroupPlan:
     """The plan of parameters of one rule. ``matrices`` is None for an element-wise rule, which exchanges no gradients.
 
-    ``layout`` is that of the parameters, ``matrices.layout`` that of the atoms in them.
+    ``layout`` is that of the parameters, ``matrices.layout`` that of the atoms in them. Under tensor parallelism the
+    former is that of a rank's shards on its data-parallel ranks, the latter that of all ranks.
     """
 
     rule: str
@@ -92,6 +97,11 @@ class GroupPlan:
     options: tuple[str, ...]  # the rule's, one line each
     matrices: MatrixPlan | None
     state_bytes: tuple[int, ...]  # of the state of each rank
+
+    def place(self, rank: int) -> int:
+        """The rank in ``layout`` of a rank that exchanges these parameters."""
+        of_matrices = self.matrices.layout if self.matrices is not None else None
+        return of_matrices.places[rank][1] if isinstance(of_matrices, TensorShards) else rank
 
     def lines(self) -> list[str]:
         """The lines that must be equal on all ranks."""
@@ -116,40 +126,70 @@ def members_digest(plans: Sequence[GroupPlan]) -> str:
 
 
 def plan_group(
-    group: Mapping[str, Any], members: Sequence[TrainedParam], layout: HostLayout, config: ZeROConfig, machine: Machine
+    group: Mapping[str, Any],
+    members: Sequence[TrainedParam],
+    layout: HostLayout,
+    config: ZeROConfig,
+    machine: Machine,
+    places: Sequence[tuple[int, int]] = (),
 ) -> GroupPlan:
     """Plan ``members``, the parameters of the param group ``group``, stored in ``layout`` in that order.
 
-    Raises ValueError for a policy that the layout does not allow.
+    Under tensor parallelism, ``places`` are as in ``TensorShards``. Raises ValueError for a policy that the layout does
+    not allow.
     """
     rule = group["rule"]
     matrices = None
     if rule in registry.MATRIX_RULES:
         atoms = [atom for member in members for atom in registry.atoms_of(member, group)]
-        blocks = [member.blocks for member in members]
-        whole = all(len(of_param) == 1 for of_param in blocks)
-        of_atoms = layout if whole else in_blocks(layout, blocks)
+        of_atoms = _of_atoms(members, layout, places)
         matrices = _plan_atoms(atoms, of_atoms, registry.build_matrix_rule(group, config), config, machine)
     options = tuple(setting(f"{rule}.{key}", value) for key, value in registry.arguments(group).items())
     if not isinstance(layout, Replicas):
-        numels = [layout.partition_numel] * layout.world_size
+        numels = [layout.partition_numel] * (len(places) or layout.world_size)
     else:
         assert matrices is not None, "element-wise parameters are replicated, but stepped in partitions"
-        numels = matrices.owned_numels()
+        numels = [kept_numel(matrices, rank) for rank in range(len(places))] if places else matrices.owned_numels()
     state_bytes = tuple(registry.state_nbytes(numel, group) for numel in numels)
     return GroupPlan(rule, tuple(members), layout, options, matrices, state_bytes)
 
 
+def _of_atoms(
+    members: Sequence[TrainedParam], layout: HostLayout, places: Sequence[tuple[int, int]]
+) -> HostLayout | BlockPartition | BlockReplicas | TensorShards:
+    """The layout of the matrices in ``members``."""
+    if not places:
+        blocks = [member.blocks for member in members]
+        return layout if all(len(of_param) == 1 for of_param in blocks) else in_blocks(layout, blocks)
+    assert not isinstance(layout, ParameterPartition), "tensor parallelism at stage 3 is refused"
+    params = tuple(number for number, member in enumerate(members) for _ in member.blocks)
+    flat = tuple(block for member in members for block in member.blocks)
+    return TensorShards(tuple(places), layout, params, flat, tuple(member.cut is not None for member in members))
+
+
+def kept_bases(plan: MatrixPlan, rank: int) -> dict[int, int]:
+    """The offset of each matrix, or of the shard of it, whose state ``rank`` keeps, in its flat state, by atom."""
+    kept = [atom for atom in range(len(plan.atoms)) if plan.keeps_state(atom, rank)]
+    found = (plan.layout.fragment(atom, rank) for atom in kept)
+    return dict(zip(kept, accumulate((part.numel for part in found if part is not None), initial=0)))
+
+
+def kept_numel(plan: MatrixPlan, rank: int) -> int:
+    """The number of elements in the flat state of ``rank``."""
+    parts = (plan.layout.fragment(atom, rank) for atom in kept_bases(plan, rank))
+    return sum(part.numel for part in parts if part is not None)
+
+
 def _plan_atoms(
     atoms: Sequence[Atom],
-    layout: HostLayout | BlockPartition | BlockReplicas,
+    layout: HostLayout | BlockPartition | BlockReplicas | TensorShards,
     matrix_rule: MatrixRule,
     config: ZeROConfig,
     machine: Machine,
 ) -> MatrixPlan:
     """Assign owners by the policy where a matrix is stored almost whole on one rank, else by work."""
     wire = registry.wire_of(matrix_rule)
-    stored = layout.storage if isinstance(layout, (BlockPartition, BlockReplicas)) else layout
+    stored = layout.storage if isinstance(layout, (BlockPartition, BlockReplicas, TensorShards)) else layout
     if isinstance(stored, FlatPartition):
         return plan_matrices(
             atoms, layout, policy=config.policy, machine=machine, bucket_numel=config.bucket_numel, **wire
@@ -169,10 +209,14 @@ class UnitStepper:
     """Steps the parameters of ``plan``. Matrices are exchanged on ``device``; their rule runs on the ``ns_device``.
 
     ``matrices`` is the stepper of matrices, if a matrix rule steps them. Each step reads the current hyperparameters.
+    ``shard`` is the tensor-parallel rank.
     """
 
-    def __init__(self, plan: GroupPlan, collectives: Collectives, config: ZeROConfig, device: torch.device) -> None:
+    def __init__(
+        self, plan: GroupPlan, collectives: Collectives, config: ZeROConfig, device: torch.device, shard: int = 0
+    ) -> None:
         self._plan = plan
+        self._shard = shard
         self._collectives = collectives
         self._config = config
         self._device = device
@@ -216,22 +260,31 @@ class GroupStepper(UnitStepper):
     """Steps the fragments in ``flat``, this rank's partition of the parameters."""
 
     def __init__(
-        self, plan: GroupPlan, flat: Tensor, collectives: Collectives, config: ZeROConfig, device: torch.device
+        self,
+        plan: GroupPlan,
+        flat: Tensor,
+        collectives: Collectives,
+        config: ZeROConfig,
+        device: torch.device,
+        shard: int = 0,
     ) -> None:
-        super().__init__(plan, collectives, config, device)
+        super().__init__(plan, collectives, config, device, shard)
         self._flat = flat
 
     def _like(self) -> Tensor:
         return self._flat
 
     def pieces(self, state: Mapping[str, Tensor], first: int) -> Iterator[StatePiece]:
-        """The fragment of every parameter; some are empty."""
-        for index in range(len(self._plan.params)):
-            held = self._plan.layout.fragment(index, self._collectives.rank)
+        """The fragment of every parameter; some are empty, some of shards are in several pieces."""
+        for index, param in enumerate(self._plan.params):
+            held = self._plan.layout.fragment(index, self._plan.place(self._collectives.rank))
             offset, start, numel = (held.offset, held.start, held.numel) if held is not None else (0, 0, 0)
-            tensors = {key: t.narrow(0, offset, numel) if t.ndim else t for key, t in state.items()}
-            value = self._flat.detach().narrow(0, offset, numel)
-            yield StatePiece(first + index, View.of_range(start, start + numel), value, tensors)
+            for view in in_whole(param, self._shard, start, start + numel):
+                held_here = math.prod(view.sizes)
+                cut = [t.narrow(0, offset, held_here).view(view.sizes) if t.ndim else t for t in state.values()]
+                value = self._flat.detach().narrow(0, offset, held_here).view(view.sizes)
+                yield StatePiece(first + index, view, value, dict(zip(state, cut)))
+                offset += held_here
 
     def _weights(self) -> list[Tensor]:
         """What is not padding, which may hold anything."""
@@ -245,7 +298,7 @@ class GroupStepper(UnitStepper):
             report.attempt(self._elementwise.step, 0, group, [Slices(self._flat, grad, state)], self._weights)
             return
         rule, layout = registry.build_matrix_rule(group, self._config), planned.layout
-        assert isinstance(layout, Partition)
+        assert isinstance(layout, (Partition, TensorShards))
         elements = Slices(self._flat, grad, {key: state[key] for key in rule.state_keys})
         storage = FlatStorage(layout, self._collectives.rank, elements)
         self.matrices.step([rule] * len(planned.atoms), storage, report=report)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,14 +11,15 @@ from torch import Tensor
 
 from lwopt_backend.config.hosts import ZeROConfig
 from lwopt_backend.config.registry import build_matrix_rule
-from lwopt_backend.plan import FlatPartition
-from lwopt_backend.plan.atoms import Block
-from lwopt_backend.plan.layouts import View, range_views
+from lwopt_backend.plan import FlatPartition, TensorShards, TrainedParam
+from lwopt_backend.plan.atoms import Block, matrices_of
+from lwopt_backend.plan.layouts import Span, View, range_views
+from lwopt_backend.plan.mesh import in_whole
 from lwopt_backend.runtime.agreement import StepReport
 from lwopt_backend.runtime.collectives import EXCHANGE_BACK, Collectives, phase, sending
 from lwopt_backend.runtime.state import StatePiece, fill, part_of
 from lwopt_backend.runtime.whole import Slices, Storage, local_views
-from lwopt_backend.storage.flat import GroupPlan, UnitStepper
+from lwopt_backend.storage.flat import GroupPlan, UnitStepper, kept_bases, kept_numel
 
 # State of replicated parameters in a checkpoint: whole, parameter by parameter, as a single process would save it.
 #
@@ -27,17 +27,20 @@ from lwopt_backend.storage.flat import GroupPlan, UnitStepper
 
 
 def gather_whole(
-    plan: GroupPlan, state: Mapping[str, Any], ranks: Collectives, *, on_all: bool = False
+    plan: GroupPlan, state: Mapping[str, Any], ranks: Collectives, numbers: Sequence[int], *, on_all: bool = False
 ) -> list[dict[str, Any]] | None:
     """Every parameter's whole state, on the CPU of the first rank, or ``on_all``; None on the others. Called on all
-    ``ranks``."""
+    ``ranks``.
+
+    ``numbers`` are theirs in the plan. Under tensor parallelism, these are the ranks that have the same shards.
+    """
     whole: list[dict[str, Any]] = [{} for _ in plan.params]
     for key, value in state.items():
         if not isinstance(value, Tensor) or value.ndim == 0:
             for of_param in whole:
                 of_param[key] = value.clone() if isinstance(value, Tensor) else value
             continue
-        padded = value.new_zeros(max(state_numel(plan, rank) for rank in range(ranks.world_size)))
+        padded = value.new_zeros(max(state_numel(plan, rank) for rank in numbers))
         padded[: value.numel()] = value
         if on_all:
             received = padded.new_empty(padded.numel() * ranks.world_size)
@@ -48,8 +51,8 @@ def gather_whole(
         if flats is None:
             continue
         for param, of_param in zip(plan.params, whole):
-            of_param[key] = torch.empty(param.shape, dtype=value.dtype)
-        for rank, flat in enumerate(flats):
+            of_param[key] = torch.empty(param.local_shape, dtype=value.dtype)
+        for rank, flat in zip(numbers, flats, strict=True):
             for index, view, offset in _views(plan, rank):
                 part_of(whole[index][key], view).copy_(_part(flat, view, offset))
     return whole if on_all or ranks.rank == 0 else None
@@ -82,13 +85,14 @@ def _views(plan: GroupPlan, rank: int) -> Iterator[tuple[int, View, int]]:
             if held is not None:
                 yield index, View.of_range(held.start, held.stop), held.offset
         return
-    bases = owned_bases(plan, rank)
+    bases, layout = kept_bases(plan.matrices, rank), plan.matrices.layout
     blocks = [(index, block) for index, param in enumerate(plan.params) for block in param.blocks]
     for atom, (index, block) in enumerate(blocks):
         offset = bases.get(atom)
         if offset is None:
             continue
-        for view in range_views(block, 0, plan.params[index].numel, 0):
+        in_shard = layout.views(atom, rank) if isinstance(layout, TensorShards) else None
+        for view in range_views(block, 0, plan.params[index].numel, 0) if in_shard is None else in_shard:
             yield index, view, offset
             offset += math.prod(view.sizes)
 
@@ -100,11 +104,16 @@ def _views(plan: GroupPlan, rank: int) -> Iterator[tuple[int, View, int]]:
 
 
 def new_replicated_stepper(
-    plan: GroupPlan, params: Sequence[Tensor], collectives: Collectives, config: ZeROConfig, device: torch.device
+    plan: GroupPlan,
+    params: Sequence[Tensor],
+    collectives: Collectives,
+    config: ZeROConfig,
+    device: torch.device,
+    shard: int = 0,
 ) -> ReplicatedStepper:
     """The stepper of ``plan``, of matrices or element-wise. Matrices are exchanged on ``device``."""
     kind = ElementwiseReplicas if plan.matrices is None else MatrixReplicas
-    return kind(plan, params, collectives, config, device)
+    return kind(plan, params, collectives, config, device, shard)
 
 
 class ReplicatedStepper(UnitStepper):
@@ -117,8 +126,9 @@ class ReplicatedStepper(UnitStepper):
         collectives: Collectives,
         config: ZeROConfig,
         device: torch.device,
+        shard: int = 0,
     ) -> None:
-        super().__init__(plan, collectives, config, device)
+        super().__init__(plan, collectives, config, device, shard)
         self._params = params
 
     def _like(self) -> Tensor:
@@ -128,13 +138,30 @@ class ReplicatedStepper(UnitStepper):
     def pieces(self, state: Mapping[str, Tensor], first: int) -> Iterator[StatePiece]:
         """The whole weights of every parameter, with its counters; then the state of what this rank steps."""
         counters = {key: tensor for key, tensor in state.items() if not tensor.ndim}
-        for index, param in enumerate(self._params):
-            view = View.of_box(param.shape, [(0, size) for size in param.shape])
-            yield StatePiece(first + index, view, param.data, dict(counters))
+        for index, (param, trained) in enumerate(zip(self._params, self._plan.params)):
+            values = [param.data] if not trained.parts else param.data.split(trained.parts)
+            views = list(in_whole(trained, self._shard, 0, param.numel()))
+            if trained.cut is None:
+                views = [View.of_box(param.shape, [(0, size) for size in param.shape])]
+            for view, value in zip(views, values, strict=True):
+                yield StatePiece(first + index, view, value, dict(counters))
         flats = {key: tensor for key, tensor in state.items() if tensor.ndim}
         for index, view, offset in _views(self._plan, self._collectives.rank):
-            tensors = {key: _part(flat, view, offset) for key, flat in flats.items()}
-            yield StatePiece(first + index, view, None, tensors)
+            for in_param in self._in_whole(self._plan.params[index], view):
+                tensors = {key: _part(flat, in_param, offset) for key, flat in flats.items()}
+                yield StatePiece(first + index, in_param, None, tensors)
+                offset += math.prod(in_param.sizes)
+
+    def _in_whole(self, param: TrainedParam, view: View) -> Iterator[View]:
+        """The elements ``view`` of this rank's shard as elements of the whole parameter, in order."""
+        if param.cut is None:
+            yield view
+            return
+        starts = [view.offset]  # of its runs: of one row after another
+        if len(view.sizes) > 1:
+            starts = [view.offset + row * view.strides[0] for row in range(view.sizes[0])]
+        for start in starts:
+            yield from in_whole(param, self._shard, start, start + view.sizes[-1])
 
 
 class MatrixReplicas(ReplicatedStepper):
@@ -142,8 +169,10 @@ class MatrixReplicas(ReplicatedStepper):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._places = [(p, block) for p, param in zip(self._params, self._plan.params) for block in param.blocks]
-        self._bases = owned_bases(self._plan, self._collectives.rank)
+        assert self._plan.matrices is not None
+        pairs = zip(self._params, self._plan.params)
+        self._places = [(p, *place) for p, trained in pairs for place in _places(trained, self._shard)]
+        self._bases = kept_bases(self._plan.matrices, self._collectives.rank)
 
     def step(self, group: Mapping[str, Any], state: dict[str, Any], report: StepReport) -> None:
         """From the parameters' gradients, which are equal on all ranks."""
@@ -153,21 +182,33 @@ class MatrixReplicas(ReplicatedStepper):
         self.matrices.step([rule] * len(self._places), replicas, report=report)
 
 
-class _Replicas(Storage):
-    """Whole matrices, with the state of those that this rank owns."""
+Place = tuple[Tensor, Block, Sequence[int], Sequence[Span]]  # the last three as ``local_views`` takes them
 
-    def __init__(
-        self, places: Sequence[tuple[Tensor, Block]], bases: Mapping[int, int], state: Mapping[str, Tensor]
-    ) -> None:
+
+def _places(param: TrainedParam, shard: int) -> Iterator[tuple[Block, Sequence[int], Sequence[Span]]]:
+    """Where the matrices of a parameter are in its tensor, which is ``shard`` of it."""
+    if param.tiles > 1:  # the elements of a shard are in order, those of the matrix are in tiles
+        (block,) = matrices_of(param.local_shape)
+        yield block, param.local_shape, [(0, size) for size in param.local_shape]
+        return
+    box = [(0, size) for size in param.local_shape]
+    if param.cut is not None:
+        box[0] = (shard * param.local_shape[0], param.local_shape[0])
+    yield from ((block, param.shape, box) for block in param.blocks)
+
+
+class _Replicas(Storage):
+    """Whole matrices or shards of them, with the state of those that this rank keeps."""
+
+    def __init__(self, places: Sequence[Place], bases: Mapping[int, int], state: Mapping[str, Tensor]) -> None:
         super().__init__()
         self._places = places
         self._bases = bases
         self._state = state
 
     def _views_of(self, index: int) -> Sequence[Slices]:
-        param, block = self._places[index]
-        box = [(0, size) for size in param.shape]
-        values, grads = (local_views(t, block, param.shape, box) for t in (param.data, _grad(param)))
+        param, block, shape, box = self._places[index]
+        values, grads = (local_views(t, block, shape, box) for t in (param.data, _grad(param)))
         base = self._bases.get(index)
         if base is None:
             return [Slices(value, grad, {}) for value, grad in zip(values, grads)]
@@ -225,15 +266,7 @@ def state_numel(plan: GroupPlan, rank: int) -> int:
     if plan.matrices is None:
         assert isinstance(plan.layout, FlatPartition)
         return plan.layout.partition_numel
-    return plan.matrices.owned_numels()[rank]
-
-
-def owned_bases(plan: GroupPlan, rank: int) -> dict[int, int]:
-    """The offset of each matrix that ``rank`` owns in its flat state, by atom."""
-    assert plan.matrices is not None
-    owned = [index for index, owner in enumerate(plan.matrices.ownership.owners) if owner == rank]
-    ends = accumulate((plan.matrices.atoms[index].numel for index in owned), initial=0)
-    return dict(zip(owned, ends))
+    return kept_numel(plan.matrices, rank)
 
 
 def _grad(param: Tensor) -> Tensor:

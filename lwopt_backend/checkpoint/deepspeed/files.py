@@ -57,42 +57,52 @@ def names_in(folder: Path) -> list[str]:
         return []
 
 
-def check_parts(tag: Path) -> None:
-    """Raises CheckpointError for the parts of model-parallel ranks that are no pipeline stages."""
+def model_parallel_ranks(tag: Path) -> list[int]:
+    """The numbers of the model-parallel ranks, or pipeline stages, that have files of model states."""
+    return sorted({int(match[2]) for match in map(MODEL.fullmatch, names_in(tag)) if match})
+
+
+def not_told(tag: Path, ranks: int) -> CheckpointError:
+    return CheckpointError(
+        f"{tag} holds the parts of {ranks} model-parallel ranks; how they fit together is not in the checkpoint. "
+        f"{CONVERT.capitalize()}"
+    )
+
+
+def check_layers(tag: Path) -> None:
+    """Raises CheckpointError for files of layers that are of no pipeline, or of one with experts."""
     names = names_in(tag)
-    ranks = {int(match[2]) for match in map(MODEL.fullmatch, names) if match}
     layers = [name for name in names if name.startswith("layer_") and not OF_EXPERT.fullmatch(name)]
-    if not all(map(LAYER.fullmatch, layers)) or len(ranks) > 1 and not layers:
-        raise CheckpointError(
-            f"{tag} holds the parts of {max(2, len(ranks))} model-parallel ranks; how they fit together is not in the "
-            f"checkpoint. {CONVERT.capitalize()}"
-        )
+    if not all(map(LAYER.fullmatch, layers)):
+        raise not_told(tag, max(2, len(model_parallel_ranks(tag))))
     if layers and any(map(OF_EXPERT.fullmatch, names)):
         raise CheckpointError(f"{tag} is of a pipeline with experts, which is not read here; {CONVERT}")
 
 
-def model_files(tag: Path, stage: int | None = None) -> list[Path]:
-    """A pipeline stage's files of model states, by data-parallel rank; one at stages 0 to 2 of ZeRO. Raises
-    CheckpointError if one is missing; and without ``stage``, if other files have parts of the model."""
-    if stage is None:
-        check_parts(tag)
+def model_files(tag: Path, part: int | None = None) -> list[Path]:
+    """A pipeline stage's or a tensor-parallel rank's files of model states, by data-parallel rank; one at stages 0 to 2
+    of ZeRO. Raises CheckpointError if one is missing; and without ``part``, if other files have parts of the model."""
+    if part is None:
+        check_layers(tag)
         if apart := [name for name in names_in(tag) if name.startswith("layer_")]:
             raise CheckpointError(
                 f"{tag} has parts of the model in files of their own ({apart[0]}), as pipelines and expert parallelism "
                 "write them; convert it with lwopt convert --to universal, and give the folder it makes"
             )
-        stage = 0
-    matches = [match for match in map(MODEL.fullmatch, names_in(tag)) if match and int(match[2]) == stage]
-    return _complete(tag, {int(match[1] or 0): match[0] for match in matches}, f"mp_rank_{stage:02d}_model_states.pt")
+        part, *others = model_parallel_ranks(tag) or [0]
+        if others:
+            raise not_told(tag, 1 + len(others))
+    matches = [match for match in map(MODEL.fullmatch, names_in(tag)) if match and int(match[2]) == part]
+    return _complete(tag, {int(match[1] or 0): match[0] for match in matches}, f"mp_rank_{part:02d}_model_states.pt")
 
 
-def optimizer_files(tag: Path, ranks: int, stage: int = 0) -> list[Path]:
-    """The files of a pipeline stage's optimizer state by data-parallel rank. Raises CheckpointError if there are not
-    ``ranks``."""
+def optimizer_files(tag: Path, ranks: int, part: int = 0) -> list[Path]:
+    """The files of a pipeline stage's or a tensor-parallel rank's optimizer state by data-parallel rank. Raises
+    CheckpointError if there are not ``ranks``."""
     found: dict[int, str] = {}
     for match in filter(None, map(OPTIMIZER.fullmatch, names_in(tag))):
         rank = int(match[1])
-        if int(match[2]) != stage:
+        if int(match[2]) != part:
             continue
         if rank in found:
             raise CheckpointError(
@@ -100,7 +110,7 @@ def optimizer_files(tag: Path, ranks: int, stage: int = 0) -> list[Path]:
                 "the older one"
             )
         found[rank] = match[0]
-    files = _complete(tag, found, f"zero_pp_rank_0_mp_rank_{stage:02d}_optim_states.pt")
+    files = _complete(tag, found, f"zero_pp_rank_0_mp_rank_{part:02d}_optim_states.pt")
     if len(files) != ranks:
         raise CheckpointError(
             f"{tag}: expected the optimizer's files of {ranks} data-parallel ranks, found {len(files)}; copy the "
@@ -287,12 +297,16 @@ NAMES = "lwopt.names"  # the key in our state at stage 0: the parameters' names 
 SAVE = "lwopt.save"  # the key in our part of each file of the optimizer's state: which save it is of
 
 
-def mark_of(saved: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Our optimizer's mark of the save in a file's optimizer state; None if another optimizer wrote it."""
+CUTS = "lwopt.cuts"  # how tensor parallelism cuts parameters: by name the dimension, and the rows of each part of one
+
+
+def mark_of(saved: Mapping[str, Any], of: str = SAVE) -> Mapping[str, Any] | None:
+    """Our optimizer's mark of the save, or what else it says, in a file's optimizer state; None if another optimizer
+    wrote it."""
     for key in ("base_optimizer_state", "optimizer_state_dict"):  # in which ZeRO's wrappers have ours
-        if SAVE not in saved and isinstance(saved.get(key), Mapping):
+        if of not in saved and isinstance(saved.get(key), Mapping):
             saved = saved[key]
-    found = saved.get(SAVE)
+    found = saved.get(of)
     return found if isinstance(found, Mapping) else None
 
 

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lwopt_backend.checkpoint.contents import MASTER, Checkpoint, CheckpointError, LazyTensor, Param, reader
+from lwopt_backend.checkpoint.contents import (
+    MASTER,
+    Checkpoint,
+    CheckpointError,
+    LazyTensor,
+    OwnerStates,
+    Param,
+    end_to_end,
+    joined,
+    reader,
+)
 from lwopt_backend.checkpoint.deepspeed import files as ds
 from lwopt_backend.checkpoint.deepspeed.files import Gathered, ModelStates
 from lwopt_backend.checkpoint.files.made import shape_of
@@ -35,6 +47,9 @@ def tag_of(path: Path) -> Path:
     return ds.tag_of(path, POINTER)
 
 
+OfRanks = list[tuple[Path, Mapping[str, Any]]]  # the files of the optimizer's state, with their content
+
+
 @reader("DeepSpeed", tag_of)
 def read(tag: Path) -> Checkpoint:
     """The checkpoint of a tag's folder, or of the tag that ``latest`` in a folder names. Raises CheckpointError."""
@@ -43,19 +58,18 @@ def read(tag: Path) -> Checkpoint:
     marked = (entry for _, of_part in parts for entry in of_part)
     proven = ds.check_marks(states.saved, states.path, marked)
     found = [_read_part(*part) for part in parts]
-    whole = found[0] if len(found) == 1 else _joined(found)
+    cuts = ds.mark_of(of_ranks[0][1], ds.CUTS)
+    whole = found[0] if len(found) == 1 else _joined(found) if cuts is None else _of_shards(tag, found, cuts)
     stages = len(parts) if any(map(ds.LAYER.fullmatch, ds.names_in(tag))) else 1
     return replace(whole, proven=proven, world={**whole.world, "pp": stages})
 
 
-OfRanks = list[tuple[Path, Mapping[str, Any]]]  # the files of the optimizer's state, with their content
-
-
 def _parts(tag: Path) -> list[tuple[ModelStates, OfRanks]]:
-    """The files of a tag, by pipeline stage; at stage 0 of ZeRO by expert-parallel rank, where each has an optimizer of
-    its own. Raises CheckpointError."""
-    ds.check_parts(tag)
-    names, first = ds.names_in(tag), ds.model_files(tag, 0)
+    """The files of a tag, by pipeline stage or tensor-parallel rank; at stage 0 of ZeRO by expert-parallel rank, where
+    each has an optimizer of its own. Raises CheckpointError."""
+    ds.check_layers(tag)
+    rank, *others = ds.model_parallel_ranks(tag) or [0]
+    names, first = ds.names_in(tag), ds.model_files(tag, rank)
     if any(map(ds.LAYER.fullmatch, names)):
         count = int(ds.load_mapping(first[0]).get("mp_world_size") or 1)
         stages = [ds.model_files(tag, stage) for stage in range(count)]
@@ -64,7 +78,7 @@ def _parts(tag: Path) -> list[tuple[ModelStates, OfRanks]]:
         return [(states, _of_ranks(tag, states, number)) for number, states in enumerate(read)]
     states = ds.read_model_states(first)
     if not any(map(ds.OF_EXPERT.fullmatch, names)):
-        return [(states, _of_ranks(tag, states))]
+        return [(states, _of_ranks(tag, states, rank)), *_shards(tag, states, others)]
     shapes = _shapes_in(states.path, states.saved)
     experts = ds.experts_in(tag, states.saved, shapes)
     whole = [{new: g[name] for name in g for new in experts.all_of(name)} for g in states.shapes or ()]
@@ -92,6 +106,15 @@ def _parts(tag: Path) -> list[tuple[ModelStates, OfRanks]]:
     return [(states, [of_rank]) for of_rank in of_ranks]
 
 
+def _shards(tag: Path, first: ModelStates, others: Sequence[int]) -> Iterator[tuple[ModelStates, OfRanks]]:
+    """The files of ``others``, tensor-parallel ranks beside that of ``first``. Raises CheckpointError."""
+    if others and ds.mark_of(_of_ranks(tag, first)[0][1], ds.CUTS) is None:
+        raise ds.not_told(tag, 1 + len(others))
+    for other in others:
+        states = ds.read_model_states(ds.model_files(tag, other))
+        yield states, _of_ranks(tag, states, other)
+
+
 def _shapes_in(file: Path, saved: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
     """The shapes of the parameters of a file of model states, and names of buffers. Raises CheckpointError."""
     listed, optimizer = saved.get("param_shapes"), saved.get("optimizer")
@@ -106,15 +129,15 @@ def _shapes_in(file: Path, saved: Mapping[str, Any]) -> dict[str, tuple[int, ...
     return dict.fromkeys((*(saved.get("buffer_names") or ()), *(n for group in optimizer[ds.NAMES] for n in group)))
 
 
-def _of_ranks(tag: Path, states: ModelStates, stage: int = 0) -> OfRanks:
-    """The files of the optimizer's state of a pipeline stage. Raises CheckpointError."""
+def _of_ranks(tag: Path, states: ModelStates, part: int = 0) -> OfRanks:
+    """The files of the optimizer's state of a pipeline stage or tensor-parallel rank. Raises CheckpointError."""
     if states.shapes is None:
         optimizer = states.saved.get("optimizer")
         if not isinstance(optimizer, Mapping):
             raise CheckpointError(f"{states.path} holds no optimizer; there is nothing to read but weights")
         return [(states.path, optimizer)]
     found = []
-    for file in ds.optimizer_files(tag, states.ranks, stage):
+    for file in ds.optimizer_files(tag, states.ranks, part):
         saved = ds.load_mapping(file).get("optimizer_state_dict")
         if not isinstance(saved, Mapping):
             raise CheckpointError(f"{file} holds no 'optimizer_state_dict'; it is no file of ZeRO's optimizer state")
@@ -202,6 +225,41 @@ def _joined(parts: Sequence[Checkpoint]) -> Checkpoint:
         buffers={name: tensor for part in parts for name, tensor in part.buffers.items()},
         notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
     )
+
+
+def _of_shards(tag: Path, parts: Sequence[Checkpoint], cuts: Mapping[str, Any]) -> Checkpoint:
+    """The whole model, of which ``parts`` are the tensor-parallel ranks' shards. Raises CheckpointError."""
+    first, replicas = parts[0], [each for part in parts for each in part.replicas]
+    params: dict[str, Param] = {}
+    for name, param in first.params.items():
+        of_parts = [part.params.get(name, param) for part in parts]
+        if any(each.step != param.step or each.tensors.keys() != param.tensors.keys() for each in of_parts):
+            raise CheckpointError(f"{tag}: parameter {name!r} has other states on other ranks; copy all of one save")
+        tensors = {}
+        for key, tensor in param.tensors.items():
+            shards = [each.tensors[key] for each in of_parts]
+            if name in cuts and tensor.shape:
+                tensors[key] = _uncut(shards, *cuts[name])
+            else:
+                tensors[key] = tensor
+                replicas += [(f"{key} of {name} on tensor-parallel ranks", tensor, other) for other in shards[1:]]
+        owner = {place: partial(e.owner_states.__getitem__, place) for e in of_parts for place in e.owner_states}
+        params[name] = replace(param.changed(tensors), owner_states=OwnerStates(owner))
+    world = {**first.world, "tp": len(parts)}
+    return replace(first, params=params, replicas=tuple(replicas), world=world)
+
+
+def _uncut(shards: Sequence[LazyTensor], dim: int, parts: Sequence[int]) -> LazyTensor:
+    """The tensor that was cut in dimension ``dim``; of a fused one, every shard has ``parts``."""
+    shape = [size * len(shards) if i == dim else size for i, size in enumerate(shards[0].shape)]
+    if dim == 0 and not parts:
+        return end_to_end(shards, shape)
+
+    def join(tensors: list[Tensor]) -> Tensor:
+        pieces = [tensor.split(list(parts) or tensor.shape[dim], dim) for tensor in tensors]
+        return torch.cat([piece for of_part in zip(*pieces) for piece in of_part], dim)
+
+    return joined(shards, join, shape)
 
 
 # ZeRO 1 and 2, BF16_Optimizer among them: a flat tensor per param group, cut over the ranks.

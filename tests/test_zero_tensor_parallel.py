@@ -1,0 +1,347 @@
+"""Tensor parallelism: shards of a matrix are one matrix, stepped as torch.optim.Muon steps it on one process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.utils import groups
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
+
+from tests.cells import cells
+from tests.command_line import succeeds
+from tests.fused import Separate
+from tests.models import VOCABULARY
+from tests.on_ranks import on_ranks
+from tests.rules import SECTIONS, matrix_optimizer
+from tests.zero import ADAMW, MUON, ROWS, Beside, Reference, batch_shares, engine_for, settings_for
+
+pytestmark = pytest.mark.usefixtures("worlds_to_spoil")
+SHARDS, WIDTH = 2, 24
+MATRICES = ("up.weight", "down.weight", "mix.weight", "gated.weight", "out.weight")
+FUSED = {"*gated.weight": {"gate_up": "halves"}}
+
+
+class ModelParallel:
+    """An mpu as Megatron's: neighbours share every layer."""
+
+    def __init__(self, shards: int) -> None:
+        count, rank = dist.get_world_size(), dist.get_rank()
+        of_model = [dist.new_group([*range(first, first + shards)]) for first in range(0, count, shards)]
+        of_data = [dist.new_group([*range(first, count, shards)]) for first in range(shards)]
+        self.get_model_parallel_group = lambda: of_model[rank // shards]
+        self.get_model_parallel_world_size = lambda: shards
+        self.get_model_parallel_rank = lambda: rank % shards
+        self.get_data_parallel_group = lambda: of_data[rank % shards]
+        self.get_data_parallel_world_size = lambda: count // shards
+        self.get_data_parallel_rank = lambda: rank // shards
+
+
+class Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Any, x: Tensor) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        grad = grad.contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        return None, grad
+
+
+class Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Any, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, grad
+
+
+class Linear(nn.Module):
+    """This rank's shard of a linear, cut in dimension ``dim`` of its weight, ``parts`` by parts."""
+
+    def __init__(self, inputs: int, outputs: int, mpu: ModelParallel | None, dim: int, parts: int = 1) -> None:
+        super().__init__()
+        whole, self.dim, self.parts = nn.Linear(inputs, outputs), dim, parts
+        self.weight, self.bias, self.group = whole.weight, whole.bias, None
+        if mpu is not None:
+            self.group, shards = mpu.get_model_parallel_group(), mpu.get_model_parallel_world_size()
+            for param in (self.weight, *([self.bias] if dim == 0 else [])):
+                mine = [p.chunk(shards, dim)[mpu.get_model_parallel_rank()] for p in param.data.chunk(parts, dim)]
+                param.data = torch.cat(mine, dim).contiguous()
+                param.tensor_model_parallel, param.partition_dim = True, dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.dim == 0:
+            x = Copy.apply(self.group, x) if self.group is not None else x
+            return nn.functional.linear(x, self.weight, self.bias)
+        x = nn.functional.linear(x, self.weight)
+        return (Reduce.apply(self.group, x) if self.group is not None else x) + self.bias
+
+
+class ShardedLM(nn.Module):
+    """Linears cut by rows and by columns, a fused one whose every shard has gate and up, and a matrix on every rank."""
+
+    def __init__(self, mpu: ModelParallel | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.up, self.down = Linear(WIDTH, 68, mpu, 0), Linear(68, WIDTH, mpu, 1)
+        self.mix, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.gated, self.out = Linear(WIDTH, 56, mpu, 0, parts=2), Linear(28, WIDTH, mpu, 1)
+        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = x + self.mix(self.down(torch.tanh(self.up(x))))
+        gate, up = self.gated(self.norm(x)).chunk(2, -1)
+        x = x + self.out(torch.sigmoid(gate) * up)
+        return nn.functional.cross_entropy(self.lm_head(x).float().flatten(0, 1), targets.flatten())
+
+
+class BesideWhole(Beside):
+    def _whole(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Of shards, the whole; of anything else, what all ranks have alike."""
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, {name: tensor.float().clone() for name, tensor in mine.items()})
+        whole = {}
+        for name, param in self.single.model.named_parameters():
+            tensors = [of_rank[name] for of_rank in of_ranks]
+            cut = [dim for dim, size in enumerate(param.shape) if size != tensors[0].shape[dim]]
+            count = param.numel() // tensors[0].numel()
+            shards = [tensors[n::count] for n in range(count)]
+            for alike in shards:
+                assert all(torch.equal(tensor, alike[0]) for tensor in alike), f"{name} differs between ranks"
+            whole[name] = tensors[0]
+            for dim in cut:
+                fused = getattr(self.single.model.get_submodule(name.rpartition(".")[0]), "parts", 1)
+                parts = zip(*(alike[0].chunk(fused, dim) for alike in shards))
+                whole[name] = torch.cat([shard for of_part in parts for shard in of_part], dim)
+        return whole
+
+
+@contextlib.contextmanager
+def sharded_engine(settings: dict[str, Any], shards: int = SHARDS) -> Iterator[Any]:
+    groups.mpu = None  # DeepSpeed keeps that of an engine before
+    mpu = ModelParallel(shards) if shards > 1 else None
+    with engine_for(settings, ShardedLM(mpu), mpu=mpu) as engine:
+        yield engine
+
+
+class WithLoss(nn.Module):
+    def __init__(self, config: Any, vocabulary: int = 38) -> None:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": WIDTH, "intermediate_size": 62, "num_hidden_layers": 1, "vocab_size": vocabulary}
+        super().__init__(config(**sizes, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(super().forward(tokens).logits.float().flatten(0, 1), targets.flatten())
+
+
+class Llama(WithLoss, LlamaForCausalLM):
+    pass
+
+
+class Phi3(WithLoss, Phi3ForCausalLM):
+    """Its q, k and v are one weight, on every rank whole; gate and up are one, of which every rank has halves."""
+
+
+# DeepSpeed refuses the plan that transformers has for it.
+OF_PHI3 = [
+    {"patterns": [r".*gate_up_proj\.weight$"], "partition_type": "column", "shape": [2, -1], "partition_dim": 0},
+    {"patterns": [r".*down_proj\.weight$"], "partition_type": "row"},
+]
+PARTS = {"qkv_proj.weight": [24, 12, 12], "gate_up_proj.weight": [62, 62]}
+
+
+def train_step(engine: Any, step: int) -> None:
+    """Ranks that share layers have the same rows."""
+    accumulation, sharers = engine.gradient_accumulation_steps(), engine.seq_data_parallel_group
+    shares = batch_shares(step, accumulation * dist.get_world_size(sharers))
+    for rows in shares[dist.get_rank(sharers) :: dist.get_world_size(sharers)]:
+        engine.backward(engine(*rows))
+        engine.step()
+
+
+def beside_torch(settings: dict[str, Any]) -> BesideWhole:
+    """One process, with gate and up as parameters of their own."""
+    single = Reference(ShardedLM(), matrices=MATRICES)
+    halves: list[Callable[[Tensor], Tensor]] = [lambda tensor: tensor[:28], lambda tensor: tensor[28:]]
+    matrices = {name: single.model.get_parameter(name) for name in MATRICES}
+    single.muon = Separate(matrices, {"gated.weight": halves}, **MUON)
+    return BesideWhole(single, train_step, settings=settings)
+
+
+def settings_of(
+    stage: int, precision: str = "fp32", how: tuple[int, float] = (1, 0.0), shards: int = SHARDS, **options: Any
+) -> dict[str, Any]:
+    accumulation, clip = how
+    options |= {"clip": clip, "accumulation": accumulation, **({"ns_dtype": "float32"} if clip else {})}
+    return settings_for("zero", stage, precision, rows=ROWS // (dist.get_world_size() // shards), **options)
+
+
+def there_is(stage: int, precision: str = "fp32", how: tuple[int, float] = (1, 0.0), ranks: int = 2) -> bool:
+    return (stage > 0 or precision in ("fp32", "autocast")) and (precision == "fp32" or not how[1])
+
+
+@on_ranks()
+@cells(
+    there_is,
+    stage=[0, 1, 2],
+    precision=["fp32", "bf16", "bf16+fp32", "fp16", "autocast"],
+    how=[(1, 0.0), (2, 0.5)],
+    ranks=[2, 4],
+)
+def test_shards_by_an_mpu_have_the_bits_of_torch_muon_given_the_same_gradients_and_resume(
+    tmp_path: Path, stage: int, precision: str, how: tuple[int, float]
+) -> None:
+    settings = settings_of(stage, precision, how, atoms=FUSED)
+    both = beside_torch(settings)
+    if precision != "fp16":
+        both.train_and_resume(lambda: sharded_engine(settings), tmp_path)
+        return
+    with sharded_engine(settings) as engine:
+        both.start(engine)
+        both.train(engine, range(2))
+        both.check(engine)
+
+
+class Trained(NamedTuple):
+    """An architecture of transformers as AutoTP cuts it, and what DeepSpeed is to be told of it."""
+
+    model: type[WithLoss]
+    config: type
+    cut: dict[str, Any] = {}
+
+    @contextlib.contextmanager
+    def engine(self, settings: dict[str, Any], shards: int = SHARDS) -> Iterator[Any]:
+        groups.mpu = None
+        tensor_parallel = {"tensor_parallel": {"autotp_size": shards, **self.cut}} if shards > 1 else {}
+        with engine_for(settings | tensor_parallel, self.model(self.config)) as engine:
+            yield engine
+
+    def beside_torch(self, settings: dict[str, Any]) -> BesideWhole:
+        single = self.model(self.config)
+        matrices = {name: param for name, param in single.named_parameters() if "_proj" in name}
+        reference, blocks = Reference(single, matrices=list(matrices)), {}
+        for name in matrices:
+            if sizes := PARTS.get(".".join(name.split(".")[-2:])):
+                blocks[name] = [lambda tensor, n=n, sizes=sizes: tensor.split(sizes)[n] for n in range(len(sizes))]
+            if "gate_up" in name:
+                single.get_submodule(name.rpartition(".")[0]).parts = 2
+        reference.muon = Separate(matrices, blocks, **MUON)
+        return BesideWhole(reference, train_step, settings=settings)
+
+
+LLAMA = Trained(Llama, LlamaConfig)
+PHI3 = Trained(Phi3, Phi3Config, {"partition_config": {"use_default_specs": False, "layer_specs": OF_PHI3}})
+
+
+@on_ranks()
+@cells(
+    lambda stage, precision="fp32", how=(1, 0.0), ranks=2, of=LLAMA: there_is(stage, precision, how, ranks),
+    stage=[0, 1, 2],
+    precision=["fp32", "bf16"],
+    how=[(1, 0.0), (2, 0.5)],
+    ranks=[2, 4],
+    of=[LLAMA, PHI3],
+)
+def test_shards_by_auto_tp_too(tmp_path: Path, stage: int, precision: str, how: tuple[int, float], of: Trained) -> None:
+    settings = settings_of(stage, precision, how)
+    of.beside_torch(settings).train_and_resume(lambda: of.engine(settings), tmp_path)
+
+
+@on_ranks(2)
+@cells(rule=["normuon", "adamuon", "soap", "shampoo", "a class"], stage=[0, 1])
+def test_rules_that_keep_more_than_momentum(tmp_path: Path, rule: str, stage: int) -> None:
+    settings, section = settings_of(stage), SECTIONS[rule]
+    options = {"matrix": section, "elementwise": {"name": "adamw", **ADAMW}, "exclude": ["gated.weight"]}
+    settings["optimizer"] = {"type": "LayerWise", "params": {**options, "report": False}}
+    single = Reference(ShardedLM(), matrices=(matrices := [name for name in MATRICES if "gated" not in name]))
+    single.muon = matrix_optimizer([single.model.get_parameter(name) for name in matrices], section)
+    both = BesideWhole(single, train_step, settings=settings)
+    both.train_and_resume(lambda: sharded_engine(settings), tmp_path)
+
+
+def goes_on(both: BesideWhole, before: Any, after: Any, folder: Path) -> None:
+    """Two steps of an engine, and one of another that loads what was saved, converted."""
+    with before as engine:
+        both.start(engine)
+        both.train(engine, range(2))
+        engine.save_checkpoint(folder / "native")
+    if dist.get_rank() == 0:
+        succeeds("convert", folder / "native", folder / "universal", "--to", "universal")
+    dist.barrier()
+    with after as engine:
+        train_step(engine, 7)
+        engine.load_checkpoint(folder / "universal")
+        both.train(engine, range(2, 3))
+        both.check(engine)
+
+
+UNIVERSAL = {"checkpoint": {"load_universal": True}}
+
+
+@on_ranks()
+@cells(
+    lambda stage, ranks=4, way=(1, 1): ranks >= max(way),
+    stage=[0, 1, 2],
+    ranks=[2, 4],
+    way=[(1, 2), (2, 1), (2, 4), (4, 2)],
+)
+def test_universal_checkpoints_go_to_another_size(tmp_path: Path, stage: int, way: tuple[int, int]) -> None:
+    source, target = (settings_of(stage, shards=shards, atoms=FUSED) for shards in way)
+    engines = sharded_engine(source, way[0]), sharded_engine(target | UNIVERSAL, way[1])
+    goes_on(beside_torch(source), *engines, tmp_path)
+
+
+@on_ranks(2)
+@cells(stage=[0, 1], way=[(1, 2), (2, 1)], of=[LLAMA, PHI3])
+def test_and_those_of_auto_tp(tmp_path: Path, stage: int, way: tuple[int, int], of: Trained) -> None:
+    source, target = (settings_of(stage, shards=shards) for shards in way)
+    goes_on(of.beside_torch(source), of.engine(source, way[0]), of.engine(target | UNIVERSAL, way[1]), tmp_path)
+
+
+@on_ranks(2)
+def test_deepspeeds_own_checkpoint_of_another_size_is_refused(tmp_path: Path) -> None:
+    with sharded_engine(settings_of(1)) as engine:
+        train_step(engine, 0)
+        engine.save_checkpoint(tmp_path)
+    refused = "saved on 2 tensor-parallel ranks and is loaded on 1; load it on 2. Another number of ranks needs"
+    with sharded_engine(settings_of(1, shards=1), 1) as engine, pytest.raises(ValueError, match=refused):
+        engine.load_checkpoint(tmp_path)
+
+
+@on_ranks(2)
+def test_the_routing_table_says_how_parameters_are_cut_and_qk_clip_refuses_those() -> None:
+    settings = settings_of(1, atoms=FUSED, report=True)
+    with redirect_stdout(io.StringIO()) as said, sharded_engine(settings) as engine:
+        scaling = engine.basic_optimizer.row_scaling
+        with pytest.raises(
+            ValueError, match="'up.weight' is cut by tensor parallelism, which QK-clip does not support"
+        ):
+            scaling.set({"up.weight": torch.ones(68)})
+        scaling.set({"mix.weight": torch.ones(WIDTH)})
+    table = re.sub(r"[ \u2502\n]+", " ", said.getvalue())
+    assert bool(table) == (dist.get_rank() == 0)
+    rows = [
+        "up.weight 68 x 24 matrix: muon 2-D weight; rows cut over 2 TP ranks",
+        "down.weight 24 x 68 matrix: muon 2-D weight; columns cut over 2 TP ranks",
+        "gated.weight 56 x 24 matrix: muon 2-D weight: gate, up, set by atoms '*gated.weight'; rows cut over 2",
+        "mix.weight 24 x 24 matrix: muon 2-D weight 1",
+    ]
+    assert not table or [row for row in rows if row in table] == rows
