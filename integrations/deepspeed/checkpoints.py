@@ -127,19 +127,7 @@ def check(
             f"{engine.mp_world_size}; load it on {saved.shards}. {CONVERT}"
         )
     if with_state:
-        if saved.stranger is not None:  # its state has other names and other groups
-            raise ValueError(
-                f"the checkpoint {str(folder)!r} was written by another optimizer ({saved.stranger}), whose state this "
-                "one cannot continue with; load its weights alone, with engine.load_checkpoint(..., "
-                "load_optimizer_states=False). Another Muon's momentum is taken over by lwopt_backend.migration"
-            )
-        if core is None and saved.owned is not None:
-            raise ValueError(
-                f'the checkpoint {str(folder)!r} was saved with "storage": "owned"; load it with that, or its weights '
-                "alone, with load_optimizer_states=False"
-            )
-        if (saved.groups is None) != (stage == 0):
-            raise _wrong_stage(folder, "0" if saved.groups is None else "1 or 2", stage)
+        _check_optimizer(folder, saved, core, stage)
     here, saved_on = engine.seq_dp_world_size, saved.world_size
     by_weights = stage < 3 or here <= saved_on  # at stage 3, every rank reads a file of its own
     if stage != 0 and here != saved_on and (with_state or not by_weights):
@@ -164,6 +152,23 @@ def check(
         f"{folder.name}, saved on {saved.world_size} ranks",
         setting(f"the save that their files in {folder} are of", saved.save_id),
     ]
+
+
+def _check_optimizer(folder: Path, saved: Saved, core: OwnedCore | None, stage: int) -> None:
+    """Raises ValueError for the state of another optimizer, storage or stage."""
+    if saved.stranger is not None:  # its state has other names and other groups
+        raise ValueError(
+            f"the checkpoint {str(folder)!r} was written by another optimizer ({saved.stranger}), whose state this "
+            "one cannot continue with; load its weights alone, with engine.load_checkpoint(..., "
+            "load_optimizer_states=False). Another Muon's momentum is taken over by lwopt_backend.migration"
+        )
+    if core is None and saved.owned is not None:
+        raise ValueError(
+            f'the checkpoint {str(folder)!r} was saved with "storage": "owned"; load it with that, or its weights '
+            "alone, with load_optimizer_states=False"
+        )
+    if (saved.groups is None) != (stage == 0):
+        raise _wrong_stage(folder, "0" if saved.groups is None else "1 or 2", stage)
 
 
 def _read(folder: Path, engine: DeepSpeedEngine, with_state: bool) -> Saved:
