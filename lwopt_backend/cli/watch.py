@@ -15,7 +15,6 @@ import typer
 from rich.live import Live
 from rich.table import Table
 
-from lwopt_backend.checkpoint.files.folders import write_whole
 from lwopt_backend.config.options import install_command
 
 METRICS = "metrics.jsonl"
@@ -133,6 +132,8 @@ def write_page(rows: Sequence[Mapping[str, Any]], name: str, path: Path) -> None
         for title, below in [TITLES.get(panel, (panel, ""))]
     ]
     last = rows[-1]["step"] if rows else 0
+    from lwopt_backend.checkpoint.files.folders import write_whole
+
     write_whole(path, PAGE.format(name=html.escape(name), last=last, panels="\n".join(drawn)).encode())
 
 
