@@ -33,7 +33,7 @@ from torch import Tensor
 from lwopt_backend.plan import Machine
 from lwopt_backend.plan.cost import CLUSTERS, all_reduce_seconds, gather_seconds, gram_flops
 from lwopt_backend.rules import gram_newton_schulz
-from lwopt_backend.rules.newton_schulz import _product_of_steps, segments
+from lwopt_backend.rules.newton_schulz import _product_of_steps, product, segments
 
 TOKENS = 16_000_000
 STEPS, SEGMENTS, PRODUCTS = 5, 2, 14  # PRODUCTS: of s x s matrices, in both segments
@@ -123,16 +123,10 @@ def by_team(rows: Tensor, shape: Shape) -> Tensor:
         if first:  # the trace is the square of the norm
             norm, first = gram.diagonal().sum().sqrt(), False
             gram, x = gram / norm**2, x / norm.to(x.dtype)
-        x = _product_of_steps(gram.to(x.dtype), triples, torch_product) @ x
+        x = _product_of_steps(gram.to(x.dtype), triples, product) @ x
     back = torch.empty_like(x)
     dist.all_to_all_single(back, x)
     return torch.cat(back.chunk(ranks), dim=1)
-
-
-def torch_product(
-    a: Tensor, b: Tensor, plus: Tensor | None = None, /, *, alpha: float = 1.0, beta: float = 1.0
-) -> Tensor:
-    return a @ b if plus is None else torch.addmm(plus, a, b, beta=beta, alpha=alpha)
 
 
 def run_rank(rank: int, ranks: int, folder: str) -> None:

@@ -189,13 +189,13 @@ def save_matrices(binding: Binding, held: Mapping[str, dict[str, Any]] | None) -
     }
     if binding.places:
         lie = {param.name: param.parts for unit in binding.units for param in unit.plan.params}
-        cut = [route for route in binding.grouping.routes if route.cut is not None]
-        found[CUTS] = {route.name: (route.cut.dim, lie.get(route.name, ())) for route in cut if route.cut}
+        cuts = {route.name: route.cut for route in binding.grouping.routes if route.cut is not None}
+        found[CUTS] = {name: (cut.dim, lie.get(name, ())) for name, cut in cuts.items()}
     if held is None:
         return found
     if binding.replicated:
-        sharers = dict.fromkeys(unit.ranks for unit in binding.units)  # without those of other stages
-        sharers = dict.fromkeys(binding.ranks) if binding.places else sharers
+        of_units = (unit.ranks for unit in binding.units)  # without those of other stages
+        sharers = dict.fromkeys(binding.ranks if binding.places else of_units)
         parts = [part for ranks in sharers for part in ranks.gather_objects_to_first(held) or []]
         held = {name: state for part in parts for name, state in part.items()}
     return {**found, CHECKPOINT_KEY: held}

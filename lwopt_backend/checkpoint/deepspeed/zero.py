@@ -78,7 +78,7 @@ def _parts(tag: Path) -> list[tuple[ModelStates, OfRanks]]:
         return [(states, _of_ranks(tag, states, number)) for number, states in enumerate(read)]
     states = ds.read_model_states(first)
     if not any(map(ds.OF_EXPERT.fullmatch, names)):
-        return [(states, _of_ranks(tag, states, rank)), *_shards(tag, states, others)]
+        return _shards(tag, (states, _of_ranks(tag, states, rank)), others)
     shapes = _shapes_in(states.path, states.saved)
     experts = ds.experts_in(tag, states.saved, shapes)
     whole = [{new: g[name] for name in g for new in experts.all_of(name)} for g in states.shapes or ()]
@@ -106,13 +106,13 @@ def _parts(tag: Path) -> list[tuple[ModelStates, OfRanks]]:
     return [(states, [of_rank]) for of_rank in of_ranks]
 
 
-def _shards(tag: Path, first: ModelStates, others: Sequence[int]) -> Iterator[tuple[ModelStates, OfRanks]]:
-    """The files of ``others``, tensor-parallel ranks beside that of ``first``. Raises CheckpointError."""
-    if others and ds.mark_of(_of_ranks(tag, first)[0][1], ds.CUTS) is None:
+def _shards(tag: Path, first: tuple[ModelStates, OfRanks], others: Sequence[int]) -> list[tuple[ModelStates, OfRanks]]:
+    """The files of a rank, ``first``, and of the ``others`` that are tensor-parallel. Raises CheckpointError."""
+    _, of_ranks = first
+    if others and ds.mark_of(of_ranks[0][1], ds.CUTS) is None:
         raise ds.not_told(tag, 1 + len(others))
-    for other in others:
-        states = ds.read_model_states(ds.model_files(tag, other))
-        yield states, _of_ranks(tag, states, other)
+    read = [(ds.read_model_states(ds.model_files(tag, other)), other) for other in others]
+    return [first, *((states, _of_ranks(tag, states, other)) for states, other in read)]
 
 
 def _shapes_in(file: Path, saved: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
