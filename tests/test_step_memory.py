@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lwopt_backend import LayerWiseOptimizer
 from tests.allocations import allocations
-from tests.ranks import RankFailed, RankPool
+from tests.ranks import RankPool
 from tests.zero import config, engine_for
 
 WIDTH = 64
@@ -54,7 +53,8 @@ def made(engine: str, layers: int) -> Iterator[tuple[nn.Module, Any, Any]]:
 
 
 def held_by_a_step(engine: str, layers: int) -> int:
-    """The most bytes that the third step allocates on top of what there was before it."""
+    """The most bytes that a step allocates on top of what there was before it: the least of the third to the tenth.
+    Where a machine is busy, the transport's thread may be the last to hold a buffer of the step before."""
     with made(engine, layers) as (model, optimizer, ours):
         found: list[int] = []
         step = ours.step
@@ -63,7 +63,7 @@ def held_by_a_step(engine: str, layers: int) -> int:
             found.append(allocations(lambda: step(*args, **kwargs), at_least=256).peak)
 
         ours.step = watched
-        for number in range(3):  # state comes to be in the first
+        for number in range(10):  # state comes to be in the first
             rows = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number))
             loss = model(rows).square().mean()
             if isinstance(model, DeepSpeedEngine):
@@ -73,7 +73,7 @@ def held_by_a_step(engine: str, layers: int) -> int:
                 loss.backward()
                 ours.step()
                 optimizer.zero_grad()
-        return found[-1]
+        return min(found[2:])
 
 
 def check(engine: str) -> None:
@@ -84,9 +84,4 @@ def check(engine: str) -> None:
 
 @pytest.mark.parametrize("engine", [*OWNED, "zero 0", "zero 1", "zero 2", "zero 3", "fsdp2"])
 def test_a_step_holds_two_buckets_and_a_batch(engine: str, ranks: RankPool) -> None:
-    """Tried again where the transport's thread was the last to hold a buffer, as in test_owned_memory.py."""
-    for _ in range(2):
-        with suppress(RankFailed):
-            ranks.run(check, engine)
-            return
     ranks.run(check, engine)
