@@ -7,8 +7,13 @@
 Sources are a ZeRO-2 checkpoint of AdamW in bf16, which a stock DeepSpeed engine saves on two ranks, and Megatron's
 torch_dist of the same shapes. Both become DeepSpeed's universal format. The disk's own speed is that of a plain copy of
 the source's files. Each is a program of its own, imports included, until the disk holds its files: DeepSpeed's tool
-leaves them to the system, so that flushing them is added to its time. They take turns; figures are medians, and MB are
-those of the source. Files of the source are in the system's cache, as they were just written, if there is memory.
+leaves them to the system, so that flushing them is added to its time. They take turns; figures are medians. Files of
+the source are in the system's cache, as they were just written, if there is memory.
+
+"CPU s" is user and system time of all its processes, which other work on the machine changes least. "of a copy" is the
+time beside a copy of the source; "of as many" beside a copy of as many bytes as are written; "bytes alone" is the same
+without what the program takes to start, which is its time for a checkpoint of a few kB; "CPU alone" is that in CPU
+seconds, of the copy's.
 
 ``lwopt convert`` reads everything once, and checks it while it writes (checksums; master weights against weights);
 ``ds_to_universal`` checks nothing, and writes everything twice. The program fails if the two made different tensors
@@ -27,6 +32,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 from convert_memory import Finished, copy, flush, nbytes, run
@@ -38,7 +44,7 @@ from lwopt_backend.checkpoint.deepspeed import universal as deepspeed_universal
 from lwopt_backend.checkpoint.differences import differences
 
 LIMIT = 10**9  # bytes of memory beyond the largest tensor
-OURS, STOCK, COPY = "lwopt convert", "ds_to_universal", "copy"
+OURS, STOCK, COPY, START = "lwopt convert", "ds_to_universal", "copy", "lwopt convert of kB"
 CONVERT = "import sys; from lwopt_backend.cli import main; sys.argv[0] = 'lwopt'; main()"
 
 
@@ -51,11 +57,17 @@ class Row:
     source_bytes: int
     largest: int
     seconds: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    written: int = 0
     peak: int = 0
 
     @property
     def median(self) -> float:
         return statistics.median(self.seconds)
+
+    @property
+    def worked(self) -> float:
+        return statistics.median(self.cpu)
 
 
 def measure(row: Row, program: Callable[[Path], Finished], folder: Path) -> None:
@@ -64,15 +76,17 @@ def measure(row: Row, program: Callable[[Path], Finished], folder: Path) -> None
     target.mkdir(parents=True)
     finished = program(target)
     row.seconds.append(finished.seconds)
+    row.cpu.append(finished.cpu)
+    row.written = nbytes(target)
     row.peak = max(row.peak, finished.peak)
 
 
 def programs(
-    source: Path, step: Path, workers: int, stock: bool, log: Path
+    source: Path, step: Path, small: Path, workers: int, stock: bool, log: Path
 ) -> Mapping[str, Callable[[Path], Finished]]:
-    """By name; each converts into a folder. ``step`` is the source's folder of the step."""
+    """By name; each converts into a folder. ``step`` is the source's folder of the step, ``small`` a few kB."""
 
-    def ours(target: Path) -> Finished:
+    def ours(target: Path, source: Path = source) -> Finished:
         options = ["--to", "universal", "--workers", str(workers), "--json"]
         return run([sys.executable, "-c", CONVERT, "convert", str(source), str(target), *options], log)
 
@@ -82,12 +96,12 @@ def programs(
         done = run([sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *folders, *counts], log)
         start = time.perf_counter()
         flush(target)
-        return Finished(done.seconds + time.perf_counter() - start, done.peak)
+        return Finished(done.seconds + time.perf_counter() - start, done.cpu, done.peak)
 
-    def copied(target: Path) -> Finished:
-        return Finished(copy(step, target), 0)
+    def starting(target: Path) -> Finished:
+        return ours(target, small)
 
-    return {COPY: copied, **({STOCK: theirs} if stock else {}), OURS: ours}
+    return {COPY: partial(copy, step), **({STOCK: theirs} if stock else {}), START: starting, OURS: ours}
 
 
 def compare(folder: Path) -> None:
@@ -104,14 +118,23 @@ def table(rows: Sequence[Row], workers: int) -> Table:
     drawn = Table(title=f"to DeepSpeed's universal format, {workers} workers", title_justify="left")
     for heading in ("source", "program"):
         drawn.add_column(heading, no_wrap=True)
-    for heading in ("s", "MB/s", "of the copy's time", f"of {OURS}'s", "peak MB", "beyond the\nlargest tensor, MB"):
+    headings = ("s", "CPU s", "MB read", "MB written", "of a copy", "of as many", "bytes alone", "CPU alone", "peak MB")
+    for heading in headings:
         drawn.add_column(heading, justify="right")
     for row in rows:
-        base, ours = (next(r for r in rows if (r.source, r.program) == (row.source, name)) for name in (COPY, OURS))
-        memory = [f"{row.peak / 1e6:.0f}", f"{(row.peak - row.largest) / 1e6:.0f}"] if row.peak else ["", ""]
-        speed = f"{row.source_bytes / row.median / 1e6:.0f}"
-        ratios = [f"{row.median / other.median:.2f}x" for other in (base, ours)]
-        drawn.add_row(row.source, row.program, f"{row.median:.1f}", speed, *ratios, *memory)
+        base, start = (next(r for r in rows if (r.source, r.program) == (row.source, name)) for name in (COPY, START))
+        sizes = [f"{size / 1e6:.0f}" for size in (row.source_bytes, row.written)]
+        times = [f"{row.median:.1f}", f"{row.worked:.1f}"]
+        if row.program == START:
+            drawn.add_row(row.source, row.program, *times)
+            continue
+        share = row.written / row.source_bytes
+        ratios = [row.median / base.median, row.median / base.median / share]
+        alone = [(row.median - start.median) / base.median / share] if row.program == OURS else []
+        shown = [f"{ratio:.2f}x" for ratio in (*ratios, *alone)] + [""] * (not alone)
+        cpu = (row.worked - start.worked if alone else row.worked) / base.worked / share
+        memory = f"{row.peak / 1e6:.0f}" if row.peak else ""
+        drawn.add_row(row.source, row.program, *times, *sizes, *shown, f"{cpu:.2f}x", memory)
     return drawn
 
 
@@ -134,10 +157,12 @@ def main() -> None:
             "ZeRO-2, AdamW": folder / "zero2" / "global_step1",
             "Megatron torch_dist": folder / "megatron" / "iter_0000001",
         }
+        small = folder / "small"
+        save_megatron(small / "iter_0000001", shapes(16, 1))
         for source, step in steps.items():
             save_deepspeed(step.parent, found, 2) if step.name == "global_step1" else save_megatron(step, found)
             flush(step)
-            done = programs(step.parent, step, options.workers, step.name == "global_step1", folder / "log")
+            done = programs(step.parent, step, small, options.workers, step.name == "global_step1", folder / "log")
             of_source = {name: Row(source, name, nbytes(step), largest(found)) for name in done}
             for turn in range(options.rounds):
                 for name, program in done.items():
@@ -147,9 +172,9 @@ def main() -> None:
             if STOCK in done:
                 compare(folder)
             shutil.rmtree(folder / "made")
-    console.print(table(rows, options.workers))
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    console.print(table(rows, options.workers))
     wrong = [
         f"{row.program} of {row.source}: {row.peak / 1e6:.0f} MB at most, more than the largest tensor of "
         f"{row.largest / 1e6:.0f} MB and {LIMIT / 1e6:.0f} MB"

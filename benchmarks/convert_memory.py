@@ -1,4 +1,4 @@
-"""A program's time, and the memory of it and all that it starts, as Linux counts them.
+"""A program's time and processor time, and the memory of it and all that it starts, as Linux counts them.
 
 Two things are looked at ten times a second: the proportional set sizes (PSS) of all its processes, whose sum is their
 memory with what they share counted once; and each one's own highest resident memory so far (VmHWM), which Linux keeps
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import subprocess
 import time
 from collections.abc import Sequence
@@ -21,16 +22,22 @@ EVERY = 0.1  # seconds
 
 @dataclass(frozen=True)
 class Finished:
-    """Seconds, and bytes at most."""
+    """Seconds, those that processors worked for it (user and system), and bytes at most."""
 
     seconds: float
-    peak: int
+    cpu: float
+    peak: int = 0
+
+
+def _worked(who: int) -> float:
+    used = resource.getrusage(who)
+    return used.ru_utime + used.ru_stime
 
 
 def run(command: Sequence[str], log: Path) -> Finished:
     """Run a program to its end. Raises SystemExit, with what it said, if it fails."""
     peak = 0
-    start = time.perf_counter()
+    start, before = time.perf_counter(), _worked(resource.RUSAGE_CHILDREN)
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         while process.poll() is None:
@@ -39,12 +46,12 @@ def run(command: Sequence[str], log: Path) -> Finished:
     seconds = time.perf_counter() - start
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{log.read_text()[-4000:]}")
-    return Finished(seconds, peak)
+    return Finished(seconds, _worked(resource.RUSAGE_CHILDREN) - before, peak)
 
 
-def copy(source: Path, target: Path) -> float:
-    """Seconds to copy a folder's files and have the disk hold them: what no conversion of as many bytes can beat."""
-    start = time.perf_counter()
+def copy(source: Path, target: Path) -> Finished:
+    """Copy a folder's files and have the disk hold them: what no conversion of as many bytes can beat."""
+    start, before = time.perf_counter(), _worked(resource.RUSAGE_SELF)
     buffer = memoryview(bytearray(2**22))
     for path in sorted(path for path in source.rglob("*") if path.is_file()):
         new = target / path.relative_to(source)
@@ -53,7 +60,7 @@ def copy(source: Path, target: Path) -> float:
             while count := reading.readinto(buffer):
                 writing.write(buffer[:count])
     flush(target)
-    return time.perf_counter() - start
+    return Finished(time.perf_counter() - start, _worked(resource.RUSAGE_SELF) - before)
 
 
 def flush(folder: Path) -> None:

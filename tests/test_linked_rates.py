@@ -9,10 +9,12 @@ from typing import Any
 from unittest.mock import ANY
 
 import pytest
+import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 from lwopt_backend import LayerWiseOptimizer, ModuleOptimizers
+from lwopt_backend.config import linked_rates
 from lwopt_backend.config.linked_rates import OWN_RATES, LinkedRates, ParamGroup
 from lwopt_backend.config.registry import options_of
 
@@ -38,6 +40,12 @@ def test_one_rate_for_all_groups_keeps_the_ratio() -> None:
         groups = linked(0.02, 3e-4)
         assert write(groups, *first) == list(first)
         assert write(groups, 0.02, 0.02) == close(0.02, 3e-4)
+
+
+def test_options_of_torchs_adamw_are_asked_without_its_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    [group] = torch.optim.AdamW([torch.zeros(1)]).param_groups
+    monkeypatch.setattr(torch.optim.Optimizer, "add_param_group", None)  # which imports it
+    assert {**linked_rates.torchs.__wrapped__(), "params": group["params"]} == group
 
 
 def test_rates_of_their_own_are_taken_as_they_are_for_good() -> None:

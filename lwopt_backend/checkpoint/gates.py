@@ -255,11 +255,11 @@ class _Watch:
 
     def _saw(self, start: int, values: Tensor) -> Tensor:
         if start not in self._parts:
-            odd = crc = 0
+            odd, crc = 0, contents.crc32(values) if values.dtype == self._rounded else 0
             for block in values.reshape(-1).split(contents.BLOCK):
                 odd += contents.infinite(block)
-                if self._rounded is not None:
-                    crc = zlib.crc32(block.to(self._rounded).view(torch.uint8).numpy().data, crc)
+                if self._rounded not in (None, values.dtype):
+                    crc = zlib.crc32(contents.memory(block.to(self._rounded)), crc)
             self._parts[start] = values.numel(), odd, crc
         return values
 

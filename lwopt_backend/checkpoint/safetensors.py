@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import zlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from lwopt_backend.checkpoint import contents
 from lwopt_backend.checkpoint.contents import Checkpoint, CheckpointError, LazyTensor, Param, reader
 from lwopt_backend.checkpoint.files import manifest, torch_files
 from lwopt_backend.checkpoint.files.folders import check_name
@@ -104,11 +104,11 @@ def _write_file(files: Files, name: str, tensors: Mapping[str, LazyTensor], work
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for read in in_order((tensor.read for _, tensor in order), workers):
-            data = read.contiguous().view(-1).view(torch.uint8).numpy().data
-            if data:
-                payloads.append((file.tell(), len(data), zlib.crc32(data)))
-            file.write(data)
-            del read, data
+            read = read.contiguous()
+            if read.numel():
+                payloads.append((file.tell(), read.nbytes, contents.crc32(read)))
+            file.write(contents.memory(read))
+            del read
         file.seek(8)
         crcs = "".join(f"{crc:08x}" for *_, crc in payloads)
         file.write(text.replace(unknown.encode(), crcs.encode(), 1))

@@ -19,10 +19,15 @@ from lwopt_backend.runtime.collectives import RECORDERS, Collectives, Recorder
 # beside them is in the ``marks`` of its ``ParamGroup``.
 
 
+class _WithoutGroups(torch.optim.AdamW):
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Torch's own imports its compiler, which takes longer than to read and write a gigabyte."""
+
+
 @functools.cache
 def torchs() -> Mapping[str, Any]:
     """torch.optim.AdamW's options of a group, with their defaults."""
-    return {k: v for k, v in torch.optim.AdamW([torch.zeros(1)]).param_groups[0].items() if k != "params"}
+    return _WithoutGroups([torch.zeros(1)]).defaults
 
 
 @functools.cache

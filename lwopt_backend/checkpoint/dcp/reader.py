@@ -160,7 +160,7 @@ class DcpFolder:
 
         def read_range(start: int, stop: int) -> Tensor:
             boxes = [([a + b for a, b in zip(offsets, begin)], part) for begin, part in boxes_of(sizes, start, stop)]
-            inside = [self.read_box(key, begin, part).view(-1) for begin, part in boxes]
+            inside = [contents.flat(self.read_box(key, begin, part)) for begin, part in boxes]
             return torch.cat(inside) if len(inside) > 1 else inside[0]
 
         return LazyTensor(shape, self.tensors[key].dtype, read, f"{key} in {self.path}", read_range)

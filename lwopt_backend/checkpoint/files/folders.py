@@ -10,13 +10,14 @@ import secrets
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lwopt_backend.checkpoint.contents import CheckpointError
-from lwopt_backend.checkpoint.files.made import Stub
+from lwopt_backend.checkpoint.files.made import Stub, all_done
 
 NEW = ".lwopt-new"
 
@@ -128,6 +129,7 @@ def _contents(value: Any) -> tuple[int, list[Any]]:
 # then fails.
 
 OLD = ".lwopt-old"
+FLUSHES = 8  # files that are flushed at a time: a file system commits what waits together
 
 
 def write_folder(
@@ -156,9 +158,9 @@ def write_folder(
         raise CheckpointError(f"{target} cannot be made: {error}") from error
     try:
         fill(new)
-        for place, _, files in os.walk(new, topdown=False):
-            for name in files:
-                flush(Path(place, name))
+        found = list(os.walk(new, topdown=False))
+        all_done([partial(flush, Path(place, name)) for place, _, files in found for name in files], FLUSHES)
+        for place, _, _ in found:
             flush(Path(place))
         if not force:
             refuse_existing(target)  # another program may have been faster

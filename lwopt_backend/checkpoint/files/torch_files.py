@@ -24,6 +24,7 @@ from typing import Any, BinaryIO, TypeVar
 import torch
 from torch import Tensor
 
+from lwopt_backend.checkpoint import contents
 from lwopt_backend.checkpoint.contents import CheckpointError, LazyTensor, held
 from lwopt_backend.checkpoint.files import manifest, pickles
 from lwopt_backend.checkpoint.files.made import Maker, Named, StorageKind, Stub, in_order, shape_of
@@ -67,12 +68,12 @@ class Record:
     def check_read(self, tensor: Tensor) -> None:
         """Check ``tensor``, which was read from all of the record."""
         if not self._checked:
-            self._compare(zlib.crc32(tensor.view(-1).view(torch.uint8).numpy().data))
+            self._compare(contents.crc32(tensor))
 
     def add(self, start: int, tensor: Tensor) -> None:
         """Note the checksum of a part that was read from byte ``start`` on."""
         if self.parts is not None and not self._checked and start not in self.parts:
-            self.parts[start] = tensor.nbytes, zlib.crc32(tensor.view(-1).view(torch.uint8).numpy().data)
+            self.parts[start] = tensor.nbytes, contents.crc32(tensor)
 
     def finish(self) -> None:
         """Check what was read in parts. Raises CheckpointError unless all is as it was written."""
@@ -307,7 +308,7 @@ def read_strided(
         return torch.empty(shape, dtype=dtype)
     count = 1 + sum((size - 1) * step for size, step in zip(shape, stride))
     flat = torch.empty(count, dtype=dtype)
-    data = flat.view(torch.uint8).numpy().data
+    data = contents.memory(flat)
     with path.open("rb", buffering=0) as file:
         file.seek(start)
         while data:
@@ -474,14 +475,14 @@ def save(content: Any, path: Path, workers: int = 1) -> int:
     payloads = []
     with path.open("wb") as file, zipfile.ZipFile(file, "w") as archive:
         for name, data in small.items():
-            _write(archive, f"archive/{name}", len(data), [data])
+            _write(archive, f"archive/{name}", len(data), [(data, zlib.crc32(data))])
         for storage in pickler.storages:
             read = in_order(storage.tensor.block_reads(), workers)
-            blocks = (block.view(-1).view(torch.uint8).numpy().data for block in read)
-            payloads.append(_write(archive, f"archive/data/{storage.key}", storage.tensor.nbytes, blocks))
-            file.flush()
+            blocks = ((contents.memory(block), contents.crc32(block)) for block in read)
+            start, nbytes, _ = payload = _write(archive, f"archive/data/{storage.key}", storage.tensor.nbytes, blocks)
+            payloads.append(payload)
             if hasattr(os, "posix_fadvise"):  # Linux starts to write what is declared unneeded (mm/fadvise.c)
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(file.fileno(), start, nbytes, os.POSIX_FADV_DONTNEED)
     return crc_of(path, payloads)
 
 
@@ -496,15 +497,28 @@ def save_as_it_lies(content: Any, file: BinaryIO) -> None:
         raise
 
 
-def _write(archive: zipfile.ZipFile, name: str, nbytes: int, blocks: Iterable[bytes | memoryview]) -> Payload:
-    """Write a record; its checksum is computed block by block, while the block is in the processor's cache."""
-    record = zipfile.ZipInfo(name)
+def _write(
+    archive: zipfile.ZipFile, name: str, nbytes: int, blocks: Iterable[tuple[bytes | memoryview, int]]
+) -> Payload:
+    """Write a record of blocks with known CRC32s, of which zipfile would compute its own."""
+    record, file = zipfile.ZipInfo(name), archive.fp
+    assert file is not None
     large = nbytes >= zipfile.ZIP64_LIMIT
     fixed: int = zipfile.sizeFileHeader  # type: ignore[attr-defined]  # typeshed leaves it out
     header = fixed + len(name) + (_ZIP64.size if large else 0) + _PADDING.size
     padding = -(archive.start_dir + header) % ALIGNMENT
     record.extra = _PADDING.pack(PADDING, padding) + bytes(padding)
-    with archive.open(record, "w", force_zip64=large) as writing:
-        for block in blocks:
-            writing.write(block)
-    return record.header_offset + header + padding, nbytes, record.CRC
+    record.header_offset, record.CRC = archive.start_dir, 0
+    record.file_size = record.compress_size = nbytes
+    start = file.seek(record.header_offset + header + padding)
+    for data, crc in blocks:
+        file.write(data)
+        record.CRC = manifest.combined(record.CRC, crc, len(data))
+    archive.start_dir = file.tell()
+    assert archive.start_dir == start + nbytes, f"{name}: expected {nbytes} bytes, found {archive.start_dir - start}"
+    file.seek(record.header_offset)
+    file.write(record.FileHeader(large))
+    file.seek(archive.start_dir)
+    archive.filelist.append(record)
+    file.flush()
+    return start, nbytes, record.CRC
